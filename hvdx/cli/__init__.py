@@ -1,0 +1,1 @@
+"""The `hvdx` command, one sub-command a file."""

@@ -1,0 +1,1 @@
+"""Training jobs to run and to read first, and benchmarks; installed as `hvdx.jobs`."""

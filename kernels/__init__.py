@@ -1,0 +1,1 @@
+"""Loops over elements: installed as `hvdx.kernels`; may import numpy and numba, nothing of hvdx."""
