@@ -1,0 +1,42 @@
+"""One rank's failure ends the job: nobody waits for a rank that is gone."""
+
+import os
+import socket
+import sys
+import time
+import traceback
+from types import TracebackType
+
+from hvdx.comm import mpi
+from hvdx.errors import HvdxError
+
+# How long the other ranks give rank 0 to say what all of them found.
+_COURTESY_SECONDS = 3.0
+
+
+def install(rank: int, size: int) -> None:
+    """Make an uncaught exception on this rank end the whole job, with its own message and exit code 1.
+
+    Without it the interpreter's exit handlers would wait in MPI for ranks that are waiting for this one.
+
+    Args:
+        rank, size: this process in the world, for the message.
+    """
+
+    def end_the_job(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, HvdxError) and error.collective:
+            if rank == 0:
+                print(f"hvdx: {kind.__name__}: {error}", file=sys.stderr, flush=True)
+            else:
+                time.sleep(_COURTESY_SECONDS)
+        else:
+            text = "".join(traceback.format_exception(kind, error, trace))
+            headline = f"hvdx: rank {rank} of {size} on {socket.gethostname()} failed; ending the job on all ranks"
+            # One write, so that the ranks' messages do not run into each other.
+            sys.stderr.write(f"{text}{headline}: {kind.__name__}: {error}\n")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        mpi.abort(1)
+        os._exit(1)
+
+    sys.excepthook = end_the_job

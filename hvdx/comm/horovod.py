@@ -1,0 +1,222 @@
+"""Ranks through Horovod: collectives inside the TensorFlow graph."""
+
+import contextlib
+import importlib
+import json
+import os
+import pickle
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdx.comm import mpi
+from hvdx.comm.base import Comm, Reduction
+from hvdx.comm.launcher import Launch
+from hvdx.errors import ConfigError, HorovodError, LaunchError
+
+# A rank that waits this long for another gives up; Horovod itself would wait for ever. Horovod warns at 60 s.
+_STALL_SECONDS = "600"
+
+
+def load() -> Any:
+    """Import `horovod.tensorflow`, or say why it cannot be.
+
+    Returns:
+        The module.
+
+    Raises:
+        HorovodError: it is missing, or was built against another TensorFlow; the message names the remedy.
+    """
+    _check_build()
+    try:
+        return importlib.import_module("horovod.tensorflow")
+    except Exception as error:  # an unloadable extension raises TensorFlow's NotFoundError, OSError or ImportError
+        reason = str(error).strip().splitlines()[0]
+        raise HorovodError(
+            f"Horovod cannot be loaded: {reason}. Rebuild it for this environment: hvdx build-horovod --force"
+        ) from error
+
+
+def _check_build() -> None:
+    try:
+        files = metadata.files("horovod") or []
+    except metadata.PackageNotFoundError:
+        raise HorovodError(
+            "Horovod: expected it beside TensorFlow, found none. Build it (two minutes): hvdx build-horovod"
+        ) from None
+    for file in files:
+        if file.name == "metadata.json" and file.parent.name == "horovod":
+            built = json.loads(Path(str(file.locate())).read_text()).get("tensorflow")
+            if built and built != tf.__version__:
+                raise HorovodError(
+                    f"Horovod was built against TensorFlow {built}, this is TensorFlow {tf.__version__}. "
+                    "Rebuild it: hvdx build-horovod"
+                )
+
+
+class HorovodComm(Comm):
+    """The communicator of a process that a launcher started.
+
+    Args:
+        launch: what the launcher said; checked against what Horovod finds.
+
+    Raises:
+        HorovodError: Horovod is missing or does not fit this environment.
+        LaunchError: Horovod finds another world than the launcher started.
+    """
+
+    def __init__(self, launch: Launch):
+        os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", _STALL_SECONDS)
+        self._hvd = hvd = load()
+        if launch.launcher != "Horovod (Gloo)":
+            if not hvd.mpi_built():
+                raise HorovodError(
+                    "Horovod was built without MPI, and the ranks were started by an MPI launcher. "
+                    "Rebuild it: hvdx build-horovod"
+                )
+            _check_size("MPI", mpi.initialise(), launch)
+        hvd.init()
+        _check_size("Horovod", hvd.size(), launch)
+        self.rank, self.size = hvd.rank(), hvd.size()
+        self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
+        self.cross_rank, self.cross_size = hvd.cross_rank(), hvd.cross_size()
+
+    def all_gather_object(self, value: Any, what: str) -> list[Any]:
+        """See `Comm.all_gather_object`."""
+        message = np.frombuffer(pickle.dumps(value), dtype=np.uint8)
+        with tf.device("CPU:0"):
+            sizes = self.all_gather(tf.constant([message.size], tf.int64), f"{what}.sizes").numpy()
+            data = self.all_gather(tf.constant(message), what).numpy()
+        ends = np.cumsum(sizes)
+        # The bytes come from the ranks of this very job, which run the same user's code.
+        return [pickle.loads(data[end - size : end].tobytes()) for size, end in zip(sizes, ends, strict=True)]
+
+    def all_reduce_sum(self, vector: np.ndarray, what: str) -> np.ndarray:
+        """See `Comm.all_reduce_sum`."""
+        with tf.device("CPU:0"):
+            tensor = tf.constant(vector, tf.float64)
+            return self._hvd.allreduce(tensor, op=self._hvd.Sum, name=_tag(what), ignore_name_scope=True).numpy()
+
+    def broadcast(self, tensors: Sequence[Any], root: int, what: str) -> list[Any]:
+        """See `Comm.broadcast`."""
+
+        # A graph, so that the collectives have names that all ranks share and run side by side.
+        @tf.function(autograph=False)
+        def run(values: list[tf.Tensor]) -> list[tf.Tensor]:
+            return [
+                self._hvd.broadcast(value, root, name=f"{_tag(what)}.{i}", ignore_name_scope=True)
+                for i, value in enumerate(values)
+            ]
+
+        return run(list(tensors)) if tensors else []
+
+    def all_gather(self, tensor: Any, name: str) -> Any:
+        """See `Comm.all_gather`."""
+        return self._hvd.allgather(tensor, name=_tag(name), ignore_name_scope=True)
+
+    def all_reduce(self, tensors: Sequence[Any], how: Reduction, name: str) -> list[Any]:
+        """See `Comm.all_reduce`."""
+        result: list[Any] = list(tensors)
+        if how.sparse == "dense":
+            result = [tf.convert_to_tensor(t) if isinstance(t, tf.IndexedSlices) else t for t in result]
+        sparse = [i for i, t in enumerate(result) if isinstance(t, tf.IndexedSlices)]
+        for i in sparse:
+            result[i] = self._gather_slices(result[i], how, f"{name}.{i}")
+        for k, group in enumerate(_split(len(result), how.groups)):
+            members = [i for i in group if i not in sparse]
+            combined = self._reduce_group([result[i] for i in members], how, f"{name}.group{k}")
+            for i, tensor in zip(members, combined, strict=True):
+                result[i] = tensor
+        return result
+
+    def close(self) -> None:
+        """See `Comm.close`."""
+        self._hvd.shutdown()
+
+    def _reduce_group(self, tensors: list[Any], how: Reduction, name: str) -> list[Any]:
+        if not tensors:
+            return []
+        if how.wire == "bf16":
+            return self._reduce_bf16(tensors, how, name)
+        hvd = self._hvd
+        scale = how.predivide if how.average else 1.0
+        with _device(how.device):
+            return hvd.grouped_allreduce(
+                tensors,
+                op=hvd.Sum if how.average and scale != 1.0 else (hvd.Average if how.average else hvd.Sum),
+                compression=hvd.Compression.fp16 if how.wire == "fp16" else hvd.Compression.none,
+                prescale_factor=1.0 / scale,
+                postscale_factor=scale / self.size if scale != 1.0 else 1.0,
+                name=_tag(name),
+                ignore_name_scope=True,
+            )
+
+    def _reduce_bf16(self, tensors: list[Any], how: Reduction, name: str) -> list[Any]:
+        """All-reduce with bfloat16 on the network, which Horovod has no type for.
+
+        Each rank adds up one part in float32, then shares it: the two halves of a ring all-reduce, in bytes that
+        Horovod need not understand, and as many of them as for fp16. The sum is rounded once, not at every hop.
+        """
+        part_of = [tf.size(t) for t in tensors]
+        with _device(how.device):
+            flat = tf.concat([tf.cast(tf.reshape(t, [-1]), tf.float32) for t in tensors], axis=0)
+            length = tf.size(flat)
+            share = (length + self.size - 1) // self.size
+            flat = tf.pad(flat, [[0, share * self.size - length]])
+            wire = tf.bitcast(tf.cast(flat, tf.bfloat16), tf.uint8)
+            received, _ = self._hvd.alltoall(
+                wire, splits=tf.fill([self.size], share), name=_tag(f"{name}.scatter"), ignore_name_scope=True
+            )
+            mine = tf.bitcast(tf.reshape(received, [self.size, share, 2]), tf.bfloat16)
+            total = tf.reduce_sum(tf.cast(mine, tf.float32), axis=0)
+            if how.average:
+                total /= self.size
+            total = self.all_gather(tf.bitcast(tf.cast(total, tf.bfloat16), tf.uint8), f"{name}.gather")
+            whole = tf.cast(tf.bitcast(total, tf.bfloat16), tf.float32)[:length]
+            pieces = tf.split(whole, part_of)
+            return [
+                tf.cast(tf.reshape(piece, tf.shape(t)), t.dtype) for piece, t in zip(pieces, tensors, strict=True)
+            ]
+
+    def _gather_slices(self, slices: tf.IndexedSlices, how: Reduction, name: str) -> tf.IndexedSlices:
+        """Every rank's rows, each index once, so that applying them does not depend on an order of additions."""
+        with _device(how.device_sparse):
+            values = self.all_gather(slices.values, f"{name}.values")
+            indices = self.all_gather(slices.indices, f"{name}.indices")
+            unique, position = tf.unique(indices)
+            total = tf.math.unsorted_segment_sum(values, position, tf.size(unique))
+            if how.average:
+                total /= tf.cast(self.size, total.dtype)
+        return tf.IndexedSlices(total, unique, slices.dense_shape)
+
+
+def _check_size(who: str, found: int, launch: Launch) -> None:
+    if found != launch.size:
+        raise LaunchError(
+            f"{launch.launcher} started {launch.size} ranks and {who} finds a world of {found} on rank "
+            f"{launch.rank}: the launcher belongs to another MPI. Use the mpirun of the MPI that mpi4py and "
+            "Horovod were built with; hvdx doctor shows which."
+        )
+
+
+def _tag(name: str) -> str:
+    return f"hvdx.{name}".replace(" ", "_")
+
+
+def _device(device: str) -> contextlib.AbstractContextManager[Any]:
+    return tf.device(device) if device else contextlib.nullcontext()
+
+
+def _split(count: int, groups: int | tuple[tuple[int, ...], ...]) -> list[list[int]]:
+    """Indices 0..count-1 in `groups` runs of nearly equal number, or as given, the rest each on its own."""
+    if isinstance(groups, int):
+        bounds = np.linspace(0, count, min(groups, max(count, 1)) + 1).astype(int)
+        return [list(range(a, b)) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+    named = {i for group in groups for i in group}
+    if named and max(named) >= count:
+        raise ConfigError(f"groups: expected indices below {count}, got {max(named)}.")
+    return [list(group) for group in groups] + [[i] for i in range(count) if i not in named]

@@ -1,0 +1,102 @@
+"""Dense synchronous averaging: every step, every rank gets the mean of all gradients."""
+
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+from hvdx.comm import Comm
+from hvdx.comm.base import Reduction, Wire
+from hvdx.errors import ConfigError
+from hvdx.strategies.base import Strategy, TensorSpec
+
+Op = Literal["average", "sum"]
+Sparse = Literal["gather", "dense"]
+
+
+class AllReduce(Strategy):
+    """Average (or sum) the gradients over all ranks in every step, by Horovod's ring all-reduce.
+
+    With `op="average"`, N ranks with batches of b take the step that one process takes with the whole batch of N*b.
+
+    Args:
+        op: "average" or "sum".
+        compression: "none", "fp16" or "bf16": what a float32 becomes on the network. "fp16" halves the bytes, and
+            its largest number is 65504; "bf16" halves them too, has float32's range and 8 bits of precision, and is
+            added up in float32.
+        groups: collectives a step. 1 lets Horovod fuse all gradients in one; more let the first ones leave while
+            the rest is still being computed. Or a list of lists of indices of variables.
+        sparse: how `tf.IndexedSlices` (the gradients of embeddings) travel: "gather" the rows, or "dense" as the
+            whole table.
+        gradient_predivide_factor: with "average", divide by this before the sum and by size / factor after it.
+        device: the TensorFlow device of the collectives; "" leaves it to TensorFlow.
+        device_sparse: likewise for gathered rows.
+
+    Raises:
+        ConfigError: an option that is not one of these.
+
+    Example:
+        >>> AllReduce(compression="fp16")
+        AllReduce(compression='fp16')
+
+    Source: Sergeev and Del Balso 2018, "Horovod: fast and easy distributed deep learning in TensorFlow".
+    """
+
+    name = "all_reduce"
+
+    def __init__(
+        self,
+        op: Op = "average",
+        compression: Wire = "none",
+        groups: int | Sequence[Sequence[int]] = 1,
+        sparse: Sparse = "gather",
+        gradient_predivide_factor: float = 1.0,
+        device: str = "",
+        device_sparse: str = "",
+    ):
+        _one_of("op", op, get_args(Op))
+        _one_of("compression", compression, get_args(Wire))
+        _one_of("sparse", sparse, get_args(Sparse))
+        if isinstance(groups, int) and groups < 1:
+            raise ConfigError(f"AllReduce: groups: expected 1 or more, got {groups}.")
+        if gradient_predivide_factor <= 0 or (gradient_predivide_factor != 1 and op != "average"):
+            raise ConfigError(
+                f"AllReduce: gradient_predivide_factor: expected a positive number, and 1 unless op is 'average'; "
+                f"got {gradient_predivide_factor} with op={op!r}."
+            )
+        self.op = op
+        self.compression = compression
+        self.groups = groups if isinstance(groups, int) else tuple(tuple(group) for group in groups)
+        self.sparse = sparse
+        self.gradient_predivide_factor = float(gradient_predivide_factor)
+        self.device = device
+        self.device_sparse = device_sparse
+        self._how = Reduction(
+            average=op == "average",
+            wire=compression,
+            groups=self.groups,
+            sparse=sparse,
+            predivide=self.gradient_predivide_factor,
+            device=device,
+            device_sparse=device_sparse,
+        )
+
+    def exchange(self, comm: Comm, tensors: Sequence[Any], name: str) -> list[Any]:
+        """See `Strategy.exchange`."""
+        return comm.all_reduce(tensors, self._how, name)
+
+    def bytes_per_step(self, specs: Sequence[TensorSpec], size: int) -> int:
+        """See `Strategy.bytes_per_step`: a ring sends 2 (N - 1) / N times the payload; embeddings count as dense."""
+        payload = sum(s.elements * (s.itemsize if self.compression == "none" else 2) for s in specs)
+        return round(payload * 2 * (size - 1) / size)
+
+    def __repr__(self) -> str:
+        """The call that makes this strategy, without what is at its default."""
+        defaults = {"op": "average", "compression": "none", "groups": 1, "sparse": "gather"}
+        defaults |= {"gradient_predivide_factor": 1.0, "device": "", "device_sparse": ""}
+        given = [f"{k}={getattr(self, k)!r}" for k, v in defaults.items() if getattr(self, k) != v]
+        return f"AllReduce({', '.join(given)})"
+
+
+def _one_of(option: str, value: Any, known: tuple[Any, ...]) -> None:
+    if value not in known:
+        listed = ", ".join(repr(k) for k in known)
+        raise ConfigError(f"AllReduce: {option}: expected one of {listed}, got {value!r}.")

@@ -1,0 +1,116 @@
+"""Strategies by name, and their one-line spelling: `all_reduce:compression=fp16,op=sum`."""
+
+import ast
+import difflib
+import inspect
+import os
+from typing import Any
+
+from hvdx.errors import ConfigError
+from hvdx.strategies.all_reduce import AllReduce
+from hvdx.strategies.base import Strategy
+
+#: The environment variable that chooses a strategy for a script that names none.
+VARIABLE = "HVDX_STRATEGY"
+
+STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in (AllReduce,)}
+
+
+def names() -> list[str]:
+    """The names of all strategies."""
+    return sorted(STRATEGIES)
+
+
+def options(name: str) -> dict[str, Any]:
+    """The options of a strategy with their defaults.
+
+    Args:
+        name: one of `names()`.
+
+    Example:
+        >>> options("all_reduce")["compression"]
+        'none'
+    """
+    parameters = inspect.signature(STRATEGIES[name]).parameters.values()
+    return {p.name: p.default for p in parameters}
+
+
+def parse(text: str) -> Strategy:
+    """Make a strategy from its one-line spelling.
+
+    Args:
+        text: `name` or `name:option=value,option=value`.
+
+    Returns:
+        The strategy.
+
+    Raises:
+        ConfigError: an unknown name, option or value; the message lists the right ones.
+
+    Example:
+        >>> parse("all_reduce:compression=fp16")
+        AllReduce(compression='fp16')
+    """
+    name, _, rest = text.strip().partition(":")
+    name = name.strip()
+    if name not in STRATEGIES:
+        raise ConfigError(
+            f"strategy {name!r}: expected one of {', '.join(names())}{_did_you_mean(name, names())}. "
+            f'Write it as {VARIABLE}="name:option=value,option=value".'
+        )
+    known = options(name)
+    given: dict[str, Any] = {}
+    for item in filter(None, (part.strip() for part in rest.split(","))):
+        option, equals, value = (part.strip() for part in item.partition("="))
+        if option not in known or not equals:
+            listed = ", ".join(f"{k}={v}" for k, v in known.items())
+            raise ConfigError(
+                f"strategy {name}: option {item!r}: expected option=value{_did_you_mean(option, list(known))}. "
+                f"Options and defaults: {listed}."
+            )
+        given[option] = _value(value, known[option], f"strategy {name}: {option}")
+    return STRATEGIES[name](**given)
+
+
+def resolve(strategy: Strategy | str | None) -> Strategy:
+    """The strategy to use: the one given, else the environment's, else plain averaging.
+
+    Args:
+        strategy: a strategy, its one-line spelling, or None.
+
+    Raises:
+        ConfigError: something else, or a wrong spelling.
+    """
+    if isinstance(strategy, Strategy):
+        return strategy
+    if strategy is None:
+        return parse(os.environ.get(VARIABLE) or AllReduce.name)
+    if isinstance(strategy, str):
+        return parse(strategy)
+    raise ConfigError(
+        f"strategy: expected a strategy such as hvdx.AllReduce(), a name ({', '.join(names())}) or None, "
+        f"got {strategy!r}."
+    )
+
+
+def _did_you_mean(word: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def _value(text: str, default: Any, where: str) -> Any:
+    """`text` in the type of the default it replaces."""
+    if isinstance(default, str):
+        return text
+    try:
+        value = ast.literal_eval(text.capitalize() if text.lower() in ("true", "false", "none") else text)
+    except (ValueError, SyntaxError):
+        value = text
+    numeric = isinstance(default, int | float) and not isinstance(default, bool)
+    if numeric and (isinstance(value, bool) or not isinstance(value, int | float)):
+        raise ConfigError(f"{where}: expected a number such as {default}, got {text!r}.")
+    if isinstance(default, bool) and not isinstance(value, bool):
+        raise ConfigError(f"{where}: expected true or false, got {text!r}.")
+    if isinstance(default, int) and isinstance(value, float):
+        raise ConfigError(f"{where}: expected a whole number, got {text!r}.")
+    return value
