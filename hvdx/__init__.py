@@ -1,0 +1,22 @@
+"""hvdx: train Keras 3 models on several machines."""
+
+from typing import TYPE_CHECKING, Any
+
+from hvdx.strategies import AllReduce
+from hvdx.version import __version__
+
+if TYPE_CHECKING:
+    from hvdx.keras.data import shard
+    from hvdx.keras.horovod_api import init, local_rank, local_size, rank, size
+
+__all__ = ["AllReduce", "__version__", "init", "local_rank", "local_size", "rank", "shard", "size"]
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded when asked for, so that `import hvdx` and the command line do without TensorFlow.
+    if name in __all__ or name == "keras":
+        import importlib
+
+        room = importlib.import_module("hvdx.keras")
+        return room if name == "keras" else getattr(room, name)
+    raise AttributeError(f"module 'hvdx' has no attribute {name!r}")

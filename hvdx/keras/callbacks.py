@@ -1,0 +1,260 @@
+"""The callbacks of `horovod.tensorflow.keras`, for Keras 3."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+
+from hvdx import comm as world
+from hvdx.errors import ConfigError
+from hvdx.keras import metrics, replicas
+from hvdx.keras.optimizer import binding_of, optimizers_of
+
+
+class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
+    """Start all ranks from one rank's weights and optimiser state.
+
+    Args:
+        root_rank: the rank whose values all get.
+        device: accepted for Horovod's sake; the weights travel from where they are.
+        local_variables: variables that stay as they are on each rank.
+    """
+
+    def __init__(self, root_rank: int, device: str = "", local_variables: Sequence[Any] | None = None):
+        super().__init__()
+        if device:
+            raise ConfigError("BroadcastGlobalVariablesCallback: device: not supported by hvdx. Leave it out.")
+        self.root_rank = root_rank
+        self._local = {id(v) for v in local_variables or ()}
+        self._done = False
+
+    def set_model(self, model: Any) -> None:
+        """Keras: before the training function is made. XLA cannot compile collectives, so it is turned off here."""
+        super().set_model(model)
+        if world.start().size > 1 and any(binding_of(o) for o in optimizers_of(model)):
+            model.jit_compile = False
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Broadcast, if the layers have their weights already."""
+        self._done = False
+        if self.model.built:
+            self._broadcast()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Broadcast after the first step, if layers built themselves in it."""
+        if not self._done:
+            self._broadcast()
+
+    def _broadcast(self) -> None:
+        joined = world.start()
+        for optimizer in optimizers_of(self.model):
+            if not optimizer.built:
+                optimizer.build(self.model.trainable_variables)
+        variables = [v for v in replicas.state_of(self.model) if id(v) not in self._local]
+        replicas.check_alike(variables, joined)
+        replicas.broadcast(variables, self.root_rank, joined)
+        self._done = True
+
+
+class MetricAverageCallback(keras.callbacks.Callback):
+    """Make the metrics of an epoch those over all ranks. Put it before callbacks that read them.
+
+    Args:
+        device: accepted for Horovod's sake.
+    """
+
+    def __init__(self, device: str = ""):
+        super().__init__()
+        if device:
+            raise ConfigError("MetricAverageCallback: device: not supported by hvdx. Leave it out.")
+        self._logs: dict[str, float] = {}
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Nothing of this epoch is combined yet."""
+        self._logs = {}
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Validation is about to overwrite the training metrics."""
+        self._combine_training()
+
+    def on_test_end(self, logs: Any = None) -> None:
+        """Combine the validation metrics."""
+        if logs:
+            combined = metrics.over_all_ranks(self.model, logs, world.start())
+            logs.update(combined)
+            self._logs |= {f"val_{k}": v for k, v in combined.items()}
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Replace what this rank saw by what all ranks saw."""
+        self._combine_training()
+        if logs is not None:
+            logs.update({k: v for k, v in self._logs.items() if k in logs})
+
+    def _combine_training(self) -> None:
+        if not self._logs:
+            self._logs = metrics.over_all_ranks(self.model, self.model.get_metrics_result(), world.start())
+
+
+class LearningRateScheduleCallback(keras.callbacks.Callback):
+    """Set the learning rate to `initial_lr * multiplier` between two epochs.
+
+    With momentum the velocity is scaled by new / old rate whenever the rate changes, which is what Horovod's
+    correction of the momentum coefficient comes to (Goyal et al. 2017, section 2.1), and works inside a graph.
+
+    Args:
+        initial_lr: the learning rate that is multiplied; None takes the optimiser's.
+        multiplier: a function of the epoch, or a number m for `m ** (epoch - start_epoch)`.
+        start_epoch: the first epoch that is touched.
+        end_epoch: the first that is no longer; None for no end.
+        staircase: change it at the start of an epoch; else at every batch, with fractions of epochs.
+        momentum_correction: scale the velocity with it.
+        steps_per_epoch: needed where Keras does not know it and `staircase` is False.
+
+    Raises:
+        ConfigError: the optimiser's learning rate is a schedule of its own.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float | None,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ):
+        super().__init__()
+        self.initial_lr = initial_lr
+        self.multiplier = multiplier if callable(multiplier) else lambda epoch: multiplier ** (epoch - start_epoch)
+        self.start_epoch = start_epoch
+        self.end_epoch = end_epoch
+        self.staircase = staircase
+        self.momentum_correction = momentum_correction
+        self.steps_per_epoch = steps_per_epoch
+        self.current_epoch = 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Find the learning rate and the length of an epoch."""
+        optimizer = self._optimizer()
+        if not isinstance(optimizer._learning_rate, keras.Variable):
+            raise ConfigError(
+                f"{type(self).__name__}: the optimizer's learning rate is {optimizer._learning_rate!r}, which cannot "
+                "be set. Give the optimizer a number."
+            )
+        if self.initial_lr is None:
+            self.initial_lr = self._rate()
+        if not self.staircase and not self.steps_per_epoch:
+            self.steps_per_epoch = self.params.get("steps")
+            if not self.steps_per_epoch:
+                raise ConfigError(f"{type(self).__name__}: steps_per_epoch: Keras does not know it here. Give it.")
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Remember the epoch."""
+        self.current_epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Set the rate, if this is the moment."""
+        past = self.end_epoch is not None and self.current_epoch >= self.end_epoch
+        if self.current_epoch < self.start_epoch or past:
+            return
+        if self.staircase:
+            if batch == 0:
+                self._set(self.multiplier(self.current_epoch))
+        else:
+            self._set(self.multiplier(self.current_epoch + batch / float(self.steps_per_epoch or 1)))
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Put the rate into the logs."""
+        if logs is not None:
+            logs["lr"] = self._rate()
+
+    def _optimizer(self) -> Any:
+        return getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
+
+    def _rate(self) -> float:
+        return float(self._optimizer().learning_rate)
+
+    def _set(self, factor: float) -> None:
+        optimizer = self._optimizer()
+        old, new = self._rate(), float(self.initial_lr or 0.0) * factor
+        optimizer.learning_rate = new
+        if self.momentum_correction and getattr(optimizer, "momentum", 0) and old not in (0.0, new):
+            for velocity in getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", ()):
+                velocity.assign(velocity * (new / old))
+
+
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
+    """Raise the learning rate from `initial_lr / size` to `initial_lr` over the first epochs.
+
+    Args:
+        initial_lr: the rate to arrive at.
+        warmup_epochs: how long it takes.
+        momentum_correction, steps_per_epoch: see `LearningRateScheduleCallback`.
+        verbose: 1 prints the rate at the end.
+
+    Source: Goyal et al. 2017, "Accurate, Large Minibatch SGD".
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: int = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ):
+        def multiplier(epoch: float) -> float:
+            size = world.start().size
+            # One step further, so that the last step of the warm-up has the full rate.
+            epoch += 1.0 / float(self.steps_per_epoch or 1)
+            return (epoch * (size - 1) / warmup_epochs + 1) / size
+
+        super().__init__(
+            initial_lr,
+            multiplier,
+            end_epoch=warmup_epochs,
+            staircase=False,
+            momentum_correction=momentum_correction,
+            steps_per_epoch=steps_per_epoch,
+        )
+        self.verbose = verbose
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Say when the warm-up is over."""
+        super().on_epoch_end(epoch, logs)
+        if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose and world.start().rank == 0:
+            print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {self._rate():g}.")
+
+
+class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
+    """Save the best model so far, on rank 0.
+
+    Args:
+        monitor, verbose, save_weights_only, mode, save_freq: as for `keras.callbacks.ModelCheckpoint`.
+        filepath: where to; may be set later as an attribute, before training starts.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        save_weights_only: bool = False,
+        mode: str = "auto",
+        save_freq: Any = "epoch",
+        filepath: Any = None,
+    ):
+        # Keras checks the ending at once; the real path may come later.
+        placeholder = "unset.weights.h5" if save_weights_only else "unset.keras"
+        super().__init__(placeholder, monitor, verbose, True, save_weights_only, mode, save_freq)
+        self.filepath = filepath
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Check that there is a place to save to."""
+        if self.filepath is None:
+            raise ConfigError("BestModelCheckpoint: filepath: expected a path before training starts, got None.")
+        super().on_train_begin(logs)
+
+    def _save_model(self, *args: Any, **kwargs: Any) -> None:
+        if world.start().rank == 0:
+            super()._save_model(*args, **kwargs)

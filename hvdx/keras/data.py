@@ -1,0 +1,152 @@
+"""Each rank's share of the data."""
+
+from typing import Any
+
+import tensorflow as tf
+
+from hvdx import comm as world
+from hvdx.errors import ConfigError
+
+# Elements held back for shuffling a dataset of unknown or large size.
+_BUFFER = 10_000
+
+
+def shard(
+    data: Any,
+    batch_size: int | None = None,
+    *,
+    shuffle: bool | int = True,
+    seed: int = 0,
+    drop_remainder: bool = True,
+    steps: int | None = None,
+    initial_epoch: int = 0,
+    rank: int | None = None,
+    size: int | None = None,
+) -> tf.data.Dataset:
+    """This rank's share of the data: disjoint from the others', of as many steps, in a new order each epoch.
+
+    All ranks draw the same order from the seed and the number of the epoch, and step t of N ranks with batches of b
+    holds the samples that step t of one process with batches of N*b would.
+
+    Args:
+        data: an array, or a tuple or dictionary of arrays with one length, `(x, y)` say; or a `tf.data.Dataset`.
+        batch_size: samples a step on this rank; needed for arrays. A dataset without it keeps its elements.
+        shuffle: draw a new order each epoch. For a dataset a number is the size of the shuffle buffer (10,000 by
+            default, or all of a smaller one); it is shuffled before it is dealt out, so every rank reads all of it.
+        seed: alike on all ranks.
+        drop_remainder: leave out samples that do not fill a step on all ranks; False keeps every sample, for
+            validation, and the ranks may then differ by a step.
+        steps: steps an epoch; needed for a dataset that does not know its size.
+        initial_epoch: arrays only: the number of the first epoch, which decides its order.
+        rank, size: another rank's share; this one's by default.
+
+    Returns:
+        A dataset of known size, for `fit`.
+
+    Raises:
+        ConfigError: lengths that differ, too few samples, an unknown size.
+
+    Example:
+        >>> x, y = np.arange(8.0), np.arange(8)
+        >>> [b[1].numpy().tolist() for b in shard((x, y), 2, shuffle=False, rank=1, size=2)]
+        [[2, 3], [6, 7]]
+    """
+    joined = world.start()
+    rank, size = joined.rank if rank is None else rank, joined.size if size is None else size
+    if not 0 <= rank < size:
+        raise ConfigError(f"shard: rank: expected 0 to {size - 1}, got {rank}.")
+    if batch_size is not None and batch_size < 1:
+        raise ConfigError(f"shard: batch_size: expected 1 or more, got {batch_size}.")
+    if isinstance(data, tf.data.Dataset):
+        return _shard_dataset(data, batch_size, shuffle, seed, drop_remainder, steps, rank, size)
+    if batch_size is None:
+        raise ConfigError("shard: batch_size: expected the samples a step on each rank, got None.")
+    return _shard_arrays(data, batch_size, bool(shuffle), seed, drop_remainder, steps, initial_epoch, rank, size)
+
+
+def _shard_arrays(
+    data: Any,
+    batch: int,
+    shuffle: bool,
+    seed: int,
+    drop_remainder: bool,
+    steps: int | None,
+    initial_epoch: int,
+    rank: int,
+    size: int,
+) -> tf.data.Dataset:
+    with tf.device("CPU:0"):
+        tensors = tf.nest.map_structure(tf.convert_to_tensor, data)
+    lengths = {int(t.shape[0]) for t in tf.nest.flatten(tensors)}
+    if len(lengths) != 1:
+        raise ConfigError(f"shard: expected arrays of one length, got {sorted(lengths)}.")
+    (count,) = lengths
+    whole = batch * size
+    possible = count // whole if drop_remainder else _steps_with_remainder(count, batch, rank, size)
+    steps = possible if steps is None else steps
+    if drop_remainder and not 0 < steps <= possible:
+        raise ConfigError(
+            f"shard: {count} samples make {possible} steps of {size} ranks times {batch}; expected 1 to {possible} "
+            f"steps, got {steps}. Use a smaller batch_size, fewer ranks or drop_remainder=False."
+        )
+    epochs = tf.Variable(initial_epoch - 1, dtype=tf.int64, trainable=False)
+
+    def batch_of(step: Any, epoch: Any) -> Any:
+        first = step * whole + rank * batch
+        positions = tf.range(first, tf.minimum(first + batch, count), dtype=tf.int64)
+        if shuffle:
+            key = tf.stack([tf.cast(seed, tf.int64), epoch, tf.constant(0, tf.int64)])
+            positions = tf.random.experimental.index_shuffle(positions, tf.cast(key, tf.int32), count - 1)
+        return tf.nest.map_structure(lambda t: tf.gather(t, positions), tensors)
+
+    def epoch_of(_: Any) -> tf.data.Dataset:
+        epoch = epochs.assign_add(1)
+        numbered = tf.data.Dataset.range(steps)
+        return numbered.map(lambda step: batch_of(step, epoch), num_parallel_calls=2, deterministic=True)
+
+    dataset = tf.data.Dataset.range(1).flat_map(epoch_of)
+    return dataset.apply(tf.data.experimental.assert_cardinality(steps)).prefetch(2)
+
+
+def _steps_with_remainder(count: int, batch: int, rank: int, size: int) -> int:
+    """Steps of a rank when the last step may be partly filled, or filled on the first ranks only."""
+    full, rest = divmod(count, batch * size)
+    return full + int(rest > rank * batch)
+
+
+def _shard_dataset(
+    data: tf.data.Dataset,
+    batch: int | None,
+    shuffle: bool | int,
+    seed: int,
+    drop_remainder: bool,
+    steps: int | None,
+    rank: int,
+    size: int,
+) -> tf.data.Dataset:
+    count = int(data.cardinality())
+    if count < 0 and steps is None:
+        raise ConfigError(
+            "shard: the dataset does not know its size, so the ranks might take different numbers of steps. Give "
+            "steps=, the steps an epoch on each rank."
+        )
+    per_step = size * (batch or 1)
+    if shuffle:
+        buffer = shuffle if shuffle is not True else min(count, _BUFFER) if count > 0 else _BUFFER
+        data = data.shuffle(buffer, seed=seed, reshuffle_each_iteration=True)
+    if steps is not None:
+        if 0 <= count < steps * per_step:
+            raise ConfigError(f"shard: {count} elements make {count // per_step} steps on {size} ranks, got steps={steps}.")
+        data = data.take(steps * per_step)
+    elif drop_remainder:
+        if count < per_step:
+            raise ConfigError(f"shard: {count} elements do not fill one step of {per_step} on {size} ranks.")
+        data = data.take(count // per_step * per_step)
+    data = data.shard(size, rank)
+    if batch is not None:
+        data = data.batch(batch, drop_remainder=drop_remainder)
+    if steps is not None and count < 0:
+        data = data.apply(tf.data.experimental.assert_cardinality(steps))
+    return data.prefetch(2)
+
+

@@ -1,0 +1,39 @@
+"""Tables for a terminal."""
+
+from collections.abc import Sequence
+
+
+def render(rows: Sequence[Sequence[str]], header: Sequence[str] = ()) -> str:
+    """Lay out cells in columns.
+
+    Args:
+        rows: the cells, row by row; rows of one length.
+        header: column titles; none by default.
+
+    Returns:
+        Lines without a trailing newline; the first column to the left, the others to the right.
+
+    Example:
+        >>> print(render([["a", "1"], ["bc", "20"]]))
+        a    1
+        bc  20
+    """
+    lines = [list(header)] * bool(header) + [list(row) for row in rows]
+    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
+    text = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in lines]
+    if header:
+        text.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(text)
+
+
+def quantity(value: float, unit: str) -> str:
+    """A number with a decimal prefix.
+
+    Example:
+        >>> quantity(7_470_000, "B")
+        '7.47 MB'
+    """
+    for factor, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= factor:
+            return f"{value / factor:.3g} {prefix}{unit}"
+    return f"{value:.3g} {unit}"
