@@ -106,5 +106,6 @@ class Comm(abc.ABC):
             name: alike on all ranks.
         """
 
+    @abc.abstractmethod
     def close(self) -> None:
         """Take leave of the other ranks. Nothing may be sent afterwards."""

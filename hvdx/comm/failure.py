@@ -33,7 +33,7 @@ def install(rank: int, size: int) -> None:
             text = "".join(traceback.format_exception(kind, error, trace))
             headline = f"hvdx: rank {rank} of {size} on {socket.gethostname()} failed; ending the job on all ranks"
             # One write, so that the ranks' messages do not run into each other.
-            sys.stderr.write(f"{text}{headline}: {kind.__name__}: {error}\n")
+            sys.stderr.write(f"{text}{headline}: {kind.__name__}: {str(error).partition(chr(10))[0]}\n")
         sys.stdout.flush()
         sys.stderr.flush()
         mpi.abort(1)

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import itertools
 import json
 import os
 import pickle
@@ -178,9 +179,7 @@ class HorovodComm(Comm):
             total = self.all_gather(tf.bitcast(tf.cast(total, tf.bfloat16), tf.uint8), f"{name}.gather")
             whole = tf.cast(tf.bitcast(total, tf.bfloat16), tf.float32)[:length]
             pieces = tf.split(whole, part_of)
-            return [
-                tf.cast(tf.reshape(piece, tf.shape(t)), t.dtype) for piece, t in zip(pieces, tensors, strict=True)
-            ]
+            return [tf.cast(tf.reshape(piece, tf.shape(t)), t.dtype) for piece, t in zip(pieces, tensors, strict=True)]
 
     def _gather_slices(self, slices: tf.IndexedSlices, how: Reduction, name: str) -> tf.IndexedSlices:
         """Every rank's rows, each index once, so that applying them does not depend on an order of additions."""
@@ -215,7 +214,7 @@ def _split(count: int, groups: int | tuple[tuple[int, ...], ...]) -> list[list[i
     """Indices 0..count-1 in `groups` runs of nearly equal number, or as given, the rest each on its own."""
     if isinstance(groups, int):
         bounds = np.linspace(0, count, min(groups, max(count, 1)) + 1).astype(int)
-        return [list(range(a, b)) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+        return [list(range(a, b)) for a, b in itertools.pairwise(bounds)]
     named = {i for group in groups for i in group}
     if named and max(named) >= count:
         raise ConfigError(f"groups: expected indices below {count}, got {max(named)}.")

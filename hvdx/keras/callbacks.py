@@ -179,8 +179,9 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         optimizer = self._optimizer()
         old, new = self._rate(), float(self.initial_lr or 0.0) * factor
         optimizer.learning_rate = new
-        if self.momentum_correction and getattr(optimizer, "momentum", 0) and old not in (0.0, new):
-            for velocity in getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", ()):
+        if self.momentum_correction and getattr(optimizer, "momentum", False) and old not in (0.0, new):
+            velocities: list[Any] = getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", [])
+            for velocity in velocities:
                 velocity.assign(velocity * (new / old))
 
 

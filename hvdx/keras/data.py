@@ -95,8 +95,8 @@ def _shard_arrays(
         first = step * whole + rank * batch
         positions = tf.range(first, tf.minimum(first + batch, count), dtype=tf.int64)
         if shuffle:
-            key = tf.stack([tf.cast(seed, tf.int64), epoch, tf.constant(0, tf.int64)])
-            positions = tf.random.experimental.index_shuffle(positions, tf.cast(key, tf.int32), count - 1)
+            key = tf.stack([tf.constant(seed, tf.int64), epoch])
+            positions = tf.random.experimental.index_shuffle(positions, key, count - 1)
         return tf.nest.map_structure(lambda t: tf.gather(t, positions), tensors)
 
     def epoch_of(_: Any) -> tf.data.Dataset:
@@ -136,7 +136,9 @@ def _shard_dataset(
         data = data.shuffle(buffer, seed=seed, reshuffle_each_iteration=True)
     if steps is not None:
         if 0 <= count < steps * per_step:
-            raise ConfigError(f"shard: {count} elements make {count // per_step} steps on {size} ranks, got steps={steps}.")
+            raise ConfigError(
+                f"shard: {count} elements make {count // per_step} steps on {size} ranks, got steps={steps}."
+            )
         data = data.take(steps * per_step)
     elif drop_remainder:
         if count < per_step:
@@ -148,5 +150,3 @@ def _shard_dataset(
     if steps is not None and count < 0:
         data = data.apply(tf.data.experimental.assert_cardinality(steps))
     return data.prefetch(2)
-
-

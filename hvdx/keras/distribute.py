@@ -40,12 +40,12 @@ class Distribute(keras.callbacks.Callback):
         AllReduce(compression='fp16')
     """
 
-    def __init__(
-        self, strategy: Strategy | str | None = None, check_every: int | Literal["epoch"] | None = "epoch"
-    ):
+    def __init__(self, strategy: Strategy | str | None = None, check_every: int | Literal["epoch"] | None = "epoch"):
         super().__init__()
         if check_every not in ("epoch", None) and not (isinstance(check_every, int) and check_every > 0):
-            raise ConfigError(f"check_every: expected 'epoch', a positive number of steps or None, got {check_every!r}.")
+            raise ConfigError(
+                f"check_every: expected 'epoch', a positive number of steps or None, got {check_every!r}."
+            )
         self.strategy = resolve(strategy)
         self.check_every = check_every
         self.counters = Counters()
@@ -224,7 +224,9 @@ class _Last(keras.callbacks.Callback):
             return
         fewest = min(known) // steps_per_execution * steps_per_execution
         if fewest == 0:
-            raise ReplicaError(f"fit: a rank has no full step: {known} steps on the ranks. Give each its share of data.")
+            raise ReplicaError(
+                f"fit: a rank has no full step: {known} steps on the ranks. Give each its share of data."
+            )
         self._limit = fewest
         if self._owner._comm.rank == 0:
             print(

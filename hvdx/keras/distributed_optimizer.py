@@ -67,7 +67,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         'SGD'
     """
     if _is_partial(process_set) or not scale_local_gradients:
-        raise ConfigError("DistributedOptimizer: process_set, scale_local_gradients: not supported by hvdx. Leave them out.")
+        raise ConfigError(
+            "DistributedOptimizer: process_set, scale_local_gradients: not supported by hvdx. Leave them out."
+        )
     chosen = AllReduce(
         op=operation(op),  # type: ignore[arg-type]
         compression=wire(compression),
@@ -129,14 +131,18 @@ class DistributedGradientTape:
             )
         self._tape = gradtape
         self._comm = world.start()
-        self._strategy = resolve(strategy) if strategy is not None else AllReduce(
-            op=operation(op),  # type: ignore[arg-type]
-            compression=wire(compression),
-            groups=_groups(num_groups, groups),
-            sparse="dense" if sparse_as_dense else "gather",
-            gradient_predivide_factor=gradient_predivide_factor,
-            device=device_dense,
-            device_sparse=device_sparse,
+        self._strategy = (
+            resolve(strategy)
+            if strategy is not None
+            else AllReduce(
+                op=operation(op),  # type: ignore[arg-type]
+                compression=wire(compression),
+                groups=_groups(num_groups, groups),
+                sparse="dense" if sparse_as_dense else "gather",
+                gradient_predivide_factor=gradient_predivide_factor,
+                device=device_dense,
+                device_sparse=device_sparse,
+            )
         )
 
     def __enter__(self) -> "DistributedGradientTape":

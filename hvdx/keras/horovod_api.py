@@ -229,7 +229,7 @@ def load_model(
 
 
 def operation(op: Any) -> str:
-    """"average" or "sum", of whatever spelling Horovod or hvdx has for it; None means average."""
+    """ "average" or "sum", of whatever spelling Horovod or hvdx has for it; None means average."""
     if op is None or op == Average:
         return Average
     if op == Sum:
@@ -243,7 +243,7 @@ def operation(op: Any) -> str:
 
 
 def wire(compression: Any) -> Any:
-    """"none", "fp16" or "bf16", of whatever spelling Horovod or hvdx has for it."""
+    """ "none", "fp16" or "bf16", of whatever spelling Horovod or hvdx has for it."""
     if isinstance(compression, str) and compression in ("none", "fp16", "bf16"):
         return compression
     known = {"NoneCompressor": "none", "FP16Compressor": "fp16"}

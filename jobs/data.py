@@ -1,0 +1,98 @@
+"""The data of the jobs: Fashion-MNIST from a folder, or scikit-learn's digits, which need no file."""
+
+import gzip
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+# Debian's and Ubuntu's package dataset-fashion-mnist, and what Keras keeps after its own download.
+_FOLDERS = (
+    Path("/usr/share/datasets/fashion-mnist"),
+    Path(os.environ.get("KERAS_HOME", "~/.keras")).expanduser() / "datasets" / "fashion-mnist",
+)
+_FILES = {
+    "train": ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"),
+    "test": ("t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"),
+}
+
+
+@dataclass(frozen=True)
+class Data:
+    """Pictures and their classes.
+
+    Attributes:
+        name: of the data set.
+        train_x, test_x: float32[n, height, width, 1], from 0 to 1.
+        train_y, test_y: int64[n], from 0 to 9.
+    """
+
+    name: str
+    train_x: np.ndarray
+    train_y: np.ndarray
+    test_x: np.ndarray
+    test_y: np.ndarray
+
+
+def load(name: str, folder: str | None = None) -> Data:
+    """Load a data set.
+
+    Args:
+        name: "digits" or "fashion-mnist".
+        folder: where Fashion-MNIST's four .gz files are; looked for where Debian and Keras put them by default.
+
+    Raises:
+        FileNotFoundError: Fashion-MNIST is not there; the message says how to get it.
+        ValueError: a file that is not what its name says.
+
+    Example:
+        >>> load("digits").train_x.shape
+        (1437, 8, 8, 1)
+    """
+    return _digits() if name == "digits" else _fashion_mnist(folder)
+
+
+def _digits() -> Data:
+    from sklearn.datasets import load_digits
+
+    bundle = load_digits()
+    order = np.random.default_rng(0).permutation(len(bundle.target))
+    x = (bundle.images[order] / 16.0).astype(np.float32)[..., None]
+    y = bundle.target[order].astype(np.int64)
+    cut = len(y) * 4 // 5
+    return Data("digits", x[:cut], y[:cut], x[cut:], y[cut:])
+
+
+def _fashion_mnist(folder: str | None) -> Data:
+    candidates = [Path(folder).expanduser()] if folder else list(_FOLDERS)
+    for candidate in candidates:
+        if all((candidate / file).exists() for pair in _FILES.values() for file in pair):
+            train_x, train_y, test_x, test_y = (
+                _read_idx(candidate / file) for split in ("train", "test") for file in _FILES[split]
+            )
+            return Data(
+                "fashion-mnist",
+                (train_x / np.float32(255))[..., None],
+                train_y.astype(np.int64),
+                (test_x / np.float32(255))[..., None],
+                test_y.astype(np.int64),
+            )
+    raise FileNotFoundError(
+        f"Fashion-MNIST: expected {_FILES['train'][0]} and its three companions in "
+        f"{' or '.join(map(str, candidates))}. Install it (apt install dataset-fashion-mnist), name its folder with "
+        "--folder, or use --data digits."
+    )
+
+
+def _read_idx(path: Path) -> np.ndarray:
+    """Read an IDX file: two zero bytes, a type (8 = uint8), the number of dimensions, their extents, the data."""
+    with gzip.open(path, "rb") as file:
+        raw = file.read()
+    if raw[:3] != b"\x00\x00\x08":
+        raise ValueError(f"{path}: expected an IDX file of bytes, got one that begins with {raw[:4]!r}.")
+    shape = tuple(np.frombuffer(raw, ">u4", count=raw[3], offset=4).astype(int))
+    data = np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3])
+    if data.size != np.prod(shape):
+        raise ValueError(f"{path}: expected {np.prod(shape)} bytes of data, got {data.size}. The file is cut short.")
+    return data.reshape(shape)

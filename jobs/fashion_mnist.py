@@ -1,0 +1,202 @@
+"""Train a small network on pictures, on as many processes as you start.
+
+    python jobs/fashion_mnist.py                              one process
+    mpirun -n 2 python jobs/fashion_mnist.py                  two, averaging their gradients
+    HVDX_STRATEGY=all_reduce:compression=fp16 mpirun -n 2 python jobs/fashion_mnist.py --data fashion-mnist
+
+The batch size is per process: two processes with 64 take the steps of one with 128.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    what = parser.add_argument_group("what to train")
+    what.add_argument(
+        "--data",
+        choices=["digits", "fashion-mnist"],
+        default="digits",
+        help="digits: 1,797 pictures of 8x8 that come with scikit-learn (default); fashion-mnist: 70,000 of 28x28",
+    )
+    what.add_argument(
+        "--folder",
+        metavar="DIR",
+        help="where Fashion-MNIST's four .gz files are, if not where Debian or Keras put them",
+    )
+    what.add_argument(
+        "--model",
+        choices=["mlp", "cnn"],
+        default="mlp",
+        help="a dense or a convolutional network (default: mlp)",
+    )
+    what.add_argument(
+        "--hidden",
+        type=int,
+        default=None,
+        metavar="N",
+        help="units in each of the MLP's two hidden layers (default: 128 for digits, 1024 for fashion-mnist)",
+    )
+    how = parser.add_argument_group("how to train")
+    how.add_argument(
+        "--strategy",
+        metavar="SPEC",
+        help="how the processes combine their work, such as all_reduce:compression=fp16 "
+        "(default: $HVDX_STRATEGY, else all_reduce)",
+    )
+    how.add_argument("--epochs", type=int, default=3, metavar="N", help="passes over the data (default: 3)")
+    how.add_argument("--batch", type=int, default=64, metavar="N", help="samples a step on each process (default: 64)")
+    how.add_argument(
+        "--optimizer", choices=["sgd", "adam", "adamw"], default="sgd", help="default: sgd, with momentum 0.9"
+    )
+    how.add_argument(
+        "--learning-rate",
+        type=float,
+        default=None,
+        metavar="X",
+        help="default: 0.05 for sgd, 0.001 for the others",
+    )
+    how.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of weights and of the order of the data (default: 0)",
+    )
+    how.add_argument("--samples", type=int, default=None, metavar="N", help="train on the first N samples only")
+    out = parser.add_argument_group("what to keep and to show")
+    out.add_argument(
+        "--save",
+        metavar="FILE.keras",
+        help="write the trained model; a plain Keras model, loadable without hvdx",
+    )
+    out.add_argument("--history", metavar="FILE.json", help="write loss and accuracy of each epoch")
+    out.add_argument("--digest", action="store_true", help="have every process print a digest of its final weights")
+    out.add_argument("--quiet", action="store_true", help="no progress bar")
+    return parser.parse_args(argv)
+
+
+def build(data, model: str, hidden: int | None, optimizer: str, learning_rate: float | None):
+    """Make and compile the network."""
+    import keras
+    from keras import layers
+
+    shape = data.train_x.shape[1:]
+    if model == "mlp":
+        hidden = hidden or (128 if data.name == "digits" else 1024)
+        body = [
+            layers.Flatten(),
+            layers.Dense(hidden, activation="relu"),
+            layers.Dense(hidden, activation="relu"),
+        ]
+    else:
+        body = [
+            layers.Conv2D(32, 3, padding="same", activation="relu"),
+            layers.BatchNormalization(),
+            layers.MaxPooling2D(),
+            layers.Conv2D(64, 3, padding="same", activation="relu"),
+            layers.BatchNormalization(),
+            layers.MaxPooling2D(),
+            layers.Flatten(),
+            layers.Dense(128, activation="relu"),
+        ]
+    network = keras.Sequential([keras.Input(shape), *body, layers.Dense(10)])
+    rate = learning_rate or (0.05 if optimizer == "sgd" else 0.001)
+    network.compile(
+        optimizer={
+            "sgd": lambda: keras.optimizers.SGD(rate, momentum=0.9),
+            "adam": lambda: keras.optimizers.Adam(rate),
+            "adamw": lambda: keras.optimizers.AdamW(rate),
+        }[optimizer](),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    return network
+
+
+def summary(strategy, counters, history, seconds: float, samples: int, ranks: int) -> str:
+    """The table at the end of a run."""
+    from hvdx.report.table import quantity, render
+
+    steps = max(counters.exchanges, 1)
+    share = counters.exchange_seconds / counters.seconds if counters.seconds else 0.0
+    rows = [
+        ("workers", str(ranks)),
+        ("strategy", repr(strategy) if ranks > 1 else "none (one process)"),
+        ("test accuracy", f"{100 * history['val_accuracy'][-1]:.2f} %"),
+        ("training loss", f"{history['loss'][-1]:.4f}"),
+        ("seconds", f"{seconds:.1f}"),
+        ("samples a second", f"{samples / seconds:,.0f}"),
+        ("bytes sent a step, each worker", quantity(counters.bytes_per_exchange, "B")),
+        (
+            "time in communication",
+            f"{counters.exchange_seconds:.1f} s, {100 * share:.0f} %, "
+            f"{1000 * counters.exchange_seconds / steps:.1f} ms a step",
+        ),
+    ]
+    return render(rows)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the job; see `--help`."""
+    args = arguments(argv)
+    import hvdx
+    from hvdx.jobs.data import load
+
+    hvdx.init()
+    import keras
+
+    try:
+        data = load(args.data, args.folder)
+    except (FileNotFoundError, ValueError) as error:
+        if hvdx.rank() == 0:
+            print(f"fashion_mnist: {error}", file=sys.stderr)
+        return 2
+    keras.utils.set_random_seed(args.seed)
+    model = build(data, args.model, args.hidden, args.optimizer, args.learning_rate)
+    train_x, train_y = data.train_x[: args.samples], data.train_y[: args.samples]
+    train = hvdx.shard((train_x, train_y), args.batch, seed=args.seed)
+    test = hvdx.shard((data.test_x, data.test_y), 256, shuffle=False, drop_remainder=False)
+    if hvdx.rank() == 0:
+        print(
+            f"{data.name}: {len(train_y):,} samples, {model.count_params():,} parameters, {hvdx.size()} worker(s), "
+            f"{int(train.cardinality())} steps an epoch",
+            flush=True,
+        )
+    distribute = hvdx.keras.Distribute(args.strategy)
+    begin = time.perf_counter()
+    history = model.fit(
+        train,
+        validation_data=test,
+        epochs=args.epochs,
+        shuffle=False,
+        verbose=0 if args.quiet else (1 if sys.stdout.isatty() else 2),
+        callbacks=[distribute],
+    ).history
+    seconds = time.perf_counter() - begin
+    if hvdx.rank() == 0:
+        seen = args.epochs * int(train.cardinality()) * args.batch * hvdx.size()
+        print(summary(distribute.strategy, distribute.counters, history, seconds, seen, hvdx.size()))
+        if args.save:
+            model.save(args.save)
+        if args.history:
+            Path(args.history).write_text(json.dumps(history))
+    if args.digest:
+        bits = b"".join(weight.tobytes() for weight in model.get_weights())
+        print(f"weights of rank {hvdx.rank()}: {hashlib.sha256(bits).hexdigest()[:16]}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""Runs a Python script on several ranks, with a time limit outside them: a deadlock is a failure, not a hang."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdx.cli.mpi_tools import mpirun_command
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Small and quick: one thread a rank, and a stalled collective is found in seconds.
+_ENVIRONMENT = {
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "TF_NUM_INTRAOP_THREADS": "1",
+    "TF_NUM_INTEROP_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": "20",
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "60",
+    "CUDA_VISIBLE_DEVICES": "",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a launch ended.
+
+    Attributes:
+        code: exit status; None when the time limit ended it.
+        out: what all ranks printed, standard output and standard error together.
+    """
+
+    code: int | None
+    out: str
+
+    def __str__(self) -> str:
+        return f"exit status {self.code}\n{self.out}"
+
+
+def run(ranks: int, program: Sequence[str], timeout: float = 120, env: Mapping[str, str] | None = None) -> Run:
+    """Run `python program...` on some ranks.
+
+    Args:
+        ranks: how many; 1 is started alone, without a launcher.
+        program: script and arguments, or "-c" and code.
+        timeout: seconds; then every process of the launch is killed.
+        env: added to the environment.
+    """
+    command = [sys.executable, *program]
+    if ranks > 1:
+        command = mpirun_command(ranks) + command
+    return run_command(command, timeout, env)
+
+
+def run_command(command: Sequence[str], timeout: float = 120, env: Mapping[str, str] | None = None) -> Run:
+    """Run any command with the environment and the limits of `run`."""
+    environment = os.environ | _ENVIRONMENT | dict(env or {})
+    process = subprocess.Popen(
+        list(command),
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        out, _ = process.communicate(timeout=timeout)
+        return Run(process.returncode, out)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, _ = process.communicate()
+        return Run(None, out)
