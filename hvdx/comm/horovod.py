@@ -182,15 +182,16 @@ class HorovodComm(Comm):
             return [tf.cast(tf.reshape(piece, tf.shape(t)), t.dtype) for piece, t in zip(pieces, tensors, strict=True)]
 
     def _gather_slices(self, slices: tf.IndexedSlices, how: Reduction, name: str) -> tf.IndexedSlices:
-        """Every rank's rows, each index once, so that applying them does not depend on an order of additions."""
+        """Every rank's rows one after the other, as they would stand in the gradient of the whole batch.
+
+        Repeated indices stay apart: Keras' Adam squares rows, so adding them up first would be another step.
+        """
         with _device(how.device_sparse):
             values = self.all_gather(slices.values, f"{name}.values")
             indices = self.all_gather(slices.indices, f"{name}.indices")
-            unique, position = tf.unique(indices)
-            total = tf.math.unsorted_segment_sum(values, position, tf.size(unique))
             if how.average:
-                total /= tf.cast(self.size, total.dtype)
-        return tf.IndexedSlices(total, unique, slices.dense_shape)
+                values /= tf.cast(self.size, values.dtype)
+        return tf.IndexedSlices(values, indices, slices.dense_shape)
 
 
 def _check_size(who: str, found: int, launch: Launch) -> None:

@@ -67,7 +67,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         super().__init__()
         if device:
             raise ConfigError("MetricAverageCallback: device: not supported by hvdx. Leave it out.")
-        self._logs: dict[str, float] = {}
+        self._logs: dict[str, Any] = {}
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Nothing of this epoch is combined yet."""

@@ -53,8 +53,8 @@ class Distribute(keras.callbacks.Callback):
         self._bindings: list[Binding] = []
         self._last = _Last(self)
         self._alike = False
-        self._train_logs: dict[str, float] | None = None
-        self._test_logs: dict[str, float] = {}
+        self._train_logs: dict[str, Any] | None = None
+        self._test_logs: dict[str, Any] = {}
         self._jit_compile: Any = None
 
     # -- the start of fit ---------------------------------------------------------------------------------------

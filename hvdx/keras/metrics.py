@@ -14,7 +14,7 @@ import tensorflow as tf
 from hvdx.comm import Comm
 
 
-def over_all_ranks(model: Any, logs: dict[str, Any], comm: Comm) -> dict[str, float]:
+def over_all_ranks(model: Any, logs: dict[str, Any], comm: Comm) -> dict[str, Any]:
     """The values of `logs` over all ranks.
 
     Args:
@@ -27,7 +27,7 @@ def over_all_ranks(model: Any, logs: dict[str, Any], comm: Comm) -> dict[str, fl
         mean over ranks where it is a number on all of them, and stays as it is where not.
     """
     _combine_states(model, comm)
-    results = {k: _number(v) for k, v in model.get_metrics_result().items()}
+    results = {k: _plain(v) for k, v in model.get_metrics_result().items()}
     rest = {k: number for k, v in logs.items() if k not in results and (number := _number(v)) is not None}
     everyone = comm.all_gather_object(rest, "logs")
     means = {k: float(np.mean([r[k] for r in everyone])) for k in rest if all(k in r for r in everyone)}
@@ -57,7 +57,13 @@ def _share(variable: Any) -> Callable[[np.ndarray, Comm], np.ndarray]:
     return lambda x, comm: x / comm.size
 
 
-def _number(value: Any) -> Any:
+def _plain(value: Any) -> Any:
+    """A float, or an array for a metric of several values."""
+    array = np.asarray(value)
+    return float(array) if array.ndim == 0 else array
+
+
+def _number(value: Any) -> float | None:
     try:
         return float(value)
     except (TypeError, ValueError):

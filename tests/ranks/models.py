@@ -1,0 +1,55 @@
+"""Small models and data for the tests on ranks, and the single process they are compared with."""
+
+import keras
+import numpy as np
+
+import hvdx
+from hvdx import comm as world
+from hvdx.keras import replicas
+from hvdx.keras.optimizer import optimizers_of
+
+SAMPLES, FEATURES, CLASSES, BATCH = 96, 6, 3, 4
+
+
+def data(samples=SAMPLES):
+    """The same on all ranks."""
+    random = np.random.default_rng(7)
+    x = random.normal(size=(samples, FEATURES)).astype("float32")
+    return x, (x[:, 0] + 2 * x[:, 1] > 0).astype("int64") + (x[:, 2] > 1)
+
+
+def network(*make_layers, seed=0):
+    """A built network; other weights for other seeds, which layers draw when they are made."""
+    keras.utils.set_random_seed(seed)
+    body = [make() for make in make_layers] or [keras.layers.Dense(5, activation="tanh")]
+    return keras.Sequential([keras.Input((FEATURES,)), *body, keras.layers.Dense(CLASSES)])
+
+
+def compiled(model, optimizer, **options):
+    """Compile for classification."""
+    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), **options)
+    return model
+
+
+def fit(model, callbacks, epochs=2, share=True, **options):
+    """Train on this rank's share, or on all data in batches of the whole world."""
+    size = hvdx.size()
+    if share:
+        batches = hvdx.shard(data(), BATCH)
+    else:
+        batches = hvdx.shard(data(), BATCH * size, rank=0, size=1)
+    return model.fit(batches, epochs=epochs, callbacks=callbacks, verbose=0, shuffle=False, **options)
+
+
+def assert_identical(model, optimizer=True):
+    """The same bits on all ranks."""
+    variables = list(model.weights)
+    if optimizer:
+        variables += [v for o in optimizers_of(model) for v in o.variables]
+    assert replicas.differing(variables, world.start()) == {}
+
+
+def assert_close(model, reference, tolerance=2e-5):
+    """The weights of two models agree within float rounding."""
+    for a, b in zip(model.get_weights(), reference.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)

@@ -1,0 +1,222 @@
+"""What the callback does besides gradients: metrics, files, guards."""
+
+import json
+import zipfile
+
+import keras
+import numpy as np
+import pytest
+
+import hvdx
+import hvdx.keras as hvd
+from hvdx import comm as world
+from hvdx.errors import ConfigError, NotDistributedError, ReplicaError
+from tests.ranks import models
+
+
+def _agreed(value):
+    everyone = world.start().all_gather_object(value, "test")
+    assert all(v == everyone[0] for v in everyone), everyone
+    return value
+
+
+def _shared_folder(tmp_path):
+    """Rank 0's folder, on all ranks."""
+    return hvd.broadcast_object(tmp_path, 0)
+
+
+def test_metrics_are_those_over_all_samples():
+    """An AUC is no average of AUCs, and ranks with more validation samples weigh more."""
+
+    def binary(seed):
+        keras.utils.set_random_seed(seed)
+        model = keras.Sequential([keras.Input((models.FEATURES,)), keras.layers.Dense(1, activation="sigmoid")])
+        metrics = ["accuracy", keras.metrics.AUC(name="auc"), keras.metrics.F1Score(threshold=0.5, name="f1")]
+        model.compile(keras.optimizers.SGD(0.1), "binary_crossentropy", metrics=metrics)
+        return model
+
+    x, y = models.data()
+    y = (y > 1).astype("float32")[:, None]
+    own = slice(0, 8) if hvdx.rank() == 0 else slice(8 + 16 * (hvdx.rank() - 1), 8 + 16 * hvdx.rank())
+    union = slice(0, 8 + 16 * (hvdx.size() - 1))
+    model = binary(hvdx.rank())
+    got = model.fit(
+        hvdx.shard((x, y), 4),
+        validation_data=(x[own], y[own]),
+        epochs=2,
+        verbose=0,
+        shuffle=False,
+        callbacks=[hvd.Distribute()],
+    ).history
+    reference = binary(0)
+    expected = reference.fit(
+        hvdx.shard((x, y), 4 * hvdx.size(), rank=0, size=1),
+        validation_data=(x[union], y[union]),
+        epochs=2,
+        verbose=0,
+        shuffle=False,
+    ).history
+    _agreed(got)
+    assert set(got) == set(expected)
+    for name, values in expected.items():
+        np.testing.assert_allclose(got[name], values, rtol=1e-5, err_msg=name)
+
+
+def test_batch_normalisation_statistics_are_averaged():
+    model = models.compiled(
+        models.network(lambda: keras.layers.Dense(5), keras.layers.BatchNormalization, seed=hvdx.rank()), "adam"
+    )
+    models.fit(model, [hvd.Distribute()], validation_data=models.data(16))
+    models.assert_identical(model)
+
+
+def test_files_are_written_by_rank_0_only_and_are_plain_keras(tmp_path):
+    own = tmp_path / f"rank{hvdx.rank()}"
+    own.mkdir()
+    callbacks = [
+        keras.callbacks.ModelCheckpoint(str(own / "checkpoint.keras"), verbose=1),
+        keras.callbacks.CSVLogger(str(own / "log.csv")),
+        hvd.Distribute(),
+        keras.callbacks.TensorBoard(str(own / "board")),
+    ]
+    model = models.compiled(models.network(seed=0), keras.optimizers.Adam(0.01))
+    models.fit(model, callbacks)
+    written = sorted(path.name for path in own.iterdir())
+    assert written == (["board", "checkpoint.keras", "log.csv"] if hvdx.rank() == 0 else [])
+    if hvdx.rank() == 0:
+        plain = models.compiled(models.network(seed=0), keras.optimizers.Adam(0.01))
+        models.fit(plain, [])
+        plain.save(own / "plain.keras")
+        assert _optimizer_config(own / "checkpoint.keras") == _optimizer_config(own / "plain.keras")
+        loaded = keras.models.load_model(own / "checkpoint.keras")
+        assert int(loaded.optimizer.iterations) == int(model.optimizer.iterations)
+        models.assert_close(loaded, model, 0)
+
+
+def _optimizer_config(path):
+    with zipfile.ZipFile(path) as archive:
+        config = json.loads(archive.read("config.json"))["compile_config"]["optimizer"]
+    config["config"].pop("name")
+    return config
+
+
+def test_backup_and_restore_on_rank_0_restarts_all_ranks(tmp_path):
+    folder = _shared_folder(tmp_path) / "backup"
+
+    class Stop(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 1:
+                raise KeyboardInterrupt
+
+    def build(seed):
+        return models.compiled(models.network(seed=seed), keras.optimizers.SGD(0.1, momentum=0.9))
+
+    model = build(hvdx.rank())
+    with pytest.raises(KeyboardInterrupt):
+        models.fit(model, [keras.callbacks.BackupAndRestore(str(folder)), hvd.Distribute(), Stop()], epochs=4)
+    second = build(50 + hvdx.rank())
+    history = models.fit(second, [hvd.Distribute(), keras.callbacks.BackupAndRestore(str(folder))], epochs=4).history
+    assert len(history["loss"]) == 2  # epochs 0 and 1 were saved
+    models.assert_identical(second)
+    assert int(second.optimizer.iterations) == 4 * (models.SAMPLES // (models.BATCH * hvdx.size()))
+
+
+def test_early_stopping_stops_all_ranks_together():
+    class StopOnLast(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if hvdx.rank() == hvdx.size() - 1 and self.epoch == 1 and batch == 1:
+                self.model.stop_training = True
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self.epoch = epoch
+
+    model = models.compiled(models.network(seed=0), "sgd")
+    history = models.fit(model, [StopOnLast(), hvd.Distribute()], epochs=5).history["loss"]
+    assert len(_agreed(history)) == 2
+    models.assert_identical(model)
+    stopping = keras.callbacks.EarlyStopping("val_loss", patience=0, min_delta=1e9)
+    history = models.fit(model, [hvd.Distribute(), stopping], epochs=5, validation_data=models.data(8)).history
+    assert len(_agreed(history["loss"])) == 2
+
+
+@pytest.mark.parametrize("every", ["epoch", 3])
+def test_guard_names_the_variable_that_was_changed_on_one_rank(every):
+    class Meddle(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if hvdx.rank() == hvdx.size() - 1:
+                kernel = self.model.layers[-1].kernel
+                kernel.assign(kernel + 1e-6)
+
+    model = models.compiled(models.network(seed=0), "sgd")
+    callbacks = [Meddle(), hvd.Distribute(check_every=every)]
+    if hvdx.size() == 1:
+        models.fit(model, callbacks)
+        return
+    with pytest.raises(ReplicaError, match=r"replicas differ after (epoch 1|step 3).*kernel") as caught:
+        models.fit(model, callbacks)
+    assert f"ranks {hvdx.size() - 1}" in str(caught.value)
+
+
+def test_guard_can_be_switched_off():
+    class Meddle(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            bias = self.model.layers[-1].bias
+            bias.assign(bias + float(hvdx.rank()))
+
+    model = models.compiled(models.network(seed=0), "sgd")
+    models.fit(model, [Meddle(), hvd.Distribute(check_every=None)])
+    with pytest.raises(ConfigError, match="check_every"):
+        hvd.Distribute(check_every=0)
+
+
+def test_train_step_that_bypasses_the_optimizer_is_refused():
+    class Bypass(keras.Sequential):
+        def train_step(self, batch):
+            for variable in self.trainable_variables:
+                variable.assign_sub(0.1 * variable)
+            return {"loss": 0.0}
+
+    keras.utils.set_random_seed(0)
+    model = Bypass([keras.Input((models.FEATURES,)), keras.layers.Dense(models.CLASSES)])
+    models.compiled(model, "sgd")
+    if hvdx.size() == 1:
+        models.fit(model, [hvd.Distribute()])
+    else:
+        with pytest.raises(NotDistributedError, match=r"optimizer\.apply"):
+            models.fit(model, [hvd.Distribute()])
+
+
+def test_models_of_different_shapes_are_refused():
+    model = models.compiled(models.network(lambda: keras.layers.Dense(5 + hvdx.rank())), "sgd")
+    if hvdx.size() == 1:
+        models.fit(model, [hvd.Distribute()])
+    else:
+        with pytest.raises(ReplicaError, match=r"float32\(6, 5\) on rank 0, float32\(6, 6\) on rank 1"):
+            models.fit(model, [hvd.Distribute()])
+
+
+def test_epochs_that_differ_are_refused():
+    model = models.compiled(models.network(), "sgd")
+    if hvdx.size() > 1:
+        with pytest.raises(ReplicaError, match="epochs differs"):
+            models.fit(model, [hvd.Distribute()], epochs=1 + hvdx.rank())
+
+
+def test_counters_tell_what_travelled():
+    callback = hvd.Distribute()
+    model = models.compiled(models.network(seed=0), "sgd")
+    models.fit(model, [callback])
+    size, counters = hvdx.size(), callback.counters
+    assert counters.steps == 2 * models.SAMPLES // (models.BATCH * size)
+    assert counters.exchanges == (counters.steps if size > 1 else 0)
+    assert counters.bytes_per_exchange == round(4 * model.count_params() * 2 * (size - 1) / size)
+    assert 0 <= counters.exchange_seconds < counters.seconds
+
+
+def test_strategy_from_the_environment(monkeypatch):
+    monkeypatch.setenv("HVDX_STRATEGY", "all_reduce:compression=fp16")
+    assert repr(hvd.Distribute().strategy) == "AllReduce(compression='fp16')"
+    assert repr(hvd.Distribute(hvdx.AllReduce()).strategy) == "AllReduce()"
+    monkeypatch.setenv("HVDX_STRATEGY", "ring")
+    with pytest.raises(ConfigError, match="all_reduce"):
+        hvd.Distribute()

@@ -1,0 +1,183 @@
+"""The names of horovod.tensorflow.keras."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvdx.keras as hvd
+from hvdx.errors import ConfigError, ReplicaError
+from tests.ranks import models
+
+
+def test_functions_agree_with_numpy():
+    size, rank = hvd.size(), hvd.rank()
+    assert hvd.is_initialized()
+    assert 0 <= hvd.local_rank() < hvd.local_size()
+    assert 0 <= hvd.cross_rank() < hvd.cross_size()
+    mean = (size - 1) / 2
+    assert float(hvd.allreduce(float(rank))) == pytest.approx(mean)
+    assert float(hvd.allreduce(float(rank), average=False)) == pytest.approx(mean * size)
+    assert float(hvd.allreduce(float(rank), op=hvd.Sum, prescale_factor=2.0)) == pytest.approx(2 * mean * size)
+    assert float(hvd.allreduce(float(rank), postscale_factor=0.5)) == pytest.approx(mean / 2)
+    np.testing.assert_array_equal(hvd.allgather([[rank]]).numpy().ravel(), range(size))
+    np.testing.assert_array_equal(hvd.broadcast([rank, 7], size - 1).numpy(), [size - 1, 7])
+    assert hvd.broadcast_object({"rank": rank}, size - 1) == {"rank": size - 1}
+    variables = [keras.Variable(float(rank)), tf.Variable([float(rank)])]
+    hvd.broadcast_variables(variables, root_rank=size - 1)
+    assert [float(np.ravel(v.numpy())[0]) for v in variables] == [size - 1.0] * 2
+
+
+def test_horovods_own_constants_are_understood():
+    if hvd.size() == 1:
+        pytest.skip("needs Horovod's library, which a world of one does not start")
+    import horovod.tensorflow as stock
+
+    assert float(hvd.allreduce(1.0, op=stock.Sum)) == hvd.size()
+    assert float(hvd.allreduce(1.0, op=stock.Average, compression=stock.Compression.fp16)) == 1.0
+    with pytest.raises(ConfigError, match="op"):
+        hvd.allreduce(1.0, op=stock.Adasum)
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda: hvd.init(comm=[0]), "comm"),
+        (lambda: hvd.allreduce(1.0, op=hvd.Adasum), "op"),
+        (lambda: hvd.allreduce(1.0, op=hvd.Sum, average=True), "not both"),
+        (lambda: hvd.allreduce(1.0, compression="gzip"), "compression"),
+        (lambda: hvd.broadcast(1.0, root_rank=99), "root_rank"),
+        (lambda: hvd.broadcast_global_variables(0), "broadcast_variables"),
+        (lambda: hvd.load_model("x.keras", legacy_opts=True), "legacy_opts"),
+        (lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(), process_set=object()), "process_set"),
+        (lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(), scale_local_gradients=False), "scale_local"),
+        (lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(), op=hvd.Adasum), "op"),
+        (lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(), groups=[[object()]]), "groups"),
+        (lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(), groups=0), "groups"),
+        (lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(), backward_passes_per_step=0), "backward_passes"),
+        (lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(), gradient_predivide_factor=2.0, op=hvd.Sum), "prediv"),
+        (lambda: hvd.DistributedGradientTape(tf.GradientTape(), process_set=object()), "process_set"),
+        (lambda: hvd.elastic, "elastic"),
+        (lambda: hvd.callbacks.MetricAverageCallback(device="/gpu:0"), "device"),
+    ],
+)
+def test_what_is_not_supported_says_so(call, named):
+    with pytest.raises(ConfigError, match=named):
+        call()
+
+
+def test_horovod_style_script_trains_like_one_process():
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(0.1, momentum=0.9),
+        name="mine",
+        sparse_as_dense=True,
+        gradient_predivide_factor=2.0,
+        groups=2,
+    )
+    model = models.compiled(models.network(seed=hvd.rank()), optimizer)
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
+    history = models.fit(model, callbacks, validation_data=models.data(8 + 8 * hvd.rank())).history
+    reference = models.compiled(models.network(seed=0), keras.optimizers.SGD(0.1, momentum=0.9))
+    expected = models.fit(reference, [], share=False).history
+    models.assert_identical(model)
+    models.assert_close(model, reference)
+    np.testing.assert_allclose(history["loss"], expected["loss"], rtol=1e-5)
+    assert len(set(hvd.broadcast_object(history["val_loss"]))) == 2
+    np.testing.assert_array_equal(hvd.broadcast_object(history["val_loss"]), history["val_loss"])
+
+
+def test_warmup_raises_the_rate_and_corrects_momentum():
+    rates = []
+
+    class Note(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            rates.append(float(self.model.optimizer.learning_rate))
+
+    model = models.compiled(models.network(seed=0), keras.optimizers.SGD(0.4, momentum=0.9))
+    warmup = hvd.callbacks.LearningRateWarmupCallback(0.4, warmup_epochs=2)
+    x, y = models.data(16)
+    history = model.fit(x, y, batch_size=4, epochs=3, shuffle=False, verbose=0, callbacks=[warmup, Note()]).history
+    size, per_epoch = hvd.size(), 4
+    for i in range(2 * per_epoch):
+        epoch = (i + 1) / per_epoch
+        assert rates[i] == pytest.approx(0.4 / size * (epoch * (size - 1) / 2 + 1), rel=1e-5)
+    assert rates[-1] == pytest.approx(0.4)
+    assert history["lr"][-1] == pytest.approx(0.4)
+
+
+def test_momentum_correction_is_goyals():
+    """One step by hand: v <- m (new / old) v - new g."""
+    model = models.compiled(models.network(seed=0), keras.optimizers.SGD(0.1, momentum=0.5))
+    x, y = models.data(8)
+    schedule = hvd.callbacks.LearningRateScheduleCallback(0.1, lambda epoch: [1.0, 3.0][int(epoch)])
+    model.fit(x, y, batch_size=8, epochs=1, verbose=0, callbacks=[schedule])
+    before = [v.numpy() for v in model.optimizer.momentums]
+    with tf.GradientTape() as tape:
+        loss = model.compute_loss(y=y, y_pred=model(x))
+    gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
+    model.fit(x, y, batch_size=8, initial_epoch=1, epochs=2, verbose=0, callbacks=[schedule])
+    for velocity, old, gradient in zip(model.optimizer.momentums, before, gradients, strict=True):
+        expected = 0.5 * 3.0 * old - 0.3 * gradient.numpy()
+        np.testing.assert_allclose(velocity.numpy(), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_schedule_refuses_a_rate_that_cannot_be_set():
+    decay = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
+    model = models.compiled(models.network(), keras.optimizers.SGD(decay))
+    with pytest.raises(ConfigError, match="learning rate"):
+        models.fit(model, [hvd.callbacks.LearningRateScheduleCallback(0.1, 0.5)])
+
+
+def test_load_model_goes_on_with_the_state(tmp_path):
+    model = models.compiled(models.network(seed=0), hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)))
+    models.fit(model, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    path = tmp_path / "model.keras"
+    model.save(path)
+    loaded = hvd.load_model(path)
+    assert int(loaded.optimizer.iterations) == int(model.optimizer.iterations)
+    for each in (model, loaded):
+        models.fit(each, [])
+    models.assert_identical(loaded)
+    models.assert_close(loaded, model)
+
+
+def test_best_model_checkpoint_saves_on_rank_0(tmp_path):
+    model = models.compiled(models.network(seed=0), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    best = hvd.callbacks.BestModelCheckpoint(monitor="loss")
+    with pytest.raises(ConfigError, match="filepath"):
+        models.fit(model, [best])
+    best.filepath = str(tmp_path / "best.keras")
+    models.fit(model, [hvd.callbacks.BroadcastGlobalVariablesCallback(0), best])
+    assert (tmp_path / "best.keras").exists() == (hvd.rank() == 0)
+
+
+def test_broadcast_variables_refuses_other_shapes():
+    variables = [keras.Variable(np.zeros(2 + hvd.rank()))]
+    if hvd.size() > 1:
+        with pytest.raises(ReplicaError, match="differ"):
+            hvd.broadcast_variables(variables, 0)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_tape_takes_keras_variables_alone_or_in_a_structure(graph):
+    rank, size = hvd.rank(), hvd.size()
+    a, b, idle = keras.Variable(2.0), tf.Variable([1.0, 2.0]), keras.Variable(1.0)
+
+    def step():
+        with hvd.DistributedGradientTape(tf.GradientTape(persistent=True)) as tape:
+            loss = (rank + 1.0) * (a * a + tf.reduce_sum(b))
+        return tape.gradient(loss, a), tape.gradient(loss, {"x": [a, b], "y": idle})
+
+    single, nested = (tf.function(step) if graph else step)()
+    mean = (size + 1) / 2
+    assert float(single) == pytest.approx(4 * mean)
+    assert float(nested["x"][0]) == pytest.approx(4 * mean)
+    np.testing.assert_allclose(nested["x"][1].numpy(), [mean, mean], rtol=1e-6)
+    assert nested["y"] is None
+
+
+def test_tape_sums_where_asked():
+    variable = keras.Variable(3.0)
+    with hvd.DistributedGradientTape(tf.GradientTape(), op=hvd.Sum) as tape:
+        loss = 2.0 * variable
+    assert float(tape.gradient(loss, [variable])[0]) == pytest.approx(2.0 * hvd.size())

@@ -1,0 +1,278 @@
+"""Training on N ranks with batches of b is training on one with batches of N*b."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvdx
+import hvdx.keras as hvd
+from hvdx.errors import ConfigError, ReplicaError
+from hvdx.keras.optimizer import binding_of
+from tests.ranks import models
+
+OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.1),
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+    "adam": lambda: keras.optimizers.Adam(0.01),
+    "adamw": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
+    "clipped": lambda: keras.optimizers.SGD(0.5, global_clipnorm=0.1),
+    "averaged": lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=3),
+}
+
+
+def trained_like_one_process(make, layers=(), tolerance=2e-5, distribute=None, **compile_options):
+    """Train both ways from the same weights and compare; returns the distributed model."""
+    model = models.compiled(models.network(*layers, seed=hvdx.rank()), make(), **compile_options)
+    models.fit(model, [distribute or hvd.Distribute()])
+    reference = models.compiled(models.network(*layers, seed=0), make(), **compile_options)
+    models.fit(reference, [], share=False)
+    models.assert_identical(model)
+    models.assert_close(model, reference, tolerance)
+    return model
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_distribute_equals_one_process_with_the_whole_batch(name):
+    trained_like_one_process(OPTIMIZERS[name])
+
+
+@pytest.mark.parametrize("spec", ["all_reduce:compression=fp16", "all_reduce:compression=bf16", "all_reduce:groups=3"])
+def test_distribute_compressed_keeps_replicas_identical(spec):
+    tolerance = 2e-5 if "groups" in spec else 3e-2
+    trained_like_one_process(OPTIMIZERS["momentum"], tolerance=tolerance, distribute=hvd.Distribute(spec))
+
+
+def test_distribute_sum_adds_gradients_up():
+    model = models.compiled(models.network(seed=hvdx.rank()), keras.optimizers.SGD(0.1 / hvdx.size()))
+    models.fit(model, [hvd.Distribute(hvdx.AllReduce(op="sum"))])
+    reference = models.compiled(models.network(seed=0), keras.optimizers.SGD(0.1))
+    models.fit(reference, [], share=False)
+    models.assert_close(model, reference)
+
+
+def test_gradient_accumulation_exchanges_once_per_update():
+    callback = hvd.Distribute()
+    trained_like_one_process(lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=3), distribute=callback)
+    if hvdx.size() > 1:
+        assert callback.counters.exchanges == callback.counters.steps // 3
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_backward_passes_per_step_sums_or_averages(average):
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(0.1), backward_passes_per_step=2, average_aggregated_gradients=average
+    )
+    model = models.compiled(models.network(seed=0), optimizer)
+    models.fit(model, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    # Keras averages what it accumulates; the sum is a rate twice as large.
+    rate = 0.1 if average or hvdx.size() == 1 else 0.2
+    reference = models.compiled(models.network(seed=0), keras.optimizers.SGD(rate, gradient_accumulation_steps=2))
+    models.fit(reference, [], share=False)
+    models.assert_identical(model)
+    models.assert_close(model, reference)
+
+
+def test_mixed_float16_overflow_on_one_rank_skips_the_step_on_all():
+    keras.config.set_dtype_policy("mixed_float16")
+    model = models.compiled(models.network(seed=0), keras.optimizers.SGD(0.1, momentum=0.9))
+    x, y = models.data(16)
+    if hvdx.rank() == hvdx.size() - 1:
+        x = x * np.float32(1e30)
+    before = model.get_weights()
+    model.fit(x, y, batch_size=16, epochs=1, verbose=0, callbacks=[hvd.Distribute()])
+    models.assert_identical(model)
+    for a, b in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert float(model.optimizer.dynamic_scale) == 2.0**14
+
+
+def test_mixed_float16_trains_on():
+    keras.config.set_dtype_policy("mixed_float16")
+    model = models.compiled(models.network(seed=0), keras.optimizers.Adam(0.01))
+    before = model.get_weights()
+    history = models.fit(model, [hvd.Distribute()], epochs=3).history["loss"]
+    models.assert_identical(model)
+    assert history[-1] < history[0]
+    assert any((a != b).any() for a, b in zip(before, model.get_weights(), strict=True))
+
+
+def test_mixed_float16_through_distributed_optimizer_agrees_too():
+    keras.config.set_dtype_policy("mixed_float16")
+    model = models.compiled(models.network(seed=0), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    x, y = models.data(16)
+    if hvdx.rank() == hvdx.size() - 1:
+        x = x * np.float32(1e30)
+    model.fit(x, y, batch_size=8, verbose=0, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    models.assert_identical(model)
+
+
+def test_mixed_float16_wrapped_too_late_is_refused():
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    keras.config.set_dtype_policy("mixed_float16")
+    model = models.compiled(models.network(seed=0), optimizer)
+    if hvdx.size() == 1:
+        models.fit(model, [])
+    else:
+        with pytest.raises(ConfigError, match="LossScaleOptimizer"):
+            models.fit(model, [])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_jit_compile_is_switched_off_and_back_on(capsys):
+    def make():
+        return keras.optimizers.SGD(0.1)
+
+    model = trained_like_one_process(make, jit_compile=True)
+    assert model.jit_compile is True
+    if hvdx.size() > 1 and hvdx.rank() == 0:
+        assert "jit_compile is off" in capsys.readouterr().err
+
+
+def test_run_eagerly_trains_alike():
+    trained_like_one_process(OPTIMIZERS["momentum"], run_eagerly=True)
+
+
+def test_steps_per_execution_trains_alike():
+    trained_like_one_process(OPTIMIZERS["momentum"], steps_per_execution=2)
+
+
+def test_frozen_layer_stays_as_rank_0_has_it():
+    def frozen():
+        return keras.layers.Dense(5, trainable=False)
+
+    model = models.compiled(models.network(frozen, seed=hvdx.rank()), OPTIMIZERS["momentum"]())
+    models.fit(model, [hvd.Distribute()])
+    models.assert_identical(model)
+    untouched = models.network(frozen, seed=0)
+    np.testing.assert_array_equal(model.layers[0].get_weights()[0], untouched.layers[0].get_weights()[0])
+
+
+# Dense and Adam do not go together here: for repeated rows Keras' Adam takes another step than for the whole table.
+@pytest.mark.parametrize(("sparse", "name"), [("gather", "momentum"), ("gather", "adam"), ("dense", "momentum")])
+def test_embedding_rows_are_exchanged(sparse, name):
+    make = OPTIMIZERS[name]
+
+    def build(seed):
+        keras.utils.set_random_seed(seed)
+        words = [keras.Input((3,), dtype="int32"), keras.layers.Embedding(20, 4), keras.layers.Flatten()]
+        return models.compiled(keras.Sequential([*words, keras.layers.Dense(models.CLASSES)]), make())
+
+    words = np.random.default_rng(3).integers(0, 20, (48, 3)).astype("int32")
+    classes = words.sum(axis=1) % models.CLASSES
+    model = build(hvdx.rank())
+    share = hvdx.shard((words, classes), 4)
+    model.fit(share, epochs=2, verbose=0, shuffle=False, callbacks=[hvd.Distribute(hvdx.AllReduce(sparse=sparse))])
+    models.assert_identical(model)
+    reference = build(0)
+    whole = hvdx.shard((words, classes), 4 * hvdx.size(), rank=0, size=1)
+    reference.fit(whole, epochs=2, verbose=0, shuffle=False)
+    models.assert_close(model, reference)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_variable_without_gradient_is_left_alone():
+    class Idle(keras.layers.Layer):
+        def build(self, shape):
+            self.idle = self.add_weight(shape=(3,), name="idle")
+
+        def call(self, x):
+            return x
+
+    trained_like_one_process(OPTIMIZERS["momentum"], layers=[Idle, lambda: keras.layers.Dense(5)])
+
+
+class TwoPlayers(keras.Model):
+    """A custom train_step with two optimisers, as a GAN has."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = keras.layers.Dense(4), keras.layers.Dense(models.CLASSES)
+        self.loss_fn = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    def compile(self):
+        super().compile(optimizer=keras.optimizers.SGD(0.1))
+        self.other_optimizer = keras.optimizers.Adam(0.01)
+
+    def call(self, x):
+        return self.second(self.first(x))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            loss = self.loss_fn(y, self(x, training=True))
+        mine, others = self.first.trainable_variables, self.second.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, mine), mine)
+        self.other_optimizer.apply_gradients(zip(tape.gradient(loss, others), others, strict=True))
+        return {"my_loss": loss}
+
+
+def test_custom_train_step_with_two_optimizers_in_an_unbuilt_model():
+    model = TwoPlayers()
+    model.compile()
+    history = models.fit(model, [hvd.Distribute()], epochs=3).history["my_loss"]
+    models.assert_identical(model)
+    assert len(set(map(tuple, _everyone(history)))) == 1
+
+
+def _everyone(value):
+    from hvdx import comm as world
+
+    return world.start().all_gather_object(value, "test")
+
+
+def test_model_compiled_twice_and_fitted_twice():
+    callback = hvd.Distribute()
+    model = models.compiled(models.network(seed=hvdx.rank()), OPTIMIZERS["momentum"]())
+    models.fit(model, [callback])
+    models.fit(model, [callback])
+    models.compiled(model, OPTIMIZERS["adam"]())
+    models.fit(model, [hvd.Distribute()])
+    models.assert_identical(model)
+
+    reference = models.compiled(models.network(seed=0), OPTIMIZERS["momentum"]())
+    models.fit(reference, [], share=False)
+    models.fit(reference, [], share=False)
+    models.compiled(reference, OPTIMIZERS["adam"]())
+    models.fit(reference, [], share=False)
+    models.assert_close(model, reference)
+
+
+def test_fit_without_the_callback_afterwards_trains_alone():
+    model = models.compiled(models.network(seed=0), OPTIMIZERS["momentum"]())
+    models.fit(model, [hvd.Distribute()])
+    assert binding_of(model.optimizer) is None
+    if hvdx.rank() == 0:
+        models.fit(model, [])
+
+
+def test_uneven_data_ends_every_epoch_with_the_shortest_rank():
+    x, y = models.data()
+    batches = 3 + hvdx.rank()
+    model = models.compiled(models.network(seed=hvdx.rank()), OPTIMIZERS["momentum"]())
+    callback = hvd.Distribute()
+    samples = batches * 4
+    model.fit(x[:samples], y[:samples], batch_size=4, epochs=3, verbose=0, callbacks=[callback])
+    models.assert_identical(model)
+    assert callback.counters.steps == 3 * 3
+    assert int(model.optimizer.iterations) == 9
+
+
+def test_unknown_number_of_steps_is_refused_on_all_ranks():
+    dataset = tf.data.Dataset.from_tensor_slices(models.data()).batch(4).filter(lambda x, y: True)
+    model = models.compiled(models.network(), OPTIMIZERS["sgd"]())
+    if hvdx.size() == 1:
+        model.fit(dataset, verbose=0, callbacks=[hvd.Distribute()])
+    else:
+        with pytest.raises(ReplicaError, match="steps_per_epoch"):
+            model.fit(dataset, verbose=0, callbacks=[hvd.Distribute()])
+        model.fit(dataset.repeat(), steps_per_epoch=3, verbose=0, callbacks=[hvd.Distribute()])
+        models.assert_identical(model)
+
+
+def test_two_strategies_for_one_optimizer_are_refused():
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=hvd.Compression.fp16)
+    model = models.compiled(models.network(), optimizer)
+    if hvdx.size() > 1:
+        with pytest.raises(ConfigError, match="already"):
+            models.fit(model, [hvd.Distribute(hvdx.AllReduce())])
