@@ -1,0 +1,89 @@
+# make            what there is
+# make demo       two workers train on this machine; builds .venv first
+#
+#   PYTHON=python3.12   the Python that .venv is made with
+#   MPI=system          use the mpicc on PATH (a cluster's) in place of an Open MPI inside .venv
+#   WORKERS=4           how many workers the demo starts
+#   TF=gpu              tensorflow[and-cuda] in place of tensorflow-cpu
+
+PYTHON ?= python3
+MPI ?= own
+TF ?= tf
+WORKERS ?= 2
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+MPIRUN := $(if $(filter system,$(MPI)),mpirun,$(BIN)/mpirun)
+# More ranks than cores, ranks not tied to one core each, started by root: Open MPI wants to be told, others do not.
+OPEN_MPI_OPTIONS = --oversubscribe --bind-to none $(if $(filter 0,$(shell id -u)),--allow-run-as-root)
+LAUNCH_OPTIONS ?= $(if $(findstring Open MPI,$(shell $(MPIRUN) --version 2>/dev/null)),$(OPEN_MPI_OPTIONS))
+LAUNCH = $(MPIRUN) -n $(WORKERS) $(strip $(LAUNCH_OPTIONS))
+DEMO = $(LAUNCH) $(BIN)/python jobs/fashion_mnist.py
+
+comma := ,
+EXTRAS := $(TF),build,jobs,dev$(if $(filter system,$(MPI)),,$(comma)mpi)
+
+# Named after MPI and TF, so that another choice installs again.
+INSTALLED = $(VENV)/.installed-$(MPI)-$(TF)
+HOROVOD = $(VENV)/.horovod-$(MPI)-$(TF)
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test check fmt clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo 'make demo    train on $(WORKERS) workers of this machine (prepares .venv first: minutes once, then seconds)'
+	@echo 'make test    run the tests'
+	@echo 'make check   lint, formatting, types, the rules about imports; writes nothing'
+	@echo 'make fmt     mend what lint and formatting can mend'
+	@echo 'make venv    prepare .venv: TensorFlow, Keras, MPI, Horovod'
+	@echo 'make clean   delete .venv and what tools left behind (built Horovod wheels stay in the cache)'
+	@echo
+	@echo 'options: MPI=system (the MPI on PATH), PYTHON=python3.12, WORKERS=4, TF=gpu'
+
+venv: $(HOROVOD)
+
+demo: $(HOROVOD)
+	@echo
+	@echo '$$ $(DEMO)'
+	@$(DEMO)
+
+test: $(HOROVOD)
+	$(BIN)/python -m pytest
+
+check: $(INSTALLED)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_rooms.py
+
+fmt: $(INSTALLED)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	find hvdx kernels jobs tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@echo "hvdx: making $(VENV) with $$($(PYTHON) --version 2>&1)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(INSTALLED): pyproject.toml setup.py | $(BIN)/python
+	@if ls $(VENV)/.installed-* 2>/dev/null | grep -qv -- '-$(MPI)-'; then \
+	    echo 'hvdx: $(VENV) was made for another MPI, and the two would mix. Do: make clean' >&2; exit 1; fi
+ifeq ($(MPI),system)
+	@command -v mpicc >/dev/null || { \
+	    echo 'hvdx: MPI=system, but there is no mpicc on PATH. Load the MPI module first.' >&2; exit 1; }
+	@echo "hvdx: building mpi4py for $$(command -v mpicc)"
+	@$(PIP) --no-cache-dir --force-reinstall --no-binary mpi4py 'mpi4py>=4.0'
+endif
+	@echo 'hvdx: installing TensorFlow, Keras$(if $(filter system,$(MPI)),, and Open MPI) into $(VENV) (about a minute the first time)'
+	@$(PIP) --editable '.[$(EXTRAS)]'
+	@touch $@
+
+$(HOROVOD): $(INSTALLED)
+	@echo 'hvdx: building Horovod, or taking it from the cache (about two minutes the first time)'
+	@$(BIN)/hvdx build-horovod $(if $(filter gpu,$(TF)),--gpu nccl)
+	@touch $@

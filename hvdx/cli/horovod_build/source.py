@@ -1,0 +1,92 @@
+"""Horovod's source: downloaded with pip, checked against a pinned digest, unpacked."""
+
+import hashlib
+import os
+import shutil
+import sys
+import tarfile
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from hvdx.cli.processes import run
+from hvdx.errors import HvdxError
+
+#: The only release that hvdx builds, and the digest of its source archive.
+VERSION = "0.28.1"
+SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+
+_ARCHIVE = f"horovod-{VERSION}.tar.gz"
+_TIMEOUT = 600.0  # seconds
+
+
+def fetch(folder: Path, env: Mapping[str, str]) -> Path:
+    """Bring the source archive into `folder`, unless a good copy lies there.
+
+    Args:
+        folder: where source archives are kept.
+        env: variables under which pip finds setuptools.
+
+    Raises:
+        HvdxError: pip could not download it, or its digest is not the pinned one.
+    """
+    archive = folder / _ARCHIVE
+    if archive.exists() and digest(archive) == SHA256:
+        return archive
+    folder.mkdir(parents=True, exist_ok=True)
+    print(f"hvdx: downloading the source of Horovod {VERSION}", flush=True)
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=folder) as temporary:
+        # pip runs the archive's setup.py to learn its name, which takes the build's setuptools.
+        options = ["--quiet", "--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--dest", temporary]
+        command = [sys.executable, "-m", "pip", "download", *options, f"horovod=={VERSION}"]
+        outcome = run(command, _TIMEOUT, env)
+        downloaded = Path(temporary) / _ARCHIVE
+        if outcome.code != 0 or not downloaded.exists():
+            raise HvdxError(
+                f"build-horovod: expected pip to download horovod {VERSION}, got: {outcome.reason()}. "
+                f"Do: put {_ARCHIVE} into {folder} by hand, or run this where there is a network."
+            )
+        check(downloaded)
+        os.replace(downloaded, archive)
+    return archive
+
+
+def check(archive: Path) -> None:
+    """Compare an archive's digest with the pinned one.
+
+    Raises:
+        HvdxError: they differ.
+    """
+    found = digest(archive)
+    if found != SHA256:
+        raise HvdxError(
+            f"{archive.name}: expected sha256 {SHA256}, got {found}. "
+            "Do: find out which package index or proxy serves the altered file; nothing was unpacked."
+        )
+
+
+def unpack(archive: Path, folder: Path) -> Path:
+    """Unpack the source archive into `folder` and return the folder that holds its setup.py.
+
+    Raises:
+        HvdxError: a member would land outside `folder`, or there is no setup.py.
+    """
+    with tarfile.open(archive) as tar:
+        try:
+            # Refuses absolute names, "..", links that lead out, and devices.
+            tar.extractall(folder, filter="data")
+        except tarfile.TarError as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise HvdxError(
+                f"{archive.name}: expected files below one folder, got: {error}. Do: delete {archive}."
+            ) from error
+    source = folder / f"horovod-{VERSION}"
+    if not (source / "setup.py").exists():
+        raise HvdxError(f"{archive.name}: expected {source.name}/setup.py in it, found none. Do: delete {archive}.")
+    return source
+
+
+def digest(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

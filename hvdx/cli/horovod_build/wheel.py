@@ -1,0 +1,120 @@
+"""Runs Horovod's build: patched source in, wheel out, everything it says in a log."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from hvdx.cli.horovod_build.progress import Progress
+from hvdx.cli.processes import kill_group
+from hvdx.errors import HvdxError
+
+_ERROR = re.compile(r"error: |CMake Error|undefined reference|ld returned|[A-Z]\w+Error: |Killed|\*\*\* ")
+# pip wraps whatever goes wrong into an "error: subprocess-exited-with-error" that says nothing.
+_NOISE = re.compile(r"subprocess-exited-with-error|-Werror|\bwarning: ")
+_TAIL = 30  # lines
+
+
+class BuildError(HvdxError):
+    """Horovod's build failed; the message holds the lines that matter and where the log is."""
+
+
+def switches(gpu: str | None, gloo: bool) -> dict[str, str]:
+    """The variables that choose what is built into Horovod.
+
+    Example:
+        >>> switches(None, gloo=False)["HOROVOD_WITHOUT_GLOO"]
+        '1'
+    """
+    chosen = {f"HOROVOD_WITH_{name}": "1" for name in ("TENSORFLOW", "MPI")}
+    chosen |= {f"HOROVOD_WITHOUT_{name}": "1" for name in ("PYTORCH", "MXNET")}
+    chosen["HOROVOD_WITH_GLOO" if gloo else "HOROVOD_WITHOUT_GLOO"] = "1"
+    if gpu:
+        chosen["HOROVOD_GPU_OPERATIONS"] = gpu.upper()
+    return chosen
+
+
+def default_jobs() -> int:
+    """Compilers to run at once: a core each, and no more than memory allows."""
+    cores = len(os.sched_getaffinity(0))
+    # Horovod's TensorFlow operations take close to 2 GB to compile.
+    gigabytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    return max(1, min(cores, int(gigabytes / 2)))
+
+
+def build(source: Path, folder: Path, env: Mapping[str, str], jobs: int, log: Path) -> Path:
+    """Build a wheel.
+
+    Args:
+        source: the patched source.
+        folder: where the wheel is put.
+        env: the environment of the build, with `switches()` in it.
+        jobs: compilers to run at once.
+        log: the file for all output.
+
+    Returns:
+        The wheel.
+
+    Raises:
+        BuildError: with the lines that matter.
+    """
+    options = ["--verbose", "--no-deps", "--no-build-isolation", "--no-cache-dir", "--wheel-dir", str(folder)]
+    command = [sys.executable, "-m", "pip", "wheel", *options, str(source)]
+    complete = {
+        **env,
+        "MAKEFLAGS": f"-j{jobs}",
+        "CMAKE_GENERATOR": "Unix Makefiles",  # its lines carry the percentage
+        # The source lies in a new folder every time; without these ccache would never hit.
+        "CCACHE_BASEDIR": env.get("CCACHE_BASEDIR", str(source)),
+        "CCACHE_NOHASHDIR": env.get("CCACHE_NOHASHDIR", "1"),
+    }
+    code = _run_logged(command, complete, log)
+    wheels = list(folder.glob("horovod-*.whl"))
+    if code != 0 or len(wheels) != 1:
+        lines = relevant_lines(log.read_text(encoding="utf-8", errors="replace"))
+        raise BuildError(
+            f"building Horovod: expected a wheel, got exit code {code}:\n"
+            + "\n".join(f"    {line}" for line in lines)
+            + f"\n  Do: mend what the lines above name and run it again. The whole log: {log}"
+        )
+    return wheels[0]
+
+
+def relevant_lines(log: str) -> list[str]:
+    """At most 30 lines of a log: those from the first error on, else the last ones.
+
+    Example:
+        >>> relevant_lines("[ 1%] Building\\na.cc:1: fatal error: mpi.h: No such file\\nmake: *** [all] Error 2")[0]
+        'a.cc:1: fatal error: mpi.h: No such file'
+    """
+    lines = [line.rstrip()[:300] for line in log.splitlines() if line.strip()]
+    for number, line in enumerate(lines):
+        if _ERROR.search(line) and not _NOISE.search(line):
+            return lines[number : number + _TAIL]
+    return lines[-_TAIL:]
+
+
+def _run_logged(command: list[str], env: Mapping[str, str], log: Path) -> int:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w", encoding="utf-8") as file, Progress("building Horovod") as progress:
+        process = subprocess.Popen(
+            command,
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        try:
+            for line in process.stdout or ():
+                file.write(line)
+                progress.feed(line)
+            return process.wait()
+        except BaseException:
+            kill_group(process)
+            process.wait()
+            raise

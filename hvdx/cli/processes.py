@@ -1,0 +1,123 @@
+"""Short-lived child processes whose crash or hang is an answer: output, exit code, time limit."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+# TensorFlow's start-up notes and PMIx's complaint about munge would bury the line that matters.
+_QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0", "PMIX_MCA_psec": "native"}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a child process ended.
+
+    Attributes:
+        code: its exit code; negative for a signal, None when it could not start or ran out of time.
+        out, err: what it wrote.
+        timed_out: True when the time limit ended it.
+    """
+
+    code: int | None
+    out: str = ""
+    err: str = ""
+    timed_out: bool = False
+
+    @property
+    def text(self) -> str:
+        """Both outputs, the normal one first."""
+        return self.out + self.err
+
+    def reason(self) -> str:
+        """Say in one line why the process failed: its time limit, its signal, or the key line it wrote."""
+        if self.timed_out:
+            return "no answer within the time limit"
+        if self.code is None:
+            return self.err.strip() or "could not be started"
+        if self.code < 0:
+            return f"crashed with {_signal_name(-self.code)}"
+        return key_line(self.text) or f"exit code {self.code}"
+
+
+def run(command: Sequence[str], timeout: float, env: Mapping[str, str] | None = None) -> Outcome:
+    """Run a command to its end, or kill it and all its children at the time limit.
+
+    Args:
+        command: the program and its arguments.
+        timeout: seconds.
+        env: the environment; `child_environment()` by default.
+
+    Returns:
+        What it wrote and how it ended; never raises for what the command does.
+
+    Example:
+        >>> run(["echo", "hello"], timeout=5).out
+        'hello\\n'
+    """
+    try:
+        process = subprocess.Popen(
+            command,
+            env=dict(env) if env is not None else child_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            # A session of its own, so that mpirun's ranks go with it.
+            start_new_session=True,
+        )
+    except OSError as error:
+        return Outcome(None, err=str(error))
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        kill_group(process)
+        out, err = process.communicate()
+        return Outcome(None, out, err, timed_out=True)
+    except BaseException:
+        kill_group(process)
+        raise
+    return Outcome(process.returncode, out, err)
+
+
+def kill_group(process: subprocess.Popen) -> None:
+    """Kill a process started with `start_new_session=True`, and its children."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def search_path() -> str:
+    """PATH, with this Python's own bin folder in front when it is not on it.
+
+    A virtual environment called by its full path is not on PATH, and its mpirun and cmake lie beside
+    its python. Where the folder is on PATH already the user's order stands.
+    """
+    path = os.environ.get("PATH", "")
+    here = str(Path(sys.executable).parent)
+    return path if here in path.split(os.pathsep) else os.pathsep.join(filter(None, (here, path)))
+
+
+def child_environment(**more: str) -> dict[str, str]:
+    """This process's environment with `search_path()` and quiet libraries, then `more`."""
+    return {**_QUIET, **os.environ, "PATH": search_path(), **more}
+
+
+def key_line(text: str) -> str:
+    """The line that says what went wrong: the last one that names an error, else the last one written."""
+    lines = [line.strip() for line in text.splitlines() if line.strip(" -*=\t")]
+    named = [line for line in lines if "Error" in line or "error:" in line]
+    chosen = (named or lines or [""])[-1]
+    return chosen if len(chosen) <= 300 else chosen[:297] + "..."
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,367 @@
+"""`hvdx build-horovod`, with everything but the compiler: no test here builds Horovod."""
+
+import dataclasses
+import io
+import json
+import tarfile
+from collections.abc import Callable
+
+import pytest
+
+from hvdx.cli import build_horovod
+from hvdx.cli.horovod_build import cache, install, needs, patches, source, tools, wheel
+from hvdx.cli.horovod_build.progress import Progress
+from hvdx.cli.main import main
+from hvdx.cli.mpi_tools import Mpi
+from hvdx.errors import HvdxError
+
+KEY = cache.Key(tensorflow="2.21.0", mpi="Open MPI 5.0.11")
+FOUND = needs.Survey((needs.Need("make", "/usr/bin/make", ""),), "2.21.0", Mpi("Open MPI", "5.0.11"), {})
+
+
+# --- patches
+
+
+def _source(tmp_path, text):
+    (tmp_path / "a.cc").write_text(text)
+    return tmp_path
+
+
+def test_patch_replaces_the_text(tmp_path):
+    patches.apply(_source(tmp_path, "#if OLD\nrest\n"), [patches.Patch("a.cc", "#if OLD", "#if NEW", "why")])
+    assert (tmp_path / "a.cc").read_text() == "#if NEW\nrest\n"
+
+
+@pytest.mark.parametrize("text", ["nothing of it", "#if OLD\n#if OLD\n"])
+def test_patch_refuses_text_that_is_absent_or_twice(tmp_path, text):
+    with pytest.raises(HvdxError, match=r"a\.cc: expected the text"):
+        patches.apply(_source(tmp_path, text), [patches.Patch("a.cc", "#if OLD", "#if NEW", "why")])
+    assert (tmp_path / "a.cc").read_text() == text
+
+
+def test_patch_refuses_a_missing_file(tmp_path):
+    with pytest.raises(HvdxError, match=r"b\.cc: expected it in Horovod's source"):
+        patches.apply(tmp_path, [patches.Patch("b.cc", "x", "y", "why")])
+
+
+# --- source
+
+
+def _archive(path, name, content=b"x"):
+    with tarfile.open(path, "w:gz") as tar:
+        member = tarfile.TarInfo(name)
+        member.size = len(content)
+        tar.addfile(member, io.BytesIO(content))
+    return path
+
+
+def test_altered_archive_is_refused(tmp_path):
+    with pytest.raises(HvdxError, match=f"expected sha256 {source.SHA256}"):
+        source.check(_archive(tmp_path / "horovod-0.28.1.tar.gz", "horovod-0.28.1/setup.py"))
+
+
+def test_archive_that_leads_out_is_refused(tmp_path):
+    archive = _archive(tmp_path / "evil.tar.gz", "../outside")
+    with pytest.raises(HvdxError, match="expected files below one folder"):
+        source.unpack(archive, tmp_path / "in")
+    assert not (tmp_path / "outside").exists()
+
+
+def test_archive_is_unpacked(tmp_path):
+    archive = _archive(tmp_path / "good.tar.gz", "horovod-0.28.1/setup.py")
+    assert (source.unpack(archive, tmp_path / "in") / "setup.py").read_bytes() == b"x"
+
+
+# --- key and cache
+
+OTHERS = {
+    "tensorflow": "2.20.0",
+    "mpi": "MPICH 4.2.1",
+    "mpi_home": "/opt/openmpi",
+    "gpu": "nccl",
+    "gloo": True,
+    "settings": {"HOROVOD_CUDA_HOME": "/usr/local/cuda-12"},
+    "horovod": "0.28.2",
+    "patches": patches.REVISION + 1,
+    "python": "cpython-312",
+    "platform": "linux-aarch64-glibc2.36",
+}
+
+
+def test_every_ingredient_of_the_key_is_varied_below():
+    assert set(OTHERS) == {field.name for field in dataclasses.fields(cache.Key)}
+
+
+@pytest.mark.parametrize(("field", "value"), OTHERS.items(), ids=OTHERS)
+def test_key_changes_with_each_ingredient(field, value):
+    assert dataclasses.replace(KEY, **{field: value}).name != KEY.name
+
+
+def test_key_name_tells_what_it_is_for():
+    assert KEY.name.startswith("0.28.1-")
+    assert "-tf2.21.0-OpenMPI5.0.11-" in KEY.name
+    assert "/" not in dataclasses.replace(KEY, mpi="Odd/MPI").name
+
+
+def _wheel(tmp_path, content=b"a wheel"):
+    path = tmp_path / "horovod-0.28.1-cp311-cp311-linux_x86_64.whl"
+    path.write_bytes(content)
+    return path
+
+
+def test_cache_gives_back_what_was_put(tmp_path):
+    folder = tmp_path / "cache"
+    assert cache.get(KEY, folder) is None
+    kept = cache.put(KEY, _wheel(tmp_path), folder)
+    assert cache.get(KEY, folder) == kept
+    assert kept.read_bytes() == b"a wheel"
+    assert [entry.name for entry in folder.iterdir()] == [KEY.name]
+    metadata = json.loads((folder / KEY.name / "metadata.json").read_text())
+    assert metadata["key"]["tensorflow"] == "2.21.0"
+
+
+@pytest.mark.parametrize("damage", ["truncated", "no metadata", "bad metadata", "no wheel"])
+def test_cache_forgets_a_damaged_entry(tmp_path, damage):
+    kept = cache.put(KEY, _wheel(tmp_path), tmp_path / "cache")
+    metadata = kept.parent / "metadata.json"
+    actions: dict[str, Callable[[], object]] = {
+        "truncated": lambda: kept.write_bytes(b"a wh"),
+        "no metadata": metadata.unlink,
+        "bad metadata": lambda: metadata.write_text("{"),
+        "no wheel": kept.unlink,
+    }
+    actions[damage]()
+    assert cache.get(KEY, tmp_path / "cache") is None
+    assert cache.put(KEY, _wheel(tmp_path, b"again"), tmp_path / "cache").read_bytes() == b"again"
+
+
+def test_cache_folder_follows_the_environment(monkeypatch):
+    monkeypatch.setenv("HVDX_CACHE", "/some/where")
+    assert str(cache.root()) == "/some/where/horovod"
+    monkeypatch.delenv("HVDX_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert str(cache.root()) == "/xdg/hvdx/horovod"
+
+
+# --- what is missing
+
+
+def test_empty_path_names_all_that_is_missing_at_once(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(needs, "search_path", lambda: str(tmp_path))
+    monkeypatch.setattr(needs, "find_mpi", Mpi)
+    monkeypatch.setattr(needs.importlib.util, "find_spec", lambda name: None)
+    assert main(["build-horovod"]) == 1
+    captured = capsys.readouterr()
+    for name, remedy in (
+        ("pip", "ensurepip"),
+        ("TensorFlow 2.16 to 2.21", "tensorflow-cpu"),
+        ("mpicc", "openmpi"),
+        ("mpicxx", "openmpi"),
+        ("C++ compiler", "g++"),
+        ("make", "apt install"),
+    ):
+        assert name in captured.err
+        assert any(name in line and "MISSING" in line and remedy in line for line in captured.out.splitlines())
+
+
+def test_gpu_build_wants_cuda_and_nccl(monkeypatch, tmp_path):
+    monkeypatch.setattr(needs, "_cuda_home", lambda: None)
+    monkeypatch.setattr(needs, "_header", lambda home, name: False)
+    monkeypatch.setattr(needs, "_tensorflow", lambda gpu: ("2.21.0", needs.Need("TensorFlow", "2.21.0", "")))
+    monkeypatch.setattr(needs, "find_mpi", Mpi)
+    names = [need.name for need in needs.survey("nccl").missing]
+    assert any("nvcc" in name for name in names)
+    assert any("NCCL" in name for name in names)
+
+
+def test_two_mpis_are_a_missing_thing(monkeypatch):
+    mixed = Mpi("MPICH", "4.2.1", "/a/mpicc", "/a/mpicxx", "/b/mpirun", "Open MPI", "5.0.11")
+    assert [need.name for need in needs._mpi(mixed) if not need.found] == ["mpirun of the same MPI"]
+    same = dataclasses.replace(mixed, launcher_vendor="MPICH")
+    assert all(need.found for need in needs._mpi(same))
+
+
+@pytest.mark.parametrize(
+    ("version", "supported"),
+    [("2.15.1", False), ("2.16.0", True), ("2.21.0", True), ("2.21.0-rc1", True), ("2.22.0", False), ("3", False)],
+)
+def test_supported_tensorflow(version, supported):
+    assert needs.is_supported(version) is supported
+
+
+def test_build_requirements_come_from_the_metadata():
+    requirements = tools.build_requirements()
+    assert any(line.startswith("cmake") for line in requirements)
+    assert not any(line.startswith(("numpy", "pytest")) for line in requirements)
+
+
+def test_unmet_requirements():
+    assert tools.unmet(["pytest", "no-such-package-here", "pytest<1"]) == ["no-such-package-here", "pytest<1"]
+
+
+# --- the command, with the build and the installation replaced
+
+
+@pytest.fixture
+def bench(monkeypatch, tmp_path):
+    """Records what the command does; nothing is downloaded, built or installed."""
+    done = []
+    installed = {"digest": ""}
+
+    def build(unpacked, folder, env, jobs, log):
+        done.append("build")
+        return _wheel(folder, b"built")
+
+    def put_in(file):
+        done.append("install")
+        installed["digest"] = source.digest(file)
+
+    monkeypatch.setenv("HVDX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(needs, "survey", lambda gpu: FOUND)
+    monkeypatch.setattr(tools, "build_environment", lambda root: {})
+    monkeypatch.setattr(source, "fetch", lambda folder, env: tmp_path / "archive")
+    monkeypatch.setattr(source, "unpack", lambda archive, folder: folder)
+    monkeypatch.setattr(patches, "apply", lambda folder: None)
+    monkeypatch.setattr(wheel, "build", build)
+    monkeypatch.setattr(install, "install", put_in)
+    monkeypatch.setattr(install, "installed_digest", lambda: installed["digest"])
+    return done
+
+
+def _run(*arguments):
+    return main(["build-horovod", "--no-test", *arguments])
+
+
+def test_first_run_builds_second_says_so_force_builds_again(bench, capsys):
+    assert _run() == 0
+    assert bench == ["build", "install"]
+    capsys.readouterr()
+    assert _run() == 0
+    assert bench == ["build", "install"]
+    assert "installed already" in capsys.readouterr().out
+    assert _run("--force") == 0
+    assert bench == ["build", "install"] * 2
+
+
+def test_kept_wheel_is_installed_without_a_build(bench, monkeypatch):
+    assert _run() == 0
+    monkeypatch.setattr(install, "installed_digest", lambda: "another wheel's")
+    assert _run() == 0
+    assert bench == ["build", "install", "install"]
+
+
+def test_corrupt_kept_wheel_is_built_again(bench):
+    assert _run() == 0
+    kept = next(cache.root().glob("*/*.whl"))
+    kept.write_bytes(b"buil")
+    assert _run() == 0
+    assert bench == ["build", "install"] * 2
+    assert kept.read_bytes() == b"built"
+
+
+def test_wheel_only_installs_nothing(bench, tmp_path):
+    assert _run("--wheel-only", str(tmp_path / "out")) == 0
+    assert bench == ["build"]
+    assert len(list((tmp_path / "out").glob("*.whl"))) == 1
+
+
+def test_failed_build_exits_1_and_keeps_nothing(bench, monkeypatch, capsys):
+    def build(*arguments):
+        raise wheel.BuildError("building Horovod: expected a wheel, got exit code 1")
+
+    monkeypatch.setattr(wheel, "build", build)
+    assert _run() == 1
+    assert "expected a wheel" in capsys.readouterr().err
+    assert bench == []
+    assert not list(cache.root().glob("*/*.whl"))
+
+
+def test_failed_proof_exits_1(bench, monkeypatch, capsys):
+    def prove(mpi):
+        raise install.ProofError("the 2-worker all-reduce: expected the sum 3")
+
+    monkeypatch.setattr(install, "prove", prove)
+    monkeypatch.setattr(needs, "survey", lambda gpu: dataclasses.replace(FOUND, mpi=Mpi(mpirun="/usr/bin/true")))
+    assert main(["build-horovod"]) == 1
+    assert "expected the sum 3" in capsys.readouterr().err
+
+
+def test_bad_jobs_is_an_error_in_the_call(bench, capsys):
+    assert _run("--jobs", "0") == 2
+    assert "--jobs" in capsys.readouterr().err
+
+
+# --- proof, log, progress
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("echo 'HVDX 0 of 1: 1;'; echo 'HVDX 0 of 1: 1;'", "0 of 1: 1, 0 of 1: 1"),
+        ("echo 'ImportError: libmpi.so.40' >&2; exit 1", r"ImportError: libmpi\.so\.40"),
+    ],
+)
+def test_proof_fails_on_singletons_and_on_crashes(tmp_path, script, message):
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text(f"#!/bin/sh\n{script}\n")
+    mpirun.chmod(0o755)
+    with pytest.raises(install.ProofError, match=message):
+        install.prove(Mpi(mpirun=str(mpirun)))
+
+
+def test_proof_reads_ranks_that_share_a_line(tmp_path):
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text("#!/bin/sh\necho 'HVDX 1 of 2: 3;HVDX 0 of 2: 3;'\n")
+    mpirun.chmod(0o755)
+    assert install.prove(Mpi(mpirun=str(mpirun))) == f"{mpirun} -n 2 python"
+
+
+def test_relevant_lines_begin_at_the_first_error():
+    log = "\n".join(
+        ["-- Looking for error.h", "/usr/bin/c++ -Werror=x a.cc", "a.cc:2: warning: error-prone"]
+        + ["a.cc:3: fatal error: moved.h: No such file or directory"]
+        + [f"line {n}" for n in range(100)]
+    )
+    lines = wheel.relevant_lines(log)
+    assert lines[0].startswith("a.cc:3: fatal error")
+    assert len(lines) == 30
+
+
+def test_relevant_lines_of_a_log_without_errors_are_the_last():
+    assert wheel.relevant_lines("\n".join(f"line {n}" for n in range(100)))[-1] == "line 99"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "gloo", "name", "value"),
+    [
+        (None, False, "HOROVOD_WITHOUT_GLOO", "1"),
+        (None, True, "HOROVOD_WITH_GLOO", "1"),
+        ("nccl", False, "HOROVOD_GPU_OPERATIONS", "NCCL"),
+        ("mpi", False, "HOROVOD_GPU_OPERATIONS", "MPI"),
+    ],
+)
+def test_switches(gpu, gloo, name, value):
+    chosen = wheel.switches(gpu, gloo)
+    assert chosen[name] == value
+    assert ("HOROVOD_GPU_OPERATIONS" in chosen) is bool(gpu)
+    assert ("HOROVOD_WITHOUT_GLOO" in chosen) is not gloo
+
+
+def test_choices_left_in_the_shell_do_not_reach_the_build():
+    stale = {"HOROVOD_WITHOUT_MPI": "1", "HOROVOD_GPU_ALLREDUCE": "NCCL", "HOROVOD_NCCL_LIB": "/opt/nccl", "HOME": "/"}
+    chosen = build_horovod._variables(stale, {}, None, False)
+    assert "HOROVOD_WITHOUT_MPI" not in chosen
+    assert "HOROVOD_GPU_ALLREDUCE" not in chosen
+    assert chosen["HOROVOD_NCCL_LIB"] == "/opt/nccl"
+
+
+def test_progress_follows_the_percentages():
+    stream = io.StringIO()
+    with Progress("building", stream) as progress:
+        progress.feed("[  7%] Building CXX object CMakeFiles/x/common.cc.o")
+        progress.feed("note: something else [99%]")
+        progress.feed("[ 42%] Building CXX object CMakeFiles/x/mpi_ops.cc.o")
+        progress.feed("[ 40%] Built target gloo")
+        assert progress.percent == 42
+        assert " 42 %" in progress.line()
+    assert "\r" not in stream.getvalue()

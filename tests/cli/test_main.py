@@ -1,0 +1,85 @@
+"""The `hvdx` command: help, errors, exit codes."""
+
+import subprocess
+import sys
+import types
+
+import pytest
+
+from hvdx.cli import main as main_module
+from hvdx.cli.main import main
+from hvdx.errors import ConfigError
+from hvdx.version import __version__
+
+
+def test_no_arguments_teaches_every_command(capsys):
+    assert main([]) == 0
+    text = capsys.readouterr().out
+    for words in ("hvdx doctor", "hvdx build-horovod", "mpirun -n 2", "e.g."):
+        assert words in text
+
+
+@pytest.mark.parametrize("command", ["doctor", "build-horovod"])
+def test_command_help_has_an_example(command, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "--help"])
+    assert stopped.value.code == 0
+    assert f"hvdx {command}" in capsys.readouterr().out.split("example:")[1]
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out.strip() == f"hvdx {__version__}"
+
+
+def test_unknown_command_is_an_error(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["no-such-command"])
+    assert stopped.value.code == 2
+    assert "no-such-command" in capsys.readouterr().err
+
+
+def test_hvdx_error_becomes_one_line_and_exit_code_2(capsys, monkeypatch):
+    def run(args):
+        raise ConfigError("period: expected 1 or more, got 0. Do: give a positive number.")
+
+    command = types.ModuleType("fake")
+    vars(command).update(NAME="fake", HELP="fails", EXAMPLE="hvdx fake", run=run, add_arguments=lambda parser: None)
+    monkeypatch.setitem(sys.modules, "fake_command", command)
+    monkeypatch.setattr(main_module, "COMMANDS", ("fake_command",))
+    assert main(["fake"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == "hvdx: period: expected 1 or more, got 0. Do: give a positive number.\n"
+    assert captured.out == ""
+
+
+def test_other_errors_keep_their_traceback(monkeypatch):
+    def run(args):
+        raise ZeroDivisionError
+
+    command = types.ModuleType("fake")
+    vars(command).update(NAME="fake", HELP="fails", EXAMPLE="hvdx fake", run=run, add_arguments=lambda parser: None)
+    monkeypatch.setitem(sys.modules, "fake_command", command)
+    monkeypatch.setattr(main_module, "COMMANDS", ("fake_command",))
+    with pytest.raises(ZeroDivisionError):
+        main(["fake"])
+
+
+def test_help_imports_nothing_heavy():
+    program = (
+        "import sys\nfrom hvdx.cli.main import main\nmain([])\n"
+        "heavy = {'tensorflow', 'keras', 'horovod', 'mpi4py.MPI', 'numba'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_python_dash_m_runs_the_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "hvdx", "--version"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.strip() == f"hvdx {__version__}"
+    assert done.returncode == 0
