@@ -47,7 +47,7 @@ def shard(
         ConfigError: lengths that differ, too few samples, an unknown size.
 
     Example:
-        >>> x, y = np.arange(8.0), np.arange(8)
+        >>> x, y = tf.range(8.0), tf.range(8)
         >>> [b[1].numpy().tolist() for b in shard((x, y), 2, shuffle=False, rank=1, size=2)]
         [[2, 3], [6, 7]]
     """

@@ -7,7 +7,7 @@ import keras
 
 from hvdx import comm as world
 from hvdx.comm import Comm
-from hvdx.errors import ConfigError, NotDistributedError, ReplicaError
+from hvdx.errors import ConfigError, HvdxError, NotDistributedError, ReplicaError
 from hvdx.keras import metrics, neighbours, replicas
 from hvdx.keras.optimizer import Binding, attach, detach, optimizers_of
 from hvdx.report.counters import Counters
@@ -126,7 +126,8 @@ class Distribute(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """After the first step: did it go through hvdx? Then count, and check when it is time."""
-        self.counters.steps = batch + 1 + self.counters.steps_before
+        # With several steps an execution Keras counts the last one as full.
+        self.counters.steps = self.counters.steps_before + min(batch + 1, self.params.get("steps") or batch + 1)
         if self._comm.size == 1:
             return
         if not self._alike:
@@ -143,6 +144,8 @@ class Distribute(keras.callbacks.Callback):
     def on_test_begin(self, logs: Any = None) -> None:
         """Validation is about to overwrite the training metrics, and must see the same weights everywhere."""
         if self._comm.size > 1:
+            if self._bindings:
+                self._last.check_enough(self.counters.steps - self.counters.steps_before)
             replicas.average_state(self.model, self._comm)
             if self._bindings and self._train_logs is None:
                 local = self.model.get_metrics_result()
@@ -161,9 +164,11 @@ class Distribute(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Replace this rank's metrics by those over all ranks, and prove that the replicas are alike."""
+        taken = self.counters.steps - self.counters.steps_before
         self.counters.steps_before = self.counters.steps
         if self._comm.size == 1:
             return
+        self._last.check_enough(taken)
         self._last.resume()
         logs = {} if logs is None else logs
         if self._train_logs is None:
@@ -246,6 +251,16 @@ class _Last(keras.callbacks.Callback):
             self.model.stop_training = False
         if self._limit is not None and batch + 1 >= self._limit:
             self._cut = self.model.stop_training = True
+
+    def check_enough(self, taken: int) -> None:
+        """The others are still in mid-epoch, waiting for a rank that has no more data: it has to say so."""
+        expected = self._limit or self.params.get("steps")
+        if expected and taken < expected and not self._owner.model.stop_training:
+            comm = self._owner._comm
+            raise HvdxError(
+                f"rank {comm.rank} of {comm.size} ran out of data after {taken} of {expected} steps of an epoch. Give "
+                "fit a smaller steps_per_epoch=, or a dataset that repeats: dataset.repeat()."
+            )
 
     def resume(self) -> None:
         """The epoch that was cut short is over; go on with the next."""

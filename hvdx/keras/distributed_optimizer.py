@@ -64,7 +64,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         >>> world.start().size
         1
         >>> DistributedOptimizer(keras.optimizers.SGD(0.1)).name
-        'SGD'
+        'sgd'
     """
     if _is_partial(process_set) or not scale_local_gradients:
         raise ConfigError(

@@ -48,7 +48,9 @@ def _shape_message(first: list[Any], theirs: list[Any], rank: int, variables: Se
     for i, (a, b) in enumerate(zip(first, theirs, strict=False)):
         if a != b:
             name = variables[i].path if i < len(variables) else f"number {i}"
-            return f"the models differ: variable {name} is {a[1]}{a[0]} on rank 0, {b[1]}{b[0]} on rank {rank}. {remedy}"
+            return (
+                f"the models differ: variable {name} is {a[1]}{a[0]} on rank 0, {b[1]}{b[0]} on rank {rank}. {remedy}"
+            )
     return f"the models differ: rank 0 has {len(first)} variables, rank {rank} has {len(theirs)}. {remedy}"
 
 

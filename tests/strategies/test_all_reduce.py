@@ -1,0 +1,24 @@
+import pytest
+
+from hvdx.comm import LocalComm
+from hvdx.strategies import AllReduce, TensorSpec
+
+SPECS = [TensorSpec("kernel", (784, 10), 4), TensorSpec("bias", (10,), 4), TensorSpec("scale", (), 4)]
+
+
+@pytest.mark.parametrize(("compression", "itemsize"), [("none", 4), ("fp16", 2), ("bf16", 2)])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_bytes_per_step_are_those_of_a_ring(compression, itemsize, size):
+    elements = 784 * 10 + 10 + 1
+    expected = round(elements * itemsize * 2 * (size - 1) / size)
+    assert AllReduce(compression=compression).bytes_per_step(SPECS, size) == expected
+
+
+def test_world_of_one_gets_back_what_it_gave():
+    tensors = [object(), object()]
+    assert AllReduce().exchange(LocalComm(), tensors, "step") == tensors
+
+
+def test_repr_is_the_call_that_makes_it():
+    strategy = AllReduce(op="sum", compression="bf16", groups=[[1], [0, 2]])
+    assert repr(eval(repr(strategy))) == repr(strategy)

@@ -1,0 +1,54 @@
+import pytest
+
+import hvdx
+from hvdx.errors import ConfigError
+from hvdx.strategies import names, parse, resolve
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("all_reduce", "AllReduce()"),
+        (" all_reduce : compression = bf16 , op=sum", "AllReduce(op='sum', compression='bf16')"),
+        ("all_reduce:groups=4,", "AllReduce(groups=4)"),
+        ("all_reduce:gradient_predivide_factor=2", "AllReduce(gradient_predivide_factor=2.0)"),
+    ],
+)
+def test_parse_reads_names_and_options(text, expected):
+    assert repr(parse(text)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("", "all_reduce"),
+        ("allreduce", "did you mean all_reduce"),
+        ("all_reduce:compresion=fp16", "did you mean compression"),
+        ("all_reduce:fp16", "op=average"),
+        ("all_reduce:compression=fp8", "'fp16', 'bf16'"),
+        ("all_reduce:groups=many", "expected a number"),
+        ("all_reduce:groups=1.5", "whole number"),
+        ("all_reduce:groups=true", "expected a number"),
+        ("all_reduce:groups=0", "1 or more"),
+        ("all_reduce:op=sum,gradient_predivide_factor=2", "predivide"),
+    ],
+)
+def test_parse_refuses_and_lists_what_is_right(text, named):
+    with pytest.raises(ConfigError, match=named):
+        parse(text)
+
+
+def test_resolve_takes_strategies_names_and_the_environment(monkeypatch):
+    given = hvdx.AllReduce(op="sum")
+    assert resolve(given) is given
+    monkeypatch.delenv("HVDX_STRATEGY", raising=False)
+    assert repr(resolve(None)) == "AllReduce()"
+    monkeypatch.setenv("HVDX_STRATEGY", "all_reduce:op=sum")
+    assert repr(resolve(None)) == "AllReduce(op='sum')"
+    assert repr(resolve("all_reduce")) == "AllReduce()"
+    with pytest.raises(ConfigError, match="got 3"):
+        resolve(3)
+
+
+def test_names_are_the_registered_ones():
+    assert names() == ["all_reduce"]

@@ -1,0 +1,21 @@
+"""Runs tests/ranks under mpirun: the same tests, on 2 and on 4 ranks. (On 1 they run by themselves.)"""
+
+import re
+
+import pytest
+
+from tests.launch import run
+
+# Seconds for the whole folder; a deadlock in one test ends there, or sooner by Horovod's own limit.
+LIMIT = {2: 900, 4: 1500}
+
+
+@pytest.mark.parametrize("ranks", sorted(LIMIT))
+def test_folder_passes_at(ranks):
+    done = run(ranks, ["-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", "tests/ranks"], LIMIT[ranks])
+    passed = re.findall(r"(\d+) passed", done.out)
+    print(done.out[-4000:])
+    assert done.code == 0, f"exit status {done.code}"
+    assert len(passed) == ranks
+    assert len(set(passed)) == 1
+    assert int(passed[0]) > 70

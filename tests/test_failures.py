@@ -1,0 +1,168 @@
+"""Bad input: a clear error, on all ranks, within seconds."""
+
+import time
+
+import pytest
+
+from tests.launch import run
+
+# From the failure to the end of the job on all ranks; the start of TensorFlow comes on top.
+START, END = 60, 15
+
+PREAMBLE = """
+import os, sys, time
+import numpy as np, keras, tensorflow as tf
+import hvdx, hvdx.keras
+hvdx.init()
+rank, size = hvdx.rank(), hvdx.size()
+keras.utils.set_random_seed(0)
+def network(units=4):
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(units), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+x, y = np.ones((64, 3), "float32"), np.ones((64, 1), "float32")
+def ready():
+    print("READY", time.time(), flush=True)
+"""
+
+
+def fails(ranks, code, *named, env=None, code_is=1):
+    """Run a snippet that has to fail, soon after it says READY where it does, with every text in `named`."""
+    done = run(ranks, ["-c", PREAMBLE + code], timeout=START + END, env=env)
+    ended = time.time()
+    assert done.code not in (None, 0), done
+    if code_is is not None:
+        assert done.code == code_is, done
+    for text in named:
+        assert text in done.out, f"{text!r} is not in\n{done}"
+    began = [float(line.split()[1]) for line in done.out.splitlines() if line.startswith("READY")]
+    if began:
+        assert ended - max(began) < END, done
+    return done
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_models_of_different_shapes_end_on_all_ranks(ranks):
+    code = "ready()\nnetwork(4 + rank // (size - 1)).fit(x, y, verbose=0, callbacks=[hvdx.keras.Distribute()])"
+    done = fails(ranks, code, "ReplicaError", "the models differ", f"on rank {ranks - 1}")
+    assert done.out.count("the models differ") == 1, "every rank says the same; one may speak"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_exception_on_one_rank_in_mid_epoch_ends_all(ranks):
+    code = """
+class Break(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 3 and rank == size - 1:
+            ready()
+            raise ValueError("the disk is gone")
+network().fit(x, y, batch_size=4, epochs=100, verbose=0, callbacks=[hvdx.keras.Distribute(), Break()])
+"""
+    fails(ranks, code, "ValueError: the disk is gone", f"rank {ranks - 1} of {ranks}", "ending the job on all ranks")
+
+
+def test_rank_that_is_killed_ends_all():
+    code = """
+import signal
+class Kill(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 3 and rank == 1:
+            ready()
+            os.kill(os.getpid(), signal.SIGKILL)
+network().fit(x, y, batch_size=4, epochs=100, verbose=0, callbacks=[hvdx.keras.Distribute(), Kill()])
+"""
+    fails(2, code, code_is=None)
+
+
+def test_more_ranks_than_the_machine_bears_are_refused():
+    done = run(3, ["-c", "import hvdx; hvdx.init()"], timeout=START, env={"HVDX_RANKS_PER_CORE": "0"})
+    assert done.code not in (None, 0)
+    assert "3 ranks on" in done.out
+    assert "expected at most 0" in done.out
+
+
+def test_launcher_of_another_mpi_is_refused():
+    """What N singletons look like: the launcher says 2, MPI finds 1."""
+    env = {"PMI_RANK": "0", "PMI_SIZE": "2"}
+    done = run(1, ["-c", "import hvdx; hvdx.init()"], timeout=START, env=env)
+    assert done.code not in (None, 0)
+    assert "Hydra started 2 ranks and MPI finds a world of 1" in done.out
+    assert "hvdx doctor" in done.out
+
+
+def test_unknown_strategy_lists_the_right_ones():
+    code = "network().fit(x, y, verbose=0, callbacks=[hvdx.keras.Distribute()])"
+    fails(2, code, "ConfigError", "did you mean all_reduce", env={"HVDX_STRATEGY": "all_redcue"})
+    fails(2, code, "compression=none", env={"HVDX_STRATEGY": "all_reduce:compresion=fp16"})
+
+
+@pytest.mark.parametrize(
+    ("stub", "named"),
+    [
+        ("raise ImportError('no module named horovod')", "Horovod cannot be loaded"),
+        ("raise OSError('undefined symbol: _ZN10tensorflow')", "undefined symbol"),
+    ],
+)
+def test_horovod_that_cannot_be_loaded_names_the_remedy(tmp_path, stub, named):
+    package = tmp_path / "horovod"
+    package.mkdir()
+    (package / "__init__.py").write_text(stub)
+    done = run(2, ["-c", "import hvdx; hvdx.init()"], timeout=START, env={"PYTHONPATH": str(tmp_path)})
+    assert done.code not in (None, 0)
+    assert named in done.out
+    assert "hvdx build-horovod" in done.out
+
+
+def fake_distribution(folder, built_for):
+    """A Horovod on the path that says what it was built for; none where that is None."""
+    info = folder / "horovod-0.28.1.dist-info"
+    info.mkdir(parents=True)
+    (folder / "horovod").mkdir()
+    (folder / "horovod" / "metadata.json").write_text(f'{{"tensorflow": "{built_for}"}}')
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: horovod\nVersion: 0.28.1\n")
+    (info / "RECORD").write_text("horovod/metadata.json,,\n")
+
+
+def test_horovod_for_another_tensorflow_names_the_remedy(tmp_path):
+    fake_distribution(tmp_path, "2.15.0")
+    done = run(2, ["-c", "import hvdx; hvdx.init()"], timeout=START, env={"PYTHONPATH": str(tmp_path)})
+    assert done.code not in (None, 0)
+    assert "built against TensorFlow 2.15.0" in done.out
+    assert "hvdx build-horovod" in done.out
+
+
+def test_missing_horovod_names_the_remedy(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.metadata as m\n"
+        "files = m.files\n"
+        "def hide(name):\n"
+        "    if name == 'horovod':\n"
+        "        raise m.PackageNotFoundError(name)\n"
+        "    return files(name)\n"
+        "m.files = hide\n"
+    )
+    done = run(2, ["-c", "import hvdx; hvdx.init()"], timeout=START, env={"PYTHONPATH": str(tmp_path)})
+    assert done.code not in (None, 0)
+    assert "found none" in done.out
+    assert "hvdx build-horovod" in done.out
+
+
+def test_rank_that_runs_out_of_data_does_not_leave_the_others_waiting():
+    code = """
+data = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+if rank == 1:
+    data = data.take(5)
+ready()
+network().fit(data, steps_per_epoch=10, epochs=2, verbose=0, shuffle=False, callbacks=[hvdx.keras.Distribute()])
+"""
+    fails(2, code, "rank 1", "ran out of data after 5 of 10 steps")
+
+
+def test_alone_no_horovod_is_needed(tmp_path):
+    package = tmp_path / "horovod"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('broken')")
+    code = PREAMBLE + "network().fit(x, y, verbose=0, callbacks=[hvdx.keras.Distribute()]); print('trained')"
+    done = run(1, ["-c", code], timeout=START, env={"PYTHONPATH": str(tmp_path)})
+    assert done.code == 0, done
+    assert "trained" in done.out

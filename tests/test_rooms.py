@@ -1,0 +1,100 @@
+"""Holds the table of rooms in docs/architecture.md against the imports."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+COMMUNICATION = {"mpi4py", "horovod"}
+
+# room: what it may import besides the standard library and itself; None: anything but what NEVER names.
+MAY = {
+    "kernels": {"numpy", "numba"},
+    "errors": set(),
+    "version": set(),
+    "codec": {"numpy", "hvdx.kernels", "hvdx.errors"},
+    "strategies": {"numpy", "hvdx.comm", "hvdx.codec", "hvdx.errors"},
+    "report": {"numpy", "hvdx.errors"},
+    "comm": None,
+    "keras": None,
+    "average": None,
+    "cli": {"packaging", "hvdx"},
+    "jobs": None,
+}
+NEVER = {
+    "comm": {"hvdx.codec", "hvdx.kernels", "hvdx.keras", "hvdx.strategies", "keras", "numba"},
+    "keras": {"hvdx.kernels", "mpi4py", "horovod", "numba"},
+    "average": {"mpi4py", "horovod", "hvdx.comm"},
+}
+
+
+def sources():
+    """(room, file) for every Python file that is installed."""
+    for folder, package in (("hvdx", None), ("kernels", "kernels"), ("jobs", "jobs")):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            if package or parts[0] not in ("__init__", "__main__"):
+                yield package or parts[0], path
+
+
+def imports(path):
+    """(module, names, line) of every import in a file, `import_module("...")` included."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, [], node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: a relative import"
+            yield node.module, [alias.name for alias in node.names], node.lineno
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module":
+            yield from ((a.value, [], node.lineno) for a in node.args[:1] if isinstance(a, ast.Constant))
+
+
+def within(module, names, packages):
+    """Whether `module`, or what is imported from it, lies in one of `packages`."""
+    spelled = [module, *(f"{module}.{name}" for name in names)]
+    return any(m == p or m.startswith(p + ".") for m in spelled for p in packages)
+
+
+def complaints(room, path):
+    """What one file imports against the table."""
+    allowed, banned = MAY[room], NEVER.get(room, set())
+    seen = set()
+    for module, names, line in imports(path):
+        top, where = module.split(".")[0], f"{path.relative_to(ROOT)}:{line}: {module}"
+        seen |= {top} & COMMUNICATION
+        own = within(module, names, {f"hvdx.{room}"})
+        known = own or top in sys.stdlib_module_names
+        if allowed is not None and not known and not within(module, names, allowed):
+            yield f"{where}: {room} may import {sorted(allowed)} only"
+        if within(module, names, banned):
+            yield f"{where}: {room} may not import it"
+        if room in ("jobs", "cli") and top == "hvdx":
+            for name in [*module.split("."), *names]:
+                if name.startswith("_") and not name.startswith("__"):
+                    yield f"{where}: {name} has an underscore"
+    if room == "comm" and len(seen) > 1:
+        yield f"{path}: {sorted(seen)}: one communication library a file"
+
+
+@pytest.mark.parametrize(("room", "path"), list(sources()), ids=lambda v: str(getattr(v, "name", v)))
+def test_rooms_import_what_they_may(room, path):
+    assert room in MAY, f"{path}: a room that the table does not know"
+    assert list(complaints(room, path)) == []
+
+
+def test_table_can_fail(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    cases = {
+        "kernels": "from hvdx.errors import HvdxError",
+        "strategies": "import keras",
+        "keras": "from hvdx import kernels",
+        "comm": "import mpi4py\nfrom horovod import tensorflow",
+        "jobs": "from hvdx.keras.data import _shard_arrays",
+    }
+    for room, code in cases.items():
+        path = tmp_path / "case.py"
+        path.write_text(code)
+        assert list(complaints(room, path)), room
