@@ -92,8 +92,9 @@ def _shard_arrays(
     epochs = tf.Variable(initial_epoch - 1, dtype=tf.int64, trainable=False)
 
     def batch_of(step: Any, epoch: Any) -> Any:
-        first = step * whole + rank * batch
-        positions = tf.range(first, tf.minimum(first + batch, count), dtype=tf.int64)
+        begin = step * whole
+        length = tf.minimum(tf.cast(whole, tf.int64), count - begin)
+        positions = tf.range(begin + rank * length // size, begin + (rank + 1) * length // size)
         if shuffle:
             key = tf.stack([tf.constant(seed, tf.int64), epoch])
             positions = tf.random.experimental.index_shuffle(positions, key, count - 1)
@@ -109,9 +110,11 @@ def _shard_arrays(
 
 
 def _steps_with_remainder(count: int, batch: int, rank: int, size: int) -> int:
-    """Steps of a rank when the last step may be partly filled, or filled on the first ranks only."""
+    """Steps of a rank when the samples of the last step are dealt out as evenly as they can be."""
+    if count < size:
+        raise ConfigError(f"shard: {count} samples for {size} ranks: expected at least one for each.")
     full, rest = divmod(count, batch * size)
-    return full + int(rest > rank * batch)
+    return full + int((rank + 1) * rest // size > rank * rest // size)
 
 
 def _shard_dataset(

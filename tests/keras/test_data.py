@@ -52,12 +52,14 @@ def test_arrays_in_any_structure_stay_together():
 
 
 def test_remainder_can_be_kept_for_validation():
-    for count in (1, 5, 8, 9, 13):
+    for count in (3, 5, 8, 9, 13, 40):
         shares = [
             hvdx.shard(np.arange(count), 2, shuffle=False, drop_remainder=False, rank=r, size=3) for r in range(3)
         ]
         assert sorted(i for s in shares for b in s for i in b.numpy()) == list(range(count))
         assert [int(s.cardinality()) for s in shares] == [len(batches(s)) for s in shares]
+        counts = [sum(map(len, batches(s))) for s in shares]
+        assert max(counts) - min(counts) <= 1
 
 
 @pytest.mark.parametrize("batch", [None, 2])
@@ -92,6 +94,7 @@ def test_dataset_of_unknown_size_needs_steps():
         (lambda: hvdx.shard((np.arange(8), np.arange(9)), 2), "one length"),
         (lambda: hvdx.shard(np.arange(8), 3, rank=0, size=4), "0 steps"),
         (lambda: hvdx.shard(np.arange(8), 2, rank=2, size=2), "rank"),
+        (lambda: hvdx.shard(np.arange(2), 2, drop_remainder=False, rank=0, size=3), "at least one"),
         (lambda: hvdx.shard(np.arange(8), 2, steps=9, rank=0, size=1), "got 9"),
         (lambda: hvdx.shard(tf.data.Dataset.range(3), 2, rank=0, size=2), "do not fill"),
         (lambda: hvdx.shard(tf.data.Dataset.range(3), 1, steps=2, rank=0, size=2), "steps=2"),
