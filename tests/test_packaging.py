@@ -1,0 +1,42 @@
+"""What an installation leaves behind: one top-level package."""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+from tests.launch import ROOT
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """A wheel of a clean copy of the checkout."""
+    source = tmp_path_factory.mktemp("source") / "hvdx"
+    source.mkdir()
+    for name in ("pyproject.toml", "setup.py", "README.md"):
+        shutil.copy(ROOT / name, source)
+    for name in ("hvdx", "kernels", "jobs", "tests"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", source, source]
+    subprocess.run(command, check=True, timeout=120)
+    return zipfile.ZipFile(next(source.glob("*.whl")))
+
+
+def test_wheel_holds_one_top_level_package(wheel):
+    tops = {name.split("/")[0] for name in wheel.namelist()}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"hvdx"}
+
+
+def test_wheel_holds_every_module_of_every_room(wheel):
+    expected = set()
+    for folder, package in (("hvdx", "hvdx"), ("kernels", "hvdx/kernels"), ("jobs", "hvdx/jobs")):
+        for path in (ROOT / folder).rglob("*.py"):
+            expected.add(f"{package}/{path.relative_to(ROOT / folder)}")
+    assert expected <= set(wheel.namelist())
+
+
+def test_wheel_installs_the_command(wheel):
+    entry_points = next(n for n in wheel.namelist() if n.endswith("entry_points.txt"))
+    assert b"hvdx = hvdx.cli.main:main" in wheel.read(entry_points)
