@@ -80,8 +80,11 @@ def check_slices(comm: Comm) -> None:
     np.add.at(dense, rows, comm.rank + 1.0)
     expected = comm.all_reduce_sum(dense.ravel(), "expected").reshape(4, 2) / comm.size
     for sparse in ("gather", "dense"):
-        (got,) = comm.all_reduce([mine], Reduction(sparse=sparse), f"slices {sparse}")
-        np.testing.assert_allclose(tf.convert_to_tensor(got).numpy(), expected, rtol=1e-6)
+        for wire in ("none", "fp16", "bf16"):
+            (got,) = comm.all_reduce([mine], Reduction(sparse=sparse, wire=wire), f"slices {sparse} {wire}")
+            np.testing.assert_allclose(
+                tf.convert_to_tensor(got).numpy(), expected, rtol=1e-6 if wire == "none" else 1e-2
+            )
 
 
 def _tensors(rank: int) -> list[np.ndarray]:

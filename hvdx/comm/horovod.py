@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdx.comm import mpi
-from hvdx.comm.base import Comm, Reduction
+from hvdx.comm.base import Comm, Reduction, Wire
 from hvdx.comm.launcher import Launch
 from hvdx.errors import ConfigError, HorovodError, LaunchError
 
@@ -188,11 +188,19 @@ class HorovodComm(Comm):
         Repeated indices stay apart: Keras' Adam squares rows, so adding them up first would be another step.
         """
         with _device(how.device_sparse):
-            values = self.all_gather(slices.values, f"{name}.values")
+            values = self._gather_values(slices.values, how.wire, f"{name}.values")
             indices = self.all_gather(slices.indices, f"{name}.indices")
             if how.average:
                 values /= tf.cast(self.size, values.dtype)
         return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+    def _gather_values(self, values: Any, wire: Wire, name: str) -> Any:
+        if wire == "fp16":
+            return tf.cast(self.all_gather(tf.cast(values, tf.float16), name), values.dtype)
+        if wire == "bf16":
+            received = self.all_gather(tf.bitcast(tf.cast(values, tf.bfloat16), tf.uint8), name)
+            return tf.cast(tf.bitcast(received, tf.bfloat16), values.dtype)
+        return self.all_gather(values, name)
 
 
 def _check_size(who: str, found: int, launch: Launch) -> None:

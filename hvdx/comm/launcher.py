@@ -10,14 +10,14 @@ class Launch:
     """What a launcher told this process through its environment.
 
     Attributes:
-        launcher: "Open MPI", "Hydra", "Slurm", "Horovod (Gloo)" or "jsrun".
-        rank, size: this process in the world.
+        launcher: "Open MPI", "Hydra", "Slurm", "Horovod (Gloo)", "MVAPICH", "jsrun" or "PMIx".
+        rank, size: this process in the world; a size of None is known to MPI alone.
         local_rank, local_size: this process among those on its host; None where the launcher is silent.
     """
 
     launcher: str
     rank: int
-    size: int
+    size: int | None
     local_rank: int | None = None
     local_size: int | None = None
 
@@ -33,6 +33,12 @@ _VARIABLES = {
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
     "Hydra": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "MVAPICH": (
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
     "jsrun": (
         "JSM_NAMESPACE_RANK",
         "JSM_NAMESPACE_SIZE",
@@ -63,7 +69,8 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch | None:
         rank, size, local_rank, local_size = (_integer(environ.get(name)) for name in names)
         if rank is not None and size is not None:
             return Launch(launcher, rank, size, local_rank, local_size)
-    return None
+    rank = _integer(environ.get("PMIX_RANK"))
+    return None if rank is None else Launch("PMIx", rank, None)
 
 
 def _integer(text: str | None) -> int | None:

@@ -2,8 +2,9 @@
 
 import os
 import socket
+from dataclasses import replace
 
-from hvdx.comm import failure
+from hvdx.comm import failure, mpi
 from hvdx.comm.base import Comm
 from hvdx.comm.launcher import Launch, detect, usable_cores
 from hvdx.comm.local import LocalComm
@@ -30,11 +31,13 @@ def start() -> Comm:
     global _comm
     if _comm is None:
         launch = detect()
+        if launch is not None and launch.size is None:
+            launch = replace(launch, size=mpi.initialise())
         if launch is None or launch.size == 1:
             _comm = LocalComm()
         else:
             _check_machine(launch)
-            failure.install(launch.rank, launch.size)
+            failure.install(launch.rank, launch.size or 0)
             # Imported here, since it imports TensorFlow, which a world of one may never need.
             from hvdx.comm.horovod import HorovodComm
 

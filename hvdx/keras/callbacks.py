@@ -1,6 +1,7 @@
 """The callbacks of `horovod.tensorflow.keras`, for Keras 3."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import keras
@@ -16,7 +17,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     Args:
         root_rank: the rank whose values all get.
-        device: accepted for Horovod's sake; the weights travel from where they are.
+        device: not supported; the weights travel from where they are.
         local_variables: variables that stay as they are on each rank.
     """
 
@@ -47,9 +48,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def _broadcast(self) -> None:
         joined = world.start()
-        for optimizer in optimizers_of(self.model):
-            if not optimizer.built:
-                optimizer.build(self.model.trainable_variables)
+        replicas.build_optimizers(self.model, joined)
         variables = [v for v in replicas.state_of(self.model) if id(v) not in self._local]
         replicas.check_alike(variables, joined)
         replicas.broadcast(variables, self.root_rank, joined)
@@ -60,22 +59,28 @@ class MetricAverageCallback(keras.callbacks.Callback):
     """Make the metrics of an epoch those over all ranks. Put it before callbacks that read them.
 
     Args:
-        device: accepted for Horovod's sake.
+        device: not supported.
     """
 
     def __init__(self, device: str = ""):
         super().__init__()
         if device:
             raise ConfigError("MetricAverageCallback: device: not supported by hvdx. Leave it out.")
+        self._names: dict[str, Any] = {}
         self._logs: dict[str, Any] = {}
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Nothing of this epoch is combined yet."""
         self._logs = {}
 
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Remember what the training step returns."""
+        self._names = logs or {}
+
     def on_test_begin(self, logs: Any = None) -> None:
         """Validation is about to overwrite the training metrics."""
-        self._combine_training()
+        if self._names and metrics.are_of(self.model, self._names):
+            self._logs = metrics.over_all_samples(self.model, world.start())
 
     def on_test_end(self, logs: Any = None) -> None:
         """Combine the validation metrics."""
@@ -86,13 +91,14 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Replace what this rank saw by what all ranks saw."""
-        self._combine_training()
-        if logs is not None:
-            logs.update({k: v for k, v in self._logs.items() if k in logs})
-
-    def _combine_training(self) -> None:
-        if not self._logs:
-            self._logs = metrics.over_all_ranks(self.model, self.model.get_metrics_result(), world.start())
+        if logs is None:
+            return
+        own = {k: v for k, v in logs.items() if k in self._names and k not in self._logs}
+        if own:
+            validated = any(k.startswith("val_") for k in self._logs)
+            combine = metrics.mean_over_ranks if validated else partial(metrics.over_all_ranks, self.model)
+            self._logs |= combine(own, world.start())
+        logs.update({k: v for k, v in self._logs.items() if k in logs})
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):

@@ -1,14 +1,20 @@
 """Each rank's share of the data."""
 
+import weakref
 from typing import Any
 
 import tensorflow as tf
 
 from hvdx import comm as world
-from hvdx.errors import ConfigError
+from hvdx.errors import ConfigError, ReplicaError
 
 # Elements held back for shuffling a dataset of unknown or large size.
 _BUFFER = 10_000
+
+# What decides the order of this process's shuffled shares: the epoch counters of arrays, and for datasets the pair of
+# TensorFlow's global seed and ours.
+_epochs: list[weakref.ref[tf.Variable]] = []
+_seeds: list[tuple[int, int]] = []
 
 
 def shard(
@@ -90,6 +96,8 @@ def _shard_arrays(
             f"steps, got {steps}. Use a smaller batch_size, fewer ranks or drop_remainder=False."
         )
     epochs = tf.Variable(initial_epoch - 1, dtype=tf.int64, trainable=False)
+    if shuffle:
+        _epochs.append(weakref.ref(epochs))
 
     def batch_of(step: Any, epoch: Any) -> Any:
         begin = step * whole
@@ -136,6 +144,7 @@ def _shard_dataset(
     per_step = size * (batch or 1)
     if shuffle:
         buffer = shuffle if shuffle is not True else min(count, _BUFFER) if count > 0 else _BUFFER
+        _seeds.append(tuple(tf.compat.v1.get_seed(seed)))
         data = data.shuffle(buffer, seed=seed, reshuffle_each_iteration=True)
     if steps is not None:
         if 0 <= count < steps * per_step:
@@ -153,3 +162,32 @@ def _shard_dataset(
     if steps is not None and count < 0:
         data = data.apply(tf.data.experimental.assert_cardinality(steps))
     return data.prefetch(2)
+
+
+def state() -> tuple[list[int], list[tuple[int, int]]]:
+    """What decides the order of this process's shares that are shuffled: epochs, and pairs of seeds."""
+    _epochs[:] = [ref for ref in _epochs if ref() is not None]
+    return [int(ref().numpy()) for ref in _epochs], list(_seeds)  # type: ignore[union-attr]
+
+
+def agree(states: list[tuple[list[int], list[tuple[int, int]]]]) -> None:
+    """Have the ranks draw the same orders, so that their shares stay disjoint.
+
+    Args:
+        states: what `state` says on each rank.
+
+    Raises:
+        ReplicaError: on all ranks, if their datasets were shuffled with different seeds.
+    """
+    if any(seeds != states[0][1] for _, seeds in states):
+        raise ReplicaError(
+            "hvdx.shard: the ranks shuffle a dataset with different seeds, so their shares overlap. "
+            "tf.random.set_seed and keras.utils.set_random_seed count: give every rank the same, or call them "
+            "after hvdx.shard."
+        )
+    # A look into a dataset on one rank, next(iter(...)) say, takes it an epoch ahead of the others.
+    if len({len(epochs) for epochs, _ in states}) == 1:
+        for ref, *epochs in zip(_epochs, *(epochs for epochs, _ in states), strict=True):
+            variable = ref()
+            if variable is not None and len(set(epochs)) > 1:
+                variable.assign(max(epochs))

@@ -47,7 +47,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         op: Average or Sum.
         backward_passes_per_step: accumulate this many gradients before they are combined and applied.
         average_aggregated_gradients: divide the accumulated gradient by `backward_passes_per_step`.
-        num_groups, groups: number of collectives a step; or, `groups` only, a list of lists of variables' indices.
+        num_groups, groups: number of collectives a step; or, `groups` only, lists of indices into the gradients.
         process_set: not supported; all ranks take part.
         scale_local_gradients: must stay True; there are no local variables.
         strategy: hvdx's own way to say all of this: a strategy or its one-line spelling. By default the other
@@ -63,14 +63,14 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     Example:
         >>> world.start().size
         1
-        >>> DistributedOptimizer(keras.optimizers.SGD(0.1)).name
-        'sgd'
+        >>> type(DistributedOptimizer(keras.optimizers.SGD(0.1))).__name__
+        'SGD'
     """
     if _is_partial(process_set) or not scale_local_gradients:
         raise ConfigError(
             "DistributedOptimizer: process_set, scale_local_gradients: not supported by hvdx. Leave them out."
         )
-    chosen = AllReduce(
+    given = AllReduce(
         op=operation(op),  # type: ignore[arg-type]
         compression=wire(compression),
         groups=_groups(num_groups, groups),
@@ -79,10 +79,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         device=device_dense,
         device_sparse=device_sparse,
     )
-    if strategy is not None and repr(chosen) != "AllReduce()":
-        raise ConfigError(f"DistributedOptimizer: strategy={strategy!r} and {chosen!r} were both given. Give one.")
-    if repr(chosen) == "AllReduce()":
-        chosen = resolve(strategy)  # type: ignore[assignment]
+    chosen = _choose(strategy, given)
     gain = _accumulate(optimizer, backward_passes_per_step, average_aggregated_gradients)
     if keras.config.dtype_policy().name == "mixed_float16":
         optimizer = _loss_scaled(optimizer)
@@ -131,19 +128,16 @@ class DistributedGradientTape:
             )
         self._tape = gradtape
         self._comm = world.start()
-        self._strategy = (
-            resolve(strategy)
-            if strategy is not None
-            else AllReduce(
-                op=operation(op),  # type: ignore[arg-type]
-                compression=wire(compression),
-                groups=_groups(num_groups, groups),
-                sparse="dense" if sparse_as_dense else "gather",
-                gradient_predivide_factor=gradient_predivide_factor,
-                device=device_dense,
-                device_sparse=device_sparse,
-            )
+        given = AllReduce(
+            op=operation(op),  # type: ignore[arg-type]
+            compression=wire(compression),
+            groups=_groups(num_groups, groups),
+            sparse="dense" if sparse_as_dense else "gather",
+            gradient_predivide_factor=gradient_predivide_factor,
+            device=device_dense,
+            device_sparse=device_sparse,
         )
+        self._strategy = _choose(strategy, given)
 
     def __enter__(self) -> "DistributedGradientTape":
         self._tape.__enter__()
@@ -176,6 +170,15 @@ class DistributedGradientTape:
             for i, gradient in zip(present, combined, strict=True):
                 gradients[i] = gradient
         return tf.nest.pack_sequence_as(plain, gradients)
+
+
+def _choose(strategy: Strategy | str | None, given: AllReduce) -> Strategy:
+    """What Horovod's arguments say, or hvdx's; what the environment says where both are silent."""
+    if repr(given) == "AllReduce()":
+        return resolve(strategy)
+    if strategy is not None:
+        raise ConfigError(f"strategy={strategy!r} and {given!r} were both given. Give one.")
+    return given
 
 
 def _groups(num_groups: int, groups: Any) -> int | Sequence[Sequence[int]]:

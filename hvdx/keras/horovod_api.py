@@ -34,8 +34,9 @@ class Compression:
 def init(comm: Any = None, process_sets: Any = None) -> None:
     """Join the world, and share the cores of a host among its ranks.
 
-    Call it before TensorFlow does anything, so that the number of threads can still be chosen: as many as the host
-    has cores for each rank, unless `TF_NUM_INTRAOP_THREADS` or `tf.config.threading` says otherwise.
+    Call it before TensorFlow does anything, so that the number of threads can still be chosen: the host's cores
+    divided by its ranks, and no more than this process may use, unless `TF_NUM_INTRAOP_THREADS` or
+    `tf.config.threading` says otherwise.
 
     Args:
         comm, process_sets: not supported; the world is all processes that were started.
@@ -47,7 +48,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     _unsupported("init", comm=comm, process_sets=process_sets)
     joined = world.start()
     if joined.local_size > 1 and not os.environ.get("TF_NUM_INTRAOP_THREADS"):
-        _share_threads(max(1, max(usable_cores(), os.cpu_count() or 1) // joined.local_size))
+        _share_threads(min(usable_cores(), max(1, (os.cpu_count() or 1) // joined.local_size)))
 
 
 def _share_threads(threads: int) -> None:
@@ -283,4 +284,4 @@ def _checked_root(root_rank: int) -> int:
 
 
 def _tensor(value: Any) -> tf.Tensor:
-    return tf.convert_to_tensor(getattr(value, "value", value))
+    return tf.convert_to_tensor(value.value if isinstance(value, keras.Variable) else value)

@@ -14,24 +14,46 @@ import tensorflow as tf
 from hvdx.comm import Comm
 
 
-def over_all_ranks(model: Any, logs: dict[str, Any], comm: Comm) -> dict[str, Any]:
-    """The values of `logs` over all ranks.
+def are_of(model: Any, logs: dict[str, Any]) -> bool:
+    """Whether `logs` are the values of the model's metrics, by Keras' own rule: the names are the same.
+
+    A custom `train_step` may return what it likes, under names that metrics have as well.
+    """
+    return set(logs) == set(model.get_metrics_result())
+
+
+def over_all_samples(model: Any, comm: Comm) -> dict[str, Any]:
+    """The values of the model's metrics over the samples of all ranks.
 
     Args:
-        model: a compiled model; its metrics' variables are left holding the combined counts.
-        logs: this rank's values.
+        model: compiled; its metrics' variables are left holding the combined counts.
         comm: the ranks.
-
-    Returns:
-        The same keys. What is no metric of the model (a custom `train_step` returns what it likes) becomes the plain
-        mean over ranks where it is a number on all of them, and stays as it is where not.
     """
     _combine_states(model, comm)
-    results = {k: _plain(v) for k, v in model.get_metrics_result().items()}
-    rest = {k: number for k, v in logs.items() if k not in results and (number := _number(v)) is not None}
-    everyone = comm.all_gather_object(rest, "logs")
-    means = {k: float(np.mean([r[k] for r in everyone])) for k in rest if all(k in r for r in everyone)}
-    return {k: results.get(k, means.get(k, v)) for k, v in logs.items()}
+    return {k: _plain(v) for k, v in model.get_metrics_result().items()}
+
+
+def mean_over_ranks(logs: dict[str, Any], comm: Comm) -> dict[str, Any]:
+    """The mean over ranks of whatever is a number on all of them; the rest stays as it is.
+
+    Args:
+        logs: this rank's values.
+        comm: the ranks.
+    """
+    numbers = {k: number for k, v in logs.items() if (number := _number(v)) is not None}
+    everyone = comm.all_gather_object(numbers, "logs")
+    return logs | {k: float(np.mean([r[k] for r in everyone])) for k in numbers if all(k in r for r in everyone)}
+
+
+def over_all_ranks(model: Any, logs: dict[str, Any], comm: Comm) -> dict[str, Any]:
+    """The values of `logs` over all ranks: over all samples for metrics, else the mean over ranks.
+
+    Args:
+        model: compiled.
+        logs: this rank's values.
+        comm: the ranks.
+    """
+    return over_all_samples(model, comm) if are_of(model, logs) else mean_over_ranks(logs, comm)
 
 
 def _combine_states(model: Any, comm: Comm) -> None:

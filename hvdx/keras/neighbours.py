@@ -5,15 +5,22 @@ from typing import Any
 
 import keras
 
+from hvdx.errors import ConfigError
+
 # These write files or lines that one rank should write for all. Everything else runs on every rank, since it acts
 # on the training (early stopping, learning rates) and sees the same metrics there.
-RANK_0_ONLY = (
-    keras.callbacks.ModelCheckpoint,
-    keras.callbacks.BackupAndRestore,
-    keras.callbacks.TensorBoard,
-    keras.callbacks.CSVLogger,
-    keras.callbacks.RemoteMonitor,
-    keras.callbacks.ProgbarLogger,
+RANK_0_ONLY = tuple(
+    getattr(keras.callbacks, name)
+    for name in (
+        "ModelCheckpoint",
+        "BackupAndRestore",
+        "OrbaxCheckpoint",
+        "TensorBoard",
+        "CSVLogger",
+        "RemoteMonitor",
+        "ProgbarLogger",
+    )
+    if hasattr(keras.callbacks, name)  # some came in later versions of Keras
 )
 
 
@@ -31,21 +38,40 @@ def find(callback: Any) -> Any:
     return None
 
 
-def arrange(neighbours: Any, first: Any, last: Any, rank: int) -> None:
-    """Put `first` in front and `last` behind all others, and silence what only rank 0 should say.
+def arrange(neighbours: Any, first: Any, last: Any, replaced: type, rank: int) -> list[Any]:
+    """Put `first` in front and `last` behind all others, and leave out what only rank 0 should do.
 
     Args:
         neighbours: the `CallbackList`.
         first, last: callbacks; `first` is in the list already.
+        replaced: callbacks of this class do what `first` does, and are left out.
         rank: of this process.
+
+    Returns:
+        Callbacks that were kept from hearing of the model, which `unmute` sets right again.
+
+    Raises:
+        ConfigError: there is another callback of the class of `first`.
     """
     # A new list: Keras is iterating over the old one.
-    others = [c for c in neighbours.callbacks if c is not first and c is not last]
+    others = [c for c in neighbours.callbacks if c is not first and c is not last and not isinstance(c, replaced)]
+    if any(isinstance(c, type(first)) for c in others):
+        raise ConfigError(f"callbacks: {type(first).__name__} is there twice. One is enough for all optimizers.")
+    muted = []
     if rank != 0:
-        for callback in others:
-            if isinstance(callback, RANK_0_ONLY):
-                callback.set_model = lambda model: None
-            elif isinstance(getattr(callback, "verbose", None), int) and type(callback).__module__.startswith("keras"):
-                callback.verbose = 0
+        muted = [c for c in others if isinstance(c, RANK_0_ONLY)]
+        for callback in muted:
+            # TensorBoard opens its files here, and Keras may still come to it.
+            callback.set_model = lambda model: None
         others = [c for c in others if not isinstance(c, RANK_0_ONLY)]
+        for callback in others:
+            if isinstance(getattr(callback, "verbose", None), int) and type(callback).__module__.startswith("keras"):
+                callback.verbose = 0
     neighbours.callbacks = [first, *others, last]
+    return muted
+
+
+def unmute(callbacks: list[Any]) -> None:
+    """Let callbacks hear of models again."""
+    for callback in callbacks:
+        vars(callback).pop("set_model", None)

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvdx.comm import Comm
 from hvdx.errors import ReplicaError
-from hvdx.keras.optimizer import optimizers_of
+from hvdx.keras.optimizer import local_variables, optimizers_of
 
 # How many differing variables an error lists; the rest is counted.
 _LISTED = 5
@@ -18,12 +18,32 @@ _LISTED = 5
 def state_of(model: Any) -> list[Any]:
     """Weights and optimiser variables of a model.
 
-    Metrics and the states of random generators are left out: they belong to a rank.
+    What belongs to a rank is left out: metrics, the states of random generators, half-accumulated gradients.
     """
-    variables = list(model.weights)
+    return [*model.weights, *optimizer_state_of(model)]
+
+
+def optimizer_state_of(model: Any) -> list[Any]:
+    """The variables of a model's optimisers, but for gradients that they are still accumulating."""
+    variables = {id(v): v for optimizer in optimizers_of(model) for v in optimizer.variables}
     for optimizer in optimizers_of(model):
-        variables += optimizer.variables
-    return list({id(v): v for v in variables}.values())
+        for variable in local_variables(optimizer):
+            variables.pop(id(variable), None)
+    return list(variables.values())
+
+
+def build_optimizers(model: Any, comm: Comm) -> None:
+    """Make the variables of each optimiser that has them on some rank already; the others come with the first step."""
+    optimizers = optimizers_of(model)
+    everyone = comm.all_gather_object([o.built for o in optimizers], "optimizers")
+    if any(len(built) != len(optimizers) for built in everyone):
+        raise ReplicaError(
+            f"the models differ: they hold {[len(built) for built in everyone]} optimizers on the ranks. Every rank "
+            "must build the same model."
+        )
+    for optimizer, *built in zip(optimizers, *everyone, strict=True):
+        if any(built) and not optimizer.built:
+            optimizer.build(model.trainable_variables)
 
 
 def check_alike(variables: Sequence[Any], comm: Comm) -> None:

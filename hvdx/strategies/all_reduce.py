@@ -23,7 +23,8 @@ class AllReduce(Strategy):
             its largest number is 65504; "bf16" halves them too, has float32's range and 8 bits of precision, and is
             added up in float32.
         groups: collectives a step. 1 lets Horovod fuse all gradients in one; more let the first ones leave while
-            the rest is still being computed. Or a list of lists of indices of variables.
+            the rest is still being computed. Or lists of indices into the gradients, which stand in the order of the
+            trainable variables that have one.
         sparse: how `tf.IndexedSlices` (the gradients of embeddings) travel: "gather" the rows, or "dense" as the
             whole table.
         gradient_predivide_factor: with "average", divide by this before the sum and by size / factor after it.

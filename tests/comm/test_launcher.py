@@ -18,6 +18,8 @@ SLURM = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1",
         (SLURM, "Slurm", (3, 8, 1, 2)),
         (SLURM | OPEN_MPI, "Open MPI", (1, 4, 0, 2)),
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "Hydra", (0, 2, None, None)),
+        ({"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2"}, "MVAPICH", (1, 2, None, None)),
+        ({"PMIX_RANK": "1"}, "PMIx", (1, None, None, None)),
         ({"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"} | OPEN_MPI, "Horovod (Gloo)", (1, 2, None, None)),
     ],
 )

@@ -6,11 +6,14 @@ import zipfile
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import hvdx
 import hvdx.keras as hvd
 from hvdx import comm as world
 from hvdx.errors import ConfigError, NotDistributedError, ReplicaError
+from hvdx.keras import data as shards
+from hvdx.keras import replicas
 from tests.ranks import models
 
 
@@ -68,6 +71,166 @@ def test_batch_normalisation_statistics_are_averaged():
     )
     models.fit(model, [hvd.Distribute()], validation_data=models.data(16))
     models.assert_identical(model)
+
+
+def test_weights_that_no_gradient_reaches_become_the_mean():
+    model = models.network(keras.layers.BatchNormalization, seed=0)
+    mean = model.layers[0].moving_mean
+    mean.assign(np.full(mean.shape, float(hvdx.rank()), "float32"))
+    replicas.average_state(model, world.start())
+    np.testing.assert_allclose(mean.numpy(), (hvdx.size() - 1) / 2, rtol=1e-6)
+
+
+class Chatty(keras.Sequential):
+    """A custom train_step that returns plain tensors, one under the name of a metric."""
+
+    def train_step(self, batch):
+        x, y = batch
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, [v.value for v in variables]), variables)
+        return {"loss": loss, "rank": float(hvdx.rank())}
+
+
+@pytest.mark.parametrize("reducer", [hvd.Distribute, hvd.callbacks.MetricAverageCallback])
+@pytest.mark.parametrize("validate", [True, False])
+def test_values_of_a_custom_train_step_become_the_mean_over_ranks(validate, reducer):
+    keras.utils.set_random_seed(0)
+    model = Chatty([keras.Input((models.FEATURES,)), keras.layers.Dense(models.CLASSES)])
+    models.compiled(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    options = {"validation_data": models.data(8)} if validate else {}
+    logs = models.fit(model, [reducer()], **options).history
+    assert logs["rank"] == pytest.approx([(hvdx.size() - 1) / 2] * 2)
+    assert min(logs["loss"]) > 0.1
+    _agreed(logs)
+
+
+def test_two_reducers_do_not_count_twice():
+    def binary():
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((models.FEATURES,)), keras.layers.Dense(1, activation="sigmoid")])
+        counts = [keras.metrics.TruePositives(), keras.metrics.FalsePositives()]
+        counts += [keras.metrics.TrueNegatives(), keras.metrics.FalseNegatives()]
+        model.compile("sgd", "binary_crossentropy", metrics=counts)
+        return model
+
+    x, y = models.data()
+    share = hvdx.shard((x, (y > 1).astype("float32")[:, None]), 4)
+    callbacks = [hvd.callbacks.MetricAverageCallback(), hvd.Distribute()]
+    logs = binary().fit(share, epochs=1, verbose=0, shuffle=False, callbacks=callbacks).history
+    assert sum(v[0] for k, v in logs.items() if k != "loss") == models.SAMPLES
+    if hvdx.size() > 1:
+        with pytest.raises(ConfigError, match="twice"):
+            models.fit(binary(), [hvd.Distribute(), hvd.Distribute()])
+
+
+def test_validation_on_one_rank_only_is_an_error_and_no_deadlock():
+    model = models.compiled(models.network(seed=0), "sgd")
+    options = {"validation_data": models.data(8)} if hvdx.rank() == 0 else {}
+    if hvdx.size() == 1:
+        models.fit(model, [hvd.Distribute()], **options)
+    else:
+        with pytest.raises(ReplicaError, match=r"rank 0 is at validation.*rank 1 is at the end of epoch 1"):
+            models.fit(model, [hvd.Distribute()], **options)
+
+
+def test_script_that_ties_its_optimizer_keeps_it_tied():
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    model = models.compiled(models.network(seed=hvdx.rank()), optimizer)
+    models.fit(model, [hvd.Distribute()])
+    models.fit(model, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    models.assert_identical(model)
+
+
+def test_fit_after_an_exception_starts_afresh(tmp_path):
+    class Fail(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            raise RuntimeError("as planned")
+
+    checkpoint = keras.callbacks.ModelCheckpoint(str(tmp_path / "model.keras"))
+    model = models.compiled(models.network(seed=0), "sgd", jit_compile=True)
+    with pytest.raises(RuntimeError, match="as planned"):
+        models.fit(model, [hvd.Distribute(), checkpoint, Fail()])
+    models.fit(model, [hvd.Distribute("all_reduce:compression=bf16")])
+    models.assert_identical(model)
+    assert model.jit_compile is True
+    alone = models.compiled(models.network(seed=0), "sgd")
+    models.fit(alone, [checkpoint])
+    assert (tmp_path / "model.keras").exists()
+
+
+def test_callback_inside_another_still_agrees():
+    """Without the list of callbacks only their order is lost."""
+
+    class Delegate(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.inner = hvd.Distribute()
+
+        def set_model(self, model):
+            super().set_model(model)
+            self.inner.set_model(model)
+
+        def set_params(self, params):
+            self.inner.set_params(params)
+
+        def on_train_begin(self, logs=None):
+            self.inner.on_train_begin(logs)
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.inner.on_train_batch_end(batch, logs)
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self.inner.on_epoch_begin(epoch, logs)
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.inner.on_epoch_end(epoch, logs)
+
+        def on_train_end(self, logs=None):
+            self.inner.on_train_end(logs)
+
+    x, y = models.data()
+    samples = 4 * (3 + hvdx.rank())
+    model = models.compiled(models.network(seed=hvdx.rank()), "sgd")
+    model.fit(x[:samples], y[:samples], batch_size=4, epochs=2, verbose=0, callbacks=[Delegate()])
+    models.assert_identical(model)
+    assert int(model.optimizer.iterations) == 6
+
+
+def test_shards_stay_disjoint_whatever_a_rank_has_looked_at():
+    numbers = np.arange(32)
+    share = hvdx.shard((numbers[:, None].astype("float32"), numbers), 4)
+    if hvdx.rank() == 0:
+        next(iter(share))
+    seen = []
+
+    class Note(keras.Sequential):
+        def train_step(self, batch):
+            seen.extend(batch[1].numpy().tolist())
+            return super().train_step(batch)
+
+    model = Note([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", run_eagerly=True)
+    model.fit(share, epochs=1, verbose=0, shuffle=False, callbacks=[hvd.Distribute()])
+    everyone = [i for part in world.start().all_gather_object(seen, "test") for i in part]
+    assert sorted(everyone) == list(range(32))
+
+
+def test_datasets_shuffled_with_different_global_seeds_are_refused():
+    dataset = tf.data.Dataset.from_tensor_slices(models.data())
+    tf.random.set_seed(hvdx.rank())
+    share = hvdx.shard(dataset, 4)
+    tf.random.set_seed(0)
+    model = models.compiled(models.network(seed=0), "sgd")
+    try:
+        if hvdx.size() == 1:
+            model.fit(share, verbose=0, shuffle=False, callbacks=[hvd.Distribute()])
+        else:
+            with pytest.raises(ReplicaError, match="different seeds"):
+                model.fit(share, verbose=0, shuffle=False, callbacks=[hvd.Distribute()])
+    finally:
+        shards._seeds.clear()
 
 
 def test_files_are_written_by_rank_0_only_and_are_plain_keras(tmp_path):

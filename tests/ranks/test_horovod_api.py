@@ -23,6 +23,8 @@ def test_functions_agree_with_numpy():
     np.testing.assert_array_equal(hvd.allgather([[rank]]).numpy().ravel(), range(size))
     np.testing.assert_array_equal(hvd.broadcast([rank, 7], size - 1).numpy(), [size - 1, 7])
     assert hvd.broadcast_object({"rank": rank}, size - 1) == {"rank": size - 1}
+    for variable in (keras.Variable(float(rank)), tf.Variable(float(rank))):
+        assert float(hvd.allreduce(variable)) == pytest.approx(mean)
     variables = [keras.Variable(float(rank)), tf.Variable([float(rank)])]
     hvd.broadcast_variables(variables, root_rank=size - 1)
     assert [float(np.ravel(v.numpy())[0]) for v in variables] == [size - 1.0] * 2
@@ -174,6 +176,16 @@ def test_tape_takes_keras_variables_alone_or_in_a_structure(graph):
     assert float(nested["x"][0]) == pytest.approx(4 * mean)
     np.testing.assert_allclose(nested["x"][1].numpy(), [mean, mean], rtol=1e-6)
     assert nested["y"] is None
+
+
+def test_tape_listens_to_the_environment_and_refuses_two_answers(monkeypatch):
+    monkeypatch.setenv("HVDX_STRATEGY", "all_reduce:op=sum")
+    variable = keras.Variable(3.0)
+    with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+        loss = 2.0 * variable
+    assert float(tape.gradient(loss, variable)) == pytest.approx(2.0 * hvd.size())
+    with pytest.raises(ConfigError, match="both given"):
+        hvd.DistributedGradientTape(tf.GradientTape(), op=hvd.Sum, strategy="all_reduce")
 
 
 def test_tape_sums_where_asked():

@@ -7,8 +7,9 @@ import tensorflow as tf
 
 import hvdx
 import hvdx.keras as hvd
-from hvdx.errors import ConfigError, ReplicaError
-from hvdx.keras.optimizer import binding_of
+from hvdx import comm as world
+from hvdx.errors import ConfigError, HvdxError, ReplicaError
+from hvdx.keras.optimizer import Binding, binding_of
 from tests.ranks import models
 
 OPTIMIZERS = {
@@ -56,6 +57,21 @@ def test_gradient_accumulation_exchanges_once_per_update():
     trained_like_one_process(lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=3), distribute=callback)
     if hvdx.size() > 1:
         assert callback.counters.exchanges == callback.counters.steps // 3
+
+
+def test_gradient_accumulation_may_be_under_way_when_replicas_are_compared():
+    """Half-accumulated gradients belong to a rank: five steps do not divide an epoch."""
+
+    def make():
+        return keras.optimizers.SGD(0.1, gradient_accumulation_steps=5)
+
+    model = models.compiled(models.network(seed=hvdx.rank()), make())
+    models.fit(model, [hvd.Distribute(check_every=1)], epochs=1)
+    models.fit(model, [hvd.Distribute(check_every=1)], epochs=2)
+    reference = models.compiled(models.network(seed=0), make())
+    models.fit(reference, [], share=False, epochs=1)
+    models.fit(reference, [], share=False, epochs=2)
+    models.assert_close(model, reference)
 
 
 @pytest.mark.parametrize("average", [True, False])
@@ -111,6 +127,7 @@ def test_mixed_float16_wrapped_too_late_is_refused():
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
     keras.config.set_dtype_policy("mixed_float16")
     model = models.compiled(models.network(seed=0), optimizer)
+    keras.config.set_dtype_policy("float32")
     if hvdx.size() == 1:
         models.fit(model, [])
     else:
@@ -216,8 +233,6 @@ def test_custom_train_step_with_two_optimizers_in_an_unbuilt_model():
 
 
 def _everyone(value):
-    from hvdx import comm as world
-
     return world.start().all_gather_object(value, "test")
 
 
@@ -268,6 +283,99 @@ def test_unknown_number_of_steps_is_refused_on_all_ranks():
             model.fit(dataset, verbose=0, callbacks=[hvd.Distribute()])
         model.fit(dataset.repeat(), steps_per_epoch=3, verbose=0, callbacks=[hvd.Distribute()])
         models.assert_identical(model)
+
+
+def test_partial_last_execution_is_not_taken_for_a_full_one():
+    """Keras counts 6 batches in executions of 4 as 8 steps; the rank that has only 6 must say so."""
+    x, y = models.data(32)
+    batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+    batches = batches.take(6) if hvdx.rank() == hvdx.size() - 1 else batches
+    model = models.compiled(models.network(seed=0), OPTIMIZERS["sgd"](), steps_per_execution=4)
+    if hvdx.size() == 1:
+        model.fit(batches, steps_per_epoch=8, verbose=0, shuffle=False, callbacks=[hvd.Distribute()])
+    elif hvdx.rank() == hvdx.size() - 1:
+        callback = hvd.Distribute()
+        callback._last.params = {"steps": 8}
+        with pytest.raises(HvdxError, match="ran out of data after 6 of 8"):
+            callback._last.check_enough(6)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_steps_are_counted_within_executions():
+    """Every step counts, the skipped and the accumulated ones too."""
+    for policy, optimizer in (
+        ("float32", keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)),
+        ("mixed_float16", keras.optimizers.SGD(0.1)),
+    ):
+        keras.config.set_dtype_policy(policy)
+        model = models.compiled(models.network(seed=0), optimizer, steps_per_execution=4)
+        x, y = models.data(24)
+        counted = []
+
+        class Look(keras.callbacks.Callback):
+            def on_epoch_end(self, epoch, logs=None, counted=counted):
+                bound = binding_of(self.model.optimizer)
+                counted.append(int(bound.steps.numpy()) if bound else None)
+
+        x = x * np.float32(1e30) if hvdx.rank() == 0 else x
+        model.fit(x, y, batch_size=4, epochs=2, verbose=0, callbacks=[hvd.Distribute(check_every=None), Look()])
+        assert counted == ([6, 12] if hvdx.size() > 1 else [None, None])
+
+
+def test_groups_leave_before_the_last_gradient_is_there():
+    """The first collective of two must not wait for the gradients of the second."""
+    if hvdx.size() == 1:
+        return
+    binding = Binding(hvdx.AllReduce(groups=2), world.start(), "groups")
+
+    @tf.function
+    def step(a, b):
+        return binding.exchange([tf.identity(a, name="early"), tf.identity(b, name="late")])
+
+    graph = step.get_concrete_function(tf.zeros(3), tf.zeros(3)).graph
+    collectives = [op for op in graph.get_operations() if op.type == "HorovodGroupedAllreduce"]
+    assert len(collectives) == 2
+    for collective, own, other in zip(collectives, ("early", "late"), ("late", "early"), strict=True):
+        ancestors, todo = set(), [collective]
+        while todo:
+            op = todo.pop()
+            if op.name not in ancestors:
+                ancestors.add(op.name)
+                todo += [t.op for t in op.inputs] + list(op.control_inputs)
+        assert own in ancestors
+        assert other not in ancestors
+
+
+def test_optimizers_in_containers_and_layers_take_part():
+    class Nested(TwoPlayers):
+        def compile(self):
+            super().compile()
+            self.more = {"list": [self.other_optimizer]}
+            self.other_optimizer = None
+
+        def train_step(self, data):
+            self_other = self.more["list"][0]
+            x, y = data
+            with tf.GradientTape(persistent=True) as tape:
+                loss = self.loss_fn(y, self(x, training=True))
+            mine, others = self.first.trainable_variables, self.second.trainable_variables
+            self.optimizer.apply(tape.gradient(loss, mine), mine)
+            self_other.apply(tape.gradient(loss, others), others)
+            return {"my_loss": loss}
+
+    model = Nested()
+    model.compile()
+    models.fit(model, [hvd.Distribute(check_every=None)])
+    models.assert_identical(model)
+
+
+def test_optimizer_of_optimizers_is_refused():
+    if not hasattr(keras.optimizers, "MultiOptimizer"):
+        pytest.skip("this Keras has no MultiOptimizer")
+    several = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1))
+    if hvdx.size() > 1:
+        with pytest.raises(ConfigError, match="MultiOptimizer"):
+            hvd.DistributedOptimizer(keras.optimizers.MultiOptimizer(several))
 
 
 def test_two_strategies_for_one_optimizer_are_refused():

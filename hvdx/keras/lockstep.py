@@ -1,0 +1,124 @@
+"""Keeps the ranks' `fit` in step: the half of `Distribute` that runs after all other callbacks."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from hvdx.comm import Comm
+from hvdx.errors import HvdxError, ReplicaError
+
+
+class Lockstep(keras.callbacks.Callback):
+    """Agrees over the ranks on where they are, how long an epoch is, and when to stop.
+
+    Args:
+        comm: the ranks.
+        agree: called when every other callback has restored what it wanted to restore.
+    """
+
+    def __init__(self, comm: Comm, agree: Callable[[], None]):
+        super().__init__()
+        self._comm = comm
+        self._agree = agree
+        self._limit: int | None = None
+        self._cut = False
+        self._stop_wanted = False
+
+    def meet(self, place: str, payload: Any = None) -> list[Any]:
+        """Call the roll before ranks exchange anything in a hook, so that two hooks never wait for each other.
+
+        Args:
+            place: where this rank is, for people.
+            payload: picklable; what the others get to see.
+
+        Returns:
+            The payloads in rank order.
+
+        Raises:
+            ReplicaError: on all ranks, if they are in different places.
+        """
+        everyone = self._comm.all_gather_object((place, payload), "roll call")
+        places = [where for where, _ in everyone]
+        if len(set(places)) > 1:
+            listed = "; ".join(f"rank {rank} is at {where}" for rank, where in enumerate(places))
+            raise ReplicaError(
+                f"the ranks are in different places: {listed}. Give fit the same arguments on every rank: validation "
+                "data, epochs and initial_epoch too."
+            )
+        return [said for _, said in everyone]
+
+    def limit_steps(self, steps: list[int | None], steps_per_execution: int) -> None:
+        """Have every epoch end where the rank with the fewest batches ends.
+
+        Args:
+            steps: batches an epoch on each rank; None where nobody knows.
+            steps_per_execution: as compiled.
+
+        Raises:
+            ReplicaError: on all ranks, if a number is not known, or too small.
+        """
+        self._limit = None
+        self._cut = self._stop_wanted = False
+        unknown = [rank for rank, number in enumerate(steps) if number is None]
+        if unknown:
+            raise ReplicaError(
+                f"fit: the number of steps is not known beforehand on ranks {unknown}, so the ranks could end an epoch "
+                "at different times and wait for each other. Give fit steps_per_epoch=, or the dataset a size: "
+                "hvdx.shard(dataset, ..., steps=...) or dataset.apply(tf.data.experimental.assert_cardinality(n))."
+            )
+        known = [number for number in steps if number is not None]
+        if len(set(known)) == 1:
+            return
+        fewest = min(known) // steps_per_execution * steps_per_execution
+        if fewest == 0:
+            raise ReplicaError(
+                f"fit: a rank has no full step: {known} steps on the ranks. Give each its share of data."
+            )
+        self._limit = fewest
+        if self._comm.rank == 0:
+            print(
+                f"hvdx: the ranks have {min(known)} to {max(known)} steps; every epoch ends after {fewest}. "
+                "hvdx.shard deals the data out evenly.",
+                file=sys.stderr,
+            )
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Every other callback has had its say."""
+        if self._comm.size > 1:
+            self._agree()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """A stop in mid-epoch on one rank would leave the others waiting: keep it for the end of the epoch."""
+        if self.model.stop_training:
+            self._stop_wanted = True
+            self.model.stop_training = False
+        if self._limit is not None and batch + 1 >= self._limit:
+            self._cut = self.model.stop_training = True
+
+    def check_enough(self, taken: int) -> None:
+        """End the job if this rank's data ran out: the others are in mid-epoch, waiting for it.
+
+        Args:
+            taken: steps of this epoch.
+
+        Raises:
+            HvdxError: on this rank.
+        """
+        expected = self._limit or self.params.get("steps")
+        if expected and taken < expected:
+            raise HvdxError(
+                f"rank {self._comm.rank} of {self._comm.size} ran out of data after {taken} of {expected} steps of an "
+                "epoch. Give fit a smaller steps_per_epoch=, or a dataset that repeats: dataset.repeat()."
+            )
+
+    def resume(self) -> None:
+        """The epoch that was cut short is over; go on with the next."""
+        if self._cut:
+            self._cut = self.model.stop_training = False
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """All ranks stop, or none."""
+        wanted = bool(self.model.stop_training or self._stop_wanted)
+        self.model.stop_training = any(self.meet(f"the end of epoch {epoch + 1}", wanted))
