@@ -217,7 +217,7 @@ class Distribute(keras.callbacks.Callback):
             self._train_logs = (
                 metrics.over_all_ranks(self.model, own, self._comm)
                 if not self._test_logs
-                else (metrics.mean_over_ranks(own, self._comm))
+                else metrics.mean_over_ranks(own, self._comm)
             )
         # Keras copies the logs of a validation before it shows them to callbacks, so they are mended here again.
         combined = self._train_logs | {f"val_{k}": v for k, v in self._test_logs.items()}

@@ -66,18 +66,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         >>> type(DistributedOptimizer(keras.optimizers.SGD(0.1))).__name__
         'SGD'
     """
-    if _is_partial(process_set) or not scale_local_gradients:
-        raise ConfigError(
-            "DistributedOptimizer: process_set, scale_local_gradients: not supported by hvdx. Leave them out."
-        )
-    given = AllReduce(
-        op=operation(op),  # type: ignore[arg-type]
-        compression=wire(compression),
-        groups=_groups(num_groups, groups),
-        sparse="dense" if sparse_as_dense else "gather",
-        gradient_predivide_factor=gradient_predivide_factor,
-        device=device_dense,
-        device_sparse=device_sparse,
+    _refuse(process_set, scale_local_gradients)
+    given = _all_reduce(
+        device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op, num_groups, groups
     )
     chosen = _choose(strategy, given)
     gain = _accumulate(optimizer, backward_passes_per_step, average_aggregated_gradients)
@@ -122,22 +113,13 @@ class DistributedGradientTape:
         scale_local_gradients: bool = True,
         strategy: Strategy | str | None = None,
     ):
-        if _is_partial(process_set) or not scale_local_gradients:
-            raise ConfigError(
-                "DistributedGradientTape: process_set, scale_local_gradients: not supported by hvdx. Leave them out."
-            )
-        self._tape = gradtape
-        self._comm = world.start()
-        given = AllReduce(
-            op=operation(op),  # type: ignore[arg-type]
-            compression=wire(compression),
-            groups=_groups(num_groups, groups),
-            sparse="dense" if sparse_as_dense else "gather",
-            gradient_predivide_factor=gradient_predivide_factor,
-            device=device_dense,
-            device_sparse=device_sparse,
+        _refuse(process_set, scale_local_gradients)
+        given = _all_reduce(
+            device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op, num_groups, groups
         )
         self._strategy = _choose(strategy, given)
+        self._tape = gradtape
+        self._comm = world.start()
 
     def __enter__(self) -> "DistributedGradientTape":
         self._tape.__enter__()
@@ -170,6 +152,28 @@ class DistributedGradientTape:
             for i, gradient in zip(present, combined, strict=True):
                 gradients[i] = gradient
         return tf.nest.pack_sequence_as(plain, gradients)
+
+
+def _all_reduce(
+    device_dense: str,
+    device_sparse: str,
+    compression: Any,
+    sparse_as_dense: bool,
+    gradient_predivide_factor: float,
+    op: Any,
+    num_groups: int,
+    groups: Any,
+) -> AllReduce:
+    """The strategy that Horovod's arguments describe."""
+    return AllReduce(
+        op=operation(op),  # type: ignore[arg-type]
+        compression=wire(compression),
+        groups=_groups(num_groups, groups),
+        sparse="dense" if sparse_as_dense else "gather",
+        gradient_predivide_factor=gradient_predivide_factor,
+        device=device_dense,
+        device_sparse=device_sparse,
+    )
 
 
 def _choose(strategy: Strategy | str | None, given: AllReduce) -> Strategy:
@@ -218,6 +222,8 @@ def _loss_scaled(optimizer: Any) -> Any:
     return keras.optimizers.LossScaleOptimizer(optimizer, name="loss_scale_optimizer")
 
 
-def _is_partial(process_set: Any) -> bool:
-    """True for anything but Horovod's set of all processes, whose id is 0."""
-    return process_set is not None and getattr(process_set, "process_set_id", None) != 0
+def _refuse(process_set: Any, scale_local_gradients: bool) -> None:
+    """Raise for what hvdx does not have; Horovod's set of all processes, whose id is 0, is what it has."""
+    partial = process_set is not None and getattr(process_set, "process_set_id", None) != 0
+    if partial or not scale_local_gradients:
+        raise ConfigError("process_set, scale_local_gradients: not supported by hvdx. Leave them out.")

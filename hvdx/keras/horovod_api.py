@@ -8,10 +8,9 @@ import keras
 import tensorflow as tf
 
 from hvdx import comm as world
-from hvdx.comm import Comm
 from hvdx.comm.base import Reduction
 from hvdx.comm.launcher import usable_cores
-from hvdx.errors import ConfigError, LaunchError
+from hvdx.errors import ConfigError
 from hvdx.keras import replicas
 
 #: Reductions. Horovod's own constants are understood as well.
@@ -68,38 +67,38 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """True after `init`."""
+    """True after `init`, or after anything else that asked about ranks."""
     return world.current() is not None
 
 
 def rank() -> int:
     """This process among all, from 0."""
-    return _joined().rank
+    return world.start().rank
 
 
 def size() -> int:
     """Number of processes."""
-    return _joined().size
+    return world.start().size
 
 
 def local_rank() -> int:
     """This process among those on its host, from 0."""
-    return _joined().local_rank
+    return world.start().local_rank
 
 
 def local_size() -> int:
     """Number of processes on this host."""
-    return _joined().local_size
+    return world.start().local_size
 
 
 def cross_rank() -> int:
     """This host among the hosts that have a process of this local rank."""
-    return _joined().cross_rank
+    return world.start().cross_rank
 
 
 def cross_size() -> int:
     """Number of hosts that have a process of this local rank."""
-    return _joined().cross_size
+    return world.start().cross_size
 
 
 def allreduce(
@@ -134,7 +133,7 @@ def allreduce(
     tensor = _tensor(value)
     how = Reduction(average=operation(op) == Average, wire=wire(compression))
     tensor = tensor * tf.cast(prescale_factor, tensor.dtype) if prescale_factor != 1.0 else tensor
-    (result,) = _joined().all_reduce([tensor], how, name or "allreduce")
+    (result,) = world.start().all_reduce([tensor], how, name or "allreduce")
     return result * tf.cast(postscale_factor, result.dtype) if postscale_factor != 1.0 else result
 
 
@@ -145,7 +144,7 @@ def allgather(value: Any, name: str | None = None) -> tf.Tensor:
         value: anything that becomes a tensor with at least one dimension; all but the first alike on all ranks.
         name: pairs up what the ranks send; not needed outside graphs.
     """
-    return _joined().all_gather(_tensor(value), name or "allgather")
+    return world.start().all_gather(_tensor(value), name or "allgather")
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> tf.Tensor:
@@ -156,7 +155,7 @@ def broadcast(value: Any, root_rank: int, name: str | None = None) -> tf.Tensor:
         root_rank: the rank whose value it is.
         name: pairs up what the ranks send; not needed outside graphs.
     """
-    (result,) = _joined().broadcast([_tensor(value)], _checked_root(root_rank), name or "broadcast")
+    (result,) = world.start().broadcast([_tensor(value)], _checked_root(root_rank), name or "broadcast")
     return result
 
 
@@ -171,8 +170,8 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
         ReplicaError: the ranks' variables differ in number, shape or dtype.
     """
     variables = list(variables() if callable(variables) else variables)
-    replicas.check_alike(variables, _joined())
-    replicas.broadcast(variables, _checked_root(root_rank), _joined())
+    replicas.check_alike(variables, world.start())
+    replicas.broadcast(variables, _checked_root(root_rank), world.start())
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
@@ -185,7 +184,7 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> A
     """
     root = _checked_root(root_rank)
     mine = obj if rank() == root else None
-    return _joined().all_gather_object(mine, name or "broadcast of an object")[root]
+    return world.start().all_gather_object(mine, name or "broadcast of an object")[root]
 
 
 def broadcast_global_variables(root_rank: int) -> None:
@@ -268,13 +267,6 @@ def _unsupported(function: str, **arguments: Any) -> None:
     given = [k for k, v in arguments.items() if v is not None and v is not False]
     if given:
         raise ConfigError(f"{function}: {', '.join(given)}: not supported by hvdx. Leave it out.")
-
-
-def _joined() -> Comm:
-    joined = world.current()
-    if joined is None:
-        raise LaunchError("hvdx has not been started: call hvdx.keras.init() first.")
-    return joined
 
 
 def _checked_root(root_rank: int) -> int:
