@@ -103,10 +103,10 @@ def build(data, model: str, hidden: int | None, optimizer: str, learning_rate: f
     else:
         body = [
             layers.Conv2D(32, 3, padding="same", activation="relu"),
-            layers.BatchNormalization(),
+            layers.BatchNormalization(momentum=0.9),
             layers.MaxPooling2D(),
             layers.Conv2D(64, 3, padding="same", activation="relu"),
-            layers.BatchNormalization(),
+            layers.BatchNormalization(momentum=0.9),
             layers.MaxPooling2D(),
             layers.Flatten(),
             layers.Dense(128, activation="relu"),
