@@ -145,10 +145,11 @@ class HorovodComm(Comm):
             return self._reduce_bf16(tensors, how, name)
         hvd = self._hvd
         scale = how.predivide if how.average else 1.0
+        plain_mean = how.average and scale == 1.0
         with _device(how.device):
             return hvd.grouped_allreduce(
                 tensors,
-                op=hvd.Sum if how.average and scale != 1.0 else (hvd.Average if how.average else hvd.Sum),
+                op=hvd.Average if plain_mean else hvd.Sum,
                 compression=hvd.Compression.fp16 if how.wire == "fp16" else hvd.Compression.none,
                 prescale_factor=1.0 / scale,
                 postscale_factor=scale / self.size if scale != 1.0 else 1.0,

@@ -1,7 +1,6 @@
 """The callbacks of `horovod.tensorflow.keras`, for Keras 3."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import keras
@@ -47,11 +46,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self._broadcast()
 
     def _broadcast(self) -> None:
-        joined = world.start()
-        replicas.build_optimizers(self.model, joined)
-        variables = [v for v in replicas.state_of(self.model) if id(v) not in self._local]
-        replicas.check_alike(variables, joined)
-        replicas.broadcast(variables, self.root_rank, joined)
+        replicas.make_alike(self.model, self.root_rank, world.start(), self._local)
         self._done = True
 
 
@@ -66,39 +61,29 @@ class MetricAverageCallback(keras.callbacks.Callback):
         super().__init__()
         if device:
             raise ConfigError("MetricAverageCallback: device: not supported by hvdx. Leave it out.")
-        self._names: dict[str, Any] = {}
-        self._logs: dict[str, Any] = {}
+        self._logs = metrics.EpochLogs(world.start())
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Nothing of this epoch is combined yet."""
-        self._logs = {}
+        self._logs.begin()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Remember what the training step returns."""
-        self._names = logs or {}
+        self._logs.see_step(logs)
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Validation is about to overwrite the training metrics."""
-        if self._names and metrics.are_of(self.model, self._names):
-            self._logs = metrics.over_all_samples(self.model, world.start())
+        self._logs.before_validation(self.model)
 
     def on_test_end(self, logs: Any = None) -> None:
         """Combine the validation metrics."""
         if logs:
-            combined = metrics.over_all_ranks(self.model, logs, world.start())
-            logs.update(combined)
-            self._logs |= {f"val_{k}": v for k, v in combined.items()}
+            self._logs.after_validation(self.model, logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Replace what this rank saw by what all ranks saw."""
-        if logs is None:
-            return
-        own = {k: v for k, v in logs.items() if k in self._names and k not in self._logs}
-        if own:
-            validated = any(k.startswith("val_") for k in self._logs)
-            combine = metrics.mean_over_ranks if validated else partial(metrics.over_all_ranks, self.model)
-            self._logs |= combine(own, world.start())
-        logs.update({k: v for k, v in self._logs.items() if k in logs})
+        if logs is not None:
+            self._logs.finish(self.model, logs)
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):

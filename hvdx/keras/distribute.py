@@ -60,9 +60,7 @@ class Distribute(keras.callbacks.Callback):
         self._alike = False
         self._epoch = 0
         self._steps_before = 0
-        self._names: dict[str, Any] = {}
-        self._train_logs: dict[str, Any] | None = None
-        self._test_logs: dict[str, Any] = {}
+        self._logs = metrics.EpochLogs(self._comm)
 
     # -- the start and the end of fit -----------------------------------------------------------------------------
 
@@ -136,10 +134,7 @@ class Distribute(keras.callbacks.Callback):
             self._make_alike()
 
     def _make_alike(self) -> None:
-        replicas.build_optimizers(self.model, self._comm)
-        variables = replicas.state_of(self.model)
-        replicas.check_alike(variables, self._comm)
-        replicas.broadcast(variables, 0, self._comm)
+        replicas.make_alike(self.model, 0, self._comm)
         self._alike = True
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -159,17 +154,17 @@ class Distribute(keras.callbacks.Callback):
     # -- steps and epochs -----------------------------------------------------------------------------------------
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Nothing of this epoch is combined yet."""
+        """Nothing of this epoch is counted or combined yet."""
         self._epoch = epoch
-        self._train_logs = None
-        self._test_logs = {}
+        self.counters.steps_before = self.counters.steps
+        self._logs.begin()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """After the first step: did it go through hvdx? Then count, and check when it is time."""
         self.counters.steps = self.counters.steps_before + min(batch + 1, self.params.get("steps") or batch + 1)
         if self._comm.size == 1:
             return
-        self._names = logs or {}
+        self._logs.see_step(logs)
         if not self._alike:
             # Layers that build themselves in the first step have their weights only now.
             self._make_alike()
@@ -191,46 +186,33 @@ class Distribute(keras.callbacks.Callback):
             self._end_of_steps()
         self._last.meet(f"validation in epoch {self._epoch + 1}")
         replicas.average_state(self.model, self._comm)
-        if self._bindings and metrics.are_of(self.model, self._names):
-            self._train_logs = metrics.over_all_samples(self.model, self._comm)
+        if self._bindings:
+            self._logs.before_validation(self.model)
 
     def on_test_end(self, logs: Any = None) -> None:
         """Replace this rank's validation metrics by those over all ranks."""
         if self._comm.size > 1 and logs:
             self._last.meet(f"the end of validation in epoch {self._epoch + 1}")
-            self._test_logs = metrics.over_all_ranks(self.model, logs, self._comm)
-            logs.update(self._test_logs)
+            self._logs.after_validation(self.model, logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Replace this rank's metrics by those over all ranks, and prove that the replicas are alike."""
-        self.counters.steps_before, taken_before = self.counters.steps, self.counters.steps_before
         if self._comm.size == 1:
             return
-        logs = {} if logs is None else logs
-        if not self._test_logs:
-            self._end_of_steps(taken_before)
+        if not self._logs.validated:
+            self._end_of_steps()
         self._last.meet(f"the end of epoch {epoch + 1}")
-        if not self._test_logs:
+        if not self._logs.validated:
             replicas.average_state(self.model, self._comm)
-        if self._train_logs is None:
-            own = {k: v for k, v in logs.items() if k in self._names}
-            self._train_logs = (
-                metrics.over_all_ranks(self.model, own, self._comm)
-                if not self._test_logs
-                else metrics.mean_over_ranks(own, self._comm)
-            )
-        # Keras copies the logs of a validation before it shows them to callbacks, so they are mended here again.
-        combined = self._train_logs | {f"val_{k}": v for k, v in self._test_logs.items()}
-        logs.update({k: v for k, v in combined.items() if k in logs})
+        self._logs.finish(self.model, {} if logs is None else logs)
         if self.check_every is not None:
             self._check(f"after epoch {epoch + 1}")
         if not self._found:
             self._last.on_epoch_end(epoch, logs)
 
-    def _end_of_steps(self, steps_before: int | None = None) -> None:
+    def _end_of_steps(self) -> None:
         """The steps of an epoch are over on this rank: were they all?"""
-        before = self.counters.steps_before if steps_before is None else steps_before
-        taken = self.counters.steps - before
+        taken = self.counters.steps - self.counters.steps_before
         if self.model.steps_per_execution > 1 and self._bindings:
             # Keras counts a last execution as full, however many of its steps found data.
             total = max(int(b.steps.numpy()) for b in self._bindings)

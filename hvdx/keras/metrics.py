@@ -56,6 +56,55 @@ def over_all_ranks(model: Any, logs: dict[str, Any], comm: Comm) -> dict[str, An
     return over_all_samples(model, comm) if are_of(model, logs) else mean_over_ranks(logs, comm)
 
 
+class EpochLogs:
+    """The logs of one epoch after another over all ranks, fed by a callback's hooks.
+
+    Validation overwrites the state of the training metrics, so they are combined before it; a custom `train_step`'s
+    values, which have no state, at the end of the epoch.
+
+    Args:
+        comm: the ranks.
+    """
+
+    def __init__(self, comm: Comm):
+        self._comm = comm
+        self._step: dict[str, Any] = {}
+        self._train: dict[str, Any] | None = None
+        self._test: dict[str, Any] = {}
+
+    @property
+    def validated(self) -> bool:
+        """True once this epoch's validation is over."""
+        return bool(self._test)
+
+    def begin(self) -> None:
+        """Nothing of this epoch is combined yet."""
+        self._train, self._test = None, {}
+
+    def see_step(self, logs: dict[str, Any] | None) -> None:
+        """Remember what the training step returns."""
+        self._step = logs or {}
+
+    def before_validation(self, model: Any) -> None:
+        """Combine the training metrics, if the step's logs are theirs."""
+        if self._step and are_of(model, self._step):
+            self._train = over_all_samples(model, self._comm)
+
+    def after_validation(self, model: Any, logs: dict[str, Any]) -> None:
+        """Replace this rank's validation metrics, in place."""
+        self._test = over_all_ranks(model, logs, self._comm)
+        logs.update(self._test)
+
+    def finish(self, model: Any, logs: dict[str, Any]) -> None:
+        """Replace what this rank saw in the epoch by what all ranks saw, in place."""
+        if self._train is None:
+            own = {k: v for k, v in logs.items() if k in self._step}
+            self._train = mean_over_ranks(own, self._comm) if self._test else over_all_ranks(model, own, self._comm)
+        # Keras copies the logs of a validation before it shows them to callbacks, so they are mended here again.
+        combined = self._train | {f"val_{k}": v for k, v in self._test.items()}
+        logs.update({k: v for k, v in combined.items() if k in logs})
+
+
 def _combine_states(model: Any, comm: Comm) -> None:
     variables = [v for metric in model.metrics for v in metric.variables]
     if not variables:

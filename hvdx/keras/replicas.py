@@ -1,7 +1,7 @@
 """The replicas of a model: are they alike, make them alike, prove that they are."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -85,6 +85,24 @@ def broadcast(variables: Sequence[Any], root: int, comm: Comm) -> None:
     values = comm.broadcast([tf.convert_to_tensor(v) for v in variables], root, "weights")
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value)
+
+
+def make_alike(model: Any, root: int, comm: Comm, but: Collection[int] = ()) -> None:
+    """Start all ranks from one rank's weights and optimiser state.
+
+    Args:
+        model: built.
+        root: the rank whose values all get.
+        comm: the ranks.
+        but: `id` of variables that stay as they are on each rank.
+
+    Raises:
+        ReplicaError: on every rank, if the models differ.
+    """
+    build_optimizers(model, comm)
+    variables = [v for v in state_of(model) if id(v) not in but]
+    check_alike(variables, comm)
+    broadcast(variables, root, comm)
 
 
 def digests(variables: Sequence[Any]) -> list[bytes]:
