@@ -5,7 +5,9 @@
     ├── LaunchError          the processes were started in a way that cannot work
     ├── HorovodError         Horovod is missing, or was built for something else (also an ImportError)
     ├── NotDistributedError  a training step went past hvdx, so nothing would be combined
-    └── ReplicaError         the ranks hold, or were given, different things; raised on every rank alike
+    ├── ReplicaError         the ranks hold, or were given, different things; raised on every rank alike
+    ├── WireError            a message from a rank is not what it should be; nothing of it was applied
+    └── UpdateError          an update holds what cannot be sent, such as NaN; nothing was changed (also a ValueError)
 
 Each message says what was expected, what was found, and what to do.
 """
@@ -38,3 +40,28 @@ class ReplicaError(HvdxError, RuntimeError):
     """The ranks hold, or were given, different things. Raised on every rank alike."""
 
     collective = True
+
+
+class WireError(HvdxError, RuntimeError):
+    """A message from a rank is not what it should be. Nothing of it, or of those beside it, was applied.
+
+    Attributes:
+        rank: the rank it came from, or None where that is not known.
+    """
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class UpdateError(HvdxError, ValueError):
+    """An update holds what cannot be sent: NaN, infinity, or too many tau. The encoder's state is as it was.
+
+    Attributes:
+        variable: which of the update's arrays.
+        element: which of its elements, counted through the array's flattened form.
+    """
+
+    def __init__(self, message: str, variable: int, element: int) -> None:
+        super().__init__(message)
+        self.variable, self.element = variable, element

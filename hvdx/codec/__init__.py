@@ -1,0 +1,8 @@
+"""Formats: an update as bytes, and bytes added to an output. One codec a file; `registry` knows them by name."""
+
+from hvdx.codec.base import Codec, State
+from hvdx.codec.dense import Bfloat16, Float16, Raw
+from hvdx.codec.registry import CODECS, make
+from hvdx.codec.threshold import Threshold, ThresholdState
+
+__all__ = ["CODECS", "Bfloat16", "Codec", "Float16", "Raw", "State", "Threshold", "ThresholdState", "make"]

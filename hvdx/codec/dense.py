@@ -1,0 +1,141 @@
+"""Every element of the update, as float32, float16 or bfloat16."""
+
+import abc
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from hvdx.codec import frame, varint
+from hvdx.codec.base import Codec, Nothing
+from hvdx.codec.sizes import check_out, check_update
+from hvdx.errors import UpdateError, WireError
+
+#: Elements converted at a time: what a conversion needs beside them stays in the cache.
+_CHUNK = 1 << 15
+
+
+class Dense(Codec[Nothing]):
+    """Each element as it is, in a format of its own. The encoder remembers nothing: what rounding takes away is lost."""
+
+    _wire: type[np.generic]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+    def init(self, sizes: Sequence[int]) -> Nothing:
+        return Nothing()
+
+    def restore(self, arrays: Mapping[str, np.ndarray], sizes: Sequence[int]) -> Nothing:
+        return Nothing()
+
+    def encode(self, update: Sequence[np.ndarray], state: Nothing) -> tuple[np.ndarray, Nothing]:
+        n = check_update(update, [np.size(u) for u in update])
+        head = bytes(frame.SIZE) + varint.put(n)
+        message = np.empty(len(head) + n * np.dtype(self._wire).itemsize, np.uint8)
+        message[: len(head)] = np.frombuffer(head, np.uint8)
+        body = message[len(head) :].view(self._wire)
+        for variable, first, at, values in _chunks(update):
+            coded = body[at : at + values.size]
+            self._pack(values, coded)
+            bad = ~np.isfinite(self._unpack(coded))
+            if bad.any():
+                element = int(np.argmax(bad))
+                raise UpdateError(
+                    f"update[{variable}]: element {first + element} is {values[element]}, "
+                    f"which {self.name} cannot send.{self._remedy(values[element])}",
+                    variable,
+                    first + element,
+                )
+        return frame.seal(message, self.number), state
+
+    def decode(self, messages: Sequence[np.ndarray], out: Sequence[np.ndarray], scale: float = 1.0) -> None:
+        n = check_out(out)
+        bodies = []
+        for rank, message in enumerate(messages):
+            body = frame.unseal(message, self.number, self.name, rank)
+            try:
+                elements, at = varint.get(body[:9].tobytes(), 0)
+            except ValueError as error:
+                raise WireError(f"message of rank {rank}: {error}.", rank) from None
+            if elements != n or body.size - at != n * np.dtype(self._wire).itemsize:
+                raise WireError(
+                    f"message of rank {rank}: expected {n} elements, got {elements} in {body.size - at} bytes. "
+                    "Give every rank the same model.",
+                    rank,
+                )
+            bodies.append(body[at:].view(self._wire))
+        for _, _, at, values in _chunks(out):
+            for body in bodies:
+                values += self._unpack(body[at : at + values.size]) * np.float32(scale)
+
+    @abc.abstractmethod
+    def _pack(self, values: np.ndarray, coded: np.ndarray) -> None:
+        """Convert float32 to the wire's format."""
+
+    @abc.abstractmethod
+    def _unpack(self, coded: np.ndarray) -> np.ndarray:
+        """Convert the wire's format to float32."""
+
+    def _remedy(self, value: np.float32) -> str:
+        return ""
+
+
+class Raw(Dense):
+    """Each element as a float32, as it is.
+
+    Example:
+        >>> out = [np.ones(2, np.float32)]
+        >>> message, _ = Raw().encode([np.array([1, 2], np.float32)], Raw().init([2]))
+        >>> Raw().decode([message], out)
+        >>> out[0]
+        array([2., 3.], dtype=float32)
+    """
+
+    name, number, _wire = "none", 0, np.dtype("<f4").type
+
+    def _pack(self, values: np.ndarray, coded: np.ndarray) -> None:
+        coded[:] = values
+
+    def _unpack(self, coded: np.ndarray) -> np.ndarray:
+        return coded
+
+
+class Float16(Dense):
+    """Each element rounded to float16: 11 bits of precision, sizes from 6e-8 to 65504."""
+
+    name, number, _wire = "fp16", 1, np.dtype("<f2").type
+
+    def _pack(self, values: np.ndarray, coded: np.ndarray) -> None:
+        with np.errstate(over="ignore"):
+            coded[:] = values
+
+    def _unpack(self, coded: np.ndarray) -> np.ndarray:
+        return coded.astype(np.float32)
+
+    def _remedy(self, value: np.float32) -> str:
+        return " Its largest number is 65504; bf16 has the range of float32." if np.isfinite(value) else ""
+
+
+class Bfloat16(Dense):
+    """Each element rounded to bfloat16 (to nearest, ties to even): 8 bits of precision, the range of float32."""
+
+    name, number, _wire = "bf16", 2, np.dtype("<u2").type
+
+    def _pack(self, values: np.ndarray, coded: np.ndarray) -> None:
+        bits = values.view(np.uint32)
+        rounded = bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))
+        # The largest float32 round up to infinity, which encode refuses; NaN must not become a number.
+        np.copyto(coded, np.where(np.isfinite(values), rounded, np.uint32(0x7F800000)) >> np.uint32(16), "unsafe")
+
+    def _unpack(self, coded: np.ndarray) -> np.ndarray:
+        return (coded.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def _chunks(arrays: Sequence[np.ndarray]) -> Iterator[tuple[int, int, int, np.ndarray]]:
+    """(array's number, first element in it, first element of all, view of some elements) through all arrays."""
+    at = 0
+    for i, array in enumerate(arrays):
+        flat = array.reshape(-1)
+        for first in range(0, flat.size, _CHUNK):
+            yield i, first, at + first, flat[first : first + _CHUNK]
+        at += flat.size

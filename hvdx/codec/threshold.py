@@ -1,0 +1,307 @@
+"""The elements that reach a threshold tau, as multiples of +-tau; what they do not send waits in a residual.
+
+Strom 2015 ("Scalable distributed DNN training using commodity GPU cloud computing", Interspeech) sends +-tau once an
+element and packs an index and a sign into 32 bits; Deeplearning4j does the same. Here an element sends as many tau as
+it holds, so a residual never grows beyond tau and none is thrown away, and indices are entropy-coded: 6 to 16 bits.
+`docs/wire-format.md` has every byte.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any, Literal
+
+import numpy as np
+
+from hvdx.codec import frame, tau, varint
+from hvdx.codec.base import Codec, State
+from hvdx.codec.sizes import check_out, check_update
+from hvdx.errors import ConfigError, UpdateError, WireError
+from hvdx.kernels import cpu
+from hvdx.kernels.tiles import LAYOUT, SHARES, Malformed, Runs
+
+#: tau where neither it nor a density is asked for: Strom's and Deeplearning4j's, as a power of two.
+DEFAULT_TAU = 2.0**-10
+
+
+@dataclass(frozen=True, repr=False)
+class ThresholdState(State):
+    """What the encoder remembers.
+
+    Attributes:
+        sizes: elements of each array of an update.
+        residual: float32[n], what has not been sent, each below its tau.
+        lengths: int64[R], how many elements share each tau.
+        taus: float32[R], for the next update.
+        found: bool[R], whether a tau has been found for that run; only with a target density.
+        means: float64[R], running means of the entries sent an update; -1 before the first.
+        step: updates encoded.
+        sent: int64[R], entries in the last message.
+    """
+
+    sizes: tuple[int, ...]
+    residual: np.ndarray
+    lengths: np.ndarray
+    taus: np.ndarray
+    found: np.ndarray
+    means: np.ndarray
+    step: int
+    sent: np.ndarray
+    # Scratch memory, and whether encode has used this state up: not part of what is saved.
+    scratch: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    def __repr__(self) -> str:
+        return f"ThresholdState(step={self.step}, elements={self.residual.size}, taus={self.taus.tolist()})"
+
+    @property
+    def density(self) -> float:
+        """The share of elements that the last message sent."""
+        return float(self.sent.sum()) / max(self.residual.size, 1)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        names = ("residual", "lengths", "taus", "found", "means", "sent")
+        return {name: getattr(self, name).copy() for name in names} | {"step": np.array(self.step)}
+
+
+class Threshold(Codec[ThresholdState]):
+    """Sends what reaches tau.
+
+    Args:
+        tau: the threshold; 2**-10 if neither it nor `target_density` is given. Any positive float; m * tau is exact for
+            powers of two, and otherwise rounded once.
+        target_density: the share of elements to send, in (0, 1): tau is found from the first update, and follows.
+        scope: one tau for "all" elements, or one for each "variable" (array of the update).
+        index_coding: "rice" entropy-codes the indices; "none" spends 32 bits on each.
+        tau_steps: how finely tau follows `target_density`: values in an octave, a power of two up to 64. 1 keeps tau a
+            power of two, and the density within a factor of it.
+        threads: how many the kernels use; the cores of this process if None.
+
+    Raises:
+        ConfigError: a value outside these.
+
+    Example:
+        >>> codec = Threshold(tau=0.5)
+        >>> state = codec.init([4])
+        >>> message, state = codec.encode([np.array([0.1, 0.6, -1.1, 0], np.float32)], state)
+        >>> mean = [np.zeros(4, np.float32)]
+        >>> codec.decode([message, message], mean, scale=0.5)
+        >>> mean[0], state.residual.round(3)
+        (array([ 0. ,  0.5, -1. ,  0. ], dtype=float32), array([ 0.1,  0.1, -0.1,  0. ], dtype=float32))
+    """
+
+    name, number = "threshold", 3
+
+    def __init__(
+        self,
+        tau: float | None = None,
+        target_density: float | None = None,
+        scope: Literal["all", "variable"] = "all",
+        index_coding: Literal["rice", "none"] = "rice",
+        tau_steps: int = 32,
+        threads: int | None = None,
+    ) -> None:
+        if tau is not None and target_density is not None:
+            raise ConfigError(
+                "threshold: both tau and target_density are given. Give one: a density finds its own tau."
+            )
+        if tau is not None and not 2.0**-126 <= np.float32(tau) <= 2.0**126:
+            raise ConfigError(f"threshold: tau: expected a positive number from 2**-126 to 2**126, got {tau!r}.")
+        if target_density is not None and not 0 < target_density < 1:
+            raise ConfigError(f"threshold: target_density: expected a share between 0 and 1, got {target_density!r}.")
+        if scope not in ("all", "variable"):
+            raise ConfigError(f"threshold: scope: expected 'all' or 'variable', got {scope!r}.")
+        if index_coding not in ("rice", "none"):
+            raise ConfigError(f"threshold: index_coding: expected 'rice' or 'none', got {index_coding!r}.")
+        if tau_steps not in (1, 2, 4, 8, 16, 32, 64):
+            raise ConfigError(f"threshold: tau_steps: expected a power of two from 1 to 64, got {tau_steps!r}.")
+        if threads is not None and threads < 1:
+            raise ConfigError(f"threshold: threads: expected at least 1, got {threads!r}.")
+        self.tau = None if tau is None and target_density is not None else DEFAULT_TAU if tau is None else float(tau)
+        self.target_density, self.scope, self.index_coding = target_density, scope, index_coding
+        self.tau_steps, self.threads = tau_steps, threads
+
+    def __repr__(self) -> str:
+        options = {
+            "tau": (self.tau, None),
+            "target_density": (self.target_density, None),
+            "scope": (self.scope, "all"),
+            "index_coding": (self.index_coding, "rice"),
+            "tau_steps": (self.tau_steps, 32),
+            "threads": (self.threads, None),
+        }
+        return f"Threshold({', '.join(f'{k}={v!r}' for k, (v, default) in options.items() if v != default)})"
+
+    def init(self, sizes: Sequence[int]) -> ThresholdState:
+        n = sum(sizes)
+        lengths = np.array([n] * (n > 0) if self.scope == "all" else [s for s in sizes if s], np.int64)
+        return ThresholdState(
+            sizes=tuple(sizes),
+            residual=_aligned(n),
+            lengths=lengths,
+            taus=np.full(len(lengths), self.tau or DEFAULT_TAU, np.float32),
+            found=np.full(len(lengths), self.target_density is None),
+            means=np.full(len(lengths), -1.0),
+            step=0,
+            sent=np.zeros(len(lengths), np.int64),
+        )
+
+    def encode(self, update: Sequence[np.ndarray], state: ThresholdState) -> tuple[np.ndarray, ThresholdState]:
+        check_update(update, state.sizes)
+        if state.scratch.get("used"):
+            raise ValueError("state: encode has used it up. Go on with the state that encode gave back.")
+        taus, found = state.taus, state.found
+        if not found.all():
+            taus, found = self._first_taus(update, state)
+        runs = Runs(state.lengths, taus)
+        head = _head(runs)
+        workspace = state.scratch.get("workspace")
+        if workspace is None:
+            workspace = cpu.Workspace(state.residual.size, len(taus), LAYOUT, self.threads)
+        coded = cpu.encode(
+            update,
+            state.residual,
+            runs,
+            self.index_coding == "rice",
+            threads=workspace.threads,
+            reserve=len(head),
+            workspace=workspace,
+        )
+        if coded.fault >= 0:
+            raise _cannot_send(update, coded.fault, taus)
+        coded.tiles[: len(head)] = np.frombuffer(head, np.uint8)
+        state.scratch["used"] = True
+        means = state.means
+        if self.target_density is not None:
+            taus, means = self._next_taus(taus, found, state, coded.sent, coded.near)
+        after = replace(
+            state, taus=taus, found=found, means=means, step=state.step + 1, sent=coded.sent,
+            scratch={"workspace": workspace},
+        )  # fmt: skip
+        return frame.seal(coded.tiles, self.number + (self.index_coding == "none")), after
+
+    def decode(self, messages: Sequence[np.ndarray], out: Sequence[np.ndarray], scale: float = 1.0) -> None:
+        n = check_out(out)
+        number = self.number + (self.index_coding == "none")
+        bodies = []
+        for rank, message in enumerate(messages):
+            body = frame.unseal(message, number, f"{self.name}, index_coding={self.index_coding!r}", rank)
+            bodies.append(_open(body, n, rank))
+        try:
+            cpu.decode(bodies, scale, out, self.index_coding == "rice", self.threads)
+        except Malformed as error:
+            raise WireError(f"message of rank {error.message}: {error}.", error.message) from None
+
+    def restore(self, arrays: Mapping[str, np.ndarray], sizes: Sequence[int]) -> ThresholdState:
+        fresh = self.init(sizes)
+        new: dict[str, Any] = {}
+        for name, like in fresh.arrays().items():
+            if name not in arrays:
+                raise ConfigError(f"threshold: the saved state has no {name!r}; it holds {sorted(arrays)}.")
+            value = np.asarray(arrays[name])
+            if value.shape != like.shape or value.dtype != like.dtype:
+                raise ConfigError(
+                    f"threshold: saved {name}: expected {like.dtype}{list(like.shape)}, got {value.dtype}"
+                    f"{list(value.shape)}. It is of another model, or of another `scope`."
+                )
+            new[name] = value.copy()
+        tau_of = np.repeat(new["taus"], new["lengths"])
+        if (new["lengths"] != fresh.lengths).any() or not (np.abs(new["residual"]) < np.float32(2**10) * tau_of).all():
+            raise ConfigError("threshold: the saved residual does not belong to the saved taus, or to these sizes.")
+        fresh.residual[:] = new.pop("residual")
+        return replace(fresh, **{**new, "step": int(new["step"])})
+
+    def _first_taus(self, update: Sequence[np.ndarray], state: ThresholdState) -> tuple[np.ndarray, np.ndarray]:
+        """taus for runs that have none yet, from the sizes of the update's elements."""
+        taus, found = state.taus.copy(), state.found.copy()
+        histograms = cpu.histogram(update, state.lengths)
+        for i in np.flatnonzero(~found):
+            first = tau.first_tau(histograms[i], self.target_density or 0.0, self.tau_steps)
+            if first is not None:
+                taus[i], found[i] = first, True
+        return taus, found
+
+    def _next_taus(
+        self, taus: np.ndarray, found: np.ndarray, state: ThresholdState, sent: np.ndarray, near: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """taus and running means for the next update."""
+        taus, means = taus.copy(), state.means.copy()
+        for i in np.flatnonzero(found):
+            taus[i], means[i] = tau.next_tau(
+                taus[i],
+                means[i],
+                int(sent[i]),
+                near[i],
+                int(state.lengths[i]),
+                self.target_density or 0.0,
+                self.tau_steps,
+            )
+        return taus, means
+
+
+def _aligned(n: int) -> np.ndarray:
+    """float32[n] of zeros at the start of a cache line: vectors then never straddle two."""
+    raw = np.zeros(4 * n + 64, np.uint8)
+    start = -raw.__array_interface__["data"][0] % 64
+    return raw[start : start + 4 * n].view(np.float32)
+
+
+@lru_cache(maxsize=64)
+def _lengths(lengths: tuple[int, ...]) -> bytes:
+    return varint.put(len(lengths)) + b"".join(varint.put(length) for length in lengths)
+
+
+def _head(runs: Runs) -> bytes:
+    """What a message holds before its tiles, the frame still empty."""
+    return bytes(frame.SIZE) + _lengths(tuple(runs.lengths.tolist())) + runs.taus.astype("<f4").tobytes()
+
+
+def _open(body: np.ndarray, n: int, rank: int) -> tuple[np.ndarray, Runs]:
+    """Take the runs off the front of a message: its tiles, and them."""
+    try:
+        lengths, at = _read_lengths(body)
+    except ValueError as error:
+        raise WireError(f"message of rank {rank}: the lengths of its runs: {error}.", rank) from None
+    if sum(lengths) != n or 0 in lengths:
+        raise WireError(
+            f"message of rank {rank}: expected an update of {n} elements, got one of {sum(lengths)}. "
+            "Give every rank the same model.",
+            rank,
+        )
+    end = at + 4 * len(lengths)
+    if end > len(body):
+        raise WireError(f"message of rank {rank}: it ends within its taus.", rank)
+    taus = body[at:end].view("<f4").astype(np.float32)
+    if not ((taus >= 2.0**-126) & (taus <= 2.0**126)).all():
+        raise WireError(
+            f"message of rank {rank}: a tau of {taus[np.argmin((taus >= 2.0**-126) & (taus <= 2.0**126))]}.", rank
+        )
+    return body[end:], Runs(np.array(lengths, np.int64), taus)
+
+
+def _read_lengths(body: np.ndarray) -> tuple[list[int], int]:
+    """The lengths of a message's runs, and where they end."""
+    runs, at = varint.get(body[:9].tobytes(), 0)
+    if runs > len(body) // 5:
+        raise ValueError(f"{runs} runs in {len(body)} bytes")
+    data = body[: 9 * (runs + 1)].tobytes()
+    lengths = []
+    for _ in range(runs):
+        length, at = varint.get(data, at)
+        lengths.append(length)
+    return lengths, at
+
+
+def _cannot_send(update: Sequence[np.ndarray], fault: int, taus: np.ndarray) -> UpdateError:
+    """The error for the element with this index."""
+    variable = 0
+    element = fault
+    while element >= update[variable].size:
+        element -= update[variable].size
+        variable += 1
+    value = update[variable].reshape(-1)[element]
+    why = (
+        f"which is more than 2**30 times tau ({taus.min():.3g}). Raise tau, or set target_density"
+        if np.isfinite(value)
+        else "which cannot be sent. The training diverged, or the loss scale is too high"
+    )
+    return UpdateError(f"update[{variable}]: element {element} is {value}, {why}.", variable, element)

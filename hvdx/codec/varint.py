@@ -1,0 +1,37 @@
+"""Whole numbers in as few bytes as they need (LEB128): seven bits a byte, the lowest first; the top bit says that more follow."""
+
+
+def put(value: int) -> bytes:
+    """Write a number.
+
+    Example:
+        >>> put(300).hex()
+        'ac02'
+    """
+    out = bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*out, value])
+
+
+def get(data: bytes, at: int) -> tuple[int, int]:
+    """Read a number of at most 63 bits: it, and where it ends.
+
+    Raises:
+        ValueError: it does not end, or has a byte that it does not need.
+
+    Example:
+        >>> get(bytes.fromhex("ac02"), 0)
+        (300, 2)
+    """
+    value = shift = 0
+    while at < len(data) and shift < 63:
+        byte = data[at]
+        value |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 0x80:
+            if byte == 0 and shift > 7:
+                break
+            return value, at
+    raise ValueError("a number that does not end, or has a superfluous byte")

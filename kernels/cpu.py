@@ -1,0 +1,295 @@
+"""The threshold kernels on a CPU, on all cores: the doors. They check; the loops behind them trust.
+
+`reference` says what each does, to the byte.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hvdx.kernels import cpu_decode as dec
+from hvdx.kernels import cpu_encode as enc
+from hvdx.kernels.pieces import check_arrays, check_runs, pieces
+from hvdx.kernels.table import table
+from hvdx.kernels.threads import cut, default_threads, spread
+from hvdx.kernels.tiles import LAYOUT, SHARES, TILE_MAX, Encoded, Layout, Malformed, Runs, limit
+
+#: Bytes of a worker's buffer for finished tiles.
+_BUFFER = 1 << 18
+
+
+def check(update: Sequence[np.ndarray], runs: Runs, threads: int | None = None) -> int:
+    """Find an element that cannot be sent: NaN, infinity, or too many tau.
+
+    Args:
+        update: float32 arrays, contiguous, whose elements follow each other as one vector of n.
+        runs: how many elements use which tau.
+        threads: how many to use; the cores of this process if None.
+
+    Returns:
+        The index of the first such element, or -1.
+
+    Raises:
+        TypeError: not float32.
+        ValueError: not contiguous, or `runs` do not fit.
+
+    Example:
+        >>> check([np.array([1, np.nan], np.float32)], Runs(np.array([2]), np.ones(1, np.float32)))
+        1
+    """
+    n = check_arrays(update, "update")
+    check_runs(runs, n, "update")
+    where, limits = pieces(update, runs), limit(runs.taus)
+    threads = threads or default_threads()
+    borders = cut(n, threads if n > 1 << 16 else 1)
+    found = spread(lambda i: enc.find_fault(borders[i], borders[i + 1], where, limits), len(borders) - 1, threads)
+    return next((fault for fault in found if fault >= 0), -1)
+
+
+def encode(
+    update: Sequence[np.ndarray],
+    residual: np.ndarray,
+    runs: Runs,
+    rice: bool = True,
+    layout: Layout = LAYOUT,
+    trusted: bool = False,
+    threads: int | None = None,
+    reserve: int = 0,
+    workspace: "Workspace | None" = None,
+) -> Encoded:
+    """Add an update to a residual and cut what reaches tau out of the sum, in one pass.
+
+    Args:
+        update: float32 arrays, contiguous, whose elements follow each other as one vector of n.
+        residual: float32[n], each below its tau; changed in place, unless there is a fault.
+        runs: how many elements use which tau.
+        rice: entropy-code the gaps; otherwise plain 32-bit positions.
+        layout: where tiles end.
+        trusted: the caller has called `check`, and it found nothing. Otherwise `check` reads the update once more.
+        threads: how many to use; the cores of this process if None. The bytes do not depend on it.
+        reserve: bytes to leave free before the tiles, for a header.
+        workspace: scratch memory kept from call to call; replaced where it does not fit.
+
+    Returns:
+        The tiles, after `reserve` bytes that mean nothing yet, and what was counted on the way.
+
+    Raises:
+        TypeError: not float32.
+        ValueError: not contiguous, other sizes, or `runs` do not fit.
+
+    Example:
+        >>> residual = np.zeros(4, np.float32)
+        >>> update = [np.array([0.5, -2.5], np.float32), np.array([0, 1], np.float32)]
+        >>> encode(update, residual, Runs(np.array([4]), np.ones(1, np.float32))).sent
+        array([2])
+        >>> residual
+        array([ 0.5, -0.5,  0. ,  0. ], dtype=float32)
+    """
+    n = check_arrays(update, "update")
+    check_runs(runs, n, "update")
+    if check_arrays([residual], "residual", writable=True) != n:
+        raise ValueError(f"residual: expected the {n} elements of the update, got {residual.size}.")
+    threads = threads or default_threads()
+    fault = -1 if trusted else check(update, runs, threads)
+    if fault >= 0:
+        return Encoded.of_fault(fault, len(runs.taus))
+
+    if workspace is None or workspace.fits != (n, len(runs.taus), layout, threads):
+        workspace = Workspace(n, len(runs.taus), layout, threads)
+    work, where = workspace, pieces(update, runs)
+    vector = residual.reshape(-1)
+
+    def encode_share(i: int) -> list[np.ndarray]:
+        place, out, filled, done = work.places[i], work.buffers[i], [], False
+        begin = work.borders[i]
+        while not done:
+            done = enc.encode_regions(
+                begin, work.borders[i + 1], n, work.numbers, rice, vector, where, runs.taus, work.counted[i],
+                work.scratch[i], place, work.records, work.left, work.times, out,
+            )  # fmt: skip
+            filled.append(out[: place[enc.USED]])
+            begin = -1
+            if not done:
+                out = np.empty(_BUFFER if place[enc.USED] else 2 * out.size, np.uint8)
+        return filled
+
+    shares = spread(encode_share, len(work.borders) - 1, threads)
+    filled = [buffer for share in shares for buffer in share]
+    del shares
+    tiles = _join(filled, work, rice, reserve)
+    total = np.add.reduce(work.counted)
+    return Encoded(tiles, total[:, 0], total[:, 1:], -1)
+
+
+def histogram(update: Sequence[np.ndarray], lengths: np.ndarray) -> np.ndarray:
+    """Count an update's elements by size.
+
+    Args:
+        update: float32 arrays, contiguous, whose elements follow each other as one vector.
+        lengths: int64[R], elements of each run.
+
+    Returns:
+        int64[R, 2048]: how many elements of a run have this index as their float32 bits >> 20, without the sign.
+
+    Example:
+        >>> np.flatnonzero(histogram([np.array([0, -1, 1], np.float32)], np.array([3])))
+        array([   0, 1016])
+    """
+    check_arrays(update, "update")
+    bins = np.zeros((len(lengths), 2048), np.int64)
+    flat = [u.reshape(-1).view(np.uint32) for u in update if u.size]
+    run, left = 0, int(lengths[0]) if len(lengths) else 0
+    for values in flat:
+        while values.size:
+            some = values[:left]
+            enc.add_histogram(some, bins[run])
+            values, left = values[some.size :], left - some.size
+            if not left and run + 1 < len(lengths):
+                run += 1
+                left = int(lengths[run])
+    return bins
+
+
+class Workspace:
+    """What `encode` works on besides its arguments, kept from one call to the next: at most 0.5 % of the update's bytes.
+
+    Without one, `encode` makes its own. One must not be used by two calls at once.
+    """
+
+    def __init__(self, n: int, runs: int, layout: Layout = LAYOUT, threads: int | None = None) -> None:
+        threads = threads or default_threads()
+        self.threads = threads
+        self.fits = n, runs, layout, threads
+        regions = -(-n // layout.region)
+        self.numbers = np.array(layout, np.int64)
+        self.borders = cut(regions, min(threads, max(regions, 1)))
+        self.records = np.zeros((regions, 5), np.int64)
+        self.left = np.empty(regions * (layout.tile_min - 1), np.uint32)
+        self.times = np.empty(len(self.left), np.int32)
+        self.scratch = [_scratch(layout) for _ in self.borders[1:]]
+        self.places = [np.zeros(6, np.int64) for _ in self.scratch]
+        self.counted = [np.zeros((runs, 1 + len(SHARES)), np.int64) for _ in self.scratch]
+        self.buffers = [np.empty(_BUFFER, np.uint8) for _ in self.scratch]
+
+
+def _scratch(layout: Layout) -> tuple[np.ndarray, ...]:
+    """What one worker works on: entries, multiples, numbers of blocks, masks, gaps, signs."""
+    most = max(TILE_MAX, layout.tile_max) + 64 * enc.CHUNK + 8
+    return (
+        np.empty(most, np.uint32),
+        np.empty(most, np.int32),
+        np.empty(enc.CHUNK + 1, np.int64),
+        np.empty(enc.CHUNK + 1, np.uint64),
+        np.empty(TILE_MAX + 128, np.uint32),
+        np.empty(TILE_MAX + 128, np.uint8),
+    )
+
+
+def _join(buffers: list[np.ndarray], work: Workspace, rice: bool, reserve: int) -> np.ndarray:
+    """Put the workers' tiles and those of what they left in order; frees each buffer as it goes."""
+    records = work.records
+    # Memory that is not written to costs nothing, so the guess is a generous one.
+    guess = sum(b.size for b in buffers) + 3 * work.left.size + enc.HEAD_BYTES * (len(records) + 1)
+    out = np.empty(reserve + guess, np.uint8)
+    place = np.zeros(8, np.int64)
+    place[enc.J_LAST], place[enc.J_USED] = -1, reserve
+    source, done = out[:0], 0
+    while done != 1:
+        done, taken = enc.join(
+            len(records), work.numbers, rice, work.scratch[0], place, records, work.left, work.times, source, out
+        )
+        source = source[taken:]
+        if done == 0:
+            source = buffers.pop(0)
+        elif done < 0:
+            larger = np.empty(out.size + out.size // 2 + enc.ENTRY_BYTES * TILE_MAX, np.uint8)
+            larger[: place[enc.J_USED]] = out[: place[enc.J_USED]]
+            out = larger
+    return out[: place[enc.J_USED]]
+
+
+#: What is wrong with a payload, by the numbers that `cpu_decode` gives.
+_COMPLAINTS = (
+    "",
+    "a tile without the multiple it announces",
+    "entries outside their tile",
+    "an entry of no tau, or of too many",
+    "a run that passes the end of its tile",
+    "a payload too short or too long for its entries",
+    "bits after the last entry",
+)
+
+
+def inspect(message: np.ndarray, n: int, rice: bool = True, threads: int | None = None) -> np.ndarray:
+    """Check a message, from anywhere, to the last bit.
+
+    Args:
+        message: uint8[bytes], tiles one after another.
+        n: elements of the update it is for.
+        rice: entropy-coded; otherwise plain positions.
+        threads: how many to use; the cores of this process if None.
+
+    Returns:
+        The table of its tiles (see `table.table`), which `decode` takes.
+
+    Raises:
+        Malformed: it is not a message for n elements.
+    """
+    rows = table(message, n)
+    threads = threads or default_threads()
+    borders = cut(len(rows), min(threads, max(len(rows) // 8, 1)))
+    faults = spread(
+        lambda i: dec.check_tiles(borders[i], borders[i + 1], rows, message, rice), len(borders) - 1, threads
+    )
+    for tile, complaint in faults:
+        if complaint:
+            raise Malformed(f"{_COMPLAINTS[complaint]}, in the tile with its payload at byte {rows[tile, 0]}")
+    return rows
+
+
+def decode(
+    messages: Sequence[tuple[np.ndarray, Runs]],
+    scale: float,
+    out: Sequence[np.ndarray],
+    rice: bool = True,
+    threads: int | None = None,
+) -> None:
+    """Add messages to `out`, one after another: out[i] += +-float32(m * tau) * scale, each step rounded to float32.
+
+    Args:
+        messages: (tiles as uint8[bytes], runs) of each, in the order in which they are added.
+        scale: a float32.
+        out: float32 arrays, contiguous, whose elements follow each other as one vector; changed in place.
+        rice: as they were encoded.
+        threads: how many to use; the cores of this process if None. The sums do not depend on it.
+
+    Raises:
+        Malformed: a message is not what it should be; `out` is as it was, and the error's `message` is its number.
+        TypeError: `out` is not float32.
+        ValueError: `out` is not contiguous, or `runs` do not fit.
+
+    Example:
+        >>> runs, out = Runs(np.array([3]), np.ones(1, np.float32)), np.zeros(3, np.float32)
+        >>> tiles = encode([np.array([0, -2, 0], np.float32)], np.zeros(3, np.float32), runs).tiles
+        >>> decode([(tiles, runs), (tiles, runs)], 0.5, [out])
+        >>> out
+        array([ 0., -2.,  0.], dtype=float32)
+    """
+    n = check_arrays(out, "out", writable=True)
+    threads = threads or default_threads()
+    prepared = []
+    for i, (message, runs) in enumerate(messages):
+        check_runs(runs, n, "out")
+        try:
+            prepared.append((inspect(message, n, rice, threads), message, pieces(out, runs), runs.taus))
+        except Malformed as error:
+            error.message = i
+            raise
+    factor = np.float32(scale)
+    borders = cut(n, threads if n > 1 << 12 else 1, 64)
+
+    def add_share(i: int) -> None:
+        for rows, message, where, taus in prepared:
+            dec.add_tiles(borders[i], borders[i + 1], rows, message, rice, where, taus, factor)
+
+    spread(add_share, len(borders) - 1, threads)

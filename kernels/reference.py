@@ -1,0 +1,379 @@
+"""The threshold kernels in plain NumPy and Python: the specification that `cpu` and `cuda` match to the byte.
+
+# NOTE (changed 11:35): encode() now works IN PLACE on the residual (no `out`), after check() found no fault; on a fault the residual
+# is untouched. A tile head is [first gap][entries<<1|multiple][skipped inside][payload length]; first and last gap
+# are not in the payload. Re-read this file, tiles.py and table.py if you began before that. On a GPU: a check kernel first
+# (4 bytes an element), whose fault flag on the device makes all later kernels do nothing; trusted=True skips it.
+
+It is written to be read, and is slow. `docs/wire-format.md` describes the same bytes in prose.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hvdx.kernels.tiles import (
+    BLOCK,
+    ESCAPE,
+    K_MAX,
+    LAYOUT,
+    M_MAX,
+    N_MAX,
+    SHARES,
+    SWITCH,
+    TILE_MAX,
+    Encoded,
+    Layout,
+    Malformed,
+    Runs,
+    limit,
+    plan,
+)
+
+
+def amount(m: np.ndarray, tau: np.ndarray) -> np.ndarray:
+    """What an entry of m times tau stands for: float32(m * tau), rounded once from float64."""
+    return (np.asarray(m, np.float64) * np.asarray(tau, np.float64)).astype(np.float32)
+
+
+def check(update: Sequence[np.ndarray], runs: Runs) -> int:
+    """Find an element that cannot be sent: NaN, infinity, or too many tau.
+
+    Args:
+        update: float32 arrays, whose elements follow each other as one vector.
+        runs: how many elements use which tau.
+
+    Returns:
+        The index of the first such element, or -1.
+    """
+    bad = np.flatnonzero(~(np.abs(vector(update)) <= np.repeat(limit(runs.taus), runs.lengths)))
+    return int(bad[0]) if bad.size else -1
+
+
+def encode(
+    update: Sequence[np.ndarray],
+    residual: np.ndarray,
+    runs: Runs,
+    rice: bool = True,
+    layout: Layout = LAYOUT,
+    trusted: bool = False,
+) -> Encoded:
+    """Add an update to a residual and cut what reaches tau out of the sum.
+
+    Args:
+        update: float32 arrays, whose elements follow each other as one vector of n.
+        residual: float32[n], each below its tau; changed in place, unless there is a fault.
+        runs: how many elements use which tau.
+        rice: entropy-code the gaps; otherwise plain 32-bit positions.
+        layout: where tiles end.
+        trusted: the caller has called `check`, and it found nothing.
+
+    Returns:
+        The tiles and what was counted on the way.
+    """
+    fault = -1 if trusted else check(update, runs)
+    if fault >= 0:
+        return Encoded.of_fault(fault, len(runs.taus))
+    tau = np.repeat(runs.taus, runs.lengths)
+    total = vector(update) + residual
+    size = np.abs(total)
+    index = np.flatnonzero(size >= tau)
+    m = np.trunc(size[index].astype(np.float64) / tau[index].astype(np.float64)).astype(np.int64)
+    # float32(m * tau) may be so far below that tau still fits into what is left.
+    m += size[index] - amount(m, tau[index]) >= tau[index]
+    left, negative = size[index] - amount(m, tau[index]), np.signbit(total[index])
+    residual[:] = total
+    residual[index] = np.where(negative, -left, left)
+    tiles = write(index, negative, m, len(tau), rice, layout)
+    return Encoded(tiles, *count(index, residual, runs), -1)
+
+
+def vector(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """The elements of float32 arrays, one after another."""
+    return np.concatenate([a.reshape(-1) for a in arrays]) if arrays else np.zeros(0, np.float32)
+
+
+def count(index: np.ndarray, residual: np.ndarray, runs: Runs) -> tuple[np.ndarray, np.ndarray]:
+    """Entries in each run, and elements of the new residual at or above each of SHARES of tau: [R], [R, len(SHARES)]."""
+    ends = np.cumsum(runs.lengths)
+    sent = np.diff(np.searchsorted(index, ends), prepend=0)
+    near = np.zeros((len(ends), len(SHARES)), np.int64)
+    for i, (end, length, tau) in enumerate(zip(ends, runs.lengths, runs.taus, strict=True)):
+        for j, share in enumerate(SHARES):
+            near[i, j] = np.count_nonzero(np.abs(residual[end - length : end]) >= np.float32(share) * tau)
+    return sent, near
+
+
+def write(
+    index: np.ndarray, negative: np.ndarray, m: np.ndarray, n: int, rice: bool = True, layout: Layout = LAYOUT
+) -> np.ndarray:
+    """Write entries as tiles.
+
+    Args:
+        index: int64[e], increasing, below n.
+        negative: bool[e].
+        m: int64[e], 1 to M_MAX.
+        n: elements of the update.
+        rice: entropy-code the gaps.
+        layout: where tiles end.
+
+    Returns:
+        uint8[bytes].
+    """
+    regions = np.bincount(index // layout.region, minlength=-(-n // layout.region))
+    parts, first, last = bytearray(), 0, -1
+    for length in plan(regions, layout):
+        chosen = slice(first, first + length)
+        parts += tile(index[chosen], negative[chosen], m[chosen], last, rice)
+        first, last = first + length, int(index[first + length - 1])
+    return np.frombuffer(bytes(parts), np.uint8)
+
+
+def tile(index: np.ndarray, negative: np.ndarray, m: np.ndarray, last: int, rice: bool) -> bytes:
+    """One tile: head and payload. `last` is the index of the last entry before it, -1 at the start.
+
+    Only the first number of the head depends on what lies before the tile.
+    """
+    entries = len(index)
+    skipped = int(index[-1] - index[0]) + 1 - entries
+    multiple = bool((m > 1).any())
+    if rice:
+        payload = rice_payload(np.diff(index)[:-1] - 1, negative, m, skipped, multiple)
+    else:
+        words = (index[-1] - index).astype(np.uint32) | negative.astype(np.uint32) << np.uint32(31)
+        payload = words.astype("<u4").tobytes() + (m.astype("<u4").tobytes() if multiple else b"")
+    head = varint(int(index[0]) - last - 1), varint(entries << 1 | multiple), varint(skipped), varint(len(payload))
+    return b"".join(head) + payload
+
+
+def varint(value: int) -> bytes:
+    """LEB128: seven bits a byte, the lowest first; the top bit says that more follow."""
+    out = bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*out, value])
+
+
+class Bits:
+    """Bits in the order in which they are written, the first one in the lowest bit of the first byte."""
+
+    def __init__(self) -> None:
+        self.value = self.length = 0
+
+    def put(self, value: int, length: int) -> None:
+        """Append the `length` lowest bits of `value`, lowest first."""
+        self.value |= value << self.length
+        self.length += length
+
+    def code(self, x: int, k: int) -> None:
+        """Append x in the gap code with parameter k."""
+        q = x >> k
+        if q < ESCAPE:
+            self.put((1 << q) - 1, q + 1)
+        else:
+            z = (q - ESCAPE + 1).bit_length() - 1
+            self.put((1 << ESCAPE + z) - 1, ESCAPE + z + 1)
+            self.put(q - ESCAPE + 1 - (1 << z), z)
+        self.put(x & (1 << k) - 1, k)
+
+    def to_bytes(self) -> bytes:
+        return self.value.to_bytes(-(-self.length // 8), "little")
+
+
+def code_length(x: int, k: int) -> int:
+    """Bits of x in the gap code with parameter k."""
+    q = x >> k
+    if q < ESCAPE:
+        return q + 1 + k
+    return ESCAPE + 2 * (q - ESCAPE + 1).bit_length() - 1 + k
+
+
+def first_parameter(skipped: int, entries: int) -> int:
+    """The Rice parameter that holds at the start of a tile."""
+    return min(max((skipped // entries).bit_length() - 1, 0), K_MAX)
+
+
+def choose_parameter(gaps: list[int], before: int) -> int:
+    """The Rice parameter of a block: the cheapest of four about the mean bit length, unless keeping `before` is no dearer."""
+    middle = min(sum(gap.bit_length() for gap in gaps) // len(gaps), K_MAX - 1)
+    near = [k for k in range(middle - 2, middle + 2) if k >= 0]
+    cost = {k: sum(code_length(gap, k) for gap in gaps) for k in [*near, before]}
+    best = min(near, key=lambda k: (cost[k], k))
+    return before if cost[before] <= cost[best] + SWITCH else best
+
+
+def rice_payload(gaps: np.ndarray, negative: np.ndarray, m: np.ndarray, skipped: int, multiple: bool) -> bytes:
+    """The payload of an entropy-coded tile.
+
+    `gaps` are those between neighbours without the last: the head tells where the first and the last entry are.
+    """
+    bits = Bits()
+    gap, larger, entries = gaps.tolist(), np.flatnonzero(m > 1).tolist(), len(m)
+    k = first_parameter(skipped, entries)
+    if multiple:
+        k_run = first_parameter(entries - len(larger), len(larger) + 1)
+        bits.put(k_run, 5)
+        bits.code(larger[0], k_run)
+    for i in range(entries):
+        if 1 <= i < entries - 1:
+            if i % BLOCK == 1:
+                chosen = choose_parameter(gap[i - 1 : i - 1 + BLOCK], k)
+                bits.put(chosen != k, 1)
+                if chosen != k:
+                    bits.put(chosen, 5)
+                k = chosen
+            bits.code(gap[i - 1], k)
+        bits.put(int(negative[i]), 1)
+        if multiple and m[i] > 1:
+            after = larger[larger.index(i) + 1 :] or [entries]
+            bits.code(int(m[i]) - 2, 0)
+            bits.code(after[0] - i - 1, k_run)
+    return bits.to_bytes()
+
+
+class Reader:
+    """Reads what Bits wrote, and raises Malformed where bits are missing."""
+
+    def __init__(self, payload: bytes) -> None:
+        self.value, self.left = int.from_bytes(payload, "little"), 8 * len(payload)
+
+    def take(self, length: int) -> int:
+        """The next `length` bits as a number."""
+        if length > self.left:
+            raise Malformed("a payload ends in the middle of an entry")
+        taken = self.value & (1 << length) - 1
+        self.value >>= length
+        self.left -= length
+        return taken
+
+    def code(self, k: int) -> int:
+        """The next number in the gap code with parameter k."""
+        ones = 0
+        while self.take(1):
+            ones += 1
+            if ones - ESCAPE + k > N_MAX.bit_length():
+                raise Malformed("a gap longer than any update")
+        z = ones - ESCAPE
+        q = ones if z < 0 else (1 << z) + self.take(z) + ESCAPE - 1
+        return q << k | self.take(k)
+
+
+def read_varint(data: bytes, at: int) -> tuple[int, int]:
+    """The number at `at`, and where it ends."""
+    value = shift = 0
+    while at < len(data) and shift < 63:
+        byte = data[at]
+        value |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 0x80:
+            if byte == 0 and shift > 7:
+                raise Malformed("a number with a superfluous byte")
+            return value, at
+    raise Malformed("a number that does not end")
+
+
+def read(tiles: np.ndarray, n: int, rice: bool = True) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The entries in tiles for n elements: index int64[e], negative bool[e], m int64[e].
+
+    Raises:
+        Malformed: the bytes are not tiles for n elements.
+    """
+    data, at, last = tiles.tobytes(), 0, -1
+    index: list[int] = []
+    negative: list[bool] = []
+    times: list[int] = []
+    while at < len(data):
+        gap, at = read_varint(data, at)
+        head, at = read_varint(data, at)
+        skipped, at = read_varint(data, at)
+        length, at = read_varint(data, at)
+        entries = head >> 1
+        if not 1 <= entries <= TILE_MAX:
+            raise Malformed(f"a tile of {entries} entries")
+        if entries == 1 and skipped:
+            raise Malformed("a tile of one entry that ends elsewhere than it begins")
+        first = last + 1 + gap
+        last = first + skipped + entries - 1
+        if last >= n:
+            raise Malformed("an entry outside the update")
+        if at + length > len(data):
+            raise Malformed("a tile longer than the message")
+        payload = data[at : at + length]
+        (read_rice if rice else read_plain)(payload, entries, first, last, bool(head & 1), index, negative, times)
+        at += length
+    return np.array(index, np.int64), np.array(negative, bool), np.array(times, np.int64)
+
+
+def read_rice(payload, entries, first, last, multiple, index, negative, times) -> None:
+    """Append the entries of an entropy-coded tile, the first and last of which are known."""
+    bits = Reader(payload)
+    k = first_parameter(last - first + 1 - entries, entries)
+    run, where = entries, first
+    if multiple:
+        k_run = bits.take(5)
+        run = bits.code(k_run)
+        if run >= entries:
+            raise Malformed("a tile without the multiple it announces")
+    for i in range(entries):
+        if 1 <= i < entries - 1:
+            if i % BLOCK == 1 and bits.take(1):
+                k = bits.take(5)
+            where += bits.code(k) + 1
+            if where > last - (entries - 1 - i):
+                raise Malformed("a tile that passes its end")
+        elif i:
+            where = last
+        index.append(where)
+        negative.append(bool(bits.take(1)))
+        times.append(1)
+        if i == run:
+            times[-1] = bits.code(0) + 2
+            if times[-1] > M_MAX:
+                raise Malformed("an entry of too many tau")
+            run = i + 1 + bits.code(k_run)
+            if run > entries:
+                raise Malformed("a run that passes the end of its tile")
+    if bits.left >= 8 or bits.value:
+        raise Malformed("bytes after the last entry of a tile")
+
+
+def read_plain(payload, entries, first, last, multiple, index, negative, times) -> None:
+    """Append the entries of a tile of plain positions."""
+    if len(payload) != 4 * entries * (1 + multiple):
+        raise Malformed("a payload of another length than its entries")
+    words = np.frombuffer(payload, "<u4").astype(np.int64)
+    where = last - (words[:entries] & 0x7FFFFFFF)
+    if (np.diff(where) < 1).any() or where[0] != first or where[-1] != last:
+        raise Malformed("positions out of order")
+    m = words[entries:] if multiple else np.ones(entries, np.int64)
+    if m.min() < 1 or m.max() > M_MAX or multiple != (m.max() > 1):
+        raise Malformed("an entry of no tau, too many, or never more than one")
+    index += where.tolist()
+    negative += (words[:entries] >> 31 == 1).tolist()
+    times += m.tolist()
+
+
+def decode(
+    messages: Sequence[tuple[np.ndarray, Runs]], scale: float, out: Sequence[np.ndarray], rice: bool = True
+) -> None:
+    """Add messages to `out`, one after another: out[i] += +-float32(m * tau) * scale, each step rounded to float32.
+
+    Args:
+        messages: (tiles, runs) of each, in the order in which they are added.
+        scale: a float32.
+        out: float32 arrays, whose elements follow each other as one vector; changed in place.
+        rice: as they were encoded.
+
+    Raises:
+        Malformed: a message is not what it should be; `out` is as it was.
+    """
+    entries = [read(tiles, int(runs.lengths.sum()), rice) for tiles, runs in messages]
+    total = vector(out)
+    for (index, negative, m), (_, runs) in zip(entries, messages, strict=True):
+        value = amount(m, np.repeat(runs.taus, runs.lengths)[index]) * np.float32(scale)
+        total[index] += np.where(negative, -value, value)
+    first = 0
+    for o in out:
+        o.reshape(-1)[:] = total[first : first + o.size]
+        first += o.size

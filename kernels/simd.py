@@ -1,0 +1,252 @@
+"""Vector and bit instructions that Numba has no name for, as LLVM code for any processor that LLVM knows.
+
+Addresses are int64. LLVM splits the 16-lane vectors into what the processor has, so this is one source for AVX-512,
+AVX2, SSE and NEON.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from hvdx.kernels.tiles import ESCAPE, SHARES
+
+_LANES = 16
+_STRIDE = 4 * _LANES
+_I8, _I16, _I32, _I64, _F32 = (ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType())
+_FLOATS, _INTS = ir.VectorType(_F32, _LANES), ir.VectorType(_I32, _LANES)
+#: How far ahead of the elements at hand to fetch, in bytes: one page. It is what lifts one core to the speed of memory.
+_AHEAD = 6144
+
+
+def _call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
+    """Call an LLVM intrinsic by its name."""
+    kind = ir.FunctionType(result, [a.type for a in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
+
+
+def _splat(builder: Any, scalar: Any, kind: Any) -> Any:
+    undefined = ir.Constant(kind, ir.Undefined)
+    first = builder.insert_element(undefined, scalar, ir.Constant(_I32, 0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(_INTS, [0] * _LANES))
+
+
+def _pointer(builder: Any, address: Any, offset: int, kind: Any) -> Any:
+    return builder.inttoptr(builder.add(address, ir.Constant(_I64, offset)), kind.as_pointer())
+
+
+def _load(builder: Any, address: Any, offset: int, kind: Any) -> Any:
+    value = builder.load(_pointer(builder, address, offset, kind))
+    value.align = 1 if kind == _I64 else 4
+    return value
+
+
+def _store(builder: Any, value: Any, address: Any, offset: int) -> None:
+    builder.store(value, _pointer(builder, address, offset, value.type)).align = 1 if value.type == _I64 else 4
+
+
+def _bits(builder: Any, lanes: Any) -> Any:
+    """One bit a lane, as 64 bits."""
+    return builder.zext(builder.bitcast(lanes, _I16), _I64)
+
+
+def _intrinsic(signature: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Make `generate(builder, *arguments)` callable from Numba with this signature."""
+
+    def wrap(generate: Callable[..., Any]) -> Any:
+        def codegen(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
+            result = generate(builder, *arguments)
+            if isinstance(result, tuple):
+                return context.make_tuple(builder, signature.return_type, result)
+            return context.get_dummy_value() if result is None else result
+
+        # Numba reads the number of parameters off the function.
+        names = ", ".join(f"a{i}" for i in range(len(signature.args)))
+        scope = {"result": (signature, codegen)}
+        exec(f"def typing(context, {names}): return result", scope)
+        return intrinsic(scope["typing"])
+
+    return wrap
+
+
+_BLOCKS = types.UniTuple(types.int64, 2)(*[types.int64] * 5, types.float32, *[types.int64] * 3)
+
+
+@_intrinsic(_BLOCKS)
+def accumulate(
+    builder: Any,
+    residual: Any,
+    update: Any,
+    block: Any,
+    end: Any,
+    found: Any,
+    tau: Any,
+    masks: Any,
+    where: Any,
+    near: Any,
+) -> tuple[Any, Any]:
+    """Add blocks of 64 float32 at `update` to those at `residual`, and take +-tau from each sum that reaches tau once.
+
+    A sum that reaches tau keeps its sign, as a zero too; one that would reach tau still is left whole. For each block
+    from `block` to `end` in which a sum reaches tau, a uint64 of one bit an element is appended to `masks`, of which
+    `found` are there, and its number to the int64 at `where`. How many of the new residuals reach each of SHARES of tau
+    is added to the int64 at `near`, the whole ones included.
+
+    Two int64: masks there are now, and 1 if some sum was left whole.
+    """
+    taus = _splat(builder, tau, _FLOATS)
+    shares = [_splat(builder, builder.fmul(tau, ir.Constant(_F32, share)), _FLOATS) for share in SHARES]
+    signs = ir.Constant(_INTS, [1 << 31] * _LANES)
+    none, flags = ir.Constant(_INTS, [0] * _LANES), ir.VectorType(ir.IntType(1), _LANES)
+    reached = [cgutils.alloca_once_value(builder, none) for _ in SHARES]
+    number = cgutils.alloca_once_value(builder, found)
+    whole = cgutils.alloca_once_value(builder, ir.Constant(flags, [0] * _LANES))
+    eight = ir.Constant(_I64, 8)
+    with cgutils.for_range_slice(builder, block, end, ir.Constant(_I64, 1), _I64) as (index, _):
+        shift = builder.mul(index, ir.Constant(_I64, 256))
+        r, u, hit = builder.add(residual, shift), builder.add(update, shift), ir.Constant(_I64, 0)
+        for offset in range(0, 256, 64):
+            for address in (r, u):
+                hint = [ir.Constant(_I32, v) for v in (0, 3, 1)]
+                _call(
+                    builder, "llvm.prefetch.p0", ir.VoidType(), _pointer(builder, address, offset + _AHEAD, _I8), *hint
+                )
+        for offset in range(0, 256, _STRIDE):
+            total = builder.fadd(_load(builder, r, offset, _FLOATS), _load(builder, u, offset, _FLOATS))
+            sign = builder.and_(builder.bitcast(total, _INTS), signs)
+            size = _call(builder, f"llvm.fabs.v{_LANES}f32", _FLOATS, total)
+            over = builder.fcmp_ordered(">=", size, taus)
+            rest = builder.select(over, builder.fsub(size, taus), size)
+            more = builder.fcmp_ordered(">=", rest, taus)
+            left = builder.select(more, size, rest)
+            _store(builder, builder.bitcast(builder.or_(builder.bitcast(left, _INTS), sign), _FLOATS), r, offset)
+            lanes = builder.zext(builder.bitcast(over, _I16), _I64)
+            hit = builder.or_(hit, builder.shl(lanes, ir.Constant(_I64, offset // 4)))
+            builder.store(builder.or_(builder.load(whole), more), whole)
+            for count, share in zip(reached, shares, strict=True):
+                near_it = builder.zext(builder.fcmp_ordered(">=", rest, share), _INTS)
+                builder.store(builder.add(builder.load(count), near_it), count)
+        at = builder.mul(builder.load(number), eight)
+        builder.store(hit, _pointer(builder, builder.add(masks, at), 0, _I64))
+        builder.store(index, _pointer(builder, builder.add(where, at), 0, _I64))
+        some = builder.zext(builder.icmp_unsigned("!=", hit, ir.Constant(_I64, 0)), _I64)
+        builder.store(builder.add(builder.load(number), some), number)
+    for i, count in enumerate(reached):
+        total = _call(builder, f"llvm.vector.reduce.add.v{_LANES}i32", _I32, builder.load(count))
+        pointer = _pointer(builder, near, 8 * i, _I64)
+        builder.store(builder.add(builder.load(pointer), builder.zext(total, _I64)), pointer)
+    left_whole = builder.icmp_unsigned("!=", builder.bitcast(builder.load(whole), _I16), ir.Constant(_I16, 0))
+    return builder.load(number), builder.zext(left_whole, _I64)
+
+
+@_intrinsic(types.uint64(types.int64, types.float32))
+def beyond(builder: Any, update: Any, limit: Any) -> Any:
+    """A bit for each of 64 float32 at `update` whose size is not at most `limit` (NaN is not)."""
+    limits, mask = _splat(builder, limit, _FLOATS), ir.Constant(_I64, 0)
+    for offset in range(0, 256, _STRIDE):
+        size = _call(builder, f"llvm.fabs.v{_LANES}f32", _FLOATS, _load(builder, update, offset, _FLOATS))
+        lanes = _bits(builder, builder.fcmp_unordered(">", size, limits))
+        mask = builder.or_(mask, builder.shl(lanes, ir.Constant(_I64, offset // 4)))
+    return mask
+
+
+@_intrinsic(types.int64(types.int64))
+def bit_lengths(builder: Any, gaps: Any) -> Any:
+    """The sum of the bit lengths of 64 uint32 at `gaps`."""
+    total = ir.Constant(_INTS, [0] * _LANES)
+    for offset in range(0, 256, _STRIDE):
+        x = _load(builder, gaps, offset, _INTS)
+        zeros = _call(builder, f"llvm.ctlz.v{_LANES}i32", _INTS, x, ir.Constant(ir.IntType(1), 0))
+        total = builder.add(total, builder.sub(ir.Constant(_INTS, [32] * _LANES), zeros))
+    return builder.zext(_call(builder, f"llvm.vector.reduce.add.v{_LANES}i32", _I32, total), _I64)
+
+
+@_intrinsic(types.int64(types.int64, types.int64))
+def code_lengths(builder: Any, gaps: Any, k: Any) -> Any:
+    """The bits that 64 uint32 at `gaps` take in the gap code with parameter k, less the k lowest bits of each."""
+
+    def constant(value: int) -> Any:
+        return ir.Constant(_INTS, [value] * _LANES)
+
+    shift, total = _splat(builder, builder.trunc(k, _I32), _INTS), constant(0)
+    for offset in range(0, 256, _STRIDE):
+        q = builder.lshr(_load(builder, gaps, offset, _INTS), shift)
+        escaped = builder.sub(q, constant(ESCAPE - 1))
+        zeros = _call(builder, f"llvm.ctlz.v{_LANES}i32", _INTS, escaped, ir.Constant(ir.IntType(1), 0))
+        long = builder.sub(constant(ESCAPE - 1 + 64), builder.shl(zeros, constant(1)))
+        short = builder.icmp_unsigned("<", q, constant(ESCAPE))
+        total = builder.add(total, builder.select(short, builder.add(q, constant(1)), long))
+    return builder.zext(_call(builder, f"llvm.vector.reduce.add.v{_LANES}i32", _I32, total), _I64)
+
+
+@_intrinsic(types.int64(types.uint64))
+def trailing_zeros(builder: Any, x: Any) -> Any:
+    """Zero bits below the lowest set bit; 64 if there is none."""
+    return _call(builder, "llvm.cttz.i64", _I64, x, ir.Constant(ir.IntType(1), 0))
+
+
+@_intrinsic(types.int64(types.uint64))
+def bit_length(builder: Any, x: Any) -> Any:
+    """Bits of x without leading zeros; 0 for 0."""
+    zeros = _call(builder, "llvm.ctlz.i64", _I64, x, ir.Constant(ir.IntType(1), 0))
+    return builder.sub(ir.Constant(_I64, 64), zeros)
+
+
+@_intrinsic(types.int64(types.uint64))
+def population(builder: Any, x: Any) -> Any:
+    """Set bits."""
+    return _call(builder, "llvm.ctpop.i64", _I64, x)
+
+
+@_intrinsic(types.uint64(types.int64))
+def load_word(builder: Any, address: Any) -> Any:
+    """The uint64 at an address, which may be odd."""
+    return _load(builder, address, 0, _I64)
+
+
+@_intrinsic(types.void(types.int64, types.uint64))
+def store_word(builder: Any, address: Any, value: Any) -> None:
+    """Write a uint64 at an address, which may be odd."""
+    _store(builder, value, address, 0)
+
+
+@_intrinsic(types.float32(types.int64))
+def load_float(builder: Any, address: Any) -> Any:
+    """The float32 at an address."""
+    return _load(builder, address, 0, _F32)
+
+
+@_intrinsic(types.void(types.int64, types.float32))
+def store_float(builder: Any, address: Any, value: Any) -> None:
+    """Write a float32 at an address."""
+    _store(builder, value, address, 0)
+
+
+@_intrinsic(types.uint32(types.int64))
+def load_sign(builder: Any, address: Any) -> Any:
+    """The sign bit of the float32 at an address, in bit 31."""
+    return builder.and_(_load(builder, address, 0, _I32), ir.Constant(_I32, 1 << 31))
+
+
+@_intrinsic(types.uint8(types.int64))
+def load_byte(builder: Any, address: Any) -> Any:
+    """The byte at an address."""
+    return builder.load(_pointer(builder, address, 0, _I8))
+
+
+@_intrinsic(types.uint32(types.int64))
+def load_half(builder: Any, address: Any) -> Any:
+    """The uint32 at an address, which may be odd."""
+    value = builder.load(_pointer(builder, address, 0, _I32))
+    value.align = 1
+    return value
+
+
+@_intrinsic(types.int64(types.int64))
+def fetch(builder: Any, address: Any) -> Any:
+    """Begin to fetch the memory at an address, to be written: the address."""
+    hint = [ir.Constant(_I32, v) for v in (1, 3, 1)]
+    _call(builder, "llvm.prefetch.p0", ir.VoidType(), _pointer(builder, address, 0, _I8), *hint)
+    return address

@@ -1,0 +1,100 @@
+"""Where the tiles of a message lie: the walk over their heads that every decoder begins with."""
+
+import numpy as np
+from numba import njit
+
+from hvdx.kernels.tiles import TILE_MAX, Malformed
+
+#: Columns of a table of tiles.
+START, LENGTH, ENTRIES, MULTIPLE, FIRST, LAST = range(6)
+
+_COMPLAINTS = (
+    "",
+    "a number that does not end",
+    "a number with a superfluous byte",
+    f"a tile with no entries or more than {TILE_MAX}",
+    "an entry outside the update",
+    "a tile longer than the message",
+    "a tile of one entry that ends elsewhere than it begins",
+)
+
+
+@njit(nogil=True)
+def _varint(data, at):
+    """(number, where it ends, 0), or the number of a complaint in the third place."""
+    value, shift = 0, 0
+    while at < data.size and shift < 63:
+        byte = np.int64(data[at])
+        value |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 0x80:
+            return value, at, 2 if byte == 0 and shift > 7 else 0
+    return value, at, 1
+
+
+@njit(nogil=True)
+def _walk(data, n, rows):
+    """Fill `rows` as far as they go: (number of tiles, complaint, offset of the complaint)."""
+    at, last, tiles = 0, -1, 0
+    while at < data.size:
+        begin = at
+        gap, at, complaint = _varint(data, at)
+        if complaint:
+            return tiles, complaint, begin
+        head, at, complaint = _varint(data, at)
+        if complaint:
+            return tiles, complaint, begin
+        skipped, at, complaint = _varint(data, at)
+        if complaint:
+            return tiles, complaint, begin
+        length, at, complaint = _varint(data, at)
+        if complaint:
+            return tiles, complaint, begin
+        entries = head >> 1
+        if entries < 1 or entries > TILE_MAX:
+            return tiles, 3, begin
+        if entries == 1 and skipped:
+            return tiles, 6, begin
+        if gap >= n or skipped >= n or last + gap + skipped + entries >= n:
+            return tiles, 4, begin
+        if length > data.size - at:
+            return tiles, 5, begin
+        if tiles < rows.shape[0]:
+            rows[tiles, 0] = at
+            rows[tiles, 1] = length
+            rows[tiles, 2] = entries
+            rows[tiles, 3] = head & 1
+            rows[tiles, 4] = last + 1 + gap
+            rows[tiles, 5] = last + gap + skipped + entries
+        last += gap + skipped + entries
+        at += length
+        tiles += 1
+    return tiles, 0, at
+
+
+def table(tiles: np.ndarray, n: int) -> np.ndarray:
+    """Find the tiles in a message.
+
+    Args:
+        tiles: uint8[bytes], the tiles one after another, from anywhere.
+        n: elements of the update they are for.
+
+    Returns:
+        int64[tiles, 6]: START and LENGTH of the payload in bytes, ENTRIES, MULTIPLE (1 where some entry is of more
+        than one tau), FIRST and LAST (the indices of its first and last entry).
+
+    Raises:
+        Malformed: the heads are not those of tiles for n elements.
+
+    Example:
+        >>> table(np.array([4, 2, 0, 1, 0b1], np.uint8), 10)
+        array([[4, 1, 1, 0, 4, 4]])
+    """
+    rows = np.empty((64, 6), np.int64)
+    found, complaint, at = _walk(tiles, n, rows)
+    if complaint:
+        raise Malformed(f"{_COMPLAINTS[complaint]} at byte {at}")
+    if found > len(rows):
+        rows = np.empty((found, 6), np.int64)
+        _walk(tiles, n, rows)
+    return rows[:found]
