@@ -140,10 +140,11 @@ def histogram(update: Sequence[np.ndarray], lengths: np.ndarray) -> np.ndarray:
     flat = [u.reshape(-1).view(np.uint32) for u in update if u.size]
     run, left = 0, int(lengths[0]) if len(lengths) else 0
     for values in flat:
-        while values.size:
-            some = values[:left]
+        first = 0
+        while first < values.size:
+            some = values[first : first + left]
             enc.add_histogram(some, bins[run])
-            values, left = values[some.size :], left - some.size
+            first, left = first + some.size, left - some.size
             if not left and run + 1 < len(lengths):
                 run += 1
                 left = int(lengths[run])
@@ -151,7 +152,7 @@ def histogram(update: Sequence[np.ndarray], lengths: np.ndarray) -> np.ndarray:
 
 
 class Workspace:
-    """What `encode` works on besides its arguments, kept from one call to the next: at most 0.5 % of the update's bytes.
+    """What `encode` works on besides its arguments, kept from one call to the next: half a per cent of the update.
 
     Without one, `encode` makes its own. One must not be used by two calls at once.
     """

@@ -16,7 +16,7 @@ from hvdx.kernels.tiles import BLOCK, ESCAPE, M_MAX
 _BITS = 49
 #: Entries decoded before they are added: as many as one core can have on their way from memory, and more.
 _READY = 256
-_u64 = np.uint64
+_u64, _i64 = np.uint64, np.int64
 
 
 @njit(nogil=True, error_model="numpy")
@@ -36,7 +36,7 @@ def peek(address, bit, size):
 def take(address, bit, size, length):
     """The next `length` < 57 bits, and where they end."""
     mask = (_u64(1) << _u64(length)) - _u64(1)
-    return np.int64(peek(address, bit, size) & mask), bit + length
+    return _i64(peek(address, bit, size) & mask), bit + length
 
 
 @njit(nogil=True, error_model="numpy")
@@ -49,7 +49,7 @@ def take_code(address, bit, size, k):
         return ones << k | low, bit
     z = ones - ESCAPE
     if z + k > _BITS:
-        return np.int64(-1), bit
+        return _i64(-1), bit
     more, bit = take(address, bit, size, z)
     low, bit = take(address, bit, size, k)
     return ((1 << z) + more + ESCAPE - 1) << k | low, bit
@@ -58,23 +58,24 @@ def take_code(address, bit, size, k):
 @njit(nogil=True, error_model="numpy")
 def check_rice(address, size, entries, multiple, first, last):
     """Whether the payload of `size` bytes is that of an entropy-coded tile: 0, or the number of a complaint."""
-    bit, where, run, k_run, bits = np.int64(0), first, entries, np.int64(0), 8 * size
+    bit, where, run, k_run, bits = _i64(0), first, entries, _i64(0), 8 * size
+    none, one, five = _i64(0), _i64(1), _i64(5)
     k = first_parameter(last - first + 1 - entries, entries)
     if multiple:
-        k_run, bit = take(address, bit, size, 5)
+        k_run, bit = take(address, bit, size, five)
         run, bit = take_code(address, bit, size, k_run)
         if run < 0 or run >= entries:
             return 1
     for i in range(entries):
         if 1 <= i < entries - 1:
             if i % BLOCK == 1:
-                changed, bit = take(address, bit, size, 1)
+                changed, bit = take(address, bit, size, one)
                 if changed:
-                    k, bit = take(address, bit, size, 5)
+                    k, bit = take(address, bit, size, five)
             word = peek(address, bit, size)
             ones = simd.trailing_zeros(~word)
             if ones < ESCAPE:
-                gap = ones << k | np.int64(word >> _u64(ones + 1) & ((_u64(1) << _u64(k)) - _u64(1)))
+                gap = ones << k | _i64(word >> _u64(ones + 1) & ((_u64(1) << _u64(k)) - _u64(1)))
                 bit += ones + 1 + k
             else:
                 gap, bit = take_code(address, bit, size, k)
@@ -83,7 +84,7 @@ def check_rice(address, size, entries, multiple, first, last):
             where += gap + 1
         bit += 1
         if i == run:
-            m, bit = take_code(address, bit, size, 0)
+            m, bit = take_code(address, bit, size, none)
             if m < 0 or m > M_MAX - 2:
                 return 3
             run, bit = take_code(address, bit, size, k_run)
@@ -106,12 +107,12 @@ def check_plain(address, size, entries, multiple, first, last):
         return 5
     before, larger = first - 1, False
     for i in range(entries):
-        where = last - np.int64(simd.load_half(address + 4 * i) & np.uint32(0x7FFFFFFF))
+        where = last - _i64(simd.load_half(address + 4 * i) & np.uint32(0x7FFFFFFF))
         if where <= before or (i == 0 and where != first):
             return 2
         before = where
         if multiple:
-            m = np.int64(simd.load_half(address + 4 * (entries + i)))
+            m = _i64(simd.load_half(address + 4 * (entries + i)))
             if m < 1 or m > M_MAX:
                 return 3
             larger |= m > 1
@@ -125,7 +126,7 @@ def check_tiles(begin, end, table, message, rice):
     """Check the tiles `begin` to `end` of a message: (the first bad one, its complaint), or (-1, 0)."""
     for t in range(begin, end):
         row = table[t]
-        address = message.ctypes.data + row[START]
+        address = _i64(message.ctypes.data) + row[START]
         if rice:
             complaint = check_rice(address, row[LENGTH], row[ENTRIES], row[MULTIPLE], row[FIRST], row[LAST])
         else:
@@ -140,7 +141,7 @@ def add_ready(places, values, ready):
     """Add values to the float32 at these addresses, which were fetched meanwhile: 0."""
     for i in range(ready):
         simd.store_float(places[i], simd.load_float(places[i]) + values[i])
-    return 0
+    return _i64(0)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -149,15 +150,16 @@ def add_rice(row, message, begin, end, pieces, taus, scale, places, values):
 
     The memory they go to is far apart: decoding some dozens of entries ahead of adding them hides its latency.
     """
-    ready = 0
+    ready = _i64(0)
     # Words are read across the end of the tile, but within the message.
-    address, size = message.ctypes.data, message.size
+    address, size = _i64(message.ctypes.data), message.size
     bit, entries, multiple = 8 * row[START], row[ENTRIES], row[MULTIPLE]
     where, last = row[FIRST], row[LAST]
     k = first_parameter(last - where + 1 - entries, entries)
-    run, k_run = entries, np.int64(0)
+    run, k_run = entries, _i64(0)
+    none, one, five = _i64(0), _i64(1), _i64(5)
     if multiple:
-        k_run, bit = take(address, bit, size, 5)
+        k_run, bit = take(address, bit, size, five)
         run, bit = take_code(address, bit, size, k_run)
     p = piece_of(pieces, max(where, begin))
     stop, target = pieces[p, 1], pieces[p, 2] - 4 * pieces[p, 0]
@@ -166,13 +168,13 @@ def add_rice(row, message, begin, end, pieces, taus, scale, places, values):
     for i in range(entries):
         if 1 <= i < entries - 1:
             if i % BLOCK == 1:
-                changed, bit = take(address, bit, size, 1)
+                changed, bit = take(address, bit, size, one)
                 if changed:
-                    k, bit = take(address, bit, size, 5)
+                    k, bit = take(address, bit, size, five)
             word = peek(address, bit, size)
             ones = simd.trailing_zeros(~word)
             if ones < ESCAPE:
-                where += (ones << k | np.int64(word >> _u64(ones + 1) & ((_u64(1) << _u64(k)) - _u64(1)))) + 1
+                where += (ones << k | _i64(word >> _u64(ones + 1) & ((_u64(1) << _u64(k)) - _u64(1)))) + 1
                 word >>= _u64(ones + 1 + k)
                 bit += ones + 2 + k
             else:
@@ -187,9 +189,9 @@ def add_rice(row, message, begin, end, pieces, taus, scale, places, values):
             bit += 1
         if where >= end:
             break
-        m = np.int64(1)
+        m = _i64(1)
         if i == run:
-            m, bit = take_code(address, bit, size, 0)
+            m, bit = take_code(address, bit, size, none)
             run, bit = take_code(address, bit, size, k_run)
             m, run = m + 2, run + i + 1
         if where < begin:
@@ -210,18 +212,18 @@ def add_rice(row, message, begin, end, pieces, taus, scale, places, values):
 @njit(nogil=True, error_model="numpy")
 def add_plain(row, message, begin, end, pieces, taus, scale):
     """`add_rice` for a tile of plain positions."""
-    address, entries = message.ctypes.data + row[START], row[ENTRIES]
+    address, entries = _i64(message.ctypes.data) + row[START], row[ENTRIES]
     p = piece_of(pieces, max(row[FIRST], begin))
     for i in range(entries):
         half = simd.load_half(address + 4 * i)
-        where = row[LAST] - np.int64(half & np.uint32(0x7FFFFFFF))
+        where = row[LAST] - _i64(half & np.uint32(0x7FFFFFFF))
         if where < begin:
             continue
         if where >= end:
             return
         while where >= pieces[p, 1]:
             p += 1
-        m = np.int64(simd.load_half(address + 4 * (entries + i))) if row[MULTIPLE] else np.int64(1)
+        m = _i64(simd.load_half(address + 4 * (entries + i))) if row[MULTIPLE] else _i64(1)
         value = amount(m, taus[pieces[p, 3]]) * scale
         address_out = pieces[p, 2] + 4 * (where - pieces[p, 0])
         simd.store_float(address_out, simd.load_float(address_out) + (-value if half >> np.uint32(31) else value))

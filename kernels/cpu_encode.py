@@ -22,7 +22,8 @@ REGION, AT, WAITING, MULTIPLES, READ, USED = range(6)
 _SIGN, _MULTIPLE = np.uint32(1 << 31), np.uint32(1 << 30)
 _POSITION = np.uint32((1 << 30) - 1)
 
-_u64 = np.uint64
+# Where a variable begins as a plain number, Numba compiles what it is passed to once more for that very number.
+_u64, _i64 = np.uint64, np.int64
 
 
 @njit(nogil=True, error_model="numpy")
@@ -34,7 +35,7 @@ def amount(m, tau):
 @njit(nogil=True, error_model="numpy")
 def multiple_of(size, tau):
     """m of a sum of this size."""
-    m = np.int64(np.float64(size) / np.float64(tau))
+    m = _i64(np.float64(size) / np.float64(tau))
     # float32(m * tau) may be so far below that tau still fits into what is left.
     if size - amount(m, tau) >= tau:
         m += 1
@@ -122,10 +123,10 @@ def put_code(address, held, number, x, k):
 def run_bits(signs, times, count, larger):
     """The parameter for the runs between multiples, and the bits that runs and multiples take."""
     k = first_parameter(count - larger, larger + 1)
-    bits, since, t = 5, 0, 0
+    bits, since, t = _i64(5), _i64(0), _i64(0)
     for i in range(count):
         if signs[i] & 2:
-            bits += code_length(i - since, k) + code_length(np.int64(times[t]) - 2, 0)
+            bits += code_length(i - since, k) + code_length(_i64(times[t]) - 2, _i64(0))
             since, t = i + 1, t + 1
     return k, bits + code_length(count - since, k)
 
@@ -133,38 +134,39 @@ def run_bits(signs, times, count, larger):
 @njit(nogil=True, error_model="numpy")
 def put_entries(address, gaps, signs, times, count, larger, k, k_run, parameters):
     """Write the payload of an entropy-coded tile."""
-    held, number, t = _u64(0), 0, 0
+    held, number, t = _u64(0), _i64(0), _i64(0)
+    none, one, five = _i64(0), _i64(1), _i64(5)
     run = count
     if larger:
-        run = 0
+        run = _i64(0)
         while not signs[run] & 2:
             run += 1
-        address, held, number = put(address, held, number, k_run, 5)
+        address, held, number = put(address, held, number, k_run, five)
         address, held, number = put_code(address, held, number, run, k_run)
     for i in range(count):
-        sign = np.int64(signs[i] & 1)
+        sign = _i64(signs[i] & 1)
         if 1 <= i < count - 1:
             if i % BLOCK == 1:
-                chosen = np.int64(parameters[i // BLOCK])
-                address, held, number = put(address, held, number, np.int64(chosen != k), 1)
+                chosen = _i64(parameters[i // BLOCK])
+                address, held, number = put(address, held, number, _i64(chosen != k), one)
                 if chosen != k:
-                    address, held, number = put(address, held, number, chosen, 5)
+                    address, held, number = put(address, held, number, chosen, five)
                 k = chosen
-            x = np.int64(gaps[i - 1])
+            x = _i64(gaps[i - 1])
             q = x >> k
             if q < ESCAPE:
                 word = (1 << q) - 1 | (x & (1 << k) - 1) << q + 1 | sign << q + 1 + k
                 address, held, number = put(address, held, number, word, q + 2 + k)
             else:
                 address, held, number = put_code(address, held, number, x, k)
-                address, held, number = put(address, held, number, sign, 1)
+                address, held, number = put(address, held, number, sign, one)
         else:
-            address, held, number = put(address, held, number, sign, 1)
+            address, held, number = put(address, held, number, sign, one)
         if i == run:
             run += 1
             while run < count and not signs[run] & 2:
                 run += 1
-            address, held, number = put_code(address, held, number, np.int64(times[t]) - 2, 0)
+            address, held, number = put_code(address, held, number, _i64(times[t]) - 2, none)
             address, held, number = put_code(address, held, number, run - i - 1, k_run)
             t += 1
     if number:
@@ -178,15 +180,15 @@ def put_words(address, gaps, signs, times, count, larger, width):
     """Write the payload of a tile of plain positions."""
     back, t = width, 0
     for i in range(count):
-        simd.store_word(address + 4 * i, _u64(back | np.int64(signs[i] & 1) << 31))
+        simd.store_word(address + 4 * i, _u64(back | _i64(signs[i] & 1) << 31))
         if i < count - 1:
-            back -= np.int64(gaps[i]) + 1
+            back -= _i64(gaps[i]) + 1
     address += 4 * count
     if larger:
         for i in range(count):
-            m = np.int64(1)
+            m = _i64(1)
             if signs[i] & 2:
-                m = np.int64(times[t])
+                m = _i64(times[t])
                 t += 1
             simd.store_word(address + 4 * i, _u64(m))
         address += 4 * count
@@ -202,12 +204,12 @@ def put_tile(address, room, gap, gaps, signs, times, count, rice):
     """
     if room < HEAD_BYTES:
         return 0
-    skipped = larger = 0
+    skipped = larger = _i64(0)
     for i in range(count - 1):
-        skipped += np.int64(gaps[i])
+        skipped += _i64(gaps[i])
     for i in range(count):
-        larger += np.int64(signs[i] >> 1)
-    k_run, k = 0, first_parameter(skipped, count)
+        larger += _i64(signs[i] >> 1)
+    k_run, k = _i64(0), first_parameter(skipped, count)
     parameters = np.empty(TILE_MAX // BLOCK + 1, np.uint8)
     if rice:
         inner, bits, now = max(count - 2, 0), count, k
@@ -250,7 +252,7 @@ def unpack(entries, begin, count, gaps, signs):
 
 @njit(nogil=True, error_model="numpy")
 def scan_mixed(block, n, residual, pieces, taus, near):
-    """`accumulate` for the block of 64 that more than one piece, or the end, lies in: its mask, and 1 if a sum stays whole."""
+    """`accumulate` for a block that more than one piece, or the end, lies in: its mask, and 1 if a sum stays whole."""
     hit, more, first = _u64(0), 0, 64 * block
     p = piece_of(pieces, first)
     for lane in range(min(64, n - first)):
@@ -277,7 +279,7 @@ def scan_mixed(block, n, residual, pieces, taus, near):
 @njit(nogil=True, error_model="numpy")
 def scan(begin, end, n, residual, pieces, taus, sent, near, where, masks):
     """Accumulate the blocks of 64 from `begin` to `end`: masks that are not empty, and whether some sum stays whole."""
-    found, whole, block = np.int64(0), 0, begin
+    found, whole, block = _i64(0), 0, begin
     address = residual.ctypes.data
     while block < end:
         p = piece_of(pieces, 64 * block)
@@ -358,7 +360,7 @@ def list_multiples(found, where, masks, origin, residual, pieces, taus, near, en
 @njit(nogil=True, error_model="numpy")
 def drop(entries, waiting, times, multiples, count):
     """Forget the first `count` entries: how many multiples stay."""
-    gone = 0
+    gone = _i64(0)
     for i in range(count):
         gone += (entries[i] >> np.uint32(30)) & np.uint32(1)
     for i in range(count, waiting):
@@ -374,7 +376,8 @@ def encode_regions(
 ):
     """Encode the regions from `begin` to `end`, or until `out` is full: whether all are done.
 
-    With `begin` -1 it goes on where `place` stands, with an empty `out`. `out` takes the tiles, the first one of each region without its first number.
+    With `begin` -1 it goes on where `place` stands, with an empty `out`. `out` takes the tiles, the first one of each
+    region without its first number.
     """
     region_size, tile_max, tile_min = layout[0], layout[1], layout[2]
     entries, times, where, masks, gaps, signs = scratch
@@ -392,7 +395,7 @@ def encode_regions(
         while waiting >= (tile_min if place[READ] else tile_max):
             count = min(waiting, tile_max)
             unpack(entries, 0, count, gaps, signs)
-            start = np.int64(entries[0] & _POSITION)
+            start = _i64(entries[0] & _POSITION)
             gap = origin + start - record[LAST] - 1 if record[BYTES] else -1
             address = out.ctypes.data + place[USED]
             stop = put_tile(address, out.size - place[USED], gap, gaps, signs, times, count, rice)
@@ -400,7 +403,7 @@ def encode_regions(
                 return False
             if record[BYTES] == 0:
                 record[FIRST] = origin + start
-            record[LAST] = origin + np.int64(entries[count - 1] & _POSITION)
+            record[LAST] = origin + _i64(entries[count - 1] & _POSITION)
             record[BYTES] += stop - address
             place[USED] += stop - address
             multiples = drop(entries, waiting, times, multiples, count)
@@ -431,8 +434,8 @@ def encode_regions(
     return True
 
 
-#: Where the joining of tiles stands: the region, bytes of its tiles still to come, whether its head is written, the first
-#: region with entries that wait, how many regions and entries wait, the index of the last entry, and bytes written.
+#: Where the joining of tiles stands: the region, bytes of its tiles still to come, whether its head is written, the
+#: first region with entries that wait, how many regions and entries wait, the last entry's index, and bytes written.
 J_REGION, J_BYTES, J_HEAD, J_FROM, J_REGIONS, J_WAITING, J_LAST, J_USED = range(8)
 
 
@@ -441,12 +444,12 @@ def put_shared(place, layout, rice, scratch, records, left, left_times, out):
     """Write the tile of the entries that wait: whether it fitted."""
     _, times, _, _, gaps, signs = scratch
     region_size, keep = layout[0], layout[2] - 1
-    count = multiples = 0
-    first = before = np.int64(-1)
+    count = multiples = _i64(0)
+    first = before = _i64(-1)
     for region in range(place[J_FROM], place[J_FROM] + place[J_REGIONS]):
         for i in range(records[region, LEFT]):
             word = left[region * keep + i]
-            index = region * region_size + np.int64(word & _POSITION)
+            index = region * region_size + _i64(word & _POSITION)
             if count:
                 gaps[count - 1] = index - before - 1
             else:
@@ -473,8 +476,8 @@ def join(end, layout, rice, scratch, place, records, left, left_times, source, o
 
     Ends when the regions up to `end` are done (1), when `source` is used up (0), or when `out` is full (-1).
     """
-    tile_min, group, group_regions = layout[2], layout[3], layout[4]
-    taken = 0
+    group, group_regions = layout[3], layout[4]
+    taken = _i64(0)
     while place[J_REGION] < end:
         record = records[place[J_REGION]]
         if record[BYTES] and not place[J_HEAD]:
@@ -488,7 +491,9 @@ def join(end, layout, rice, scratch, place, records, left, left_times, source, o
             place[J_REGIONS] = 0
         if place[J_BYTES]:
             some = min(place[J_BYTES], source.size - taken)
-            out[place[J_USED] : place[J_USED] + some] = source[taken : taken + some]
+            # A slice's assignment would compile the text of its error.
+            for i in range(some):
+                out[place[J_USED] + i] = source[taken + i]
             place[J_USED] += some
             place[J_BYTES] -= some
             taken += some
@@ -528,7 +533,7 @@ def find_fault(begin, end, pieces, limits):
             if not abs(simd.load_float(address + 4 * element)) <= limit:
                 return element
             element += 1
-    return np.int64(-1)
+    return _i64(-1)
 
 
 @njit(nogil=True, error_model="numpy")

@@ -1,10 +1,5 @@
 """The threshold kernels in plain NumPy and Python: the specification that `cpu` and `cuda` match to the byte.
 
-# NOTE (changed 11:35): encode() now works IN PLACE on the residual (no `out`), after check() found no fault; on a fault the residual
-# is untouched. A tile head is [first gap][entries<<1|multiple][skipped inside][payload length]; first and last gap
-# are not in the payload. Re-read this file, tiles.py and table.py if you began before that. On a GPU: a check kernel first
-# (4 bytes an element), whose fault flag on the device makes all later kernels do nothing; trusted=True skips it.
-
 It is written to be read, and is slow. `docs/wire-format.md` describes the same bytes in prose.
 """
 
@@ -94,7 +89,7 @@ def vector(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def count(index: np.ndarray, residual: np.ndarray, runs: Runs) -> tuple[np.ndarray, np.ndarray]:
-    """Entries in each run, and elements of the new residual at or above each of SHARES of tau: [R], [R, len(SHARES)]."""
+    """Entries in each run, and elements of the new residual that reach each of SHARES of tau: [R], [R, len(SHARES)]."""
     ends = np.cumsum(runs.lengths)
     sent = np.diff(np.searchsorted(index, ends), prepend=0)
     near = np.zeros((len(ends), len(SHARES)), np.int64)
@@ -195,7 +190,7 @@ def first_parameter(skipped: int, entries: int) -> int:
 
 
 def choose_parameter(gaps: list[int], before: int) -> int:
-    """The Rice parameter of a block: the cheapest of four about the mean bit length, unless keeping `before` is no dearer."""
+    """The Rice parameter of a block: the cheapest of four near the mean bit length, or `before` if no dearer."""
     middle = min(sum(gap.bit_length() for gap in gaps) // len(gaps), K_MAX - 1)
     near = [k for k in range(middle - 2, middle + 2) if k >= 0]
     cost = {k: sum(code_length(gap, k) for gap in gaps) for k in [*near, before]}

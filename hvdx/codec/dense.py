@@ -15,7 +15,7 @@ _CHUNK = 1 << 15
 
 
 class Dense(Codec[Nothing]):
-    """Each element as it is, in a format of its own. The encoder remembers nothing: what rounding takes away is lost."""
+    """Each element, in a format of its own. The encoder remembers nothing: what rounding takes away is lost."""
 
     _wire: type[np.generic]
 
@@ -66,7 +66,7 @@ class Dense(Codec[Nothing]):
             bodies.append(body[at:].view(self._wire))
         for _, _, at, values in _chunks(out):
             for body in bodies:
-                values += self._unpack(body[at : at + values.size]) * np.float32(scale)
+                np.add(values, self._unpack(body[at : at + values.size]) * np.float32(scale), out=values)
 
     @abc.abstractmethod
     def _pack(self, values: np.ndarray, coded: np.ndarray) -> None:

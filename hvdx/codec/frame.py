@@ -68,4 +68,4 @@ def unseal(message: np.ndarray, codec: int, name: str, rank: int) -> np.ndarray:
 
 
 def _checksum(start: bytes, message: np.ndarray) -> int:
-    return xxhash.xxh64_intdigest(message[SIZE:], seed=int.from_bytes(start, "little")) & 0xFFFFFFFF
+    return xxhash.xxh64_intdigest(message[SIZE:].data, seed=int.from_bytes(start, "little")) & 0xFFFFFFFF

@@ -1,7 +1,7 @@
 """Finding the threshold tau that sends a given share of the elements.
 
-tau moves on a grid of `steps` values an octave, (1 + i / steps) * 2**e: so few bits that m * tau is exact in float32 for
-every m below 2**23 / steps, as it is for the powers of two that `steps=1` leaves.
+tau moves on a grid of `steps` values an octave, (1 + i / steps) * 2**e: so few bits that m * tau is exact in float32
+for every m below 2**23 / steps, as it is for the powers of two that `steps=1` leaves.
 """
 
 import math

@@ -18,7 +18,7 @@ from hvdx.codec.base import Codec, State
 from hvdx.codec.sizes import check_out, check_update
 from hvdx.errors import ConfigError, UpdateError, WireError
 from hvdx.kernels import cpu
-from hvdx.kernels.tiles import LAYOUT, SHARES, Malformed, Runs
+from hvdx.kernels.tiles import LAYOUT, Malformed, Runs
 
 #: tau where neither it nor a density is asked for: Strom's and Deeplearning4j's, as a power of two.
 DEFAULT_TAU = 2.0**-10

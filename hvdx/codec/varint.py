@@ -1,4 +1,7 @@
-"""Whole numbers in as few bytes as they need (LEB128): seven bits a byte, the lowest first; the top bit says that more follow."""
+"""Whole numbers in as few bytes as they need (LEB128): seven bits a byte, the lowest first.
+
+The top bit of a byte says that more follow.
+"""
 
 
 def put(value: int) -> bytes:

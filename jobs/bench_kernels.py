@@ -1,0 +1,278 @@
+"""How fast the threshold kernels are on this machine's cores, beside the traffic that they cannot avoid.
+
+    hvdx bench kernels
+
+Encoding reads a residual and an update and writes the residual: 12 bytes an element, as np.add(r, g, out=r) does. That
+is the baseline, measured in turns with the kernels, on as many threads. Sums reach tau at random places, and the
+residual is set back before each turn, so that each meets the same.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from hvdx.kernels import cpu
+from hvdx.kernels.threads import cut, default_threads, spread
+from hvdx.kernels.tiles import Runs
+from hvdx.report.table import render
+
+DENSITIES = (1e-4, 1e-3, 1e-2, 1 / 16, 0.1)
+#: Ratios to np.add that encoding is to reach, by the largest density each is about.
+GOALS = {1e-3: 0.90, 1e-2: 0.60}
+#: This many messages of this density are to take no longer to decode than one takes to encode.
+MESSAGES, MESSAGES_AT = 16, 1e-3
+BYTES = 12
+#: Memory beside the message, as a share of the update's.
+MEMORY = 0.01
+HELP = "speed of encoding and decoding, against np.add, on one core and on all"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--elements", type=int, default=1 << 24, metavar="N", help="float32 elements of an update")
+    parser.add_argument("--densities", type=float, nargs="+", default=list(DENSITIES), metavar="P", help="share sent")
+    parser.add_argument("--threads", type=int, nargs="+", metavar="T", help="numbers of threads; 1 and all by default")
+    parser.add_argument("--rounds", type=int, default=15, help="turns that each kernel takes")
+    parser.add_argument("--json", metavar="FILE", help="write the figures to a file too; - for standard output alone")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, and print a table or JSON: 0, or 1 where a goal is missed."""
+    import hvdx
+
+    threads = args.threads or sorted({1, default_threads()})
+    quiet = args.json == "-"
+    figures = []
+    for p in args.densities:
+        case = Case(args.elements, p)
+        for t in threads:
+            figures.append(measure(case, t, args.rounds))
+            if not quiet:
+                print(f"measured density {p:.4g} on {t} thread(s)", file=sys.stderr, flush=True)
+    missed = [text for figure in figures for text in shortfalls(figure)]
+    document = {
+        "hvdx": hvdx.__version__,
+        "machine": f"{_processor()}, {os.cpu_count()} cores",
+        "elements": args.elements,
+        "rounds": args.rounds,
+        "figures": figures,
+        "goals_missed": missed,
+    }
+    if args.json and not quiet:
+        Path(args.json).write_text(json.dumps(document, indent=1) + "\n")
+    print(json.dumps(document, indent=1) if quiet else as_text(document))
+    return 1 if missed else 0
+
+
+class Case:
+    """An update of which a share reaches tau, and what it meets: arrays as a codec's state has them."""
+
+    def __init__(self, n: int, p: float) -> None:
+        rng = np.random.default_rng(0)
+        self.n, self.density, self.runs = n, p, Runs(np.array([n]), np.ones(1, np.float32))
+        self.start, self.residual, self.update, self.out = (_aligned(n) for _ in range(4))
+        self.start[:] = rng.uniform(-0.4, 0.4, n)
+        self.update[:] = rng.normal(0, 1e-3, n)
+        hit = rng.random(n) < p
+        self.update[hit] = rng.choice(np.array([-1.5, 1.5], np.float32), int(hit.sum()))
+        self.out[:] = 0
+
+    def reset(self) -> None:
+        """Put the residual back to what it was."""
+        self.residual[:] = self.start
+
+
+def measure(case: Case, threads: int, rounds: int) -> dict:
+    """Time all kernels at one density and number of threads, in turns."""
+    work = cpu.Workspace(case.n, 1, threads=threads)
+    borders = cut(case.n, threads, 64)
+
+    def add() -> None:
+        def share(i: int) -> None:
+            part = slice(borders[i], borders[i + 1])
+            np.add(case.residual[part], case.update[part], out=case.residual[part])
+
+        spread(share, threads, threads)
+
+    def encode(trusted: bool) -> np.ndarray:
+        update, options = [case.update], {"threads": threads, "workspace": work}
+        return cpu.encode(update, case.residual, case.runs, trusted=trusted, **options).tiles
+
+    case.reset()
+    message = encode(True)
+    one, many = [(message, case.runs)], [(message, case.runs)] * MESSAGES
+    turns: dict[str, Callable[[], object]] = {
+        "add": add,
+        "encode": lambda: encode(True),
+        "encode_checked": lambda: encode(False),
+        "decode": lambda: cpu.decode(one, 1.0, [case.out], threads=threads),
+        "decode_many": lambda: cpu.decode(many, 1 / MESSAGES, [case.out], threads=threads),
+    }
+    seconds = take_turns(turns, case, rounds)
+    # NumPy's way is slow enough to be timed a few times only.
+    seconds |= take_turns({"numpy": lambda: numpy_way(case)}, case, min(rounds, 3)) if threads == 1 else {}
+    base = np.array(seconds["add"])
+    figure = {
+        "density": case.density,
+        "threads": threads,
+        "elements": case.n,
+        "entries": int((np.abs(case.start + case.update) >= 1).sum()),
+        "message_bytes": len(message),
+        "seconds": {name: float(np.median(times)) for name, times in seconds.items()},
+        "add_bytes_per_second": BYTES * case.n / float(np.median(base)),
+        "ratios": {
+            name: [float(q) for q in np.quantile(base / np.array(times), [0.25, 0.5, 0.75])]
+            for name, times in seconds.items()
+            if name.startswith("encode")
+        },
+        "decode_many_per_encode": float(np.median(np.array(seconds["decode_many"]) / np.array(seconds["encode"]))),
+        "extra_memory_bytes": extra_memory(case, threads),
+    }
+    if "numpy" in seconds:
+        figure["ratios"]["numpy"] = [float(np.median(base) / np.median(seconds["numpy"]))] * 3
+    return figure
+
+
+def take_turns(turns: dict[str, Callable[[], object]], case: Case, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each turn, round by round; the first round is not counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in turns}
+    for r in range(rounds + 1):
+        for name, turn in turns.items():
+            case.reset()
+            begin = time.perf_counter()
+            turn()
+            if r:
+                seconds[name].append(time.perf_counter() - begin)
+    return seconds
+
+
+def numpy_way(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """Encoding as it is done without kernels: positions by flatnonzero, 32 bits each."""
+    r = case.residual
+    r += case.update
+    index = np.flatnonzero(np.abs(r) >= 1)
+    signs = np.sign(r[index])
+    r[index] -= signs
+    return index.astype(np.int32), signs.astype(np.int8)
+
+
+def extra_memory(case: Case, threads: int) -> int | None:
+    """Bytes of memory that encoding touches at its peak beside its arguments: scratch, buffers and the message.
+
+    The kernel's own count of this process's resident memory; None where there is no such count.
+    """
+    case.reset()
+    try:
+        # What the allocator kept of earlier turns would hide what this one needs.
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+        before = _status("VmHWM")
+    except (OSError, AttributeError):
+        return None
+    cpu.encode([case.update], case.residual, case.runs, trusted=True, threads=threads)
+    return _status("VmHWM") - before
+
+
+def _status(field: str) -> int:
+    """A line of /proc/self/status, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return 1024 * int(line.split()[1])
+    raise OSError(f"/proc/self/status has no {field}")
+
+
+def shortfalls(figure: dict) -> list[str]:
+    """The goals that a figure misses, in words."""
+    p, t = figure["density"], figure["threads"]
+    missed = []
+    for most, goal in GOALS.items():
+        reached = figure["ratios"]["encode"][1]
+        if p <= most and (most == min(GOALS) or p > min(GOALS)) and reached < goal:
+            missed.append(f"encode at density {p:.4g} on {t} thread(s): {reached:.2f} of np.add, not {goal:.2f}")
+    extra = figure["extra_memory_bytes"]
+    if extra is not None and extra > figure["message_bytes"] + MEMORY * 4 * figure["elements"]:
+        missed.append(f"memory at density {p:.4g} on {t} thread(s): {extra} bytes, not the message and {MEMORY:.0%}")
+    if p == MESSAGES_AT and figure["decode_many_per_encode"] > 1:
+        missed.append(f"decoding {MESSAGES} on {t} thread(s): {figure['decode_many_per_encode']:.2f} encodes, not 1")
+    return missed
+
+
+def as_text(document: dict) -> str:
+    """The figures as a table."""
+    n = document["elements"]
+    rows = []
+    for f in document["figures"]:
+        seconds, ratios = f["seconds"], f["ratios"]
+        encode = ratios["encode"]
+        entry = f["entries"] or 1
+        rows.append(
+            [
+                f"{f['density']:.4g}",
+                str(f["threads"]),
+                f"{f['add_bytes_per_second'] / 1e9:.1f}",
+                f"{BYTES * n / seconds['encode'] / 1e9:.1f}",
+                f"{encode[1]:.2f} ({encode[0]:.2f}-{encode[2]:.2f})",
+                f"{ratios['encode_checked'][1]:.2f}",
+                f"{ratios['numpy'][1]:.3f}" if "numpy" in ratios else "",
+                f"{f['message_bytes'] / seconds['decode'] / 1e9:.2f}",
+                f"{1e9 * seconds['decode'] / entry:.1f}",
+                f"{f['decode_many_per_encode']:.2f}",
+                memory(f, n),
+            ]
+        )
+    header = ["density", "threads", "np.add", "encode", "of np.add (quartiles)", "update checked first", "NumPy's way"]
+    header += ["decode", "ns an entry", f"{MESSAGES} decoded / encode", "memory beside message"]
+    lines = [
+        f"{document['machine']}; {n:,} float32; medians of {document['rounds']} rounds.",
+        f"np.add and encode in GB/s of {BYTES} bytes an element, decode in GB/s of message,",
+        "memory as a share of the update.",
+        "",
+        render(rows, header),
+        "",
+        "goals: encode at least 0.90 of np.add at density <= 0.001 and 0.60 at 0.01; "
+        f"{MESSAGES} messages of density 0.001 decoded in no more than one encode;",
+        "memory at most the message and 1 % of the update:",
+        *([f"  missed: {text}" for text in document["goals_missed"]] or ["  met"]),
+    ]
+    return "\n".join(lines)
+
+
+def memory(figure: dict, n: int) -> str:
+    """Memory beside the message, as a share of the update's."""
+    if figure["extra_memory_bytes"] is None:
+        return "-"
+    return f"{100 * max(figure['extra_memory_bytes'] - figure['message_bytes'], 0) / (4 * n):.2f} %"
+
+
+def _aligned(n: int) -> np.ndarray:
+    """float32[n] at the start of a cache line."""
+    raw = np.empty(4 * n + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + 4 * n].view(np.float32)
+
+
+def _processor() -> str:
+    """The processor's name."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run without the `hvdx` command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    return run(parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
