@@ -5,13 +5,17 @@
 #   MPI=system          use the mpicc on PATH (a cluster's) in place of an Open MPI inside .venv
 #   WORKERS=4           how many workers the demo starts
 #   TF=gpu              tensorflow[and-cuda] in place of tensorflow-cpu
+#   SECONDS=600         how long `make fuzz` goes on
+#   GPU_PYTHON=python3  the Python of `make gpu`, where .venv is not the one with the GPU's packages
 
 PYTHON ?= python3
 MPI ?= own
 TF ?= tf
 WORKERS ?= 2
+SECONDS ?= 600
 VENV := .venv
 BIN := $(VENV)/bin
+GPU_PYTHON ?= $(BIN)/python
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 MPIRUN := $(if $(filter system,$(MPI)),mpirun,$(BIN)/mpirun)
@@ -29,13 +33,15 @@ INSTALLED = $(VENV)/.installed-$(MPI)-$(TF)
 HOROVOD = $(VENV)/.horovod-$(MPI)-$(TF)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check fmt clean
+.PHONY: help venv demo test check fuzz gpu fmt clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo    train on $(WORKERS) workers of this machine (prepares .venv first: minutes once, then seconds)'
 	@echo 'make test    run the tests'
 	@echo 'make check   lint, formatting, types, the rules about imports; writes nothing'
+	@echo 'make fuzz    throw damaged messages at the decoders for $(SECONDS) seconds'
+	@echo 'make gpu     on a machine with a GPU: test its kernels against the reference, and measure them'
 	@echo 'make fmt     mend what lint and formatting can mend'
 	@echo 'make venv    prepare .venv: TensorFlow, Keras, MPI, Horovod'
 	@echo 'make clean   delete .venv and what tools left behind (built Horovod wheels stay in the cache)'
@@ -57,6 +63,13 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_rooms.py
+
+fuzz: $(INSTALLED)
+	$(BIN)/python -m tests.fuzz_wire --seconds $(SECONDS)
+
+gpu: $(if $(findstring $(BIN),$(GPU_PYTHON)),$(INSTALLED))
+	$(GPU_PYTHON) -m pytest tests/kernels/test_cuda_gpu.py
+	$(GPU_PYTHON) jobs/bench_gpu.py --json docs/benchmarks/gpu.json
 
 fmt: $(INSTALLED)
 	$(BIN)/ruff check --fix

@@ -3,6 +3,7 @@
 `reference` says what each does, to the byte.
 """
 
+import mmap
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,7 +16,7 @@ from hvdx.kernels.threads import cut, default_threads, spread
 from hvdx.kernels.tiles import LAYOUT, SHARES, TILE_MAX, Encoded, Layout, Malformed, Runs, limit
 
 #: Bytes of a worker's buffer for finished tiles.
-_BUFFER = 1 << 18
+_BUFFER = 1 << 17
 
 
 def check(update: Sequence[np.ndarray], runs: Runs, threads: int | None = None) -> int:
@@ -110,7 +111,7 @@ def encode(
             filled.append(out[: place[enc.USED]])
             begin = -1
             if not done:
-                out = np.empty(_BUFFER if place[enc.USED] else 2 * out.size, np.uint8)
+                out = _buffer(_BUFFER if place[enc.USED] else 2 * out.size)
         return filled
 
     shares = spread(encode_share, len(work.borders) - 1, threads)
@@ -184,6 +185,11 @@ def _scratch(layout: Layout) -> tuple[np.ndarray, ...]:
         np.empty(TILE_MAX + 128, np.uint32),
         np.empty(TILE_MAX + 128, np.uint8),
     )
+
+
+def _buffer(size: int) -> np.ndarray:
+    """uint8[size] that goes back to the system as soon as it is dropped; an allocator would keep it."""
+    return np.frombuffer(mmap.mmap(-1, size), np.uint8)
 
 
 def _join(buffers: list[np.ndarray], work: Workspace, rice: bool, reserve: int) -> np.ndarray:

@@ -11,10 +11,10 @@ COMMUNICATION = {"mpi4py", "horovod"}
 
 # room: what it may import besides the standard library and itself; None: anything but what NEVER names.
 MAY = {
-    "kernels": {"numpy", "numba"},
+    "kernels": {"numpy", "numba", "llvmlite"},
     "errors": set(),
     "version": set(),
-    "codec": {"numpy", "hvdx.kernels", "hvdx.errors"},
+    "codec": {"numpy", "xxhash", "hvdx.kernels", "hvdx.errors"},
     "strategies": {"numpy", "hvdx.comm", "hvdx.codec", "hvdx.errors"},
     "report": {"numpy", "hvdx.errors"},
     "comm": None,

@@ -65,8 +65,10 @@ class Dense(Codec[Nothing]):
                 )
             bodies.append(body[at:].view(self._wire))
         for _, _, at, values in _chunks(out):
-            for body in bodies:
-                np.add(values, self._unpack(body[at : at + values.size]) * np.float32(scale), out=values)
+            # Encoders refuse NaN and infinity; one that comes all the same must not raise halfway, whatever the filters.
+            with np.errstate(all="ignore"):
+                for body in bodies:
+                    np.add(values, self._unpack(body[at : at + values.size]) * np.float32(scale), out=values)
 
     @abc.abstractmethod
     def _pack(self, values: np.ndarray, coded: np.ndarray) -> None:

@@ -261,7 +261,9 @@ def _open(body: np.ndarray, n: int, rank: int) -> tuple[np.ndarray, Runs]:
         lengths, at = _read_lengths(body)
     except ValueError as error:
         raise WireError(f"message of rank {rank}: the lengths of its runs: {error}.", rank) from None
-    if sum(lengths) != n or 0 in lengths:
+    if 0 in lengths:
+        raise WireError(f"message of rank {rank}: a run of no elements.", rank)
+    if sum(lengths) != n:
         raise WireError(
             f"message of rank {rank}: expected an update of {n} elements, got one of {sum(lengths)}. "
             "Give every rank the same model.",
