@@ -290,8 +290,7 @@ def decode(
         try:
             prepared.append((inspect(message, n, rice, threads), message, pieces(out, runs), runs.taus))
         except Malformed as error:
-            error.message = i
-            raise
+            raise Malformed(str(error), i) from None
     factor = np.float32(scale)
     borders = cut(n, threads if n > 1 << 12 else 1, 64)
 

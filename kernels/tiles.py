@@ -34,7 +34,9 @@ class Malformed(ValueError):  # noqa: N818
         message: which of several messages it is, where several were decoded.
     """
 
-    message = 0
+    def __init__(self, text: str, message: int = 0) -> None:
+        super().__init__(text)
+        self.message = message
 
 
 class Layout(NamedTuple):

@@ -65,7 +65,7 @@ class Dense(Codec[Nothing]):
                 )
             bodies.append(body[at:].view(self._wire))
         for _, _, at, values in _chunks(out):
-            # Encoders refuse NaN and infinity; one that comes all the same must not raise halfway, whatever the filters.
+            # Encoders refuse NaN and infinity; one that comes all the same must not raise halfway as a warning.
             with np.errstate(all="ignore"):
                 for body in bodies:
                     np.add(values, self._unpack(body[at : at + values.size]) * np.float32(scale), out=values)

@@ -15,10 +15,10 @@ import numpy as np
 
 from hvdx.codec import frame, tau, varint
 from hvdx.codec.base import Codec, State
-from hvdx.codec.sizes import check_out, check_update
+from hvdx.codec.devices import Gpu, Host
 from hvdx.errors import ConfigError, UpdateError, WireError
 from hvdx.kernels import cpu
-from hvdx.kernels.tiles import LAYOUT, Malformed, Runs
+from hvdx.kernels.tiles import Malformed, Runs
 
 #: tau where neither it nor a density is asked for: Strom's and Deeplearning4j's, as a power of two.
 DEFAULT_TAU = 2.0**-10
@@ -30,7 +30,7 @@ class ThresholdState(State):
 
     Attributes:
         sizes: elements of each array of an update.
-        residual: float32[n], what has not been sent, each below its tau.
+        residual: float32[n] on the codec's device, what has not been sent, each below its tau.
         lengths: int64[R], how many elements share each tau.
         taus: float32[R], for the next update.
         found: bool[R], whether a tau has been found for that run; only with a target density.
@@ -40,13 +40,14 @@ class ThresholdState(State):
     """
 
     sizes: tuple[int, ...]
-    residual: np.ndarray
+    residual: Any
     lengths: np.ndarray
     taus: np.ndarray
     found: np.ndarray
     means: np.ndarray
     step: int
     sent: np.ndarray
+    device: Host | Gpu = field(compare=False)
     # Scratch memory, and whether encode has used this state up: not part of what is saved.
     scratch: dict[str, Any] = field(default_factory=dict, compare=False)
 
@@ -59,8 +60,9 @@ class ThresholdState(State):
         return float(self.sent.sum()) / max(self.residual.size, 1)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        names = ("residual", "lengths", "taus", "found", "means", "sent")
-        return {name: getattr(self, name).copy() for name in names} | {"step": np.array(self.step)}
+        names = ("lengths", "taus", "found", "means", "sent")
+        saved = {name: getattr(self, name).copy() for name in names} | {"step": np.array(self.step)}
+        return saved | {"residual": self.device.fetch(self.residual)}
 
 
 class Threshold(Codec[ThresholdState]):
@@ -75,6 +77,7 @@ class Threshold(Codec[ThresholdState]):
         tau_steps: how finely tau follows `target_density`: values in an octave, a power of two up to 64. 1 keeps tau a
             power of two, and the density within a factor of it.
         threads: how many the kernels use; the cores of this process if None.
+        device: where updates and outputs are: "cpu", NumPy arrays; "cuda", arrays on a GPU. The bytes are the same.
 
     Raises:
         ConfigError: a value outside these.
@@ -99,6 +102,7 @@ class Threshold(Codec[ThresholdState]):
         index_coding: Literal["rice", "none"] = "rice",
         tau_steps: int = 32,
         threads: int | None = None,
+        device: Literal["cpu", "cuda"] = "cpu",
     ) -> None:
         if tau is not None and target_density is not None:
             raise ConfigError(
@@ -116,9 +120,12 @@ class Threshold(Codec[ThresholdState]):
             raise ConfigError(f"threshold: tau_steps: expected a power of two from 1 to 64, got {tau_steps!r}.")
         if threads is not None and threads < 1:
             raise ConfigError(f"threshold: threads: expected at least 1, got {threads!r}.")
+        if device not in ("cpu", "cuda"):
+            raise ConfigError(f"threshold: device: expected 'cpu' or 'cuda', got {device!r}.")
         self.tau = None if tau is None and target_density is not None else DEFAULT_TAU if tau is None else float(tau)
         self.target_density, self.scope, self.index_coding = target_density, scope, index_coding
-        self.tau_steps, self.threads = tau_steps, threads
+        self.tau_steps, self.threads, self.device = tau_steps, threads, device
+        self._device: Host | Gpu = Host(threads) if device == "cpu" else Gpu()
 
     def __repr__(self) -> str:
         options = {
@@ -128,6 +135,7 @@ class Threshold(Codec[ThresholdState]):
             "index_coding": (self.index_coding, "rice"),
             "tau_steps": (self.tau_steps, 32),
             "threads": (self.threads, None),
+            "device": (self.device, "cpu"),
         }
         return f"Threshold({', '.join(f'{k}={v!r}' for k, (v, default) in options.items() if v != default)})"
 
@@ -136,39 +144,30 @@ class Threshold(Codec[ThresholdState]):
         lengths = np.array([n] * (n > 0) if self.scope == "all" else [s for s in sizes if s], np.int64)
         return ThresholdState(
             sizes=tuple(sizes),
-            residual=_aligned(n),
+            residual=self._device.place(np.zeros(n, np.float32)),
             lengths=lengths,
             taus=np.full(len(lengths), self.tau or DEFAULT_TAU, np.float32),
             found=np.full(len(lengths), self.target_density is None),
             means=np.full(len(lengths), -1.0),
             step=0,
             sent=np.zeros(len(lengths), np.int64),
+            device=self._device,
         )
 
     def encode(self, update: Sequence[np.ndarray], state: ThresholdState) -> tuple[np.ndarray, ThresholdState]:
-        check_update(update, state.sizes)
+        sizes = self._device.check(update, "update")
+        if sizes != list(state.sizes):
+            raise ValueError(f"update: expected arrays of {list(state.sizes)} elements, got {sizes}.")
         if state.scratch.get("used"):
             raise ValueError("state: encode has used it up. Go on with the state that encode gave back.")
         taus, found = state.taus, state.found
         if not found.all():
             taus, found = self._first_taus(update, state)
-        runs = Runs(state.lengths, taus)
-        head = _head(runs)
-        workspace = state.scratch.get("workspace")
-        if workspace is None:
-            workspace = cpu.Workspace(state.residual.size, len(taus), LAYOUT, self.threads)
-        coded = cpu.encode(
-            update,
-            state.residual,
-            runs,
-            self.index_coding == "rice",
-            threads=workspace.threads,
-            reserve=len(head),
-            workspace=workspace,
-        )
+        runs, rice = Runs(state.lengths, taus), self.index_coding == "rice"
+        workspace = state.scratch.get("workspace") or self._device.workspace(state.residual.size, len(taus))
+        message, coded = self._device.encode(update, state.residual, runs, rice, _head(runs), workspace)
         if coded.fault >= 0:
-            raise _cannot_send(update, coded.fault, taus)
-        coded.tiles[: len(head)] = np.frombuffer(head, np.uint8)
+            raise self._cannot_send(update, sizes, coded.fault, taus)
         state.scratch["used"] = True
         means = state.means
         if self.target_density is not None:
@@ -177,17 +176,17 @@ class Threshold(Codec[ThresholdState]):
             state, taus=taus, found=found, means=means, step=state.step + 1, sent=coded.sent,
             scratch={"workspace": workspace},
         )  # fmt: skip
-        return frame.seal(coded.tiles, self.number + (self.index_coding == "none")), after
+        return frame.seal(message, self.number + (not rice)), after
 
     def decode(self, messages: Sequence[np.ndarray], out: Sequence[np.ndarray], scale: float = 1.0) -> None:
-        n = check_out(out)
+        n = sum(self._device.check(out, "out", writable=True))
         number = self.number + (self.index_coding == "none")
         bodies = []
         for rank, message in enumerate(messages):
             body = frame.unseal(message, number, f"{self.name}, index_coding={self.index_coding!r}", rank)
             bodies.append(_open(body, n, rank))
         try:
-            cpu.decode(bodies, scale, out, self.index_coding == "rice", self.threads)
+            self._device.decode(bodies, scale, out, self.index_coding == "rice")
         except Malformed as error:
             raise WireError(f"message of rank {error.message}: {error}.", error.message) from None
 
@@ -207,13 +206,13 @@ class Threshold(Codec[ThresholdState]):
         tau_of = np.repeat(new["taus"], new["lengths"])
         if (new["lengths"] != fresh.lengths).any() or not (np.abs(new["residual"]) < np.float32(2**10) * tau_of).all():
             raise ConfigError("threshold: the saved residual does not belong to the saved taus, or to these sizes.")
-        fresh.residual[:] = new.pop("residual")
-        return replace(fresh, **{**new, "step": int(new["step"])})
+        new |= {"residual": self._device.place(new["residual"]), "step": int(new["step"])}
+        return replace(fresh, **new)
 
     def _first_taus(self, update: Sequence[np.ndarray], state: ThresholdState) -> tuple[np.ndarray, np.ndarray]:
         """taus for runs that have none yet, from the sizes of the update's elements."""
         taus, found = state.taus.copy(), state.found.copy()
-        histograms = cpu.histogram(update, state.lengths)
+        histograms = cpu.histogram([self._device.fetch(u) for u in update], state.lengths)
         for i in np.flatnonzero(~found):
             first = tau.first_tau(histograms[i], self.target_density or 0.0, self.tau_steps)
             if first is not None:
@@ -237,12 +236,19 @@ class Threshold(Codec[ThresholdState]):
             )
         return taus, means
 
-
-def _aligned(n: int) -> np.ndarray:
-    """float32[n] of zeros at the start of a cache line: vectors then never straddle two."""
-    raw = np.zeros(4 * n + 64, np.uint8)
-    start = -raw.__array_interface__["data"][0] % 64
-    return raw[start : start + 4 * n].view(np.float32)
+    def _cannot_send(self, update: Sequence[Any], sizes: list[int], fault: int, taus: np.ndarray) -> UpdateError:
+        """The error for the element with this index."""
+        variable, element = 0, fault
+        while element >= sizes[variable]:
+            element -= sizes[variable]
+            variable += 1
+        value = self._device.fetch(update[variable]).reshape(-1)[element]
+        why = (
+            f"which is more than 2**30 times tau ({taus.min():.3g}). Raise tau, or set target_density"
+            if np.isfinite(value)
+            else "which cannot be sent. The training diverged, or the loss scale is too high"
+        )
+        return UpdateError(f"update[{variable}]: element {element} is {value}, {why}.", variable, element)
 
 
 @lru_cache(maxsize=64)
@@ -291,19 +297,3 @@ def _read_lengths(body: np.ndarray) -> tuple[list[int], int]:
         length, at = varint.get(data, at)
         lengths.append(length)
     return lengths, at
-
-
-def _cannot_send(update: Sequence[np.ndarray], fault: int, taus: np.ndarray) -> UpdateError:
-    """The error for the element with this index."""
-    variable = 0
-    element = fault
-    while element >= update[variable].size:
-        element -= update[variable].size
-        variable += 1
-    value = update[variable].reshape(-1)[element]
-    why = (
-        f"which is more than 2**30 times tau ({taus.min():.3g}). Raise tau, or set target_density"
-        if np.isfinite(value)
-        else "which cannot be sent. The training diverged, or the loss scale is too high"
-    )
-    return UpdateError(f"update[{variable}]: element {element} is {value}, {why}.", variable, element)

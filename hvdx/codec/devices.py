@@ -1,0 +1,96 @@
+"""Where the threshold codec's arrays are, and the kernels that work there."""
+
+import math
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from hvdx.errors import ConfigError
+from hvdx.kernels import cpu
+from hvdx.kernels.pieces import check_arrays
+from hvdx.kernels.tiles import Encoded, Runs
+
+
+class Host:
+    """Arrays in the host's memory: NumPy's."""
+
+    def __init__(self, threads: int | None) -> None:
+        self.threads = threads
+
+    def check(self, arrays: Sequence[Any], what: str, writable: bool = False) -> list[int]:
+        """Raise TypeError or ValueError unless kernels can work on the arrays: their sizes."""
+        check_arrays(arrays, what, writable)
+        return [a.size for a in arrays]
+
+    def place(self, values: np.ndarray) -> np.ndarray:
+        """A copy at the start of a cache line: vectors then never straddle two."""
+        raw = np.empty(values.nbytes + 64, np.uint8)
+        start = -raw.__array_interface__["data"][0] % 64
+        placed = raw[start : start + values.nbytes].view(np.float32)
+        placed[:] = values
+        return placed
+
+    def fetch(self, array: np.ndarray) -> np.ndarray:
+        """A copy as a NumPy array."""
+        return array.copy()
+
+    def workspace(self, n: int, runs: int) -> cpu.Workspace:
+        """Memory that `encode` works in."""
+        return cpu.Workspace(n, runs, threads=self.threads)
+
+    def encode(
+        self, update: Sequence[Any], residual: Any, runs: Runs, rice: bool, head: bytes, work: Any
+    ) -> tuple[np.ndarray, Encoded]:
+        """Encode in place: the message, which begins with `head`, and what was counted."""
+        coded = cpu.encode(update, residual, runs, rice, threads=work.threads, reserve=len(head), workspace=work)
+        if coded.fault < 0:
+            coded.tiles[: len(head)] = np.frombuffer(head, np.uint8)
+        return coded.tiles, coded
+
+    def decode(self, messages: Sequence[tuple[np.ndarray, Runs]], scale: float, out: Sequence[Any], rice: bool) -> None:
+        """Add messages to `out`; raises Malformed."""
+        cpu.decode(messages, scale, out, rice, self.threads)
+
+
+class Gpu:
+    """Arrays on a GPU: anything with `__cuda_array_interface__` or DLPack. Messages are in the host's memory."""
+
+    def __init__(self) -> None:
+        try:
+            from hvdx.kernels import cuda
+        except ImportError as error:
+            raise ConfigError(f"threshold: device='cuda': {error}") from error
+        self._cuda: ModuleType = cuda
+
+    def check(self, arrays: Sequence[Any], what: str, writable: bool = False) -> list[int]:
+        """Raise TypeError unless these are arrays on a GPU: their sizes."""
+        return [math.prod(self._cuda.as_device(a, f"{what}[{i}]").shape) for i, a in enumerate(arrays)]
+
+    def place(self, values: np.ndarray) -> Any:
+        """A copy on the GPU."""
+        return self._cuda.to_device(values)
+
+    def fetch(self, array: Any) -> np.ndarray:
+        """A copy as a NumPy array."""
+        return self._cuda.as_device(array).copy_to_host()
+
+    def workspace(self, n: int, runs: int) -> Any:
+        """Memory that `encode` works in."""
+        return self._cuda.Scratch()
+
+    def encode(
+        self, update: Sequence[Any], residual: Any, runs: Runs, rice: bool, head: bytes, work: Any
+    ) -> tuple[np.ndarray, Encoded]:
+        """Encode in place: the message, which begins with `head`, and what was counted."""
+        coded = self._cuda.encode(update, residual, runs, rice, scratch=work)
+        message = np.empty(len(head) + coded.tiles.size, np.uint8)
+        message[: len(head)] = np.frombuffer(head, np.uint8)
+        if coded.tiles.size:
+            message[len(head) :] = coded.tiles.copy_to_host()
+        return message, coded
+
+    def decode(self, messages: Sequence[tuple[np.ndarray, Runs]], scale: float, out: Sequence[Any], rice: bool) -> None:
+        """Add messages to `out`; raises Malformed."""
+        self._cuda.decode(messages, scale, list(out), rice)

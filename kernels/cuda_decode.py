@@ -1,0 +1,227 @@
+"""The decoder's kernels: read and check tiles, one a thread, then add what they hold.
+
+What an entry adds is scaled here and stored, and added in another kernel: no compiler can contract the two.
+"""
+
+import numpy as np
+from numba import cuda
+
+from hvdx.kernels.cuda_encode import amount
+from hvdx.kernels.cuda_tiles import first_parameter
+from hvdx.kernels.table import ENTRIES, FIRST, LAST, LENGTH, MULTIPLE, START
+from hvdx.kernels.tiles import BLOCK, ESCAPE, M_MAX, N_MAX
+
+#: Threads in a block; fewer where each goes its own way for long. Tests in the simulator patch both.
+THREADS = 256
+READERS = 32
+
+#: Columns that a table of tiles gets on the device: where its entries go, and the message it is from.
+OUT, MESSAGE = 6, 7
+ROW = 8
+
+COMPLAINTS = (
+    "",
+    "a payload ends in the middle of an entry",
+    "a gap longer than any update",
+    "a tile without the multiple it announces",
+    "a tile that passes its end",
+    "an entry of too many tau",
+    "a run that passes the end of its tile",
+    "bytes after the last entry of a tile",
+    "a payload of another length than its entries",
+    "positions out of order",
+    "an entry of no tau, too many, or never more than one",
+)
+MISSING, LONG, NO_MULTIPLE, PASSES, MANY, RUN, AFTER, SIZE, ORDER, TIMES = range(1, 11)
+#: Above every complaint, which is (row of the tile) * len(COMPLAINTS) + its number.
+NO_COMPLAINT = 2**62
+
+_KINDS = len(COMPLAINTS)
+_LONGEST = N_MAX.bit_length()
+
+
+@cuda.jit(device=True)
+def peek(words, at):
+    """The 32 bits from bit `at` on."""
+    word = at >> 5
+    # 63 bits, which is as many as an int64 holds and one shift needs.
+    pair = np.int64(words[word]) | ((np.int64(words[word + 1]) & 0x7FFFFFFF) << 32)
+    return (pair >> (at & 31)) & 0xFFFFFFFF
+
+
+@cuda.jit(device=True)
+def take(words, at, length):
+    """The next `length` bits, 62 at most, whether or not the payload has them."""
+    low = peek(words, at)
+    if length > 32:
+        low |= peek(words, at + 32) << 32
+    return low & ((np.int64(1) << length) - 1)
+
+
+@cuda.jit(device=True)
+def take_code(words, at, end, k):
+    """(the next number in the gap code with parameter k, where it ends, complaint)."""
+    ones = np.int64(0)
+    while True:
+        if at + ones >= end:
+            return np.int64(0), at, MISSING
+        zeros = peek(words, at + ones) ^ 0xFFFFFFFF
+        if zeros != 0:
+            ones += cuda.ffs(zeros) - 1
+            break
+        ones += 32
+        if ones - ESCAPE + k > _LONGEST:
+            return np.int64(0), at, LONG
+    if ones - ESCAPE + k > _LONGEST:
+        return np.int64(0), at, LONG
+    at += ones + 1
+    z = max(ones - ESCAPE, np.int64(0))
+    # Checked before any of it is fetched: beyond the padding there is no memory to look at.
+    if at + z + k > end:
+        return np.int64(0), at, MISSING
+    q = ones
+    if ones >= ESCAPE:
+        q = (np.int64(1) << z) + take(words, at, z) + ESCAPE - 1
+    at += z
+    return (q << k) | take(words, at, k), at + k, 0
+
+
+@cuda.jit(device=True)
+def read_rice(words, row, out, first, final, ends, taus, scale, index, value):
+    """Read the entries of an entropy-coded tile; a complaint or 0."""
+    at = 8 * row[START]
+    stop = at + 8 * row[LENGTH]
+    entries, where, last, multiple = row[ENTRIES], row[FIRST], row[LAST], row[MULTIPLE] == 1
+    k = first_parameter(last - where + 1 - entries, entries)
+    k_run, larger, complaint, m = np.int64(0), entries, 0, np.int64(1)
+    if multiple:
+        if at + 5 > stop:
+            return MISSING
+        k_run = take(words, at, np.int64(5))
+        larger, at, complaint = take_code(words, at + 5, stop, k_run)
+        if complaint != 0:
+            return complaint
+        if larger >= entries:
+            return NO_MULTIPLE
+    run = first
+    for i in range(entries):
+        if i >= 1 and i < entries - 1:
+            if i % BLOCK == 1:
+                if at + 1 > stop:
+                    return MISSING
+                at += 1
+                if take(words, at - 1, np.int64(1)) == 1:
+                    if at + 5 > stop:
+                        return MISSING
+                    k = take(words, at, np.int64(5))
+                    at += 5
+            skipped, at, complaint = take_code(words, at, stop, k)
+            if complaint != 0:
+                return complaint
+            where += skipped + 1
+            if where > last - (entries - 1 - i):
+                return PASSES
+        elif i >= 1:
+            where = last
+        if at + 1 > stop:
+            return MISSING
+        negative = take(words, at, np.int64(1)) == 1
+        at += 1
+        m = np.int64(1)
+        if i == larger:
+            m, at, complaint = take_code(words, at, stop, np.int64(0))
+            if complaint != 0:
+                return complaint
+            m += 2
+            if m > M_MAX:
+                return MANY
+            skipped, at, complaint = take_code(words, at, stop, k_run)
+            if complaint != 0:
+                return complaint
+            larger = i + 1 + skipped
+            if larger > entries:
+                return RUN
+        run = store(out + i, where, negative, m, run, final, ends, taus, scale, index, value)
+    if stop - at >= 8 or take(words, at, stop - at) != 0:
+        return AFTER
+    return 0
+
+
+@cuda.jit(device=True)
+def read_plain(words, row, out, first, final, ends, taus, scale, index, value):
+    """Read the entries of a tile of plain positions; a complaint or 0."""
+    at, entries, multiple = 8 * row[START], row[ENTRIES], row[MULTIPLE]
+    if row[LENGTH] != 4 * entries * (1 + multiple):
+        return SIZE
+    run, most, m, before = first, np.int64(1), np.int64(1), row[FIRST] - 1
+    for i in range(entries):
+        word = peek(words, at + 32 * i)
+        where = row[LAST] - (word & 0x7FFFFFFF)
+        if where <= before or (i == 0 and where != row[FIRST]):
+            return ORDER
+        before = where
+        if multiple == 1:
+            m = peek(words, at + 32 * (entries + i))
+        if m < 1 or m > M_MAX:
+            return TIMES
+        most = max(most, m)
+        run = store(out + i, where, word > 0x7FFFFFFF, m, run, final, ends, taus, scale, index, value)
+    if before != row[LAST]:
+        return ORDER
+    if (most > 1) != (multiple == 1):
+        return TIMES
+    return 0
+
+
+@cuda.jit(device=True)
+def store(at, where, negative, m, run, final, ends, taus, scale, index, value):
+    """Store one entry; the run it lies in, which is `run` or a later one before `final`."""
+    if ends[run] <= where:
+        low, high = run + 1, final - 1
+        while low < high:
+            middle = (low + high) >> 1
+            if ends[middle] > where:
+                high = middle
+            else:
+                low = middle + 1
+        run = low
+    scaled = amount(m, taus[run]) * scale
+    index[at] = where
+    value[at] = -scaled if negative else scaled
+    return run
+
+
+@cuda.jit
+def read_tiles(words, rows, spans, ends, taus, scale, index, value, status, rice):
+    """Read tiles, one a thread; status[0] becomes the first complaint. spans: first run and end of each message's."""
+    for tile in range(cuda.grid(1), rows.shape[0], cuda.gridsize(1)):
+        row = rows[tile]
+        first, final = spans[row[MESSAGE], 0], spans[row[MESSAGE], 1]
+        if rice:
+            complaint = read_rice(words, row, row[OUT], first, final, ends, taus, scale, index, value)
+        else:
+            complaint = read_plain(words, row, row[OUT], first, final, ends, taus, scale, index, value)
+        if complaint != 0:
+            cuda.atomic.min(status, 0, np.int64(tile) * _KINDS + complaint)
+
+
+@cuda.jit(device=True)
+def lower_bound(index, least):
+    """The first place in an increasing array whose number is not below `least`."""
+    low, high = np.int64(0), np.int64(index.size)
+    while low < high:
+        middle = (low + high) >> 1
+        if index[middle] < least:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@cuda.jit
+def add(out, index, value, first):
+    """Add one message's entries to an array whose elements begin at index `first`."""
+    begin = lower_bound(index, first)
+    end = lower_bound(index, first + out.size)
+    for i in range(begin + cuda.grid(1), end, cuda.gridsize(1)):
+        out[index[i] - first] += value[i]

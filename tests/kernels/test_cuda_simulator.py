@@ -1,0 +1,434 @@
+"""The CUDA kernels in Numba's simulator against the reference, to the byte: no GPU is needed, only patience.
+
+The simulator is chosen before numba is imported, so the cases run in a process of their own.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hvdx.kernels import reference
+from hvdx.kernels.tiles import LAYOUT, M_MAX, SWITCH, Layout, Malformed, Runs, limit
+
+SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
+INSTALLED = importlib.util.find_spec("numba_cuda") is not None
+#: Seconds; about a quarter of it is used on one core.
+TIME_LIMIT = 240
+
+ROOT = Path(__file__).resolve().parents[2]
+# Regions of two chunks of masks, tiles and groups that end in the middle of a region, at its end, and after several.
+SMALL = Layout(region=128, tile_max=24, tile_min=8, group=12, group_regions=3)
+# As many entries in a tile as make it change its Rice parameter.
+LONG = Layout(region=8192, tile_max=400, tile_min=100, group=300, group_regions=4)
+
+
+def test_kernels_match_the_reference_in_the_simulator():
+    """Runs TestSimulator in a process that has the simulator."""
+    if not INSTALLED:
+        pytest.skip("numba-cuda is not installed: pip install 'hvdx[cuda]'")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-W", "ignore", __file__]
+    environment = os.environ | {"NUMBA_ENABLE_CUDASIM": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, timeout=TIME_LIMIT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+
+
+# In the process that is started, the process is not started again.
+test_kernels_match_the_reference_in_the_simulator.__test__ = not SIMULATED
+
+
+def make_runs(*pairs):
+    """Runs of (length, tau)."""
+    return Runs(np.array([p[0] for p in pairs], np.int64), np.array([p[1] for p in pairs], np.float32))
+
+
+def make_case(n, density, seed=0, tau=0.5, more=0.0):
+    """An update of which about `density` cross, some of them several times over, and a residual below tau."""
+    rng = np.random.default_rng(seed)
+    residual = (rng.uniform(-1, 1, n) * 0.99 * tau).astype(np.float32)
+    update = (rng.uniform(-1, 1, n) * 0.001 * tau).astype(np.float32)
+    chosen = rng.random(n) < density
+    update[chosen] = (rng.choice([-1, 1], n) * rng.uniform(2, 2.9, n) * tau).astype(np.float32)[chosen]
+    several = chosen & (rng.random(n) < more)
+    update[several] *= (2.0 ** rng.integers(1, 20, n)).astype(np.float32)[several]
+    return update, residual
+
+
+def split(vector, *sizes):
+    """The vector as arrays of these sizes; what is left makes the last."""
+    return np.split(vector, np.cumsum(sizes))
+
+
+# name: (arrays of the update, residual, runs)
+CASES = {}
+
+
+def add_case(name, update, residual, *pairs):
+    """Add one row to CASES."""
+    update = update if isinstance(update, list) else [update]
+    CASES[name] = update, residual, make_runs(*(pairs or [(len(residual), 0.5)]))
+
+
+CASES["nothing"] = [], np.zeros(0, np.float32), make_runs()
+for size in (1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257):
+    add_case(f"{size} elements", *make_case(size, 0.3, size, more=0.2))
+add_case("sparse", *make_case(1200, 0.01, 1))
+add_case("dense", *make_case(300, 0.8, 2, more=0.05))
+add_case("none crosses", np.zeros(300, np.float32), np.zeros(300, np.float32))
+add_case("all cross", np.full(200, -0.5, np.float32), np.zeros(200, np.float32))
+update = np.r_[1, np.zeros(600), 1, 1, np.zeros(400), -1].astype(np.float32)
+add_case("empty regions between", update, np.zeros_like(update))
+update = np.r_[np.zeros(256), np.ones(128), np.zeros(128), np.ones(9), np.zeros(9)].astype(np.float32)
+add_case("full regions between", update, np.zeros_like(update))
+add_case("negative zeros", np.full(70, -0.0, np.float32), np.full(70, -0.0, np.float32))
+add_case("nothing is left", np.array([0.5, -0.5, 1, -1] * 10, np.float32), np.full(40, -0.0, np.float32))
+add_case("denormals", np.full(40, 3e-42, np.float32), np.full(40, -1e-42, np.float32), (40, 1.2e-38))
+add_case("odd tau", *make_case(300, 0.3, 3, tau=0.3, more=0.5), (300, 0.3))
+add_case("hardly representable", (np.arange(200) / 7).astype(np.float32), np.zeros(200, np.float32), (200, 1 / 3))
+# The product rounds so far down that one more tau fits into what is left.
+add_case("one tau more", np.array([1269331.625, -1269331.625, 0], np.float32), np.zeros(3, np.float32), (3, 0.36974069))
+add_case("huge multiples", np.array([2.0**29, -(2.0**29), 3, 2.0**20, 0.1], np.float32), np.zeros(5, np.float32))
+add_case("largest multiples", np.full(9, 1024, np.float32), np.full(9, 5e-7, np.float32), (9, 9.5367431640625e-07))
+update, residual = make_case(420, 0.2, 4, more=0.1)
+add_case("arrays", split(update, 1, 62, 2, 0, 100, 31), residual)
+add_case("runs", update, residual, (1, 0.5), (95, 0.7), (33, 0.5), (200, 0.61), (91, 0.5))
+add_case("arrays and runs", split(update, 100, 28, 200), residual, (50, 0.7), (78, 0.5), (200, 0.6), (92, 1.5))
+add_case("matrix", [update.reshape(7, 60)], residual)
+# Those that also are written without entropy coding, in which no more differs than the payload.
+PLAIN = ("nothing", "1 elements", "65 elements", "none crosses", "huge multiples", "empty regions between", "runs")
+
+
+def craft(first, entries, multiple, skipped, payload):
+    """A tile by the numbers of its head."""
+    head = [reference.varint(v) for v in (first, entries << 1 | multiple, skipped, len(payload))]
+    return np.frombuffer(b"".join(head) + bytes(payload), np.uint8)
+
+
+def make_bits(*parts):
+    """A payload of (number, bits) and of (number, "code", parameter)."""
+    bits = reference.Bits()
+    for part in parts:
+        bits.code(part[0], part[2]) if part[1] == "code" else bits.put(*part)
+    return bits.to_bytes()
+
+
+def make_words(*numbers):
+    """A payload of 32-bit numbers."""
+    return np.array(numbers, "<u4").tobytes()
+
+
+MINUS, PLUS, KEEP = (1, 1), (0, 1), (0, 1)
+ONE_MULTIPLE = (0, 5), (0, "code", 0), MINUS
+# name: (tile, whether it is entropy-coded, whether it is well-formed)
+CRAFTED = {
+    "up to the last": (craft(0, 3, 0, 5, make_bits(PLUS, KEEP, (5, "code", 0), MINUS, PLUS)), True, True),
+    "onto the last": (craft(0, 3, 0, 5, make_bits(PLUS, KEEP, (6, "code", 0), MINUS, PLUS)), True, False),
+    "a last multiple": (craft(9, 1, 1, 0, make_bits(*ONE_MULTIPLE, (7, "code", 0), (0, "code", 0))), True, True),
+    "a byte too many": (
+        craft(9, 1, 1, 0, make_bits(*ONE_MULTIPLE, (7, "code", 0), (0, "code", 0)) + b"\0"), True, False
+    ),
+    "a bit too many": (craft(9, 1, 0, 0, b"\x02"), True, False),
+    "the largest multiple": (
+        craft(9, 1, 1, 0, make_bits(*ONE_MULTIPLE, (M_MAX - 2, "code", 0), (0, "code", 0))), True, True
+    ),
+    "too large a multiple": (
+        craft(9, 1, 1, 0, make_bits(*ONE_MULTIPLE, (M_MAX - 1, "code", 0), (0, "code", 0))), True, False
+    ),
+    "no multiple": (craft(9, 2, 1, 0, make_bits((0, 5), (2, "code", 0), PLUS, PLUS)), True, False),
+    "a multiple after the last": (
+        craft(9, 1, 1, 0, make_bits(*ONE_MULTIPLE, (0, "code", 0), (1, "code", 0))), True, False
+    ),
+    "the end of a number is missing": (
+        craft(9, 1, 1, 0, make_bits((5, 5), (0, "code", 5), PLUS, (0, "code", 0), (0, "code", 5))[:2]), True, False
+    ),
+    "an unfinished number": (craft(9, 3, 0, 50, b"\xfe"), True, False),
+    "positions": (craft(9, 2, 0, 3, make_words(4 | 1 << 31, 0)), False, True),
+    "positions, a word too many": (craft(9, 2, 0, 3, make_words(4, 0, 7)), False, False),
+    "positions, another first": (craft(9, 2, 0, 3, make_words(3, 0)), False, False),
+    "positions, a first before": (craft(9, 2, 0, 3, make_words(5, 0)), False, False),
+    "positions, another last": (craft(9, 2, 0, 3, make_words(4, 1)), False, False),
+    "positions, one twice": (craft(9, 3, 0, 3, make_words(5, 5, 0)), False, False),
+    "positions, far before": (craft(9, 2, 0, 3, make_words(2**31 - 1, 0)), False, False),
+    "positions, multiples": (craft(9, 2, 1, 3, make_words(4, 0, M_MAX, 1)), False, True),
+    "positions, no multiple": (craft(9, 2, 1, 3, make_words(4, 0, 1, 1)), False, False),
+    "positions, a multiple of none": (craft(9, 2, 1, 3, make_words(4, 0, 2, 0)), False, False),
+    "positions, too large a multiple": (craft(9, 2, 1, 3, make_words(4, 0, 2, M_MAX + 1)), False, False),
+    "positions, no multiples": (craft(9, 2, 1, 3, make_words(4, 0)), False, False),
+}  # fmt: skip
+
+
+class TestSimulator:
+    """What `test_kernels_match_the_reference_in_the_simulator` runs."""
+
+    __test__ = SIMULATED
+
+    @pytest.fixture(autouse=True, scope="class")
+    def _few_threads(self):
+        """Blocks so small that a few elements need several, and each several turns."""
+        from hvdx.kernels import cuda_decode, cuda_encode, cuda_tiles
+
+        # The simulator polls its threads, and holds them up for as long as it is let.
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-4)
+        few = pytest.MonkeyPatch()
+        few.setattr("numba.cuda.simulator.kernelapi.FakeCUDAShared.array", shared_array)
+        for name, value in {"THREADS": 4, "UNROLL": 16, "SPAN": 64, "WORDS": 2, "BANK": 4, "CHUNK": 64}.items():
+            few.setattr(cuda_encode, name, value)
+        few.setattr("hvdx.kernels.cuda.CHUNK", 64)
+        few.setattr("hvdx.kernels.cuda._FEWEST_BLOCKS", 2)
+        few.setattr(cuda_tiles, "TILE_THREADS", 4)
+        few.setattr(cuda_decode, "THREADS", 2)
+        few.setattr(cuda_decode, "READERS", 2)
+        yield
+        few.undo()
+        sys.setswitchinterval(interval)
+
+    @pytest.mark.parametrize("name", CASES)
+    def test_encode_writes_the_bytes_of_the_reference(self, name):
+        check_encode(*CASES[name], True, SMALL)
+
+    @pytest.mark.parametrize("name", PLAIN)
+    def test_encode_writes_plain_positions_as_the_reference(self, name):
+        check_encode(*CASES[name], False, SMALL)
+
+    def test_encode_changes_parameters_as_the_reference(self):
+        # From wide gaps to none: farther than the costs that are computed ahead reach. And back.
+        rng = np.random.default_rng(0)
+        check_gaps(np.r_[rng.geometric(0.02, 66), np.zeros(150, int), rng.geometric(0.02, 70)], rng)
+
+    @pytest.mark.parametrize("more", [0, 1])
+    def test_encode_keeps_a_parameter_up_to_the_cost_of_a_change(self, more):
+        seed, dearer = 0, None
+        while dearer != SWITCH + more:
+            rng = np.random.default_rng(seed)
+            gaps, seed = np.r_[5, rng.geometric(0.08, 64), 400], seed + 1
+            before = reference.first_parameter(int(gaps[1:].sum()), len(gaps))
+            cost = [sum(reference.code_length(int(g), k) for g in gaps[1:-1]) for k in range(20)]
+            dearer = cost[before] - min(cost)
+        check_gaps(gaps, rng)
+
+    def test_encode_has_the_layout_of_work(self, monkeypatch):
+        monkeypatch.setattr("hvdx.kernels.cuda.CHUNK", 2048)
+        update, residual = make_case(2000, 0.05, 6, more=0.01)
+        check_encode([update], residual, make_runs((2000, 0.5)), True, LAYOUT)
+
+    def test_codec_writes_the_messages_of_the_host(self, monkeypatch):
+        from hvdx.codec import Threshold
+        from hvdx.errors import UpdateError, WireError
+
+        monkeypatch.setattr("hvdx.kernels.cuda.CHUNK", 2048)
+        host, gpu = (Threshold(target_density=0.1, device=device) for device in ("cpu", "cuda"))
+        states = [codec.init([30, 200]) for codec in (host, gpu)]
+        rng = np.random.default_rng(9)
+        for _ in range(3):
+            update = [rng.normal(size=n).astype(np.float32) for n in (30, 200)]
+            message, states[0] = host.encode(update, states[0])
+            other, states[1] = gpu.encode([on_device(u) for u in update], states[1])
+            assert message.tobytes() == other.tobytes()
+        saved, resumed = states[1].arrays(), gpu.restore(states[1].arrays(), [30, 200]).arrays()
+        assert all(saved[k].tobytes() == resumed[k].tobytes() == v.tobytes() for k, v in states[0].arrays().items())
+        outs = [np.zeros(30, np.float32), np.zeros(200, np.float32)]
+        others = [on_device(o) for o in outs]
+        host.decode([message, message], outs, 0.5)
+        gpu.decode([message, message], others, 0.5)
+        assert all(o.tobytes() == other.copy_to_host().tobytes() for o, other in zip(outs, others, strict=True))
+        with pytest.raises(WireError, match="rank 1"):
+            gpu.decode([message, message[:-1]], others, 0.5)
+        update[1][7] = np.nan
+        with pytest.raises(UpdateError) as caught:
+            gpu.encode([on_device(u) for u in update], states[1])
+        assert (caught.value.variable, caught.value.element) == (1, 7)
+
+    @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 2.0**31])
+    def test_encode_finds_faults_and_leaves_the_residual(self, bad):
+        from hvdx.kernels import cuda as kernels
+
+        update, residual = make_case(300, 0.2, 7)
+        update[[140, 77, 299]] = bad
+        runs = make_runs((100, 0.5), (200, 0.25))
+        for arrays in ([update], split(update, 70, 100)):
+            assert kernels.check([on_device(a) for a in arrays], runs) == reference.check(arrays, runs) == 77
+            got, left = encode(arrays, residual, runs, True, SMALL)
+            assert (got.fault, got.tiles.size, got.sent.sum(), got.near.sum()) == (77, 0, 0, 0)
+            np.testing.assert_array_equal(left, residual)
+        update[:] = limit(runs.taus)[1]
+        assert kernels.check([on_device(update)], runs) == -1
+        update[250] = np.nextafter(update[250], np.float32(np.inf))
+        assert kernels.check([on_device(update)], runs) == 250
+
+    @pytest.mark.parametrize("rice", [True, False], ids=["rice", "plain"])
+    def test_decode_adds_what_the_reference_adds(self, rice):
+        messages = make_messages(rice)
+        n = 700
+        start = make_case(n, 0.1, 9)[0]
+        for scale, sizes in ((0.25, []), (1 / 3, [100, 0, 1, 500])):
+            expected = [a.copy() for a in split(start, *sizes)]
+            reference.decode(messages, scale, expected, rice)
+            got = decode(messages, scale, split(start, *sizes), rice)
+            assert [g.tobytes() for g in got] == [e.tobytes() for e in expected]
+
+    def test_decode_of_no_messages_or_empty_ones_changes_nothing(self):
+        start, runs = np.ones(9, np.float32), make_runs((9, 0.5))
+        for messages in ([], [(np.zeros(0, np.uint8), runs)] * 2):
+            assert decode(messages, 1, [start], True)[0].tobytes() == start.tobytes()
+
+    @pytest.mark.parametrize("rice", [True, False], ids=["rice", "plain"])
+    def test_decode_refuses_what_the_reference_refuses(self, rice):
+        good, runs = make_messages(rice)[0]
+        start = np.zeros(700, np.float32)
+        refused = 0
+        for hostile in mutations(good, 200):
+            message = [(good, runs), (hostile, runs)]
+            expected = [start.copy()]
+            try:
+                reference.decode(message, 0.5, expected, rice)
+            except Malformed:
+                refused += 1
+                with pytest.raises(Malformed) as caught:
+                    decode(message, 0.5, [start], rice)
+                assert caught.value.message == 1
+            else:
+                assert decode(message, 0.5, [start], rice)[0].tobytes() == expected[0].tobytes()
+        assert 50 < refused < 200
+
+    @pytest.mark.parametrize("name", CRAFTED)
+    def test_decode_refuses_what_is_crafted(self, name):
+        tiles, rice, good = CRAFTED[name]
+        runs, expected = make_runs((60, 0.5), (40, 0.25)), [np.zeros(100, np.float32)]
+        if good:
+            reference.decode([(tiles, runs)], 1, expected, rice)
+            assert decode([(tiles, runs)], 1, [np.zeros(100, np.float32)], rice)[0].tobytes() == expected[0].tobytes()
+        else:
+            for decoder in (reference.decode, decode):
+                with pytest.raises(Malformed):
+                    decoder([(tiles, runs)], 1, expected, rice)
+
+    @pytest.mark.parametrize("payload", [b"", b"\xff" * 40, b"\xff" * 7 + b"\0" * 9, b"\x1f" + b"\xff" * 30, b"\0" * 3])
+    @pytest.mark.parametrize("multiple", [0, 1])
+    def test_decode_survives_payloads_of_far_jumps(self, payload, multiple):
+        from hvdx.kernels import cuda as kernels
+
+        n = 2**40
+        tiles = craft(5, 100, multiple, 2**30, payload)
+        with pytest.raises(Malformed):
+            reference.read(tiles, n)
+        # What `decode` calls, without an array of n elements.
+        with pytest.raises(Malformed):
+            kernels._read([tiles], [kernels.table(tiles, n)], [make_runs((n, 1))], np.float32(1), True, 0)
+
+    def test_doors_name_what_is_wrong(self):
+        from hvdx.kernels import cuda as kernels
+
+        one, runs = on_device(np.zeros(4, np.float32)), make_runs((4, 0.5))
+        half = on_device(np.zeros(4, np.float64))
+        cases = [
+            (TypeError, r"update\[1\]: expected float32, got float64", lambda: kernels.encode([one, half], one, runs)),
+            (TypeError, "residual: expected an array on a GPU, got numpy.ndarray",
+             lambda: kernels.encode([one], np.zeros(4, np.float32), runs)),
+            (ValueError, "residual: expected the 4 elements", lambda: kernels.encode([one], one[:3], runs)),
+            (ValueError, r"update\[0\]: expected a C-contiguous", lambda: kernels.encode([one[::2]], one, runs)),
+            (ValueError, "the 4 elements of update", lambda: kernels.check([one], make_runs((5, 1)))),
+            (ValueError, "normal, positive", lambda: kernels.check([one], make_runs((4, 0)))),
+            (ValueError, "runs: expected lengths int64",
+             lambda: kernels.check([one], Runs(runs.lengths, runs.taus.astype(float)))),
+            (ValueError, "layout: ", lambda: kernels.encode([one], one, runs, layout=Layout(region=100))),
+            (ValueError, r"runs: .* 3 elements of out",
+             lambda: kernels.decode([(np.zeros(0, np.uint8), runs)], 1, one[:3])),
+            (TypeError, r"messages\[0\]: expected tiles as uint8",
+             lambda: kernels.decode([(np.zeros(3, np.int8), runs)], 1, one)),
+        ]  # fmt: skip
+        for kind, text, call in cases:
+            with pytest.raises(kind, match=text):
+                call()
+
+
+_allocating = threading.Lock()
+
+
+def shared_array(shared, shape, dtype):
+    """The array that the block's threads share at the line that asks for it.
+
+    The simulator's own has no lock: two threads that ask at once for the first time get an array each.
+    """
+    frame = sys._getframe(1)
+    with _allocating:
+        return shared._allocations.setdefault((frame.f_code, frame.f_lineno), np.empty(shape, dtype))
+
+
+def on_device(array):
+    """A copy on the simulated GPU."""
+    from numba import cuda
+
+    return cuda.to_device(array)
+
+
+def encode(update, residual, runs, rice, layout):
+    """(what cuda.encode gives, with its tiles on the host; the residual after it)."""
+    from hvdx.kernels import cuda as kernels
+
+    left = on_device(residual)
+    got = kernels.encode([on_device(u) for u in update], left, runs, rice, layout)
+    return got._replace(tiles=got.tiles.copy_to_host()), left.copy_to_host()
+
+
+def check_encode(update, residual, runs, rice, layout):
+    """Hold cuda.encode against the reference; returns the tiles."""
+    left = residual.copy()
+    expected = reference.encode(update, left, runs, rice, layout)
+    got, got_left = encode(update, residual, runs, rice, layout)
+    assert got.fault == expected.fault == -1
+    assert got.tiles.tobytes() == expected.tiles.tobytes()
+    np.testing.assert_array_equal(got_left.view(np.uint32), left.view(np.uint32))
+    np.testing.assert_array_equal(got.sent, expected.sent)
+    np.testing.assert_array_equal(got.near, expected.near)
+    assert got.sent.dtype == got.near.dtype == np.int64
+
+
+def check_gaps(gaps, rng):
+    """Hold cuda.encode against the reference for entries with these gaps before them."""
+    index = np.cumsum(np.asarray(gaps) + 1) - 1
+    update = np.zeros(index[-1] + 1, np.float32)
+    update[index] = rng.choice([-1, 1], index.size)
+    check_encode([update], np.zeros_like(update), make_runs((len(update), 1)), True, LONG)
+
+
+def decode(messages, scale, out, rice):
+    """What cuda.decode makes of arrays."""
+    from hvdx.kernels import cuda as kernels
+
+    arrays = [on_device(o) for o in out]
+    kernels.decode(messages, scale, arrays if len(arrays) > 1 else arrays[0], rice)
+    return [a.copy_to_host() for a in arrays]
+
+
+def make_messages(rice):
+    """Three messages for 700 elements, whose runs differ."""
+    messages = []
+    for seed, runs in ((8, make_runs((700, 0.5))), (9, make_runs((99, 0.5), (601, 0.6))), (10, make_runs((700, 0.4)))):
+        update, residual = make_case(700, 0.12, seed, tau=0.4, more=0.1)
+        messages.append((reference.encode([update], residual, runs, rice, SMALL).tiles, runs))
+    return messages
+
+
+def mutations(good, number):
+    """Copies of a message with a bit turned, a byte changed, cut off, or added."""
+    rng = np.random.default_rng(11)
+    for i in range(number):
+        data, at = good.copy(), int(rng.integers(good.size))
+        if i % 5 < 2:
+            data[at] ^= np.uint8(1 << rng.integers(8))
+        elif i % 5 == 2:
+            data[at] = rng.integers(256)
+        elif i % 5 == 3:
+            data = data[:at]
+        else:
+            data = np.insert(data, at, np.uint8(rng.integers(256)))
+        yield data
