@@ -118,7 +118,7 @@ def encode(
     filled = [buffer for share in shares for buffer in share]
     del shares
     tiles = _join(filled, work, rice, reserve)
-    total = np.add.reduce(work.counted)
+    total = work.counted[0].copy() if len(work.counted) == 1 else np.add.reduce(work.counted)
     return Encoded(tiles, total[:, 0], total[:, 1:], -1)
 
 
@@ -168,6 +168,8 @@ class Workspace:
         self.records = np.zeros((regions, 5), np.int64)
         self.left = np.empty(regions * (layout.tile_min - 1), np.uint32)
         self.times = np.empty(len(self.left), np.int32)
+        self.most_left = 3 * self.left.size + enc.HEAD_BYTES * (regions + 1)
+        self.joined = np.zeros(8, np.int64)
         self.scratch = [_scratch(layout) for _ in self.borders[1:]]
         self.places = [np.zeros(6, np.int64) for _ in self.scratch]
         self.counted = [np.zeros((runs, 1 + len(SHARES)), np.int64) for _ in self.scratch]
@@ -196,9 +198,9 @@ def _join(buffers: list[np.ndarray], work: Workspace, rice: bool, reserve: int) 
     """Put the workers' tiles and those of what they left in order; frees each buffer as it goes."""
     records = work.records
     # Memory that is not written to costs nothing, so the guess is a generous one.
-    guess = sum(b.size for b in buffers) + 3 * work.left.size + enc.HEAD_BYTES * (len(records) + 1)
-    out = np.empty(reserve + guess, np.uint8)
-    place = np.zeros(8, np.int64)
+    out = np.empty(reserve + sum(map(len, buffers)) + work.most_left, np.uint8)
+    place = work.joined
+    place[:] = 0
     place[enc.J_LAST], place[enc.J_USED] = -1, reserve
     source, done = out[:0], 0
     while done != 1:
@@ -241,7 +243,15 @@ def inspect(message: np.ndarray, n: int, rice: bool = True, threads: int | None 
 
     Raises:
         Malformed: it is not a message for n elements.
+        TypeError: it is no uint8[bytes].
+        ValueError: it is not contiguous.
     """
+    if not isinstance(message, np.ndarray) or message.dtype != np.uint8 or message.ndim != 1:
+        raise TypeError(
+            f"message: expected uint8[bytes], got {type(message).__name__}. Use np.frombuffer(..., np.uint8)."
+        )
+    if not message.flags.c_contiguous:
+        raise ValueError("message: expected contiguous uint8[bytes]. Pass np.ascontiguousarray(...) of it.")
     rows = table(message, n)
     threads = threads or default_threads()
     borders = cut(len(rows), min(threads, max(len(rows) // 8, 1)))

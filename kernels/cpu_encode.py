@@ -307,13 +307,17 @@ def scan(begin, end, n, residual, pieces, taus, sent, near, where, masks):
 
 
 @njit(nogil=True, error_model="numpy")
-def list_entries(found, where, masks, origin, residual, entries, waiting, blind):
+def list_entries(found, where, masks, origin, residual, entries, waiting, blind, next_residual, next_update):
     """Append the entries in masks, none of them a multiple: how many then wait.
+
+    Meanwhile memory goes on with the elements at `next_residual` and `next_update`.
 
     `blind` entries of each mask are written whether they are there or not: what most masks hold, so that the processor
     has no branch to guess wrong.
     """
     for i in range(found):
+        simd.prefetch(next_residual + 128 * i)
+        simd.prefetch(next_update + 128 * i)
         hit, base = masks[i], np.uint32((where[i] << 6) - origin)
         address = residual.ctypes.data + 256 * where[i]
         after = waiting + simd.population(hit)
@@ -426,10 +430,13 @@ def encode_regions(
             waiting, multiples = list_multiples(
                 found, where, masks, origin, residual, pieces, taus, near, entries, waiting, times, multiples
             )
-        elif 4 * found < stop - place[AT]:
-            waiting = list_entries(found, where, masks, origin, residual, entries, waiting, 1)
         else:
-            waiting = list_entries(found, where, masks, origin, residual, entries, waiting, 3)
+            element = 64 * (block + stop)
+            p = piece_of(pieces, element)
+            ahead = 4 * element + simd.AHEAD
+            here, there = _i64(residual.ctypes.data) + ahead, pieces[p, 2] - 4 * pieces[p, 0] + ahead
+            blind = 1 if 4 * found < stop - place[AT] else 3
+            waiting = list_entries(found, where, masks, origin, residual, entries, waiting, blind, here, there)
         place[AT], place[WAITING], place[MULTIPLES], place[READ] = stop, waiting, multiples, stop == last
     return True
 

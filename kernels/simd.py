@@ -18,7 +18,7 @@ _STRIDE = 4 * _LANES
 _I8, _I16, _I32, _I64, _F32 = (ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType())
 _FLOATS, _INTS = ir.VectorType(_F32, _LANES), ir.VectorType(_I32, _LANES)
 #: How far ahead of the elements at hand to fetch, in bytes: one page. It is what lifts one core to the speed of memory.
-_AHEAD = 6144
+AHEAD = 6144
 
 
 def _call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
@@ -111,7 +111,7 @@ def accumulate(
             for address in (r, u):
                 hint = [ir.Constant(_I32, v) for v in (0, 3, 1)]
                 _call(
-                    builder, "llvm.prefetch.p0", ir.VoidType(), _pointer(builder, address, offset + _AHEAD, _I8), *hint
+                    builder, "llvm.prefetch.p0", ir.VoidType(), _pointer(builder, address, offset + AHEAD, _I8), *hint
                 )
         for offset in range(0, 256, _STRIDE):
             total = builder.fadd(_load(builder, r, offset, _FLOATS), _load(builder, u, offset, _FLOATS))
@@ -242,6 +242,14 @@ def load_half(builder: Any, address: Any) -> Any:
     value = builder.load(_pointer(builder, address, 0, _I32))
     value.align = 1
     return value
+
+
+@_intrinsic(types.void(types.int64))
+def prefetch(builder: Any, address: Any) -> None:
+    """Begin to fetch 128 bytes at an address. It may be any: where there is no memory, nothing happens."""
+    for offset in (0, 64):
+        hint = [ir.Constant(_I32, v) for v in (0, 3, 1)]
+        _call(builder, "llvm.prefetch.p0", ir.VoidType(), _pointer(builder, address, offset, _I8), *hint)
 
 
 @_intrinsic(types.int64(types.int64))

@@ -13,9 +13,11 @@ from hvdx.kernels.tiles import SHARES
 #: Bits of a float32 that a bin of the histogram keeps: the exponent and three of the fraction, eight bins an octave.
 BIN_SHIFT = 20
 #: tau stays above the largest element times this: below, m would outgrow what is exact.
-_SPAN = 2.0**-20
+_SPAN = 2.0**-17
 #: How much of the last sent count the running mean takes in.
 _MEMORY = 1 / 8
+#: Bins below this one are of finite numbers.
+_FINITE = 0x7F8
 _LEAST, _MOST = 2.0**-126, 2.0**126
 
 
@@ -33,16 +35,18 @@ def on_grid(tau: float, steps: int, up: bool = False) -> np.float32:
 
 
 def first_tau(histogram: np.ndarray, density: float, steps: int) -> np.float32 | None:
-    """The tau at which at most `density` of the elements reach it.
+    """The tau at which `density` of the elements reach it, or fewer; more only where many are of one size.
 
     Args:
-        histogram: int64[2048], elements whose size, as the bits of a float32 >> BIN_SHIFT, is the index.
+        histogram: int64[2048], elements whose size, as the bits of a float32 >> BIN_SHIFT, is the index. NaN and
+            infinity do not count.
         density: the share of elements to send.
         steps: values of the grid in an octave.
 
     Returns:
         The smallest such tau on the grid, or None where all elements are zero.
     """
+    histogram = histogram[:_FINITE]
     occupied = np.flatnonzero(histogram[1:]) + 1
     if not occupied.size:
         return None
@@ -50,7 +54,7 @@ def first_tau(histogram: np.ndarray, density: float, steps: int) -> np.float32 |
     reached = np.cumsum(histogram[::-1])[::-1]
     top = int(occupied[-1])
     few = np.flatnonzero(reached <= max(density * histogram.sum(), 1))
-    edge = edges[min(int(few[0]), top)]
+    edge = edges[min(int(few[0]), top) if few.size else top]
     return max(on_grid(float(edge), steps, up=True), on_grid(float(edges[top]) * _SPAN, steps, up=True))
 
 

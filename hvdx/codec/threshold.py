@@ -75,7 +75,7 @@ class Threshold(Codec[ThresholdState]):
         scope: one tau for "all" elements, or one for each "variable" (array of the update).
         index_coding: "rice" entropy-codes the indices; "none" spends 32 bits on each.
         tau_steps: how finely tau follows `target_density`: values in an octave, a power of two up to 64. 1 keeps tau a
-            power of two, and the density within a factor of it.
+            power of two; each step down then sends a large share of the residuals at once.
         threads: how many the kernels use; the cores of this process if None.
         device: where updates and outputs are: "cpu", NumPy arrays; "cuda", arrays on a GPU. The bytes are the same.
 
@@ -108,9 +108,9 @@ class Threshold(Codec[ThresholdState]):
             raise ConfigError(
                 "threshold: both tau and target_density are given. Give one: a density finds its own tau."
             )
-        if tau is not None and not 2.0**-126 <= np.float32(tau) <= 2.0**126:
+        if tau is not None and not (_is_number(tau) and 2.0**-126 <= tau <= 2.0**126):
             raise ConfigError(f"threshold: tau: expected a positive number from 2**-126 to 2**126, got {tau!r}.")
-        if target_density is not None and not 0 < target_density < 1:
+        if target_density is not None and not (_is_number(target_density) and 0 < target_density < 1):
             raise ConfigError(f"threshold: target_density: expected a share between 0 and 1, got {target_density!r}.")
         if scope not in ("all", "variable"):
             raise ConfigError(f"threshold: scope: expected 'all' or 'variable', got {scope!r}.")
@@ -118,7 +118,7 @@ class Threshold(Codec[ThresholdState]):
             raise ConfigError(f"threshold: index_coding: expected 'rice' or 'none', got {index_coding!r}.")
         if tau_steps not in (1, 2, 4, 8, 16, 32, 64):
             raise ConfigError(f"threshold: tau_steps: expected a power of two from 1 to 64, got {tau_steps!r}.")
-        if threads is not None and threads < 1:
+        if threads is not None and not (isinstance(threads, int) and threads >= 1):
             raise ConfigError(f"threshold: threads: expected at least 1, got {threads!r}.")
         if device not in ("cpu", "cuda"):
             raise ConfigError(f"threshold: device: expected 'cpu' or 'cuda', got {device!r}.")
@@ -203,9 +203,15 @@ class Threshold(Codec[ThresholdState]):
                     f"{list(value.shape)}. It is of another model, or of another `scope`."
                 )
             new[name] = value.copy()
-        tau_of = np.repeat(new["taus"], new["lengths"])
-        if (new["lengths"] != fresh.lengths).any() or not (np.abs(new["residual"]) < np.float32(2**10) * tau_of).all():
-            raise ConfigError("threshold: the saved residual does not belong to the saved taus, or to these sizes.")
+        if (new["lengths"] != fresh.lengths).any():
+            raise ConfigError(f"threshold: saved lengths: expected {fresh.lengths}, got {new['lengths']}.")
+        if not ((new["taus"] >= 2.0**-126) & (new["taus"] <= 2.0**126)).all() or not np.isfinite(new["means"]).all():
+            raise ConfigError("threshold: saved taus or means that no encoder has; the checkpoint is damaged.")
+        most = np.repeat(np.float32(2**10) * new["taus"], new["lengths"])
+        if not (np.abs(new["residual"]) < most).all():
+            raise ConfigError(
+                "threshold: the saved residual does not belong to the saved taus; the checkpoint is damaged."
+            )
         new |= {"residual": self._device.place(new["residual"]), "step": int(new["step"])}
         return replace(fresh, **new)
 
@@ -249,6 +255,10 @@ class Threshold(Codec[ThresholdState]):
             else "which cannot be sent. The training diverged, or the loss scale is too high"
         )
         return UpdateError(f"update[{variable}]: element {element} is {value}, {why}.", variable, element)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
 
 
 @lru_cache(maxsize=64)

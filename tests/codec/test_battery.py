@@ -1,0 +1,14 @@
+import pytest
+
+from hvdx.codec import CODECS
+from tests.codec.battery import CODEC_CHECKS, ROWS
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("check", CODEC_CHECKS.values(), ids=CODEC_CHECKS)
+def test_codec_passes(check, row):
+    check(row)
+
+
+def test_every_codec_has_a_row():
+    assert {row.name for row in ROWS.values()} == set(CODECS)

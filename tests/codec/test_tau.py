@@ -1,0 +1,175 @@
+"""Finding tau: the grid, the first tau from a histogram, and following a density."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdx.codec import Threshold
+from hvdx.codec.tau import first_tau, next_tau, on_grid
+from hvdx.kernels import cpu, reference
+from hvdx.kernels.tiles import SHARES
+from tests.kernels.strategies import fixed, powers
+
+STEPS = [1, 2, 4, 8, 16, 32, 64]
+steps_of_an_octave = st.sampled_from(STEPS)
+#: Elements: 50 entries an update at the lowest density below.
+N = 50_000
+
+
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("exponent", [-126, -20, 0, 90])
+def test_multiples_of_the_grid_are_exact(steps, exponent):
+    """m * tau is a float32 for every m below 2**23 / steps: 24 bits hold both."""
+    m = np.unique(np.concatenate([np.arange(1, 3000), 2**23 // steps - np.arange(1, 3000)]))
+    m = m[(m > 0) & (m < 2**23 // steps)]
+    for i in range(steps):
+        tau = np.float32((1 + i / steps) * 2.0**exponent)
+        assert float(tau) == (1 + i / steps) * 2.0**exponent
+        np.testing.assert_array_equal(reference.amount(m, tau).astype(np.float64), m * np.float64(tau))
+
+
+@fixed
+@given(st.floats(2.0**-126, 2.0**126), steps_of_an_octave)
+def test_on_grid_gives_the_neighbours_on_the_grid(tau, steps):
+    below, above = float(on_grid(tau, steps)), float(on_grid(tau, steps, up=True))
+    assert below <= tau <= above
+    for value in (below, above):
+        assert value == float(on_grid(value, steps)) == float(on_grid(value, steps, up=True))
+        fraction, _ = math.frexp(value)
+        assert (fraction * 2 * steps).is_integer()
+    assert below == above or above / below <= 1 + 1 / steps
+
+
+def test_on_grid_stays_within_its_range():
+    for steps in STEPS:
+        for tau in (0.0, 1e-300, 1e300, math.inf):
+            assert 2.0**-126 <= on_grid(tau, steps) <= 2.0**126
+            assert 2.0**-126 <= on_grid(tau, steps, up=True) <= 2.0**126
+
+
+DISTRIBUTIONS = {
+    "gauss": lambda rng: rng.normal(0, 1e-3, N),
+    "laplace": lambda rng: rng.laplace(0, 1e-5, N),
+    "lognormal": lambda rng: rng.normal(0, 1, N) * np.exp(rng.normal(0, 2, N)),
+    "mostly zeros": lambda rng: rng.normal(0, 1, N) * (rng.random(N) < 0.2),
+    "small": lambda rng: rng.normal(0, 1e-37, N),
+}
+
+
+@pytest.mark.parametrize("make", DISTRIBUTIONS.values(), ids=DISTRIBUTIONS)
+@pytest.mark.parametrize("density", [1e-3, 1e-2, 3e-2, 0.1])
+def test_first_tau_hits_the_density(make, density):
+    """At most what is asked for; at least half of it, as a bin is an eighth of an octave."""
+    values = make(np.random.default_rng(0)).astype(np.float32)
+    histogram = cpu.histogram([values], np.array([N]))[0]
+    reached = [np.count_nonzero(np.abs(values) >= first_tau(histogram, density, steps)) / N for steps in STEPS]
+    assert all(share <= density for share in reached)
+    assert all(share >= 0.5 * density for share, steps in zip(reached, STEPS, strict=True) if steps >= 8)
+
+
+@fixed
+@given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=50), steps_of_an_octave)
+def test_first_tau_is_one_that_some_element_reaches_or_nearly(values, steps):
+    """Or None where there is no element but 0. It is on the grid, and no element is more than 2**21 of it."""
+    vector = np.array(values, np.float32)
+    tau = first_tau(cpu.histogram([vector], np.array([vector.size]))[0], 0.1, steps)
+    largest = np.abs(vector).max()
+    if tau is None:
+        assert largest < 2.0**-129
+        return
+    assert tau == on_grid(float(tau), steps)
+    assert largest <= 2.0**21 * tau
+    assert tau <= max(2 * largest, 2.0**-126)
+
+
+def test_first_tau_of_zeros_is_none():
+    assert first_tau(cpu.histogram([np.zeros(5, np.float32)], np.array([5]))[0], 0.1, 32) is None
+    assert first_tau(np.zeros(2048, np.int64), 0.1, 32) is None
+
+
+def test_first_tau_of_equal_elements_is_one_that_they_reach():
+    """All or none would be sent; all, so that training begins."""
+    values = np.full(1000, 0.37, np.float32)
+    tau = first_tau(cpu.histogram([values], np.array([1000]))[0], 0.01, 32)
+    assert 0.3 < tau <= 0.37
+
+
+nears = st.lists(st.integers(0, 1000), min_size=len(SHARES), max_size=len(SHARES)).map(sorted).map(np.array)
+
+
+@fixed
+@given(
+    powers, st.one_of(st.just(-1.0), st.floats(0, 1000)), st.integers(0, 1000), nears,
+    st.floats(1e-4, 0.9), steps_of_an_octave,
+)  # fmt: skip
+def test_next_tau_stays_on_the_grid_and_near(tau, mean, sent, near, density, steps):
+    """tau changes by a factor of 4 at most, so a residual stays below 4 tau."""
+    tau = np.float32(tau)
+    after, mean_after = next_tau(tau, mean, sent, near, 1000, density, steps)
+    assert after == on_grid(float(after), steps)
+    assert 2.0**-126 <= after <= 2.0**126
+    assert min(float(tau) / 4, 2.0**126) <= float(after) <= float(tau) * 4 * (1 + 1 / steps)
+    assert mean_after >= 0
+    wanted = max(density * 1000, 1)
+    if sent > 4 * wanted and tau < 2.0**125:
+        assert after > tau
+    if sent <= wanted and mean <= wanted:
+        assert after <= tau
+
+
+def updates(kind, steps, seed=0):
+    """Updates whose residuals walk at random: elements of one scale, of many, with a drift, or with rare large ones."""
+    rng = np.random.default_rng(seed)
+    scale = np.full(N, 1e-3, np.float32)
+    if kind != "gauss":
+        scale *= np.exp(rng.normal(0, 1, N)).astype(np.float32)
+    drift = (rng.normal(0, 0.1, N) * scale).astype(np.float32) if kind == "drift" else np.float32(0)
+    for _ in range(steps):
+        update = rng.standard_normal(N, np.float32) * scale + drift
+        yield update * rng.exponential(1, N).astype(np.float32) if kind == "bursts" else update
+
+
+def densities(codec, sequence):
+    """The density of each update's message, as a multiple of the target."""
+    state, found = codec.init([N]), []
+    for update in sequence:
+        _, state = codec.encode([update], state)
+        found.append(state.density / codec.target_density)
+    return np.array(found)
+
+
+@pytest.mark.parametrize("kind", ["gauss", "lognormal", "drift", "bursts"])
+@pytest.mark.parametrize("density", [1e-3, 1e-2, 3e-2])
+def test_tau_follows_a_density(kind, density):
+    """Within a quarter over the last 100 of 300 steps, and no step far above it once the start is over."""
+    got = densities(Threshold(target_density=density, threads=1), updates(kind, 300))
+    assert 0.5 <= got[0] <= 1
+    assert got[-100:].mean() == pytest.approx(1, abs=0.25)
+    assert got[3:].max() < 10
+    assert got[50:].max() < 2
+
+
+@pytest.mark.parametrize("density", [1e-3, 1e-2, 3e-2])
+@pytest.mark.parametrize("factor", [0.1, 10])
+def test_tau_follows_the_scale_of_updates(factor, density):
+    """Updates that become ten times as large, or as small: one burst at most, then the density again."""
+    sequence = (
+        update * np.float32(factor if step >= 100 else 1) for step, update in enumerate(updates("lognormal", 400))
+    )
+    got = densities(Threshold(target_density=density, threads=1), sequence)
+    assert got[60:100].mean() == pytest.approx(1, abs=0.25)
+    assert got[-100:].mean() == pytest.approx(1, abs=0.25)
+    assert np.count_nonzero(got[100:] > 10) <= 1
+    assert got[-100:].max() < 10
+
+
+def test_tau_of_one_step_an_octave_is_a_power_of_two():
+    codec = Threshold(target_density=0.01, tau_steps=1, threads=1)
+    state = codec.init([N])
+    for update in updates("lognormal", 30):
+        _, state = codec.encode([update], state)
+        fraction, _ = math.frexp(float(state.taus[0]))
+        assert fraction == 0.5

@@ -1,0 +1,194 @@
+"""What the threshold codec does beyond the battery: its options, its errors, its state."""
+
+import numpy as np
+import pytest
+
+from hvdx.codec import Threshold, frame
+from hvdx.codec.threshold import DEFAULT_TAU
+from hvdx.errors import ConfigError, UpdateError, WireError
+from hvdx.kernels import reference
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"tau": 0.5, "target_density": 0.1}, "both tau and target_density are given. Give one"),
+        ({"tau": 0}, "tau: expected a positive number"),
+        ({"tau": -1.0}, "got -1.0"),
+        ({"tau": float("nan")}, "got nan"),
+        ({"tau": float("inf")}, "got inf"),
+        ({"tau": 1e-39}, "tau: expected"),
+        ({"tau": 2.0**127}, "from 2"),
+        ({"target_density": 0}, "target_density: expected a share between 0 and 1, got 0"),
+        ({"target_density": 1}, "got 1"),
+        ({"target_density": float("nan")}, "got nan"),
+        ({"scope": "layer"}, "scope: expected 'all' or 'variable', got 'layer'"),
+        ({"index_coding": "huffman"}, "index_coding: expected 'rice' or 'none', got 'huffman'"),
+        ({"tau_steps": 3}, "tau_steps: expected a power of two from 1 to 64, got 3"),
+        ({"tau_steps": 128}, "got 128"),
+        ({"threads": 0}, "threads: expected at least 1, got 0"),
+    ],
+)
+def test_options_are_held_against_their_limits(options, text):
+    with pytest.raises(ConfigError, match=text):
+        Threshold(**options)
+
+
+@pytest.mark.parametrize("options", [{"tau": "small"}, {"target_density": "low"}, {"threads": "all"}, {"tau": 1e39}])
+def test_options_of_another_type_are_config_errors(options):
+    """As they come from a strategy written as text."""
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        Threshold(**options)
+
+
+def test_tau_takes_its_whole_range():
+    for tau in (2.0**-126, 1e-30, 1, 2.0**126):
+        codec = Threshold(tau=tau)
+        update = np.array([tau, -tau / 2], np.float32)
+        message, state = codec.encode([update], codec.init([2]))
+        out = np.zeros(2, np.float32)
+        codec.decode([message], [out])
+        assert out.tolist() == [np.float32(tau), 0]
+        assert state.residual.tolist() == [0, update[1]]
+
+
+def test_repr_gives_what_is_not_default():
+    assert repr(Threshold()) == f"Threshold(tau={DEFAULT_TAU})"
+    assert repr(Threshold(target_density=0.1, threads=2)) == "Threshold(target_density=0.1, threads=2)"
+
+
+def test_state_tells_what_was_sent():
+    codec = Threshold(tau=0.5, scope="variable")
+    state = codec.init([3, 0, 5])
+    assert state.density == 0
+    update = [np.array([1, 0, -1], np.float32), np.zeros(0, np.float32), np.array([0, 0, 0, 0, 0.7], np.float32)]
+    _, state = codec.encode(update, state)
+    assert state.sent.tolist() == [2, 1]
+    assert state.density == 3 / 8
+    assert state.step == 1
+    assert repr(state) == "ThresholdState(step=1, elements=8, taus=[0.5, 0.5])"
+    assert codec.init([]).density == 0
+
+
+def test_each_variable_has_a_tau_of_its_own():
+    codec = Threshold(target_density=0.1, scope="variable")
+    rng = np.random.default_rng(0)
+    small, large = (rng.normal(0, sigma, 1000).astype(np.float32) for sigma in (1e-4, 1))
+    _, state = codec.encode([small, large], codec.init([1000, 1000]))
+    assert state.sent[0] == pytest.approx(100, rel=0.3)
+    assert state.sent[1] == pytest.approx(100, rel=0.3)
+    assert state.taus[1] / state.taus[0] == pytest.approx(1e4, rel=0.5)
+
+
+def test_a_variable_that_was_zero_finds_its_tau_later():
+    codec = Threshold(target_density=0.1, scope="variable")
+    rng = np.random.default_rng(0)
+    first, second = (rng.normal(0, 1e-5, 1000).astype(np.float32) for _ in range(2))
+    _, state = codec.encode([first, np.zeros(1000, np.float32)], codec.init([1000, 1000]))
+    assert state.found.tolist() == [True, False]
+    _, state = codec.encode([np.zeros(1000, np.float32), second], state)
+    assert state.found.all()
+    assert state.sent[1] == pytest.approx(100, rel=0.3)
+
+
+@pytest.mark.parametrize("scope", ["all", "variable"])
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf])
+def test_the_first_update_may_hold_what_cannot_be_sent(value, scope):
+    """tau is then sought among elements of which some are no numbers."""
+    codec = Threshold(target_density=0.1, scope=scope)
+    state = codec.init([4])
+    bad = np.array([1, value, 2, 3], np.float32)
+    with pytest.raises(UpdateError) as caught:
+        codec.encode([bad], state)
+    assert caught.value.element == 1
+    codec.encode([np.ones(4, np.float32)], state)
+
+
+def test_too_many_tau_are_refused_with_what_to_do():
+    codec = Threshold(tau=2.0**-20)
+    with pytest.raises(UpdateError, match=r"update\[1\]: element 2 is 2048.0, which is more than 2\*\*30 times tau"):
+        codec.encode([np.ones(3, np.float32), np.array([0, 0, 2048], np.float32)], codec.init([3, 3]))
+
+
+def test_message_is_the_frame_the_runs_and_the_tiles():
+    """Byte by byte, for a message of one entry."""
+    codec = Threshold(tau=0.5)
+    message, _ = codec.encode([np.array([0, 0, -0.5, 0], np.float32)], codec.init([4]))
+    tiles = reference.write(np.array([2]), np.array([True]), np.array([1]), 4)
+    assert message[frame.SIZE :].tobytes() == bytes([1, 4, *np.float32(0.5).tobytes()]) + tiles.tobytes()
+    plain = Threshold(tau=0.5, index_coding="none")
+    assert (message[3], plain.encode([np.zeros(4, np.float32)], plain.init([4]))[0][3]) == (3, 4)
+
+
+def sealed(body):
+    return frame.seal(np.frombuffer(bytes(frame.SIZE) + body, np.uint8).copy(), 3)
+
+
+HALF = np.float32(0.5).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (b"", "lengths of its runs"),
+        (b"\x80", "lengths of its runs"),
+        (bytes([1]), "lengths of its runs"),
+        (bytes([100, 1]), "100 runs in 2 bytes"),
+        (bytes([0xFF] * 8 + [0x7F]), "runs in 9 bytes"),
+        (bytes([2, 4, 0, *HALF, *HALF]), "a run of no elements"),
+        (bytes([1, 3, *HALF]), "of 4 elements, got one of 3"),
+        (bytes([2, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0x7F, 1, *HALF, *HALF]), "got one of"),
+        (bytes([0]) + bytes(9), "of 4 elements, got one of 0"),
+        (bytes([1, 4, *HALF[:3]]), "lengths of its runs|within its taus"),
+        (bytes([2, 2, 2, *HALF, *HALF[:3]]), "within its taus"),
+        (bytes([1, 4, *np.float32(0).tobytes()]), "a tau of 0.0"),
+        (bytes([1, 4, *np.float32(-1).tobytes()]), "a tau of -1.0"),
+        (bytes([1, 4, *np.float32(np.nan).tobytes()]), "a tau of nan"),
+        (bytes([2, 2, 2, *HALF, *np.float32(np.inf).tobytes()]), "a tau of inf"),
+        (bytes([1, 4, *np.float32(2.0**-127).tobytes()]), "a tau of"),
+    ],
+)
+def test_decode_refuses_wrong_runs(body, text):
+    out = np.ones(4, np.float32)
+    with pytest.raises(WireError, match=text) as caught:
+        Threshold().decode([sealed(bytes([1, 4, *HALF])), sealed(body)], [out])
+    assert caught.value.rank == 1
+    assert (out == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("lengths", [2, 6]),
+        ("lengths", [8, -1]),
+        ("lengths", [2**60, 5]),
+        ("taus", [0.5, np.nan]),
+        ("taus", [0.5, 0]),
+        ("taus", [0.5, -1]),
+        ("taus", [np.inf, 0.5]),
+        ("residual", [0, 0, 0, 0, 0, 0, 0, np.inf]),
+        ("residual", [1e9, 0, 0, 0, 0, 0, 0, 0]),
+        ("means", [np.nan, 1]),
+    ],
+)
+def test_restore_refuses_values_that_no_encoder_has(name, wrong):
+    codec = Threshold(target_density=0.5, scope="variable")
+    _, state = codec.encode([np.ones(3, np.float32), np.ones(5, np.float32)], codec.init([3, 5]))
+    saved = state.arrays()
+    with pytest.raises(ConfigError, match="saved"):
+        codec.restore(saved | {name: np.array(wrong, saved[name].dtype)}, [3, 5])
+
+
+def test_restore_refuses_the_state_of_another_scope():
+    each, both = Threshold(scope="variable"), Threshold()
+    with pytest.raises(ConfigError, match="another `scope`"):
+        both.restore(each.init([3, 5]).arrays(), [3, 5])
+    with pytest.raises(ConfigError, match="lengths"):
+        each.restore({"residual": np.zeros(8, np.float32)}, [3, 5])
+
+
+def test_restore_copies():
+    codec = Threshold(tau=0.5)
+    saved = codec.init([3]).arrays()
+    codec.encode([np.full(3, 0.4, np.float32)], codec.restore(saved, [3]))
+    assert saved["residual"].tolist() == [0, 0, 0]

@@ -1,0 +1,296 @@
+"""Feeds decoders with bytes that are no messages, and sees that nothing happens but an error.
+
+    python -m tests.fuzz_wire --seconds 600 --seed 1
+    python -m tests.fuzz_wire --replay FILE
+
+A message is refused, with the output as it was, or decoded to what `kernels.reference` says. It lies against a page
+that cannot be read, the output between values that must not change, and memory is limited: a decoder that reads or
+writes beside its arguments, or believes a length, ends the process. The case at hand is in a file, so that it can be
+replayed then, too.
+"""
+
+import argparse
+import json
+import mmap
+import resource
+import sys
+import time
+import tracemalloc
+from collections import Counter
+from pathlib import Path
+from random import Random
+from typing import NamedTuple
+
+import numpy as np
+
+from hvdx.codec import Codec, frame, make, varint
+from hvdx.errors import WireError
+from hvdx.kernels import cpu, reference
+from hvdx.kernels.tiles import Malformed, Runs
+from tests.kernels.guarded import Guarded
+from tests.kernels.mutations import corpus, mutate, mutate_bytes
+from tests.kernels.strategies import noise, split
+
+#: Largest message, and elements of the largest output, that a case holds.
+ROOM, LARGEST = 1 << 17, 5000
+#: Bytes that the process may take once everything has run.
+SPARE = 256 << 20
+#: Cases before memory is looked at.
+WARM = 1000
+CANARY = np.float32(-12345.678)
+CODECS: dict[str, Codec] = {
+    "none": make("none"),
+    "fp16": make("fp16"),
+    "bf16": make("bf16"),
+    "rice": make("threshold", tau=0.5, threads=1),
+    "plain": make("threshold", tau=0.5, index_coding="none", threads=1),
+}
+
+
+class Case(NamedTuple):
+    """A message for a decoder: a codec's, whole, or with codec "" the tiles that a kernel reads."""
+
+    codec: str
+    n: int
+    rice: bool
+    lengths: list[int]
+    taus: list[float]
+    threads: int
+    data: bytes
+    #: What went before the message, and must not be added if it is refused.
+    before: bytes
+
+    @property
+    def runs(self) -> Runs:
+        return Runs(np.array(self.lengths, np.int64), np.array(self.taus, np.float32))
+
+
+class Journal:
+    """The case at hand, in a file that outlives the process."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.write_bytes(bytes(3 * ROOM))
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), 0)
+
+    def note(self, case: Case) -> None:
+        head = json.dumps(case._replace(data=len(case.data), before=len(case.before))._asdict()).encode() + b"\n"
+        whole = head + case.data + case.before
+        self._memory[: len(whole)] = whole
+
+
+def load(path: Path) -> Case:
+    """The case in a journal's file."""
+    head, rest = path.read_bytes().split(b"\n", 1)
+    fields = json.loads(head)
+    data, before = fields["data"], fields["before"]
+    return Case(**fields | {"data": rest[:data], "before": rest[data : data + before]})
+
+
+class Fuzzer:
+    """Makes cases and checks them."""
+
+    def __init__(self, seed: int, journal: Path) -> None:
+        self.rng, self.journal = Random(seed), Journal(journal)
+        self.messages = corpus()
+        self.sealed = [(name, n, message) for name in CODECS for n, message in _sealed(CODECS[name])]
+        self.room = Guarded(ROOM)
+        self.start = np.random.default_rng(seed).normal(0, 1, LARGEST).astype(np.float32)
+        self.counts: Counter[str] = Counter()
+
+    def case(self) -> Case:
+        """The next one."""
+        rng = self.rng
+        if rng.random() < 0.3:
+            return self._codec_case()
+        message = mutate(rng, self.messages)
+        n, rice = message.n, message.rice
+        if rng.random() < 0.05:
+            n, rice = max(0, rng.choice((0, 1, n - 1, n + 1, 2**48))), rng.random() < 0.5
+        lengths, taus = message.runs.lengths.tolist(), message.runs.taus.tolist()
+        if n != message.n:
+            lengths, taus = ([n], [0.5]) if n else ([], [])
+        good = [m.tiles for m in self.messages if m.n == n and m.rice == rice]
+        before = rng.choice(good) if good and rng.random() < 0.3 else b""
+        return Case("", n, rice, lengths, taus, rng.choice((1, 1, 1, 2)), message.tiles[:ROOM], before)
+
+    def _codec_case(self) -> Case:
+        """A message whose checksum, mostly, was made right again."""
+        rng = self.rng
+        name, n, sealed = rng.choice(self.sealed)
+        _, _, other = rng.choice(self.sealed)
+        before = rng.choice([m for c, k, m in self.sealed if (c, k) == (name, n)])
+        if rng.random() < 0.2:
+            return Case(name, n, True, [], [], 1, mutate_bytes(rng, sealed, other)[:ROOM], before)
+        body = mutate_bytes(rng, sealed[frame.SIZE :], other[frame.SIZE :])[: ROOM - frame.SIZE]
+        whole = np.frombuffer(bytes(frame.SIZE) + body, np.uint8).copy()
+        return Case(name, n, True, [], [], 1, frame.seal(whole, sealed[3]).tobytes(), before)
+
+    def check(self, case: Case, thorough: bool) -> None:
+        """Decode one; `thorough` holds a refused one against the reference too, and its memory against a limit."""
+        self.journal.note(case)
+        message = self.room.place(case.data, at_end=self.rng.random() < 0.8)
+        if case.n > LARGEST:
+            got = _accepts(lambda: cpu.inspect(message, case.n, case.rice, case.threads), Malformed)
+            if got or thorough:
+                assert got == _accepts(lambda: reference.read(message, case.n, case.rice), Malformed)
+            self.counts["inspected, right" if got else "inspected, refused"] += 1
+            return
+        whole = np.full(case.n + 64, CANARY)
+        whole[32 : 32 + case.n] = self.start[: case.n]
+        was, out = whole.tobytes(), split(whole[32 : 32 + case.n], [case.n // 3])
+        if thorough:
+            tracemalloc.start()
+        try:
+            got = self._decode(case, message, out)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        if thorough:
+            assert peak < 20 * (len(case.data) + len(case.before) + 4 * case.n) + 100_000, f"{peak} bytes were taken"
+        assert message.tobytes() == case.data, "the message was changed"
+        if not got:
+            assert whole.tobytes() == was, "the message was refused, but the output has changed"
+        if got or thorough:
+            want = expected(case, self.start[: case.n])
+            assert got == (want is not None), "the reference is of another opinion"
+            if want is not None:
+                assert (whole[:32] == CANARY).all(), "values before the output have changed"
+                assert (whole[32 + case.n :] == CANARY).all(), "values after the output have changed"
+                np.testing.assert_array_equal(whole[32 : 32 + case.n], want)
+        self.counts[f"{case.codec or 'kernel'}, {'right' if got else 'refused'}"] += 1
+
+    def _decode(self, case: Case, message: np.ndarray, out: list[np.ndarray]) -> bool:
+        before, refused = np.frombuffer(case.before, np.uint8), WireError if case.codec else Malformed
+        try:
+            if case.codec:
+                CODECS[case.codec].decode([before, message], out, 0.5)
+            else:
+                cpu.decode([(before, case.runs), (message, case.runs)], 0.5, out, case.rice, case.threads)
+        except refused as error:
+            blamed = error.rank if isinstance(error, WireError) else error.message
+        else:
+            return True
+        assert blamed == 1, "the other message was blamed"
+        return False
+
+
+def _accepts(call, error: type[Exception]) -> bool:
+    try:
+        call()
+    except error:
+        return False
+    return True
+
+
+def _sealed(codec: Codec) -> list[tuple[int, bytes]]:
+    """(n, message) of right messages."""
+    messages = []
+    for n, density in ((0, 0), (3, 1), (200, 0.1), (200, 1), (3000, 0.02)):
+        update, _ = noise(n, np.full(n, 0.5, np.float32), density, n)
+        arrays = split(np.clip(update, -6e4, 6e4), [n // 2])
+        messages.append((n, codec.encode(arrays, codec.init([a.size for a in arrays]))[0].tobytes()))
+        if codec.name == "threshold":
+            per_array = make("threshold", tau=0.5, scope="variable", index_coding=codec.index_coding, threads=1)
+            messages.append((n, per_array.encode(arrays, per_array.init([a.size for a in arrays]))[0].tobytes()))
+    return messages
+
+
+def expected(case: Case, start: np.ndarray) -> np.ndarray | None:
+    """What decoding gives by the specification: float32[n], or None where the message is wrong."""
+    out = [start.copy()]
+    with np.errstate(all="ignore"):
+        try:
+            if not case.codec:
+                tiles = [np.frombuffer(data, np.uint8) for data in (case.before, case.data)]
+                reference.decode([(t, case.runs) for t in tiles], 0.5, out, case.rice)
+                return out[0]
+            for data in (case.before, case.data):
+                _add(data, case, out)
+        except ValueError:
+            return None
+    return out[0]
+
+
+def _add(data: bytes, case: Case, out: list[np.ndarray]) -> None:
+    """Add a codec's message to `out`, or raise ValueError."""
+    fresh = frame.seal(np.frombuffer(data.ljust(frame.SIZE, b"\0"), np.uint8).copy(), case.before[3]).tobytes()
+    if data != fresh:
+        raise ValueError("not sealed")
+    count, at = varint.get(data, frame.SIZE)
+    if case.codec in ("rice", "plain"):
+        lengths = []
+        for _ in range(min(count, len(data))):
+            length, at = varint.get(data, at)
+            lengths.append(length)
+        if len(data) - at < 4 * count:
+            raise ValueError("no taus")
+        taus = np.frombuffer(data[at : at + 4 * count], "<f4")
+        if sum(lengths) != case.n or 0 in lengths or not ((taus >= 2.0**-126) & (taus <= 2.0**126)).all():
+            raise ValueError("wrong runs")
+        tiles = np.frombuffer(data[at + 4 * count :], np.uint8)
+        reference.decode([(tiles, Runs(np.array(lengths, np.int64), taus))], 0.5, out, case.codec == "rice")
+        return
+    width = 4 if case.codec == "none" else 2
+    if count != case.n or len(data) - at != width * count:
+        raise ValueError("of another size")
+    if case.codec == "bf16":
+        values = (np.frombuffer(data[at:], "<u2").astype(np.uint32) << 16).view(np.float32)
+    else:
+        values = np.frombuffer(data[at:], "<f4" if width == 4 else "<f2").astype(np.float32)
+    out[0] += values * np.float32(0.5)
+
+
+def limit_memory(spare: int) -> None:
+    """Let this process take no more than it has and `spare` bytes."""
+    with open("/proc/self/statm") as file:
+        now = int(file.read().split()[0]) * mmap.PAGESIZE
+    resource.setrlimit(resource.RLIMIT_AS, (now + spare, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+def run(fuzzer: Fuzzer, cases: int, seconds: float) -> int:
+    """Check cases until there were enough of them, or time is up: how many."""
+    begin = last = time.monotonic()
+    for i in range(cases):
+        # The first ones compile what there is to compile, which takes memory.
+        if i == WARM:
+            limit_memory(SPARE)
+        fuzzer.check(fuzzer.case(), thorough=i > WARM and i % 5 == 0)
+        if i % 256 == 0 and time.monotonic() - last > 5:
+            last = time.monotonic()
+            print(f"{i} cases, {last - begin:.0f} s", file=sys.stderr, flush=True)
+            if last - begin > seconds:
+                return i + 1
+    return cases
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz_wire", description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=60, help="stop after this time")
+    parser.add_argument("--cases", type=int, default=10**12, help="stop after this many messages")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--journal", type=Path, default=Path("fuzz-wire.case"), help="file for the case at hand")
+    parser.add_argument("--replay", type=Path, metavar="FILE", help="check the case in this file alone")
+    options = parser.parse_args(arguments)
+    if options.replay:
+        case = load(options.replay)
+        fuzzer = Fuzzer(options.seed, options.replay.with_suffix(".replayed"))
+        # Several times: the message lies at one end of its room or the other, and the first time compiles.
+        for i in range(20):
+            fuzzer.check(case, thorough=i > 0)
+        print(f"right: {dict(fuzzer.counts)}")
+        fuzzer.journal.path.unlink()
+        return 0
+    print(f"the case at hand: {options.journal}; after a failure: --replay {options.journal}", file=sys.stderr)
+    fuzzer = Fuzzer(options.seed, options.journal)
+    # What a wrong message decodes to may be infinity.
+    np.seterr(all="ignore")
+    done = run(fuzzer, options.cases, options.seconds)
+    options.journal.unlink()
+    print(f"{done} cases, seed {options.seed}: " + "; ".join(f"{v} {k}" for k, v in sorted(fuzzer.counts.items())))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

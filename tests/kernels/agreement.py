@@ -1,0 +1,39 @@
+"""Holding `cpu` against `reference`, to the byte."""
+
+import numpy as np
+
+from hvdx.kernels import cpu, reference
+from hvdx.kernels.tiles import Encoded
+from tests.kernels.strategies import Case
+
+
+def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether two float32 arrays hold the same bits: -0.0 is not 0.0."""
+    return a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def check_encoded(got: Encoded, want: Encoded) -> None:
+    """Every field of two results agrees, the tiles to the byte."""
+    assert got.fault == want.fault
+    np.testing.assert_array_equal(got.sent, want.sent)
+    np.testing.assert_array_equal(got.near, want.near)
+    assert got.tiles.tobytes() == want.tiles.tobytes()
+
+
+def encode_like_reference(case: Case, threads: int | None = 1) -> tuple[Encoded, np.ndarray]:
+    """Encode with `cpu`, and see that `reference` says the same: the result and the residual after it."""
+    got_residual, want_residual = case.residual.copy(), case.residual.copy()
+    got = cpu.encode(case.update, got_residual, case.runs, case.rice, case.layout, threads=threads)
+    want = reference.encode(case.update, want_residual, case.runs, case.rice, case.layout)
+    check_encoded(got, want)
+    assert same_bits(got_residual, want_residual)
+    return got, got_residual
+
+
+def sent_by(case: Case, tiles: np.ndarray) -> np.ndarray:
+    """What tiles stand for, as the specification reads them: float32[n]."""
+    index, negative, m = reference.read(tiles, case.n, case.rice)
+    sent = np.zeros(case.n, np.float32)
+    value = reference.amount(m, case.tau[index])
+    sent[index] = np.where(negative, -value, value)
+    return sent

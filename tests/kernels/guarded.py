@@ -1,0 +1,35 @@
+"""Memory of which no byte beside what was asked for can be read: to do so ends the process."""
+
+import ctypes
+import mmap
+import os
+
+import numpy as np
+
+_NONE = 0
+
+
+class Guarded:
+    """Room for bytes between two pages that cannot be accessed.
+
+    Args:
+        size: bytes there is room for.
+    """
+
+    def __init__(self, size: int) -> None:
+        page = mmap.PAGESIZE
+        pages = -(-size // page)
+        self._memory = mmap.mmap(-1, (pages + 2) * page)
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        for guard in (start, start + (pages + 1) * page):
+            if libc.mprotect(guard, page, _NONE):
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        self._room = np.frombuffer(self._memory, np.uint8)[page : (pages + 1) * page]
+
+    def place(self, data: bytes, at_end: bool = True) -> np.ndarray:
+        """Copy bytes so that they end, or begin, where the room does: uint8[bytes]."""
+        first = len(self._room) - len(data) if at_end else 0
+        self._room[first : first + len(data)] = np.frombuffer(data, np.uint8)
+        return self._room[first : first + len(data)]

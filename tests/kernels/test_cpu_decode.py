@@ -1,0 +1,166 @@
+"""`cpu.decode` and `cpu.inspect` against the specification."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdx.kernels import cpu, reference
+from hvdx.kernels.table import ENTRIES, FIRST, LAST
+from hvdx.kernels.tiles import TILE_MAX, Layout, Malformed, Runs
+from tests.kernels.agreement import same_bits
+from tests.kernels.strategies import cases, fixed, lengths_of, make_runs, noise, seeds, split, taus
+
+scales = st.one_of(st.sampled_from([1 / 3, 0.7, 1.0, 0.5, -1.0, 0.0, 2.0**-30]), st.floats(-4, 4, width=32))
+
+
+@st.composite
+def several_messages(draw):
+    """(messages with runs of their own, n, rice, cuts of the output): as from ranks that each found a tau."""
+    n = draw(st.sampled_from([300, 0, 1, 64, 65, 4097, 5000]))
+    rice, messages = draw(st.booleans()), []
+    for _ in range(draw(st.integers(1, 3))):
+        lengths = lengths_of(n, draw(st.lists(st.integers(0, n), max_size=3)))
+        runs = Runs(np.array(lengths, np.int64), np.array([draw(taus) for _ in lengths], np.float32))
+        density = draw(st.sampled_from([0.05, 0.6, 0, 0.001]))
+        update, residual = noise(n, np.repeat(runs.taus, runs.lengths), density, draw(seeds))
+        tiles = cpu.encode([update], residual, runs, rice, Layout(256, 64, 8, 32, 4), threads=1).tiles
+        messages.append((tiles, runs))
+    return messages, n, rice, draw(st.lists(st.integers(0, n), max_size=4))
+
+
+@fixed
+@given(several_messages(), scales, seeds, st.sampled_from([1, 2, 3, 5]))
+def test_decode_matches_reference(given_messages, scale, seed, threads):
+    """Several messages, added in their order, for any number of threads."""
+    messages, n, rice, cuts = given_messages
+    start = np.random.default_rng(seed).normal(0, 1, n).astype(np.float32)
+    got, want = split(start.copy(), cuts), split(start.copy(), cuts)
+    with np.errstate(over="ignore", invalid="ignore"):
+        cpu.decode(messages, scale, got, rice, threads=threads)
+        reference.decode(messages, scale, want, rice)
+    for a, b in zip(got, want, strict=True):
+        assert same_bits(a, b)
+
+
+@pytest.mark.parametrize("rice", [True, False])
+def test_decode_adds_in_order(rice):
+    """float32 sums depend on their order: the messages' one counts, whatever the threads."""
+    n = 20_000
+    messages = []
+    for rank, tau in enumerate((1.0, 2.0**-24, 3e-8, 0.7)):
+        runs = make_runs((n, tau))
+        update, residual = noise(n, np.full(n, tau, np.float32), 0.5, rank)
+        messages.append((cpu.encode([update], residual, runs, rice, threads=1).tiles, runs))
+    results = []
+    for order in (messages, messages[::-1]):
+        want = np.zeros(n, np.float32)
+        reference.decode(order, 1 / 3, [want], rice)
+        for threads in (1, 2, 3, 5):
+            got = np.zeros(n, np.float32)
+            cpu.decode(order, 1 / 3, [got], rice, threads=threads)
+            assert same_bits(got, want)
+        results.append(want)
+    assert not same_bits(*results)
+
+
+def test_decode_keeps_to_its_output():
+    """Views at odd places of a larger array: nothing beside them changes."""
+    n = 1000
+    runs = make_runs((n, 0.5))
+    update, residual = noise(n, np.full(n, 0.5, np.float32), 0.3, 2)
+    tiles = cpu.encode([update], residual, runs, threads=1).tiles
+    want = np.zeros(n, np.float32)
+    reference.decode([(tiles, runs)], 1.0, [want])
+    for first in range(1, 18):
+        room = np.full(n + 60, 7, np.float32)
+        halves = room[first : first + 300], room[first + 310 : first + 1010]
+        for half in halves:
+            half[:] = 0
+        cpu.decode([(tiles, runs)], 1.0, halves, threads=1)
+        assert same_bits(np.concatenate(halves), want)
+        assert (room[:first] == 7).all()
+        assert (room[first + 300 : first + 310] == 7).all()
+        assert (room[first + 1010 :] == 7).all()
+
+
+def test_decode_takes_no_messages():
+    out = np.ones(3, np.float32)
+    cpu.decode([], 1.0, [out])
+    assert (out == 1).all()
+
+
+def test_decode_names_the_bad_message_and_changes_nothing():
+    runs = make_runs((100, 0.5))
+    update, residual = noise(100, np.full(100, 0.5, np.float32), 0.3, 2)
+    tiles = cpu.encode([update], residual, runs, threads=1).tiles
+    out = np.ones(100, np.float32)
+    with pytest.raises(Malformed) as caught:
+        cpu.decode([(tiles, runs), (tiles, runs), (tiles[:-1], runs)], 1.0, [out], threads=1)
+    assert caught.value.message == 2
+    assert (out == 1).all()
+
+
+@fixed
+@given(cases(), st.sampled_from([1, 3]))
+def test_inspect_finds_what_reference_reads(case, threads):
+    tiles = reference.encode(case.update, case.residual.copy(), case.runs, case.rice, case.layout).tiles
+    index, _, _ = reference.read(tiles, case.n, case.rice)
+    rows = cpu.inspect(tiles, case.n, case.rice, threads)
+    assert np.isin(rows[:, FIRST], index).all()
+    assert np.isin(rows[:, LAST], index).all()
+    assert rows[:, ENTRIES].sum() == len(index)
+    if len(index):
+        with pytest.raises(Malformed):
+            cpu.inspect(tiles, int(index[-1]), case.rice, threads)
+
+
+#: n, and entries about the borders of 32 bits and at the far end.
+FAR = [
+    (2**33, [0, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 1, 2**32, 2**32 + 1, 2**33 - 1]),
+    (2**40, [2**40 - 1]),
+    (2**40, [5, 2**32 + 7, 2**39, 2**39 + 1, 2**40 - 2, 2**40 - 1]),
+    (2**40, list(range(2**36, 2**36 + 700))),
+]
+
+
+@pytest.mark.parametrize(("n", "index"), FAR, ids=range(len(FAR)))
+@pytest.mark.parametrize("rice", [True, False])
+def test_inspect_reads_gaps_beyond_32_bits(n, index, rice):
+    """Messages for more elements than a test can hold, written by the specification."""
+    where = np.array(index, np.int64)
+    negative, m = where % 3 == 0, 1 + where % 2 * 5
+    # Long regions, so that the specification's list of them is short.
+    layout = Layout(region=2**26, tile_max=128, tile_min=16, group=32, group_regions=8)
+    tiles = reference.write(where, negative, m, n, rice, layout)
+    got = reference.read(tiles, n, rice)
+    for a, b in zip(got, (where, negative, m), strict=True):
+        np.testing.assert_array_equal(a, b)
+    rows = cpu.inspect(tiles, n, rice, threads=1)
+    assert rows[0, FIRST] == index[0]
+    assert rows[-1, LAST] == index[-1]
+    with pytest.raises(Malformed, match="outside"):
+        cpu.inspect(tiles, index[-1], rice, threads=1)
+
+
+@pytest.mark.parametrize("rice", [True, False])
+def test_inspect_reads_far_entries_of_one_tile(rice):
+    """The longest way one tile of plain positions can span, 2**31 elements, and an escape as long as it takes."""
+    where = np.array([3, 4, 2**31 + 1, 2**31 + 2])
+    signs, m = np.array([True, False, True, False]), np.array([1, 2**31 - 1, 1, 2])
+    tiles = np.frombuffer(reference.tile(where, signs, m, -1, rice), np.uint8)
+    for a, b in zip(reference.read(tiles, 2**32, rice), (where, signs, m), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert cpu.inspect(tiles, 2**32, rice, threads=1)[0, LAST] == 2**31 + 2
+
+
+def test_inspect_knows_the_limit_of_a_tile():
+    for entries, right in ((TILE_MAX, True), (TILE_MAX + 1, False)):
+        where = np.arange(entries)
+        tile = reference.tile(where, np.zeros(entries, bool), np.ones(entries, np.int64), -1, True)
+        tiles = np.frombuffer(tile, np.uint8)
+        if right:
+            assert len(cpu.inspect(tiles, entries, threads=1)) == 1
+        else:
+            with pytest.raises(Malformed, match="4096"):
+                cpu.inspect(tiles, entries, threads=1)

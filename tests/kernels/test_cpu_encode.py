@@ -1,0 +1,200 @@
+"""`cpu.encode` against the specification and against its promises."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdx.kernels import cpu, reference
+from hvdx.kernels.tiles import Layout, Runs
+from tests.kernels.agreement import check_encoded, encode_like_reference, same_bits, sent_by
+from tests.kernels.strategies import (
+    LAYOUTS,
+    Case,
+    any_tau,
+    cases,
+    fixed,
+    make_runs,
+    modest_powers,
+    noise,
+    powers,
+    split,
+)
+
+
+@fixed
+@given(cases())
+def test_encode_matches_reference(case):
+    encode_like_reference(case)
+
+
+@fixed
+@given(cases(), st.sampled_from([2, 3, 5]))
+def test_encode_does_not_depend_on_threads(case, threads):
+    encode_like_reference(case, threads)
+
+
+@fixed
+@given(cases())
+def test_encode_loses_nothing(case):
+    """sent + residual == float32(update + residual before) as real numbers, for any tau and any m.
+
+    An entry stands for float32(m * tau). However that was rounded, to take it from the sum is exact.
+    """
+    before = case.residual.copy()
+    coded, after = encode_like_reference(case)
+    total = case.vector + before
+    sent = sent_by(case, coded.tiles)
+    for t, s, r in zip(total, sent, after, strict=True):
+        assert Fraction(float(s)) + Fraction(float(r)) == Fraction(float(t))
+    assert (sent + after == total).all()
+
+
+@fixed
+@given(cases())
+def test_encode_leaves_less_than_tau(case):
+    _, after = encode_like_reference(case)
+    assert (np.abs(after) < case.tau).all()
+
+
+@fixed
+@given(cases())
+def test_encode_keeps_signs(case):
+    """A sum's sign stays with what is left of it, as a zero too; the entry has it as well."""
+    before = case.residual.copy()
+    coded, after = encode_like_reference(case)
+    total = case.vector + before
+    np.testing.assert_array_equal(np.signbit(after), np.signbit(total))
+    index, negative, _ = reference.read(coded.tiles, case.n, case.rice)
+    np.testing.assert_array_equal(negative, np.signbit(total[index]))
+
+
+@fixed
+@given(cases(st.one_of(modest_powers, powers)))
+def test_encode_of_powers_of_two_is_exact(case):
+    """With tau a power of two, m * tau itself is a float32 where m is below 2**24, so nothing is rounded anywhere."""
+    coded, _ = encode_like_reference(case)
+    index, _, m = reference.read(coded.tiles, case.n, case.rice)
+    tau = case.tau[index]
+    exact = m.astype(np.float64) * tau
+    few = m < 2**24
+    np.testing.assert_array_equal(reference.amount(m, tau)[few].astype(np.float64), exact[few])
+
+
+@fixed
+@given(cases())
+def test_decode_into_zeros_gives_what_was_sent(case):
+    coded, _ = encode_like_reference(case)
+    out = np.zeros(case.n, np.float32)
+    cpu.decode([(coded.tiles, case.runs)], 1.0, [out], case.rice, threads=1)
+    assert (out == sent_by(case, coded.tiles)).all()
+
+
+@fixed
+@given(cases())
+def test_encode_counts_entries(case):
+    """`sent` counts the entries of each run, and every element that reaches tau is one."""
+    before = case.residual.copy()
+    coded, _ = encode_like_reference(case)
+    reach = np.abs(case.vector + before) >= case.tau
+    ends = np.cumsum(case.runs.lengths)
+    np.testing.assert_array_equal(
+        coded.sent, [np.count_nonzero(reach[e - n : e]) for e, n in zip(ends, case.runs.lengths, strict=True)]
+    )
+
+
+@fixed
+@given(st.lists(cases(any_tau), min_size=1, max_size=3), st.sampled_from([1, 3]))
+def test_workspace_remembers_nothing(several, threads):
+    """One workspace for updates of the same form, and another one where the form differs."""
+    for case in several:
+        work = cpu.Workspace(case.n, len(case.runs.taus), case.layout, threads)
+        other = cpu.Workspace(case.n + 1, 1, case.layout, threads)
+        for workspace in (work, work, other):
+            residual, want = case.residual.copy(), case.residual.copy()
+            got = cpu.encode(
+                case.update, residual, case.runs, case.rice, case.layout, threads=threads, workspace=workspace
+            )
+            check_encoded(got, reference.encode(case.update, want, case.runs, case.rice, case.layout))
+            assert same_bits(residual, want)
+
+
+@pytest.mark.parametrize("rice", [True, False])
+def test_encode_grows_its_buffers(rice, monkeypatch):
+    """Tiles that do not fit a worker's buffer, nor the guess of what all take, are written all the same."""
+    monkeypatch.setattr(cpu, "_BUFFER", 16)
+    tau = np.full(6000, 0.5, np.float32)
+    for density in (0.02, 1):
+        update, residual = noise(6000, tau, density, 7)
+        # As large as an entry can be: its multiple takes many times the bits of its gap.
+        huge = np.where(np.abs(update) >= 0.5, update * np.float32(2**25), update)
+        for layout in LAYOUTS:
+            for threads in (1, 3):
+                for several in (update, np.clip(huge, -(2.0**29), 2.0**29)):
+                    encode_like_reference(Case([several], residual, make_runs((6000, 0.5)), layout, rice), threads)
+
+
+def test_encode_reserves_bytes_for_a_head():
+    update, residual = noise(500, np.full(500, 0.5, np.float32), 0.3, 1)
+    runs = make_runs((500, 0.5))
+    plain = cpu.encode([update], residual.copy(), runs, threads=1).tiles
+    reserved = cpu.encode([update], residual.copy(), runs, threads=1, reserve=21).tiles
+    assert reserved[21:].tobytes() == plain.tobytes()
+    assert cpu.encode([], np.zeros(0, np.float32), make_runs(), threads=1, reserve=21).tiles.size == 21
+
+
+def test_encode_takes_arrays_at_any_address():
+    """Views that begin in the middle of a vector, so that no array lies as vectors of the processor would like it."""
+    base, left = noise(1200, np.full(1200, 0.5, np.float32), 0.2, 3)
+    for first in range(1, 18):
+        update = split(base[first : first + 1000].copy(), [3, 3, 500 + first])
+        update = [np.concatenate([np.full(first, 9, np.float32), u])[first:] for u in update]
+        room = np.full(1000 + 2 * first, 7, np.float32)
+        residual = room[first : first + 1000]
+        residual[:] = left[:1000]
+        case = Case(update, residual, make_runs((first, 0.5), (1000 - first, 0.25)), LAYOUTS[2], True)
+        residual[:] = np.where(np.abs(residual) < case.tau, residual, 0)
+        want = residual.copy()
+        got = cpu.encode(case.update, residual, case.runs, True, case.layout, threads=1)
+        check_encoded(got, reference.encode(case.update, want, case.runs, True, case.layout))
+        assert same_bits(residual, want)
+        assert (room[:first] == 7).all()
+        assert (room[first + 1000 :] == 7).all()
+
+
+def test_encode_takes_arrays_of_any_shape():
+    rng = np.random.default_rng(5)
+    arrays = [rng.normal(0, 1, shape).astype(np.float32) for shape in ((3, 5), (), (2, 0, 4), (7,), (1, 1, 9))]
+    flat = reference.vector(arrays)
+    runs = make_runs((flat.size, 0.5))
+    residual = np.zeros(flat.size, np.float32)
+    got = cpu.encode(arrays, residual, runs, threads=1)
+    want = np.zeros(flat.size, np.float32)
+    check_encoded(got, reference.encode([flat], want, runs))
+    assert same_bits(residual, want)
+
+
+@fixed
+@given(cases(), st.data())
+def test_histogram_counts_by_exponent_and_three_bits(case, data):
+    lengths = case.runs.lengths
+    got = cpu.histogram(case.update, lengths)
+    assert got.shape == (len(lengths), 2048)
+    first = 0
+    for row, length in zip(got, lengths, strict=True):
+        bits = np.abs(case.vector[first : first + length]).view(np.uint32) >> 20
+        np.testing.assert_array_equal(row, np.bincount(bits, minlength=2048))
+        first += length
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 5])
+def test_encode_matches_reference_with_work_for_every_thread(threads):
+    """More regions than threads, and more elements than `check` keeps on one."""
+    n = 70_000
+    runs = Runs(np.array([30_001, n - 30_001]), np.array([0.5, 0.3], np.float32))
+    update, residual = noise(n, np.repeat(runs.taus, runs.lengths), 0.02, threads)
+    for layout in (Layout(256, 64, 8, 32, 4), Layout(4096, 4096, 512, 2048, 3)):
+        case = Case(split(update, [1, 777, 40_000, 65_536]), residual, runs, layout, True)
+        encode_like_reference(case, threads)

@@ -1,0 +1,96 @@
+"""What cannot be sent is found before anything changes: NaN, infinity, too many tau."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdx.kernels import cpu, reference
+from hvdx.kernels.tiles import SHARES, Layout, limit
+from tests.kernels.agreement import check_encoded, same_bits
+from tests.kernels.strategies import cases, fixed, make_runs, noise, split
+
+BAD = [np.nan, -np.nan, np.inf, -np.inf, 2.0**29.5, -(2.0**30), np.float32(3e38)]
+SMALL = Layout(256, 64, 8, 32, 4)
+
+
+def check_fault(update, residual, runs, fault, threads=1, layout=SMALL):
+    """The fault is found, by both, and nothing has changed."""
+    before = residual.copy()
+    for encoder, options in ((cpu, {"threads": threads}), (reference, {})):
+        got = encoder.encode(update, residual, runs, True, layout, **options)
+        assert got.fault == fault
+        assert got.tiles.size == 0
+        assert got.sent.tolist() == [0] * len(runs.taus)
+        assert got.near.tolist() == [[0] * len(SHARES)] * len(runs.taus)
+        assert same_bits(residual, before)
+        assert encoder.check(update, runs, **options) == fault
+
+
+@pytest.mark.parametrize("value", BAD, ids=str)
+def test_fault_at_every_kind_of_place(value):
+    """First and last of chunks, regions, arrays and runs, and in the odd elements at their ends."""
+    n = 1100
+    runs = make_runs((700, 0.5), (n - 700, 0.25))
+    cuts = [0, 100, 100, 165, 641]
+    clean, residual = noise(n, np.repeat(runs.taus, runs.lengths), 0.1, 0)
+    for at in (0, 1, 62, 63, 64, 65, 99, 100, 101, 164, 165, 228, 229, 255, 256, 640, 641, 699, 700, 701, 1098, 1099):
+        update = clean.copy()
+        update[at] = value
+        check_fault(split(update, cuts), residual, runs, at)
+
+
+def test_fault_is_the_first_one():
+    n = 1000
+    runs = make_runs((n, 0.5))
+    clean, residual = noise(n, np.full(n, 0.5, np.float32), 0.1, 0)
+    for first, later in ((0, 999), (3, 4), (63, 64), (130, 131), (500, 700), (998, 999)):
+        update = clean.copy()
+        update[[first, later]] = np.nan, np.inf
+        check_fault([update], residual, runs, first)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 5])
+def test_fault_is_the_first_one_of_all_threads(threads):
+    n = 70_001
+    runs = make_runs((n, 0.5))
+    clean, residual = noise(n, np.full(n, 0.5, np.float32), 0.001, 0)
+    borders = [n * i // threads for i in range(threads)]
+    for first in {0, 65_535, 65_536, n - 1, *borders, *(b - 1 for b in borders[1:]), *(b + 1 for b in borders)}:
+        update = clean.copy()
+        update[first:] = np.nan
+        check_fault(split(update, [1, n // 2]), residual, runs, first, threads, Layout())
+
+
+@fixed
+@given(cases(), st.data())
+def test_fault_matches_reference(case, data):
+    """Any number of bad elements anywhere."""
+    vector = case.vector.copy()
+    if case.n:
+        for at in data.draw(st.lists(st.integers(0, case.n - 1), max_size=3)):
+            bad = np.nextafter(limit(case.tau[at : at + 1])[0], np.float32(np.inf))
+            vector[at] = data.draw(st.sampled_from([np.nan, np.inf, -np.inf, bad, -bad]))
+    update = split(vector, data.draw(st.lists(st.integers(0, case.n), max_size=3)))
+    got_residual, want_residual = case.residual.copy(), case.residual.copy()
+    got = cpu.encode(update, got_residual, case.runs, case.rice, case.layout, threads=1)
+    check_encoded(got, reference.encode(update, want_residual, case.runs, case.rice, case.layout))
+    assert same_bits(got_residual, want_residual)
+
+
+def test_trusted_does_not_look_again():
+    """The same bytes with and without the second look at an update without a fault."""
+    n = 1000
+    runs = make_runs((n, 0.5))
+    update, residual = noise(n, np.full(n, 0.5, np.float32), 0.2, 0)
+    once, again = residual.copy(), residual.copy()
+    check_encoded(
+        cpu.encode([update], once, runs, trusted=True, threads=1), cpu.encode([update], again, runs, threads=1)
+    )
+    assert same_bits(once, again)
+
+
+def test_limit_is_as_many_tau_as_an_entry_may_count():
+    taus = np.array([1, 0.3, 2.0**-126, 2.0**126, 2.0**97], np.float32)
+    assert limit(taus)[[0, 2, 3, 4]].tolist() == [2.0**30, 2.0**-96, 2.0**126, 2.0**126]
+    assert limit(taus)[1] == np.float32(np.float64(taus[1]) * 2.0**30)

@@ -1,0 +1,114 @@
+"""What the doors of `cpu` refuse, and in which words."""
+
+import numpy as np
+import pytest
+
+from hvdx.kernels import cpu
+from hvdx.kernels.tiles import Runs
+from tests.kernels.strategies import make_runs
+
+RUNS = make_runs((4, 0.5))
+
+
+def floats(n=4):
+    return np.zeros(n, np.float32)
+
+
+def read_only():
+    array = floats()
+    array.flags.writeable = False
+    return array
+
+
+def misaligned():
+    return np.zeros(17, np.uint8)[1:].view(np.float32)
+
+
+BAD_ARRAYS = [
+    ([0.0] * 4, TypeError, "expected a NumPy array, got list"),
+    (np.zeros(4), TypeError, "expected float32, got float64"),
+    (np.zeros(4, ">f4"), TypeError, "expected float32, got >f4"),
+    (np.zeros(8, np.float32)[::2], ValueError, "expected contiguous memory"),
+    (np.zeros(4, np.float32)[::-1], ValueError, "expected contiguous memory"),
+    (np.zeros((2, 2), np.float32, "F"), ValueError, "expected contiguous memory"),
+    (misaligned(), ValueError, "expected contiguous memory"),
+]
+
+
+@pytest.mark.parametrize(("array", "error", "text"), BAD_ARRAYS, ids=range(len(BAD_ARRAYS)))
+def test_doors_refuse_arrays(array, error, text):
+    for name, call in {
+        "update[1]": lambda: cpu.encode([floats(0), array], floats(), RUNS),
+        "residual[0]": lambda: cpu.encode([floats()], array, RUNS),
+        "out[1]": lambda: cpu.decode([], 1.0, [floats(0), array]),
+    }.items():
+        with pytest.raises(error) as caught:
+            call()
+        assert str(caught.value).startswith(f"{name}: ")
+        assert text in str(caught.value)
+    with pytest.raises(error, match=text):
+        cpu.check([array], RUNS)
+    with pytest.raises(error, match=text):
+        cpu.histogram([array], np.array([4]))
+
+
+def test_doors_refuse_memory_that_they_may_not_write():
+    with pytest.raises(ValueError, match=r"residual\[0\]: it is read-only"):
+        cpu.encode([floats()], read_only(), RUNS)
+    with pytest.raises(ValueError, match=r"out\[0\]: it is read-only"):
+        cpu.decode([], 1.0, [read_only()])
+    assert cpu.check([read_only()], RUNS) == -1
+    assert cpu.encode([read_only()], floats(), RUNS, threads=1).fault == -1
+
+
+BAD_RUNS = [
+    make_runs((3, 0.5)),
+    make_runs((5, 0.5)),
+    make_runs((4, 0.5), (0, 0.5)),
+    make_runs((5, 0.5), (-1, 0.5)),
+    make_runs((2**62, 0.5), (2**62, 0.5), (2**62, 0.5), (2**62, 0.5), (4, 0.5)),
+    make_runs((4, 0)),
+    make_runs((4, -0.5)),
+    make_runs((4, 2.0**-127)),
+    make_runs((4, np.inf)),
+    make_runs((4, np.nan)),
+    make_runs(),
+    Runs(np.array([4], np.int32), np.ones(1, np.float32)),
+    Runs(np.array([4]), np.ones(1)),
+    Runs(np.array([2, 2]), np.ones(1, np.float32)),
+    Runs(np.array([[4]]), np.ones((1, 1), np.float32)),
+]
+
+
+@pytest.mark.parametrize("runs", BAD_RUNS, ids=range(len(BAD_RUNS)))
+def test_doors_refuse_runs(runs):
+    with pytest.raises(ValueError, match="expected"):
+        cpu.encode([floats()], floats(), runs)
+    with pytest.raises(ValueError, match="expected"):
+        cpu.decode([(np.zeros(0, np.uint8), runs)], 1.0, [floats()])
+    with pytest.raises(ValueError, match="expected"):
+        cpu.check([floats()], runs)
+
+
+def test_encode_refuses_a_residual_of_another_size():
+    with pytest.raises(ValueError, match="residual: expected the 4 elements of the update, got 5"):
+        cpu.encode([floats()], floats(5), RUNS)
+
+
+BAD_MESSAGES = [bytes(5), np.zeros(5, np.int64), np.zeros(10, np.uint8)[::2], np.zeros(5, np.uint8)[::-1]]
+
+
+@pytest.mark.parametrize("message", BAD_MESSAGES, ids=range(len(BAD_MESSAGES)))
+def test_doors_refuse_messages_that_are_no_bytes(message):
+    """The loops behind the doors read memory by its address, whatever its dtype or stride."""
+    with pytest.raises((TypeError, ValueError), match="uint8"):
+        cpu.inspect(message, 4, threads=1)
+    with pytest.raises((TypeError, ValueError), match="uint8"):
+        cpu.decode([(message, RUNS)], 1.0, [floats()], threads=1)
+
+
+def test_messages_may_be_read_only():
+    update, out = np.array([0, 1, -1, 0], np.float32), floats()
+    tiles = cpu.encode([update], floats(), RUNS, threads=1).tiles
+    cpu.decode([(np.frombuffer(tiles.tobytes(), np.uint8), RUNS)], 1.0, [out], threads=1)
+    assert out.tolist() == update.tolist()
