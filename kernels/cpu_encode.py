@@ -132,17 +132,15 @@ def run_bits(signs, times, count, larger):
 
 
 @njit(nogil=True, error_model="numpy")
-def put_entries(address, gaps, signs, times, count, larger, k, k_run, parameters):
-    """Write the payload of an entropy-coded tile."""
+def put_with_multiples(address, gaps, signs, times, count, k, k_run, parameters):
+    """`put_entries` for a tile that has multiples: between them run lengths, after each its m."""
     held, number, t = _u64(0), _i64(0), _i64(0)
     none, one, five = _i64(0), _i64(1), _i64(5)
-    run = count
-    if larger:
-        run = _i64(0)
-        while not signs[run] & 2:
-            run += 1
-        address, held, number = put(address, held, number, k_run, five)
-        address, held, number = put_code(address, held, number, run, k_run)
+    run = _i64(0)
+    while not signs[run] & 2:
+        run += 1
+    address, held, number = put(address, held, number, k_run, five)
+    address, held, number = put_code(address, held, number, run, k_run)
     for i in range(count):
         sign = _i64(signs[i] & 1)
         if 1 <= i < count - 1:
@@ -169,6 +167,35 @@ def put_entries(address, gaps, signs, times, count, larger, k, k_run, parameters
             address, held, number = put_code(address, held, number, _i64(times[t]) - 2, none)
             address, held, number = put_code(address, held, number, run - i - 1, k_run)
             t += 1
+    if number:
+        simd.store_word(address, held)
+        address += 1
+    return address
+
+
+@njit(nogil=True, error_model="numpy")
+def put_entries(address, gaps, signs, count, k, parameters):
+    """Write the payload of an entropy-coded tile without multiples, which most are."""
+    one, five = _i64(1), _i64(5)
+    address, held, number = put(address, _u64(0), _i64(0), _i64(signs[0]), one)
+    for block in range(0, count - 2, BLOCK):
+        chosen = _i64(parameters[block // BLOCK])
+        address, held, number = put(address, held, number, _i64(chosen != k), one)
+        if chosen != k:
+            address, held, number = put(address, held, number, chosen, five)
+        k = chosen
+        low = (_i64(1) << k) - 1
+        for i in range(block, min(block + BLOCK, count - 2)):
+            x, sign = _i64(gaps[i]), _i64(signs[i + 1])
+            q = x >> k
+            if q < ESCAPE:
+                word = (_i64(1) << q) - 1 | (x & low) << q + 1 | sign << q + 1 + k
+                address, held, number = put(address, held, number, word, q + 2 + k)
+            else:
+                address, held, number = put_code(address, held, number, x, k)
+                address, held, number = put(address, held, number, sign, one)
+    if count > 1:
+        address, held, number = put(address, held, number, _i64(signs[count - 1]), one)
     if number:
         simd.store_word(address, held)
         address += 1
@@ -234,20 +261,21 @@ def put_tile(address, room, gap, gaps, signs, times, count, rice):
     address = put_varint(address, count << 1 | (larger > 0))
     address = put_varint(address, skipped)
     address = put_varint(address, payload)
+    if rice and not larger:
+        return put_entries(address, gaps, signs, count, k, parameters)
     if rice:
-        return put_entries(address, gaps, signs, times, count, larger, k, k_run, parameters)
+        return put_with_multiples(address, gaps, signs, times, count, k, k_run, parameters)
     return put_words(address, gaps, signs, times, count, larger, skipped + count - 1)
 
 
 @njit(nogil=True, error_model="numpy")
-def unpack(entries, begin, count, gaps, signs):
-    """Split packed entries into gaps and signs."""
+def unpack(entries, begin, count, gaps, signs, at):
+    """Split packed entries into gaps and signs, from place `at` on."""
     for i in range(count):
-        signs[i] = entries[begin + i] >> np.uint32(30)
-    for i in range(count):
-        signs[i] = (signs[i] >> 1) | (signs[i] & 1) << 1
+        word = entries[begin + i]
+        signs[at + i] = word >> np.uint32(31) | (word >> np.uint32(29)) & np.uint32(2)
     for i in range(count - 1):
-        gaps[i] = (entries[begin + i + 1] & _POSITION) - (entries[begin + i] & _POSITION) - np.uint32(1)
+        gaps[at + i] = (entries[begin + i + 1] & _POSITION) - (entries[begin + i] & _POSITION) - np.uint32(1)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -299,8 +327,10 @@ def scan(begin, end, n, residual, pieces, taus, sent, near, where, masks):
                 address, pieces[p, 2] - 4 * pieces[p, 0], block, stop, found, taus[run],
                 masks.ctypes.data, where.ctypes.data, near[run].ctypes.data,
             )  # fmt: skip
+            number = _i64(0)
             for i in range(entries, found):
-                sent[run] += simd.population(masks[i])
+                number += simd.population(masks[i])
+            sent[run] += number
         whole |= more
         block = stop
     return found, whole
@@ -398,7 +428,7 @@ def encode_regions(
         origin, record = region * region_size, records[region]
         while waiting >= (tile_min if place[READ] else tile_max):
             count = min(waiting, tile_max)
-            unpack(entries, 0, count, gaps, signs)
+            unpack(entries, 0, count, gaps, signs, 0)
             start = _i64(entries[0] & _POSITION)
             gap = origin + start - record[LAST] - 1 if record[BYTES] else -1
             address = out.ctypes.data + place[USED]
@@ -454,18 +484,18 @@ def put_shared(place, layout, rice, scratch, records, left, left_times, out):
     count = multiples = _i64(0)
     first = before = _i64(-1)
     for region in range(place[J_FROM], place[J_FROM] + place[J_REGIONS]):
-        for i in range(records[region, LEFT]):
-            word = left[region * keep + i]
-            index = region * region_size + _i64(word & _POSITION)
+        some, begin = records[region, LEFT], region * keep
+        if some:
+            start = region * region_size + _i64(left[begin] & _POSITION)
             if count:
-                gaps[count - 1] = index - before - 1
+                gaps[count - 1] = start - before - 1
             else:
-                first = index
-            signs[count] = np.uint8(word >> np.uint32(31)) | np.uint8((word & _MULTIPLE) >> np.uint32(29))
-            before = index
-            count += 1
+                first = start
+            unpack(left, begin, some, gaps, signs, count)
+            before = region * region_size + _i64(left[begin + some - 1] & _POSITION)
+            count += some
         for i in range(records[region, LEFT_MULTIPLES]):
-            times[multiples] = left_times[region * keep + i]
+            times[multiples] = left_times[begin + i]
             multiples += 1
     address = out.ctypes.data + place[J_USED]
     room = out.size - place[J_USED]
