@@ -10,6 +10,7 @@ import numpy as np
 
 from hvdx.kernels import cpu_decode as dec
 from hvdx.kernels import cpu_encode as enc
+from hvdx.kernels import cpu_scan, cpu_tiles
 from hvdx.kernels.pieces import check_arrays, check_runs, pieces
 from hvdx.kernels.table import table
 from hvdx.kernels.threads import cut, default_threads, spread
@@ -43,7 +44,7 @@ def check(update: Sequence[np.ndarray], runs: Runs, threads: int | None = None) 
     where, limits = pieces(update, runs), limit(runs.taus)
     threads = threads or default_threads()
     borders = cut(n, threads if n > 1 << 16 else 1)
-    found = spread(lambda i: enc.find_fault(borders[i], borders[i + 1], where, limits), len(borders) - 1, threads)
+    found = spread(lambda i: cpu_scan.find_fault(borders[i], borders[i + 1], where, limits), len(borders) - 1, threads)
     return next((fault for fault in found if fault >= 0), -1)
 
 
@@ -144,7 +145,7 @@ def histogram(update: Sequence[np.ndarray], lengths: np.ndarray) -> np.ndarray:
         first = 0
         while first < values.size:
             some = values[first : first + left]
-            enc.add_histogram(some, bins[run])
+            cpu_scan.add_histogram(some, bins[run])
             first, left = first + some.size, left - some.size
             if not left and run + 1 < len(lengths):
                 run += 1
@@ -168,7 +169,7 @@ class Workspace:
         self.records = np.zeros((regions, 5), np.int64)
         self.left = np.empty(regions * (layout.tile_min - 1), np.uint32)
         self.times = np.empty(len(self.left), np.int32)
-        self.most_left = 3 * self.left.size + enc.HEAD_BYTES * (regions + 1)
+        self.most_left = 3 * self.left.size + cpu_tiles.HEAD_BYTES * (regions + 1)
         self.joined = np.zeros(8, np.int64)
         self.scratch = [_scratch(layout) for _ in self.borders[1:]]
         self.places = [np.zeros(6, np.int64) for _ in self.scratch]
@@ -178,12 +179,12 @@ class Workspace:
 
 def _scratch(layout: Layout) -> tuple[np.ndarray, ...]:
     """What one worker works on: entries, multiples, numbers of blocks, masks, gaps, signs."""
-    most = max(TILE_MAX, layout.tile_max) + 64 * enc.CHUNK + 8
+    most = max(TILE_MAX, layout.tile_max) + 64 * cpu_scan.CHUNK + 8
     return (
         np.empty(most, np.uint32),
         np.empty(most, np.int32),
-        np.empty(enc.CHUNK + 1, np.int64),
-        np.empty(enc.CHUNK + 1, np.uint64),
+        np.empty(cpu_scan.CHUNK + 1, np.int64),
+        np.empty(cpu_scan.CHUNK + 1, np.uint64),
         np.empty(TILE_MAX + 128, np.uint32),
         np.empty(TILE_MAX + 128, np.uint8),
     )
@@ -211,7 +212,7 @@ def _join(buffers: list[np.ndarray], work: Workspace, rice: bool, reserve: int) 
         if done == 0:
             source = buffers.pop(0)
         elif done < 0:
-            larger = np.empty(out.size + out.size // 2 + enc.ENTRY_BYTES * TILE_MAX, np.uint8)
+            larger = np.empty(out.size + out.size // 2 + cpu_tiles.ENTRY_BYTES * TILE_MAX, np.uint8)
             larger[: place[enc.J_USED]] = out[: place[enc.J_USED]]
             out = larger
     return out[: place[enc.J_USED]]

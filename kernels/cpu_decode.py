@@ -8,7 +8,8 @@ import numpy as np
 from numba import njit
 
 from hvdx.kernels import simd
-from hvdx.kernels.cpu_encode import amount, first_parameter, piece_of
+from hvdx.kernels.cpu_scan import amount, piece_of
+from hvdx.kernels.cpu_tiles import first_parameter
 from hvdx.kernels.table import ENTRIES, FIRST, LAST, LENGTH, MULTIPLE, START
 from hvdx.kernels.tiles import BLOCK, ESCAPE, M_MAX
 

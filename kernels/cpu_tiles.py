@@ -1,0 +1,228 @@
+"""Tiles on a CPU: the bytes of some entries, from their gaps, signs and multiples."""
+
+import numpy as np
+from numba import njit
+
+from hvdx.kernels import simd
+from hvdx.kernels.tiles import BLOCK, ESCAPE, K_MAX, SWITCH, TILE_MAX
+
+#: Bytes that no entry exceeds: a gap code of at most 7 + 2 * 31 + 31 bits, a sign, an m of 69 and a run of 62 bits.
+ENTRY_BYTES = 32
+#: Bytes that no head exceeds, and those that a word written at its end may reach beyond it.
+HEAD_BYTES = 4 * 9 + 8
+
+# Where a variable begins as a plain number, Numba compiles what it is passed to once more for that very number.
+_u64, _i64 = np.uint64, np.int64
+
+
+@njit(nogil=True, error_model="numpy")
+def first_parameter(skipped, entries):
+    """The Rice parameter that holds at the start of a tile."""
+    return min(max(simd.bit_length(_u64(skipped // entries)) - 1, 0), K_MAX)
+
+
+@njit(nogil=True, error_model="numpy")
+def code_length(x, k):
+    """Bits of x in the gap code with parameter k."""
+    q = x >> k
+    if q < ESCAPE:
+        return q + 1 + k
+    return ESCAPE + 2 * simd.bit_length(_u64(q - ESCAPE + 1)) - 1 + k
+
+
+@njit(nogil=True, error_model="numpy")
+def choose_parameter(gaps, length, before):
+    """The Rice parameter of the 64 gaps at an address, those past `length` being 0, and the bits they take."""
+    middle = min(simd.bit_lengths(gaps) // length, K_MAX - 1)
+    padding = BLOCK - length
+    best, bits = 0, 1 << 60
+    for k in range(max(middle - 2, 0), middle + 2):
+        cost = simd.code_lengths(gaps, k) - padding + k * length
+        if cost < bits:
+            best, bits = k, cost
+    keep = simd.code_lengths(gaps, before) - padding + before * length
+    if keep <= bits + SWITCH:
+        return before, keep + 1
+    return best, bits + 1 + 5
+
+
+@njit(nogil=True, error_model="numpy")
+def put_varint(address, value):
+    """Write a LEB128 number at an address: where it ends. It may write 8 bytes."""
+    while value >= 0x80:
+        simd.store_word(address, _u64(value & 0x7F | 0x80))
+        value >>= 7
+        address += 1
+    simd.store_word(address, _u64(value))
+    return address + 1
+
+
+@njit(nogil=True, error_model="numpy")
+def put(address, held, number, value, length):
+    """Append up to 56 bits to the `number` < 8 bits `held` at an address: the three anew."""
+    held |= _u64(value) << _u64(number)
+    simd.store_word(address, held)
+    number += length
+    return address + (number >> 3), held >> _u64(number & ~7), number & 7
+
+
+@njit(nogil=True, error_model="numpy")
+def put_code(address, held, number, x, k):
+    """Append x in the gap code with parameter k."""
+    q = x >> k
+    if q < ESCAPE:
+        address, held, number = put(address, held, number, (1 << q) - 1, q + 1)
+    else:
+        z = simd.bit_length(_u64(q - ESCAPE + 1)) - 1
+        address, held, number = put(address, held, number, (1 << ESCAPE + z) - 1, ESCAPE + z + 1)
+        address, held, number = put(address, held, number, q - ESCAPE + 1 - (1 << z), z)
+    return put(address, held, number, x & (1 << k) - 1, k)
+
+
+@njit(nogil=True, error_model="numpy")
+def run_bits(signs, times, count, larger):
+    """The parameter for the runs between multiples, and the bits that runs and multiples take."""
+    k = first_parameter(count - larger, larger + 1)
+    bits, since, t = _i64(5), _i64(0), _i64(0)
+    for i in range(count):
+        if signs[i] & 2:
+            bits += code_length(i - since, k) + code_length(_i64(times[t]) - 2, _i64(0))
+            since, t = i + 1, t + 1
+    return k, bits + code_length(count - since, k)
+
+
+@njit(nogil=True, error_model="numpy")
+def put_with_multiples(address, gaps, signs, times, count, k, k_run, parameters):
+    """`put_entries` for a tile that has multiples: between them run lengths, after each its m."""
+    held, number, t = _u64(0), _i64(0), _i64(0)
+    none, one, five = _i64(0), _i64(1), _i64(5)
+    run = _i64(0)
+    while not signs[run] & 2:
+        run += 1
+    address, held, number = put(address, held, number, k_run, five)
+    address, held, number = put_code(address, held, number, run, k_run)
+    for i in range(count):
+        sign = _i64(signs[i] & 1)
+        if 1 <= i < count - 1:
+            if i % BLOCK == 1:
+                chosen = _i64(parameters[i // BLOCK])
+                address, held, number = put(address, held, number, _i64(chosen != k), one)
+                if chosen != k:
+                    address, held, number = put(address, held, number, chosen, five)
+                k = chosen
+            x = _i64(gaps[i - 1])
+            q = x >> k
+            if q < ESCAPE:
+                word = (1 << q) - 1 | (x & (1 << k) - 1) << q + 1 | sign << q + 1 + k
+                address, held, number = put(address, held, number, word, q + 2 + k)
+            else:
+                address, held, number = put_code(address, held, number, x, k)
+                address, held, number = put(address, held, number, sign, one)
+        else:
+            address, held, number = put(address, held, number, sign, one)
+        if i == run:
+            run += 1
+            while run < count and not signs[run] & 2:
+                run += 1
+            address, held, number = put_code(address, held, number, _i64(times[t]) - 2, none)
+            address, held, number = put_code(address, held, number, run - i - 1, k_run)
+            t += 1
+    if number:
+        simd.store_word(address, held)
+        address += 1
+    return address
+
+
+@njit(nogil=True, error_model="numpy")
+def put_entries(address, gaps, signs, count, k, parameters):
+    """Write the payload of an entropy-coded tile without multiples, which most are."""
+    one, five = _i64(1), _i64(5)
+    address, held, number = put(address, _u64(0), _i64(0), _i64(signs[0]), one)
+    for block in range(0, count - 2, BLOCK):
+        chosen = _i64(parameters[block // BLOCK])
+        address, held, number = put(address, held, number, _i64(chosen != k), one)
+        if chosen != k:
+            address, held, number = put(address, held, number, chosen, five)
+        k = chosen
+        low = (_i64(1) << k) - 1
+        for i in range(block, min(block + BLOCK, count - 2)):
+            x, sign = _i64(gaps[i]), _i64(signs[i + 1])
+            q = x >> k
+            if q < ESCAPE:
+                word = (_i64(1) << q) - 1 | (x & low) << q + 1 | sign << q + 1 + k
+                address, held, number = put(address, held, number, word, q + 2 + k)
+            else:
+                address, held, number = put_code(address, held, number, x, k)
+                address, held, number = put(address, held, number, sign, one)
+    if count > 1:
+        address, held, number = put(address, held, number, _i64(signs[count - 1]), one)
+    if number:
+        simd.store_word(address, held)
+        address += 1
+    return address
+
+
+@njit(nogil=True, error_model="numpy")
+def put_words(address, gaps, signs, times, count, larger, width):
+    """Write the payload of a tile of plain positions."""
+    back, t = width, 0
+    for i in range(count):
+        simd.store_word(address + 4 * i, _u64(back | _i64(signs[i] & 1) << 31))
+        if i < count - 1:
+            back -= _i64(gaps[i]) + 1
+    address += 4 * count
+    if larger:
+        for i in range(count):
+            m = _i64(1)
+            if signs[i] & 2:
+                m = _i64(times[t])
+                t += 1
+            simd.store_word(address + 4 * i, _u64(m))
+        address += 4 * count
+    return address
+
+
+@njit(nogil=True, error_model="numpy")
+def put_tile(address, room, gap, gaps, signs, times, count, rice):
+    """Write a tile at an address: where it ends, or 0 if it might not fit.
+
+    `gap` is what lies before its first entry, -1 to leave that number out; gaps[i] lies between entries i and i + 1;
+    signs[i] has bit 0 for a negative entry and bit 1 for a multiple; times are the multiples.
+    """
+    if room < HEAD_BYTES:
+        return 0
+    skipped = larger = _i64(0)
+    for i in range(count - 1):
+        skipped += _i64(gaps[i])
+    for i in range(count):
+        larger += _i64(signs[i] >> 1)
+    k_run, k = _i64(0), first_parameter(skipped, count)
+    parameters = np.empty(TILE_MAX // BLOCK + 1, np.uint8)
+    if rice:
+        inner, bits, now = max(count - 2, 0), count, k
+        # The last of them is in the head, and padding must not count.
+        last = gaps[inner]
+        gaps[inner : inner + BLOCK] = 0
+        for b in range(0, inner, BLOCK):
+            now, more = choose_parameter(gaps.ctypes.data + 4 * b, min(BLOCK, inner - b), now)
+            parameters[b // BLOCK] = now
+            bits += more
+        gaps[inner] = last
+        if larger:
+            k_run, more = run_bits(signs, times, count, larger)
+            bits += more
+        payload = (bits + 7) >> 3
+    else:
+        payload = 4 * count * (2 if larger else 1)
+    if room < HEAD_BYTES + payload:
+        return 0
+    if gap >= 0:
+        address = put_varint(address, gap)
+    address = put_varint(address, count << 1 | (larger > 0))
+    address = put_varint(address, skipped)
+    address = put_varint(address, payload)
+    if rice and not larger:
+        return put_entries(address, gaps, signs, count, k, parameters)
+    if rice:
+        return put_with_multiples(address, gaps, signs, times, count, k, k_run, parameters)
+    return put_words(address, gaps, signs, times, count, larger, skipped + count - 1)
