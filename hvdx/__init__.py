@@ -14,9 +14,11 @@ __all__ = ["AllReduce", "__version__", "init", "local_rank", "local_size", "rank
 
 def __getattr__(name: str) -> Any:
     # Loaded when asked for, so that `import hvdx` and the command line do without TensorFlow.
-    if name in __all__ or name == "keras":
-        import importlib
+    import importlib
 
+    if name == "codec":
+        return importlib.import_module("hvdx.codec")
+    if name in __all__ or name == "keras":
         room = importlib.import_module("hvdx.keras")
         return room if name == "keras" else getattr(room, name)
     raise AttributeError(f"module 'hvdx' has no attribute {name!r}")

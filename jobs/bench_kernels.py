@@ -19,6 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
+from hvdx.errors import ConfigError
+from hvdx.jobs.bench_wire import write_json
 from hvdx.kernels import cpu
 from hvdx.kernels.threads import cut, default_threads, spread
 from hvdx.kernels.tiles import Runs
@@ -32,7 +34,6 @@ MESSAGES, MESSAGES_AT = 16, 1e-3
 BYTES = 12
 #: Memory beside the message, as a share of the update's.
 MEMORY = 0.01
-HELP = "speed of encoding and decoding, against np.add, on one core and on all"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +49,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure, and print a table or JSON: 0, or 1 where a goal is missed."""
     import hvdx
 
+    if min(args.elements, args.rounds, *(args.threads or [1])) < 1 or not all(0 <= p < 1 for p in args.densities):
+        raise ConfigError("bench kernels: expected at least 1 element, round and thread, and densities below 1.")
     threads = args.threads or sorted({1, default_threads()})
     quiet = args.json == "-"
     figures = []
@@ -67,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         "goals_missed": missed,
     }
     if args.json and not quiet:
-        Path(args.json).write_text(json.dumps(document, indent=1) + "\n")
+        write_json(args.json, document)
     print(json.dumps(document, indent=1) if quiet else as_text(document))
     return 1 if missed else 0
 
@@ -167,18 +170,22 @@ def numpy_way(case: Case) -> tuple[np.ndarray, np.ndarray]:
 def extra_memory(case: Case, threads: int) -> int | None:
     """Bytes of memory that encoding touches at its peak beside its arguments: scratch, buffers and the message.
 
-    The kernel's own count of this process's resident memory; None where there is no such count.
+    The kernel's own count of this process's resident memory, the least of three turns, since it may also merge pages
+    meanwhile; None where there is no such count.
     """
-    case.reset()
-    try:
-        # What the allocator kept of earlier turns would hide what this one needs.
-        ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")
-        before = _status("VmHWM")
-    except (OSError, AttributeError):
-        return None
-    cpu.encode([case.update], case.residual, case.runs, trusted=True, threads=threads)
-    return _status("VmHWM") - before
+    peaks = []
+    for _ in range(3):
+        case.reset()
+        try:
+            # What the allocator kept of earlier turns would hide what this one needs.
+            ctypes.CDLL(None).malloc_trim(0)
+            Path("/proc/self/clear_refs").write_text("5")
+            before = _status("VmHWM")
+        except (OSError, AttributeError):
+            return None
+        cpu.encode([case.update], case.residual, case.runs, trusted=True, threads=threads)
+        peaks.append(_status("VmHWM") - before)
+    return min(peaks)
 
 
 def _status(field: str) -> int:

@@ -35,6 +35,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Train up to the step, once for each density, and save what was sent in it."""
     args = arguments(argv)
+    if args.step < 1:
+        print(f"record_update: --step: expected at least 1, got {args.step}", file=sys.stderr)
+        return 2
     import numpy as np
 
     from hvdx.jobs.data import load

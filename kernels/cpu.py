@@ -14,10 +14,12 @@ from hvdx.kernels import cpu_scan, cpu_tiles
 from hvdx.kernels.pieces import check_arrays, check_runs, pieces
 from hvdx.kernels.table import table
 from hvdx.kernels.threads import cut, default_threads, spread
-from hvdx.kernels.tiles import LAYOUT, SHARES, TILE_MAX, Encoded, Layout, Malformed, Runs, limit
+from hvdx.kernels.tiles import LAYOUT, SHARES, TILE_MAX, Encoded, Layout, Malformed, Runs, check_layout, limit
 
 #: Bytes of a worker's buffer for finished tiles.
 _BUFFER = 1 << 17
+#: Bytes below which a buffer comes from the allocator.
+_SMALL = 1 << 17
 
 
 def check(update: Sequence[np.ndarray], runs: Runs, threads: int | None = None) -> int:
@@ -133,11 +135,17 @@ def histogram(update: Sequence[np.ndarray], lengths: np.ndarray) -> np.ndarray:
     Returns:
         int64[R, 2048]: how many elements of a run have this index as their float32 bits >> 20, without the sign.
 
+    Raises:
+        TypeError: not float32.
+        ValueError: not contiguous, or `lengths` do not add up.
+
     Example:
         >>> np.flatnonzero(histogram([np.array([0, -1, 1], np.float32)], np.array([3])))
         array([   0, 1016])
     """
-    check_arrays(update, "update")
+    n = check_arrays(update, "update")
+    if (lengths < 1).any() or int(lengths.sum()) != n:
+        raise ValueError(f"lengths: expected at least 1 each, {n} in all, got {lengths}.")
     bins = np.zeros((len(lengths), 2048), np.int64)
     flat = [u.reshape(-1).view(np.uint32) for u in update if u.size]
     run, left = 0, int(lengths[0]) if len(lengths) else 0
@@ -160,6 +168,7 @@ class Workspace:
     """
 
     def __init__(self, n: int, runs: int, layout: Layout = LAYOUT, threads: int | None = None) -> None:
+        check_layout(layout)
         threads = threads or default_threads()
         self.threads = threads
         self.fits = n, runs, layout, threads
@@ -191,7 +200,13 @@ def _scratch(layout: Layout) -> tuple[np.ndarray, ...]:
 
 
 def _buffer(size: int) -> np.ndarray:
-    """uint8[size] that goes back to the system as soon as it is dropped; an allocator would keep it."""
+    """uint8[size], of which only what is written to takes memory, and which goes back to the system when it is dropped.
+
+    An allocator keeps it, and may hand out memory that was advised to be in pages of 2 MiB; it is the faster one for
+    what is small.
+    """
+    if size < _SMALL:
+        return np.empty(size, np.uint8)
     return np.frombuffer(mmap.mmap(-1, size), np.uint8)
 
 
@@ -199,7 +214,7 @@ def _join(buffers: list[np.ndarray], work: Workspace, rice: bool, reserve: int) 
     """Put the workers' tiles and those of what they left in order; frees each buffer as it goes."""
     records = work.records
     # Memory that is not written to costs nothing, so the guess is a generous one.
-    out = np.empty(reserve + sum(map(len, buffers)) + work.most_left, np.uint8)
+    out = _buffer(reserve + sum(map(len, buffers)) + work.most_left)
     place = work.joined
     place[:] = 0
     place[enc.J_LAST], place[enc.J_USED] = -1, reserve
@@ -212,7 +227,7 @@ def _join(buffers: list[np.ndarray], work: Workspace, rice: bool, reserve: int) 
         if done == 0:
             source = buffers.pop(0)
         elif done < 0:
-            larger = np.empty(out.size + out.size // 2 + cpu_tiles.ENTRY_BYTES * TILE_MAX, np.uint8)
+            larger = _buffer(out.size + out.size // 2 + cpu_tiles.ENTRY_BYTES * TILE_MAX)
             larger[: place[enc.J_USED]] = out[: place[enc.J_USED]]
             out = larger
     return out[: place[enc.J_USED]]
@@ -253,6 +268,7 @@ def inspect(message: np.ndarray, n: int, rice: bool = True, threads: int | None 
         )
     if not message.flags.c_contiguous:
         raise ValueError("message: expected contiguous uint8[bytes]. Pass np.ascontiguousarray(...) of it.")
+    message = _frozen(message)
     rows = table(message, n)
     threads = threads or default_threads()
     borders = cut(len(rows), min(threads, max(len(rows) // 8, 1)))
@@ -263,6 +279,13 @@ def inspect(message: np.ndarray, n: int, rice: bool = True, threads: int | None 
         if complaint:
             raise Malformed(f"{_COMPLAINTS[complaint]}, in the tile with its payload at byte {rows[tile, 0]}")
     return rows
+
+
+def _frozen(message: np.ndarray) -> np.ndarray:
+    """A read-only view: Numba would compile once more for a message that is not."""
+    message = message.view()
+    message.flags.writeable = False
+    return message
 
 
 def decode(
@@ -299,7 +322,7 @@ def decode(
     for i, (message, runs) in enumerate(messages):
         check_runs(runs, n, "out")
         try:
-            prepared.append((inspect(message, n, rice, threads), message, pieces(out, runs), runs.taus))
+            prepared.append((inspect(message, n, rice, threads), _frozen(message), pieces(out, runs), runs.taus))
         except Malformed as error:
             raise Malformed(str(error), i) from None
     factor = np.float32(scale)

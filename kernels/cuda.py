@@ -20,7 +20,7 @@ from hvdx.kernels.cuda_decode import COMPLAINTS, NO_COMPLAINT, ROW
 from hvdx.kernels.cuda_encode import BYTES, CHUNK, COLUMNS, FAULT, NO_FAULT, PER_RUN, TALLIES, TILES
 from hvdx.kernels.pieces import check_runs
 from hvdx.kernels.table import ENTRIES, LENGTH, START, table
-from hvdx.kernels.tiles import LAYOUT, TILE_MAX, Encoded, Layout, Malformed, Runs, limit
+from hvdx.kernels.tiles import LAYOUT, Encoded, Layout, Malformed, Runs, check_layout, limit
 
 #: Blocks a launch has for each multiprocessor, at most. Over elements: several times what runs at once, so that the
 #: last ones to finish leave little idle. Over tiles: what runs at once, by their shared memory.
@@ -95,6 +95,11 @@ def as_device(x: Any, name: str = "array") -> Any:
 
 #: kDLCUDA in dlpack.h.
 _DLPACK_CUDA = 2
+
+
+def available() -> bool:
+    """Whether there is a GPU and a driver for it."""
+    return bool(cuda.is_available())
 
 
 def to_device(values: np.ndarray) -> Any:
@@ -244,7 +249,7 @@ def encode(
     residual = _check_array(residual, "residual")
     n = sum(a.size for a in arrays)
     check_runs(runs, n, "update")
-    _check_layout(layout)
+    check_layout(layout)
     if residual.size != n:
         raise ValueError(f"residual: expected the {n} elements of the update, got {residual.size}.")
     if n == 0:
@@ -438,16 +443,3 @@ def _check_bytes(tiles: Any, name: str, stream: Any) -> np.ndarray:
     if tiles.dtype != np.uint8 or tiles.ndim != 1:
         raise TypeError(f"{name}: expected tiles as uint8[bytes], got {tiles.dtype} of {tiles.ndim} dimensions.")
     return np.ascontiguousarray(tiles)
-
-
-def _check_layout(layout: Layout) -> None:
-    """Raise ValueError unless a tile of this layout fits into what the kernels have for it."""
-    possible = (
-        min(layout) >= 1
-        and layout.region % 64 == 0
-        and layout.tile_max <= TILE_MAX
-        and layout.group + layout.tile_min <= TILE_MAX
-        and layout.region * layout.group_regions <= 2**31
-    )
-    if not possible:
-        raise ValueError(f"layout: expected numbers within the limits that Layout names, got {layout}.")

@@ -6,7 +6,7 @@ which overlapping a training step with an exchange does.
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -15,8 +15,8 @@ _pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
 
 def default_threads() -> int:
     """Threads that a kernel uses unless told: OMP_NUM_THREADS if it is set, else the cores this process may use."""
-    told = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
-    return int(told) if told.isdigit() and int(told) > 0 else len(os.sched_getaffinity(0))
+    told = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return min(int(told), 1024) if told.isdecimal() and int(told) > 0 else len(os.sched_getaffinity(0))
 
 
 def spread(function: Callable[[int], T], tasks: int, threads: int) -> list[T]:
@@ -27,9 +27,28 @@ def spread(function: Callable[[int], T], tasks: int, threads: int) -> list[T]:
     key = os.getpid(), threads
     if key not in _pools:
         _pools[key] = ThreadPoolExecutor(threads - 1, thread_name_prefix="hvdx-kernel")
-    rest: list[Any] = [_pools[key].submit(function, i) for i in range(1, tasks)]
-    first = function(0)
-    return [first, *(future.result() for future in rest)]
+    rest: list[Any] = []
+    try:
+        for i in range(1, tasks):
+            rest.append(_pools[key].submit(function, i))
+        return [function(0), *(future.result() for future in rest)]
+    finally:
+        # Whatever interrupts, none may go on: they work on the addresses of arrays that the caller may free.
+        _outlast(rest)
+
+
+def _outlast(futures: list[Any]) -> None:
+    """Wait until none of them runs, and raise what came in the meantime only then."""
+    interrupted = None
+    for future in futures:
+        while not future.done():
+            try:
+                future.cancel()
+                wait([future])
+            except BaseException as error:
+                interrupted = error
+    if interrupted is not None:
+        raise interrupted
 
 
 def cut(total: int, parts: int, unit: int = 1) -> list[int]:

@@ -47,7 +47,7 @@ class Layout(NamedTuple):
     tile ends as soon as it holds `group` entries, covers `group_regions` regions, or meets a region with tiles.
 
     Attributes:
-        region: elements, a multiple of 64.
+        region: elements, a multiple of 64, at most 2**30.
         tile_max: entries, at most TILE_MAX.
         tile_min: entries.
         group: entries; group + tile_min <= TILE_MAX.
@@ -101,6 +101,20 @@ class Encoded(NamedTuple):
     def of_fault(cls, fault: int, runs: int) -> "Encoded":
         """What an encoder gives back that found a fault."""
         return cls(np.zeros(0, np.uint8), np.zeros(runs, np.int64), np.zeros((runs, len(SHARES)), np.int64), fault)
+
+
+def check_layout(layout: Layout) -> None:
+    """Raise ValueError unless a tile of this layout fits into what the kernels have for it."""
+    possible = (
+        min(layout) >= 1
+        and layout.region % 64 == 0
+        and layout.tile_max <= TILE_MAX
+        and layout.group + layout.tile_min <= TILE_MAX
+        and layout.region <= 2**30
+        and layout.region * layout.group_regions <= 2**31
+    )
+    if not possible:
+        raise ValueError(f"layout: expected numbers within the limits that Layout names, got {layout}.")
 
 
 def plan(counts: np.ndarray, layout: Layout = LAYOUT) -> np.ndarray:

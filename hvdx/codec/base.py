@@ -72,7 +72,8 @@ class Codec(abc.ABC, Generic[S]):
         """Add messages, one after another, times `scale`, to an output.
 
         Args:
-            messages: uint8[bytes] each, one from each rank, in rank order; from anywhere, so nothing is believed.
+            messages: uint8[bytes] each, or bytes; one from each rank, in rank order. Views of one large buffer will do.
+                From anywhere, so nothing is believed; but they must not change until decode returns.
             out: float32 arrays of the sizes that `init` was told, contiguous; changed in place.
             scale: a float32; 1 / number of messages gives their mean.
 

@@ -62,6 +62,8 @@ class Gpu:
             from hvdx.kernels import cuda
         except ImportError as error:
             raise ConfigError(f"threshold: device='cuda': {error}") from error
+        if not cuda.available():
+            raise ConfigError("threshold: device='cuda': no GPU that numba-cuda can use. `nvidia-smi` should show one.")
         self._cuda: ModuleType = cuda
 
     def check(self, arrays: Sequence[Any], what: str, writable: bool = False) -> list[int]:

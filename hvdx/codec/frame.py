@@ -32,11 +32,11 @@ def seal(message: np.ndarray, codec: int) -> np.ndarray:
     return message
 
 
-def unseal(message: np.ndarray, codec: int, name: str, rank: int) -> np.ndarray:
+def unseal(message: np.ndarray | bytes | bytearray | memoryview, codec: int, name: str, rank: int) -> np.ndarray:
     """Check the first eight bytes of a message: a view of the rest.
 
     Args:
-        message: uint8[bytes], from anywhere.
+        message: uint8[bytes] or bytes, from anywhere.
         codec: the number of the codec it should be of.
         name: that codec's name, for errors.
         rank: the rank it came from, for errors.
@@ -44,6 +44,8 @@ def unseal(message: np.ndarray, codec: int, name: str, rank: int) -> np.ndarray:
     Raises:
         WireError: it is cut short, altered, of another codec or of another version.
     """
+    if isinstance(message, bytes | bytearray | memoryview):
+        message = np.frombuffer(message, np.uint8)
     if not isinstance(message, np.ndarray) or message.dtype != np.uint8 or message.ndim != 1:
         raise TypeError(f"message of rank {rank}: expected uint8[bytes], got {type(message).__name__}.")
     message = np.ascontiguousarray(message)

@@ -12,8 +12,8 @@ from hvdx.kernels.tiles import SHARES
 
 #: Bits of a float32 that a bin of the histogram keeps: the exponent and three of the fraction, eight bins an octave.
 BIN_SHIFT = 20
-#: tau stays above the largest element times this: below, m would outgrow what is exact.
-_SPAN = 2.0**-17
+#: tau stays above the largest element times this: lower ones send no more elements, only larger m.
+SPAN = 2.0**-12
 #: How much of the last sent count the running mean takes in.
 _MEMORY = 1 / 8
 #: Bins below this one are of finite numbers.
@@ -35,7 +35,7 @@ def on_grid(tau: float, steps: int, up: bool = False) -> np.float32:
 
 
 def first_tau(histogram: np.ndarray, density: float, steps: int) -> np.float32 | None:
-    """The tau at which `density` of the elements reach it, or fewer; more only where many are of one size.
+    """The tau at which `density` of the elements reach it, or fewer: none where all are of one size.
 
     Args:
         histogram: int64[2048], elements whose size, as the bits of a float32 >> BIN_SHIFT, is the index. NaN and
@@ -54,8 +54,15 @@ def first_tau(histogram: np.ndarray, density: float, steps: int) -> np.float32 |
     reached = np.cumsum(histogram[::-1])[::-1]
     top = int(occupied[-1])
     few = np.flatnonzero(reached <= max(density * histogram.sum(), 1))
-    edge = edges[min(int(few[0]), top) if few.size else top]
-    return max(on_grid(float(edge), steps, up=True), on_grid(float(edges[top]) * _SPAN, steps, up=True))
+    edge = edges[int(few[0]) if few.size else top]
+    return max(on_grid(float(edge), steps, up=True), on_grid(float(edges[top]) * SPAN, steps, up=True))
+
+
+def largest(histogram: np.ndarray) -> np.float32:
+    """A size that the largest finite element reaches: the lower edge of its bin; 0 where all are zero."""
+    occupied = np.flatnonzero(histogram[1:_FINITE]) + 1
+    top = np.array([occupied[-1] if occupied.size else 0], np.uint32)
+    return (top << np.uint32(BIN_SHIFT)).view(np.float32)[0]
 
 
 def next_tau(
@@ -75,6 +82,9 @@ def next_tau(
         density: the share of elements to send.
         steps: values of the grid in an octave.
     """
+    if sent == 0:
+        # Nothing new: an idle phase, or a step that only accumulates. Lowering tau now would send all at once later.
+        return tau, mean
     wanted = max(density * elements, 1.0)
     mean = float(sent) if mean < 0 else mean + _MEMORY * (sent - mean)
     slack = max(1.1, 2 ** (0.75 / steps))

@@ -9,6 +9,7 @@ it holds, so a residual never grows beyond tau and none is thrown away, and indi
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from threading import Lock
 from typing import Any, Literal
 
 import numpy as np
@@ -18,13 +19,19 @@ from hvdx.codec.base import Codec, State
 from hvdx.codec.devices import Gpu, Host
 from hvdx.errors import ConfigError, UpdateError, WireError
 from hvdx.kernels import cpu
-from hvdx.kernels.tiles import Malformed, Runs
+from hvdx.kernels.tiles import Encoded, Malformed, Runs
 
 #: tau where neither it nor a density is asked for: Strom's and Deeplearning4j's, as a power of two.
 DEFAULT_TAU = 2.0**-10
+#: After so many updates that sent nothing, tau is held against the next update; as often, a tau at its floor.
+_QUIET = 8
+_USED_UP = (
+    "state: encode has used it up. Go on with the state that encode gave back; if encode was interrupted, with a "
+    "checkpoint."
+)
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class ThresholdState(State):
     """What the encoder remembers.
 
@@ -34,6 +41,8 @@ class ThresholdState(State):
         lengths: int64[R], how many elements share each tau.
         taus: float32[R], for the next update.
         found: bool[R], whether a tau has been found for that run; only with a target density.
+        floors: float32[R], what tau does not pass on its way down before an update has been looked at again.
+        quiet: int64[R], updates in a row that sent nothing.
         means: float64[R], running means of the entries sent an update; -1 before the first.
         step: updates encoded.
         sent: int64[R], entries in the last message.
@@ -44,12 +53,15 @@ class ThresholdState(State):
     lengths: np.ndarray
     taus: np.ndarray
     found: np.ndarray
+    floors: np.ndarray
+    quiet: np.ndarray
     means: np.ndarray
     step: int
     sent: np.ndarray
-    device: Host | Gpu = field(compare=False)
-    # Scratch memory, and whether encode has used this state up: not part of what is saved.
-    scratch: dict[str, Any] = field(default_factory=dict, compare=False)
+    device: Host | Gpu
+    # Not part of what is saved: scratch memory, and a lock that encode takes for good when it uses the state up.
+    scratch: dict[str, Any] = field(default_factory=dict)
+    claim: Lock = field(default_factory=Lock)
 
     def __repr__(self) -> str:
         return f"ThresholdState(step={self.step}, elements={self.residual.size}, taus={self.taus.tolist()})"
@@ -60,9 +72,19 @@ class ThresholdState(State):
         return float(self.sent.sum()) / max(self.residual.size, 1)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        names = ("lengths", "taus", "found", "means", "sent")
+        if self.claim.locked():
+            raise ValueError(_USED_UP)
+        names = ("lengths", "taus", "found", "floors", "quiet", "means", "sent")
         saved = {name: getattr(self, name).copy() for name in names} | {"step": np.array(self.step)}
         return saved | {"residual": self.device.fetch(self.residual)}
+
+
+class _Refused(Exception):  # noqa: N818
+    """An update that cannot be sent, for the element at `fault`."""
+
+    def __init__(self, fault: int, taus: np.ndarray) -> None:
+        super().__init__()
+        self.fault, self.taus = fault, taus
 
 
 class Threshold(Codec[ThresholdState]):
@@ -148,6 +170,8 @@ class Threshold(Codec[ThresholdState]):
             lengths=lengths,
             taus=np.full(len(lengths), self.tau or DEFAULT_TAU, np.float32),
             found=np.full(len(lengths), self.target_density is None),
+            floors=np.zeros(len(lengths), np.float32),
+            quiet=np.zeros(len(lengths), np.int64),
             means=np.full(len(lengths), -1.0),
             step=0,
             sent=np.zeros(len(lengths), np.int64),
@@ -158,25 +182,23 @@ class Threshold(Codec[ThresholdState]):
         sizes = self._device.check(update, "update")
         if sizes != list(state.sizes):
             raise ValueError(f"update: expected arrays of {list(state.sizes)} elements, got {sizes}.")
-        if state.scratch.get("used"):
-            raise ValueError("state: encode has used it up. Go on with the state that encode gave back.")
-        taus, found = state.taus, state.found
-        if not found.all():
-            taus, found = self._first_taus(update, state)
-        runs, rice = Runs(state.lengths, taus), self.index_coding == "rice"
-        workspace = state.scratch.get("workspace") or self._device.workspace(state.residual.size, len(taus))
-        message, coded = self._device.encode(update, state.residual, runs, rice, _head(runs), workspace)
-        if coded.fault >= 0:
-            raise self._cannot_send(update, sizes, coded.fault, taus)
-        state.scratch["used"] = True
-        means = state.means
+        if not state.claim.acquire(blocking=False):
+            raise ValueError(_USED_UP)
+        # From here on an interruption leaves a residual that fits no update: only what is known to have changed
+        # nothing gives the state free again.
+        try:
+            message, coded, taus, found, floors = self._encode(update, state)
+        except _Refused as refused:
+            state.claim.release()
+            raise self._cannot_send(update, sizes, refused.fault, refused.taus) from None
+        means, quiet = state.means, np.where(coded.sent > 0, 0, state.quiet + 1)
         if self.target_density is not None:
-            taus, means = self._next_taus(taus, found, state, coded.sent, coded.near)
+            taus, means = self._next_taus(taus, found, floors, state, coded)
         after = replace(
-            state, taus=taus, found=found, means=means, step=state.step + 1, sent=coded.sent,
-            scratch={"workspace": workspace},
+            state, taus=taus, found=found, floors=floors, quiet=quiet, means=means, step=state.step + 1,
+            sent=coded.sent, claim=Lock(),
         )  # fmt: skip
-        return frame.seal(message, self.number + (not rice)), after
+        return frame.seal(message, self.number + (self.index_coding != "rice")), after
 
     def decode(self, messages: Sequence[np.ndarray], out: Sequence[np.ndarray], scale: float = 1.0) -> None:
         n = sum(self._device.check(out, "out", writable=True))
@@ -205,8 +227,14 @@ class Threshold(Codec[ThresholdState]):
             new[name] = value.copy()
         if (new["lengths"] != fresh.lengths).any():
             raise ConfigError(f"threshold: saved lengths: expected {fresh.lengths}, got {new['lengths']}.")
+        if self.tau is not None and (new["taus"] != np.float32(self.tau)).any():
+            raise ConfigError(
+                f"threshold: the saved state was made with tau={new['taus'][0]}, this codec has tau={self.tau}. "
+                "Make the codec with the tau it was saved with."
+            )
         if not ((new["taus"] >= 2.0**-126) & (new["taus"] <= 2.0**126)).all() or not np.isfinite(new["means"]).all():
             raise ConfigError("threshold: saved taus or means that no encoder has; the checkpoint is damaged.")
+        # tau may have come down since, by two or three octaves.
         most = np.repeat(np.float32(2**10) * new["taus"], new["lengths"])
         if not (np.abs(new["residual"]) < most).all():
             raise ConfigError(
@@ -215,31 +243,74 @@ class Threshold(Codec[ThresholdState]):
         new |= {"residual": self._device.place(new["residual"]), "step": int(new["step"])}
         return replace(fresh, **new)
 
-    def _first_taus(self, update: Sequence[np.ndarray], state: ThresholdState) -> tuple[np.ndarray, np.ndarray]:
-        """taus for runs that have none yet, from the sizes of the update's elements."""
-        taus, found = state.taus.copy(), state.found.copy()
+    def _encode(
+        self, update: Sequence[Any], state: ThresholdState
+    ) -> tuple[np.ndarray, Encoded, np.ndarray, np.ndarray, np.ndarray]:
+        """Message, what was counted, and the taus, found and floors used; raises _Refused with nothing changed."""
+        taus, found, floors = state.taus, state.found, state.floors
+        if "workspace" not in state.scratch:
+            state.scratch["workspace"] = self._device.workspace(state.residual.size, len(taus))
+        work, rice = state.scratch["workspace"], self.index_coding == "rice"
+        due = ~found
+        if self.target_density is not None:
+            due |= (taus < floors) | ((state.quiet > 0) & (state.quiet % _QUIET == 0))
+        for attempt in range(2):
+            if due.any():
+                taus, found, floors = self._look_again(update, state, taus, found, floors, due)
+            runs = Runs(state.lengths, taus)
+            message, coded = self._device.encode(update, state.residual, runs, rice, _head(runs), work)
+            if coded.fault < 0:
+                return message, coded, taus, found, floors
+            # An element of far more tau than the last update's: another tau, unless it is fixed.
+            due = np.cumsum(state.lengths) > coded.fault
+            due &= np.cumsum(state.lengths) - state.lengths <= coded.fault
+            if attempt or self.target_density is None:
+                break
+        raise _Refused(coded.fault, taus)
+
+    def _look_again(
+        self,
+        update: Sequence[Any],
+        state: ThresholdState,
+        taus: np.ndarray,
+        found: np.ndarray,
+        floors: np.ndarray,
+        due: np.ndarray,
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """taus, found and floors anew for the runs that are `due`, from the sizes of the update's elements."""
+        taus, found, floors = taus.copy(), found.copy(), floors.copy()
         histograms = cpu.histogram([self._device.fetch(u) for u in update], state.lengths)
-        for i in np.flatnonzero(~found):
+        for i in np.flatnonzero(due):
             first = tau.first_tau(histograms[i], self.target_density or 0.0, self.tau_steps)
-            if first is not None:
+            if first is None:
+                taus[i] = max(taus[i], floors[i])
+                continue
+            floors[i] = tau.on_grid(float(tau.largest(histograms[i])) * tau.SPAN, self.tau_steps, up=True)
+            if not found[i]:
                 taus[i], found[i] = first, True
-        return taus, found
+            elif state.quiet[i] and first < taus[i] / 8:
+                # tau settles at a few times what the first update asks for. Residuals reach up to it: go by halves.
+                taus[i] = tau.on_grid(float(taus[i]) / 2, self.tau_steps)
+            taus[i] = max(taus[i], floors[i])
+        return taus, found, floors
 
     def _next_taus(
-        self, taus: np.ndarray, found: np.ndarray, state: ThresholdState, sent: np.ndarray, near: np.ndarray
+        self, taus: np.ndarray, found: np.ndarray, floors: np.ndarray, state: ThresholdState, coded: Encoded
     ) -> tuple[np.ndarray, np.ndarray]:
         """taus and running means for the next update."""
         taus, means = taus.copy(), state.means.copy()
         for i in np.flatnonzero(found):
-            taus[i], means[i] = tau.next_tau(
+            after, means[i] = tau.next_tau(
                 taus[i],
                 means[i],
-                int(sent[i]),
-                near[i],
+                int(coded.sent[i]),
+                coded.near[i],
                 int(state.lengths[i]),
                 self.target_density or 0.0,
                 self.tau_steps,
             )
+            # Looking at an update takes a pass over it, so a tau that would go on falling waits at its floor.
+            taus[i] = after if state.step % _QUIET == 0 else max(after, min(floors[i], taus[i]))
         return taus, means
 
     def _cannot_send(self, update: Sequence[Any], sizes: list[int], fault: int, taus: np.ndarray) -> UpdateError:
@@ -250,7 +321,7 @@ class Threshold(Codec[ThresholdState]):
             variable += 1
         value = self._device.fetch(update[variable]).reshape(-1)[element]
         why = (
-            f"which is more than 2**30 times tau ({taus.min():.3g}). Raise tau, or set target_density"
+            f"which is more than 2**30 times tau ({taus.min():.3g}). Raise tau, or give target_density in its place"
             if np.isfinite(value)
             else "which cannot be sent. The training diverged, or the loss scale is too high"
         )

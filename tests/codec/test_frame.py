@@ -46,7 +46,12 @@ def test_unseal_says_what_is_wrong(change, text):
         frame.unseal(change(sealed()), 7, "seven", 0)
 
 
-@pytest.mark.parametrize("message", [b"hx", [1, 2], np.zeros(9, np.int8), np.zeros((1, 9), np.uint8), None])
+@pytest.mark.parametrize("message", ["hx", [1, 2], np.zeros(9, np.int8), np.zeros((1, 9), np.uint8), None])
 def test_unseal_takes_only_bytes(message):
     with pytest.raises(TypeError, match="rank 0: expected uint8"):
         frame.unseal(message, 7, "seven", 0)
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+def test_unseal_takes_any_bytes(kind):
+    assert frame.unseal(kind(sealed().tobytes()), 7, "seven", 0).tobytes() == sealed()[8:].tobytes()

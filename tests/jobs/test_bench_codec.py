@@ -70,3 +70,23 @@ def test_recorded_update_is_whole():
         assert len(saved["sizes"]) == 6
         for i in range(3):
             assert (np.abs(saved[f"values{i}"]) >= saved[f"tau{i}"]).all()
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["wire", "--update", "/nowhere.npz"], "expected a file that jobs/record_update.py wrote"),
+        (["wire", "--sizes", "0"], "--sizes of at least 1"),
+        (["wire", "--densities", "1"], "between 0 and 1"),
+        (["wire", "--sizes", "100", "--densities", "0.1", "--json", "/nowhere/wire.json"], "folder that exists"),
+        (["kernels", "--rounds", "0"], "at least 1 element, round and thread"),
+    ],
+)
+def test_bad_options_are_named(words, text, capsys):
+    assert main(["bench", *words]) == 2
+    assert text.lower() in capsys.readouterr().err.lower()
+
+
+def test_wire_claims_no_goal_that_it_did_not_measure(capsys):
+    main(["bench", "wire", "--sizes", "1000", "--densities", "0.1"])
+    assert "10,000,000" not in capsys.readouterr().out
