@@ -254,19 +254,20 @@ class Threshold(Codec[ThresholdState]):
         due = ~found
         if self.target_density is not None:
             due |= (taus < floors) | ((state.quiet > 0) & (state.quiet % _QUIET == 0))
-        for attempt in range(2):
+        ends, tried = np.cumsum(state.lengths), set()
+        while True:
             if due.any():
                 taus, found, floors = self._look_again(update, state, taus, found, floors, due)
             runs = Runs(state.lengths, taus)
             message, coded = self._device.encode(update, state.residual, runs, rice, _head(runs), work)
             if coded.fault < 0:
                 return message, coded, taus, found, floors
-            # An element of far more tau than the last update's: another tau, unless it is fixed.
-            due = np.cumsum(state.lengths) > coded.fault
-            due &= np.cumsum(state.lengths) - state.lengths <= coded.fault
-            if attempt or self.target_density is None:
-                break
-        raise _Refused(coded.fault, taus)
+            # NaN, or an element of far more tau than the last update's: another tau, unless it is fixed, or was tried.
+            run = int(np.searchsorted(ends, coded.fault, side="right"))
+            if self.target_density is None or run in tried:
+                raise _Refused(coded.fault, taus)
+            tried.add(run)
+            due = np.arange(len(ends)) == run
 
     def _look_again(
         self,

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from hvdx.codec import Threshold
 from hvdx.codec.tau import first_tau, next_tau, on_grid
+from hvdx.errors import UpdateError
 from hvdx.kernels import cpu, reference
 from hvdx.kernels.tiles import SHARES
 from tests.kernels.strategies import fixed, powers
@@ -218,3 +219,18 @@ def test_tau_is_found_anew_where_the_first_update_misled():
     sequence = (u * np.float32(1e-14 if i == 0 else 1) for i, u in enumerate(updates("lognormal", 300)))
     got = densities(Threshold(target_density=0.01, threads=1), sequence)
     assert got[-50:].mean() == pytest.approx(1, abs=0.3)
+
+
+def test_tau_is_found_anew_for_every_variable_that_grew():
+    """By far more than 2**30 tau, in two variables at once: they are sent, not refused."""
+    codec = Threshold(target_density=0.1, scope="variable", threads=1)
+    rng = np.random.default_rng(3)
+    small = [rng.normal(0, 1e-12, 200).astype(np.float32) for _ in range(3)]
+    _, state = codec.encode(small, codec.init([200] * 3))
+    large = [small[0] * np.float32(1e15), small[1], small[2] * np.float32(1e15)]
+    _, state = codec.encode(large, state)
+    assert state.sent[0] > 0
+    assert state.sent[2] > 0
+    large[2][5] = np.nan
+    with pytest.raises(UpdateError, match=r"update\[2\]: element 5 is nan"):
+        codec.encode(large, state)
