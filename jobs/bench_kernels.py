@@ -22,6 +22,7 @@ import numpy as np
 from hvdx.errors import ConfigError
 from hvdx.jobs.bench_wire import write_json
 from hvdx.kernels import cpu
+from hvdx.kernels.pieces import aligned
 from hvdx.kernels.threads import cut, default_threads, spread
 from hvdx.kernels.tiles import Runs
 from hvdx.report.table import render
@@ -81,7 +82,7 @@ class Case:
     def __init__(self, n: int, p: float) -> None:
         rng = np.random.default_rng(0)
         self.n, self.density, self.runs = n, p, Runs(np.array([n]), np.ones(1, np.float32))
-        self.start, self.residual, self.update, self.out = (_aligned(n) for _ in range(4))
+        self.start, self.residual, self.update, self.out = (aligned(n) for _ in range(4))
         self.start[:] = rng.uniform(-0.4, 0.4, n)
         self.update[:] = rng.normal(0, 1e-3, n)
         hit = rng.random(n) < p
@@ -257,13 +258,6 @@ def memory(figure: dict, n: int) -> str:
     if figure["extra_memory_bytes"] is None:
         return "-"
     return f"{100 * max(figure['extra_memory_bytes'] - figure['message_bytes'], 0) / (4 * n):.2f} %"
-
-
-def _aligned(n: int) -> np.ndarray:
-    """float32[n] at the start of a cache line."""
-    raw = np.empty(4 * n + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start : start + 4 * n].view(np.float32)
 
 
 def _processor() -> str:

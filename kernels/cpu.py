@@ -43,8 +43,12 @@ def check(update: Sequence[np.ndarray], runs: Runs, threads: int | None = None) 
     """
     n = check_arrays(update, "update")
     check_runs(runs, n, "update")
-    where, limits = pieces(update, runs), limit(runs.taus)
-    threads = threads or default_threads()
+    return _find_fault(n, pieces(update, runs), runs, threads or default_threads())
+
+
+def _find_fault(n: int, where: np.ndarray, runs: Runs, threads: int) -> int:
+    """`check` for an update whose pieces were found already."""
+    limits = limit(runs.taus)
     borders = cut(n, threads if n > 1 << 16 else 1)
     found = spread(lambda i: cpu_scan.find_fault(borders[i], borders[i + 1], where, limits), len(borders) - 1, threads)
     return next((fault for fault in found if fault >= 0), -1)
@@ -94,14 +98,14 @@ def encode(
     if check_arrays([residual], "residual", writable=True) != n:
         raise ValueError(f"residual: expected the {n} elements of the update, got {residual.size}.")
     threads = threads or default_threads()
-    fault = -1 if trusted else check(update, runs, threads)
+    where = pieces(update, runs)
+    fault = -1 if trusted else _find_fault(n, where, runs, threads)
     if fault >= 0:
         return Encoded.of_fault(fault, len(runs.taus))
 
     if workspace is None or workspace.fits != (n, len(runs.taus), layout, threads):
         workspace = Workspace(n, len(runs.taus), layout, threads)
-    work, where = workspace, pieces(update, runs)
-    vector = residual.reshape(-1)
+    work, vector = workspace, residual.reshape(-1)
 
     def encode_share(i: int) -> list[np.ndarray]:
         place, out, filled, done = work.places[i], work.buffers[i], [], False

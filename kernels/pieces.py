@@ -44,6 +44,13 @@ def check_arrays(arrays: Sequence[np.ndarray], what: str, writable: bool = False
     return total
 
 
+def aligned(n: int) -> np.ndarray:
+    """float32[n], not set to anything, at the start of a cache line: vectors then never straddle two."""
+    raw = np.empty(4 * n + 64, np.uint8)
+    start = -raw.__array_interface__["data"][0] % 64
+    return raw[start : start + 4 * n].view(np.float32)
+
+
 def check_runs(runs: Runs, n: int, what: str) -> None:
     """Raise ValueError unless `runs` cover n elements with taus that are normal, positive float32."""
     lengths, taus = runs

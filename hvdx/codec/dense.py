@@ -7,8 +7,8 @@ import numpy as np
 
 from hvdx.codec import frame, varint
 from hvdx.codec.base import Codec, Nothing
-from hvdx.codec.sizes import check_out, check_update
 from hvdx.errors import UpdateError, WireError
+from hvdx.kernels.pieces import check_arrays
 
 #: Elements converted at a time: what a conversion needs beside them stays in the cache.
 _CHUNK = 1 << 15
@@ -29,7 +29,7 @@ class Dense(Codec[Nothing]):
         return Nothing()
 
     def encode(self, update: Sequence[np.ndarray], state: Nothing) -> tuple[np.ndarray, Nothing]:
-        n = check_update(update, [np.size(u) for u in update])
+        n = check_arrays(update, "update")
         head = bytes(frame.SIZE) + varint.put(n)
         message = np.empty(len(head) + n * np.dtype(self._wire).itemsize, np.uint8)
         message[: len(head)] = np.frombuffer(head, np.uint8)
@@ -49,7 +49,7 @@ class Dense(Codec[Nothing]):
         return frame.seal(message, self.number), state
 
     def decode(self, messages: Sequence[np.ndarray], out: Sequence[np.ndarray], scale: float = 1.0) -> None:
-        n = check_out(out)
+        n = check_arrays(out, "out", writable=True)
         bodies = []
         for rank, message in enumerate(messages):
             body = frame.unseal(message, self.number, self.name, rank)

@@ -9,7 +9,7 @@ import numpy as np
 
 from hvdx.errors import ConfigError
 from hvdx.kernels import cpu
-from hvdx.kernels.pieces import check_arrays
+from hvdx.kernels.pieces import aligned, check_arrays
 from hvdx.kernels.tiles import Encoded, Runs
 
 
@@ -25,10 +25,8 @@ class Host:
         return [a.size for a in arrays]
 
     def place(self, values: np.ndarray) -> np.ndarray:
-        """A copy at the start of a cache line: vectors then never straddle two."""
-        raw = np.empty(values.nbytes + 64, np.uint8)
-        start = -raw.__array_interface__["data"][0] % 64
-        placed = raw[start : start + values.nbytes].view(np.float32)
+        """A copy at the start of a cache line."""
+        placed = aligned(values.size)
         placed[:] = values
         return placed
 
