@@ -6,6 +6,7 @@
     ├── HorovodError         Horovod is missing, or was built for something else (also an ImportError)
     ├── NotDistributedError  a training step went past hvdx, so nothing would be combined
     ├── ReplicaError         the ranks hold, or were given, different things; raised on every rank alike
+    ├── ExchangeError        ranks did not come to an exchange within the time limit, or sent too much for it
     ├── WireError            a message from a rank is not what it should be; nothing of it was applied
     └── UpdateError          an update holds what cannot be sent, such as NaN; nothing was changed (also a ValueError)
 
@@ -40,6 +41,10 @@ class ReplicaError(HvdxError, RuntimeError):
     """The ranks hold, or were given, different things. Raised on every rank alike."""
 
     collective = True
+
+
+class ExchangeError(HvdxError, RuntimeError):
+    """Ranks did not come to an exchange within the time limit, or sent more than one exchange can carry."""
 
 
 class WireError(HvdxError, RuntimeError):

@@ -1,7 +1,7 @@
 """Ranks: who this process is, and how it reaches the others. One communication library a file."""
 
-from hvdx.comm.base import Comm
+from hvdx.comm.base import Channel, Comm, GraphComm, Received
 from hvdx.comm.local import LocalComm
-from hvdx.comm.world import current, start, stop
+from hvdx.comm.world import current, graph, start, stop
 
-__all__ = ["Comm", "LocalComm", "current", "start", "stop"]
+__all__ = ["Channel", "Comm", "GraphComm", "LocalComm", "Received", "current", "graph", "start", "stop"]

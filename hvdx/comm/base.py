@@ -2,6 +2,8 @@
 
 Every method that talks to other ranks is collective: all ranks call it, in the same order. Each wait ends: a
 communicator that cannot reach a rank raises after its time limit.
+
+`Comm` reaches ranks from the host, with NumPy arrays and bytes; `GraphComm` also from inside a TensorFlow graph.
 """
 
 import abc
@@ -35,6 +37,60 @@ class Reduction:
     predivide: float = 1.0
     device: str = ""
     device_sparse: str = ""
+
+
+@dataclass(frozen=True)
+class Received:
+    """What one exchange over a channel brought.
+
+    Attributes:
+        heads: int64[size, k], every rank's head.
+        messages: uint8[bytes] each, in rank order; views that the next exchange overwrites.
+        waited: seconds until all ranks had come.
+        seconds: seconds that the messages then took.
+    """
+
+    heads: np.ndarray
+    messages: list[np.ndarray]
+    waited: float
+    seconds: float
+
+
+class Channel(abc.ABC):
+    """Carries messages of different lengths between all ranks. One thread at a time."""
+
+    rank: int
+    size: int
+
+    @abc.abstractmethod
+    def exchange(self, head: Sequence[int], message: np.ndarray | None = None) -> Received:
+        """Give every rank every rank's message.
+
+        Args:
+            head: a few whole numbers that travel first; as many on all ranks.
+            message: uint8[bytes], of any length on each rank; None sends nothing, and all ranks must agree on that.
+
+        Returns:
+            Everyone's, this rank's own included.
+
+        Raises:
+            ExchangeError: ranks that did not come within the time limit; it names them.
+        """
+
+    @abc.abstractmethod
+    def all_reduce(self, vector: np.ndarray) -> None:
+        """Sum a vector over the ranks, in place.
+
+        Args:
+            vector: float32[n], n alike on all ranks; afterwards the same bits on all.
+
+        Raises:
+            ExchangeError: see `exchange`.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Give the channel back; every rank does."""
 
 
 class Comm(abc.ABC):
@@ -76,13 +132,32 @@ class Comm(abc.ABC):
         """Give every rank the root's tensors.
 
         Args:
-            tensors: TensorFlow tensors; shapes and dtypes alike on all ranks.
+            tensors: TensorFlow tensors or NumPy arrays; shapes and dtypes alike on all ranks.
             root: the rank whose values travel.
             what: a name for the exchange.
 
         Returns:
-            The root's values, one tensor for each given.
+            The root's values, an array or a tensor for each given.
         """
+
+    @abc.abstractmethod
+    def channel(self, what: str) -> Channel:
+        """Open a channel of its own for messages: another thread may use it while this one uses the communicator.
+
+        Args:
+            what: what it carries, for messages about ranks that do not come.
+
+        Raises:
+            ConfigError: this communicator cannot carry messages; the error names one that can.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Take leave of the other ranks. Nothing may be sent afterwards."""
+
+
+class GraphComm(Comm):
+    """Reaches the other ranks from inside a TensorFlow graph too."""
 
     @abc.abstractmethod
     def all_reduce(self, tensors: Sequence[Any], how: Reduction, name: str) -> list[Any]:
@@ -105,7 +180,3 @@ class Comm(abc.ABC):
             tensor: a `tf.Tensor` of rank 1 or more; all but its first dimension alike on all ranks.
             name: alike on all ranks.
         """
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Take leave of the other ranks. Nothing may be sent afterwards."""

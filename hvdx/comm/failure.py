@@ -14,6 +14,18 @@ from hvdx.errors import HvdxError
 _COURTESY_SECONDS = 3.0
 
 
+_remembered: list[BaseException] = []
+
+
+def remember(error: BaseException) -> None:
+    """Keep an error that TensorFlow is about to wrap into one of its own, which would hide its kind and its text.
+
+    Args:
+        error: raised by Python code inside a TensorFlow function; what ends the process is reported as this error.
+    """
+    _remembered[:] = [error]
+
+
 def install(rank: int, size: int) -> None:
     """Make an uncaught exception on this rank end the whole job, with its own message and exit code 1.
 
@@ -24,6 +36,9 @@ def install(rank: int, size: int) -> None:
     """
 
     def end_the_job(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if _remembered and kind.__module__.startswith("tensorflow."):
+            error = _remembered[0]
+            kind, trace = type(error), error.__traceback__
         if isinstance(error, HvdxError) and error.collective:
             if rank == 0:
                 print(f"hvdx: {kind.__name__}: {error}", file=sys.stderr, flush=True)

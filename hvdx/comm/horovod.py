@@ -15,9 +15,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvdx.comm import mpi
-from hvdx.comm.base import Comm, Reduction, Wire
+from hvdx.comm.base import Channel, GraphComm, Reduction, Wire
 from hvdx.comm.launcher import Launch
-from hvdx.errors import ConfigError, HorovodError, LaunchError
+from hvdx.errors import ConfigError, HorovodError
 
 # A rank that waits this long for another gives up; Horovod itself would wait for ever. Horovod warns at 60 s.
 _STALL_SECONDS = "600"
@@ -59,8 +59,8 @@ def _check_build() -> None:
                 )
 
 
-class HorovodComm(Comm):
-    """The communicator of a process that a launcher started.
+class HorovodComm(GraphComm):
+    """Reaches the ranks through Horovod.
 
     Args:
         launch: what the launcher said; checked against what Horovod finds.
@@ -79,9 +79,9 @@ class HorovodComm(Comm):
                     "Horovod was built without MPI, and the ranks were started by an MPI launcher. "
                     "Rebuild it: hvdx build-horovod"
                 )
-            _check_size("MPI", mpi.initialise(), launch)
+            mpi.check_size("MPI", mpi.initialise(), launch)
         hvd.init()
-        _check_size("Horovod", hvd.size(), launch)
+        mpi.check_size("Horovod", hvd.size(), launch)
         self.rank, self.size = hvd.rank(), hvd.size()
         self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
         self.cross_rank, self.cross_size = hvd.cross_rank(), hvd.cross_size()
@@ -133,6 +133,13 @@ class HorovodComm(Comm):
             for i, tensor in zip(members, combined, strict=True):
                 result[i] = tensor
         return result
+
+    def channel(self, what: str) -> Channel:
+        """See `Comm.channel`."""
+        raise ConfigError(
+            f"{what} travels by MPI, and these processes were started by Horovod's own launcher, without it. "
+            "Start them with mpirun, or horovodrun --mpi."
+        )
 
     def close(self) -> None:
         """See `Comm.close`."""
@@ -202,15 +209,6 @@ class HorovodComm(Comm):
             received = self.all_gather(tf.bitcast(tf.cast(values, tf.bfloat16), tf.uint8), name)
             return tf.cast(tf.bitcast(received, tf.bfloat16), values.dtype)
         return self.all_gather(values, name)
-
-
-def _check_size(who: str, found: int, launch: Launch) -> None:
-    if found != launch.size:
-        raise LaunchError(
-            f"{launch.launcher} started {launch.size} ranks and {who} finds a world of {found} on rank "
-            f"{launch.rank}: the launcher belongs to another MPI. Use the mpirun of the MPI that mpi4py and "
-            "Horovod were built with; hvdx doctor shows which."
-        )
 
 
 def _tag(name: str) -> str:

@@ -1,14 +1,18 @@
-"""A world of one: what every collective means when there is nobody else."""
+"""Ranks in one process: a world of one, and several virtual ranks for tests and simulations."""
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from hvdx.comm.base import Comm, Reduction
+from hvdx.comm.base import Channel, GraphComm, Received, Reduction
+
+# A virtual rank that waits longer for the others was left alone.
+_LIMIT_SECONDS = 60.0
 
 
-class LocalComm(Comm):
+class LocalComm(GraphComm):
     """The communicator of a process that was started alone.
 
     Example:
@@ -39,5 +43,60 @@ class LocalComm(Comm):
         """See `Comm.all_gather`."""
         return tensor
 
+    def channel(self, what: str) -> Channel:
+        """See `Comm.channel`."""
+        return virtual_channels(1)[0]
+
     def close(self) -> None:
         """See `Comm.close`."""
+
+
+def virtual_channels(size: int) -> list[Channel]:
+    """Channels between virtual ranks: one for each, to be used by a thread of its own.
+
+    Args:
+        size: number of ranks.
+
+    Example:
+        >>> (alone,) = virtual_channels(1)
+        >>> alone.exchange([7], np.zeros(3, np.uint8)).heads.tolist()
+        [[7]]
+    """
+    table = _Table(size)
+    return [_VirtualChannel(rank, size, table) for rank in range(size)]
+
+
+class _Table:
+    """Where virtual ranks lay down what they give."""
+
+    def __init__(self, size: int) -> None:
+        self.given: list[Any] = [None] * size
+        self.barrier = threading.Barrier(size)
+
+    def swap(self, rank: int, value: Any) -> list[Any]:
+        """Give one value; everyone's, once all have come."""
+        self.given[rank] = value
+        self.barrier.wait(_LIMIT_SECONDS)
+        everyone = list(self.given)
+        self.barrier.wait(_LIMIT_SECONDS)
+        return everyone
+
+
+class _VirtualChannel(Channel):
+    def __init__(self, rank: int, size: int, table: _Table) -> None:
+        self.rank, self.size, self._table = rank, size, table
+
+    def exchange(self, head: Sequence[int], message: np.ndarray | None = None) -> Received:
+        mine = (list(head), None if message is None else message.copy())
+        everyone = self._table.swap(self.rank, mine)
+        messages = [] if message is None else [m for _, m in everyone]
+        return Received(np.array([h for h, _ in everyone], np.int64), messages, 0.0, 0.0)
+
+    def all_reduce(self, vector: np.ndarray) -> None:
+        everyone = self._table.swap(self.rank, vector.copy())
+        vector[:] = 0
+        for other in everyone:
+            vector += other
+
+    def close(self) -> None:
+        pass

@@ -1,6 +1,33 @@
-"""What hvdx asks of MPI itself, through mpi4py."""
+"""Ranks through MPI itself, by mpi4py: what a host sends without a graph.
 
+Collectives are started without blocking and then asked, ever less often, whether they are over: ranks that share cores
+do not take them from each other by polling, and every wait has an end.
+"""
+
+import os
+import pickle
 import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdx.comm.base import Channel, Comm, Received
+from hvdx.comm.launcher import Launch
+from hvdx.errors import ConfigError, ExchangeError, LaunchError
+
+#: Seconds after which a rank gives up waiting for another.
+LIMIT_VARIABLE = "HVDX_TIMEOUT"
+_LIMIT_SECONDS = 600.0
+# How long ranks that gave up wait for a word from the others, to tell who is missing.
+_ROLL_CALL_SECONDS = 2.0
+_ABSENT_TAG = 7
+# Asked so often in a row before sleeping, and for so long between two questions.
+_EAGER = 50
+_LEAST_SLEEP, _MOST_SLEEP = 20e-6, 1e-3
+# MPI counts bytes in a C int.
+_MOST_BYTES = 2**31 - 1
 
 
 def initialise() -> int:
@@ -23,3 +50,192 @@ def abort(code: int) -> None:
     module = sys.modules.get("mpi4py.MPI")
     if module is not None and module.Is_initialized() and not module.Is_finalized():
         module.COMM_WORLD.Abort(code)
+
+
+def check_size(who: str, found: int, launch: Launch) -> None:
+    """Raise LaunchError unless `who` finds the world that the launcher started.
+
+    Args:
+        who: "MPI" or "Horovod".
+        found: the size of its world.
+        launch: what the launcher said.
+    """
+    if found != launch.size:
+        raise LaunchError(
+            f"{launch.launcher} started {launch.size} ranks and {who} finds a world of {found} on rank "
+            f"{launch.rank}: the launcher belongs to another MPI. Use the mpirun of the MPI that mpi4py and "
+            "Horovod were built with; hvdx doctor shows which."
+        )
+
+
+class MpiComm(Comm):
+    """The communicator of a process that an MPI launcher started.
+
+    Args:
+        launch: what the launcher said; checked against what MPI finds.
+
+    Raises:
+        LaunchError: MPI finds another world than the launcher started.
+    """
+
+    def __init__(self, launch: Launch):
+        check_size("MPI", initialise(), launch)
+        from mpi4py import MPI
+
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            raise LaunchError(
+                "MPI was started without MPI_THREAD_MULTIPLE, and hvdx calls it from several threads. Import hvdx "
+                "before whatever starts MPI, or use an MPI that has it."
+            )
+        self._channel = MpiChannel(MPI.COMM_WORLD, "a collective")
+        self.rank, self.size = self._channel.rank, self._channel.size
+        here = self.all_gather_object(MPI.Get_processor_name(), "places")
+        mine = [rank for rank, host in enumerate(here) if host == here[self.rank]]
+        told = launch.local_rank is not None and launch.local_size is not None
+        self.local_rank = launch.local_rank if told else mine.index(self.rank)  # type: ignore[assignment]
+        self.local_size = launch.local_size if told else len(mine)  # type: ignore[assignment]
+        alike = [rank for rank, other in enumerate(self.all_gather_object(self.local_rank, "places")) if
+                 other == self.local_rank]  # fmt: skip
+        self.cross_rank, self.cross_size = alike.index(self.rank), len(alike)
+
+    def all_gather_object(self, value: Any, what: str) -> list[Any]:
+        """See `Comm.all_gather_object`."""
+        message = np.frombuffer(pickle.dumps(value), np.uint8)
+        # The bytes come from the ranks of this very job, which run the same user's code.
+        return [pickle.loads(m.tobytes()) for m in self._channel.named(what).exchange([], message).messages]
+
+    def all_reduce_sum(self, vector: np.ndarray, what: str) -> np.ndarray:
+        """See `Comm.all_reduce_sum`."""
+        total = np.array(vector, np.float64)
+        self._channel.named(what).all_reduce(total)
+        return total
+
+    def broadcast(self, tensors: Sequence[Any], root: int, what: str) -> list[Any]:
+        """See `Comm.broadcast`."""
+        channel, result = self._channel.named(what), []
+        for tensor in tensors:
+            array = np.array(np.asarray(tensor), order="C")
+            channel.broadcast(array.reshape(-1).view(np.uint8), root)
+            result.append(array)
+        return result
+
+    def channel(self, what: str) -> Channel:
+        """See `Comm.channel`."""
+        from mpi4py import MPI
+
+        return MpiChannel(MPI.COMM_WORLD, what)
+
+    def close(self) -> None:
+        """See `Comm.close`."""
+        self._channel.close()
+
+
+class MpiChannel(Channel):
+    """A communicator of its own for one thread's messages.
+
+    Args:
+        parent: an `MPI.Comm`; it is duplicated, which is collective.
+        what: what is exchanged, for messages.
+    """
+
+    def __init__(self, parent: Any, what: str):
+        from mpi4py import MPI
+
+        self._mpi = MPI
+        self._comm, self._what = parent.Dup(), what
+        self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
+        self._buffer = np.empty(0, np.uint8)
+        self._limit = _limit()
+
+    def named(self, what: str) -> "MpiChannel":
+        """This channel, about to carry `what`."""
+        self._what = what
+        return self
+
+    def exchange(self, head: Sequence[int], message: np.ndarray | None = None) -> Received:
+        """See `Channel.exchange`."""
+        begin = time.perf_counter()
+        mine = np.array([*head, 0 if message is None else message.size], np.int64)
+        heads = np.empty((self.size, mine.size), np.int64)
+        self._wait(self._comm.Iallgather(mine, heads))
+        met = time.perf_counter()
+        messages = [] if message is None else self._gather(message, heads[:, -1])
+        return Received(heads[:, :-1], messages, met - begin, time.perf_counter() - met)
+
+    def _gather(self, message: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
+        ends = np.cumsum(sizes)
+        if ends[-1] > _MOST_BYTES:
+            raise ExchangeError(
+                f"{self._what}: {ends[-1]} bytes from {self.size} ranks, more than the {_MOST_BYTES} that one exchange "
+                "carries. Send less: a lower density, a larger tau."
+            )
+        if self._buffer.size < ends[-1]:
+            self._buffer = np.empty(ends[-1] + ends[-1] // 4, np.uint8)
+        into = [self._buffer, sizes, ends - sizes, self._mpi.BYTE]
+        self._wait(self._comm.Iallgatherv([message, self._mpi.BYTE], into))
+        return [self._buffer[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+    def all_reduce(self, vector: np.ndarray) -> None:
+        """See `Channel.all_reduce`; float64 too."""
+        self._wait(self._comm.Iallreduce(self._mpi.IN_PLACE, vector))
+
+    def broadcast(self, data: np.ndarray, root: int) -> None:
+        """Overwrite uint8[n] with the root's."""
+        for begin in range(0, data.size, _MOST_BYTES):
+            self._wait(self._comm.Ibcast([data[begin : begin + _MOST_BYTES], self._mpi.BYTE], root))
+
+    def close(self) -> None:
+        """See `Channel.close`."""
+        if not self._mpi.Is_finalized():
+            self._comm.Free()
+
+    def _wait(self, request: Any) -> None:
+        """Return when the request is done; raise when the time is over."""
+        if not _until(request.Test, self._limit):
+            raise ExchangeError(
+                f"{self._what}: waited {self._limit:.0f} s on rank {self.rank} of {self.size}. {self._absent()} Look "
+                f"for what that rank printed last. {LIMIT_VARIABLE}=seconds changes how long ranks wait."
+            )
+
+    def _absent(self) -> str:
+        """Who is missing: the ranks that do not answer a word that all who gave up send each other."""
+        here, others = {self.rank}, [r for r in range(self.size) if r != self.rank]
+        sent = [self._comm.Isend([np.zeros(1, np.uint8), self._mpi.BYTE], r, _ABSENT_TAG) for r in others]
+        answers = {r: self._comm.Irecv([np.zeros(1, np.uint8), self._mpi.BYTE], r, _ABSENT_TAG) for r in others}
+
+        def all_answered() -> bool:
+            here.update(r for r in others if r not in here and answers[r].Test())
+            return len(here) == self.size
+
+        _until(all_answered, _ROLL_CALL_SECONDS)
+        for request in sent:
+            request.Test()
+        missing = sorted(set(range(self.size)) - here)
+        if not missing:
+            return "All ranks were waiting: the network lost what they sent, or they were in different exchanges."
+        return f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} did not come."
+
+
+def _until(done: Callable[[], bool], limit: float) -> bool:
+    """Ask until the answer is yes, or `limit` seconds have passed: whether it was."""
+    for _ in range(_EAGER):
+        if done():
+            return True
+    end, sleep = time.monotonic() + limit, _LEAST_SLEEP
+    while not done():
+        if time.monotonic() > end:
+            return False
+        time.sleep(sleep)
+        sleep = min(sleep * 1.1, _MOST_SLEEP)
+    return True
+
+
+def _limit() -> float:
+    text = os.environ.get(LIMIT_VARIABLE, "")
+    try:
+        limit = float(text or _LIMIT_SECONDS)
+    except ValueError:
+        limit = 0.0
+    if not 0 < limit < float("inf"):
+        raise ConfigError(f"{LIMIT_VARIABLE}: expected seconds above 0, got {text!r}.")
+    return limit

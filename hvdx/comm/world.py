@@ -1,11 +1,15 @@
-"""The process's one communicator: started once, found by everyone."""
+"""The process's communicators: started once, found by everyone.
+
+MPI carries what the host exchanges, and is there from the start. Horovod is started by what exchanges tensors inside a
+graph, and only then: its thread polls, and takes a good part of a core from the training.
+"""
 
 import os
 import socket
 from dataclasses import replace
 
 from hvdx.comm import failure, mpi
-from hvdx.comm.base import Comm
+from hvdx.comm.base import Comm, GraphComm
 from hvdx.comm.launcher import Launch, detect, usable_cores
 from hvdx.comm.local import LocalComm
 from hvdx.errors import LaunchError
@@ -14,6 +18,8 @@ from hvdx.errors import LaunchError
 _RANKS_PER_CORE = 4
 
 _comm: Comm | None = None
+_graph: GraphComm | None = None
+_launch: Launch | None = None
 
 
 def start() -> Comm:
@@ -26,23 +32,44 @@ def start() -> Comm:
 
     Raises:
         LaunchError: more ranks than the machine bears, or a launcher and an MPI that do not know each other.
-        HorovodError: Horovod is missing or does not fit this environment.
+        HorovodError: Horovod's own launcher was used, and Horovod is missing or does not fit this environment.
     """
-    global _comm
+    global _comm, _graph, _launch
     if _comm is None:
-        launch = detect()
-        if launch is not None and launch.size is None:
-            launch = replace(launch, size=mpi.initialise())
-        if launch is None or launch.size == 1:
-            _comm = LocalComm()
+        _launch = detect()
+        if _launch is not None and _launch.size is None:
+            _launch = replace(_launch, size=mpi.initialise())
+        if _launch is None or _launch.size == 1:
+            _comm = _graph = LocalComm()
         else:
-            _check_machine(launch)
-            failure.install(launch.rank, launch.size or 0)
-            # Imported here, since it imports TensorFlow, which a world of one may never need.
-            from hvdx.comm.horovod import HorovodComm
-
-            _comm = HorovodComm(launch)
+            _check_machine(_launch)
+            failure.install(_launch.rank, _launch.size or 0)
+            if _launch.launcher == "Horovod (Gloo)":
+                _comm = _graph = _horovod(_launch)
+            else:
+                _comm = mpi.MpiComm(_launch)
     return _comm
+
+
+def graph() -> GraphComm:
+    """The communicator that works inside TensorFlow graphs: Horovod, which the first call starts. Collective.
+
+    Raises:
+        LaunchError, HorovodError: see `start`.
+    """
+    global _graph
+    start()
+    if _graph is None:
+        assert _launch is not None  # a world of one has its communicator
+        _graph = _horovod(_launch)
+    return _graph
+
+
+def _horovod(launch: Launch) -> GraphComm:
+    # Imported here, since it imports TensorFlow, which a world of one may never need.
+    from hvdx.comm.horovod import HorovodComm
+
+    return HorovodComm(launch)
 
 
 def current() -> Comm | None:
@@ -52,10 +79,10 @@ def current() -> Comm | None:
 
 def stop() -> None:
     """Leave the world; `start` may join it again."""
-    global _comm
-    if _comm is not None:
-        _comm.close()
-        _comm = None
+    global _comm, _graph, _launch
+    for comm in {id(c): c for c in (_graph, _comm) if c is not None}.values():
+        comm.close()
+    _comm = _graph = _launch = None
 
 
 def _check_machine(launch: Launch) -> None:

@@ -9,9 +9,10 @@ from hvdx import comm as world
 from hvdx.comm import Comm
 from hvdx.errors import ConfigError, NotDistributedError, ReplicaError
 from hvdx.keras import data, metrics, neighbours, replicas
+from hvdx.keras.binding import Binding, HostBinding
 from hvdx.keras.callbacks import MetricAverageCallback
 from hvdx.keras.lockstep import Lockstep
-from hvdx.keras.optimizer import Binding, attach, binding_of, detach, optimizers_of
+from hvdx.keras.optimizer import attach, binding_of, detach, optimizers_of, private_variables, trained_by
 from hvdx.report.counters import Counters
 from hvdx.strategies import Strategy, resolve
 
@@ -58,6 +59,7 @@ class Distribute(keras.callbacks.Callback):
         self._bindings: list[Binding] = []
         self._jit_compile: Any = None
         self._alike = False
+        self._first = True
         self._epoch = 0
         self._steps_before = 0
         self._logs = metrics.EpochLogs(self._comm)
@@ -86,13 +88,14 @@ class Distribute(keras.callbacks.Callback):
         if self._comm.size == 1:
             return
         self._alike = False
+        self._first = True
         self._steps_before = 0
         self._bindings = [self._tie(o, f"fit.{i}") for i, o in enumerate(optimizers_of(self.model))]
         if self.model.jit_compile:
             self._jit_compile, self.model.jit_compile = self.model.jit_compile, False
             if self._comm.rank == 0:
                 print(
-                    "hvdx: jit_compile is off during this fit: XLA cannot compile Horovod's collectives.",
+                    "hvdx: jit_compile is off during this fit: XLA cannot compile what talks to other ranks.",
                     file=sys.stderr,
                 )
         self.model.make_train_function(force=True)
@@ -105,7 +108,7 @@ class Distribute(keras.callbacks.Callback):
             # Left by a fit that an exception ended.
             self._jit_compile = bound.owner._jit_compile
             detach(optimizer)
-        binding = attach(optimizer, self.strategy, self._comm, name)
+        binding = attach(optimizer, self.strategy, name)
         if binding is not bound:
             binding.owner = self
         binding.reset()
@@ -131,11 +134,20 @@ class Distribute(keras.callbacks.Callback):
         self._last.limit_steps([r["steps"] for r in everyone], model.steps_per_execution)
         model._initial_epoch = everyone[0]["initial_epoch"]
         if model.built:
+            if model.optimizer is not None and not model.optimizer.built and any(b.private for b in self._bindings):
+                model.optimizer.build(model.trainable_variables)
             self._make_alike()
 
     def _make_alike(self) -> None:
-        replicas.make_alike(self.model, 0, self._comm)
+        # Where an optimiser has gone on with its own rank's gradients, its momenta stay with their residual.
+        private = [v for o in optimizers_of(self.model) if self._continues(o) for v in private_variables(o)]
+        replicas.make_alike(self.model, 0, self._comm, {id(v) for v in private})
         self._alike = True
+
+    @staticmethod
+    def _continues(optimizer: Any) -> bool:
+        binding = binding_of(optimizer)
+        return isinstance(binding, HostBinding) and binding.continues
 
     def on_train_end(self, logs: Any = None) -> None:
         """Leave a plain Keras model behind, but for optimisers that a script tied itself."""
@@ -158,6 +170,8 @@ class Distribute(keras.callbacks.Callback):
         self._epoch = epoch
         self.counters.steps_before = self.counters.steps
         self._logs.begin()
+        if self._alike:
+            self._lift()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """After the first step: did it go through hvdx? Then count, and check when it is time."""
@@ -168,6 +182,11 @@ class Distribute(keras.callbacks.Callback):
         if not self._alike:
             # Layers that build themselves in the first step have their weights only now.
             self._make_alike()
+        if self._first:
+            # Only now is it known what an optimiser trains that was built in this step.
+            self._first = False
+            if self._lift():
+                self.model.make_train_function(force=True)
         if not any(b.reached for b in self._bindings) and self.model.trainable_weights:
             raise NotDistributedError(
                 "the training step did not go through the optimizer, so the ranks would train apart. In a custom "
@@ -219,7 +238,18 @@ class Distribute(keras.callbacks.Callback):
             taken, self._steps_before = total - self._steps_before, total
         self._last.check_enough(taken)
         self._last.resume()
+        self._settle()
+
+    def _lift(self) -> bool:
+        """Steps come next: whether they have to be traced anew."""
+        bound = [(binding_of(o), trained_by(o)) for o in optimizers_of(self.model)]
+        return any([b.lift(variables) for b, variables in bound if b in self._bindings and variables])
+
+    def _settle(self) -> None:
+        """Others are about to look at the weights."""
+        for binding in self._bindings:
+            binding.settle()
 
     def _check(self, when: str) -> None:
-        weights = [*self.model.trainable_weights, *replicas.optimizer_state_of(self.model)]
+        weights = [*self.model.trainable_weights, *replicas.optimizer_state_of(self.model, private=False)]
         replicas.check_identical(weights, self._comm, when)

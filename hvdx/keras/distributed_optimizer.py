@@ -11,7 +11,7 @@ from hvdx import comm as world
 from hvdx.errors import ConfigError
 from hvdx.keras.horovod_api import Average, Compression, operation, wire
 from hvdx.keras.optimizer import attach
-from hvdx.strategies import AllReduce, Strategy, resolve
+from hvdx.strategies import AllReduce, GraphStrategy, Strategy, resolve
 
 _numbers = itertools.count()
 
@@ -76,7 +76,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         optimizer = _loss_scaled(optimizer)
     joined = world.start()
     if joined.size > 1:
-        attach(optimizer, chosen, joined, name or f"optimizer.{next(_numbers)}", gain)
+        attach(optimizer, chosen, name or f"optimizer.{next(_numbers)}", gain)
     return optimizer
 
 
@@ -117,9 +117,15 @@ class DistributedGradientTape:
         given = _all_reduce(
             device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op, num_groups, groups
         )
-        self._strategy = _choose(strategy, given)
+        chosen = _choose(strategy, given)
+        if not isinstance(chosen, GraphStrategy):
+            raise ConfigError(
+                f"DistributedGradientTape: {chosen!r} remembers what it has not sent from one step to the next, and "
+                "a tape is gone after one. Give it to DistributedOptimizer in its place."
+            )
+        self._strategy = chosen
         self._tape = gradtape
-        self._comm = world.start()
+        self._comm = world.graph()
 
     def __enter__(self) -> "DistributedGradientTape":
         self._tape.__enter__()

@@ -133,7 +133,7 @@ def allreduce(
     tensor = _tensor(value)
     how = Reduction(average=operation(op) == Average, wire=wire(compression))
     tensor = tensor * tf.cast(prescale_factor, tensor.dtype) if prescale_factor != 1.0 else tensor
-    (result,) = world.start().all_reduce([tensor], how, name or "allreduce")
+    (result,) = world.graph().all_reduce([tensor], how, name or "allreduce")
     return result * tf.cast(postscale_factor, result.dtype) if postscale_factor != 1.0 else result
 
 
@@ -144,7 +144,7 @@ def allgather(value: Any, name: str | None = None) -> tf.Tensor:
         value: anything that becomes a tensor with at least one dimension; all but the first alike on all ranks.
         name: pairs up what the ranks send; not needed outside graphs.
     """
-    return world.start().all_gather(_tensor(value), name or "allgather")
+    return world.graph().all_gather(_tensor(value), name or "allgather")
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> tf.Tensor:
@@ -155,7 +155,7 @@ def broadcast(value: Any, root_rank: int, name: str | None = None) -> tf.Tensor:
         root_rank: the rank whose value it is.
         name: pairs up what the ranks send; not needed outside graphs.
     """
-    (result,) = world.start().broadcast([_tensor(value)], _checked_root(root_rank), name or "broadcast")
+    (result,) = world.graph().broadcast([_tensor(value)], _checked_root(root_rank), name or "broadcast")
     return result
 
 

@@ -3,117 +3,31 @@
 Keras applies gradients in this order: skip the step if the loss scale overflowed, accumulate, clip, decay, update.
 The ranks' gradients have to be combined after the accumulation, so that nothing travels in micro-steps, and before the
 clipping, so that the norm is that of the combined gradient, as it would be in one process with the whole batch. The
-one method that runs exactly there is `_clip_gradients`. Two methods of the instance are replaced; its class stays as
-it is, so that Keras saves, compares and copies a plain optimiser.
+one method that runs exactly there is `_clip_gradients`; what combines updates stands around `_backend_update_step`,
+after it. Methods of the instance are replaced; its class stays as it is, so that Keras saves, compares and copies a
+plain optimiser.
 """
 
-import inspect
 import types
-from collections.abc import Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from hvdx.comm import Comm
-from hvdx.comm.base import Reduction
 from hvdx.errors import ConfigError
-from hvdx.strategies import Strategy, TensorSpec
+from hvdx.keras.binding import Binding, bind
+from hvdx.strategies import Strategy
 
 _BINDING = "_hvdx_binding"
-_REPLACED = ("_backend_apply_gradients", "_clip_gradients")
+_REPLACED = ("_backend_apply_gradients", "_clip_gradients", "_apply_weight_decay", "_backend_update_step")
 
 
-class Binding:
-    """What ties one optimiser to a strategy.
-
-    Attributes:
-        strategy, comm: what combines the gradients, and with whom.
-        name: alike on all ranks and different for each optimiser of a model.
-        gain: factor on the combined gradients.
-        specs: the variables that were exchanged; empty before the first step is traced.
-        reached: True once a training step went through the optimiser.
-        owner: the callback that tied it and will untie it; None where a script did.
-        seconds: float64 variable, time between the last gradient and the last combined gradient, summed over steps.
-        exchanges: int64 variable, number of exchanges.
-        steps: int64 variable, number of steps that reached the optimiser, skipped and accumulated ones too.
-    """
-
-    def __init__(self, strategy: Strategy, comm: Comm, name: str, gain: float = 1.0):
-        self.strategy = strategy
-        self.comm = comm
-        self.name = name
-        self.gain = gain
-        self.specs: list[TensorSpec] = []
-        self.reached = False
-        self.owner: Any = None
-        self.agrees_on_overflow = False
-        with tf.device("CPU:0"):
-            self.seconds = tf.Variable(0.0, dtype=tf.float64, trainable=False)
-            self.exchanges = tf.Variable(0, dtype=tf.int64, trainable=False)
-            self.steps = tf.Variable(0, dtype=tf.int64, trainable=False)
-
-    def reset(self) -> None:
-        """Count from zero."""
-        for variable in (self.seconds, self.exchanges, self.steps):
-            variable.assign(tf.zeros_like(variable))
-
-    def count_step(self) -> None:
-        """One more step has reached the optimiser."""
-        with tf.device("CPU:0"):
-            self.steps.assign_add(1)
-
-    def see(self, variables: Sequence[Any]) -> None:
-        """Note the variables whose gradients come next."""
-        for variable in variables:
-            if getattr(variable, "overwrite_with_gradient", False):
-                raise ConfigError(
-                    f"variable {variable.path}: float8 scales are overwritten by each rank's own gradients, which "
-                    "hvdx does not combine. Train with another dtype policy."
-                )
-        self.reached = True
-        self.specs = [describe(v) for v in variables]
-
-    def exchange(self, gradients: Sequence[Any]) -> list[Any]:
-        """Combine gradients over the ranks, and count the time it takes.
-
-        Args:
-            gradients: one tensor or `IndexedSlices` a variable, none of them None.
-        """
-        if not self.agrees_on_overflow:
-            _refuse_private_skip()
-        # The clock waits for all gradients; the exchange does not, so that groups may leave one by one.
-        with tf.control_dependencies([_dense(g) for g in gradients]):
-            begin = tf.timestamp()
-        combined = self.strategy.exchange(self.comm, gradients, self.name)
-        with tf.control_dependencies([_dense(g) for g in combined]):
-            elapsed = tf.timestamp() - begin
-        with tf.device("CPU:0"):
-            self.seconds.assign_add(elapsed)
-            self.exchanges.assign_add(1)
-        return [_scaled(g, self.gain) for g in combined]
-
-
-def _refuse_private_skip() -> None:
-    """A loss-scale optimiser made around a tied one skips a step on its rank alone; the others would wait."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if isinstance(frame.f_locals.get("self"), keras.optimizers.LossScaleOptimizer):
-            raise ConfigError(
-                "mixed_float16: the loss-scale optimiser was made after the optimiser had been distributed, and it "
-                "would skip steps on one rank only. Distribute it instead: "
-                "DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer)), or use the Distribute callback."
-            )
-        frame = frame.f_back
-
-
-def attach(optimizer: Any, strategy: Strategy, comm: Comm, name: str, gain: float = 1.0) -> Binding:
+def attach(optimizer: Any, strategy: Strategy, name: str, gain: float = 1.0) -> Binding:
     """Make an optimiser combine its gradients over the ranks, in place.
 
     Args:
         optimizer: a `keras.optimizers.Optimizer`; a `LossScaleOptimizer` is followed to the one it holds.
         strategy: how to combine.
-        comm: with whom.
         name: alike on all ranks and different for each optimiser of a model.
         gain: factor on the combined gradients.
 
@@ -132,7 +46,7 @@ def attach(optimizer: Any, strategy: Strategy, comm: Comm, name: str, gain: floa
             )
         return bound
     _check_kind(_innermost(optimizer))
-    binding = Binding(strategy, comm, name, gain)
+    binding = bind(strategy, _innermost(optimizer), name, gain)
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         _agree_on_overflow(optimizer, binding)
     _replace_methods(_innermost(optimizer), binding)
@@ -177,10 +91,19 @@ def local_variables(optimizer: Any) -> list[Any]:
     return list(getattr(_innermost(optimizer), "_accumulated_gradients", ()))
 
 
-def describe(variable: Any) -> TensorSpec:
-    """Name, shape and size of a Keras or TensorFlow variable."""
-    dtype = tf.as_dtype(variable.dtype)
-    return TensorSpec(getattr(variable, "path", variable.name), tuple(variable.shape), dtype.size)
+def trained_by(optimizer: Any) -> list[Any]:
+    """The variables that an optimiser changes; none before it was built."""
+    return list(_innermost(optimizer)._trainable_variables)
+
+
+def private_variables(optimizer: Any) -> list[Any]:
+    """The state of an optimiser that works on its own rank's gradients: momenta, but not the count of steps."""
+    binding, inner = binding_of(optimizer), _innermost(optimizer)
+    if binding is None or not binding.private:
+        return []
+    shared = [inner._iterations, inner._learning_rate, *(getattr(inner, "_model_variables_moving_average", None) or ())]
+    known = {id(v) for v in (*shared, *local_variables(optimizer))}
+    return [v for v in inner.variables if id(v) not in known]
 
 
 def _check_kind(optimizer: Any) -> None:
@@ -204,10 +127,20 @@ def _replace_methods(optimizer: Any, binding: Binding) -> None:
         return kind._backend_apply_gradients(self, grads, trainable_variables)
 
     def _clip_gradients(self: Any, grads: Any) -> Any:
-        return kind._clip_gradients(self, binding.exchange(grads))
+        return kind._clip_gradients(self, binding.gradients(grads))
 
-    optimizer._backend_apply_gradients = types.MethodType(_backend_apply_gradients, optimizer)
-    optimizer._clip_gradients = types.MethodType(_clip_gradients, optimizer)
+    def _backend_update_step(self: Any, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
+        def step() -> None:
+            kind._backend_update_step(self, grads, trainable_variables, learning_rate)
+
+        binding.apply(self, step, trainable_variables)
+
+    def _apply_weight_decay(self: Any, variables: Any) -> None:
+        if not binding.decays(self, variables):
+            kind._apply_weight_decay(self, variables)
+
+    for method in (_backend_apply_gradients, _clip_gradients, _apply_weight_decay, _backend_update_step):
+        setattr(optimizer, method.__name__, types.MethodType(method, optimizer))
     setattr(optimizer, _BINDING, binding)
 
 
@@ -218,27 +151,13 @@ def _agree_on_overflow(optimizer: Any, binding: Binding) -> None:
     def check_finite(self: Any, grads: Any) -> Any:
         binding.count_step()
         overflowed = tf.cast(tf.logical_not(kind.check_finite(self, grads)), tf.float32)
-        how = Reduction(average=False)
-        (anywhere,) = binding.comm.all_reduce([overflowed], how, f"{binding.name}.overflow")
-        return tf.equal(anywhere, 0.0)
+        return tf.equal(binding.any_overflow(overflowed), 0.0)
 
     optimizer.check_finite = types.MethodType(check_finite, optimizer)
-    binding.agrees_on_overflow = True
+    binding.agree_on_overflow()
 
 
 def _innermost(optimizer: Any) -> Any:
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return optimizer.inner_optimizer
     return optimizer
-
-
-def _dense(gradient: Any) -> Any:
-    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-
-
-def _scaled(gradient: Any, gain: float) -> Any:
-    if gain == 1.0:
-        return gradient
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(gradient.values * gain, gradient.indices, gradient.dense_shape)
-    return gradient * gain

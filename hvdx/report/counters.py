@@ -17,8 +17,9 @@ class Counters:
         seconds: wall time of the fit.
         exchange_seconds: wall time between the last gradient and the last combined gradient, over all steps; waiting
             for slower ranks is part of it.
-        exchanges: how often gradients were combined.
-        bytes_per_exchange: bytes that this rank sent each time.
+        exchanges: how often gradients or updates were combined.
+        bytes_sent: bytes that this rank sent.
+        telemetry: what the exchanges of each optimiser cost, in detail.
     """
 
     size: int = 1
@@ -27,8 +28,14 @@ class Counters:
     seconds: float = 0.0
     exchange_seconds: float = 0.0
     exchanges: int = 0
-    bytes_per_exchange: int = 0
+    bytes_sent: int = 0
+    telemetry: list[Any] = field(default_factory=list)
     _begin: float = field(default=0.0, repr=False)
+
+    @property
+    def bytes_per_exchange(self) -> int:
+        """Bytes that this rank sent each time, on average."""
+        return round(self.bytes_sent / self.exchanges) if self.exchanges else 0
 
     def start(self) -> None:
         """Begin to count time."""
@@ -37,7 +44,8 @@ class Counters:
     def finish(self, bindings: Iterable[Any]) -> None:
         """Stop the time, and collect what the exchanges counted."""
         self.seconds = time.perf_counter() - self._begin
-        for binding in bindings:
-            self.exchange_seconds += float(binding.seconds.numpy())
-            self.exchanges = max(self.exchanges, int(binding.exchanges.numpy()))
-            self.bytes_per_exchange += binding.strategy.bytes_per_step(binding.specs, self.size)
+        self.telemetry = [binding.cost() for binding in bindings]
+        for cost in self.telemetry:
+            self.exchange_seconds += cost.encoding + cost.waiting + cost.exchanging + cost.decoding
+            self.exchanges = max(self.exchanges, cost.steps)
+            self.bytes_sent += cost.sent

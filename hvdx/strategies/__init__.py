@@ -1,7 +1,20 @@
 """The ways to combine work, one a file; none of them knows Keras."""
 
 from hvdx.strategies.all_reduce import AllReduce
-from hvdx.strategies.base import Strategy, TensorSpec
+from hvdx.strategies.base import Exchange, GraphStrategy, HostStrategy, Strategy, TensorSpec
 from hvdx.strategies.registry import names, options, parse, resolve
+from hvdx.strategies.threshold import Threshold
 
-__all__ = ["AllReduce", "Strategy", "TensorSpec", "names", "options", "parse", "resolve"]
+__all__ = [
+    "AllReduce",
+    "Exchange",
+    "GraphStrategy",
+    "HostStrategy",
+    "Strategy",
+    "TensorSpec",
+    "Threshold",
+    "names",
+    "options",
+    "parse",
+    "resolve",
+]

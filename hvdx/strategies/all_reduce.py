@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
-from hvdx.comm import Comm
+from hvdx.comm import GraphComm
 from hvdx.comm.base import Reduction, Wire
 from hvdx.errors import ConfigError
-from hvdx.strategies.base import Strategy, TensorSpec
+from hvdx.strategies.base import GraphStrategy, TensorSpec
 
 Op = Literal["average", "sum"]
 Sparse = Literal["gather", "dense"]
 
 
-class AllReduce(Strategy):
+class AllReduce(GraphStrategy):
     """Average (or sum) the gradients over all ranks in every step, by Horovod's ring all-reduce.
 
     With `op="average"`, N ranks with batches of b take the step that one process takes with the whole batch of N*b.
@@ -80,8 +80,8 @@ class AllReduce(Strategy):
             device_sparse=device_sparse,
         )
 
-    def exchange(self, comm: Comm, tensors: Sequence[Any], name: str) -> list[Any]:
-        """See `Strategy.exchange`."""
+    def exchange(self, comm: GraphComm, tensors: Sequence[Any], name: str) -> list[Any]:
+        """See `GraphStrategy.exchange`."""
         return comm.all_reduce(tensors, self._how, name)
 
     def bytes_per_step(self, specs: Sequence[TensorSpec], size: int) -> int:

@@ -1,11 +1,14 @@
 """The contract of a strategy: one way in which the workers combine their work."""
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
-from hvdx.comm import Comm
+import numpy as np
+
+from hvdx.comm import Comm, GraphComm
+from hvdx.strategies.telemetry import Telemetry
 
 
 @dataclass(frozen=True)
@@ -34,15 +37,32 @@ class TensorSpec:
 class Strategy(abc.ABC):
     """One way in which the workers combine their work.
 
-    A strategy knows ranks and bytes, and nothing of Keras: the adapter in `hvdx.keras` calls `exchange` from inside
-    the training step, with the gradients of the variables it described to `bytes_per_step`.
+    A strategy knows ranks and bytes, and nothing of Keras. It is a `GraphStrategy`, whose exchange is part of the
+    TensorFlow graph, or a `HostStrategy`, whose exchange works on arrays of the host between two parts of the graph.
     """
 
     #: What `HVDX_STRATEGY` and `hvdx.strategy` call it.
     name: ClassVar[str]
 
     @abc.abstractmethod
-    def exchange(self, comm: Comm, tensors: Sequence[Any], name: str) -> list[Any]:
+    def bytes_per_step(self, specs: Sequence[TensorSpec], size: int) -> int:
+        """Bytes that one rank sends in a step, as far as that is known beforehand.
+
+        Args:
+            specs: the variables that are exchanged.
+            size: number of ranks.
+        """
+
+    @abc.abstractmethod
+    def __repr__(self) -> str:
+        """The call that makes this strategy."""
+
+
+class GraphStrategy(Strategy):
+    """Combines gradients inside the graph: the adapter in `hvdx.keras` calls `exchange` while it is traced."""
+
+    @abc.abstractmethod
+    def exchange(self, comm: GraphComm, tensors: Sequence[Any], name: str) -> list[Any]:
         """Combine this rank's gradients with those of the others.
 
         Args:
@@ -54,15 +74,82 @@ class Strategy(abc.ABC):
             What the optimiser is to apply, in the same order; the same bits on every rank.
         """
 
+
+class HostStrategy(Strategy):
+    """Combines arrays on the host, step by step, and remembers something from one step to the next.
+
+    Attributes:
+        placement: "gradient": what is combined are gradients, and every rank's optimiser takes the same step.
+            "update": each rank's optimiser works on its own gradients, and what is combined are the updates that
+            it wants to add to the weights; its state (momentum) belongs to its rank.
+        view: with placement "update", the weights that gradients are computed at: "shared", or "local", which are those
+            with what this rank has not sent yet; None leaves it to the adapter.
+    """
+
+    placement: Literal["update", "gradient"]
+    view: Literal["local", "shared"] | None = None
+
     @abc.abstractmethod
-    def bytes_per_step(self, specs: Sequence[TensorSpec], size: int) -> int:
-        """Bytes that one rank sends in a step.
+    def open(self, comm: Comm, specs: Sequence[TensorSpec]) -> "Exchange":
+        """Begin to exchange the tensors of one optimiser. Collective.
 
         Args:
-            specs: the variables that are exchanged.
-            size: number of ranks.
+            comm: reaches the other ranks.
+            specs: the tensors, in their order.
+
+        Raises:
+            ReplicaError: the ranks were given different strategies.
         """
 
     @abc.abstractmethod
-    def __repr__(self) -> str:
-        """The call that makes this strategy."""
+    def merge(self, saved: Sequence[Mapping[str, np.ndarray]], rank: int, size: int) -> dict[str, np.ndarray]:
+        """What a rank restores of what other ranks saved, where their number was another.
+
+        Args:
+            saved: `Exchange.arrays` of every rank that saved.
+            rank, size: the rank that restores, and the number of ranks now.
+        """
+
+
+class Exchange(abc.ABC):
+    """One optimiser's exchange under a `HostStrategy`, with all that it remembers from step to step.
+
+    Attributes:
+        telemetry: what it cost so far.
+    """
+
+    telemetry: Telemetry
+
+    @abc.abstractmethod
+    def step(self, tensors: Sequence[np.ndarray], into: Sequence[np.ndarray], finite: bool = True) -> None:
+        """Add what all ranks' tensors come to. Collective.
+
+        Args:
+            tensors: float32 arrays, contiguous, of the sizes of the specs.
+            into: float32 arrays of the same sizes, changed in place: by the same amount, to the bit, on every rank.
+            finite: False where this rank's gradients held NaN or infinity: all ranks then skip the step together.
+
+        Raises:
+            WireError, ExchangeError: nothing was added.
+        """
+
+    @property
+    @abc.abstractmethod
+    def unsent(self) -> list[np.ndarray]:
+        """What this rank has not sent of its tensors so far: float32 views of the shapes of the specs."""
+
+    @abc.abstractmethod
+    def flush(self, into: Sequence[np.ndarray]) -> bool:
+        """Add what is still on its way, if anything is: whether something was. Collective."""
+
+    @abc.abstractmethod
+    def arrays(self) -> dict[str, np.ndarray]:
+        """What it remembers, as named arrays for a checkpoint; after `flush`."""
+
+    @abc.abstractmethod
+    def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Go on from what `arrays` gave.
+
+        Raises:
+            ConfigError: it is of other tensors, or of other options.
+        """

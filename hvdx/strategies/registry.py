@@ -9,11 +9,12 @@ from typing import Any
 from hvdx.errors import ConfigError
 from hvdx.strategies.all_reduce import AllReduce
 from hvdx.strategies.base import Strategy
+from hvdx.strategies.threshold import Threshold
 
 #: The environment variable that chooses a strategy for a script that names none.
 VARIABLE = "HVDX_STRATEGY"
 
-STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in (AllReduce,)}
+STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in (AllReduce, Threshold)}
 
 
 def names() -> list[str]:

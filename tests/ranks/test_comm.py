@@ -1,8 +1,15 @@
 import pytest
 
-from tests.checks import COMM_CHECKS
+from hvdx import comm as world
+from tests.checks import COMM_CHECKS, GRAPH_CHECKS
 
 
+@pytest.mark.parametrize("engine", [world.start, world.graph], ids=["start", "graph"])
 @pytest.mark.parametrize("check", COMM_CHECKS.values(), ids=COMM_CHECKS)
-def test_comm_passes(comm, check):
-    check(comm)
+def test_comm_passes(engine, check):
+    check(engine())
+
+
+@pytest.mark.parametrize("check", GRAPH_CHECKS.values(), ids=GRAPH_CHECKS)
+def test_graph_comm_passes(check):
+    check(world.graph())

@@ -9,7 +9,8 @@ import hvdx
 import hvdx.keras as hvd
 from hvdx import comm as world
 from hvdx.errors import ConfigError, HvdxError, ReplicaError
-from hvdx.keras.optimizer import Binding, binding_of
+from hvdx.keras.binding import GraphBinding
+from hvdx.keras.optimizer import binding_of
 from tests.ranks import models
 
 OPTIMIZERS = {
@@ -326,11 +327,11 @@ def test_groups_leave_before_the_last_gradient_is_there():
     """The first collective of two must not wait for the gradients of the second."""
     if hvdx.size() == 1:
         return
-    binding = Binding(hvdx.AllReduce(groups=2), world.start(), "groups")
+    binding = GraphBinding(hvdx.AllReduce(groups=2), world.graph(), "groups")
 
     @tf.function
     def step(a, b):
-        return binding.exchange([tf.identity(a, name="early"), tf.identity(b, name="late")])
+        return binding.gradients([tf.identity(a, name="early"), tf.identity(b, name="late")])
 
     graph = step.get_concrete_function(tf.zeros(3), tf.zeros(3)).graph
     collectives = [op for op in graph.get_operations() if op.type == "HorovodGroupedAllreduce"]

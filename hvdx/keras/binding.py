@@ -1,0 +1,419 @@
+"""What ties one optimiser to a strategy: the exchange of a step, as part of the training function, and what it cost."""
+
+import inspect
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdx import comm as world
+from hvdx.comm import Channel, Comm, GraphComm, failure
+from hvdx.comm.base import Reduction
+from hvdx.errors import ConfigError
+from hvdx.keras import updates
+from hvdx.strategies import Exchange, GraphStrategy, HostStrategy, Strategy, TensorSpec
+from hvdx.strategies.telemetry import Telemetry
+
+# What host strategies remember for an optimiser from one fit to the next.
+_exchanges: "weakref.WeakKeyDictionary[Any, tuple[str, Exchange, list[Any]]]" = weakref.WeakKeyDictionary()
+
+
+class Binding:
+    """What ties one optimiser to a strategy.
+
+    Attributes:
+        strategy: what combines the gradients or updates.
+        name: alike on all ranks and different for each optimiser of a model.
+        gain: factor on the combined gradients.
+        specs: the variables that were exchanged; empty before the first step is traced.
+        reached: True once a training step went through the optimiser.
+        owner: the callback that tied it and will untie it; None where a script did.
+        steps: int64 variable, number of steps that reached the optimiser, skipped and accumulated ones too.
+        private: True where each rank's optimiser has a state of its own.
+    """
+
+    strategy: Strategy
+    private = False
+
+    def __init__(self, name: str, gain: float = 1.0):
+        self.name = name
+        self.gain = gain
+        self.specs: list[TensorSpec] = []
+        self.reached = False
+        self.owner: Any = None
+        self.agrees_on_overflow = False
+        with tf.device("CPU:0"):
+            self.steps = tf.Variable(0, dtype=tf.int64, trainable=False)
+
+    def reset(self) -> None:
+        """Count from zero."""
+        self.steps.assign(0)
+
+    def count_step(self) -> None:
+        """One more step has reached the optimiser."""
+        with tf.device("CPU:0"):
+            self.steps.assign_add(1)
+
+    def see(self, variables: Sequence[Any]) -> None:
+        """Note the variables whose gradients come next."""
+        for variable in variables:
+            if getattr(variable, "overwrite_with_gradient", False):
+                raise ConfigError(
+                    f"variable {variable.path}: float8 scales are overwritten by each rank's own gradients, which "
+                    "hvdx does not combine. Train with another dtype policy."
+                )
+        self.reached = True
+        self.specs = [describe(v) for v in variables]
+
+    def gradients(self, gradients: Sequence[Any]) -> list[Any]:
+        """The gradients that the optimiser is to clip and apply.
+
+        Args:
+            gradients: one tensor or `IndexedSlices` a variable, none of them None.
+        """
+        raise NotImplementedError
+
+    def apply(self, optimizer: Any, step: Callable[[], Any], variables: Sequence[Any]) -> None:
+        """Change the weights; by default the optimiser's own step does.
+
+        Args:
+            optimizer: the one that is tied.
+            step: its own update step.
+            variables: the weights.
+        """
+        step()
+
+    def agree_on_overflow(self) -> None:
+        """All ranks will decide together whether to skip a step: a loss scale's `check_finite` asks `any_overflow`."""
+        self.agrees_on_overflow = True
+
+    def any_overflow(self, overflowed: Any) -> Any:
+        """float32: above 0 where a rank's loss scale overflowed, the same on all ranks."""
+        raise NotImplementedError
+
+    def decays(self, optimizer: Any, variables: Sequence[Any]) -> bool:
+        """Whether `apply` sees to weight decay, in place of the optimiser."""
+        return False
+
+    def lift(self, variables: Sequence[Any]) -> bool:
+        """Steps are about to be taken: whether that changed how they work, so that they must be traced anew.
+
+        Args:
+            variables: the weights that the optimiser changes, holding the shared values.
+        """
+        return False
+
+    def settle(self) -> None:
+        """Others are about to look at the weights. Collective."""
+
+    def cost(self) -> Telemetry:
+        """What the exchanges cost since `reset`."""
+        raise NotImplementedError
+
+
+class GraphBinding(Binding):
+    """Ties an optimiser to a strategy whose exchange is part of the graph.
+
+    Attributes:
+        seconds: float64 variable, time between the last gradient and the last combined gradient, summed over steps.
+        exchanges: int64 variable, number of exchanges.
+    """
+
+    def __init__(self, strategy: GraphStrategy, comm: GraphComm, name: str, gain: float = 1.0):
+        super().__init__(name, gain)
+        self.strategy: GraphStrategy = strategy
+        self.comm = comm
+        with tf.device("CPU:0"):
+            self.seconds = tf.Variable(0.0, dtype=tf.float64, trainable=False)
+            self.exchanges = tf.Variable(0, dtype=tf.int64, trainable=False)
+
+    def reset(self) -> None:
+        """See `Binding.reset`."""
+        super().reset()
+        for variable in (self.seconds, self.exchanges):
+            variable.assign(tf.zeros_like(variable))
+
+    def gradients(self, gradients: Sequence[Any]) -> list[Any]:
+        """Combine gradients over the ranks, and count the time it takes."""
+        if not self.agrees_on_overflow:
+            refuse_private_skip()
+        # The clock waits for all gradients; the exchange does not, so that groups may leave one by one.
+        with tf.control_dependencies([_values(g) for g in gradients]):
+            begin = tf.timestamp()
+        combined = self.strategy.exchange(self.comm, gradients, self.name)
+        with tf.control_dependencies([_values(g) for g in combined]):
+            elapsed = tf.timestamp() - begin
+        with tf.device("CPU:0"):
+            self.seconds.assign_add(elapsed)
+            self.exchanges.assign_add(1)
+        return [_scaled(g, self.gain) for g in combined]
+
+    def any_overflow(self, overflowed: Any) -> Any:
+        """See `Binding.any_overflow`."""
+        (anywhere,) = self.comm.all_reduce([overflowed], Reduction(average=False), f"{self.name}.overflow")
+        return anywhere
+
+    def cost(self) -> Telemetry:
+        """See `Binding.cost`."""
+        exchanges = int(self.exchanges.numpy())
+        sent = exchanges * self.strategy.bytes_per_step(self.specs, self.comm.size)
+        elements = sum(s.elements for s in self.specs)
+        return Telemetry(
+            steps=exchanges, elements=elements, sent=sent, received=sent, exchanging=float(self.seconds.numpy())
+        )
+
+
+class HostBinding(Binding):
+    """Ties an optimiser to a strategy that works on the host's arrays.
+
+    Between `lift` and `settle` the variables hold what this rank computes with: the shared weights, which are kept here,
+    with what this rank has not sent yet. Otherwise they hold the shared weights.
+
+    Attributes:
+        exchange: what the strategy remembers; None before the first step.
+        lifted: whether the variables hold this rank's own view.
+    """
+
+    def __init__(self, strategy: HostStrategy, comm: Comm, optimizer: Any, name: str, gain: float = 1.0):
+        super().__init__(name, gain)
+        self.strategy: HostStrategy = strategy
+        self.comm = comm
+        self.private = strategy.placement == "update"
+        if self.private:
+            updates.check_kind(optimizer)
+        self._optimizer = weakref.ref(optimizer)
+        made_by, exchange, variables = _exchanges.get(optimizer, ("", None, []))
+        known = made_by == repr(strategy)
+        self.exchange: Exchange | None = exchange if known else None
+        self._saved: Mapping[str, np.ndarray] | None = None
+        self._overflow: Channel | None = None
+        self._finite: Any = True
+        self._variables: list[Any] = variables if known else []
+        # What is added to: zeros, or the shared weights while the variables are lifted.
+        self._into: list[np.ndarray] = []
+        self.lifted = False
+
+    @property
+    def continues(self) -> bool:
+        """Whether the optimiser has a state of its rank from an earlier fit, or from a checkpoint."""
+        return self.private and (self.exchange is not None or self._saved is not None)
+
+    def reset(self) -> None:
+        """See `Binding.reset`."""
+        super().reset()
+        if self.exchange is not None:
+            self.exchange.telemetry = Telemetry(elements=self.exchange.telemetry.elements)
+
+    def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Go on from a checkpoint, at the next step."""
+        self._saved = arrays
+        if self.exchange is not None:
+            self._load(self.exchange)
+
+    # -- the weights, shared and as this rank sees them ---------------------------------------------------------------
+
+    def lift(self, variables: Sequence[Any]) -> bool:
+        """See `Binding.lift`: the variables hold this rank's view until `settle`."""
+        variables = self._variables or list(variables)
+        if self.lifted or not self._has_a_view(variables):
+            return False
+        self._variables = variables
+        self._into = [np.array(tf.convert_to_tensor(v), np.float32) for v in variables]
+        self.lifted = True
+        if self.exchange is not None:
+            for variable, shared, unsent in zip(variables, self._into, self.exchange.unsent, strict=True):
+                variable.assign(shared + unsent)
+        return True
+
+    def settle(self) -> None:
+        """Have the variables hold the shared weights, with all that was sent. Collective."""
+        if not self._variables:
+            return
+        late = self.exchange is not None and self.exchange.flush(self._into)
+        for variable, array in zip(self._variables, self._into, strict=True):
+            if self.lifted:
+                variable.assign(array)
+            elif late:
+                variable.assign_add(tf.cast(array, variable.dtype))
+                array.fill(0)
+        self.lifted = False
+
+    def _has_a_view(self, variables: Sequence[Any]) -> bool:
+        """Whether this rank may see other weights than the shared ones; anything that acts on weights forbids it."""
+        optimizer = self._optimizer()
+        if not self.private or self.strategy.view == "shared" or optimizer is None:
+            return False
+        reasons = [
+            *("a weight constraint" for v in variables if getattr(v, "constraint", None) is not None),
+            *("use_ema" for _ in range(bool(optimizer.use_ema))),
+            *(f"weights in {v.dtype}" for v in variables if tf.as_dtype(v.dtype) != tf.float32),
+        ]
+        if reasons and self.strategy.view == "local":
+            raise ConfigError(f"threshold: view='local' does not go with {reasons[0]}. Use view='shared'.")
+        return not reasons
+
+    # -- a step -----------------------------------------------------------------------------------------------------
+
+    def gradients(self, gradients: Sequence[Any]) -> list[Any]:
+        """See `Binding.gradients`: combined here, or made fit for this rank's optimiser."""
+        if not self.agrees_on_overflow:
+            refuse_private_skip()
+        if not self.private:
+            combined = self._call([tf.convert_to_tensor(g) for g in gradients], True)
+            return [_scaled(tf.cast(c, g.dtype), self.gain) for c, g in zip(combined, gradients, strict=True)]
+        # One NaN makes the sum NaN, and reading the gradients once is all that it costs.
+        sums = [tf.reduce_sum(tf.cast(_values(g), tf.float32)) for g in gradients]
+        self._finite = tf.math.is_finite(tf.add_n(sums))
+        # NaN would stay in this rank's momentum for good.
+        clean = [
+            tf.cond(self._finite, lambda g=g: tf.identity(_values(g)), lambda g=g: tf.zeros_like(_values(g)))
+            for g in gradients
+        ]
+        return [_scaled(_with_values(g, c), self.gain) for g, c in zip(gradients, clean, strict=True)]
+
+    def decays(self, optimizer: Any, variables: Sequence[Any]) -> bool:
+        """Whether `apply` will see to weight decay: on a rank's own view it is part of the rank's update."""
+        return self.lifted
+
+    def apply(self, optimizer: Any, step: Callable[[], Any], variables: Sequence[Any]) -> None:
+        """See `Binding.apply`."""
+        if not self.private:
+            step()
+            return
+        wanted = updates.updates_of(optimizer, step, variables)
+        if not self.lifted:
+            self._variables = list(variables)
+            for variable, update in zip(variables, self._call(wanted, self._finite), strict=True):
+                variable.assign_add(tf.cast(update, variable.dtype))
+            return
+        self._keep_only(variables)
+        wanted = updates.with_decay(optimizer, wanted, variables)
+        both = self._call(wanted, self._finite, with_unsent=True)
+        for variable, shared, unsent in zip(variables, both[::2], both[1::2], strict=True):
+            variable.assign(shared + unsent)
+
+    def _keep_only(self, variables: Sequence[Any]) -> None:
+        """Some variables have no gradient; they hold the shared weights, since nothing was exchanged for them."""
+        places = {id(v): i for i, v in enumerate(self._variables)}
+        kept = [places[id(v)] for v in variables]
+        self._variables = [self._variables[i] for i in kept]
+        self._into = [self._into[i] for i in kept]
+
+    def any_overflow(self, overflowed: Any) -> Any:
+        """See `Binding.any_overflow`."""
+
+        def ask(mine: np.ndarray) -> np.float32:
+            assert self._overflow is not None
+            return np.float32(self._overflow.exchange([int(mine > 0)]).heads.any())
+
+        with tf.device("CPU:0"):
+            anywhere = tf.numpy_function(ask, [overflowed], tf.float32)
+        anywhere.set_shape(())
+        return anywhere
+
+    def agree_on_overflow(self) -> None:
+        """See `Binding.agree_on_overflow`."""
+        super().agree_on_overflow()
+        self._overflow = self.comm.channel("the loss scale")
+
+    def cost(self) -> Telemetry:
+        """See `Binding.cost`."""
+        return Telemetry() if self.exchange is None else self.exchange.telemetry
+
+    def _call(self, tensors: list[Any], finite: Any, with_unsent: bool = False) -> list[Any]:
+        """The exchange of one step, as an operation of the graph.
+
+        Returns:
+            What it came to, variable by variable; or the shared weights and what is unsent, by turns.
+        """
+        specs = list(self.specs)
+
+        def host(is_finite: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
+            try:
+                return self._exchange(specs, [np.ascontiguousarray(a) for a in arrays], bool(is_finite), with_unsent)
+            except BaseException as error:
+                failure.remember(error)
+                raise
+
+        outputs = len(tensors) * (1 + with_unsent)
+        with tf.device("CPU:0"):
+            results = tf.numpy_function(
+                host, [finite, *(tf.cast(t, tf.float32) for t in tensors)], [tf.float32] * outputs
+            )
+        for k, result in enumerate(results):
+            result.set_shape(specs[k // (1 + with_unsent)].shape)
+        return results
+
+    def _exchange(
+        self, specs: list[TensorSpec], arrays: list[np.ndarray], finite: bool, with_unsent: bool
+    ) -> list[np.ndarray]:
+        exchange = self._opened(specs)
+        if with_unsent:
+            exchange.step(arrays, self._into, finite)
+            return [a for pair in zip(self._into, exchange.unsent, strict=True) for a in pair]
+        if not self._into:
+            self._into = [np.zeros(s.shape, np.float32) for s in specs]
+        for array in self._into:
+            array.fill(0)
+        exchange.step(arrays, self._into, finite)
+        # A copy of gradients: an optimiser may keep one, and the next step writes to the same place.
+        return self._into if self.private else [a.copy() for a in self._into]
+
+    def _opened(self, specs: list[TensorSpec]) -> Exchange:
+        if self.exchange is None:
+            self.exchange = self.strategy.open(self.comm, specs)
+            optimizer = self._optimizer()
+            if optimizer is not None:
+                _exchanges[optimizer] = repr(self.strategy), self.exchange, self._variables
+            self._load(self.exchange)
+        return self.exchange
+
+    def _load(self, exchange: Exchange) -> None:
+        if self._saved is not None:
+            exchange.restore(self._saved)
+            self._saved = None
+
+
+def bind(strategy: Strategy, optimizer: Any, name: str, gain: float = 1.0) -> Binding:
+    """Make the binding that a strategy needs; starts Horovod for those that use it."""
+    if isinstance(strategy, HostStrategy):
+        return HostBinding(strategy, world.start(), optimizer, name, gain)
+    if isinstance(strategy, GraphStrategy):
+        return GraphBinding(strategy, world.graph(), name, gain)
+    raise ConfigError(f"strategy {strategy!r}: expected a GraphStrategy or a HostStrategy.")
+
+
+def describe(variable: Any) -> TensorSpec:
+    """Name, shape and size of a Keras or TensorFlow variable."""
+    dtype = tf.as_dtype(variable.dtype)
+    return TensorSpec(getattr(variable, "path", variable.name), tuple(variable.shape), dtype.size)
+
+
+def refuse_private_skip() -> None:
+    """A loss-scale optimiser made around a tied one skips a step on its rank alone; the others would wait."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), keras.optimizers.LossScaleOptimizer):
+            raise ConfigError(
+                "mixed_float16: the loss-scale optimiser was made after the optimiser had been distributed, and it "
+                "would skip steps on one rank only. Distribute it instead: "
+                "DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer)), or use the Distribute callback."
+            )
+        frame = frame.f_back
+
+
+def _values(gradient: Any) -> Any:
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def _with_values(gradient: Any, values: Any) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return values
+
+
+def _scaled(gradient: Any, gain: float) -> Any:
+    return gradient if gain == 1.0 else _with_values(gradient, _values(gradient) * gain)

@@ -1,0 +1,69 @@
+"""What an exchange cost, counted while it runs."""
+
+import math
+from dataclasses import dataclass
+
+
+def entropy(density: float) -> float:
+    """Bits an entry of the positions and signs of entries that lie anywhere with this density: H(p) / p + 1.
+
+    Args:
+        density: the share p of elements that are entries, in (0, 1].
+
+    Example:
+        >>> round(entropy(0.01), 2)
+        9.08
+    """
+    if density >= 1:
+        return 1.0
+    absent = 1 - density
+    return -math.log2(density) - absent / density * math.log2(absent) + 1
+
+
+@dataclass
+class Telemetry:
+    """Counts of one exchange since it was opened.
+
+    Attributes:
+        steps: steps taken, the skipped ones too.
+        skipped: steps that all ranks skipped, since one of them had NaN or infinity.
+        elements: float32 numbers in a step.
+        entries: entries that this rank sent, all steps together.
+        encoded: elements that they were chosen from: `elements` times the steps that encoded something.
+        entry_bytes: bytes of the messages that held them.
+        messages: bytes of all this rank's messages, each counted once.
+        sent, received: bytes that this rank gave to the network, and got from it.
+        computing: seconds from the end of one exchange to the beginning of the next.
+        encoding, waiting, exchanging, decoding: seconds until the message was made, until all ranks had come, until all
+            messages were there, until they were added.
+        density, tau: of the last step; tau is 0 where none is used.
+        residual: root mean square of what has not been sent, in tau; of the last look, which is not taken every step.
+    """
+
+    steps: int = 0
+    skipped: int = 0
+    elements: int = 0
+    entries: int = 0
+    encoded: int = 0
+    entry_bytes: int = 0
+    messages: int = 0
+    sent: int = 0
+    received: int = 0
+    computing: float = 0.0
+    encoding: float = 0.0
+    waiting: float = 0.0
+    exchanging: float = 0.0
+    decoding: float = 0.0
+    density: float = 0.0
+    tau: float = 0.0
+    residual: float = 0.0
+
+    @property
+    def bits(self) -> float:
+        """Bits an entry on the wire; 0 before there are any."""
+        return 8 * self.entry_bytes / self.entries if self.entries else 0.0
+
+    @property
+    def entropy(self) -> float:
+        """Bits an entry would take if all steps had had the mean density."""
+        return entropy(self.entries / self.encoded) if self.entries else 0.0

@@ -1,0 +1,300 @@
+"""One step after another of the threshold strategy: encode, exchange, and add what all ranks sent."""
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from hvdx import codec
+from hvdx.comm import Comm, Received
+from hvdx.comm.launcher import usable_cores
+from hvdx.errors import ConfigError, HvdxError, ReplicaError, UpdateError
+from hvdx.strategies import link
+from hvdx.strategies.base import Exchange, TensorSpec
+from hvdx.strategies.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from hvdx.strategies.threshold import Threshold
+
+T = TypeVar("T")
+
+# What a rank says of its step in the head of its message.
+_FINE, _NOT_FINITE, _REFUSED = 0, 1, 2
+# After so many skipped steps in a row the training is over: it would never come back.
+_PATIENCE = 100
+# How often density="link" is reconsidered, and by how much it has to differ to be changed.
+_FIRST_LOOK, _LOOK_EVERY, _WORTH_A_CHANGE = 8, 64, 1.15
+# The density before the link and the length of a step are known.
+_UNKNOWN = 1 / 32
+# How often the residual is measured: a pass over all of it.
+_RESIDUAL_EVERY = 64
+
+
+@dataclass
+class _Sent:
+    """A message on its way.
+
+    Attributes:
+        dense: it is a bfloat16 message of all elements.
+        active: ranks whose messages count.
+        message: this rank's; it must not change before it is decoded.
+        status: of this rank.
+    """
+
+    dense: bool
+    active: int
+    message: np.ndarray
+    status: int
+
+
+class ThresholdExchange(Exchange):
+    """See `hvdx.strategies.Exchange`.
+
+    Args:
+        strategy: its options.
+        comm: the ranks.
+        specs: the tensors.
+
+    Raises:
+        ReplicaError: on every rank, if they were given different strategies or tensors.
+    """
+
+    def __init__(self, strategy: "Threshold", comm: Comm, specs: Sequence[TensorSpec]):
+        self._strategy, self._size, self._rank = strategy, comm.size, comm.rank
+        self._agree(comm, specs)
+        self._channel = comm.channel("the updates")
+        self._threads = strategy.threads or _share_of_cores(comm.local_size)
+        self._sizes = [s.elements for s in specs]
+        self._names = [s.name for s in specs]
+        self._n = sum(self._sizes)
+        self._shapes = [s.shape for s in specs]
+        self._thread = ThreadPoolExecutor(1, "hvdx-exchange") if strategy.overlap else None
+        self._pending: tuple[_Sent, Future[Received]] | None = None
+        self._step = self._skips = self._skips_said = 0
+        self._density = self._first_density()
+        self._estimate = link.Estimate(link.probe(self._channel)) if strategy.target_density == "link" else None
+        self._codec = strategy.make_codec(self._density, self._threads)
+        self._bfloat16 = codec.make("bf16")
+        self._state: Any = self._codec.init(self._sizes)
+        self._left = time.perf_counter()
+        self._computed = 0.0
+        self._before = 0
+        self._last: Received | None = None
+        self.telemetry = Telemetry(elements=self._n)
+
+    def _agree(self, comm: Comm, specs: Sequence[TensorSpec]) -> None:
+        mine = (repr(self._strategy), [(s.name, s.shape) for s in specs])
+        everyone = comm.all_gather_object(mine, "the strategy")
+        for rank, theirs in enumerate(everyone):
+            if theirs[0] != everyone[0][0]:
+                raise ReplicaError(
+                    f"the ranks were given different strategies: {everyone[0][0]} on rank 0, {theirs[0]} on rank "
+                    f"{rank}. Give every rank the same; HVDX_STRATEGY has to reach all hosts (mpirun -x HVDX_STRATEGY)."
+                )
+            if [shape for _, shape in theirs[1]] != [shape for _, shape in everyone[0][1]]:
+                raise ReplicaError(
+                    f"the ranks exchange different variables: {everyone[0][1]} on rank 0, {theirs[1]} on rank {rank}. "
+                    "Every rank must train the same ones."
+                )
+
+    def _first_density(self) -> float | None:
+        given = self._strategy.target_density
+        return _UNKNOWN if given == "link" else given
+
+    # -- a step ---------------------------------------------------------------------------------------------------
+
+    def step(self, tensors: Sequence[np.ndarray], into: Sequence[np.ndarray], finite: bool = True) -> None:
+        """See `Exchange.step`."""
+        self._computed = time.perf_counter() - self._left
+        self.telemetry.computing += self._computed
+        # Before the next update is encoded: a step that was skipped gives its update back to the residual.
+        self._collect(into)
+        sent = self._clock("encoding", lambda: self._encode(tensors, finite))
+        head = [sent.status, round(1e9 * self._computed), round(1e9 * (self._last.seconds if self._last else 0))]
+        if self._thread is None:
+            self._apply(sent, self._channel.exchange(head, sent.message), into)
+        else:
+            self._pending = sent, self._thread.submit(self._channel.exchange, head, sent.message)
+        self._step += 1
+        self._consider()
+        self._left = time.perf_counter()
+
+    @property
+    def unsent(self) -> list[np.ndarray]:
+        """See `Exchange.unsent`."""
+        parts = np.split(self._state.residual, np.cumsum(self._sizes)[:-1])
+        return [part.reshape(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+    def flush(self, into: Sequence[np.ndarray]) -> bool:
+        """See `Exchange.flush`."""
+        found = self._collect(into)
+        self._left = time.perf_counter()
+        return found
+
+    def _collect(self, into: Sequence[np.ndarray]) -> bool:
+        """Add the step that is on its way, if there is one."""
+        if self._pending is None:
+            return False
+        (sent, future), self._pending = self._pending, None
+        begin = time.perf_counter()
+        received = future.result()
+        # What of the exchange the computation did not hide.
+        self._apply(sent, received, into, time.perf_counter() - begin)
+        return True
+
+    def _encode(self, tensors: Sequence[np.ndarray], finite: bool) -> _Sent:
+        start = self._strategy.start
+        active = start.active(self._step, self._size)
+        status = _FINE if finite else _NOT_FINITE
+        nothing = np.zeros(0, np.uint8)
+        if self._rank >= active:
+            return _Sent(False, active, nothing, status)
+        if start.dense(self._step):
+            return self._encode_dense(tensors, status)
+        density = None if self._density is None else start.density(self._step, self._density)
+        if density != self._codec.target_density:
+            self._codec = self._strategy.make_codec(density, self._threads)
+        try:
+            message, self._state = self._codec.encode(tensors, self._state)
+        except UpdateError as error:
+            name = self._names[error.variable]
+            print(f"hvdx: rank {self._rank}, step {self._step + 1}: {name}: {error}", file=sys.stderr, flush=True)
+            return _Sent(False, active, nothing, _REFUSED)
+        counts = self.telemetry
+        entries = int(self._state.sent.sum())
+        counts.entries += entries
+        counts.encoded += self._n
+        counts.entry_bytes += message.size
+        counts.density, counts.tau = entries / max(self._n, 1), float(np.median(self._state.taus))
+        return _Sent(False, active, message, status)
+
+    def _encode_dense(self, tensors: Sequence[np.ndarray], status: int) -> _Sent:
+        """Everything, as bfloat16; what the rounding takes away waits in the residual."""
+        update = np.concatenate([np.ravel(t) for t in tensors]) + self._state.residual
+        if not np.isfinite(update).all():
+            print(f"hvdx: rank {self._rank}, step {self._step + 1}: NaN in the update", file=sys.stderr, flush=True)
+            return _Sent(True, self._size, np.zeros(0, np.uint8), _REFUSED)
+        message, _ = self._bfloat16.encode([update], self._bfloat16.init([self._n]))
+        self._bfloat16.decode([message], [update], -1.0)
+        self._state.residual[:] = update
+        self.telemetry.density, self.telemetry.tau = 1.0, 0.0
+        return _Sent(True, self._size, message, status)
+
+    def _apply(self, sent: _Sent, received: Received, into: Sequence[np.ndarray], shown: float | None = None) -> None:
+        self._last = received
+        self._count(sent, received, shown)
+        if received.heads[:, 0].any():
+            self._take_back(sent)
+            self._say_skipped(received.heads[:, 0])
+            return
+        self._skips = 0
+        self._see(received)
+        scale = 1.0 / sent.active if self._strategy.op == "mean" else 1.0
+        which = self._bfloat16 if sent.dense else self._codec
+        self._clock("decoding", lambda: which.decode(received.messages[: sent.active], into, scale))
+
+    def _take_back(self, sent: _Sent) -> None:
+        """Nothing of a skipped step was applied: what this rank wanted to send waits in its residual."""
+        if sent.message.size:
+            (self._bfloat16 if sent.dense else self._codec).decode([sent.message], [self._state.residual])
+
+    def _say_skipped(self, statuses: np.ndarray) -> None:
+        self.telemetry.skipped += 1
+        self._skips += 1
+        ranks = np.flatnonzero(statuses).tolist()
+        listed = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        if self._skips > _PATIENCE:
+            raise HvdxError(
+                f"{_PATIENCE} steps in a row were skipped: NaN or infinity on {listed}. The training has diverged: "
+                "lower the learning rate, clip gradients, or look at the data of that rank."
+            )
+        # Powers of two, so that a long series does not fill the terminal.
+        if self._rank == 0 and (self._skips & (self._skips - 1)) == 0:
+            again = f", {self._skips} in a row" if self._skips > 1 else ""
+            print(
+                f"hvdx: step {self._step + (self._pending is None)}: NaN or infinity on {listed}; all ranks skipped "
+                f"the step{again}.",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    # -- what it costs, and what the link affords -------------------------------------------------------------------
+
+    def _clock(self, what: str, work: Callable[[], T]) -> T:
+        begin = time.perf_counter()
+        result = work()
+        setattr(self.telemetry, what, getattr(self.telemetry, what) + time.perf_counter() - begin)
+        return result
+
+    def _count(self, sent: _Sent, received: Received, shown: float | None) -> None:
+        counts, others = self.telemetry, self._size - 1
+        head = 8 * (received.heads.shape[1] + 1)
+        counts.steps += 1
+        counts.messages += sent.message.size
+        counts.sent += others * (sent.message.size + head)
+        counts.received += sum(m.size for m in received.messages) - sent.message.size + others * head
+        if shown is None:
+            counts.waiting += received.waited
+            counts.exchanging += received.seconds
+        else:
+            counts.exchanging += shown
+        if counts.steps % _RESIDUAL_EVERY == 1 and counts.tau:
+            counts.residual = self.residual_norm()
+
+    def residual_norm(self) -> float:
+        """Root mean square of what has not been sent, in tau of the last step."""
+        residual, tau = self._state.residual, float(np.median(self._state.taus))
+        return float(np.sqrt(np.dot(residual, residual) / max(residual.size, 1))) / tau if tau else 0.0
+
+    def _see(self, received: Received) -> None:
+        if self._estimate is not None:
+            sizes = [m.size for m in received.messages]
+            # The transfers are those of the step before: each rank's own clock comes with the next head.
+            self._estimate.see(float(np.median(received.heads[:, 1])) / 1e9, self._before, link.slowest(
+                received.heads[:, 2].tolist()))  # fmt: skip
+            self._before = sum(sizes) - min(sizes, default=0)
+
+    def _consider(self) -> None:
+        """Ask anew what the link affords, where that decides; alike on all ranks."""
+        if self._estimate is None or (self._step != _FIRST_LOOK and self._step % _LOOK_EVERY):
+            return
+        self._estimate.refresh()
+        computing = self._estimate.computing
+        if computing is None or self._density is None:
+            return
+        new = link.affordable_density(self._estimate.link, self._size, self._n, self._strategy.budget * computing)
+        if not 1 / _WORTH_A_CHANGE < new / self._density < _WORTH_A_CHANGE:
+            self._density = new
+
+    # -- what it remembers ------------------------------------------------------------------------------------------
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """See `Exchange.arrays`."""
+        if self._pending is not None:
+            raise HvdxError("a step is still on its way: flush before saving.")
+        saved = {f"codec.{k}": v for k, v in self._state.arrays().items()}
+        density = np.nan if self._density is None else self._density
+        return saved | {"step": np.array(self._step), "density": np.array(density)}
+
+    def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """See `Exchange.restore`."""
+        if "step" not in arrays or "density" not in arrays:
+            raise ConfigError(f"threshold: the saved state has no step and density; it holds {sorted(arrays)}.")
+        mine = {k.removeprefix("codec."): v for k, v in arrays.items() if k.startswith("codec.")}
+        self._state = self._codec.restore(mine, self._sizes)
+        self._step = int(arrays["step"])
+        if self._strategy.target_density == "link":
+            self._density = float(arrays["density"])
+
+
+def _share_of_cores(ranks: int) -> int | None:
+    """Threads for the kernels of one of several ranks on a host; None leaves it to OMP_NUM_THREADS and the binding."""
+    import os
+
+    if os.environ.get("OMP_NUM_THREADS") or ranks <= 1:
+        return None
+    return max(1, min(usable_cores(), (os.cpu_count() or 1) // ranks))

@@ -1,0 +1,83 @@
+"""How the threshold strategy begins: the first steps of a training suffer most from what is left unsent."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hvdx.errors import ConfigError
+
+Kind = Literal["none", "density", "dense", "workers"]
+#: Steps of a warm-up that names none.
+DEFAULT_STEPS = 200
+#: The density that a density warm-up starts from.
+START = 1 / 8
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """The first steps of a training.
+
+    Attributes:
+        kind: "density": the density falls from 1/8 to its target, by the same factor in every step (Lin et al. 2018,
+            "Deep Gradient Compression", lower it every epoch). "dense": everything is sent, as bfloat16, and the
+            rounding waits in the residual (Vogels et al. 2019, "PowerSGD", do so for a tenth of the training).
+            "workers": the updates of 1, 2, 4, ... workers count, those of the others are dropped (Strom 2015). "none".
+        steps: how many.
+    """
+
+    kind: Kind = "none"
+    steps: int = 0
+
+    def density(self, step: int, target: float) -> float:
+        """The density to aim at.
+
+        Example:
+            >>> [round(Warmup("density", 2).density(step, 1 / 32), 4) for step in range(3)]
+            [0.125, 0.0625, 0.0312]
+        """
+        if self.kind != "density" or step >= self.steps or target >= START:
+            return target
+        return START * (target / START) ** (step / self.steps)
+
+    def dense(self, step: int) -> bool:
+        """Whether everything is sent."""
+        return self.kind == "dense" and step < self.steps
+
+    def active(self, step: int, size: int) -> int:
+        """The number of workers whose updates count: ranks 0 to this.
+
+        Example:
+            >>> [Warmup("workers", 6).active(step, 4) for step in range(0, 8)]
+            [1, 1, 1, 2, 2, 2, 4, 4]
+        """
+        if self.kind != "workers" or step >= self.steps:
+            return size
+        stages = (size - 1).bit_length()
+        return min(2 ** (step * stages // self.steps), size)
+
+    def __str__(self) -> str:
+        return self.kind if self.kind == "none" else f"{self.kind}:{self.steps}"
+
+
+def parse(text: str) -> Warmup:
+    """Read a warm-up.
+
+    Args:
+        text: "none", or one of "density", "dense", "workers", with ":steps" behind it where it is not 200.
+
+    Raises:
+        ConfigError: anything else.
+
+    Example:
+        >>> parse("dense:50")
+        Warmup(kind='dense', steps=50)
+    """
+    kind, colon, steps = str(text).partition(":")
+    right = kind in ("density", "dense", "workers") and (not colon or (steps.isdecimal() and int(steps) > 0))
+    if text == "none":
+        return Warmup()
+    if not right:
+        raise ConfigError(
+            f"threshold: warmup: expected 'none', or 'density', 'dense' or 'workers', with ':steps' if wanted, such as "
+            f"'density:500'; got {text!r}."
+        )
+    return Warmup(kind, int(steps) if colon else DEFAULT_STEPS)  # type: ignore[arg-type]
