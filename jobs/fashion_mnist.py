@@ -125,6 +125,24 @@ def build(data, model: str, hidden: int | None, optimizer: str, learning_rate: f
     return network
 
 
+def costs(counters) -> list[tuple[str, str]]:
+    """Rows about compressed updates, where they were compressed."""
+    rows = []
+    for cost in counters.telemetry:
+        if not cost.entries:
+            continue
+        steps, parts = cost.steps, ("computing", "encoding", "waiting", "exchanging", "decoding")
+        rows += [
+            ("density, tau, at the end", f"{cost.density:.2g}, {cost.tau:.3g}"),
+            ("bits an entry, and their entropy", f"{cost.bits:.2f}, {cost.entropy:.2f}"),
+            ("residual, in tau", f"{cost.residual:.2f}"),
+            ("float32 bytes / message bytes", f"{4 * cost.elements * steps / max(cost.messages, 1):,.0f}"),
+            ("steps skipped", str(cost.skipped)),
+            ("ms " + ", ".join(parts), ", ".join(f"{1e3 * getattr(cost, part) / steps:.1f}" for part in parts)),
+        ]
+    return rows
+
+
 def summary(strategy, counters, history, seconds: float, samples: int, ranks: int) -> str:
     """The table at the end of a run."""
     from hvdx.report.table import quantity, render
@@ -144,6 +162,7 @@ def summary(strategy, counters, history, seconds: float, samples: int, ranks: in
             f"{counters.exchange_seconds:.1f} s, {100 * share:.0f} %, "
             f"{1000 * counters.exchange_seconds / steps:.1f} ms a step",
         ),
+        *costs(counters),
     ]
     return render(rows)
 

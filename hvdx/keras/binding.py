@@ -18,7 +18,7 @@ from hvdx.strategies import Exchange, GraphStrategy, HostStrategy, Strategy, Ten
 from hvdx.strategies.telemetry import Telemetry
 
 # What host strategies remember for an optimiser from one fit to the next.
-_exchanges: "weakref.WeakKeyDictionary[Any, tuple[str, Exchange, list[Any]]]" = weakref.WeakKeyDictionary()
+_exchanges: "weakref.WeakKeyDictionary[Any, tuple[str, Exchange]]" = weakref.WeakKeyDictionary()
 
 
 class Binding:
@@ -28,7 +28,8 @@ class Binding:
         strategy: what combines the gradients or updates.
         name: alike on all ranks and different for each optimiser of a model.
         gain: factor on the combined gradients.
-        specs: the variables that were exchanged; empty before the first step is traced.
+        variables: those that were exchanged; empty before the first step is traced.
+        specs: name, shape and size of each.
         reached: True once a training step went through the optimiser.
         owner: the callback that tied it and will untie it; None where a script did.
         steps: int64 variable, number of steps that reached the optimiser, skipped and accumulated ones too.
@@ -41,6 +42,7 @@ class Binding:
     def __init__(self, name: str, gain: float = 1.0):
         self.name = name
         self.gain = gain
+        self.variables: list[Any] = []
         self.specs: list[TensorSpec] = []
         self.reached = False
         self.owner: Any = None
@@ -66,6 +68,7 @@ class Binding:
                     "hvdx does not combine. Train with another dtype policy."
                 )
         self.reached = True
+        self.variables = list(variables)
         self.specs = [describe(v) for v in variables]
 
     def gradients(self, gradients: Sequence[Any]) -> list[Any]:
@@ -94,20 +97,8 @@ class Binding:
         """float32: above 0 where a rank's loss scale overflowed, the same on all ranks."""
         raise NotImplementedError
 
-    def decays(self, optimizer: Any, variables: Sequence[Any]) -> bool:
-        """Whether `apply` sees to weight decay, in place of the optimiser."""
-        return False
-
-    def lift(self, variables: Sequence[Any]) -> bool:
-        """Steps are about to be taken: whether that changed how they work, so that they must be traced anew.
-
-        Args:
-            variables: the weights that the optimiser changes, holding the shared values.
-        """
-        return False
-
-    def settle(self) -> None:
-        """Others are about to look at the weights. Collective."""
+    def flush(self) -> None:
+        """Others are about to look at the weights: add what is still on its way. Collective."""
 
     def cost(self) -> Telemetry:
         """What the exchanges cost since `reset`."""
@@ -169,12 +160,8 @@ class GraphBinding(Binding):
 class HostBinding(Binding):
     """Ties an optimiser to a strategy that works on the host's arrays.
 
-    Between `lift` and `settle` the variables hold what this rank computes with: the shared weights, which are kept here,
-    with what this rank has not sent yet. Otherwise they hold the shared weights.
-
     Attributes:
         exchange: what the strategy remembers; None before the first step.
-        lifted: whether the variables hold this rank's own view.
     """
 
     def __init__(self, strategy: HostStrategy, comm: Comm, optimizer: Any, name: str, gain: float = 1.0):
@@ -185,21 +172,16 @@ class HostBinding(Binding):
         if self.private:
             updates.check_kind(optimizer)
         self._optimizer = weakref.ref(optimizer)
-        made_by, exchange, variables = _exchanges.get(optimizer, ("", None, []))
-        known = made_by == repr(strategy)
-        self.exchange: Exchange | None = exchange if known else None
-        self._saved: Mapping[str, np.ndarray] | None = None
+        made_by, exchange = _exchanges.get(optimizer, ("", None))
+        self.exchange: Exchange | None = exchange if made_by == repr(strategy) else None
         self._overflow: Channel | None = None
         self._finite: Any = True
-        self._variables: list[Any] = variables if known else []
-        # What is added to: zeros, or the shared weights while the variables are lifted.
-        self._into: list[np.ndarray] = []
-        self.lifted = False
+        self._variables: list[Any] = []
 
     @property
     def continues(self) -> bool:
         """Whether the optimiser has a state of its rank from an earlier fit, or from a checkpoint."""
-        return self.private and (self.exchange is not None or self._saved is not None)
+        return self.private and self.exchange is not None
 
     def reset(self) -> None:
         """See `Binding.reset`."""
@@ -207,55 +189,19 @@ class HostBinding(Binding):
         if self.exchange is not None:
             self.exchange.telemetry = Telemetry(elements=self.exchange.telemetry.elements)
 
-    def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Go on from a checkpoint, at the next step."""
-        self._saved = arrays
-        if self.exchange is not None:
-            self._load(self.exchange)
+    def restore(self, arrays: Mapping[str, np.ndarray], variables: Sequence[Any]) -> None:
+        """Go on from a checkpoint, before the first step. Collective.
 
-    # -- the weights, shared and as this rank sees them ---------------------------------------------------------------
-
-    def lift(self, variables: Sequence[Any]) -> bool:
-        """See `Binding.lift`: the variables hold this rank's view until `settle`."""
-        variables = self._variables or list(variables)
-        if self.lifted or not self._has_a_view(variables):
-            return False
-        self._variables = variables
-        self._into = [np.array(tf.convert_to_tensor(v), np.float32) for v in variables]
-        self.lifted = True
-        if self.exchange is not None:
-            for variable, shared, unsent in zip(variables, self._into, self.exchange.unsent, strict=True):
-                variable.assign(shared + unsent)
-        return True
-
-    def settle(self) -> None:
-        """Have the variables hold the shared weights, with all that was sent. Collective."""
-        if not self._variables:
-            return
-        late = self.exchange is not None and self.exchange.flush(self._into)
-        for variable, array in zip(self._variables, self._into, strict=True):
-            if self.lifted:
-                variable.assign(array)
-            elif late:
-                variable.assign_add(tf.cast(array, variable.dtype))
-                array.fill(0)
-        self.lifted = False
-
-    def _has_a_view(self, variables: Sequence[Any]) -> bool:
-        """Whether this rank may see other weights than the shared ones; anything that acts on weights forbids it."""
-        optimizer = self._optimizer()
-        if not self.private or self.strategy.view == "shared" or optimizer is None:
-            return False
-        reasons = [
-            *("a weight constraint" for v in variables if getattr(v, "constraint", None) is not None),
-            *("use_ema" for _ in range(bool(optimizer.use_ema))),
-            *(f"weights in {v.dtype}" for v in variables if tf.as_dtype(v.dtype) != tf.float32),
-        ]
-        if reasons and self.strategy.view == "local":
-            raise ConfigError(f"threshold: view='local' does not go with {reasons[0]}. Use view='shared'.")
-        return not reasons
-
-    # -- a step -----------------------------------------------------------------------------------------------------
+        Args:
+            arrays: what the exchange remembered.
+            variables: the weights that it exchanged.
+        """
+        self.variables = list(variables)
+        if self.private:
+            self._variables = list(variables)
+        # A new one: of an exchange that an exception ended a message may still be on its way.
+        self.exchange = None
+        self._opened([describe(v) for v in variables]).restore(arrays)
 
     def gradients(self, gradients: Sequence[Any]) -> list[Any]:
         """See `Binding.gradients`: combined here, or made fit for this rank's optimiser."""
@@ -274,33 +220,24 @@ class HostBinding(Binding):
         ]
         return [_scaled(_with_values(g, c), self.gain) for g, c in zip(gradients, clean, strict=True)]
 
-    def decays(self, optimizer: Any, variables: Sequence[Any]) -> bool:
-        """Whether `apply` will see to weight decay: on a rank's own view it is part of the rank's update."""
-        return self.lifted
-
     def apply(self, optimizer: Any, step: Callable[[], Any], variables: Sequence[Any]) -> None:
         """See `Binding.apply`."""
         if not self.private:
             step()
             return
+        self._variables = list(variables)
         wanted = updates.updates_of(optimizer, step, variables)
-        if not self.lifted:
-            self._variables = list(variables)
-            for variable, update in zip(variables, self._call(wanted, self._finite), strict=True):
-                variable.assign_add(tf.cast(update, variable.dtype))
-            return
-        self._keep_only(variables)
-        wanted = updates.with_decay(optimizer, wanted, variables)
-        both = self._call(wanted, self._finite, with_unsent=True)
-        for variable, shared, unsent in zip(variables, both[::2], both[1::2], strict=True):
-            variable.assign(shared + unsent)
+        self._add(self._call(wanted, self._finite))
 
-    def _keep_only(self, variables: Sequence[Any]) -> None:
-        """Some variables have no gradient; they hold the shared weights, since nothing was exchanged for them."""
-        places = {id(v): i for i, v in enumerate(self._variables)}
-        kept = [places[id(v)] for v in variables]
-        self._variables = [self._variables[i] for i in kept]
-        self._into = [self._into[i] for i in kept]
+    def flush(self) -> None:
+        """See `Binding.flush`."""
+        late = None if self.exchange is None else self.exchange.flush()
+        if late is not None:
+            self._add(late)
+
+    def _add(self, combined: Sequence[Any]) -> None:
+        for variable, update in zip(self._variables, combined, strict=True):
+            variable.assign_add(tf.cast(update, variable.dtype))
 
     def any_overflow(self, overflowed: Any) -> Any:
         """See `Binding.any_overflow`."""
@@ -323,58 +260,35 @@ class HostBinding(Binding):
         """See `Binding.cost`."""
         return Telemetry() if self.exchange is None else self.exchange.telemetry
 
-    def _call(self, tensors: list[Any], finite: Any, with_unsent: bool = False) -> list[Any]:
-        """The exchange of one step, as an operation of the graph.
-
-        Returns:
-            What it came to, variable by variable; or the shared weights and what is unsent, by turns.
-        """
+    def _call(self, tensors: list[Any], finite: Any) -> list[Any]:
+        """The exchange of one step, as an operation of the graph."""
         specs = list(self.specs)
 
         def host(is_finite: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
             try:
-                return self._exchange(specs, [np.ascontiguousarray(a) for a in arrays], bool(is_finite), with_unsent)
+                exchange = self._opened(specs)
+                combined = exchange.step([np.ascontiguousarray(a) for a in arrays], bool(is_finite))
             except BaseException as error:
                 failure.remember(error)
                 raise
+            # A copy of gradients: an optimiser may keep one, and the next step writes to the same place.
+            return combined if self.private else [a.copy() for a in combined]
 
-        outputs = len(tensors) * (1 + with_unsent)
         with tf.device("CPU:0"):
-            results = tf.numpy_function(
-                host, [finite, *(tf.cast(t, tf.float32) for t in tensors)], [tf.float32] * outputs
-            )
-        for k, result in enumerate(results):
-            result.set_shape(specs[k // (1 + with_unsent)].shape)
+            given = [finite, *(tf.cast(t, tf.float32) for t in tensors)]
+            results = tf.numpy_function(host, given, [tf.float32] * len(tensors))
+        for result, spec in zip(results, specs, strict=True):
+            result.set_shape(spec.shape)
         return results
-
-    def _exchange(
-        self, specs: list[TensorSpec], arrays: list[np.ndarray], finite: bool, with_unsent: bool
-    ) -> list[np.ndarray]:
-        exchange = self._opened(specs)
-        if with_unsent:
-            exchange.step(arrays, self._into, finite)
-            return [a for pair in zip(self._into, exchange.unsent, strict=True) for a in pair]
-        if not self._into:
-            self._into = [np.zeros(s.shape, np.float32) for s in specs]
-        for array in self._into:
-            array.fill(0)
-        exchange.step(arrays, self._into, finite)
-        # A copy of gradients: an optimiser may keep one, and the next step writes to the same place.
-        return self._into if self.private else [a.copy() for a in self._into]
 
     def _opened(self, specs: list[TensorSpec]) -> Exchange:
         if self.exchange is None:
-            self.exchange = self.strategy.open(self.comm, specs)
             optimizer = self._optimizer()
+            momentum = updates.momentum_of(optimizer) if self.private else 0.0
+            self.exchange = self.strategy.open(self.comm, specs, momentum)
             if optimizer is not None:
-                _exchanges[optimizer] = repr(self.strategy), self.exchange, self._variables
-            self._load(self.exchange)
+                _exchanges[optimizer] = repr(self.strategy), self.exchange
         return self.exchange
-
-    def _load(self, exchange: Exchange) -> None:
-        if self._saved is not None:
-            exchange.restore(self._saved)
-            self._saved = None
 
 
 def bind(strategy: Strategy, optimizer: Any, name: str, gain: float = 1.0) -> Binding:

@@ -12,9 +12,10 @@ from hvdx.keras import data, metrics, neighbours, replicas
 from hvdx.keras.binding import Binding, HostBinding
 from hvdx.keras.callbacks import MetricAverageCallback
 from hvdx.keras.lockstep import Lockstep
-from hvdx.keras.optimizer import attach, binding_of, detach, optimizers_of, private_variables, trained_by
+from hvdx.keras.optimizer import attach, binding_of, detach, optimizers_of, private_variables
 from hvdx.report.counters import Counters
 from hvdx.strategies import Strategy, resolve
+from hvdx.strategies.telemetry import Telemetry, merged
 
 
 class Distribute(keras.callbacks.Callback):
@@ -59,7 +60,6 @@ class Distribute(keras.callbacks.Callback):
         self._bindings: list[Binding] = []
         self._jit_compile: Any = None
         self._alike = False
-        self._first = True
         self._epoch = 0
         self._steps_before = 0
         self._logs = metrics.EpochLogs(self._comm)
@@ -88,7 +88,6 @@ class Distribute(keras.callbacks.Callback):
         if self._comm.size == 1:
             return
         self._alike = False
-        self._first = True
         self._steps_before = 0
         self._bindings = [self._tie(o, f"fit.{i}") for i, o in enumerate(optimizers_of(self.model))]
         if self.model.jit_compile:
@@ -134,8 +133,6 @@ class Distribute(keras.callbacks.Callback):
         self._last.limit_steps([r["steps"] for r in everyone], model.steps_per_execution)
         model._initial_epoch = everyone[0]["initial_epoch"]
         if model.built:
-            if model.optimizer is not None and not model.optimizer.built and any(b.private for b in self._bindings):
-                model.optimizer.build(model.trainable_variables)
             self._make_alike()
 
     def _make_alike(self) -> None:
@@ -170,8 +167,6 @@ class Distribute(keras.callbacks.Callback):
         self._epoch = epoch
         self.counters.steps_before = self.counters.steps
         self._logs.begin()
-        if self._alike:
-            self._lift()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """After the first step: did it go through hvdx? Then count, and check when it is time."""
@@ -182,11 +177,6 @@ class Distribute(keras.callbacks.Callback):
         if not self._alike:
             # Layers that build themselves in the first step have their weights only now.
             self._make_alike()
-        if self._first:
-            # Only now is it known what an optimiser trains that was built in this step.
-            self._first = False
-            if self._lift():
-                self.model.make_train_function(force=True)
         if not any(b.reached for b in self._bindings) and self.model.trainable_weights:
             raise NotDistributedError(
                 "the training step did not go through the optimizer, so the ranks would train apart. In a custom "
@@ -194,8 +184,17 @@ class Distribute(keras.callbacks.Callback):
             )
         if isinstance(self.check_every, int) and (batch + 1) % self.check_every == 0:
             self._check(f"after step {batch + 1} of epoch {self._epoch + 1}")
+        if logs is not None and self._reports():
+            logs.update(self.cost().live())
         if not self._found:
             self._last.on_train_batch_end(batch, logs)
+
+    def cost(self) -> Telemetry:
+        """What the exchanges of this fit have cost so far, on this rank."""
+        return merged(self.counters.telemetry or [b.cost() for b in self._bindings])
+
+    def _reports(self) -> bool:
+        return any(isinstance(b, HostBinding) for b in self._bindings)
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Validation is about to overwrite the training metrics, and must see the same weights everywhere."""
@@ -224,6 +223,8 @@ class Distribute(keras.callbacks.Callback):
         if not self._logs.validated:
             replicas.average_state(self.model, self._comm)
         self._logs.finish(self.model, {} if logs is None else logs)
+        if logs is not None and self._reports():
+            logs.update(self.cost().full())
         if self.check_every is not None:
             self._check(f"after epoch {epoch + 1}")
         if not self._found:
@@ -238,17 +239,8 @@ class Distribute(keras.callbacks.Callback):
             taken, self._steps_before = total - self._steps_before, total
         self._last.check_enough(taken)
         self._last.resume()
-        self._settle()
-
-    def _lift(self) -> bool:
-        """Steps come next: whether they have to be traced anew."""
-        bound = [(binding_of(o), trained_by(o)) for o in optimizers_of(self.model)]
-        return any([b.lift(variables) for b, variables in bound if b in self._bindings and variables])
-
-    def _settle(self) -> None:
-        """Others are about to look at the weights."""
         for binding in self._bindings:
-            binding.settle()
+            binding.flush()
 
     def _check(self, when: str) -> None:
         weights = [*self.model.trainable_weights, *replicas.optimizer_state_of(self.model, private=False)]

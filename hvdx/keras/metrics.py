@@ -83,7 +83,7 @@ class EpochLogs:
 
     def see_step(self, logs: dict[str, Any] | None) -> None:
         """Remember what the training step returns."""
-        self._step = logs or {}
+        self._step = dict(logs or {})
 
     def before_validation(self, model: Any) -> None:
         """Combine the training metrics, if the step's logs are theirs."""

@@ -19,7 +19,7 @@ from hvdx.keras.binding import Binding, bind
 from hvdx.strategies import Strategy
 
 _BINDING = "_hvdx_binding"
-_REPLACED = ("_backend_apply_gradients", "_clip_gradients", "_apply_weight_decay", "_backend_update_step")
+_REPLACED = ("_backend_apply_gradients", "_clip_gradients", "_backend_update_step")
 
 
 def attach(optimizer: Any, strategy: Strategy, name: str, gain: float = 1.0) -> Binding:
@@ -91,11 +91,6 @@ def local_variables(optimizer: Any) -> list[Any]:
     return list(getattr(_innermost(optimizer), "_accumulated_gradients", ()))
 
 
-def trained_by(optimizer: Any) -> list[Any]:
-    """The variables that an optimiser changes; none before it was built."""
-    return list(_innermost(optimizer)._trainable_variables)
-
-
 def private_variables(optimizer: Any) -> list[Any]:
     """The state of an optimiser that works on its own rank's gradients: momenta, but not the count of steps."""
     binding, inner = binding_of(optimizer), _innermost(optimizer)
@@ -135,11 +130,7 @@ def _replace_methods(optimizer: Any, binding: Binding) -> None:
 
         binding.apply(self, step, trainable_variables)
 
-    def _apply_weight_decay(self: Any, variables: Any) -> None:
-        if not binding.decays(self, variables):
-            kind._apply_weight_decay(self, variables)
-
-    for method in (_backend_apply_gradients, _clip_gradients, _apply_weight_decay, _backend_update_step):
+    for method in (_backend_apply_gradients, _clip_gradients, _backend_update_step):
         setattr(optimizer, method.__name__, types.MethodType(method, optimizer))
     setattr(optimizer, _BINDING, binding)
 

@@ -43,22 +43,22 @@ def updates_of(optimizer: Any, step: Callable[[], Any], variables: Sequence[Any]
     return _collected(optimizer, step, variables) if _is_keras(optimizer) else _measured(step, variables)
 
 
-def with_decay(optimizer: Any, wanted: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-    """Updates with the weight decay that Keras would have taken off the weights beforehand.
+def momentum_of(optimizer: Any) -> float:
+    """How much of an update an optimiser carries on into the next, beyond what it leads by itself.
 
     Args:
         optimizer: a Keras optimiser.
-        wanted: its updates, one tensor a variable.
-        variables: the weights.
+
+    Example:
+        >>> import keras
+        >>> momentum_of(keras.optimizers.SGD(momentum=0.5)), momentum_of(keras.optimizers.Adam())
+        (0.5, 0.9)
     """
-    if optimizer.weight_decay is None:
-        return list(wanted)
-    result = []
-    for update, variable in zip(wanted, variables, strict=True):
-        weights = tf.convert_to_tensor(variable)
-        rate = tf.cast(optimizer.learning_rate, weights.dtype) * tf.cast(optimizer.weight_decay, weights.dtype)
-        result.append(update - rate * weights if optimizer._use_weight_decay(variable) else update)
-    return result
+    for name in ("momentum", "beta_1"):
+        value = getattr(optimizer, name, None)
+        if isinstance(value, int | float):
+            return float(value)
+    return 0.0
 
 
 def _is_keras(optimizer: Any) -> bool:

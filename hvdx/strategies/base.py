@@ -82,20 +82,18 @@ class HostStrategy(Strategy):
         placement: "gradient": what is combined are gradients, and every rank's optimiser takes the same step.
             "update": each rank's optimiser works on its own gradients, and what is combined are the updates that
             it wants to add to the weights; its state (momentum) belongs to its rank.
-        view: with placement "update", the weights that gradients are computed at: "shared", or "local", which are those
-            with what this rank has not sent yet; None leaves it to the adapter.
     """
 
     placement: Literal["update", "gradient"]
-    view: Literal["local", "shared"] | None = None
 
     @abc.abstractmethod
-    def open(self, comm: Comm, specs: Sequence[TensorSpec]) -> "Exchange":
+    def open(self, comm: Comm, specs: Sequence[TensorSpec], momentum: float = 0.0) -> "Exchange":
         """Begin to exchange the tensors of one optimiser. Collective.
 
         Args:
             comm: reaches the other ranks.
             specs: the tensors, in their order.
+            momentum: how much of an update goes on into the next, from 0 to 1, where they are updates.
 
         Raises:
             ReplicaError: the ranks were given different strategies.
@@ -121,16 +119,18 @@ class Exchange(abc.ABC):
     telemetry: Telemetry
 
     @abc.abstractmethod
-    def step(self, tensors: Sequence[np.ndarray], into: Sequence[np.ndarray], finite: bool = True) -> None:
-        """Add what all ranks' tensors come to. Collective.
+    def step(self, tensors: Sequence[np.ndarray], finite: bool = True) -> list[np.ndarray]:
+        """Combine this rank's tensors with those of the others. Collective.
 
         Args:
             tensors: float32 arrays, contiguous, of the sizes of the specs.
-            into: float32 arrays of the same sizes, changed in place: by the same amount, to the bit, on every rank.
             finite: False where this rank's gradients held NaN or infinity: all ranks then skip the step together.
 
+        Returns:
+            float32 arrays of the shapes of the specs, the same bits on every rank; the next step overwrites them.
+
         Raises:
-            WireError, ExchangeError: nothing was added.
+            WireError, ExchangeError: what came is damaged, or did not come.
         """
 
     @property
@@ -139,8 +139,8 @@ class Exchange(abc.ABC):
         """What this rank has not sent of its tensors so far: float32 views of the shapes of the specs."""
 
     @abc.abstractmethod
-    def flush(self, into: Sequence[np.ndarray]) -> bool:
-        """Add what is still on its way, if anything is: whether something was. Collective."""
+    def flush(self) -> list[np.ndarray] | None:
+        """What is still on its way, like the result of a step; None if nothing is. Collective."""
 
     @abc.abstractmethod
     def arrays(self) -> dict[str, np.ndarray]:

@@ -1,7 +1,8 @@
 """What an exchange cost, counted while it runs."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 
 def entropy(density: float) -> float:
@@ -38,6 +39,10 @@ class Telemetry:
             messages were there, until they were added.
         density, tau: of the last step; tau is 0 where none is used.
         residual: root mean square of what has not been sent, in tau; of the last look, which is not taken every step.
+
+    Example:
+        >>> Telemetry(steps=2, sent=10).live()
+        {'density': 0.0, 'tau': 0.0, 'MB_sent': 1e-05}
     """
 
     steps: int = 0
@@ -67,3 +72,39 @@ class Telemetry:
     def entropy(self) -> float:
         """Bits an entry would take if all steps had had the mean density."""
         return entropy(self.entries / self.encoded) if self.entries else 0.0
+
+    def live(self) -> dict[str, float]:
+        """What a progress line has room for."""
+        return {"density": self.density, "tau": self.tau, "MB_sent": self.sent / 1e6}
+
+    def full(self) -> dict[str, float]:
+        """Everything, for files and for the end of an epoch; seconds are a step's, on average."""
+        steps = max(self.steps, 1)
+        return self.live() | {
+            "MB_received": self.received / 1e6,
+            "bits_an_entry": self.bits,
+            "entropy_an_entry": self.entropy,
+            "residual_in_tau": self.residual,
+            "skipped_steps": float(self.skipped),
+            "ms_computing": 1e3 * self.computing / steps,
+            "ms_encoding": 1e3 * self.encoding / steps,
+            "ms_waiting": 1e3 * self.waiting / steps,
+            "ms_exchanging": 1e3 * self.exchanging / steps,
+            "ms_decoding": 1e3 * self.decoding / steps,
+        }
+
+
+def merged(costs: Sequence[Telemetry]) -> Telemetry:
+    """The cost of several exchanges that take turns: counts added up, density and tau those of the largest.
+
+    Example:
+        >>> merged([Telemetry(steps=1, elements=5), Telemetry(steps=1, elements=1)])  # doctest: +ELLIPSIS
+        Telemetry(steps=1, skipped=0, elements=6, ...)
+    """
+    if len(costs) == 1:
+        return costs[0]
+    largest = max(costs, key=lambda cost: cost.elements, default=Telemetry())
+    total = Telemetry(**{f.name: sum(getattr(cost, f.name) for cost in costs) for f in fields(Telemetry)})
+    for name in ("steps", "density", "tau", "residual"):
+        setattr(total, name, getattr(largest, name))
+    return total

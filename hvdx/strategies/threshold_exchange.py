@@ -30,6 +30,8 @@ _PATIENCE = 100
 _FIRST_LOOK, _LOOK_EVERY, _WORTH_A_CHANGE = 8, 64, 1.15
 # The density before the link and the length of a step are known.
 _UNKNOWN = 1 / 32
+# Elements that are worked on at once.
+_PIECE = 1 << 14
 # How often the residual is measured: a pass over all of it.
 _RESIDUAL_EVERY = 64
 
@@ -58,12 +60,13 @@ class ThresholdExchange(Exchange):
         strategy: its options.
         comm: the ranks.
         specs: the tensors.
+        lead: see `Threshold`.
 
     Raises:
         ReplicaError: on every rank, if they were given different strategies or tensors.
     """
 
-    def __init__(self, strategy: "Threshold", comm: Comm, specs: Sequence[TensorSpec]):
+    def __init__(self, strategy: "Threshold", comm: Comm, specs: Sequence[TensorSpec], lead: float):
         self._strategy, self._size, self._rank = strategy, comm.size, comm.rank
         self._agree(comm, specs)
         self._channel = comm.channel("the updates")
@@ -71,15 +74,20 @@ class ThresholdExchange(Exchange):
         self._sizes = [s.elements for s in specs]
         self._names = [s.name for s in specs]
         self._n = sum(self._sizes)
-        self._shapes = [s.shape for s in specs]
+        self._lead = lead
+        # What is handed out; while an update is encoded, where it is scaled.
+        self._flat = np.zeros(self._n, np.float32)
+        self._out = _views(self._flat, specs)
+        self._specs = list(specs)
         self._thread = ThreadPoolExecutor(1, "hvdx-exchange") if strategy.overlap else None
         self._pending: tuple[_Sent, Future[Received]] | None = None
         self._step = self._skips = self._skips_said = 0
         self._density = self._first_density()
-        self._estimate = link.Estimate(link.probe(self._channel)) if strategy.target_density == "link" else None
         self._codec = strategy.make_codec(self._density, self._threads)
         self._bfloat16 = codec.make("bf16")
         self._state: Any = self._codec.init(self._sizes)
+        self._compile()
+        self._estimate = link.Estimate(link.probe(self._channel)) if strategy.target_density == "link" else None
         self._left = time.perf_counter()
         self._computed = 0.0
         self._before = 0
@@ -101,50 +109,70 @@ class ThresholdExchange(Exchange):
                     "Every rank must train the same ones."
                 )
 
+    def _compile(self) -> None:
+        """Have the kernels compiled before anything is timed, and wait until they are everywhere."""
+        trial, out = np.ones(1, np.float32), np.zeros(1, np.float32)
+        message, _ = self._codec.encode([trial], self._codec.init([1]))
+        self._codec.decode([message], [out])
+        self._channel.exchange([])
+
     def _first_density(self) -> float | None:
         given = self._strategy.target_density
         return _UNKNOWN if given == "link" else given
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
-    def step(self, tensors: Sequence[np.ndarray], into: Sequence[np.ndarray], finite: bool = True) -> None:
+    def step(self, tensors: Sequence[np.ndarray], finite: bool = True) -> list[np.ndarray]:
         """See `Exchange.step`."""
         self._computed = time.perf_counter() - self._left
         self.telemetry.computing += self._computed
         # Before the next update is encoded: a step that was skipped gives its update back to the residual.
-        self._collect(into)
+        late = self._arrived()
         sent = self._clock("encoding", lambda: self._encode(tensors, finite))
         head = [sent.status, round(1e9 * self._computed), round(1e9 * (self._last.seconds if self._last else 0))]
         if self._thread is None:
-            self._apply(sent, self._channel.exchange(head, sent.message), into)
-        else:
+            received = self._channel.exchange(head, sent.message)
+            late = (sent, received) if self._count(sent, received) else None
+        result = self._clock("decoding", lambda: self._decode(late))
+        if self._thread is not None:
+            # Not before: it writes its messages where the late ones were.
             self._pending = sent, self._thread.submit(self._channel.exchange, head, sent.message)
         self._step += 1
         self._consider()
         self._left = time.perf_counter()
+        return result
 
     @property
     def unsent(self) -> list[np.ndarray]:
         """See `Exchange.unsent`."""
-        parts = np.split(self._state.residual, np.cumsum(self._sizes)[:-1])
-        return [part.reshape(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        return _views(self._state.residual, self._specs)
 
-    def flush(self, into: Sequence[np.ndarray]) -> bool:
+    def flush(self) -> list[np.ndarray] | None:
         """See `Exchange.flush`."""
-        found = self._collect(into)
-        self._left = time.perf_counter()
-        return found
-
-    def _collect(self, into: Sequence[np.ndarray]) -> bool:
-        """Add the step that is on its way, if there is one."""
         if self._pending is None:
-            return False
+            return None
+        result = self._decode(self._arrived())
+        self._left = time.perf_counter()
+        return result
+
+    def _arrived(self) -> tuple[_Sent, Received] | None:
+        """The step that was on its way, if there was one, and if it is to be added."""
+        if self._pending is None:
+            return None
         (sent, future), self._pending = self._pending, None
         begin = time.perf_counter()
         received = future.result()
         # What of the exchange the computation did not hide.
-        self._apply(sent, received, into, time.perf_counter() - begin)
-        return True
+        return (sent, received) if self._count(sent, received, time.perf_counter() - begin) else None
+
+    def _decode(self, what: tuple[_Sent, Received] | None) -> list[np.ndarray]:
+        """What all ranks sent comes to; zeros for nothing."""
+        self._flat.fill(0)
+        if what is not None:
+            sent, received = what
+            scale = 1.0 / sent.active if self._strategy.op == "mean" else 1.0
+            (self._bfloat16 if sent.dense else self._codec).decode(received.messages[: sent.active], self._out, scale)
+        return self._out
 
     def _encode(self, tensors: Sequence[np.ndarray], finite: bool) -> _Sent:
         start = self._strategy.start
@@ -159,7 +187,7 @@ class ThresholdExchange(Exchange):
         if density != self._codec.target_density:
             self._codec = self._strategy.make_codec(density, self._threads)
         try:
-            message, self._state = self._codec.encode(tensors, self._state)
+            message = self._encode_ahead(tensors)
         except UpdateError as error:
             name = self._names[error.variable]
             print(f"hvdx: rank {self._rank}, step {self._step + 1}: {name}: {error}", file=sys.stderr, flush=True)
@@ -172,6 +200,21 @@ class ThresholdExchange(Exchange):
         counts.density, counts.tau = entries / max(self._n, 1), float(np.median(self._state.taus))
         return _Sent(False, active, message, status)
 
+    def _encode_ahead(self, tensors: Sequence[np.ndarray]) -> np.ndarray:
+        """Encode (1 + lead) times the update, and take lead times it off the residual again.
+
+        That adds update + lead * (update - the update before) without keeping the one before.
+        """
+        if not self._lead:
+            message, self._state = self._codec.encode(tensors, self._state)
+            return message
+        for tensor, scaled in zip(tensors, self._out, strict=True):
+            np.multiply(tensor, np.float32(1 + self._lead), out=scaled)
+        message, self._state = self._codec.encode(self._out, self._state)
+        for tensor, residual in zip(tensors, self.unsent, strict=True):
+            _subtract(tensor.reshape(-1), np.float32(self._lead), residual.reshape(-1))
+        return message
+
     def _encode_dense(self, tensors: Sequence[np.ndarray], status: int) -> _Sent:
         """Everything, as bfloat16; what the rounding takes away waits in the residual."""
         update = np.concatenate([np.ravel(t) for t in tensors]) + self._state.residual
@@ -183,19 +226,6 @@ class ThresholdExchange(Exchange):
         self._state.residual[:] = update
         self.telemetry.density, self.telemetry.tau = 1.0, 0.0
         return _Sent(True, self._size, message, status)
-
-    def _apply(self, sent: _Sent, received: Received, into: Sequence[np.ndarray], shown: float | None = None) -> None:
-        self._last = received
-        self._count(sent, received, shown)
-        if received.heads[:, 0].any():
-            self._take_back(sent)
-            self._say_skipped(received.heads[:, 0])
-            return
-        self._skips = 0
-        self._see(received)
-        scale = 1.0 / sent.active if self._strategy.op == "mean" else 1.0
-        which = self._bfloat16 if sent.dense else self._codec
-        self._clock("decoding", lambda: which.decode(received.messages[: sent.active], into, scale))
 
     def _take_back(self, sent: _Sent) -> None:
         """Nothing of a skipped step was applied: what this rank wanted to send waits in its residual."""
@@ -230,7 +260,9 @@ class ThresholdExchange(Exchange):
         setattr(self.telemetry, what, getattr(self.telemetry, what) + time.perf_counter() - begin)
         return result
 
-    def _count(self, sent: _Sent, received: Received, shown: float | None) -> None:
+    def _count(self, sent: _Sent, received: Received, shown: float | None = None) -> bool:
+        """Note what an exchange cost: whether its step is to be added, and not skipped."""
+        self._last = received
         counts, others = self.telemetry, self._size - 1
         head = 8 * (received.heads.shape[1] + 1)
         counts.steps += 1
@@ -244,6 +276,13 @@ class ThresholdExchange(Exchange):
             counts.exchanging += shown
         if counts.steps % _RESIDUAL_EVERY == 1 and counts.tau:
             counts.residual = self.residual_norm()
+        if received.heads[:, 0].any():
+            self._take_back(sent)
+            self._say_skipped(received.heads[:, 0])
+            return False
+        self._skips = 0
+        self._see(received)
+        return True
 
     def residual_norm(self) -> float:
         """Root mean square of what has not been sent, in tau of the last step."""
@@ -289,6 +328,21 @@ class ThresholdExchange(Exchange):
         self._step = int(arrays["step"])
         if self._strategy.target_density == "link":
             self._density = float(arrays["density"])
+
+
+def _views(flat: np.ndarray, specs: Sequence[TensorSpec]) -> list[np.ndarray]:
+    """A flat array as the tensors that stand in it one after another."""
+    ends = np.cumsum([s.elements for s in specs]).tolist()
+    return [flat[end - s.elements : end].reshape(s.shape) for end, s in zip(ends, specs, strict=True)]
+
+
+def _subtract(update: np.ndarray, factor: np.float32, residual: np.ndarray) -> None:
+    """residual -= factor * update, in pieces that stay in the cache."""
+    scaled = np.empty(min(_PIECE, update.size), np.float32)
+    for begin in range(0, update.size, _PIECE):
+        piece = update[begin : begin + _PIECE]
+        np.multiply(piece, factor, out=scaled[: piece.size])
+        residual[begin : begin + _PIECE] -= scaled[: piece.size]
 
 
 def _share_of_cores(ranks: int) -> int | None:
