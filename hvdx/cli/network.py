@@ -1,0 +1,230 @@
+"""Emulated hosts on one switch: each a network namespace with one shaped link. Works inside of the lab's namespaces.
+
+    host1 eth0 ---- port1 |
+    host2 eth0 ---- port2 | eth0, the switch: a bridge in the lab's own network namespace, where mpirun runs
+    host3 eth0 ---- port3 |
+
+A host is a process that waits (its keeper) in namespaces of its own for network, host name and mounts. Nothing is
+pinned to a file, so all of it is gone as soon as the last process is.
+"""
+
+import os
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from hvdx.errors import ConfigError, LaunchError
+
+MAX_HOSTS = 250
+SUBNET = "10.77.0.0/24"
+#: Memory file systems lie here: a host shares no memory with another, and what MPI leaves behind goes with it.
+SCRATCH = Path("/dev/shm")
+_FRAME = 1514  # bytes of a full Ethernet frame
+
+_UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}
+_SLOWEST, _FASTEST = 8_000, 100_000_000_000  # bits a second; TCP gives up on less, and tbf counts in 32 bits below it
+
+# $1 the host's name, $2 its address, $3 its segment, then the words of `tc qdisc add dev eth0`, a string each.
+# It says "ready", waits for its cable, says "ready" again, and stays until its input ends.
+_KEEPER = """
+set -e
+hostname "$1"
+mount -t sysfs sysfs /sys
+mount -t tmpfs -o mode=1777 tmpfs /dev/shm
+echo 1 > /proc/sys/net/ipv6/conf/default/disable_ipv6 2>/dev/null || :
+echo ready
+read -r go
+ip link set lo up
+ip addr add "$2/24" dev eth0
+ip link set eth0 up gso_max_size "$3"
+shift 3
+for qdisc in "$@"; do tc qdisc add dev eth0 $qdisc; done
+echo ready
+read -r go || :
+"""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What every link does to the frames on it, in each direction.
+
+    Attributes:
+        rate: bits a second; None for no limit.
+        delay: seconds from one host to any other, added to what the machine itself takes.
+    """
+
+    rate: int | None = None
+    delay: float = 0.0
+
+    @property
+    def burst(self) -> int:
+        """Bytes that may pass at once after silence: 0.4 ms of the rate, two frames at least.
+
+        Less would lose rate to late timers; with more, small messages would pass as if there were no limit.
+        """
+        return max(2 * _FRAME, int((self.rate or 0) / 8 * 0.4e-3))
+
+    @property
+    def segment(self) -> int:
+        """Bytes that TCP may hand over as one piece.
+
+        Pieces above the burst are cut up frame by frame in tbf, which cost a quarter of the rate at 1 Gb/s.
+        """
+        return min(65_536, int(0.9 * self.burst)) if self.rate else 65_536
+
+    def at_switch(self) -> list[str]:
+        """The words after `tc qdisc add dev PORT` for the end of a link at the switch."""
+        # 100 ms of the rate is what may wait; more is dropped, as a switch does.
+        return [f"root tbf rate {self.rate}bit burst {self.burst}b latency 100ms"] if self.rate else []
+
+    def at_host(self) -> list[str]:
+        """The same for the end at the host, which delays as well."""
+        if not self.delay:
+            return self.at_switch()
+        # Room for what is under way: netem's own limit of 1000 packets would drop at 10 ms and 1 Gb/s.
+        rules = [f"root handle 1: netem delay {self.delay * 1e6:.0f}us limit 200000"]
+        return rules + [rule.replace("root", "parent 1: handle 10:", 1) for rule in self.at_switch()]
+
+
+@dataclass(frozen=True)
+class Host:
+    """One emulated host.
+
+    Attributes:
+        name, address: as the other hosts know it.
+        keeper: the process that holds its namespaces.
+    """
+
+    name: str
+    address: str
+    keeper: "subprocess.Popen[str]"
+
+    def counters(self) -> dict[str, int]:
+        """Bytes that its link has carried so far, from the interface's own counters."""
+        folder = Path(f"/proc/{self.keeper.pid}/root/sys/class/net/eth0/statistics")
+        return {key: int((folder / name).read_text()) for key, name in (("sent", "tx_bytes"), ("received", "rx_bytes"))}
+
+
+def parse_rate(text: str) -> int | None:
+    """Read a bandwidth in the spelling of tc.
+
+    Args:
+        text: a number with bit, kbit, mbit or gbit; or "none".
+
+    Returns:
+        Bits a second; None for "none".
+
+    Raises:
+        ConfigError: it is something else, or less than 8 kbit.
+
+    Example:
+        >>> parse_rate("100mbit")
+        100000000
+    """
+    if text == "none":
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", text.lower())
+    rate = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+    if not _SLOWEST <= rate <= _FASTEST:
+        raise ConfigError(
+            f"lab: --bandwidth: expected a rate such as 10mbit, 1.5gbit (8kbit to 100gbit), or none; got {text!r}. "
+            "Do: --bandwidth 100mbit, which is 12.5 megabytes a second."
+        )
+    return rate
+
+
+def build(count: int, shape: Shape) -> list[Host]:
+    """Make the hosts, their links and the switch, in the namespaces of this process.
+
+    Args:
+        count: hosts.
+        shape: of every link.
+
+    Raises:
+        LaunchError: a step failed; the message has the tool's own words.
+    """
+    _run(["mount", "-t", "tmpfs", "-o", "mode=1777", "tmpfs", str(SCRATCH)])
+    hosts = [(f"host{i}", f"10.77.0.{i}") for i in range(1, count + 1)]
+    _name_hosts(hosts)
+    made = [Host(name, address, _keeper(name, address, shape)) for name, address in hosts]
+    for host in made:
+        _await_ready(host)
+    _connect(made, shape)
+    for host in made:
+        _line_of(host.keeper.stdin).write("go\n")
+        _line_of(host.keeper.stdin).flush()
+    for host in made:
+        _await_ready(host)
+    return made
+
+
+def agent(hosts: Sequence[Host]) -> Path:
+    """Write the script that mpirun calls in place of ssh: `agent HOST COMMAND...` runs the command on that host."""
+    cases = "\n".join(f"{host.name}) keeper={host.keeper.pid} ;;" for host in hosts)
+    text = (
+        f'#!/bin/sh\ncase "$1" in\n{cases}\n*) echo "no such host in the lab: $1" >&2; exit 1 ;;\nesac\nshift\n'
+        # As ssh does, the words are joined and read by a shell again.
+        'exec nsenter --target "$keeper" --net --uts --mount --wd="$PWD" sh -c "$*"\n'
+    )
+    path = SCRATCH / "hvdx-lab-agent"
+    # On the hosts too: Open MPI 4 looks for it there, though it only calls it here.
+    for root in ("/", *(f"/proc/{host.keeper.pid}/root" for host in hosts)):
+        copy = Path(f"{root}{path}")
+        copy.write_text(text)
+        copy.chmod(0o755)
+    return path
+
+
+def _name_hosts(hosts: Sequence[tuple[str, str]]) -> None:
+    """Let names be found through /etc/hosts, as seen from inside of the lab."""
+    path = SCRATCH / "hvdx-lab-hosts"
+    path.write_text("127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in hosts))
+    path.chmod(0o644)
+    _run(["mount", "--bind", str(path), "/etc/hosts"])
+
+
+def _keeper(name: str, address: str, shape: Shape) -> "subprocess.Popen[str]":
+    words = ["unshare", "--net", "--uts", "--mount", "sh", "-c", _KEEPER, "sh", name, address, str(shape.segment)]
+    pipe = subprocess.PIPE
+    # A session of its own: a terminal's Ctrl-C is not for it.
+    return subprocess.Popen(
+        [*words, *shape.at_host()], stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    )
+
+
+def _await_ready(host: Host) -> None:
+    if _line_of(host.keeper.stdout).readline() != "ready\n":
+        said = _line_of(host.keeper.stderr).read().strip()
+        raise LaunchError(f"lab: {host.name} could not be set up: {said}. Do: hvdx lab --check")
+
+
+def _connect(hosts: Sequence[Host], shape: Shape) -> None:
+    """Plug each host into the switch."""
+    for which in ("all", "default"):  # IPv6 would send its own greetings over the links, and they would be counted
+        path = Path(f"/proc/sys/net/ipv6/conf/{which}/disable_ipv6")
+        if os.access(path, os.W_OK):
+            path.write_text("1")
+    links = ["link set lo up", "link add eth0 type bridge mcast_snooping 0", "addr add 10.77.0.254/24 dev eth0"]
+    links.append("link set eth0 up")
+    rules = []
+    for i, host in enumerate(hosts, 1):
+        links.append(f"link add port{i} type veth peer name eth0 netns {host.keeper.pid}")
+        links.append(f"link set port{i} master eth0 up")
+        rules += [f"qdisc add dev port{i} {rule}" for rule in shape.at_switch()]
+    _run(["ip", "-batch", "-"], "\n".join(links))
+    if rules:
+        _run(["tc", "-batch", "-"], "\n".join(rules))
+
+
+def _run(command: Sequence[str], text: str = "") -> None:
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise LaunchError(f"lab: {command[0]} failed: {done.stderr.strip()}. Do: hvdx lab --check")
+
+
+def _line_of(stream: IO[str] | None) -> IO[str]:
+    assert stream is not None
+    return stream
