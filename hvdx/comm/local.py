@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdx.comm.base import Channel, GraphComm, Received, Reduction
+from hvdx.comm.base import Channel, Comm, GraphComm, Received, Reduction
 
 # A virtual rank that waits longer for the others was left alone.
 _LIMIT_SECONDS = 60.0
@@ -45,25 +45,25 @@ class LocalComm(GraphComm):
 
     def channel(self, what: str) -> Channel:
         """See `Comm.channel`."""
-        return virtual_channels(1)[0]
+        return virtual_world(1)[0].channel(what)
 
     def close(self) -> None:
         """See `Comm.close`."""
 
 
-def virtual_channels(size: int) -> list[Channel]:
-    """Channels between virtual ranks: one for each, to be used by a thread of its own.
+def virtual_world(size: int) -> list[Comm]:
+    """Communicators of virtual ranks in this process: one for each, to be used by a thread of its own.
 
     Args:
         size: number of ranks.
 
     Example:
-        >>> (alone,) = virtual_channels(1)
-        >>> alone.exchange([7], np.zeros(3, np.uint8)).heads.tolist()
+        >>> (alone,) = virtual_world(1)
+        >>> alone.channel("a test").exchange([7], np.zeros(3, np.uint8)).heads.tolist()
         [[7]]
     """
     table = _Table(size)
-    return [_VirtualChannel(rank, size, table) for rank in range(size)]
+    return [VirtualComm(rank, size, table) for rank in range(size)]
 
 
 class _Table:
@@ -82,21 +82,65 @@ class _Table:
         return everyone
 
 
-class _VirtualChannel(Channel):
-    def __init__(self, rank: int, size: int, table: _Table) -> None:
+class VirtualComm(Comm):
+    """One of several virtual ranks; see `virtual_world`.
+
+    Args:
+        rank, size: of this rank, and of the world.
+        table: shared by all of them.
+    """
+
+    cross_rank, cross_size = 0, 1
+
+    def __init__(self, rank: int, size: int, table: _Table):
+        self.rank = self.local_rank = rank
+        self.size = self.local_size = size
+        self._table = table
+
+    def all_gather_object(self, value: Any, what: str) -> list[Any]:
+        """See `Comm.all_gather_object`."""
+        return self._table.swap(self.rank, value)
+
+    def all_reduce_sum(self, vector: np.ndarray, what: str) -> np.ndarray:
+        """See `Comm.all_reduce_sum`."""
+        return np.sum(self._table.swap(self.rank, np.array(vector, np.float64)), axis=0)
+
+    def broadcast(self, tensors: Sequence[Any], root: int, what: str) -> list[Any]:
+        """See `Comm.broadcast`."""
+        return [np.array(t) for t in self._table.swap(self.rank, list(tensors))[root]]
+
+    def channel(self, what: str) -> Channel:
+        """See `Comm.channel`."""
+        shared = self._table.swap(self.rank, _Table(self.size) if self.rank == 0 else None)[0]
+        return VirtualChannel(self.rank, self.size, shared)
+
+    def close(self) -> None:
+        """See `Comm.close`."""
+
+
+class VirtualChannel(Channel):
+    """Between virtual ranks; see `virtual_world`.
+
+    Args:
+        rank, size: of this rank, and of the world.
+        table: shared by all of them.
+    """
+
+    def __init__(self, rank: int, size: int, table: _Table):
         self.rank, self.size, self._table = rank, size, table
 
     def exchange(self, head: Sequence[int], message: np.ndarray | None = None) -> Received:
-        mine = (list(head), None if message is None else message.copy())
-        everyone = self._table.swap(self.rank, mine)
+        """See `Channel.exchange`."""
+        everyone = self._table.swap(self.rank, (list(head), None if message is None else message.copy()))
         messages = [] if message is None else [m for _, m in everyone]
         return Received(np.array([h for h, _ in everyone], np.int64), messages, 0.0, 0.0)
 
     def all_reduce(self, vector: np.ndarray) -> None:
+        """See `Channel.all_reduce`."""
         everyone = self._table.swap(self.rank, vector.copy())
-        vector[:] = 0
-        for other in everyone:
+        vector[:] = everyone[0]
+        for other in everyone[1:]:
             vector += other
 
     def close(self) -> None:
-        pass
+        """See `Channel.close`."""

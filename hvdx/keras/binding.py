@@ -297,7 +297,10 @@ def bind(strategy: Strategy, optimizer: Any, name: str, gain: float = 1.0) -> Bi
         return HostBinding(strategy, world.start(), optimizer, name, gain)
     if isinstance(strategy, GraphStrategy):
         return GraphBinding(strategy, world.graph(), name, gain)
-    raise ConfigError(f"strategy {strategy!r}: expected a GraphStrategy or a HostStrategy.")
+    raise ConfigError(
+        f"strategy {strategy!r}: it has to see the steps of a fit before it can choose. Use the Distribute callback, "
+        "or name a strategy: hvdx.AllReduce(), hvdx.Threshold()."
+    )
 
 
 def describe(variable: Any) -> TensorSpec:

@@ -4,6 +4,7 @@ import sys
 from typing import Any, Literal
 
 import keras
+import numpy as np
 
 from hvdx import comm as world
 from hvdx.comm import Comm
@@ -15,6 +16,7 @@ from hvdx.keras.lockstep import Lockstep
 from hvdx.keras.optimizer import attach, binding_of, detach, optimizers_of, private_variables
 from hvdx.report.counters import Counters
 from hvdx.strategies import Strategy, resolve
+from hvdx.strategies.auto import TRIAL_STEPS, Auto, Measured, TrialExchange
 from hvdx.strategies.telemetry import Telemetry, merged
 
 
@@ -51,6 +53,9 @@ class Distribute(keras.callbacks.Callback):
                 f"check_every: expected 'epoch', a positive number of steps or None, got {check_every!r}."
             )
         self.strategy = resolve(strategy)
+        self._auto = self.strategy if isinstance(self.strategy, Auto) else None
+        if self._auto is not None:
+            self.strategy = self._auto.trial()
         self.check_every = check_every
         self.counters = Counters()
         self._comm: Comm = world.start()
@@ -182,12 +187,33 @@ class Distribute(keras.callbacks.Callback):
                 "the training step did not go through the optimizer, so the ranks would train apart. In a custom "
                 "train_step call self.optimizer.apply_gradients(...) or self.optimizer.apply(...)."
             )
+        if self._auto is not None:
+            self._try(self._auto)
         if isinstance(self.check_every, int) and (batch + 1) % self.check_every == 0:
             self._check(f"after step {batch + 1} of epoch {self._epoch + 1}")
         if logs is not None and self._reports():
             logs.update(self.cost().live())
         if not self._found:
             self._last.on_train_batch_end(batch, logs)
+
+    def _try(self, auto: Auto) -> None:
+        """Once enough steps were measured, go on with the strategy that should be the fastest."""
+        open_now = [b.exchange for b in self._bindings if isinstance(b, HostBinding)]
+        trials = [t for t in open_now if isinstance(t, TrialExchange)]
+        if not trials or any(len(t.computed) < TRIAL_STEPS for t in trials):
+            return
+        computing = sum(float(np.median(t.computed[1:])) for t in trials)
+        everyone = self._last.meet("the choice of a strategy", computing)
+        elements = sum(t.telemetry.elements for t in trials)
+        chosen = None
+        if self._comm.rank == 0:
+            chosen, reason = auto.decide(Measured(self._comm.size, elements, max(everyone), trials[0].network))
+            print(f"hvdx: auto: {reason}", file=sys.stderr, flush=True)
+        self._auto, self.strategy = None, self._last.meet("the strategy", chosen)[0]
+        for i, optimizer in enumerate(optimizers_of(self.model)):
+            detach(optimizer)
+            self._bindings[i] = self._tie(optimizer, f"fit.{i}")
+        self.model.make_train_function(force=True)
 
     def cost(self) -> Telemetry:
         """What the exchanges of this fit have cost so far, on this rank."""

@@ -1,12 +1,14 @@
 """The ways to combine work, one a file; none of them knows Keras."""
 
 from hvdx.strategies.all_reduce import AllReduce
+from hvdx.strategies.auto import Auto
 from hvdx.strategies.base import Exchange, GraphStrategy, HostStrategy, Strategy, TensorSpec
 from hvdx.strategies.registry import names, options, parse, resolve
 from hvdx.strategies.threshold import Threshold
 
 __all__ = [
     "AllReduce",
+    "Auto",
     "Exchange",
     "GraphStrategy",
     "HostStrategy",

@@ -8,13 +8,14 @@ from typing import Any
 
 from hvdx.errors import ConfigError
 from hvdx.strategies.all_reduce import AllReduce
+from hvdx.strategies.auto import Auto
 from hvdx.strategies.base import Strategy
 from hvdx.strategies.threshold import Threshold
 
 #: The environment variable that chooses a strategy for a script that names none.
 VARIABLE = "HVDX_STRATEGY"
 
-STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in (AllReduce, Threshold)}
+STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in (AllReduce, Auto, Threshold)}
 
 
 def names() -> list[str]:

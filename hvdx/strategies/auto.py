@@ -1,0 +1,214 @@
+"""Choose a strategy for the network that is there: measure a few steps, model the others, take the cheapest."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hvdx.comm import Comm
+from hvdx.errors import ConfigError
+from hvdx.strategies import link
+from hvdx.strategies.all_reduce import AllReduce
+from hvdx.strategies.base import Exchange, HostStrategy, Strategy, TensorSpec
+from hvdx.strategies.telemetry import Telemetry
+from hvdx.strategies.threshold import Threshold
+
+#: Steps that are measured; the first of them, which compiles, does not count.
+TRIAL_STEPS = 4
+# What is lossy has to save this share of a step before it is taken: fp16 over float32, threshold over both.
+_WORTH_FP16, _WORTH_THRESHOLD = 0.03, 0.1
+# A codec on this many elements is timed; more take proportionally longer.
+_TIMED_ELEMENTS = 1 << 22
+# Bytes a second at which memory is read, at best: what compression could cost at the very least.
+_MEMORY = 2e10
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the choice rests on.
+
+    Attributes:
+        size: number of ranks.
+        elements: float32 numbers in a step.
+        computing: seconds that a step computes, on the slowest rank.
+        network: the link between the ranks.
+    """
+
+    size: int
+    elements: int
+    computing: float
+    network: link.Link
+
+    def dense_seconds(self, itemsize: int) -> float:
+        """What a ring all-reduce takes: 2 (N - 1) rounds of one N-th each."""
+        rounds = 2 * (self.size - 1)
+        return rounds * (self.network.latency + itemsize * self.elements / self.size / self.network.bandwidth)
+
+    def density(self, budget: float) -> float:
+        """The density whose messages take this share of a step's computing."""
+        return link.affordable_density(self.network, self.size, self.elements, budget * self.computing)
+
+    def threshold_seconds(self, density: float, coding: float) -> float:
+        """What an exchange of thresholded updates takes: latency, N - 1 messages that come in, and the codec."""
+        incoming = (self.size - 1) * link.message_bytes(self.elements, density)
+        return 2 * self.network.latency + incoming / self.network.bandwidth + coding
+
+
+class Auto(Strategy):
+    """Measure the network and a few steps, then train with the strategy that should be the fastest.
+
+    The first steps are dense. Compression is taken only if it saves a tenth of a step: it is not free of harm.
+
+    Args:
+        budget: the share of a step's computing that a threshold message may take, see `Threshold`.
+
+    Example:
+        >>> Auto()
+        Auto()
+    """
+
+    name = "auto"
+
+    def __init__(self, budget: float = 0.1):
+        self.threshold = Threshold(budget=budget)
+        self.budget = self.threshold.budget
+
+    def trial(self) -> "Trial":
+        """The strategy of the steps that are measured."""
+        return Trial()
+
+    def decide(self, measured: Measured) -> tuple[Strategy, str]:
+        """The strategy that should be the fastest, and why; to be asked on one rank, since it times the codec.
+
+        Args:
+            measured: what the steps and the link showed.
+        """
+        density = measured.density(self.budget)
+        exact, half = measured.dense_seconds(4), measured.dense_seconds(2)
+        saving = _WORTH_THRESHOLD * (measured.computing + min(exact, half))
+        coding = 16 * measured.elements / _MEMORY
+        if measured.threshold_seconds(density, coding) + saving < min(exact, half):
+            # It might pay, so it is worth the seconds that compiling and timing the codec take.
+            coding = coding_seconds(measured.elements, measured.size, density)
+        sparse = measured.threshold_seconds(density, coding)
+        chosen: Strategy = AllReduce()
+        if exact - half > _WORTH_FP16 * (measured.computing + exact):
+            chosen = AllReduce(compression="fp16")
+        if sparse + saving < min(exact, half):
+            chosen = self.threshold
+        verdict = "Compression does not pay here" if isinstance(chosen, AllReduce) else "It pays"
+        reason = (
+            f"{measured.size} workers, {measured.network}, {measured.elements:,} parameters: a step computes "
+            f"{1e3 * measured.computing:.3g} ms; to combine it should take {1e3 * exact:.3g} ms in float32, "
+            f"{1e3 * half:.3g} in fp16, {1e3 * sparse:.3g} by threshold at density {density:.2g}. "
+            f"{verdict}: training with {chosen}."
+        )
+        return chosen, reason
+
+    def bytes_per_step(self, specs: Sequence[TensorSpec], size: int) -> int:
+        """See `Strategy.bytes_per_step`; of the steps that are measured."""
+        return AllReduce().bytes_per_step(specs, size)
+
+    def __repr__(self) -> str:
+        """The call that makes this strategy."""
+        return "Auto()" if self.budget == 0.1 else f"Auto(budget={self.budget})"
+
+
+class Trial(HostStrategy):
+    """Mean gradients over MPI, without Horovod, while steps are measured."""
+
+    name = "auto.trial"
+    placement = "gradient"
+
+    def open(self, comm: Comm, specs: Sequence[TensorSpec], momentum: float = 0.0) -> "TrialExchange":
+        """See `HostStrategy.open`."""
+        return TrialExchange(comm, specs)
+
+    def merge(self, saved: Sequence[Mapping[str, np.ndarray]], rank: int, size: int) -> dict[str, np.ndarray]:
+        """See `HostStrategy.merge`: nothing is remembered."""
+        return {}
+
+    def bytes_per_step(self, specs: Sequence[TensorSpec], size: int) -> int:
+        """See `Strategy.bytes_per_step`."""
+        return AllReduce().bytes_per_step(specs, size)
+
+    def __repr__(self) -> str:
+        """The call that makes this strategy."""
+        return "Trial()"
+
+
+class TrialExchange(Exchange):
+    """See `hvdx.strategies.Exchange`.
+
+    Args:
+        comm: the ranks.
+        specs: the tensors.
+    """
+
+    def __init__(self, comm: Comm, specs: Sequence[TensorSpec]):
+        self._channel = comm.channel("the gradients")
+        self._size, self._specs = comm.size, list(specs)
+        self._flat = np.zeros(sum(s.elements for s in specs), np.float32)
+        self.network = link.probe(self._channel)
+        self.telemetry = Telemetry(elements=self._flat.size)
+        #: Seconds that each step computed.
+        self.computed: list[float] = []
+        self._left = time.perf_counter()
+
+    def step(self, tensors: Sequence[np.ndarray], finite: bool = True) -> list[np.ndarray]:
+        """See `Exchange.step`."""
+        begin = time.perf_counter()
+        self.computed.append(begin - self._left)
+        np.concatenate([np.ravel(t) for t in tensors], out=self._flat)
+        self._channel.all_reduce(self._flat)
+        self._flat /= self._size
+        self._left = time.perf_counter()
+        counts = self.telemetry
+        counts.steps += 1
+        counts.computing += self.computed[-1]
+        counts.exchanging += self._left - begin
+        sent = round(2 * (self._size - 1) / self._size * self._flat.nbytes)
+        counts.sent, counts.received = counts.sent + sent, counts.received + sent
+        ends = np.cumsum([s.elements for s in self._specs]).tolist()
+        return [self._flat[e - s.elements : e].reshape(s.shape) for e, s in zip(ends, self._specs, strict=True)]
+
+    @property
+    def unsent(self) -> list[np.ndarray]:
+        """See `Exchange.unsent`: nothing is kept back."""
+        return [np.zeros(s.shape, np.float32) for s in self._specs]
+
+    def flush(self) -> list[np.ndarray] | None:
+        """See `Exchange.flush`."""
+        return None
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """See `Exchange.arrays`: nothing is remembered."""
+        return {}
+
+    def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """See `Exchange.restore`."""
+        if arrays:
+            raise ConfigError(f"auto: expected no saved state while steps are measured, got {sorted(arrays)}.")
+
+
+def coding_seconds(elements: int, size: int, density: float) -> float:
+    """Seconds to encode an update and decode everyone's, on this machine.
+
+    Args:
+        elements: of an update.
+        size: number of ranks, so of messages.
+        density: to aim at.
+    """
+    from hvdx import codec
+
+    timed = min(elements, _TIMED_ELEMENTS)
+    update = np.random.default_rng(0).normal(size=timed).astype(np.float32)
+    threshold = codec.Threshold(target_density=density)
+    state, out, seconds = threshold.init([timed]), [np.zeros(timed, np.float32)], []
+    for _ in range(3):
+        begin = time.perf_counter()
+        message, state = threshold.encode([update], state)
+        threshold.decode([message] * size, out, 1 / size)
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds) * elements / timed
