@@ -234,8 +234,8 @@ class Threshold(Codec[ThresholdState]):
             )
         if not ((new["taus"] >= 2.0**-126) & (new["taus"] <= 2.0**126)).all() or not np.isfinite(new["means"]).all():
             raise ConfigError("threshold: saved taus or means that no encoder has; the checkpoint is damaged.")
-        # tau may have come down since, by two or three octaves.
-        most = np.repeat(np.float32(2**10) * new["taus"], new["lengths"])
+        # tau may have come down since, and what runs ahead of an update is taken off the residual again.
+        most = np.repeat(np.float32(2**24) * new["taus"], new["lengths"])
         if not (np.abs(new["residual"]) < most).all():
             raise ConfigError(
                 "threshold: the saved residual does not belong to the saved taus; the checkpoint is damaged."

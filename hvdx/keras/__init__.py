@@ -4,6 +4,7 @@ from typing import NoReturn
 
 from hvdx.errors import ConfigError
 from hvdx.keras import callbacks
+from hvdx.keras.checkpoint import Checkpoint
 from hvdx.keras.data import shard
 from hvdx.keras.distribute import Distribute
 from hvdx.keras.distributed_optimizer import DistributedGradientTape, DistributedOptimizer
@@ -32,10 +33,12 @@ from hvdx.keras.horovod_api import (
     shutdown,
     size,
 )
+from hvdx.keras.optimizer import flush
 
 __all__ = [
     "Adasum",
     "Average",
+    "Checkpoint",
     "Compression",
     "Distribute",
     "DistributedGradientTape",
@@ -53,6 +56,7 @@ __all__ = [
     "callbacks",
     "cross_rank",
     "cross_size",
+    "flush",
     "init",
     "is_initialized",
     "load_model",

@@ -61,6 +61,22 @@ def detach(optimizer: Any) -> None:
                 delattr(part, attribute)
 
 
+def flush(optimizer: Any) -> None:
+    """Add what is still on its way from a step that overlaps with the next one; nothing to do for other strategies.
+
+    Call it on all ranks before looking at the weights in a loop of your own. `Distribute` does.
+
+    Args:
+        optimizer: a distributed one, or a plain one.
+
+    Example:
+        >>> flush(keras.optimizers.SGD(0.1))
+    """
+    binding = binding_of(optimizer)
+    if binding is not None:
+        binding.flush()
+
+
 def binding_of(optimizer: Any) -> Binding | None:
     """The binding of an optimiser, or None for a plain one."""
     return vars(_innermost(optimizer)).get(_BINDING)

@@ -22,6 +22,8 @@ _WORTH_FP16, _WORTH_THRESHOLD = 0.03, 0.1
 _TIMED_ELEMENTS = 1 << 22
 # Bytes a second at which memory is read, at best: what compression could cost at the very least.
 _MEMORY = 2e10
+# Bytes a second at which float32 becomes float16 and the other way round.
+_CASTING = 1e10
 
 
 @dataclass(frozen=True)
@@ -41,9 +43,11 @@ class Measured:
     network: link.Link
 
     def dense_seconds(self, itemsize: int) -> float:
-        """What a ring all-reduce takes: 2 (N - 1) rounds of one N-th each."""
+        """What a ring all-reduce takes: 2 (N - 1) rounds of one N-th each, and the casts of float16."""
         rounds = 2 * (self.size - 1)
-        return rounds * (self.network.latency + itemsize * self.elements / self.size / self.network.bandwidth)
+        casting = 0.0 if itemsize == 4 else 2 * (4 + itemsize) * self.elements / _CASTING
+        part = itemsize * self.elements / self.size
+        return rounds * (self.network.latency + part / self.network.bandwidth) + casting
 
     def density(self, budget: float) -> float:
         """The density whose messages take this share of a step's computing."""

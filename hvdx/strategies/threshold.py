@@ -35,7 +35,7 @@ class Threshold(HostStrategy):
             gradients, before the optimiser.
         lead: how far what is sent runs ahead of the update u: u + lead * (u - the u before) is added to the residual,
             which over time comes to the same sum. It makes up for the steps that an element waits in the residual.
-            None takes a third of momentum / (1 - momentum), at most 3, from the optimiser: 3 for a momentum of 0.9.
+            None takes a third of momentum / (1 - momentum), at most 5, from the optimiser: 3 for a momentum of 0.9.
         op: "mean" of what the workers sent, or their "sum".
         warmup: how to begin: "none", "density:200" (falling from 1/8 to the target in 200 steps), "dense:50" (all of
             it, in bfloat16), "workers:200" (1, 2, 4, ... workers count).
@@ -142,8 +142,8 @@ class Threshold(HostStrategy):
             return 0.0
         if self.lead is not None:
             return self.lead
-        # Where 3 and 1 came from: docs/decentralised.md.
-        return round(min(momentum / max(1 - momentum, 1e-9) / 3, 3.0), 9)
+        # A third, and 5: by trial, with momenta from 0 to 0.98 (docs/adr/0007-updates-run-ahead.md).
+        return round(min(momentum / max(1 - momentum, 1e-9) / 3, 5.0), 9)
 
     def bytes_per_step(self, specs: Sequence[TensorSpec], size: int) -> int:
         """See `Strategy.bytes_per_step`: by the entropy of the density, 1e-2 where it is not known yet."""

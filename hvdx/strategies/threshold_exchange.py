@@ -45,12 +45,14 @@ class _Sent:
         active: ranks whose messages count.
         message: this rank's; it must not change before it is decoded.
         status: of this rank.
+        step: its number, from 0.
     """
 
     dense: bool
     active: int
     message: np.ndarray
     status: int
+    step: int
 
 
 class ThresholdExchange(Exchange):
@@ -180,7 +182,7 @@ class ThresholdExchange(Exchange):
         status = _FINE if finite else _NOT_FINITE
         nothing = np.zeros(0, np.uint8)
         if self._rank >= active:
-            return _Sent(False, active, nothing, status)
+            return _Sent(False, active, nothing, status, self._step)
         if start.dense(self._step):
             return self._encode_dense(tensors, status)
         density = None if self._density is None else start.density(self._step, self._density)
@@ -191,14 +193,14 @@ class ThresholdExchange(Exchange):
         except UpdateError as error:
             name = self._names[error.variable]
             print(f"hvdx: rank {self._rank}, step {self._step + 1}: {name}: {error}", file=sys.stderr, flush=True)
-            return _Sent(False, active, nothing, _REFUSED)
+            return _Sent(False, active, nothing, _REFUSED, self._step)
         counts = self.telemetry
         entries = int(self._state.sent.sum())
         counts.entries += entries
         counts.encoded += self._n
         counts.entry_bytes += message.size
         counts.density, counts.tau = entries / max(self._n, 1), float(np.median(self._state.taus))
-        return _Sent(False, active, message, status)
+        return _Sent(False, active, message, status, self._step)
 
     def _encode_ahead(self, tensors: Sequence[np.ndarray]) -> np.ndarray:
         """Encode (1 + lead) times the update, and take lead times it off the residual again.
@@ -220,19 +222,19 @@ class ThresholdExchange(Exchange):
         update = np.concatenate([np.ravel(t) for t in tensors]) + self._state.residual
         if not np.isfinite(update).all():
             print(f"hvdx: rank {self._rank}, step {self._step + 1}: NaN in the update", file=sys.stderr, flush=True)
-            return _Sent(True, self._size, np.zeros(0, np.uint8), _REFUSED)
+            return _Sent(True, self._size, np.zeros(0, np.uint8), _REFUSED, self._step)
         message, _ = self._bfloat16.encode([update], self._bfloat16.init([self._n]))
         self._bfloat16.decode([message], [update], -1.0)
         self._state.residual[:] = update
         self.telemetry.density, self.telemetry.tau = 1.0, 0.0
-        return _Sent(True, self._size, message, status)
+        return _Sent(True, self._size, message, status, self._step)
 
     def _take_back(self, sent: _Sent) -> None:
         """Nothing of a skipped step was applied: what this rank wanted to send waits in its residual."""
         if sent.message.size:
             (self._bfloat16 if sent.dense else self._codec).decode([sent.message], [self._state.residual])
 
-    def _say_skipped(self, statuses: np.ndarray) -> None:
+    def _say_skipped(self, statuses: np.ndarray, step: int) -> None:
         self.telemetry.skipped += 1
         self._skips += 1
         ranks = np.flatnonzero(statuses).tolist()
@@ -246,8 +248,7 @@ class ThresholdExchange(Exchange):
         if self._rank == 0 and (self._skips & (self._skips - 1)) == 0:
             again = f", {self._skips} in a row" if self._skips > 1 else ""
             print(
-                f"hvdx: step {self._step + (self._pending is None)}: NaN or infinity on {listed}; all ranks skipped "
-                f"the step{again}.",
+                f"hvdx: step {step + 1}: NaN or infinity on {listed}; all ranks skipped the step{again}.",
                 file=sys.stderr,
                 flush=True,
             )
@@ -278,7 +279,7 @@ class ThresholdExchange(Exchange):
             counts.residual = self.residual_norm()
         if received.heads[:, 0].any():
             self._take_back(sent)
-            self._say_skipped(received.heads[:, 0])
+            self._say_skipped(received.heads[:, 0], sent.step)
             return False
         self._skips = 0
         self._see(received)

@@ -1,0 +1,292 @@
+"""Decentralised training with compressed updates, at any number of ranks."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvdx
+import hvdx.keras as hvd
+from hvdx import comm as world
+from hvdx.errors import ConfigError
+from hvdx.keras import replicas
+from hvdx.keras.optimizer import binding_of
+from hvdx.strategies.telemetry import Telemetry
+
+STRATEGIES = [
+    "threshold:target_density=0.05",
+    "threshold:tau=0.001",
+    "threshold",
+    "threshold:target_density=0.05,placement=gradient",
+    "threshold:target_density=0.05,op=sum",
+    "threshold:target_density=0.05,scope=variable,index_coding=none",
+    "threshold:target_density=0.05,warmup=dense:4",
+    "threshold:target_density=0.05,warmup=workers:4",
+    "threshold:target_density=0.02,warmup=density:6",
+    "threshold:target_density=0.05,overlap=true",
+    "auto",
+]
+
+
+def alike(variables):
+    """The same bits on all ranks."""
+    assert replicas.differing(list(variables), world.start()) == {}
+
+
+def data(samples=64):
+    random = np.random.default_rng(hvdx.rank())
+    x = random.normal(size=(samples, 6)).astype(np.float32)
+    return x, (x @ np.arange(6) > 0).astype(np.float32)[:, None]
+
+
+def network(optimizer, **layer):
+    model = keras.Sequential(
+        [keras.Input((6,)), keras.layers.Dense(16, "relu", **layer), keras.layers.BatchNormalization(),
+         keras.layers.Dropout(0.1), keras.layers.Dense(1)]
+    )  # fmt: skip
+    model.compile(optimizer, keras.losses.BinaryCrossentropy(from_logits=True), metrics=["accuracy"])
+    return model
+
+
+def fit(model, strategy, epochs=2, batch=8, callbacks=(), given=None, **options):
+    callback = hvd.Distribute(strategy, **options)
+    x, y = given or data()
+    history = model.fit(x, y, batch_size=batch, epochs=epochs, verbose=0, callbacks=[callback, *callbacks])
+    return callback, history.history
+
+
+@pytest.mark.parametrize(
+    ("strategy", "optimizer"),
+    [*((s, "sgd") for s in STRATEGIES), *((s, "adam") for s in (STRATEGIES[0], STRATEGIES[9]))],
+)
+def test_replicas_are_identical_and_learn(strategy, optimizer):
+    made = {"sgd": lambda: keras.optimizers.SGD(0.05, momentum=0.9), "adam": lambda: keras.optimizers.Adam(0.01)}
+    model = network(made[optimizer]())
+    callback, history = fit(model, strategy, epochs=4, check_every=5)
+    alike(model.weights)
+    assert history["loss"][-1] < history["loss"][0]
+    if hvdx.size() > 1:
+        assert callback.counters.exchanges > 0
+        assert callback.counters.bytes_sent > 0
+    assert not [a for a in vars(model.optimizer) if a in ("_clip_gradients", "_backend_update_step", "assign")]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: keras.optimizers.SGD(0.01),
+        lambda: keras.optimizers.SGD(0.01, momentum=0.9, nesterov=True),
+        lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
+        lambda: keras.optimizers.RMSprop(0.01),
+        lambda: keras.optimizers.Adagrad(0.01),
+        lambda: keras.optimizers.Lion(0.001),
+        lambda: keras.optimizers.Nadam(0.01),
+        lambda: keras.optimizers.Adafactor(0.01),
+        lambda: keras.optimizers.Lamb(0.01),
+        lambda: keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=3),
+        lambda: keras.optimizers.SGD(0.01, momentum=0.9, clipnorm=0.1),
+        lambda: keras.optimizers.SGD(0.01, momentum=0.9, gradient_accumulation_steps=3),
+        lambda: keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.05, 20), momentum=0.9),
+    ],
+)
+def test_optimizers_of_keras_stay_alike(make):
+    model = network(make(), kernel_constraint=keras.constraints.MaxNorm(2.0))
+    fit(model, "threshold:target_density=0.1")
+    alike(model.weights)
+
+
+def test_with_all_of_it_sent_workers_take_the_mean_of_their_own_steps():
+    """At a tau of next to nothing, SGD without momentum is what AllReduce makes of it."""
+    results = []
+    for strategy in ("threshold:tau=1e-9", "all_reduce"):
+        keras.utils.set_random_seed(1)
+        model = network(keras.optimizers.SGD(0.05))
+        x, y = data()
+        model.fit(x, y, batch_size=8, verbose=0, shuffle=False, callbacks=[hvd.Distribute(strategy)])
+        results.append(model.trainable_weights)
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6)
+
+
+class Halved(keras.optimizers.SGD):
+    """Changes weights without asking the optimiser's own `assign`."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        variable.assign_sub(gradient * learning_rate)
+
+
+def test_optimizer_that_assigns_by_itself_is_measured():
+    results = []
+    for kind in (Halved, keras.optimizers.SGD):
+        keras.utils.set_random_seed(1)
+        model = network(kind(0.05))
+        x, y = data()
+        model.fit(x, y, batch_size=8, verbose=0, shuffle=False, callbacks=[hvd.Distribute("threshold:tau=1e-9")])
+        alike(model.weights)
+        results.append(model.trainable_weights)
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_optimizers_that_compute_weights_are_refused():
+    if hvdx.size() == 1:
+        return
+    with pytest.raises(ConfigError, match="placement='gradient'"):
+        fit(network(keras.optimizers.Ftrl(0.1)), "threshold")
+    model = network(keras.optimizers.Ftrl(0.1))
+    fit(model, "threshold:placement=gradient,target_density=0.1")
+    alike(model.weights)
+
+
+def test_nan_on_one_rank_skips_the_step_and_training_goes_on(capfd):
+    x, y = data()
+    if hvdx.rank() == hvdx.size() - 1:
+        x[20, 3] = np.nan
+    # Batch normalisation would keep the NaN in its statistics.
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+    callback = hvd.Distribute("threshold:target_density=0.1")
+    model.fit(x, y, batch_size=8, epochs=3, verbose=0, shuffle=False, callbacks=[callback])
+    if hvdx.size() > 1:
+        assert all(np.isfinite(w).all() for w in model.get_weights())
+        alike(model.weights)
+        assert callback.counters.telemetry[0].skipped == 3
+        assert int(model.optimizer.iterations) == 24
+        if hvdx.rank() == 0:
+            assert f"NaN or infinity on rank {hvdx.size() - 1}; all ranks skipped" in capfd.readouterr().err
+
+
+def test_overflow_of_a_loss_scale_is_agreed_on():
+    keras.config.set_dtype_policy("mixed_float16")
+    model = network(keras.optimizers.SGD(0.01, momentum=0.9))
+    x, y = data()
+    x = x * np.float32(1e30) if hvdx.rank() == 0 else x
+    callback = hvd.Distribute("threshold:target_density=0.1", check_every=None)
+    model.fit(x, y, batch_size=8, verbose=0, callbacks=[callback])
+    alike(model.trainable_weights)
+    if hvdx.size() > 1:
+        assert callback.counters.exchanges == 0
+
+
+def test_embeddings_travel_as_updates():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Embedding(20, 4), keras.layers.Flatten(),
+                              keras.layers.Dense(1)])  # fmt: skip
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    x = np.random.default_rng(hvdx.rank()).integers(20, size=(32, 3))
+    fit(model, "threshold:target_density=0.2", given=(x, np.ones((32, 1), np.float32)))
+    alike(model.weights)
+
+
+def test_second_fit_goes_on_with_momenta_and_residual():
+    if hvdx.size() == 1:
+        return
+    model = network(keras.optimizers.SGD(0.05, momentum=0.9))
+    fit(model, "threshold:target_density=0.05")
+    momenta = [np.array(m) for m in model.optimizer.momentums]
+    exchanges = []
+
+    class Look(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            exchanges.append(binding_of(self.model.optimizer).exchange)
+
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 0:
+                exchanges.append([np.array(m) for m in self.model.optimizer.momentums])
+
+    fit(model, "threshold:target_density=0.05", epochs=1, callbacks=[Look()])
+    assert exchanges[0] is not None
+    assert exchanges[0].telemetry.steps == 8
+    for before, after in zip(momenta, exchanges[1], strict=True):
+        np.testing.assert_array_equal(before, after)
+    alike(model.weights)
+
+
+def test_steps_per_execution_and_layers_built_late():
+    model = keras.Sequential([keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", steps_per_execution=4)
+    callback, _ = fit(model, "threshold:target_density=0.1,overlap=true")
+    alike(model.weights)
+    if hvdx.size() > 1:
+        assert callback.counters.exchanges == 16
+
+
+def test_custom_loop_with_a_distributed_optimizer():
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
+    hvd.broadcast_variables(model.variables, 0)
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(0.05, momentum=0.9), strategy="threshold:target_density=0.1,overlap=true"
+    )
+    x, y = data()
+
+    @tf.function
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x) - y) ** 2)
+        optimizer.apply(tape.gradient(loss, [v.value for v in model.trainable_variables]), model.trainable_variables)
+        return loss
+
+    losses = [float(step(x, y)) for _ in range(20)]
+    hvd.flush(optimizer)
+    alike(model.weights)
+    assert losses[-1] < losses[0]
+
+
+def test_tape_is_refused():
+    if hvdx.size() > 1:
+        with pytest.raises(ConfigError, match="DistributedOptimizer"):
+            hvd.DistributedGradientTape(tf.GradientTape(), strategy="threshold")
+        with pytest.raises(ConfigError, match="Distribute callback"):
+            hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), strategy="auto")
+
+
+def test_telemetry_reaches_logs_files_and_the_history(tmp_path):
+    if hvdx.size() == 1:
+        return
+    file = tmp_path / "log.csv"
+    model, seen = network(keras.optimizers.SGD(0.05, momentum=0.9)), []
+
+    class Look(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append(logs)
+
+    callbacks = [keras.callbacks.CSVLogger(str(file)), Look()]
+    callback, history = fit(model, "threshold:target_density=0.1", callbacks=callbacks)
+    assert {"density", "tau", "MB_sent", "loss"} <= set(seen[3])
+    expected = {*Telemetry().full()}
+    assert {"MB_received", "bits_an_entry", "entropy_an_entry", "residual_in_tau", "ms_encoding"} < expected
+    assert expected <= set(history)
+    assert history["MB_sent"][-1] == pytest.approx(callback.counters.bytes_sent / 1e6)
+    assert {"loss", "accuracy"} <= set(history)
+    if hvdx.rank() == 0:
+        assert expected <= set(file.read_text().splitlines()[0].split(","))
+
+
+def test_auto_says_why_and_goes_on_with_one_strategy(capfd):
+    model = network(keras.optimizers.SGD(0.05, momentum=0.9))
+    callback, _ = fit(model, "auto", epochs=3)
+    alike(model.weights)
+    if hvdx.size() > 1:
+        chosen = [repr(callback.strategy)] * hvdx.size()
+        assert world.start().all_gather_object(repr(callback.strategy), "test") == chosen
+        assert type(callback.strategy).__name__ in ("AllReduce", "Threshold")
+        if hvdx.rank() == 0:
+            assert f"hvdx: auto: {hvdx.size()} workers, " in capfd.readouterr().err
+
+
+def test_horovod_is_not_started_where_nothing_uses_it():
+    """In a process of its own, since this one has started it."""
+    if hvdx.size() > 1:
+        return
+    from tests.launch import run
+
+    code = """
+import numpy as np, keras, hvdx
+hvdx.init()
+model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+x = np.ones((32, 3), "float32")
+model.fit(x, x[:, :1], verbose=0, callbacks=[hvdx.keras.Distribute("threshold")])
+print("horovod loaded:", any(m.split(".")[0] == "horovod" for m in sys.modules), flush=True)
+"""
+    done = run(2, ["-c", code], timeout=180)
+    assert done.out.count("horovod loaded: False") == 2, done

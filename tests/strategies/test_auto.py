@@ -1,0 +1,66 @@
+import numpy as np
+import pytest
+
+from hvdx.strategies import AllReduce, Auto, Threshold, auto
+from hvdx.strategies.auto import Measured
+from hvdx.strategies.link import Link
+from tests.strategies.virtual import SPECS, on_all
+
+SHARED_MEMORY = Link(5e-5, 3e9)
+GIGABIT = Link(2e-4, 125e6)
+SLOW = Link(3e-4, 12.5e6)
+
+
+def decide(network, size=2, elements=2_000_000, computing=0.02):
+    return Auto().decide(Measured(size, elements, computing, network))
+
+
+def test_slow_network_gets_compression_and_the_reason():
+    strategy, reason = decide(SLOW)
+    assert isinstance(strategy, Threshold)
+    assert "100 Mbit/s" in reason
+    assert "641 ms in float32" in reason
+    assert "training with Threshold()" in reason
+
+
+def test_fast_network_trains_dense_and_says_so():
+    strategy, reason = decide(SHARED_MEMORY)
+    assert repr(strategy) == "AllReduce()"
+    assert "Compression does not pay here" in reason
+
+
+def test_large_model_on_a_fast_network_takes_fp16(monkeypatch):
+    """Half the bytes are worth it, and the time of a slow codec is not."""
+    monkeypatch.setattr(auto, "coding_seconds", lambda elements, size, density: 0.4)
+    strategy, _ = decide(Link(5e-5, 1e9), size=2, elements=200_000_000, computing=3.0)
+    assert isinstance(strategy, AllReduce)
+    assert strategy.compression == "fp16"
+
+
+def test_many_workers_turn_the_scales():
+    """A ring does not grow with the number of workers, an all-gather does."""
+    few = decide(GIGABIT, size=4, elements=2_000_000, computing=0.0005)[0]
+    many = decide(Link(1e-5, 125e6), size=20_000, elements=2_000_000, computing=0.0005)[0]
+    assert isinstance(few, Threshold)
+    assert isinstance(many, AllReduce)
+
+
+def test_model_of_the_ring():
+    measured = Measured(4, 1_000_000, 0.02, Link(0.0, 1e6))
+    assert measured.dense_seconds(4) == pytest.approx(6.0)
+    assert measured.dense_seconds(2) == pytest.approx(3.0, rel=1e-3)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_trial_averages(size):
+    def run(comm):
+        exchange = Auto().trial().open(comm, SPECS)
+        given = [np.full(s.shape, comm.rank + 1.0, np.float32) for s in SPECS]
+        got = [exchange.step(given) for _ in range(3)][-1]
+        assert len(exchange.computed) == 3
+        assert exchange.network.bandwidth > 0
+        return [a.copy() for a in got]
+
+    for got in on_all(size, run):
+        for array, spec in zip(got, SPECS, strict=True):
+            np.testing.assert_array_equal(array, np.full(spec.shape, (size + 1) / 2, np.float32))

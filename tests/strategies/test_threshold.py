@@ -1,0 +1,287 @@
+import numpy as np
+import pytest
+
+from hvdx.errors import ConfigError, HvdxError, ReplicaError
+from hvdx.strategies import TensorSpec, Threshold, parse
+from tests.strategies.virtual import ELEMENTS, SHAPES, SPECS, on_all
+
+OPTIONS = {
+    "fixed tau": {"tau": 0.01},
+    "density": {"target_density": 0.05},
+    "link": {},
+    "variable": {"target_density": 0.05, "scope": "variable"},
+    "plain indices": {"target_density": 0.05, "index_coding": "none"},
+    "gradient": {"target_density": 0.05, "placement": "gradient"},
+    "sum": {"target_density": 0.05, "op": "sum"},
+    "no lead": {"target_density": 0.05, "lead": 0},
+    "dense": {"target_density": 0.05, "warmup": "dense:3"},
+    "falling": {"target_density": 0.05, "warmup": "density:6"},
+    "workers": {"target_density": 0.05, "warmup": "workers:6"},
+    "overlap": {"target_density": 0.05, "overlap": True},
+    "overlap, dense": {"target_density": 0.05, "overlap": True, "warmup": "dense:3"},
+}
+
+
+def update(rank, step):
+    random = np.random.default_rng([rank, step])
+    return [np.asarray(random.normal(size=shape) * 0.01, np.float32) for shape in SHAPES]
+
+
+def flat(arrays):
+    return np.concatenate([np.ravel(a) for a in arrays])
+
+
+def steps_of(strategy, steps, update=update, momentum=0.9, finite=lambda rank, step: True):
+    """What each rank got in each step, what all of it comes to, and its exchange."""
+
+    def run(comm):
+        exchange = strategy.open(comm, SPECS, momentum)
+        got = [flat(exchange.step(update(comm.rank, t), finite(comm.rank, t))).copy() for t in range(steps)]
+        late = exchange.flush()
+        return [*got, flat(late).copy()] if late is not None else got, exchange
+
+    return run
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_all_ranks_get_the_same_bits(name, size):
+    everyone = on_all(size, steps_of(Threshold(**OPTIONS[name]), 12))
+    first = [step.tobytes() for step in everyone[0][0]]
+    assert any(np.frombuffer(step, np.float32).any() for step in first)
+    for got, _ in everyone[1:]:
+        assert [step.tobytes() for step in got] == first
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("name", [n for n in OPTIONS if n not in ("workers",)])
+def test_nothing_is_lost(name, size):
+    """What was sent and what is unsent come to the sum of the updates."""
+    strategy = Threshold(**OPTIONS[name])
+    everyone = on_all(size, steps_of(strategy, 12))
+    applied = np.sum(everyone[0][0], axis=0, dtype=np.float64) * (1 if strategy.op == "sum" else size)
+    unsent = np.sum([flat(exchange.unsent) for _, exchange in everyone], axis=0, dtype=np.float64)
+    wanted = np.sum([flat(update(r, t)) for r in range(size) for t in range(12)], axis=0, dtype=np.float64)
+    np.testing.assert_allclose(applied + unsent, wanted, atol=2e-6)
+
+
+def test_lead_is_what_its_docstring_says():
+    """Adding u + lead * (u - the u before) to the residual, with a codec of its own."""
+    from hvdx import codec
+
+    tau, lead = 0.02, 2.0
+    (got, _), *_ = on_all(1, steps_of(Threshold(tau=tau, lead=lead), 6))
+    plain = codec.Threshold(tau=tau)
+    state, before = plain.init([ELEMENTS]), np.zeros(ELEMENTS, np.float32)
+    for t in range(6):
+        u = flat(update(0, t))
+        message, state = plain.encode([u + np.float32(lead) * (u - before)], state)
+        out = np.zeros(ELEMENTS, np.float32)
+        plain.decode([message], [out])
+        # Rounding may move an element across tau one step earlier or later.
+        assert np.mean(np.abs(out - got[t]) > 1e-6) < 0.002
+        before = u
+
+
+@pytest.mark.parametrize(("momentum", "lead"), [(0.0, 0.0), (0.5, 1 / 3), (0.9, 3.0), (0.99, 5.0), (1.0, 5.0)])
+def test_lead_follows_the_momentum(momentum, lead):
+    assert Threshold().leads(momentum) == pytest.approx(lead)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_nan_on_one_rank_skips_the_step_on_all_and_loses_nothing(size, overlap, capfd):
+    bad = size - 1
+
+    def gradients_held_nan(rank, step):
+        return not (rank == bad and step == 3)
+
+    run = steps_of(Threshold(target_density=0.05, overlap=overlap), 8, finite=gradients_held_nan)
+    everyone = on_all(size, run)
+    assert all(exchange.telemetry.skipped == 1 for _, exchange in everyone)
+    assert not everyone[0][0][3 + overlap].any()
+    assert everyone[0][0][4 + overlap].any()
+    applied = np.sum(everyone[0][0], axis=0, dtype=np.float64) * size
+    unsent = np.sum([flat(exchange.unsent) for _, exchange in everyone], axis=0, dtype=np.float64)
+    wanted = np.sum([flat(update(r, t)) for r in range(size) for t in range(8)], axis=0, dtype=np.float64)
+    np.testing.assert_allclose(applied + unsent, wanted, atol=2e-6)
+    said = capfd.readouterr().err
+    assert f"hvdx: step 4: NaN or infinity on rank {bad}; all ranks skipped the step" in said
+
+
+@pytest.mark.parametrize("warmup", ["none", "dense:20"])
+def test_update_that_holds_nan_is_dropped_and_named(warmup, capfd):
+    def broken(rank, step):
+        arrays = update(rank, step)
+        if rank == 1 and step == 2:
+            arrays[0][3, 4] = np.nan
+        return arrays
+
+    everyone = on_all(2, steps_of(Threshold(target_density=0.05, warmup=warmup), 5, broken))
+    assert all(exchange.telemetry.skipped == 1 for _, exchange in everyone)
+    assert all(np.isfinite(flat(exchange.unsent)).all() for _, exchange in everyone)
+    assert everyone[0][0][3].any()
+    said = capfd.readouterr().err
+    assert "rank 1, step 3" in said
+
+
+def test_endless_nan_ends_the_training():
+    run = steps_of(Threshold(tau=0.01), 200, finite=lambda rank, step: rank == 0)
+    with pytest.raises(HvdxError, match=r"100 steps in a row were skipped.*rank 1"):
+        on_all(2, run)
+
+
+def test_update_of_zeros_is_no_special_case():
+    def nothing(rank, step):
+        return [np.zeros_like(a) for a in update(rank, step)] if rank == 1 else update(rank, step)
+
+    for options in ({"target_density": 0.05}, {}, {"target_density": 0.05, "warmup": "dense:2"}):
+        everyone = on_all(2, steps_of(Threshold(**options), 6, nothing))
+        assert everyone[0][0][-1].any()
+        assert not flat(everyone[1][1].unsent).any()
+
+
+def test_inactive_workers_do_not_count():
+    (first, _), (second, _) = on_all(2, steps_of(Threshold(tau=2.0**-20, warmup="workers:4", lead=0), 4))
+    np.testing.assert_allclose(first[0], flat(update(0, 0)), atol=2.0**-19)
+    assert first[0].tobytes() == second[0].tobytes()
+    np.testing.assert_allclose(np.sum(first[:2], axis=0), flat(update(0, 0)) + flat(update(0, 1)), atol=2.0**-19)
+
+
+@pytest.mark.parametrize("name", ["density", "variable", "fixed tau", "falling", "overlap"])
+def test_restored_exchange_goes_on_bit_for_bit(name):
+    strategy = Threshold(**OPTIONS[name])
+
+    def straight(comm):
+        exchange = strategy.open(comm, SPECS, 0.9)
+        got = []
+        for t in range(10):
+            got.append(flat(exchange.step(update(comm.rank, t))).copy())
+            if t == 5:
+                exchange.flush()
+        return got
+
+    def stopped(comm):
+        first = strategy.open(comm, SPECS, 0.9)
+        for t in range(6):
+            first.step(update(comm.rank, t))
+        first.flush()
+        second = strategy.open(comm, SPECS, 0.9)
+        second.restore(first.arrays())
+        return [flat(second.step(update(comm.rank, t))).copy() for t in range(6, 10)]
+
+    for whole, rest in zip(on_all(2, straight), on_all(2, stopped), strict=True):
+        assert [a.tobytes() for a in whole[6:]] == [a.tobytes() for a in rest]
+
+
+def test_restore_refuses_what_is_not_its_own():
+    (_, exchange), *_ = on_all(1, steps_of(Threshold(target_density=0.05), 2))
+    saved = exchange.arrays()
+    with pytest.raises(ConfigError, match="step and density"):
+        exchange.restore({k: v for k, v in saved.items() if k != "step"})
+    with pytest.raises(ConfigError, match="another model"):
+        exchange.restore(saved | {"codec.residual": np.zeros(3, np.float32)})
+
+
+def test_saving_in_mid_flight_is_refused():
+    def run(comm):
+        exchange = Threshold(tau=0.01, overlap=True).open(comm, SPECS)
+        exchange.step(update(comm.rank, 0))
+        with pytest.raises(HvdxError, match="flush"):
+            exchange.arrays()
+        exchange.flush()
+        return exchange.arrays()
+
+    assert len(on_all(2, run)) == 2
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (3, 2), (1, 3), (4, 1)])
+def test_merged_residuals_keep_their_sum(before, after):
+    strategy = Threshold(target_density=0.05)
+    saved = [exchange.arrays() for _, exchange in on_all(before, steps_of(strategy, 5))]
+
+    def restored(comm):
+        exchange = strategy.open(comm, SPECS, 0.9)
+        exchange.restore(strategy.merge(saved, comm.rank, comm.size))
+        unsent = flat(exchange.unsent).astype(np.float64)
+        exchange.step(update(comm.rank, 9))
+        return unsent
+
+    total = np.sum([s["codec.residual"] for s in saved], axis=0, dtype=np.float64)
+    np.testing.assert_allclose(np.sum(on_all(after, restored), axis=0), total, atol=1e-7)
+
+
+def test_ranks_with_different_strategies_are_refused_on_all():
+    def run(comm):
+        with pytest.raises(ReplicaError, match=r"different strategies: Threshold\(tau=0.5\) on rank 0"):
+            Threshold(tau=0.5 / (comm.rank + 1)).open(comm, SPECS)
+        with pytest.raises(ReplicaError, match="different variables"):
+            Threshold(tau=0.5).open(comm, [TensorSpec("v", (3 + comm.rank,), 4)])
+
+    on_all(2, run)
+
+
+def test_telemetry_counts_what_travels():
+    everyone = on_all(4, steps_of(Threshold(target_density=0.05), 10))
+    costs = [exchange.telemetry for _, exchange in everyone]
+    for cost in costs:
+        others = sum(c.messages for c in costs) - cost.messages
+        heads = 10 * 3 * 8 * 4
+        assert cost.steps == 10
+        assert cost.sent == 3 * cost.messages + heads
+        assert cost.received == others + heads
+        assert 0.01 < cost.entries / cost.encoded < 0.2
+        assert 0 < cost.density < 0.3
+        assert cost.tau > 0
+        assert 0.1 < cost.residual < 1
+        assert cost.bits > 3
+    assert {"density", "tau", "MB_sent"} <= set(costs[0].live()) < set(costs[0].full())
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"tau": 0.1, "target_density": 0.1}, "both tau and target_density"),
+        ({"target_density": "links"}, "'link' or a share"),
+        ({"target_density": 2.0}, "between 0 and 1"),
+        ({"tau": -1.0}, "positive"),
+        ({"placement": "weights"}, "'update', 'gradient'"),
+        ({"op": "average"}, "'mean', 'sum'"),
+        ({"overlap": "yes"}, "True or False"),
+        ({"overlap": True, "placement": "gradient"}, "one step late"),
+        ({"lead": -1}, "from 0 to 10"),
+        ({"lead": 1, "placement": "gradient"}, "of updates"),
+        ({"budget": 0}, "share of a step"),
+        ({"warmup": "slowly"}, "'density', 'dense' or 'workers'"),
+        ({"warmup": "dense:0"}, "'density', 'dense' or 'workers'"),
+        ({"warmup": "density:10", "tau": 0.1}, "tau is fixed"),
+        ({"scope": "layer"}, "scope"),
+        ({"index_coding": "golomb"}, "index_coding"),
+        ({"threads": 0}, "threads"),
+    ],
+)
+def test_wrong_options_are_refused_with_the_right_ones(options, named):
+    with pytest.raises(ConfigError, match=named):
+        Threshold(**options)
+
+
+def test_one_line_spelling():
+    text = "threshold:target_density=0.03,warmup=dense:50,overlap=true,placement=update"
+    assert repr(parse(text)) == "Threshold(target_density=0.03, warmup='dense:50', overlap=True)"
+    assert repr(parse("threshold")) == "Threshold()"
+    assert repr(parse("threshold:target_density=link")) == "Threshold()"
+    assert repr(parse("threshold:tau=0.001")) == "Threshold(tau=0.001)"
+
+
+def test_bytes_beforehand_are_near_those_that_travel():
+    specs = [TensorSpec("w", (200_000,), 4)]
+    strategy = Threshold(target_density=0.02)
+
+    def run(comm):
+        exchange = strategy.open(comm, specs)
+        for t in range(30):
+            exchange.step([np.random.default_rng([comm.rank, t]).normal(size=200_000).astype(np.float32)])
+        return exchange.telemetry.sent / 30
+
+    for sent in on_all(2, run):
+        assert 0.7 < sent / strategy.bytes_per_step(specs, 2) < 1.4

@@ -1,0 +1,36 @@
+import itertools
+
+import pytest
+
+from hvdx.errors import ConfigError
+from hvdx.strategies.warmup import DEFAULT_STEPS, Warmup, parse
+
+
+def test_density_falls_to_its_target_and_stays():
+    warmup = parse("density:10")
+    densities = [warmup.density(step, 0.001) for step in range(12)]
+    assert densities[0] == 1 / 8
+    assert densities[10:] == [0.001, 0.001]
+    assert all(a > b for a, b in itertools.pairwise(densities[:11]))
+    assert warmup.density(0, 0.5) == 0.5
+
+
+def test_workers_double_until_all_count():
+    for size in (1, 2, 3, 4, 7):
+        active = [parse("workers:12").active(step, size) for step in range(14)]
+        assert active[0] == 1
+        assert active[-1] == size
+        assert active == sorted(active)
+
+
+def test_dense_ends():
+    assert [parse("dense:2").dense(step) for step in range(4)] == [True, True, False, False]
+
+
+def test_spellings():
+    assert parse("none") == Warmup()
+    assert parse("dense") == Warmup("dense", DEFAULT_STEPS)
+    assert str(parse("workers:7")) == "workers:7"
+    for wrong in ("", "none:3", "dense:", "dense:-1", "dense:1.5", "dense:x", "sparse"):
+        with pytest.raises(ConfigError, match="warmup"):
+            parse(wrong)

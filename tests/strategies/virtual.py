@@ -1,0 +1,16 @@
+"""Virtual ranks, each in a thread of its own: run a function on all of them at once."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+from hvdx.comm.local import virtual_world
+from hvdx.strategies import TensorSpec
+
+SHAPES = ((40, 30), (), (0, 3), (7,))
+SPECS = [TensorSpec(f"variable {i}", shape, 4) for i, shape in enumerate(SHAPES)]
+ELEMENTS = sum(s.elements for s in SPECS)
+
+
+def on_all(size, function):
+    """Call function(comm) on `size` virtual ranks; the results in rank order."""
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(function, virtual_world(size)))
