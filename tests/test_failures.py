@@ -26,6 +26,10 @@ def ready():
 """
 
 
+# What AllReduce does before its first step.
+START_HOROVOD = "import hvdx; from hvdx import comm; hvdx.init(); comm.graph()"
+
+
 def fails(ranks, code, *named, env=None, code_is=1):
     """Run a snippet that has to fail, soon after it says READY where it does, with every text in `named`."""
     done = run(ranks, ["-c", PREAMBLE + code], timeout=START + END, env=env)
@@ -107,7 +111,7 @@ def test_horovod_that_cannot_be_loaded_names_the_remedy(tmp_path, stub, named):
     package = tmp_path / "horovod"
     package.mkdir()
     (package / "__init__.py").write_text(stub)
-    done = run(2, ["-c", "import hvdx; hvdx.init()"], timeout=START, env={"PYTHONPATH": str(tmp_path)})
+    done = run(2, ["-c", START_HOROVOD], timeout=START, env={"PYTHONPATH": str(tmp_path)})
     assert done.code not in (None, 0)
     assert named in done.out
     assert "hvdx build-horovod" in done.out
@@ -125,7 +129,7 @@ def fake_distribution(folder, built_for):
 
 def test_horovod_for_another_tensorflow_names_the_remedy(tmp_path):
     fake_distribution(tmp_path, "2.15.0")
-    done = run(2, ["-c", "import hvdx; hvdx.init()"], timeout=START, env={"PYTHONPATH": str(tmp_path)})
+    done = run(2, ["-c", START_HOROVOD], timeout=START, env={"PYTHONPATH": str(tmp_path)})
     assert done.code not in (None, 0)
     assert "built against TensorFlow 2.15.0" in done.out
     assert "hvdx build-horovod" in done.out
@@ -141,7 +145,7 @@ def test_missing_horovod_names_the_remedy(tmp_path):
         "    return files(name)\n"
         "m.files = hide\n"
     )
-    done = run(2, ["-c", "import hvdx; hvdx.init()"], timeout=START, env={"PYTHONPATH": str(tmp_path)})
+    done = run(2, ["-c", START_HOROVOD], timeout=START, env={"PYTHONPATH": str(tmp_path)})
     assert done.code not in (None, 0)
     assert "found none" in done.out
     assert "hvdx build-horovod" in done.out
@@ -166,3 +170,41 @@ def test_alone_no_horovod_is_needed(tmp_path):
     done = run(1, ["-c", code], timeout=START, env={"PYTHONPATH": str(tmp_path)})
     assert done.code == 0, done
     assert "trained" in done.out
+
+
+@pytest.mark.parametrize("ranks", [2])
+def test_different_strategies_end_on_all_ranks_with_hvdx_own_words(ranks):
+    code = """
+ready()
+strategy = "threshold:target_density=0.1" if rank else "threshold:target_density=0.2"
+network().fit(x, y, verbose=0, callbacks=[hvdx.keras.Distribute(strategy)])
+"""
+    done = fails(ranks, code, "ReplicaError", "the ranks were given different strategies", "target_density=0.2")
+    assert done.out.count("hvdx: ReplicaError") == 1, "every rank says the same; one may speak"
+
+
+def test_rank_that_does_not_come_is_named():
+    code = """
+class Late(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 3:
+            ready()
+            time.sleep(30 * (rank == 1))
+network().fit(x, y, batch_size=4, verbose=0, callbacks=[hvdx.keras.Distribute("threshold:tau=0.1"), Late()])
+"""
+    fails(2, code, "ExchangeError", "Rank 1 did not come", "HVDX_TIMEOUT", env={"HVDX_TIMEOUT": "5"})
+
+
+def test_slow_rank_holds_up_nobody_for_ever():
+    code = """
+class Slow(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        time.sleep(0.1 * (rank == 1))
+callback = hvdx.keras.Distribute("threshold:target_density=0.1")
+network().fit(x, y, batch_size=4, verbose=0, callbacks=[callback, Slow()])
+print("waited", rank, round(callback.counters.telemetry[0].waiting, 1), callback.counters.exchanges, flush=True)
+"""
+    done = run(2, ["-c", PREAMBLE + code], timeout=START + END)
+    assert done.code == 0, done
+    waited = [float(line.split()[2]) for line in done.out.splitlines() if line.startswith("waited 0")]
+    assert waited[0] > 1.0, done
