@@ -1,0 +1,68 @@
+"""How many copies of the weights a strategy holds, above plain all-reduce.
+
+    python jobs/bench_memory.py
+
+Two workers train a small and a large dense network under each strategy, in processes of their own. What the larger one
+takes more, divided by what its weights take more, is the number of copies: code, libraries and compilers cancel out. It
+is the resident memory of rank 0 at its largest.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+#: What is compared: a name, and the strategy.
+STRATEGIES = {"AllReduce": "all_reduce", "Threshold": "threshold:target_density=0.01"}
+_STEPS = 20
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure every strategy, and print the table; see `--help`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, nargs=2, default=(1024, 5120), metavar="N", help="units of both networks")
+    parser.add_argument("--json", metavar="FILE", help="write the figures")
+    options = parser.parse_args(argv)
+    from hvdx.report.table import render
+
+    weights = [4 * (785 * h + (h + 1) * h + (h + 1) * 10) / 1e6 for h in options.hidden]
+    rows = []
+    for name, spelling in STRATEGIES.items():
+        small, large = (measure(spelling, hidden) for hidden in options.hidden)
+        rows.append({"strategy": name, "MB": [small, large], "copies": (large - small) / (weights[1] - weights[0])})
+    base = rows[0]["copies"]
+    cells = [
+        [r["strategy"], *(f"{mb:.0f}" for mb in r["MB"]), f"{r['copies']:.2f}", f"{r['copies'] - base:+.2f}"]
+        for r in rows
+    ]
+    header = ["strategy", *(f"MB at {w:.0f} MB of weights" for w in weights), "copies", "above AllReduce"]
+    print(render(cells, header=header))
+    if options.json:
+        Path(options.json).write_text(json.dumps({"weights_MB": weights, "rows": rows}, indent=1) + "\n")
+    return 0
+
+
+def measure(spelling: str, hidden: int) -> float:
+    """Megabytes of rank 0 after some steps."""
+    from hvdx.cli.mpi_tools import mpirun_command
+
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "rank0.json"
+        command = [
+            *mpirun_command(2),
+            *(sys.executable, str(Path(__file__).with_name("bench_network.py")), "--worker", spelling),
+            *("--out", str(out), "--most-steps", str(_STEPS), "--target", "101", "--hidden", str(hidden)),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+        if done.returncode or not out.exists():
+            sys.exit(f"bench_memory: {' '.join(command)}\nended with {done.returncode}:\n{done.stdout}{done.stderr}")
+        return json.loads(out.read_text())["memory_MB"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
