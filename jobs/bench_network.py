@@ -24,6 +24,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 #: What is compared, by default: a name, and the strategy; "alone" is no strategy at all.
@@ -163,12 +165,22 @@ def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
                 f"{row['milliseconds']:.1f}",
                 f"{row['milliseconds'] / alone:.2f}" if alone else "",
                 quantity(row["bytes_per_step"], "B"),
+                f"{row['link_bytes_of_reported']:.3f}" if row["link_bytes_of_reported"] else "-",
                 str(row.get("steps_to_target") or "-"),
                 f"{seconds:.1f}{mark}" if seconds else "-",
                 f"{row['memory_MB']:.0f}",
             ]
         )
-    header = ["strategy", "ms a step", "/ alone", "sent a step", f"steps to {options.target:g} %", "seconds", "MB"]
+    header = [
+        "strategy",
+        "ms a step",
+        "/ alone",
+        "sent a step",
+        "link / that",
+        f"steps to {options.target:g} %",
+        "seconds",
+        "MB",
+    ]
     print(f"\n{rows[0]['hosts']} hosts, {rows[0]['bandwidth']} a link")
     print(render(cells, header=header))
     print(
@@ -201,8 +213,8 @@ def worker(options: argparse.Namespace) -> int:
     model = build(data, "mlp", options.hidden, "sgd", None)
     train = hvdx.shard((data.train_x, data.train_y), 64, seed=options.seed).repeat()
     test = hvdx.shard((data.test_x, data.test_y), 500, shuffle=False, drop_remainder=False)
-    watch = make_watch(options.target)
     distribute = None if alone else hvdx.keras.Distribute(options.worker)
+    watch = make_watch(options.target, distribute)
     in_full = options.target <= 100
     model.fit(
         train,
@@ -218,9 +230,11 @@ def worker(options: argparse.Namespace) -> int:
     return 0
 
 
-def make_watch(target: float) -> Any:
-    """A callback that times the steps, notes the accuracies, and stops at the target."""
+def make_watch(target: float, distribute: Any) -> Any:
+    """A callback that times the steps, notes the accuracies, holds the link's counter against hvdx' own, and stops."""
     import keras
+
+    counter = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
     class Watch(keras.callbacks.Callback):
         def __init__(self) -> None:
@@ -228,15 +242,26 @@ def make_watch(target: float) -> Any:
             self.steps: list[float] = []
             self.curve: list[tuple[int, float, float]] = []
             self.reached: tuple[int, float] | None = None
+            self.counted = np.zeros(2)
+            self._before = np.zeros(2)
             self._end = time.perf_counter()
 
+        def sent(self) -> np.ndarray:
+            """Bytes that the interface has sent, and that hvdx says it has."""
+            here = int(counter.read_text()) if counter.exists() else 0
+            return np.array([here, distribute.cost().sent if distribute else 0], float)
+
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self._before = self.sent()
             self._end = time.perf_counter()
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             now = time.perf_counter()
             self.steps.append(now - self._end)
-            self._end = now
+            if batch == _EVERY - 1 and len(self.steps) > _EVERY:
+                # The first steps open channels and measure the link.
+                self.counted += self.sent() - self._before
+            self._end = time.perf_counter()
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             accuracy = 100 * (logs or {}).get("val_accuracy", 0.0)
@@ -261,6 +286,7 @@ def result(watch: Any, distribute: Any) -> dict[str, Any]:
         "curve": watch.curve,
         "bytes_per_step": 0,
         "bytes_sent": 0,
+        "link_bytes_of_reported": float(watch.counted[0] / watch.counted[1]) if watch.counted[1] else None,
         "memory_MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
     }
     if distribute is not None:
