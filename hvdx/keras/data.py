@@ -1,6 +1,7 @@
 """Each rank's share of the data."""
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -191,3 +192,14 @@ def agree(states: list[tuple[list[int], list[tuple[int, int]]]]) -> None:
             variable = ref()
             if variable is not None and len(set(epochs)) > 1:
                 variable.assign(max(epochs))
+
+
+def go_on(epochs: Sequence[int]) -> None:
+    """Have this process's shuffled shares draw the orders that come after those which were drawn already.
+
+    Args:
+        epochs: what `state` said of them then. The newest share goes with the last: a notebook may hold older ones.
+    """
+    alive = [variable for variable in (ref() for ref in _epochs) if variable is not None]
+    for variable, epoch in zip(reversed(alive), reversed(epochs), strict=False):
+        variable.assign(epoch)

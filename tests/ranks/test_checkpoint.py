@@ -1,0 +1,562 @@
+"""A training that was interrupted and goes on is the training that was not."""
+
+import json
+import shutil
+import time
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvdx
+import hvdx.keras as hvd
+from hvdx import comm as world
+from hvdx.errors import ConfigError, ReplicaError
+from hvdx.keras import checkpoint, checkpoint_folder
+from hvdx.keras import data as shards
+from hvdx.keras.optimizer import binding_of, optimizers_of
+from tests.ranks import models
+
+MOMENTUM = {"sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9), "adam": lambda: keras.optimizers.Adam(0.01)}
+STRATEGIES = {
+    "all_reduce": hvdx.AllReduce(),
+    "threshold": hvdx.Threshold(target_density=0.05),
+    "overlap": hvdx.Threshold(target_density=0.05, overlap=True),
+    "gradient": hvdx.Threshold(target_density=0.05, placement="gradient"),
+}
+SPARSE = STRATEGIES["threshold"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """One folder for all ranks."""
+    return hvd.broadcast_object(tmp_path, 0) / "ckpt"
+
+
+def names(folder):
+    """What is in a folder, as one rank sees it while no other writes."""
+    return _everyone(sorted(p.name for p in folder.iterdir()) if hvdx.rank() == 0 else None)[0]
+
+
+def _everyone(value):
+    return world.start().all_gather_object(value, "test")
+
+
+def built(make=MOMENTUM["sgd"], seed=0, units=8, **options):
+    """A model with all that is hard to save."""
+    body = [
+        lambda: keras.layers.Dense(units),
+        keras.layers.BatchNormalization,
+        lambda: keras.layers.Dropout(0.3),
+    ]
+    return models.compiled(models.network(*body, seed=seed), make(), **options)
+
+
+def saved(folder, *epochs, make=MOMENTUM["sgd"]):
+    """A model, and its checkpoints without a training."""
+    model = built(lambda: hvd.DistributedOptimizer(make(), strategy=SPARSE))
+    model.optimizer.build(model.trainable_variables)
+    for epoch in epochs:
+        checkpoint.save(folder, model, epoch)
+    return model
+
+
+class Keep(keras.callbacks.Callback):
+    """Holds on to what the exchanges remember, which is gone after fit."""
+
+    def on_train_begin(self, logs=None):
+        self.generators = [v.numpy().tolist() for v in checkpoint._generators(self.model)]
+
+    def on_epoch_end(self, epoch, logs=None):
+        bound = [b for b in map(binding_of, optimizers_of(self.model)) if b is not None]
+        self.exchanges = [e for e in (getattr(b, "exchange", None) for b in bound) if e is not None]
+        self.remembered = [{k: v.copy() for k, v in e.arrays().items()} for e in self.exchanges]
+
+
+def train(model, epochs, strategy, *callbacks):
+    """Fit, with what was remembered in the end."""
+    keep = Keep()
+    history = models.fit(model, [hvd.Distribute(strategy), *callbacks, keep], epochs=epochs).history
+    return history, getattr(keep, "remembered", [])
+
+
+def killed_after(folder, epoch):
+    """As if the training had ended there."""
+    if hvdx.rank() == 0:
+        for path in folder.iterdir():
+            if int(path.name.removeprefix("epoch-")) > epoch:
+                shutil.rmtree(path)
+    _everyone("they are gone")
+    assert names(folder)[-1] == f"epoch-{epoch:04d}"
+
+
+def assert_same(model, other):
+    """Every bit of two models, what belongs to this rank included."""
+    for a, b in zip(model.weights, other.weights, strict=True):
+        np.testing.assert_array_equal(a.numpy(), b.numpy(), err_msg=a.path)
+    for a, b in zip(model.optimizer.variables, other.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(a.numpy(), b.numpy(), err_msg=a.path)
+    for a, b in zip(checkpoint._generators(model), checkpoint._generators(other), strict=True):
+        np.testing.assert_array_equal(a.numpy(), b.numpy())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "optimizer"),
+    [("all_reduce", "adam"), ("threshold", "sgd"), ("threshold", "adam"), ("overlap", "sgd"), ("gradient", "sgd")],
+)
+def test_resumed_training_is_the_uninterrupted_one_to_the_bit(folder, strategy, optimizer):
+    make, chosen = MOMENTUM[optimizer], STRATEGIES[strategy]
+    straight = built(make)
+    history, remembered = train(straight, 4, chosen, hvd.Checkpoint(folder, keep=4))
+    killed_after(folder, 2)
+    resumed = built(make, seed=100 + hvdx.rank())
+    later, again = train(resumed, 4, chosen, hvd.Checkpoint(folder))
+
+    assert later["loss"] == history["loss"][2:]
+    assert_same(resumed, straight)
+    assert len(again) == len(remembered) == int(strategy != "all_reduce" and hvdx.size() > 1)
+    for mine, expected in zip(again, remembered, strict=True):
+        for name, array in expected.items():
+            np.testing.assert_array_equal(mine[name], array, err_msg=name)
+    assert names(folder) == ["epoch-0003", "epoch-0004"]
+
+
+def test_half_accumulated_gradients_go_on(folder):
+    def make():
+        return keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=7)
+
+    straight = built(make)
+    train(straight, 4, SPARSE, hvd.Checkpoint(folder, keep=4))
+    killed_after(folder, 2)
+    resumed = built(make, seed=1)
+    train(resumed, 4, SPARSE, hvd.Checkpoint(folder))
+    assert_same(resumed, straight)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_variable_without_gradient_and_generator_of_all_go_on(folder):
+    class Noise(keras.layers.Layer):
+        def build(self, shape):
+            self.idle = self.add_weight(shape=(3,), name="idle")
+
+        def call(self, x, training=False):
+            return x + 0.1 * keras.random.normal(tf.shape(x)) if training else x
+
+    def make(seed):
+        return models.compiled(models.network(Noise, lambda: keras.layers.Dense(5), seed=seed), MOMENTUM["sgd"]())
+
+    straight = make(0)
+    train(straight, 4, SPARSE, hvd.Checkpoint(folder, keep=4))
+    killed_after(folder, 2)
+    resumed = make(1)
+    train(resumed, 4, SPARSE, hvd.Checkpoint(folder))
+    assert_same(resumed, straight)
+
+
+class TwoPlayers(keras.Model):
+    """Two optimisers, each for a part of the weights, as a GAN has."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = keras.layers.Dense(4), keras.layers.Dense(models.CLASSES)
+        self.loss_fn = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        self.build((None, models.FEATURES))
+
+    def build(self, shape):
+        self.first.build(shape)
+        self.second.build((None, 4))
+        self.built = True
+
+    def compile(self):
+        super().compile(optimizer=keras.optimizers.SGD(0.1, momentum=0.9))
+        self.other_optimizer = keras.optimizers.Adam(0.01)
+
+    def call(self, x):
+        return self.second(self.first(x))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            loss = self.loss_fn(y, self(x, training=True))
+        mine, others = self.first.trainable_variables, self.second.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, mine), mine)
+        self.other_optimizer.apply(tape.gradient(loss, others), others)
+        return {"my_loss": loss}
+
+
+def test_two_optimizers_go_on(folder):
+    def make(seed):
+        keras.utils.set_random_seed(seed)
+        model = TwoPlayers()
+        model.compile()
+        return model
+
+    straight = make(0)
+    _, remembered = train(straight, 4, SPARSE, hvd.Checkpoint(folder, keep=4))
+    killed_after(folder, 2)
+    resumed = make(1)
+    _, again = train(resumed, 4, SPARSE, hvd.Checkpoint(folder))
+    assert_same(resumed, straight)
+    for mine, expected in zip(again, remembered, strict=True):
+        np.testing.assert_array_equal(mine["codec.residual"], expected["codec.residual"])
+
+
+def test_mixed_float16_goes_on(folder):
+    keras.config.set_dtype_policy("mixed_float16")
+    straight = built()
+    train(straight, 4, SPARSE, hvd.Checkpoint(folder, keep=4))
+    killed_after(folder, 2)
+    resumed = built(seed=1)
+    train(resumed, 4, SPARSE, hvd.Checkpoint(folder))
+    assert_same(resumed, straight)
+
+
+# -- another number of ranks ------------------------------------------------------------------------------------------
+
+
+def of_other_ranks(folder, ranks):
+    """Turn the newest checkpoint into one that `ranks` ranks made; what each of them had, rank by rank."""
+    path = folder / names(folder)[-1]
+    manifest = json.loads((path / "manifest.json").read_text())
+    files = []
+    for rank in range(ranks):
+        with np.load(path / f"rank-{rank % manifest['ranks']}.npz") as file:
+            files.append({k: v * (1 + rank) if v.dtype == np.float32 else v for k, v in file.items()})
+        files[-1]["generators.0"] = np.array([rank, 7], files[-1]["generators.0"].dtype)
+    _everyone("all have read it")
+    if hvdx.rank() == 0:
+        (path / "manifest.json").write_text(json.dumps(manifest | {"ranks": ranks}))
+        for rank, arrays in enumerate(files):
+            for name in ("strategy.0.codec.taus", "strategy.0.codec.means", "strategy.0.codec.floors"):
+                if name in arrays:
+                    arrays[name] = files[0][name]
+            np.savez(path / f"rank-{rank}.npz", **arrays)
+    _everyone("all can read it")
+    return manifest, files
+
+
+class Look(keras.callbacks.Callback):
+    """What there is before the first step."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if not hasattr(self, "epoch"):
+            self.epoch = epoch
+            bound = binding_of(self.model.optimizer)
+            exchange = getattr(bound, "exchange", None)
+            self.unsent = [] if exchange is None else [a.astype("float64") for a in exchange.unsent]
+            self.generators = [v.numpy().tolist() for v in checkpoint._generators(self.model)]
+            self.state = [v.numpy() for v in self.model.optimizer.variables]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_another_number_of_ranks_shares_what_was_not_sent(folder, ranks):
+    train(built(), 2, SPARSE, hvd.Checkpoint(folder))
+    manifest, files = of_other_ranks(folder, ranks)
+    look = Look()
+    model = built(seed=5)
+    train(model, 3, SPARSE, hvd.Checkpoint(folder), look)
+    models.assert_identical(model, optimizer=False)
+    assert look.epoch == 2
+    assert look.generators == [[hvdx.rank() % ranks, 7]]
+    if hvdx.size() == 1:
+        return
+    mine = np.concatenate([a.ravel() for a in look.unsent])
+    expected = sum(f["strategy.0.codec.residual"].astype("float64") for f in files)
+    assert np.abs(expected).max() > 0
+    np.testing.assert_allclose(sum(_everyone(mine)), expected, rtol=1e-5, atol=1e-9)
+    if ranks != hvdx.size():
+        for i in manifest["private"]:
+            mean = np.mean([f[f"optimizer.{i}"].astype("float64") for f in files], axis=0)
+            np.testing.assert_allclose(look.state[i], mean, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("threshold", "all_reduce"), ("all_reduce", "threshold"), ("threshold", "gradient")]
+)
+def test_another_strategy_takes_the_shared_part(folder, before, after, capfd):
+    train(built(), 2, STRATEGIES[before], hvd.Checkpoint(folder))
+    capfd.readouterr()
+    look, model = Look(), built(seed=5)
+    history, _ = train(model, 3, STRATEGIES[after], hvd.Checkpoint(folder), look)
+    assert look.epoch == 2
+    assert all(not a.any() for a in look.unsent)
+    assert len(history["loss"]) == 1
+    models.assert_identical(model, optimizer=after != "threshold")
+    said = capfd.readouterr().err
+    assert ("is dropped" in said) == (before == "threshold" and hvdx.rank() == 0 and hvdx.size() > 1)
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_and_keep_say_what_stays(folder):
+    train(built(), 5, None, hvd.Checkpoint(folder, every=2, keep=1))
+    assert names(folder) == ["epoch-0004"]
+    assert names(folder / "epoch-0004") == [
+        "manifest.json",
+        *sorted(f"rank-{r}.npz" for r in range(hvdx.size())),
+        "shared.npz",
+    ]
+    for bad in ({"every": 0}, {"keep": 0}, {"every": True}, {"keep": 1.5}):
+        with pytest.raises(ConfigError, match="expected 1 or more"):
+            hvd.Checkpoint(folder, **bad)
+
+
+def test_training_that_is_complete_is_restored_and_not_trained(folder):
+    done = built()
+    train(done, 2, SPARSE, hvd.Checkpoint(folder))
+    again = built(seed=3)
+    history, _ = train(again, 2, SPARSE, hvd.Checkpoint(folder))
+    assert history == {}
+    assert_same(again, done)
+    assert again._initial_epoch is None
+    history, _ = train(again, 3, SPARSE, hvd.Checkpoint(folder))
+    assert len(history["loss"]) == 1
+
+
+def test_what_callbacks_do_at_the_end_of_an_epoch_is_saved(folder):
+    class Slow(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.optimizer.learning_rate = 0.1 / (epoch + 2)
+
+    train(built(), 2, None, hvd.Checkpoint(folder), Slow())
+    model = built()
+    models.fit(model, [hvd.Checkpoint(folder), hvd.Distribute()], epochs=2)
+    assert float(model.optimizer.learning_rate) == pytest.approx(0.1 / 3)
+
+
+def test_leftovers_of_a_killed_job_are_removed(folder):
+    saved(folder, 1)
+    if hvdx.rank() == 0:
+        for name in ("saving-0a1b", "removed-2c3d", "probe-4e5f", "replaced-epoch-0001"):
+            (folder / f".hvdx-{name}").mkdir()
+        # Killed while epoch 3 was saved once more.
+        (folder / ".hvdx-replaced-epoch-0003").mkdir()
+    _everyone("it is there")
+    checkpoint_folder.Folder(folder, world.start()).check()
+    assert names(folder) == ["epoch-0001", "epoch-0003"]
+
+
+def test_rank_that_cannot_write_stops_all_and_leaves_the_last_checkpoint(folder, monkeypatch):
+    last, model = hvdx.size() - 1, saved(folder, 1, 2)
+
+    def write(path, fill):
+        raise OSError(28, "No space left on device")
+
+    if hvdx.rank() == last:
+        monkeypatch.setattr(checkpoint_folder, "_write", write)
+    with pytest.raises(ReplicaError, match=rf"epoch 3.*rank {last}: OSError.*No space.*are as they were") as caught:
+        checkpoint.save(folder, model, 3)
+    assert "rank 0" not in str(caught.value) or last == 0
+    monkeypatch.undo()
+    assert names(folder) == ["epoch-0001", "epoch-0002"]
+    assert checkpoint.restore(folder, model) == 2
+
+
+def test_older_checkpoints_go_only_once_the_new_one_is_there(folder, monkeypatch):
+    model = saved(folder, 1)
+
+    def put(self, partial, final):
+        raise OSError("killed")
+
+    monkeypatch.setattr(checkpoint_folder.Folder, "_put", put)
+    with pytest.raises(ReplicaError, match="rank 0: OSError"):
+        checkpoint.save(folder, model, 2, keep=1)
+    assert names(folder) == ["epoch-0001"]
+
+
+def test_directory_of_each_rank_alone_is_refused(tmp_path):
+    mine = tmp_path / f"of-{hvdx.rank()}" / "ckpt"
+    begin, model = time.monotonic(), built()
+    if hvdx.size() == 1:
+        assert checkpoint.restore(mine, model) is None
+        return
+    with pytest.raises(ReplicaError, match=r"is not the directory of rank 0.*all hosts share"):
+        checkpoint.restore(mine, model)
+    with pytest.raises(ReplicaError, match="all hosts share"):
+        checkpoint.save(mine, model, 1)
+    assert time.monotonic() - begin < 10
+    assert list(mine.glob("*")) == []
+
+
+def test_directory_that_cannot_be_made_is_refused(folder):
+    if hvdx.rank() == 0:
+        folder.write_text("a file")
+    _everyone("it is there")
+    with pytest.raises(ReplicaError, match=r"rank 0.*can be written to"):
+        checkpoint.restore(folder, built())
+
+
+def _cut(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _flip(path):
+    """One bit in the middle of an array."""
+    content = bytearray(path.read_bytes())
+    content[content.index(b"NUMPY") + 128 + 8] ^= 1
+    path.write_bytes(content)
+
+
+def _empty(path):
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [
+        (_cut, "shared.npz"),
+        (_cut, "rank-last.npz"),
+        (_flip, "shared.npz"),
+        (_flip, "rank-last.npz"),
+        (_empty, "manifest.json"),
+        (lambda path: path.unlink(), "rank-last.npz"),
+    ],
+)
+def test_damaged_checkpoint_stops_all_ranks(folder, damage, name):
+    last, model = hvdx.size() - 1, saved(folder, 1, 2)
+    if hvdx.rank() == 0:
+        damage(folder / "epoch-0002" / name.replace("last", str(last)))
+    _everyone("it is damaged")
+    with pytest.raises(ReplicaError, match=rf"epoch-0002.*rank {last}:.*remove it"):
+        checkpoint.restore(folder, model)
+    if hvdx.rank() == 0:
+        (folder / "epoch-0002").rename(folder / "damaged")
+    _everyone("it is gone")
+    assert checkpoint.restore(folder, model) == 1
+
+
+def test_files_that_do_not_go_together_are_refused(folder):
+    last, model = hvdx.size() - 1, saved(folder, 1)
+    if hvdx.rank() == 0:
+        path = folder / "epoch-0001" / (f"rank-{last}.npz" if last else "shared.npz")
+        with np.load(path) as file:
+            arrays = {k: v[..., :-1] if k.startswith("optimizer") and v.ndim else v for k, v in file.items()}
+        np.savez(path, **arrays)
+    _everyone("it is damaged")
+    with pytest.raises(ReplicaError, match="do not belong together"):
+        checkpoint.restore(folder, model)
+
+
+@pytest.mark.parametrize(
+    ("other", "match"),
+    [
+        (lambda: built(units=9), r"weights: expected float32\[6x8\].*got float32\[6x9\].*another model"),
+        (lambda: built(MOMENTUM["adam"]), r"expected optimizers \['SGD'\], got \['Adam'\]"),
+        (lambda: models.compiled(models.network(), "sgd"), "another model"),
+        (lambda: built(lambda: keras.optimizers.SGD(0.1, momentum=0.9, use_ema=True)), "optimizer: expected"),
+        (lambda: models.compiled(keras.Sequential([keras.layers.Dense(3)]), "sgd"), "a model that is built"),
+        (
+            lambda: built(lambda: keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2)),
+            "gradient_accumulation_steps",
+        ),
+    ],
+)
+def test_checkpoint_of_another_model_is_refused(folder, other, match):
+    saved(folder, 1)
+    with pytest.raises(ConfigError, match=match) as caught:
+        checkpoint.restore(folder, other())
+    assert caught.value.collective
+
+
+def test_options_that_the_state_was_not_made_with_are_refused(folder):
+    if hvdx.size() == 1:
+        return
+    train(built(), 1, hvdx.Threshold(tau=0.001), hvd.Checkpoint(folder))
+    with pytest.raises(ConfigError, match=r"tau=0.001.*tau=0.01"):
+        train(built(), 2, hvdx.Threshold(tau=0.01), hvd.Checkpoint(folder))
+
+
+def test_checkpoint_of_another_format_is_refused(folder):
+    model = saved(folder, 1)
+    if hvdx.rank() == 0:
+        (folder / "epoch-0001" / "manifest.json").write_text('{"format": 2}')
+    _everyone("it is changed")
+    with pytest.raises(ConfigError, match="expected format 1, got 2"):
+        checkpoint.restore(folder, model)
+
+
+def test_resume_false_wants_a_directory_of_its_own(folder):
+    saved(folder, 1)
+    with pytest.raises(ConfigError, match="without checkpoints"):
+        train(built(), 1, None, hvd.Checkpoint(folder, resume=False))
+
+
+def test_callback_on_one_rank_only_is_refused(folder):
+    if hvdx.size() == 1:
+        return
+    with pytest.raises(ReplicaError, match="different places"):
+        train(built(), 1, None, *([hvd.Checkpoint(folder)] if hvdx.rank() == 0 else []))
+
+
+def test_two_callbacks_are_refused(folder):
+    with pytest.raises(ConfigError, match="twice"):
+        train(built(), 1, None, hvd.Checkpoint(folder), hvd.Checkpoint(folder))
+
+
+# -- a loop of one's own ----------------------------------------------------------------------------------------------
+
+
+def test_save_and_restore_in_a_loop(folder):
+    def loop(model, epochs, batches):
+        first = checkpoint.restore(folder, model) or 0
+        loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+        @tf.function
+        def step(x, y):
+            with tf.GradientTape() as tape:
+                loss = loss_of(y, model(x, training=True))
+            weights = model.trainable_variables
+            model.optimizer.apply(tape.gradient(loss, weights), weights)
+
+        for epoch in range(first, epochs):
+            for x, y in batches:
+                step(x, y)
+            checkpoint.save(folder, model, epoch + 1)
+        return first
+
+    def make(seed):
+        overlapped = hvdx.Threshold(target_density=0.05, overlap=True)
+        optimizer = hvd.DistributedOptimizer(MOMENTUM["sgd"](), strategy=overlapped)
+        model = models.network(lambda: keras.layers.Dense(8), lambda: keras.layers.Dropout(0.3), seed=seed)
+        model.optimizer = optimizer
+        return model
+
+    straight = make(0)
+    assert loop(straight, 4, hvdx.shard(models.data(), models.BATCH)) == 0
+    with pytest.raises(ConfigError, match="expected an epoch after 4"):
+        checkpoint.save(folder, straight, 2)
+    checkpoint.save(folder, straight, 4)
+    assert names(folder) == ["epoch-0003", "epoch-0004"]
+
+    if hvdx.rank() == 0:
+        shutil.rmtree(folder)
+    _everyone("it is gone")
+    assert loop(make(0), 2, hvdx.shard(models.data(), models.BATCH)) == 0
+    resumed = make(1)
+    assert loop(resumed, 4, hvdx.shard(models.data(), models.BATCH)) == 2
+    assert_same(resumed, straight)
+
+
+def test_numbers_that_numpy_does_not_know_are_saved(folder):
+    keras.config.set_dtype_policy("bfloat16")
+    model, other = built(), built(seed=1)
+    checkpoint.save(folder, model, 1)
+    assert checkpoint.restore(folder, other) == 1
+    for a, b in zip(model.weights, other.weights, strict=True):
+        assert (tf.cast(a, "float32").numpy() == tf.cast(b, "float32").numpy()).all()
+
+
+def test_orders_go_on_with_the_newest_shares():
+    old = hvdx.shard(models.data(), models.BATCH)
+    new = hvdx.shard(models.data(), models.BATCH)
+    list(new)
+    list(new)
+    drawn = shards.state()[0]
+    assert drawn[-2:] == [-1, 1]
+    third = [y.numpy().tolist() for _, y in new]
+    shards.go_on(drawn[-1:])
+    assert [y.numpy().tolist() for _, y in new] == third
+    assert shards.state()[0][-2:] == [-1, 2]
+    del old

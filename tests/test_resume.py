@@ -1,0 +1,116 @@
+"""A training that goes on in new processes: as many, fewer or more; after the end, or after one was killed."""
+
+import json
+import re
+import time
+
+import numpy as np
+import pytest
+
+from tests.launch import run
+
+# Trains in `FOLDER/ckpt` and leaves behind, for each rank, digests of what it holds.
+SCRIPT = """
+import hashlib, json, os, signal, sys, time
+import numpy as np, keras
+import hvdx, hvdx.keras
+from hvdx.keras.optimizer import binding_of
+hvdx.init()
+rank, size = hvdx.rank(), hvdx.size()
+folder, epochs, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+keras.utils.set_random_seed(seed)
+random = np.random.default_rng(7)
+x = random.normal(size=(96, 6)).astype("float32")
+y = (x[:, 0] + 2 * x[:, 1] > 0).astype("int64")
+layers = [keras.layers.Dense(8), keras.layers.BatchNormalization(), keras.layers.Dropout(0.3), keras.layers.Dense(2)]
+model = keras.Sequential([keras.Input((6,)), *layers])
+model.compile(keras.optimizers.SGD(0.1, momentum=0.9), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+
+class Look(keras.callbacks.Callback):
+    first = None
+
+    def unsent(self):
+        exchange = getattr(binding_of(self.model.optimizer), "exchange", None)
+        return [] if exchange is None else [float(a) for u in exchange.unsent for a in u.ravel()]
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if self.first is None:
+            self.first, self.before = epoch, self.unsent()
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.after = self.unsent()
+
+    def on_train_batch_end(self, batch, logs=None):
+        if os.environ.get("KILL") == str(rank) and os.path.exists(f"{folder}/ckpt/epoch-0002"):
+            print("READY", time.time(), flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+look = Look()
+distribute = hvdx.keras.Distribute("threshold:target_density=0.05,overlap=True")
+callbacks = [distribute, hvdx.keras.Checkpoint(f"{folder}/ckpt"), look]
+model.fit(hvdx.shard((x, y), 4), epochs=epochs, verbose=0, shuffle=False, callbacks=callbacks)
+digest = lambda variables: hashlib.sha256(b"".join(np.asarray(v).tobytes() for v in variables)).hexdigest()
+says = {
+    "first": look.first, "before": look.before, "after": look.after, "weights": digest(model.weights),
+    "optimizer": digest(model.optimizer.variables), "generators": digest([v for v in model.variables if v.ndim == 1]),
+}
+with open(f"{folder}/{os.environ['NAME']}-{rank}.json", "w") as file:
+    json.dump(says, file)
+"""
+
+LIMIT = 300
+
+
+def train(folder, name, ranks, epochs, seed=0):
+    """Train, in processes of their own; what each rank says in the end."""
+    done = run(ranks, ["-c", SCRIPT, str(folder), str(epochs), str(seed)], LIMIT, {"NAME": name})
+    assert done.code == 0, done
+    return [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def total(says, when):
+    return np.sum([s[when] for s in says], axis=0)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """Four epochs of two ranks, one after the other."""
+    return train(tmp_path_factory.mktemp("straight"), "whole", 2, 4)
+
+
+def assert_went_on(resumed, straight):
+    """To the bit, from epoch 2."""
+    for mine, expected in zip(resumed, straight, strict=True):
+        assert (mine["first"], expected["first"]) == (2, 0)
+        for name in ("weights", "optimizer", "generators", "after"):
+            assert mine[name] == expected[name], name
+    assert resumed[0]["weights"] == resumed[1]["weights"]
+
+
+def test_new_processes_go_on_to_the_bit(tmp_path, straight):
+    train(tmp_path, "one", 2, 2)
+    assert_went_on(train(tmp_path, "two", 2, 4, seed=5), straight)
+
+
+def test_fewer_and_more_processes_keep_what_was_not_sent(tmp_path):
+    four = train(tmp_path, "four", 4, 1)
+    two = train(tmp_path, "two", 2, 2, seed=1)
+    three = train(tmp_path, "three", 3, 3, seed=2)
+    assert [says[0]["first"] for says in (four, two, three)] == [0, 1, 2]
+    for earlier, later in ((four, two), (two, three)):
+        assert np.abs(total(earlier, "after")).max() > 0
+        np.testing.assert_allclose(total(later, "before"), total(earlier, "after"), rtol=1e-5, atol=1e-8)
+        assert len({says["weights"] for says in later}) == 1
+
+
+def test_killed_rank_ends_the_job_and_the_next_goes_on_from_its_last_checkpoint(tmp_path, straight):
+    done = run(2, ["-c", SCRIPT, str(tmp_path), "4", "0"], LIMIT, {"NAME": "killed", "KILL": "1"})
+    ended = time.time()
+    assert done.code not in (None, 0), done
+    began = [float(line.split()[1]) for line in done.out.splitlines() if line.startswith("READY")]
+    assert ended - began[0] < 10, done
+    # The launcher's words, in lines of some length.
+    said = " ".join(done.out.split())
+    assert re.search(r"rank 1 .*signal 9|rank 1 .*Killed|@1,1\].*signal 9", said), done
+    assert_went_on(train(tmp_path, "again", 2, 4, seed=3), straight)
+    assert not list((tmp_path / "ckpt").glob(".hvdx-*"))
