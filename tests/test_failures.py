@@ -172,14 +172,13 @@ def test_alone_no_horovod_is_needed(tmp_path):
     assert "trained" in done.out
 
 
-@pytest.mark.parametrize("ranks", [2])
-def test_different_strategies_end_on_all_ranks_with_hvdx_own_words(ranks):
-    code = """
+@pytest.mark.parametrize("strategies", [("threshold:tau=0.1", "threshold:tau=0.2"), ("all_reduce", "threshold")])
+def test_different_strategies_end_on_all_ranks_with_hvdx_own_words(strategies):
+    code = f"""
 ready()
-strategy = "threshold:target_density=0.1" if rank else "threshold:target_density=0.2"
-network().fit(x, y, verbose=0, callbacks=[hvdx.keras.Distribute(strategy)])
+network().fit(x, y, verbose=0, callbacks=[hvdx.keras.Distribute({strategies!r}[rank])])
 """
-    done = fails(ranks, code, "ReplicaError", "the ranks were given different strategies", "target_density=0.2")
+    done = fails(2, code, "ReplicaError", "the ranks were given different strategies", "mpirun -x HVDX_STRATEGY")
     assert done.out.count("hvdx: ReplicaError") == 1, "every rank says the same; one may speak"
 
 

@@ -151,6 +151,14 @@ class Comm(abc.ABC):
             ConfigError: this communicator cannot carry messages; the error names one that can.
         """
 
+    def any_true(self, mine: bool) -> bool:
+        """Whether something holds on any rank. May be called from TensorFlow's threads.
+
+        Args:
+            mine: whether it holds on this one.
+        """
+        return any(self.all_gather_object(mine, "a flag"))
+
     @abc.abstractmethod
     def close(self) -> None:
         """Take leave of the other ranks. Nothing may be sent afterwards."""

@@ -36,7 +36,7 @@ def install(rank: int, size: int) -> None:
     """
 
     def end_the_job(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if _remembered and kind.__module__.startswith("tensorflow."):
+        if _remembered and kind.__module__.startswith("tensorflow.") and str(_remembered[0]) in str(error):
             error = _remembered[0]
             kind, trace = type(error), error.__traceback__
         if isinstance(error, HvdxError) and error.collective:

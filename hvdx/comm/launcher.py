@@ -86,3 +86,14 @@ def _integer(text: str | None) -> int | None:
 def usable_cores() -> int:
     """Cores this process may run on."""
     return len(os.sched_getaffinity(0))
+
+
+def share_of_cores(ranks: int) -> int | None:
+    """Threads for one of several ranks on a host; None leaves it to OMP_NUM_THREADS, or to all cores for a rank alone.
+
+    Args:
+        ranks: on this host.
+    """
+    if os.environ.get("OMP_NUM_THREADS") or ranks <= 1:
+        return None
+    return max(1, min(usable_cores(), (os.cpu_count() or 1) // ranks))

@@ -88,6 +88,7 @@ class MpiComm(Comm):
                 "before whatever starts MPI, or use an MPI that has it."
             )
         self._channel = MpiChannel(MPI.COMM_WORLD, "a collective")
+        self._flags: Channel | None = None
         self.rank, self.size = self._channel.rank, self._channel.size
         here = self.all_gather_object(MPI.Get_processor_name(), "places")
         mine = [rank for rank, host in enumerate(here) if host == here[self.rank]]
@@ -125,6 +126,12 @@ class MpiComm(Comm):
 
         return MpiChannel(MPI.COMM_WORLD, what)
 
+    def any_true(self, mine: bool) -> bool:
+        """See `Comm.any_true`."""
+        if self._flags is None:
+            self._flags = self.channel("a flag")
+        return bool(self._flags.exchange([int(mine)]).heads.any())
+
     def close(self) -> None:
         """See `Comm.close`."""
         self._channel.close()
@@ -141,11 +148,14 @@ class MpiChannel(Channel):
     def __init__(self, parent: Any, what: str):
         from mpi4py import MPI
 
-        self._mpi = MPI
-        self._comm, self._what = parent.Dup(), what
-        self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
+        self._mpi, self._what, self._limit = MPI, what, _limit()
+        self.rank, self.size = parent.Get_rank(), parent.Get_size()
         self._buffer = np.empty(0, np.uint8)
-        self._limit = _limit()
+        # Until there is one of its own, to ask who is missing.
+        self._comm = parent
+        fresh, request = parent.Idup()
+        self._wait(request)
+        self._comm = fresh
 
     def named(self, what: str) -> "MpiChannel":
         """This channel, about to carry `what`."""

@@ -10,15 +10,16 @@ import numpy as np
 import tensorflow as tf
 
 from hvdx import comm as world
-from hvdx.comm import Channel, Comm, GraphComm, failure
+from hvdx.comm import Comm, GraphComm, failure
 from hvdx.comm.base import Reduction
-from hvdx.errors import ConfigError
+from hvdx.errors import ConfigError, HvdxError
 from hvdx.keras import updates
 from hvdx.strategies import Exchange, GraphStrategy, HostStrategy, Strategy, TensorSpec
-from hvdx.strategies.telemetry import Telemetry
+from hvdx.strategies.telemetry import Telemetry, merged
 
-# What host strategies remember for an optimiser from one fit to the next.
-_exchanges: "weakref.WeakKeyDictionary[Any, tuple[str, Exchange]]" = weakref.WeakKeyDictionary()
+# What a strategy remembers for an optimiser from one fit to the next, by the variables it is about.
+_Open = dict[tuple[int, ...], tuple[Exchange, list[Any]]]
+_remembered: "weakref.WeakKeyDictionary[Any, tuple[str, _Open]]" = weakref.WeakKeyDictionary()
 
 
 class Binding:
@@ -97,6 +98,9 @@ class Binding:
         """float32: above 0 where a rank's loss scale overflowed, the same on all ranks."""
         raise NotImplementedError
 
+    def resume(self) -> None:
+        """Steps come next, after something else: what that took is not computing."""
+
     def flush(self) -> None:
         """Others are about to look at the weights: add what is still on its way. Collective."""
 
@@ -158,11 +162,7 @@ class GraphBinding(Binding):
 
 
 class HostBinding(Binding):
-    """Ties an optimiser to a strategy that works on the host's arrays.
-
-    Attributes:
-        exchange: what the strategy remembers; None before the first step.
-    """
+    """Ties an optimiser to a strategy that works on the host's arrays."""
 
     def __init__(self, strategy: HostStrategy, comm: Comm, optimizer: Any, name: str, gain: float = 1.0):
         super().__init__(name, gain)
@@ -171,23 +171,35 @@ class HostBinding(Binding):
         self.private = strategy.placement == "update"
         if self.private:
             updates.check_kind(optimizer)
-        self._optimizer = weakref.ref(optimizer)
-        made_by, exchange = _exchanges.get(optimizer, ("", None))
-        self.exchange: Exchange | None = exchange if made_by == repr(strategy) else None
-        self._overflow: Channel | None = None
+        self._momentum = updates.momentum_of(optimizer) if self.private else 0.0
+        made_by, opened = _remembered.get(optimizer, ("", {}))
+        # An optimiser may serve several lists of variables, and other ones after some were frozen.
+        self._open: _Open = opened if made_by == repr(strategy) else {}
+        if strategy.remembers:
+            _remembered[optimizer] = repr(strategy), self._open
         self._finite: Any = True
-        self._variables: list[Any] = []
+        self._last: Exchange | None = None
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """What the strategy remembers for the variables that were exchanged last; None before the first step."""
+        return self._last or next((e for e, _ in reversed(self._open.values())), None)
 
     @property
     def continues(self) -> bool:
         """Whether the optimiser has a state of its rank from an earlier fit, or from a checkpoint."""
-        return self.private and self.exchange is not None
+        return self.private and bool(self._open)
 
     def reset(self) -> None:
         """See `Binding.reset`."""
         super().reset()
-        if self.exchange is not None:
-            self.exchange.telemetry = Telemetry(elements=self.exchange.telemetry.elements)
+        for exchange, _ in self._open.values():
+            exchange.telemetry = Telemetry(elements=exchange.telemetry.elements)
+
+    def resume(self) -> None:
+        """See `Binding.resume`."""
+        for exchange, _ in self._open.values():
+            exchange.resume()
 
     def restore(self, arrays: Mapping[str, np.ndarray], variables: Sequence[Any]) -> None:
         """Go on from a checkpoint, before the first step. Collective.
@@ -197,18 +209,16 @@ class HostBinding(Binding):
             variables: the weights that it exchanged.
         """
         self.variables = list(variables)
-        if self.private:
-            self._variables = list(variables)
         # A new one: of an exchange that an exception ended a message may still be on its way.
-        self.exchange = None
-        self._opened([describe(v) for v in variables]).restore(arrays)
+        self._open.clear()
+        self._opened(list(variables)).restore(arrays)
 
     def gradients(self, gradients: Sequence[Any]) -> list[Any]:
         """See `Binding.gradients`: combined here, or made fit for this rank's optimiser."""
         if not self.agrees_on_overflow:
             refuse_private_skip()
         if not self.private:
-            combined = self._call([tf.convert_to_tensor(g) for g in gradients], True)
+            combined = self._call([tf.convert_to_tensor(g) for g in gradients], True, self.variables)
             return [_scaled(tf.cast(c, g.dtype), self.gain) for c, g in zip(combined, gradients, strict=True)]
         # One NaN makes the sum NaN, and reading the gradients once is all that it costs.
         sums = [tf.reduce_sum(tf.cast(_values(g), tf.float32)) for g in gradients]
@@ -225,70 +235,86 @@ class HostBinding(Binding):
         if not self.private:
             step()
             return
-        self._variables = list(variables)
         wanted = updates.updates_of(optimizer, step, variables)
-        self._add(self._call(wanted, self._finite))
+        _add(variables, self._call(wanted, self._finite, variables))
 
     def flush(self) -> None:
         """See `Binding.flush`."""
-        late = None if self.exchange is None else self.exchange.flush()
-        if late is not None:
-            self._add(late)
-
-    def _add(self, combined: Sequence[Any]) -> None:
-        for variable, update in zip(self._variables, combined, strict=True):
-            variable.assign_add(tf.cast(update, variable.dtype))
+        for exchange, variables in self._open.values():
+            late = exchange.flush()
+            if late is not None:
+                _add(variables, late)
+                for variable in variables:
+                    # Keras applies constraints in the step, which was over when this came.
+                    if getattr(variable, "constraint", None) is not None:
+                        variable.assign(variable.constraint(variable))
 
     def any_overflow(self, overflowed: Any) -> Any:
         """See `Binding.any_overflow`."""
+        comm = self.comm
 
         def ask(mine: np.ndarray) -> np.float32:
-            assert self._overflow is not None
-            return np.float32(self._overflow.exchange([int(mine > 0)]).heads.any())
+            return np.float32(comm.any_true(bool(mine > 0)))
 
         with tf.device("CPU:0"):
             anywhere = tf.numpy_function(ask, [overflowed], tf.float32)
         anywhere.set_shape(())
         return anywhere
 
-    def agree_on_overflow(self) -> None:
-        """See `Binding.agree_on_overflow`."""
-        super().agree_on_overflow()
-        self._overflow = self.comm.channel("the loss scale")
-
     def cost(self) -> Telemetry:
         """See `Binding.cost`."""
-        return Telemetry() if self.exchange is None else self.exchange.telemetry
+        return merged([exchange.telemetry for exchange, _ in self._open.values()])
 
-    def _call(self, tensors: list[Any], finite: Any) -> list[Any]:
+    def _call(self, tensors: list[Any], finite: Any, variables: Sequence[Any]) -> list[Any]:
         """The exchange of one step, as an operation of the graph."""
-        specs = list(self.specs)
+        # TensorFlow keeps what it may call for as long as the process lives: not the binding and its arrays.
+        me, them, private = weakref.ref(self), [weakref.ref(v) for v in variables], self.private
 
         def host(is_finite: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
             try:
-                exchange = self._opened(specs)
-                combined = exchange.step([np.ascontiguousarray(a) for a in arrays], bool(is_finite))
+                binding, alive = me(), [v() for v in them]
+                if binding is None:
+                    raise HvdxError("a training function outlived the optimiser it was made for. Trace it anew.")
+                exchange = binding._opened(alive)
+                combined = exchange.step([np.asarray(a, order="C") for a in arrays], bool(is_finite))
             except BaseException as error:
                 failure.remember(error)
                 raise
             # A copy of gradients: an optimiser may keep one, and the next step writes to the same place.
-            return combined if self.private else [a.copy() for a in combined]
+            return combined if private else [a.copy() for a in combined]
 
         with tf.device("CPU:0"):
             given = [finite, *(tf.cast(t, tf.float32) for t in tensors)]
             results = tf.numpy_function(host, given, [tf.float32] * len(tensors))
-        for result, spec in zip(results, specs, strict=True):
-            result.set_shape(spec.shape)
+        for result, variable in zip(results, variables, strict=True):
+            result.set_shape(variable.shape)
         return results
 
-    def _opened(self, specs: list[TensorSpec]) -> Exchange:
-        if self.exchange is None:
-            optimizer = self._optimizer()
-            momentum = updates.momentum_of(optimizer) if self.private else 0.0
-            self.exchange = self.strategy.open(self.comm, specs, momentum)
-            if optimizer is not None:
-                _exchanges[optimizer] = repr(self.strategy), self.exchange
-        return self.exchange
+    def _opened(self, variables: list[Any]) -> Exchange:
+        """The exchange for these variables, with what others have not sent yet of the same ones."""
+        key = tuple(id(v) for v in variables)
+        if key not in self._open:
+            exchange = self.strategy.open(self.comm, [describe(v) for v in variables], self._momentum)
+            for other, its in self._open.values():
+                _hand_over(other, its, exchange, variables)
+            self._open[key] = exchange, list(variables)
+        self._last = self._open[key][0]
+        return self._last
+
+
+def _hand_over(old: Exchange, its: Sequence[Any], new: Exchange, variables: Sequence[Any]) -> None:
+    """Have `new` send what `old` has not sent of the variables that both exchange."""
+    places = {id(v): i for i, v in enumerate(its)}
+    for variable, to_send in zip(variables, new.unsent, strict=True):
+        if id(variable) in places:
+            unsent = old.unsent[places[id(variable)]]
+            to_send[...] += unsent
+            unsent[...] = 0
+
+
+def _add(variables: Sequence[Any], combined: Sequence[Any]) -> None:
+    for variable, update in zip(variables, combined, strict=True):
+        variable.assign_add(tf.cast(update, variable.dtype))
 
 
 def bind(strategy: Strategy, optimizer: Any, name: str, gain: float = 1.0) -> Binding:

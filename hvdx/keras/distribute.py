@@ -8,16 +8,17 @@ import numpy as np
 
 from hvdx import comm as world
 from hvdx.comm import Comm
+from hvdx.comm.launcher import share_of_cores
 from hvdx.errors import ConfigError, NotDistributedError, ReplicaError
-from hvdx.keras import data, metrics, neighbours, replicas
+from hvdx.keras import data, metrics, neighbours, replicas, updates
 from hvdx.keras.binding import Binding, HostBinding
 from hvdx.keras.callbacks import MetricAverageCallback
 from hvdx.keras.lockstep import Lockstep
-from hvdx.keras.optimizer import attach, binding_of, detach, optimizers_of, private_variables
+from hvdx.keras.optimizer import attach, binding_of, detach, innermost, optimizers_of, private_variables
 from hvdx.report.counters import Counters
-from hvdx.strategies import Strategy, resolve
+from hvdx.strategies import Strategy, Threshold, agree_on_strategy, resolve
 from hvdx.strategies.auto import TRIAL_STEPS, Auto, Measured, TrialExchange
-from hvdx.strategies.telemetry import Telemetry, merged
+from hvdx.strategies.telemetry import Telemetry, followed, merged
 
 
 class Distribute(keras.callbacks.Callback):
@@ -63,6 +64,7 @@ class Distribute(keras.callbacks.Callback):
         self._found = False
         self._muted: list[Any] = []
         self._bindings: list[Binding] = []
+        self._trial_costs: list[Telemetry] = []
         self._jit_compile: Any = None
         self._alike = False
         self._epoch = 0
@@ -94,6 +96,8 @@ class Distribute(keras.callbacks.Callback):
             return
         self._alike = False
         self._steps_before = 0
+        self._trial_costs = []
+        agree_on_strategy(self._auto or self.strategy, self._comm)
         self._bindings = [self._tie(o, f"fit.{i}") for i, o in enumerate(optimizers_of(self.model))]
         if self.model.jit_compile:
             self._jit_compile, self.model.jit_compile = self.model.jit_compile, False
@@ -153,7 +157,7 @@ class Distribute(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         """Leave a plain Keras model behind, but for optimisers that a script tied itself."""
-        self.counters.finish(self._bindings)
+        self.counters.finish(self._costs())
         if self._comm.size == 1:
             return
         for optimizer in optimizers_of(self.model):
@@ -172,6 +176,8 @@ class Distribute(keras.callbacks.Callback):
         self._epoch = epoch
         self.counters.steps_before = self.counters.steps
         self._logs.begin()
+        for binding in self._bindings:
+            binding.resume()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """After the first step: did it go through hvdx? Then count, and check when it is time."""
@@ -202,22 +208,37 @@ class Distribute(keras.callbacks.Callback):
         trials = [t for t in open_now if isinstance(t, TrialExchange)]
         if not trials or any(len(t.computed) < TRIAL_STEPS for t in trials):
             return
-        computing = sum(float(np.median(t.computed[1:])) for t in trials)
+        # Between two exchanges of one optimiser lies what the others compute as well.
+        computing = max(float(np.median(t.computed)) for t in trials)
         everyone = self._last.meet("the choice of a strategy", computing)
         elements = sum(t.telemetry.elements for t in trials)
+        threads = share_of_cores(self._comm.local_size)
         chosen = None
         if self._comm.rank == 0:
-            chosen, reason = auto.decide(Measured(self._comm.size, elements, max(everyone), trials[0].network))
+            measured = Measured(self._comm.size, elements, max(everyone), trials[0].network, threads)
+            chosen, reason = auto.decide(measured)
             print(f"hvdx: auto: {reason}", file=sys.stderr, flush=True)
         self._auto, self.strategy = None, self._last.meet("the strategy", chosen)[0]
-        for i, optimizer in enumerate(optimizers_of(self.model)):
+        optimizers = optimizers_of(self.model)
+        if isinstance(self.strategy, Threshold) and any(updates.is_absolute(innermost(o)) for o in optimizers):
+            self.strategy = Threshold(placement="gradient", budget=self.strategy.budget)
+        for i, optimizer in enumerate(optimizers):
+            old = self._bindings[i]
+            self._trial_costs.append(old.cost())
             detach(optimizer)
             self._bindings[i] = self._tie(optimizer, f"fit.{i}")
+            self._bindings[i].steps.assign(old.steps)
         self.model.make_train_function(force=True)
 
     def cost(self) -> Telemetry:
         """What the exchanges of this fit have cost so far, on this rank."""
-        return merged(self.counters.telemetry or [b.cost() for b in self._bindings])
+        return merged(self.counters.telemetry or self._costs())
+
+    def _costs(self) -> list[Telemetry]:
+        """Of each optimiser, the steps that `auto` measured included."""
+        now = [binding.cost() for binding in self._bindings]
+        before = self._trial_costs or [Telemetry() for _ in now]
+        return [followed(a, b) for a, b in zip(before, now, strict=True)]
 
     def _reports(self) -> bool:
         return any(isinstance(b, HostBinding) for b in self._bindings)

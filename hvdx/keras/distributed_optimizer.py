@@ -11,7 +11,7 @@ from hvdx import comm as world
 from hvdx.errors import ConfigError
 from hvdx.keras.horovod_api import Average, Compression, operation, wire
 from hvdx.keras.optimizer import attach
-from hvdx.strategies import AllReduce, GraphStrategy, Strategy, resolve
+from hvdx.strategies import AllReduce, GraphStrategy, Strategy, agree_on_strategy, resolve
 
 _numbers = itertools.count()
 
@@ -76,6 +76,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         optimizer = _loss_scaled(optimizer)
     joined = world.start()
     if joined.size > 1:
+        agree_on_strategy(chosen, joined)
         attach(optimizer, chosen, name or f"optimizer.{next(_numbers)}", gain)
     return optimizer
 

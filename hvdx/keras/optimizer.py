@@ -45,17 +45,17 @@ def attach(optimizer: Any, strategy: Strategy, name: str, gain: float = 1.0) -> 
                 "asked for. Use one of the two."
             )
         return bound
-    _check_kind(_innermost(optimizer))
-    binding = bind(strategy, _innermost(optimizer), name, gain)
+    _check_kind(innermost(optimizer))
+    binding = bind(strategy, innermost(optimizer), name, gain)
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         _agree_on_overflow(optimizer, binding)
-    _replace_methods(_innermost(optimizer), binding)
+    _replace_methods(innermost(optimizer), binding)
     return binding
 
 
 def detach(optimizer: Any) -> None:
     """Make an optimiser a plain one again; one that is plain already stays as it is."""
-    for part in (optimizer, _innermost(optimizer)):
+    for part in (optimizer, innermost(optimizer)):
         for attribute in (*_REPLACED, "check_finite", _BINDING):
             if attribute in vars(part):
                 delattr(part, attribute)
@@ -79,7 +79,7 @@ def flush(optimizer: Any) -> None:
 
 def binding_of(optimizer: Any) -> Binding | None:
     """The binding of an optimiser, or None for a plain one."""
-    return vars(_innermost(optimizer)).get(_BINDING)
+    return vars(innermost(optimizer)).get(_BINDING)
 
 
 def optimizers_of(model: Any) -> list[Any]:
@@ -88,7 +88,7 @@ def optimizers_of(model: Any) -> list[Any]:
     for layer in model._flatten_layers():
         for value in vars(layer).values():
             held += _leaves(value)
-    inner = {id(_innermost(o)) for o in held if isinstance(o, keras.optimizers.LossScaleOptimizer)}
+    inner = {id(innermost(o)) for o in held if isinstance(o, keras.optimizers.LossScaleOptimizer)}
     optimizers = [o for o in held if isinstance(o, keras.optimizers.Optimizer) and id(o) not in inner]
     return list({id(o): o for o in optimizers}.values())
 
@@ -104,12 +104,12 @@ def _leaves(value: Any) -> list[Any]:
 
 def local_variables(optimizer: Any) -> list[Any]:
     """What an optimiser keeps that belongs to its rank: gradients that it is still accumulating."""
-    return list(getattr(_innermost(optimizer), "_accumulated_gradients", ()))
+    return list(getattr(innermost(optimizer), "_accumulated_gradients", ()))
 
 
 def private_variables(optimizer: Any) -> list[Any]:
     """The state of an optimiser that works on its own rank's gradients: momenta, but not the count of steps."""
-    binding, inner = binding_of(optimizer), _innermost(optimizer)
+    binding, inner = binding_of(optimizer), innermost(optimizer)
     if binding is None or not binding.private:
         return []
     shared = [inner._iterations, inner._learning_rate, *(getattr(inner, "_model_variables_moving_average", None) or ())]
@@ -164,7 +164,8 @@ def _agree_on_overflow(optimizer: Any, binding: Binding) -> None:
     binding.agree_on_overflow()
 
 
-def _innermost(optimizer: Any) -> Any:
+def innermost(optimizer: Any) -> Any:
+    """The optimiser that changes weights: the one inside a loss-scale optimiser, else the one given."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return optimizer.inner_optimizer
     return optimizer

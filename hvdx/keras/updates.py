@@ -22,11 +22,16 @@ def check_kind(optimizer: Any) -> None:
     Raises:
         ConfigError: it computes weights from its state, not updates.
     """
-    if any(cls.__name__ in _ABSOLUTE for cls in type(optimizer).__mro__):
+    if is_absolute(optimizer):
         raise ConfigError(
             f"optimizer {type(optimizer).__name__}: it computes weights and no updates, so placement='update' cannot "
             "combine them. Use Threshold(placement='gradient')."
         )
+
+
+def is_absolute(optimizer: Any) -> bool:
+    """Whether an optimiser computes weights from its state, and has no update to send."""
+    return any(cls.__name__ in _ABSOLUTE for cls in type(optimizer).__mro__)
 
 
 def updates_of(optimizer: Any, step: Callable[[], Any], variables: Sequence[Any]) -> list[Any]:

@@ -41,10 +41,10 @@ class Counters:
         """Begin to count time."""
         self._begin = time.perf_counter()
 
-    def finish(self, bindings: Iterable[Any]) -> None:
-        """Stop the time, and collect what the exchanges counted."""
+    def finish(self, costs: Iterable[Any]) -> None:
+        """Stop the time, and take in what the exchanges of each optimiser counted."""
         self.seconds = time.perf_counter() - self._begin
-        self.telemetry = [binding.cost() for binding in bindings]
+        self.telemetry = list(costs)
         for cost in self.telemetry:
             self.exchange_seconds += cost.encoding + cost.waiting + cost.exchanging + cost.decoding
             self.exchanges = max(self.exchanges, cost.steps)

@@ -2,7 +2,7 @@
 
 from hvdx.strategies.all_reduce import AllReduce
 from hvdx.strategies.auto import Auto
-from hvdx.strategies.base import Exchange, GraphStrategy, HostStrategy, Strategy, TensorSpec
+from hvdx.strategies.base import Exchange, GraphStrategy, HostStrategy, Strategy, TensorSpec, agree_on_strategy
 from hvdx.strategies.registry import names, options, parse, resolve
 from hvdx.strategies.threshold import Threshold
 
@@ -15,6 +15,7 @@ __all__ = [
     "Strategy",
     "TensorSpec",
     "Threshold",
+    "agree_on_strategy",
     "names",
     "options",
     "parse",

@@ -14,8 +14,8 @@ from hvdx.strategies.base import Exchange, HostStrategy, Strategy, TensorSpec
 from hvdx.strategies.telemetry import Telemetry
 from hvdx.strategies.threshold import Threshold
 
-#: Steps that are measured; the first of them, which compiles, does not count.
-TRIAL_STEPS = 4
+#: Steps that are measured. What lies before the first of an epoch, compiling for one, is not computing.
+TRIAL_STEPS = 3
 # What is lossy has to save this share of a step before it is taken: fp16 over float32, threshold over both.
 _WORTH_FP16, _WORTH_THRESHOLD = 0.03, 0.1
 # A codec on this many elements is timed; more take proportionally longer.
@@ -35,12 +35,14 @@ class Measured:
         elements: float32 numbers in a step.
         computing: seconds that a step computes, on the slowest rank.
         network: the link between the ranks.
+        threads: that this rank's codec may use; None leaves it to the codec.
     """
 
     size: int
     elements: int
     computing: float
     network: link.Link
+    threads: int | None = None
 
     def dense_seconds(self, itemsize: int) -> float:
         """What a ring all-reduce takes: 2 (N - 1) rounds of one N-th each, and the casts of float16."""
@@ -94,7 +96,7 @@ class Auto(Strategy):
         coding = 16 * measured.elements / _MEMORY
         if measured.threshold_seconds(density, coding) + saving < min(exact, half):
             # It might pay, so it is worth the seconds that compiling and timing the codec take.
-            coding = coding_seconds(measured.elements, measured.size, density)
+            coding = coding_seconds(measured.elements, measured.size, density, measured.threads)
         sparse = measured.threshold_seconds(density, coding)
         chosen: Strategy = AllReduce()
         if exact - half > _WORTH_FP16 * (measured.computing + exact):
@@ -124,6 +126,7 @@ class Trial(HostStrategy):
 
     name = "auto.trial"
     placement = "gradient"
+    remembers = False
 
     def open(self, comm: Comm, specs: Sequence[TensorSpec], momentum: float = 0.0) -> "TrialExchange":
         """See `HostStrategy.open`."""
@@ -158,24 +161,29 @@ class TrialExchange(Exchange):
         self.telemetry = Telemetry(elements=self._flat.size)
         #: Seconds that each step computed.
         self.computed: list[float] = []
-        self._left = time.perf_counter()
+        self._left: float | None = None
 
     def step(self, tensors: Sequence[np.ndarray], finite: bool = True) -> list[np.ndarray]:
         """See `Exchange.step`."""
         begin = time.perf_counter()
-        self.computed.append(begin - self._left)
+        if self._left is not None:
+            self.computed.append(begin - self._left)
+            self.telemetry.computing += self.computed[-1]
         np.concatenate([np.ravel(t) for t in tensors], out=self._flat)
         self._channel.all_reduce(self._flat)
         self._flat /= self._size
         self._left = time.perf_counter()
         counts = self.telemetry
         counts.steps += 1
-        counts.computing += self.computed[-1]
         counts.exchanging += self._left - begin
         sent = round(2 * (self._size - 1) / self._size * self._flat.nbytes)
         counts.sent, counts.received = counts.sent + sent, counts.received + sent
         ends = np.cumsum([s.elements for s in self._specs]).tolist()
         return [self._flat[e - s.elements : e].reshape(s.shape) for e, s in zip(ends, self._specs, strict=True)]
+
+    def resume(self) -> None:
+        """See `Exchange.resume`."""
+        self._left = None
 
     @property
     def unsent(self) -> list[np.ndarray]:
@@ -196,19 +204,20 @@ class TrialExchange(Exchange):
             raise ConfigError(f"auto: expected no saved state while steps are measured, got {sorted(arrays)}.")
 
 
-def coding_seconds(elements: int, size: int, density: float) -> float:
+def coding_seconds(elements: int, size: int, density: float, threads: int | None = None) -> float:
     """Seconds to encode an update and decode everyone's, on this machine.
 
     Args:
         elements: of an update.
         size: number of ranks, so of messages.
         density: to aim at.
+        threads: of the kernels.
     """
     from hvdx import codec
 
     timed = min(elements, _TIMED_ELEMENTS)
     update = np.random.default_rng(0).normal(size=timed).astype(np.float32)
-    threshold = codec.Threshold(target_density=density)
+    threshold = codec.Threshold(target_density=density, threads=threads)
     state, out, seconds = threshold.init([timed]), [np.zeros(timed, np.float32)], []
     for _ in range(3):
         begin = time.perf_counter()

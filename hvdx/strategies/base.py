@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from hvdx.comm import Comm, GraphComm
+from hvdx.errors import ReplicaError
 from hvdx.strategies.telemetry import Telemetry
 
 
@@ -85,6 +86,8 @@ class HostStrategy(Strategy):
     """
 
     placement: Literal["update", "gradient"]
+    #: Whether what an exchange remembers is worth keeping from one fit to the next.
+    remembers: ClassVar[bool] = True
 
     @abc.abstractmethod
     def open(self, comm: Comm, specs: Sequence[TensorSpec], momentum: float = 0.0) -> "Exchange":
@@ -133,10 +136,14 @@ class Exchange(abc.ABC):
             WireError, ExchangeError: what came is damaged, or did not come.
         """
 
+    @abc.abstractmethod
+    def resume(self) -> None:
+        """Steps come next, after something else, which was not computing."""
+
     @property
     @abc.abstractmethod
     def unsent(self) -> list[np.ndarray]:
-        """What this rank has not sent of its tensors so far: float32 views of the shapes of the specs."""
+        """What this rank has not sent of its tensors so far: float32 views of the specs' shapes; they may be changed."""
 
     @abc.abstractmethod
     def flush(self) -> list[np.ndarray] | None:
@@ -153,3 +160,22 @@ class Exchange(abc.ABC):
         Raises:
             ConfigError: it is of other tensors, or of other options.
         """
+
+
+def agree_on_strategy(strategy: Strategy, comm: Comm) -> None:
+    """Stop unless all ranks were given the same strategy. Collective.
+
+    Args:
+        strategy: this rank's.
+        comm: reaches the other ranks.
+
+    Raises:
+        ReplicaError: on every rank, if they differ.
+    """
+    everyone = comm.all_gather_object(repr(strategy), "the strategy")
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            raise ReplicaError(
+                f"the ranks were given different strategies: {everyone[0]} on rank 0, {theirs} on rank {rank}. Give "
+                "every rank the same; HVDX_STRATEGY has to reach all hosts (mpirun -x HVDX_STRATEGY)."
+            )

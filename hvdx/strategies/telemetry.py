@@ -108,3 +108,17 @@ def merged(costs: Sequence[Telemetry]) -> Telemetry:
     for name in ("steps", "density", "tau", "residual"):
         setattr(total, name, getattr(largest, name))
     return total
+
+
+def followed(first: Telemetry, then: Telemetry) -> Telemetry:
+    """The cost of one exchange and of the one that took its place.
+
+    Example:
+        >>> followed(Telemetry(steps=2, sent=5, tau=1.0), Telemetry(steps=3, sent=1, tau=2.0)).live()
+        {'density': 0.0, 'tau': 2.0, 'MB_sent': 6e-06}
+    """
+    total = Telemetry(**{f.name: getattr(first, f.name) + getattr(then, f.name) for f in fields(Telemetry)})
+    for name in ("density", "tau", "residual"):
+        setattr(total, name, getattr(then, name))
+    total.elements = then.elements or first.elements
+    return total

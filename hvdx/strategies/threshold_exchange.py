@@ -11,10 +11,10 @@ import numpy as np
 
 from hvdx import codec
 from hvdx.comm import Comm, Received
-from hvdx.comm.launcher import usable_cores
+from hvdx.comm.launcher import share_of_cores
 from hvdx.errors import ConfigError, HvdxError, ReplicaError, UpdateError
 from hvdx.strategies import link
-from hvdx.strategies.base import Exchange, TensorSpec
+from hvdx.strategies.base import Exchange, TensorSpec, agree_on_strategy
 from hvdx.strategies.telemetry import Telemetry
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ class _Sent:
         message: this rank's; it must not change before it is decoded.
         status: of this rank.
         step: its number, from 0.
+        update: what this rank added to its residual for it.
     """
 
     dense: bool
@@ -53,6 +54,7 @@ class _Sent:
     message: np.ndarray
     status: int
     step: int
+    update: Sequence[np.ndarray] = ()
 
 
 class ThresholdExchange(Exchange):
@@ -72,7 +74,7 @@ class ThresholdExchange(Exchange):
         self._strategy, self._size, self._rank = strategy, comm.size, comm.rank
         self._agree(comm, specs)
         self._channel = comm.channel("the updates")
-        self._threads = strategy.threads or _share_of_cores(comm.local_size)
+        self._threads = strategy.threads or share_of_cores(comm.local_size)
         self._sizes = [s.elements for s in specs]
         self._names = [s.name for s in specs]
         self._n = sum(self._sizes)
@@ -90,24 +92,19 @@ class ThresholdExchange(Exchange):
         self._state: Any = self._codec.init(self._sizes)
         self._compile()
         self._estimate = link.Estimate(link.probe(self._channel)) if strategy.target_density == "link" else None
-        self._left = time.perf_counter()
+        self._left: float | None = None
         self._computed = 0.0
         self._before = 0
         self._last: Received | None = None
         self.telemetry = Telemetry(elements=self._n)
 
     def _agree(self, comm: Comm, specs: Sequence[TensorSpec]) -> None:
-        mine = (repr(self._strategy), [(s.name, s.shape) for s in specs])
-        everyone = comm.all_gather_object(mine, "the strategy")
+        agree_on_strategy(self._strategy, comm)
+        everyone = comm.all_gather_object([(s.name, s.shape) for s in specs], "the variables")
         for rank, theirs in enumerate(everyone):
-            if theirs[0] != everyone[0][0]:
+            if [shape for _, shape in theirs] != [shape for _, shape in everyone[0]]:
                 raise ReplicaError(
-                    f"the ranks were given different strategies: {everyone[0][0]} on rank 0, {theirs[0]} on rank "
-                    f"{rank}. Give every rank the same; HVDX_STRATEGY has to reach all hosts (mpirun -x HVDX_STRATEGY)."
-                )
-            if [shape for _, shape in theirs[1]] != [shape for _, shape in everyone[0][1]]:
-                raise ReplicaError(
-                    f"the ranks exchange different variables: {everyone[0][1]} on rank 0, {theirs[1]} on rank {rank}. "
+                    f"the ranks exchange different variables: {everyone[0]} on rank 0, {theirs} on rank {rank}. "
                     "Every rank must train the same ones."
                 )
 
@@ -126,9 +123,10 @@ class ThresholdExchange(Exchange):
 
     def step(self, tensors: Sequence[np.ndarray], finite: bool = True) -> list[np.ndarray]:
         """See `Exchange.step`."""
-        self._computed = time.perf_counter() - self._left
-        self.telemetry.computing += self._computed
-        # Before the next update is encoded: a step that was skipped gives its update back to the residual.
+        if self._left is not None:
+            self._computed = time.perf_counter() - self._left
+            self.telemetry.computing += self._computed
+        # Before the next update is encoded: a step that was skipped leaves the residual as it was.
         late = self._arrived()
         sent = self._clock("encoding", lambda: self._encode(tensors, finite))
         head = [sent.status, round(1e9 * self._computed), round(1e9 * (self._last.seconds if self._last else 0))]
@@ -144,6 +142,10 @@ class ThresholdExchange(Exchange):
         self._left = time.perf_counter()
         return result
 
+    def resume(self) -> None:
+        """See `Exchange.resume`."""
+        self._left = None
+
     @property
     def unsent(self) -> list[np.ndarray]:
         """See `Exchange.unsent`."""
@@ -153,9 +155,7 @@ class ThresholdExchange(Exchange):
         """See `Exchange.flush`."""
         if self._pending is None:
             return None
-        result = self._decode(self._arrived())
-        self._left = time.perf_counter()
-        return result
+        return self._clock("decoding", lambda: self._decode(self._arrived()))
 
     def _arrived(self) -> tuple[_Sent, Received] | None:
         """The step that was on its way, if there was one, and if it is to be added."""
@@ -182,7 +182,8 @@ class ThresholdExchange(Exchange):
         status = _FINE if finite else _NOT_FINITE
         nothing = np.zeros(0, np.uint8)
         if self._rank >= active:
-            return _Sent(False, active, nothing, status, self._step)
+            # It does not count, NaN or not.
+            return _Sent(False, active, nothing, _FINE, self._step)
         if start.dense(self._step):
             return self._encode_dense(tensors, status)
         density = None if self._density is None else start.density(self._step, self._density)
@@ -200,7 +201,7 @@ class ThresholdExchange(Exchange):
         counts.encoded += self._n
         counts.entry_bytes += message.size
         counts.density, counts.tau = entries / max(self._n, 1), float(np.median(self._state.taus))
-        return _Sent(False, active, message, status, self._step)
+        return _Sent(False, active, message, status, self._step, self._kept(tensors))
 
     def _encode_ahead(self, tensors: Sequence[np.ndarray]) -> np.ndarray:
         """Encode (1 + lead) times the update, and take lead times it off the residual again.
@@ -227,12 +228,22 @@ class ThresholdExchange(Exchange):
         self._bfloat16.decode([message], [update], -1.0)
         self._state.residual[:] = update
         self.telemetry.density, self.telemetry.tau = 1.0, 0.0
-        return _Sent(True, self._size, message, status, self._step)
+        return _Sent(True, self._size, message, status, self._step, self._kept(tensors))
+
+    def _kept(self, tensors: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+        """A step's update, until it is known whether the step is skipped: TensorFlow's arrays end with the step."""
+        return tensors if self._thread is None else [t.copy() for t in tensors]
 
     def _take_back(self, sent: _Sent) -> None:
-        """Nothing of a skipped step was applied: what this rank wanted to send waits in its residual."""
+        """Leave the residual as it was before a step that all ranks skip.
+
+        Its update is dropped everywhere: a run of skipped steps, all taken at the same weights, would otherwise be
+        added at once when it ends.
+        """
         if sent.message.size:
             (self._bfloat16 if sent.dense else self._codec).decode([sent.message], [self._state.residual])
+            for tensor, residual in zip(sent.update, self.unsent, strict=True):
+                _subtract(tensor.reshape(-1), np.float32(1), residual.reshape(-1))
 
     def _say_skipped(self, statuses: np.ndarray, step: int) -> None:
         self.telemetry.skipped += 1
@@ -277,12 +288,12 @@ class ThresholdExchange(Exchange):
             counts.exchanging += shown
         if counts.steps % _RESIDUAL_EVERY == 1 and counts.tau:
             counts.residual = self.residual_norm()
+        self._see(received)
         if received.heads[:, 0].any():
             self._take_back(sent)
             self._say_skipped(received.heads[:, 0], sent.step)
             return False
         self._skips = 0
-        self._see(received)
         return True
 
     def residual_norm(self) -> float:
@@ -344,12 +355,3 @@ def _subtract(update: np.ndarray, factor: np.float32, residual: np.ndarray) -> N
         piece = update[begin : begin + _PIECE]
         np.multiply(piece, factor, out=scaled[: piece.size])
         residual[begin : begin + _PIECE] -= scaled[: piece.size]
-
-
-def _share_of_cores(ranks: int) -> int | None:
-    """Threads for the kernels of one of several ranks on a host; None leaves it to OMP_NUM_THREADS and the binding."""
-    import os
-
-    if os.environ.get("OMP_NUM_THREADS") or ranks <= 1:
-        return None
-    return max(1, min(usable_cores(), (os.cpu_count() or 1) // ranks))

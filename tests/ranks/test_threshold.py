@@ -201,6 +201,57 @@ def test_second_fit_goes_on_with_momenta_and_residual():
     alike(model.weights)
 
 
+class Scaled(keras.layers.Layer):
+    """A weight without dimensions, and a constraint."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(), initializer="ones", constraint=keras.constraints.NonNeg())
+
+    def call(self, x):
+        return x * self.scale
+
+
+@pytest.mark.parametrize("strategy", ["threshold:target_density=0.1", "threshold:tau=0.5,overlap=true,warmup=dense:5"])
+def test_weights_without_dimensions_and_constraints_that_hold_after_a_flush(strategy):
+    model = keras.Sequential([keras.Input((6,)), Scaled(), keras.layers.Dense(1, kernel_constraint="NonNeg")])
+    model.compile(keras.optimizers.SGD(0.5, momentum=0.9), "mse")
+    x, y = data()
+    fit(model, strategy, given=(x, -y))
+    alike(model.weights)
+    assert all(w.numpy().min() >= 0 for w in model.layers[1].weights[:1])
+
+
+@pytest.mark.parametrize("per_execution", [1, 2])
+def test_auto_counts_the_steps_that_it_measured(per_execution):
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", steps_per_execution=per_execution)
+    callback, _ = fit(model, "auto", epochs=3)
+    alike(model.weights)
+    if hvdx.size() > 1:
+        assert callback.counters.exchanges == 24
+        assert callback.cost().steps == 24
+
+
+def test_layers_frozen_between_fits_keep_what_they_have_not_sent():
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
+    optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
+    for frozen in (False, True, False):
+        model.layers[0].trainable = not frozen
+        model.compile(optimizer, "mse")
+        fit(model, "threshold:target_density=0.05", epochs=1)
+        alike(model.weights)
+
+
+def test_optimizers_that_compute_weights_train_under_auto(monkeypatch):
+    if hvdx.size() == 1:
+        return
+    monkeypatch.setattr(hvdx.Auto, "decide", lambda self, measured: (hvdx.Threshold(), "made up"))
+    model = network(keras.optimizers.Ftrl(0.1))
+    callback, _ = fit(model, "auto")
+    alike(model.weights)
+    assert callback.strategy.placement == "gradient"
+
+
 def test_steps_per_execution_and_layers_built_late():
     model = keras.Sequential([keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", steps_per_execution=4)

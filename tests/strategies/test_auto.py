@@ -31,7 +31,7 @@ def test_fast_network_trains_dense_and_says_so():
 
 def test_large_model_on_a_fast_network_takes_fp16(monkeypatch):
     """Half the bytes are worth it, and the time of a slow codec is not."""
-    monkeypatch.setattr(auto, "coding_seconds", lambda elements, size, density: 0.4)
+    monkeypatch.setattr(auto, "coding_seconds", lambda *_: 0.4)
     strategy, _ = decide(Link(5e-5, 1e9), size=2, elements=200_000_000, computing=3.0)
     assert isinstance(strategy, AllReduce)
     assert strategy.compression == "fp16"
@@ -57,7 +57,7 @@ def test_trial_averages(size):
         exchange = Auto().trial().open(comm, SPECS)
         given = [np.full(s.shape, comm.rank + 1.0, np.float32) for s in SPECS]
         got = [exchange.step(given) for _ in range(3)][-1]
-        assert len(exchange.computed) == 3
+        assert len(exchange.computed) == 2
         assert exchange.network.bandwidth > 0
         return [a.copy() for a in got]
 

@@ -90,7 +90,7 @@ def test_lead_follows_the_momentum(momentum, lead):
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_nan_on_one_rank_skips_the_step_on_all_and_loses_nothing(size, overlap, capfd):
+def test_nan_on_one_rank_skips_the_step_on_all_and_nothing_else(size, overlap, capfd):
     bad = size - 1
 
     def gradients_held_nan(rank, step):
@@ -103,7 +103,9 @@ def test_nan_on_one_rank_skips_the_step_on_all_and_loses_nothing(size, overlap, 
     assert everyone[0][0][4 + overlap].any()
     applied = np.sum(everyone[0][0], axis=0, dtype=np.float64) * size
     unsent = np.sum([flat(exchange.unsent) for _, exchange in everyone], axis=0, dtype=np.float64)
-    wanted = np.sum([flat(update(r, t)) for r in range(size) for t in range(8)], axis=0, dtype=np.float64)
+    # The skipped step is dropped on all ranks: a run of them would come back as one jump.
+    taken = [t for t in range(8) if t != 3]
+    wanted = np.sum([flat(update(r, t)) for r in range(size) for t in taken], axis=0, dtype=np.float64)
     np.testing.assert_allclose(applied + unsent, wanted, atol=2e-6)
     said = capfd.readouterr().err
     assert f"hvdx: step 4: NaN or infinity on rank {bad}; all ranks skipped the step" in said
