@@ -129,7 +129,7 @@ def launch(
         if done.returncode or not out.exists():
             sys.exit(f"bench_network: {' '.join(command)}\nended with {done.returncode}:\n{done.stdout}{done.stderr}")
         counted = json.loads(links.read_text())
-        return json.loads(out.read_text()) | {"links": counted}
+        return json.loads(out.read_text()) | {"links": counted["links"]}
 
 
 def bits(bandwidth: str) -> float:

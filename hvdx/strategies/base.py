@@ -143,7 +143,7 @@ class Exchange(abc.ABC):
     @property
     @abc.abstractmethod
     def unsent(self) -> list[np.ndarray]:
-        """What this rank has not sent of its tensors so far: float32 views of the specs' shapes; they may be changed."""
+        """What this rank has not sent of its tensors: float32 views of the shapes of the specs; they may be changed."""
 
     @abc.abstractmethod
     def flush(self) -> list[np.ndarray] | None:

@@ -30,8 +30,6 @@ _PATIENCE = 100
 _FIRST_LOOK, _LOOK_EVERY, _WORTH_A_CHANGE = 8, 64, 1.15
 # The density before the link and the length of a step are known.
 _UNKNOWN = 1 / 32
-# Elements that are worked on at once.
-_PIECE = 1 << 14
 # How often the residual is measured: a pass over all of it.
 _RESIDUAL_EVERY = 64
 
@@ -214,8 +212,8 @@ class ThresholdExchange(Exchange):
         for tensor, scaled in zip(tensors, self._out, strict=True):
             np.multiply(tensor, np.float32(1 + self._lead), out=scaled)
         message, self._state = self._codec.encode(self._out, self._state)
-        for tensor, residual in zip(tensors, self.unsent, strict=True):
-            _subtract(tensor.reshape(-1), np.float32(self._lead), residual.reshape(-1))
+        np.multiply(self._flat, np.float32(self._lead / (1 + self._lead)), out=self._flat)
+        np.subtract(self._state.residual, self._flat, out=self._state.residual)
         return message
 
     def _encode_dense(self, tensors: Sequence[np.ndarray], status: int) -> _Sent:
@@ -243,7 +241,7 @@ class ThresholdExchange(Exchange):
         if sent.message.size:
             (self._bfloat16 if sent.dense else self._codec).decode([sent.message], [self._state.residual])
             for tensor, residual in zip(sent.update, self.unsent, strict=True):
-                _subtract(tensor.reshape(-1), np.float32(1), residual.reshape(-1))
+                np.subtract(residual, tensor, out=residual)
 
     def _say_skipped(self, statuses: np.ndarray, step: int) -> None:
         self.telemetry.skipped += 1
@@ -346,12 +344,3 @@ def _views(flat: np.ndarray, specs: Sequence[TensorSpec]) -> list[np.ndarray]:
     """A flat array as the tensors that stand in it one after another."""
     ends = np.cumsum([s.elements for s in specs]).tolist()
     return [flat[end - s.elements : end].reshape(s.shape) for end, s in zip(ends, specs, strict=True)]
-
-
-def _subtract(update: np.ndarray, factor: np.float32, residual: np.ndarray) -> None:
-    """residual -= factor * update, in pieces that stay in the cache."""
-    scaled = np.empty(min(_PIECE, update.size), np.float32)
-    for begin in range(0, update.size, _PIECE):
-        piece = update[begin : begin + _PIECE]
-        np.multiply(piece, factor, out=scaled[: piece.size])
-        residual[begin : begin + _PIECE] -= scaled[: piece.size]
