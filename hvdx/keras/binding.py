@@ -320,6 +320,8 @@ def _add(variables: Sequence[Any], combined: Sequence[Any]) -> None:
 def bind(strategy: Strategy, optimizer: Any, name: str, gain: float = 1.0) -> Binding:
     """Make the binding that a strategy needs; starts Horovod for those that use it."""
     if isinstance(strategy, HostStrategy):
+        if isinstance(world.start(), GraphComm) and world.start().size > 1:
+            world.start().channel("what this strategy sends")  # refuses, and says what can
         return HostBinding(strategy, world.start(), optimizer, name, gain)
     if isinstance(strategy, GraphStrategy):
         return GraphBinding(strategy, world.graph(), name, gain)

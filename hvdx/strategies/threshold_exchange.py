@@ -83,7 +83,8 @@ class ThresholdExchange(Exchange):
         self._specs = list(specs)
         self._thread = ThreadPoolExecutor(1, "hvdx-exchange") if strategy.overlap else None
         self._pending: tuple[_Sent, Future[Received]] | None = None
-        self._step = self._skips = self._skips_said = 0
+        self._step = self._skips = 0
+        self._warned = False
         self._density = self._first_density()
         self._codec = strategy.make_codec(self._density, self._threads)
         self._bfloat16 = codec.make("bf16")
@@ -199,7 +200,19 @@ class ThresholdExchange(Exchange):
         counts.encoded += self._n
         counts.entry_bytes += message.size
         counts.density, counts.tau = entries / max(self._n, 1), float(np.median(self._state.taus))
+        self._warn_of_size(message.size)
         return _Sent(False, active, message, status, self._step, self._kept(tensors))
+
+    def _warn_of_size(self, size: int) -> None:
+        """Say once that compressing takes more bytes than not to: a fixed tau far below the updates does that."""
+        if size > 4 * self._n + 1000 and not self._warned:
+            self._warned = True
+            print(
+                f"hvdx: rank {self._rank}: a message of {size:,} bytes, where float32 takes {4 * self._n:,}: "
+                f"tau={self._strategy.tau} is too small for these updates. Raise it, or give target_density instead.",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _encode_ahead(self, tensors: Sequence[np.ndarray]) -> np.ndarray:
         """Encode (1 + lead) times the update, and take lead times it off the residual again.

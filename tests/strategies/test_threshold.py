@@ -223,6 +223,19 @@ def test_ranks_with_different_strategies_are_refused_on_all():
     on_all(2, run)
 
 
+def test_tau_that_is_far_too_small_is_said_once(capfd):
+    specs = [TensorSpec("w", (5000,), 4)]
+
+    def run(comm):
+        exchange = Threshold(tau=1e-8, lead=0).open(comm, specs)
+        for t in range(3):
+            exchange.step([np.random.default_rng(t).normal(size=5000).astype(np.float32)])
+
+    on_all(1, run)
+    said = capfd.readouterr().err
+    assert said.count("tau=1e-08 is too small") == 1
+
+
 def test_telemetry_counts_what_travels():
     everyone = on_all(4, steps_of(Threshold(target_density=0.05), 10))
     costs = [exchange.telemetry for _, exchange in everyone]
