@@ -177,13 +177,23 @@ class HostBinding(Binding):
         self._open: _Open = opened if made_by == repr(strategy) else {}
         if strategy.remembers:
             _remembered[optimizer] = repr(strategy), self._open
+        # The lists of variables that this binding has seen; what is open besides them is of earlier fits.
+        self._used: set[tuple[int, ...]] = set()
         self._finite: Any = True
-        self._last: Exchange | None = None
+        self._last: tuple[Exchange, list[Any]] | None = None
 
     @property
     def exchange(self) -> Exchange | None:
         """What the strategy remembers for the variables that were exchanged last; None before the first step."""
-        return self._last or next((e for e, _ in reversed(self._open.values())), None)
+        return self._latest()[0]
+
+    @property
+    def exchanged(self) -> list[Any]:
+        """The variables of `exchange`."""
+        return self._latest()[1]
+
+    def _latest(self) -> tuple[Exchange | None, list[Any]]:
+        return self._last or next(reversed(self._open.values()), (None, []))
 
     @property
     def continues(self) -> bool:
@@ -201,17 +211,25 @@ class HostBinding(Binding):
         for exchange, _ in self._open.values():
             exchange.resume()
 
-    def restore(self, arrays: Mapping[str, np.ndarray], variables: Sequence[Any]) -> None:
-        """Go on from a checkpoint, before the first step. Collective.
+    def reopen(self, variables: Sequence[Any]) -> None:
+        """Begin anew, before the first step. Collective.
+
+        Args:
+            variables: the weights that will be exchanged.
+        """
+        self.variables = list(variables)
+        # Of an exchange that an exception ended a message may still be on its way.
+        self._open.clear()
+        self._opened(list(variables))
+
+    def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Go on from a checkpoint, after `reopen`.
 
         Args:
             arrays: what the exchange remembered.
-            variables: the weights that it exchanged.
         """
-        self.variables = list(variables)
-        # A new one: of an exchange that an exception ended a message may still be on its way.
-        self._open.clear()
-        self._opened(list(variables)).restore(arrays)
+        assert self.exchange is not None
+        self.exchange.restore(arrays)
 
     def gradients(self, gradients: Sequence[Any]) -> list[Any]:
         """See `Binding.gradients`: combined here, or made fit for this rank's optimiser."""
@@ -263,7 +281,8 @@ class HostBinding(Binding):
 
     def cost(self) -> Telemetry:
         """See `Binding.cost`."""
-        return merged([exchange.telemetry for exchange, _ in self._open.values()])
+        costs = [exchange.telemetry for exchange, _ in self._open.values()]
+        return merged([cost for cost in costs if cost.steps] or costs)
 
     def _call(self, tensors: list[Any], finite: Any, variables: Sequence[Any]) -> list[Any]:
         """The exchange of one step, as an operation of the graph."""
@@ -295,11 +314,20 @@ class HostBinding(Binding):
         key = tuple(id(v) for v in variables)
         if key not in self._open:
             exchange = self.strategy.open(self.comm, [describe(v) for v in variables], self._momentum)
-            for other, its in self._open.values():
-                _hand_over(other, its, exchange, variables)
             self._open[key] = exchange, list(variables)
-        self._last = self._open[key][0]
-        return self._last
+        if key not in self._used:
+            self._used.add(key)
+            self._take_over(key)
+        self._last = self._open[key]
+        return self._last[0]
+
+    def _take_over(self, key: tuple[int, ...]) -> None:
+        """Have an exchange send what those of earlier fits have not sent of its variables."""
+        new, variables = self._open[key]
+        for other in [k for k in self._open if k not in self._used]:
+            _hand_over(*self._open[other], new, variables)
+            if set(other) <= set(key):
+                del self._open[other]
 
 
 def _hand_over(old: Exchange, its: Sequence[Any], new: Exchange, variables: Sequence[Any]) -> None:

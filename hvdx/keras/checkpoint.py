@@ -147,12 +147,15 @@ def restore(directory: str | os.PathLike[str], model: Any) -> int | None:
         variable.assign(value)
     states = folder.together(place, restoring.states, remedy)
 
-    def open_all() -> None:
-        for binding, arrays, weights in states:
-            binding.restore(arrays, weights)
+    # Opening an exchange is collective, so all have to have come here; what is saved may be wrong on one rank alone.
+    for binding, _, weights in states:
+        binding.reopen(weights)
 
-    # Opening an exchange is collective, so all have to have come here.
-    folder.together(place, open_all, remedy)
+    def restore_all() -> None:
+        for binding, arrays, _ in states:
+            binding.restore(arrays)
+
+    folder.together(place, restore_all, remedy)
     data.go_on(saved.manifest["drawn"])
     return int(saved.manifest["epoch"])
 
@@ -185,7 +188,7 @@ def _optimizer_manifest(optimizer: Any, model: Any, remembers: bool) -> dict[str
         "strategy": None,
     }
     if isinstance(binding, HostBinding) and remembers:
-        exchanged = _positions(binding.variables, model)
+        exchanged = _positions(binding.exchanged, model)
         says |= {"strategy": repr(binding.strategy), "kind": _kind(binding), "exchanges": exchanged}
     return says
 

@@ -178,16 +178,21 @@ class Folder:
         try:
             self.together(place, write_own, remedy)
             self.together(place, publish, remedy)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+        except HvdxError:
+            # One rank, and only once all have failed: another might be giving it its name now. The rest is tidied up.
+            if self._comm.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
 
     def _put(self, partial: Path, final: Path) -> None:
+        replaced = self.path / f"{_AWAY}replaced-{final.name}"
         if final.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
             # A job that is killed between these two lines finds it again: see _tidy.
-            final.rename(self.path / f"{_AWAY}replaced-{final.name}")
+            final.rename(replaced)
         partial.rename(final)
         _sync_folder(self.path)
-        shutil.rmtree(self.path / f"{_AWAY}replaced-{final.name}", ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
 
     def _remove(self, epochs: Sequence[int]) -> None:
         for epoch in epochs:

@@ -4,7 +4,6 @@ import sys
 from typing import Any, Literal
 
 import keras
-import numpy as np
 
 from hvdx import comm as world
 from hvdx.comm import Comm
@@ -17,7 +16,7 @@ from hvdx.keras.lockstep import Lockstep
 from hvdx.keras.optimizer import attach, binding_of, detach, innermost, optimizers_of, private_variables
 from hvdx.report.counters import Counters
 from hvdx.strategies import Strategy, Threshold, agree_on_strategy, resolve
-from hvdx.strategies.auto import TRIAL_STEPS, Auto, Measured, TrialExchange
+from hvdx.strategies.auto import Auto, Measured, TrialExchange
 from hvdx.strategies.telemetry import Telemetry, followed, merged
 
 
@@ -206,28 +205,29 @@ class Distribute(keras.callbacks.Callback):
         """Once enough steps were measured, go on with the strategy that should be the fastest."""
         open_now = [b.exchange for b in self._bindings if isinstance(b, HostBinding)]
         trials = [t for t in open_now if isinstance(t, TrialExchange)]
-        if not trials or any(len(t.computed) < TRIAL_STEPS for t in trials):
+        if not trials or not all(t.ready for t in trials):
             return
         # Between two exchanges of one optimiser lies what the others compute as well.
-        computing = max(float(np.median(t.computed)) for t in trials)
+        computing = max(t.seconds for t in trials)
         everyone = self._last.meet("the choice of a strategy", computing)
         elements = sum(t.telemetry.elements for t in trials)
         threads = share_of_cores(self._comm.local_size)
-        chosen = None
+        chosen, optimizers = None, optimizers_of(self.model)
         if self._comm.rank == 0:
             measured = Measured(self._comm.size, elements, max(everyone), trials[0].network, threads)
             chosen, reason = auto.decide(measured)
+            if isinstance(chosen, Threshold) and any(updates.is_absolute(innermost(o)) for o in optimizers):
+                chosen = Threshold(placement="gradient", budget=chosen.budget)
+                reason += f" This optimiser has no updates to send: {chosen}."
             print(f"hvdx: auto: {reason}", file=sys.stderr, flush=True)
         self._auto, self.strategy = None, self._last.meet("the strategy", chosen)[0]
-        optimizers = optimizers_of(self.model)
-        if isinstance(self.strategy, Threshold) and any(updates.is_absolute(innermost(o)) for o in optimizers):
-            self.strategy = Threshold(placement="gradient", budget=self.strategy.budget)
         for i, optimizer in enumerate(optimizers):
             old = self._bindings[i]
             self._trial_costs.append(old.cost())
             detach(optimizer)
             self._bindings[i] = self._tie(optimizer, f"fit.{i}")
             self._bindings[i].steps.assign(old.steps)
+            self._bindings[i].resume()
         self.model.make_train_function(force=True)
 
     def cost(self) -> Telemetry:

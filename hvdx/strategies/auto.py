@@ -162,6 +162,7 @@ class TrialExchange(Exchange):
         #: Seconds that each step computed.
         self.computed: list[float] = []
         self._left: float | None = None
+        self._opened = time.perf_counter()
 
     def step(self, tensors: Sequence[np.ndarray], finite: bool = True) -> list[np.ndarray]:
         """See `Exchange.step`."""
@@ -180,6 +181,18 @@ class TrialExchange(Exchange):
         counts.sent, counts.received = counts.sent + sent, counts.received + sent
         ends = np.cumsum([s.elements for s in self._specs]).tolist()
         return [self._flat[e - s.elements : e].reshape(s.shape) for e, s in zip(ends, self._specs, strict=True)]
+
+    @property
+    def ready(self) -> bool:
+        """Whether enough was measured; or where epochs are of one step, whether there is no use in waiting for it."""
+        return len(self.computed) >= TRIAL_STEPS or self.telemetry.steps >= 3 * TRIAL_STEPS
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that a step computes."""
+        if self.computed:
+            return float(np.median(self.computed))
+        return (time.perf_counter() - self._opened - self.telemetry.exchanging) / max(self.telemetry.steps, 1)
 
     def resume(self) -> None:
         """See `Exchange.resume`."""

@@ -108,7 +108,7 @@ def message_bytes(elements: int, density: float) -> float:
 
     Example:
         >>> round(message_bytes(1_000_000, 0.01))
-        11347
+        11349
     """
     return elements * density * entropy(density) / 8
 
@@ -125,7 +125,7 @@ def affordable_density(link: Link, size: int, elements: int, seconds: float) -> 
     Example:
         >>> slow = Link(latency=0.0002, bandwidth=12.5e6)
         >>> round(affordable_density(slow, 2, 2_000_000, 0.002), 4)
-        0.0103
+        0.0099
     """
     room = link.bandwidth * max(seconds - link.latency, 0.0) / max(size - 1, 1)
     low, high = LEAST, MOST

@@ -9,7 +9,7 @@ import hvdx
 import hvdx.keras as hvd
 from hvdx import comm as world
 from hvdx.errors import ConfigError
-from hvdx.keras import replicas
+from hvdx.keras import binding, replicas
 from hvdx.keras.optimizer import binding_of
 from hvdx.strategies.telemetry import Telemetry
 
@@ -238,8 +238,15 @@ def test_layers_frozen_between_fits_keep_what_they_have_not_sent():
     for frozen in (False, True, False):
         model.layers[0].trainable = not frozen
         model.compile(optimizer, "mse")
-        fit(model, "threshold:target_density=0.05", epochs=1)
+        callback, _ = fit(model, "threshold:target_density=0.05", epochs=1)
         alike(model.weights)
+        if hvdx.size() > 1:
+            assert callback.counters.exchanges == 8
+            assert callback.cost().steps == 8
+    if hvdx.size() > 1:
+        # What the fit with the frozen layer had not sent has gone over; its exchange is no longer needed.
+        _, open_now = binding._remembered[optimizer]
+        assert [len(variables) for _, variables in open_now.values()] == [4]
 
 
 def test_optimizers_that_compute_weights_train_under_auto(monkeypatch):
