@@ -338,6 +338,7 @@ def test_horovod_is_not_started_where_nothing_uses_it():
     from tests.launch import run
 
     code = """
+import sys
 import numpy as np, keras, hvdx
 hvdx.init()
 model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
