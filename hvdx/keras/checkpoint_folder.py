@@ -178,9 +178,9 @@ class Folder:
         try:
             self.together(place, write_own, remedy)
             self.together(place, publish, remedy)
-        except HvdxError:
-            # One rank, and only once all have failed: another might be giving it its name now. The rest is tidied up.
-            if self._comm.rank == 0:
+        except HvdxError as error:
+            # Only once all have failed: for a rank that failed alone, another might be giving it its name now.
+            if error.collective:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
 
