@@ -10,7 +10,6 @@ is the resident memory of rank 0 at its largest.
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -50,6 +49,7 @@ def main(argv: list[str] | None = None) -> int:
 def measure(spelling: str, hidden: int) -> float:
     """Megabytes of rank 0 after some steps."""
     from hvdx.cli.mpi_tools import mpirun_command
+    from hvdx.jobs.bench_network import figures_of
 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rank0.json"
@@ -58,10 +58,7 @@ def measure(spelling: str, hidden: int) -> float:
             *(sys.executable, str(Path(__file__).with_name("bench_network.py")), "--worker", spelling),
             *("--out", str(out), "--most-steps", str(_STEPS), "--target", "101", "--hidden", str(hidden)),
         ]
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
-        if done.returncode or not out.exists():
-            sys.exit(f"bench_memory: {' '.join(command)}\nended with {done.returncode}:\n{done.stdout}{done.stderr}")
-        return json.loads(out.read_text())["memory_MB"]
+        return figures_of("bench_memory", command, out)["memory_MB"]
 
 
 if __name__ == "__main__":

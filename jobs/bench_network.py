@@ -125,11 +125,24 @@ def launch(
             *("--most-steps", str(steps), "--target", str(target)),
             *("--hidden", str(options.hidden), "--seed", str(options.seed)),
         ]
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
-        if done.returncode or not out.exists():
-            sys.exit(f"bench_network: {' '.join(command)}\nended with {done.returncode}:\n{done.stdout}{done.stderr}")
-        counted = json.loads(links.read_text())
-        return json.loads(out.read_text()) | {"links": counted["links"]}
+        return figures_of("bench_network", command, out) | {"links": json.loads(links.read_text())["links"]}
+
+
+def figures_of(job: str, command: list[str], out: Path) -> dict[str, Any]:
+    """Run a command, and read what it wrote.
+
+    Args:
+        job: who runs it, for the message.
+        command: what to run.
+        out: the JSON file that it writes.
+
+    Raises:
+        SystemExit: it failed, or wrote nothing; with all that it printed.
+    """
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    if done.returncode or not out.exists():
+        sys.exit(f"{job}: {' '.join(command)}\nended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return json.loads(out.read_text())
 
 
 def bits(bandwidth: str) -> float:

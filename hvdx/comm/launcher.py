@@ -88,12 +88,19 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def share_of_cores(ranks: int) -> int | None:
+def share_of_cores(ranks: int) -> int:
+    """Cores of the host for each of its ranks, and no more than this process may use; at least one.
+
+    Args:
+        ranks: on this host.
+    """
+    return max(1, min(usable_cores(), (os.cpu_count() or 1) // ranks))
+
+
+def kernel_threads(ranks: int) -> int | None:
     """Threads for one of several ranks on a host; None leaves it to OMP_NUM_THREADS, or to all cores for a rank alone.
 
     Args:
         ranks: on this host.
     """
-    if os.environ.get("OMP_NUM_THREADS") or ranks <= 1:
-        return None
-    return max(1, min(usable_cores(), (os.cpu_count() or 1) // ranks))
+    return None if os.environ.get("OMP_NUM_THREADS") or ranks <= 1 else share_of_cores(ranks)

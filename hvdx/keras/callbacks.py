@@ -8,7 +8,7 @@ import keras
 from hvdx import comm as world
 from hvdx.errors import ConfigError
 from hvdx.keras import metrics, replicas
-from hvdx.keras.optimizer import binding_of, optimizers_of
+from hvdx.keras.optimizer import binding_of, innermost, optimizers_of
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
@@ -161,7 +161,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             logs["lr"] = self._rate()
 
     def _optimizer(self) -> Any:
-        return getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
+        return innermost(self.model.optimizer)
 
     def _rate(self) -> float:
         return float(self._optimizer().learning_rate)

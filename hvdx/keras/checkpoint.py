@@ -3,7 +3,7 @@
 import importlib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -16,7 +16,7 @@ from hvdx.keras import data, neighbours, replicas
 from hvdx.keras.binding import HostBinding
 from hvdx.keras.checkpoint_folder import Arrays, Folder, Saved
 from hvdx.keras.lockstep import Lockstep
-from hvdx.keras.optimizer import binding_of, local_variables, optimizers_of, private_variables
+from hvdx.keras.optimizer import binding_of, innermost, local_variables, optimizers_of, private_variables
 from hvdx.version import __version__
 
 Assignments = list[tuple[Any, np.ndarray]]
@@ -115,7 +115,7 @@ def save(directory: str | os.PathLike[str], model: Any, epoch: int, keep: int = 
     private, state = _ids(private_variables, model), replicas.optimizer_state_of(model)
     shared = _numbered("weights", model.weights) | _numbered("optimizer", state, lambda v: id(v) not in private)
     own = _numbered("optimizer", state, lambda v: id(v) in private) | _own_arrays(model)
-    folder.write(epoch, _manifest(model, own), shared, own, keep)
+    folder.write(epoch, _manifest(model, own, state, private), shared, own, keep)
 
 
 def restore(directory: str | os.PathLike[str], model: Any) -> int | None:
@@ -163,10 +163,10 @@ def restore(directory: str | os.PathLike[str], model: Any) -> int | None:
 # -- what is saved ----------------------------------------------------------------------------------------------------
 
 
-def _manifest(model: Any, own: Mapping[str, np.ndarray]) -> dict[str, Any]:
+def _manifest(
+    model: Any, own: Mapping[str, np.ndarray], state: Sequence[Any], private: Collection[int]
+) -> dict[str, Any]:
     """What a checkpoint says of itself, apart from the arrays; for people as well."""
-    private = _ids(private_variables, model)
-    state = replicas.optimizer_state_of(model)
     return {
         "hvdx": __version__,
         "drawn": data.state()[0],
@@ -181,7 +181,7 @@ def _manifest(model: Any, own: Mapping[str, np.ndarray]) -> dict[str, Any]:
 
 
 def _optimizer_manifest(optimizer: Any, model: Any, remembers: bool) -> dict[str, Any]:
-    binding, trained = binding_of(optimizer), getattr(optimizer, "inner_optimizer", optimizer)._trainable_variables
+    binding, trained = binding_of(optimizer), innermost(optimizer)._trainable_variables
     says: dict[str, Any] = {
         "class": type(optimizer).__name__,
         "trains": _positions(trained, model) if optimizer.built else None,

@@ -24,7 +24,7 @@ import numpy as np
 
 from hvdx.comm import Comm
 from hvdx.errors import ConfigError, HvdxError, ReplicaError
-from hvdx.keras.lockstep import Lockstep
+from hvdx.keras.lockstep import meet
 
 T = TypeVar("T")
 
@@ -47,7 +47,6 @@ class Folder:
     def __init__(self, path: str | os.PathLike[str], comm: Comm):
         self.path = Path(path)
         self._comm = comm
-        self._meet = Lockstep(comm, lambda: None).meet
 
     def together(self, place: str, work: Callable[[], T], remedy: str) -> T:
         """Work that may fail on any rank, and then fails on all. Collective.
@@ -68,7 +67,7 @@ class Folder:
             result = work()
         except Exception as error:  # whatever it is, the others have to hear of it
             problem = error
-        everyone = self._meet(place, None if problem is None else _said(problem))
+        everyone = meet(self._comm, place, None if problem is None else _said(problem))
         failed = {rank: said for rank, said in enumerate(everyone) if said is not None}
         if not failed:
             return result  # type: ignore[return-value]
@@ -86,7 +85,7 @@ class Folder:
         Raises:
             ReplicaError: on all ranks, with those that cannot.
         """
-        token = self._meet("the folder of checkpoints", uuid.uuid4().hex[:8])[0]
+        token = meet(self._comm, "the folder of checkpoints", uuid.uuid4().hex[:8])[0]
         probe = self.path / f"{_AWAY}probe-{token}"
 
         def make() -> None:
@@ -121,7 +120,7 @@ class Folder:
 
     def epochs(self) -> list[int]:
         """The epochs of the checkpoints, as rank 0 sees them. Collective."""
-        return self._meet("the folder of checkpoints", self._listed() if self._comm.rank == 0 else None)[0]
+        return meet(self._comm, "the folder of checkpoints", self._listed() if self._comm.rank == 0 else None)[0]
 
     def _listed(self) -> list[int]:
         entries = self.path.iterdir() if self.path.is_dir() else ()
@@ -155,7 +154,7 @@ class Folder:
             ReplicaError: on all ranks, if one could not write; the checkpoints that were there still are.
         """
         place, rank = f"saving epoch {epoch}", self._comm.rank
-        partial = self.path / f"{_AWAY}saving-{self._meet(place, uuid.uuid4().hex[:8])[0]}"
+        partial = self.path / f"{_AWAY}saving-{meet(self._comm, place, uuid.uuid4().hex[:8])[0]}"
 
         def write_own() -> None:
             partial.mkdir(parents=True, exist_ok=True)

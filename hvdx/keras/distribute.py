@@ -1,13 +1,14 @@
 """The one added line: `model.fit(..., callbacks=[hvdx.keras.Distribute()])`."""
 
 import sys
+from dataclasses import replace
 from typing import Any, Literal
 
 import keras
 
 from hvdx import comm as world
 from hvdx.comm import Comm
-from hvdx.comm.launcher import share_of_cores
+from hvdx.comm.launcher import kernel_threads
 from hvdx.errors import ConfigError, NotDistributedError, ReplicaError
 from hvdx.keras import data, metrics, neighbours, replicas, updates
 from hvdx.keras.binding import Binding, HostBinding
@@ -211,7 +212,7 @@ class Distribute(keras.callbacks.Callback):
         computing = max(t.seconds for t in trials)
         everyone = self._last.meet("the choice of a strategy", computing)
         elements = sum(t.telemetry.elements for t in trials)
-        threads = share_of_cores(self._comm.local_size)
+        threads = kernel_threads(self._comm.local_size)
         chosen, optimizers = None, optimizers_of(self.model)
         if self._comm.rank == 0:
             measured = Measured(self._comm.size, elements, max(everyone), trials[0].network, threads)
@@ -237,8 +238,10 @@ class Distribute(keras.callbacks.Callback):
     def _costs(self) -> list[Telemetry]:
         """Of each optimiser, the steps that `auto` measured included."""
         now = [binding.cost() for binding in self._bindings]
-        before = self._trial_costs or [Telemetry() for _ in now]
-        return [followed(a, b) for a, b in zip(before, now, strict=True)]
+        if not self._trial_costs:
+            # Copies, since an exchange goes on counting in its own.
+            return [replace(cost) for cost in now]
+        return [followed(a, b) for a, b in zip(self._trial_costs, now, strict=True)]
 
     def _reports(self) -> bool:
         return any(isinstance(b, HostBinding) for b in self._bindings)

@@ -10,7 +10,7 @@ import tensorflow as tf
 from hvdx import comm as world
 from hvdx.errors import ConfigError
 from hvdx.keras.horovod_api import Average, Compression, operation, wire
-from hvdx.keras.optimizer import attach
+from hvdx.keras.optimizer import attach, innermost
 from hvdx.strategies import AllReduce, GraphStrategy, Strategy, agree_on_strategy, resolve
 
 _numbers = itertools.count()
@@ -211,7 +211,7 @@ def _accumulate(optimizer: Any, passes: int, average: bool) -> float:
         raise ConfigError(f"backward_passes_per_step: expected 1 or more, got {passes!r}.")
     if passes == 1:
         return 1.0
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = innermost(optimizer)
     if inner.gradient_accumulation_steps:
         raise ConfigError(
             f"backward_passes_per_step={passes}: the optimizer accumulates over {inner.gradient_accumulation_steps} "

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvdx import comm as world
 from hvdx.comm.base import Reduction
-from hvdx.comm.launcher import usable_cores
+from hvdx.comm.launcher import share_of_cores
 from hvdx.errors import ConfigError
 from hvdx.keras import replicas
 
@@ -47,7 +47,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     _unsupported("init", comm=comm, process_sets=process_sets)
     joined = world.start()
     if joined.local_size > 1 and not os.environ.get("TF_NUM_INTRAOP_THREADS"):
-        _share_threads(min(usable_cores(), max(1, (os.cpu_count() or 1) // joined.local_size)))
+        _share_threads(share_of_cores(joined.local_size))
 
 
 def _share_threads(threads: int) -> None:

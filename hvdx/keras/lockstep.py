@@ -10,6 +10,31 @@ from hvdx.comm import Comm
 from hvdx.errors import HvdxError, ReplicaError
 
 
+def meet(comm: Comm, place: str, payload: Any = None) -> list[Any]:
+    """Call the roll before ranks exchange anything in a hook, so that two hooks never wait for each other. Collective.
+
+    Args:
+        comm: the ranks.
+        place: where this rank is, for people.
+        payload: picklable; what the others get to see.
+
+    Returns:
+        The payloads in rank order.
+
+    Raises:
+        ReplicaError: on all ranks, if they are in different places.
+    """
+    everyone = comm.all_gather_object((place, payload), "roll call")
+    places = [where for where, _ in everyone]
+    if len(set(places)) > 1:
+        listed = "; ".join(f"rank {rank} is at {where}" for rank, where in enumerate(places))
+        raise ReplicaError(
+            f"the ranks are in different places: {listed}. Give fit the same arguments on every rank: validation "
+            "data, epochs and initial_epoch too."
+        )
+    return [said for _, said in everyone]
+
+
 class Lockstep(keras.callbacks.Callback):
     """Agrees over the ranks on where they are, how long an epoch is, and when to stop.
 
@@ -27,27 +52,8 @@ class Lockstep(keras.callbacks.Callback):
         self._stop_wanted = False
 
     def meet(self, place: str, payload: Any = None) -> list[Any]:
-        """Call the roll before ranks exchange anything in a hook, so that two hooks never wait for each other.
-
-        Args:
-            place: where this rank is, for people.
-            payload: picklable; what the others get to see.
-
-        Returns:
-            The payloads in rank order.
-
-        Raises:
-            ReplicaError: on all ranks, if they are in different places.
-        """
-        everyone = self._comm.all_gather_object((place, payload), "roll call")
-        places = [where for where, _ in everyone]
-        if len(set(places)) > 1:
-            listed = "; ".join(f"rank {rank} is at {where}" for rank, where in enumerate(places))
-            raise ReplicaError(
-                f"the ranks are in different places: {listed}. Give fit the same arguments on every rank: validation "
-                "data, epochs and initial_epoch too."
-            )
-        return [said for _, said in everyone]
+        """See `hvdx.keras.lockstep.meet`."""
+        return meet(self._comm, place, payload)
 
     def limit_steps(self, steps: list[int | None], steps_per_execution: int) -> None:
         """Have every epoch end where the rank with the fewest batches ends.

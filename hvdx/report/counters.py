@@ -15,22 +15,30 @@ class Counters:
         steps: training steps taken by this rank.
         steps_before: steps taken in earlier epochs.
         seconds: wall time of the fit.
-        exchange_seconds: wall time between the last gradient and the last combined gradient, over all steps; waiting
-            for slower ranks is part of it.
-        exchanges: how often gradients or updates were combined.
-        bytes_sent: bytes that this rank sent.
-        telemetry: what the exchanges of each optimiser cost, in detail.
+        telemetry: what the exchanges of each optimiser cost, in detail; empty until `finish`.
     """
 
     size: int = 1
     steps: int = 0
     steps_before: int = 0
     seconds: float = 0.0
-    exchange_seconds: float = 0.0
-    exchanges: int = 0
-    bytes_sent: int = 0
     telemetry: list[Any] = field(default_factory=list)
     _begin: float = field(default=0.0, repr=False)
+
+    @property
+    def exchange_seconds(self) -> float:
+        """Wall time between the last gradient and the last combined one, over all steps; waiting is part of it."""
+        return sum((c.encoding + c.waiting + c.exchanging + c.decoding for c in self.telemetry), 0.0)
+
+    @property
+    def exchanges(self) -> int:
+        """How often gradients or updates were combined."""
+        return max((cost.steps for cost in self.telemetry), default=0)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank sent."""
+        return sum(cost.sent for cost in self.telemetry)
 
     @property
     def bytes_per_exchange(self) -> int:
@@ -45,7 +53,3 @@ class Counters:
         """Stop the time, and take in what the exchanges of each optimiser counted."""
         self.seconds = time.perf_counter() - self._begin
         self.telemetry = list(costs)
-        for cost in self.telemetry:
-            self.exchange_seconds += cost.encoding + cost.waiting + cost.exchanging + cost.decoding
-            self.exchanges = max(self.exchanges, cost.steps)
-            self.bytes_sent += cost.sent

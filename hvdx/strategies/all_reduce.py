@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 from hvdx.comm import GraphComm
 from hvdx.comm.base import Reduction, Wire
 from hvdx.errors import ConfigError
-from hvdx.strategies.base import GraphStrategy, TensorSpec
+from hvdx.strategies.base import GraphStrategy, TensorSpec, one_of
 
 Op = Literal["average", "sum"]
 Sparse = Literal["gather", "dense"]
@@ -53,9 +53,9 @@ class AllReduce(GraphStrategy):
         device: str = "",
         device_sparse: str = "",
     ):
-        _one_of("op", op, get_args(Op))
-        _one_of("compression", compression, get_args(Wire))
-        _one_of("sparse", sparse, get_args(Sparse))
+        one_of("AllReduce", "op", op, get_args(Op))
+        one_of("AllReduce", "compression", compression, get_args(Wire))
+        one_of("AllReduce", "sparse", sparse, get_args(Sparse))
         if isinstance(groups, int) and groups < 1:
             raise ConfigError(f"AllReduce: groups: expected 1 or more, got {groups}.")
         if gradient_predivide_factor <= 0 or (gradient_predivide_factor != 1 and op != "average"):
@@ -88,16 +88,3 @@ class AllReduce(GraphStrategy):
         """See `Strategy.bytes_per_step`: a ring sends 2 (N - 1) / N times the payload; embeddings count as dense."""
         payload = sum(s.elements * (s.itemsize if self.compression == "none" else 2) for s in specs)
         return round(payload * 2 * (size - 1) / size)
-
-    def __repr__(self) -> str:
-        """The call that makes this strategy, without what is at its default."""
-        defaults = {"op": "average", "compression": "none", "groups": 1, "sparse": "gather"}
-        defaults |= {"gradient_predivide_factor": 1.0, "device": "", "device_sparse": ""}
-        given = [f"{k}={getattr(self, k)!r}" for k, v in defaults.items() if getattr(self, k) != v]
-        return f"AllReduce({', '.join(given)})"
-
-
-def _one_of(option: str, value: Any, known: tuple[Any, ...]) -> None:
-    if value not in known:
-        listed = ", ".join(repr(k) for k in known)
-        raise ConfigError(f"AllReduce: {option}: expected one of {listed}, got {value!r}.")

@@ -10,7 +10,7 @@ from hvdx.comm import Comm
 from hvdx.errors import ConfigError
 from hvdx.strategies import link
 from hvdx.strategies.all_reduce import AllReduce
-from hvdx.strategies.base import Exchange, HostStrategy, Strategy, TensorSpec
+from hvdx.strategies.base import Exchange, HostStrategy, Strategy, TensorSpec, views
 from hvdx.strategies.telemetry import Telemetry
 from hvdx.strategies.threshold import Threshold
 
@@ -116,10 +116,6 @@ class Auto(Strategy):
         """See `Strategy.bytes_per_step`; of the steps that are measured."""
         return AllReduce().bytes_per_step(specs, size)
 
-    def __repr__(self) -> str:
-        """The call that makes this strategy."""
-        return "Auto()" if self.budget == 0.1 else f"Auto(budget={self.budget})"
-
 
 class Trial(HostStrategy):
     """Mean gradients over MPI, without Horovod, while steps are measured."""
@@ -139,10 +135,6 @@ class Trial(HostStrategy):
     def bytes_per_step(self, specs: Sequence[TensorSpec], size: int) -> int:
         """See `Strategy.bytes_per_step`."""
         return AllReduce().bytes_per_step(specs, size)
-
-    def __repr__(self) -> str:
-        """The call that makes this strategy."""
-        return "Trial()"
 
 
 class TrialExchange(Exchange):
@@ -179,8 +171,7 @@ class TrialExchange(Exchange):
         counts.exchanging += self._left - begin
         sent = round(2 * (self._size - 1) / self._size * self._flat.nbytes)
         counts.sent, counts.received = counts.sent + sent, counts.received + sent
-        ends = np.cumsum([s.elements for s in self._specs]).tolist()
-        return [self._flat[e - s.elements : e].reshape(s.shape) for e, s in zip(ends, self._specs, strict=True)]
+        return views(self._flat, self._specs)
 
     @property
     def ready(self) -> bool:

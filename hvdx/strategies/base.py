@@ -1,6 +1,7 @@
 """The contract of a strategy: one way in which the workers combine their work."""
 
 import abc
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -8,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from hvdx.comm import Comm, GraphComm
-from hvdx.errors import ReplicaError
+from hvdx.errors import ConfigError, ReplicaError
 from hvdx.strategies.telemetry import Telemetry
 
 
@@ -54,9 +55,14 @@ class Strategy(abc.ABC):
             size: number of ranks.
         """
 
-    @abc.abstractmethod
     def __repr__(self) -> str:
-        """The call that makes this strategy."""
+        """The call that makes this strategy, without what is at its default; options are attributes of their names."""
+        given = [f"{k}={getattr(self, k)!r}" for k, v in self._defaults().items() if getattr(self, k) != v]
+        return f"{type(self).__name__}({', '.join(given)})"
+
+    def _defaults(self) -> dict[str, Any]:
+        """The options, each with the value that `repr` leaves out."""
+        return {k: p.default for k, p in inspect.signature(type(self)).parameters.items()}
 
 
 class GraphStrategy(Strategy):
@@ -160,6 +166,34 @@ class Exchange(abc.ABC):
         Raises:
             ConfigError: it is of other tensors, or of other options.
         """
+
+
+def one_of(where: str, option: str, value: Any, known: Sequence[Any]) -> None:
+    """Refuse a value that an option does not have.
+
+    Args:
+        where: whose option it is, for the message.
+        option: its name.
+        value: what was given.
+        known: what there is.
+
+    Raises:
+        ConfigError: the value is none of them.
+    """
+    if value not in known:
+        listed = ", ".join(repr(k) for k in known)
+        raise ConfigError(f"{where}: {option}: expected one of {listed}, got {value!r}.")
+
+
+def views(flat: np.ndarray, specs: Sequence[TensorSpec]) -> list[np.ndarray]:
+    """A flat array as the tensors that stand in it one after another.
+
+    Args:
+        flat: as many elements as the tensors have together.
+        specs: the tensors, in their order.
+    """
+    ends = np.cumsum([s.elements for s in specs]).tolist()
+    return [flat[end - s.elements : end].reshape(s.shape) for end, s in zip(ends, specs, strict=True)]
 
 
 def agree_on_strategy(strategy: Strategy, comm: Comm) -> None:

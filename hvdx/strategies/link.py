@@ -63,7 +63,7 @@ def probe(channel: Channel) -> Link:
 def _slowest(channel: Channel, message: np.ndarray) -> float:
     """Seconds that an exchange took, on the rank where it took longest."""
     mine = channel.exchange([], message)
-    return max(channel.exchange([round(1e9 * mine.seconds)]).heads[:, 0]) / 1e9
+    return slowest(channel.exchange([round(1e9 * mine.seconds)]).heads[:, 0].tolist())
 
 
 class Estimate:

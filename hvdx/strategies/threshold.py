@@ -5,7 +5,6 @@ There is no server: all workers add what all workers sent, the sender's own incl
 that they share stay the same to the bit.
 """
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,7 +13,7 @@ import numpy as np
 from hvdx.comm import Comm
 from hvdx.errors import ConfigError
 from hvdx.strategies import link, warmup
-from hvdx.strategies.base import HostStrategy, TensorSpec
+from hvdx.strategies.base import HostStrategy, TensorSpec, one_of
 
 if TYPE_CHECKING:
     from hvdx.codec import Threshold as Codec
@@ -78,8 +77,8 @@ class Threshold(HostStrategy):
             raise ConfigError(
                 f"threshold: target_density: expected 'link' or a share between 0 and 1, got {target_density!r}."
             )
-        _one_of("placement", placement, ("update", "gradient"))
-        _one_of("op", op, ("mean", "sum"))
+        one_of("threshold", "placement", placement, ("update", "gradient"))
+        one_of("threshold", "op", op, ("mean", "sum"))
         if lead is not None and (isinstance(lead, bool) or not isinstance(lead, int | float) or not 0 <= lead <= 10):
             raise ConfigError(f"threshold: lead: expected a number from 0 to 10, got {lead!r}.")
         if lead and placement == "gradient":
@@ -160,13 +159,9 @@ class Threshold(HostStrategy):
         mine["codec.residual"] = residual.astype(np.float32)
         return mine
 
-    def __repr__(self) -> str:
-        """The call that makes this strategy, without what is at its default."""
-        defaults = {k: p.default for k, p in inspect.signature(type(self)).parameters.items()}
-        if self.tau is None:
-            defaults["target_density"] = "link"
-        given = [f"{k}={getattr(self, k)!r}" for k, v in defaults.items() if getattr(self, k) != v]
-        return f"Threshold({', '.join(given)})"
+    def _defaults(self) -> dict[str, Any]:
+        # What a density that is not given stands for.
+        return super()._defaults() | ({"target_density": "link"} if self.tau is None else {})
 
 
 def _warmup(text: str, tau: float | None) -> warmup.Warmup:
@@ -177,9 +172,3 @@ def _warmup(text: str, tau: float | None) -> warmup.Warmup:
             "warmup='dense' or 'workers'."
         )
     return start
-
-
-def _one_of(option: str, value: Any, known: tuple[str, ...]) -> None:
-    if value not in known:
-        listed = ", ".join(repr(k) for k in known)
-        raise ConfigError(f"threshold: {option}: expected one of {listed}, got {value!r}.")

@@ -11,10 +11,10 @@ import numpy as np
 
 from hvdx import codec
 from hvdx.comm import Comm, Received
-from hvdx.comm.launcher import share_of_cores
+from hvdx.comm.launcher import kernel_threads
 from hvdx.errors import ConfigError, HvdxError, ReplicaError, UpdateError
 from hvdx.strategies import link
-from hvdx.strategies.base import Exchange, TensorSpec, agree_on_strategy
+from hvdx.strategies.base import Exchange, TensorSpec, agree_on_strategy, views
 from hvdx.strategies.telemetry import Telemetry
 
 if TYPE_CHECKING:
@@ -72,14 +72,14 @@ class ThresholdExchange(Exchange):
         self._strategy, self._size, self._rank = strategy, comm.size, comm.rank
         self._agree(comm, specs)
         self._channel = comm.channel("the updates")
-        self._threads = strategy.threads or share_of_cores(comm.local_size)
+        self._threads = strategy.threads or kernel_threads(comm.local_size)
         self._sizes = [s.elements for s in specs]
         self._names = [s.name for s in specs]
         self._n = sum(self._sizes)
         self._lead = lead
         # What is handed out; while an update is encoded, where it is scaled.
         self._flat = np.zeros(self._n, np.float32)
-        self._out = _views(self._flat, specs)
+        self._out = views(self._flat, specs)
         self._specs = list(specs)
         self._thread = ThreadPoolExecutor(1, "hvdx-exchange") if strategy.overlap else None
         self._pending: tuple[_Sent, Future[Received]] | None = None
@@ -148,7 +148,7 @@ class ThresholdExchange(Exchange):
     @property
     def unsent(self) -> list[np.ndarray]:
         """See `Exchange.unsent`."""
-        return _views(self._state.residual, self._specs)
+        return views(self._state.residual, self._specs)
 
     def flush(self) -> list[np.ndarray] | None:
         """See `Exchange.flush`."""
@@ -172,8 +172,12 @@ class ThresholdExchange(Exchange):
         if what is not None:
             sent, received = what
             scale = 1.0 / sent.active if self._strategy.op == "mean" else 1.0
-            (self._bfloat16 if sent.dense else self._codec).decode(received.messages[: sent.active], self._out, scale)
+            self._codec_of(sent).decode(received.messages[: sent.active], self._out, scale)
         return self._out
+
+    def _codec_of(self, sent: _Sent) -> codec.Codec[Any]:
+        """What a message was encoded with."""
+        return self._bfloat16 if sent.dense else self._codec
 
     def _encode(self, tensors: Sequence[np.ndarray], finite: bool) -> _Sent:
         start = self._strategy.start
@@ -252,7 +256,7 @@ class ThresholdExchange(Exchange):
         added at once when it ends.
         """
         if sent.message.size:
-            (self._bfloat16 if sent.dense else self._codec).decode([sent.message], [self._state.residual])
+            self._codec_of(sent).decode([sent.message], [self._state.residual])
             for tensor, residual in zip(sent.update, self.unsent, strict=True):
                 np.subtract(residual, tensor, out=residual)
 
@@ -351,9 +355,3 @@ class ThresholdExchange(Exchange):
         self._step = int(arrays["step"])
         if self._strategy.target_density == "link":
             self._density = float(arrays["density"])
-
-
-def _views(flat: np.ndarray, specs: Sequence[TensorSpec]) -> list[np.ndarray]:
-    """A flat array as the tensors that stand in it one after another."""
-    ends = np.cumsum([s.elements for s in specs]).tolist()
-    return [flat[end - s.elements : end].reshape(s.shape) for end, s in zip(ends, specs, strict=True)]

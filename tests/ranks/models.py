@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import hvdx
 from hvdx import comm as world
@@ -53,3 +54,31 @@ def assert_close(model, reference, tolerance=2e-5):
     """The weights of two models agree within float rounding."""
     for a, b in zip(model.get_weights(), reference.get_weights(), strict=True):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+class TwoPlayers(keras.Model):
+    """A custom train_step with two optimisers, each for a part of the weights, as a GAN has."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = keras.layers.Dense(4), keras.layers.Dense(CLASSES)
+        self.loss_fn = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    def compile(self, momentum=0.0):
+        super().compile(optimizer=keras.optimizers.SGD(0.1, momentum=momentum))
+        self.other_optimizer = keras.optimizers.Adam(0.01)
+
+    def call(self, x):
+        return self.second(self.first(x))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            loss = self.loss_fn(y, self(x, training=True))
+        mine, others = self.first.trainable_variables, self.second.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, mine), mine)
+        self.apply_other(tape.gradient(loss, others), others)
+        return {"my_loss": loss}
+
+    def apply_other(self, gradients, variables):
+        self.other_optimizer.apply(gradients, variables)

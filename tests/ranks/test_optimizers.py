@@ -200,33 +200,12 @@ def test_variable_without_gradient_is_left_alone():
     trained_like_one_process(OPTIMIZERS["momentum"], layers=[Idle, lambda: keras.layers.Dense(5)])
 
 
-class TwoPlayers(keras.Model):
-    """A custom train_step with two optimisers, as a GAN has."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = keras.layers.Dense(4), keras.layers.Dense(models.CLASSES)
-        self.loss_fn = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-
-    def compile(self):
-        super().compile(optimizer=keras.optimizers.SGD(0.1))
-        self.other_optimizer = keras.optimizers.Adam(0.01)
-
-    def call(self, x):
-        return self.second(self.first(x))
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape(persistent=True) as tape:
-            loss = self.loss_fn(y, self(x, training=True))
-        mine, others = self.first.trainable_variables, self.second.trainable_variables
-        self.optimizer.apply(tape.gradient(loss, mine), mine)
-        self.other_optimizer.apply_gradients(zip(tape.gradient(loss, others), others, strict=True))
-        return {"my_loss": loss}
-
-
 def test_custom_train_step_with_two_optimizers_in_an_unbuilt_model():
-    model = TwoPlayers()
+    class Pairs(models.TwoPlayers):
+        def apply_other(self, gradients, variables):
+            self.other_optimizer.apply_gradients(zip(gradients, variables, strict=True))
+
+    model = Pairs()
     model.compile()
     history = models.fit(model, [hvd.Distribute()], epochs=3).history["my_loss"]
     models.assert_identical(model)
@@ -348,21 +327,14 @@ def test_groups_leave_before_the_last_gradient_is_there():
 
 
 def test_optimizers_in_containers_and_layers_take_part():
-    class Nested(TwoPlayers):
+    class Nested(models.TwoPlayers):
         def compile(self):
             super().compile()
             self.more = {"list": [self.other_optimizer]}
             self.other_optimizer = None
 
-        def train_step(self, data):
-            self_other = self.more["list"][0]
-            x, y = data
-            with tf.GradientTape(persistent=True) as tape:
-                loss = self.loss_fn(y, self(x, training=True))
-            mine, others = self.first.trainable_variables, self.second.trainable_variables
-            self.optimizer.apply(tape.gradient(loss, mine), mine)
-            self_other.apply(tape.gradient(loss, others), others)
-            return {"my_loss": loss}
+        def apply_other(self, gradients, variables):
+            self.more["list"][0].apply(gradients, variables)
 
     model = Nested()
     model.compile()
