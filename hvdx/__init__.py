@@ -2,14 +2,26 @@
 
 from typing import TYPE_CHECKING, Any
 
-from hvdx.strategies import AllReduce, Auto, Threshold
+from hvdx.strategies import AllReduce, Auto, ParameterAveraging, Threshold
 from hvdx.version import __version__
 
 if TYPE_CHECKING:
     from hvdx.keras.data import shard
     from hvdx.keras.horovod_api import init, local_rank, local_size, rank, size
 
-__all__ = ["AllReduce", "Auto", "Threshold", "__version__", "init", "local_rank", "local_size", "rank", "shard", "size"]
+__all__ = [
+    "AllReduce",
+    "Auto",
+    "ParameterAveraging",
+    "Threshold",
+    "__version__",
+    "init",
+    "local_rank",
+    "local_size",
+    "rank",
+    "shard",
+    "size",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -126,9 +126,15 @@ def build(data, model: str, hidden: int | None, optimizer: str, learning_rate: f
 
 
 def costs(counters) -> list[tuple[str, str]]:
-    """Rows about compressed updates, where they were compressed."""
+    """Rows about compressed updates, or about averages, where there were any."""
     rows = []
     for cost in counters.telemetry:
+        averages = getattr(cost, "averages", 0)
+        if averages:
+            rows += [
+                ("averages of the weights", f"{averages}, {1e3 * cost.exchanging / averages:.0f} ms each"),
+                ("apart before the last one", f"{100 * cost.apart:.2g} %"),
+            ]
         if not cost.entries:
             continue
         steps, parts = cost.steps, ("computing", "encoding", "waiting", "exchanging", "decoding")

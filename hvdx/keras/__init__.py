@@ -33,7 +33,7 @@ from hvdx.keras.horovod_api import (
     shutdown,
     size,
 )
-from hvdx.keras.optimizer import flush
+from hvdx.keras.optimizer import count_samples, flush
 
 __all__ = [
     "Adasum",
@@ -54,6 +54,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_variables",
     "callbacks",
+    "count_samples",
     "cross_rank",
     "cross_size",
     "flush",

@@ -8,7 +8,8 @@ import keras
 from hvdx import comm as world
 from hvdx.errors import ConfigError
 from hvdx.keras import metrics, replicas
-from hvdx.keras.optimizer import binding_of, innermost, optimizers_of
+from hvdx.keras.optimizer import binding_of, optimizers_of
+from hvdx.keras.optimizer_state import innermost
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):

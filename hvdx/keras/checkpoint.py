@@ -3,7 +3,7 @@
 import importlib
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -13,10 +13,11 @@ import tensorflow as tf
 from hvdx import comm as world
 from hvdx.errors import ConfigError, ReplicaError
 from hvdx.keras import data, neighbours, replicas
-from hvdx.keras.binding import HostBinding
+from hvdx.keras.binding import Binding
 from hvdx.keras.checkpoint_folder import Arrays, Folder, Saved
 from hvdx.keras.lockstep import Lockstep
-from hvdx.keras.optimizer import binding_of, innermost, local_variables, optimizers_of, private_variables
+from hvdx.keras.optimizer import binding_of, optimizers_of, own_variables
+from hvdx.keras.optimizer_state import innermost, local_variables
 from hvdx.version import __version__
 
 Assignments = list[tuple[Any, np.ndarray]]
@@ -111,11 +112,17 @@ def save(directory: str | os.PathLike[str], model: Any, epoch: int, keep: int = 
     for optimizer in optimizers_of(model):
         binding = binding_of(optimizer)
         if binding is not None:
-            binding.flush()
-    private, state = _ids(private_variables, model), replicas.optimizer_state_of(model)
-    shared = _numbered("weights", model.weights) | _numbered("optimizer", state, lambda v: id(v) not in private)
-    own = _numbered("optimizer", state, lambda v: id(v) in private) | _own_arrays(model)
-    folder.write(epoch, _manifest(model, own, state, private), shared, own, keep)
+            binding.before_saving()
+    own, groups = (
+        _ids(own_variables, model),
+        {"weights": model.weights, "optimizer": replicas.optimizer_state_of(model)},
+    )
+    shared: dict[str, np.ndarray] = {}
+    mine = _own_arrays(model)
+    for name, variables in groups.items():
+        shared |= _numbered(name, variables, lambda v: id(v) not in own)
+        mine |= _numbered(name, variables, lambda v: id(v) in own)
+    folder.write(epoch, _manifest(model, groups, mine), shared, mine, keep)
 
 
 def restore(directory: str | os.PathLike[str], model: Any) -> int | None:
@@ -163,18 +170,16 @@ def restore(directory: str | os.PathLike[str], model: Any) -> int | None:
 # -- what is saved ----------------------------------------------------------------------------------------------------
 
 
-def _manifest(
-    model: Any, own: Mapping[str, np.ndarray], state: Sequence[Any], private: Collection[int]
-) -> dict[str, Any]:
+def _manifest(model: Any, groups: Mapping[str, Sequence[Any]], mine: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """What a checkpoint says of itself, apart from the arrays; for people as well."""
     return {
         "hvdx": __version__,
         "drawn": data.state()[0],
-        "weights": [_described(v) for v in model.weights],
-        "optimizer": [_described(v) for v in state],
-        "private": [i for i, v in enumerate(state) if id(v) in private],
+        **{name: [_described(v) for v in variables] for name, variables in groups.items()},
+        # Of which every rank has its own.
+        "own": {name: [i for i in range(len(vs)) if f"{name}.{i}" in mine] for name, vs in groups.items()},
         "optimizers": [
-            _optimizer_manifest(optimizer, model, any(name.startswith(f"strategy.{i}.") for name in own))
+            _optimizer_manifest(optimizer, model, any(name.startswith(f"strategy.{i}.") for name in mine))
             for i, optimizer in enumerate(optimizers_of(model))
         ],
     }
@@ -187,9 +192,9 @@ def _optimizer_manifest(optimizer: Any, model: Any, remembers: bool) -> dict[str
         "trains": _positions(trained, model) if optimizer.built else None,
         "strategy": None,
     }
-    if isinstance(binding, HostBinding) and remembers:
+    if binding is not None and remembers:
         exchanged = _positions(binding.exchanged, model)
-        says |= {"strategy": repr(binding.strategy), "kind": _kind(binding), "exchanges": exchanged}
+        says |= {"strategy": repr(binding.strategy), "kind": binding.kind, "exchanges": exchanged}
     return says
 
 
@@ -201,8 +206,8 @@ def _own_arrays(model: Any) -> dict[str, np.ndarray]:
         own["generator"] = _array(common.state)
     for i, optimizer in enumerate(optimizers_of(model)):
         binding = binding_of(optimizer)
-        if isinstance(binding, HostBinding) and binding.exchange is not None:
-            own |= {f"strategy.{i}.{name}": array for name, array in binding.exchange.arrays().items()}
+        if binding is not None:
+            own |= {f"strategy.{i}.{name}": array for name, array in binding.arrays().items()}
     return own
 
 
@@ -234,12 +239,12 @@ class _Restoring:
         self._build_optimizers()
         state = replicas.optimizer_state_of(model)
         self._compare("optimizer", manifest["optimizer"], state)
-        own = set(manifest["private"])
         shared = self._saved.shared()
-        found = [(v, shared[f"weights.{i}"]) for i, v in enumerate(model.weights)]
-        found += [(v, shared[f"optimizer.{i}"]) for i, v in enumerate(state) if i not in own]
-        found += self._of_ranks("optimizer", {i: v for i, v in enumerate(state) if i in own})
-        found += self._accumulated() + self._generators()
+        found = self._accumulated() + self._generators()
+        for name, variables in (("weights", model.weights), ("optimizer", state)):
+            own = set(manifest["own"][name])
+            found += [(v, shared[f"{name}.{i}"]) for i, v in enumerate(variables) if i not in own]
+            found += self._of_ranks(name, {i: v for i, v in enumerate(variables) if i in own})
         return [(variable, self._fitting(variable, value)) for variable, value in found]
 
     def _compare(self, what: str, there: Sequence[str], variables: Sequence[Any]) -> None:
@@ -265,7 +270,7 @@ class _Restoring:
 
     def _of_ranks(self, name: str, variables: Mapping[int, Any]) -> Assignments:
         """This rank's own values; the mean over the ranks, where their number was another or they are shared now."""
-        still = _ids(private_variables, self._model) | {id(v) for v in _accumulated(self._model)}
+        still = _ids(lambda o: own_variables(o, now=False), self._model) | {id(v) for v in _accumulated(self._model)}
         if self._size == self._ranks and all(id(v) in still for v in variables.values()):
             mine = self._saved.rank(self._rank)
             return [(v, mine[f"{name}.{i}"]) for i, v in variables.items()]
@@ -309,7 +314,7 @@ class _Restoring:
             )
         return value
 
-    def states(self) -> list[tuple[HostBinding, dict[str, np.ndarray], list[Any]]]:
+    def states(self) -> list[tuple[Binding, dict[str, np.ndarray], list[Any]]]:
         """Each binding that goes on, with what its strategy remembered and the weights that it exchanged."""
         found, weights = [], self._model.weights
         for i, (says, optimizer) in enumerate(
@@ -318,19 +323,19 @@ class _Restoring:
             binding = binding_of(optimizer)
             if says["strategy"] is None:
                 continue
-            if not isinstance(binding, HostBinding) or _kind(binding) != says["kind"] or says["exchanges"] is None:
+            if binding is None or binding.kind != says["kind"] or says["exchanges"] is None:
                 now = "one process trains alone" if binding is None else f"this is {binding.strategy!r}"
-                _say(f"{self._saved.path}: what {says['strategy']} had not sent yet is dropped, since {now}")
+                _say(f"{self._saved.path}: what {says['strategy']} remembered is dropped, since {now}")
                 continue
             found.append((binding, self._state(i, binding), [weights[k] for k in says["exchanges"]]))
         return found
 
-    def _state(self, i: int, binding: HostBinding) -> dict[str, np.ndarray]:
+    def _state(self, i: int, binding: Binding) -> dict[str, np.ndarray]:
         prefix = f"strategy.{i}."
         if self._size == self._ranks:
             return dict(self._mine().part(prefix))
         saved = [self._saved.rank(rank).part(prefix) for rank in range(self._ranks)]
-        return binding.strategy.merge(saved, self._rank, self._size)
+        return binding.merge(saved, self._rank, self._size)
 
 
 _OTHER_MODEL = "It is of another model: give another directory, or the model that was saved."
@@ -409,11 +414,6 @@ def _mean(values: Sequence[np.ndarray], variable: Any) -> np.ndarray:
     dtype = tf.as_dtype(variable.dtype).as_numpy_dtype
     values = [v.view(dtype) if v.dtype.kind == "V" else v for v in values]
     return np.mean([v.astype(np.float64) for v in values], axis=0).astype(dtype)
-
-
-def _kind(binding: HostBinding) -> str:
-    """What a strategy must have in common with another to go on from its state."""
-    return f"{binding.strategy.name}, {binding.strategy.placement}"
 
 
 def _say(what: str) -> None:

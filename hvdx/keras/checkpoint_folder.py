@@ -29,7 +29,7 @@ from hvdx.keras.lockstep import meet
 T = TypeVar("T")
 
 # Of the files, not of hvdx.
-_FORMAT = 1
+_FORMAT = 2
 # How long a rank looks for what rank 0 has made: file systems of a network take a moment.
 _PATIENCE_SECONDS = 2.0
 _NAME = re.compile(r"epoch-(\d+)")

@@ -10,13 +10,15 @@ from hvdx import comm as world
 from hvdx.comm import Comm
 from hvdx.comm.launcher import kernel_threads
 from hvdx.errors import ConfigError, NotDistributedError, ReplicaError
-from hvdx.keras import data, metrics, neighbours, replicas, updates
-from hvdx.keras.binding import Binding, HostBinding
+from hvdx.keras import data, metrics, neighbours, replicas, samples, updates
+from hvdx.keras.binding import Binding
 from hvdx.keras.callbacks import MetricAverageCallback
+from hvdx.keras.host_binding import HostBinding
 from hvdx.keras.lockstep import Lockstep
-from hvdx.keras.optimizer import attach, binding_of, detach, innermost, optimizers_of, private_variables
+from hvdx.keras.optimizer import attach, binding_of, detach, optimizers_of, own_variables
+from hvdx.keras.optimizer_state import innermost
 from hvdx.report.counters import Counters
-from hvdx.strategies import Strategy, Threshold, agree_on_strategy, resolve
+from hvdx.strategies import ParameterAveraging, Strategy, Threshold, agree_on_strategy, resolve
 from hvdx.strategies.auto import Auto, Measured, TrialExchange
 from hvdx.strategies.telemetry import Telemetry, followed, merged
 
@@ -106,6 +108,8 @@ class Distribute(keras.callbacks.Callback):
                     "hvdx: jit_compile is off during this fit: XLA cannot compile what talks to other ranks.",
                     file=sys.stderr,
                 )
+        if isinstance(self.strategy, ParameterAveraging) and self.strategy.weighted:
+            samples.count_in(self.model)
         self.model.make_train_function(force=True)
         if not self._found:
             self._last.on_train_begin(logs)
@@ -146,14 +150,14 @@ class Distribute(keras.callbacks.Callback):
 
     def _make_alike(self) -> None:
         # Where an optimiser has gone on with its own rank's gradients, its momenta stay with their residual.
-        private = [v for o in optimizers_of(self.model) if self._continues(o) for v in private_variables(o)]
+        private = [v for o in optimizers_of(self.model) if self._continues(o) for v in own_variables(o)]
         replicas.make_alike(self.model, 0, self._comm, {id(v) for v in private})
         self._alike = True
 
     @staticmethod
     def _continues(optimizer: Any) -> bool:
         binding = binding_of(optimizer)
-        return isinstance(binding, HostBinding) and binding.continues
+        return binding is not None and binding.continues
 
     def on_train_end(self, logs: Any = None) -> None:
         """Leave a plain Keras model behind, but for optimisers that a script tied itself."""
@@ -165,6 +169,7 @@ class Distribute(keras.callbacks.Callback):
             if bound is not None and bound.owner is self:
                 detach(optimizer)
         self._bindings = []
+        samples.stop_in(self.model)
         if self._jit_compile is not None:
             self.model.jit_compile, self._jit_compile = self._jit_compile, None
         self.model.train_function = None
@@ -244,7 +249,7 @@ class Distribute(keras.callbacks.Callback):
         return [followed(a, b) for a, b in zip(self._trial_costs, now, strict=True)]
 
     def _reports(self) -> bool:
-        return any(isinstance(b, HostBinding) for b in self._bindings)
+        return any(b.reports for b in self._bindings)
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Validation is about to overwrite the training metrics, and must see the same weights everywhere."""
@@ -293,5 +298,6 @@ class Distribute(keras.callbacks.Callback):
             binding.flush()
 
     def _check(self, when: str) -> None:
-        weights = [*self.model.trainable_weights, *replicas.optimizer_state_of(self.model, private=False)]
-        replicas.check_identical(weights, self._comm, when)
+        own = {id(v) for optimizer in optimizers_of(self.model) for v in own_variables(optimizer)}
+        variables = [*self.model.trainable_weights, *replicas.optimizer_state_of(self.model)]
+        replicas.check_identical([v for v in variables if id(v) not in own], self._comm, when)

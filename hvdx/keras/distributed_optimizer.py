@@ -10,7 +10,8 @@ import tensorflow as tf
 from hvdx import comm as world
 from hvdx.errors import ConfigError
 from hvdx.keras.horovod_api import Average, Compression, operation, wire
-from hvdx.keras.optimizer import attach, innermost
+from hvdx.keras.optimizer import attach
+from hvdx.keras.optimizer_state import innermost
 from hvdx.strategies import AllReduce, GraphStrategy, Strategy, agree_on_strategy, resolve
 
 _numbers = itertools.count()

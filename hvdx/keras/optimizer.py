@@ -4,8 +4,8 @@ Keras applies gradients in this order: skip the step if the loss scale overflowe
 The ranks' gradients have to be combined after the accumulation, so that nothing travels in micro-steps, and before the
 clipping, so that the norm is that of the combined gradient, as it would be in one process with the whole batch. The
 one method that runs exactly there is `_clip_gradients`; what combines updates stands around `_backend_update_step`,
-after it. Methods of the instance are replaced; its class stays as it is, so that Keras saves, compares and copies a
-plain optimiser.
+after it. Averaging weights stands around the whole of `apply`. Methods of the instance are replaced; its class stays
+as it is, so that Keras saves, compares and copies a plain optimiser.
 """
 
 import types
@@ -14,9 +14,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdx import comm as world
+from hvdx.comm import GraphComm
 from hvdx.errors import ConfigError
-from hvdx.keras.binding import Binding, bind
-from hvdx.strategies import Strategy
+from hvdx.keras.averaging_binding import AveragingBinding
+from hvdx.keras.binding import Binding
+from hvdx.keras.graph_binding import GraphBinding
+from hvdx.keras.host_binding import HostBinding
+from hvdx.keras.optimizer_state import innermost
+from hvdx.strategies import GraphStrategy, HostStrategy, ParameterAveraging, Strategy
 
 _BINDING = "_hvdx_binding"
 _REPLACED = ("_backend_apply_gradients", "_clip_gradients", "_backend_update_step")
@@ -46,25 +52,43 @@ def attach(optimizer: Any, strategy: Strategy, name: str, gain: float = 1.0) -> 
             )
         return bound
     _check_kind(innermost(optimizer))
-    binding = bind(strategy, innermost(optimizer), name, gain)
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+    binding = _bind(strategy, optimizer, name, gain)
+    if isinstance(binding, AveragingBinding):
+        _watch_steps(optimizer, binding)
+    elif isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         _agree_on_overflow(optimizer, binding)
     _replace_methods(innermost(optimizer), binding)
     return binding
 
 
+def _bind(strategy: Strategy, optimizer: Any, name: str, gain: float) -> Binding:
+    """Make the binding that a strategy needs; starts Horovod for those that use it."""
+    if isinstance(strategy, HostStrategy):
+        if isinstance(world.start(), GraphComm) and world.start().size > 1:
+            world.start().channel("what this strategy sends")  # refuses, and says what can
+        return HostBinding(strategy, world.start(), innermost(optimizer), name, gain)
+    if isinstance(strategy, GraphStrategy):
+        return GraphBinding(strategy, world.graph(), name, gain)
+    if isinstance(strategy, ParameterAveraging):
+        return AveragingBinding(strategy, world.graph(), optimizer, name, gain)
+    raise ConfigError(
+        f"strategy {strategy!r}: it has to see the steps of a fit before it can choose. Use the Distribute callback, "
+        "or name a strategy: hvdx.AllReduce(), hvdx.Threshold()."
+    )
+
+
 def detach(optimizer: Any) -> None:
     """Make an optimiser a plain one again; one that is plain already stays as it is."""
     for part in (optimizer, innermost(optimizer)):
-        for attribute in (*_REPLACED, "check_finite", _BINDING):
+        for attribute in (*_REPLACED, "apply", "check_finite", _BINDING):
             if attribute in vars(part):
                 delattr(part, attribute)
 
 
 def flush(optimizer: Any) -> None:
-    """Add what is still on its way from a step that overlaps with the next one; nothing to do for other strategies.
+    """Make the weights those of all ranks: add what is still on its way, or average what each has trained alone.
 
-    Call it on all ranks before looking at the weights in a loop of your own. `Distribute` does.
+    Call it on all ranks before looking at the weights in a loop of your own, and at its end. `Distribute` does.
 
     Args:
         optimizer: a distributed one, or a plain one.
@@ -75,6 +99,21 @@ def flush(optimizer: Any) -> None:
     binding = binding_of(optimizer)
     if binding is not None:
         binding.flush()
+
+
+def count_samples(optimizer: Any, count: Any) -> None:
+    """Tell `ParameterAveraging(weighted=True)` how many samples the next step is made of; `Distribute` does.
+
+    Args:
+        optimizer: a distributed one, or a plain one, for which nothing is done.
+        count: a whole number, or a scalar tensor.
+
+    Example:
+        >>> count_samples(keras.optimizers.SGD(0.1), 64)
+    """
+    binding = binding_of(optimizer)
+    if isinstance(binding, AveragingBinding):
+        binding.count_samples(count)
 
 
 def binding_of(optimizer: Any) -> Binding | None:
@@ -102,19 +141,10 @@ def _leaves(value: Any) -> list[Any]:
     return [value]
 
 
-def local_variables(optimizer: Any) -> list[Any]:
-    """What an optimiser keeps that belongs to its rank: gradients that it is still accumulating."""
-    return list(getattr(innermost(optimizer), "_accumulated_gradients", ()))
-
-
-def private_variables(optimizer: Any) -> list[Any]:
-    """The state of an optimiser that works on its own rank's gradients: momenta, but not the count of steps."""
-    binding, inner = binding_of(optimizer), innermost(optimizer)
-    if binding is None or not binding.private:
-        return []
-    shared = [inner._iterations, inner._learning_rate, *(getattr(inner, "_model_variables_moving_average", None) or ())]
-    known = {id(v) for v in (*shared, *local_variables(optimizer))}
-    return [v for v in inner.variables if id(v) not in known]
+def own_variables(optimizer: Any, now: bool = True) -> list[Any]:
+    """What belongs to this rank of an optimiser and its weights; see `Binding.own_variables`."""
+    binding = binding_of(optimizer)
+    return [] if binding is None else binding.own_variables(now)
 
 
 def _check_kind(optimizer: Any) -> None:
@@ -164,8 +194,14 @@ def _agree_on_overflow(optimizer: Any, binding: Binding) -> None:
     binding.agree_on_overflow()
 
 
-def innermost(optimizer: Any) -> Any:
-    """The optimiser that changes weights: the one inside a loss-scale optimiser, else the one given."""
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        return optimizer.inner_optimizer
-    return optimizer
+def _watch_steps(optimizer: Any, binding: AveragingBinding) -> None:
+    """Have weights averaged after a step, outside of all that only some ranks do, such as skipping it."""
+    kind = type(optimizer)
+
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        binding.before_step()
+        result = kind.apply(self, grads, trainable_variables)
+        binding.after_step()
+        return result
+
+    optimizer.apply = types.MethodType(apply, optimizer)

@@ -9,7 +9,8 @@ import tensorflow as tf
 
 from hvdx.comm import Comm
 from hvdx.errors import ReplicaError
-from hvdx.keras.optimizer import local_variables, optimizers_of, private_variables
+from hvdx.keras.optimizer import optimizers_of
+from hvdx.keras.optimizer_state import local_variables
 
 # How many differing variables an error lists; the rest is counted.
 _LISTED = 5
@@ -23,18 +24,12 @@ def state_of(model: Any) -> list[Any]:
     return [*model.weights, *optimizer_state_of(model)]
 
 
-def optimizer_state_of(model: Any, private: bool = True) -> list[Any]:
-    """The variables of a model's optimisers, but for gradients that they are still accumulating.
-
-    Args:
-        model: compiled.
-        private: with the state of optimisers that work on their own rank's gradients.
-    """
-    variables = {id(v): v for optimizer in optimizers_of(model) for v in optimizer.variables}
-    for optimizer in optimizers_of(model):
-        for variable in (*local_variables(optimizer), *([] if private else private_variables(optimizer))):
-            variables.pop(id(variable), None)
-    return list(variables.values())
+def optimizer_state_of(model: Any) -> list[Any]:
+    """The variables of a model's optimisers, but for gradients that they are still accumulating."""
+    optimizers = optimizers_of(model)
+    local = {id(v) for optimizer in optimizers for v in local_variables(optimizer)}
+    variables = {id(v): v for optimizer in optimizers for v in optimizer.variables}
+    return [v for i, v in variables.items() if i not in local]
 
 
 def build_optimizers(model: Any, comm: Comm) -> None:

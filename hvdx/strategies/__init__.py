@@ -3,6 +3,7 @@
 from hvdx.strategies.all_reduce import AllReduce
 from hvdx.strategies.auto import Auto
 from hvdx.strategies.base import Exchange, GraphStrategy, HostStrategy, Strategy, TensorSpec, agree_on_strategy
+from hvdx.strategies.parameter_averaging import ParameterAveraging
 from hvdx.strategies.registry import names, options, parse, resolve
 from hvdx.strategies.threshold import Threshold
 
@@ -12,6 +13,7 @@ __all__ = [
     "Exchange",
     "GraphStrategy",
     "HostStrategy",
+    "ParameterAveraging",
     "Strategy",
     "TensorSpec",
     "Threshold",

@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 from hvdx.comm import GraphComm
 from hvdx.comm.base import Reduction, Wire
 from hvdx.errors import ConfigError
-from hvdx.strategies.base import GraphStrategy, TensorSpec, one_of
+from hvdx.strategies.base import GraphStrategy, TensorSpec, one_of, ring_bytes
 
 Op = Literal["average", "sum"]
 Sparse = Literal["gather", "dense"]
@@ -87,4 +87,4 @@ class AllReduce(GraphStrategy):
     def bytes_per_step(self, specs: Sequence[TensorSpec], size: int) -> int:
         """See `Strategy.bytes_per_step`: a ring sends 2 (N - 1) / N times the payload; embeddings count as dense."""
         payload = sum(s.elements * (s.itemsize if self.compression == "none" else 2) for s in specs)
-        return round(payload * 2 * (size - 1) / size)
+        return ring_bytes(payload, size)

@@ -40,11 +40,14 @@ class Strategy(abc.ABC):
     """One way in which the workers combine their work.
 
     A strategy knows ranks and bytes, and nothing of Keras. It is a `GraphStrategy`, whose exchange is part of the
-    TensorFlow graph, or a `HostStrategy`, whose exchange works on arrays of the host between two parts of the graph.
+    TensorFlow graph, or a `HostStrategy`, whose exchange works on arrays of the host between two parts of the graph, or
+    `ParameterAveraging`, which lets steps alone and exchanges weights.
     """
 
     #: What `HVDX_STRATEGY` and `hvdx.strategy` call it.
     name: ClassVar[str]
+    #: Options whose one-line spelling the strategy reads itself.
+    own_spelling: ClassVar[frozenset[str]] = frozenset()
 
     @abc.abstractmethod
     def bytes_per_step(self, specs: Sequence[TensorSpec], size: int) -> int:
@@ -194,6 +197,16 @@ def views(flat: np.ndarray, specs: Sequence[TensorSpec]) -> list[np.ndarray]:
     """
     ends = np.cumsum([s.elements for s in specs]).tolist()
     return [flat[end - s.elements : end].reshape(s.shape) for end, s in zip(ends, specs, strict=True)]
+
+
+def ring_bytes(payload: float, size: int) -> int:
+    """Bytes that one rank sends in a ring all-reduce: 2 (N - 1) / N times the payload.
+
+    Args:
+        payload: bytes of the tensors.
+        size: number of ranks.
+    """
+    return round(payload * 2 * (size - 1) / size)
 
 
 def agree_on_strategy(strategy: Strategy, comm: Comm) -> None:

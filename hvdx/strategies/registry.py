@@ -10,12 +10,13 @@ from hvdx.errors import ConfigError
 from hvdx.strategies.all_reduce import AllReduce
 from hvdx.strategies.auto import Auto
 from hvdx.strategies.base import Strategy
+from hvdx.strategies.parameter_averaging import ParameterAveraging
 from hvdx.strategies.threshold import Threshold
 
 #: The environment variable that chooses a strategy for a script that names none.
 VARIABLE = "HVDX_STRATEGY"
 
-STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in (AllReduce, Auto, Threshold)}
+STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in (AllReduce, Auto, ParameterAveraging, Threshold)}
 
 
 def names() -> list[str]:
@@ -70,7 +71,8 @@ def parse(text: str) -> Strategy:
                 f"strategy {name}: option {item!r}: expected option=value{_did_you_mean(option, list(known))}. "
                 f"Options and defaults: {listed}."
             )
-        given[option] = _value(value, known[option], f"strategy {name}: {option}")
+        taken_as_is = option in STRATEGIES[name].own_spelling
+        given[option] = value if taken_as_is else _value(value, known[option], f"strategy {name}: {option}")
     return STRATEGIES[name](**given)
 
 

@@ -94,6 +94,38 @@ class Telemetry:
         }
 
 
+@dataclass
+class AveragingTelemetry(Telemetry):
+    """Counts of one optimiser under parameter averaging; `steps` are those of the training.
+
+    Attributes:
+        averages: how often the weights were averaged.
+        apart: 2-norm of what the last average changed in this rank's weights, in units of their norm.
+        left_out: averages that did without this rank, since its weights held NaN or infinity.
+
+    Example:
+        >>> AveragingTelemetry(averages=3, apart=0.01).live()
+        {'apart': 0.01, 'MB_sent': 0.0}
+    """
+
+    averages: int = 0
+    apart: float = 0.0
+    left_out: int = 0
+
+    def live(self) -> dict[str, float]:
+        """See `Telemetry.live`."""
+        return {"apart": self.apart, "MB_sent": self.sent / 1e6}
+
+    def full(self) -> dict[str, float]:
+        """See `Telemetry.full`."""
+        return self.live() | {
+            "MB_received": self.received / 1e6,
+            "averages": float(self.averages),
+            "left_out": float(self.left_out),
+            "ms_an_average": 1e3 * self.exchanging / max(self.averages, 1),
+        }
+
+
 def merged(costs: Sequence[Telemetry]) -> Telemetry:
     """The cost of several exchanges that take turns: counts added up, density and tau those of the largest.
 
@@ -104,8 +136,8 @@ def merged(costs: Sequence[Telemetry]) -> Telemetry:
     if len(costs) == 1:
         return costs[0]
     largest = max(costs, key=lambda cost: cost.elements, default=Telemetry())
-    total = Telemetry(**{f.name: sum(getattr(cost, f.name) for cost in costs) for f in fields(Telemetry)})
-    for name in ("steps", "density", "tau", "residual"):
+    total = type(largest)(**{f.name: sum(getattr(cost, f.name) for cost in costs) for f in fields(largest)})
+    for name in {"steps", "density", "tau", "residual", "averages", "apart", "left_out"} & set(vars(total)):
         setattr(total, name, getattr(largest, name))
     return total
 

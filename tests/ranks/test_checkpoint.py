@@ -248,7 +248,7 @@ def test_another_number_of_ranks_shares_what_was_not_sent(folder, ranks):
     assert np.abs(expected).max() > 0
     np.testing.assert_allclose(sum(_everyone(mine)), expected, rtol=1e-5, atol=1e-9)
     if ranks != hvdx.size():
-        for i in manifest["private"]:
+        for i in manifest["own"]["optimizer"]:
             mean = np.mean([f[f"optimizer.{i}"].astype("float64") for f in files], axis=0)
             np.testing.assert_allclose(look.state[i], mean, rtol=1e-6)
 
@@ -453,9 +453,9 @@ def test_options_that_the_state_was_not_made_with_are_refused(folder):
 def test_checkpoint_of_another_format_is_refused(folder):
     model = saved(folder, 1)
     if hvdx.rank() == 0:
-        (folder / "epoch-0001" / "manifest.json").write_text('{"format": 2}')
+        (folder / "epoch-0001" / "manifest.json").write_text('{"format": 3}')
     _everyone("it is changed")
-    with pytest.raises(ConfigError, match="expected format 1, got 2"):
+    with pytest.raises(ConfigError, match="expected format 2, got 3"):
         checkpoint.restore(folder, model)
 
 

@@ -9,7 +9,7 @@ import hvdx
 import hvdx.keras as hvd
 from hvdx import comm as world
 from hvdx.errors import ConfigError, HvdxError, ReplicaError
-from hvdx.keras.binding import GraphBinding
+from hvdx.keras.graph_binding import GraphBinding
 from hvdx.keras.optimizer import binding_of
 from tests.ranks import models
 

@@ -9,7 +9,7 @@ import hvdx
 import hvdx.keras as hvd
 from hvdx import comm as world
 from hvdx.errors import ConfigError
-from hvdx.keras import binding, replicas
+from hvdx.keras import host_binding, replicas
 from hvdx.keras.optimizer import binding_of
 from hvdx.strategies.telemetry import Telemetry
 
@@ -245,7 +245,7 @@ def test_layers_frozen_between_fits_keep_what_they_have_not_sent():
             assert callback.cost().steps == 8
     if hvdx.size() > 1:
         # What the fit with the frozen layer had not sent has gone over; its exchange is no longer needed.
-        _, open_now = binding._remembered[optimizer]
+        _, open_now = host_binding._remembered[optimizer]
         assert [len(variables) for _, variables in open_now.values()] == [4]
 
 

@@ -1,0 +1,238 @@
+"""Ties an optimiser to `ParameterAveraging`: steps of its own on each rank, and now and then an average."""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdx.comm import GraphComm
+from hvdx.comm.base import Reduction
+from hvdx.errors import ConfigError
+from hvdx.keras.binding import Binding, describe, refuse_private_skip, scaled
+from hvdx.keras.optimizer_state import innermost, local_variables, moving_averages, slots
+from hvdx.strategies import ParameterAveraging, TensorSpec
+from hvdx.strategies.telemetry import AveragingTelemetry, Telemetry
+
+# Optimisers that have a state of their own rank from an earlier fit, or from a checkpoint.
+_trained_apart: "weakref.WeakSet[Any]" = weakref.WeakSet()
+
+
+class AveragingBinding(Binding):
+    """Lets an optimiser train alone, and averages what it trained every so many steps.
+
+    `before_step` and `after_step` stand around every call of the optimiser, on all ranks alike: a rank may skip a step
+    whose loss scale overflowed, and still comes to the average.
+
+    Attributes:
+        since: int64 variable, calls since the last average.
+        samples: float32 variable, samples that this rank saw since then.
+        averages: int64 variable, number of averages.
+    """
+
+    reports = True
+
+    def __init__(self, strategy: ParameterAveraging, comm: GraphComm, optimizer: Any, name: str, gain: float = 1.0):
+        super().__init__(name, gain)
+        self.strategy: ParameterAveraging = strategy
+        self.comm = comm
+        self._optimizer = weakref.ref(optimizer)
+        self._counted = False
+        # A step that overflowed is skipped by its rank alone; the ranks do not wait for each other in steps.
+        self.agrees_on_overflow = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        self.since, self._due, self.averages, self._left_out = (_variable(tf.int64) for _ in range(4))
+        self.samples, self._apart = _variable(tf.float32), _variable(tf.float32)
+        self._seconds = _variable(tf.float64)
+
+    def reset(self) -> None:
+        """See `Binding.reset`."""
+        super().reset()
+        for variable in (self.averages, self._left_out, self._seconds):
+            variable.assign(tf.zeros_like(variable))
+
+    def count_step(self) -> None:
+        """Steps are counted where they begin."""
+
+    def count_samples(self, count: Any) -> None:
+        """This rank sees so many samples in the step that comes.
+
+        Args:
+            count: a whole number, or a scalar tensor.
+        """
+        self._counted = True
+        with tf.device("CPU:0"):
+            self.samples.assign_add(tf.cast(count, tf.float32))
+
+    def gradients(self, gradients: Sequence[Any]) -> list[Any]:
+        """See `Binding.gradients`: this rank's own."""
+        if not self.agrees_on_overflow:
+            refuse_private_skip()
+        _trained_apart.add(self._inner)
+        return [scaled(g, self.gain) for g in gradients]
+
+    def before_step(self) -> None:
+        """Every call of the optimiser begins so: when is the next average?"""
+        if self.strategy.weighted and not self._counted:
+            raise ConfigError(
+                "ParameterAveraging: weighted=True: nobody counts the samples. Use the Distribute callback, or call "
+                "hvdx.keras.count_samples(optimizer, batch_size) before each step of your own loop."
+            )
+        with tf.device("CPU:0"):
+            # Ranks that skip steps count them differently; right after an average they are alike.
+            due = self._period(tf.cast(tf.convert_to_tensor(self._inner._iterations), tf.int64))
+            self._due.assign(tf.where(tf.equal(self.since, 0), due, self._due))
+
+    def _period(self, calls: Any) -> Any:
+        """Calls until the next average, when there were `calls` of them before."""
+        micro = self._inner.gradient_accumulation_steps or 1
+        first, *later = self.strategy.schedule
+        period = tf.constant(first[1], tf.int64)
+        for step, longer in later:
+            period = tf.where(calls // micro >= step, tf.constant(longer, tf.int64), period)
+        return period * micro
+
+    def after_step(self) -> None:
+        """Every call of the optimiser ends so: is it time?"""
+        with tf.device("CPU:0"):
+            self.steps.assign_add(1)
+            since = tf.convert_to_tensor(self.since.assign_add(1))
+        tf.cond(since >= self._due, self._average, lambda: tf.constant(False))
+
+    def flush(self) -> None:
+        """See `Binding.flush`: average now."""
+        if int(self.since.numpy()):
+            self._average()
+
+    @property
+    def _outer(self) -> Any:
+        """The optimiser that is tied; it holds this binding, and not the other way round."""
+        return self._optimizer()
+
+    @property
+    def _inner(self) -> Any:
+        return innermost(self._outer)
+
+    def _averaged(self) -> tuple[list[Any], list[Any]]:
+        """The weights, and what else is averaged with them."""
+        inner = self._inner
+        state = [*moving_averages(inner), *(slots(inner) if self.strategy.average_optimizer else ())]
+        return list(inner._trainable_variables), [v for v in state if tf.as_dtype(v.dtype).is_floating]
+
+    def _average(self) -> Any:
+        weights, state = self._averaged()
+        tensors = [_wide(v) for v in (*weights, *state)]
+        with tf.control_dependencies(tensors):
+            begin = tf.timestamp()
+        # Reading everything once is all that it costs: one NaN makes the sum NaN.
+        finite = tf.math.is_finite(tf.add_n([tf.cast(tf.reduce_sum(t), tf.float32) for t in tensors]))
+        counts = tf.identity(self.samples) if self.strategy.weighted else tf.constant(1.0)
+        mine = tf.where(finite, counts, 0.0)
+        shares = [tf.where(finite, t, tf.zeros_like(t)) * tf.cast(mine, t.dtype) for t in tensors]
+        total, *sums = self.strategy.add(self.comm, [mine, *shares], f"{self.name}.average")
+        with tf.control_dependencies(sums):
+            self._seconds.assign_add(tf.timestamp() - begin)
+        means = [s / tf.cast(total, s.dtype) for s in sums]
+        self._apart.assign(_distance(tensors[: len(weights)], means[: len(weights)]))
+        for variable, mean in zip((*weights, *state), means, strict=True):
+            # With no finite weights anywhere there is nothing to take.
+            variable.assign(tf.where(total > 0, tf.cast(mean, variable.dtype), tf.convert_to_tensor(variable)))
+        if not self.strategy.average_optimizer:
+            tf.cond(finite, lambda: tf.constant(False), self._forget)
+        self._agree_on_counters()
+        for counter, more in ((self.averages, 1), (self._left_out, tf.cast(tf.logical_not(finite), tf.int64))):
+            counter.assign_add(more)
+        for variable in (self.since, self.samples):
+            variable.assign(tf.zeros_like(variable))
+        return tf.constant(True)
+
+    def _forget(self) -> Any:
+        """Momenta that hold NaN would spoil the next step again."""
+        for variable in slots(self._inner):
+            variable.assign(tf.zeros_like(tf.convert_to_tensor(variable)))
+        return tf.constant(True)
+
+    def _agree_on_counters(self) -> None:
+        """Where ranks skip steps, they take rank 0's count and loss scale: a mean of those would be of no use."""
+        outer, inner = self._outer, self._inner
+        if outer is inner:
+            return
+        counters = [inner._iterations, outer.step_counter, outer.dynamic_scale]
+        mine = tf.stack([tf.cast(tf.convert_to_tensor(c), tf.float64) for c in counters])
+        mine *= float(self.comm.rank == 0)
+        (those,) = self.comm.all_reduce([mine], Reduction(average=False), f"{self.name}.counters")
+        for variable, value in zip(counters, tf.unstack(those), strict=True):
+            variable.assign(tf.cast(value, variable.dtype))
+
+    def cost(self) -> Telemetry:
+        """See `Binding.cost`."""
+        weights, state = self._averaged()
+        specs = [_as_sent(v) for v in (*weights, *state)]
+        averages = int(self.averages.numpy())
+        sent = averages * self.strategy.bytes_per_average(specs, self.comm.size)
+        return AveragingTelemetry(
+            steps=int(self.steps.numpy()),
+            elements=sum(s.elements for s in specs),
+            sent=sent,
+            received=sent,
+            exchanging=float(self._seconds.numpy()),
+            averages=averages,
+            apart=float(self._apart.numpy()),
+            left_out=int(self._left_out.numpy()),
+        )
+
+    # -- what belongs to a rank ---------------------------------------------------------------------------------------
+
+    def own_variables(self, now: bool = True) -> list[Any]:
+        """See `Binding.own_variables`: between two averages, everything."""
+        if now and not int(self.since.numpy()):
+            return [] if self.strategy.average_optimizer else slots(self._inner)
+        outer, inner = self._outer, self._inner
+        local = {id(v) for v in local_variables(inner)}
+        state = {id(v): v for v in (*outer.variables, *inner.variables) if id(v) not in local}
+        return [*inner._trainable_variables, *state.values()]
+
+    @property
+    def continues(self) -> bool:
+        """See `Binding.continues`."""
+        return bool(self.since.numpy()) or (not self.strategy.average_optimizer and self._inner in _trained_apart)
+
+    def before_saving(self) -> None:
+        """See `Binding.before_saving`: saving leaves the training as it is, and each rank saves its own weights."""
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """See `Binding.arrays`."""
+        return {name: variable.numpy() for name, variable in self._place_in_period().items()}
+
+    def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """See `Binding.restore`; with nothing to restore, the weights were averaged."""
+        _trained_apart.add(self._inner)
+        for name, variable in self._place_in_period().items():
+            variable.assign(arrays.get(name, np.zeros((), variable.dtype.as_numpy_dtype)))
+
+    def _place_in_period(self) -> dict[str, tf.Variable]:
+        return {"since": self.since, "due": self._due, "samples": self.samples}
+
+
+def _variable(dtype: tf.DType) -> tf.Variable:
+    with tf.device("CPU:0"):
+        return tf.Variable(tf.zeros((), dtype), trainable=False)
+
+
+def _wide(variable: Any) -> Any:
+    """Its value in the dtype that it is added up in."""
+    value = tf.convert_to_tensor(variable)
+    return value if value.dtype.size >= 4 else tf.cast(value, tf.float32)
+
+
+def _as_sent(variable: Any) -> TensorSpec:
+    spec = describe(variable)
+    return TensorSpec(spec.name, spec.shape, max(spec.itemsize, 4))
+
+
+def _distance(tensors: Sequence[Any], means: Sequence[Any]) -> Any:
+    """2-norm of the difference, in units of the norm of the mean."""
+    squares = [tf.cast(tf.reduce_sum(tf.square(t - m)), tf.float32) for t, m in zip(tensors, means, strict=True)]
+    norms = [tf.cast(tf.reduce_sum(tf.square(m)), tf.float32) for m in means]
+    return tf.sqrt(tf.math.divide_no_nan(tf.add_n(squares), tf.add_n(norms)))

@@ -1,0 +1,64 @@
+"""Ties an optimiser to a strategy that combines gradients inside the graph."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvdx.comm import GraphComm
+from hvdx.comm.base import Reduction
+from hvdx.keras.binding import Binding, refuse_private_skip, scaled, values_of
+from hvdx.strategies import GraphStrategy
+from hvdx.strategies.telemetry import Telemetry
+
+
+class GraphBinding(Binding):
+    """Ties an optimiser to a strategy whose exchange is part of the graph.
+
+    Attributes:
+        seconds: float64 variable, time between the last gradient and the last combined gradient, summed over steps.
+        exchanges: int64 variable, number of exchanges.
+    """
+
+    def __init__(self, strategy: GraphStrategy, comm: GraphComm, name: str, gain: float = 1.0):
+        super().__init__(name, gain)
+        self.strategy: GraphStrategy = strategy
+        self.comm = comm
+        with tf.device("CPU:0"):
+            self.seconds = tf.Variable(0.0, dtype=tf.float64, trainable=False)
+            self.exchanges = tf.Variable(0, dtype=tf.int64, trainable=False)
+
+    def reset(self) -> None:
+        """See `Binding.reset`."""
+        super().reset()
+        for variable in (self.seconds, self.exchanges):
+            variable.assign(tf.zeros_like(variable))
+
+    def gradients(self, gradients: Sequence[Any]) -> list[Any]:
+        """Combine gradients over the ranks, and count the time it takes."""
+        if not self.agrees_on_overflow:
+            refuse_private_skip()
+        # The clock waits for all gradients; the exchange does not, so that groups may leave one by one.
+        with tf.control_dependencies([values_of(g) for g in gradients]):
+            begin = tf.timestamp()
+        combined = self.strategy.exchange(self.comm, gradients, self.name)
+        with tf.control_dependencies([values_of(g) for g in combined]):
+            elapsed = tf.timestamp() - begin
+        with tf.device("CPU:0"):
+            self.seconds.assign_add(elapsed)
+            self.exchanges.assign_add(1)
+        return [scaled(g, self.gain) for g in combined]
+
+    def any_overflow(self, overflowed: Any) -> Any:
+        """See `Binding.any_overflow`."""
+        (anywhere,) = self.comm.all_reduce([overflowed], Reduction(average=False), f"{self.name}.overflow")
+        return anywhere
+
+    def cost(self) -> Telemetry:
+        """See `Binding.cost`."""
+        exchanges = int(self.exchanges.numpy())
+        sent = exchanges * self.strategy.bytes_per_step(self.specs, self.comm.size)
+        elements = sum(s.elements for s in self.specs)
+        return Telemetry(
+            steps=exchanges, elements=elements, sent=sent, received=sent, exchanging=float(self.seconds.numpy())
+        )

@@ -1,0 +1,220 @@
+"""Ties an optimiser to a strategy that combines arrays on the host, between two parts of the graph."""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdx.comm import Comm, failure
+from hvdx.errors import HvdxError
+from hvdx.keras import updates
+from hvdx.keras.binding import Binding, describe, refuse_private_skip, scaled, values_of, with_values
+from hvdx.keras.optimizer_state import slots
+from hvdx.strategies import Exchange, HostStrategy
+from hvdx.strategies.telemetry import Telemetry, merged
+
+# What a strategy remembers for an optimiser from one fit to the next, by the variables it is about.
+_Open = dict[tuple[int, ...], tuple[Exchange, list[Any]]]
+_remembered: "weakref.WeakKeyDictionary[Any, tuple[str, _Open]]" = weakref.WeakKeyDictionary()
+
+
+class HostBinding(Binding):
+    """Ties an optimiser to a strategy that works on the host's arrays.
+
+    Attributes:
+        private: True where each rank's optimiser has a state of its own.
+    """
+
+    reports = True
+
+    def __init__(self, strategy: HostStrategy, comm: Comm, optimizer: Any, name: str, gain: float = 1.0):
+        super().__init__(name, gain)
+        self.strategy: HostStrategy = strategy
+        self.comm = comm
+        self._optimizer = weakref.ref(optimizer)
+        self.private = strategy.placement == "update"
+        if self.private:
+            updates.check_kind(optimizer)
+        self._momentum = updates.momentum_of(optimizer) if self.private else 0.0
+        made_by, opened = _remembered.get(optimizer, ("", {}))
+        # An optimiser may serve several lists of variables, and other ones after some were frozen.
+        self._open: _Open = opened if made_by == repr(strategy) else {}
+        if strategy.remembers:
+            _remembered[optimizer] = repr(strategy), self._open
+        # The lists of variables that this binding has seen; what is open besides them is of earlier fits.
+        self._used: set[tuple[int, ...]] = set()
+        self._finite: Any = True
+        self._last: tuple[Exchange, list[Any]] | None = None
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """What the strategy remembers for the variables that were exchanged last; None before the first step."""
+        return self._latest()[0]
+
+    @property
+    def exchanged(self) -> list[Any]:
+        """See `Binding.exchanged`: the variables of `exchange`."""
+        return self._latest()[1]
+
+    def _latest(self) -> tuple[Exchange | None, list[Any]]:
+        return self._last or next(reversed(self._open.values()), (None, []))
+
+    @property
+    def continues(self) -> bool:
+        """See `Binding.continues`."""
+        return self.private and bool(self._open)
+
+    def reset(self) -> None:
+        """See `Binding.reset`."""
+        super().reset()
+        for exchange, _ in self._open.values():
+            exchange.telemetry = Telemetry(elements=exchange.telemetry.elements)
+
+    def resume(self) -> None:
+        """See `Binding.resume`."""
+        for exchange, _ in self._open.values():
+            exchange.resume()
+
+    def own_variables(self, now: bool = True) -> list[Any]:
+        """See `Binding.own_variables`: momenta that were made of this rank's gradients."""
+        return slots(self._optimizer()) if self.private else []
+
+    @property
+    def kind(self) -> str:
+        """See `Binding.kind`."""
+        return f"{self.strategy.name}, {self.strategy.placement}"
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """See `Binding.arrays`."""
+        return {} if self.exchange is None else self.exchange.arrays()
+
+    def merge(self, saved: Sequence[Mapping[str, np.ndarray]], rank: int, size: int) -> dict[str, np.ndarray]:
+        """See `Binding.merge`."""
+        return self.strategy.merge(saved, rank, size)
+
+    def reopen(self, variables: Sequence[Any]) -> None:
+        """See `Binding.reopen`."""
+        self.variables = list(variables)
+        # Of an exchange that an exception ended a message may still be on its way.
+        self._open.clear()
+        self._opened(list(variables))
+
+    def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """See `Binding.restore`."""
+        assert self.exchange is not None
+        self.exchange.restore(arrays)
+
+    def gradients(self, gradients: Sequence[Any]) -> list[Any]:
+        """See `Binding.gradients`: combined here, or made fit for this rank's optimiser."""
+        if not self.agrees_on_overflow:
+            refuse_private_skip()
+        if not self.private:
+            combined = self._call([tf.convert_to_tensor(g) for g in gradients], True, self.variables)
+            return [scaled(tf.cast(c, g.dtype), self.gain) for c, g in zip(combined, gradients, strict=True)]
+        # One NaN makes the sum NaN, and reading the gradients once is all that it costs.
+        sums = [tf.reduce_sum(tf.cast(values_of(g), tf.float32)) for g in gradients]
+        self._finite = tf.math.is_finite(tf.add_n(sums))
+        # NaN would stay in this rank's momentum for good.
+        clean = [
+            tf.cond(self._finite, lambda g=g: tf.identity(values_of(g)), lambda g=g: tf.zeros_like(values_of(g)))
+            for g in gradients
+        ]
+        return [scaled(with_values(g, c), self.gain) for g, c in zip(gradients, clean, strict=True)]
+
+    def apply(self, optimizer: Any, step: Callable[[], Any], variables: Sequence[Any]) -> None:
+        """See `Binding.apply`."""
+        if not self.private:
+            step()
+            return
+        wanted = updates.updates_of(optimizer, step, variables)
+        _add(variables, self._call(wanted, self._finite, variables))
+
+    def flush(self) -> None:
+        """See `Binding.flush`."""
+        for exchange, variables in self._open.values():
+            late = exchange.flush()
+            if late is not None:
+                _add(variables, late)
+                for variable in variables:
+                    # Keras applies constraints in the step, which was over when this came.
+                    if getattr(variable, "constraint", None) is not None:
+                        variable.assign(variable.constraint(variable))
+
+    def any_overflow(self, overflowed: Any) -> Any:
+        """See `Binding.any_overflow`."""
+        comm = self.comm
+
+        def ask(mine: np.ndarray) -> np.float32:
+            return np.float32(comm.any_true(bool(mine > 0)))
+
+        with tf.device("CPU:0"):
+            anywhere = tf.numpy_function(ask, [overflowed], tf.float32)
+        anywhere.set_shape(())
+        return anywhere
+
+    def cost(self) -> Telemetry:
+        """See `Binding.cost`."""
+        costs = [exchange.telemetry for exchange, _ in self._open.values()]
+        return merged([cost for cost in costs if cost.steps] or costs)
+
+    def _call(self, tensors: list[Any], finite: Any, variables: Sequence[Any]) -> list[Any]:
+        """The exchange of one step, as an operation of the graph."""
+        # TensorFlow keeps what it may call for as long as the process lives: not the binding and its arrays.
+        me, them, private = weakref.ref(self), [weakref.ref(v) for v in variables], self.private
+
+        def host(is_finite: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
+            try:
+                binding, alive = me(), [v() for v in them]
+                if binding is None:
+                    raise HvdxError("a training function outlived the optimiser it was made for. Trace it anew.")
+                exchange = binding._opened(alive)
+                combined = exchange.step([np.asarray(a, order="C") for a in arrays], bool(is_finite))
+            except BaseException as error:
+                failure.remember(error)
+                raise
+            # A copy of gradients: an optimiser may keep one, and the next step writes to the same place.
+            return combined if private else [a.copy() for a in combined]
+
+        with tf.device("CPU:0"):
+            given = [finite, *(tf.cast(t, tf.float32) for t in tensors)]
+            results = tf.numpy_function(host, given, [tf.float32] * len(tensors))
+        for result, variable in zip(results, variables, strict=True):
+            result.set_shape(variable.shape)
+        return results
+
+    def _opened(self, variables: list[Any]) -> Exchange:
+        """The exchange for these variables, with what others have not sent yet of the same ones."""
+        key = tuple(id(v) for v in variables)
+        if key not in self._open:
+            exchange = self.strategy.open(self.comm, [describe(v) for v in variables], self._momentum)
+            self._open[key] = exchange, list(variables)
+        if key not in self._used:
+            self._used.add(key)
+            self._take_over(key)
+        self._last = self._open[key]
+        return self._last[0]
+
+    def _take_over(self, key: tuple[int, ...]) -> None:
+        """Have an exchange send what those of earlier fits have not sent of its variables."""
+        new, variables = self._open[key]
+        for other in [k for k in self._open if k not in self._used]:
+            _hand_over(*self._open[other], new, variables)
+            if set(other) <= set(key):
+                del self._open[other]
+
+
+def _hand_over(old: Exchange, its: Sequence[Any], new: Exchange, variables: Sequence[Any]) -> None:
+    """Have `new` send what `old` has not sent of the variables that both exchange."""
+    places = {id(v): i for i, v in enumerate(its)}
+    for variable, to_send in zip(variables, new.unsent, strict=True):
+        if id(variable) in places:
+            unsent = old.unsent[places[id(variable)]]
+            to_send[...] += unsent
+            unsent[...] = 0
+
+
+def _add(variables: Sequence[Any], combined: Sequence[Any]) -> None:
+    for variable, update in zip(variables, combined, strict=True):
+        variable.assign_add(tf.cast(update, variable.dtype))

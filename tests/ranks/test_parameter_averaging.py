@@ -1,0 +1,318 @@
+"""Parameter averaging at any number of ranks, held against the same arithmetic in one process."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvdx
+import hvdx.keras as hvd
+from hvdx import comm as world
+from hvdx.errors import ConfigError
+from hvdx.keras import checkpoint, replicas
+from hvdx.keras.optimizer import attach, binding_of, detach
+from hvdx.keras.optimizer_state import slots
+from hvdx.strategies import resolve
+
+FEATURES, BATCH, STEPS = 6, 8, 10
+
+OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.1),
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "nesterov": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adam": lambda: keras.optimizers.Adam(0.02),
+    "clipped": lambda: keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.05),
+    "accumulating": lambda: keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2),
+}
+
+
+def data(rank):
+    random = np.random.default_rng(100 + rank)
+    x = random.normal(size=(STEPS * BATCH, FEATURES)).astype("float32")
+    return x, (x @ np.arange(FEATURES) + rank > 0).astype("float32")[:, None]
+
+
+def network(optimizer, *layers, seed=3, dtype=None):
+    keras.utils.set_random_seed(seed)
+    inner = [keras.layers.Dense(5, "tanh", dtype=dtype), *layers, keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((FEATURES,)), *inner])
+    model.compile(optimizer, keras.losses.BinaryCrossentropy(from_logits=True))
+    return model
+
+
+def fit(model, strategy, given=None, epochs=1, batch=BATCH, **options):
+    callback = hvd.Distribute(strategy, **options)
+    x, y = given or data(hvdx.rank())
+    model.fit(x, y, batch_size=batch, epochs=epochs, verbose=0, shuffle=False, callbacks=[callback])
+    return callback
+
+
+def simulated(make, period, average_optimizer, batches=None, weights=None, steps=STEPS, epochs=1):
+    """The weights after an epoch, by models of all ranks that train in this process one after the other."""
+    size = hvdx.size()
+    models = [network(make()) for _ in range(size)]
+    for model in models:
+        model.run_eagerly = True  # tracing them all takes longer
+    sizes = batches or [BATCH] * size
+    since = 0
+    for step in range(steps * epochs):
+        for rank, model in enumerate(models):
+            x, y = data(rank)
+            k, b = step % steps, sizes[rank]
+            model.train_on_batch(x[k * b : (k + 1) * b], y[k * b : (k + 1) * b])
+        since += 1
+        micro = models[0].optimizer.gradient_accumulation_steps or 1
+        if since == period * micro or (step + 1) % steps == 0:
+            since = 0
+            groups = [[m.trainable_weights for m in models]]
+            if average_optimizer:
+                groups.append([slots(m.optimizer) for m in models])
+            for group in groups:
+                for variables in zip(*group, strict=True):
+                    mean = np.average([v.numpy() for v in variables], axis=0, weights=weights)
+                    for variable in variables:
+                        variable.assign(mean)
+    return models[hvdx.rank()]
+
+
+def alike(variables):
+    assert replicas.differing(list(variables), world.start()) == {}
+
+
+def assert_close(model, other, tolerance=1e-5):
+    for a, b in zip(model.get_weights(), other.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, atol=tolerance)
+
+
+def far(model, other):
+    return max(np.abs(a - b).max() for a, b in zip(model.get_weights(), other.get_weights(), strict=True))
+
+
+# -- the arithmetic -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("average_optimizer", [True, False])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_each_rank_trains_alone_and_every_period_weights_become_their_mean(name, average_optimizer):
+    model = network(OPTIMIZERS[name]())
+    callback = fit(model, hvdx.ParameterAveraging(3, average_optimizer=average_optimizer))
+    assert_close(model, simulated(OPTIMIZERS[name], 3, average_optimizer))
+    alike(model.weights)
+    if average_optimizer or hvdx.size() == 1:
+        alike(slots(model.optimizer))
+    else:
+        assert name == "sgd" or replicas.differing(slots(model.optimizer), world.start())
+    assert vars(model.optimizer).get("apply") is None
+    if hvdx.size() > 1:
+        (cost,) = callback.counters.telemetry
+        micro = model.optimizer.gradient_accumulation_steps or 1
+        assert (cost.steps, cost.averages) == (STEPS, -(-STEPS // (3 * micro)))
+        numbers = sum(int(np.prod(w.shape)) for w in model.trainable_weights)
+        numbers += sum(int(np.prod(w.shape)) for w in slots(model.optimizer)) if average_optimizer else 0
+        ring = round(4 * numbers * 2 * (hvdx.size() - 1) / hvdx.size())
+        assert cost.sent == cost.averages * ring
+
+
+@pytest.mark.parametrize("name", ["sgd", "momentum", "nesterov"])
+@pytest.mark.parametrize("average_optimizer", [True, False])
+def test_with_period_1_what_is_linear_in_gradients_is_all_reduce(name, average_optimizer):
+    """The claim of those who ask: averaging networks is averaging gradients, as long as nobody takes a second step."""
+    averaged, reduced = network(OPTIMIZERS[name]()), network(OPTIMIZERS[name]())
+    fit(averaged, hvdx.ParameterAveraging(1, average_optimizer=average_optimizer))
+    fit(reduced, hvdx.AllReduce())
+    assert_close(averaged, reduced)
+
+
+@pytest.mark.parametrize(("name", "period"), [("adam", 1), ("clipped", 1), ("sgd", 4), ("momentum", 4)])
+def test_what_is_not_linear_or_a_longer_period_is_not_all_reduce(name, period):
+    averaged, reduced = network(OPTIMIZERS[name]()), network(OPTIMIZERS[name]())
+    fit(averaged, hvdx.ParameterAveraging(period))
+    fit(reduced, hvdx.AllReduce())
+    assert (far(averaged, reduced) > 1e-4) == (hvdx.size() > 1)
+
+
+def test_schedule_is_short_first_and_longer_later():
+    model = network(OPTIMIZERS["momentum"]())
+    given = data(hvdx.rank())
+    callback = fit(model, "parameter_averaging:period=1@0/2@3/5@10", given, epochs=2)
+    if hvdx.size() > 1:
+        # At 1 2 3, 5 7 9, and at the end of each epoch: 10; then 15 and 20.
+        assert callback.counters.telemetry[0].averages == 9
+    alike(model.weights)
+
+
+def test_ranks_count_by_the_samples_they_saw():
+    sizes = [2 + rank for rank in range(hvdx.size())]
+    model, mine = network(OPTIMIZERS["momentum"]()), sizes[hvdx.rank()]
+    x, y = data(hvdx.rank())
+    fit(model, "parameter_averaging:period=3,weighted=true", (x[: mine * STEPS], y[: mine * STEPS]), batch=mine)
+    assert_close(model, simulated(OPTIMIZERS["momentum"], 3, True, batches=sizes, weights=sizes))
+    assert "train_step" not in vars(model)
+
+
+# -- Keras ------------------------------------------------------------------------------------------------------------
+
+
+def test_statistics_and_moving_averages_end_alike():
+    model = network(keras.optimizers.Adam(0.02, use_ema=True, ema_momentum=0.9), keras.layers.BatchNormalization())
+    fit(model, hvdx.ParameterAveraging(4, average_optimizer=False), epochs=2, check_every=3)
+    alike(model.weights)
+
+
+def test_constraints_and_layers_built_late():
+    keras.utils.set_random_seed(hvdx.rank())
+    model = keras.Sequential([keras.layers.Dense(5, kernel_constraint=keras.constraints.MaxNorm(0.5)),
+                              keras.layers.Dense(1)])  # fmt: skip
+    model.compile("sgd", "mse")
+    fit(model, hvdx.ParameterAveraging(4))
+    alike(model.weights)
+    assert np.linalg.norm(model.get_weights()[0], axis=0).max() <= 0.5 + 1e-5
+
+
+def test_rank_with_nan_is_left_out():
+    x, y = data(hvdx.rank())
+    last = hvdx.size() - 1
+    if hvdx.rank() == last and last > 0:
+        x[BATCH] = np.nan
+    model = network(OPTIMIZERS["momentum"]())
+    callback = fit(model, hvdx.ParameterAveraging(4), (x, y))
+    assert all(np.isfinite(w).all() for w in model.get_weights())
+    alike([*model.weights, *slots(model.optimizer)])
+    if hvdx.size() > 1:
+        assert callback.counters.telemetry[0].left_out == (hvdx.rank() == last)
+
+
+def test_rank_with_nan_keeps_no_momentum_of_it():
+    x, y = data(hvdx.rank())
+    if hvdx.rank() == hvdx.size() - 1 and hvdx.size() > 1:
+        x[BATCH] = np.nan
+    model = network(OPTIMIZERS["momentum"]())
+    callback = fit(model, hvdx.ParameterAveraging(4, average_optimizer=False), (x, y))
+    assert all(np.isfinite(v.numpy()).all() for v in (*model.weights, *slots(model.optimizer)))
+    if hvdx.size() > 1:
+        assert callback.counters.telemetry[0].left_out <= 1
+
+
+def test_overflow_of_one_rank_skips_its_step_alone():
+    keras.config.set_dtype_policy("mixed_float16")
+    model = network(keras.optimizers.SGD(0.05, momentum=0.9))
+    x, y = data(hvdx.rank())
+    if hvdx.rank() == 0:
+        x[2 * BATCH : 3 * BATCH] = np.inf
+    fit(model, hvdx.ParameterAveraging(4), (x, y), epochs=2)
+    optimizer = model.optimizer
+    assert isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    assert int(optimizer.inner_optimizer.iterations) < 2 * STEPS or hvdx.rank() != 0
+    alike([*model.weights, *slots(optimizer), optimizer.dynamic_scale, optimizer.inner_optimizer._iterations])
+
+
+def test_loss_scale_made_around_a_tied_optimizer_is_refused():
+    if hvdx.size() == 1:
+        return
+    inner = keras.optimizers.SGD(0.1)
+    attach(inner, hvdx.ParameterAveraging(2), "inner")
+    model = network(keras.optimizers.LossScaleOptimizer(inner))
+    with pytest.raises(ConfigError, match="loss-scale"):
+        model.train_on_batch(*(a[:BATCH] for a in data(0)))
+    detach(inner)
+
+
+def test_momenta_that_are_not_averaged_go_on_in_the_next_fit():
+    model = network(OPTIMIZERS["momentum"]())
+    for _ in range(2):
+        fit(model, hvdx.ParameterAveraging(3, average_optimizer=False))
+    assert_close(model, simulated(OPTIMIZERS["momentum"], 3, False, epochs=2))
+
+
+def test_steps_per_execution_and_jit():
+    model = network(OPTIMIZERS["sgd"]())
+    model.compile(OPTIMIZERS["sgd"](), keras.losses.BinaryCrossentropy(from_logits=True), steps_per_execution=5)
+    fit(model, hvdx.ParameterAveraging(3))
+    assert_close(model, simulated(OPTIMIZERS["sgd"], 3, True))
+
+
+# -- a loop of one's own ----------------------------------------------------------------------------------------------
+
+
+def train(model, optimizer, steps, begin=0, counted=None):
+    @tf.function(autograph=False)
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = model.loss(y, model(x, training=True))
+        if counted:
+            hvd.count_samples(optimizer, counted)
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+    x, y = data(hvdx.rank())
+    for k in range(begin, begin + steps):
+        step(x[k * BATCH : (k + 1) * BATCH], y[k * BATCH : (k + 1) * BATCH])
+
+
+def in_a_loop(strategy, name="momentum", seed=3):
+    model = network(OPTIMIZERS[name](), seed=seed)
+    model.optimizer = hvd.DistributedOptimizer(model.optimizer, strategy=strategy)
+    hvd.broadcast_variables(model.variables, 0)
+    return model, model.optimizer
+
+
+def test_distributed_optimizer_averages_in_a_loop_and_flush_at_its_end():
+    model, optimizer = in_a_loop("parameter_averaging:period=3")
+    train(model, optimizer, STEPS)
+    if hvdx.size() > 1:
+        assert replicas.differing(model.weights, world.start())
+    hvd.flush(optimizer)
+    hvd.flush(optimizer)
+    assert_close(model, simulated(OPTIMIZERS["momentum"], 3, True))
+    alike(model.weights)
+
+
+def test_weights_are_asked_for_in_a_loop():
+    model, optimizer = in_a_loop("parameter_averaging:weighted=true")
+    if hvdx.size() > 1:
+        with pytest.raises(ConfigError, match="count_samples"):
+            train(model, optimizer, 1)
+    train(model, optimizer, STEPS, counted=BATCH)
+    hvd.flush(optimizer)
+    alike(model.weights)
+
+
+@pytest.mark.parametrize("strategy", ["parameter_averaging:period=4", "parameter_averaging:4,average_optimizer=false"])
+def test_training_goes_on_from_the_middle_of_a_period_to_the_bit(tmp_path_factory, strategy):
+    strategy = resolve(strategy.replace(":4", ":period=4"))
+    folder = world.start().all_gather_object(str(tmp_path_factory.mktemp("middle")), "folder")[0]
+    whole, optimizer = in_a_loop(strategy, "adam")
+    train(whole, optimizer, 6)
+    apart = replicas.differing(whole.weights, world.start())
+    assert bool(apart) == (hvdx.size() > 1)
+    checkpoint.save(folder, whole, 1)
+    assert replicas.differing(whole.weights, world.start()) == apart
+    train(whole, optimizer, 4, 6)
+    hvd.flush(optimizer)
+
+    resumed, optimizer = in_a_loop(strategy, "adam", seed=11)
+    assert checkpoint.restore(folder, resumed) == 1
+    assert replicas.differing(resumed.weights, world.start()).keys() == apart.keys()
+    train(resumed, optimizer, 4, 6)
+    hvd.flush(optimizer)
+    for a, b in zip(
+        (*whole.weights, *whole.optimizer.variables), (*resumed.weights, *optimizer.variables), strict=True
+    ):
+        np.testing.assert_array_equal(a, b)
+    if hvdx.size() > 1:
+        assert int(binding_of(optimizer).averages) == 2
+
+
+def test_other_strategies_begin_from_the_mean(tmp_path_factory):
+    folder = world.start().all_gather_object(str(tmp_path_factory.mktemp("other")), "folder")[0]
+    model, optimizer = in_a_loop("parameter_averaging:period=4")
+    train(model, optimizer, 6)
+    mean = [
+        np.mean(world.start().all_gather_object(w.numpy(), "weights"), axis=0, dtype=np.float64)
+        for w in model.weights
+    ]
+    checkpoint.save(folder, model, 1)
+    other, _ = in_a_loop("all_reduce", seed=12)
+    checkpoint.restore(folder, other)
+    alike([*other.weights, *other.optimizer.variables])
+    for weight, expected in zip(other.get_weights(), mean, strict=True):
+        np.testing.assert_allclose(weight, expected, atol=1e-6)
