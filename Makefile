@@ -6,6 +6,7 @@
 #   WORKERS=4           how many workers the demo starts
 #   TF=gpu              tensorflow[and-cuda] in place of tensorflow-cpu
 #   SECONDS=600         how long `make fuzz` goes on
+#   MXNET_PYTHON=python3.11  the Python of .venv-mxnet, which `make test` makes; MXNet goes with 3.11 at the latest
 #   GPU_PYTHON=python3  the Python of `make gpu`, where .venv is not the one with the GPU's packages
 
 PYTHON ?= python3
@@ -32,19 +33,27 @@ EXTRAS := $(TF),build,jobs,dev$(if $(filter system,$(MPI)),,$(comma)mpi)
 INSTALLED = $(VENV)/.installed-$(MPI)-$(TF)
 HOROVOD = $(VENV)/.horovod-$(MPI)-$(TF)
 
+# What the tests of `hvdx average` make their files with. MXNet's last wheel goes with no NumPy and no Python of today,
+# so it has an environment of its own.
+FRAMEWORKS = $(VENV)/.frameworks-$(MPI)-$(TF)
+MXNET_VENV := .venv-mxnet
+MXNET := $(MXNET_VENV)/.installed-1.9.1
+MXNET_PYTHON ?= $(PYTHON)
+MXNET_PACKAGES = 'mxnet==1.9.1' 'numpy==1.23.5'
+
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test check fuzz gpu fmt clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo    train on $(WORKERS) workers of this machine (prepares .venv first: minutes once, then seconds)'
-	@echo 'make test    run the tests'
+	@echo 'make test    run the tests (the first time it installs PyTorch and MXNet, which only tests need)'
 	@echo 'make check   lint, formatting, types, the rules about imports; writes nothing'
 	@echo 'make fuzz    throw damaged messages at the decoders for $(SECONDS) seconds'
 	@echo 'make gpu     on a machine with a GPU: test its kernels against the reference, and measure them'
 	@echo 'make fmt     mend what lint and formatting can mend'
 	@echo 'make venv    prepare .venv: TensorFlow, Keras, MPI, Horovod'
-	@echo 'make clean   delete .venv and what tools left behind (built Horovod wheels stay in the cache)'
+	@echo 'make clean   delete .venv, .venv-mxnet and what tools left behind (built Horovod wheels stay in the cache)'
 	@echo
 	@echo 'options: MPI=system (the MPI on PATH), PYTHON=python3.12, WORKERS=4, TF=gpu'
 
@@ -55,7 +64,7 @@ demo: $(HOROVOD)
 	@echo '$$ $(DEMO)'
 	@$(DEMO)
 
-test: $(HOROVOD)
+test: $(HOROVOD) $(FRAMEWORKS) $(MXNET)
 	$(BIN)/python -m pytest
 
 check: $(INSTALLED)
@@ -76,7 +85,7 @@ fmt: $(INSTALLED)
 	$(BIN)/ruff format
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(MXNET_VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
 	find hvdx kernels jobs tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -100,3 +109,17 @@ $(HOROVOD): $(INSTALLED)
 	@echo 'hvdx: building Horovod, or taking it from the cache (about two minutes the first time)'
 	@$(BIN)/hvdx build-horovod $(if $(filter gpu,$(TF)),--gpu nccl)
 	@touch $@
+
+# The tests that take a framework say so, and are skipped, where it cannot be installed: no reason for the others not to
+# run. It is tried again the next time.
+$(FRAMEWORKS): $(INSTALLED)
+	@echo 'hvdx: installing PyTorch and safetensors into $(VENV), for the tests (about a minute the first time)'
+	@if $(PIP) --editable '.[$(EXTRAS),frameworks]'; then touch $@; else \
+	    echo 'hvdx: they cannot be installed; the tests that take them will be skipped' >&2; fi
+
+$(MXNET):
+	@echo 'hvdx: installing MXNet into $(MXNET_VENV), for the tests (about a minute the first time)'
+	@if $(MXNET_PYTHON) -m venv $(MXNET_VENV) && \
+	    $(MXNET_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(MXNET_PACKAGES); \
+	    then touch $@; else \
+	    echo 'hvdx: it cannot be installed; the tests that take it will be skipped' >&2; fi

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from hvdx.averaging import average, average_weights
 from hvdx.strategies import AllReduce, Auto, ParameterAveraging, Threshold
 from hvdx.version import __version__
 
@@ -15,6 +16,8 @@ __all__ = [
     "ParameterAveraging",
     "Threshold",
     "__version__",
+    "average",
+    "average_weights",
     "init",
     "local_rank",
     "local_size",

@@ -8,7 +8,8 @@
     ├── ReplicaError         the ranks hold, or were given, different things; raised on every rank alike
     ├── ExchangeError        ranks did not come to an exchange within the time limit, or sent too much for it
     ├── WireError            a message from a rank is not what it should be; nothing of it was applied
-    └── UpdateError          an update holds what cannot be sent, such as NaN; nothing was changed (also a ValueError)
+    ├── UpdateError          an update holds what cannot be sent, such as NaN; nothing was changed (also a ValueError)
+    └── AverageError         saved networks that cannot be averaged, or not written; nothing was (also a ValueError)
 
 Each message says what was expected, what was found, and what to do.
 """
@@ -70,3 +71,7 @@ class UpdateError(HvdxError, ValueError):
     def __init__(self, message: str, variable: int, element: int) -> None:
         super().__init__(message)
         self.variable, self.element = variable, element
+
+
+class AverageError(HvdxError, ValueError):
+    """Saved networks that cannot be averaged: damaged, of different architectures, or nowhere to write the result."""

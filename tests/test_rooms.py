@@ -19,14 +19,14 @@ MAY = {
     "report": {"numpy", "hvdx.errors"},
     "comm": None,
     "keras": None,
-    "average": None,
+    "averaging": None,
     "cli": {"packaging", "hvdx"},
     "jobs": None,
 }
 NEVER = {
     "comm": {"hvdx.codec", "hvdx.kernels", "hvdx.keras", "hvdx.strategies", "keras", "numba"},
     "keras": {"hvdx.kernels", "mpi4py", "horovod", "numba"},
-    "average": {"mpi4py", "horovod", "hvdx.comm"},
+    "averaging": {"mpi4py", "horovod", "hvdx.comm"},
 }
 
 

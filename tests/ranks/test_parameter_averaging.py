@@ -307,8 +307,7 @@ def test_other_strategies_begin_from_the_mean(tmp_path_factory):
     model, optimizer = in_a_loop("parameter_averaging:period=4")
     train(model, optimizer, 6)
     mean = [
-        np.mean(world.start().all_gather_object(w.numpy(), "weights"), axis=0, dtype=np.float64)
-        for w in model.weights
+        np.mean(world.start().all_gather_object(w.numpy(), "weights"), axis=0, dtype=np.float64) for w in model.weights
     ]
     checkpoint.save(folder, model, 1)
     other, _ = in_a_loop("all_reduce", seed=12)

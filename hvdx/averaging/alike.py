@@ -1,0 +1,75 @@
+"""Are these networks of one architecture?"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from hvdx.averaging.network import Network, native
+from hvdx.errors import AverageError
+
+_OTHER = "Only networks of the same architecture have a mean."
+
+
+def check_alike(networks: Sequence[Network]) -> None:
+    """Stop unless all networks have the same tensors.
+
+    Args:
+        networks: open.
+
+    Raises:
+        AverageError: with the file and the tensor, or the setting, that is different.
+    """
+    first = networks[0]
+    for other in networks[1:]:
+        if other.format != first.format:
+            raise AverageError(
+                f"{other.path}: expected {first.format}, as {first.path} is, got {other.format}. Give networks of one "
+                "format."
+            )
+        _check_tensors(first, other)
+        if first.architecture is not None and other.architecture is not None:
+            where = _difference(first.architecture, other.architecture)
+            if where is not None:
+                place, a, b = where
+                raise AverageError(f"{other.path}: {place}: expected {a!r}, as in {first.path}, got {b!r}. {_OTHER}")
+
+
+def _check_tensors(first: Network, other: Network) -> None:
+    # What two architectures differ in says most where it comes first, not in the order of either file's names.
+    for name, tensor in first.tensors.items():
+        theirs = other.tensors.get(name)
+        if theirs is None:
+            extra = [n for n in other.tensors if n not in first.tensors]
+            hint = f" It has {extra[0]} in its place?" if len(extra) == 1 else ""
+            raise AverageError(f"{other.path}: {name}: is in {first.path}, and missing here.{hint} {_OTHER}")
+        if theirs.shape != tensor.shape:
+            raise AverageError(
+                f"{other.path}: {name}: expected the shape {list(tensor.shape)}, as in {first.path}, got "
+                f"{list(theirs.shape)}. {_OTHER}"
+            )
+        if native(theirs.dtype) != native(tensor.dtype):
+            raise AverageError(
+                f"{other.path}: {name}: expected {native(tensor.dtype)}, as in {first.path}, got "
+                f"{native(theirs.dtype)}. Save both in one dtype."
+            )
+    for name in other.tensors:
+        if name not in first.tensors:
+            raise AverageError(f"{first.path}: {name}: is in {other.path}, and missing here. {_OTHER}")
+
+
+def _difference(a: Any, b: Any, place: str = "") -> tuple[str, Any, Any] | None:
+    """Where two nests of JSON differ first, and what stands there."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        for key in [*a, *(k for k in b if k not in a)]:
+            found = _difference(a.get(key), b.get(key), f"{place}.{key}" if place else str(key))
+            if found:
+                return found
+        return None
+    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            found = _difference(x, y, f"{place}[{i}]")
+            if found:
+                return found
+        return None
+    if isinstance(a, list) and isinstance(b, list):
+        return f"the length of {place}", len(a), len(b)
+    return None if a == b else (place, a, b)

@@ -1,0 +1,220 @@
+"""`hvdx.average` and `hvdx.average_weights`: the mean of saved networks, and of networks in memory."""
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+
+from hvdx.averaging.alike import check_alike
+from hvdx.averaging.distance import Distance, distances
+from hvdx.averaging.formats import known, open_network
+from hvdx.averaging.mean import Integers, Mean, resolve_weights
+from hvdx.averaging.network import Network
+from hvdx.averaging.output import check_free, write_whole
+from hvdx.errors import AverageError, ConfigError
+
+Progress = Callable[[int, int], Any]
+
+
+def average(
+    paths: Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+    weights: Sequence[float] | None = None,
+    ema: float | None = None,
+    swa: bool = False,
+    integers: Integers | None = None,
+    recalibrate: str | os.PathLike[str] | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> None:
+    """Average saved networks of one architecture, and save the result in the format of the first.
+
+    Sums are float64, each tensor keeps its dtype, and no more than a few blocks of a tensor are in memory at a time.
+    What is no tensor (configuration, metadata) is the first network's.
+
+    Args:
+        paths: two networks or more, of one format: Keras `.keras` and `.weights.h5`, TensorFlow checkpoints (their
+            prefix) and SavedModels, PyTorch `.pt`, `.pth` and `.safetensors`, MXNet Gluon `.params`.
+        out: where to write; the folder has to be there.
+        weights: one number a network; only ratios matter, as in [600, 400].
+        ema: decay of an exponential moving average over the networks, the oldest first.
+        swa: stochastic weight averaging: the networks are snapshots of one run, the oldest first, and count alike.
+        integers: what becomes of integer and boolean tensors: "equal" (they have to be), or those of the "first" or
+            "last" network. By default "equal"; with `ema` and `swa`, where counters go on from snapshot to snapshot,
+            "last".
+        recalibrate: a `.npz` or `.npy` file of inputs, on which a `.keras` model computes its batch normalisation
+            statistics anew.
+        force: replace what is called `out`.
+        progress: called with the bytes that were read, and those that there are to read.
+
+    Raises:
+        ConfigError: options that do not go together.
+        AverageError: networks that differ, or are damaged, with file and tensor; or the result cannot be written.
+            What was there is as it was.
+
+    Warns:
+        UserWarning: batch normalisation whose statistics are stale; a mean that is not a number.
+
+    Example:
+        >>> import tempfile, pathlib
+        >>> from hvdx.averaging.safetensors import save
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     a, b, mean = (pathlib.Path(folder, f"{name}.safetensors") for name in ("a", "b", "mean"))
+        ...     save(a, {"w": np.array([1.0, 2.0])})
+        ...     save(b, {"w": np.array([3.0, 2.0])})
+        ...     average([a, b], mean)
+        ...     open_network(mean).tensors["w"].array().tolist()
+        [2.0, 2.0]
+    """
+    inputs, target = [Path(p) for p in paths], Path(out)
+    numbers = resolve_weights(len(inputs), weights, ema, swa)
+    rule: Integers = integers or ("last" if swa or ema is not None else "equal")
+    if rule not in get_args(Integers):
+        raise ConfigError(f"integers: expected one of 'equal', 'first', 'last', got {rule!r}.")
+    check_free(target, force)
+    with opened(inputs) as networks:
+        first = networks[0]
+        _check_suffix(target, first)
+        if recalibrate is not None:
+            _check_recalibrates(first, Path(recalibrate))
+        total = sum(t.nbytes for t in first.tensors.values())
+        counter = _Counter(total * len(networks), progress)
+        mean = Mean(networks, numbers, rule, counter.add)
+
+        def write(partial: Path) -> None:
+            first.write(partial, mean.values)
+            if recalibrate is not None:
+                from hvdx.averaging.recalibrate import recalibrate_archive
+
+                recalibrate_archive(partial, Path(recalibrate))
+
+        try:
+            write_whole(target, total, force, write)
+        finally:
+            mean.close()
+    _warn(first, mean, recalibrate is not None)
+
+
+def compare(paths: Sequence[str | os.PathLike[str]], progress: Progress | None = None) -> list[Distance]:
+    """How far saved networks of one architecture are from each other.
+
+    Args:
+        paths, progress: see `average`.
+
+    Returns:
+        One entry a tensor, in the order of the file, and one for all together.
+
+    Raises:
+        AverageError: see `average`.
+    """
+    with opened([Path(p) for p in paths]) as networks:
+        total = sum(t.nbytes for n in networks for t in n.tensors.values())
+        return distances(networks, _Counter(total, progress).add)
+
+
+def average_weights(models: Sequence[Any], weights: Sequence[float] | None = None) -> list[np.ndarray]:
+    """The mean of the weights of models in memory.
+
+    Args:
+        models: Keras models of one architecture, or lists of arrays as `model.get_weights()` returns them.
+        weights: one number a model; only ratios matter.
+
+    Returns:
+        Arrays for `model.set_weights`, in the dtypes of the first model's. Integers and booleans have to be equal.
+
+    Raises:
+        AverageError: models of different architectures.
+        ConfigError: see `resolve_weights`.
+
+    Example:
+        >>> [a.tolist() for a in average_weights([[np.zeros(2)], [np.ones(2)]], weights=[1, 3])]
+        [[0.75, 0.75]]
+    """
+    from hvdx.averaging.memory import InMemory
+
+    networks = [InMemory(model, f"model {i}") for i, model in enumerate(models)]
+    if not networks:
+        raise AverageError("average_weights: expected a model or more, got none.")
+    check_alike(networks)
+    mean = Mean(networks, resolve_weights(len(networks), weights))
+    try:
+        return [
+            np.concatenate([np.empty(0, t.dtype), *mean.values(t)]).reshape(t.shape)
+            for t in networks[0].tensors.values()
+        ]
+    finally:
+        mean.close()
+
+
+@contextlib.contextmanager
+def opened(paths: Sequence[Path]) -> Iterator[list[Network]]:
+    """Networks of one architecture, open until the block ends.
+
+    Args:
+        paths: two or more.
+
+    Raises:
+        AverageError: see `average`.
+    """
+    if len(paths) < 2:
+        raise AverageError(f"expected two networks or more, got {len(paths)}.")
+    with contextlib.ExitStack() as stack:
+        networks = []
+        for path in paths:
+            networks.append(open_network(path))
+            stack.callback(networks[-1].close)
+        check_alike(networks)
+        if not networks[0].tensors:
+            raise AverageError(f"{paths[0]}: expected a tensor or more, found none.")
+        yield networks
+
+
+def _check_suffix(out: Path, network: Network) -> None:
+    """A PyTorch file called model.keras would be found out late, and far from here."""
+    for kind in known():
+        if out.name.endswith(kind.suffixes) and not out.name.endswith(network.suffixes):
+            ending = f"End it in {network.suffixes[0]}." if network.suffixes else "Leave out the ending."
+            raise AverageError(
+                f"{out}: expected a name for {network.format}, the format of {network.path}, got one for "
+                f"{kind.format}. {ending}"
+            )
+
+
+def _check_recalibrates(network: Network, data: Path) -> None:
+    """What is asked for in the end should be possible from the beginning."""
+    from hvdx.averaging.keras_archive import KerasArchive
+    from hvdx.averaging.recalibrate import read_inputs
+
+    if not isinstance(network, KerasArchive):
+        raise ConfigError(
+            f"recalibrate: expected .keras models, which hold what is needed to run them, got {network.format}. Load "
+            "the result into its model, and let it see training data in training mode."
+        )
+    read_inputs(data)
+
+
+class _Counter:
+    """Adds up what was read."""
+
+    def __init__(self, total: int, progress: Progress | None):
+        self._read, self._total, self._progress = 0, total, progress
+
+    def add(self, count: int) -> None:
+        self._read += count
+        if self._progress is not None:
+            self._progress(self._read, self._total)
+
+
+def _warn(network: Network, mean: Mean, recalibrated: bool) -> None:
+    if mean.not_a_number:
+        warnings.warn(f"the mean of {mean.not_a_number[0]} holds NaN: one of the networks does.", stacklevel=3)
+    if network.normalises and not recalibrated:
+        warnings.warn(
+            "the networks have batch normalisation: its statistics are those of no network now. Compute them anew on "
+            "training data: --recalibrate (recalibrate=) for .keras models; else run the model in training mode.",
+            stacklevel=3,
+        )

@@ -1,0 +1,118 @@
+"""How far networks are from each other, tensor by tensor."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hvdx.averaging.network import Network, Tensor, native
+
+_BLOCK = 1 << 18
+
+
+@dataclass(frozen=True)
+class Distance:
+    """Of one tensor, or of all.
+
+    Attributes:
+        name: the tensor's.
+        shape: its shape.
+        norm: root of the sum of squares, the mean over the networks.
+        pairs: by two indices of networks, their distance (2-norm) in units of `norm`; where that is zero, 0 for
+            tensors that are alike.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    norm: float
+    pairs: dict[tuple[int, int], float]
+
+
+# Of networks that hold infinity or NaN the table says so; warnings beside it would say nothing more.
+@np.errstate(over="ignore", invalid="ignore")
+def distances(networks: Sequence[Network], progress: Callable[[int], Any] | None = None) -> list[Distance]:
+    """The distances between networks.
+
+    Args:
+        networks: alike (see `check_alike`).
+        progress: told the number of bytes that were just read.
+
+    Returns:
+        One entry a tensor, in the order of the file, and one called "all" for the floating point tensors together.
+    """
+    pairs = list(itertools.combinations(range(len(networks)), 2))
+    rows, squares, apart = [], np.zeros(len(networks)), np.zeros(len(pairs))
+    for name, tensor in networks[0].tensors.items():
+        own, between = _sums([n.tensors[name] for n in networks], pairs, progress or (lambda count: None))
+        rows.append(_distance(name, tensor.shape, own, between, pairs))
+        if native(tensor.dtype).kind not in "iub":
+            squares, apart = squares + own, apart + between
+    return [*rows, _distance("all", (), squares, apart, pairs)]
+
+
+def _sums(
+    tensors: Sequence[Tensor], pairs: Sequence[tuple[int, int]], progress: Callable[[int], Any]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Sums of squares of each network's tensor, and of each pair's difference."""
+    own, between = np.zeros(len(tensors)), np.zeros(len(pairs))
+    wide = np.complex128 if np.issubdtype(native(tensors[0].dtype), np.complexfloating) else np.float64
+    for start in range(0, tensors[0].size, _BLOCK):
+        count = min(_BLOCK, tensors[0].size - start)
+        blocks = []
+        for tensor in tensors:
+            raw = np.empty(count, tensor.dtype)
+            tensor.read(start, raw)
+            blocks.append(raw.astype(wide))
+            progress(raw.nbytes)
+        own += [np.vdot(b, b).real for b in blocks]
+        for i, (a, b) in enumerate(pairs):
+            difference = blocks[a] - blocks[b]
+            between[i] += np.vdot(difference, difference).real
+    return own, between
+
+
+def _distance(
+    name: str, shape: tuple[int, ...], own: np.ndarray, between: np.ndarray, pairs: Sequence[tuple[int, int]]
+) -> Distance:
+    norm = float(np.sqrt(own).mean())
+    relative = np.sqrt(between) / (norm or 1.0)
+    return Distance(name, shape, norm, {pair: float(d) for pair, d in zip(pairs, relative, strict=True)})
+
+
+def table(rows: Sequence[Distance], paths: Sequence[str]) -> str:
+    """The distances for people.
+
+    Args:
+        rows: what `distances` returned.
+        paths: the networks' names.
+    """
+    letters = [_letter(i) for i in range(len(paths))]
+    legend = [f"{letter}  {path}" for letter, path in zip(letters, paths, strict=True)]
+    pairs = list(rows[0].pairs)
+    few = len(pairs) <= 6
+    head = [f"{letters[a]}-{letters[b]}" for a, b in pairs] if few else ["closest", "", "farthest", ""]
+    lines = [["tensor", "shape", "norm", *head]]
+    for row in rows:
+        if few:
+            cells = [f"{d:.3g}" for d in row.pairs.values()]
+        else:
+            ordered = sorted(row.pairs.items(), key=lambda item: item[1])
+            cells = [c for (a, b), d in (ordered[0], ordered[-1]) for c in (f"{d:.3g}", f"{letters[a]}-{letters[b]}")]
+        shape = "x".join(str(extent) for extent in row.shape) or "-"
+        lines.append([row.name, shape, f"{row.norm:.4g}", *cells])
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    aligned = [
+        "  ".join(
+            cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    ]
+    note = "Distances are 2-norms of differences, in units of the norm, which is the mean of the networks' 2-norms."
+    return "\n".join([*legend, "", *(line.rstrip() for line in aligned), "", note])
+
+
+def _letter(index: int) -> str:
+    letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+    return letters[index] if index < len(letters) else f"{_letter(index // len(letters) - 1)}{letters[index % 26]}"

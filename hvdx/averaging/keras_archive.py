@@ -1,0 +1,143 @@
+"""Keras 3's own format: a zip archive of the configuration, the weights as HDF5, and what else there is."""
+
+import json
+import shutil
+import struct
+import tempfile
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+from hvdx.averaging.extents import File
+from hvdx.averaging.hdf5 import Content
+from hvdx.averaging.keras_config import comparable
+from hvdx.averaging.network import Network, Values
+from hvdx.errors import AverageError
+
+_CONFIG, _WEIGHTS = "config.json", "model.weights.h5"
+_DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, OSError, struct.error, NotImplementedError, RuntimeError)
+
+
+class KerasArchive(Network):
+    """A `.keras` file, with optimizer state if it has some.
+
+    The configuration and the assets of an average are the first network's.
+
+    Source: the documentation of `keras.saving.save_model`, Keras 3.
+    """
+
+    format = "Keras"
+    suffixes = (".keras",)
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            self._archive = zipfile.ZipFile(path)
+        except _DAMAGE as error:
+            raise AverageError(
+                f"{path}: expected a zip archive, as .keras files are, got one that is damaged or was cut short "
+                f"({error}). Copy or save it again."
+            ) from None
+        try:
+            config = self._config()
+            self._content = self._weights()
+        except BaseException:
+            self._archive.close()
+            raise
+        self.tensors = self._content.tensors
+        self.architecture = comparable(config)
+        self.normalises = self._content.normalises or "BatchNormalization" in json.dumps(config)
+
+    @classmethod
+    def recognises(cls, path: Path, head: bytes) -> bool:
+        """By its name, or by what is in it."""
+        if not path.is_file() or path.suffix in cls.suffixes:
+            return path.is_file()
+        if not head.startswith(b"PK\x03\x04"):
+            return False
+        try:
+            with zipfile.ZipFile(path) as archive:
+                return {_CONFIG, _WEIGHTS} <= set(archive.namelist())
+        except _DAMAGE:
+            return False
+
+    @classmethod
+    def open(cls, path: Path) -> Network:
+        """See `Network.open`."""
+        return cls(path)
+
+    def _entry(self, name: str) -> zipfile.ZipInfo:
+        try:
+            return self._archive.getinfo(name)
+        except KeyError:
+            there = ", ".join(self._archive.namelist()[:5]) or "nothing"
+            raise AverageError(
+                f"{self.path}: {name}: is missing in this archive, which has {there}. Save the model again with "
+                'Keras 3: model.save("name.keras").'
+            ) from None
+
+    def _config(self) -> Any:
+        try:
+            return json.loads(self._archive.read(self._entry(_CONFIG)))
+        except AverageError:
+            raise
+        except (*_DAMAGE, ValueError) as error:
+            raise AverageError(f"{self.path}: {_CONFIG}: it is damaged ({error}). Copy or save it again.") from None
+
+    def _weights(self) -> Content:
+        entry = self._entry(_WEIGHTS)
+        if entry.compress_type != zipfile.ZIP_STORED:
+            return Content(self._unpacked(entry), what=_WEIGHTS)
+        file = File(self.path)
+        # The central directory says where the entry's header is, and only that header how long itself is.
+        name, extra = struct.unpack("<HH", file.read(entry.header_offset + 26, 4, _WEIGHTS))
+        begin = entry.header_offset + 30 + name + extra
+        return Content(file, begin, begin + entry.file_size, _WEIGHTS)
+
+    def _unpacked(self, entry: zipfile.ZipInfo) -> File:
+        """The weights of an archive that somebody compressed."""
+        with tempfile.NamedTemporaryFile(prefix="hvdx-", suffix=".h5") as unpacked:
+            try:
+                with self._archive.open(entry) as source:
+                    shutil.copyfileobj(source, unpacked, 1 << 22)
+                unpacked.flush()
+            except _DAMAGE as error:
+                raise AverageError(
+                    f"{self.path}: {_WEIGHTS}: it cannot be unpacked ({error}). Copy or save the file again."
+                ) from None
+            file = File(Path(unpacked.name))
+        # It goes on after its name is gone; messages are to name what the user gave.
+        file.path = self.path
+        return file
+
+    def write(self, out: Path, values: Values) -> None:
+        """See `Network.write`."""
+        with zipfile.ZipFile(out, "x") as target:
+            for entry in self._archive.infolist():
+                fresh = zipfile.ZipInfo(entry.filename, entry.date_time)
+                fresh.external_attr, fresh.file_size = entry.external_attr, entry.file_size
+                if entry.filename == _WEIGHTS:
+                    self._write_weights(out, target, fresh, values)
+                else:
+                    fresh.compress_type = entry.compress_type
+                    with self._archive.open(entry) as source, target.open(fresh, "w") as sink:
+                        shutil.copyfileobj(source, sink, 1 << 22)
+
+    def _write_weights(self, out: Path, target: zipfile.ZipFile, entry: zipfile.ZipInfo, values: Values) -> None:
+        if not self._content.scattered:
+            with target.open(entry, "w") as sink:
+                self._content.write_placed(values, sink.write)
+            return
+        # HDF5 puts compressed tensors where there is room, and may need more of it than before.
+        beside = out.with_name(f"{out.name}.h5")
+        self._content.write(beside, values)
+        entry.file_size = beside.stat().st_size
+        with beside.open("rb") as source, target.open(entry, "w") as sink:
+            shutil.copyfileobj(source, sink, 1 << 22)
+        beside.unlink()
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._content.close()
+        self._archive.close()

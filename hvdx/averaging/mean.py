@@ -1,0 +1,205 @@
+"""The arithmetic: weighted means of tensors, block by block, added up in float64."""
+
+import collections
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Literal
+
+import numpy as np
+
+from hvdx.averaging.network import Network, Tensor, native
+from hvdx.errors import AverageError, ConfigError
+
+#: What becomes of integers and booleans, which have no mean: they have to be "equal", or one network's are taken.
+Integers = Literal["equal", "first", "last"]
+
+# Large enough that calls cost nothing beside the arithmetic, small enough for the caches: elements.
+_BLOCK = 1 << 17
+_THREADS = min(4, len(os.sched_getaffinity(0)))
+
+
+def resolve_weights(
+    count: int, weights: Sequence[float] | None = None, ema: float | None = None, swa: bool = False
+) -> list[float]:
+    """The weight of each network; only their ratios matter.
+
+    Args:
+        count: number of networks.
+        weights: one number a network, as given.
+        ema: decay of an exponential moving average over the networks, the oldest first.
+        swa: stochastic weight averaging: all alike.
+
+    Returns:
+        One number a network, not negative, not all of them zero.
+
+    Raises:
+        ConfigError: more than one was given, or a number that cannot be.
+
+    Example:
+        >>> resolve_weights(3), resolve_weights(2, [3, 1]), resolve_weights(3, ema=0.5)
+        ([1.0, 1.0, 1.0], [3.0, 1.0], [0.25, 0.25, 0.5])
+
+    Source: Izmailov et al. 2018, "Averaging weights leads to wider optima and better generalization" (swa).
+    """
+    if (weights is not None) + (ema is not None) + swa > 1:
+        raise ConfigError("weights, ema, swa: expected one of them at most. Leave out the others.")
+    if ema is not None:
+        if not 0 < ema < 1:
+            raise ConfigError(f"ema: expected a number between 0 and 1, such as 0.99, got {ema!r}.")
+        return [ema ** (count - 1 - i) * (1.0 if i == 0 else 1 - ema) for i in range(count)]
+    if weights is None:
+        return [1.0] * count
+    numbers = [float(w) for w in weights]
+    if len(numbers) != count:
+        raise ConfigError(f"weights: expected {count} numbers, one a network, got {len(numbers)}.")
+    if not all(np.isfinite(w) and w >= 0 for w in numbers) or not sum(numbers):
+        raise ConfigError(f"weights: expected numbers that are not negative, and one above zero; got {numbers}.")
+    return numbers
+
+
+class Mean:
+    """The mean of networks, tensor by tensor.
+
+    Args:
+        networks: with the same tensors (see `hvdx.averaging.alike`).
+        weights: see `resolve_weights`.
+        integers: see `Integers`.
+        progress: told the number of bytes that were just read.
+
+    Attributes:
+        not_a_number: names of tensors whose mean holds NaN.
+    """
+
+    def __init__(
+        self,
+        networks: Sequence[Network],
+        weights: Sequence[float],
+        integers: Integers = "equal",
+        progress: Callable[[int], Any] | None = None,
+    ):
+        self._networks, self._weights, self._integers = networks, weights, integers
+        self._progress = progress or (lambda count: None)
+        self._local = threading.local()
+        self._pool: ThreadPoolExecutor | None = None
+        self.not_a_number: list[str] = []
+
+    def values(self, tensor: Tensor) -> Iterator[np.ndarray]:
+        """The mean of one tensor; see `hvdx.averaging.network.Values`.
+
+        Raises:
+            AverageError: integers that have to be equal are not.
+        """
+        inputs = [network.tensors[tensor.name] for network in self._networks]
+        block = self._block_of(tensor)
+        starts = range(0, tensor.size, _BLOCK)
+        for result in self._in_order([functools.partial(block, inputs, start) for start in starts]):
+            self._progress(result.nbytes * len(inputs))
+            yield result
+
+    def _block_of(self, tensor: Tensor) -> Callable[[list[Tensor], int], np.ndarray]:
+        kind = native(tensor.dtype)
+        if np.issubdtype(kind, np.complexfloating):
+            return lambda inputs, start: self._averaged(inputs, start, np.dtype(np.complex128))
+        # NumPy does not know bfloat16 and float8, which ml_dtypes adds, as kinds of floating point numbers.
+        if np.issubdtype(kind, np.floating) or kind.name.startswith(("bfloat", "float")):
+            return lambda inputs, start: self._averaged(inputs, start, np.dtype(np.float64))
+        if kind.kind in "iub":
+            return self._agreed
+        raise AverageError(f"{self._networks[0].path}: {tensor.name}: {tensor.dtype} cannot be averaged.")
+
+    def _averaged(self, inputs: list[Tensor], start: int, wide: np.dtype) -> np.ndarray:
+        count = min(_BLOCK, inputs[0].size - start)
+        total, term = self._scratch("total", wide, count), self._scratch("term", wide, count)
+        # What does not count may well be infinite.
+        counted = [(t, w) for t, w in zip(inputs, self._weights, strict=True) if w]
+        scale = sum(self._weights)
+        result = np.empty(count, inputs[0].dtype)
+        into = total
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            for tensor, weight in counted:
+                raw = self._scratch("raw", tensor.dtype, count)
+                tensor.read(start, raw)
+                np.copyto(into, raw)
+                if weight != 1.0:
+                    np.multiply(into, weight, out=into)
+                if into is term:
+                    np.add(total, term, out=total)
+                into = term
+            if scale != 1.0:
+                np.divide(total, scale, out=total)
+            np.copyto(result, total, casting="unsafe")
+            # A maximum is NaN where an element is, and costs less than asking each.
+            if np.isnan(total.max()):
+                self._note(inputs[0].name)
+        if result.itemsize == wide.itemsize:
+            _keep_equal([tensor for tensor, _ in counted], start, result)
+        return result
+
+    def _scratch(self, name: str, dtype: np.dtype, count: int) -> np.ndarray:
+        """An array of this thread: allocating it anew for each block costs as much as the arithmetic."""
+        kept: dict[str, np.ndarray] = self._local.__dict__
+        if name not in kept or kept[name].dtype != dtype:
+            kept[name] = np.empty(_BLOCK, dtype)
+        return kept[name][:count]
+
+    def _note(self, name: str) -> None:
+        if name not in self.not_a_number:
+            self.not_a_number.append(name)
+
+    def _agreed(self, inputs: list[Tensor], start: int) -> np.ndarray:
+        count = min(_BLOCK, inputs[0].size - start)
+        taken = 0 if self._integers != "last" else len(inputs) - 1
+        blocks = [tensor.array_at(start, count) for tensor in inputs]
+        if self._integers == "equal":
+            for network, other in zip(self._networks, blocks, strict=True):
+                unequal = np.flatnonzero(other != blocks[0])
+                if unequal.size:
+                    a, b = blocks[0][unequal[0]], other[unequal[0]]
+                    raise AverageError(
+                        f"{network.path}: {inputs[0].name}: expected {a}, as in {self._networks[0].path}, got {b}"
+                        f"{_place(inputs[0], start + int(unequal[0]))}. Integers and booleans have no mean: take those "
+                        'of one network with --integers first, or last (integers="first").'
+                    )
+        return blocks[taken].astype(inputs[0].dtype, copy=False)
+
+    def _in_order(self, tasks: list[Callable[[], np.ndarray]]) -> Iterator[np.ndarray]:
+        """The results of tasks, by several threads, a few tasks ahead."""
+        if len(tasks) < 2 * _THREADS or _THREADS < 2:
+            yield from (task() for task in tasks)
+            return
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(_THREADS, "hvdx-average")
+        ahead: collections.deque[Future[np.ndarray]] = collections.deque()
+        try:
+            for task in tasks:
+                if len(ahead) >= 4 * _THREADS:
+                    yield ahead.popleft().result()
+                ahead.append(self._pool.submit(task))
+            while ahead:
+                yield ahead.popleft().result()
+        finally:
+            for future in ahead:
+                future.cancel()
+
+    def close(self) -> None:
+        """End its threads."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _keep_equal(inputs: list[Tensor], start: int, result: np.ndarray) -> None:
+    """Elements that are equal in all networks stay as they are.
+
+    Narrower types round back to them; of the widest, sums are rounded to the last bit and may overflow.
+    """
+    first, equal = inputs[0].array_at(start, result.size), np.ones(result.size, bool)
+    for tensor in inputs[1:]:
+        equal &= tensor.array_at(start, result.size) == first
+    np.copyto(result, first, where=equal)
+
+
+def _place(tensor: Tensor, element: int) -> str:
+    return f" at {[int(i) for i in np.unravel_index(element, tensor.shape)]}" if tensor.size > 1 else ""

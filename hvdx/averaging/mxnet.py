@@ -1,0 +1,136 @@
+"""MXNet's lists of arrays: what Gluon's `save_parameters` and `mx.nd.save` write.
+
+Source: https://github.com/apache/mxnet, src/ndarray/ndarray.cc, `NDArray::Save`.
+"""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+
+from hvdx.averaging.dtypes import small_float
+from hvdx.averaging.extents import File, Output, splice
+from hvdx.averaging.network import Network, Tensor, Values
+from hvdx.errors import AverageError
+
+_LIST = 0x112
+# The versions of one array. The third means shapes as NumPy does: no dimensions are a scalar, not "no array".
+_V1, _V2, _V3 = 0xF993FAC8, 0xF993FAC9, 0xF993FACA
+_DTYPES = ["<f4", "<f8", "<f2", "u1", "<i4", "i1", "<i8", "?", "<i2", "<u2", "<u4", "<u8"]
+_BFLOAT16 = 12
+_DENSE = 0
+_MOST_DIMENSIONS = 64
+_STATISTICS = ("running_mean", "running_var", "moving_mean", "moving_var")
+
+
+class MXNet(Network):
+    """A `.params` file."""
+
+    format = "MXNet"
+    suffixes = (".params",)
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._file = File(path)
+        try:
+            self._placed, self.tensors = self._parse()
+        except AverageError:
+            self.close()
+            raise
+        self.normalises = any(name.endswith(_STATISTICS) for name in self.tensors)
+
+    @classmethod
+    def recognises(cls, path: Path, head: bytes) -> bool:
+        """By its name, or its first eight bytes."""
+        return (path.name.endswith(cls.suffixes) and path.is_file()) or head[:8] == struct.pack("<Q", _LIST)
+
+    @classmethod
+    def open(cls, path: Path) -> "MXNet":
+        """Read what stands before each array, and their names; see `Network.open`."""
+        return cls(path)
+
+    def write(self, out: Path, values: Values) -> None:
+        """See `Network.write`."""
+        with Output(out) as file:
+            splice(self._file, self._placed, values, file.write)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()
+
+    def _parse(self) -> tuple[dict[int, Tensor], dict[str, Tensor]]:
+        magic, _, count = struct.unpack("<QQQ", self._file.read(0, 24, "its beginning"))
+        if magic != _LIST:
+            raise AverageError(
+                f"{self.path}: expected the number {_LIST:#x} at its beginning, got {magic:#x}. This is no list of "
+                "MXNet arrays: write one with net.save_parameters(path)."
+            )
+        at, found = 24, []
+        for i in range(count):
+            shape, dtype, begin = self._array(at, f"array {i}")
+            found.append((shape, dtype, begin))
+            at = self._file.tensor(f"array {i}", shape, dtype, begin).nbytes + begin
+        placed, tensors = {}, {}
+        for name, (shape, dtype, begin) in zip(self._names(at, count), found, strict=True):
+            tensors[name] = self._file.tensor(name, shape, dtype, begin)
+            if tensors[name].size:
+                placed[begin] = tensors[name]
+        return placed, tensors
+
+    def _array(self, at: int, what: str) -> tuple[tuple[int, ...], np.dtype, int]:
+        """Shape and dtype of the array at an offset, and where its elements begin."""
+        (magic,) = struct.unpack("<I", self._file.read(at, 4, what))
+        at += 4
+        if magic not in (_V1, _V2, _V3):
+            raise AverageError(
+                f"{self.path}: {what}: expected an array of MXNet 0.12 or later, got the number {magic:#x}. It is "
+                "damaged, or older: load and save it with a later MXNet."
+            )
+        if magic != _V1:
+            (storage,) = struct.unpack("<i", self._file.read(at, 4, what))
+            at += 4
+            if storage != _DENSE:
+                raise AverageError(
+                    f"{self.path}: {what}: expected a dense array, got a sparse one (storage type {storage}). Convert "
+                    "it: array.tostype('default')."
+                )
+        (dimensions,) = struct.unpack("<i", self._file.read(at, 4, what))
+        if not (0 if magic == _V3 else 1) <= dimensions <= _MOST_DIMENSIONS:
+            raise AverageError(
+                f"{self.path}: {what}: expected an array with dimensions, got {dimensions}: it was not initialised, "
+                "or the file is damaged. Run the network once, and save it again."
+            )
+        shape = struct.unpack(f"<{dimensions}q", self._file.read(at + 4, 8 * dimensions, what))
+        at += 4 + 8 * dimensions
+        if min(shape, default=0) < 0:
+            raise AverageError(
+                f"{self.path}: {what}: expected a shape, got {list(shape)}. It is damaged: save it again."
+            )
+        *_, flag = struct.unpack("<iii", self._file.read(at, 12, what))
+        return shape, self._dtype(flag, what), at + 12
+
+    def _dtype(self, flag: int, what: str) -> np.dtype:
+        if 0 <= flag < len(_DTYPES):
+            return np.dtype(_DTYPES[flag])
+        if flag == _BFLOAT16:
+            return small_float("bfloat16", self.path)
+        raise AverageError(
+            f"{self.path}: {what}: expected a type from 0 to {_BFLOAT16}, got {flag}. It is damaged: save it again."
+        )
+
+    def _names(self, at: int, count: int) -> list[str]:
+        """The names after the arrays; numbers where `mx.nd.save` was given a list without names."""
+        (given,) = struct.unpack("<Q", self._file.read(at, 8, "its names"))
+        at += 8
+        if given not in (0, count):
+            raise AverageError(
+                f"{self.path}: expected {count} names, one an array, got {given}. It is damaged: save it again."
+            )
+        names = []
+        for _ in range(given):
+            (length,) = struct.unpack("<Q", self._file.read(at, 8, "its names"))
+            names.append(self._file.read(at + 8, length, "its names").decode(errors="backslashreplace"))
+            at += 8 + length
+        if len(set(names)) < len(names):
+            raise AverageError(f"{self.path}: expected each name once, got {names}. It is damaged: save it again.")
+        return names or [f"array {i}" for i in range(count)]

@@ -1,0 +1,124 @@
+"""Puts a result in its place when it is complete, and only then."""
+
+import glob
+import os
+import shutil
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from hvdx.errors import AverageError
+
+
+def check_free(out: Path, force: bool) -> None:
+    """Stop if something is called `out` already.
+
+    Args:
+        out: a file, a directory, or the prefix of several files.
+        force: it may be replaced.
+
+    Raises:
+        AverageError: it is there, or its folder is not.
+    """
+    if not out.parent.is_dir():
+        raise AverageError(f"{out}: the folder {out.parent} does not exist. Make it first.")
+    there = pieces(out)
+    if there and not force:
+        raise AverageError(
+            f"{there[0]}: it exists, and is kept. Replace it with --force (force=True), or name another."
+        )
+
+
+def pieces(out: Path) -> list[Path]:
+    """What is called `out`, or is one of the files of a TensorFlow checkpoint with that prefix."""
+    found = [out] if out.exists() or out.is_symlink() else []
+    if (out.parent / f"{out.name}.index").exists():
+        found += sorted(
+            p for p in out.parent.glob(f"{glob.escape(out.name)}.*") if p.suffix == ".index" or ".data-" in p.name
+        )
+    return found
+
+
+def write_whole(out: Path, needed: int, force: bool, write: Callable[[Path], None]) -> None:
+    """Write a result beside its place, and give it its name when it is complete.
+
+    Args:
+        out: its name.
+        needed: bytes it will take.
+        force: what has the name may be replaced.
+        write: writes it to the path it is given, or to several whose names begin with it and a dot.
+
+    Raises:
+        AverageError: there is no room, or it could not be written; what was there before still is.
+    """
+    free = shutil.disk_usage(out.parent).free
+    if needed > free:
+        raise AverageError(
+            f"{out}: expected {needed / 1e9:.2f} GB of free space for it, found {free / 1e9:.2f}. Make room, or write "
+            "it elsewhere."
+        )
+    partial = out.parent / f".hvdx-{uuid.uuid4().hex[:8]}-{out.name}"
+    try:
+        write(partial)
+        written = _written(partial)
+        for path in written:
+            _sync(path)
+        # Again: averaging may take long, and somebody may have written it in the meantime.
+        check_free(out, force)
+        _publish(partial, written, out)
+    except OSError as error:
+        raise AverageError(
+            f"{out}: {error.strerror or error}. It was not written; make room, or write it elsewhere."
+        ) from error
+    finally:
+        for path in _written(partial):
+            _remove(path)
+
+
+def _written(partial: Path) -> list[Path]:
+    found = [partial] if partial.exists() else []
+    return found + sorted(partial.parent.glob(f"{glob.escape(partial.name)}.*"))
+
+
+def _publish(partial: Path, written: list[Path], out: Path) -> None:
+    before = pieces(out)
+    # A folder cannot be replaced in one move, nor can the files of a checkpoint; a file can.
+    if before == [out] and written == [partial] and not (out.is_dir() or partial.is_dir()):
+        os.replace(partial, out)
+    else:
+        aside = [(path, path.with_name(f".hvdx-replaced-{uuid.uuid4().hex[:8]}-{path.name}")) for path in before]
+        # The index comes last in this order: a checkpoint is one once it has it.
+        ordered = sorted(written, key=lambda path: path.suffix == ".index")
+        new = [(path, out.with_name(out.name + path.name.removeprefix(partial.name))) for path in ordered]
+        _rename_all([*aside, *new])
+        for _, away in aside:
+            _remove(away)
+    _sync(out.parent)
+
+
+def _rename_all(moves: list[tuple[Path, Path]]) -> None:
+    """All of them, or none."""
+    done: list[tuple[Path, Path]] = []
+    try:
+        for old, new in moves:
+            old.rename(new)
+            done.append((old, new))
+    except OSError:
+        for old, new in reversed(done):
+            new.rename(old)
+        raise
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

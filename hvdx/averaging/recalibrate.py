@@ -1,0 +1,261 @@
+"""Batch normalisation after averaging: its statistics, computed anew on data."""
+
+import contextlib
+import itertools
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvdx.averaging.hdf5 import Hdf5
+from hvdx.averaging.keras_archive import KerasArchive
+from hvdx.averaging.network import Network, Tensor, Values
+from hvdx.errors import AverageError
+
+_BATCH = 256
+_USUAL = ("x", "x_train")
+
+#: The inputs of a model: one array, or several by name.
+Inputs = np.ndarray | Mapping[str, np.ndarray]
+
+
+def recalibrate_archive(path: Path, data: Path, batch_size: int = _BATCH) -> None:
+    """Replace the batch normalisation statistics of a `.keras` file by those of data; all else stays.
+
+    Args:
+        path: the file, by whatever name.
+        data: a `.npy` file, or a `.npz` one with `x`, `x_train` or a single array, or one array an input, by its name.
+        batch_size: at most so many examples go through the model at a time.
+
+    Raises:
+        AverageError: the data do not fit the model, or it has no batch normalisation.
+    """
+    import keras
+
+    with tempfile.TemporaryDirectory(prefix="hvdx-") as folder:
+        # Keras goes by the ending of the name.
+        named = Path(folder, "model.keras")
+        named.symlink_to(path.resolve())
+        try:
+            model = keras.saving.load_model(named, compile=False)
+        except Exception as error:
+            raise AverageError(
+                f"recalibrate: expected a model that Keras can load, got {type(error).__name__}: {_first(error)}. "
+                "Register classes of your own, and call hvdx.average(...) in a program that imports them."
+            ) from error
+        inputs = _fitted(model, data, read_inputs(data))
+        before, after = Path(folder, "before.weights.h5"), Path(folder, "after.weights.h5")
+        model.save_weights(before)
+        try:
+            recalibrate(model, inputs, batch_size)
+        except AverageError:
+            raise
+        except Exception as error:
+            raise AverageError(f"{data}: the model does not run on it: {_first(error)}.") from error
+        model.save_weights(after)
+        _replace(path, before, after)
+
+
+def recalibrate(model: Any, inputs: Inputs, batch_size: int = _BATCH) -> None:
+    """Set the moving means and variances of a Keras model to the means over batches of those of the batches.
+
+    Nothing else in the model changes: no other variable, and no layer that is frozen (`trainable=False`), which uses
+    the statistics it has in training too.
+
+    Args:
+        model: with `BatchNormalization` layers, at any depth.
+        inputs: what it takes, [n, ...].
+        batch_size: at most so many examples go through the model at a time.
+
+    Raises:
+        AverageError: it has no such layers.
+
+    Source: Izmailov et al. 2018, "Averaging weights leads to wider optima and better generalization", section 3.2.
+        PyTorch's `update_bn` counts a short last batch as much as others; here batches are of one size, give or take
+        one example.
+    """
+    layers = _normalisations(model)
+    if not layers:
+        raise AverageError(
+            "recalibrate: expected a model with batch normalisation that is not frozen, found none. Leave it out."
+        )
+    arrays = list(inputs.values()) if isinstance(inputs, Mapping) else [inputs]
+    batches = -(-len(arrays[0]) // batch_size)
+    edges = [len(arrays[0]) * i // batches for i in range(batches + 1)]
+    kept = [(v, v.numpy()) for v in model.variables if not any(v is s for layer in layers for s in _statistics(layer))]
+    with _watched(layers) as sums:
+        for begin, end in itertools.pairwise(edges):
+            model(_batch(model, inputs, begin, end), training=True)
+    for layer in layers:
+        calls, totals = sums[id(layer)]
+        # A layer that the model did not call has no other statistics than it had.
+        for variable, total in zip(_statistics(layer), totals, strict=True):
+            if calls:
+                variable.assign(total / calls)
+    for variable, value in kept:
+        variable.assign(value)
+
+
+def read_inputs(data: Path) -> Inputs:
+    """The inputs that a file holds; see `recalibrate_archive`.
+
+    Raises:
+        AverageError: it is not there, or holds no arrays.
+    """
+    try:
+        content = np.load(data, mmap_mode="r")
+        arrays = {"": content} if isinstance(content, np.ndarray) else {k: content[k] for k in content.files}
+    except FileNotFoundError:
+        raise AverageError(
+            f"{data}: there is no such file. Give recalibration a .npz or .npy file of inputs."
+        ) from None
+    except Exception as error:
+        raise AverageError(
+            f"{data}: expected a .npz or .npy file of numbers, which it is not, or it is damaged ({_first(error)})."
+        ) from None
+    if not arrays:
+        raise AverageError(f"{data}: expected an array or more, found none.")
+    for name, array in arrays.items():
+        if array.ndim == 0 or not len(array):
+            raise AverageError(f"{data}: {name or 'array'}: expected examples, got the shape {list(array.shape)}.")
+    return arrays.get("", arrays)
+
+
+def _fitted(model: Any, data: Path, inputs: Inputs) -> Inputs:
+    """Those arrays of a file that are the model's inputs, checked."""
+    wanted = {tensor.name: tensor for tensor in _inputs(model)}
+    if isinstance(inputs, np.ndarray):
+        inputs = {"array": inputs}
+    there = ", ".join(inputs)
+    if len(wanted) > 1:
+        missing = [name for name in wanted if name not in inputs]
+        if missing:
+            raise AverageError(
+                f"{data}: {missing[0]}: is missing; expected one array an input ({', '.join(wanted)}), got {there}."
+            )
+        chosen: dict[str, np.ndarray] = {name: inputs[name] for name in wanted}
+        lengths = {name: len(array) for name, array in chosen.items()}
+        if len(set(lengths.values())) > 1:
+            raise AverageError(f"{data}: expected as many examples of each input, got {lengths}.")
+        for name, tensor in wanted.items():
+            _check_shape(data, name, chosen[name], tensor)
+        return chosen
+    names = [name for name in [*wanted, *_USUAL] if name in inputs]
+    if not names and len(inputs) > 1:
+        raise AverageError(f"{data}: expected an array called x, x_train{_or(wanted)}, got {there}. Name it x.")
+    name = names[0] if names else next(iter(inputs))
+    for tensor in wanted.values():
+        _check_shape(data, name, inputs[name], tensor)
+    return inputs[name]
+
+
+def _or(wanted: Mapping[str, Any]) -> str:
+    return "".join(f" or {name}" for name in wanted)
+
+
+def _check_shape(data: Path, name: str, array: np.ndarray, tensor: Any) -> None:
+    expected = list(tensor.shape)[1:]
+    if len(expected) != array.ndim - 1 or any(
+        e is not None and e != got for e, got in zip(expected, array.shape[1:], strict=True)
+    ):
+        raise AverageError(
+            f"{data}: {name}: expected the shape {['n', *expected]}, which the model takes, got {list(array.shape)}."
+        )
+
+
+def _inputs(model: Any) -> list[Any]:
+    """A model's symbolic inputs; none where it is a class of its own."""
+    try:
+        return list(model.inputs or [])
+    except (AttributeError, ValueError):
+        return []
+
+
+def _batch(model: Any, inputs: Inputs, begin: int, end: int) -> Any:
+    import keras
+
+    if not isinstance(inputs, Mapping):
+        return np.asarray(inputs[begin:end])
+    return keras.tree.map_structure(lambda tensor: np.asarray(inputs[tensor.name][begin:end]), model.input)
+
+
+def _normalisations(model: Any) -> list[Any]:
+    import keras
+
+    # _flatten_layers is what Keras itself goes through nested layers with; it has no public name.
+    layers = model._flatten_layers(include_self=False, recursive=True)
+    return [
+        layer
+        for layer in layers
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable and layer.built
+    ]
+
+
+def _statistics(layer: Any) -> tuple[Any, Any]:
+    return layer.moving_mean, layer.moving_variance
+
+
+@contextlib.contextmanager
+def _watched(layers: list[Any]) -> Iterator[dict[int, tuple[int, list[np.ndarray]]]]:
+    """Count the calls of layers, and add up the statistics of what they are called with, until the block ends."""
+    sums: dict[int, tuple[int, list[np.ndarray]]] = {}
+    momenta = [layer.momentum for layer in layers]
+    calls = [layer.call for layer in layers]
+
+    def watch(layer: Any, call: Any) -> Any:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            result = call(*args, **kwargs)
+            count, totals = sums[id(layer)]
+            found = [np.asarray(s.numpy(), np.float64) for s in _statistics(layer)]
+            sums[id(layer)] = (count + 1, [t + f for t, f in zip(totals, found, strict=True)])
+            return result
+
+        return watched
+
+    try:
+        for layer, call in zip(layers, calls, strict=True):
+            sums[id(layer)] = (0, [np.zeros(s.shape) for s in _statistics(layer)])
+            # Without momentum, what moves is the statistic of the last call and of nothing before it.
+            layer.momentum = 0.0
+            layer.call = watch(layer, call)
+            for statistic in _statistics(layer):
+                statistic.assign(np.zeros(statistic.shape))
+        yield sums
+    finally:
+        for layer, call, momentum in zip(layers, calls, momenta, strict=True):
+            layer.call, layer.momentum = call, momentum
+
+
+def _replace(path: Path, before: Path, after: Path) -> None:
+    """Put those tensors that recalibration changed into an archive."""
+    with contextlib.ExitStack() as stack:
+        archive, old, new = KerasArchive.open(path), Hdf5.open(before), Hdf5.open(after)
+        for network in (archive, old, new):
+            stack.callback(network.close)
+        changed = {name for name, t in new.tensors.items() if not _same(t.array(), old.tensors[name].array())}
+        beside = path.with_name(f"{path.name}.recalibrated")
+        archive.write(beside, _merged(archive, new, changed))
+    os.replace(beside, path)
+
+
+def _merged(archive: Network, new: Network, changed: set[str]) -> Values:
+    def values(tensor: Tensor) -> Iterator[np.ndarray]:
+        source = new if tensor.name in changed else archive
+        step = 1 << 20
+        for start in range(0, tensor.size, step):
+            block = np.empty(min(step, tensor.size - start), tensor.dtype)
+            source.tensors[tensor.name].read(start, block)
+            yield block
+
+    return values
+
+
+def _same(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.tobytes() == b.tobytes()
+
+
+def _first(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0].rstrip(".")

@@ -1,0 +1,193 @@
+"""Safetensors files: eight bytes of length, a header in JSON, and the tensors one after another.
+
+Source: https://github.com/huggingface/safetensors, "Format".
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvdx.averaging.dtypes import small_float
+from hvdx.averaging.extents import File, Output, splice
+from hvdx.averaging.network import Network, Tensor, Values
+from hvdx.errors import AverageError
+
+# What the library accepts.
+_MOST_HEADER = 100_000_000
+_METADATA = "__metadata__"
+_DTYPES = {
+    "BOOL": "?",
+    "U8": "u1",
+    "I8": "i1",
+    "U16": "<u2",
+    "I16": "<i2",
+    "U32": "<u4",
+    "I32": "<i4",
+    "U64": "<u8",
+    "I64": "<i8",
+    "F16": "<f2",
+    "F32": "<f4",
+    "F64": "<f8",
+    "C64": "<c8",
+}
+_SMALL_FLOATS = {
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+}
+_STATISTICS = ("running_mean", "running_var", "moving_mean", "moving_variance")
+
+
+class Safetensors(Network):
+    """A `.safetensors` file."""
+
+    format = "safetensors"
+    suffixes = (".safetensors",)
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._file = File(path)
+        try:
+            self._offsets, self.tensors = self._parse()
+        except AverageError:
+            self.close()
+            raise
+        self.normalises = any(name.endswith(_STATISTICS) for name in self.tensors)
+
+    @classmethod
+    def recognises(cls, path: Path, head: bytes) -> bool:
+        """By its name, or by a header of a length that can be."""
+        named = path.name.endswith(cls.suffixes) and path.is_file()
+        return named or (head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= _MOST_HEADER)
+
+    @classmethod
+    def open(cls, path: Path) -> "Safetensors":
+        """Read the header; see `Network.open`."""
+        return cls(path)
+
+    def write(self, out: Path, values: Values) -> None:
+        """See `Network.write`; the header, metadata included, stays as it is."""
+        with Output(out) as file:
+            placed = {self._offsets[name]: t for name, t in self.tensors.items() if t.size}
+            splice(self._file, placed, values, file.write)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()
+
+    def _parse(self) -> tuple[dict[str, int], dict[str, Tensor]]:
+        length = int.from_bytes(self._file.read(0, 8, "the length of its header"), "little")
+        if not 2 <= length <= _MOST_HEADER:
+            raise AverageError(
+                f"{self.path}: the length of its header: expected 2 to {_MOST_HEADER} bytes, got {length}. This is no "
+                "safetensors file."
+            )
+        text = self._file.read(8, length, "its header")
+        try:
+            header = json.loads(text.decode(), object_pairs_hook=_unique)
+            entries = {name: _entry(value) for name, value in header.items() if name != _METADATA}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise AverageError(
+                f"{self.path}: its header: expected JSON that describes tensors, got what is none ({error}). It is "
+                "damaged: copy or save it again."
+            ) from None
+        offsets, tensors, end = {}, {}, 0
+        for name, (kind, shape, begin, stop) in sorted(entries.items(), key=lambda item: item[1][2:]):
+            dtype = self._dtype(name, kind)
+            offsets[name] = 8 + length + begin
+            tensors[name] = self._file.tensor(name, shape, dtype, offsets[name])
+            if begin != end or stop - begin != tensors[name].nbytes:
+                raise AverageError(
+                    f"{self.path}: {name}: expected {tensors[name].nbytes} bytes at {end}, got the place from {begin} "
+                    f"to {stop}. It is damaged: copy or save it again."
+                )
+            end = stop
+        if 8 + length + end != self._file.size:
+            raise AverageError(
+                f"{self.path}: expected {8 + length + end} bytes, got {self._file.size}. It is damaged: copy or save "
+                "it again."
+            )
+        return offsets, tensors
+
+    def _dtype(self, name: str, kind: str) -> np.dtype:
+        if kind in _DTYPES:
+            return np.dtype(_DTYPES[kind])
+        if kind in _SMALL_FLOATS:
+            return small_float(_SMALL_FLOATS[kind], self.path)
+        raise AverageError(
+            f"{self.path}: {name}: expected one of {', '.join([*_DTYPES, *_SMALL_FLOATS])}, got {kind}, which cannot "
+            "be averaged. Save it in another dtype."
+        )
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError("a name stands there twice")
+    return made
+
+
+def _entry(value: Any) -> tuple[str, tuple[int, ...], int, int]:
+    """Dtype, shape, begin and end of one tensor."""
+    begin, end = value["data_offsets"]
+    shape = tuple(value["shape"])
+    if not isinstance(value["dtype"], str) or not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+        raise ValueError(f"shape {value['shape']}, data_offsets {value['data_offsets']}")
+    return value["dtype"], shape, begin, end
+
+
+def save(
+    path: str | os.PathLike[str], arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write arrays to a `.safetensors` file.
+
+    Args:
+        path: what is there is replaced.
+        arrays: by name, in any dtype that the format has; bfloat16 and float8 are those of `ml_dtypes`.
+        metadata: texts that go into the header.
+
+    Raises:
+        AverageError: an array whose dtype the format does not have.
+
+    Example:
+        >>> import tempfile, pathlib
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = pathlib.Path(folder, "w.safetensors")
+        ...     save(path, {"w": np.arange(3.0)})
+        ...     Safetensors.open(path).tensors["w"].array().tolist()
+        [0.0, 1.0, 2.0]
+    """
+    header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
+    # As the library does: elements of the largest types first, so that all are aligned.
+    placed = sorted(((n, np.asarray(a)) for n, a in arrays.items()), key=lambda item: (-item[1].itemsize, item[0]))
+    end = 0
+    for name, array in placed:
+        header[name] = {
+            "dtype": _kind(path, name, array.dtype),
+            "shape": list(array.shape),
+            "data_offsets": [end, end + array.nbytes],
+        }
+        end += array.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with Path(path).open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, array in placed:
+            little = array.astype(array.dtype.newbyteorder("<"), copy=False)
+            file.write(np.ascontiguousarray(little).reshape(-1).view(np.uint8).data)
+
+
+def _kind(path: str | os.PathLike[str], name: str, dtype: np.dtype) -> str:
+    for kind, code in _DTYPES.items():
+        if np.dtype(code) == dtype.newbyteorder("<"):
+            return kind
+    for kind, small in _SMALL_FLOATS.items():
+        if small == dtype.name:
+            return kind
+    raise AverageError(f"{path}: {name}: safetensors has no {dtype}. Convert it to another dtype.")

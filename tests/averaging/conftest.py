@@ -1,0 +1,60 @@
+"""What the tests of averaging share."""
+
+import contextlib
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch import ROOT
+
+
+@pytest.fixture
+def untouched():
+    """A context in which nothing in a folder may change: no output, not even a part of one."""
+
+    @contextlib.contextmanager
+    def check(folder):
+        before = contents(folder)
+        yield
+        assert contents(folder) == before
+
+    return check
+
+
+def contents(folder):
+    """Every file below a folder, hidden ones included, and what is in it."""
+    return {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def on_a_full_disk():
+    """Runs `hvdx average`; a limit on the size of files stands for the disk: writing fails in the middle."""
+
+    def run(paths, out, *options):
+        return subprocess.run(
+            [sys.executable, "-m", "hvdx", "average", *paths, "-o", out, *options],
+            cwd=ROOT,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000)),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def mxnet_python():
+    """The Python of an environment that has MXNet, whose wheel goes with no NumPy of today."""
+    python = Path(os.environ.get("HVDX_MXNET_PYTHON", ROOT / ".venv-mxnet" / "bin" / "python"))
+    if not python.exists():
+        pytest.skip(f"{python}: no such file; `make test` makes the environment, or HVDX_MXNET_PYTHON names one")
+    found = subprocess.run([python, "-c", "import mxnet"], capture_output=True, text=True, timeout=120, check=False)
+    if found.returncode:
+        pytest.skip(f"{python}: import mxnet: {found.stderr.strip().splitlines()[-1]}")
+    return python

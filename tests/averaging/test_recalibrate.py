@@ -1,0 +1,268 @@
+"""Batch normalisation after averaging: statistics as one computes them by hand, and all else as it was."""
+
+import shutil
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+from hvdx.averaging import average
+from hvdx.averaging.formats import open_network
+from hvdx.averaging.recalibrate import read_inputs, recalibrate, recalibrate_archive
+from hvdx.errors import AverageError
+from tests.averaging.keras_models import MODELS, OwnClass, assert_same, data_for, listing, mlp, trained
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Two archives of a kind of model, trained apart."""
+    folder, made = tmp_path_factory.mktemp("archives"), {}
+
+    def save(kind):
+        if kind not in made:
+            made[kind] = [folder / f"{kind}{i}.keras" for i in range(2)]
+            for i, path in enumerate(made[kind]):
+                trained(kind, i).save(path)
+        return made[kind]
+
+    return save
+
+
+def write(path, inputs):
+    """Data for a model, as a file."""
+    if isinstance(inputs, list):
+        np.savez(path, left=inputs[0], right=inputs[1])
+    else:
+        np.savez(path, x=inputs)
+    return path
+
+
+def tensors(path):
+    """All tensors of an archive."""
+    network = open_network(path)
+    content = {name: tensor.array() for name, tensor in network.tensors.items()}
+    network.close()
+    return content
+
+
+def dense_then_norm(model, x):
+    """What the first batch normalisation of `mlp` sees."""
+    return np.asarray(model.layers[0](x), np.float64)
+
+
+@pytest.mark.parametrize("batch_size", [256, 24, 10, 7])
+def test_statistics_are_means_over_batches(batch_size):
+    model, x = trained("mlp", 0), data_for("mlp", 5)
+    recalibrate(model, x, batch_size)
+    count = -(-len(x) // batch_size)
+    pieces = np.array_split(dense_then_norm(model, x), count)
+    norm = model.layers[1]
+    np.testing.assert_allclose(norm.moving_mean, np.mean([p.mean(0) for p in pieces], 0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(norm.moving_variance, np.mean([p.var(0) for p in pieces], 0), rtol=1e-5, atol=1e-6)
+    assert norm.momentum == 0.99
+
+
+def test_layers_behind_one_another_see_normalised_values():
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((4,)), *(layers.BatchNormalization() for _ in range(2))])
+    x = np.random.default_rng(0).normal(3, 5, (64, 4)).astype(np.float32)
+    recalibrate(model, x)
+    np.testing.assert_allclose(model.layers[0].moving_mean, x.mean(0), rtol=1e-4)
+    np.testing.assert_allclose(model.layers[0].moving_variance, x.var(0), rtol=1e-4)
+    np.testing.assert_allclose(model.layers[1].moving_mean, np.zeros(4), atol=1e-5)
+    np.testing.assert_allclose(model.layers[1].moving_variance, np.ones(4), rtol=1e-3)
+
+
+def test_layer_that_is_used_twice_counts_both_uses():
+    a = keras.Input((3,))
+    norm = layers.BatchNormalization()
+    model = keras.Model(a, layers.Concatenate()([norm(a), norm(a * 3.0)]))
+    x = np.random.default_rng(0).normal(2, 1, (32, 3)).astype(np.float32)
+    recalibrate(model, x)
+    np.testing.assert_allclose(norm.moving_mean, x.mean(0) * 2, rtol=1e-5)
+    np.testing.assert_allclose(norm.moving_variance, x.var(0) * 5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "cnn", "two_inputs", "own_class"])
+def test_archive_changes_in_its_statistics_only(saved, tmp_path, kind):
+    data, out = write(tmp_path / "data.npz", data_for(kind)), tmp_path / "mean.keras"
+    average(saved(kind), tmp_path / "plain.keras")
+    average(saved(kind), out, recalibrate=data)
+    plain, new = tensors(tmp_path / "plain.keras"), tensors(out)
+    assert list(plain) == list(new)
+    changed = [name for name in plain if plain[name].tobytes() != new[name].tobytes()]
+    assert len(changed) == 2
+    assert len({name.rsplit("/", 1)[0] for name in changed}) == 1
+    assert any(name.startswith("optimizer/") for name in plain)
+    assert int(keras.saving.load_model(out).optimizer.iterations) == 3
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["data.npz", "mean.keras", "plain.keras"]
+    model = keras.saving.load_model(tmp_path / "plain.keras")
+    recalibrate(model, dict(np.load(data)) if kind == "two_inputs" else data_for(kind))
+    x = data_for(kind, 3)
+    np.testing.assert_allclose(keras.saving.load_model(out)(x), model(x), rtol=1e-5, atol=1e-6)
+
+
+def test_no_warning_of_stale_statistics(saved, tmp_path, recwarn):
+    data = write(tmp_path / "data.npz", data_for("mlp"))
+    average(saved("mlp"), tmp_path / "mean.keras", recalibrate=data)
+    assert not [w for w in recwarn if "batch normalisation" in str(w.message)]
+
+
+def test_other_variables_that_move_in_training_are_put_back():
+    class Counting(layers.Layer):
+        def build(self, shape):
+            self.count = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+        def call(self, x):
+            self.count.assign_add(1.0)
+            return x
+
+    model = keras.Sequential([keras.Input((4,)), Counting(), layers.Dropout(0.5), layers.BatchNormalization()])
+    before = [v.numpy().copy() for v in model.variables]
+    recalibrate(model, data_for("mlp"), 5)
+    moved = [v.path for v, b in zip(model.variables, before, strict=True) if v.numpy().tobytes() != b.tobytes()]
+    assert [path.rsplit("/", 1)[1] for path in moved] == ["moving_mean", "moving_variance"]
+
+
+def test_frozen_layers_keep_their_statistics():
+    model = keras.Sequential([keras.Input((4,)), layers.BatchNormalization(), layers.BatchNormalization()])
+    model.layers[0].trainable = False
+    recalibrate(model, data_for("mlp"))
+    assert model.layers[0].moving_mean.numpy().tolist() == [0.0] * 4
+    assert model.layers[1].moving_mean.numpy().any()
+    model.layers[1].trainable = False
+    with pytest.raises(AverageError, match="not frozen, found none"):
+        recalibrate(model, data_for("mlp"))
+
+
+def test_accuracy_of_an_average_comes_back(tmp_path):
+    rng = np.random.default_rng(0)
+    centres = rng.normal(0, 1, (3, 8))
+    labels = rng.integers(0, 3, 600)
+    x = (50 + 20 * (centres[labels] + 0.4 * rng.standard_normal((600, 8)))).astype(np.float32)
+    keras.utils.set_random_seed(1)
+
+    def network():
+        return keras.Sequential(
+            [
+                keras.Input((8,)),
+                layers.BatchNormalization(),
+                layers.Dense(16, activation="relu"),
+                layers.BatchNormalization(),
+                layers.Dense(3, activation="softmax"),
+            ]
+        )
+
+    start, paths = network(), []
+    for i in range(2):
+        model = network()
+        model.set_weights(start.get_weights())
+        model.compile(keras.optimizers.Adam(0.01), "sparse_categorical_crossentropy")
+        # Each sees other data, in other units: their statistics have a mean that is nobody's.
+        model.fit(x[i::2] * (1 + 9 * i), labels[i::2], epochs=8, batch_size=50, verbose=0)
+        paths.append(tmp_path / f"{i}.keras")
+        model.save(paths[-1])
+    np.savez(tmp_path / "data.npz", x_train=x, y_train=labels)
+    with pytest.warns(UserWarning, match="batch normalisation"):
+        average(paths, tmp_path / "stale.keras")
+    average(paths, tmp_path / "fresh.keras", recalibrate=tmp_path / "data.npz")
+
+    def accuracy(name):
+        model = keras.saving.load_model(tmp_path / name)
+        return float(np.mean(np.argmax(np.asarray(model(x)), 1) == labels))
+
+    assert accuracy("fresh.keras") > 0.95
+    assert accuracy("fresh.keras") > accuracy("stale.keras") + 0.05
+
+
+def test_file_without_the_usual_ending(saved, tmp_path):
+    path = shutil.copy(saved("mlp")[0], tmp_path / "partial")
+    recalibrate_archive(tmp_path / "partial", write(tmp_path / "data.npz", data_for("mlp")))
+    assert tensors(path).keys() == tensors(saved("mlp")[0]).keys()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["data.npz", "partial"]
+
+
+def test_data_by_all_the_names_it_may_have(saved, tmp_path):
+    x, results = data_for("mlp"), []
+    inputs = keras.saving.load_model(saved("mlp")[0]).inputs[0].name
+    np.save(tmp_path / "a.npy", x)
+    np.savez(tmp_path / "b.npz", x=x, y=np.zeros(3))
+    np.savez(tmp_path / "c.npz", x_train=x, x_test=x[:3])
+    np.savez_compressed(tmp_path / "d.npz", anything=x)
+    np.savez(tmp_path / "e.npz", **{inputs: x, "other": x[:3]})
+    for name in ("a.npy", "b.npz", "c.npz", "d.npz", "e.npz"):
+        average(saved("mlp"), tmp_path / "mean.keras", recalibrate=tmp_path / name, force=True)
+        results.append(tensors(tmp_path / "mean.keras"))
+    for result in results[1:]:
+        for name in result:
+            assert_same(result[name], results[0][name], name)
+
+
+X = np.zeros((5, 4), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "message"),
+    [
+        ("mlp", {"a": X, "b": X}, r"expected an array called x, x_train or \S+, got a, b\. Name it x"),
+        ("mlp", {"x": X[:, :3]}, r"x: expected the shape \['n', 4\], which the model takes, got \[5, 3\]"),
+        ("mlp", {"x": X[:, :, None]}, r"x: expected the shape \['n', 4\]"),
+        ("mlp", {"x": X[:0]}, r"x: expected examples, got the shape \[0, 4\]"),
+        ("mlp", {"x": np.float32(3)}, r"x: expected examples, got the shape \[\]"),
+        ("mlp", {}, "expected an array or more, found none"),
+        ("two_inputs", {"left": X}, r"right: is missing; expected one array an input \(left, right\), got left"),
+        ("two_inputs", {"left": X, "right": X[:4]}, "expected as many examples of each input, got"),
+        ("two_inputs", {"left": X, "right": X[:, :2]}, r"right: expected the shape \['n', 4\]"),
+        ("own_class", {"x": X[:, :2]}, "the model does not run on it"),
+        ("own_class", {"x": np.array(["a"] * 5)}, "the model does not run on it"),
+        ("mlp", {"x": np.array([{}] * 5)}, "expected a .npz or .npy file of numbers"),
+    ],
+)
+def test_data_that_do_not_fit(saved, tmp_path, kind, content, message):
+    np.savez(tmp_path / "data.npz", **content)
+    before = listing(tmp_path)
+    with pytest.raises(AverageError, match=rf"data\.npz: {message}"):
+        average(saved(kind), tmp_path / "mean.keras", recalibrate=tmp_path / "data.npz")
+    assert listing(tmp_path) == before
+
+
+@pytest.mark.parametrize("content", [b"", b"text", b"PK\x03\x04", b"\x93NUMPY\x01\x00"])
+def test_data_file_that_is_damaged(tmp_path, content):
+    (tmp_path / "data.npz").write_bytes(content)
+    with pytest.raises(AverageError, match=r"data\.npz: expected a \.npz or \.npy file"):
+        read_inputs(tmp_path / "data.npz")
+    with pytest.raises(AverageError, match=r"none\.npz: there is no such file"):
+        read_inputs(tmp_path / "none.npz")
+
+
+def test_model_without_batch_normalisation(tmp_path):
+    for i in range(2):
+        keras.Sequential([keras.Input((4,)), layers.Dense(2)]).save(tmp_path / f"{i}.keras")
+    write(tmp_path / "data.npz", X)
+    with pytest.raises(AverageError, match="expected a model with batch normalisation"):
+        average([tmp_path / "0.keras", tmp_path / "1.keras"], tmp_path / "m.keras", recalibrate=tmp_path / "data.npz")
+    assert not (tmp_path / "m.keras").exists()
+
+
+def test_class_that_keras_does_not_know(tmp_path):
+    @keras.saving.register_keras_serializable("hvdx-tests")
+    class Unknown(OwnClass):
+        pass
+
+    for i in range(2):
+        model = Unknown()
+        model(X)
+        model.save(tmp_path / f"{i}.keras")
+    keras.saving.get_custom_objects().pop("hvdx-tests>Unknown")
+    write(tmp_path / "data.npz", X)
+    with pytest.raises(
+        AverageError, match=r"recalibrate: expected a model that Keras can load, got .*Register classes"
+    ):
+        average([tmp_path / "0.keras", tmp_path / "1.keras"], tmp_path / "m.keras", recalibrate=tmp_path / "data.npz")
+    assert not (tmp_path / "m.keras").exists()
+
+
+def test_models_are_of_the_kinds_that_matter():
+    assert set(MODELS) >= {"mlp", "cnn", "two_inputs", "own_class"}
+    assert mlp().layers[1].__class__ is layers.BatchNormalization
