@@ -51,8 +51,11 @@ def start() -> Comm:
     return _comm
 
 
-def graph() -> GraphComm:
+def graph(rarely: bool = False) -> GraphComm:
     """The communicator that works inside TensorFlow graphs: Horovod, which the first call starts. Collective.
+
+    Args:
+        rarely: most steps do without it, so its thread may look around less often, and leave the cores to them.
 
     Raises:
         LaunchError, HorovodError: see `start`.
@@ -61,15 +64,15 @@ def graph() -> GraphComm:
     start()
     if _graph is None:
         assert _launch is not None  # a world of one has its communicator
-        _graph = _horovod(_launch)
+        _graph = _horovod(_launch, rarely)
     return _graph
 
 
-def _horovod(launch: Launch) -> GraphComm:
+def _horovod(launch: Launch, rarely: bool = False) -> GraphComm:
     # Imported here, since it imports TensorFlow, which a world of one may never need.
     from hvdx.comm.horovod import HorovodComm
 
-    return HorovodComm(launch)
+    return HorovodComm(launch, rarely)
 
 
 def current() -> Comm | None:

@@ -40,6 +40,8 @@ class AveragingBinding(Binding):
         self.comm = comm
         self._optimizer = weakref.ref(optimizer)
         self._counted = False
+        self._sent: list[TensorSpec] = []
+        self._elements = self._bytes = 0
         # A step that overflowed is skipped by its rank alone; the ranks do not wait for each other in steps.
         self.agrees_on_overflow = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         self.since, self._due, self.averages, self._left_out = (_variable(tf.int64) for _ in range(4))
@@ -167,13 +169,17 @@ class AveragingBinding(Binding):
 
     def cost(self) -> Telemetry:
         """See `Binding.cost`."""
-        weights, state = self._averaged()
-        specs = [_as_sent(v) for v in (*weights, *state)]
+        if not self._sent:
+            # Asked for in every step, and the same once the optimiser is built.
+            weights, state = self._averaged()
+            self._sent = [_as_sent(v) for v in (*weights, *state)]
+            self._elements = sum(s.elements for s in self._sent)
+            self._bytes = self.strategy.bytes_per_average(self._sent, self.comm.size)
         averages = int(self.averages.numpy())
-        sent = averages * self.strategy.bytes_per_average(specs, self.comm.size)
+        sent = averages * self._bytes
         return AveragingTelemetry(
             steps=int(self.steps.numpy()),
-            elements=sum(s.elements for s in specs),
+            elements=self._elements,
             sent=sent,
             received=sent,
             exchanging=float(self._seconds.numpy()),

@@ -70,7 +70,7 @@ def _bind(strategy: Strategy, optimizer: Any, name: str, gain: float) -> Binding
     if isinstance(strategy, GraphStrategy):
         return GraphBinding(strategy, world.graph(), name, gain)
     if isinstance(strategy, ParameterAveraging):
-        return AveragingBinding(strategy, world.graph(), optimizer, name, gain)
+        return AveragingBinding(strategy, world.graph(rarely=True), optimizer, name, gain)
     raise ConfigError(
         f"strategy {strategy!r}: it has to see the steps of a fit before it can choose. Use the Distribute callback, "
         "or name a strategy: hvdx.AllReduce(), hvdx.Threshold()."
