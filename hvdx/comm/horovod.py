@@ -21,8 +21,10 @@ from hvdx.errors import ConfigError, HorovodError
 
 # A rank that waits this long for another gives up; Horovod itself would wait for ever. Horovod warns at 60 s.
 _STALL_SECONDS = "600"
-# Milliseconds between two looks of Horovod's thread for work, where there is some in few steps only. Horovod's own is 1:
-# on two cores steps of 8 ms took 14 beside it, and 10 beside this.
+# Where ranks meet rarely, the slowest may be that much later, since it fell behind in every step.
+_RARE_STALL_SECONDS = "3600"
+# Milliseconds between two looks of Horovod's thread for work, where there is some in few steps only. By itself it looks
+# every millisecond: on two cores steps of 8 ms took 14 beside that, and 10 beside this.
 _RARE_CYCLE_MS = "5"
 
 
@@ -67,7 +69,7 @@ class HorovodComm(GraphComm):
 
     Args:
         launch: what the launcher said; checked against what Horovod finds.
-        rarely: Horovod is needed in few steps only.
+        rarely: Horovod is needed in few steps only; that holds for as long as the process lives.
 
     Raises:
         HorovodError: Horovod is missing or does not fit this environment.
@@ -75,7 +77,8 @@ class HorovodComm(GraphComm):
     """
 
     def __init__(self, launch: Launch, rarely: bool = False):
-        os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", _STALL_SECONDS)
+        limit = _RARE_STALL_SECONDS if rarely else _STALL_SECONDS
+        os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", limit)
         if rarely:
             os.environ.setdefault("HOROVOD_CYCLE_TIME", _RARE_CYCLE_MS)
         self._hvd = hvd = load()

@@ -10,14 +10,17 @@ import tensorflow as tf
 
 from hvdx.comm import GraphComm
 from hvdx.comm.base import Reduction
-from hvdx.errors import ConfigError
+from hvdx.errors import ConfigError, ReplicaError
+from hvdx.keras import updates
 from hvdx.keras.binding import Binding, describe, refuse_private_skip, scaled
 from hvdx.keras.optimizer_state import innermost, local_variables, moving_averages, slots
 from hvdx.strategies import ParameterAveraging, TensorSpec
 from hvdx.strategies.telemetry import AveragingTelemetry, Telemetry
 
-# Optimisers that have a state of their own rank from an earlier fit, or from a checkpoint.
+# Optimisers whose momenta are their rank's own, from an earlier fit or from a checkpoint.
 _trained_apart: "weakref.WeakSet[Any]" = weakref.WeakSet()
+# Samples of a rank that saw none; where nobody saw any, all count alike.
+_NO_SAMPLES = 1e-6
 
 
 class AveragingBinding(Binding):
@@ -42,8 +45,12 @@ class AveragingBinding(Binding):
         self._counted = False
         self._sent: list[TensorSpec] = []
         self._elements = self._bytes = 0
-        # A step that overflowed is skipped by its rank alone; the ranks do not wait for each other in steps.
-        self.agrees_on_overflow = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        if not strategy.average_optimizer and updates.is_absolute(innermost(optimizer)):
+            raise ConfigError(
+                f"optimizer {type(innermost(optimizer)).__name__}: it computes weights from its state, so averaging "
+                "them without it would be undone by the next step. Use ParameterAveraging(average_optimizer=True)."
+            )
+        self.holds_loss_scale = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         self.since, self._due, self.averages, self._left_out = (_variable(tf.int64) for _ in range(4))
         self.samples, self._apart = _variable(tf.float32), _variable(tf.float32)
         self._seconds = _variable(tf.float64)
@@ -69,9 +76,10 @@ class AveragingBinding(Binding):
 
     def gradients(self, gradients: Sequence[Any]) -> list[Any]:
         """See `Binding.gradients`: this rank's own."""
-        if not self.agrees_on_overflow:
+        if not self.holds_loss_scale:
             refuse_private_skip()
-        _trained_apart.add(self._inner)
+        if not self.strategy.average_optimizer:
+            _trained_apart.add(self._inner)
         return [scaled(g, self.gain) for g in gradients]
 
     def before_step(self) -> None:
@@ -103,8 +111,18 @@ class AveragingBinding(Binding):
         tf.cond(since >= self._due, self._average, lambda: tf.constant(False))
 
     def flush(self) -> None:
-        """See `Binding.flush`: average now."""
-        if int(self.since.numpy()):
+        """See `Binding.flush`: average now.
+
+        Raises:
+            ReplicaError: on all ranks, if they have not taken as many steps.
+        """
+        everyone = self.comm.all_gather_object(int(self.since.numpy()), f"{self.name}.since")
+        if len(set(everyone)) > 1:
+            raise ReplicaError(
+                f"the ranks have taken {everyone} steps since the weights were averaged. Every rank has to call its "
+                "optimizer as often as the others: call it with zeros rather than not at all."
+            )
+        if everyone[0]:
             self._average()
 
     @property
@@ -129,17 +147,17 @@ class AveragingBinding(Binding):
             begin = tf.timestamp()
         # Reading everything once is all that it costs: one NaN makes the sum NaN.
         finite = tf.math.is_finite(tf.add_n([tf.cast(tf.reduce_sum(t), tf.float32) for t in tensors]))
-        counts = tf.identity(self.samples) if self.strategy.weighted else tf.constant(1.0)
-        mine = tf.where(finite, counts, 0.0)
-        shares = [tf.where(finite, t, tf.zeros_like(t)) * tf.cast(mine, t.dtype) for t in tensors]
-        total, *sums = self.strategy.add(self.comm, [mine, *shares], f"{self.name}.average")
-        with tf.control_dependencies(sums):
+        counts = tf.maximum(self.samples, _NO_SAMPLES) if self.strategy.weighted else tf.constant(1.0)
+        means = self._means(tensors, tf.where(finite, counts, 0.0))
+        with tf.control_dependencies(means):
             self._seconds.assign_add(tf.timestamp() - begin)
-        means = [s / tf.cast(total, s.dtype) for s in sums]
         self._apart.assign(_distance(tensors[: len(weights)], means[: len(weights)]))
         for variable, mean in zip((*weights, *state), means, strict=True):
-            # With no finite weights anywhere there is nothing to take.
-            variable.assign(tf.where(total > 0, tf.cast(mean, variable.dtype), tf.convert_to_tensor(variable)))
+            variable.assign(tf.cast(mean, variable.dtype))
+        for variable in weights:
+            # The mean of what a constraint allows may be what it does not.
+            if getattr(variable, "constraint", None) is not None:
+                variable.assign(variable.constraint(variable))
         if not self.strategy.average_optimizer:
             tf.cond(finite, lambda: tf.constant(False), self._forget)
         self._agree_on_counters()
@@ -149,14 +167,36 @@ class AveragingBinding(Binding):
             variable.assign(tf.zeros_like(variable))
         return tf.constant(True)
 
+    def _means(self, tensors: Sequence[Any], mine: Any) -> list[Any]:
+        """The weighted means over the ranks; NaN on all of them, if no rank counts.
+
+        Args:
+            tensors: this rank's.
+            mine: float32, how much it counts; with 0 its tensors may hold anything.
+        """
+        means: dict[int, Any] = {}
+        for dtype in {t.dtype for t in tensors}:
+            # A grouped all-reduce is of one dtype.
+            members = [i for i, t in enumerate(tensors) if t.dtype == dtype]
+            weight = tf.cast(mine, dtype)
+            shares = [tf.math.multiply_no_nan(tensors[i], weight) for i in members]
+            total, *sums = self.strategy.add(self.comm, [weight, *shares], f"{self.name}.average.{dtype.name}")
+            means |= {i: s / total for i, s in zip(members, sums, strict=True)}
+        return [means[i] for i in range(len(tensors))]
+
     def _forget(self) -> Any:
         """Momenta that hold NaN would spoil the next step again."""
         for variable in slots(self._inner):
-            variable.assign(tf.zeros_like(tf.convert_to_tensor(variable)))
+            if tf.as_dtype(variable.dtype).is_floating:
+                value = tf.convert_to_tensor(variable)
+                variable.assign(tf.where(tf.math.is_finite(value), value, tf.zeros_like(value)))
         return tf.constant(True)
 
     def _agree_on_counters(self) -> None:
-        """Where ranks skip steps, they take rank 0's count and loss scale: a mean of those would be of no use."""
+        """Where ranks skip steps, they take rank 0's count and loss scale: a mean of those would be of no use.
+
+        Gradients that are half accumulated belong to counts that were, so accumulation begins anew.
+        """
         outer, inner = self._outer, self._inner
         if outer is inner:
             return
@@ -164,8 +204,12 @@ class AveragingBinding(Binding):
         mine = tf.stack([tf.cast(tf.convert_to_tensor(c), tf.float64) for c in counters])
         mine *= float(self.comm.rank == 0)
         (those,) = self.comm.all_reduce([mine], Reduction(average=False), f"{self.name}.counters")
-        for variable, value in zip(counters, tf.unstack(those), strict=True):
+        micro = inner.gradient_accumulation_steps or 1
+        count, *scale = tf.unstack(those)
+        for variable, value in zip(counters, [count // micro * micro, *scale], strict=True):
             variable.assign(tf.cast(value, variable.dtype))
+        for variable in local_variables(inner):
+            variable.assign(tf.zeros_like(tf.convert_to_tensor(variable)))
 
     def cost(self) -> Telemetry:
         """See `Binding.cost`."""
@@ -208,12 +252,20 @@ class AveragingBinding(Binding):
         """See `Binding.before_saving`: saving leaves the training as it is, and each rank saves its own weights."""
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """See `Binding.arrays`."""
+        """See `Binding.arrays`; right after an average there is nothing to remember, but that momenta are apart."""
+        if self.strategy.average_optimizer and not int(self.since.numpy()):
+            return {}
         return {name: variable.numpy() for name, variable in self._place_in_period().items()}
+
+    @property
+    def kind(self) -> str:
+        """See `Binding.kind`."""
+        return f"{self.strategy.name}, {'averaged' if self.strategy.average_optimizer else 'own'} state"
 
     def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
         """See `Binding.restore`; with nothing to restore, the weights were averaged."""
-        _trained_apart.add(self._inner)
+        if not self.strategy.average_optimizer:
+            _trained_apart.add(self._inner)
         for name, variable in self._place_in_period().items():
             variable.assign(arrays.get(name, np.zeros((), variable.dtype.as_numpy_dtype)))
 

@@ -24,6 +24,7 @@ class Binding:
         specs: name, shape and size of each.
         reached: True once a training step went through the optimiser.
         owner: the callback that tied it and will untie it; None where a script did.
+        holds_loss_scale: True where a loss-scale optimiser is tied, and steps that it skips are dealt with.
         steps: int64 variable, number of steps that reached the optimiser, skipped and accumulated ones too.
     """
 
@@ -38,7 +39,7 @@ class Binding:
         self.specs: list[TensorSpec] = []
         self.reached = False
         self.owner: Any = None
-        self.agrees_on_overflow = False
+        self.holds_loss_scale = False
         with tf.device("CPU:0"):
             self.steps = tf.Variable(0, dtype=tf.int64, trainable=False)
 
@@ -80,10 +81,6 @@ class Binding:
             variables: the weights.
         """
         step()
-
-    def agree_on_overflow(self) -> None:
-        """All ranks will decide together whether to skip a step: a loss scale's `check_finite` asks `any_overflow`."""
-        self.agrees_on_overflow = True
 
     def any_overflow(self, overflowed: Any) -> Any:
         """float32: above 0 where a rank's loss scale overflowed, the same on all ranks."""

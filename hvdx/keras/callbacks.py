@@ -8,12 +8,14 @@ import keras
 from hvdx import comm as world
 from hvdx.errors import ConfigError
 from hvdx.keras import metrics, replicas
-from hvdx.keras.optimizer import binding_of, optimizers_of
+from hvdx.keras.optimizer import binding_of, flush, optimizers_of
 from hvdx.keras.optimizer_state import innermost
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Start all ranks from one rank's weights and optimiser state.
+
+    At the end of each epoch it has strategies that let ranks train apart bring them together. Put it first, as usual.
 
     Args:
         root_rank: the rank whose values all get.
@@ -45,6 +47,22 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         """Broadcast after the first step, if layers built themselves in it."""
         if not self._done:
             self._broadcast()
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Validation has to see the same weights everywhere."""
+        self._flush()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """So have those who save."""
+        self._flush()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """And those who go on with the model."""
+        self._flush()
+
+    def _flush(self) -> None:
+        for optimizer in optimizers_of(self.model) if self.model.optimizer is not None else ():
+            flush(optimizer)
 
     def _broadcast(self) -> None:
         replicas.make_alike(self.model, self.root_rank, world.start(), self._local)

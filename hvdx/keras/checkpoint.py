@@ -270,7 +270,11 @@ class _Restoring:
 
     def _of_ranks(self, name: str, variables: Mapping[int, Any]) -> Assignments:
         """This rank's own values; the mean over the ranks, where their number was another or they are shared now."""
-        still = _ids(lambda o: own_variables(o, now=False), self._model) | {id(v) for v in _accumulated(self._model)}
+        still = {id(v) for v in _accumulated(self._model)}
+        for says, optimizer in zip(self._manifest["optimizers"], optimizers_of(self._model), strict=True):
+            binding = binding_of(optimizer)
+            if binding is not None and binding.kind == says.get("kind"):
+                still |= {id(v) for v in own_variables(optimizer, now=False)}
         if self._size == self._ranks and all(id(v) in still for v in variables.values()):
             mine = self._saved.rank(self._rank)
             return [(v, mine[f"{name}.{i}"]) for i, v in variables.items()]
@@ -408,8 +412,8 @@ def _common_generator(make: bool = False) -> Any:
 
 
 def _mean(values: Sequence[np.ndarray], variable: Any) -> np.ndarray:
-    """Rank 0's where a mean would be none of the values' kind."""
-    if not tf.as_dtype(variable.dtype).is_floating:
+    """Rank 0's where a mean would be none of the values' kind, such as a loss scale, which is a power of two."""
+    if not tf.as_dtype(variable.dtype).is_floating or variable.path.endswith("dynamic_scale"):
         return values[0]
     dtype = tf.as_dtype(variable.dtype).as_numpy_dtype
     values = [v.view(dtype) if v.dtype.kind == "V" else v for v in values]

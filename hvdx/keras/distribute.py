@@ -1,6 +1,7 @@
 """The one added line: `model.fit(..., callbacks=[hvdx.keras.Distribute()])`."""
 
 import sys
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -146,12 +147,12 @@ class Distribute(keras.callbacks.Callback):
         self._last.limit_steps([r["steps"] for r in everyone], model.steps_per_execution)
         model._initial_epoch = everyone[0]["initial_epoch"]
         if model.built:
-            self._make_alike()
+            # Where an optimiser has gone on with its own rank's gradients, its momenta stay with their residual.
+            own = [v for o in optimizers_of(model) if self._continues(o) for v in own_variables(o)]
+            self._make_alike({id(v) for v in own})
 
-    def _make_alike(self) -> None:
-        # Where an optimiser has gone on with its own rank's gradients, its momenta stay with their residual.
-        private = [v for o in optimizers_of(self.model) if self._continues(o) for v in own_variables(o)]
-        replicas.make_alike(self.model, 0, self._comm, {id(v) for v in private})
+    def _make_alike(self, but: Collection[int] = ()) -> None:
+        replicas.make_alike(self.model, 0, self._comm, but)
         self._alike = True
 
     @staticmethod
@@ -191,7 +192,7 @@ class Distribute(keras.callbacks.Callback):
             return
         self._logs.see_step(logs)
         if not self._alike:
-            # Layers that build themselves in the first step have their weights only now.
+            # Layers that build themselves in the first step have their weights only now, and nothing is older.
             self._make_alike()
         if not any(b.reached for b in self._bindings) and self.model.trainable_weights:
             raise NotDistributedError(

@@ -36,7 +36,7 @@ class GraphBinding(Binding):
 
     def gradients(self, gradients: Sequence[Any]) -> list[Any]:
         """Combine gradients over the ranks, and count the time it takes."""
-        if not self.agrees_on_overflow:
+        if not self.holds_loss_scale:
             refuse_private_skip()
         # The clock waits for all gradients; the exchange does not, so that groups may leave one by one.
         with tf.control_dependencies([values_of(g) for g in gradients]):

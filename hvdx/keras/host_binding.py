@@ -108,7 +108,7 @@ class HostBinding(Binding):
 
     def gradients(self, gradients: Sequence[Any]) -> list[Any]:
         """See `Binding.gradients`: combined here, or made fit for this rank's optimiser."""
-        if not self.agrees_on_overflow:
+        if not self.holds_loss_scale:
             refuse_private_skip()
         if not self.private:
             combined = self._call([tf.convert_to_tensor(g) for g in gradients], True, self.variables)

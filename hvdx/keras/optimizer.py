@@ -88,10 +88,14 @@ def detach(optimizer: Any) -> None:
 def flush(optimizer: Any) -> None:
     """Make the weights those of all ranks: add what is still on its way, or average what each has trained alone.
 
-    Call it on all ranks before looking at the weights in a loop of your own, and at its end. `Distribute` does.
+    Call it on all ranks before looking at the weights in a loop of your own, and at its end. `Distribute` does. Weights
+    that no gradient reaches (batch normalisation's statistics) stay as they are.
 
     Args:
         optimizer: a distributed one, or a plain one.
+
+    Raises:
+        ReplicaError: on all ranks, if they have not taken as many steps.
 
     Example:
         >>> flush(keras.optimizers.SGD(0.1))
@@ -163,7 +167,7 @@ def _replace_methods(optimizer: Any, binding: Binding) -> None:
 
     def _backend_apply_gradients(self: Any, grads: Any, trainable_variables: Any) -> Any:
         binding.see(trainable_variables)
-        if not binding.agrees_on_overflow:
+        if not binding.holds_loss_scale:
             binding.count_step()
         return kind._backend_apply_gradients(self, grads, trainable_variables)
 
@@ -191,7 +195,7 @@ def _agree_on_overflow(optimizer: Any, binding: Binding) -> None:
         return tf.equal(binding.any_overflow(overflowed), 0.0)
 
     optimizer.check_finite = types.MethodType(check_finite, optimizer)
-    binding.agree_on_overflow()
+    binding.holds_loss_scale = True
 
 
 def _watch_steps(optimizer: Any, binding: AveragingBinding) -> None:

@@ -161,17 +161,22 @@ def check_identical(variables: Sequence[Any], comm: Comm, when: str) -> None:
 def average_state(model: Any, comm: Comm) -> None:
     """Make the weights that no gradient reaches (moving averages and the like) the same on all ranks.
 
-    Floating-point ones that differ become the mean over ranks, others those of rank 0.
+    Floating-point ones that differ become the mean over ranks, without ranks where they hold NaN or infinity; others
+    those of rank 0.
     """
     variables = [v for v in model.non_trainable_weights if 0 not in v.shape]
     found = [variables[i] for i in differing(variables, comm)] if variables else []
     means = [v for v in found if tf.as_dtype(v.dtype).is_floating]
     others = [v for v in found if not tf.as_dtype(v.dtype).is_floating]
     if means:
-        flat = np.concatenate([np.ravel(tf.convert_to_tensor(v).numpy()).astype(np.float64) for v in means])
-        total = comm.all_reduce_sum(flat, "moving averages") / comm.size
-        sizes = [int(np.prod(v.shape)) for v in means]
-        for variable, piece in zip(means, np.split(total, np.cumsum(sizes)[:-1]), strict=True):
+        mine = [np.ravel(tf.convert_to_tensor(v).numpy()).astype(np.float64) for v in means]
+        counts = np.array([np.isfinite(m).all() for m in mine], np.float64)
+        shares = [m if count else np.zeros_like(m) for m, count in zip(mine, counts, strict=True)]
+        total = comm.all_reduce_sum(np.concatenate([counts, *shares]), "moving averages")
+        with np.errstate(invalid="ignore"):
+            ranks = np.repeat(total[: len(means)], [m.size for m in mine])
+            flat = total[len(means) :] / ranks
+        for variable, piece in zip(means, np.split(flat, np.cumsum([m.size for m in mine])[:-1]), strict=True):
             variable.assign(piece.reshape(variable.shape).astype(tf.as_dtype(variable.dtype).as_numpy_dtype))
     if others:
         broadcast(others, 0, comm)

@@ -5,6 +5,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdx.errors import ConfigError
 from hvdx.keras.optimizer import count_samples, optimizers_of
 
 _MARK = "_hvdx_counts"
@@ -21,7 +22,13 @@ def count_in(model: Any) -> None:
 
     def train_step(data: Any) -> Any:
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-        count = tf.shape(tf.nest.flatten(x)[0])[0]
+        parts = tf.nest.flatten(x)
+        if not parts or parts[0] is None or not len(parts[0].shape):
+            raise ConfigError(
+                "ParameterAveraging: weighted=True: the first input of a step has no samples to count. Train without "
+                "weighted=True, or in a loop that calls hvdx.keras.count_samples."
+            )
+        count = tf.shape(parts[0])[0]
         for optimizer in optimizers_of(model):
             count_samples(optimizer, count)
         return own_step(data)

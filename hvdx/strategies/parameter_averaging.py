@@ -8,7 +8,7 @@ from typing import Any
 from hvdx.comm import GraphComm
 from hvdx.comm.base import Reduction
 from hvdx.errors import ConfigError
-from hvdx.strategies.base import Strategy, TensorSpec, ring_bytes
+from hvdx.strategies.base import Strategy, TensorSpec, one_of, ring_bytes
 
 #: Pairs (first step, period), in the order of the steps; the first begins at step 0.
 Schedule = tuple[tuple[int, int], ...]
@@ -36,8 +36,8 @@ class ParameterAveraging(Strategy):
     Example:
         >>> ParameterAveraging(period=32)
         ParameterAveraging(period=32)
-        >>> ParameterAveraging("1@0/16@1000").period_at(999)
-        1
+        >>> ParameterAveraging("1@0/16@1000").schedule
+        ((0, 1), (1000, 16))
 
     Source: McDonald et al. 2010, "Distributed training strategies for the structured perceptron"; Stich 2019, "Local
     SGD converges fast and communicates little"; the averaged optimiser is that of Deeplearning4j's `saveUpdater`.
@@ -54,12 +54,9 @@ class ParameterAveraging(Strategy):
     ):
         self.schedule = _schedule(period)
         self.period = self.schedule[0][1] if len(self.schedule) == 1 else self.schedule
-        self.average_optimizer = bool(average_optimizer)
-        self.weighted = bool(weighted)
-
-    def period_at(self, step: int) -> int:
-        """Steps until the next average, after one at `step`."""
-        return [period for first, period in self.schedule if first <= step][-1]
+        one_of("ParameterAveraging", "average_optimizer", average_optimizer, (True, False))
+        one_of("ParameterAveraging", "weighted", weighted, (True, False))
+        self.average_optimizer, self.weighted = bool(average_optimizer), bool(weighted)
 
     def add(self, comm: GraphComm, shares: Sequence[Any], name: str) -> list[Any]:
         """Add up what the ranks contribute to a mean. Collective.
