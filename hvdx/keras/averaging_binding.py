@@ -175,8 +175,8 @@ class AveragingBinding(Binding):
             mine: float32, how much it counts; with 0 its tensors may hold anything.
         """
         means: dict[int, Any] = {}
-        for dtype in {t.dtype for t in tensors}:
-            # A grouped all-reduce is of one dtype.
+        # A grouped all-reduce is of one dtype, and all ranks have to come to them in one order.
+        for dtype in sorted({t.dtype for t in tensors}, key=lambda d: d.name):
             members = [i for i, t in enumerate(tensors) if t.dtype == dtype]
             weight = tf.cast(mine, dtype)
             shares = [tf.math.multiply_no_nan(tensors[i], weight) for i in members]
