@@ -46,7 +46,7 @@ class Look(keras.callbacks.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 look = Look()
-distribute = hvdx.keras.Distribute("threshold:target_density=0.05,overlap=True")
+distribute = hvdx.keras.Distribute(os.environ.get("STRATEGY", "threshold:target_density=0.05,overlap=True"))
 callbacks = [distribute, hvdx.keras.Checkpoint(f"{folder}/ckpt"), look]
 model.fit(hvdx.shard((x, y), 4), epochs=epochs, verbose=0, shuffle=False, callbacks=callbacks)
 digest = lambda variables: hashlib.sha256(b"".join(np.asarray(v).tobytes() for v in variables)).hexdigest()
@@ -61,9 +61,9 @@ with open(f"{folder}/{os.environ['NAME']}-{rank}.json", "w") as file:
 LIMIT = 300
 
 
-def train(folder, name, ranks, epochs, seed=0):
+def train(folder, name, ranks, epochs, seed=0, **env):
     """Train, in processes of their own; what each rank says in the end."""
-    done = run(ranks, ["-c", SCRIPT, str(folder), str(epochs), str(seed)], LIMIT, {"NAME": name})
+    done = run(ranks, ["-c", SCRIPT, str(folder), str(epochs), str(seed)], LIMIT, {"NAME": name, **env})
     assert done.code == 0, done
     return [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(ranks)]
 
@@ -90,6 +90,20 @@ def assert_went_on(resumed, straight):
 def test_new_processes_go_on_to_the_bit(tmp_path, straight):
     train(tmp_path, "one", 2, 2)
     assert_went_on(train(tmp_path, "two", 2, 4, seed=5), straight)
+
+
+def test_momenta_of_workers_that_average_weights_go_on_to_the_bit(tmp_path):
+    strategy = {"STRATEGY": "parameter_averaging:period=5,average_optimizer=false"}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for folder in (whole, parts):
+        folder.mkdir()
+    straight = train(whole, "whole", 2, 2, **strategy)
+    assert straight[0]["optimizer"] != straight[1]["optimizer"]
+    train(parts, "one", 2, 1, **strategy)
+    for mine, expected in zip(train(parts, "two", 2, 2, seed=5, **strategy), straight, strict=True):
+        assert mine["first"] == 1
+        for name in ("weights", "optimizer", "generators"):
+            assert mine[name] == expected[name], name
 
 
 def test_fewer_and_more_processes_keep_what_was_not_sent(tmp_path):

@@ -1,0 +1,27 @@
+"""The jobs about averaging networks, in small."""
+
+import json
+
+from tests.launch import run
+
+
+def test_comparison_finds_what_is_the_same_and_what_is_not(tmp_path):
+    figures = tmp_path / "question.json"
+    small = ["--data", "digits", "--hidden", "32", "--steps", "32", "--periods", "1,16", "--optimizers", "sgd,adam"]
+    done = run(2, ["jobs/compare_averaging.py", *small, "--json", str(figures)], timeout=240)
+    assert done.code == 0, done
+    rows = {(r["optimizer"], r["way"]): r for r in json.loads(figures.read_text())["rows"]}
+    assert rows["sgd", "every 1"]["from_dense"] < 1e-5 < 1e-3 < rows["sgd", "every 16"]["from_dense"]
+    assert rows["adam", "every 1, averaged state"]["from_dense"] > 1e-3
+    assert rows["sgd", "every 1"]["apart"] < rows["sgd", "every 16"]["apart"]
+    assert "gradients, rounded otherwise" in done.out
+
+
+def test_main_job_averages_networks_when_told_from_outside():
+    strategy = "parameter_averaging:period=1@0/8@20,weighted=true"
+    done = run(2, ["jobs/fashion_mnist.py", "--epochs", "2", "--quiet", "--digest"], 240, {"HVDX_STRATEGY": strategy})
+    assert done.code == 0, done
+    words = done.out.split()
+    assert len({words[i + 1] for i, word in enumerate(words[:-1]) if word in ("0:", "1:")}) == 1, done
+    assert "ParameterAveraging(period=((0, 1), (20, 8)), weighted=True)" in done.out
+    assert "averages of the weights" in done.out
