@@ -337,8 +337,14 @@ def test_horovods_callback_brings_the_ranks_together():
     model, _ = in_a_loop("parameter_averaging:period=4")
     model.compile(model.optimizer, model.loss)
     x, y = data(hvdx.rank())
-    begin = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
-    model.fit(x, y, batch_size=BATCH, epochs=1, verbose=0, shuffle=False, callbacks=[begin])
+    begin, seen = hvd.callbacks.BroadcastGlobalVariablesCallback(0), []
+
+    def look(epoch, logs):
+        seen.append(replicas.differing(model.weights, world.start()))
+
+    saves = keras.callbacks.LambdaCallback(on_epoch_end=look)
+    model.fit(x, y, batch_size=BATCH, epochs=1, verbose=0, shuffle=False, callbacks=[begin, saves])
+    assert seen == [{}]
     alike([*model.weights, *slots(model.optimizer)])
     assert_close(model, simulated(OPTIMIZERS["momentum"], 4, True))
 
