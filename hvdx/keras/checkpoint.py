@@ -190,11 +190,11 @@ def _optimizer_manifest(optimizer: Any, model: Any, remembers: bool) -> dict[str
     says: dict[str, Any] = {
         "class": type(optimizer).__name__,
         "trains": _positions(trained, model) if optimizer.built else None,
+        "kind": None if binding is None else binding.kind,
         "strategy": None,
     }
     if binding is not None and remembers:
-        exchanged = _positions(binding.exchanged, model)
-        says |= {"strategy": repr(binding.strategy), "kind": binding.kind, "exchanges": exchanged}
+        says |= {"strategy": repr(binding.strategy), "exchanges": _positions(binding.exchanged, model)}
     return says
 
 
@@ -273,7 +273,7 @@ class _Restoring:
         still = {id(v) for v in _accumulated(self._model)}
         for says, optimizer in zip(self._manifest["optimizers"], optimizers_of(self._model), strict=True):
             binding = binding_of(optimizer)
-            if binding is not None and binding.kind == says.get("kind"):
+            if binding is not None and binding.kind == says["kind"]:
                 still |= {id(v) for v in own_variables(optimizer, now=False)}
         if self._size == self._ranks and all(id(v) in still for v in variables.values()):
             mine = self._saved.rank(self._rank)
@@ -415,6 +415,9 @@ def _mean(values: Sequence[np.ndarray], variable: Any) -> np.ndarray:
     """Rank 0's where a mean would be none of the values' kind, such as a loss scale, which is a power of two."""
     if not tf.as_dtype(variable.dtype).is_floating or variable.path.endswith("dynamic_scale"):
         return values[0]
+    odd = [v for v in values if v.shape != tuple(variable.shape)]
+    if odd:
+        return odd[0]  # which is going to be found not to fit
     dtype = tf.as_dtype(variable.dtype).as_numpy_dtype
     values = [v.view(dtype) if v.dtype.kind == "V" else v for v in values]
     return np.mean([v.astype(np.float64) for v in values], axis=0).astype(dtype)
