@@ -226,7 +226,15 @@ def _sleeping_lab(word, log):
     program = [sys.executable, "-c", "import time; time.sleep(60)", word]
     with open(log, "w") as file:  # not a pipe: what stays behind would hold that open
         command = [*LAB, "-n", "2", "--", *program]
-        process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            # Tests that a shell started in the background ignore it, and so would what they start.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
+        )
     try:
         # In four networks: the machine's (hvdx), the switch's (mpirun), and those of both ranks.
         assert _wait_for(lambda: len({_network_of(pid) for pid in _sleepers(word)} - {None}) >= 4)
