@@ -17,7 +17,12 @@ from pathlib import Path
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 #: What is compared: a name, and the strategy.
-STRATEGIES = {"AllReduce": "all_reduce", "Threshold": "threshold:target_density=0.01"}
+STRATEGIES = {
+    "AllReduce": "all_reduce",
+    "Threshold": "threshold:target_density=0.01",
+    "ParameterAveraging": "parameter_averaging:period=5",
+    "ParameterAveraging, own momenta": "parameter_averaging:period=5,average_optimizer=false",
+}
 _STEPS = 20
 
 
