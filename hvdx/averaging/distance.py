@@ -62,8 +62,7 @@ def _sums(
         count = min(_BLOCK, tensors[0].size - start)
         blocks = []
         for tensor in tensors:
-            raw = np.empty(count, tensor.dtype)
-            tensor.read(start, raw)
+            raw = tensor.array_at(start, count)
             blocks.append(raw.astype(wide))
             progress(raw.nbytes)
         own += [np.vdot(b, b).real for b in blocks]

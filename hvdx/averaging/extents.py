@@ -1,5 +1,6 @@
 """Tensors that lie in one piece in a file: read where they are, and written into a copy of the rest."""
 
+import abc
 import io
 import os
 from collections.abc import Callable, Mapping
@@ -8,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdx.averaging.network import Tensor, Values
+from hvdx.averaging.network import Network, Tensor, Values
 from hvdx.errors import AverageError
 
 _COPY_BYTES = 1 << 22
@@ -104,6 +105,35 @@ class File:
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
+
+
+class OneFile(Network):
+    """A format whose networks are one file each, in which tensors lie where `_scan` finds them.
+
+    Raises:
+        AverageError: the file cannot be opened, or is damaged; it is closed again.
+    """
+
+    def __init__(self, path: Path):
+        self.path, self._file = path, File(path)
+        try:
+            self._scan()
+        except AverageError:
+            self.close()
+            raise
+
+    @abc.abstractmethod
+    def _scan(self) -> None:
+        """Find the tensors, and what else is to be known of the file."""
+
+    @classmethod
+    def open(cls, path: Path) -> Network:
+        """See `Network.open`."""
+        return cls(path)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()
 
 
 class Output(io.FileIO):

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from hvdx.averaging.dtypes import small_float
-from hvdx.averaging.extents import File, Output, splice
-from hvdx.averaging.network import Network, Tensor, Values
+from hvdx.averaging.extents import OneFile, Output, splice
+from hvdx.averaging.network import Tensor, Values
 from hvdx.errors import AverageError
 
 _LIST = 0x112
@@ -23,20 +23,14 @@ _MOST_DIMENSIONS = 64
 _STATISTICS = ("running_mean", "running_var", "moving_mean", "moving_var")
 
 
-class MXNet(Network):
+class MXNet(OneFile):
     """A `.params` file."""
 
     format = "MXNet"
     suffixes = (".params",)
 
-    def __init__(self, path: Path):
-        self.path = path
-        self._file = File(path)
-        try:
-            self._placed, self.tensors = self._parse()
-        except AverageError:
-            self.close()
-            raise
+    def _scan(self) -> None:
+        self._placed, self.tensors = self._parse()
         self.normalises = any(name.endswith(_STATISTICS) for name in self.tensors)
 
     @classmethod
@@ -44,19 +38,10 @@ class MXNet(Network):
         """By its name, or its first eight bytes."""
         return (path.name.endswith(cls.suffixes) and path.is_file()) or head[:8] == struct.pack("<Q", _LIST)
 
-    @classmethod
-    def open(cls, path: Path) -> "MXNet":
-        """Read what stands before each array, and their names; see `Network.open`."""
-        return cls(path)
-
     def write(self, out: Path, values: Values) -> None:
         """See `Network.write`."""
         with Output(out) as file:
             splice(self._file, self._placed, values, file.write)
-
-    def close(self) -> None:
-        """Let go of the file."""
-        self._file.close()
 
     def _parse(self) -> tuple[dict[int, Tensor], dict[str, Tensor]]:
         magic, _, count = struct.unpack("<QQQ", self._file.read(0, 24, "its beginning"))

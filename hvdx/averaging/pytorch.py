@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from hvdx.averaging.dtypes import small_float
-from hvdx.averaging.extents import File, Output, splice
-from hvdx.averaging.network import Network, Tensor, Values
+from hvdx.averaging.extents import OneFile, Output, splice
+from hvdx.averaging.network import Tensor, Values
 from hvdx.averaging.torch_pickle import REMEDY, View, read_pickle, tensors_of
 from hvdx.errors import AverageError
 
@@ -59,22 +59,16 @@ class _Placed:
         return np.lib.stride_tricks.as_strided(storage[self.offset :], self.shape, strides)
 
 
-class PyTorch(Network):
+class PyTorch(OneFile):
     """A `.pt` or `.pth` file."""
 
     format = "PyTorch"
     suffixes = (".pt", ".pth")
 
-    def __init__(self, path: Path):
-        self.path = path
-        self._file = File(path)
-        try:
-            self._entries = self._listed()
-            self._root = self._root_of()
-            self._storages, self.tensors = self._parse()
-        except AverageError:
-            self.close()
-            raise
+    def _scan(self) -> None:
+        self._entries = self._listed()
+        self._root = self._root_of()
+        self._storages, self.tensors = self._parse()
         # Elements that belong to two tensors have one mean only if they are shared in every file.
         self.architecture = {"tensors that share elements": self._tied()}
         self.normalises = any(name.endswith(_STATISTICS) for name in self.tensors)
@@ -92,11 +86,6 @@ class PyTorch(Network):
                 return False
         return head.startswith(_LEGACY)
 
-    @classmethod
-    def open(cls, path: Path) -> "PyTorch":
-        """Read the pickle, executing nothing; see `Network.open`."""
-        return cls(path)
-
     def write(self, out: Path, values: Values) -> None:
         """See `Network.write`; which tensors share a storage, and their strides, stay as they are."""
         with Output(out) as file, zipfile.ZipFile(file, "w") as archive:
@@ -112,10 +101,6 @@ class PyTorch(Network):
                         splice(self._file, at, values, target.write, begin, begin + entry.file_size)
                     else:
                         target.write(self._rebuilt(entry, placed, values).data)
-
-    def close(self) -> None:
-        """Let go of the file."""
-        self._file.close()
 
     def _listed(self) -> dict[str, zipfile.ZipInfo]:
         """The entries of the archive, in the order of the file."""

@@ -246,9 +246,7 @@ def _merged(archive: Network, new: Network, changed: set[str]) -> Values:
         source = new if tensor.name in changed else archive
         step = 1 << 20
         for start in range(0, tensor.size, step):
-            block = np.empty(min(step, tensor.size - start), tensor.dtype)
-            source.tensors[tensor.name].read(start, block)
-            yield block
+            yield source.tensors[tensor.name].array_at(start, min(step, tensor.size - start))
 
     return values
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from hvdx.averaging.dtypes import small_float
-from hvdx.averaging.extents import File, Output, splice
-from hvdx.averaging.network import Network, Tensor, Values
+from hvdx.averaging.extents import OneFile, Output, splice
+from hvdx.averaging.network import Tensor, Values
 from hvdx.errors import AverageError
 
 # What the library accepts.
@@ -44,20 +44,14 @@ _SMALL_FLOATS = {
 _STATISTICS = ("running_mean", "running_var", "moving_mean", "moving_variance")
 
 
-class Safetensors(Network):
+class Safetensors(OneFile):
     """A `.safetensors` file."""
 
     format = "safetensors"
     suffixes = (".safetensors",)
 
-    def __init__(self, path: Path):
-        self.path = path
-        self._file = File(path)
-        try:
-            self._offsets, self.tensors = self._parse()
-        except AverageError:
-            self.close()
-            raise
+    def _scan(self) -> None:
+        self._offsets, self.tensors = self._parse()
         self.normalises = any(name.endswith(_STATISTICS) for name in self.tensors)
 
     @classmethod
@@ -66,20 +60,11 @@ class Safetensors(Network):
         named = path.name.endswith(cls.suffixes) and path.is_file()
         return named or (head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= _MOST_HEADER)
 
-    @classmethod
-    def open(cls, path: Path) -> "Safetensors":
-        """Read the header; see `Network.open`."""
-        return cls(path)
-
     def write(self, out: Path, values: Values) -> None:
         """See `Network.write`; the header, metadata included, stays as it is."""
         with Output(out) as file:
             placed = {self._offsets[name]: t for name, t in self.tensors.items() if t.size}
             splice(self._file, placed, values, file.write)
-
-    def close(self) -> None:
-        """Let go of the file."""
-        self._file.close()
 
     def _parse(self) -> tuple[dict[str, int], dict[str, Tensor]]:
         length = int.from_bytes(self._file.read(0, 8, "the length of its header"), "little")

@@ -12,7 +12,7 @@ from hvdx.comm import GraphComm
 from hvdx.comm.base import Reduction
 from hvdx.errors import ConfigError, ReplicaError
 from hvdx.keras import updates
-from hvdx.keras.binding import Binding, describe, refuse_private_skip, scaled
+from hvdx.keras.binding import Binding, apply_constraints, describe, refuse_private_skip, scaled
 from hvdx.keras.optimizer_state import innermost, local_variables, moving_averages, slots
 from hvdx.strategies import ParameterAveraging, TensorSpec
 from hvdx.strategies.telemetry import AveragingTelemetry, Telemetry
@@ -154,10 +154,8 @@ class AveragingBinding(Binding):
         self._apart.assign(_distance(tensors[: len(weights)], means[: len(weights)]))
         for variable, mean in zip((*weights, *state), means, strict=True):
             variable.assign(tf.cast(mean, variable.dtype))
-        for variable in weights:
-            # The mean of what a constraint allows may be what it does not.
-            if getattr(variable, "constraint", None) is not None:
-                variable.assign(variable.constraint(variable))
+        # The mean of what a constraint allows may be what it does not.
+        apply_constraints(weights)
         if not self.strategy.average_optimizer:
             tf.cond(finite, lambda: tf.constant(False), self._forget)
         self._agree_on_counters()

@@ -167,6 +167,13 @@ def refuse_private_skip() -> None:
         frame = frame.f_back
 
 
+def apply_constraints(variables: Sequence[Any]) -> None:
+    """Keras applies constraints in the optimiser's step; this is for what changes weights after it."""
+    for variable in variables:
+        if getattr(variable, "constraint", None) is not None:
+            variable.assign(variable.constraint(variable))
+
+
 def values_of(gradient: Any) -> Any:
     """The numbers of a gradient, dense or of rows."""
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient

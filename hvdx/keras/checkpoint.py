@@ -16,7 +16,7 @@ from hvdx.keras import data, neighbours, replicas
 from hvdx.keras.binding import Binding
 from hvdx.keras.checkpoint_folder import Arrays, Folder, Saved
 from hvdx.keras.lockstep import Lockstep
-from hvdx.keras.optimizer import binding_of, optimizers_of, own_variables
+from hvdx.keras.optimizer import binding_of, optimizers_of, own_ids, own_variables
 from hvdx.keras.optimizer_state import innermost, local_variables
 from hvdx.version import __version__
 
@@ -114,7 +114,7 @@ def save(directory: str | os.PathLike[str], model: Any, epoch: int, keep: int = 
         if binding is not None:
             binding.before_saving()
     own, groups = (
-        _ids(own_variables, model),
+        own_ids(model),
         {"weights": model.weights, "optimizer": replicas.optimizer_state_of(model)},
     )
     shared: dict[str, np.ndarray] = {}
@@ -387,10 +387,6 @@ def _positions(variables: Sequence[Any], model: Any) -> list[int] | None:
     places = {id(v): i for i, v in enumerate(model.weights)}
     found = [places.get(id(v)) for v in variables]
     return None if None in found else found  # type: ignore[return-value]
-
-
-def _ids(variables_of: Callable[[Any], list[Any]], model: Any) -> set[int]:
-    return {id(v) for optimizer in optimizers_of(model) for v in variables_of(optimizer)}
 
 
 def _accumulated(model: Any) -> list[Any]:

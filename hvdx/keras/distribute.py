@@ -16,7 +16,7 @@ from hvdx.keras.binding import Binding
 from hvdx.keras.callbacks import MetricAverageCallback
 from hvdx.keras.host_binding import HostBinding
 from hvdx.keras.lockstep import Lockstep
-from hvdx.keras.optimizer import attach, binding_of, detach, optimizers_of, own_variables
+from hvdx.keras.optimizer import attach, binding_of, detach, optimizers_of, own_ids, own_variables
 from hvdx.keras.optimizer_state import innermost
 from hvdx.report.counters import Counters
 from hvdx.strategies import ParameterAveraging, Strategy, Threshold, agree_on_strategy, resolve
@@ -299,6 +299,6 @@ class Distribute(keras.callbacks.Callback):
             binding.flush()
 
     def _check(self, when: str) -> None:
-        own = {id(v) for optimizer in optimizers_of(self.model) for v in own_variables(optimizer)}
+        own = own_ids(self.model)
         variables = [*self.model.trainable_weights, *replicas.optimizer_state_of(self.model)]
         replicas.check_identical([v for v in variables if id(v) not in own], self._comm, when)

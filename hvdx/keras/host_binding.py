@@ -10,7 +10,7 @@ import tensorflow as tf
 from hvdx.comm import Comm, failure
 from hvdx.errors import HvdxError
 from hvdx.keras import updates
-from hvdx.keras.binding import Binding, describe, refuse_private_skip, scaled, values_of, with_values
+from hvdx.keras.binding import Binding, apply_constraints, describe, refuse_private_skip, scaled, values_of, with_values
 from hvdx.keras.optimizer_state import slots
 from hvdx.strategies import Exchange, HostStrategy
 from hvdx.strategies.telemetry import Telemetry, merged
@@ -137,10 +137,7 @@ class HostBinding(Binding):
             late = exchange.flush()
             if late is not None:
                 _add(variables, late)
-                for variable in variables:
-                    # Keras applies constraints in the step, which was over when this came.
-                    if getattr(variable, "constraint", None) is not None:
-                        variable.assign(variable.constraint(variable))
+                apply_constraints(variables)
 
     def any_overflow(self, overflowed: Any) -> Any:
         """See `Binding.any_overflow`."""

@@ -151,6 +151,11 @@ def own_variables(optimizer: Any, now: bool = True) -> list[Any]:
     return [] if binding is None else binding.own_variables(now)
 
 
+def own_ids(model: Any) -> set[int]:
+    """`id` of all that belongs to this rank now of a model's weights and optimisers."""
+    return {id(v) for optimizer in optimizers_of(model) for v in own_variables(optimizer)}
+
+
 def _check_kind(optimizer: Any) -> None:
     """Refuse an optimiser that would go past the methods that are replaced."""
     kind = type(optimizer)

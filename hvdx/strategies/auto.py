@@ -10,7 +10,7 @@ from hvdx.comm import Comm
 from hvdx.errors import ConfigError
 from hvdx.strategies import link
 from hvdx.strategies.all_reduce import AllReduce
-from hvdx.strategies.base import Exchange, HostStrategy, Strategy, TensorSpec, views
+from hvdx.strategies.base import Exchange, HostStrategy, Strategy, TensorSpec, ring_bytes, views
 from hvdx.strategies.telemetry import Telemetry
 from hvdx.strategies.threshold import Threshold
 
@@ -169,7 +169,7 @@ class TrialExchange(Exchange):
         counts = self.telemetry
         counts.steps += 1
         counts.exchanging += self._left - begin
-        sent = round(2 * (self._size - 1) / self._size * self._flat.nbytes)
+        sent = ring_bytes(self._flat.nbytes, self._size)
         counts.sent, counts.received = counts.sent + sent, counts.received + sent
         return views(self._flat, self._specs)
 
