@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from hvdx.averaging import average, average_weights
-from hvdx.strategies import AllReduce, Auto, ParameterAveraging, Threshold
+from hvdx.strategies import AllReduce, Auto, ParameterAveraging, ParameterServer, Threshold
 from hvdx.version import __version__
 
 if TYPE_CHECKING:
@@ -14,6 +14,7 @@ __all__ = [
     "AllReduce",
     "Auto",
     "ParameterAveraging",
+    "ParameterServer",
     "Threshold",
     "__version__",
     "average",

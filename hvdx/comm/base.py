@@ -7,7 +7,7 @@ communicator that cannot reach a rank raises after its time limit.
 """
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -93,8 +93,67 @@ class Channel(abc.ABC):
         """Give the channel back; every rank does."""
 
 
+@dataclass(frozen=True)
+class Letter:
+    """What one rank sent another.
+
+    Attributes:
+        sender: its rank; those that only serve come after the others.
+        head: HEAD_WORDS whole numbers.
+        body: uint8[bytes], or None.
+    """
+
+    sender: int
+    head: tuple[int, ...]
+    body: np.ndarray | None
+
+
+#: Whole numbers in the head of a letter; those that are not given are 0.
+HEAD_WORDS = 10
+#: Where to put the body of a letter from a rank with this head, of so many bytes; None leaves it to the postbox.
+Place = Callable[[int, tuple[int, ...], int], np.ndarray | None]
+
+
+class Postbox(abc.ABC):
+    """Letters from one rank to another, without the others: those that come to one box of this rank.
+
+    Letters from one rank to one box come in the order in which they were sent. One thread at a time.
+    """
+
+    rank: int
+
+    @abc.abstractmethod
+    def send(self, to: int, box: int, head: Sequence[int], body: np.ndarray | None = None) -> None:
+        """Send a letter; returns before it has left.
+
+        Args:
+            to: a rank; this one too.
+            box: of that rank.
+            head: whole numbers, HEAD_WORDS at most.
+            body: uint8[bytes], contiguous; it must not change until it has `left`.
+        """
+
+    @abc.abstractmethod
+    def fetch(self) -> Letter | None:
+        """The next letter that has come as a whole; None if there is none. Does not wait."""
+
+    @abc.abstractmethod
+    def left(self) -> bool:
+        """Whether all that was sent may be changed again."""
+
+    @property
+    @abc.abstractmethod
+    def coming(self) -> bool:
+        """Whether a part of a letter is here, and the rest on its way."""
+
+
 class Comm(abc.ABC):
-    """Reaches the other ranks. `rank` and `size` place this process among them."""
+    """Reaches the other ranks. `rank` and `size` place this process among them.
+
+    Attributes:
+        servers: ranks that only serve these, beside them; to postboxes they are the ranks from `size` on.
+        serves: whether this is one of them.
+    """
 
     rank: int
     size: int
@@ -102,6 +161,13 @@ class Comm(abc.ABC):
     local_size: int
     cross_rank: int
     cross_size: int
+    servers: int = 0
+    serves: bool = False
+
+    @property
+    def workers(self) -> int:
+        """Number of ranks that train; `size`, where it is not one of the servers that asks."""
+        return self.size
 
     @abc.abstractmethod
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
@@ -149,6 +215,18 @@ class Comm(abc.ABC):
 
         Raises:
             ConfigError: this communicator cannot carry messages; the error names one that can.
+        """
+
+    @abc.abstractmethod
+    def postbox(self, box: int, place: Place | None = None) -> Postbox:
+        """Open a box for letters from single ranks. The first call is collective.
+
+        Args:
+            box: its number, from 0; one thread a box.
+            place: where bodies go.
+
+        Raises:
+            ConfigError: this communicator cannot carry letters; the error names one that can.
         """
 
     def any_true(self, mine: bool) -> bool:

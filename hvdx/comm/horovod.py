@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdx.comm import mpi
-from hvdx.comm.base import Channel, GraphComm, Reduction, Wire
+from hvdx.comm.base import Channel, GraphComm, Place, Postbox, Reduction, Wire
 from hvdx.comm.launcher import Launch
 from hvdx.errors import ConfigError, HorovodError
 
@@ -70,13 +70,14 @@ class HorovodComm(GraphComm):
     Args:
         launch: what the launcher said; checked against what Horovod finds.
         rarely: Horovod is needed in few steps only; that holds for as long as the process lives.
+        group: the `MPI.Comm` of the ranks, where they are not all that were started.
 
     Raises:
         HorovodError: Horovod is missing or does not fit this environment.
         LaunchError: Horovod finds another world than the launcher started.
     """
 
-    def __init__(self, launch: Launch, rarely: bool = False):
+    def __init__(self, launch: Launch, rarely: bool = False, group: Any = None):
         limit = _RARE_STALL_SECONDS if rarely else _STALL_SECONDS
         os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", limit)
         if rarely:
@@ -89,8 +90,11 @@ class HorovodComm(GraphComm):
                     "Rebuild it: hvdx build-horovod"
                 )
             mpi.check_size("MPI", mpi.initialise(), launch)
-        hvd.init()
-        mpi.check_size("Horovod", hvd.size(), launch)
+        if group is None:
+            hvd.init()
+            mpi.check_size("Horovod", hvd.size(), launch)
+        else:
+            hvd.init(comm=group)
         self.rank, self.size = hvd.rank(), hvd.size()
         self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
         self.cross_rank, self.cross_size = hvd.cross_rank(), hvd.cross_size()
@@ -149,6 +153,11 @@ class HorovodComm(GraphComm):
             f"{what} travels by MPI, and these processes were started by Horovod's own launcher, without it. "
             "Start them with mpirun, or horovodrun --mpi."
         )
+
+    def postbox(self, box: int, place: Place | None = None) -> Postbox:
+        """See `Comm.postbox`."""
+        self.channel("a letter")  # which says what can
+        raise NotImplementedError
 
     def close(self) -> None:
         """See `Comm.close`."""

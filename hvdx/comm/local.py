@@ -1,12 +1,13 @@
 """Ranks in one process: a world of one, and several virtual ranks for tests and simulations."""
 
 import threading
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from hvdx.comm.base import Channel, Comm, GraphComm, Received, Reduction
+from hvdx.comm.base import HEAD_WORDS, Channel, Comm, GraphComm, Letter, Place, Postbox, Received, Reduction
 
 # A virtual rank that waits longer for the others was left alone.
 _LIMIT_SECONDS = 60.0
@@ -22,6 +23,9 @@ class LocalComm(GraphComm):
 
     rank = local_rank = cross_rank = 0
     size = local_size = cross_size = 1
+
+    def __init__(self) -> None:
+        self._table: _Table | None = None
 
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
         """See `Comm.all_gather_object`."""
@@ -47,15 +51,22 @@ class LocalComm(GraphComm):
         """See `Comm.channel`."""
         return virtual_world(1)[0].channel(what)
 
+    def postbox(self, box: int, place: Place | None = None) -> Postbox:
+        """See `Comm.postbox`."""
+        if self._table is None:
+            self._table = _Table(1)
+        return VirtualPostbox(0, box, self._table, place)
+
     def close(self) -> None:
         """See `Comm.close`."""
 
 
-def virtual_world(size: int) -> list[Comm]:
+def virtual_world(size: int, servers: int = 0) -> list[Comm]:
     """Communicators of virtual ranks in this process: one for each, to be used by a thread of its own.
 
     Args:
         size: number of ranks.
+        servers: ranks beside them that only serve; theirs come last.
 
     Example:
         >>> (alone,) = virtual_world(1)
@@ -63,7 +74,7 @@ def virtual_world(size: int) -> list[Comm]:
         [[7]]
     """
     table = _Table(size)
-    return [VirtualComm(rank, size, table) for rank in range(size)]
+    return [VirtualComm(rank, size, table, servers) for rank in range(size + servers)]
 
 
 class _Table:
@@ -72,6 +83,8 @@ class _Table:
     def __init__(self, size: int) -> None:
         self.given: list[Any] = [None] * size
         self.barrier = threading.Barrier(size)
+        # What lies in each box of each rank.
+        self.boxes: defaultdict[tuple[int, int], deque[Letter]] = defaultdict(deque)
 
     def swap(self, rank: int, value: Any) -> list[Any]:
         """Give one value; everyone's, once all have come."""
@@ -92,9 +105,10 @@ class VirtualComm(Comm):
 
     cross_rank, cross_size = 0, 1
 
-    def __init__(self, rank: int, size: int, table: _Table):
+    def __init__(self, rank: int, size: int, table: _Table, servers: int = 0):
         self.rank = self.local_rank = rank
         self.size = self.local_size = size
+        self.servers, self.serves = servers, rank >= size
         self._table = table
 
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
@@ -113,6 +127,10 @@ class VirtualComm(Comm):
         """See `Comm.channel`."""
         shared = self._table.swap(self.rank, _Table(self.size) if self.rank == 0 else None)[0]
         return VirtualChannel(self.rank, self.size, shared)
+
+    def postbox(self, box: int, place: Place | None = None) -> Postbox:
+        """See `Comm.postbox`."""
+        return VirtualPostbox(self.rank, box, self._table, place)
 
     def close(self) -> None:
         """See `Comm.close`."""
@@ -144,3 +162,37 @@ class VirtualChannel(Channel):
 
     def close(self) -> None:
         """See `Channel.close`."""
+
+
+class VirtualPostbox(Postbox):
+    """Between virtual ranks; see `virtual_world`. Bodies are copied when they are sent.
+
+    Args:
+        rank: of this rank.
+        box: its number.
+        table: shared by all of them.
+        place: see `hvdx.comm.base.Place`.
+    """
+
+    coming = False
+
+    def __init__(self, rank: int, box: int, table: _Table, place: Place | None = None):
+        self.rank, self._mine, self._boxes, self._place = rank, table.boxes[rank, box], table.boxes, place
+
+    def send(self, to: int, box: int, head: Sequence[int], body: np.ndarray | None = None) -> None:
+        """See `Postbox.send`."""
+        words = (*map(int, head), *[0] * (HEAD_WORDS - len(head)))
+        self._boxes[to, box].append(Letter(self.rank, words, None if body is None else body.copy()))
+
+    def fetch(self) -> Letter | None:
+        """See `Postbox.fetch`."""
+        letter = self._mine.popleft() if self._mine else None
+        if letter is not None and letter.body is not None and self._place is not None:
+            target = self._place(letter.sender, letter.head, letter.body.size)
+            if target is not None:
+                target[:] = letter.body
+        return letter
+
+    def left(self) -> bool:
+        """See `Postbox.left`."""
+        return True

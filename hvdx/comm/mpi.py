@@ -4,28 +4,23 @@ Collectives are started without blocking and then asked, ever less often, whethe
 do not take them from each other by polling, and every wait has an end.
 """
 
-import os
 import pickle
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from hvdx.comm.base import Channel, Comm, Received
+from hvdx.comm.base import Channel, Comm, Place, Postbox, Received
 from hvdx.comm.launcher import Launch
-from hvdx.errors import ConfigError, ExchangeError, LaunchError
+from hvdx.comm.mpi_postbox import MpiPostbox
+from hvdx.comm.waiting import LIMIT_VARIABLE, time_limit, until
+from hvdx.errors import ExchangeError, LaunchError
 
-#: Seconds after which a rank gives up waiting for another.
-LIMIT_VARIABLE = "HVDX_TIMEOUT"
-_LIMIT_SECONDS = 600.0
 # How long ranks that gave up wait for a word from the others, to tell who is missing.
 _ROLL_CALL_SECONDS = 2.0
 _ABSENT_TAG = 7
-# Asked so often in a row before sleeping, and for so long between two questions.
-_EAGER = 50
-_LEAST_SLEEP, _MOST_SLEEP = 20e-6, 1e-3
 # MPI counts bytes in a C int.
 _MOST_BYTES = 2**31 - 1
 
@@ -73,12 +68,17 @@ class MpiComm(Comm):
 
     Args:
         launch: what the launcher said; checked against what MPI finds.
+        servers: so many of the last ranks only serve the others. On those this is the communicator of the servers.
 
     Raises:
         LaunchError: MPI finds another world than the launcher started.
+
+    Attributes:
+        group: the `MPI.Comm` of the ranks.
+        serves: whether this rank is one of the servers.
     """
 
-    def __init__(self, launch: Launch):
+    def __init__(self, launch: Launch, servers: int = 0):
         check_size("MPI", initialise(), launch)
         from mpi4py import MPI
 
@@ -87,17 +87,27 @@ class MpiComm(Comm):
                 "MPI was started without MPI_THREAD_MULTIPLE, and hvdx calls it from several threads. Import hvdx "
                 "before whatever starts MPI, or use an MPI that has it."
             )
-        self._channel = MpiChannel(MPI.COMM_WORLD, "a collective")
+        everyone = MPI.COMM_WORLD
+        self.servers, self.serves = servers, everyone.Get_rank() >= everyone.Get_size() - servers
+        self._workers = everyone.Get_size() - servers
+        self._post: Any = everyone.Dup() if servers else None
+        self.group = everyone.Split(int(self.serves), everyone.Get_rank()) if servers else everyone
+        self._channel = MpiChannel(self.group, "a collective")
         self._flags: Channel | None = None
         self.rank, self.size = self._channel.rank, self._channel.size
         here = self.all_gather_object(MPI.Get_processor_name(), "places")
         mine = [rank for rank, host in enumerate(here) if host == here[self.rank]]
-        told = launch.local_rank is not None and launch.local_size is not None
+        told = launch.local_rank is not None and launch.local_size is not None and not servers
         self.local_rank = launch.local_rank if told else mine.index(self.rank)  # type: ignore[assignment]
         self.local_size = launch.local_size if told else len(mine)  # type: ignore[assignment]
         alike = [rank for rank, other in enumerate(self.all_gather_object(self.local_rank, "places")) if
                  other == self.local_rank]  # fmt: skip
         self.cross_rank, self.cross_size = alike.index(self.rank), len(alike)
+
+    @property
+    def workers(self) -> int:
+        """See `Comm.workers`."""
+        return self._workers
 
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
         """See `Comm.all_gather_object`."""
@@ -122,9 +132,16 @@ class MpiComm(Comm):
 
     def channel(self, what: str) -> Channel:
         """See `Comm.channel`."""
-        from mpi4py import MPI
+        return MpiChannel(self.group, what)
 
-        return MpiChannel(MPI.COMM_WORLD, what)
+    def postbox(self, box: int, place: Place | None = None) -> Postbox:
+        """See `Comm.postbox`."""
+        if self._post is None:
+            post, request = self.group.Idup()
+            self._post = post
+            if not until(request.Test, time_limit()):
+                raise ExchangeError(f"opening a postbox: not all ranks came within {LIMIT_VARIABLE}.")
+        return MpiPostbox(self._post, box, place)
 
     def any_true(self, mine: bool) -> bool:
         """See `Comm.any_true`."""
@@ -148,7 +165,7 @@ class MpiChannel(Channel):
     def __init__(self, parent: Any, what: str):
         from mpi4py import MPI
 
-        self._mpi, self._what, self._limit = MPI, what, _limit()
+        self._mpi, self._what, self._limit = MPI, what, time_limit()
         self.rank, self.size = parent.Get_rank(), parent.Get_size()
         self._buffer = np.empty(0, np.uint8)
         # Until there is one of its own, to ask who is missing.
@@ -201,7 +218,7 @@ class MpiChannel(Channel):
 
     def _wait(self, request: Any) -> None:
         """Return when the request is done; raise when the time is over."""
-        if not _until(request.Test, self._limit):
+        if not until(request.Test, self._limit):
             raise ExchangeError(
                 f"{self._what}: waited {self._limit:.0f} s on rank {self.rank} of {self.size}. {self._absent()} Look "
                 f"for what that rank printed last. {LIMIT_VARIABLE}=seconds changes how long ranks wait."
@@ -217,35 +234,10 @@ class MpiChannel(Channel):
             here.update(r for r in others if r not in here and answers[r].Test())
             return len(here) == self.size
 
-        _until(all_answered, _ROLL_CALL_SECONDS)
+        until(all_answered, _ROLL_CALL_SECONDS)
         for request in sent:
             request.Test()
         missing = sorted(set(range(self.size)) - here)
         if not missing:
             return "All ranks were waiting: the network lost what they sent, or they were in different exchanges."
         return f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} did not come."
-
-
-def _until(done: Callable[[], bool], limit: float) -> bool:
-    """Ask until the answer is yes, or `limit` seconds have passed: whether it was."""
-    for _ in range(_EAGER):
-        if done():
-            return True
-    end, sleep = time.monotonic() + limit, _LEAST_SLEEP
-    while not done():
-        if time.monotonic() > end:
-            return False
-        time.sleep(sleep)
-        sleep = min(sleep * 1.1, _MOST_SLEEP)
-    return True
-
-
-def _limit() -> float:
-    text = os.environ.get(LIMIT_VARIABLE, "")
-    try:
-        limit = float(text or _LIMIT_SECONDS)
-    except ValueError:
-        limit = 0.0
-    if not 0 < limit < float("inf"):
-        raise ConfigError(f"{LIMIT_VARIABLE}: expected seconds above 0, got {text!r}.")
-    return limit

@@ -7,6 +7,7 @@ graph, and only then: its thread polls, and takes a good part of a core from the
 import os
 import socket
 from dataclasses import replace
+from typing import Any
 
 from hvdx.comm import failure, mpi
 from hvdx.comm.base import Comm, GraphComm
@@ -22,16 +23,21 @@ _graph: GraphComm | None = None
 _launch: Launch | None = None
 
 
-def start() -> Comm:
+def start(servers: int = 0) -> Comm:
     """Join the world, the first time; later calls return the same communicator.
 
     A process that no launcher started is a world of one, and nothing is started for it.
+
+    Args:
+        servers: so many of the last ranks only serve the others, who are the world then; see `Comm.servers`. A process
+            that was started alone has none.
 
     Returns:
         The communicator of this process.
 
     Raises:
-        LaunchError: more ranks than the machine bears, or a launcher and an MPI that do not know each other.
+        LaunchError: more ranks than the machine bears, a launcher and an MPI that do not know each other, or servers
+            for whom there are no ranks.
         HorovodError: Horovod's own launcher was used, and Horovod is missing or does not fit this environment.
     """
     global _comm, _graph, _launch
@@ -47,7 +53,8 @@ def start() -> Comm:
             if _launch.launcher == "Horovod (Gloo)":
                 _comm = _graph = _horovod(_launch)
             else:
-                _comm = mpi.MpiComm(_launch)
+                _check_servers(servers, _launch.size)
+                _comm = mpi.MpiComm(_launch, servers)
     return _comm
 
 
@@ -64,15 +71,26 @@ def graph(rarely: bool = False) -> GraphComm:
     start()
     if _graph is None:
         assert _launch is not None  # a world of one has its communicator
-        _graph = _horovod(_launch, rarely)
+        group = _comm.group if isinstance(_comm, mpi.MpiComm) and _comm.servers else None
+        _graph = _horovod(_launch, rarely, group)
     return _graph
 
 
-def _horovod(launch: Launch, rarely: bool = False) -> GraphComm:
+def _horovod(launch: Launch, rarely: bool = False, group: Any = None) -> GraphComm:
     # Imported here, since it imports TensorFlow, which a world of one may never need.
     from hvdx.comm.horovod import HorovodComm
 
-    return HorovodComm(launch, rarely)
+    return HorovodComm(launch, rarely, group)
+
+
+def _check_servers(servers: int, size: int | None) -> None:
+    if size is not None and servers >= size:
+        error = LaunchError(
+            f"{servers} servers and {size} ranks: expected at least one rank more than servers, to do the training. "
+            f"Start more (mpirun -n {servers + 2}), or have workers serve: servers='colocated'."
+        )
+        error.collective = True
+        raise error
 
 
 def current() -> Comm | None:

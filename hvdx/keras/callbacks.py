@@ -5,11 +5,11 @@ from typing import Any
 
 import keras
 
-from hvdx import comm as world
 from hvdx.errors import ConfigError
 from hvdx.keras import metrics, replicas
 from hvdx.keras.optimizer import binding_of, flush, optimizers_of
 from hvdx.keras.optimizer_state import innermost
+from hvdx.strategies import join
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
@@ -34,7 +34,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def set_model(self, model: Any) -> None:
         """Keras: before the training function is made. XLA cannot compile collectives, so it is turned off here."""
         super().set_model(model)
-        if world.start().size > 1 and any(binding_of(o) for o in optimizers_of(model)):
+        if join().size > 1 and any(binding_of(o) for o in optimizers_of(model)):
             model.jit_compile = False
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -65,7 +65,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             flush(optimizer)
 
     def _broadcast(self) -> None:
-        replicas.make_alike(self.model, self.root_rank, world.start(), self._local)
+        replicas.make_alike(self.model, self.root_rank, join(), self._local)
         self._done = True
 
 
@@ -80,7 +80,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         super().__init__()
         if device:
             raise ConfigError("MetricAverageCallback: device: not supported by hvdx. Leave it out.")
-        self._logs = metrics.EpochLogs(world.start())
+        self._logs = metrics.EpochLogs(join())
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Nothing of this epoch is combined yet."""
@@ -216,7 +216,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         verbose: int = 0,
     ):
         def multiplier(epoch: float) -> float:
-            size = world.start().size
+            size = join().size
             # One step further, so that the last step of the warm-up has the full rate.
             epoch += 1.0 / float(self.steps_per_epoch or 1)
             return (epoch * (size - 1) / warmup_epochs + 1) / size
@@ -234,7 +234,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Say when the warm-up is over."""
         super().on_epoch_end(epoch, logs)
-        if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose and world.start().rank == 0:
+        if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose and join().rank == 0:
             print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {self._rate():g}.")
 
 
@@ -267,5 +267,5 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         super().on_train_begin(logs)
 
     def _save_model(self, *args: Any, **kwargs: Any) -> None:
-        if world.start().rank == 0:
+        if join().rank == 0:
             super()._save_model(*args, **kwargs)

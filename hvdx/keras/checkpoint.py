@@ -10,7 +10,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdx import comm as world
 from hvdx.errors import ConfigError, ReplicaError
 from hvdx.keras import data, neighbours, replicas
 from hvdx.keras.binding import Binding
@@ -18,6 +17,7 @@ from hvdx.keras.checkpoint_folder import Arrays, Folder, Saved
 from hvdx.keras.lockstep import Lockstep
 from hvdx.keras.optimizer import binding_of, optimizers_of, own_ids, own_variables
 from hvdx.keras.optimizer_state import innermost, local_variables
+from hvdx.strategies import join
 from hvdx.version import __version__
 
 Assignments = list[tuple[Any, np.ndarray]]
@@ -72,7 +72,7 @@ class Checkpoint(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Go on where the newest checkpoint was made."""
         if not self.resume:
-            _refuse_what_is_there(Folder(self.directory, world.start()))
+            _refuse_what_is_there(Folder(self.directory, join()))
             return
         epoch = restore(self.directory, self.model)
         if epoch is not None:
@@ -102,7 +102,7 @@ def save(directory: str | os.PathLike[str], model: Any, epoch: int, keep: int = 
         ConfigError: the directory holds later epochs.
         ReplicaError: on all ranks, if one could not write; what was there before still is.
     """
-    folder = Folder(directory, world.start())
+    folder = Folder(directory, join())
     later = [e for e in folder.epochs() if e > epoch]
     if later:
         raise _alike(
@@ -139,7 +139,7 @@ def restore(directory: str | os.PathLike[str], model: Any) -> int | None:
         ConfigError: the checkpoint is of another model or optimiser.
         ReplicaError: on all ranks, if one cannot see the directory, or cannot read its part.
     """
-    comm = world.start()
+    comm = join()
     folder = Folder(directory, comm)
     folder.check()
     epochs = folder.epochs()
@@ -420,5 +420,5 @@ def _mean(values: Sequence[np.ndarray], variable: Any) -> np.ndarray:
 
 
 def _say(what: str) -> None:
-    if world.start().rank == 0:
+    if join().rank == 0:
         print(f"hvdx: {what}.", file=sys.stderr, flush=True)

@@ -6,8 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdx import comm as world
 from hvdx.errors import ConfigError, ReplicaError
+from hvdx.strategies import join
 
 # Elements held back for shuffling a dataset of unknown or large size.
 _BUFFER = 10_000
@@ -58,7 +58,7 @@ def shard(
         >>> [b[1].numpy().tolist() for b in shard((x, y), 2, shuffle=False, rank=1, size=2)]
         [[2, 3], [6, 7]]
     """
-    joined = world.start()
+    joined = join()
     rank, size = joined.rank if rank is None else rank, joined.size if size is None else size
     if not 0 <= rank < size:
         raise ConfigError(f"shard: rank: expected 0 to {size - 1}, got {rank}.")

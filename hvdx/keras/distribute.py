@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import keras
 
-from hvdx import comm as world
 from hvdx.comm import Comm
 from hvdx.comm.launcher import kernel_threads
 from hvdx.errors import ConfigError, NotDistributedError, ReplicaError
@@ -19,7 +18,7 @@ from hvdx.keras.lockstep import Lockstep
 from hvdx.keras.optimizer import attach, binding_of, detach, optimizers_of, own_ids, own_variables
 from hvdx.keras.optimizer_state import innermost
 from hvdx.report.counters import Counters
-from hvdx.strategies import ParameterAveraging, Strategy, Threshold, agree_on_strategy, resolve
+from hvdx.strategies import ParameterAveraging, ParameterServer, Strategy, Threshold, agree_on_strategy, join, resolve
 from hvdx.strategies.auto import Auto, Measured, TrialExchange
 from hvdx.strategies.telemetry import Telemetry, followed, merged
 
@@ -62,9 +61,11 @@ class Distribute(keras.callbacks.Callback):
             self.strategy = self._auto.trial()
         self.check_every = check_every
         self.counters = Counters()
-        self._comm: Comm = world.start()
+        self._comm: Comm = join(self.strategy)
+        if isinstance(self.strategy, ParameterServer):
+            self.strategy.server_ranks(self._comm)  # refuses what does not fit these ranks
         self._last = Lockstep(self._comm, self._agree)
-        self._found = False
+        self._found: Any = None
         self._muted: list[Any] = []
         self._bindings: list[Binding] = []
         self._trial_costs: list[Telemetry] = []
@@ -81,7 +82,7 @@ class Distribute(keras.callbacks.Callback):
         super().set_model(model)
         self._last.set_model(model)
         found = neighbours.find(self) if self._comm.size > 1 else None
-        self._found = found is not None
+        self._found = found
         if found is not None:
             self._muted = neighbours.arrange(found, self, self._last, MetricAverageCallback, self._comm.rank)
 
@@ -112,7 +113,7 @@ class Distribute(keras.callbacks.Callback):
         if isinstance(self.strategy, ParameterAveraging) and self.strategy.weighted:
             samples.count_in(self.model)
         self.model.make_train_function(force=True)
-        if not self._found:
+        if self._found is None:
             self._last.on_train_begin(logs)
 
     def _tie(self, optimizer: Any, name: str) -> Binding:
@@ -144,12 +145,22 @@ class Distribute(keras.callbacks.Callback):
             if len(set(values)) > 1:
                 raise ReplicaError(f"fit: {key} differs between ranks: {values}. Every rank must be given the same.")
         data.agree([r["shards"] for r in everyone])
-        self._last.limit_steps([r["steps"] for r in everyone], model.steps_per_execution)
+        self._set_length([r["steps"] for r in everyone])
         model._initial_epoch = everyone[0]["initial_epoch"]
         if model.built:
             # Where an optimiser has gone on with its own rank's gradients, its momenta stay with their residual.
             own = [v for o in optimizers_of(model) if self._continues(o) for v in own_variables(o)]
             self._make_alike({id(v) for v in own})
+
+    def _set_length(self, steps: list[int | None]) -> None:
+        """How long is an epoch?"""
+        executed = self.model.steps_per_execution
+        if not isinstance(self.strategy, ParameterServer):
+            self._last.limit_steps(steps, executed)
+            return
+        tickets = self._last.share_steps(steps, executed, self.strategy)
+        if self._found is not None:
+            neighbours.show_all(self._found, lambda: tickets.taken * executed, tickets.steps * executed)
 
     def _make_alike(self, but: Collection[int] = ()) -> None:
         replicas.make_alike(self.model, 0, self._comm, but)
@@ -180,6 +191,8 @@ class Distribute(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Nothing of this epoch is counted or combined yet."""
         self._epoch = epoch
+        if self._found is None and self._comm.size > 1:
+            self._last.on_epoch_begin(epoch, logs)
         self.counters.steps_before = self.counters.steps
         self._logs.begin()
         for binding in self._bindings:
@@ -187,12 +200,15 @@ class Distribute(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """After the first step: did it go through hvdx? Then count, and check when it is time."""
-        self.counters.steps = self.counters.steps_before + min(batch + 1, self.params.get("steps") or batch + 1)
+        known = None if isinstance(self.strategy, ParameterServer) else self.params.get("steps")
+        self.counters.steps = self.counters.steps_before + min(batch + 1, known or batch + 1)
         if self._comm.size == 1:
             return
         self._logs.see_step(logs)
         if not self._alike:
             # Layers that build themselves in the first step have their weights only now, and nothing is older.
+            for binding in self._bindings:
+                binding.flush()
             self._make_alike()
         if not any(b.reached for b in self._bindings) and self.model.trainable_weights:
             raise NotDistributedError(
@@ -205,7 +221,7 @@ class Distribute(keras.callbacks.Callback):
             self._check(f"after step {batch + 1} of epoch {self._epoch + 1}")
         if logs is not None and self._reports():
             logs.update(self.cost().live())
-        if not self._found:
+        if self._found is None:
             self._last.on_train_batch_end(batch, logs)
 
     def _try(self, auto: Auto) -> None:
@@ -283,7 +299,7 @@ class Distribute(keras.callbacks.Callback):
             logs.update(self.cost().full())
         if self.check_every is not None:
             self._check(f"after epoch {epoch + 1}")
-        if not self._found:
+        if self._found is None:
             self._last.on_epoch_end(epoch, logs)
 
     def _end_of_steps(self) -> None:

@@ -12,7 +12,7 @@ from hvdx.errors import ConfigError
 from hvdx.keras.horovod_api import Average, Compression, operation, wire
 from hvdx.keras.optimizer import attach
 from hvdx.keras.optimizer_state import innermost
-from hvdx.strategies import AllReduce, GraphStrategy, Strategy, agree_on_strategy, resolve
+from hvdx.strategies import AllReduce, GraphStrategy, Strategy, agree_on_strategy, join, resolve
 
 _numbers = itertools.count()
 
@@ -62,7 +62,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         ConfigError: an argument that is not supported.
 
     Example:
-        >>> world.start().size
+        >>> join().size
         1
         >>> type(DistributedOptimizer(keras.optimizers.SGD(0.1))).__name__
         'SGD'
@@ -75,7 +75,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     gain = _accumulate(optimizer, backward_passes_per_step, average_aggregated_gradients)
     if keras.config.dtype_policy().name == "mixed_float16":
         optimizer = _loss_scaled(optimizer)
-    joined = world.start()
+    joined = join()
     if joined.size > 1:
         agree_on_strategy(chosen, joined)
         attach(optimizer, chosen, name or f"optimizer.{next(_numbers)}", gain)

@@ -12,6 +12,8 @@ from hvdx.comm.base import Reduction
 from hvdx.comm.launcher import share_of_cores
 from hvdx.errors import ConfigError
 from hvdx.keras import replicas
+from hvdx.strategies import Strategy, join, leave
+from hvdx.strategies.registry import set_default
 
 #: Reductions. Horovod's own constants are understood as well.
 Average = "average"
@@ -30,7 +32,7 @@ class Compression:
     bf16 = "bf16"
 
 
-def init(comm: Any = None, process_sets: Any = None) -> None:
+def init(comm: Any = None, process_sets: Any = None, strategy: Strategy | str | None = None) -> None:
     """Join the world, and share the cores of a host among its ranks.
 
     Call it before TensorFlow does anything, so that the number of threads can still be chosen: the host's cores
@@ -39,13 +41,17 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
     Args:
         comm, process_sets: not supported; the world is all processes that were started.
+        strategy: what callbacks and optimisers use that are told nothing else; by default what `HVDX_STRATEGY` says.
+            Under a `ParameterServer` whose servers are ranks of their own, those serve here, and never return.
 
     Raises:
         ConfigError: an argument that is not supported.
         LaunchError, HorovodError: see `hvdx.comm.start`.
     """
     _unsupported("init", comm=comm, process_sets=process_sets)
-    joined = world.start()
+    if strategy is not None:
+        set_default(strategy)
+    joined = join(strategy)
     if joined.local_size > 1 and not os.environ.get("TF_NUM_INTRAOP_THREADS"):
         _share_threads(share_of_cores(joined.local_size))
 
@@ -63,7 +69,7 @@ def _share_threads(threads: int) -> None:
 
 def shutdown() -> None:
     """Leave the world."""
-    world.stop()
+    leave()
 
 
 def is_initialized() -> bool:
@@ -73,32 +79,32 @@ def is_initialized() -> bool:
 
 def rank() -> int:
     """This process among all, from 0."""
-    return world.start().rank
+    return join().rank
 
 
 def size() -> int:
     """Number of processes."""
-    return world.start().size
+    return join().size
 
 
 def local_rank() -> int:
     """This process among those on its host, from 0."""
-    return world.start().local_rank
+    return join().local_rank
 
 
 def local_size() -> int:
     """Number of processes on this host."""
-    return world.start().local_size
+    return join().local_size
 
 
 def cross_rank() -> int:
     """This host among the hosts that have a process of this local rank."""
-    return world.start().cross_rank
+    return join().cross_rank
 
 
 def cross_size() -> int:
     """Number of hosts that have a process of this local rank."""
-    return world.start().cross_size
+    return join().cross_size
 
 
 def allreduce(
@@ -170,8 +176,8 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
         ReplicaError: the ranks' variables differ in number, shape or dtype.
     """
     variables = list(variables() if callable(variables) else variables)
-    replicas.check_alike(variables, world.start())
-    replicas.broadcast(variables, _checked_root(root_rank), world.start())
+    replicas.check_alike(variables, join())
+    replicas.broadcast(variables, _checked_root(root_rank), join())
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
@@ -184,7 +190,7 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> A
     """
     root = _checked_root(root_rank)
     mine = obj if rank() == root else None
-    return world.start().all_gather_object(mine, name or "broadcast of an object")[root]
+    return join().all_gather_object(mine, name or "broadcast of an object")[root]
 
 
 def broadcast_global_variables(root_rank: int) -> None:

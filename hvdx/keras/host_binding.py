@@ -34,7 +34,7 @@ class HostBinding(Binding):
         self.strategy: HostStrategy = strategy
         self.comm = comm
         self._optimizer = weakref.ref(optimizer)
-        self.private = strategy.placement == "update"
+        self.private = strategy.placement != "gradient"
         if self.private:
             updates.check_kind(optimizer)
         self._momentum = updates.momentum_of(optimizer) if self.private else 0.0
@@ -70,7 +70,7 @@ class HostBinding(Binding):
         """See `Binding.reset`."""
         super().reset()
         for exchange, _ in self._open.values():
-            exchange.telemetry = Telemetry(elements=exchange.telemetry.elements)
+            exchange.telemetry = type(exchange.telemetry)(elements=exchange.telemetry.elements)
 
     def resume(self) -> None:
         """See `Binding.resume`."""
@@ -156,8 +156,15 @@ class HostBinding(Binding):
         costs = [exchange.telemetry for exchange, _ in self._open.values()]
         return merged([cost for cost in costs if cost.steps] or costs)
 
-    def _call(self, tensors: list[Any], finite: Any, variables: Sequence[Any]) -> list[Any]:
-        """The exchange of one step, as an operation of the graph."""
+    def _call(
+        self,
+        tensors: list[Any],
+        finite: Any,
+        variables: Sequence[Any],
+        work: Callable[[Any, list[np.ndarray], bool], list[np.ndarray]] | None = None,
+        dtype: tf.DType = tf.float32,
+    ) -> list[Any]:
+        """What the exchange of some variables does, by default in a step, as an operation of the graph."""
         # TensorFlow keeps what it may call for as long as the process lives: not the binding and its arrays.
         me, them, private = weakref.ref(self), [weakref.ref(v) for v in variables], self.private
 
@@ -167,7 +174,8 @@ class HostBinding(Binding):
                 if binding is None:
                     raise HvdxError("a training function outlived the optimiser it was made for. Trace it anew.")
                 exchange = binding._opened(alive)
-                combined = exchange.step([np.asarray(a, order="C") for a in arrays], bool(is_finite))
+                given = [np.asarray(a, order="C") for a in arrays]
+                combined = (work or type(exchange).step)(exchange, given, bool(is_finite))
             except BaseException as error:
                 failure.remember(error)
                 raise
@@ -175,8 +183,8 @@ class HostBinding(Binding):
             return combined if private else [a.copy() for a in combined]
 
         with tf.device("CPU:0"):
-            given = [finite, *(tf.cast(t, tf.float32) for t in tensors)]
-            results = tf.numpy_function(host, given, [tf.float32] * len(tensors))
+            given = [finite, *(tf.cast(t, dtype) for t in tensors)]
+            results = tf.numpy_function(host, given, [dtype] * len(tensors))
         for result, variable in zip(results, variables, strict=True):
             result.set_shape(variable.shape)
         return results
@@ -204,12 +212,11 @@ class HostBinding(Binding):
 
 def _hand_over(old: Exchange, its: Sequence[Any], new: Exchange, variables: Sequence[Any]) -> None:
     """Have `new` send what `old` has not sent of the variables that both exchange."""
-    places = {id(v): i for i, v in enumerate(its)}
-    for variable, to_send in zip(variables, new.unsent, strict=True):
-        if id(variable) in places:
-            unsent = old.unsent[places[id(variable)]]
-            to_send[...] += unsent
-            unsent[...] = 0
+    there, here = {id(v): i for i, v in enumerate(its)}, {id(v) for v in variables}
+    unsent = old.unsent
+    nothing = [np.zeros(tuple(v.shape), np.float32) for v in variables]
+    new.owe([unsent[there[id(v)]] if id(v) in there else zero for v, zero in zip(variables, nothing, strict=True)])
+    old.owe([-array if id(v) in here else np.zeros_like(array) for v, array in zip(its, unsent, strict=True)])
 
 
 def _add(variables: Sequence[Any], combined: Sequence[Any]) -> None:

@@ -8,6 +8,9 @@ import keras
 
 from hvdx.comm import Comm
 from hvdx.errors import HvdxError, ReplicaError
+from hvdx.keras import neighbours
+from hvdx.strategies import ParameterServer
+from hvdx.strategies.serving.tickets import Tickets
 
 
 def meet(comm: Comm, place: str, payload: Any = None) -> list[Any]:
@@ -48,6 +51,7 @@ class Lockstep(keras.callbacks.Callback):
         self._comm = comm
         self._agree = agree
         self._limit: int | None = None
+        self._tickets: Tickets | None = None
         self._cut = False
         self._stop_wanted = False
 
@@ -65,16 +69,9 @@ class Lockstep(keras.callbacks.Callback):
         Raises:
             ReplicaError: on all ranks, if a number is not known, or too small.
         """
-        self._limit = None
+        self._limit = self._tickets = None
         self._cut = self._stop_wanted = False
-        unknown = [rank for rank, number in enumerate(steps) if number is None]
-        if unknown:
-            raise ReplicaError(
-                f"fit: the number of steps is not known beforehand on ranks {unknown}, so the ranks could end an epoch "
-                "at different times and wait for each other. Give fit steps_per_epoch=, or the dataset a size: "
-                "hvdx.shard(dataset, ..., steps=...) or dataset.apply(tf.data.experimental.assert_cardinality(n))."
-            )
-        known = [number for number in steps if number is not None]
+        known = self._known(steps)
         if len(set(known)) == 1:
             return
         fewest = min(known) // steps_per_execution * steps_per_execution
@@ -90,17 +87,53 @@ class Lockstep(keras.callbacks.Callback):
                 file=sys.stderr,
             )
 
+    def share_steps(self, steps: list[int | None], steps_per_execution: int, strategy: ParameterServer) -> Tickets:
+        """Have every epoch end when the ranks together have taken their steps: a fast one takes more of them.
+
+        Args:
+            steps, steps_per_execution: see `limit_steps`.
+            strategy: its servers deal the steps out.
+
+        Returns:
+            What deals them out; a ticket is for one execution.
+
+        Raises:
+            ReplicaError: see `limit_steps`.
+        """
+        self._limit = None
+        self._cut = self._stop_wanted = False
+        total = sum(-(-number // steps_per_execution) for number in self._known(steps))
+        self._tickets = Tickets(strategy, self._comm, total)
+        neighbours.prolong_epochs(self, total * steps_per_execution)
+        return self._tickets
+
+    def _known(self, steps: list[int | None]) -> list[int]:
+        unknown = [rank for rank, number in enumerate(steps) if number is None]
+        if unknown:
+            raise ReplicaError(
+                f"fit: the number of steps is not known beforehand on ranks {unknown}, so the ranks could end an epoch "
+                "at different times and wait for each other. Give fit steps_per_epoch=, or the dataset a size: "
+                "hvdx.shard(dataset, ..., steps=...) or dataset.apply(tf.data.experimental.assert_cardinality(n))."
+            )
+        return [number for number in steps if number is not None]
+
     def on_train_begin(self, logs: Any = None) -> None:
         """Every other callback has had its say."""
         if self._comm.size > 1:
             self._agree()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """All its steps are to be dealt out."""
+        if self._tickets is not None:
+            self._tickets.begin()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """A stop in mid-epoch on one rank would leave the others waiting: keep it for the end of the epoch."""
         if self.model.stop_training:
             self._stop_wanted = True
             self.model.stop_training = False
-        if self._limit is not None and batch + 1 >= self._limit:
+        over = self._limit is not None and batch + 1 >= self._limit
+        if over or (self._tickets is not None and not self._tickets.another()):
             self._cut = self.model.stop_training = True
 
     def check_enough(self, taken: int) -> None:
@@ -112,6 +145,8 @@ class Lockstep(keras.callbacks.Callback):
         Raises:
             HvdxError: on this rank.
         """
+        if self._tickets is not None:
+            return
         expected = self._limit or self.params.get("steps")
         if expected and taken < expected:
             raise HvdxError(

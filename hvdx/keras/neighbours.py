@@ -1,6 +1,7 @@
 """The other callbacks of a `fit`: their order, and which of them speak on rank 0 only."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -69,6 +70,46 @@ def arrange(neighbours: Any, first: Any, last: Any, replaced: type, rank: int) -
                 callback.verbose = 0
     neighbours.callbacks = [first, *others, last]
     return muted
+
+
+def prolong_epochs(callback: Any, steps: int) -> None:
+    """Let the `fit` that is beginning take up to so many steps an epoch, going through its data as often as it takes.
+
+    Keras hands a callback nothing of the data, so the frame of `fit` is asked.
+
+    Args:
+        callback: in its `on_train_begin`.
+        steps: an epoch; it ends sooner when `model.stop_training` is set.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_locals.get("self") is not callback.model:
+        frame = frame.f_back
+    iterator: Any = None if frame is None else frame.f_locals.get("epoch_iterator")
+    dataset: Any = getattr(iterator, "_distributed_dataset", None)
+    if hasattr(dataset, "repeat"):
+        iterator._distributed_dataset, iterator._num_batches = dataset.repeat(), None
+        iterator.steps_per_epoch = steps
+
+
+def show_all(neighbours: Any, taken: Callable[[], int], steps: int) -> None:
+    """Have the progress bar show the steps of all ranks together.
+
+    Args:
+        neighbours: the `CallbackList`.
+        taken: so many of an epoch's steps are over.
+        steps: in an epoch.
+    """
+    for bar in [c for c in neighbours.callbacks if isinstance(c, keras.callbacks.ProgbarLogger)]:
+        bar.target = steps
+        bar.on_train_batch_end = _shows_all(bar, taken)
+
+
+def _shows_all(bar: Any, taken: Callable[[], int]) -> Callable[..., None]:
+    def on_train_batch_end(batch: int, logs: Any = None) -> None:
+        # Keras counts from 0.
+        type(bar).on_train_batch_end(bar, max(taken() - 1, 0), logs)
+
+    return on_train_batch_end
 
 
 def unmute(callbacks: list[Any]) -> None:

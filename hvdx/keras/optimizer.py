@@ -22,7 +22,8 @@ from hvdx.keras.binding import Binding
 from hvdx.keras.graph_binding import GraphBinding
 from hvdx.keras.host_binding import HostBinding
 from hvdx.keras.optimizer_state import innermost
-from hvdx.strategies import GraphStrategy, HostStrategy, ParameterAveraging, Strategy
+from hvdx.keras.server_binding import ServerBinding
+from hvdx.strategies import GraphStrategy, HostStrategy, ParameterAveraging, ParameterServer, Strategy, join
 
 _BINDING = "_hvdx_binding"
 _REPLACED = ("_backend_apply_gradients", "_clip_gradients", "_backend_update_step")
@@ -64,9 +65,11 @@ def attach(optimizer: Any, strategy: Strategy, name: str, gain: float = 1.0) -> 
 def _bind(strategy: Strategy, optimizer: Any, name: str, gain: float) -> Binding:
     """Make the binding that a strategy needs; starts Horovod for those that use it."""
     if isinstance(strategy, HostStrategy):
-        if isinstance(world.start(), GraphComm) and world.start().size > 1:
-            world.start().channel("what this strategy sends")  # refuses, and says what can
-        return HostBinding(strategy, world.start(), innermost(optimizer), name, gain)
+        if isinstance(join(), GraphComm) and join().size > 1:
+            join().channel("what this strategy sends")  # refuses, and says what can
+        if isinstance(strategy, ParameterServer):
+            return ServerBinding(strategy, join(), optimizer, name, gain)
+        return HostBinding(strategy, join(), innermost(optimizer), name, gain)
     if isinstance(strategy, GraphStrategy):
         return GraphBinding(strategy, world.graph(), name, gain)
     if isinstance(strategy, ParameterAveraging):

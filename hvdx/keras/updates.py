@@ -24,8 +24,8 @@ def check_kind(optimizer: Any) -> None:
     """
     if is_absolute(optimizer):
         raise ConfigError(
-            f"optimizer {type(optimizer).__name__}: it computes weights and no updates, so placement='update' cannot "
-            "combine them. Use Threshold(placement='gradient')."
+            f"optimizer {type(optimizer).__name__}: it computes weights from its own state and no updates, so those "
+            "cannot be combined. Use AllReduce(), or Threshold(placement='gradient')."
         )
 
 

@@ -4,7 +4,9 @@ from hvdx.strategies.all_reduce import AllReduce
 from hvdx.strategies.auto import Auto
 from hvdx.strategies.base import Exchange, GraphStrategy, HostStrategy, Strategy, TensorSpec, agree_on_strategy
 from hvdx.strategies.parameter_averaging import ParameterAveraging
+from hvdx.strategies.parameter_server import ParameterServer
 from hvdx.strategies.registry import names, options, parse, resolve
+from hvdx.strategies.serving.roles import join, leave
 from hvdx.strategies.threshold import Threshold
 
 __all__ = [
@@ -14,10 +16,13 @@ __all__ = [
     "GraphStrategy",
     "HostStrategy",
     "ParameterAveraging",
+    "ParameterServer",
     "Strategy",
     "TensorSpec",
     "Threshold",
     "agree_on_strategy",
+    "join",
+    "leave",
     "names",
     "options",
     "parse",

@@ -194,6 +194,9 @@ class TrialExchange(Exchange):
         """See `Exchange.unsent`: nothing is kept back."""
         return [np.zeros(s.shape, np.float32) for s in self._specs]
 
+    def owe(self, tensors: Sequence[np.ndarray]) -> None:
+        """See `Exchange.owe`: nothing is kept back, so nothing is taken over."""
+
     def flush(self) -> list[np.ndarray] | None:
         """See `Exchange.flush`."""
         return None

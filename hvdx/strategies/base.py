@@ -91,10 +91,11 @@ class HostStrategy(Strategy):
     Attributes:
         placement: "gradient": what is combined are gradients, and every rank's optimiser takes the same step.
             "update": each rank's optimiser works on its own gradients, and what is combined are the updates that
-            it wants to add to the weights; its state (momentum) belongs to its rank.
+            it wants to add to the weights; its state (momentum) belongs to its rank. "weights": each rank's optimiser
+            changes its weights, and an exchange takes those, and gives the ones to go on with.
     """
 
-    placement: Literal["update", "gradient"]
+    placement: Literal["update", "gradient", "weights"]
     #: Whether what an exchange remembers is worth keeping from one fit to the next.
     remembers: ClassVar[bool] = True
 
@@ -132,14 +133,16 @@ class Exchange(abc.ABC):
 
     @abc.abstractmethod
     def step(self, tensors: Sequence[np.ndarray], finite: bool = True) -> list[np.ndarray]:
-        """Combine this rank's tensors with those of the others. Collective.
+        """Combine this rank's tensors with those of the others. Collective, unless the placement is "weights".
 
         Args:
             tensors: float32 arrays, contiguous, of the sizes of the specs.
-            finite: False where this rank's gradients held NaN or infinity: all ranks then skip the step together.
+            finite: False where this rank's gradients held NaN or infinity: all ranks then skip the step together, or
+                this one alone where it is not collective.
 
         Returns:
-            float32 arrays of the shapes of the specs, the same bits on every rank; the next step overwrites them.
+            float32 arrays of the shapes of the specs, the same bits on every rank where it is collective; the next step
+            overwrites them.
 
         Raises:
             WireError, ExchangeError: what came is damaged, or did not come.
@@ -152,7 +155,15 @@ class Exchange(abc.ABC):
     @property
     @abc.abstractmethod
     def unsent(self) -> list[np.ndarray]:
-        """What this rank has not sent of its tensors: float32 views of the shapes of the specs; they may be changed."""
+        """What this rank has not sent of its tensors: float32 arrays of the shapes of the specs, not to be changed."""
+
+    @abc.abstractmethod
+    def owe(self, tensors: Sequence[np.ndarray]) -> None:
+        """Have more to send.
+
+        Args:
+            tensors: float32 arrays of the shapes of the specs, which are added to what is unsent.
+        """
 
     @abc.abstractmethod
     def flush(self) -> list[np.ndarray] | None:
@@ -225,4 +236,23 @@ def agree_on_strategy(strategy: Strategy, comm: Comm) -> None:
             raise ReplicaError(
                 f"the ranks were given different strategies: {everyone[0]} on rank 0, {theirs} on rank {rank}. Give "
                 "every rank the same; HVDX_STRATEGY has to reach all hosts (mpirun -x HVDX_STRATEGY)."
+            )
+
+
+def agree_on_tensors(specs: Sequence[TensorSpec], comm: Comm) -> None:
+    """Stop unless all ranks exchange the same tensors; their names may differ. Collective.
+
+    Args:
+        specs: this rank's.
+        comm: reaches the other ranks.
+
+    Raises:
+        ReplicaError: on every rank, if they differ.
+    """
+    everyone = comm.all_gather_object([(s.name, s.shape, s.itemsize) for s in specs], "the variables")
+    for rank, theirs in enumerate(everyone):
+        if [rest for _, *rest in theirs] != [rest for _, *rest in everyone[0]]:
+            raise ReplicaError(
+                f"the ranks exchange different variables: {everyone[0]} on rank 0, {theirs} on rank {rank}. "
+                "Every rank must train the same ones."
             )

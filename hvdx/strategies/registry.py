@@ -11,12 +11,17 @@ from hvdx.strategies.all_reduce import AllReduce
 from hvdx.strategies.auto import Auto
 from hvdx.strategies.base import Strategy
 from hvdx.strategies.parameter_averaging import ParameterAveraging
+from hvdx.strategies.parameter_server import ParameterServer
 from hvdx.strategies.threshold import Threshold
 
 #: The environment variable that chooses a strategy for a script that names none.
 VARIABLE = "HVDX_STRATEGY"
 
-STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in (AllReduce, Auto, ParameterAveraging, Threshold)}
+STRATEGIES: dict[str, type[Strategy]] = {
+    cls.name: cls for cls in (AllReduce, Auto, ParameterAveraging, ParameterServer, Threshold)
+}
+
+_default: Strategy | None = None
 
 
 def names() -> list[str]:
@@ -76,8 +81,21 @@ def parse(text: str) -> Strategy:
     return STRATEGIES[name](**given)
 
 
+def set_default(strategy: Strategy | str | None) -> None:
+    """Choose the strategy of whoever names none.
+
+    Args:
+        strategy: see `resolve`; None leaves it to the environment again.
+
+    Raises:
+        ConfigError: see `resolve`.
+    """
+    global _default
+    _default = None if strategy is None else resolve(strategy)
+
+
 def resolve(strategy: Strategy | str | None) -> Strategy:
-    """The strategy to use: the one given, else the environment's, else plain averaging.
+    """The strategy to use: the one given, else that of `set_default`, else the environment's, else plain averaging.
 
     Args:
         strategy: a strategy, its one-line spelling, or None.
@@ -87,6 +105,8 @@ def resolve(strategy: Strategy | str | None) -> Strategy:
     """
     if isinstance(strategy, Strategy):
         return strategy
+    if strategy is None and _default is not None:
+        return _default
     if strategy is None:
         return parse(os.environ.get(VARIABLE) or AllReduce.name)
     if isinstance(strategy, str):

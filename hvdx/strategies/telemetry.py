@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 
 def entropy(density: float) -> float:
@@ -126,6 +126,79 @@ class AveragingTelemetry(Telemetry):
         }
 
 
+class Stalenesses(dict[int, int]):
+    """How often which staleness was seen: a histogram that can be added to.
+
+    Example:
+        >>> seen = Stalenesses()
+        >>> for staleness in (1, 3, 3):
+        ...     seen.add(staleness)
+        >>> seen + seen, round(seen.mean, 2)
+        ({1: 2, 3: 4}, 2.33)
+    """
+
+    def add(self, staleness: int, times: int = 1) -> None:
+        """See one."""
+        self[staleness] = self.get(staleness, 0) + times
+
+    @property
+    def mean(self) -> float:
+        """Their mean; 0 of none."""
+        return sum(s * n for s, n in self.items()) / max(sum(self.values()), 1)
+
+    def __add__(self, other: "Stalenesses | int") -> "Stalenesses":
+        total = Stalenesses(self)
+        for staleness, times in other.items() if isinstance(other, Stalenesses) else ():
+            total.add(staleness, times)
+        return total
+
+    __radd__ = __add__
+
+
+@dataclass
+class ServerTelemetry(Telemetry):
+    """Counts of one worker of a parameter server; `skipped` are updates that were refused.
+
+    Attributes:
+        staleness: of this worker's updates, at each server.
+        ending: seconds that it waited for the others at ends of epochs.
+        servers: as the workers heard it last, for each server: its rank, version, updates accepted and applied,
+            updates refused, seconds of work on them, seconds since it was opened.
+
+    Example:
+        >>> ServerTelemetry(steps=2, sent=10, staleness=Stalenesses({4: 2})).live()
+        {'staleness': 4.0, 'MB_sent': 1e-05}
+    """
+
+    staleness: Stalenesses = field(default_factory=Stalenesses)
+    ending: float = 0.0
+    servers: tuple[tuple[float, ...], ...] = ()
+
+    @property
+    def updates_per_second(self) -> list[float]:
+        """Updates a second that each server has applied since it was opened."""
+        return [applied / max(seconds, 1e-9) for _, _, _, applied, _, _, seconds in self.servers]
+
+    def live(self) -> dict[str, float]:
+        """See `Telemetry.live`."""
+        return {"staleness": self.staleness.mean, "MB_sent": self.sent / 1e6}
+
+    def full(self) -> dict[str, float]:
+        """See `Telemetry.full`."""
+        steps, rates = max(self.steps, 1), self.updates_per_second
+        return self.live() | {
+            "MB_received": self.received / 1e6,
+            "most_stale": float(max(self.staleness, default=0)),
+            "refused_updates": float(self.skipped),
+            "updates_a_second": sum(rates) / len(rates) if rates else 0.0,
+            "ms_computing": 1e3 * self.computing / steps,
+            "ms_encoding": 1e3 * self.encoding / steps,
+            "ms_waiting": 1e3 * self.waiting / steps,
+            "ms_exchanging": 1e3 * self.exchanging / steps,
+            "s_ending": self.ending,
+        }
+
+
 def merged(costs: Sequence[Telemetry]) -> Telemetry:
     """The cost of several exchanges that take turns: counts added up, density and tau those of the largest.
 
@@ -136,8 +209,10 @@ def merged(costs: Sequence[Telemetry]) -> Telemetry:
     if len(costs) == 1:
         return costs[0]
     largest = max(costs, key=lambda cost: cost.elements, default=Telemetry())
-    total = type(largest)(**{f.name: sum(getattr(cost, f.name) for cost in costs) for f in fields(largest)})
-    for name in {"steps", "density", "tau", "residual", "averages", "apart", "left_out"} & set(vars(total)):
+    added = [f.name for f in fields(largest) if f.name != "servers"]
+    total = type(largest)(**{name: sum(getattr(cost, name) for cost in costs) for name in added})
+    of_largest = {"steps", "density", "tau", "residual", "averages", "apart", "left_out", "servers"}
+    for name in of_largest & set(vars(total)):
         setattr(total, name, getattr(largest, name))
     return total
 

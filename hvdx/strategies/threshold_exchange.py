@@ -12,9 +12,9 @@ import numpy as np
 from hvdx import codec
 from hvdx.comm import Comm, Received
 from hvdx.comm.launcher import kernel_threads
-from hvdx.errors import ConfigError, HvdxError, ReplicaError, UpdateError
+from hvdx.errors import ConfigError, HvdxError, UpdateError
 from hvdx.strategies import link
-from hvdx.strategies.base import Exchange, TensorSpec, agree_on_strategy, views
+from hvdx.strategies.base import Exchange, TensorSpec, agree_on_strategy, agree_on_tensors, views
 from hvdx.strategies.telemetry import Telemetry
 
 if TYPE_CHECKING:
@@ -70,7 +70,8 @@ class ThresholdExchange(Exchange):
 
     def __init__(self, strategy: "Threshold", comm: Comm, specs: Sequence[TensorSpec], lead: float):
         self._strategy, self._size, self._rank = strategy, comm.size, comm.rank
-        self._agree(comm, specs)
+        agree_on_strategy(strategy, comm)
+        agree_on_tensors(specs, comm)
         self._channel = comm.channel("the updates")
         self._threads = strategy.threads or kernel_threads(comm.local_size)
         self._sizes = [s.elements for s in specs]
@@ -96,16 +97,6 @@ class ThresholdExchange(Exchange):
         self._before = 0
         self._last: Received | None = None
         self.telemetry = Telemetry(elements=self._n)
-
-    def _agree(self, comm: Comm, specs: Sequence[TensorSpec]) -> None:
-        agree_on_strategy(self._strategy, comm)
-        everyone = comm.all_gather_object([(s.name, s.shape) for s in specs], "the variables")
-        for rank, theirs in enumerate(everyone):
-            if [shape for _, shape in theirs] != [shape for _, shape in everyone[0]]:
-                raise ReplicaError(
-                    f"the ranks exchange different variables: {everyone[0]} on rank 0, {theirs} on rank {rank}. "
-                    "Every rank must train the same ones."
-                )
 
     def _compile(self) -> None:
         """Have the kernels compiled before anything is timed, and wait until they are everywhere."""
@@ -149,6 +140,11 @@ class ThresholdExchange(Exchange):
     def unsent(self) -> list[np.ndarray]:
         """See `Exchange.unsent`."""
         return views(self._state.residual, self._specs)
+
+    def owe(self, tensors: Sequence[np.ndarray]) -> None:
+        """See `Exchange.owe`."""
+        for residual, tensor in zip(self.unsent, tensors, strict=True):
+            np.add(residual, tensor, out=residual)
 
     def flush(self) -> list[np.ndarray] | None:
         """See `Exchange.flush`."""

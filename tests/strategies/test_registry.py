@@ -51,4 +51,4 @@ def test_resolve_takes_strategies_names_and_the_environment(monkeypatch):
 
 
 def test_names_are_the_registered_ones():
-    assert names() == ["all_reduce", "auto", "parameter_averaging", "threshold"]
+    assert names() == ["all_reduce", "auto", "parameter_averaging", "parameter_server", "threshold"]

@@ -1,0 +1,98 @@
+"""Ties an optimiser to a parameter server: a step of its own, and then the weights are those that the servers have."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdx.comm import Comm
+from hvdx.errors import ConfigError
+from hvdx.keras.binding import apply_constraints
+from hvdx.keras.host_binding import HostBinding
+from hvdx.keras.optimizer_state import innermost, moving_averages
+from hvdx.strategies import ParameterServer
+
+
+class ServerBinding(HostBinding):
+    """Pushes what an optimiser's step has changed, and pulls.
+
+    The update is the difference from the weights that were pulled last, so whatever else happens to weights meanwhile
+    (decay, constraints, a script's own clipping) is part of it. From one flush to the next the servers hold the
+    weights; what happens to them between a flush and the next step is not for the servers to add up.
+    """
+
+    def __init__(self, strategy: ParameterServer, comm: Comm, optimizer: Any, name: str, gain: float = 1.0):
+        inner = innermost(optimizer)
+        super().__init__(strategy, comm, inner, name, gain)
+        if inner.use_ema and inner.ema_overwrite_frequency:
+            raise ConfigError(
+                f"optimizer {inner.name}: ema_overwrite_frequency sets the weights anew on every worker, and servers "
+                "would add that up. Leave it out: Keras sets them when fit ends."
+            )
+        self._scaler = optimizer if optimizer is not inner else None
+        # Whether the servers have the weights, for each list of variables.
+        self._begun: dict[tuple[int, ...], tf.Variable] = {}
+
+    def gradients(self, gradients: Sequence[Any]) -> list[Any]:
+        """See `Binding.gradients`: this rank's own. Before the first step the servers get the weights."""
+        own, variables, key = super().gradients(gradients), self.variables, tuple(id(v) for v in self.variables)
+        if key not in self._begun:
+            with tf.init_scope(), tf.device("CPU:0"):
+                self._begun[key] = tf.Variable(False, trainable=False)
+        begun = self._begun[key]
+
+        def begin() -> Any:
+            done = self._call(list(variables), True, variables, _begin, _dtype(variables))
+            with tf.control_dependencies(done), tf.device("CPU:0"):
+                return begun.assign(True)
+
+        with tf.device("CPU:0"):
+            tf.cond(begun, lambda: tf.constant(True), begin)
+        return own
+
+    def apply(self, optimizer: Any, step: Callable[[], Any], variables: Sequence[Any]) -> None:
+        """See `Binding.apply`."""
+        step()
+        pulled = self._call(list(variables), self._finite, variables, dtype=_dtype(variables))
+        for variable, value in zip(variables, pulled, strict=True):
+            variable.assign(tf.cast(value, variable.dtype))
+
+    def flush(self) -> None:
+        """See `Binding.flush`."""
+        for exchange, variables in self._open.values():
+            final = exchange.flush()
+            if final is None:
+                continue
+            self._begun[tuple(id(v) for v in variables)].assign(False)
+            for variable, value in zip(variables, final, strict=True):
+                variable.assign(tf.cast(value, variable.dtype))
+            apply_constraints(variables)
+        self._agree_on_averages()
+
+    def _agree_on_averages(self) -> None:
+        """Each worker has followed its own way through the weights; what Keras sets in the end is one network."""
+        for variable in moving_averages(self._optimizer()):
+            total = self.comm.all_reduce_sum(np.ravel(variable.numpy()).astype(np.float64), f"{self.name}.averages")
+            variable.assign((total / self.comm.size).reshape(variable.shape).astype(variable.dtype))
+
+    def any_overflow(self, overflowed: Any) -> Any:
+        """See `Binding.any_overflow`: this rank alone skips its step, and nobody waits for it."""
+        return overflowed
+
+    def own_variables(self, now: bool = True) -> list[Any]:
+        """See `Binding.own_variables`: workers differ in their steps as well, and are alike in the learning rate."""
+        inner: Any = self._optimizer()
+        alike = {id(v) for v in (inner._learning_rate, *moving_averages(inner))}
+        mine = {id(v): v for part in (inner, self._scaler) if part is not None for v in part.variables}
+        return [v for i, v in mine.items() if i not in alike]
+
+
+def _begin(exchange: Any, weights: list[np.ndarray], _: bool) -> list[np.ndarray]:
+    exchange.begin(weights)
+    return [w.copy() for w in weights]
+
+
+def _dtype(variables: Sequence[Any]) -> tf.DType:
+    """What weights are exchanged in: as the exchange has it."""
+    return tf.float64 if any(tf.as_dtype(v.dtype).size > 4 for v in variables) else tf.float32

@@ -1,0 +1,182 @@
+"""Asynchronous SGD: workers push updates to servers and pull weights, and nobody waits for anybody else."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from hvdx.comm import Comm
+from hvdx.errors import ConfigError
+from hvdx.strategies import link
+from hvdx.strategies.base import HostStrategy, TensorSpec, one_of
+from hvdx.strategies.serving.messages import Plan
+from hvdx.strategies.serving.updates import make_codec
+
+if TYPE_CHECKING:
+    from hvdx.strategies.serving.exchange import ServerExchange
+
+Staleness = Literal["none", "scale", "bound", "scale+bound"]
+
+_COLOCATED = re.compile(r"colocated(?::([1-9]\d*))?")
+# Steps that a worker may be ahead, where nobody says.
+_BOUND = 4
+
+
+class ParameterServer(HostStrategy):
+    """Have servers keep the weights: each worker pushes its updates when it has them, and pulls what is there then.
+
+    What is pushed is what a worker's own step has changed: after learning rate, momentum and weight decay. The weights
+    are cut into as many equal parts as there are servers, large variables too.
+
+    An update that was computed from weights to which s - 1 others were applied meanwhile has staleness s; with N equal
+    workers that is N on average. Updates count in full, so with one learning rate N workers go N times as far in an
+    epoch as under `AllReduce`.
+
+    Args:
+        servers: how many; they are ranks of their own, the last that were started, and end with the training. Or
+            "colocated": every worker's process serves a part, "colocated:2": the first two do.
+        staleness: "none": all updates count alike; "scale": one of staleness s counts 1 / s^power; "bound": a worker
+            that is more than `bound` steps ahead of the slowest waits; "scale+bound".
+        power: lambda of "scale".
+        bound: of "bound"; 4 by default. 0, with `collect` = number of workers, is synchronous training.
+        collect: soft synchronisation: updates that a server waits for, from any workers, before it applies their mean.
+        codec: of the updates: "none", "fp16", "bf16", or "threshold:0.01", with the share of elements to send; what is
+            not sent stays in a residual. Weights come back as they are.
+
+    Raises:
+        ConfigError: an option that is not one of these.
+
+    Example:
+        >>> ParameterServer("colocated", staleness="scale", collect=2)
+        ParameterServer(servers='colocated', staleness='scale', collect=2)
+        >>> ParameterServer(staleness="bound", bound=0, collect=4).synchronous(workers=4)
+        True
+
+    Source: Dean et al. 2012, "Large scale distributed deep networks" (Downpour SGD); Zhang et al. 2015,
+    "Staleness-aware async-SGD for distributed deep learning", for scaling (power = 1) and collecting; Ho et al. 2013,
+    "More effective distributed ML via a stale synchronous parallel parameter server", for the bound.
+    """
+
+    name = "parameter_server"
+    own_spelling = frozenset({"servers"})
+    placement = "weights"
+
+    def __init__(
+        self,
+        servers: int | str = 1,
+        staleness: Staleness = "none",
+        power: float = 1.0,
+        bound: int | None = None,
+        collect: int = 1,
+        codec: str = "none",
+    ):
+        self.servers = int(servers) if isinstance(servers, str) and servers.isdecimal() else servers
+        colocated = _COLOCATED.fullmatch(servers) if isinstance(servers, str) else None
+        if not colocated and (type(self.servers) is not int or self.servers < 1):
+            raise ConfigError(
+                f"ParameterServer: servers: expected a positive number, 'colocated' or 'colocated:2', got {servers!r}."
+            )
+        #: Ranks that only serve.
+        self.dedicated = 0 if colocated else int(self.servers)
+        self._colocated = int(colocated[1] or 0) if colocated else 0
+        one_of("ParameterServer", "staleness", staleness, ("none", "scale", "bound", "scale+bound"))
+        if isinstance(power, bool) or not isinstance(power, int | float) or not 0 < power <= 10:
+            raise ConfigError(f"ParameterServer: power: expected a number above 0, 10 at most, got {power!r}.")
+        for option, value, least in (("bound", bound, 0), ("collect", collect, 1)):
+            if value is not None and (type(value) is not int or value < least):
+                raise ConfigError(f"ParameterServer: {option}: expected a number from {least} on, got {value!r}.")
+        if bound is not None and "bound" not in staleness:
+            raise ConfigError(
+                f"ParameterServer: bound={bound} is for staleness='bound' or 'scale+bound', got {staleness!r}."
+            )
+        self.staleness, self.power, self.collect, self.codec = staleness, float(power), collect, codec
+        self.bound = _BOUND if bound is None and "bound" in staleness else bound
+        make_codec(codec)  # checks it
+
+    def server_ranks(self, comm: Comm) -> list[int]:
+        """The ranks that serve, as postboxes count them.
+
+        Args:
+            comm: the workers.
+
+        Raises:
+            ConfigError: there are other servers, or not so many workers.
+        """
+        if comm.servers != self.dedicated and comm.size + comm.servers > 1:
+            found = f"{comm.servers} of the ranks only serve" if comm.servers else "all ranks were made workers"
+            error = ConfigError(
+                f"{self!r}: {found}. Who serves has to be known before data is dealt out: call hvdx.init(strategy) "
+                f"with this strategy first of all, or set HVDX_STRATEGY={self.spelling}; or let workers serve: "
+                "servers='colocated'."
+            )
+        elif self._colocated > comm.size or self.collect > comm.size:
+            option = "servers" if self._colocated > comm.size else "collect"
+            error = ConfigError(
+                f"ParameterServer: {option}: expected at most {comm.size}, the number of workers, got "
+                f"{getattr(self, option)!r}."
+            )
+        else:
+            count = comm.servers or self._colocated or comm.size
+            first = comm.size if comm.servers else 0
+            return list(range(first, first + count))
+        error.collective = True
+        raise error
+
+    @property
+    def spelling(self) -> str:
+        """What `HVDX_STRATEGY` says for it."""
+        given = [f"{k}={getattr(self, k)}" for k, v in self._defaults().items() if getattr(self, k) != v]
+        return f"{self.name}:{','.join(given or [f'servers={self.servers}'])}"
+
+    def synchronous(self, workers: int) -> bool:
+        """Whether all workers take every step together."""
+        return self.bound == 0 and self.collect == workers
+
+    def plan(self, workers: int, elements: int, dtype: str) -> Plan:
+        """What a server has to know.
+
+        Args:
+            workers: how many there are.
+            elements: of its part.
+            dtype: of the weights.
+        """
+        power = self.power if "scale" in self.staleness else 0.0
+        return Plan(workers, elements, dtype, self.codec, self.collect, power, self.bound)
+
+    def open(self, comm: Comm, specs: Sequence[TensorSpec], momentum: float = 0.0) -> "ServerExchange":
+        """See `HostStrategy.open`; `ServerExchange.begin` comes next."""
+        from hvdx.strategies.serving.exchange import ServerExchange
+
+        return ServerExchange(self, comm, specs)
+
+    def bytes_per_step(self, specs: Sequence[TensorSpec], size: int) -> int:
+        """See `Strategy.bytes_per_step`: a worker's update, and its share of what colocated servers answer."""
+        elements = sum(s.elements for s in specs)
+        weights = 8 * elements if any(s.itemsize > 4 for s in specs) else 4 * elements
+        name, _, density = self.codec.partition(":")
+        update = {"none": weights, "threshold": link.message_bytes(elements, float(density or 0.01))}.get(
+            name, 2 * elements
+        )
+        # Colocated, the ranks also answer, but what a worker says to its own server does not travel.
+        return round(update if self.dedicated else (update + weights) * (size - 1) / size)
+
+    def merge(self, saved: Sequence[Mapping[str, np.ndarray]], rank: int, size: int) -> dict[str, np.ndarray]:
+        """See `HostStrategy.merge`: residuals are dealt out, so that their sum stays what it was."""
+        mine = [saved[other] for other in range(rank, len(saved), size)]
+        whole = [np.concatenate([_residual(arrays, i) for i in range(_parts(arrays))]) for arrays in mine if arrays]
+        n = sum(_residual(saved[0], i).size for i in range(_parts(saved[0]))) if saved else 0
+        total = np.sum([np.zeros(n), *whole], axis=0).astype(np.float32)
+        return {"residual": total} if n else {}
+
+    def _defaults(self) -> dict[str, Any]:
+        # What a bound that is not given stands for.
+        return super()._defaults() | ({"bound": _BOUND} if "bound" in self.staleness else {})
+
+
+def _parts(arrays: Mapping[str, np.ndarray]) -> int:
+    return sum(name.endswith(".residual") for name in arrays)
+
+
+def _residual(arrays: Mapping[str, np.ndarray], part: int) -> np.ndarray:
+    return arrays[f"{part}.residual"]

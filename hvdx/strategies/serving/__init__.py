@@ -1,0 +1,1 @@
+"""The asynchronous parameter server: the weights lie in parts at servers, which workers push to and pull from."""

@@ -1,0 +1,216 @@
+"""Where a rank's letters come in and go out: its worker's box, and its server, in a thread or as all that it does."""
+
+import atexit
+import json
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hvdx.comm import Comm, Letter, Postbox
+from hvdx.comm.launcher import kernel_threads
+from hvdx.comm.waiting import LIMIT_VARIABLE, Patience, time_limit
+from hvdx.errors import ExchangeError, HvdxError, WireError
+from hvdx.strategies.serving.desk import Desk
+from hvdx.strategies.serving.messages import SERVER_BOX, WORKER_BOX, Kind
+
+if TYPE_CHECKING:
+    from hvdx.strategies.serving.exchange import ServerExchange
+
+# Between two looks for letters while a part of one is on its way, and while nothing is.
+_BUSY_SLEEP, _IDLE_SLEEP = 1e-4, 1e-3
+# Between two looks at who has been waiting for long.
+_NEWS_EVERY = 1.0
+# Seconds after which a worker says for whom it waits.
+_WARN_SECONDS = 60.0
+# How long a rank whose training is over serves the others before it says so.
+_QUIET_SECONDS = 10.0
+
+
+def serve(postbox: Postbox, desk: Desk, stop: threading.Event | None = None) -> None:
+    """Answer letters until all workers have said good-bye.
+
+    Args:
+        postbox: the box of a server.
+        desk: knows the answers.
+        stop: ends it before.
+    """
+    patience, next_news = Patience(), 0.0
+    while (desk.present or not postbox.left()) and not (stop is not None and stop.is_set()):
+        letter = postbox.fetch()
+        if letter is None:
+            patience.sleep(_BUSY_SLEEP if postbox.coming else _IDLE_SLEEP)
+            letters = []
+        else:
+            patience.renew()
+            letters = desk.handle(letter)
+        if time.monotonic() > next_news:
+            letters = [*letters, *desk.news()]
+            next_news = time.monotonic() + _NEWS_EVERY
+        for to, head, body in letters:
+            postbox.send(to, WORKER_BOX, head, body)
+
+
+class Office:
+    """A worker's letters to servers, and its own server where it has one.
+
+    Args:
+        comm: the workers. Collective, the first time.
+
+    Attributes:
+        exchanges: by the number of their session: what they are sent goes where they want it.
+        sessions: how many there were.
+        round: epochs whose steps were dealt out, alike on all workers.
+    """
+
+    def __init__(self, comm: Comm):
+        self._comm = comm
+        self.exchanges: weakref.WeakValueDictionary[int, ServerExchange] = weakref.WeakValueDictionary()
+        self._box = comm.postbox(WORKER_BOX, self._place)
+        self.round = self.sessions = 0
+        self._known: set[int] = set()
+        self._desk: Desk | None = None
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._closed = False
+
+    def open_server(self) -> None:
+        """Serve in a thread beside the training; once it does, nothing happens."""
+        if self._thread is None:
+            rank, threads = self._comm.rank, kernel_threads(self._comm.local_size)
+            self._desk = Desk(self._comm.size, rank, threads)
+            arguments = (self._comm.postbox(SERVER_BOX), self._desk, self._stop)
+            self._thread = threading.Thread(target=_serve_or_die, args=arguments, name="hvdx server", daemon=True)
+            self._thread.start()
+
+    def send(self, to: int, head: Sequence[int], body: np.ndarray | None = None) -> None:
+        """Send a letter to a server; its body must not change until the server has answered."""
+        self._known.add(to)
+        self._box.send(to, SERVER_BOX, head, body)
+
+    def await_answers(self, servers: Sequence[int], kind: Kind, session: int) -> dict[int, Letter]:
+        """Wait until all servers have answered.
+
+        Args:
+            servers: their ranks.
+            kind: of the answers.
+            session: that they are about.
+
+        Returns:
+            Their letters.
+
+        Raises:
+            ExchangeError: they did not come within the time limit; it names for whom they wait, where that is known.
+            WireError, HvdxError: a server did not accept what it was sent.
+        """
+        answers: dict[int, Letter] = {}
+        awaited: dict[int, list[int]] = {}
+        begin, limit, patience, warned = time.monotonic(), time_limit(), Patience(), False
+        while len(answers) < len(servers):
+            letter = self._box.fetch()
+            if letter is None:
+                waited = time.monotonic() - begin
+                if waited > limit:
+                    raise ExchangeError(self._overdue(waited, [s for s in servers if s not in answers], awaited))
+                if waited > _WARN_SECONDS and awaited and not warned:
+                    warned = True
+                    print(f"hvdx: {self._overdue(waited, [], awaited)}", file=sys.stderr, flush=True)
+                patience.sleep(_BUSY_SLEEP if self._box.coming else _IDLE_SLEEP)
+                continue
+            patience.renew()
+            if letter.head[0] == Kind.ERROR:
+                assert letter.body is not None
+                text, damaged = letter.body.tobytes().decode(errors="replace"), letter.head[2]
+                where = f"the server at rank {letter.sender} did not accept what rank {self._comm.rank} sent"
+                raise (WireError if damaged else HvdxError)(f"{where}: {text}")
+            if letter.head[1] != session:
+                continue  # of a session that an exception ended
+            if letter.head[0] == Kind.NEWS:
+                assert letter.body is not None
+                awaited[letter.sender] = json.loads(letter.body.tobytes())
+            elif letter.head[0] == kind:
+                answers[letter.sender] = letter
+        return answers
+
+    def traffic(self, session: int) -> tuple[int, int]:
+        """Bytes that this rank's own server sent to other ranks, and received from them, in a session."""
+        return self._desk.traffic(session) if self._desk is not None else (0, 0)
+
+    def say_good_bye(self) -> None:
+        """Nobody needs to wait for this worker any more."""
+        if not self._closed:
+            self._closed = True
+            everywhere = range(self._comm.size, self._comm.size + self._comm.servers)
+            for server in self._known | set(everywhere):
+                self._box.send(server, SERVER_BOX, [Kind.BYE])
+
+    def close(self) -> None:
+        """Say good-bye, and serve until the other workers have done so."""
+        self.say_good_bye()
+        begin, limit, patience, told = time.monotonic(), time_limit(), Patience(), False
+        while (self._thread is not None and self._thread.is_alive()) or not self._box.left():
+            waited = time.monotonic() - begin
+            if waited > limit:
+                break
+            if waited > _QUIET_SECONDS and not told and self._desk is not None:
+                told = True
+                others = sorted(self._desk.present)
+                print(
+                    f"hvdx: rank {self._comm.rank} has ended, and serves until ranks {others} have.",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            patience.sleep()
+        self._stop.set()
+
+    def _place(self, sender: int, head: tuple[int, ...], size: int) -> np.ndarray | None:
+        exchange = self.exchanges.get(head[1])
+        return exchange.place(sender, Kind(head[0]), size) if exchange is not None else None
+
+    def _overdue(self, waited: float, silent: Sequence[int], awaited: dict[int, list[int]]) -> str:
+        text = f"rank {self._comm.rank} has been waiting for {waited:.0f} s"
+        named = sorted({worker for workers in awaited.values() for worker in workers})
+        if named:
+            text += f"; the servers wait for worker{'s' * (len(named) > 1)} {', '.join(map(str, named))}"
+        lost = [s for s in silent if s not in awaited]
+        if lost:
+            text += f"; no word from the server{'s' * (len(lost) > 1)} at rank {', '.join(map(str, lost))}"
+        return f"{text}. Look for what they printed last. {LIMIT_VARIABLE}=seconds changes how long ranks wait."
+
+
+def _serve_or_die(postbox: Postbox, desk: Desk, stop: threading.Event) -> None:
+    try:
+        serve(postbox, desk, stop)
+    except BaseException as error:
+        # Ends the job, where ranks are processes: the others would wait for ever.
+        sys.excepthook(type(error), error, error.__traceback__)
+        raise
+
+
+_offices: "weakref.WeakKeyDictionary[Comm, Office]" = weakref.WeakKeyDictionary()
+
+
+def office_of(comm: Comm) -> Office:
+    """The office of a worker, opened when it is first asked for. Collective.
+
+    Args:
+        comm: the workers.
+    """
+    if comm not in _offices:
+        _offices[comm] = Office(comm)
+    return _offices[comm]
+
+
+@atexit.register
+def close_all() -> None:
+    """Take leave of all servers, before the world is left."""
+    offices = list(_offices.values())
+    for office in offices:
+        office.say_good_bye()
+    for office in offices:
+        office.close()
+    _offices.clear()

@@ -1,0 +1,111 @@
+"""Updates as bytes: the codecs that `ParameterServer` knows, for a worker that sends and for a server that adds."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from hvdx.errors import ConfigError, WireError
+from hvdx.strategies.serving.messages import Plan
+from hvdx.strategies.serving.shard import Addend
+
+# Of "threshold" without a number.
+_DENSITY = 0.01
+
+
+def make_codec(spelling: str, threads: int | None = None) -> Any:
+    """The codec of a spelling; None for "none", whose updates travel as they are.
+
+    Args:
+        spelling: "none", "fp16", "bf16", "threshold", or "threshold:0.003" with a density.
+        threads: of its kernels.
+
+    Raises:
+        ConfigError: another one.
+
+    Example:
+        >>> make_codec("threshold:0.003")
+        Threshold(target_density=0.003)
+    """
+    if spelling == "none":
+        return None
+    # Imported here, since it brings Numba, which a training without it may do without.
+    from hvdx import codec
+
+    name, _, density = str(spelling).partition(":")
+    try:
+        if name == "threshold":
+            return codec.make(name, target_density=float(density or _DENSITY), threads=threads)
+        if not density and name in codec.CODECS:
+            return codec.make(name)
+    except ValueError as error:
+        raise ConfigError(f"ParameterServer: codec: {error}") from None
+    raise ConfigError(
+        f"ParameterServer: codec: expected 'none', 'fp16', 'bf16', 'threshold' or 'threshold:0.01' with the share of "
+        f"elements to send, got {spelling!r}."
+    )
+
+
+def decoder(plan: Plan, threads: int | None = None) -> Callable[[np.ndarray, int], Addend | None]:
+    """What makes of an update's bytes something that adds it.
+
+    Args:
+        plan: of the session.
+        threads: of the codec's kernels.
+
+    Returns:
+        (uint8[bytes], the worker) -> what adds it, or None for an update that holds NaN or infinity. WireError for
+        bytes that are not an update of this part.
+    """
+    codec = make_codec(plan.codec, threads)
+    if codec is None:
+        return lambda body, worker: _plain(plan, body, worker)
+    return lambda body, worker: _coded(plan, codec, body, worker)
+
+
+def _plain(plan: Plan, body: np.ndarray, worker: int) -> Addend | None:
+    dtype = np.dtype(plan.dtype)
+    if body.size != plan.elements * dtype.itemsize:
+        raise WireError(
+            f"update of rank {worker}: expected {plan.elements * dtype.itemsize} bytes, got {body.size}. Every rank "
+            "must train the same model.",
+            worker,
+        )
+    update = body.view(dtype)
+    if not is_finite(update):
+        return None
+
+    def add(out: np.ndarray, factor: float) -> None:
+        if factor != 1.0:
+            np.multiply(update, dtype.type(factor), out=update)
+        np.add(out, update, out=out)
+
+    return add
+
+
+def _coded(plan: Plan, codec: Any, body: np.ndarray, worker: int) -> Addend:
+    # A trial run checks the message before it is collected, so that whoever sent it hears of it.
+    dense = np.zeros(plan.elements, np.float32)
+    try:
+        codec.decode([body], [dense])
+    except WireError as error:
+        raise WireError(f"update of rank {worker}: {error}", worker) from None
+
+    def add(out: np.ndarray, factor: float) -> None:
+        np.add(out, np.multiply(dense, np.float32(factor), out=dense), out=out)
+
+    return add
+
+
+def is_finite(values: np.ndarray) -> bool:
+    """Whether there is neither NaN nor infinity: one makes the sum so, and reading once is all that it costs.
+
+    Args:
+        values: float32 or float64, whose sum is far from what the type can hold.
+
+    Example:
+        >>> is_finite(np.array([1.0, np.inf, -np.inf]))
+        False
+    """
+    with np.errstate(all="ignore"):
+        return bool(np.isfinite(values.sum()))

@@ -1,0 +1,370 @@
+"""Two workers and two servers in every order in which letters can come.
+
+Workers are programs of a few operations, servers are real desks, and between each two ranks letters keep their order.
+A state's successors are: a worker that takes its next operation, or the first letter on its way between two ranks
+that arrives. A desk is told apart by all that is in it, and made again from the letters that it has handled.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from hvdx.comm import Letter
+from hvdx.comm.base import HEAD_WORDS
+from hvdx.strategies.serving.desk import Desk
+from hvdx.strategies.serving.messages import Kind, Plan
+from tests.strategies.serving.letters import opening
+
+WORKERS = SERVERS = 2
+SESSION = 3
+WORKER_RANKS = range(WORKERS)
+
+#: A letter as a value: sender, head, body.
+Note = tuple[int, tuple[int, ...], bytes | None]
+
+
+class BrokenError(AssertionError):
+    """A promise that was not kept, and the way there."""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A worker between two operations.
+
+    Attributes:
+        todo: operations that are left: "push", "nan" (a refused push), "flush", "bye" (says good-bye), "drop" (pushes
+            and says good-bye at once), or ("ask", round, tickets).
+        waiting: servers that have not answered yet.
+        kind: of their answers.
+        versions, weights: as each server sent them last.
+        taken: steps it has taken.
+        finals: the weights after each flush.
+        gone: it has said good-bye.
+    """
+
+    todo: tuple[Any, ...]
+    versions: tuple[int, ...] = (0,) * SERVERS
+    weights: tuple[bytes, ...] = ()
+    waiting: frozenset[int] = frozenset()
+    kind: int = 0
+    taken: int = 0
+    finals: tuple[tuple[bytes, ...], ...] = ()
+    gone: bool = False
+
+
+class _Numbers(dict[Any, int]):
+    """Numbers values in the order in which they come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values_: list[Any] = []
+
+    def of(self, value: Any) -> int:
+        number = self.get(value)
+        if number is None:
+            number = self[value] = len(self.values_)
+            self.values_.append(value)
+        return number
+
+
+#: A state, all in numbers: workers, desks, and on each channel the letters that are on their way.
+State = tuple[Any, ...]
+_CHANNELS = WORKERS + SERVERS
+
+
+@dataclass
+class Model:
+    """All that can happen under a rule.
+
+    Args:
+        rule: options of `Plan`.
+        programs: one for each worker.
+        room: steps of one worker, at most: the updates' elements.
+        seen: told (worker, its number of steps, weights of each server) when a step is over.
+        end: told the workers of a last state.
+    """
+
+    rule: dict[str, Any]
+    programs: tuple[tuple[Any, ...], ...]
+    room: int = 3
+    seen: Callable[[int, int, list[np.ndarray]], None] = lambda *_: None
+    end: Callable[[list[Worker]], None] = lambda _: None
+    _workers: _Numbers = field(default_factory=_Numbers)
+    _notes: _Numbers = field(default_factory=_Numbers)
+    _desks: _Numbers = field(default_factory=_Numbers)
+    # Of each desk, letters that lead to it, and the workers that are there.
+    _pasts: list[tuple[Note, ...]] = field(default_factory=list)
+    _present: list[set[int]] = field(default_factory=list)
+    # What happens to a worker or a desk: what becomes of it, and what it sends on which channels.
+    _changes: dict[tuple[int, ...], tuple[int, list[tuple[int, int]]]] = field(default_factory=dict)
+
+    @property
+    def elements(self) -> int:
+        return WORKERS * self.room
+
+    def explore(self) -> int:
+        """Visit every state; BrokenError where one keeps no promise. Returns their number."""
+        zeros = np.zeros(self.elements)
+        plan = Plan(WORKERS, self.elements, "float64", **self.rule)
+        desk = self._desk(tuple(_note(0, *letter) for letter in opening(SESSION, plan, zeros)))
+        workers = [self._workers.of(Worker(tuple(p), weights=(zeros.tobytes(),) * SERVERS)) for p in self.programs]
+        start = (*workers, *[desk] * SERVERS, *[()] * (2 * WORKERS * SERVERS))
+        came_from: dict[State, State | None] = {start: None}
+        stack = [start]
+        while stack:
+            state = stack.pop()
+            try:
+                successors = self._successors(state)
+                if not successors:
+                    self._check_end(state)
+            except AssertionError as error:
+                raise BrokenError(f"{error}\n{self._way(came_from, state)}") from error
+            for following in successors:
+                if following not in came_from:
+                    came_from[following] = state
+                    stack.append(following)
+        return len(came_from)
+
+    def _way(self, came_from: dict[State, State | None], state: State | None) -> str:
+        """Letters in the order in which they arrived on the way to a state."""
+        arrived = []
+        while state is not None:
+            before = came_from[state]
+            for channel in range(WORKERS * SERVERS * 2):
+                if before is not None and len(before[_CHANNELS + channel]) > len(state[_CHANNELS + channel]):
+                    sender, head, _ = self._notes.values_[before[_CHANNELS + channel][0]]
+                    server, worker = divmod(channel - WORKERS * SERVERS, WORKERS)
+                    way = f"{sender} to server {channel % SERVERS}" if sender >= 0 else f"server {server} to {worker}"
+                    arrived.append(f"{Kind(head[0]).name} of {way}")
+            state = before
+        return f"{self.rule} {self.programs}: " + "; ".join(reversed(arrived))
+
+    def _successors(self, state: State) -> list[State]:
+        found = []
+        for w in range(WORKERS):
+            change = (w, state[w])
+            if change not in self._changes:
+                self._changes[change] = self._act(w, state[w])
+            after, sent = self._changes[change]
+            if after >= 0:
+                found.append(_changed(state, w, after, sent))
+        for c in range(_CHANNELS, len(state)):
+            if state[c]:
+                note = state[c][0]
+                who = _receiver(c - _CHANNELS)
+                change = (c - _CHANNELS, state[who], note)
+                if change not in self._changes:
+                    self._changes[change] = self._arrive(c - _CHANNELS, state[who], note)
+                after, sent = self._changes[change]
+                found.append(_changed(_with(state, c, state[c][1:]), who, after, sent))
+        return found
+
+    def _arrive(self, channel: int, receiver: int, note: int) -> tuple[int, list[tuple[int, int]]]:
+        if channel < WORKERS * SERVERS:
+            desk, answers = self._handle(receiver, self._notes.values_[note])
+            first = WORKERS * SERVERS + channel % SERVERS * WORKERS
+            return desk, [(first + to, self._notes.of(answer)) for to, answer in answers]
+        server, w = divmod(channel - WORKERS * SERVERS, WORKERS)
+        after = self._receive(w, self._workers.values_[receiver], server, self._notes.values_[note])
+        return self._workers.of(after), []
+
+    # -- workers ------------------------------------------------------------------------------------------------------
+
+    def _act(self, w: int, number: int) -> tuple[int, list[tuple[int, int]]]:
+        """What becomes of a worker that takes its next operation; -1 if it cannot now."""
+        worker = self._workers.values_[number]
+        if worker.waiting or not worker.todo:
+            return -1, []
+        after, letters = self._operate(w, worker)
+        return self._workers.of(after), [(w * SERVERS + s, self._notes.of(note)) for s, note in letters]
+
+    def _operate(self, w: int, worker: Worker) -> tuple[Worker, list[tuple[int, Note]]]:
+        operation, *_ = worker.todo
+        after, everywhere = replace(worker, todo=worker.todo[1:], kind=0), frozenset(range(SERVERS))
+        if operation in ("push", "nan", "drop"):
+            fine = operation != "nan"
+            update = np.zeros(self.elements)
+            update[w * self.room + worker.taken] = 1
+            letters = [
+                (s, _note(w, [Kind.PUSH, SESSION, worker.versions[s], int(fine)], update if fine else None))
+                for s in range(SERVERS)
+            ]
+            after = replace(after, taken=worker.taken + 1, waiting=everywhere, kind=Kind.WEIGHTS)
+            if operation == "drop":
+                after = replace(after, waiting=frozenset(), gone=True)
+                letters += [(s, _note(w, [Kind.BYE])) for s in range(SERVERS)]
+            return after, letters
+        if operation == "flush":
+            letters = [(s, _note(w, [Kind.FLUSH, SESSION])) for s in range(SERVERS)]
+            return replace(after, waiting=everywhere, kind=Kind.FINAL), letters
+        if operation == "bye":
+            return replace(after, gone=True), [(s, _note(w, [Kind.BYE])) for s in range(SERVERS)]
+        _, round_, tickets = operation
+        # What comes next depends on the answer.
+        after = replace(worker, waiting=frozenset([0]), kind=Kind.ANSWER)
+        return after, [(0, _note(w, [Kind.TICKET, SESSION, round_, tickets]))]
+
+    def _receive(self, w: int, worker: Worker, s: int, note: Note) -> Worker:
+        _, (kind, _, *words), body = note
+        if worker.gone:
+            return worker
+        assert s in worker.waiting, f"server {s} answered worker {w} twice"
+        assert kind == worker.kind, f"worker {w}: expected {Kind(worker.kind).name}, got {Kind(kind).name} {body!r}"
+        waiting = worker.waiting - {s}
+        if kind == Kind.ANSWER:
+            granted, given = words[:2]
+            assert given <= worker.todo[0][2]
+            return replace(worker, waiting=waiting, todo=("push", *worker.todo) if granted else worker.todo[1:])
+        after = replace(
+            worker,
+            waiting=waiting,
+            versions=_with(worker.versions, s, words[0]),
+            weights=_with(worker.weights, s, body),
+        )
+        assert words[0] >= worker.versions[s], "a version went back"
+        assert (np.frombuffer(body) >= np.frombuffer(worker.weights[s])).all(), "an update was taken back"
+        if kind == Kind.WEIGHTS and not waiting:
+            self.seen(w, after.taken, [np.frombuffer(weights) for weights in after.weights])
+        if kind == Kind.FINAL and not waiting:
+            after = replace(after, finals=(*after.finals, after.weights))
+        return after
+
+    def _check_end(self, state: State) -> None:
+        workers = [self._workers.values_[number] for number in state[:WORKERS]]
+        for w, worker in enumerate(workers):
+            assert not worker.waiting, f"worker {w} waits for servers {set(worker.waiting)} for ever"
+            assert worker.gone
+        assert not any(self._present[desk] for desk in state[WORKERS:_CHANNELS]), "a server waits for nobody"
+        flushed = [worker.finals for worker in workers if worker.finals]
+        fewest = min(len(finals) for finals in flushed)
+        assert len({finals[:fewest] for finals in flushed}) == 1, "workers ended with different weights"
+        self.end(workers)
+
+    # -- servers ------------------------------------------------------------------------------------------------------
+
+    def _desk(self, past: tuple[Note, ...]) -> int:
+        desk, _ = _replay(past)
+        number = self._desks.of(_content(vars(desk), self.elements))
+        if number == len(self._pasts):
+            self._pasts.append(past)
+            self._present.append(set(desk.present))
+        return number
+
+    def _handle(self, desk: int, note: Note) -> tuple[int, list[tuple[int, Note]]]:
+        past = (*self._pasts[desk], note)
+        _, answers = _replay(past)
+        self._check_answers(past, answers)
+        return self._desk(past), [(to, _note(-1, head, body)) for to, head, body in answers[-1]]
+
+    def _check_answers(self, past: tuple[Note, ...], answers: list[Any]) -> None:
+        """Recount from all letters who may go on, and with what."""
+        steps, training, flushed = [0] * WORKERS, set(WORKER_RANKS), set()
+        waiting: set[int] = set()
+        version = pushes = 0
+        for (sender, (kind, *words), body), released in zip(past, answers, strict=True):
+            before = version
+            if kind == Kind.PUSH:
+                pushes += 1
+                steps[sender] += 1
+                waiting.add(sender)
+            if kind in (Kind.FLUSH, Kind.BYE):
+                training.discard(sender)
+            if kind == Kind.FLUSH:
+                flushed.add(sender)
+            if kind == Kind.BYE:
+                flushed.discard(sender)
+                waiting.discard(sender)
+            slowest = min((steps[w] for w in training), default=max(steps))
+            for to, head, weights in released:
+                if head[0] == Kind.WEIGHTS:
+                    _, _, version, staleness, fine, _ = head
+                    assert to in waiting, "answered without having asked"
+                    waiting.discard(to)
+                    assert staleness >= 1, "a staleness below 1"
+                    ahead = steps[to] - slowest
+                    assert self._bound is None or ahead <= self._bound, f"worker {to} is {ahead} steps ahead"
+                    if to == sender and self._collect == 1 and self._bound is None:
+                        assert staleness == before + 1 - words[1], "a wrong staleness"
+                        if fine:
+                            own = np.frombuffer(body).astype(bool)
+                            assert (weights.view(np.float64)[own] == staleness**-self._power).all(), "a wrong scale"
+                elif head[0] == Kind.FINAL:
+                    assert not training, "FINAL before all have flushed"
+                    assert to in flushed
+                    version, updates, applied, refused = head[2:6]
+                    assert updates == applied, "an update was not applied"
+                    assert updates + refused == pushes, "an update was not seen"
+                else:
+                    assert head[0] in (Kind.READY, Kind.ANSWER), weights.tobytes().decode()
+            if not training and (flushed or kind == Kind.FLUSH):
+                assert {to for to, head, _ in released if head[0] == Kind.FINAL} == flushed, "not all heard FINAL"
+                # All begin anew.
+                training, flushed, steps = set(flushed), set(), [0] * WORKERS
+            for w in waiting:
+                assert self._bound is not None, f"worker {w} was kept waiting without a bound"
+                assert steps[w] - slowest > self._bound, f"worker {w} was kept waiting though it is not ahead"
+
+    @property
+    def _bound(self) -> int | None:
+        return self.rule.get("bound")
+
+    @property
+    def _collect(self) -> int:
+        return self.rule.get("collect", 1)
+
+    @property
+    def _power(self) -> float:
+        return self.rule.get("power", 0.0)
+
+
+def _note(sender: int, head: Any, body: np.ndarray | None = None) -> Note:
+    return sender, tuple(int(word) for word in head), None if body is None else body.tobytes()
+
+
+def _replay(past: tuple[Note, ...]) -> tuple[Desk, list[Any]]:
+    """A desk that has handled these letters, and its answers to each."""
+    desk = Desk(WORKERS, threads=1, clock=lambda: 0.0)
+    answers = []
+    for sender, head, body in past:
+        words = (*head, *[0] * (HEAD_WORDS - len(head)))
+        fresh = None if body is None else np.frombuffer(body, np.uint8).copy()
+        answers.append(desk.handle(Letter(sender, words, fresh)))
+    return desk, answers
+
+
+def _content(value: Any, elements: int) -> Any:
+    """All that is in an object, as something that can be compared; functions that add by what they add."""
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    if isinstance(value, dict):
+        return tuple(sorted((repr(k), _content(v, elements)) for k, v in value.items()))
+    if isinstance(value, set | frozenset):
+        return tuple(sorted(value))
+    if isinstance(value, list | tuple):
+        return tuple(_content(v, elements) for v in value)
+    if callable(value):
+        if value.__name__ != "add":
+            return value.__qualname__
+        added = np.zeros(elements)
+        value(added, 1.0)
+        return added.tobytes()
+    return _content(vars(value), elements) if hasattr(value, "__dict__") else value
+
+
+def _with(values: tuple[Any, ...], at: int, value: Any) -> tuple[Any, ...]:
+    return (*values[:at], value, *values[at + 1 :])
+
+
+def _changed(state: State, who: int, after: int, sent: list[tuple[int, int]]) -> State:
+    changed = list(state)
+    changed[who] = after
+    for channel, note in sent:
+        changed[_CHANNELS + channel] = (*changed[_CHANNELS + channel], note)
+    return tuple(changed)
+
+
+def _receiver(channel: int) -> int:
+    """Where in a state is who a channel leads to: from each worker to each server, then the other way."""
+    return WORKERS + channel % SERVERS if channel < WORKERS * SERVERS else channel % WORKERS

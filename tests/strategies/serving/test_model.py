@@ -1,0 +1,141 @@
+"""What holds in every order in which letters can come, for two workers, two servers and a few steps."""
+
+import numpy as np
+import pytest
+
+from tests.strategies.serving.model import WORKER_RANKS, BrokenError, Model
+
+RULES = {
+    "plain": {},
+    "collect": {"collect": 2},
+    "bound 0": {"bound": 0},
+    "bound 1": {"bound": 1},
+    "bound 2": {"bound": 2},
+    "synchronous": {"bound": 0, "collect": 2},
+    "bound 1, collect": {"bound": 1, "collect": 2},
+    "scale": {"power": 1.0},
+    "scale, bound, collect": {"power": 1.0, "bound": 1, "collect": 2},
+}
+STEPS = [(1, 1), (1, 2), (2, 1), (1, 3), (3, 1), (2, 2), (2, 3), (3, 3)]
+_explored: dict[str, int] = {}
+
+
+def program(steps, *end):
+    return (*["push"] * steps, *(end or ("flush", "bye")))
+
+
+def explore(rule, programs, room=3, end=lambda workers, weights: None, **more):
+    """Visit all states; at the last ones each update that was sent is in the weights once, and others are not."""
+
+    def check(workers):
+        for server in range(2):
+            weights = np.frombuffer(next(w.finals[-1][server] for w in workers if w.finals)).reshape(2, room)
+            for w in WORKER_RANKS:
+                sent = [op != "nan" for op in programs[w] if op in ("push", "nan", "drop")]
+                if not any(isinstance(op, tuple) for op in programs[w]):
+                    np.testing.assert_array_equal(weights[w] > 0, [*sent, *[False] * (room - len(sent))])
+                else:
+                    np.testing.assert_array_equal(weights[w] > 0, np.arange(room) < workers[w].taken)
+            if rule.get("power", 0) == 0:
+                least = 1 / rule.get("collect", 1)
+                assert ((weights == 0) | (weights == 1) | (weights == least)).all(), "an update counted wrongly"
+            assert weights.max() <= 1, "an update was applied twice"
+            end(workers, weights)
+
+    model = Model(rule, tuple(programs), room, end=check, **more)
+    states = model.explore()
+    name = f"{rule} {programs}"
+    _explored[name] = states
+    return states
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _tell():
+    yield
+    print(f"\n{sum(_explored.values())} states of {len(_explored)} models explored")
+
+
+@pytest.mark.parametrize("steps", STEPS, ids=str)
+@pytest.mark.parametrize("rule", RULES)
+def test_every_order_ends_well(rule, steps):
+    assert explore(RULES[rule], [program(n) for n in steps]) > 20
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_worker_that_leaves_keeps_nobody_waiting(rule):
+    for early in (("bye",), ("drop",), ("push", "bye"), ("push", "drop")):
+        explore(RULES[rule], [early, program(2)])
+        explore(RULES[rule], [program(2), early])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_refused_updates_count_as_steps_and_change_nothing(rule):
+    explore(RULES[rule], [("nan", "push", "flush", "bye"), program(2)])
+    explore(RULES[rule], [program(2), ("push", "nan", "flush", "bye")])
+    explore(RULES[rule], [("nan", "flush", "bye"), ("nan", "nan", "flush", "bye")])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_several_epochs_follow_each_other(rule):
+    two = ("push", "flush", "push", "flush", "bye")
+    explore(RULES[rule], [two, two])
+    explore(RULES[rule], [two, ("push", "push", "flush", "flush", "bye")])
+
+
+@pytest.mark.parametrize("rule", ["plain", "collect", "bound 0", "synchronous", "scale"])
+def test_tickets_deal_out_exactly_the_steps_of_an_epoch(rule):
+    """Each worker's first step needs none, so there are as many fewer; a second round begins anew."""
+    shares = set()
+
+    def count(workers, _):
+        assert sum(w.taken for w in workers) == 4
+        shares.add(tuple(w.taken for w in workers))
+
+    epoch = ("push", ("ask", 1, 2), "flush", "bye")
+    explore(RULES[rule], [epoch, epoch], end=count)
+    # Within a bound of 0 nobody gets ahead.
+    assert shares == {(2, 2)} | ({(1, 3), (3, 1)} if RULES[rule].get("bound") != 0 else set())
+    rounds = ("push", ("ask", 1, 1), "flush", "push", ("ask", 2, 0), "flush", "bye")
+
+    def count_rounds(workers, _):
+        assert sum(w.taken for w in workers) == 5
+
+    explore(RULES[rule], [rounds, rounds], end=count_rounds)
+
+
+@pytest.mark.parametrize("steps", STEPS, ids=str)
+def test_without_lead_and_collecting_all_it_is_synchronous_training(steps):
+    """After step k each worker has the mean of all updates up to k, of those who take part in that step."""
+
+    def expected(step):
+        weights = np.zeros((2, 3))
+        for k in range(step):
+            taking_part = [w for w in WORKER_RANKS if steps[w] > k]
+            weights[taking_part, k] = 1 / len(taking_part)
+        return weights
+
+    def seen(worker, step, weights):
+        for part in weights:
+            np.testing.assert_array_equal(part.reshape(2, 3), expected(step))
+
+    def end(_, weights):
+        np.testing.assert_array_equal(weights, expected(max(steps)))
+
+    explore(RULES["synchronous"], [program(n) for n in steps], seen=seen, end=end)
+
+
+def test_collecting_adds_the_mean_of_two():
+    """As long as two take part, each application adds what two updates give together."""
+
+    def end(_, weights):
+        # 2 + 2 steps: in pairs, and those that are left over when one has flushed alone.
+        assert weights.sum() in (2, 3, 4)
+        assert (weights == 0.5).sum() == 2 * (4 - weights.sum())
+
+    explore(RULES["collect"], [program(2), program(2)], end=end)
+
+
+def test_a_worker_for_whom_nobody_flushes_is_found():
+    """The search itself: it tells a state without an end."""
+    with pytest.raises(BrokenError, match=r"worker 0 waits for servers .* for ever"):
+        explore({}, [program(1), ("push",)])
