@@ -184,7 +184,7 @@ class HostBinding(Binding):
 
         with tf.device("CPU:0"):
             given = [finite, *(tf.cast(t, dtype) for t in tensors)]
-            results = tf.numpy_function(host, given, [dtype] * len(tensors))
+            results = tf.numpy_function(host, given, [dtype] * len(variables))
         for result, variable in zip(results, variables, strict=True):
             result.set_shape(variable.shape)
         return results

@@ -35,40 +35,70 @@ class ServerBinding(HostBinding):
         self._begun: dict[tuple[int, ...], tf.Variable] = {}
 
     def gradients(self, gradients: Sequence[Any]) -> list[Any]:
-        """See `Binding.gradients`: this rank's own. Before the first step the servers get the weights."""
-        own, variables, key = super().gradients(gradients), self.variables, tuple(id(v) for v in self.variables)
-        if key not in self._begun:
-            with tf.init_scope(), tf.device("CPU:0"):
-                self._begun[key] = tf.Variable(False, trainable=False)
-        begun = self._begun[key]
-
-        def begin() -> Any:
-            done = self._call(list(variables), True, variables, _begin, _dtype(variables))
-            with tf.control_dependencies(done), tf.device("CPU:0"):
-                return begun.assign(True)
-
-        with tf.device("CPU:0"):
-            tf.cond(begun, lambda: tf.constant(True), begin)
-        return own
+        """See `Binding.gradients`: this rank's own."""
+        # While the step is traced, which all ranks do: there may be some that skip their first ones.
+        self._opened(list(self.variables))
+        return super().gradients(gradients)
 
     def apply(self, optimizer: Any, step: Callable[[], Any], variables: Sequence[Any]) -> None:
-        """See `Binding.apply`."""
-        step()
-        pulled = self._call(list(variables), self._finite, variables, dtype=_dtype(variables))
+        """See `Binding.apply`. In the first step the servers get the weights as they were before it."""
+        begun, dtype = self._flag(tuple(id(v) for v in variables)), _dtype(variables)
+        with tf.device("CPU:0"):
+            # One operation does both: those of two optimisers come in one order on all ranks, and a condition in the
+            # graph with an operation in it would not.
+            before = tf.cond(
+                begun,
+                lambda: [tf.zeros([0], dtype) for _ in variables],
+                lambda: [tf.cast(v, dtype) for v in variables],
+            )
+        with tf.control_dependencies(before):
+            step()
+        pulled = self._call([*before, *variables], self._finite, variables, _step, dtype)
         for variable, value in zip(variables, pulled, strict=True):
             variable.assign(tf.cast(value, variable.dtype))
+        with tf.control_dependencies(pulled), tf.device("CPU:0"):
+            begun.assign(True)
 
     def flush(self) -> None:
         """See `Binding.flush`."""
-        for exchange, variables in self._open.values():
+        for key in [key for key in self._open if key in self._used]:
+            exchange: Any = self._open[key][0]
+            variables = self._open[key][1]
+            if not exchange.is_open:
+                # This rank has skipped all its steps, or all ranks have: nobody knows that of the others.
+                exchange.begin([np.asarray(tf.convert_to_tensor(v)) for v in variables])
             final = exchange.flush()
-            if final is None:
-                continue
-            self._begun[tuple(id(v) for v in variables)].assign(False)
+            self._flag(key).assign(False)
             for variable, value in zip(variables, final, strict=True):
                 variable.assign(tf.cast(value, variable.dtype))
             apply_constraints(variables)
         self._agree_on_averages()
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """See `Binding.arrays`; without a residual there is nothing to remember, but that momenta are apart."""
+        return {} if self.exchange is None else {"apart": np.ones((), np.int8)} | super().arrays()
+
+    def reopen(self, variables: Sequence[Any]) -> None:
+        """See `Binding.reopen`."""
+        for begun in self._begun.values():
+            begun.assign(False)
+        self._used.clear()
+        super().reopen(variables)
+
+    def _flag(self, key: tuple[int, ...]) -> tf.Variable:
+        if key not in self._begun:
+            with tf.init_scope(), tf.device("CPU:0"):
+                self._begun[key] = tf.Variable(False, trainable=False)
+        return self._begun[key]
+
+    def _opened(self, variables: list[Any]) -> Any:
+        """See `HostBinding`: what was opened by an earlier fit, which an exception may have ended, begins anew."""
+        key = tuple(id(v) for v in variables)
+        earlier = key in self._open and key not in self._used
+        exchange: Any = super()._opened(variables)
+        if earlier:
+            exchange.renew()
+        return exchange
 
     def _agree_on_averages(self) -> None:
         """Each worker has followed its own way through the weights; what Keras sets in the end is one network."""
@@ -88,9 +118,12 @@ class ServerBinding(HostBinding):
         return [v for i, v in mine.items() if i not in alike]
 
 
-def _begin(exchange: Any, weights: list[np.ndarray], _: bool) -> list[np.ndarray]:
-    exchange.begin(weights)
-    return [w.copy() for w in weights]
+def _step(exchange: Any, arrays: list[np.ndarray], finite: bool) -> list[np.ndarray]:
+    """Push and pull; the first half of the arrays is empty unless the servers are to get the weights."""
+    before, after = arrays[: len(arrays) // 2], arrays[len(arrays) // 2 :]
+    if not exchange.is_open:
+        exchange.begin(before)
+    return exchange.step(after, finite)
 
 
 def _dtype(variables: Sequence[Any]) -> tf.DType:

@@ -29,18 +29,19 @@ class ParameterServer(HostStrategy):
     What is pushed is what a worker's own step has changed: after learning rate, momentum and weight decay. The weights
     are cut into as many equal parts as there are servers, large variables too.
 
-    An update that was computed from weights to which s - 1 others were applied meanwhile has staleness s; with N equal
-    workers that is N on average. Updates count in full, so with one learning rate N workers go N times as far in an
-    epoch as under `AllReduce`.
+    An update that was computed from weights to which s - 1 others were applied meanwhile has staleness s; with N
+    workers that is N on average.
 
     Args:
         servers: how many; they are ranks of their own, the last that were started, and end with the training. Or
             "colocated": every worker's process serves a part, "colocated:2": the first two do.
-        staleness: "none": all updates count alike; "scale": one of staleness s counts 1 / s^power; "bound": a worker
-            that is more than `bound` steps ahead of the slowest waits; "scale+bound".
+        staleness: "none": all updates count alike; "scale": one of staleness s counts 1 / s^power of that; "bound": a
+            worker that is more than `bound` steps ahead of the slowest waits; "scale+bound".
         power: lambda of "scale".
         bound: of "bound"; 4 by default. 0, with `collect` = number of workers, is synchronous training.
-        collect: soft synchronisation: updates that a server waits for, from any workers, before it applies their mean.
+        collect: soft synchronisation: updates that a server waits for, from any workers, before it applies them.
+        op: "mean": an update counts 1 / N, so that a learning rate means what it does under `AllReduce`; where it is
+            scaled by its staleness, 1 / collect, since staleness is N / collect on average. "sum": it counts in full.
         codec: of the updates: "none", "fp16", "bf16", or "threshold:0.01", with the share of elements to send; what is
             not sent stays in a residual. Weights come back as they are.
 
@@ -69,6 +70,7 @@ class ParameterServer(HostStrategy):
         power: float = 1.0,
         bound: int | None = None,
         collect: int = 1,
+        op: Literal["mean", "sum"] = "mean",
         codec: str = "none",
     ):
         self.servers = int(servers) if isinstance(servers, str) and servers.isdecimal() else servers
@@ -81,6 +83,7 @@ class ParameterServer(HostStrategy):
         self.dedicated = 0 if colocated else int(self.servers)
         self._colocated = int(colocated[1] or 0) if colocated else 0
         one_of("ParameterServer", "staleness", staleness, ("none", "scale", "bound", "scale+bound"))
+        one_of("ParameterServer", "op", op, ("mean", "sum"))
         if isinstance(power, bool) or not isinstance(power, int | float) or not 0 < power <= 10:
             raise ConfigError(f"ParameterServer: power: expected a number above 0, 10 at most, got {power!r}.")
         for option, value, least in (("bound", bound, 0), ("collect", collect, 1)):
@@ -91,6 +94,7 @@ class ParameterServer(HostStrategy):
                 f"ParameterServer: bound={bound} is for staleness='bound' or 'scale+bound', got {staleness!r}."
             )
         self.staleness, self.power, self.collect, self.codec = staleness, float(power), collect, codec
+        self.op = op
         self.bound = _BOUND if bound is None and "bound" in staleness else bound
         make_codec(codec)  # checks it
 
@@ -141,8 +145,12 @@ class ParameterServer(HostStrategy):
             elements: of its part.
             dtype: of the weights.
         """
-        power = self.power if "scale" in self.staleness else 0.0
-        return Plan(workers, elements, dtype, self.codec, self.collect, power, self.bound)
+        power, share = 0.0, 1 / workers
+        if "scale" in self.staleness:
+            power, share = self.power, 1 / self.collect
+        if self.op == "sum":
+            share = 1.0
+        return Plan(workers, elements, dtype, self.codec, self.collect, share, power, self.bound)
 
     def open(self, comm: Comm, specs: Sequence[TensorSpec], momentum: float = 0.0) -> "ServerExchange":
         """See `HostStrategy.open`; `ServerExchange.begin` comes next."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from hvdx.comm import Letter
+from hvdx.comm.waiting import time_limit
 from hvdx.errors import HvdxError, WireError
 from hvdx.strategies.serving.messages import Kind, Plan
 from hvdx.strategies.serving.shard import Addend, Release, Shard
@@ -19,8 +20,9 @@ from hvdx.strategies.serving.updates import decoder
 #: A letter that is to be sent: to which rank, its head and its body.
 Answer = tuple[int, list[int], np.ndarray | None]
 
-# Seconds that a worker waits before it hears for whom, and again.
+# Seconds that a worker waits before it hears for whom, and again; at most a part of the time that it waits at all.
 _NEWS_SECONDS = 5.0
+_NEWS_SHARE = 0.25
 
 
 @dataclass
@@ -66,6 +68,7 @@ class Desk:
     ):
         self.present = set(range(workers))
         self._rank, self._threads, self._clock = rank, threads, clock
+        self._news_after = min(_NEWS_SECONDS, _NEWS_SHARE * time_limit())
         self._sessions: dict[int, _Session] = {}
         self._turnstile = Turnstile()
 
@@ -97,7 +100,7 @@ class Desk:
         for number, session in self._sessions.items():
             for worker, since in session.asked.items():
                 awaited = session.shard.awaited_by(worker) if session.shard is not None else []
-                if awaited and now - since > _NEWS_SECONDS:
+                if awaited and now - since > self._news_after:
                     session.asked[worker] = now
                     letters.append((worker, [Kind.NEWS, number], np.frombuffer(json.dumps(awaited).encode(), np.uint8)))
         return letters
@@ -139,6 +142,9 @@ class Desk:
         session.asked[letter.sender] = now = self._clock()
         if kind == Kind.PUSH:
             version, fine, *_ = letter.head[2:]
+            newest = session.shard.version
+            if not 0 <= version <= newest:
+                raise ValueError(f"the update is of version {version}, and the weights are of version {newest}.")
             update = session.decode(letter.body, letter.sender) if fine and letter.body is not None else None
             if letter.body is not None and letter.sender != self._rank:
                 session.received += letter.body.size

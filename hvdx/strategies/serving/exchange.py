@@ -4,7 +4,8 @@ import pickle
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,6 +25,45 @@ if TYPE_CHECKING:
 _PATIENCE = 100
 # Bytes of a head on the wire.
 _HEAD_BYTES = 88
+# A server's share of the weights comes in parts of at least so many bytes, of which each is a session of its own: while
+# one is pushed, the answer about the one before is coming, so that a link is busy in both directions.
+_LEAST_PART, _MOST_PARTS = 1 << 19, 4
+# Numbers of sessions that an exchange has before it takes those of the next.
+_SERIES_BITS = 32
+
+
+@dataclass
+class _Part:
+    """A part of the flat weights, at one server.
+
+    Attributes:
+        session: its number there; -1 while it is closed.
+        version: of the weights that came last.
+        state: of the codec.
+    """
+
+    server: int
+    begin: int
+    end: int
+    session: int = -1
+    version: int = 0
+    state: Any = None
+
+    @property
+    def elements(self) -> int:
+        """How many there are."""
+        return self.end - self.begin
+
+    def of(self, flat: np.ndarray) -> np.ndarray:
+        """This part of a flat array."""
+        return flat[self.begin : self.end]
+
+
+def _divided(servers: Sequence[int], elements: int, itemsize: int) -> list[_Part]:
+    """Parts of one size, as many for each server; their order has neighbours at different servers."""
+    share = elements * itemsize // len(servers)
+    times = max(1, min(_MOST_PARTS, share // _LEAST_PART))
+    return [_Part(servers[i % len(servers)], *bounds) for i, bounds in enumerate(cut(elements, times * len(servers)))]
 
 
 class ServerExchange(Exchange):
@@ -47,20 +87,21 @@ class ServerExchange(Exchange):
         agree_on_tensors(specs, comm)
         self._n = sum(s.elements for s in specs)
         self._dtype = np.dtype(np.float64 if any(s.itemsize > 4 for s in specs) else np.float32)
-        ranks = strategy.server_ranks(comm)
-        self._parts = dict(zip(ranks, cut(self._n, len(ranks)), strict=False))
-        self._servers = list(self._parts)
-        self._plans = {server: strategy.plan(comm.size, end - begin, self._dtype.name) for server, (begin, end) in
-                       self._parts.items()}  # fmt: skip
         self._codec = make_codec(strategy.codec, kernel_threads(comm.local_size))
-        self._states = [self._codec.init([end - begin]) for begin, end in self._parts.values()] if self._codec else []
+        self._parts = _divided(strategy.server_ranks(comm), self._n, self._dtype.itemsize)
+        for part in self._parts:
+            part.state = self._codec.init([part.elements]) if self._codec else None
         # As the servers had them last, and what this worker has changed since.
         self._weights, self._update = np.zeros(self._n, self._dtype), np.zeros(self._n, self._dtype)
         self._weight_views, self._update_views = views(self._weights, specs), views(self._update, specs)
         # Codecs take float32.
         self._single = self._update if self._dtype == np.float32 else np.zeros(self._n, np.float32)
-        self._versions = dict.fromkeys(self._servers, 0)
-        self._office, self._session = office_of(comm), -1
+        self._office = office_of(comm)
+        if any(part.server == comm.rank for part in self._parts):
+            self._office.open_server()
+        self._office.know(part.server for part in self._parts)
+        self._next_session = 0
+        self.renew()
         self._left: float | None = None
         self._refusals = 0
         self.telemetry = ServerTelemetry(elements=self._n)
@@ -70,48 +111,63 @@ class ServerExchange(Exchange):
     @property
     def is_open(self) -> bool:
         """Whether the servers have weights for it."""
-        return self._session >= 0
+        return self._parts[0].session >= 0
+
+    def renew(self) -> None:
+        """Forget a session that an exception ended, on some workers perhaps before it had begun. Collective."""
+        if self.is_open:
+            self._close()
+        # One series of numbers for each exchange: workers may come to the sessions of several in different orders.
+        self._office.series = max(self._comm.all_gather_object(self._office.series, "opening an exchange")) + 1
+        self._next_session = self._office.series << _SERIES_BITS
 
     def begin(self, weights: Sequence[np.ndarray]) -> None:
-        """Give the servers the weights to begin with. Collective.
+        """Give the servers the weights to begin with, on worker 0; wait until it has, on the others.
 
         Args:
             weights: of the shapes of the specs; worker 0's count.
 
         Raises:
-            ExchangeError: see `Channel.exchange`.
+            ExchangeError: worker 0, or a server, did not come within the time limit.
         """
-        if self._comm.rank in self._servers:
-            self._office.open_server()
-        self._office.sessions = max(self._comm.all_gather_object(self._office.sessions, "opening a session")) + 1
-        self._session = self._office.sessions
-        self._office.exchanges[self._session] = self
+        first = self._next_session
+        self._next_session += len(self._parts)
+        for session, part in enumerate(self._parts, first):
+            part.session, part.version = session, 0
+            self._office.exchanges[session] = self
         for view, weight in zip(self._weight_views, weights, strict=True):
             view[...] = weight
-        if self._comm.rank == 0:
-            for server, (begin, end) in self._parts.items():
-                plan = np.frombuffer(pickle.dumps(self._plans[server]), np.uint8)
-                self._office.send(server, [Kind.OPEN, self._session], plan)
-                self._office.send(server, [Kind.LOAD, self._session], self._weights[begin:end].view(np.uint8))
-                self._count_bytes(server, sent=plan.size + (end - begin) * self._dtype.itemsize, received=0)
-            self._office.await_answers(self._servers, Kind.READY, self._session)
-        self._versions = dict.fromkeys(self._servers, 0)
         # Nobody may push before all servers are ready.
-        self._comm.all_gather_object(None, "opening a session")
+        if self._comm.rank == 0:
+            self._open_sessions()
+            self._office.pass_on_ready(first)
+        else:
+            self._office.await_ready(first)
+
+    def _open_sessions(self) -> None:
+        letters = []
+        for part in self._parts:
+            plan = self._strategy.plan(self._comm.size, part.elements, self._dtype.name)
+            body = np.frombuffer(pickle.dumps(plan), np.uint8)
+            self._office.send(part.server, [Kind.OPEN, part.session], body)
+            letters.append((part.server, [Kind.LOAD, part.session], part.of(self._weights).view(np.uint8)))
+            self._count_bytes(part, sent=body.size + part.elements * self._dtype.itemsize, received=0)
+        self._office.call(letters, Kind.READY)
 
     def _close(self) -> None:
         """The servers may forget the weights."""
-        if self._comm.rank == 0:
-            for server in self._servers:
-                self._office.send(server, [Kind.CLOSE, self._session])
-        self._office.exchanges.pop(self._session, None)
-        self._session = -1
+        for part in self._parts:
+            if self._comm.rank == 0:
+                self._office.send(part.server, [Kind.CLOSE, part.session])
+            self._office.exchanges.pop(part.session, None)
+            part.session = -1
 
-    def place(self, sender: int, kind: Kind, size: int) -> np.ndarray | None:
+    def place(self, session: int, kind: Kind, size: int) -> np.ndarray | None:
         """Where the body of a server's letter goes: the weights, straight to their place."""
-        begin, end = self._parts.get(sender, (0, 0))
-        if kind in (Kind.WEIGHTS, Kind.FINAL) and size == (end - begin) * self._dtype.itemsize:
-            return self._weights[begin:end].view(np.uint8)
+        for part in self._parts:
+            if part.session == session and kind in (Kind.WEIGHTS, Kind.FINAL):
+                target = part.of(self._weights).view(np.uint8)
+                return target if target.size == size else None
         return None
 
     # -- a step -------------------------------------------------------------------------------------------------------
@@ -138,17 +194,16 @@ class ServerExchange(Exchange):
             np.subtract(now, before, out=update)
         bodies = self._encoded() if finite and is_finite(self._update) else None
         encoded = time.perf_counter()
-        for i, server in enumerate(self._servers):
-            head = [Kind.PUSH, self._session, self._versions[server], int(bodies is not None)]
+        letters = []
+        for i, part in enumerate(self._parts):
             body = None if bodies is None else bodies[i]
-            self._office.send(server, head, body)
-            self._count_bytes(server, 0 if body is None else body.size)
-        answers = self._office.await_answers(self._servers, Kind.WEIGHTS, self._session)
+            letters.append((part.server, [Kind.PUSH, part.session, part.version, int(body is not None)], body))
+            self._count_bytes(part, 0 if body is None else body.size)
+        answers = self._office.call(letters, Kind.WEIGHTS)
         there = time.perf_counter()
         held, fine = 0.0, True
-        for server, letter in answers.items():
-            _, _, version, staleness, accepted, waited, *_ = letter.head
-            self._versions[server] = version
+        for part in self._parts:
+            _, _, part.version, staleness, accepted, waited, *_ = answers[part.session].head
             fine = fine and bool(accepted)
             held = max(held, waited / 1e6)
             if accepted:
@@ -165,30 +220,25 @@ class ServerExchange(Exchange):
 
     def _encoded(self) -> list[np.ndarray] | None:
         """What goes to each server; None where an update cannot be sent."""
-        parts = list(self._parts.values())
         if self._codec is None:
-            sizes = [(end - begin) * self._dtype.itemsize for begin, end in parts]
-            self.telemetry.messages += sum(sizes)
-            return [self._update[begin:end].view(np.uint8) for begin, end in parts]
+            self.telemetry.messages += self._update.nbytes
+            return [part.of(self._update).view(np.uint8) for part in self._parts]
         if self._single is not self._update:
             self._single[:] = self._update
         bodies: list[np.ndarray] = []
-        for i, (begin, end) in enumerate(parts):
+        for part in self._parts:
             try:
-                body, self._states[i] = self._codec.encode([self._single[begin:end]], self._states[i])
+                body, part.state = self._codec.encode([part.of(self._single)], part.state)
             except UpdateError as error:
                 # A part that was encoded before it stays in its message, which is not sent; so it goes back.
-                for k, message in enumerate(bodies):
-                    self._keep(k, message)
+                for encoded, message in zip(self._parts, bodies, strict=False):
+                    if hasattr(encoded.state, "residual"):
+                        self._codec.decode([message], [encoded.state.residual])
                 print(f"hvdx: rank {self._comm.rank}: {error}", file=sys.stderr, flush=True)
                 return None
             bodies.append(body)
         self.telemetry.messages += sum(body.size for body in bodies)
         return bodies
-
-    def _keep(self, part: int, message: np.ndarray) -> None:
-        if hasattr(self._states[part], "residual"):
-            self._codec.decode([message], [self._states[part].residual])
 
     def _note(self, fine: bool) -> None:
         """Say what was refused, in powers of two, so that a long series does not fill the terminal."""
@@ -200,8 +250,7 @@ class ServerExchange(Exchange):
         if self._refusals >= _PATIENCE:
             raise HvdxError(
                 f"{_PATIENCE} updates in a row of rank {self._comm.rank} held NaN or infinity. The training has "
-                "diverged: lower the learning rate, clip gradients, or look at the data of that rank. Workers of a "
-                "parameter server go further together than one alone; so divide the learning rate by their number."
+                "diverged: lower the learning rate, clip gradients, or look at the data of that rank."
             )
         if self._refusals & (self._refusals - 1) == 0:
             again = f", {self._refusals} in a row" if self._refusals > 1 else ""
@@ -212,13 +261,12 @@ class ServerExchange(Exchange):
                 flush=True,
             )
 
-    def _count_bytes(self, server: int, sent: int, received: int | None = None) -> None:
+    def _count_bytes(self, part: "_Part", sent: int, received: int | None = None) -> None:
         """A letter to a server, and the answer: the server's weights, unless it is said how long it is."""
-        if server != self._comm.rank:
-            begin, end = self._parts[server]
+        if part.server != self._comm.rank:
             self.telemetry.sent += sent + _HEAD_BYTES
             self.telemetry.received += _HEAD_BYTES
-            self.telemetry.received += (end - begin) * self._dtype.itemsize if received is None else received
+            self.telemetry.received += part.elements * self._dtype.itemsize if received is None else received
 
     def resume(self) -> None:
         """See `Exchange.resume`."""
@@ -231,23 +279,24 @@ class ServerExchange(Exchange):
         """
         if not self.is_open:
             return None
-        for server in self._servers:
-            self._office.send(server, [Kind.FLUSH, self._session])
-            self._count_bytes(server, 0)
+        letters: list[Any] = [(part.server, [Kind.FLUSH, part.session], None) for part in self._parts]
+        for part in self._parts:
+            self._count_bytes(part, 0)
         begin = time.perf_counter()
-        answers = self._office.await_answers(self._servers, Kind.FINAL, self._session)
+        answers = self._office.call(letters, Kind.FINAL)
         self.telemetry.ending += time.perf_counter() - begin
         self._left = None
-        servers = []
-        for server, letter in sorted(answers.items()):
-            _, _, version, updates, applied, refused, working, since, *_ = letter.head
-            self._versions[server] = version
-            servers.append((server, version, updates, applied, refused, working / 1e6, since / 1e6))
-        self.telemetry.servers = tuple(servers)
-        # What this rank's own server gave to the others, and took from them.
-        sent, received = self._office.traffic(self._session)
-        self.telemetry.sent += sent
-        self.telemetry.received += received
+        servers = tuple(
+            (part.server, *answers[part.session].head[2:6], *(t / 1e6 for t in answers[part.session].head[6:8]))
+            for part in self._parts
+        )
+        if any(updates or refused for _, _, updates, _, refused, *_ in servers):
+            self.telemetry.servers = servers
+        for part in self._parts:
+            # What this rank's own server gave to the others, and took from them.
+            sent, received = self._office.traffic(part.session)
+            self.telemetry.sent += sent
+            self.telemetry.received += received
         self._close()
         return [w.copy() for w in self._weight_views]
 
@@ -256,24 +305,28 @@ class ServerExchange(Exchange):
     @property
     def unsent(self) -> list[np.ndarray]:
         """See `Exchange.unsent`."""
-        residuals = [state.residual for state in self._states if hasattr(state, "residual")]
+        residuals = [part.state.residual for part in self._parts if hasattr(part.state, "residual")]
         return views(np.concatenate(residuals) if residuals else np.zeros(self._n, np.float32), self._specs)
 
     def owe(self, tensors: Sequence[np.ndarray]) -> None:
         """See `Exchange.owe`; a codec that keeps nothing owes nothing."""
         flat = np.concatenate([np.ravel(t) for t in tensors])
-        for state, (begin, end) in zip(self._states, self._parts.values(), strict=False):
-            if hasattr(state, "residual"):
-                state.residual += flat[begin:end]
+        for part in self._parts:
+            if hasattr(part.state, "residual"):
+                part.state.residual += part.of(flat)
 
     def arrays(self) -> dict[str, np.ndarray]:
         """See `Exchange.arrays`: what the codec has not sent of each part; the weights are the model's."""
-        return {f"{i}.{name}": value for i, state in enumerate(self._states) for name, value in state.arrays().items()}
+        states = [part.state for part in self._parts if part.state is not None]
+        return {f"{i}.{name}": value for i, state in enumerate(states) for name, value in state.arrays().items()}
 
     def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
         """See `Exchange.restore`."""
-        for i, (begin, end) in enumerate(self._parts.values() if self._states else ()):
+        parts = sum(name.endswith(".residual") for name in arrays)
+        if parts not in (0, len(self._parts)):
+            arrays = {"residual": np.concatenate([arrays[f"{i}.residual"] for i in range(parts)])}
+        for i, part in enumerate(self._parts if self._codec and parts + ("residual" in arrays) else ()):
             mine = {k.removeprefix(f"{i}."): v for k, v in arrays.items() if k.startswith(f"{i}.")}
             if "residual" in arrays:  # of other parts than these
-                mine = self._codec.init([end - begin]).arrays() | {"residual": arrays["residual"][begin:end]}
-            self._states[i] = self._codec.restore(mine, [end - begin])
+                mine = self._codec.init([part.elements]).arrays() | {"residual": part.of(arrays["residual"])}
+            part.state = self._codec.restore(mine, [part.elements])

@@ -59,7 +59,8 @@ class Plan:
         dtype: of the weights: "float32" or "float64".
         codec: of the updates, as in `ParameterServer`.
         collect: updates that are applied together.
-        power: an update of staleness s counts 1 / s^power; 0 counts all alike.
+        share: what an update counts.
+        power: an update of staleness s counts share / s^power; 0 counts all alike.
         bound: steps that a worker may be ahead of the slowest; None sets no bound.
     """
 
@@ -68,6 +69,7 @@ class Plan:
     dtype: str = "float32"
     codec: str = "none"
     collect: int = 1
+    share: float = 1.0
     power: float = 0.0
     bound: int | None = None
 

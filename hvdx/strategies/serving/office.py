@@ -6,7 +6,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +21,9 @@ from hvdx.strategies.serving.messages import SERVER_BOX, WORKER_BOX, Kind
 
 if TYPE_CHECKING:
     from hvdx.strategies.serving.exchange import ServerExchange
+
+#: A letter to a server: its rank, head and body.
+Call = tuple[int, list[int], np.ndarray | None]
 
 # Between two looks for letters while a part of one is on its way, and while nothing is.
 _BUSY_SLEEP, _IDLE_SLEEP = 1e-4, 1e-3
@@ -63,7 +67,7 @@ class Office:
 
     Attributes:
         exchanges: by the number of their session: what they are sent goes where they want it.
-        sessions: how many there were.
+        series: of numbers for sessions, one for each exchange; so many were given out.
         round: epochs whose steps were dealt out, alike on all workers.
     """
 
@@ -71,8 +75,10 @@ class Office:
         self._comm = comm
         self.exchanges: weakref.WeakValueDictionary[int, ServerExchange] = weakref.WeakValueDictionary()
         self._box = comm.postbox(WORKER_BOX, self._place)
-        self.round = self.sessions = 0
+        self.round = self.series = 0
         self._known: set[int] = set()
+        # Sessions that worker 0 has begun, and this one has not.
+        self._ready: set[int] = set()
         self._desk: Desk | None = None
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
@@ -87,35 +93,70 @@ class Office:
             self._thread = threading.Thread(target=_serve_or_die, args=arguments, name="hvdx server", daemon=True)
             self._thread.start()
 
+    def know(self, servers: Iterable[int]) -> None:
+        """Take leave of these servers in the end, whether they were sent a letter or not."""
+        self._known |= set(servers)
+
     def send(self, to: int, head: Sequence[int], body: np.ndarray | None = None) -> None:
         """Send a letter to a server; its body must not change until the server has answered."""
         self._known.add(to)
         self._box.send(to, SERVER_BOX, head, body)
 
-    def await_answers(self, servers: Sequence[int], kind: Kind, session: int) -> dict[int, Letter]:
-        """Wait until all servers have answered.
+    def call(self, letters: Sequence[Call], kind: Kind) -> dict[int, Letter]:
+        """Send letters, each of another session, and wait until all are answered.
+
+        They leave one after the other, so that the first is answered while the others are on their way.
 
         Args:
-            servers: their ranks.
+            letters: to which server, head and body; the body must not change until it is answered.
             kind: of the answers.
-            session: that they are about.
 
         Returns:
-            Their letters.
+            The answers by their session.
 
         Raises:
             ExchangeError: they did not come within the time limit; it names for whom they wait, where that is known.
             WireError, HvdxError: a server did not accept what it was sent.
         """
+        return self._await(deque(letters), {head[1]: to for to, head, _ in letters}, kind)
+
+    def pass_on_ready(self, session: int) -> None:
+        """Tell the other workers, on worker 0, that a session has begun."""
+        for worker in range(1, self._comm.size):
+            self._box.send(worker, WORKER_BOX, [Kind.READY, session])
+
+    def await_ready(self, session: int) -> None:
+        """Wait until worker 0 says that a session has begun; it may have said so long ago.
+
+        Raises:
+            ExchangeError: it did not within the time limit.
+        """
+        if session not in self._ready:
+            self._await(deque(), {session: 0}, Kind.READY)
+        self._ready.discard(session)
+
+    def _await(self, to_send: deque[Call], servers: dict[int, int], kind: Kind) -> dict[int, Letter]:
+        """See `call`.
+
+        Args:
+            to_send: letters.
+            servers: who answers, by session.
+            kind: of the answers.
+        """
         answers: dict[int, Letter] = {}
         awaited: dict[int, list[int]] = {}
         begin, limit, patience, warned = time.monotonic(), time_limit(), Patience(), False
         while len(answers) < len(servers):
+            while to_send and self._box.left():
+                self.send(*to_send.popleft())
             letter = self._box.fetch()
             if letter is None:
                 waited = time.monotonic() - begin
                 if waited > limit:
-                    raise ExchangeError(self._overdue(waited, [s for s in servers if s not in answers], awaited))
+                    silent = {server for session, server in servers.items() if session not in answers}
+                    # Sessions begin with worker 0, wherever the servers are.
+                    whom = "worker 0: it has not taken a step yet" if not to_send and kind == Kind.READY and self._comm.rank else ""
+                    raise ExchangeError(self._overdue(waited, sorted(silent), awaited))
                 if waited > _WARN_SECONDS and awaited and not warned:
                     warned = True
                     print(f"hvdx: {self._overdue(waited, [], awaited)}", file=sys.stderr, flush=True)
@@ -127,13 +168,15 @@ class Office:
                 text, damaged = letter.body.tobytes().decode(errors="replace"), letter.head[2]
                 where = f"the server at rank {letter.sender} did not accept what rank {self._comm.rank} sent"
                 raise (WireError if damaged else HvdxError)(f"{where}: {text}")
-            if letter.head[1] != session:
+            if letter.head[1] not in servers:
+                if letter.head[0] == Kind.READY:
+                    self._ready.add(letter.head[1])
                 continue  # of a session that an exception ended
             if letter.head[0] == Kind.NEWS:
                 assert letter.body is not None
                 awaited[letter.sender] = json.loads(letter.body.tobytes())
             elif letter.head[0] == kind:
-                answers[letter.sender] = letter
+                answers[letter.head[1]] = letter
         return answers
 
     def traffic(self, session: int) -> tuple[int, int]:
@@ -169,7 +212,7 @@ class Office:
 
     def _place(self, sender: int, head: tuple[int, ...], size: int) -> np.ndarray | None:
         exchange = self.exchanges.get(head[1])
-        return exchange.place(sender, Kind(head[0]), size) if exchange is not None else None
+        return exchange.place(head[1], Kind(head[0]), size) if exchange is not None else None
 
     def _overdue(self, waited: float, silent: Sequence[int], awaited: dict[int, list[int]]) -> str:
         text = f"rank {self._comm.rank} has been waiting for {waited:.0f} s"

@@ -44,7 +44,7 @@ class Shard:
         refused: updates that were not accepted.
 
     Example:
-        >>> shard = Shard(Plan(workers=2, elements=1, collect=2), np.zeros(1, np.float32))
+        >>> shard = Shard(Plan(workers=2, elements=1, collect=2, share=0.5), np.zeros(1, np.float32))
         >>> one = lambda out, factor: np.add(out, factor, out=out)
         >>> shard.push(0, version=0, update=one)
         [Release(worker=0, staleness=1, fine=True, final=False)]
@@ -80,7 +80,7 @@ class Shard:
         staleness = self.version + 1 - version
         self._clocks[worker] += 1
         self._held[worker] = Release(worker, staleness, update is not None)
-        self._collected.append((worker, staleness**-self.plan.power, update))
+        self._collected.append((worker, self.plan.share * staleness**-self.plan.power, update))
         self.updates += update is not None
         self.refused += update is None
         return self._proceed()
@@ -122,18 +122,18 @@ class Shard:
         return released
 
     def _apply(self) -> None:
-        """Add the mean of what was collected, worker by worker: the order in which it came makes no difference."""
-        accepted = [(w, scale, add) for w, scale, add in self._collected if add is not None]
+        """Add what was collected, worker by worker: the order in which it came makes no difference."""
+        accepted = [(worker, share, add) for worker, share, add in self._collected if add is not None]
         self._collected.clear()
         if not accepted:
             return
         if len(accepted) == 1:
-            ((_, scale, add),) = accepted
-            add(self.weights, scale)
+            ((_, share, add),) = accepted
+            add(self.weights, share)
         else:
             total = np.zeros_like(self.weights)
-            for _, scale, add in sorted(accepted, key=lambda item: item[0]):
-                add(total, scale / len(accepted))
+            for _, share, add in sorted(accepted, key=lambda item: item[0]):
+                add(total, share)
             np.add(self.weights, total, out=self.weights)
         self.applied += len(accepted)
         self.version += 1

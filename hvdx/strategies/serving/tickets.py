@@ -40,8 +40,7 @@ class Tickets:
             ExchangeError: there was none within the time limit.
         """
         session = -1
-        self._office.send(self._server, [Kind.TICKET, session, self._office.round, self.steps - self._workers])
-        answer = self._office.await_answers([self._server], Kind.ANSWER, session)[self._server]
-        granted, given = answer.head[2:4]
+        head = [Kind.TICKET, session, self._office.round, self.steps - self._workers]
+        granted, given = self._office.call([(self._server, head, None)], Kind.ANSWER)[session].head[2:4]
         self.taken = self._workers + given
         return bool(granted)

@@ -1,0 +1,255 @@
+"""With one worker ten times slower than the others: how soon does each way of combining work learn?
+
+    python jobs/compare_staleness.py                                        four workers on this machine, ten minutes
+    python jobs/compare_staleness.py --json staleness.json                  and keep the figures
+    python jobs/compare_staleness.py --ways all_reduce,plain --hidden 256   shorter
+
+Workers train a dense network on Fashion-MNIST, 64 pictures a step on each, SGD with momentum. The last one sleeps for
+nine times as long as a step of the others takes (measured beforehand, with all of them computing). Every so often
+worker 0 puts its weights aside; what they can do is found out when the training is over, so that nobody waits for it.
+Seconds begin with the third step, when everything is compiled.
+
+The first table is with the slow worker, the second without: there the mean staleness should be the number of workers.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+_SERVER = "parameter_server:servers=colocated"
+#: What is compared: a name, the strategy, the factor on the learning rate ("N": number of workers).
+WAYS: dict[str, tuple[str, str, str]] = {
+    "all_reduce": ("all-reduce", "all_reduce", "1"),
+    "all_reduce_n": ("all-reduce, learning rate times N", "all_reduce", "N"),
+    "full": ("asynchronous, updates in full", f"{_SERVER},op=sum", "1"),
+    "plain": ("asynchronous", _SERVER, "1"),
+    "scaled": ("asynchronous, scaled by 1/s", f"{_SERVER},staleness=scale", "1"),
+    "soft": ("soft sync, 2 collected", f"{_SERVER},collect=2", "1"),
+    "soft_scaled": ("soft sync, 2 collected, scaled", f"{_SERVER},collect=2,staleness=scale", "1"),
+    "bound": ("bounded, 4 steps ahead", f"{_SERVER},staleness=bound,bound=4", "1"),
+    "bound_far": ("bounded, 64 steps ahead", f"{_SERVER},staleness=bound,bound=64", "1"),
+}
+_BATCH = 64
+# Steps that are not counted: tracing, compiling.
+_COMPILING = 2
+# Seconds between two looks at the weights.
+_LOOK = 0.25
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the comparison, or with --worker one rank of one run; see `--help`."""
+    options = arguments(argv)
+    return worker(options) if options.worker else compare(options)
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=4, metavar="N", help="default: 4")
+    parser.add_argument("--ways", default=",".join(WAYS), help=f"default: {','.join(WAYS)}")
+    parser.add_argument("--slower", type=float, default=10.0, help="times that the last one is slower (default: 10)")
+    parser.add_argument("--steps", type=int, default=600, help="steps of each training and worker (default: 600)")
+    parser.add_argument("--target", type=float, default=85.0, help="test accuracy, in %% (default: 85)")
+    parser.add_argument("--hidden", type=int, default=512, help="units in each of two hidden layers (default: 512)")
+    parser.add_argument("--learning-rate", type=float, default=0.05, metavar="X", help="default: 0.05")
+    parser.add_argument("--seeds", default="0", help="of weights and data, such as 0,1,2 (default: 0)")
+    parser.add_argument("--data", default="fashion-mnist", help="fashion-mnist (default) or digits")
+    parser.add_argument("--json", metavar="FILE", help="write all figures")
+    for hidden in ("--worker", "--out", "--factor", "--delay", "--seed"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+# -- the comparison ---------------------------------------------------------------------------------------------------
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Run every way with the slow worker and without, and print two tables."""
+    seeds = [int(seed) for seed in options.seeds.split(",")]
+    step = statistics.median(run("alone", "1", 0.0, 0, options)[0]["steps"][_COMPILING:])
+    delay = (options.slower - 1) * step
+    print(f"a step takes {1e3 * step:.1f} ms; the slow worker sleeps for {1e3 * delay:.0f} ms more", flush=True)
+    rows: list[dict[str, Any]] = []
+    for slow in (True, False):
+        for key in options.ways.split(","):
+            name, spelling, factor = WAYS[key]
+            factor = str(options.workers) if factor == "N" else factor
+            for seed in seeds:
+                ranks = run(spelling, factor, delay if slow else 0.0, seed, options)
+                rows.append({"way": key, "name": name, "slow": slow, "seed": seed} | figures(ranks, options))
+                print(line(rows[-1], options), file=sys.stderr, flush=True)
+    for slow in (True, False):
+        show([row for row in rows if row["slow"] == slow], options)
+    if options.json:
+        command = f"python jobs/compare_staleness.py {' '.join(sys.argv[1:])}".strip()
+        kept = {"command": command, "cores": os.cpu_count(), "step": step, "delay": delay, "target": options.target}
+        Path(options.json).write_text(json.dumps(kept | {"rows": rows}, indent=1) + "\n")
+    return 0
+
+
+def run(spelling: str, factor: str, delay: float, seed: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Train once; what every worker wrote."""
+    from hvdx.cli.mpi_tools import mpirun_command
+
+    steps = 30 if spelling == "alone" else options.steps
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            *(*mpirun_command(options.workers), sys.executable, __file__, "--worker", spelling, "--out", folder),
+            *("--factor", factor, "--delay", str(delay), "--seed", str(seed), "--steps", str(steps)),
+            *("--hidden", str(options.hidden), "--learning-rate", str(options.learning_rate)),
+            *("--target", str(options.target), "--data", options.data),
+        ]
+        one = dict.fromkeys(("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"), "1")
+        done = subprocess.run(
+            command, env=os.environ | one, capture_output=True, text=True, errors="replace", check=False
+        )
+        files = [Path(folder) / f"{rank}.json" for rank in range(options.workers)]
+        if done.returncode or not all(file.exists() for file in files):
+            sys.exit(f"compare_staleness: {spelling} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+        return [json.loads(file.read_text()) for file in files]
+
+
+def figures(ranks: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
+    """One run's figures, of what its workers wrote."""
+    curve = ranks[0]["curve"]
+    seen: dict[int, int] = {}
+    for rank in ranks:
+        for staleness, times in rank["staleness"].items():
+            seen[int(staleness)] = seen.get(int(staleness), 0) + times
+    count = sum(seen.values())
+    return {
+        "seconds": next((seconds for seconds, accuracy in curve if accuracy >= options.target), None),
+        "last": curve[-1][1],
+        "curve": curve,
+        "updates_per_second": sum(len(rank["steps"]) for rank in ranks) / max(rank["end"] for rank in ranks),
+        "steps": [len(rank["steps"]) for rank in ranks],
+        "mean_staleness": sum(s * n for s, n in seen.items()) / count if count else None,
+        "staleness": dict(sorted(seen.items())),
+    }
+
+
+def line(row: dict[str, Any], options: argparse.Namespace) -> str:
+    """One run, while others are still going."""
+    reached = f"{row['seconds']:.1f} s" if row["seconds"] else "not reached"
+    where = "one slow worker" if row["slow"] else "equal workers"
+    return f"{where}: {row['name']}: {options.target:g} %: {reached}; steps of the workers: {row['steps']}"
+
+
+def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    """Print a table: medians over the seeds."""
+    from hvdx.report.table import render
+
+    def middle(key: str, way: str) -> float | None:
+        values = [row[key] for row in rows if row["way"] == way]
+        return None if None in values else statistics.median(values)
+
+    base, cells = middle("seconds", rows[0]["way"]), []
+    for way in dict.fromkeys(row["way"] for row in rows):
+        seconds, staleness = middle("seconds", way), middle("mean_staleness", way)
+        last = next(row for row in rows if row["way"] == way)["steps"]
+        cells.append(
+            [
+                WAYS[way][0],
+                f"{seconds:.1f}" if seconds else "-",
+                f"{base / seconds:.1f}" if seconds and base else "-",
+                f"{middle('updates_per_second', way):.0f}",
+                f"{staleness:.2f}" if staleness else "-",
+                f"{100 * last[-1] / sum(last):.0f} %",
+                f"{middle('last', way):.2f}",
+            ]
+        )
+    what = f"one of them {options.slower:g} times slower" if rows[0]["slow"] else "all equal"
+    print(f"\n{options.workers} workers, {what}")
+    header = [
+        "way",
+        f"s to {options.target:g} %",
+        "times sooner",
+        "steps/s",
+        "mean staleness",
+        "the last one's steps",
+        "% at the end",
+    ]
+    print(render(cells, header=header))
+
+
+# -- one rank ---------------------------------------------------------------------------------------------------------
+
+
+def worker(options: argparse.Namespace) -> int:
+    """Train, and write what this worker saw."""
+    import hvdx
+
+    hvdx.init(strategy=None if options.worker == "alone" else options.worker)
+    import keras
+
+    from hvdx.jobs.data import load
+    from hvdx.jobs.fashion_mnist import build
+
+    data = load(options.data)
+    seed = int(options.seed)
+    keras.utils.set_random_seed(seed)
+    model = build(data, "mlp", options.hidden, "sgd", options.learning_rate * float(options.factor))
+    train = hvdx.shard((data.train_x, data.train_y), _BATCH, seed=seed).repeat()
+    slow = hvdx.rank() == hvdx.size() - 1
+    watch = make_watch(float(options.delay) if slow else 0.0, hvdx.rank() == 0)
+    distribute = None if options.worker == "alone" else hvdx.keras.Distribute()
+    model.fit(
+        train,
+        steps_per_epoch=options.steps,
+        shuffle=False,
+        verbose=0,
+        callbacks=[watch] if distribute is None else [distribute, watch],
+    )
+    end = time.perf_counter() - watch.start
+    curve: list[tuple[float, float]] = []
+    for i, (seconds, weights) in enumerate(watch.kept):
+        # Once there, only the end is still of interest.
+        if i < len(watch.kept) - 1 and any(accuracy >= options.target for _, accuracy in curve):
+            continue
+        model.set_weights(weights)
+        curve.append((seconds, 100 * model.evaluate(data.test_x, data.test_y, 1000, verbose=0)[1]))
+    cost = None if distribute is None else distribute.cost()
+    figures = {"steps": watch.steps, "curve": curve, "end": end, "staleness": getattr(cost, "staleness", {})}
+    (Path(options.out) / f"{hvdx.rank()}.json").write_text(json.dumps(figures))
+    return 0
+
+
+def make_watch(delay: float, keeps: bool) -> Any:
+    """A callback that sleeps before each step, times the steps, and puts weights aside."""
+    import keras
+
+    class Watch(keras.callbacks.Callback):
+        def __init__(self) -> None:
+            super().__init__()
+            self.steps: list[float] = []
+            self.kept: list[tuple[float, Any]] = []
+            self.start = self._looked = self._begin = time.perf_counter()
+
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            self._begin = time.perf_counter()
+            if batch == _COMPILING:
+                self.start = self._looked = self._begin
+            if delay:
+                time.sleep(delay)
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            now = time.perf_counter()
+            self.steps.append(now - self._begin)
+            if keeps and now - self._looked > _LOOK and batch >= _COMPILING:
+                self._looked = now
+                self.kept.append((now - self.start, self.model.get_weights()))
+
+    return Watch()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

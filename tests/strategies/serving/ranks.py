@@ -1,0 +1,80 @@
+"""Workers and servers as virtual ranks, each in a thread of its own, with an end in any case."""
+
+import faulthandler
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from hvdx.comm.local import virtual_world
+from hvdx.strategies import TensorSpec
+from hvdx.strategies.serving import office
+from hvdx.strategies.serving.desk import Desk
+from hvdx.strategies.serving.messages import SERVER_BOX
+
+SHAPES = ((3, 4), (), (0, 2), (7,))
+SPECS = [TensorSpec(f"variable {i}", shape, 4) for i, shape in enumerate(SHAPES)]
+DOUBLE = [TensorSpec(s.name, s.shape, 8) for s in SPECS]
+
+
+def zeros(specs=SPECS):
+    return [np.zeros(s.shape, np.float64 if s.itemsize > 4 else np.float32) for s in specs]
+
+
+def flat(arrays):
+    return np.concatenate([np.ravel(a) for a in arrays])
+
+
+def run(workers, function, servers=0, limit=40.0):
+    """Call function(comm) on each worker; what it returned, or the error that it raised, in rank order."""
+    results, world = [None] * workers, virtual_world(workers, servers)
+    stop = threading.Event()
+
+    def work(comm):
+        if comm.serves:
+            office.serve(comm.postbox(SERVER_BOX), Desk(workers, threads=1), stop)
+            return
+        try:
+            results[comm.rank] = function(comm)
+        except Exception as error:
+            results[comm.rank] = error
+        finally:
+            if comm in office._offices:
+                office._offices[comm].close()
+                del office._offices[comm]
+
+    threads = [threading.Thread(target=work, args=(comm,), daemon=True) for comm in world]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + limit
+    for thread in threads[:workers]:
+        thread.join(max(0.0, end - time.monotonic()))
+    late = [rank for rank, thread in enumerate(threads[:workers]) if thread.is_alive()]
+    if late:
+        faulthandler.dump_traceback(sys.__stderr__)
+    # Workers that never got as far as to know servers do not say good-bye.
+    unheard = all(isinstance(result, Exception) for result in results)
+    if late or unheard:
+        stop.set()
+    for thread in threads[workers:]:
+        thread.join(5.0)
+    stop.set()
+    assert not late, f"workers {late} have no end"
+    assert unheard or not any(thread.is_alive() for thread in threads), "servers have no end"
+    return results
+
+
+def all_fine(results):
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results
+
+
+def expect_everywhere(results, error, match):
+    """All workers raised it."""
+    for result in results:
+        with pytest.raises(error, match=match):
+            all_fine([result])

@@ -1,0 +1,273 @@
+"""What a server answers to each letter."""
+
+import json
+
+import numpy as np
+import pytest
+
+from hvdx.strategies.serving.desk import Desk
+from hvdx.strategies.serving.messages import Kind, Plan
+from tests.strategies.serving.letters import letter, opening
+
+
+class Talk:
+    """A desk, a clock, and letters to it; answers as (worker, kind, the rest of the head, body)."""
+
+    def __init__(self, workers=2, rank=-1):
+        self.now = 100.0
+        self.desk = Desk(workers, rank, threads=1, clock=lambda: self.now)
+
+    def __call__(self, sender, kind, *words, body=None, session=0):
+        answers = self.desk.handle(letter(sender, [kind, session, *words], body))
+        return [(to, Kind(head[0]), tuple(head[2:]), data) for to, head, data in answers]
+
+    def open(self, plan, weights=None, session=0):
+        weights = np.zeros(plan.elements, plan.dtype) if weights is None else weights
+        for head, body in opening(session, plan, weights):
+            answers = self(0, head[0], body=body, session=session)
+        return answers
+
+    def push(self, sender, values, version=0, session=0, dtype=np.float32):
+        return self(sender, Kind.PUSH, version, 1, body=np.array(values, dtype), session=session)
+
+    def weights(self, session=0):
+        """The weights, as one learns them who pushes nothing."""
+        ((_, kind, _, body),) = self(0, Kind.PUSH, 0, 0, session=session)
+        assert kind == Kind.WEIGHTS
+        return body.view(np.float32).tolist()
+
+
+def says(answers, *parts, damaged=0):
+    ((_, kind, words, body),) = answers
+    assert kind == Kind.ERROR
+    assert words[0] == damaged
+    for part in parts:
+        assert part in body.tobytes().decode()
+    return True
+
+
+def test_a_session_opens_with_the_weights_and_answers_a_push_with_weights():
+    talk = Talk()
+    ((to, kind, _, body),) = talk.open(Plan(2, 3), np.array([1, 2, 3], np.float32))
+    assert (to, kind, body) == (0, Kind.READY, None)
+    talk.now += 1
+    ((to, kind, words, body),) = talk.push(1, [10, 20, 30])
+    assert (to, kind, words) == (1, Kind.WEIGHTS, (1, 1, 1, 0))
+    assert body.dtype == np.uint8
+    assert body.view(np.float32).tolist() == [11, 22, 33]
+
+
+def test_opening_answers_only_when_the_weights_are_there():
+    talk = Talk()
+    (head, body), _ = opening(0, Plan(2, 3), np.zeros(3, np.float32))
+    assert talk(0, head[0], body=body) == []
+    assert says(talk.push(1, [1, 2, 3]), "session 0 is not open", "different fits")
+
+
+def test_answers_keep_the_weights_of_their_time():
+    talk = Talk()
+    talk.open(Plan(2, 1))
+    ((*_, first),) = talk.push(0, [1])
+    talk.push(1, [1])
+    assert first.view(np.float32).tolist() == [1]
+
+
+def test_a_worker_that_was_held_back_hears_for_how_long():
+    talk = Talk()
+    talk.open(Plan(2, 1, bound=0))
+    assert talk.push(0, [1]) == []
+    talk.now += 0.25
+    answers = talk.push(1, [2])
+    assert [(to, words[-1]) for to, _, words, _ in answers] == [(0, 250_000), (1, 0)]
+    assert all(body.view(np.float32).tolist() == [3] for *_, body in answers)
+
+
+def test_the_end_counts_updates_and_time():
+    talk = Talk()
+    talk.open(Plan(2, 1))
+    talk.push(0, [1])
+    talk(1, Kind.PUSH, 0, 0)
+    talk.now += 2
+    assert talk(0, Kind.FLUSH) == []
+    answers = talk(1, Kind.FLUSH)
+    assert [(to, kind) for to, kind, *_ in answers] == [(0, Kind.FINAL), (1, Kind.FINAL)]
+    for *_, words, body in answers:
+        assert words == (1, 1, 1, 1, 0, 2_000_000)
+        assert body.view(np.float32).tolist() == [1]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_an_update_with_nan_is_refused_counted_and_not_applied(value):
+    talk = Talk()
+    talk.open(Plan(2, 2), np.array([1, 2], np.float32))
+    ((_, kind, words, body),) = talk.push(0, [value, 5])
+    assert (kind, words[:3]) == (Kind.WEIGHTS, (0, 1, 0))
+    assert body.view(np.float32).tolist() == [1, 2]
+    talk(0, Kind.FLUSH)
+    assert talk(1, Kind.FLUSH)[0][2][:4] == (0, 0, 0, 1)
+
+
+def test_an_update_that_its_worker_gave_up_is_not_read():
+    talk = Talk()
+    talk.open(Plan(2, 2))
+    ((_, _, words, _),) = talk(0, Kind.PUSH, 0, 0, body=np.ones(2, np.float32))
+    assert words[2] == 0
+    assert talk.weights() == [0, 0]
+
+
+def test_letters_for_a_session_that_is_not_open_are_answered_in_words():
+    talk = Talk()
+    assert says(talk.push(1, [1]), "session 0 is not open")
+    assert says(talk(1, Kind.FLUSH), "session 0 is not open")
+    assert says(talk(0, Kind.LOAD, body=np.zeros(1)), "session 0 is not open")
+    talk.open(Plan(2, 1))
+    assert says(talk.push(1, [1], session=1), "session 1 is not open")
+    assert talk(0, Kind.CLOSE) == []
+    assert says(talk.push(1, [1]), "session 0 is not open")
+    assert talk(0, Kind.CLOSE) == []
+
+
+def test_a_session_may_begin_anew():
+    talk = Talk()
+    talk.open(Plan(2, 1), np.array([7], np.float32))
+    talk.push(0, [1])
+    talk.open(Plan(2, 2), np.array([3, 4], np.float32))
+    assert talk.weights() == [3, 4]
+    talk(0, Kind.CLOSE)
+    talk.open(Plan(2, 1), np.array([5], np.float32))
+    assert talk.weights() == [5]
+
+
+def test_sessions_do_not_touch_each_other():
+    talk = Talk()
+    talk.open(Plan(2, 1, bound=0), session=0)
+    talk.open(Plan(2, 2), session=4)
+    assert talk.push(0, [1]) == []
+    talk.push(0, [5, 6], session=4)
+    talk(0, Kind.CLOSE, session=4)
+    assert [to for to, *_ in talk.push(1, [1])] == [0, 1]
+
+
+def test_damaged_and_wrong_updates_are_answered_and_nothing_is_applied():
+    talk = Talk()
+    talk.open(Plan(2, 2))
+    assert says(talk.push(1, [1, 2, 3]), "update of rank 1", "expected 8 bytes, got 12", damaged=1)
+    assert talk.weights() == [0, 0]
+    # It was no step: that worker may send it again.
+    assert talk.push(1, [1, 2])[0][1] == Kind.WEIGHTS
+    talk.open(Plan(2, 2, codec="fp16"))
+    assert says(talk.push(1, [1, 2]), "update of rank 1", damaged=1)
+    assert talk.weights() == [0, 0]
+
+
+def test_weights_of_another_size_are_answered_in_words():
+    talk = Talk()
+    assert says(talk.open(Plan(2, 3), np.zeros(2, np.float32)), "expected 12 bytes, got 8")
+    (head, body), _ = opening(0, Plan(2, 3), np.zeros(3, np.float32))
+    talk(0, head[0], body=body)
+    assert says(talk(0, Kind.LOAD), "expected 12 bytes, got 0")
+
+
+def test_updates_of_weights_that_are_yet_to_come_are_answered_in_words():
+    talk = Talk()
+    talk.open(Plan(2, 1, power=1.0))
+    assert says(talk.push(0, [1], version=1), "version 1,", "version 0.")
+    assert says(talk.push(0, [1], version=-1), "version -1")
+    assert talk.weights() == [0]
+
+
+@pytest.mark.parametrize("kind", [Kind.READY, Kind.WEIGHTS, Kind.FINAL, Kind.ERROR, 0, 8, 99, -1])
+def test_letters_that_are_not_for_a_server_are_answered_in_words(kind):
+    talk = Talk()
+    talk.open(Plan(2, 1))
+    assert says(talk(1, kind))
+
+
+def test_empty_parts_are_served():
+    talk = Talk()
+    talk.open(Plan(2, 0))
+    ((_, kind, _, body),) = talk.push(0, [])
+    assert (kind, body.size) == (Kind.WEIGHTS, 0)
+
+
+def test_tickets_need_no_session():
+    talk = Talk()
+    assert [talk(w, Kind.TICKET, 1, 2)[0] for w in (0, 1, 0)] == [
+        (0, Kind.ANSWER, (1, 1), None),
+        (1, Kind.ANSWER, (1, 2), None),
+        (0, Kind.ANSWER, (0, 2), None),
+    ]
+
+
+def test_good_bye_lets_others_go_on_in_every_session():
+    talk = Talk(workers=3)
+    for session in (0, 1):
+        talk.open(Plan(3, 1, bound=0), session=session)
+        assert talk.push(0, [1], session=session) == []
+        assert talk.push(1, [1], session=session) == []
+    talk.desk.handle(letter(0, *opening(2, Plan(3, 1), np.zeros(1))[0]))  # without its weights yet
+    assert talk.desk.present == {0, 1, 2}
+    assert [(to, kind) for to, kind, *_ in talk(2, Kind.BYE)] == [(0, Kind.WEIGHTS), (1, Kind.WEIGHTS)] * 2
+    assert talk.desk.present == {0, 1}
+    talk(0, Kind.BYE)
+    talk(1, Kind.BYE)
+    assert talk.desk.present == set()
+
+
+def test_good_bye_ends_a_flush_that_waited_for_that_worker():
+    talk = Talk()
+    talk.open(Plan(2, 1))
+    assert talk(0, Kind.FLUSH) == []
+    assert [(to, kind) for to, kind, *_ in talk(1, Kind.BYE)] == [(0, Kind.FINAL)]
+
+
+def test_who_waits_for_long_hears_for_whom_now_and_then(monkeypatch):
+    monkeypatch.delenv("HVDX_TIMEOUT", raising=False)
+    talk = Talk(workers=3)
+    talk.open(Plan(3, 1, bound=0))
+    talk.push(0, [1])
+    talk.now += 4.9
+    talk.push(2, [1])
+    assert talk.desk.news() == []
+    talk.now += 0.2
+    ((to, head, body),) = talk.desk.news()
+    assert (to, head) == (0, [Kind.NEWS, 0])
+    assert json.loads(body.tobytes()) == [1]
+    assert talk.desk.news() == []
+    talk.now += 5.1
+    assert [to for to, *_ in talk.desk.news()] == [0, 2]
+    talk.push(1, [1])
+    talk.now += 100
+    assert talk.desk.news() == []
+    talk(1, Kind.FLUSH)
+    talk.now += 5.1
+    ((to, _, body),) = talk.desk.news()
+    assert (to, json.loads(body.tobytes())) == (1, [0, 2])
+
+
+def test_news_come_before_the_time_limit_is_over(monkeypatch):
+    monkeypatch.setenv("HVDX_TIMEOUT", "2")
+    talk = Talk()
+    talk.open(Plan(2, 1, bound=0))
+    talk.push(0, [1])
+    talk.now += 0.6
+    assert [to for to, *_ in talk.desk.news()] == [0]
+
+
+def test_there_are_no_news_of_an_error():
+    talk = Talk()
+    talk.open(Plan(2, 1, bound=0))
+    talk.push(0, [1, 2])
+    talk.now += 100
+    assert talk.desk.news() == []
+
+
+def test_traffic_leaves_out_what_a_rank_says_to_itself():
+    talk = Talk(rank=0)
+    talk.open(Plan(2, 3))
+    talk.push(0, [1, 2, 3])
+    assert talk.desk.traffic(0) == (0, 0)
+    talk.push(1, [1, 2, 3])
+    talk(1, Kind.PUSH, 0, 0)
+    assert talk.desk.traffic(0) == (24, 12)
+    assert talk.desk.traffic(9) == (0, 0)

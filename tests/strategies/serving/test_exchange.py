@@ -1,0 +1,499 @@
+"""Whole trainings with virtual ranks: what workers sent is in the weights exactly once, and every wait has an end."""
+
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from hvdx.comm.local import LocalComm, virtual_world
+from hvdx.errors import ConfigError, ExchangeError, HvdxError, ReplicaError
+from hvdx.strategies import ParameterServer, TensorSpec
+from hvdx.strategies.serving.office import office_of
+from tests.strategies.serving.ranks import DOUBLE, SPECS, all_fine, expect_everywhere, flat, run, zeros
+
+ELEMENTS = sum(s.elements for s in SPECS)
+SERVERS = {"1": (1, 1), "2": (2, 2), "4": (4, 4), "one of them": ("colocated:1", 0), "two of them": ("colocated:2", 0),
+           "all of them": ("colocated", 0)}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _limit(monkeypatch):
+    monkeypatch.setenv("HVDX_TIMEOUT", "20")
+
+
+def train(strategy, steps, specs=SPECS, begin=None, delay=0.03):
+    """A worker that adds small whole numbers: its sum, the weights in the end, its exchange."""
+
+    def work(comm):
+        exchange, chance = strategy.open(comm, specs), random.Random(comm.rank)
+        numbers = np.random.default_rng(comm.rank)
+        weights, total = begin or zeros(specs), 0
+        exchange.begin(weights)
+        for _ in range(steps[comm.rank] if isinstance(steps, list) else steps):
+            updates = [numbers.integers(-3, 4, s.shape) for s in specs]
+            total = total + flat(updates)
+            if chance.random() < delay:
+                time.sleep(0.003 * chance.random())
+            weights = exchange.step([w + u.astype(w.dtype) for w, u in zip(weights, updates, strict=True)])
+        return total, flat(exchange.flush()), exchange
+
+    return work
+
+
+def check_sum(results, exact=True):
+    """Sent is received, and what a codec kept is what is missing."""
+    all_fine(results)
+    wanted = np.sum([total for total, _, _ in results], axis=0, dtype=np.float64)
+    unsent = np.sum([flat(exchange.unsent) for *_, exchange in results], axis=0, dtype=np.float64)
+    for _, weights, _ in results:
+        assert weights.tobytes() == results[0][1].tobytes()
+        if exact:
+            np.testing.assert_array_equal(weights + unsent, wanted)
+        else:
+            np.testing.assert_allclose(weights + unsent, wanted, atol=1e-3)
+    return wanted
+
+
+@pytest.mark.parametrize("rule", [{}, {"staleness": "bound", "bound": 2}], ids=["plain", "bound"])
+@pytest.mark.parametrize("servers", SERVERS)
+def test_each_update_is_applied_exactly_once(servers, rule):
+    strategy, ranks = ParameterServer(SERVERS[servers][0], **rule), SERVERS[servers][1]
+    steps = 250
+    results = run(4, train(strategy, steps), ranks)
+    assert check_sum(results).any()
+    for *_, exchange in results:
+        counts = exchange.telemetry
+        assert counts.steps == steps
+        for _, version, updates, applied, refused, *_ in counts.servers:
+            assert (version, updates, applied, refused) == (4 * steps, 4 * steps, 4 * steps, 0)
+        assert min(counts.staleness) >= 1
+
+
+@pytest.mark.parametrize("servers", ["1", "4", "two of them", "all of them"])
+def test_sent_and_unsent_come_to_the_sum_of_the_updates(servers):
+    strategy, ranks = ParameterServer(SERVERS[servers][0], codec="threshold:0.2"), SERVERS[servers][1]
+    results = run(4, train(strategy, 120, DOUBLE), ranks)
+    check_sum(results)
+    assert any(flat(exchange.unsent).any() for *_, exchange in results)
+    check_sum(run(4, train(strategy, 60), ranks), exact=False)
+
+
+@pytest.mark.parametrize("codec", ["fp16", "bf16"])
+def test_small_whole_numbers_survive_dense_codecs(codec):
+    results = run(3, train(ParameterServer(2, codec=codec), 20), 2)
+    check_sum(results)
+
+
+@pytest.mark.parametrize("rule", [{}, {"staleness": "bound", "bound": 0}, {"staleness": "bound"}], ids=str)
+def test_workers_may_take_different_numbers_of_steps(rule):
+    results = run(4, train(ParameterServer(2, **rule), [10, 120, 0, 61]), 2)
+    check_sum(results)
+
+
+def test_collected_updates_are_applied_as_their_mean():
+    results = all_fine(run(4, train(ParameterServer("colocated", collect=4), 50)))
+    for *_, exchange in results:
+        for _, version, updates, applied, *_ in exchange.telemetry.servers:
+            assert (updates, applied) == (200, 200)
+            assert 50 <= version <= 53  # what is left when some have ended may be fewer
+    assert len({weights.tobytes() for _, weights, _ in results}) == 1
+
+
+@pytest.mark.parametrize("servers", ["2", "all of them"])
+def test_without_lead_and_collecting_all_every_worker_sees_the_same(servers):
+    """Synchronous training: after each step the weights are the sum of the means, on every worker."""
+    value, ranks = SERVERS[servers]
+    strategy = ParameterServer(value, staleness="bound", bound=0, collect=4)
+
+    def work(comm):
+        exchange, weights, seen = strategy.open(comm, SPECS), zeros(), []
+        exchange.begin(weights)
+        for step in range(30):
+            weights = exchange.step([w + np.float32(4 * step + 8 * comm.rank) for w in weights])
+            seen.append(flat(weights).tolist())
+        return seen
+
+    results = all_fine(run(4, work, ranks))
+    sums = np.cumsum([4 * step + 12 for step in range(30)])
+    for seen in results:
+        np.testing.assert_array_equal(seen, np.repeat(sums[:, None], ELEMENTS, axis=1))
+
+
+def test_double_precision_weights_keep_all_their_bits():
+    start = [np.full(s.shape, 2.0**40) for s in DOUBLE]
+    results = all_fine(run(2, train(ParameterServer(1), 50, DOUBLE, begin=start), 1))
+    wanted = np.sum([total for total, _, _ in results], axis=0)
+    assert results[0][1].dtype == np.float64
+    np.testing.assert_array_equal(results[0][1] - 2.0**40, wanted)
+
+
+def test_the_weights_to_begin_with_are_those_of_worker_0():
+    def work(comm):
+        exchange = ParameterServer("colocated").open(comm, SPECS)
+        exchange.begin([w + np.float32(comm.rank + 5) for w in zeros()])
+        return flat(exchange.flush())
+
+    for weights in all_fine(run(3, work)):
+        np.testing.assert_array_equal(weights, np.full(ELEMENTS, 5, np.float32))
+
+
+def test_two_exchanges_may_be_open_at_once():
+    others = [TensorSpec("another", (5, 5), 4)]
+
+    def work(comm):
+        chance = random.Random(comm.rank)
+        strategy = ParameterServer("colocated:2", staleness="bound", bound=3)
+        exchanges = [strategy.open(comm, specs) for specs in (SPECS, others)]
+        weights, totals = [zeros(), zeros(others)], [0, 0]
+        for exchange, begin in zip(exchanges, weights, strict=True):
+            exchange.begin(begin)
+        for _ in range(100):
+            for i, exchange in enumerate(exchanges):
+                number = chance.randint(-9, 9)
+                totals[i] += number
+                weights[i] = exchange.step([w + np.float32(number) for w in weights[i]])
+        return totals, [flat(exchange.flush()) for exchange in exchanges]
+
+    results = all_fine(run(3, work))
+    for _, weights in results:
+        for i in range(2):
+            assert set(weights[i].tolist()) == {sum(totals[i] for totals, _ in results)}
+
+
+@pytest.mark.parametrize(("servers", "ranks"), [(2, 2), ("colocated", 0)])
+def test_an_exchange_may_begin_again_after_its_end(servers, ranks):
+    def work(comm):
+        exchange, ends = ParameterServer(servers, codec="fp16").open(comm, SPECS), []
+        assert not exchange.is_open
+        assert exchange.flush() is None
+        for session in range(5):
+            weights = [w + np.float32(100 * session) for w in zeros()]
+            exchange.begin(weights)
+            assert exchange.is_open
+            for _ in range(1 + comm.rank):
+                weights = exchange.step([w + np.float32(1) for w in weights])
+            ends.append(flat(exchange.flush()))
+            assert not exchange.is_open
+        return ends
+
+    for ends in all_fine(run(3, work, ranks)):
+        for session, weights in enumerate(ends):
+            np.testing.assert_array_equal(weights, np.full(ELEMENTS, 100 * session + 6))
+
+
+@pytest.mark.parametrize("shapes", [[], [(0,)], [(0, 3), (0,)], [()], [(2,), (0,), ()]], ids=str)
+@pytest.mark.parametrize("codec", ["none", "threshold:0.5"])
+def test_fewer_elements_than_servers_are_no_special_case(shapes, codec):
+    specs = [TensorSpec(str(i), shape, 4) for i, shape in enumerate(shapes)]
+
+    def work(comm):
+        exchange = ParameterServer("colocated", codec=codec).open(comm, specs)
+        weights = zeros(specs)
+        exchange.begin(weights)
+        for _ in range(5):
+            weights = exchange.step([w + np.float32(1) for w in weights])
+        got = [w + u for w, u in zip(exchange.flush(), exchange.unsent, strict=True)]
+        return [w.shape for w in got], float(sum(w.sum() for w in got))
+
+    results = all_fine(run(4, work))
+    assert all(found == list(shapes) for found, _ in results)
+    if codec == "none":
+        assert {total for _, total in results} == {20.0 * sum(s.elements for s in specs)}
+
+
+def test_large_weights_go_in_several_parts():
+    specs = [TensorSpec("large", (700_001,), 4), TensorSpec("small", (3,), 4)]
+    results = run(2, train(ParameterServer(1), 6, specs), 1)
+    check_sum(results)
+    assert len(results[0][2].telemetry.servers) > 1
+
+
+# -- what cannot work -------------------------------------------------------------------------------------------------
+
+
+def test_other_variables_on_a_worker_are_found_before_anything_is_sent():
+    def work(comm):
+        specs = SPECS[:-1] if comm.rank == 2 else SPECS
+        ParameterServer("colocated").open(comm, specs)
+
+    expect_everywhere(run(3, work), ReplicaError, "different variables")
+
+
+def test_another_strategy_on_a_worker_is_found_before_anything_is_sent():
+    def work(comm):
+        ParameterServer("colocated", staleness="scale" if comm.rank else "none").open(comm, SPECS)
+
+    expect_everywhere(run(3, work), ReplicaError, "different strategies")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "servers", "match"),
+    [
+        (ParameterServer("colocated", collect=4), 0, "collect: expected at most 3"),
+        (ParameterServer("colocated:4"), 0, "servers: expected at most 3"),
+        (ParameterServer(2), 1, "1 of the ranks only serve"),
+        (ParameterServer(1), 0, "all ranks were made workers.*HVDX_STRATEGY=parameter_server:servers=1"),
+        (ParameterServer("colocated"), 2, "2 of the ranks only serve"),
+    ],
+    ids=str,
+)
+def test_strategies_that_do_not_fit_the_ranks_are_refused_everywhere(strategy, servers, match):
+    results = run(3, lambda comm: strategy.open(comm, SPECS), servers)
+    expect_everywhere(results, ConfigError, match)
+    assert all(error.collective for error in results)
+
+
+def test_a_process_that_was_started_alone_serves_itself():
+    comm = LocalComm()
+    for strategy in (ParameterServer(), ParameterServer(3), ParameterServer("colocated", staleness="bound", bound=0)):
+        exchange, weights = strategy.open(comm, SPECS), zeros()
+        exchange.begin(weights)
+        for step in range(1, 4):
+            weights = exchange.step([w + np.float32(step) for w in weights])
+            assert set(flat(weights).tolist()) == {step * (step + 1) / 2}
+        assert exchange.telemetry.staleness.mean == 1
+        assert (exchange.telemetry.sent, exchange.telemetry.received) == (0, 0)
+        exchange.flush()
+    office_of(comm).close()
+
+
+# -- updates that are refused -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", ["none", "fp16", "threshold:0.3"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, None], ids=["NaN", "infinity", "gradients"])
+def test_what_is_not_finite_is_refused_counted_and_reported(value, codec, capfd):
+    """In the weights, or told of the gradients: the others go on, and so does this worker."""
+
+    def work(comm):
+        exchange = ParameterServer("colocated:1", codec=codec).open(comm, SPECS)
+        weights = zeros()
+        exchange.begin(weights)
+        before = [flat(weights), flat(exchange.unsent)]
+        if comm.rank == 1:
+            tensors = [w + np.float32(1) for w in weights]
+            if value is not None:
+                tensors[3][5] = value
+            weights = exchange.step(tensors, finite=value is not None)
+            np.testing.assert_array_equal(flat(exchange.unsent), before[1])
+        else:
+            for _ in range(3):
+                weights = exchange.step([w + np.float32(1) for w in weights])
+        return flat(exchange.flush()), flat(exchange.unsent), exchange.telemetry
+
+    results = all_fine(run(2, work))
+    for weights, _, counts in results:
+        if codec != "threshold:0.3":
+            np.testing.assert_array_equal(weights, np.full(ELEMENTS, 3))
+        ((_, _, updates, applied, refused, *_),) = counts.servers
+        assert (updates, applied, refused) == (3, 3, 1)
+    assert [counts.skipped for *_, counts in results] == [0, 1]
+    assert list(results[1][2].staleness) == []
+    assert "hvdx: step 1: NaN or infinity on rank 1; its update was refused.\n" in capfd.readouterr().err
+
+
+def test_refused_updates_let_those_go_on_who_wait():
+    def work(comm):
+        exchange = ParameterServer(1, staleness="bound", bound=0, collect=2).open(comm, SPECS)
+        weights = zeros()
+        exchange.begin(weights)
+        for step in range(20):
+            weights = exchange.step([w + np.float32(1) for w in weights], finite=comm.rank == 0 or step % 2 == 0)
+        return flat(exchange.flush())
+
+    for weights in all_fine(run(2, work, 1)):
+        np.testing.assert_array_equal(weights, np.full(ELEMENTS, 20))
+
+
+def test_a_long_series_of_refusals_ends_the_training(capfd):
+    def work(comm):
+        exchange = ParameterServer("colocated:1").open(comm, SPECS)
+        exchange.begin(zeros())
+        good = 0
+        for _ in range(99):
+            exchange.step(zeros(), finite=False)
+        good = exchange.step(zeros())  # and the count begins anew
+        for _ in range(99):
+            exchange.step(zeros(), finite=False)
+        assert not flat(good).any()
+        exchange.step([w * np.float32(np.nan) for w in zeros()] if comm.rank else zeros(), finite=comm.rank == 0)
+
+    first, second = run(2, work)
+    assert first is None
+    with pytest.raises(HvdxError, match=r"100 updates in a row of rank 1 .* lower the learning rate"):
+        raise second
+    said = capfd.readouterr().err
+    assert [f", {n} in a row" in said for n in (2, 3, 4, 63, 64)] == [True, False, True, False, True]
+
+
+# -- what is remembered -----------------------------------------------------------------------------------------------
+
+
+def saved_by(workers, servers, steps=20, strategy="threshold:0.1"):
+    """Each worker's arrays, and what it has not sent."""
+
+    def work(comm):
+        exchange, weights = ParameterServer(servers, codec=strategy).open(comm, SPECS), zeros()
+        numbers = np.random.default_rng(comm.rank)
+        exchange.begin(weights)
+        for _ in range(steps):
+            weights = exchange.step([w + numbers.normal(size=w.shape).astype(np.float32) for w in weights])
+        exchange.flush()
+        return exchange.arrays(), flat(exchange.unsent)
+
+    return all_fine(run(workers, work))
+
+
+def restored(workers, servers, arrays_of):
+    """Each worker's arrays and what is unsent, after restoring."""
+
+    def work(comm):
+        exchange = ParameterServer(servers, codec="threshold:0.1").open(comm, SPECS)
+        exchange.restore(arrays_of(comm))
+        return exchange.arrays(), flat(exchange.unsent)
+
+    return all_fine(run(workers, work))
+
+
+@pytest.mark.parametrize("servers", ["colocated:1", "colocated"])
+def test_what_was_not_sent_is_restored_bit_for_bit(servers):
+    before = saved_by(2, servers)
+    assert all(unsent.any() for _, unsent in before)
+    after = restored(2, servers, lambda comm: before[comm.rank][0])
+    for (old, _), (new, _) in zip(before, after, strict=True):
+        assert old.keys() == new.keys()
+        for name, value in old.items():
+            assert value.dtype == new[name].dtype
+            np.testing.assert_array_equal(value, new[name])
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+@pytest.mark.parametrize("servers", ["colocated:1", "colocated"])
+def test_another_number_of_workers_and_servers_shares_out_what_was_not_sent(servers, workers):
+    before = saved_by(3, "colocated")
+    strategy = ParameterServer(servers, codec="threshold:0.1")
+    arrays = [a for a, _ in before]
+    after = restored(workers, servers, lambda comm: strategy.merge(arrays, comm.rank, comm.size))
+    sums = [np.sum([unsent for _, unsent in side], axis=0, dtype=np.float64) for side in (before, after)]
+    np.testing.assert_allclose(sums[0], sums[1], atol=1e-6)
+
+
+def test_codecs_that_keep_nothing_have_nothing_to_share_out():
+    assert ParameterServer().merge([{}, {}], 0, 1) == {}
+    assert ParameterServer().merge([], 0, 1) == {}
+    ((arrays, unsent),) = saved_by(1, 1, strategy="fp16")
+    assert arrays == {}
+    assert not unsent.any()
+
+
+def test_what_is_owed_is_sent_with_the_next_updates():
+    def work(comm):
+        exchange, weights = ParameterServer("colocated", codec="threshold:0.5").open(comm, SPECS), zeros()
+        exchange.owe([np.full(s.shape, 3, np.float32) for s in SPECS])
+        assert set(flat(exchange.unsent).tolist()) == {3.0}
+        exchange.begin(weights)
+        for _ in range(4):
+            weights = exchange.step(weights)
+        return flat(exchange.flush()), flat(exchange.unsent)
+
+    results = all_fine(run(2, work))
+    np.testing.assert_array_equal(results[0][0] + results[0][1] + results[1][1], np.full(ELEMENTS, 6))
+
+
+def test_weights_that_are_given_back_are_fresh():
+    (comm,) = virtual_world(1)
+    exchange = ParameterServer("colocated").open(comm, SPECS)
+    exchange.begin(zeros())
+    first = exchange.step([w + np.float32(1) for w in zeros()])
+    kept = flat(first).copy()
+    exchange.step([w + np.float32(1) for w in first])
+    np.testing.assert_array_equal(flat(first), kept)
+    office_of(comm).close()
+
+
+# -- ends -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("servers", "ranks"), [(1, 1), ("colocated", 0)])
+def test_whoever_waits_too_long_hears_for_whom(servers, ranks, monkeypatch):
+    monkeypatch.setenv("HVDX_TIMEOUT", "2")
+    gave_up = threading.Event()
+
+    def work(comm):
+        exchange = ParameterServer(servers, staleness="bound", bound=0).open(comm, SPECS)
+        exchange.begin(zeros())
+        if comm.rank == 1:
+            assert gave_up.wait(20)
+            return None
+        try:
+            for _ in range(2):
+                exchange.step(zeros())
+        finally:
+            if comm.rank == 0:
+                gave_up.set()
+        return None
+
+    begin = time.monotonic()
+    first, second, third = run(3, work, ranks)
+    assert time.monotonic() - begin < 10
+    assert second is None
+    with pytest.raises(
+        ExchangeError, match=r"rank 0 has been waiting for 2 s; the servers? waits? for worker 1\b.*HVD"
+    ):
+        raise first
+    with pytest.raises(ExchangeError, match=r"rank 2 has been waiting .* worker 1\b"):
+        raise third
+
+
+def test_a_server_that_never_answers_is_named(monkeypatch):
+    monkeypatch.setenv("HVDX_TIMEOUT", "1")
+    comm, _ = virtual_world(1, 1)
+    exchange = ParameterServer(1).open(comm, SPECS)
+    with pytest.raises(ExchangeError, match=r"no word from the server at rank 1\b"):
+        exchange.begin(zeros())
+    office_of(comm).close()
+
+
+def test_a_worker_that_fails_keeps_no_other_waiting():
+    def work(comm):
+        exchange = ParameterServer("colocated", staleness="bound", bound=0).open(comm, SPECS)
+        weights = zeros()
+        exchange.begin(weights)
+        for step in range(10):
+            if comm.rank == 1 and step == 4:
+                raise RuntimeError("a script's own")
+            weights = exchange.step([w + np.float32(1) for w in weights])
+        return flat(exchange.flush())
+
+    first, second, third = run(3, work)
+    assert isinstance(second, RuntimeError)
+    for weights in (first, third):
+        np.testing.assert_array_equal(weights, np.full(ELEMENTS, 24))
+
+
+@pytest.mark.parametrize(("servers", "ranks"), [(1, 1), ("colocated", 0), ("colocated:1", 0)])
+def test_an_exchange_that_took_no_step_ends_at_once(servers, ranks):
+    def work(comm):
+        ParameterServer(servers).open(comm, SPECS).begin(zeros())
+        return comm.rank
+
+    begin = time.monotonic()
+    assert all_fine(run(3, work, ranks)) == [0, 1, 2]
+    assert time.monotonic() - begin < 5
+
+
+@pytest.mark.parametrize("codec", ["none", "fp16"])
+def test_bytes_are_counted_on_both_sides(codec):
+    """What all sent is what all received, and colocated servers count for the rank where they are."""
+    steps, workers = 10, 3
+    for servers, ranks in (("colocated", 0), ("colocated:1", 0), (1, 1)):
+        strategy = ParameterServer(servers, codec=codec)
+        results = all_fine(run(workers, train(strategy, steps), ranks))
+        sent = sum(exchange.telemetry.sent for *_, exchange in results)
+        received = sum(exchange.telemetry.received for *_, exchange in results)
+        if not ranks:
+            assert sent == pytest.approx(received, rel=0.35)
+        least = workers * steps * strategy.bytes_per_step(SPECS, workers)
+        assert sent >= least

@@ -1,0 +1,195 @@
+"""The rules by which a server applies updates and lets workers go on."""
+
+import numpy as np
+import pytest
+
+from hvdx.strategies.serving.messages import Plan, cut
+from hvdx.strategies.serving.shard import Release, Shard
+
+
+def shard(workers=2, **rule):
+    return Shard(Plan(workers, 1, "float64", **rule), np.zeros(1))
+
+
+def adds(value):
+    def add(out, factor):
+        out += value * factor
+
+    return add
+
+
+def names(released):
+    return [r.worker for r in released]
+
+
+def test_an_update_is_applied_at_once_and_its_worker_goes_on():
+    server = shard()
+    assert server.push(1, 0, adds(5.0)) == [Release(1, staleness=1)]
+    assert (server.weights[0], server.version, server.updates, server.applied) == (5.0, 1, 1, 1)
+
+
+def test_staleness_counts_what_was_applied_meanwhile():
+    server = shard(workers=4)
+    ages = [server.push(w, 0, adds(1.0))[0].staleness for w in range(4)]
+    assert ages == [1, 2, 3, 4]
+    assert server.push(0, server.version, adds(1.0))[0].staleness == 1
+
+
+@pytest.mark.parametrize("power", [0.0, 0.5, 1.0, 2.0])
+def test_an_update_of_staleness_s_counts_one_by_s_to_the_power(power):
+    server = shard(workers=4, power=power)
+    for age in range(1, 5):
+        before = server.weights[0]
+        server.push(age - 1, 0, adds(8.0))
+        assert server.weights[0] - before == pytest.approx(8.0 / age**power)
+
+
+def test_collecting_applies_the_mean_of_so_many_updates_from_any_workers():
+    server = shard(workers=4, collect=3)
+    for value in (1.0, 2.0):
+        assert names(server.push(0, 0, adds(value))) == [0]
+        assert server.weights[0] == server.version == server.applied == 0
+    server.push(3, 0, adds(6.0))
+    assert (server.weights[0], server.version, server.applied) == (3.0, 1, 3)
+
+
+def test_the_mean_is_of_accepted_updates_only():
+    server = shard(workers=4, collect=3)
+    server.push(0, 0, adds(2.0))
+    server.push(1, 0, None)
+    server.push(2, 0, adds(4.0))
+    assert (server.weights[0], server.version, server.updates, server.refused) == (3.0, 1, 2, 1)
+
+
+def test_one_accepted_among_refused_counts_in_full():
+    server = shard(workers=2, collect=2)
+    server.push(0, 0, None)
+    server.push(1, 0, adds(4.0))
+    assert server.weights[0] == 4.0
+
+
+def test_where_all_are_refused_the_version_stays():
+    server = shard(workers=2, collect=2)
+    assert server.push(0, 0, None) == [Release(0, 1, fine=False)]
+    server.push(1, 0, None)
+    assert (server.weights[0], server.version, server.refused) == (0.0, 0, 2)
+    # They count as collected all the same.
+    server.push(0, 0, adds(1.0))
+    assert server.version == 0
+
+
+def test_the_mean_scales_each_update_by_its_own_staleness():
+    server = shard(workers=2, collect=2, power=1.0)
+    for version in (0, 1):
+        for worker in (0, 1):
+            server.push(worker, version, adds(0.0))
+    server.push(0, 0, adds(12.0))  # of staleness 3
+    server.push(1, 1, adds(2.0))  # of staleness 2
+    assert server.weights[0] == (4.0 + 1.0) / 2
+
+
+def test_the_order_in_which_collected_updates_came_makes_no_difference():
+    values = {0: 1e16, 1: 1.0, 2: -1e16}
+    results = set()
+    for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0), (0, 2, 1)):
+        server = shard(workers=3, collect=3)
+        for worker in order:
+            server.push(worker, 0, adds(values[worker]))
+        results.add(server.weights[0])
+    assert len(results) == 1
+
+
+@pytest.mark.parametrize("bound", [0, 1, 3])
+def test_a_worker_waits_when_it_is_more_than_the_bound_ahead(bound):
+    server = shard(workers=3, bound=bound)
+    server.push(1, 0, adds(1.0))
+    for _ in range(bound):
+        assert 0 in names(server.push(0, 0, adds(1.0)))
+    assert server.push(0, 0, adds(1.0)) == []
+    assert server.awaited_by(0) == [2]
+    # The update is in the weights, though its worker waits.
+    assert server.applied == bound + 2
+    released = server.push(2, 0, adds(1.0))
+    assert set(names(released)) == ({0, 1, 2} if bound == 0 else {0, 2})
+
+
+def test_refused_updates_count_as_steps_for_those_who_wait():
+    server = shard(bound=0)
+    assert server.push(0, 0, adds(1.0)) == []
+    assert server.push(1, 0, None) == [Release(0, 1), Release(1, 2, fine=False)]
+
+
+def test_a_worker_that_flushes_or_leaves_keeps_nobody_waiting():
+    for gone in ("flush", "leave"):
+        server = shard(workers=3, bound=0)
+        assert server.push(0, 0, adds(1.0)) == []
+        assert getattr(server, gone)(1) == []
+        assert server.awaited_by(0) == [2]
+        assert names(getattr(server, gone)(2)) == [0]
+
+
+def test_a_worker_that_leaves_while_it_waits_is_not_let_go():
+    server = shard(workers=3, bound=0)
+    server.push(0, 0, adds(1.0))
+    assert server.leave(0) == []
+    assert server.push(1, 0, adds(1.0)) == []
+    assert names(server.push(2, 0, adds(1.0))) == [1, 2]
+
+
+def test_what_a_worker_had_sent_before_it_left_is_applied():
+    server = shard(workers=2, collect=2)
+    server.push(0, 0, adds(4.0))
+    assert server.leave(0) == []
+    # Nobody else can come to be collected with it.
+    assert server.weights[0] == 4.0
+    server.push(1, 0, adds(1.0))
+    assert server.weights[0] == 5.0
+
+
+def test_leaving_is_for_the_last_one_and_twice_no_matter():
+    server = shard(workers=2)
+    server.flush(0)
+    assert server.leave(1) == [Release(0, final=True)]
+    assert server.leave(1) == []
+    assert server.leave(0) == []
+    assert server.awaited_by(0) == []
+
+
+def test_all_hear_the_end_when_the_last_has_flushed():
+    server = shard(workers=3, collect=3)
+    server.push(0, 0, adds(3.0))
+    assert server.flush(2) == []
+    assert server.awaited_by(2) == [0, 1]
+    assert server.flush(0) == []
+    assert server.flush(1) == [Release(w, final=True) for w in range(3)]
+    assert (server.weights[0], server.updates, server.applied) == (3.0, 1, 1)
+
+
+def test_after_a_flush_steps_are_counted_anew():
+    server = shard(bound=0)
+    server.push(0, 0, adds(1.0))
+    server.push(1, 0, adds(1.0))
+    server.flush(0)
+    assert server.push(1, 2, adds(1.0)) == [Release(1, 1)]
+    server.flush(1)
+    # Worker 1 took a step more, and does not start ahead.
+    assert server.push(0, 3, adds(1.0)) == []
+    assert server.awaited_by(0) == [1]
+    assert names(server.push(1, 3, adds(1.0))) == [0, 1]
+
+
+def test_nobody_waits_for_a_worker_that_was_let_go():
+    server = shard()
+    server.push(0, 0, adds(1.0))
+    assert server.awaited_by(0) == server.awaited_by(1) == []
+
+
+@pytest.mark.parametrize("elements", [0, 1, 2, 3, 4, 7, 1000, 1001])
+@pytest.mark.parametrize("parts", [1, 2, 3, 4, 7])
+def test_parts_follow_each_other_and_are_of_one_size(elements, parts):
+    bounds = cut(elements, parts)
+    assert len(bounds) == max(1, min(parts, elements))
+    assert [b for b, _ in bounds] == [0, *[e for _, e in bounds[:-1]]]
+    assert bounds[-1][1] == elements
+    sizes = {e - b for b, e in bounds}
+    assert max(sizes) - min(sizes) <= 1
