@@ -126,7 +126,7 @@ def build(data, model: str, hidden: int | None, optimizer: str, learning_rate: f
 
 
 def costs(counters) -> list[tuple[str, str]]:
-    """Rows about compressed updates, or about averages, where there were any."""
+    """Rows about compressed updates, about averages, or about servers, where there were any."""
     rows = []
     for cost in counters.telemetry:
         averages = getattr(cost, "averages", 0)
@@ -134,6 +134,18 @@ def costs(counters) -> list[tuple[str, str]]:
             rows += [
                 ("averages of the weights", f"{averages}, {1e3 * cost.exchanging / averages:.0f} ms each"),
                 ("apart before the last one", f"{100 * cost.apart:.2g} %"),
+            ]
+        if getattr(cost, "staleness", None):
+            parts = ("computing", "encoding", "waiting", "exchanging")
+            rows += [
+                ("mean staleness, this worker", f"{cost.staleness.mean:.2f}"),
+                ("updates a second, each server", f"{sum(cost.updates_per_second) / len(cost.servers):.1f}"),
+                ("updates refused", str(cost.skipped)),
+                ("s waiting at ends of epochs", f"{cost.ending:.1f}"),
+                (
+                    "ms " + ", ".join(parts),
+                    ", ".join(f"{1e3 * getattr(cost, part) / cost.steps:.1f}" for part in parts),
+                ),
             ]
         if not cost.entries:
             continue
@@ -151,6 +163,7 @@ def costs(counters) -> list[tuple[str, str]]:
 
 def summary(strategy, counters, history, seconds: float, samples: int, ranks: int) -> str:
     """The table at the end of a run."""
+    from hvdx.report.bars import bars
     from hvdx.report.table import quantity, render
 
     steps = max(counters.exchanges, 1)
@@ -170,7 +183,8 @@ def summary(strategy, counters, history, seconds: float, samples: int, ranks: in
         ),
         *costs(counters),
     ]
-    return render(rows)
+    drawn = [bars(cost.staleness) for cost in counters.telemetry if getattr(cost, "staleness", None)]
+    return "\n\n".join([render(rows), *(f"staleness of this worker's updates\n{picture}" for picture in drawn)])
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -64,6 +64,11 @@ class Distribute(keras.callbacks.Callback):
         self._comm: Comm = join(self.strategy)
         if isinstance(self.strategy, ParameterServer):
             self.strategy.server_ranks(self._comm)  # refuses what does not fit these ranks
+            if isinstance(check_every, int):
+                raise ConfigError(
+                    f"check_every={check_every}: workers of a parameter server differ from the first step of an epoch "
+                    "to its last. Use check_every='epoch'."
+                )
         self._last = Lockstep(self._comm, self._agree)
         self._found: Any = None
         self._muted: list[Any] = []

@@ -114,14 +114,14 @@ class ParameterServer(HostStrategy):
                 f"with this strategy first of all, or set HVDX_STRATEGY={self.spelling}; or let workers serve: "
                 "servers='colocated'."
             )
-        elif self._colocated > comm.size or self.collect > comm.size:
+        elif comm.size > 1 and (self._colocated > comm.size or self.collect > comm.size):
             option = "servers" if self._colocated > comm.size else "collect"
             error = ConfigError(
                 f"ParameterServer: {option}: expected at most {comm.size}, the number of workers, got "
                 f"{getattr(self, option)!r}."
             )
         else:
-            count = comm.servers or self._colocated or comm.size
+            count = comm.servers or min(self._colocated or comm.size, comm.size)
             first = comm.size if comm.servers else 0
             return list(range(first, first + count))
         error.collective = True
@@ -147,7 +147,7 @@ class ParameterServer(HostStrategy):
         """
         power, share = 0.0, 1 / workers
         if "scale" in self.staleness:
-            power, share = self.power, 1 / self.collect
+            power, share = self.power, 1 / min(self.collect, workers)
         if self.op == "sum":
             share = 1.0
         return Plan(workers, elements, dtype, self.codec, self.collect, share, power, self.bound)

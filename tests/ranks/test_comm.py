@@ -1,7 +1,7 @@
 import pytest
 
 from hvdx import comm as world
-from tests.checks import COMM_CHECKS, GRAPH_CHECKS
+from tests.checks import COMM_CHECKS, GRAPH_CHECKS, POSTBOX_CHECKS
 
 
 @pytest.mark.parametrize("engine", [world.start, world.graph], ids=["start", "graph"])
@@ -13,3 +13,8 @@ def test_comm_passes(engine, check):
 @pytest.mark.parametrize("check", GRAPH_CHECKS.values(), ids=GRAPH_CHECKS)
 def test_graph_comm_passes(check):
     check(world.graph())
+
+
+@pytest.mark.parametrize("check", POSTBOX_CHECKS.values(), ids=POSTBOX_CHECKS)
+def test_letters_pass(check):
+    check(world.start())

@@ -70,6 +70,8 @@ class Desk:
         self._rank, self._threads, self._clock = rank, threads, clock
         self._news_after = min(_NEWS_SECONDS, _NEWS_SHARE * time_limit())
         self._sessions: dict[int, _Session] = {}
+        # Of sessions that are over.
+        self._traffic: dict[int, tuple[int, int]] = {}
         self._turnstile = Turnstile()
 
     def handle(self, letter: Letter) -> list[Answer]:
@@ -109,10 +111,10 @@ class Desk:
         """Bytes that a session's letters brought to, and took from, other ranks.
 
         Args:
-            number: the session; one that is not here took none.
+            number: the session, which may be over; one that was never here took none.
         """
         session = self._sessions.get(number)
-        return (session.sent, session.received) if session else (0, 0)
+        return (session.sent, session.received) if session else self._traffic.get(number, (0, 0))
 
     def _bye(self, worker: int) -> list[Answer]:
         self.present.discard(worker)
@@ -130,6 +132,8 @@ class Desk:
             self._sessions[number] = _Session(plan, decoder(plan, self._threads), opened=self._clock())
             return []
         if kind == Kind.CLOSE:
+            # This rank's worker may ask for it later, in another thread.
+            self._traffic[number] = self.traffic(number)
             self._sessions.pop(number, None)
             return []
         session = self._sessions.get(number)
@@ -137,6 +141,8 @@ class Desk:
             raise ValueError(f"session {number} is not open at this server: the ranks are in different fits.")
         if kind == Kind.LOAD:
             session.shard = Shard(session.plan, _weights(session.plan, letter.body))
+            for gone in set(range(session.plan.workers)) - self.present:
+                session.shard.leave(gone)
             return [(letter.sender, [Kind.READY, number], None)]
         assert session.shard is not None
         session.asked[letter.sender] = now = self._clock()

@@ -230,10 +230,12 @@ class ServerExchange(Exchange):
             try:
                 body, part.state = self._codec.encode([part.of(self._single)], part.state)
             except UpdateError as error:
-                # A part that was encoded before it stays in its message, which is not sent; so it goes back.
+                # What was encoded before it is not sent: residuals are as before, and the update is dropped as a whole.
                 for encoded, message in zip(self._parts, bodies, strict=False):
                     if hasattr(encoded.state, "residual"):
-                        self._codec.decode([message], [encoded.state.residual])
+                        residual = encoded.state.residual
+                        self._codec.decode([message], [residual])
+                        np.subtract(residual, encoded.of(self._single), out=residual)
                 print(f"hvdx: rank {self._comm.rank}: {error}", file=sys.stderr, flush=True)
                 return None
             bodies.append(body)
@@ -313,7 +315,7 @@ class ServerExchange(Exchange):
         flat = np.concatenate([np.ravel(t) for t in tensors])
         for part in self._parts:
             if hasattr(part.state, "residual"):
-                part.state.residual += part.of(flat)
+                np.add(part.state.residual, part.of(flat), out=part.state.residual)
 
     def arrays(self) -> dict[str, np.ndarray]:
         """See `Exchange.arrays`: what the codec has not sent of each part; the weights are the model's."""

@@ -26,7 +26,7 @@ class Kind(IntEnum):
         BYE: this worker leaves for good. Answer: none.
 
     To a worker:
-        READY: the session is open.
+        READY: the session is open. A server tells worker 0, which tells the other workers.
         WEIGHTS: [version, staleness, fine, microseconds held back] the body is the server's part.
         FINAL: [version, updates, applied, refused, microseconds of work, microseconds open] the same, alike for all.
         ANSWER: [granted, tickets given out]

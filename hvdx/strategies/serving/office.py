@@ -118,7 +118,7 @@ class Office:
             ExchangeError: they did not come within the time limit; it names for whom they wait, where that is known.
             WireError, HvdxError: a server did not accept what it was sent.
         """
-        return self._await(deque(letters), {head[1]: to for to, head, _ in letters}, kind)
+        return self._await(deque(letters), {head[1]: to for to, head, _ in letters}, kind, {})
 
     def pass_on_ready(self, session: int) -> None:
         """Tell the other workers, on worker 0, that a session has begun."""
@@ -132,19 +132,21 @@ class Office:
             ExchangeError: it did not within the time limit.
         """
         if session not in self._ready:
-            self._await(deque(), {session: 0}, Kind.READY)
+            self._await(deque(), {session: 0}, Kind.READY, {0: [0]})
         self._ready.discard(session)
 
-    def _await(self, to_send: deque[Call], servers: dict[int, int], kind: Kind) -> dict[int, Letter]:
+    def _await(
+        self, to_send: deque[Call], servers: dict[int, int], kind: Kind, awaited: dict[int, list[int]]
+    ) -> dict[int, Letter]:
         """See `call`.
 
         Args:
             to_send: letters.
             servers: who answers, by session.
             kind: of the answers.
+            awaited: workers for whom a server waits, as far as that is known.
         """
         answers: dict[int, Letter] = {}
-        awaited: dict[int, list[int]] = {}
         begin, limit, patience, warned = time.monotonic(), time_limit(), Patience(), False
         while len(answers) < len(servers):
             while to_send and self._box.left():
@@ -154,8 +156,6 @@ class Office:
                 waited = time.monotonic() - begin
                 if waited > limit:
                     silent = {server for session, server in servers.items() if session not in answers}
-                    # Sessions begin with worker 0, wherever the servers are.
-                    whom = "worker 0: it has not taken a step yet" if not to_send and kind == Kind.READY and self._comm.rank else ""
                     raise ExchangeError(self._overdue(waited, sorted(silent), awaited))
                 if waited > _WARN_SECONDS and awaited and not warned:
                     warned = True

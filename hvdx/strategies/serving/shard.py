@@ -109,7 +109,8 @@ class Shard:
     def _proceed(self) -> list[Release]:
         """Apply what is due, and let go who may go."""
         everyone_flushed = not self._training
-        if len(self._collected) >= max(1, min(self.plan.collect, len(self._training))) or everyone_flushed:
+        # Where all have flushed, whatever was collected.
+        if len(self._collected) >= max(1, min(self.plan.collect, len(self._training))):
             self._apply()
         slowest = min((self._clocks[w] for w in self._training), default=0)
         bound = self.plan.bound

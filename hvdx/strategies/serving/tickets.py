@@ -25,6 +25,7 @@ class Tickets:
     def __init__(self, strategy: "ParameterServer", comm: Comm, steps: int):
         self._workers, self.steps, self.taken = comm.size, steps, 0
         self._office, self._server = office_of(comm), strategy.server_ranks(comm)[0]
+        self._office.know([self._server])
         if comm.rank == self._server:
             self._office.open_server()
 

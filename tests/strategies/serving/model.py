@@ -289,7 +289,9 @@ class Model:
                         assert staleness == before + 1 - words[1], "a wrong staleness"
                         if fine:
                             own = np.frombuffer(body).astype(bool)
-                            assert (weights.view(np.float64)[own] == staleness**-self._power).all(), "a wrong scale"
+                            assert (weights.view(np.float64)[own] == self._share * staleness**-self._power).all(), (
+                                "a wrong scale"
+                            )
                 elif head[0] == Kind.FINAL:
                     assert not training, "FINAL before all have flushed"
                     assert to in flushed
@@ -313,6 +315,10 @@ class Model:
     @property
     def _collect(self) -> int:
         return self.rule.get("collect", 1)
+
+    @property
+    def _share(self) -> float:
+        return self.rule.get("share", 1.0)
 
     @property
     def _power(self) -> float:

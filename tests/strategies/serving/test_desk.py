@@ -271,3 +271,24 @@ def test_traffic_leaves_out_what_a_rank_says_to_itself():
     talk(1, Kind.PUSH, 0, 0)
     assert talk.desk.traffic(0) == (24, 12)
     assert talk.desk.traffic(9) == (0, 0)
+
+
+def test_traffic_is_known_after_the_session_is_over():
+    """Worker 0 ends a session for all; another worker may not yet have asked its own server."""
+    talk = Talk(rank=1)
+    talk.open(Plan(2, 3))
+    talk.push(0, [1, 2, 3])
+    talk(0, Kind.CLOSE)
+    assert talk.desk.traffic(0) == (12, 12)
+    talk.open(Plan(2, 3))
+    assert talk.desk.traffic(0) == (0, 0)
+
+
+def test_a_session_that_begins_later_does_not_wait_for_those_who_left():
+    talk = Talk(workers=3)
+    talk(2, Kind.BYE)
+    talk.open(Plan(3, 1, bound=0))
+    assert talk.push(0, [1]) == []
+    assert [to for to, *_ in talk.push(1, [1])] == [0, 1]
+    assert talk(0, Kind.FLUSH) == []
+    assert [to for to, *_ in talk(1, Kind.FLUSH)] == [0, 1]

@@ -44,24 +44,33 @@ def test_an_update_of_staleness_s_counts_one_by_s_to_the_power(power):
         assert server.weights[0] - before == pytest.approx(8.0 / age**power)
 
 
-def test_collecting_applies_the_mean_of_so_many_updates_from_any_workers():
-    server = shard(workers=4, collect=3)
+@pytest.mark.parametrize("share", [1.0, 0.25])
+def test_an_update_counts_its_share(share):
+    server = shard(share=share, power=1.0)
+    server.push(0, 0, adds(8.0))
+    assert server.weights[0] == 8 * share
+    server.push(1, 0, adds(4.0))
+    assert server.weights[0] == 8 * share + 2 * share
+
+
+def test_collecting_waits_for_so_many_updates_from_any_workers():
+    server = shard(workers=4, collect=3, share=0.5)
     for value in (1.0, 2.0):
         assert names(server.push(0, 0, adds(value))) == [0]
         assert server.weights[0] == server.version == server.applied == 0
     server.push(3, 0, adds(6.0))
-    assert (server.weights[0], server.version, server.applied) == (3.0, 1, 3)
+    assert (server.weights[0], server.version, server.applied) == (4.5, 1, 3)
 
 
-def test_the_mean_is_of_accepted_updates_only():
+def test_refused_updates_are_collected_and_add_nothing():
     server = shard(workers=4, collect=3)
     server.push(0, 0, adds(2.0))
     server.push(1, 0, None)
     server.push(2, 0, adds(4.0))
-    assert (server.weights[0], server.version, server.updates, server.refused) == (3.0, 1, 2, 1)
+    assert (server.weights[0], server.version, server.updates, server.refused) == (6.0, 1, 2, 1)
 
 
-def test_one_accepted_among_refused_counts_in_full():
+def test_one_accepted_among_refused_counts_as_ever():
     server = shard(workers=2, collect=2)
     server.push(0, 0, None)
     server.push(1, 0, adds(4.0))
@@ -78,14 +87,14 @@ def test_where_all_are_refused_the_version_stays():
     assert server.version == 0
 
 
-def test_the_mean_scales_each_update_by_its_own_staleness():
+def test_each_collected_update_is_scaled_by_its_own_staleness():
     server = shard(workers=2, collect=2, power=1.0)
     for version in (0, 1):
         for worker in (0, 1):
             server.push(worker, version, adds(0.0))
     server.push(0, 0, adds(12.0))  # of staleness 3
     server.push(1, 1, adds(2.0))  # of staleness 2
-    assert server.weights[0] == (4.0 + 1.0) / 2
+    assert server.weights[0] == 4.0 + 1.0
 
 
 def test_the_order_in_which_collected_updates_came_makes_no_difference():

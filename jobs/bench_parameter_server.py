@@ -1,0 +1,188 @@
+"""How many servers does a parameter server need? Steps a second on a slow network, for several numbers of servers.
+
+    python jobs/bench_parameter_server.py                       four hosts at 100mbit, of which 1, 2 and 4 serve too
+    python jobs/bench_parameter_server.py --dedicated           four workers, and hosts of their own for the servers
+    python jobs/bench_parameter_server.py --json servers.json   and keep the figures
+
+Emulated hosts (`hvdx lab`) train a dense network of 1.86 million parameters on Fashion-MNIST, 64 pictures a step on
+each, SGD with momentum, asynchronously. No worker gets more than 4 steps ahead: one whose server is in its own process
+needs no link, and would take nearly all the steps. How busy a link was: the bits that its interface counted while the
+steps were timed, in the fuller direction, over what it can carry; of the busiest server, and of the workers on average.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+_BATCH = 64
+# Steps that are not counted: tracing, compiling, opening connections.
+_WARM = 3
+_COUNTERS = Path("/sys/class/net/eth0/statistics")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the comparison, or with --worker one rank of one run; see `--help`."""
+    options = arguments(argv)
+    return worker(options) if options.worker else compare(options)
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=4, metavar="N", help="default: 4")
+    parser.add_argument("--servers", default="1,2,4", help="numbers of servers (default: 1,2,4)")
+    parser.add_argument("--dedicated", action="store_true", help="servers on hosts of their own")
+    parser.add_argument("--bandwidth", default="100mbit", help="of each link (default: 100mbit)")
+    parser.add_argument("--codec", default="none", help="of the updates (default: none)")
+    parser.add_argument("--steps", type=int, default=20, help="steps that each worker is timed for (default: 20)")
+    parser.add_argument("--hidden", type=int, default=1024, help="units in each of two hidden layers (default: 1024)")
+    parser.add_argument("--json", metavar="FILE", help="write all figures")
+    parser.add_argument("--worker", metavar="STRATEGY", help=argparse.SUPPRESS)
+    parser.add_argument("--out", help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Time every number of servers, and print the table."""
+    rows: list[dict[str, Any]] = []
+    for servers in map(int, options.servers.split(",")):
+        rows.append({"servers": servers} | launch(servers, options))
+        print(f"{servers} server(s): {rows[-1]['steps_per_second']:.2f} steps/s", file=sys.stderr, flush=True)
+    show(rows, options)
+    if options.json:
+        command = f"python jobs/bench_parameter_server.py {' '.join(sys.argv[1:])}".strip()
+        kept = {"command": command, "cores": os.cpu_count(), "rows": rows}
+        Path(options.json).write_text(json.dumps(kept, indent=1) + "\n")
+    return 0
+
+
+def launch(servers: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Train on emulated hosts, and read what the workers wrote."""
+    from hvdx.jobs.bench_network import bits, figures_of
+
+    where = str(servers) if options.dedicated else f"colocated:{servers}"
+    hosts = options.workers + (servers if options.dedicated else 0)
+    with tempfile.TemporaryDirectory() as folder:
+        out, links = Path(folder) / "0.json", Path(folder) / "links.json"
+        command = [
+            *(sys.executable, "-m", "hvdx", "lab", "-n", str(hosts), "--bandwidth", options.bandwidth),
+            *("--json", str(links), "--", sys.executable, __file__, "--out", folder),
+            *("--worker", f"parameter_server:servers={where},codec={options.codec},staleness=bound"),
+            *("--steps", str(options.steps), "--hidden", str(options.hidden)),
+        ]
+        first = figures_of("bench_parameter_server", command, out)
+        ranks = [first] + [json.loads((Path(folder) / f"{r}.json").read_text()) for r in range(1, options.workers)]
+        counted = json.loads(links.read_text())
+    rate = bits(options.bandwidth)
+    busy = [8 * max(r["sent"], r["received"]) / r["seconds"] / rate for r in ranks]
+    whole = [8 * max(link["sent"], link["received"]) / counted["seconds"] / rate for link in counted["links"]]
+    return {
+        "steps_per_second": sum(r["steps"] / r["seconds"] for r in ranks),
+        "busiest": max(busy[:servers]) if not options.dedicated else None,
+        "workers_busy": sum(busy) / len(busy),
+        "reported_of_link": ranks[-1]["reported"] / ranks[-1]["sent"] if ranks[-1]["sent"] else None,
+        "mean_staleness": ranks[0]["staleness"],
+        "whole_run": whole,
+        "ranks": ranks,
+        "links": counted["links"],
+    }
+
+
+def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    """Print the table."""
+    from hvdx.report.table import render
+
+    cells = [
+        [
+            str(row["servers"]),
+            f"{row['steps_per_second']:.2f}",
+            f"{row['steps_per_second'] / rows[0]['steps_per_second']:.2f}",
+            server_link(row, options),
+            f"{100 * row['workers_busy']:.0f} %",
+            f"{row['mean_staleness']:.2f}",
+        ]
+        for row in rows
+    ]
+    where = "on hosts of their own" if options.dedicated else "on the workers' hosts"
+    print(f"\n{options.workers} workers, {options.bandwidth} a link, servers {where}")
+    header = ["servers", "steps/s", f"/ {rows[0]['servers']}", "busiest server's link", "workers' links", "staleness"]
+    print(render(cells, header=header))
+    if options.dedicated:
+        print("*: over the whole run, start and end included: nothing runs on those hosts that could read a clock")
+
+
+def server_link(row: dict[str, Any], options: argparse.Namespace) -> str:
+    """How busy the busiest server's link was."""
+    if row["busiest"] is not None:
+        return f"{100 * row['busiest']:.0f} %"
+    return f"{100 * max(row['whole_run'][options.workers :]):.0f} %*"
+
+
+# -- one rank ---------------------------------------------------------------------------------------------------------
+
+
+def worker(options: argparse.Namespace) -> int:
+    """Train, and write what the interface of this rank carried meanwhile."""
+    import hvdx
+
+    hvdx.init(strategy=options.worker)
+    import keras
+
+    from hvdx.jobs.data import load
+    from hvdx.jobs.fashion_mnist import build
+
+    data = load("fashion-mnist")
+    keras.utils.set_random_seed(0)
+    model = build(data, "mlp", options.hidden, "sgd", None)
+    train = hvdx.shard((data.train_x, data.train_y), _BATCH).repeat()
+    distribute, watch = hvdx.keras.Distribute(), make_watch()
+    watch.reported = lambda: distribute.cost().sent
+    model.fit(
+        train,
+        steps_per_epoch=options.steps + _WARM,
+        shuffle=False,
+        verbose=0,
+        callbacks=[distribute, watch],
+    )
+    cost = distribute.cost()
+    figures = watch.figures | {"staleness": cost.staleness.mean, "servers": cost.servers}
+    (Path(options.out) / f"{hvdx.rank()}.json").write_text(json.dumps(figures))
+    return 0
+
+
+def make_watch() -> Any:
+    """A callback that counts steps, seconds and bytes, from the first steps to the last."""
+    import keras
+
+    class Watch(keras.callbacks.Callback):
+        def __init__(self) -> None:
+            super().__init__()
+            self.figures: dict[str, float] = {}
+            self.reported: Any = None
+            self._begin: list[float] = []
+
+        def now(self) -> list[float]:
+            sent, received = (int((_COUNTERS / f"{way}_bytes").read_text()) for way in ("tx", "rx"))
+            return [time.perf_counter(), sent, received, self.reported()]
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch + 1 == _WARM:
+                self._begin = self.now()
+            elif batch + 1 > _WARM:
+                # Of the last step of this worker, whichever that is.
+                differences = [b - a for a, b in zip(self._begin, self.now(), strict=True)]
+                self.figures = dict(zip(("seconds", "sent", "received", "reported"), differences, strict=True))
+                self.figures["steps"] = batch + 1 - _WARM
+
+    return Watch()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
