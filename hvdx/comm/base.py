@@ -138,8 +138,12 @@ class Postbox(abc.ABC):
         """The next letter that has come as a whole; None if there is none. Does not wait."""
 
     @abc.abstractmethod
+    def leaving(self) -> int:
+        """How many messages, heads and bodies, are still on their way out."""
+
     def left(self) -> bool:
         """Whether all that was sent may be changed again."""
+        return not self.leaving()
 
     @property
     @abc.abstractmethod

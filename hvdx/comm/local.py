@@ -193,6 +193,6 @@ class VirtualPostbox(Postbox):
                 target[:] = letter.body
         return letter
 
-    def left(self) -> bool:
-        """See `Postbox.left`."""
-        return True
+    def leaving(self) -> int:
+        """See `Postbox.leaving`."""
+        return 0

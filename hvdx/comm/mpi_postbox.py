@@ -44,15 +44,15 @@ class MpiPostbox(Postbox):
         for piece in () if body is None else _pieces(body):
             self._leaving.append((self._comm.Isend([piece, self._mpi.BYTE], to, 2 * box + 1), piece))
 
-    def left(self) -> bool:
-        """See `Postbox.left`."""
+    def leaving(self) -> int:
+        """See `Postbox.leaving`."""
         self._leaving = [(request, what) for request, what in self._leaving if not request.Test()]
-        return not self._leaving
+        return len(self._leaving)
 
     def fetch(self) -> Letter | None:
         """See `Postbox.fetch`."""
         if self._leaving:
-            self.left()
+            self.leaving()
         self._take_heads()
         for sender, waiting in self._arriving.items():
             if waiting:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from hvdx.errors import ConfigError
 
@@ -87,7 +88,11 @@ def prolong_epochs(callback: Any, steps: int) -> None:
     iterator: Any = None if frame is None else frame.f_locals.get("epoch_iterator")
     dataset: Any = getattr(iterator, "_distributed_dataset", None)
     if hasattr(dataset, "repeat"):
-        iterator._distributed_dataset, iterator._num_batches = dataset.repeat(), None
+        # What TensorFlow prefetches by itself would begin the next pass, and draw its order, before this one is over.
+        options = tf.data.Options()
+        options.experimental_optimization.inject_prefetch = False
+        repeated = dataset.prefetch(tf.data.AUTOTUNE).repeat().with_options(options)
+        iterator._distributed_dataset, iterator._num_batches = repeated, None
         iterator.steps_per_epoch = steps
 
 

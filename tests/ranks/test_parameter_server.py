@@ -23,6 +23,7 @@ from tests.ranks.models import BATCH, CLASSES, FEATURES
 
 # Batches of a rank in an epoch.
 STEPS = 6
+COUNTED = np.arange(1.0, FEATURES + 1)
 
 OPTIMIZERS = {
     "sgd": lambda: keras.optimizers.SGD(0.1),
@@ -91,6 +92,19 @@ def fit(model, strategy, given=None, epochs=1, callbacks=(), batch=BATCH, **opti
     return callback, history.history, count
 
 
+def alone(model, steps=STEPS, epochs=1):
+    """Train in this process with the batches of all ranks together, as AllReduce does; the losses."""
+    shares = [data(steps, rank) for rank in range(hvdx.size())]
+    x, y = (
+        np.concatenate([share[i].reshape(steps, BATCH, -1) for share in shares], axis=1).reshape(
+            steps * BATCH * hvdx.size(), *shares[0][i].shape[1:]
+        )
+        for i in (0, 1)
+    )
+    batch = BATCH * hvdx.size()
+    return model.fit(x, y, batch_size=batch, epochs=epochs, verbose=0, shuffle=False).history["loss"]
+
+
 def everyone(value):
     return world.start().all_gather_object(value, "test")
 
@@ -123,9 +137,9 @@ def all_steps(count, epoch=0):
 def test_with_bound_0_and_all_updates_collected_it_is_all_reduce(name, servers):
     served, reduced = network(OPTIMIZERS[name]()), network(OPTIMIZERS[name]())
     _, history, count = fit(served, synchronous(servers), epochs=2)
-    _, expected, _ = fit(reduced, hvdx.AllReduce(), epochs=2)
+    expected = alone(reduced, epochs=2)
     models.assert_close(served, reduced, 1e-5)
-    np.testing.assert_allclose(history["loss"], expected["loss"], rtol=1e-5)
+    np.testing.assert_allclose(history["loss"], expected, rtol=1e-5)
     assert count.apart == [{}, {}]
     assert count.steps == [STEPS, STEPS]
     assert not [a for a in vars(served.optimizer) if a in ("_clip_gradients", "_backend_update_step")]
@@ -135,18 +149,18 @@ def test_two_fits_in_a_row_go_on_with_their_momenta_as_all_reduce_does():
     served, reduced = network(OPTIMIZERS["momentum"]()), network(OPTIMIZERS["momentum"]())
     for _ in range(2):
         fit(served, synchronous())
-        fit(reduced, hvdx.AllReduce())
+        alone(reduced)
     models.assert_close(served, reduced, 1e-5)
 
 
 def test_float64_weights_keep_their_precision():
     keras.config.set_dtype_policy("float64")
-    served, reduced = network(OPTIMIZERS["momentum"]()), network(OPTIMIZERS["momentum"]())
-    fit(served, synchronous("colocated"))
-    fit(reduced, hvdx.AllReduce())
-    assert {w.dtype for w in served.weights} == {"float64"}
-    models.assert_close(served, reduced, 1e-12)
-    alike(served.weights)
+    model, optimizer, step = constant_gradients(hvdx.ParameterServer("colocated", op="sum"), 2.0**-40)
+    model.set_weights([np.ones((FEATURES, 1))])
+    for _ in range(3):
+        step()
+    hvd.flush(optimizer)
+    np.testing.assert_array_equal(model.get_weights()[0][:, 0], 1 - 3 * hvdx.size() * 2.0**-40 * COUNTED)
 
 
 def train(model, optimizer, steps, given=None):
@@ -171,16 +185,15 @@ def in_a_loop(strategy, make=OPTIMIZERS["momentum"], seed=3):
 
 @pytest.mark.parametrize("servers", ["colocated:1", "colocated"])
 def test_own_loop_is_all_reduce_too(servers):
-    results = []
-    for strategy in (synchronous(servers), hvdx.AllReduce()):
-        model, optimizer = in_a_loop(strategy)
-        for _ in range(2):
-            train(model, optimizer, STEPS)
-            hvd.flush(optimizer)
-            hvd.flush(optimizer)
-        alike(model.weights)
-        results.append(model)
-    models.assert_close(*results, 1e-5)
+    reduced = network(OPTIMIZERS["momentum"]())
+    alone(reduced, epochs=2)
+    model, optimizer = in_a_loop(synchronous(servers))
+    for _ in range(2):
+        train(model, optimizer, STEPS)
+        hvd.flush(optimizer)
+        hvd.flush(optimizer)
+    alike(model.weights)
+    models.assert_close(model, reduced, 1e-5)
 
 
 # -- asynchronous training --------------------------------------------------------------------------------------------
@@ -188,7 +201,7 @@ def test_own_loop_is_all_reduce_too(servers):
 
 @pytest.mark.parametrize("name", ASYNCHRONOUS)
 def test_after_each_epoch_all_ranks_hold_the_same_bits_and_all_steps_were_taken(name):
-    model = network(keras.optimizers.SGD(0.3 / hvdx.size()), metrics=["accuracy"])
+    model = network(keras.optimizers.SGD(0.3), metrics=["accuracy"])
     callback, history, count = fit(model, asynchronous(name), data(16), epochs=3)
     assert count.apart == [{}] * 3
     alike(model.weights)
@@ -202,12 +215,11 @@ def test_after_each_epoch_all_ranks_hold_the_same_bits_and_all_steps_were_taken(
             assert server[2:5] == (16 * hvdx.size(), 16 * hvdx.size(), 0)
 
 
-def constant_gradients(strategy, seed=0):
-    """Each step adds the same to a weight; all numbers are small integers, so that sums are exact."""
-    keras.utils.set_random_seed(seed)
+def constant_gradients(strategy, rate=1.0):
+    """Each step takes `COUNTED` times the rate from a weight; small integers, so that sums are exact."""
     layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
     model = keras.Sequential([keras.Input((FEATURES,)), layer])
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), strategy=strategy)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(rate), strategy=strategy)
 
     @tf.function(autograph=False)
     def step(x):
@@ -215,12 +227,12 @@ def constant_gradients(strategy, seed=0):
             loss = tf.reduce_sum(model(x))
         optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
 
-    return model, optimizer, lambda: step(tf.reshape(tf.range(1.0, FEATURES + 1), (1, FEATURES)))
+    return model, optimizer, lambda: step(tf.constant(COUNTED[None]))
 
 
 @pytest.mark.parametrize("servers", ["colocated:1", "colocated"])
 def test_each_step_of_each_rank_counts_exactly_once(servers):
-    model, optimizer, step = constant_gradients(hvdx.ParameterServer(servers))
+    model, optimizer, step = constant_gradients(hvdx.ParameterServer(servers, op="sum"))
     random, total = np.random.default_rng(hvdx.rank()), 0
     for _ in range(3):
         mine = int(random.integers(0, 40))
@@ -229,7 +241,7 @@ def test_each_step_of_each_rank_counts_exactly_once(servers):
             time.sleep(random.exponential(5e-4))
         hvd.flush(optimizer)
         total += sum(everyone(mine))
-        np.testing.assert_array_equal(model.get_weights()[0][:, 0], -total * np.arange(1.0, FEATURES + 1))
+        np.testing.assert_array_equal(model.get_weights()[0][:, 0], -total * COUNTED)
 
 
 def test_collected_updates_count_as_their_mean():
@@ -237,7 +249,7 @@ def test_collected_updates_count_as_their_mean():
     for _ in range(7):
         step()
     hvd.flush(optimizer)
-    np.testing.assert_allclose(model.get_weights()[0][:, 0], -7 * np.arange(1.0, FEATURES + 1), rtol=1e-6)
+    np.testing.assert_allclose(model.get_weights()[0][:, 0], -7 * COUNTED, rtol=1e-6)
 
 
 def test_slow_rank_takes_fewer_steps_and_nobody_waits_for_it():
@@ -458,17 +470,17 @@ def test_nan_of_one_rank_is_refused_and_said(capfd):
     if hvdx.rank() == last and last:
         x[0] = np.nan
     model = network(OPTIMIZERS["momentum"]())
-    callback, _, count = fit(model, asynchronous(), (x, y), epochs=2)
+    callback, _, count = fit(model, asynchronous(), (x, y))
     assert is_finite([*model.weights, *slots(model.optimizer)])
-    assert count.apart == [{}, {}]
+    assert count.apart == [{}]
     if hvdx.size() == 1:
         return
     (cost,) = callback.counters.telemetry
     refused = everyone(cost.skipped)
-    assert refused[last] >= 2
+    assert refused[last] >= 1
     assert not any(refused[:last])
-    assert all(updates + refused == STEPS * hvdx.size() for _, _, updates, _, refused, *_ in cost.servers)
-    assert all(refused >= 1 for _, _, _, _, refused, *_ in cost.servers)
+    assert all(server[2] + server[4] == STEPS * hvdx.size() for server in cost.servers)
+    assert all(server[4] == refused[last] for server in cost.servers)
     assert callback.cost().full()["refused_updates"] == cost.skipped
     said = f"NaN or infinity on rank {last}; its update was refused"
     assert (said in capfd.readouterr().err) == (hvdx.rank() == last)
@@ -493,20 +505,21 @@ def test_updates_that_overflow_are_refused_though_their_gradients_are_fine(capfd
 
 @pytest.mark.parametrize("codec", ["fp16", "bf16", "threshold:0.2"])
 def test_codecs_make_updates_smaller_and_training_goes_on(codec):
-    model = network(keras.optimizers.SGD(0.3 / hvdx.size()), lambda: keras.layers.Dense(64, "tanh"))
+    model = network(keras.optimizers.SGD(0.3), lambda: keras.layers.Dense(64, "tanh"))
     callback, history, count = fit(model, asynchronous("scale", codec=codec), data(12), epochs=3)
     assert count.apart == [{}] * 3
     assert history["loss"][-1] < 0.9 * history["loss"][0]
     if hvdx.size() > 1:
         (cost,) = callback.counters.telemetry
         numbers = cost.elements * cost.steps
-        assert cost.messages == 2 * numbers if codec != "threshold:0.2" else cost.messages < 2 * numbers
+        # Four bytes an element; messages of half of that have a head.
+        assert 0 < cost.messages < (2.5 if codec != "threshold:0.2" else 1.8) * numbers
 
 
 def test_synchronous_with_half_precision_updates_is_near_all_reduce():
     served, reduced = network(OPTIMIZERS["momentum"]()), network(OPTIMIZERS["momentum"]())
     fit(served, synchronous(codec="fp16"))
-    fit(reduced, hvdx.AllReduce())
+    alone(reduced)
     models.assert_close(served, reduced, 2e-3)
 
 
@@ -574,6 +587,10 @@ def test_telemetry_is_in_the_logs_and_adds_up():
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
+def everything(model):
+    return [*model.weights, *model.optimizer.variables]
+
+
 @pytest.fixture
 def folder(tmp_path):
     """One folder for all ranks."""
@@ -599,11 +616,7 @@ def test_synchronous_training_resumes_to_the_bit(folder, codec):
     _, later, _ = saved_fit(resumed, strategy, folder, 3, look)
     assert look.epoch == 2
     assert later["loss"] == history["loss"][2:]
-    for a, b in zip(
-        (*resumed.weights, *resumed.optimizer.variables),
-        (*straight.weights, *straight.optimizer.variables),
-        strict=True,
-    ):
+    for a, b in zip(everything(resumed), everything(straight), strict=True):
         np.testing.assert_array_equal(a.numpy(), b.numpy(), err_msg=a.path)
     np.testing.assert_array_equal(look.after, looked.after)
     if hvdx.size() > 1:
@@ -624,7 +637,7 @@ def test_another_number_of_ranks_deals_out_what_was_not_sent(folder, ranks):
         names = sorted(n for n in files[0] if n.startswith("strategy.0.") and n.endswith(".residual"))
         expected = sum(np.concatenate([f[n].astype("float64") for n in names]) for f in files)
         assert np.abs(expected).max() > 0
-        np.testing.assert_allclose(sum(everyone(look.before)), expected, rtol=1e-5, atol=1e-9)
+        np.testing.assert_allclose(sum(everyone(look.before)), expected, rtol=1e-5, atol=1e-6)
 
 
 def of_other_ranks(path, ranks):
@@ -691,8 +704,7 @@ def test_workers_with_different_models_are_told():
     units = 4 + (hvdx.rank() == hvdx.size() - 1)
     with pytest.raises(ReplicaError, match="the models differ"):
         fit(network(OPTIMIZERS["sgd"](), lambda: keras.layers.Dense(units)), asynchronous())
-    model, optimizer = (network(OPTIMIZERS["sgd"](), lambda: keras.layers.Dense(units)) for _ in range(1)), None
-    (model,) = model
+    model = network(OPTIMIZERS["sgd"](), lambda: keras.layers.Dense(units))
     optimizer = hvd.DistributedOptimizer(model.optimizer, strategy=asynchronous())
     with pytest.raises(ReplicaError, match="exchange different variables"):
         train(model, optimizer, 1)
@@ -719,6 +731,6 @@ def test_fit_that_an_exception_ended_leaves_nothing_behind():
     served.set_weights(reduced.get_weights())
     models.compiled(served, served.optimizer)
     _, _, count = fit(served, synchronous())
-    fit(reduced, hvdx.AllReduce())
+    alone(reduced)
     models.assert_close(served, reduced, 1e-5)
     assert all_steps(count) == STEPS * hvdx.size()

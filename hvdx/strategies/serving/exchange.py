@@ -130,6 +130,8 @@ class ServerExchange(Exchange):
         Raises:
             ExchangeError: worker 0, or a server, did not come within the time limit.
         """
+        if self.is_open:
+            self._close()  # left by an exception
         first = self._next_session
         self._next_session += len(self._parts)
         for session, part in enumerate(self._parts, first):

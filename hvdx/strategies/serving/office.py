@@ -25,8 +25,13 @@ if TYPE_CHECKING:
 #: A letter to a server: its rank, head and body.
 Call = tuple[int, list[int], np.ndarray | None]
 
+# Bodies on their way at once: with one alone, every letter would wait for the next one's handshake.
+_WINDOW = 3
 # Between two looks for letters while a part of one is on its way, and while nothing is.
 _BUSY_SLEEP, _IDLE_SLEEP = 1e-4, 1e-3
+# After so long without a letter a server looks for one this rarely: where it is a thread, each look interrupts what the
+# worker does in Python, and tracing a model beside a server took many times as long.
+_NAP_AFTER, _NAP = 0.5, 0.02
 # Between two looks at who has been waiting for long.
 _NEWS_EVERY = 1.0
 # Seconds after which a worker says for whom it waits.
@@ -43,14 +48,17 @@ def serve(postbox: Postbox, desk: Desk, stop: threading.Event | None = None) -> 
         desk: knows the answers.
         stop: ends it before.
     """
-    patience, next_news = Patience(), 0.0
+    patience, next_news, last = Patience(), 0.0, time.monotonic()
     while (desk.present or not postbox.left()) and not (stop is not None and stop.is_set()):
         letter = postbox.fetch()
         if letter is None:
+            if time.monotonic() - last > _NAP_AFTER and not postbox.coming:
+                time.sleep(_NAP)
             patience.sleep(_BUSY_SLEEP if postbox.coming else _IDLE_SLEEP)
             letters = []
         else:
             patience.renew()
+            last = time.monotonic()
             letters = desk.handle(letter)
         if time.monotonic() > next_news:
             letters = [*letters, *desk.news()]
@@ -105,7 +113,7 @@ class Office:
     def call(self, letters: Sequence[Call], kind: Kind) -> dict[int, Letter]:
         """Send letters, each of another session, and wait until all are answered.
 
-        They leave one after the other, so that the first is answered while the others are on their way.
+        They leave a few at a time, so that the first are answered while the others are on their way.
 
         Args:
             letters: to which server, head and body; the body must not change until it is answered.
@@ -149,7 +157,7 @@ class Office:
         answers: dict[int, Letter] = {}
         begin, limit, patience, warned = time.monotonic(), time_limit(), Patience(), False
         while len(answers) < len(servers):
-            while to_send and self._box.left():
+            while to_send and self._box.leaving() < _WINDOW:
                 self.send(*to_send.popleft())
             letter = self._box.fetch()
             if letter is None:

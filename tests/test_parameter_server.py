@@ -1,0 +1,290 @@
+"""The parameter server in processes of its own: servers that are ranks, and what happens when ranks fail."""
+
+import re
+import time
+
+import pytest
+
+from tests.launch import run
+
+# From the failure to the end of the job; the start of TensorFlow comes on top.
+START, END = 60, 20
+
+MODEL = """
+import os, signal, sys, time
+import numpy as np, keras, tensorflow as tf
+import hvdx, hvdx.keras as hvd
+keras.utils.set_random_seed(0)
+def network():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    return model
+x, y = np.ones((64, 3), "float32"), np.ones((64, 1), "float32")
+def ready():
+    print("READY", time.time(), flush=True)
+def train(callback, *others, epochs=2):
+    model = network()
+    options = dict(batch_size=4, epochs=epochs, verbose=0, shuffle=False, callbacks=[callback, *others])
+    history = model.fit(x, y, **options)
+    return model, history.history
+class Hook(keras.callbacks.Callback):
+    def __init__(self, batch, do):
+        super().__init__()
+        self.batch, self.do = batch, do
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == self.batch:
+            self.do()
+"""
+
+# The ways to say before anything else that the last rank serves.
+DEDICATED = {
+    "environment": ("hvdx.init(); callback = hvd.Distribute()", {"HVDX_STRATEGY": "parameter_server:servers=1"}),
+    "init": ("hvdx.init(strategy=hvdx.ParameterServer(1)); callback = hvd.Distribute()", {}),
+    "callback": ("callback = hvd.Distribute(hvdx.ParameterServer(1))", {}),
+}
+
+
+def launched(ranks, code, env=None, timeout=START + END):
+    return run(ranks, ["-c", MODEL + code], timeout=timeout, env=env)
+
+
+def fails(ranks, code, *named, env=None):
+    """Run a snippet that has to fail, soon after it says READY, with every text in `named`."""
+    done = launched(ranks, code, env)
+    ended = time.time()
+    assert done.code not in (None, 0), done
+    for text in named:
+        assert text in done.out, f"{text!r} is not in\n{done}"
+    began = [float(line.split()[1]) for line in done.out.splitlines() if line.startswith("READY")]
+    if "ready()" in code:
+        assert began, done
+        assert ended - max(began) < END, done
+    return done
+
+
+# -- servers that are ranks -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", DEDICATED)
+def test_dedicated_server_is_no_worker_and_ends_in_silence(way):
+    begin, env = DEDICATED[way]
+    code = f"""
+{begin}
+model, history = train(callback)
+steps = callback.counters.exchanges
+print("WORKER", hvdx.rank(), hvdx.size(), steps, float(sum(np.abs(w).sum() for w in model.get_weights())), flush=True)
+"""
+    done = launched(3, code, env)
+    assert done.code == 0, done
+    said = [line.split()[1:] for line in done.out.splitlines() if line.startswith("WORKER")]
+    assert sorted(rank for rank, *_ in said) == ["0", "1"], done
+    assert {size for _, size, *_ in said} == {"2"}
+    assert sum(int(steps) for _, _, steps, _ in said) == 2 * 2 * 16
+    assert len({weights for *_, weights in said}) == 1
+    others = [line for line in done.out.splitlines() if line.strip() and not line.startswith(("WORKER", "I0000"))]
+    assert not [line for line in others if "hvdx" in line or "Error" in line or "Traceback" in line], done
+
+
+def test_two_servers_hold_a_half_each_and_workers_can_still_call_collectives():
+    code = """
+hvdx.init(strategy="parameter_server:servers=2,staleness=bound,bound=0,collect=2")
+served, history = train(hvd.Distribute())
+cost = hvd.Distribute
+total = float(hvd.allreduce(float(hvdx.rank() + 1), op=hvd.Sum))
+gathered = hvd.allgather(tf.constant([hvdx.rank()])).numpy().tolist()
+sent = hvd.broadcast_object({"from": hvdx.rank()}, 1)
+reduced, expected = train(hvd.Distribute(hvdx.AllReduce()))
+far = max(np.abs(a - b).max() for a, b in zip(served.get_weights(), reduced.get_weights()))
+losses = max(abs(a - b) for a, b in zip(history["loss"], expected["loss"]))
+print("WORKER", hvdx.rank(), total, gathered, sent, far < 1e-6, losses < 1e-6, flush=True)
+hvdx.shutdown()
+print("LEFT", flush=True)
+"""
+    done = launched(4, code)
+    assert done.code == 0, done
+    said = sorted(line for line in done.out.splitlines() if line.startswith("WORKER"))
+    assert said == [f"WORKER {rank} 3.0 [0, 1] {{'from': 1}} True True" for rank in range(2)], done
+    assert done.out.count("LEFT") == 2, done
+
+
+def test_more_servers_than_there_are_ranks_for_are_refused():
+    begin = time.time()
+    done = launched(2, "hvdx.init(strategy='parameter_server:servers=2')")
+    assert done.code not in (None, 0), done
+    assert time.time() - begin < START
+    assert "LaunchError: 2 servers and 2 ranks: expected at least one rank more than servers" in done.out
+    assert "servers='colocated'" in done.out
+    assert done.out.count("hvdx: LaunchError") == 1, "every rank says the same; one may speak"
+
+
+@pytest.mark.parametrize("first", ["hvdx.init()", "hvdx.shard((x, y), 4)"])
+def test_servers_that_are_asked_for_too_late_are_refused_with_the_remedies(first):
+    code = f"{first}\ntrain(hvd.Distribute(hvdx.ParameterServer(1)))"
+    done = fails(3, code, "ConfigError", "hvdx.init(strategy)", "HVDX_STRATEGY=parameter_server:servers=1", "colocated")
+    assert done.out.count("hvdx: ConfigError") == 1, "every rank says the same; one may speak"
+
+
+# -- ranks that fail --------------------------------------------------------------------------------------------------
+
+
+def test_worker_that_is_killed_ends_the_job():
+    code = """
+hvdx.init(strategy="parameter_server:servers=1")
+def kill():
+    if hvdx.rank() == 1:
+        ready()
+        os.kill(os.getpid(), signal.SIGKILL)
+train(hvd.Distribute(), Hook(3, kill), epochs=10000)
+"""
+    fails(3, code)
+
+
+def test_server_that_is_killed_ends_the_job():
+    code = """
+import threading
+from mpi4py import MPI
+def kill():
+    while not os.path.exists(f"/proc/{os.getppid()}") or not hvd.is_initialized():
+        time.sleep(0.1)
+if MPI.COMM_WORLD.Get_rank() == 2:
+    threading.Timer(12, lambda: (ready(), os.kill(os.getpid(), signal.SIGKILL))).start()
+hvdx.init(strategy="parameter_server:servers=1")
+train(hvd.Distribute(), epochs=10000)
+"""
+    fails(3, code)
+
+
+@pytest.mark.parametrize("servers", ["1", "colocated"])
+def test_exception_of_a_worker_in_mid_epoch_ends_the_job_with_its_own_words(servers):
+    code = f"""
+hvdx.init(strategy="parameter_server:servers={servers}")
+def break_down():
+    if hvdx.rank() == hvdx.size() - 1:
+        ready()
+        raise ValueError("the disk is gone")
+train(hvd.Distribute(), Hook(3, break_down), epochs=10000)
+"""
+    fails(3, code, "ValueError: the disk is gone", "ending the job on all ranks")
+
+
+@pytest.mark.parametrize(("servers", "rank"), [("1", 1), ("1", 0), ("colocated", 1)])
+def test_worker_that_hangs_is_named(servers, rank):
+    code = f"""
+hvdx.init(strategy="parameter_server:servers={servers}")
+def hang():
+    if hvdx.rank() == {rank}:
+        ready()
+        time.sleep(100)
+train(hvd.Distribute(), Hook(3, hang))
+"""
+    ranks = 3 if servers == "1" else 2
+    fails(ranks, code, "ExchangeError", f"the servers wait for worker {rank}", env={"HVDX_TIMEOUT": "5"})
+
+
+def test_worker_that_hangs_before_its_first_step_is_named():
+    code = """
+hvdx.init(strategy="parameter_server:servers=colocated")
+class Hang(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 1 and hvdx.rank() == 0:
+            ready()
+            time.sleep(100)
+train(hvd.Distribute(), Hang())
+"""
+    fails(2, code, "ExchangeError", "wait for worker 0", env={"HVDX_TIMEOUT": "5"})
+
+
+LOOP = """
+optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01))
+model = network()
+def step():
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean((model(x) - y) ** 2)
+    optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+"""
+
+
+@pytest.mark.parametrize("servers", ["1", "colocated:1", "colocated"])
+def test_worker_that_ends_early_does_not_leave_the_others_waiting(servers):
+    """It says good-bye, and what the others have is flushed without it."""
+    code = f"""
+hvdx.init(strategy="parameter_server:servers={servers}")
+{LOOP}
+for _ in range(3):
+    step()
+if hvdx.rank() == 1:
+    print("GONE", flush=True)
+    sys.exit(0)
+for _ in range(20):
+    step()
+hvd.flush(optimizer)
+print("DONE", np.isfinite(model.get_weights()[0]).all(), flush=True)
+"""
+    ranks = 3 if servers == "1" else 2
+    begin = time.time()
+    done = launched(ranks, code, env={"HVDX_TIMEOUT": "15"})
+    assert done.code == 0, done
+    assert time.time() - begin < START
+    assert "GONE" in done.out
+    assert "DONE True" in done.out, done
+
+
+def test_first_worker_that_ends_early_does_not_leave_the_others_waiting_for_longer_than_they_may():
+    code = f"""
+hvdx.init(strategy="parameter_server:servers=1")
+{LOOP}
+step()
+if hvdx.rank() == 0:
+    sys.exit(0)
+step()
+hvd.flush(optimizer)
+ready()
+step()
+"""
+    fails(3, code, "ExchangeError", "wait for worker 0", env={"HVDX_TIMEOUT": "5"})
+
+
+# -- each update counts once ------------------------------------------------------------------------------------------
+
+STRESS = """
+import sys, time
+import numpy as np
+import hvdx
+from hvdx.strategies import TensorSpec, join, resolve
+strategy = resolve(sys.argv[1])
+comm = join(strategy)
+random, elements = np.random.default_rng(comm.rank), 5000
+exchange = strategy.open(comm, [TensorSpec("a", (70, 50), 4), TensorSpec("b", (elements - 3500,), 4)])
+weights, expected = [np.zeros((70, 50), np.float32), np.zeros(elements - 3500, np.float32)], np.zeros(elements)
+taken = 0
+for session in range(4):
+    exchange.begin(weights)
+    for _ in range(int(random.integers(100, 500))):
+        at, by = random.integers(elements, size=20), random.integers(-3, 4, size=20)
+        flat = np.zeros(elements, np.float32)
+        np.add.at(flat, at, by)
+        expected += flat
+        taken += 1
+        weights = exchange.step([weights[0] + flat[:3500].reshape(70, 50), weights[1] + flat[3500:]])
+        if random.random() < 0.1:
+            time.sleep(random.exponential(2e-3))
+    weights = exchange.flush()
+    total = comm.all_reduce_sum(expected, "expected")
+    assert np.array_equal(np.concatenate([w.ravel() for w in weights]), total), np.abs(total).max()
+    mine = b"".join(w.tobytes() for w in weights)
+    assert len(set(comm.all_gather_object(mine, "weights"))) == 1
+assert exchange.telemetry.steps == taken
+print("EXACT", sum(comm.all_gather_object(taken, "steps")), int(np.abs(total).sum()), flush=True)
+"""
+
+
+@pytest.mark.parametrize(("ranks", "servers"), [(4, "colocated:2"), (5, "1"), (5, "2")])
+def test_thousands_of_updates_with_random_delays_count_once_each(ranks, servers):
+    spelling = f"parameter_server:servers={servers},op=sum"
+    done = run(ranks, ["-c", STRESS, spelling], timeout=START + END)
+    assert done.code == 0, done
+    said = re.findall(r"EXACT (\d+) (\d+)", done.out)
+    assert len(said) == 4, done
+    assert len(set(said)) == 1
+    assert int(said[0][0]) > 2000
+    assert int(said[0][1]) > 0
