@@ -14,8 +14,8 @@ MODEL = """
 import os, signal, sys, time
 import numpy as np, keras, tensorflow as tf
 import hvdx, hvdx.keras as hvd
-keras.utils.set_random_seed(0)
 def network():
+    keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.01), "mse")
     return model
@@ -88,16 +88,18 @@ print("WORKER", hvdx.rank(), hvdx.size(), steps, float(sum(np.abs(w).sum() for w
 def test_two_servers_hold_a_half_each_and_workers_can_still_call_collectives():
     code = """
 hvdx.init(strategy="parameter_server:servers=2,staleness=bound,bound=0,collect=2")
+x, y = x + hvdx.rank(), y - hvdx.rank()
 served, history = train(hvd.Distribute())
-cost = hvd.Distribute
 total = float(hvd.allreduce(float(hvdx.rank() + 1), op=hvd.Sum))
 gathered = hvd.allgather(tf.constant([hvdx.rank()])).numpy().tolist()
 sent = hvd.broadcast_object({"from": hvdx.rank()}, 1)
+plain, _ = train(hvd.Distribute(hvdx.ParameterServer(2)))
 reduced, expected = train(hvd.Distribute(hvdx.AllReduce()))
-far = max(np.abs(a - b).max() for a, b in zip(served.get_weights(), reduced.get_weights()))
+def far(model):
+    return max(np.abs(a - b).max() for a, b in zip(model.get_weights(), reduced.get_weights()))
 losses = max(abs(a - b) for a, b in zip(history["loss"], expected["loss"]))
-print("WORKER", hvdx.rank(), total, gathered, sent, far < 1e-6, losses < 1e-6, flush=True)
-hvdx.shutdown()
+print("WORKER", hvdx.rank(), total, gathered, sent, far(served) < 1e-6 < far(plain), losses < 1e-5, flush=True)
+hvd.shutdown()
 print("LEFT", flush=True)
 """
     done = launched(4, code)
@@ -117,9 +119,8 @@ def test_more_servers_than_there_are_ranks_for_are_refused():
     assert done.out.count("hvdx: LaunchError") == 1, "every rank says the same; one may speak"
 
 
-@pytest.mark.parametrize("first", ["hvdx.init()", "hvdx.shard((x, y), 4)"])
-def test_servers_that_are_asked_for_too_late_are_refused_with_the_remedies(first):
-    code = f"{first}\ntrain(hvd.Distribute(hvdx.ParameterServer(1)))"
+def test_servers_that_are_asked_for_too_late_are_refused_with_the_remedies():
+    code = "hvdx.shard((x, y), 4)\ntrain(hvd.Distribute(hvdx.ParameterServer(1)))"
     done = fails(3, code, "ConfigError", "hvdx.init(strategy)", "HVDX_STRATEGY=parameter_server:servers=1", "colocated")
     assert done.out.count("hvdx: ConfigError") == 1, "every rank says the same; one may speak"
 
@@ -141,23 +142,21 @@ train(hvd.Distribute(), Hook(3, kill), epochs=10000)
 
 def test_server_that_is_killed_ends_the_job():
     code = """
-import threading
 from mpi4py import MPI
-def kill():
-    while not os.path.exists(f"/proc/{os.getppid()}") or not hvd.is_initialized():
-        time.sleep(0.1)
-if MPI.COMM_WORLD.Get_rank() == 2:
-    threading.Timer(12, lambda: (ready(), os.kill(os.getpid(), signal.SIGKILL))).start()
+processes = MPI.COMM_WORLD.allgather(os.getpid())
 hvdx.init(strategy="parameter_server:servers=1")
-train(hvd.Distribute(), epochs=10000)
+def kill():
+    if hvdx.rank() == 0:
+        ready()
+        os.kill(processes[2], signal.SIGKILL)
+train(hvd.Distribute(), Hook(3, kill), epochs=10000)
 """
     fails(3, code)
 
 
-@pytest.mark.parametrize("servers", ["1", "colocated"])
 def test_exception_of_a_worker_in_mid_epoch_ends_the_job_with_its_own_words(servers):
-    code = f"""
-hvdx.init(strategy="parameter_server:servers={servers}")
+    code = """
+hvdx.init(strategy="parameter_server:servers=1")
 def break_down():
     if hvdx.rank() == hvdx.size() - 1:
         ready()
@@ -167,7 +166,7 @@ train(hvd.Distribute(), Hook(3, break_down), epochs=10000)
     fails(3, code, "ValueError: the disk is gone", "ending the job on all ranks")
 
 
-@pytest.mark.parametrize(("servers", "rank"), [("1", 1), ("1", 0), ("colocated", 1)])
+@pytest.mark.parametrize(("servers", "rank"), [("1", 1), ("colocated", 1)])
 def test_worker_that_hangs_is_named(servers, rank):
     code = f"""
 hvdx.init(strategy="parameter_server:servers={servers}")
@@ -204,7 +203,7 @@ def step():
 """
 
 
-@pytest.mark.parametrize("servers", ["1", "colocated:1", "colocated"])
+@pytest.mark.parametrize("servers", ["1", "colocated"])
 def test_worker_that_ends_early_does_not_leave_the_others_waiting(servers):
     """It says good-bye, and what the others have is flushed without it."""
     code = f"""
@@ -274,17 +273,49 @@ for session in range(4):
     mine = b"".join(w.tobytes() for w in weights)
     assert len(set(comm.all_gather_object(mine, "weights"))) == 1
 assert exchange.telemetry.steps == taken
-print("EXACT", sum(comm.all_gather_object(taken, "steps")), int(np.abs(total).sum()), flush=True)
+steps = sum(comm.all_gather_object(taken, "steps"))
+if comm.rank == 0:
+    print("EXACT", comm.size, steps, int(np.abs(total).sum()), flush=True)
 """
 
 
-@pytest.mark.parametrize(("ranks", "servers"), [(4, "colocated:2"), (5, "1"), (5, "2")])
+@pytest.mark.parametrize(("ranks", "servers"), [(4, "colocated:2"), (5, "1"), (6, "2")])
 def test_thousands_of_updates_with_random_delays_count_once_each(ranks, servers):
     spelling = f"parameter_server:servers={servers},op=sum"
     done = run(ranks, ["-c", STRESS, spelling], timeout=START + END)
     assert done.code == 0, done
-    said = re.findall(r"EXACT (\d+) (\d+)", done.out)
-    assert len(said) == 4, done
-    assert len(set(said)) == 1
-    assert int(said[0][0]) > 2000
-    assert int(said[0][1]) > 0
+    ((workers, steps, far),) = re.findall(r"EXACT (\d+) (\d+) (\d+)", done.out)
+    assert int(workers) == 4
+    assert int(steps) > 2000
+    assert int(far) > 0
+
+
+# -- jobs in which nobody trains under the server ---------------------------------------------------------------------
+
+IDLE = {
+    "one worker": (2, "train(hvd.Distribute())"),
+    "another strategy": (3, "train(hvd.Distribute('parameter_averaging'))"),
+    "an early end": (3, "sys.exit(0)"),
+}
+
+
+@pytest.mark.parametrize("what", IDLE)
+def test_server_that_nobody_needs_ends_with_the_job(what):
+    ranks, code = IDLE[what]
+    done = launched(ranks, f"hvdx.init(strategy='parameter_server:servers=1')\n{code}")
+    assert done.code == 0, done
+
+
+def test_world_with_servers_cannot_be_joined_again():
+    code = "hvdx.init(strategy='parameter_server:servers=1'); hvd.shutdown(); ready(); hvdx.init()"
+    fails(3, code, "LaunchError", "servers='colocated'")
+
+
+def test_strategy_that_reached_some_hosts_only_is_told_by_all():
+    code = """
+if int(os.environ["OMPI_COMM_WORLD_RANK"]):
+    os.environ["HVDX_STRATEGY"] = "parameter_server:servers=1"
+ready()
+hvdx.init()
+"""
+    fails(3, code, "LaunchError", "mpirun -x HVDX_STRATEGY")

@@ -88,6 +88,7 @@ class MpiComm(Comm):
                 "before whatever starts MPI, or use an MPI that has it."
             )
         everyone = MPI.COMM_WORLD
+        _agree_on_servers(everyone, servers)
         self.servers, self.serves = servers, everyone.Get_rank() >= everyone.Get_size() - servers
         self._workers = everyone.Get_size() - servers
         self._post: Any = everyone.Dup() if servers else None
@@ -152,6 +153,23 @@ class MpiComm(Comm):
     def close(self) -> None:
         """See `Comm.close`."""
         self._channel.close()
+
+
+def _agree_on_servers(everyone: Any, servers: int) -> None:
+    """Have ranks that were told of different servers stop here: they would form different groups, and wait for ever."""
+    told = np.empty(everyone.Get_size(), np.int64)
+    request = everyone.Iallgather(np.array([servers], np.int64), told)
+    if not until(request.Test, time_limit()):
+        raise ExchangeError(f"joining the world: not all ranks came within {time_limit():.0f} s ({LIMIT_VARIABLE}).")
+    for rank, others in enumerate(told.tolist()):
+        if others != told[0]:
+            error = LaunchError(
+                f"the ranks were given different strategies: rank 0 one with {told[0]} ranks that only serve, rank "
+                f"{rank} one with {others}. Give every rank the same; HVDX_STRATEGY has to reach all hosts "
+                "(mpirun -x HVDX_STRATEGY)."
+            )
+            error.collective = True
+            raise error
 
 
 class MpiChannel(Channel):

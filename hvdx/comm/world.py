@@ -21,6 +21,7 @@ _RANKS_PER_CORE = 4
 _comm: Comm | None = None
 _graph: GraphComm | None = None
 _launch: Launch | None = None
+_servers_ended = False
 
 
 def start(servers: int = 0) -> Comm:
@@ -41,6 +42,11 @@ def start(servers: int = 0) -> Comm:
         HorovodError: Horovod's own launcher was used, and Horovod is missing or does not fit this environment.
     """
     global _comm, _graph, _launch
+    if _comm is None and _servers_ended:
+        raise LaunchError(
+            "this job had servers, which ended when the world was left: it cannot be joined again. Call "
+            "hvdx.shutdown() at the end only, or have workers serve: servers='colocated'."
+        )
     if _comm is None:
         _launch = detect()
         if _launch is not None and _launch.size is None:
@@ -100,7 +106,8 @@ def current() -> Comm | None:
 
 def stop() -> None:
     """Leave the world; `start` may join it again."""
-    global _comm, _graph, _launch
+    global _comm, _graph, _launch, _servers_ended
+    _servers_ended = _servers_ended or bool(_comm is not None and _comm.servers)
     for comm in {id(c): c for c in (_graph, _comm) if c is not None}.values():
         comm.close()
     _comm = _graph = _launch = None

@@ -1,8 +1,8 @@
 """The one added line: `model.fit(..., callbacks=[hvdx.keras.Distribute()])`."""
 
+import copy
 import sys
 from collections.abc import Collection
-from dataclasses import replace
 from typing import Any, Literal
 
 import keras
@@ -29,8 +29,9 @@ class Distribute(keras.callbacks.Callback):
     At the start of `fit` all ranks take rank 0's weights and optimiser state, and the optimiser is tied to the
     strategy in place; at the end it is a plain one again. In between metrics are those over all ranks (validation
     too), statistics that no gradient reaches are averaged at the end of each epoch, epochs end where the rank with
-    the fewest batches ends, and callbacks that write (checkpoints, TensorBoard, CSV, the progress bar) work on rank 0
-    alone. A process that was started alone trains as if this callback were not there.
+    the fewest batches ends (under a `ParameterServer`: when all ranks together have taken their steps), and callbacks
+    that write (checkpoints, TensorBoard, CSV, the progress bar) work on rank 0 alone. A process that was started alone
+    trains as if this callback were not there.
 
     Each rank brings its own part of the data: see `hvdx.shard`.
 
@@ -186,6 +187,8 @@ class Distribute(keras.callbacks.Callback):
             if bound is not None and bound.owner is self:
                 detach(optimizer)
         self._bindings = []
+        if self._found is not None:
+            neighbours.show_own(self._found)
         samples.stop_in(self.model)
         if self._jit_compile is not None:
             self.model.jit_compile, self._jit_compile = self._jit_compile, None
@@ -267,7 +270,7 @@ class Distribute(keras.callbacks.Callback):
         now = [binding.cost() for binding in self._bindings]
         if not self._trial_costs:
             # Copies, since an exchange goes on counting in its own.
-            return [replace(cost) for cost in now]
+            return [copy.deepcopy(cost) for cost in now]
         return [followed(a, b) for a, b in zip(self._trial_costs, now, strict=True)]
 
     def _reports(self) -> bool:

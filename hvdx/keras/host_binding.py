@@ -40,9 +40,11 @@ class HostBinding(Binding):
         self._momentum = updates.momentum_of(optimizer) if self.private else 0.0
         made_by, opened = _remembered.get(optimizer, ("", {}))
         # An optimiser may serve several lists of variables, and other ones after some were frozen.
-        self._open: _Open = opened if made_by == repr(strategy) else {}
+        # What was opened in a world that was left is of no use in the next.
+        makes = f"{strategy!r} {id(comm)}"
+        self._open: _Open = opened if made_by == makes else {}
         if strategy.remembers:
-            _remembered[optimizer] = repr(strategy), self._open
+            _remembered[optimizer] = makes, self._open
         # The lists of variables that this binding has seen; what is open besides them is of earlier fits.
         self._used: set[tuple[int, ...]] = set()
         self._finite: Any = True
@@ -98,6 +100,8 @@ class HostBinding(Binding):
         """See `Binding.reopen`."""
         self.variables = list(variables)
         # Of an exchange that an exception ended a message may still be on its way.
+        for exchange, _ in self._open.values():
+            exchange.close()
         self._open.clear()
         self._opened(list(variables))
 
@@ -207,7 +211,7 @@ class HostBinding(Binding):
         for other in [k for k in self._open if k not in self._used]:
             _hand_over(*self._open[other], new, variables)
             if set(other) <= set(key):
-                del self._open[other]
+                self._open.pop(other)[0].close()
 
 
 def _hand_over(old: Exchange, its: Sequence[Any], new: Exchange, variables: Sequence[Any]) -> None:

@@ -52,6 +52,7 @@ class Lockstep(keras.callbacks.Callback):
         self._agree = agree
         self._limit: int | None = None
         self._tickets: Tickets | None = None
+        self._endless = False
         self._cut = False
         self._stop_wanted = False
 
@@ -102,9 +103,12 @@ class Lockstep(keras.callbacks.Callback):
         """
         self._limit = None
         self._cut = self._stop_wanted = False
-        total = sum(-(-number // steps_per_execution) for number in self._known(steps))
+        known = self._known(steps)
+        if min(known) == 0:
+            raise ReplicaError(f"fit: a rank has no step: {known} steps on the ranks. Give each its share of data.")
+        total = sum(-(-number // steps_per_execution) for number in known)
         self._tickets = Tickets(strategy, self._comm, total)
-        neighbours.prolong_epochs(self, total * steps_per_execution)
+        self._endless = neighbours.prolong_epochs(self, total * steps_per_execution)
         return self._tickets
 
     def _known(self, steps: list[int | None]) -> list[int]:
@@ -146,6 +150,11 @@ class Lockstep(keras.callbacks.Callback):
             HvdxError: on this rank.
         """
         if self._tickets is not None:
+            if self._endless and not self._tickets.over and not self._stop_wanted:
+                raise HvdxError(
+                    f"rank {self._comm.rank} of {self._comm.size} ran out of data after {taken} steps of an epoch, in "
+                    "which others may be slower. Give fit a dataset that can be gone through again, not a generator."
+                )
             return
         expected = self._limit or self.params.get("steps")
         if expected and taken < expected:

@@ -73,7 +73,7 @@ def arrange(neighbours: Any, first: Any, last: Any, replaced: type, rank: int) -
     return muted
 
 
-def prolong_epochs(callback: Any, steps: int) -> None:
+def prolong_epochs(callback: Any, steps: int) -> bool:
     """Let the `fit` that is beginning take up to so many steps an epoch, going through its data as often as it takes.
 
     Keras hands a callback nothing of the data, so the frame of `fit` is asked.
@@ -81,6 +81,9 @@ def prolong_epochs(callback: Any, steps: int) -> None:
     Args:
         callback: in its `on_train_begin`.
         steps: an epoch; it ends sooner when `model.stop_training` is set.
+
+    Returns:
+        Whether that was possible.
     """
     frame = inspect.currentframe()
     while frame is not None and frame.f_locals.get("self") is not callback.model:
@@ -94,6 +97,8 @@ def prolong_epochs(callback: Any, steps: int) -> None:
         repeated = dataset.prefetch(tf.data.AUTOTUNE).repeat().with_options(options)
         iterator._distributed_dataset, iterator._num_batches = repeated, None
         iterator.steps_per_epoch = steps
+        return True
+    return False
 
 
 def show_all(neighbours: Any, taken: Callable[[], int], steps: int) -> None:
@@ -107,6 +112,12 @@ def show_all(neighbours: Any, taken: Callable[[], int], steps: int) -> None:
     for bar in [c for c in neighbours.callbacks if isinstance(c, keras.callbacks.ProgbarLogger)]:
         bar.target = steps
         bar.on_train_batch_end = _shows_all(bar, taken)
+
+
+def show_own(neighbours: Any) -> None:
+    """Have the progress bar show its rank's steps again."""
+    for bar in [c for c in neighbours.callbacks if isinstance(c, keras.callbacks.ProgbarLogger)]:
+        vars(bar).pop("on_train_batch_end", None)
 
 
 def _shows_all(bar: Any, taken: Callable[[], int]) -> Callable[..., None]:

@@ -20,6 +20,12 @@ class ServerBinding(HostBinding):
     The update is the difference from the weights that were pulled last, so whatever else happens to weights meanwhile
     (decay, constraints, a script's own clipping) is part of it. From one flush to the next the servers hold the
     weights; what happens to them between a flush and the next step is not for the servers to add up.
+
+    Args:
+        strategy, comm, optimizer, name, gain: see `HostBinding`; the optimiser may be a loss-scale one.
+
+    Raises:
+        ConfigError: an optimiser whose steps cannot be added up.
     """
 
     def __init__(self, strategy: ParameterServer, comm: Comm, optimizer: Any, name: str, gain: float = 1.0):
@@ -128,4 +134,10 @@ def _step(exchange: Any, arrays: list[np.ndarray], finite: bool) -> list[np.ndar
 
 def _dtype(variables: Sequence[Any]) -> tf.DType:
     """What weights are exchanged in: as the exchange has it."""
+    for variable in variables:
+        if tf.as_dtype(variable.dtype).size < 4:
+            raise ConfigError(
+                f"variable {getattr(variable, 'path', variable.name)}: it is stored as {variable.dtype}, and every "
+                "pull would round what the servers have. Train under a mixed policy, such as mixed_bfloat16."
+            )
     return tf.float64 if any(tf.as_dtype(v.dtype).size > 4 for v in variables) else tf.float32

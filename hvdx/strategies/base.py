@@ -169,6 +169,10 @@ class Exchange(abc.ABC):
     def flush(self) -> list[np.ndarray] | None:
         """What is still on its way, like the result of a step; None if nothing is. Collective."""
 
+    def close(self) -> None:
+        """Give back what others hold for it; nobody takes another step. Every rank calls it."""
+        return
+
     @abc.abstractmethod
     def arrays(self) -> dict[str, np.ndarray]:
         """What it remembers, as named arrays for a checkpoint; after `flush`."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from hvdx.comm import Comm
+from hvdx.comm import Comm, GraphComm
 from hvdx.errors import ConfigError
 from hvdx.strategies import link
 from hvdx.strategies.base import HostStrategy, TensorSpec, one_of
@@ -51,8 +51,8 @@ class ParameterServer(HostStrategy):
     Example:
         >>> ParameterServer("colocated", staleness="scale", collect=2)
         ParameterServer(servers='colocated', staleness='scale', collect=2)
-        >>> ParameterServer(staleness="bound", bound=0, collect=4).synchronous(workers=4)
-        True
+        >>> ParameterServer(staleness="bound", bound=0, collect=4).plan(workers=4, elements=10, dtype="float32").share
+        0.25
 
     Source: Dean et al. 2012, "Large scale distributed deep networks" (Downpour SGD); Zhang et al. 2015,
     "Staleness-aware async-SGD for distributed deep learning", for scaling (power = 1) and collecting; Ho et al. 2013,
@@ -107,6 +107,8 @@ class ParameterServer(HostStrategy):
         Raises:
             ConfigError: there are other servers, or not so many workers.
         """
+        if isinstance(comm, GraphComm) and comm.size > 1:
+            comm.channel("what this strategy sends")  # refuses, and says what can
         if comm.servers != self.dedicated and comm.size + comm.servers > 1:
             found = f"{comm.servers} of the ranks only serve" if comm.servers else "all ranks were made workers"
             error = ConfigError(
@@ -132,10 +134,6 @@ class ParameterServer(HostStrategy):
         """What `HVDX_STRATEGY` says for it."""
         given = [f"{k}={getattr(self, k)}" for k, v in self._defaults().items() if getattr(self, k) != v]
         return f"{self.name}:{','.join(given or [f'servers={self.servers}'])}"
-
-    def synchronous(self, workers: int) -> bool:
-        """Whether all workers take every step together."""
-        return self.bound == 0 and self.collect == workers
 
     def plan(self, workers: int, elements: int, dtype: str) -> Plan:
         """What a server has to know.
@@ -172,7 +170,9 @@ class ParameterServer(HostStrategy):
     def merge(self, saved: Sequence[Mapping[str, np.ndarray]], rank: int, size: int) -> dict[str, np.ndarray]:
         """See `HostStrategy.merge`: residuals are dealt out, so that their sum stays what it was."""
         mine = [saved[other] for other in range(rank, len(saved), size)]
-        whole = [np.concatenate([_residual(arrays, i) for i in range(_parts(arrays))]) for arrays in mine if arrays]
+        whole = [
+            np.concatenate([_residual(arrays, i) for i in range(_parts(arrays))]) for arrays in mine if _parts(arrays)
+        ]
         n = sum(_residual(saved[0], i).size for i in range(_parts(saved[0]))) if saved else 0
         total = np.sum([np.zeros(n), *whole], axis=0).astype(np.float32)
         return {"residual": total} if n else {}

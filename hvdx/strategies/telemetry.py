@@ -162,8 +162,9 @@ class ServerTelemetry(Telemetry):
     Attributes:
         staleness: of this worker's updates, at each server.
         ending: seconds that it waited for the others at ends of epochs.
-        servers: as the workers heard it last, for each server: its rank, version, updates accepted and applied,
-            updates refused, seconds of work on them, seconds since it was opened.
+        servers: as the workers heard it at the last flush, for each part of the weights: the rank that serves it, its
+            version, updates accepted and applied, updates refused, seconds of work on them, seconds since the flush
+            before.
 
     Example:
         >>> ServerTelemetry(steps=2, sent=10, staleness=Stalenesses({4: 2})).live()

@@ -202,15 +202,15 @@ def test_own_loop_is_all_reduce_too(servers):
 @pytest.mark.parametrize("name", ASYNCHRONOUS)
 def test_after_each_epoch_all_ranks_hold_the_same_bits_and_all_steps_were_taken(name):
     model = network(keras.optimizers.SGD(0.3), metrics=["accuracy"])
-    callback, history, count = fit(model, asynchronous(name), data(16), epochs=3)
-    assert count.apart == [{}] * 3
+    callback, history, count = fit(model, asynchronous(name), data(16), epochs=2)
+    assert count.apart == [{}] * 2
     alike(model.weights)
     assert history["loss"][-1] < 0.9 * history["loss"][0]
-    for epoch in range(3):
+    for epoch in range(2):
         assert all_steps(count, epoch) == 16 * hvdx.size()
     if hvdx.size() > 1:
         (cost,) = callback.counters.telemetry
-        assert sum(everyone(cost.steps)) == 3 * 16 * hvdx.size()
+        assert sum(everyone(cost.steps)) == 2 * 16 * hvdx.size()
         for server in cost.servers:  # of the last epoch
             assert server[2:5] == (16 * hvdx.size(), 16 * hvdx.size(), 0)
 
@@ -434,8 +434,9 @@ def test_what_does_not_fit_these_ranks_is_refused():
 # -- ranks that skip steps --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", [asynchronous, synchronous])
-@pytest.mark.parametrize("batches", [1, STEPS])
+@pytest.mark.parametrize(
+    ("strategy", "batches"), [(asynchronous, 1), (asynchronous, STEPS), (synchronous, 1), (synchronous, STEPS)]
+)
 def test_overflow_of_one_rank_skips_its_steps_alone_and_nobody_hangs(strategy, batches):
     keras.config.set_dtype_policy("mixed_float16")
     model = network(OPTIMIZERS["momentum"]())
@@ -506,8 +507,8 @@ def test_updates_that_overflow_are_refused_though_their_gradients_are_fine(capfd
 @pytest.mark.parametrize("codec", ["fp16", "bf16", "threshold:0.2"])
 def test_codecs_make_updates_smaller_and_training_goes_on(codec):
     model = network(keras.optimizers.SGD(0.3), lambda: keras.layers.Dense(64, "tanh"))
-    callback, history, count = fit(model, asynchronous("scale", codec=codec), data(12), epochs=3)
-    assert count.apart == [{}] * 3
+    callback, history, count = fit(model, asynchronous("scale", codec=codec), data(12), epochs=2)
+    assert count.apart == [{}] * 2
     assert history["loss"][-1] < 0.9 * history["loss"][0]
     if hvdx.size() > 1:
         (cost,) = callback.counters.telemetry
@@ -624,7 +625,7 @@ def test_synchronous_training_resumes_to_the_bit(folder, codec):
         assert later["updates_a_second"][-1] > 0
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 5])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_another_number_of_ranks_deals_out_what_was_not_sent(folder, ranks):
     strategy = synchronous(codec="threshold:0.1")
     saved_fit(network(OPTIMIZERS["momentum"]()), strategy, folder, 1)

@@ -1,5 +1,6 @@
 """What `ParameterServer` is told, and what it says of itself."""
 
+import numpy as np
 import pytest
 
 from hvdx.comm.local import LocalComm, virtual_world
@@ -115,15 +116,6 @@ def test_a_bound_has_a_default_where_there_is_one():
     assert ParameterServer(staleness="bound", bound=0).bound == 0
 
 
-def test_only_collecting_from_all_without_lead_is_synchronous():
-    strategy = ParameterServer(staleness="bound", bound=0, collect=4)
-    assert strategy.synchronous(4)
-    assert not strategy.synchronous(5)
-    assert not ParameterServer(staleness="bound", bound=1, collect=4).synchronous(4)
-    assert not ParameterServer(collect=4).synchronous(4)
-    assert ParameterServer(staleness="bound", bound=0).synchronous(1)
-
-
 def test_servers_are_told_the_rule():
     assert ParameterServer().plan(4, 10, "float32") == Plan(4, 10, share=0.25)
     assert ParameterServer(op="sum").plan(4, 10, "float32") == Plan(4, 10)
@@ -190,3 +182,9 @@ def test_one_double_makes_all_travel_in_double_precision():
     specs = [*SPECS, TensorSpec("d", (9,), 8)]
     assert ParameterServer().bytes_per_step(specs, 4) == 8 * 1010
     assert ParameterServer(codec="fp16").bytes_per_step(specs, 4) == 2 * 1010
+
+
+@pytest.mark.parametrize("codec", ["none", "fp16", "threshold"])
+def test_what_codecs_without_a_residual_saved_is_dealt_out_as_nothing(codec):
+    saved = [{"apart": np.ones((), np.int8)}] * 4
+    assert ParameterServer("colocated", codec=codec).merge(saved, 0, 2) == {}

@@ -73,6 +73,12 @@ class Desk:
         # Of sessions that are over.
         self._traffic: dict[int, tuple[int, int]] = {}
         self._turnstile = Turnstile()
+        self._last = clock()
+
+    @property
+    def idle(self) -> float:
+        """Seconds since a letter came."""
+        return self._clock() - self._last
 
     def handle(self, letter: Letter) -> list[Answer]:
         """What to send, now that this letter has come.
@@ -84,6 +90,7 @@ class Desk:
             Letters to workers; an ERROR to the sender where its letter was not accepted.
         """
         kind, number, *_ = letter.head
+        self._last = self._clock()
         if kind == Kind.TICKET:
             granted, given = self._turnstile.ask(*letter.head[2:4])
             return [(letter.sender, [Kind.ANSWER, number, int(granted), given], None)]
@@ -111,10 +118,10 @@ class Desk:
         """Bytes that a session's letters brought to, and took from, other ranks.
 
         Args:
-            number: the session, which may be over; one that was never here took none.
+            number: the session; one that is over is told of once.
         """
         session = self._sessions.get(number)
-        return (session.sent, session.received) if session else self._traffic.get(number, (0, 0))
+        return (session.sent, session.received) if session else self._traffic.pop(number, (0, 0))
 
     def _bye(self, worker: int) -> list[Answer]:
         self.present.discard(worker)
@@ -132,8 +139,9 @@ class Desk:
             self._sessions[number] = _Session(plan, decoder(plan, self._threads), opened=self._clock())
             return []
         if kind == Kind.CLOSE:
-            # This rank's worker may ask for it later, in another thread.
-            self._traffic[number] = self.traffic(number)
+            if number in self._sessions and self._rank >= 0:
+                # This rank's worker asks for it later, in another thread.
+                self._traffic[number] = self.traffic(number)
             self._sessions.pop(number, None)
             return []
         session = self._sessions.get(number)

@@ -104,6 +104,7 @@ class ServerExchange(Exchange):
         self.renew()
         self._left: float | None = None
         self._refusals = 0
+        self._reason = ""
         self.telemetry = ServerTelemetry(elements=self._n)
 
     # -- the beginning and the end of a session -----------------------------------------------------------------------
@@ -115,8 +116,7 @@ class ServerExchange(Exchange):
 
     def renew(self) -> None:
         """Forget a session that an exception ended, on some workers perhaps before it had begun. Collective."""
-        if self.is_open:
-            self._close()
+        self.close()
         # One series of numbers for each exchange: workers may come to the sessions of several in different orders.
         self._office.series = max(self._comm.all_gather_object(self._office.series, "opening an exchange")) + 1
         self._next_session = self._office.series << _SERIES_BITS
@@ -130,8 +130,7 @@ class ServerExchange(Exchange):
         Raises:
             ExchangeError: worker 0, or a server, did not come within the time limit.
         """
-        if self.is_open:
-            self._close()  # left by an exception
+        self.close()  # what an exception left
         first = self._next_session
         self._next_session += len(self._parts)
         for session, part in enumerate(self._parts, first):
@@ -155,6 +154,11 @@ class ServerExchange(Exchange):
             letters.append((part.server, [Kind.LOAD, part.session], part.of(self._weights).view(np.uint8)))
             self._count_bytes(part, sent=body.size + part.elements * self._dtype.itemsize, received=0)
         self._office.call(letters, Kind.READY)
+
+    def close(self) -> None:
+        """See `Exchange.close`."""
+        if self.is_open:
+            self._close()
 
     def _close(self) -> None:
         """The servers may forget the weights."""
@@ -194,6 +198,7 @@ class ServerExchange(Exchange):
             counts.computing += begin - self._left
         for update, now, before in zip(self._update_views, tensors, self._weight_views, strict=True):
             np.subtract(now, before, out=update)
+        self._reason = "it held NaN or infinity"
         bodies = self._encoded() if finite and is_finite(self._update) else None
         encoded = time.perf_counter()
         letters = []
@@ -238,7 +243,7 @@ class ServerExchange(Exchange):
                         residual = encoded.state.residual
                         self._codec.decode([message], [residual])
                         np.subtract(residual, encoded.of(self._single), out=residual)
-                print(f"hvdx: rank {self._comm.rank}: {error}", file=sys.stderr, flush=True)
+                self._reason = str(error)
                 return None
             bodies.append(body)
         self.telemetry.messages += sum(body.size for body in bodies)
@@ -253,14 +258,14 @@ class ServerExchange(Exchange):
         self._refusals += 1
         if self._refusals >= _PATIENCE:
             raise HvdxError(
-                f"{_PATIENCE} updates in a row of rank {self._comm.rank} held NaN or infinity. The training has "
-                "diverged: lower the learning rate, clip gradients, or look at the data of that rank."
+                f"{_PATIENCE} updates in a row of rank {self._comm.rank} were refused; the last: {self._reason}. If "
+                "the training has diverged, lower the learning rate, clip gradients, or look at the data of that rank."
             )
         if self._refusals & (self._refusals - 1) == 0:
             again = f", {self._refusals} in a row" if self._refusals > 1 else ""
             print(
-                f"hvdx: step {self.telemetry.steps}: NaN or infinity on rank {self._comm.rank}; its update was "
-                f"refused{again}.",
+                f"hvdx: step {self.telemetry.steps} of rank {self._comm.rank}: its update was refused{again}: "
+                f"{self._reason}.",
                 file=sys.stderr,
                 flush=True,
             )

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 #: A letter to a server: its rank, head and body.
 Call = tuple[int, list[int], np.ndarray | None]
 
-# Bodies on their way at once: with one alone, every letter would wait for the next one's handshake.
+# Messages on their way out at once, heads and bodies: with one alone, each would wait for the next one's handshake.
 _WINDOW = 3
 # Between two looks for letters while a part of one is on its way, and while nothing is.
 _BUSY_SLEEP, _IDLE_SLEEP = 1e-4, 1e-3
@@ -171,15 +171,15 @@ class Office:
                 patience.sleep(_BUSY_SLEEP if self._box.coming else _IDLE_SLEEP)
                 continue
             patience.renew()
+            if letter.head[1] not in servers:
+                if letter.head[0] == Kind.READY:
+                    self._ready.add(letter.head[1])
+                continue  # of a session that an exception ended
             if letter.head[0] == Kind.ERROR:
                 assert letter.body is not None
                 text, damaged = letter.body.tobytes().decode(errors="replace"), letter.head[2]
                 where = f"the server at rank {letter.sender} did not accept what rank {self._comm.rank} sent"
                 raise (WireError if damaged else HvdxError)(f"{where}: {text}")
-            if letter.head[1] not in servers:
-                if letter.head[0] == Kind.READY:
-                    self._ready.add(letter.head[1])
-                continue  # of a session that an exception ended
             if letter.head[0] == Kind.NEWS:
                 assert letter.body is not None
                 awaited[letter.sender] = json.loads(letter.body.tobytes())
@@ -205,7 +205,8 @@ class Office:
         begin, limit, patience, told = time.monotonic(), time_limit(), Patience(), False
         while (self._thread is not None and self._thread.is_alive()) or not self._box.left():
             waited = time.monotonic() - begin
-            if waited > limit:
+            # As long as others train, they need what is served here.
+            if waited > limit and (self._desk is None or self._desk.idle > limit):
                 break
             if waited > _QUIET_SECONDS and not told and self._desk is not None:
                 told = True
@@ -217,6 +218,8 @@ class Office:
                 )
             patience.sleep()
         self._stop.set()
+        if self._thread is not None:
+            self._thread.join(_QUIET_SECONDS)
 
     def _place(self, sender: int, head: tuple[int, ...], size: int) -> np.ndarray | None:
         exchange = self.exchanges.get(head[1])

@@ -10,7 +10,7 @@ from hvdx.strategies.parameter_server import ParameterServer
 from hvdx.strategies.registry import resolve, set_default
 from hvdx.strategies.serving.desk import Desk
 from hvdx.strategies.serving.messages import SERVER_BOX
-from hvdx.strategies.serving.office import close_all, serve
+from hvdx.strategies.serving.office import close_all, office_of, serve
 
 
 def join(strategy: Strategy | str | None = None) -> Comm:
@@ -37,6 +37,9 @@ def join(strategy: Strategy | str | None = None) -> Comm:
         postbox = joined.postbox(SERVER_BOX)
         serve(postbox, Desk(joined.workers, threads=kernel_threads(joined.local_size)))
         sys.exit(0)
+    if joined.servers:
+        # Servers wait for the good-bye of every worker, whether it trains or not.
+        office_of(joined)
     return joined
 
 

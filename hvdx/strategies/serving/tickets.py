@@ -20,19 +20,22 @@ class Tickets:
 
     Attributes:
         taken: steps of this epoch that workers have taken or begun, when this one asked last.
+        over: whether it heard that all are dealt out.
     """
 
     def __init__(self, strategy: "ParameterServer", comm: Comm, steps: int):
-        self._workers, self.steps, self.taken = comm.size, steps, 0
+        self._workers, self.steps, self.taken, self.over = comm.size, steps, 0, False
         self._office, self._server = office_of(comm), strategy.server_ranks(comm)[0]
         self._office.know([self._server])
+        # An exception may have ended a fit on some workers before it had begun an epoch.
+        self._office.round = max(comm.all_gather_object(self._office.round, "the round"))
         if comm.rank == self._server:
             self._office.open_server()
 
     def begin(self) -> None:
         """An epoch begins, on all workers."""
         self._office.round += 1
-        self.taken = 0
+        self.taken, self.over = 0, False
 
     def another(self) -> bool:
         """Whether this worker is to take another step. Waits for the server's answer, and for nobody else.
@@ -43,5 +46,5 @@ class Tickets:
         session = -1
         head = [Kind.TICKET, session, self._office.round, self.steps - self._workers]
         granted, given = self._office.call([(self._server, head, None)], Kind.ANSWER)[session].head[2:4]
-        self.taken = self._workers + given
+        self.taken, self.over = self._workers + given, not granted
         return bool(granted)

@@ -1,0 +1,82 @@
+"""The jobs about the parameter server, in small; and the main job under it."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from hvdx.cli.namespaces import obstacle
+from tests.launch import ROOT, run
+
+MAIN = "jobs/fashion_mnist.py"
+
+# As in test_fashion_mnist.py, and ten times that: each worker's step is rounded before the mean is taken.
+CURVE_TOLERANCE = 5e-5
+
+
+@pytest.mark.parametrize("servers", ["colocated", "colocated:1"])
+def test_synchronous_main_job_has_the_loss_curve_of_all_reduce(servers, tmp_path):
+    synchronous = f"parameter_server:servers={servers},staleness=bound,bound=0,collect=4"
+    curves = {}
+    for strategy in ("all_reduce", synchronous):
+        file = tmp_path / "history.json"
+        options = ["--quiet", "--epochs", "3", "--batch", "16", "--strategy", strategy, "--history", str(file)]
+        done = run(4, [MAIN, *options], 240)
+        assert done.code == 0, done
+        curves[strategy] = np.array(json.loads(file.read_text())["loss"])
+    difference = float(np.max(np.abs(curves[synchronous] / curves["all_reduce"] - 1)))
+    print(f"largest relative difference of the loss curve: {difference:.1e}")
+    assert difference < CURVE_TOLERANCE
+
+
+def test_main_job_shows_how_stale_updates_were():
+    done = run(3, [MAIN, "--quiet", "--digest"], 240, {"HVDX_STRATEGY": "parameter_server:servers=1,staleness=scale"})
+    assert done.code == 0, done
+    digests = re.findall(r"weights of rank \d: (\w{16})", done.out)
+    assert len(digests) == 2, done
+    assert len(set(digests)) == 1
+    assert "ParameterServer(staleness='scale')" in done.out
+    assert "mean staleness, this worker" in done.out
+    assert re.search(r"staleness of this worker's updates\n1 +\d+ +#", done.out)
+
+
+def test_comparison_finds_that_a_slow_worker_holds_up_those_who_wait_for_it(tmp_path):
+    figures = tmp_path / "staleness.json"
+    small = ["--workers", "2", "--data", "digits", "--hidden", "32", "--steps", "40", "--target", "30"]
+    done = run(
+        1,
+        ["jobs/compare_staleness.py", *small, "--ways", "all_reduce,plain", "--equal", "plain", "--json", str(figures)],
+        300,
+    )
+    assert done.code == 0, done
+    rows = {(row["way"], row["slow"]): row for row in json.loads(figures.read_text())["rows"]}
+    assert rows["all_reduce", True]["steps"] == [40, 40]
+    first, slow = rows["plain", True]["steps"]
+    assert first + slow == 80
+    assert slow < first
+    assert rows["all_reduce", True]["mean_staleness"] is None
+    assert 1.0 <= rows["plain", False]["mean_staleness"] <= 2.5
+    assert "2 workers, one of them 10 times slower" in done.out
+
+
+@pytest.mark.skipif(obstacle() is not None, reason=f"no emulated hosts here: {obstacle()}")
+def test_servers_are_timed_between_emulated_hosts(tmp_path):
+    figures = tmp_path / "servers.json"
+    small = ["--workers", "2", "--servers", "1,2", "--steps", "6", "--hidden", "64", "--bandwidth", "100mbit"]
+    done = run(1, ["jobs/bench_parameter_server.py", *small, "--json", str(figures)], 240)
+    assert done.code == 0, done
+    rows = json.loads(figures.read_text())["rows"]
+    assert [row["servers"] for row in rows] == [1, 2]
+    for row in rows:
+        # Pushed and pulled by the worker that is not at its server, or half of that by each of both.
+        parameters = 784 * 64 + 65 * 64 + 64 + 65 * 10
+        expected = 4 * parameters * 6 * (1 if row["servers"] == 1 else 0.5)
+        assert row["ranks"][1]["sent"] > 0.9 * expected
+        assert row["steps_per_second"] > 0
+
+
+def test_help_of_the_jobs_teaches():
+    for job in ("compare_staleness", "bench_parameter_server"):
+        out = run(1, [str(ROOT / "jobs" / f"{job}.py"), "--help"]).out
+        assert f"python jobs/{job}.py" in out
