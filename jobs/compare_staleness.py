@@ -4,9 +4,10 @@
     python jobs/compare_staleness.py --json staleness.json         and keep the figures
     python jobs/compare_staleness.py --ways all_reduce,plain --equal plain --hidden 256
 
-Workers train a dense network on Fashion-MNIST, 64 pictures a step on each, SGD with momentum. The last one sleeps for
-nine times as long as a step of the others takes (measured beforehand, with all of them computing). Every so often
-worker 0 puts its weights aside; what they can do is found out when the training is over, so that nobody waits for it.
+Workers train a dense network on Fashion-MNIST, 64 pictures a step on each, SGD with momentum. In every step each sleeps
+for 20 ms (--pause), as if an accelerator were computing: workers that share a machine's cores would measure those. The
+last one sleeps for nine times as long as a step of the others takes (measured beforehand, pause included). Every so
+often worker 0 puts its weights aside; what they can do is found out after the training, so that nobody waits for it.
 Seconds begin with the third step, when everything is compiled.
 
 The first table is with the slow worker, the second without: there the mean staleness should be the number of workers.
@@ -58,9 +59,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=4, metavar="N", help="default: 4")
     parser.add_argument("--ways", default=",".join(WAYS), help=f"default: {','.join(WAYS)}")
+    parser.add_argument("--pause", type=float, default=20.0, metavar="MS", help="of every worker (default: 20)")
     parser.add_argument("--equal", default="all_reduce,plain,soft", help="of the second table: %(default)s")
     parser.add_argument("--slower", type=float, default=10.0, help="times that the last one is slower (default: 10)")
-    parser.add_argument("--steps", type=int, default=800, help="steps of each training and worker (default: 800)")
+    parser.add_argument("--steps", type=int, default=500, help="steps of each training and worker (default: 500)")
     parser.add_argument("--target", type=float, default=85.0, help="test accuracy, in %% (default: 85)")
     parser.add_argument("--hidden", type=int, default=512, help="units in each of two hidden layers (default: 512)")
     parser.add_argument("--learning-rate", type=float, default=0.05, metavar="X", help="default: 0.05")
@@ -109,7 +111,7 @@ def run(spelling: str, factor: str, delay: float, seed: int, options: argparse.N
             *(*mpirun_command(options.workers), sys.executable, __file__, "--worker", spelling, "--out", folder),
             *("--factor", factor, "--delay", str(delay), "--seed", str(seed), "--steps", str(steps)),
             *("--hidden", str(options.hidden), "--learning-rate", str(options.learning_rate)),
-            *("--target", str(options.target), "--data", options.data),
+            *("--target", str(options.target), "--data", options.data, "--pause", str(options.pause)),
         ]
         one = dict.fromkeys(("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"), "1")
         done = subprocess.run(
@@ -209,7 +211,7 @@ def worker(options: argparse.Namespace) -> int:
     model = build(data, "mlp", options.hidden, "sgd", options.learning_rate * float(options.factor))
     train = hvdx.shard((data.train_x, data.train_y), _BATCH, seed=seed).repeat()
     slow = hvdx.rank() == hvdx.size() - 1
-    watch = make_watch(float(options.delay) if slow else 0.0, hvdx.rank() == 0)
+    watch = make_watch(options.pause / 1e3 + (float(options.delay) if slow else 0.0), hvdx.rank() == 0)
     distribute = None if options.worker == "alone" else hvdx.keras.Distribute()
     model.fit(
         train,

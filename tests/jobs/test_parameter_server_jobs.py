@@ -43,7 +43,7 @@ def test_main_job_shows_how_stale_updates_were():
 
 def test_comparison_finds_that_a_slow_worker_holds_up_those_who_wait_for_it(tmp_path):
     figures = tmp_path / "staleness.json"
-    small = ["--workers", "2", "--data", "digits", "--hidden", "32", "--steps", "40", "--target", "30"]
+    small = ["--workers", "2", "--data", "digits", "--hidden", "32", "--steps", "40", "--target", "30", "--pause", "5"]
     done = run(
         1,
         ["jobs/compare_staleness.py", *small, "--ways", "all_reduce,plain", "--equal", "plain", "--json", str(figures)],
