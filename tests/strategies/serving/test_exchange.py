@@ -326,7 +326,8 @@ def test_what_is_not_finite_is_refused_counted_and_reported(value, codec, capfd)
         assert (updates, applied, refused) == (3, 3, 1)
     assert [counts.skipped for *_, counts in results] == [0, 1]
     assert list(results[1][2].staleness) == []
-    assert "hvdx: step 1: NaN or infinity on rank 1; its update was refused.\n" in capfd.readouterr().err
+    said = "hvdx: step 1 of rank 1: its update was refused: it held NaN or infinity.\n"
+    assert said in capfd.readouterr().err
 
 
 def test_refused_updates_let_those_go_on_who_wait():
