@@ -154,7 +154,7 @@ train(hvd.Distribute(), Hook(3, kill), epochs=10000)
     fails(3, code)
 
 
-def test_exception_of_a_worker_in_mid_epoch_ends_the_job_with_its_own_words(servers):
+def test_exception_of_a_worker_in_mid_epoch_ends_the_job_with_its_own_words():
     code = """
 hvdx.init(strategy="parameter_server:servers=1")
 def break_down():

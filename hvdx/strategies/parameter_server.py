@@ -41,7 +41,7 @@ class ParameterServer(HostStrategy):
         bound: of "bound"; 4 by default. 0, with `collect` = number of workers, is synchronous training.
         collect: soft synchronisation: updates that a server waits for, from any workers, before it applies them.
         op: "mean": an update counts 1 / N, so that a learning rate means what it does under `AllReduce`; where it is
-            scaled by its staleness, 1 / collect, since staleness is N / collect on average. "sum": it counts in full.
+            scaled by its staleness, 1 / collect, since staleness is about N / collect. "sum": it counts in full.
         codec: of the updates: "none", "fp16", "bf16", or "threshold:0.01", with the share of elements to send; what is
             not sent stays in a residual. Weights come back as they are.
 

@@ -40,6 +40,27 @@ ASYNCHRONOUS = {
 }
 
 
+# Each rank has a server's thread beside its own, so on more ranks than 2 the others take minutes.
+AT_ANY_SIZE = {
+    "test_with_bound_0_and_all_updates_collected_it_is_all_reduce",
+    "test_after_each_epoch_all_ranks_hold_the_same_bits_and_all_steps_were_taken",
+    "test_each_step_of_each_rank_counts_exactly_once",
+    "test_slow_rank_takes_fewer_steps_and_nobody_waits_for_it",
+    "test_bound_has_the_fast_wait_for_the_slow",
+    "test_ranks_with_different_numbers_of_batches_take_all_of_them_together",
+    "test_nan_of_one_rank_is_refused_and_said",
+    "test_two_optimizers_have_servers_for_their_own_weights",
+    "test_synchronous_training_resumes_to_the_bit",
+    "test_workers_with_different_models_are_told",
+}
+
+
+@pytest.fixture(autouse=True)
+def _time(request):
+    if hvdx.size() > 2 and request.function.__name__ not in AT_ANY_SIZE:
+        pytest.skip("runs on 1 and on 2 ranks")
+
+
 def synchronous(servers="colocated", **options):
     """All workers take every step together."""
     return hvdx.ParameterServer(servers, staleness="bound", bound=0, collect=hvdx.size(), **options)
