@@ -7,7 +7,7 @@ import pytest
 from tests.launch import run
 
 # Seconds for the whole folder; a deadlock in one test ends there, or sooner by Horovod's own limit.
-LIMIT = {2: 1500, 4: 2700}
+LIMIT = {2: 1800, 4: 2700}
 
 
 @pytest.mark.parametrize("ranks", sorted(LIMIT))
