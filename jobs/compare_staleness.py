@@ -131,19 +131,17 @@ def run(spelling: str, factor: str, delay: float, seed: int, options: argparse.N
 
 def figures(ranks: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
     """One run's figures, of what its workers wrote."""
+    from hvdx.strategies.telemetry import Stalenesses
+
     curve = ranks[0]["curve"]
-    seen: dict[int, int] = {}
-    for rank in ranks:
-        for staleness, times in rank["staleness"].items():
-            seen[int(staleness)] = seen.get(int(staleness), 0) + times
-    count = sum(seen.values())
+    seen = sum((Stalenesses({int(s): times for s, times in r["staleness"].items()}) for r in ranks), Stalenesses())
     return {
         "seconds": next((seconds for seconds, accuracy in curve if accuracy >= options.target), None),
         "last": curve[-1][1] if curve else float("nan"),
         "curve": curve,
         "updates_per_second": sum(len(r["steps"]) - _COMPILING for r in ranks) / max(r["end"] for r in ranks),
         "steps": [len(rank["steps"]) for rank in ranks],
-        "mean_staleness": sum(s * n for s, n in seen.items()) / count if count else None,
+        "mean_staleness": seen.mean if seen else None,
         "staleness": dict(sorted(seen.items())),
     }
 

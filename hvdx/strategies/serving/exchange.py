@@ -156,12 +156,9 @@ class ServerExchange(Exchange):
         self._office.call(letters, Kind.READY)
 
     def close(self) -> None:
-        """See `Exchange.close`."""
-        if self.is_open:
-            self._close()
-
-    def _close(self) -> None:
-        """The servers may forget the weights."""
+        """See `Exchange.close`: the servers may forget the weights."""
+        if not self.is_open:
+            return
         for part in self._parts:
             if self._comm.rank == 0:
                 self._office.send(part.server, [Kind.CLOSE, part.session])
@@ -306,7 +303,7 @@ class ServerExchange(Exchange):
             sent, received = self._office.traffic(part.session)
             self.telemetry.sent += sent
             self.telemetry.received += received
-        self._close()
+        self.close()
         return [w.copy() for w in self._weight_views]
 
     # -- what it remembers --------------------------------------------------------------------------------------------
