@@ -11,7 +11,7 @@ from hvdx.errors import ConfigError
 from hvdx.strategies import link
 from hvdx.strategies.base import HostStrategy, TensorSpec, one_of
 from hvdx.strategies.serving.messages import Plan
-from hvdx.strategies.serving.updates import make_codec
+from hvdx.strategies.serving.updates import joined_residual, make_codec
 
 if TYPE_CHECKING:
     from hvdx.strategies.serving.exchange import ServerExchange
@@ -169,22 +169,12 @@ class ParameterServer(HostStrategy):
 
     def merge(self, saved: Sequence[Mapping[str, np.ndarray]], rank: int, size: int) -> dict[str, np.ndarray]:
         """See `HostStrategy.merge`: residuals are dealt out, so that their sum stays what it was."""
-        mine = [saved[other] for other in range(rank, len(saved), size)]
-        whole = [
-            np.concatenate([_residual(arrays, i) for i in range(_parts(arrays))]) for arrays in mine if _parts(arrays)
-        ]
-        n = sum(_residual(saved[0], i).size for i in range(_parts(saved[0]))) if saved else 0
-        total = np.sum([np.zeros(n), *whole], axis=0).astype(np.float32)
-        return {"residual": total} if n else {}
+        if not saved or not joined_residual(saved[0])[0]:
+            return {}
+        mine = [joined_residual(saved[other])[1] for other in range(rank, len(saved), size)]
+        nothing = np.zeros(joined_residual(saved[0])[1].size)
+        return {"residual": np.sum([nothing, *mine], axis=0).astype(np.float32)}
 
     def _defaults(self) -> dict[str, Any]:
         # What a bound that is not given stands for.
         return super()._defaults() | ({"bound": _BOUND} if "bound" in self.staleness else {})
-
-
-def _parts(arrays: Mapping[str, np.ndarray]) -> int:
-    return sum(name.endswith(".residual") for name in arrays)
-
-
-def _residual(arrays: Mapping[str, np.ndarray], part: int) -> np.ndarray:
-    return arrays[f"{part}.residual"]

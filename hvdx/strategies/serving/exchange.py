@@ -15,7 +15,7 @@ from hvdx.errors import HvdxError, UpdateError
 from hvdx.strategies.base import Exchange, TensorSpec, agree_on_strategy, agree_on_tensors, views
 from hvdx.strategies.serving.messages import Kind, cut
 from hvdx.strategies.serving.office import office_of
-from hvdx.strategies.serving.updates import is_finite, make_codec
+from hvdx.strategies.serving.updates import is_finite, joined_residual, make_codec
 from hvdx.strategies.telemetry import ServerTelemetry
 
 if TYPE_CHECKING:
@@ -328,9 +328,9 @@ class ServerExchange(Exchange):
 
     def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
         """See `Exchange.restore`."""
-        parts = sum(name.endswith(".residual") for name in arrays)
+        parts, residual = joined_residual(arrays)
         if parts not in (0, len(self._parts)):
-            arrays = {"residual": np.concatenate([arrays[f"{i}.residual"] for i in range(parts)])}
+            arrays = {"residual": residual}
         for i, part in enumerate(self._parts if self._codec and parts + ("residual" in arrays) else ()):
             mine = {k.removeprefix(f"{i}."): v for k, v in arrays.items() if k.startswith(f"{i}.")}
             if "residual" in arrays:  # of other parts than these

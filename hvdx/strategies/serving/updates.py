@@ -1,6 +1,6 @@
 """Updates as bytes: the codecs that `ParameterServer` knows, for a worker that sends and for a server that adds."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -95,6 +95,24 @@ def _coded(plan: Plan, codec: Any, body: np.ndarray, worker: int) -> Addend:
         np.add(out, np.multiply(dense, np.float32(factor), out=dense), out=out)
 
     return add
+
+
+def joined_residual(arrays: Mapping[str, np.ndarray]) -> tuple[int, np.ndarray]:
+    """What an exchange had not sent, part after part.
+
+    Args:
+        arrays: as `ServerExchange.arrays` gave them.
+
+    Returns:
+        The number of parts that had a residual, and their residuals one after the other.
+
+    Example:
+        >>> joined_residual({"0.residual": np.ones(1), "1.residual": np.zeros(2), "apart": np.ones(())})
+        (2, array([1., 0., 0.]))
+    """
+    parts = sum(name.endswith(".residual") for name in arrays)
+    found = [arrays[f"{part}.residual"] for part in range(parts)]
+    return parts, np.concatenate(found) if found else np.zeros(0)
 
 
 def is_finite(values: np.ndarray) -> bool:
