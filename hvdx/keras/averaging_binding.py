@@ -125,6 +125,9 @@ class AveragingBinding(Binding):
         if everyone[0]:
             self._average()
 
+    def settle(self) -> None:
+        """See `Binding.settle`: nothing ever is, and an average would spoil the weights of rank 0."""
+
     @property
     def _outer(self) -> Any:
         """The optimiser that is tied; it holds this binding, and not the other way round."""

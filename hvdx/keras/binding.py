@@ -92,6 +92,10 @@ class Binding:
     def flush(self) -> None:
         """Others are about to look at the weights: add what is still on its way. Collective."""
 
+    def settle(self) -> None:
+        """The weights are about to become those of rank 0: have nothing on its way to them. Collective."""
+        self.flush()
+
     def cost(self) -> Telemetry:
         """What the exchanges cost since `reset`."""
         raise NotImplementedError

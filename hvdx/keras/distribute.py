@@ -216,7 +216,7 @@ class Distribute(keras.callbacks.Callback):
         if not self._alike:
             # Layers that build themselves in the first step have their weights only now, and nothing is older.
             for binding in self._bindings:
-                binding.flush()
+                binding.settle()
             self._make_alike()
         if not any(b.reached for b in self._bindings) and self.model.trainable_weights:
             raise NotDistributedError(
