@@ -7,6 +7,8 @@ import sys
 import textwrap
 
 from hvdx.cli import checks
+from hvdx.cli.batch_checks import diagnose_batch
+from hvdx.cli.batch_probe import Request
 from hvdx.cli.checks import Check
 from hvdx.cli.mpi_tools import find_mpi
 from hvdx.cli.probes import probe_all
@@ -17,6 +19,9 @@ EXAMPLE = "hvdx doctor"
 DETAILS = """\
 Exit code 0: training would work (there may be warnings); 1: it would not.
 
+On the login node of a cluster, `hvdx doctor --batch` starts two tasks through Slurm, PBS or LSF, for two minutes at
+the most, and says whether they see each other.
+
 """
 
 _COLOURS = {"ok": "\033[32m", "warning": "\033[33m", "problem": "\033[31m"}
@@ -26,11 +31,29 @@ _PLAIN = "\033[0m"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
+    defaults = Request()
+    batch = parser.add_argument_group("the batch system of a cluster, with --batch")
+    batch.add_argument("--batch", action="store_true", help="check it in place of this machine: submits short jobs")
+    batch.add_argument(
+        "--batch-timeout", type=_seconds, default=defaults.timeout, metavar="SECONDS",
+        help="how long to wait in the queue; then the job is cancelled (default: %(default).0f)",
+    )  # fmt: skip
+    batch.add_argument("--account", default="", metavar="NAME", help="the account or project that jobs are booked on")
+    batch.add_argument("--partition", default="", metavar="NAME", help="the partition or queue")
+    batch.add_argument("--mpi", default="", metavar="NAME", help="the plugin for srun --mpi (default: pmix, if there)")
+    batch.add_argument(
+        "--nodes", type=int, choices=(1, 2), default=defaults.nodes,
+        help="over how many nodes the two tasks are spread (default: %(default)s)",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
     """Run all checks and print them; 0 when training would work, 1 otherwise."""
-    found = diagnose()
+    if args.batch:
+        request = Request(args.account, args.partition, args.mpi, args.nodes, args.batch_timeout)
+        found = diagnose_batch(request, _say)
+    else:
+        found = diagnose()
     ok = all(check.status != "problem" for check in found)
     if args.json:
         print(as_json(found))
@@ -54,6 +77,17 @@ def diagnose() -> list[Check]:
         checks.horovodrun(mpi),
         *checks.machine(frameworks),
     ]
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected seconds above 0, got {text}")
+    return seconds
+
+
+def _say(line: str) -> None:
+    print(f"hvdx doctor: {line}", file=sys.stderr, flush=True)
 
 
 def as_json(found: list[Check]) -> str:

@@ -1,0 +1,370 @@
+"""A Slurm cluster of two nodes on this one machine: its own controller, key and ports, gone when it is left.
+
+Nothing of it lies outside its folder, so that several can run at once and none meets a Slurm that is installed here.
+"""
+
+import contextlib
+import os
+import re
+import secrets
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from hvdx.cli.processes import Outcome, run, search_path
+
+NODES = ("hvdx1", "hvdx2")
+#: Of each node, whatever the machine has.
+CPUS = 4
+#: States that a job does not leave by itself.
+ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
+
+_PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "scancel", "squeue", "sinfo")
+_PROGRAMS += ("hostname", "mount", "setpriv", "unshare")
+_START_LIMIT = 60.0  # seconds until both nodes are idle; it takes two on an idle machine
+_STOP_LIMIT = 10.0  # seconds for the daemons to end
+_COMMAND_LIMIT = 30.0  # seconds for one question to the controller
+_POLL = 0.2  # seconds
+_LONGEST_FOLDER = 70  # characters; the sockets below it may have 107
+
+# cred_expire: a requeued job waits this long (120 s by default) before it may start again.
+# config_overrides: a node has the CPUs written here, where Slurm would drain it for having fewer.
+_SLURM_CONF = """\
+ClusterName=hvdx
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/socket,cred_expire=5
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/%n/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n/slurmd.pid
+SlurmdParameters=config_overrides
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=sched_interval=2,sched_min_interval=0,bf_interval=5
+ReturnToService=1
+MpiDefault=none
+OverTimeLimit=0
+KillWait=5
+MinJobAge=3600
+MessageTimeout=30
+SlurmdTimeout=300
+{nodes}
+PartitionName=main Nodes={names} Default=YES DefaultTime=10 MaxTime=60 State=UP
+"""
+
+# A node has a host name and shared memory of its own: Open MPI would take the ranks of two nodes for neighbours,
+# and let them write over one another. And processes of its own, so that a node can be lost whole. Its files and
+# network are those of the machine.
+_NAMESPACES = ("unshare", "--mount", "--uts", "--pid", "--mount-proc", "--fork", "--kill-child")
+_NODE = """\
+mount -t tmpfs tmpfs /dev/shm
+mount --bind {hosts} /etc/hosts
+hostname {node}
+"$@"
+exit
+"""
+
+
+class ClusterError(Exception):
+    """The cluster, or a command on it, did not do what was asked; the message ends with the logs."""
+
+
+class Cluster:
+    """Two nodes, `hvdx1` and `hvdx2`, of 4 CPUs each in the partition `main`.
+
+    A job's environment is the submitter's; `environment` puts this Python's folder first on its PATH.
+
+    Args:
+        folder: where configuration, state and logs go; a short path.
+
+    Example:
+        >>> with Cluster(tmp_path) as cluster:  # doctest: +SKIP
+        ...     cluster.run(["srun", "-N", "2", "-n", "2", "hostname"], timeout=30).code
+        0
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._daemons: dict[str, subprocess.Popen] = {}
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """For subprocesses: this process's, with this cluster in it and no other Slurm's job."""
+        kept = {name: value for name, value in os.environ.items() if not re.match("(SLURM|SBATCH|SRUN)_", name)}
+        return kept | {
+            "SLURM_CONF": str(self.folder / "slurm.conf"),
+            "PATH": search_path(),
+            # PMIx would look for munge where the system has it, and complain.
+            "PMIX_MCA_psec": "native",
+            # These nodes' jobs belong to root, as the cluster does.
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        }
+
+    # --- commands
+
+    def run(self, command: Sequence[str], timeout: float = _COMMAND_LIMIT, **more: str) -> Outcome:
+        """Run a command as on the login node.
+
+        Args:
+            command: the program and its arguments.
+            timeout: seconds; then it is killed with its children. A job it submitted goes on.
+            more: added to the environment.
+
+        Returns:
+            `code` (None at the time limit), `out`, `err`, `text`.
+        """
+        return run(list(command), timeout, self.environment | more)
+
+    def ask(self, *command: str) -> str:
+        """Run one of Slurm's commands that has to succeed, and return what it printed.
+
+        Raises:
+            ClusterError: it failed.
+        """
+        done = self.run(command)
+        if done.code != 0:
+            said = done.text.strip() or done.reason()
+            raise ClusterError(f"{shlex.join(command)}: expected exit code 0, got {done.code}: {said}\n{self.logs()}")
+        return done.out
+
+    def sbatch(self, script: Path, *options: str) -> int:
+        """Submit a script and return the job's id.
+
+        Args:
+            script: the batch script; `options` go before it.
+            options: of sbatch, such as "-N2" or "--signal=B:USR1@30".
+        """
+        answer = self.ask("sbatch", "--parsable", *options, str(script))
+        return int(answer.split(";")[0])
+
+    def show(self, job: int) -> dict[str, str]:
+        """What `scontrol show job` says of a job, by name: JobState, Reason, Restarts, ExitCode, NodeList, ..."""
+        return dict(
+            pair.split("=", 1) for pair in self.ask("scontrol", "-o", "show", "job", str(job)).split() if "=" in pair
+        )
+
+    def state(self, job: int) -> str:
+        """A job's state: PENDING, RUNNING, COMPLETING, COMPLETED, FAILED, TIMEOUT, CANCELLED, NODE_FAIL, ..."""
+        return self.show(job)["JobState"]
+
+    def wait(self, job: int, states: str | Iterable[str] = ENDED, timeout: float = 60) -> str:
+        """Wait until a job is in one of some states.
+
+        Args:
+            job: its id.
+            states: one name or several; any end of it by default.
+            timeout: seconds.
+
+        Returns:
+            The state it is in.
+
+        Raises:
+            ClusterError: it was in none of them in time.
+        """
+        wanted = (states,) if isinstance(states, str) else tuple(states)
+        end = time.monotonic() + timeout
+        while (state := self.state(job)) not in wanted:
+            if time.monotonic() > end:
+                raise ClusterError(
+                    f"job {job}: expected {' or '.join(wanted)} within {timeout} s, got {self.show(job)}\n{self.logs()}"
+                )
+            time.sleep(_POLL)
+        return state
+
+    # --- nodes
+
+    def node_state(self, name: str) -> str:
+        """A node's state: idle, mixed, allocated, down, drained, ...; with a * where its slurmd does not answer."""
+        return self.ask("sinfo", "-h", "-N", "-n", name, "-o", "%T").strip()
+
+    def node_down(self, name: str) -> None:
+        """Let a node fail: all its processes are killed at once, its slurmd too, and Slurm is told that it is down.
+
+        Slurm requeues batch jobs that ran on it, unless they were submitted with --no-requeue.
+        """
+        self._cut_power(name)
+        # By itself Slurm would notice after SlurmdTimeout.
+        self.ask("scontrol", "update", f"NodeName={name}", "State=DOWN", "Reason=test")
+
+    def node_resume(self, name: str, timeout: float = 30) -> None:
+        """Bring a node back that `node_down` took, and wait until Slurm gives it out again.
+
+        Args:
+            name: of the node.
+            timeout: seconds.
+
+        Raises:
+            ClusterError: it is not up in time.
+        """
+        log = self.folder / f"{name}.log"
+        before = log.read_text(errors="replace").count("slurmd started")
+        self._start_node(name)
+        # A node that is resumed before it answers may wait for half a minute to be asked again.
+        answers = f"the slurmd of {name} to start"
+        self._until(lambda: log.read_text(errors="replace").count("slurmd started") > before, timeout, answers)
+        self.ask("scontrol", "update", f"NodeName={name}", "State=RESUME")
+        self._until(lambda: self.node_state(name) in ("idle", "mixed", "allocated"), timeout, f"{name} to be up")
+
+    # --- begin and end
+
+    def __enter__(self) -> "Cluster":
+        try:
+            self._start()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def logs(self, lines: int = 15) -> str:
+        """The last lines that each daemon wrote."""
+        parts = []
+        for path in sorted(self.folder.glob("*.log")):
+            text = path.read_text(errors="replace").splitlines()[-lines:]
+            parts.append("\n".join([f"--- {path.name}", *text]))
+        return "\n".join(parts)
+
+    def _start(self) -> None:
+        self._write_configuration()
+        munge = self.folder / "munge"
+        # --force: the folder above belongs to a test, and others may write in some above that.
+        self._daemon(
+            "munged", "--foreground", "--force", f"--socket={munge}/socket", f"--key-file={munge}/key",
+            f"--pid-file={munge}/pid", f"--log-file={munge}/log", f"--seed-file={munge}/seed",
+        )  # fmt: skip
+        self._until((munge / "socket").exists, _START_LIMIT, "munged to listen")
+        self._daemon("slurmctld", "-D", "-c", "-f", str(self.folder / "slurm.conf"))
+        for node in NODES:
+            self._start_node(node)
+        self._until(self._idle, _START_LIMIT, f"{' and '.join(NODES)} to be idle")
+
+    def _write_configuration(self) -> None:
+        if len(str(self.folder)) > _LONGEST_FOLDER:
+            raise ClusterError(f"folder: expected at most {_LONGEST_FOLDER} characters, got {self.folder}")
+        (self.folder / "munge").mkdir(parents=True)
+        (self.folder / "state").mkdir()
+        key = self.folder / "munge" / "key"
+        key.touch(mode=0o600)
+        key.write_bytes(secrets.token_bytes(128))
+        host, ports = socket.gethostname(), _free_ports(1 + len(NODES))
+        nodes = "\n".join(
+            f"NodeName={node} NodeAddr=127.0.0.1 Port={port} CPUs={CPUS} RealMemory=8000"
+            for node, port in zip(NODES, ports[1:], strict=True)
+        )
+        text = _SLURM_CONF.format(host=host, port=ports[0], folder=self.folder, nodes=nodes, names=",".join(NODES))
+        (self.folder / "slurm.conf").write_text(text)
+        (self.folder / "hosts").write_text(f"127.0.0.1 localhost {host} {' '.join(NODES)}\n")
+        for node in NODES:
+            own = self.folder / node
+            (own / "spool").mkdir(parents=True)
+            (own / "tmp").mkdir()
+            (own / "slurm.conf").write_text(text)
+            # Both nodes' PMIx clients would share one folder, as no two nodes of a real cluster do.
+            (own / "mpi.conf").write_text(f"PMIxCliTmpDirBase={own}/tmp\n")
+
+    def _start_node(self, node: str) -> None:
+        start = _NODE.format(hosts=shlex.quote(f"{self.folder}/hosts"), node=node)
+        slurmd = ("slurmd", "-D", "-c", "-N", node, "-f", str(self.folder / node / "slurm.conf"))
+        # Its first process is the shell, which buries the orphans of jobs.
+        self._daemon(*_NAMESPACES, "sh", "-ec", start, "sh", *slurmd, log=node)
+
+    def _daemon(self, program: str, *options: str, log: str = "") -> None:
+        """Start a daemon in the foreground; it ends with this process, however this process ends."""
+        with (self.folder / f"{log or program}.log").open("ab") as output:
+            self._daemons[log or program] = subprocess.Popen(
+                ["setpriv", "--pdeathsig", "KILL", program, *options],
+                env=self.environment | {"PATH": f"{search_path()}:/usr/sbin:/sbin"},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def _idle(self) -> bool:
+        done = self.run(["sinfo", "-h", "-N", "-o", "%N %T"], 5)
+        return done.out.split("\n") == [*(f"{node} idle" for node in NODES), ""]
+
+    def _until(self, holds: Callable[[], bool], timeout: float, what: str) -> None:
+        end = time.monotonic() + timeout
+        while not holds():
+            for name, daemon in self._daemons.items():
+                if daemon.poll() is not None:
+                    code = daemon.returncode
+                    raise ClusterError(f"expected {what}, got {name} at its end, exit code {code}\n{self.logs()}")
+            if time.monotonic() > end:
+                raise ClusterError(f"expected {what} within {timeout} s, got: no\n{self.logs()}")
+            time.sleep(_POLL)
+
+    def _stop(self) -> None:
+        for node in NODES:
+            self._cut_power(node)
+        # munged last: the controller signs with it.
+        for daemon in reversed(self._daemons.values()):
+            daemon.terminate()
+            try:
+                daemon.wait(_STOP_LIMIT)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+        self._daemons.clear()
+
+    def _cut_power(self, node: str) -> None:
+        """Kill all that runs on a node: with the first process of its namespace the kernel ends every other."""
+        unshare = self._daemons.pop(node, None)
+        if unshare is None:
+            return
+        first = _children(unshare.pid)
+        unshare.kill()
+        unshare.wait()
+        end = time.monotonic() + _STOP_LIMIT
+        while any(map(_lives, first)) and time.monotonic() < end:
+            time.sleep(_POLL / 10)
+
+
+def obstacle() -> str | None:
+    """Say why there can be no cluster here; None where it can be tried."""
+    if sys.platform != "linux":
+        return f"Slurm: expected Linux, got {sys.platform}"
+    if os.geteuid() != 0:
+        return "Slurm: expected root, who alone starts its daemons, got another user"
+    path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+    missing = [program for program in _PROGRAMS if shutil.which(program, path=path) is None]
+    if missing:
+        packages = "apt install slurmctld slurmd slurm-client munge libpmix-dev util-linux mount hostname"
+        return f"Slurm: expected {', '.join(missing)}, found none. Do: {packages}"
+    return None
+
+
+def _free_ports(n: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(n)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def _children(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def _lives(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,30 @@
+"""The cluster that this folder's tests share, and its logs beside a failure."""
+
+import contextlib
+
+import pytest
+
+from tests.slurm.cluster import Cluster, ClusterError, obstacle
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory):
+    """A Slurm of two nodes, hvdx1 and hvdx2, for the whole session; see `Cluster`."""
+    why = obstacle()
+    if why is not None:
+        pytest.skip(why)
+    with contextlib.ExitStack() as stack:
+        try:
+            running = stack.enter_context(Cluster(tmp_path_factory.mktemp("slurm")))
+        except ClusterError as error:
+            pytest.skip(f"Slurm does not start here: {error}")
+        yield running
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item):
+    """Put what the daemons wrote below a failed test."""
+    report = (yield).get_result()
+    running = getattr(item, "funcargs", {}).get("cluster")
+    if report.failed and isinstance(running, Cluster):
+        report.sections.append(("Slurm", running.logs()))
