@@ -10,7 +10,14 @@ from hvdx.version import __version__
 
 #: The modules of the sub-commands, in the order in which help lists them. Each has NAME, HELP,
 #: EXAMPLE, add_arguments(parser) and run(args) -> exit code, and imports nothing heavy at its top.
-COMMANDS = ("hvdx.cli.doctor", "hvdx.cli.build_horovod", "hvdx.cli.bench", "hvdx.cli.lab", "hvdx.cli.average")
+COMMANDS = (
+    "hvdx.cli.doctor",
+    "hvdx.cli.build_horovod",
+    "hvdx.cli.job",
+    "hvdx.cli.bench",
+    "hvdx.cli.lab",
+    "hvdx.cli.average",
+)
 
 _DESCRIPTION = """\
 Train Keras 3 models on several machines: one added line in a script, several ways to combine the work.

@@ -1,0 +1,147 @@
+"""How each system spells a job: the values for the placeholders of its template."""
+
+import shlex
+from collections.abc import Callable, Mapping
+
+from hvdx.cli.job_plan import Plan
+from hvdx.cli.job_template import Value, fill, shell_words, template
+from hvdx.errors import ConfigError
+
+
+def script(plan: Plan) -> str:
+    """The whole script of a job.
+
+    Args:
+        plan: what it is to be.
+    """
+    return fill(template(f"{plan.system}.sh"), _common(plan) | _SPELLINGS[plan.system](plan))
+
+
+def _common(plan: Plan) -> dict[str, Value]:
+    """What all templates call the same."""
+    return {
+        "made_by": plan.made_by,
+        "name": plan.name,
+        "account": plan.account,
+        "queue": plan.queue,
+        "tasks": plan.tasks,
+        "max_restarts": plan.max_restarts,
+        "env_setup": plan.env_setup,
+        "directives": plan.directives,
+        "strategy": None if plan.strategy is None else shlex.quote(plan.strategy),
+        "threads": plan.threads,
+        "command": shell_words(plan.command),
+        "mpi_options": _mpi_options(plan) if plan.launcher == "mpirun" else None,
+        # Hydra's processes take -f; Open MPI takes --hostfile.
+        "hostfile_option": "--hostfile" if plan.mpi == "openmpi" else "-f",
+    }
+
+
+def _mpi_options(plan: Plan) -> str | None:
+    """Open MPI binds a rank to a core, and hands on few variables; MPICH's and Intel's mpirun need no telling."""
+    if plan.mpi != "openmpi":
+        return None
+    names = ["PATH"]
+    names += ["HVDX_STRATEGY"] if plan.strategy is not None else []
+    names += ["OMP_NUM_THREADS"] if plan.threads is not None else []
+    passed = " ".join(f"-x {name}" for name in names)
+    # Open MPI complains of a variable that is not set.
+    return f"--bind-to none {passed} ${{LD_LIBRARY_PATH:+-x LD_LIBRARY_PATH}}"
+
+
+def _slurm(plan: Plan) -> dict[str, Value]:
+    srun = plan.launcher == "srun"
+    return {
+        "partition": plan.queue,
+        "nodes": plan.nodes,
+        "tasks_per_node": plan.tasks_per_node,
+        "cpus_per_task": plan.cpus_per_task,
+        "gpus_per_node": plan.gpus_per_node or None,
+        "time": _days(plan.seconds),
+        "array": plan.array,
+        "output": plan.output or ("%x-%A_%a.out" if plan.array else "%x-%j.out"),
+        "signal": plan.signal,
+        "mpi_plugin": plan.mpi_plugin if srun else None,
+        "mpirun_tasks": None if srun else '"$SLURM_NTASKS"',
+    }
+
+
+def _pbs(plan: Plan) -> dict[str, Value]:
+    cores = plan.cpus_per_task or 1
+    # ompthreads always: without it PBS sets OMP_NUM_THREADS to ncpus, which is the whole chunk's.
+    chunk = f"ncpus={cores * plan.tasks_per_node}:mpiprocs={plan.tasks_per_node}:ompthreads={plan.threads or cores}"
+    gpus = f":ngpus={plan.gpus_per_node}" if plan.gpus_per_node else ""
+    return {
+        "select": f"{plan.nodes}:{chunk}{gpus}",
+        "time": _hours(plan.seconds),
+        "seconds": plan.seconds,
+        "signal": plan.signal,
+        "output": plan.output,
+    }
+
+
+def _lsf(plan: Plan) -> dict[str, Value]:
+    jsrun = plan.launcher == "jsrun"
+    minutes = -(-plan.seconds // 60)
+    return {
+        "name": _lsf_name(plan),
+        # With jsrun a job gets whole nodes, otherwise a slot a rank.
+        "tasks_by_slot": None if jsrun else plan.tasks,
+        "ptile": None if jsrun else plan.tasks_per_node,
+        "cores_by_slot": None if jsrun else plan.cpus_per_task,
+        "gpus_by_host": None if jsrun else plan.gpus_per_node or None,
+        "nnodes": plan.nodes if jsrun else None,
+        "time": f"{minutes // 60}:{minutes % 60:02}",
+        "output": plan.output or f"{plan.name}-{'%J_%I' if plan.array else '%J'}.out",
+        "signal_minutes": -(-plan.signal // 60),
+        "jsrun_tasks": plan.tasks if jsrun else None,
+        "jsrun_cores": (plan.cpus_per_task or 1) if jsrun else None,
+        "jsrun_gpus": _gpus_of_a_rank(plan) if jsrun and plan.gpus_per_node else None,
+        "mpirun_tasks": None if jsrun else plan.tasks,
+    }
+
+
+def _lsf_name(plan: Plan) -> str:
+    if plan.array is None:
+        return plan.name
+    indices, percent, at_once = plan.array.partition("%")
+    return f"{plan.name}[{indices}]{percent}{at_once}"
+
+
+def _gpus_of_a_rank(plan: Plan) -> int:
+    gpus, rest = divmod(plan.gpus_per_node, plan.tasks_per_node)
+    if rest:
+        raise ConfigError(
+            f"job: --gpus-per-node: with jsrun expected a multiple of the {plan.tasks_per_node} ranks on each node, "
+            f"got {plan.gpus_per_node}. Do: --tasks-per-node {plan.gpus_per_node}"
+        )
+    return gpus
+
+
+def _mpirun(plan: Plan) -> dict[str, Value]:
+    return {"hosts": shell_words([plan.hosts or ""])}
+
+
+def _horovodrun(plan: Plan) -> dict[str, Value]:
+    binding = "--bind-to none --map-by slot" if plan.mpi == "openmpi" else None
+    return {"hosts": shell_words([plan.hosts or ""]), "binding": binding}
+
+
+_SPELLINGS: Mapping[str, Callable[[Plan], dict[str, Value]]] = {
+    "slurm": _slurm,
+    "pbs": _pbs,
+    "lsf": _lsf,
+    "mpirun": _mpirun,
+    "horovodrun": _horovodrun,
+}
+
+
+def _hours(seconds: int) -> str:
+    """HH:MM:SS, with as many hours as there are."""
+    return f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+
+
+def _days(seconds: int) -> str:
+    """As Slurm writes it: DAYS-HH:MM:SS from a day on."""
+    days, rest = divmod(seconds, 86400)
+    return f"{days}-{_hours(rest)}" if days else _hours(rest)

@@ -1,0 +1,51 @@
+"""Stands in for a training: says what reached it, and ends as it is told.
+
+training.py FOLDER end CODE       ends at once
+training.py FOLDER after SECONDS CODE   deaf to USR1, ends after some time
+training.py FOLDER die SIGNAL     kills itself
+training.py FOLDER save           saves at USR1, and ends with 75; at its next start it goes on, and ends with 0
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+LIMIT = 20  # seconds; then no signal came, which is code 9
+
+
+def main(folder, what, *more):
+    rank = os.environ["STAND_IN_RANK"]
+    names = ("HVDX_STRATEGY", "OMP_NUM_THREADS", "PREPARED")
+    record = {"name": "training", "rank": int(rank), "words": [what, *more], "cwd": os.getcwd()}
+    record["environment"] = {name: os.environ[name] for name in names if name in os.environ}
+    record["went_on"] = (folder / f"saved.{rank}").exists()
+    with open(os.environ["STAND_IN_RECORD"], "a") as file:
+        file.write(json.dumps(record) + "\n")
+    if what == "end":
+        return int(more[0])
+    if what == "die":
+        os.kill(os.getpid(), int(more[0]))
+    if what == "after":
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        (folder / f"listening.{rank}").touch()
+        time.sleep(float(more[0]))
+        return int(more[1])
+    if record["went_on"]:
+        return 0
+    heard = []
+    signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+    (folder / f"listening.{rank}").touch()
+    end = time.monotonic() + LIMIT
+    while not heard and time.monotonic() < end:
+        time.sleep(0.02)
+    if not heard:
+        return 9
+    (folder / f"saved.{rank}").touch()
+    return 75
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), *sys.argv[2:]))
