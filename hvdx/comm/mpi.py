@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdx.comm import launcher, watchdog, whereabouts
 from hvdx.comm.base import Channel, Comm, Place, Postbox, Received
 from hvdx.comm.launcher import Launch
 from hvdx.comm.mpi_postbox import MpiPostbox
@@ -21,6 +22,8 @@ from hvdx.errors import ExchangeError, LaunchError
 # How long ranks that gave up wait for a word from the others, to tell who is missing.
 _ROLL_CALL_SECONDS = 2.0
 _ABSENT_TAG = 7
+# Absent ranks of which a message says where they are.
+_NAMED = 4
 # MPI counts bytes in a C int.
 _MOST_BYTES = 2**31 - 1
 
@@ -72,6 +75,7 @@ class MpiComm(Comm):
 
     Raises:
         LaunchError: MPI finds another world than the launcher started.
+        ConfigError: `HVDX_STALL_WARNING` is no number of seconds.
 
     Attributes:
         group: the `MPI.Comm` of the ranks.
@@ -88,16 +92,20 @@ class MpiComm(Comm):
                 "before whatever starts MPI, or use an MPI that has it."
             )
         everyone = MPI.COMM_WORLD
-        _agree_on_servers(everyone, servers)
+        stall = _agree(everyone, servers, watchdog.stall_limit())
+        self._watchdog = watchdog.Watchdog(everyone, stall) if stall else None
         self.servers, self.serves = servers, everyone.Get_rank() >= everyone.Get_size() - servers
+        whereabouts.serve(self.serves)
         self._workers = everyone.Get_size() - servers
         self._post: Any = everyone.Dup() if servers else None
         self.group = everyone.Split(int(self.serves), everyone.Get_rank()) if servers else everyone
         self._channel = MpiChannel(self.group, "a collective")
         self._flags: Channel | None = None
         self.rank, self.size = self._channel.rank, self._channel.size
-        here = self.all_gather_object(MPI.Get_processor_name(), "places")
+        places = self.all_gather_object((MPI.Get_processor_name(), launcher.core_mask()), "places")
+        here = [host for host, _ in places]
         mine = [rank for rank, host in enumerate(here) if host == here[self.rank]]
+        launcher.set_fair_cores(launcher.fair_cores([places[rank][1] for rank in mine], mine.index(self.rank)))
         told = launch.local_rank is not None and launch.local_size is not None and not servers
         self.local_rank = launch.local_rank if told else mine.index(self.rank)  # type: ignore[assignment]
         self.local_size = launch.local_size if told else len(mine)  # type: ignore[assignment]
@@ -153,23 +161,32 @@ class MpiComm(Comm):
     def close(self) -> None:
         """See `Comm.close`."""
         self._channel.close()
+        launcher.set_fair_cores(None)
+        if self._watchdog is not None:
+            self._watchdog.stop()
 
 
-def _agree_on_servers(everyone: Any, servers: int) -> None:
-    """Have ranks that were told of different servers stop here: they would form different groups, and wait for ever."""
-    told = np.empty(everyone.Get_size(), np.int64)
-    request = everyone.Iallgather(np.array([servers], np.int64), told)
+def _agree(everyone: Any, servers: int, stall: float) -> float:
+    """Have ranks that were told of different servers stop here: they would form different groups, and wait for ever.
+
+    Returns:
+        Rank 0's `stall`, in seconds: a warning asks all ranks, so it is turned on for all or for none.
+    """
+    told = np.empty((everyone.Get_size(), 2), np.float64)
+    request = everyone.Iallgather(np.array([servers, stall], np.float64), told)
     if not until(request.Test, time_limit()):
         raise ExchangeError(f"joining the world: not all ranks came within {time_limit():.0f} s ({LIMIT_VARIABLE}).")
-    for rank, others in enumerate(told.tolist()):
-        if others != told[0]:
+    first, *_ = numbers = told[:, 0].astype(int).tolist()
+    for rank, others in enumerate(numbers):
+        if others != first:
             error = LaunchError(
-                f"the ranks were given different strategies: rank 0 one with {told[0]} ranks that only serve, rank "
+                f"the ranks were given different strategies: rank 0 one with {first} ranks that only serve, rank "
                 f"{rank} one with {others}. Give every rank the same; HVDX_STRATEGY has to reach all hosts "
                 "(mpirun -x HVDX_STRATEGY)."
             )
             error.collective = True
             raise error
+    return float(told[0, 1])
 
 
 class MpiChannel(Channel):
@@ -236,7 +253,12 @@ class MpiChannel(Channel):
 
     def _wait(self, request: Any) -> None:
         """Return when the request is done; raise when the time is over."""
-        if not until(request.Test, self._limit):
+        whereabouts.enter(self._what)
+        try:
+            done = until(request.Test, self._limit)
+        finally:
+            whereabouts.leave()
+        if not done:
             raise ExchangeError(
                 f"{self._what}: waited {self._limit:.0f} s on rank {self.rank} of {self.size}. {self._absent()} Look "
                 f"for what that rank printed last. {LIMIT_VARIABLE}=seconds changes how long ranks wait."
@@ -244,6 +266,7 @@ class MpiChannel(Channel):
 
     def _absent(self) -> str:
         """Who is missing: the ranks that do not answer a word that all who gave up send each other."""
+        watchdog.ask()
         here, others = {self.rank}, [r for r in range(self.size) if r != self.rank]
         sent = [self._comm.Isend([np.zeros(1, np.uint8), self._mpi.BYTE], r, _ABSENT_TAG) for r in others]
         answers = {r: self._comm.Irecv([np.zeros(1, np.uint8), self._mpi.BYTE], r, _ABSENT_TAG) for r in others}
@@ -258,4 +281,7 @@ class MpiChannel(Channel):
         missing = sorted(set(range(self.size)) - here)
         if not missing:
             return "All ranks were waiting: the network lost what they sent, or they were in different exchanges."
-        return f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} did not come."
+        said = f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} did not come."
+        # Of the channel's ranks, which are those of the world but on ranks that only serve.
+        words = "; ".join(filter(None, map(watchdog.last_word, missing[:_NAMED])))
+        return f"{said} Last known: {words}." if words else said

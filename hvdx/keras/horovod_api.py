@@ -1,6 +1,5 @@
 """The functions of `horovod.tensorflow.keras`, so that a script written for Horovod changes one import."""
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,11 +8,11 @@ import tensorflow as tf
 
 from hvdx import comm as world
 from hvdx.comm.base import Reduction
-from hvdx.comm.launcher import share_of_cores
 from hvdx.errors import ConfigError
-from hvdx.keras import replicas
+from hvdx.keras import placement, replicas
 from hvdx.strategies import Strategy, join, leave
 from hvdx.strategies.registry import set_default
+from hvdx.strategies.serving.roles import after_joining
 
 #: Reductions. Horovod's own constants are understood as well.
 Average = "average"
@@ -22,6 +21,9 @@ Adasum = "adasum"
 Min = "min"
 Max = "max"
 Product = "product"
+
+# Whoever joins, and this module is part of every `import hvdx.keras`.
+after_joining(placement.place)
 
 
 class Compression:
@@ -33,11 +35,12 @@ class Compression:
 
 
 def init(comm: Any = None, process_sets: Any = None, strategy: Strategy | str | None = None) -> None:
-    """Join the world, and share the cores of a host among its ranks.
+    """Join the world, and share the cores and GPUs of a host among its ranks: see `hvdx.keras.placement`.
 
-    Call it before TensorFlow does anything, so that the number of threads can still be chosen: the host's cores
-    divided by its ranks, and no more than this process may use, unless `TF_NUM_INTRAOP_THREADS` or
-    `tf.config.threading` says otherwise.
+    Call it before TensorFlow does anything, so that the number of threads and the GPU can still be chosen: as many
+    threads as the batch system gives a task, or a share of the cores, unless `TF_NUM_INTRAOP_THREADS`,
+    `OMP_NUM_THREADS` or `tf.config.threading` says otherwise; and one GPU, unless `tf.config.set_visible_devices` has
+    chosen some.
 
     Args:
         comm, process_sets: not supported; the world is all processes that were started.
@@ -51,20 +54,7 @@ def init(comm: Any = None, process_sets: Any = None, strategy: Strategy | str | 
     _unsupported("init", comm=comm, process_sets=process_sets)
     if strategy is not None:
         set_default(strategy)
-    joined = join(strategy)
-    if joined.local_size > 1 and not os.environ.get("TF_NUM_INTRAOP_THREADS"):
-        _share_threads(share_of_cores(joined.local_size))
-
-
-def _share_threads(threads: int) -> None:
-    threading = tf.config.threading
-    try:
-        if threading.get_intra_op_parallelism_threads() == 0:
-            threading.set_intra_op_parallelism_threads(threads)
-        if threading.get_inter_op_parallelism_threads() == 0:
-            threading.set_inter_op_parallelism_threads(threads)
-    except RuntimeError:
-        pass  # TensorFlow has started its threads already; they stay as they are
+    join(strategy)
 
 
 def shutdown() -> None:

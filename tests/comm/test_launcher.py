@@ -1,6 +1,9 @@
+import os
+
 import pytest
 
-from hvdx.comm.launcher import detect
+from hvdx.comm import launcher
+from hvdx.comm.launcher import Share, detect, fair_cores, kernel_threads, share_of_cores, threads_for
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "1",
@@ -9,6 +12,11 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
 }
 SLURM = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x4)"}
+# As MPICH 4.2 and Intel MPI set them.
+HYDRA = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+PALS = {"PALS_RANKID": "5", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "4", "PALS_NODEID": "1"}
+CRAY = {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4"}
+PMIX = {"PMIX_RANK": "5"}
 
 
 @pytest.mark.parametrize(
@@ -18,6 +26,13 @@ SLURM = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1",
         (SLURM, "Slurm", (3, 8, 1, 2)),
         (SLURM | OPEN_MPI, "Open MPI", (1, 4, 0, 2)),
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "Hydra", (0, 2, None, None)),
+        (HYDRA, "Hydra", (2, 4, 0, 2)),
+        (PALS | CRAY, "PALS", (5, 8, 1, 4)),
+        (PALS | PMIX, "PALS", (5, None, 1, 4)),
+        (CRAY, "Hydra", (5, 8, 1, 4)),
+        (PALS | PMIX | OPEN_MPI, "Open MPI", (1, 4, 0, 2)),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "3(x2),2", "SLURM_NODEID": "2"}, "Slurm", (3, 8, 1, 2)),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "3(x2),2", "SLURM_NODEID": "1"}, "Slurm", (3, 8, 1, 3)),
         ({"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2"}, "MVAPICH", (1, 2, None, None)),
         ({"PMIX_RANK": "1"}, "PMIx", (1, None, None, None)),
         ({"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"} | OPEN_MPI, "Horovod (Gloo)", (1, 2, None, None)),
@@ -34,3 +49,83 @@ def test_detect_reads_the_launchers_variables(environ, launcher, place):
 )
 def test_detect_finds_none_where_nothing_was_launched(environ):
     assert detect(environ) is None
+
+
+@pytest.mark.parametrize(
+    ("masks", "mine", "cores"),
+    [
+        ([0b11], 0, 2),
+        ([0b1111, 0b1111], 1, 2),  # not bound: half of them each
+        ([0b0011, 0b1100], 1, 2),  # bound
+        ([0b1, 0b1, 0b1], 0, 1),  # more ranks than cores
+        ([0b1111, 0b0001], 0, 3),  # three of its own, and half of one
+        ([0b111, 0b111], 0, 1),
+        ([(1 << 16) - 1 << 48] * 4, 2, 4),  # sixteen cores of sixty-four, given to four ranks
+    ],
+)
+def test_fair_cores_shares_those_that_several_may_use(masks, mine, cores):
+    assert fair_cores(masks, mine) == cores
+
+
+@pytest.fixture
+def sixteen(monkeypatch):
+    """Four ranks on sixteen cores, none of them bound."""
+    monkeypatch.setattr(launcher, "_fair", 4)
+    monkeypatch.setattr(launcher.socket, "gethostname", lambda: "node7.cluster")
+
+
+PBS = {"PBS_JOBID": "1.server"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "share"),
+    [
+        ({}, Share(4)),
+        ({"OMP_NUM_THREADS": "9"}, Share(9, "OMP_NUM_THREADS", True)),
+        ({"OMP_NUM_THREADS": "9,3"}, Share(9, "OMP_NUM_THREADS", True)),  # OpenMP's nested form
+        ({"OMP_NUM_THREADS": "1", "SLURM_CPUS_PER_TASK": "3"}, Share(1, "OMP_NUM_THREADS", True)),
+        ({"SLURM_CPUS_PER_TASK": "3", "SLURM_CPUS_ON_NODE": "4"}, Share(3, "SLURM_CPUS_PER_TASK")),
+        # More ranks than tasks: what one task was given has to do for several.
+        ({"SLURM_CPUS_PER_TASK": "16"}, Share(4)),
+        ({"SLURM_CPUS_ON_NODE": "8"}, Share(2, "SLURM_CPUS_ON_NODE")),
+        ({"SLURM_CPUS_ON_NODE": "2"}, Share(1, "SLURM_CPUS_ON_NODE")),
+        (PBS | {"NCPUS": "2", "OMP_NUM_THREADS": "2"}, Share(2, "NCPUS")),  # ompthreads=2
+        (PBS | {"NCPUS": "16", "OMP_NUM_THREADS": "16"}, Share(4)),  # nothing asked for: all of the chunk's
+        (PBS | {"NCPUS": "16", "OMP_NUM_THREADS": "5"}, Share(5, "OMP_NUM_THREADS", True)),
+        ({"NCPUS": "2"}, Share(4)),  # somebody else's
+        ({"LSB_MCPU_HOSTS": "login 1 node7 8 node8 4"}, Share(2, "LSB_MCPU_HOSTS")),
+        ({"LSB_MCPU_HOSTS": "login 1"}, Share(4)),
+        ({"LSB_MCPU_HOSTS": "node7 8", "JSM_NAMESPACE_RANK": "0"}, Share(4)),
+    ],
+)
+@pytest.mark.usefixtures("sixteen")
+def test_threads_are_those_that_are_given_and_no_more_than_the_cores(environ, share):
+    assert threads_for(4, environ) == share
+
+
+def test_threads_before_the_world_is_joined_are_a_part_of_the_host(monkeypatch):
+    monkeypatch.setattr(launcher, "_fair", None)
+    monkeypatch.setattr(launcher.os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(launcher.os, "sched_getaffinity", lambda pid: set(range(16)))
+    assert [threads_for(ranks, {}).threads for ranks in (1, 4, 32)] == [16, 4, 1]
+    monkeypatch.setattr(launcher.os, "sched_getaffinity", lambda pid: {3, 4})
+    assert threads_for(4, {}).threads == 2
+
+
+def test_user_may_choose_for_one_library_first():
+    names = ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
+    environ = {"OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "6"}
+    assert threads_for(4, environ, names) == Share(6, "TF_NUM_INTRAOP_THREADS", True)
+
+
+@pytest.mark.usefixtures("sixteen")
+def test_kernels_leave_it_to_openmp_where_the_user_chose(monkeypatch):
+    for name in ("OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE", "PBS_JOBID", "LSB_MCPU_HOSTS"):
+        monkeypatch.delenv(name, raising=False)
+    assert (kernel_threads(4), kernel_threads(1), share_of_cores(4)) == (4, None, 4)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert (kernel_threads(4), share_of_cores(4)) == (None, 4)
+
+
+def test_cores_of_this_process_are_a_bit_each():
+    assert bin(launcher.core_mask()).count("1") == len(os.sched_getaffinity(0)) == launcher.usable_cores()

@@ -1,0 +1,234 @@
+"""A thread a rank that notices when nothing moves any more, asks the others where they are, and says so.
+
+Only small messages, from one rank to another, are sent, and nothing is ever waited for inside MPI: a rank that has
+been stopped cannot take this thread with it, and the thread cannot keep its own process from ending.
+"""
+
+import atexit
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from hvdx.comm import whereabouts
+from hvdx.comm.waiting import LIMIT_VARIABLE, time_limit, until
+from hvdx.comm.whereabouts import Report
+from hvdx.errors import ConfigError, ExchangeError
+
+#: Seconds without any progress after which a rank says where all are; 0 for never.
+STALL_VARIABLE = "HVDX_STALL_WARNING"
+_STALL_SECONDS = 60.0
+# Between two looks, at most and at least, and while answers are awaited.
+_TICK, _LEAST_TICK, _BUSY_TICK = 1.0, 0.1, 0.05
+# A look that finds nothing may be what makes MPI fetch a message for the next one; sockets take the longest.
+_LOOKS = 10
+# How long the others have for an answer; they look once in a tick.
+_ANSWER_SECONDS = 3.0
+# The lowest ranks ask first, and those that they have asked keep quiet: with many ranks not all ask all.
+_TURN, _LAST_TURN = 0.1, 10.0
+# Ranks that are told that another leaves: one of the lowest is who will ask for it.
+_TOLD_OF_LEAVING = 8
+_ASK, _ANSWER, _LEAVE = 1, 2, 3
+_HOST_BYTES = 64
+
+
+def stall_limit() -> float:
+    """Seconds without progress after which a rank says so; 0 for never.
+
+    Raises:
+        ConfigError: `HVDX_STALL_WARNING` is not a number, or below 0.
+
+    Example:
+        >>> stall_limit()
+        60.0
+    """
+    text = os.environ.get(STALL_VARIABLE, "")
+    try:
+        limit = float(text or _STALL_SECONDS)
+    except ValueError:
+        limit = -1.0
+    if not 0 <= limit < float("inf"):
+        raise ConfigError(f"{STALL_VARIABLE}: expected seconds, or 0 for no warning, got {text!r}.")
+    return limit
+
+
+class Watchdog:
+    """Watches this rank, and answers those of the others. Collective to make.
+
+    Args:
+        world: the `MPI.Comm` of all processes; it is duplicated.
+        limit: seconds without progress, above 0; alike on all ranks.
+
+    Raises:
+        ExchangeError: not all ranks came within the time limit.
+    """
+
+    def __init__(self, world: Any, limit: float):
+        from mpi4py import MPI
+
+        self._mpi, self._limit = MPI, limit
+        # Never freed: a message that comes later would be taken for one of the next communicator's.
+        self._comm, request = world.Idup()
+        _await(request)
+        self._rank, self._size = self._comm.Get_rank(), self._comm.Get_size()
+        hosts = np.zeros(self._size, f"S{_HOST_BYTES}")
+        name = np.array([socket.gethostname().encode()], hosts.dtype)
+        _await(self._comm.Iallgather(name.view(np.uint8), hosts.view(np.uint8)))
+        self._hosts = [host.decode(errors="replace") for host in hosts]
+        self._tick = min(max(limit / 10, _LEAST_TICK), _TICK)
+        self._due = limit
+        self._seen_idle = 0.0
+        self._leaving: list[tuple[Any, bytes]] = []
+        self._gone: set[int] = set()
+        # Of the question that is open, if one is: its number, when it ends, whether a stall asks it.
+        self._question, self._end, self._for_stall = 0, 0.0, False
+        self._reports: dict[int, Report] = {}
+        self._known: dict[int, Report] = {}
+        self._wanted = False
+        self._wake, self._stop = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="hvdx watchdog", daemon=True)
+        self._thread.start()
+        _running.append(self)
+
+    def stop(self) -> None:
+        """End the thread; it has to be over before MPI is."""
+        self._stop.set()
+        self._wake.set()
+        self._thread.join(10 * _TICK)
+        if self in _running:
+            _running.remove(self)
+
+    def ask(self) -> None:
+        """Ask the others where they are, soon."""
+        self._wanted = True
+        self._wake.set()
+
+    def last_word(self, rank: int) -> str:
+        """Where a rank was when it was asked last, in words; "" if it did not answer."""
+        who, report = f"rank {rank} ({self._hosts[rank]})", self._known.get(rank)
+        if report is not None:
+            return f"{who}: {report.describe()}"
+        return f"{who} has left" if rank in self._gone else ""
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        try:
+            # A script may end MPI itself.
+            while not self._stop.is_set() and not self._mpi.Is_finalized():
+                self._read()
+                self._look()
+                self._wake.wait(_BUSY_TICK if self._end else self._tick)
+                self._wake.clear()
+            for rank in range(min(self._size, _TOLD_OF_LEAVING)):
+                if rank != self._rank and not self._mpi.Is_finalized():
+                    self._send(rank, _LEAVE, {})
+        except Exception as error:
+            # A watchdog must not harm the training; it is an MPI that is breaking down anyway.
+            if not self._stop.is_set():
+                print(f"hvdx: rank {self._rank} watches no longer for stalls: {error}", file=sys.stderr, flush=True)
+
+    def _look(self) -> None:
+        """Is there something to ask, or to say?"""
+        now, idle = time.monotonic(), whereabouts.idle()
+        if idle < self._seen_idle:
+            self._due = self._limit  # it has moved: what comes next is another stall
+        self._seen_idle = idle
+        if self._end:
+            if now > self._end or len(self._reports) + len(self._gone - self._reports.keys()) >= self._size:
+                self._close()
+        elif self._wanted:
+            self._open(stall=False)
+        elif idle > self._due + min(self._rank * _TURN, _LAST_TURN) and whereabouts.busy():
+            self._open(stall=True)
+
+    def _open(self, stall: bool) -> None:
+        """Ask everybody."""
+        self._wanted = False
+        self._question += 1
+        self._for_stall, self._reports = stall, {self._rank: whereabouts.here()}
+        self._end = time.monotonic() + _ANSWER_SECONDS
+        for rank in range(self._size):
+            if rank != self._rank:
+                self._send(rank, _ASK, {"question": self._question, "stall": stall})
+
+    def _close(self) -> None:
+        """All have answered, or had the time to."""
+        self._end = 0.0
+        self._known = dict(self._reports)
+        if not self._for_stall or whereabouts.idle() < self._limit:
+            return  # it moves again
+        self._due = 2 * whereabouts.idle()
+        # Another one that stands still, and asks at the same time, speaks if its number is lower.
+        if any(r < self._rank and report.idle >= self._limit and report.busy
+               for r, report in self._reports.items()):  # fmt: skip
+            return
+        everyone: dict[int, Report | None] = {r: self._reports.get(r) for r in range(self._size)}
+        gone = sorted(self._gone - self._reports.keys())
+        text = whereabouts.message(everyone, gone, whereabouts.idle(), self._hosts)
+        # One write, so that it is not mixed with what others print.
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+
+    def _read(self) -> None:
+        """Take what has come."""
+        self._leaving = [(request, data) for request, data in self._leaving if not request.Test()]
+        status, misses = self._mpi.Status(), 0
+        while misses < _LOOKS:
+            found = self._comm.Improbe(self._mpi.ANY_SOURCE, self._mpi.ANY_TAG, status)
+            if found is None:
+                misses += 1
+                continue
+            data = bytearray(status.Get_count(self._mpi.BYTE))
+            sender, tag = status.Get_source(), status.Get_tag()
+            found.Recv([data, self._mpi.BYTE])
+            self._take(sender, tag, json.loads(data))
+
+    def _take(self, sender: int, tag: int, said: dict[str, Any]) -> None:
+        if tag == _LEAVE:
+            self._gone.add(sender)
+        elif tag == _ASK:
+            self._send(sender, _ANSWER, {"question": said["question"], "report": whereabouts.here().as_json()})
+            if said["stall"] and sender < self._rank:
+                self._due = max(self._due, 2 * whereabouts.idle())
+        elif said["question"] == self._question and self._end:
+            self._reports[sender] = Report.of_json(said["report"])
+
+    def _send(self, to: int, tag: int, said: dict[str, Any]) -> None:
+        data = json.dumps(said).encode()
+        self._leaving.append((self._comm.Isend([data, self._mpi.BYTE], to, tag), data))
+
+
+def _await(request: Any) -> None:
+    if not until(request.Test, time_limit()):
+        raise ExchangeError(f"joining the world: not all ranks came within {time_limit():.0f} s ({LIMIT_VARIABLE}).")
+
+
+_running: list[Watchdog] = []
+
+
+def ask() -> None:
+    """Have the ranks asked where they are, where this process has a watchdog; `last_word` knows it a little later."""
+    for watchdog in _running:
+        watchdog.ask()
+
+
+def last_word(rank: int) -> str:
+    """Where a rank was when it was asked last, in words; "" where that is not known.
+
+    Args:
+        rank: in the world of all processes.
+    """
+    return next(filter(None, (watchdog.last_word(rank) for watchdog in _running)), "")
+
+
+@atexit.register
+def _stop_all() -> None:
+    # Before MPI is finalised: mpi4py does that after all exit handlers of Python.
+    for watchdog in list(_running):
+        watchdog.stop()

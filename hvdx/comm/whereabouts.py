@@ -1,0 +1,270 @@
+"""Where this rank is: its step, the collective it waits in, and the line of its program; and what that says of a stall.
+
+Whoever trains or waits notes it here, in two assignments; `hvdx.comm.watchdog` reads it from a thread of its own.
+"""
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from types import FrameType
+from typing import Any
+
+# Lines of a stack in a report, and characters of a text in it: a report has to fit into one small message.
+_MOST_LINES, _MOST_TEXT = 2, 100
+# Ranks that are listed one by one.
+_MOST_ROWS = 16
+# A rank that has stood still for so small a part of the longest time is moving.
+_MOVING = 0.5
+# Frames in these packages are not where somebody's program is.
+_LIBRARIES = ("hvdx", "keras", "tensorflow")
+_STANDARD = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
+
+_place: tuple[str, tuple[int, ...]] = ("", ())
+# By thread, since several wait at once: the name of the collective.
+_waits: dict[int, str] = {}
+_moved = time.monotonic()
+_serves = False
+
+
+def step(place: str, order: tuple[int, ...] = ()) -> None:
+    """Note where the training is.
+
+    Args:
+        place: for people, such as "step 120 of epoch 3"; "" for nowhere in particular.
+        order: numbers that grow from place to place, alike on all ranks; () where there are none.
+
+    Example:
+        >>> step("step 120 of epoch 3", (2, 119))
+        >>> here().place
+        'step 120 of epoch 3'
+        >>> step("")
+    """
+    global _place, _moved
+    _place, _moved = (place, order), time.monotonic()
+
+
+def enter(what: str) -> None:
+    """Note that this thread begins to wait for the other ranks.
+
+    Args:
+        what: the name of the collective.
+    """
+    global _moved
+    _waits[threading.get_ident()] = what
+    _moved = time.monotonic()
+
+
+def leave() -> None:
+    """Note that this thread waits no longer."""
+    global _moved
+    _waits.pop(threading.get_ident(), None)
+    _moved = time.monotonic()
+
+
+def serve(serves: bool) -> None:
+    """Note whether this rank only answers the others, and is waited for by nobody."""
+    global _serves
+    _serves = serves
+
+
+def idle() -> float:
+    """Seconds since anything was noted."""
+    return time.monotonic() - _moved
+
+
+def busy() -> bool:
+    """Whether somebody waits for other ranks here, or trains: only then is standing still a stall."""
+    if _waits:
+        return True
+    # An exception that a script caught leaves its step behind; what it then does is no training.
+    return bool(_place[0]) and any(_package(f) == "keras" for f in _frames(_main_frame()))
+
+
+@dataclass(frozen=True)
+class Report:
+    """Where a rank is.
+
+    Attributes:
+        host: its name.
+        place: its step, or "".
+        order: see `step`.
+        collective: what it waits in, or "".
+        idle: seconds since it last moved.
+        lines: of its program, innermost first: "train.py:42 in load".
+        serves: whether it only answers the others.
+        busy: see `busy`.
+    """
+
+    host: str
+    place: str = ""
+    order: tuple[int, ...] = ()
+    collective: str = ""
+    idle: float = 0.0
+    lines: tuple[str, ...] = ()
+    serves: bool = False
+    busy: bool = True
+
+    def as_json(self) -> dict[str, Any]:
+        """Its attributes, for a message."""
+        return asdict(self)
+
+    @staticmethod
+    def of_json(values: Mapping[str, Any]) -> "Report":
+        """What `as_json` gave, after its tuples have become lists."""
+        read: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        return Report(**read)
+
+    def describe(self) -> str:
+        """Where it is, in words."""
+        if self.serves:
+            return "serves the others"
+        parts = [f"waits in {self.collective}"] if self.collective else []
+        parts.append(self.place or ("" if parts else "in no training step"))
+        text = ", ".join(filter(None, parts)) + f", for {self.idle:.0f} s"
+        return text + (f"; at {' < '.join(self.lines)}" if self.lines else "")
+
+
+def here() -> Report:
+    """Where this rank is now; may be called from any thread."""
+    place, order = _place
+    collective = next(iter(list(_waits.values())), "")
+    return Report(
+        socket.gethostname(), place[:_MOST_TEXT], order, collective[:_MOST_TEXT], idle(), _lines(), _serves, busy()
+    )
+
+
+def verdict(reports: Mapping[int, Report | None], gone: Sequence[int] = ()) -> tuple[list[int], str]:
+    """Tell for which ranks the others wait.
+
+    Args:
+        reports: of the ranks that take part; None for one that does not answer.
+        gone: those of them that have left the world.
+
+    Returns:
+        The ranks, and what there is to say of them: "has not come to the updates", say.
+
+    Example:
+        >>> verdict({0: Report("a", collective="the updates"), 1: Report("b", place="step 3 of epoch 1")})
+        ([1], 'not come to the updates')
+    """
+    silent = [r for r, report in reports.items() if report is None and r not in gone]
+    there = {r: report for r, report in reports.items() if report is not None and r not in gone}
+    waiting = {r: report.collective for r, report in there.items() if report.collective}
+    if waiting:
+        names = Counter(waiting.values())
+        (most, count), *others = names.most_common()
+        absent = [r for r, report in there.items() if not report.collective and not report.serves]
+        missing = sorted({*silent, *gone, *absent})
+        if missing or not others:
+            return missing, f"not come to {most}"
+        if others[0][1] < count:
+            return sorted(r for r, name in waiting.items() if name != most), f"not come to {most}, but to another place"
+        return [], "the ranks are in different collectives"
+    if silent:
+        return silent, "not answered"
+    still = {r: report for r, report in there.items() if report.place}
+    longest = max((report.idle for report in still.values()), default=0.0)
+    stuck = [r for r, report in still.items() if report.idle > _MOVING * longest]
+    if len(stuck) < len(still):
+        return stuck, "stood still, while others go on"
+    if len({report.place for report in still.values()}) > 1 and all(report.order for report in still.values()):
+        last = min(report.order for report in still.values())
+        behind = [r for r, report in still.items() if report.order == last]
+        return behind, "not come as far as the others"
+    places = sorted({report.place for report in still.values()})
+    return [], f"all ranks are at {places[0]}" if len(places) == 1 else "no rank waits for another"
+
+
+def message(
+    reports: Mapping[int, Report | None], gone: Sequence[int], seconds: float, hosts: Sequence[str] = ()
+) -> str:
+    """What to print about a stall: who is waited for, and a line for each rank.
+
+    Args:
+        reports, gone: see `verdict`.
+        seconds: nothing has moved for so long.
+        hosts: by rank: a rank that does not answer does not say where it runs.
+    """
+
+    def name(rank: int) -> str:
+        report = reports[rank]
+        host = report.host if report is not None else "".join(hosts[rank : rank + 1])
+        return f"{rank} ({host})" if host else str(rank)
+
+    missing, why = verdict(reports, gone)
+    headline = f"hvdx: no progress for {seconds:.0f} s: "
+    if missing:
+        named = ", ".join(map(name, missing[:_MOST_ROWS]))
+        named += f" and {len(missing) - _MOST_ROWS} more" * (len(missing) > _MOST_ROWS)
+        several = len(missing) > 1
+        headline += f"rank{'s' * several} {named} {'have' if several else 'has'} {why}."
+    else:
+        headline += f"{why}."
+    # Those that are waited for come first where there are too many.
+    rows = sorted(sorted(reports, key=lambda r: (r not in missing, r))[:_MOST_ROWS])
+    lines = [headline, *(f"  rank {name(r)}: {_row(reports[r], r in gone)}" for r in rows)]
+    if len(reports) > len(rows):
+        rest = ", for which nobody waits" * (len(missing) <= len(rows))
+        lines.append(f"  and {len(reports) - len(rows)} more ranks{rest}")
+    return "\n".join(lines)
+
+
+def _row(report: Report | None, gone: bool) -> str:
+    if gone:
+        return "has left: its program has ended, or is ending"
+    if report is None:
+        return "does not answer: its process is stopped or gone, or a library holds Python up"
+    return report.describe()
+
+
+def _main_frame() -> FrameType | None:
+    return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
+def _frames(frame: FrameType | None) -> list[FrameType]:
+    """Innermost first."""
+    found = []
+    while frame is not None:
+        found.append(frame)
+        frame = frame.f_back
+    return found
+
+
+def _lines() -> tuple[str, ...]:
+    """The innermost lines of the main thread outside of TensorFlow, Keras and hvdx, and one of somebody else's thread.
+
+    A generator that feeds a dataset runs in a thread of TensorFlow's, so the main thread alone does not show it.
+    """
+    main = threading.main_thread().ident
+    mine, others = [], []
+    for ident, frame in sys._current_frames().items():
+        theirs = [f for f in _frames(frame) if not _is_library(f)]
+        if ident == main:
+            mine = [_line(f) for f in theirs[:_MOST_LINES]]
+        elif ident != threading.get_ident():
+            users = [f for f in theirs if not _is_standard(f)]
+            others += [f"{_line(f)} (in a thread)" for f in users[:1]]
+    return tuple(mine + others[:1])
+
+
+def _line(frame: FrameType) -> str:
+    name = os.path.basename(frame.f_code.co_filename)
+    return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"[:_MOST_TEXT]
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def _is_library(frame: FrameType) -> bool:
+    return _package(frame) in _LIBRARIES or frame.f_code.co_filename.startswith("<frozen")
+
+
+def _is_standard(frame: FrameType) -> bool:
+    path = frame.f_code.co_filename
+    return path.startswith(_STANDARD) or f"{os.sep}site-packages{os.sep}" in path

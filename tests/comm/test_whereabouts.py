@@ -1,0 +1,151 @@
+"""What is noted of a rank, and what is made of the notes of several."""
+
+import threading
+import time
+
+import pytest
+
+from hvdx.comm import whereabouts
+from hvdx.comm.watchdog import stall_limit
+from hvdx.comm.whereabouts import Report, message, verdict
+from hvdx.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def nowhere():
+    yield
+    whereabouts.step("")
+    whereabouts.leave()
+    whereabouts.serve(False)
+
+
+def waits(collective="the updates", place="step 5 of epoch 1", order=(0, 4), **more):
+    return Report("a", place, order, collective, idle=60.0, **more)
+
+
+def trains(step, idle=60.0, **more):
+    return Report("b", f"step {step} of epoch 1", (0, step - 1), idle=idle, **more)
+
+
+def test_here_tells_step_collective_and_line():
+    whereabouts.step("step 3 of epoch 2", (1, 2))
+    assert not whereabouts.here().collective
+    whereabouts.enter("the updates")
+    found = whereabouts.here()
+    assert (found.place, found.order, found.collective) == ("step 3 of epoch 2", (1, 2), "the updates")
+    assert 0 <= found.idle < 1
+    assert any(line.startswith("test_whereabouts.py:") for line in found.lines), found
+    whereabouts.leave()
+    assert not whereabouts.here().collective
+
+
+def test_every_note_is_a_move():
+    notes = (lambda: whereabouts.step("a"), lambda: whereabouts.enter("b"), whereabouts.leave)
+    for note in notes:
+        time.sleep(0.05)
+        assert whereabouts.idle() >= 0.05
+        note()
+        assert whereabouts.idle() < 0.05
+
+
+def test_threads_wait_side_by_side():
+    arrived, go = threading.Event(), threading.Event()
+
+    def work():
+        whereabouts.enter("the updates")
+        arrived.set()
+        go.wait(10)
+        whereabouts.leave()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert arrived.wait(10)
+    whereabouts.enter("a flag")
+    whereabouts.leave()
+    assert whereabouts.busy()
+    assert whereabouts.here().collective == "the updates"
+    go.set()
+    thread.join(10)
+    assert not whereabouts.busy()
+
+
+def load_from_a_slow_disk(go):
+    go.wait(10)
+
+
+def test_line_of_another_thread_is_told():
+    go = threading.Event()
+    thread = threading.Thread(target=load_from_a_slow_disk, args=(go,))
+    thread.start()
+    try:
+        assert any("in load_from_a_slow_disk (in a thread)" in line for line in whereabouts.here().lines)
+    finally:
+        go.set()
+        thread.join(10)
+
+
+def test_step_that_an_exception_left_behind_is_no_stall():
+    whereabouts.step("step 3 of epoch 2")
+    assert not whereabouts.busy(), "Keras is not in this stack"
+
+
+def test_report_is_small_and_survives_a_message():
+    whereabouts.step("x" * 5000, (1, 2))
+    report = whereabouts.here()
+    assert len(str(report.as_json())) < 1500
+    assert Report.of_json({**report.as_json(), "lines": list(report.lines), "order": [1, 2]}) == report
+
+
+@pytest.mark.parametrize(
+    ("reports", "gone", "ranks"),
+    [
+        ([waits(), waits(), trains(4)], [], [2]),
+        ([trains(4), waits(), trains(4)], [], [0, 2]),
+        ([waits(), waits(), None], [], [2]),
+        ([waits(), None, trains(4)], [], [1, 2]),
+        ([waits(), None, waits()], [1], [1]),
+        ([waits(), waits(), Report("c")], [], [2]),
+        ([waits(), trains(4), Report("c", serves=True)], [], [1]),
+        ([waits(), waits(), waits("a flag")], [], [2]),
+        ([waits(), waits("a flag")], [], []),
+        ([waits(), waits()], [], []),
+        ([trains(5), trains(4), trains(5)], [], [1]),
+        ([trains(1), trains(1)], [], []),
+        ([trains(5), None], [], [1]),
+        ([trains(3, idle=0.2), trains(5), trains(8, idle=1.0)], [], [1]),  # nobody waits for anybody
+        ([trains(5), Report("c", "the end of epoch 1", idle=60.0)], [], []),
+    ],
+)
+def test_verdict_names_who_is_waited_for(reports, gone, ranks):
+    assert verdict(dict(enumerate(reports)), gone)[0] == ranks
+
+
+def test_message_has_a_line_for_each_rank():
+    text = message({0: waits(), 1: trains(4, lines=("train.py:42 in load",)), 2: None}, [], 60.4, "abc")
+    assert text.splitlines() == [
+        "hvdx: no progress for 60 s: ranks 1 (b), 2 (c) have not come to the updates.",
+        "  rank 0 (a): waits in the updates, step 5 of epoch 1, for 60 s",
+        "  rank 1 (b): step 4 of epoch 1, for 60 s; at train.py:42 in load",
+        "  rank 2 (c): does not answer: its process is stopped or gone, or a library holds Python up",
+    ]
+
+
+def test_message_about_many_ranks_shows_those_that_are_waited_for():
+    reports = {r: waits() for r in range(500)} | {499: trains(4)}
+    lines = message(reports, [], 60).splitlines()
+    assert len(lines) < 20
+    assert any(line.startswith("  rank 499 (b): step 4") for line in lines)
+    assert lines[-1] == "  and 484 more ranks, for which nobody waits"
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "inf", "nan"])
+def test_stall_limit_refuses_what_is_no_time(monkeypatch, text):
+    monkeypatch.setenv("HVDX_STALL_WARNING", text)
+    with pytest.raises(ConfigError, match="HVDX_STALL_WARNING: expected seconds"):
+        stall_limit()
+
+
+@pytest.mark.parametrize(("text", "limit"), [("", 60.0), ("0", 0.0), ("2.5", 2.5)])
+def test_stall_limit_is_a_number_of_seconds(monkeypatch, text, limit):
+    monkeypatch.setenv("HVDX_STALL_WARNING", text)
+    assert stall_limit() == limit
