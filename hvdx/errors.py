@@ -9,6 +9,7 @@
     ├── ExchangeError        ranks did not come to an exchange within the time limit, or sent too much for it
     ├── WireError            a message from a rank is not what it should be; nothing of it was applied
     ├── UpdateError          an update holds what cannot be sent, such as NaN; nothing was changed (also a ValueError)
+    ├── CheckpointError      a checkpoint is damaged; nothing of it was taken
     └── AverageError         saved networks that cannot be averaged, or not written; nothing was (also a ValueError)
 
 Each message says what was expected, what was found, and what to do.
@@ -46,6 +47,10 @@ class ReplicaError(HvdxError, RuntimeError):
 
 class ExchangeError(HvdxError, RuntimeError):
     """Ranks did not come to an exchange within the time limit, or sent more than one exchange can carry."""
+
+
+class CheckpointError(HvdxError, RuntimeError):
+    """A checkpoint is cut off, altered or incomplete. Nothing of it was taken."""
 
 
 class WireError(HvdxError, RuntimeError):

@@ -119,6 +119,9 @@ class Binding:
         """A checkpoint is about to be written. Collective."""
         self.flush()
 
+    def hold(self) -> None:
+        """A checkpoint is about to be written in mid-epoch, and steps go on as if none had been. Collective."""
+
     @property
     def kind(self) -> str:
         """What a strategy must have in common with another to go on from its state."""

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -14,8 +14,20 @@ _BUFFER = 10_000
 
 # What decides the order of this process's shuffled shares: the epoch counters of arrays, and for datasets the pair of
 # TensorFlow's global seed and ours.
-_epochs: list[weakref.ref[tf.Variable]] = []
+_epochs: list["_Share"] = []
 _seeds: list[tuple[int, int]] = []
+
+
+class _Share(NamedTuple):
+    """A share of arrays that is shuffled.
+
+    Attributes:
+        epoch: the number of the order that was drawn last.
+        steps: of a pass.
+    """
+
+    epoch: weakref.ref[tf.Variable]
+    steps: int
 
 
 def shard(
@@ -98,7 +110,7 @@ def _shard_arrays(
         )
     epochs = tf.Variable(initial_epoch - 1, dtype=tf.int64, trainable=False)
     if shuffle:
-        _epochs.append(weakref.ref(epochs))
+        _epochs.append(_Share(weakref.ref(epochs), steps))
 
     def batch_of(step: Any, epoch: Any) -> Any:
         begin = step * whole
@@ -167,8 +179,32 @@ def _shard_dataset(
 
 def state() -> tuple[list[int], list[tuple[int, int]]]:
     """What decides the order of this process's shares that are shuffled: epochs, and pairs of seeds."""
-    _epochs[:] = [ref for ref in _epochs if ref() is not None]
-    return [int(ref().numpy()) for ref in _epochs], list(_seeds)  # type: ignore[union-attr]
+    return [epoch for epoch, _ in _drawn()], list(_seeds)
+
+
+def _drawn() -> list[tuple[int, int]]:
+    """Of each share that is alive, the number of the order that was drawn last, and the steps of a pass."""
+    _epochs[:] = [share for share in _epochs if share.epoch() is not None]
+    return [(int(share.epoch().numpy()), share.steps) for share in _epochs]  # type: ignore[union-attr]
+
+
+def after(drawn: Sequence[int], batches: int) -> tuple[list[int], int]:
+    """Where a training is that goes through a share again and again, and not once an epoch.
+
+    Args:
+        drawn: what `state` said of the epochs when it began.
+        batches: that it has trained since.
+
+    Returns:
+        What to `go_on` from, and how many batches of the order that then comes have been trained. Where it is not clear
+        which share is trained, the orders that come next, and 0.
+    """
+    now = _drawn()
+    begun = [i for i, ((epoch, _), before) in enumerate(zip(now, drawn, strict=False)) if epoch > before]
+    if len(now) != len(drawn) or len(begun) != 1:
+        return [epoch for epoch, _ in now], 0
+    passes, rest = divmod(batches, now[begun[0]][1])
+    return [epoch + passes * (i == begun[0]) for i, epoch in enumerate(drawn)], rest
 
 
 def agree(states: list[tuple[list[int], list[tuple[int, int]]]]) -> None:
@@ -188,8 +224,8 @@ def agree(states: list[tuple[list[int], list[tuple[int, int]]]]) -> None:
         )
     # A look into a dataset on one rank, next(iter(...)) say, takes it an epoch ahead of the others.
     if len({len(epochs) for epochs, _ in states}) == 1:
-        for ref, *epochs in zip(_epochs, *(epochs for epochs, _ in states), strict=True):
-            variable = ref()
+        for share, *epochs in zip(_epochs, *(epochs for epochs, _ in states), strict=True):
+            variable = share.epoch()
             if variable is not None and len(set(epochs)) > 1:
                 variable.assign(max(epochs))
 
@@ -200,6 +236,6 @@ def go_on(epochs: Sequence[int]) -> None:
     Args:
         epochs: what `state` said of them then. The newest share goes with the last: a notebook may hold older ones.
     """
-    alive = [variable for variable in (ref() for ref in _epochs) if variable is not None]
+    alive = [variable for variable in (share.epoch() for share in _epochs) if variable is not None]
     for variable, epoch in zip(reversed(alive), reversed(epochs), strict=False):
         variable.assign(epoch)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import keras
 
-from hvdx.comm import Comm
+from hvdx.comm import Comm, whereabouts
 from hvdx.comm.launcher import kernel_threads
 from hvdx.errors import ConfigError, NotDistributedError, ReplicaError
 from hvdx.keras import data, metrics, neighbours, replicas, samples, updates
@@ -100,6 +100,7 @@ class Distribute(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Tie the optimisers; what all ranks have to agree on follows once the other callbacks have had their say."""
         neighbours.unmute(self._muted)
+        self._last.renew()
         self.counters = Counters(size=self._comm.size)
         self.counters.start()
         if self._comm.size == 1:
@@ -152,10 +153,13 @@ class Distribute(keras.callbacks.Callback):
                 raise ReplicaError(f"fit: {key} differs between ranks: {values}. Every rank must be given the same.")
         data.agree([r["shards"] for r in everyone])
         self._set_length([r["steps"] for r in everyone])
+        self._steps_before = -self._last.begun
         model._initial_epoch = everyone[0]["initial_epoch"]
         if model.built:
             # Where an optimiser has gone on with its own rank's gradients, its momenta stay with their residual.
             own = [v for o in optimizers_of(model) if self._continues(o) for v in own_variables(o)]
+            # In mid-epoch, so have weights that no gradient reaches.
+            own += model.non_trainable_weights if self._last.begun else []
             self._make_alike({id(v) for v in own})
 
     def _set_length(self, steps: list[int | None]) -> None:
@@ -179,6 +183,7 @@ class Distribute(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         """Leave a plain Keras model behind, but for optimisers that a script tied itself."""
+        whereabouts.step("")
         self.counters.finish(self._costs())
         if self._comm.size == 1:
             return
@@ -205,6 +210,14 @@ class Distribute(keras.callbacks.Callback):
         self._logs.begin()
         for binding in self._bindings:
             binding.resume()
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Note where this rank is, should the others wait for it."""
+        whereabouts.step(f"step {batch + 1} of epoch {self._epoch + 1}", (self._epoch, batch))
+
+    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """See `on_train_batch_begin`."""
+        whereabouts.step(f"step {batch + 1} of validation in epoch {self._epoch + 1}")
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """After the first step: did it go through hvdx? Then count, and check when it is time."""

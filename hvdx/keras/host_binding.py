@@ -143,6 +143,11 @@ class HostBinding(Binding):
                 _add(variables, late)
                 apply_constraints(variables)
 
+    def hold(self) -> None:
+        """See `Binding.hold`."""
+        for exchange, _ in self._open.values():
+            exchange.hold()
+
     def any_overflow(self, overflowed: Any) -> Any:
         """See `Binding.any_overflow`."""
         comm = self.comm

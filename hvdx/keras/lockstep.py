@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from hvdx.comm import Comm
+from hvdx.comm import Comm, whereabouts
 from hvdx.errors import HvdxError, ReplicaError
 from hvdx.keras import neighbours
 from hvdx.strategies import ParameterServer
@@ -27,6 +27,7 @@ def meet(comm: Comm, place: str, payload: Any = None) -> list[Any]:
     Raises:
         ReplicaError: on all ranks, if they are in different places.
     """
+    whereabouts.step(place)
     everyone = comm.all_gather_object((place, payload), "roll call")
     places = [where for where, _ in everyone]
     if len(set(places)) > 1:
@@ -55,6 +56,20 @@ class Lockstep(keras.callbacks.Callback):
         self._endless = False
         self._cut = False
         self._stop_wanted = False
+        self.renew()
+
+    def renew(self) -> None:
+        """A fit begins, and nothing is known of it yet."""
+        #: Steps of the first epoch that were taken before.
+        self.begun = 0
+        #: Whether this rank wants the steps that are dealt out to end, so that all can save; and what all do then.
+        self.ending: Callable[[], bool] = bool
+        self.save: Callable[[int], None] = lambda steps: None
+
+    @property
+    def steps(self) -> int | None:
+        """Steps that each rank takes in an epoch; None where nobody knows."""
+        return self._limit or self.params.get("steps")
 
     def meet(self, place: str, payload: Any = None) -> list[Any]:
         """See `hvdx.keras.lockstep.meet`."""
@@ -107,7 +122,7 @@ class Lockstep(keras.callbacks.Callback):
         if min(known) == 0:
             raise ReplicaError(f"fit: a rank has no step: {known} steps on the ranks. Give each its share of data.")
         total = sum(-(-number // steps_per_execution) for number in known)
-        self._tickets = Tickets(strategy, self._comm, total)
+        self._tickets = Tickets(strategy, self._comm, total, self.begun // steps_per_execution)
         self._endless = neighbours.prolong_epochs(self, total * steps_per_execution)
         return self._tickets
 
@@ -137,8 +152,10 @@ class Lockstep(keras.callbacks.Callback):
             self._stop_wanted = True
             self.model.stop_training = False
         over = self._limit is not None and batch + 1 >= self._limit
-        if over or (self._tickets is not None and not self._tickets.another()):
+        if over or (self._tickets is not None and not self._tickets.another(self.ending())):
             self._cut = self.model.stop_training = True
+        if self._tickets is not None and self._tickets.stopped:
+            self.save(self._tickets.taken * self.model.steps_per_execution)
 
     def check_enough(self, taken: int) -> None:
         """End the job if this rank's data ran out: the others are in mid-epoch, waiting for it.

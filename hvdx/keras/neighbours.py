@@ -85,10 +85,7 @@ def prolong_epochs(callback: Any, steps: int) -> bool:
     Returns:
         Whether that was possible.
     """
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_locals.get("self") is not callback.model:
-        frame = frame.f_back
-    iterator: Any = None if frame is None else frame.f_locals.get("epoch_iterator")
+    iterator = _epoch_iterator(callback)
     dataset: Any = getattr(iterator, "_distributed_dataset", None)
     if hasattr(dataset, "repeat"):
         # What TensorFlow prefetches by itself would begin the next pass, and draw its order, before this one is over.
@@ -99,6 +96,59 @@ def prolong_epochs(callback: Any, steps: int) -> bool:
         iterator.steps_per_epoch = steps
         return True
     return False
+
+
+def goes_through(callback: Any) -> bool:
+    """Whether an epoch of the `fit` that is beginning goes through its data once, and the next begins anew.
+
+    Args:
+        callback: in its `on_train_begin`.
+    """
+    return getattr(_epoch_iterator(callback), "steps_per_epoch", None) is None
+
+
+def begin_later(callback: Any, step: int, skip: int, ready: Callable[[Any], None]) -> bool:
+    """Let the first epoch of the `fit` that is beginning start with a later step.
+
+    Args:
+        callback: in its `on_train_begin`.
+        step: the number of the first step, from 0.
+        skip: batches to take out of the data before it.
+        ready: called right before the first step, with the batch before it; None where there is none.
+
+    Returns:
+        Whether that was possible.
+    """
+    iterator = _epoch_iterator(callback)
+    if not hasattr(iterator, "_enumerate_iterator"):
+        return False
+    all_steps = iterator._enumerate_iterator
+
+    def rest() -> Any:
+        del iterator._enumerate_iterator
+        batch, items = None, all_steps()
+        for item in items:
+            if item[0] == 0:
+                for _ in range(skip):
+                    batch = next(item[-1], batch)
+                # It counts what it hands out.
+                iterator._steps_seen += skip - step
+            if item[0] >= step:
+                ready(batch)
+                yield item
+                break
+        yield from items
+
+    iterator._enumerate_iterator = rest
+    return True
+
+
+def _epoch_iterator(callback: Any) -> Any:
+    """What hands the batches out: Keras gives a callback nothing of the data, so the frame of `fit` is asked."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_locals.get("self") is not callback.model:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals.get("epoch_iterator")
 
 
 def show_all(neighbours: Any, taken: Callable[[], int], steps: int) -> None:

@@ -80,6 +80,10 @@ class ServerBinding(HostBinding):
             apply_constraints(variables)
         self._agree_on_averages()
 
+    def hold(self) -> None:
+        """See `Binding.hold`: the servers have the weights, and nobody goes on."""
+        self.flush()
+
     def arrays(self) -> dict[str, np.ndarray]:
         """See `Binding.arrays`; without a residual there is nothing to remember, but that momenta are apart."""
         return {} if self.exchange is None else {"apart": np.ones((), np.int8)} | super().arrays()

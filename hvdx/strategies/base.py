@@ -169,13 +169,20 @@ class Exchange(abc.ABC):
     def flush(self) -> list[np.ndarray] | None:
         """What is still on its way, like the result of a step; None if nothing is. Collective."""
 
+    def hold(self) -> None:
+        """Wait for what is on its way, and keep it for the next step, which will not know the difference. Collective.
+
+        Unlike after `flush`, the training goes on as if nobody had asked.
+        """
+        return
+
     def close(self) -> None:
         """Give back what others hold for it; nobody takes another step. Every rank calls it."""
         return
 
     @abc.abstractmethod
     def arrays(self) -> dict[str, np.ndarray]:
-        """What it remembers, as named arrays for a checkpoint; after `flush`."""
+        """What it remembers, as named arrays for a checkpoint; after `flush`, or `hold`."""
 
     @abc.abstractmethod
     def restore(self, arrays: Mapping[str, np.ndarray]) -> None:

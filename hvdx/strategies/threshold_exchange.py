@@ -84,6 +84,7 @@ class ThresholdExchange(Exchange):
         self._specs = list(specs)
         self._thread = ThreadPoolExecutor(1, "hvdx-exchange") if strategy.overlap else None
         self._pending: tuple[_Sent, Future[Received]] | None = None
+        self._held: np.ndarray | None = None
         self._step = self._skips = 0
         self._warned = False
         self._density = self._first_density()
@@ -123,7 +124,7 @@ class ThresholdExchange(Exchange):
         if self._thread is None:
             received = self._channel.exchange(head, sent.message)
             late = (sent, received) if self._count(sent, received) else None
-        result = self._clock("decoding", lambda: self._decode(late))
+        result = self._clock("decoding", lambda: self._due(late))
         if self._thread is not None:
             # Not before: it writes its messages where the late ones were.
             self._pending = sent, self._thread.submit(self._channel.exchange, head, sent.message)
@@ -148,9 +149,15 @@ class ThresholdExchange(Exchange):
 
     def flush(self) -> list[np.ndarray] | None:
         """See `Exchange.flush`."""
-        if self._pending is None:
+        if self._pending is None and self._held is None:
             return None
-        return self._clock("decoding", lambda: self._decode(self._arrived()))
+        return self._clock("decoding", lambda: self._due(self._arrived()))
+
+    def hold(self) -> None:
+        """See `Exchange.hold`."""
+        if self._pending is not None:
+            self._clock("decoding", lambda: self._due(self._arrived()))
+            self._held = self._flat.copy()
 
     def _arrived(self) -> tuple[_Sent, Received] | None:
         """The step that was on its way, if there was one, and if it is to be added."""
@@ -161,6 +168,14 @@ class ThresholdExchange(Exchange):
         received = future.result()
         # What of the exchange the computation did not hide.
         return (sent, received) if self._count(sent, received, time.perf_counter() - begin) else None
+
+    def _due(self, what: tuple[_Sent, Received] | None) -> list[np.ndarray]:
+        """What is to be added now: what all ranks sent, and what was held."""
+        out = self._decode(what)
+        if self._held is not None:
+            np.add(self._flat, self._held, out=self._flat)
+            self._held = None
+        return out
 
     def _decode(self, what: tuple[_Sent, Received] | None) -> list[np.ndarray]:
         """What all ranks sent comes to; zeros for nothing."""
@@ -339,6 +354,8 @@ class ThresholdExchange(Exchange):
         if self._pending is not None:
             raise HvdxError("a step is still on its way: flush before saving.")
         saved = {f"codec.{k}": v for k, v in self._state.arrays().items()}
+        if self._held is not None:
+            saved["late"] = self._held
         density = np.nan if self._density is None else self._density
         return saved | {"step": np.array(self._step), "density": np.array(density)}
 
@@ -349,5 +366,9 @@ class ThresholdExchange(Exchange):
         mine = {k.removeprefix("codec."): v for k, v in arrays.items() if k.startswith("codec.")}
         self._state = self._codec.restore(mine, self._sizes)
         self._step = int(arrays["step"])
+        late = arrays.get("late")
+        if late is not None and late.size != self._n:
+            raise ConfigError(f"threshold: the saved state has a step of {late.size} elements, and not of {self._n}.")
+        self._held = None if late is None else np.array(late, np.float32)
         if self._strategy.target_density == "link":
             self._density = float(arrays["density"])

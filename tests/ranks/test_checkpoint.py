@@ -13,8 +13,10 @@ import hvdx
 import hvdx.keras as hvd
 from hvdx import comm as world
 from hvdx.errors import ConfigError, ReplicaError
-from hvdx.keras import checkpoint, checkpoint_folder
+from hvdx.keras import checkpoint
 from hvdx.keras import data as shards
+from hvdx.keras.checkpoint import contents, files
+from hvdx.keras.checkpoint.folder import Folder
 from hvdx.keras.optimizer import binding_of, optimizers_of
 from tests.ranks import models
 
@@ -66,7 +68,7 @@ class Keep(keras.callbacks.Callback):
     """Holds on to what the exchanges remember, which is gone after fit."""
 
     def on_train_begin(self, logs=None):
-        self.generators = [v.numpy().tolist() for v in checkpoint._generators(self.model)]
+        self.generators = [v.numpy().tolist() for v in contents.generators(self.model)]
 
     def on_epoch_end(self, epoch, logs=None):
         bound = [b for b in map(binding_of, optimizers_of(self.model)) if b is not None]
@@ -97,7 +99,7 @@ def assert_same(model, other):
         np.testing.assert_array_equal(a.numpy(), b.numpy(), err_msg=a.path)
     for a, b in zip(model.optimizer.variables, other.optimizer.variables, strict=True):
         np.testing.assert_array_equal(a.numpy(), b.numpy(), err_msg=a.path)
-    for a, b in zip(checkpoint._generators(model), checkpoint._generators(other), strict=True):
+    for a, b in zip(contents.generators(model), contents.generators(other), strict=True):
         np.testing.assert_array_equal(a.numpy(), b.numpy())
 
 
@@ -227,7 +229,7 @@ class Look(keras.callbacks.Callback):
             bound = binding_of(self.model.optimizer)
             exchange = getattr(bound, "exchange", None)
             self.unsent = [] if exchange is None else [a.astype("float64") for a in exchange.unsent]
-            self.generators = [v.numpy().tolist() for v in checkpoint._generators(self.model)]
+            self.generators = [v.numpy().tolist() for v in contents.generators(self.model)]
             self.state = [v.numpy() for v in self.model.optimizer.variables]
 
 
@@ -280,7 +282,7 @@ def test_every_and_keep_say_what_stays(folder):
         *sorted(f"rank-{r}.npz" for r in range(hvdx.size())),
         "shared.npz",
     ]
-    for bad in ({"every": 0}, {"keep": 0}, {"every": True}, {"keep": 1.5}):
+    for bad in ({"every": 0}, {"keep": 0}, {"every": True}, {"keep": 1.5}, {"every": "3 days"}, {"every": "0 steps"}):
         with pytest.raises(ConfigError, match="expected 1 or more"):
             hvd.Checkpoint(folder, **bad)
 
@@ -316,7 +318,7 @@ def test_leftovers_of_a_killed_job_are_removed(folder):
         # Killed while epoch 3 was saved once more.
         (folder / ".hvdx-replaced-epoch-0003").mkdir()
     _everyone("it is there")
-    checkpoint_folder.Folder(folder, world.start()).check()
+    Folder(folder, world.start()).check()
     assert names(folder) == ["epoch-0001", "epoch-0003"]
 
 
@@ -327,10 +329,10 @@ def test_rank_that_cannot_write_stops_all_and_leaves_the_last_checkpoint(folder,
         raise OSError(28, "No space left on device")
 
     if hvdx.rank() == last:
-        monkeypatch.setattr(checkpoint_folder, "_write", write)
+        monkeypatch.setattr(files, "write", write)
     with pytest.raises(ReplicaError, match=rf"epoch 3.*rank {last}: OSError.*No space.*are as they were") as caught:
         checkpoint.save(folder, model, 3)
-    assert "rank 0" not in str(caught.value) or last == 0
+    assert "rank 0: OSError" not in str(caught.value) or last == 0
     monkeypatch.undo()
     assert names(folder) == ["epoch-0001", "epoch-0002"]
     assert checkpoint.restore(folder, model) == 2
@@ -339,10 +341,10 @@ def test_rank_that_cannot_write_stops_all_and_leaves_the_last_checkpoint(folder,
 def test_older_checkpoints_go_only_once_the_new_one_is_there(folder, monkeypatch):
     model = saved(folder, 1)
 
-    def put(self, partial, final):
+    def publish(self, partial, position, keep):
         raise OSError("killed")
 
-    monkeypatch.setattr(checkpoint_folder.Folder, "_put", put)
+    monkeypatch.setattr(Folder, "publish", publish)
     with pytest.raises(ReplicaError, match="rank 0: OSError"):
         checkpoint.save(folder, model, 2, keep=1)
     assert names(folder) == ["epoch-0001"]
@@ -396,17 +398,30 @@ def _empty(path):
         (lambda path: path.unlink(), "rank-last.npz"),
     ],
 )
-def test_damaged_checkpoint_stops_all_ranks(folder, damage, name):
+def test_damaged_checkpoint_is_set_aside_for_the_one_before_it(folder, damage, name, capfd):
     last, model = hvdx.size() - 1, saved(folder, 1, 2)
-    if hvdx.rank() == 0:
-        damage(folder / "epoch-0002" / name.replace("last", str(last)))
-    _everyone("it is damaged")
-    with pytest.raises(ReplicaError, match=rf"epoch-0002.*rank {last}:.*remove it"):
-        checkpoint.restore(folder, model)
-    if hvdx.rank() == 0:
-        (folder / "epoch-0002").rename(folder / "damaged")
-    _everyone("it is gone")
+    _damage(folder / "epoch-0002" / name.replace("last", str(last)), damage)
     assert checkpoint.restore(folder, model) == 1
+    said = capfd.readouterr().err
+    assert ("epoch-0002: rank" in said and f"rank {last}: " in said) == (hvdx.rank() == 0)
+    assert ("is set aside" in said) == (hvdx.rank() == 0)
+    checkpoint.save(folder, model, 2)
+    assert names(folder) == ["damaged-epoch-0002", "epoch-0001", "epoch-0002"]
+
+
+def _damage(path, how):
+    if hvdx.rank() == 0:
+        how(path)
+    _everyone("it is damaged")
+
+
+def test_nothing_but_damaged_checkpoints_is_an_error_and_not_a_beginning(folder):
+    model = saved(folder, 1, 2)
+    for name in names(folder):
+        _damage(folder / name / "shared.npz", _cut)
+    with pytest.raises(ReplicaError, match=r"all checkpoints are damaged: epoch 1, epoch 2.*set aside"):
+        checkpoint.restore(folder, model)
+    assert names(folder) == ["damaged-epoch-0001", "damaged-epoch-0002"]
 
 
 def test_files_that_do_not_go_together_are_refused(folder):
@@ -417,7 +432,7 @@ def test_files_that_do_not_go_together_are_refused(folder):
             arrays = {k: v[..., :-1] if k.startswith("optimizer") and v.ndim else v for k, v in file.items()}
         np.savez(path, **arrays)
     _everyone("it is damaged")
-    with pytest.raises(ReplicaError, match="do not belong together"):
+    with pytest.raises(ReplicaError, match="all checkpoints are damaged"):
         checkpoint.restore(folder, model)
 
 
@@ -453,9 +468,9 @@ def test_options_that_the_state_was_not_made_with_are_refused(folder):
 def test_checkpoint_of_another_format_is_refused(folder):
     model = saved(folder, 1)
     if hvdx.rank() == 0:
-        (folder / "epoch-0001" / "manifest.json").write_text('{"format": 3}')
+        (folder / "epoch-0001" / "manifest.json").write_text('{"format": 2}')
     _everyone("it is changed")
-    with pytest.raises(ConfigError, match="expected format 2, got 3"):
+    with pytest.raises(ConfigError, match="expected format 3, got 2"):
         checkpoint.restore(folder, model)
 
 
@@ -507,7 +522,7 @@ def test_save_and_restore_in_a_loop(folder):
 
     straight = make(0)
     assert loop(straight, 4, hvdx.shard(models.data(), models.BATCH)) == 0
-    with pytest.raises(ConfigError, match="expected an epoch after 4"):
+    with pytest.raises(ConfigError, match=r"expected to save after epoch 4.*got epoch 2"):
         checkpoint.save(folder, straight, 2)
     checkpoint.save(folder, straight, 4)
     assert names(folder) == ["epoch-0003", "epoch-0004"]

@@ -1,39 +1,66 @@
-"""A folder of checkpoints: written as a whole or not at all, by all ranks together.
+"""A folder of checkpoints: which there are, and which of them are whole.
 
-    ckpt/epoch-0003/manifest.json   what the others hold
-    ckpt/epoch-0003/shared.npz      what is alike on all ranks
-    ckpt/epoch-0003/rank-0.npz      what belongs to rank 0; one a rank
-    ckpt/.hvdx-...                  on its way in or out; what a killed job leaves is removed by the next
+    ckpt/epoch-0003/manifest.json         what the others hold
+    ckpt/epoch-0003/shared.npz            what is alike on all ranks
+    ckpt/epoch-0003/rank-0.npz            what belongs to rank 0; one a rank
+    ckpt/epoch-0003-step-00000120/...     after 120 steps of the fourth epoch
+    ckpt/damaged-epoch-0002/...           found damaged, and set aside
+    ckpt/.hvdx-...                        on its way in or out; what a killed job leaves is removed by the next
 
-A checkpoint gets its name when it is complete, so whatever is called epoch-... can be trusted to be whole.
+A checkpoint gets its name when it is complete, so whatever is called epoch-... was whole when it got it.
 """
 
 import contextlib
 import json
-import os
 import re
 import shutil
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
-
-import numpy as np
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from hvdx.comm import Comm
-from hvdx.errors import ConfigError, HvdxError, ReplicaError
+from hvdx.errors import CheckpointError, ConfigError, HvdxError, ReplicaError
+from hvdx.keras.checkpoint.files import Arrays, sync_folder, whole
 from hvdx.keras.lockstep import meet
 
 T = TypeVar("T")
 
-# Of the files, not of hvdx.
-_FORMAT = 2
+#: Of the files, not of hvdx.
+FORMAT = 3
 # How long a rank looks for what rank 0 has made: file systems of a network take a moment.
 _PATIENCE_SECONDS = 2.0
-_NAME = re.compile(r"epoch-(\d+)")
+_NAME = re.compile(r"epoch-(\d+)(?:-step-(\d+))?")
 _AWAY = ".hvdx-"
+
+
+class Position(NamedTuple):
+    """How far a training has come.
+
+    Attributes:
+        epoch: whole epochs.
+        step: steps of the next one.
+    """
+
+    epoch: int
+    step: int = 0
+
+    def __str__(self) -> str:
+        return f"epoch {self.epoch}" if not self.step else f"step {self.step} of epoch {self.epoch + 1}"
+
+
+class Failure(NamedTuple):
+    """What went wrong on a rank.
+
+    Attributes:
+        text: for people.
+        damaged: whether it is the checkpoint's fault.
+    """
+
+    text: str
+    damaged: bool
 
 
 class Folder:
@@ -44,16 +71,33 @@ class Folder:
         comm: the ranks.
     """
 
-    def __init__(self, path: str | os.PathLike[str], comm: Comm):
-        self.path = Path(path)
-        self._comm = comm
+    def __init__(self, path: str, comm: Comm):
+        self.path, self.comm = Path(path), comm
+
+    def attempt(self, place: str, work: Callable[[], T]) -> tuple[T | None, Exception | None, dict[int, Failure]]:
+        """Work that may fail on any rank. Collective.
+
+        Args:
+            place: what is done, for people; alike on all ranks, which paths need not be.
+            work: this rank's part; it exchanges nothing with a part of the ranks.
+
+        Returns:
+            What this rank's part returned, the error it raised, and what went wrong on which rank.
+        """
+        problem, result = None, None
+        try:
+            result = work()
+        except Exception as error:  # whatever it is, the others have to hear of it
+            problem = error
+        mine = None if problem is None else Failure(told(problem), isinstance(problem, CheckpointError))
+        everyone = meet(self.comm, place, mine)
+        return result, problem, {rank: failure for rank, failure in enumerate(everyone) if failure is not None}
 
     def together(self, place: str, work: Callable[[], T], remedy: str) -> T:
         """Work that may fail on any rank, and then fails on all. Collective.
 
         Args:
-            place: what is done, for people; alike on all ranks, which paths need not be.
-            work: this rank's part; it exchanges nothing with a part of the ranks.
+            place, work: see `attempt`.
             remedy: what to do about a failure.
 
         Returns:
@@ -62,22 +106,19 @@ class Folder:
         Raises:
             ReplicaError: on all ranks, with the ranks that failed and why; or the error itself, if all had the same.
         """
-        problem, result = None, None
-        try:
-            result = work()
-        except Exception as error:  # whatever it is, the others have to hear of it
-            problem = error
-        everyone = meet(self._comm, place, None if problem is None else _said(problem))
-        failed = {rank: said for rank, said in enumerate(everyone) if said is not None}
-        if not failed:
-            return result  # type: ignore[return-value]
-        if isinstance(problem, HvdxError) and len(failed) == self._comm.size and len(set(failed.values())) == 1:
+        result, problem, failed = self.attempt(place, work)
+        if failed:
+            self.fail(place, problem, failed, remedy)
+        return result  # type: ignore[return-value]
+
+    def fail(self, place: str, problem: Exception | None, failed: Mapping[int, Failure], remedy: str) -> NoReturn:
+        """Raise what `together` raises, for what `attempt` returned."""
+        alike = len(failed) == self.comm.size and len({failure.text for failure in failed.values()}) == 1
+        if isinstance(problem, HvdxError) and alike:
             problem.collective = True
             raise problem
-        listed = "; ".join(f"rank {rank}: {said}" for rank, said in failed.items())
+        listed = "; ".join(f"rank {rank}: {failure.text}" for rank, failure in failed.items())
         raise ReplicaError(f"{self.path}: {place}: {listed}. {remedy}") from problem
-
-    # -- before anything is saved -------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Make sure that every rank sees and can write the folder, and remove what a killed job left. Collective.
@@ -85,11 +126,11 @@ class Folder:
         Raises:
             ReplicaError: on all ranks, with those that cannot.
         """
-        token = meet(self._comm, "the folder of checkpoints", uuid.uuid4().hex[:8])[0]
+        token = meet(self.comm, "the folder of checkpoints", uuid.uuid4().hex[:8])[0]
         probe = self.path / f"{_AWAY}probe-{token}"
 
         def make() -> None:
-            if self._comm.rank == 0:
+            if self.comm.rank == 0:
                 self.path.mkdir(parents=True, exist_ok=True)
                 self._tidy()
                 probe.mkdir()
@@ -99,7 +140,7 @@ class Folder:
         try:
             self.together(place, lambda: self._write_probe(probe), "Give a directory that all hosts share.")
         finally:
-            if self._comm.rank == 0:
+            if self.comm.rank == 0:
                 shutil.rmtree(probe, ignore_errors=True)
 
     def _write_probe(self, probe: Path) -> None:
@@ -108,7 +149,7 @@ class Folder:
             time.sleep(0.05)
         if not probe.is_dir():
             raise HvdxError(f"{self.path.resolve()} on {socket.gethostname()} is not the directory of rank 0")
-        (probe / str(self._comm.rank)).write_text("")
+        (probe / str(self.comm.rank)).write_text("")
 
     def _tidy(self) -> None:
         for left in self.path.glob(f"{_AWAY}*"):
@@ -118,87 +159,58 @@ class Folder:
             else:
                 shutil.rmtree(left, ignore_errors=True)
 
-    def epochs(self) -> list[int]:
-        """The epochs of the checkpoints, as rank 0 sees them. Collective."""
-        return meet(self._comm, "the folder of checkpoints", self._listed() if self._comm.rank == 0 else None)[0]
+    # -- the checkpoints ----------------------------------------------------------------------------------------------
 
-    def _listed(self) -> list[int]:
+    def positions(self) -> list[Position]:
+        """Where the checkpoints are in the training, as rank 0 sees them, the newest last. Collective."""
+        return meet(self.comm, "the folder of checkpoints", self._listed() if self.comm.rank == 0 else None)[0]
+
+    def _listed(self) -> list[Position]:
         entries = self.path.iterdir() if self.path.is_dir() else ()
         found = (_NAME.fullmatch(entry.name) for entry in entries)
-        return sorted(int(match[1]) for match in found if match)
+        return sorted(Position(int(match[1]), int(match[2] or 0)) for match in found if match)
 
-    def at(self, epoch: int) -> Path:
+    def at(self, position: Position) -> Path:
         """The folder of one checkpoint."""
-        return self.path / f"epoch-{epoch:04d}"
+        step = f"-step-{position.step:08d}" if position.step else ""
+        return self.path / f"epoch-{position.epoch:04d}{step}"
 
-    # -- saving and reading -------------------------------------------------------------------------------------------
+    def partial(self, token: str) -> Path:
+        """Where a checkpoint is while it is written."""
+        return self.path / f"{_AWAY}saving-{token}"
 
-    def write(
-        self,
-        epoch: int,
-        manifest: Mapping[str, Any],
-        shared: Mapping[str, np.ndarray],
-        own: Mapping[str, np.ndarray],
-        keep: int,
-    ) -> None:
-        """Save one checkpoint. Collective.
+    def publish(self, partial: Path, position: Position, keep: int) -> None:
+        """Give a complete checkpoint its name, and remove those that are too many. On rank 0 alone.
 
         Args:
-            epoch: what it is called.
-            manifest: goes to the file of that name, from rank 0.
-            shared: alike on all ranks; rank 0's are written.
-            own: this rank's.
+            partial: where it is.
+            position: of it.
             keep: how many checkpoints may stay, this one included.
-
-        Raises:
-            ReplicaError: on all ranks, if one could not write; the checkpoints that were there still are.
         """
-        place, rank = f"saving epoch {epoch}", self._comm.rank
-        partial = self.path / f"{_AWAY}saving-{meet(self._comm, place, uuid.uuid4().hex[:8])[0]}"
-
-        def write_own() -> None:
-            partial.mkdir(parents=True, exist_ok=True)
-            _write(partial / f"rank-{rank}.npz", lambda file: np.savez(file, **own))  # type: ignore[arg-type]
-            if rank == 0:
-                _write(partial / "shared.npz", lambda file: np.savez(file, **shared))  # type: ignore[arg-type]
-                text = json.dumps({"format": _FORMAT, "ranks": self._comm.size, "epoch": epoch, **manifest}, indent=1)
-                _write(partial / "manifest.json", lambda file: file.write(text.encode()))
-
-        def publish() -> None:
-            if rank == 0:
-                missing = [r for r in range(self._comm.size) if not (partial / f"rank-{r}.npz").exists()]
-                if missing:
-                    raise HvdxError(f"what ranks {missing} wrote is not here. Give a directory that all hosts share")
-                _sync_folder(partial)
-                self._put(partial, self.at(epoch))
-                self._remove(self._listed()[:-keep])
-
-        remedy = "The checkpoints before it are as they were."
-        try:
-            self.together(place, write_own, remedy)
-            self.together(place, publish, remedy)
-        except HvdxError as error:
-            # Only once all have failed: for a rank that failed alone, another might be giving it its name now.
-            if error.collective:
-                shutil.rmtree(partial, ignore_errors=True)
-            raise
-
-    def _put(self, partial: Path, final: Path) -> None:
+        sync_folder(partial)
+        final = self.at(position)
         replaced = self.path / f"{_AWAY}replaced-{final.name}"
         if final.exists():
             shutil.rmtree(replaced, ignore_errors=True)
             # A job that is killed between these two lines finds it again: see _tidy.
             final.rename(replaced)
         partial.rename(final)
-        _sync_folder(self.path)
+        sync_folder(self.path)
         shutil.rmtree(replaced, ignore_errors=True)
+        self._remove(self._listed()[:-keep])
 
-    def _remove(self, epochs: Sequence[int]) -> None:
-        for epoch in epochs:
+    def _remove(self, positions: Sequence[Position]) -> None:
+        for position in positions:
             away = self.path / f"{_AWAY}removed-{uuid.uuid4().hex[:8]}"
             with contextlib.suppress(OSError):  # too many are no reason to stop
-                self.at(epoch).rename(away)
+                self.at(position).rename(away)
             shutil.rmtree(away, ignore_errors=True)
+
+    def set_aside(self, position: Position) -> None:
+        """Take a damaged checkpoint out of the way, so that its name can be used again. On rank 0 alone."""
+        name = f"damaged-{self.at(position).name}"
+        free = next(n for n in (name, *(f"{name}-{i}" for i in range(2, 1000))) if not (self.path / n).exists())
+        self.at(position).rename(self.path / free)
 
 
 class Saved:
@@ -211,71 +223,35 @@ class Saved:
         manifest: what it holds.
 
     Raises:
+        CheckpointError: it is damaged.
         ConfigError: it was written by another version.
     """
 
     def __init__(self, path: Path):
         self.path = path
-        self.manifest: dict[str, Any] = json.loads((path / "manifest.json").read_text())
-        if self.manifest.get("format") != _FORMAT:
+        with whole(path / "manifest.json"):
+            self.manifest: dict[str, Any] = json.loads((path / "manifest.json").read_text())
+        if self.manifest.get("format") != FORMAT:
             raise ConfigError(
-                f"{path}: expected format {_FORMAT}, got {self.manifest.get('format')!r}. It was saved by another "
+                f"{path}: expected format {FORMAT}, got {self.manifest.get('format')!r}. It was saved by another "
                 "version of hvdx: use that one, or another directory."
             )
+        self._files: dict[str, Arrays] = {}
 
-    def shared(self) -> "Arrays":
+    def shared(self) -> Arrays:
         """What is alike on all ranks."""
-        return Arrays(np.load(self.path / "shared.npz", allow_pickle=False))
+        return self._of("shared.npz")
 
-    def rank(self, rank: int) -> "Arrays":
+    def rank(self, rank: int) -> Arrays:
         """What belonged to one rank."""
-        return Arrays(np.load(self.path / f"rank-{rank}.npz", allow_pickle=False))
+        return self._of(f"rank-{rank}.npz")
+
+    def _of(self, name: str) -> Arrays:
+        if name not in self._files:
+            self._files[name] = Arrays.of(self.path / name)
+        return self._files[name]
 
 
-class Arrays(Mapping[str, np.ndarray]):
-    """The arrays of one file, read one by one when they are asked for.
-
-    Args:
-        file: arrays by their names.
-        prefix: only names that begin so; they are known by what follows.
-
-    Example:
-        >>> sorted(Arrays({"a.x": np.zeros(1), "a.y": np.ones(1), "b": np.ones(2)}, "a."))
-        ['x', 'y']
-    """
-
-    def __init__(self, file: Mapping[str, np.ndarray], prefix: str = ""):
-        self._file, self._prefix = file, prefix
-
-    def part(self, prefix: str) -> "Arrays":
-        """Those whose names begin with `prefix`."""
-        return Arrays(self._file, f"{self._prefix}{prefix}")
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return self._file[f"{self._prefix}{name}"]
-
-    def __iter__(self) -> Iterator[str]:
-        return (name.removeprefix(self._prefix) for name in self._file if name.startswith(self._prefix))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-def _write(path: Path, fill: Callable[[Any], Any]) -> None:
-    with path.open("wb") as file:
-        fill(file)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    """A name is on the disk only when its folder is."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _said(error: Exception) -> str:
+def told(error: Exception) -> str:
+    """An error in one line, for other ranks."""
     return str(error) if isinstance(error, HvdxError) else f"{type(error).__name__}: {error}"

@@ -92,8 +92,9 @@ class Desk:
         kind, number, *_ = letter.head
         self._last = self._clock()
         if kind == Kind.TICKET:
-            granted, given = self._turnstile.ask(*letter.head[2:4])
-            return [(letter.sender, [Kind.ANSWER, number, int(granted), given], None)]
+            round_, tickets, stop = letter.head[2:5]
+            granted, given, stopped = self._turnstile.ask(round_, tickets, bool(stop))
+            return [(letter.sender, [Kind.ANSWER, number, int(granted), given, int(stopped)], None)]
         if kind == Kind.BYE:
             return self._bye(letter.sender)
         try:

@@ -22,14 +22,15 @@ class Kind(IntEnum):
             body where `fine` is 0, since it held NaN. Answer: WEIGHTS, as soon as the worker may go on.
         FLUSH: this worker will push nothing until it is answered. Answer, when all workers say so: FINAL.
         CLOSE: the session is over. From worker 0. Answer: none.
-        TICKET: [round, tickets] may I take another step of this round, of which there are so many? Answer: ANSWER.
+        TICKET: [round, tickets, stop] may I take another step of this round, of which there are so many? Or, to stop:
+            may nobody take another? Answer: ANSWER.
         BYE: this worker leaves for good. Answer: none.
 
     To a worker:
         READY: the session is open. A server tells worker 0, which tells the other workers.
         WEIGHTS: [version, staleness, fine, microseconds held back] the body is the server's part.
         FINAL: [version, updates, applied, refused, microseconds of work, microseconds open] the same, alike for all.
-        ANSWER: [granted, tickets given out]
+        ANSWER: [granted, tickets given out, stopped]
         NEWS: this worker is still waiting; the body tells for which ranks (JSON). At any time.
         ERROR: the body says in words why the last letter was not accepted; nothing of it was applied.
     """

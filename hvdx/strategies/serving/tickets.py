@@ -17,14 +17,17 @@ class Tickets:
         strategy: knows the servers.
         comm: the workers.
         steps: in an epoch, of all workers together; each takes its first without asking.
+        begun: so many of the first epoch's were taken before.
 
     Attributes:
         taken: steps of this epoch that workers have taken or begun, when this one asked last.
-        over: whether it heard that all are dealt out.
+        over: whether it heard that no more are dealt out.
+        stopped: whether that is because a worker wanted it so.
     """
 
-    def __init__(self, strategy: "ParameterServer", comm: Comm, steps: int):
-        self._workers, self.steps, self.taken, self.over = comm.size, steps, 0, False
+    def __init__(self, strategy: "ParameterServer", comm: Comm, steps: int, begun: int = 0):
+        self._workers, self.steps, self.taken, self.over, self.stopped = comm.size, steps, 0, False, False
+        self._before, self._begun = 0, begun
         self._office, self._server = office_of(comm), strategy.server_ranks(comm)[0]
         self._office.know([self._server])
         # An exception may have ended a fit on some workers before it had begun an epoch.
@@ -35,16 +38,22 @@ class Tickets:
     def begin(self) -> None:
         """An epoch begins, on all workers."""
         self._office.round += 1
-        self.taken, self.over = 0, False
+        self._before, self._begun = self._begun, 0
+        self.taken, self.over, self.stopped = self._before, False, False
 
-    def another(self) -> bool:
+    def another(self, stop: bool = False) -> bool:
         """Whether this worker is to take another step. Waits for the server's answer, and for nobody else.
+
+        Args:
+            stop: have nobody take another.
 
         Raises:
             ExchangeError: there was none within the time limit.
         """
         session = -1
-        head = [Kind.TICKET, session, self._office.round, self.steps - self._workers]
-        granted, given = self._office.call([(self._server, head, None)], Kind.ANSWER)[session].head[2:4]
-        self.taken, self.over = self._workers + given, not granted
+        # Of the last few, the first steps that nobody asks for may be more than there are.
+        left = max(self.steps - self._before - self._workers, 0)
+        head = [Kind.TICKET, session, self._office.round, left, int(stop)]
+        granted, given, stopped = self._office.call([(self._server, head, None)], Kind.ANSWER)[session].head[2:5]
+        self.taken, self.over, self.stopped = self._before + self._workers + given, not granted, bool(stopped)
         return bool(granted)

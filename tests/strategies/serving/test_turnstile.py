@@ -7,33 +7,39 @@ from hvdx.strategies.serving.turnstile import Turnstile
 
 def test_each_ticket_is_given_out_once():
     turnstile = Turnstile()
-    assert [turnstile.ask(1, 3) for _ in range(5)] == [(True, 1), (True, 2), (True, 3), (False, 3), (False, 3)]
+    assert [turnstile.ask(1, 3) for _ in range(5)] == [
+        (True, 1, False),
+        (True, 2, False),
+        (True, 3, False),
+        (False, 3, False),
+        (False, 3, False),
+    ]
 
 
 def test_a_round_without_tickets_gives_none():
-    assert Turnstile().ask(1, 0) == (False, 0)
+    assert Turnstile().ask(1, 0) == (False, 0, False)
 
 
 def test_a_new_round_begins_when_it_is_asked_for():
     turnstile = Turnstile()
     turnstile.ask(1, 1)
-    assert turnstile.ask(2, 1) == (True, 1)
-    assert turnstile.ask(2, 1) == (False, 1)
+    assert turnstile.ask(2, 1) == (True, 1, False)
+    assert turnstile.ask(2, 1) == (False, 1, False)
 
 
 def test_what_was_left_of_an_older_round_is_not_given_out():
     turnstile = Turnstile()
     turnstile.ask(1, 5)
     turnstile.ask(2, 5)
-    granted, _ = turnstile.ask(1, 5)
+    granted, *_ = turnstile.ask(1, 5)
     assert not granted
-    assert turnstile.ask(2, 5) == (True, 2)
+    assert turnstile.ask(2, 5) == (True, 2, False)
 
 
 def test_rounds_may_be_left_out():
     turnstile = Turnstile()
     turnstile.ask(1, 1)
-    assert turnstile.ask(7, 2) == (True, 1)
+    assert turnstile.ask(7, 2) == (True, 1, False)
 
 
 def test_workers_of_any_speed_take_the_whole_round_together():
@@ -43,9 +49,30 @@ def test_workers_of_any_speed_take_the_whole_round_together():
             tickets, taken, asking = chance.randrange(30), [0] * 4, [0, 1, 2, 3]
             while asking:
                 worker = chance.choice(asking)
-                granted, given = turnstile.ask(round_, tickets)
+                granted, given, _ = turnstile.ask(round_, tickets)
                 taken[worker] += granted
                 assert given == sum(taken)
                 if not granted:
                     asking.remove(worker)
             assert sum(taken) == tickets
+
+
+def test_who_stops_a_round_stops_it_for_all_and_not_the_next():
+    turnstile = Turnstile()
+    turnstile.ask(1, 5)
+    assert turnstile.ask(1, 5, stop=True) == (False, 1, True)
+    assert turnstile.ask(1, 5) == (False, 1, True)
+    assert turnstile.ask(2, 5) == (True, 1, False)
+
+
+def test_round_that_is_over_is_not_stopped():
+    turnstile = Turnstile()
+    turnstile.ask(1, 1)
+    assert turnstile.ask(1, 1, stop=True) == (False, 1, False)
+
+
+def test_worker_that_is_behind_does_not_stop_the_round_of_the_others():
+    turnstile = Turnstile()
+    turnstile.ask(2, 5)
+    assert turnstile.ask(1, 5, stop=True) == (False, 1, False)
+    assert turnstile.ask(2, 5) == (True, 2, False)

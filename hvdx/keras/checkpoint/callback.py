@@ -1,0 +1,259 @@
+"""`Checkpoint`: a training that can be stopped at any step, and goes on."""
+
+import os
+import time
+from typing import Any, NoReturn
+
+import keras
+
+from hvdx.comm import Comm
+from hvdx.comm.signals import REQUEUE_CODE, Announcement
+from hvdx.errors import ConfigError
+from hvdx.keras import data, neighbours
+from hvdx.keras.checkpoint.contents import Data, snapshot
+from hvdx.keras.checkpoint.folder import Folder, Position
+from hvdx.keras.checkpoint.moments import Polls, parse
+from hvdx.keras.checkpoint.restoring import Restored, restore_newest, say
+from hvdx.keras.checkpoint.writer import Writer, alike, wait_for_all
+from hvdx.keras.lockstep import Lockstep, meet
+from hvdx.keras.optimizer import binding_of, optimizers_of
+from hvdx.keras.server_binding import ServerBinding
+from hvdx.strategies import join
+
+
+class Checkpoint(keras.callbacks.Callback):
+    """Save a training so that it can go on where it was, and let it go on.
+
+    Beside `Distribute`, anywhere in the list of callbacks. The weights, the optimiser, what each rank keeps for itself
+    (momenta, residual, generators of random numbers), and the place in the data of `hvdx.shard` go on to the bit with
+    as many ranks; with another number residuals are dealt out anew, and the ranks' momenta become their mean.
+
+    The training waits for a copy in memory, and goes on while that is written. When a batch system announces the end of
+    the job by SIGUSR1 or SIGTERM, to any rank, all ranks save at the end of a step and leave with exit code 75
+    (`hvdx.comm.signals.REQUEUE_CODE`), by which a job script knows that there is more to do.
+
+    Args:
+        directory: for this training alone; all hosts have to see it.
+        every: save at the end of every so many epochs, or after such as "500 steps" or "10 minutes".
+        keep: how many of the newest stay.
+        resume: let `fit` begin with the newest, if there is one.
+        on_signal: take over SIGUSR1 and SIGTERM, from now to the end of training.
+
+    Raises:
+        ConfigError: a number that is not positive, an unknown unit.
+
+    Example:
+        >>> import tempfile
+        >>> import numpy as np
+        >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        >>> model.compile("sgd", "mse")
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     history = model.fit(np.ones((4, 2)), np.ones((4, 1)), epochs=3, verbose=0,
+        ...                         callbacks=[Checkpoint(directory)])
+        ...     sorted(os.listdir(directory))
+        ['epoch-0002', 'epoch-0003']
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        every: int | str = 1,
+        keep: int = 2,
+        resume: bool = True,
+        on_signal: bool = True,
+    ):
+        super().__init__()
+        self._every = parse(every)
+        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+            raise ConfigError(f"Checkpoint: keep: expected 1 or more, got {keep!r}.")
+        self.directory, self.every, self.keep, self.resume = directory, every, keep, resume
+        self._announcement = Announcement() if on_signal else None
+        # From now on: the job may end while the data are being loaded.
+        if self._announcement is not None:
+            self._announcement.listen()
+        self._lockstep: Lockstep | None = None
+        self._writer: Writer | None = None
+        self._epoch = 0
+
+    def set_model(self, model: Any) -> None:
+        """Keras: called before training. Takes its place behind all that may change weights and learning rates."""
+        super().set_model(model)
+        found = neighbours.find(self)
+        if found is not None:
+            others = [c for c in found.callbacks if c is not self]
+            if any(isinstance(c, Checkpoint) for c in others):
+                raise ConfigError("callbacks: Checkpoint is there twice. One saves all.")
+            last = [c for c in others if isinstance(c, Lockstep)]
+            # A new list: Keras is iterating over the old one.
+            found.callbacks = [*(c for c in others if c not in last), self, *last]
+
+    # -- fit ----------------------------------------------------------------------------------------------------------
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Go on where the newest checkpoint was made."""
+        wait_for_all()
+        if self._announcement is not None:
+            self._announcement.listen()
+        self._comm: Comm = join()
+        self._folder = Folder(os.fspath(self.directory), self._comm)
+        self._folder.check()
+        found = neighbours.find(self)
+        others = [] if found is None else found.callbacks
+        self._lockstep = next((c for c in others if isinstance(c, Lockstep)), None)
+        if self._lockstep is not None:
+            self._lockstep.ending, self._lockstep.save = self._is_ending, self._save_and_leave_together
+        self._polls, self._saved_at, self._steps = Polls(), time.monotonic(), 0
+        self._deals_out = any(isinstance(binding_of(o), ServerBinding) for o in optimizers_of(self.model))
+        if self._deals_out and not self._every.epochs:
+            raise alike(
+                f"Checkpoint: every={self.every!r}: workers of a parameter server are not at the same step. Give a "
+                "number of epochs; a signal saves in between."
+            )
+        self._once = neighbours.goes_through(self)
+        self._writer = Writer(self._folder, self.keep)
+        if not self.resume:
+            self._refuse_what_is_there()
+        restored = restore_newest(self._folder, self.model)
+        # Where this pass through the data began, batches of it that were trained, and those that were so before.
+        self._drawn, self._trained, self._skip = data.state()[0], 0, 0
+        if restored is not None:
+            self._go_on(restored)
+
+    def _go_on(self, restored: Restored) -> None:
+        position = restored.position
+        self.model._initial_epoch = position.epoch
+        say(f"going on after {position}, from {self.directory}")
+        if self._lockstep is not None:
+            self._lockstep.begun = position.step
+        if self._deals_out or not (position.step or restored.skip):
+            return
+        self._skip = restored.skip
+
+        def ready(batch: Any) -> None:
+            self._restore_metrics(restored.metrics, batch)
+
+        if not neighbours.begin_later(self, position.step, restored.skip, ready):
+            raise alike(
+                f"{self.directory}: the checkpoint was made in mid-epoch, and this version of Keras does not let an "
+                "epoch begin later. Remove it, and the one before it is taken."
+            )
+
+    def _restore_metrics(self, values: list[Any], batch: Any) -> None:
+        """Let the metrics of the epoch go on, too."""
+        if not values:
+            return
+        if len(self.model.metrics_variables) != len(values) and batch is not None:
+            # They are made in the first step, which has not been.
+            self.model._symbolic_build(data_batch=batch)
+        variables = self.model.metrics_variables
+        if [tuple(v.shape) for v in variables] == [value.shape for value in values]:
+            for variable, value in zip(variables, values, strict=True):
+                variable.assign(value)
+
+    def _refuse_what_is_there(self) -> None:
+        """Checkpoints of two trainings in one directory would be taken for each other."""
+        there = self._folder.positions()
+        if there:
+            raise alike(
+                f"Checkpoint: resume=False: expected a directory without checkpoints, got {self._folder.at(there[-1])}."
+                " Remove them, or give another directory."
+            )
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """A pass through the data begins."""
+        self._epoch = epoch
+        if self._once:
+            self._drawn, self._trained = data.state()[0], 0
+        self._trained, self._skip = self._trained + self._skip, 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Save, if it is time, or if the job is about to end."""
+        if self._deals_out:
+            return  # what deals the steps out calls `_save_and_leave_together`
+        executed = self.model.steps_per_execution
+        self._trained += executed
+        self._steps += executed
+        steps = self.params.get("steps") if self._lockstep is None else self._lockstep.steps
+        if steps and batch + 1 >= steps:
+            return  # at the end of the epoch
+        due = bool(self._every.steps) and self._steps >= self._every.steps
+        ending = ""
+        if self._polls.due():
+            ending, minutes_over = self._ask(f"step {batch + 1} of epoch {self._epoch + 1}")
+            due = due or minutes_over
+        if due or ending:
+            self._save(Position(self._epoch, batch + 1))
+        if ending:
+            self._leave(ending)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Save, if it is time, or if the job is about to end."""
+        ending, due = self._ask(f"the end of epoch {epoch + 1}")
+        due = due or (bool(self._every.epochs) and (epoch + 1) % self._every.epochs == 0)
+        due = due or (bool(self._every.steps) and self._steps >= self._every.steps)
+        if due or ending:
+            self._save(Position(epoch + 1))
+        if ending and epoch + 1 < self.params.get("epochs", 0) and not self._stops():
+            self._leave(ending)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """What is being written gets its name; the next `fit` begins where it is told to."""
+        if self._writer is not None:
+            self._writer.finish()
+        if self._announcement is not None:
+            self._announcement.close()
+        self.model._initial_epoch = None
+
+    def _stops(self) -> bool:
+        """Whether the training ends here anyway."""
+        return self._comm.any_true(bool(self.model.stop_training))
+
+    # -- saving -------------------------------------------------------------------------------------------------------
+
+    def _ask(self, place: str) -> tuple[str, bool]:
+        """What signal has come to any rank, and whether rank 0 finds that it is time. Collective."""
+        mine = {
+            "signal": "" if self._announcement is None else self._announcement.heard,
+            "pace": self._polls.pace,
+            "problem": "" if self._writer is None else self._writer.problem,
+            "minutes": (time.monotonic() - self._saved_at) / 60,
+        }
+        everyone = meet(self._comm, place, mine)
+        self._polls.heard([rank["pace"] for rank in everyone])
+        if any(rank["problem"] for rank in everyone) and self._writer is not None:
+            self._writer.finish()  # raises
+        signals = [f"{rank['signal']} on rank {i}" for i, rank in enumerate(everyone) if rank["signal"]]
+        minutes = self._every.minutes
+        return "; ".join(signals[:1]), bool(minutes) and everyone[0]["minutes"] >= minutes
+
+    def _save(self, position: Position) -> None:
+        for optimizer in optimizers_of(self.model):
+            binding = binding_of(optimizer)
+            if binding is not None:
+                binding.hold() if position.step else binding.before_saving()
+        self._steps, self._saved_at = 0, time.monotonic()
+        assert self._writer is not None
+        self._writer.start(position, snapshot(self.model, self._comm.rank, self._data(position), bool(position.step)))
+
+    def _data(self, position: Position) -> Data:
+        """Where the data are: between two passes, or in one."""
+        if not self._once:
+            return Data(*data.after(self._drawn, self._trained))
+        return Data(self._drawn, self._trained) if position.step else Data(data.state()[0])
+
+    def _is_ending(self) -> bool:
+        return self._announcement is not None and bool(self._announcement.heard)
+
+    def _save_and_leave_together(self, steps: int) -> None:
+        """Steps that were dealt out have ended because a signal came, to any rank. Collective."""
+        ending, _ = self._ask(f"the end of steps in epoch {self._epoch + 1}")
+        self._save(Position(self._epoch, steps))
+        self._leave(ending)
+
+    def _leave(self, ending: str) -> NoReturn:
+        assert self._writer is not None
+        self._writer.finish()
+        say(f"{ending}: saved to {self.directory}, to go on later; ending with exit code {REQUEUE_CODE}")
+        # A launcher tells the others to end when the first has.
+        Announcement.ignore()
+        raise SystemExit(REQUEUE_CODE)

@@ -1,0 +1,194 @@
+"""What a checkpoint holds of a model: what is alike on all ranks, and what belongs to one."""
+
+import importlib
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdx.errors import ConfigError
+from hvdx.keras import replicas
+from hvdx.keras.optimizer import binding_of, optimizers_of, own_ids
+from hvdx.keras.optimizer_state import innermost, local_variables
+from hvdx.version import __version__
+
+
+@dataclass(frozen=True)
+class Data:
+    """Where a training is in its data.
+
+    Attributes:
+        drawn: of each share that `hvdx.shard` shuffles, the number of the order before the one that comes first.
+        skip: batches of that order that were trained.
+    """
+
+    drawn: Sequence[int]
+    skip: int = 0
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Copies of all that is saved: the training may go on.
+
+    Attributes:
+        manifest: what the checkpoint says of itself, apart from the arrays; for people as well.
+        shared: alike on all ranks; empty but on rank 0.
+        mine: this rank's.
+    """
+
+    manifest: dict[str, Any]
+    shared: dict[str, np.ndarray]
+    mine: dict[str, np.ndarray]
+
+
+def snapshot(model: Any, rank: int, data: Data, within_epoch: bool = False) -> Snapshot:
+    """Copy what is to be saved of a model.
+
+    Args:
+        model: with its optimisers, whose bindings have nothing on its way.
+        rank: this rank.
+        data: where it is in its data.
+        within_epoch: metrics are half-way, and weights that no gradient reaches differ from rank to rank: they become
+            one at the end of an epoch.
+    """
+    own = own_ids(model) | ({id(v) for v in model.non_trainable_weights} if within_epoch else set())
+    groups = {"weights": model.weights, "optimizer": replicas.optimizer_state_of(model)}
+    shared: dict[str, np.ndarray] = {}
+    mine = _own_arrays(model)
+    if within_epoch:
+        mine |= _numbered("metrics", model.metrics_variables)
+    for name, variables in groups.items():
+        if rank == 0:
+            shared |= _numbered(name, variables, lambda v: id(v) not in own)
+        mine |= _numbered(name, variables, lambda v: id(v) in own)
+    return Snapshot(_manifest(model, groups, mine, data), shared, mine)
+
+
+def _manifest(
+    model: Any, groups: Mapping[str, Sequence[Any]], mine: Mapping[str, np.ndarray], data: Data
+) -> dict[str, Any]:
+    return {
+        "hvdx": __version__,
+        "drawn": list(data.drawn),
+        "skip": data.skip,
+        **{name: [described(v) for v in variables] for name, variables in groups.items()},
+        # Of which every rank has its own.
+        "own": {name: [i for i in range(len(vs)) if f"{name}.{i}" in mine] for name, vs in groups.items()},
+        "optimizers": [
+            _optimizer_manifest(optimizer, model, any(name.startswith(f"strategy.{i}.") for name in mine))
+            for i, optimizer in enumerate(optimizers_of(model))
+        ],
+    }
+
+
+def _optimizer_manifest(optimizer: Any, model: Any, remembers: bool) -> dict[str, Any]:
+    binding, trained = binding_of(optimizer), innermost(optimizer)._trainable_variables
+    says: dict[str, Any] = {
+        "class": type(optimizer).__name__,
+        "trains": _positions(trained, model) if optimizer.built else None,
+        "kind": None if binding is None else binding.kind,
+        "strategy": None,
+    }
+    if binding is not None and remembers:
+        says |= {"strategy": repr(binding.strategy), "exchanges": _positions(binding.exchanged, model)}
+    return says
+
+
+def _own_arrays(model: Any) -> dict[str, np.ndarray]:
+    """What belongs to this rank, but for the private state of its optimisers."""
+    own = _numbered("generators", generators(model)) | _numbered("accumulated", accumulated(model))
+    common = common_generator()
+    if common is not None:
+        own["generator"] = array_of(common.state)
+    own |= {f"random.{name}": array for name, array in random_states().items()}
+    for i, optimizer in enumerate(optimizers_of(model)):
+        binding = binding_of(optimizer)
+        if binding is not None:
+            # Copies, since an exchange goes on with its own.
+            own |= {f"strategy.{i}.{name}": np.array(array) for name, array in binding.arrays().items()}
+    return own
+
+
+# -- variables --------------------------------------------------------------------------------------------------------
+
+
+def _numbered(
+    name: str, variables: Sequence[Any], which: Callable[[Any], bool] = lambda v: True
+) -> dict[str, np.ndarray]:
+    return {f"{name}.{i}": array_of(v) for i, v in enumerate(variables) if which(v)}
+
+
+def array_of(variable: Any) -> np.ndarray:
+    """A copy of a variable's value.
+
+    Raises:
+        ConfigError: it holds no numbers.
+    """
+    array = np.asarray(tf.convert_to_tensor(variable).numpy())
+    if array.dtype == object:
+        raise ConfigError(f"variable {variable.path}: expected numbers, got {variable.dtype}, which is not saved.")
+    return array
+
+
+def described(variable: Any) -> str:
+    """Dtype, shape and name of a variable."""
+    extents = "x".join(str(extent) for extent in variable.shape)
+    return f"{tf.as_dtype(variable.dtype).name}[{extents}] {getattr(variable, 'path', variable.name)}"
+
+
+def _positions(variables: Sequence[Any], model: Any) -> list[int] | None:
+    """Where a model holds some weights; None if it does not hold them all."""
+    places = {id(v): i for i, v in enumerate(model.weights)}
+    found = [places.get(id(v)) for v in variables]
+    return None if None in found else found  # type: ignore[return-value]
+
+
+def accumulated(model: Any) -> list[Any]:
+    """Gradients that optimisers are still accumulating."""
+    return [v for optimizer in optimizers_of(model) for v in local_variables(optimizer)]
+
+
+# -- random numbers ---------------------------------------------------------------------------------------------------
+
+
+def generators(model: Any) -> list[Any]:
+    """States of the random generators that layers hold."""
+    found = [g.state for layer in model._flatten_layers() for g in getattr(layer, "_seed_generators", ())]
+    return list({id(state): state for state in found}.values())
+
+
+def common_generator(make: bool = False) -> Any:
+    """The generator behind `keras.random` where no seed is given; None before it was used, unless it is to be made."""
+    # Keras has no public way to it.
+    module = importlib.import_module("keras.src.random.seed_generator")
+    held = importlib.import_module("keras.src.backend.common.global_state")
+    return module.global_seed_generator() if make else held.get_global_attribute(module.GLOBAL_SEED_GENERATOR)
+
+
+def random_states() -> dict[str, np.ndarray]:
+    """The states of Python's and NumPy's common generators, which data pipelines draw from."""
+    _, words, gauss = random.getstate()
+    name, keys, *rest = np.random.get_state()
+    states = {
+        "python": np.array(words, np.uint64),
+        "python.gauss": np.array(np.nan if gauss is None else gauss, np.float64),
+    }
+    if name == "MT19937":
+        states |= {"numpy": np.array(keys), "numpy.rest": np.array(rest, np.float64)}
+    return states
+
+
+def set_random_states(states: Mapping[str, np.ndarray]) -> None:
+    """Have Python's and NumPy's common generators go on.
+
+    Args:
+        states: what `random_states` gave.
+    """
+    gauss = float(states["python.gauss"])
+    random.setstate((3, tuple(int(word) for word in states["python"]), None if np.isnan(gauss) else gauss))
+    if "numpy" in states:
+        place, has_gauss, cached = states["numpy.rest"].tolist()
+        np.random.set_state(("MT19937", states["numpy"], int(place), int(has_gauss), cached))

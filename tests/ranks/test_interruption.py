@@ -1,0 +1,337 @@
+"""A job that is told to end saves at the end of a step, on all ranks, and goes on as if it had not been."""
+
+import os
+import signal
+import threading
+import time
+
+import keras
+import numpy as np
+import pytest
+
+import hvdx
+import hvdx.keras as hvd
+from hvdx import comm as world
+from hvdx.comm.signals import REQUEUE_CODE
+from hvdx.errors import ConfigError
+from hvdx.keras import data as shards
+from hvdx.keras.checkpoint import contents, files, moments
+from tests.ranks import models
+from tests.ranks.models import BATCH, SAMPLES
+
+SPARSE = {"target_density": 0.05}
+STRATEGIES = {
+    "all_reduce": lambda: hvdx.AllReduce(),
+    "threshold": lambda: hvdx.Threshold(**SPARSE),
+    "overlap": lambda: hvdx.Threshold(**SPARSE, overlap=True),
+    "averaging": lambda: hvdx.ParameterAveraging(5),
+    "averaging, own momenta": lambda: hvdx.ParameterAveraging(5, average_optimizer=False),
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """One folder for all ranks."""
+    return hvd.broadcast_object(tmp_path, 0) / "ckpt"
+
+
+@pytest.fixture(autouse=True)
+def _asked_at_every_step(monkeypatch):
+    monkeypatch.setattr(moments, "_SECONDS_BETWEEN_POLLS", 0.0)
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def everyone(value):
+    return world.start().all_gather_object(value, "test")
+
+
+def names(folder):
+    return everyone(sorted(p.name for p in folder.iterdir()) if hvdx.rank() == 0 else None)[0]
+
+
+def steps():
+    """Of an epoch."""
+    return SAMPLES // (BATCH * hvdx.size())
+
+
+class End(keras.callbacks.Callback):
+    """The batch system tells one rank, in a step of this fit."""
+
+    def __init__(self, at, number=signal.SIGUSR1):
+        super().__init__()
+        self.at, self.number, self.taken, self.batches = at, number, 0, []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.batches.append(batch)
+        self.taken += 1
+        if self.taken == self.at and hvdx.rank() == hvdx.size() - 1:
+            os.kill(os.getpid(), self.number)
+
+
+def built(seed=0, **options):
+    body = [lambda: keras.layers.Dense(8), keras.layers.BatchNormalization, lambda: keras.layers.Dropout(0.3)]
+    model = models.network(*body, seed=seed)
+    return models.compiled(model, keras.optimizers.SGD(0.1, momentum=0.9), metrics=["accuracy"], **options)
+
+
+def train(model, folder=None, *callbacks, strategy="all_reduce", epochs=3, batches=None, every=1, **options):
+    """Fit; the history."""
+    saving = [] if folder is None else [hvd.Checkpoint(folder, every=every)]
+    given = hvdx.shard(models.data(), BATCH) if batches is None else batches
+    callbacks = [hvd.Distribute(STRATEGIES[strategy]()), *saving, *callbacks]
+    return model.fit(given, epochs=epochs, verbose=0, shuffle=False, callbacks=callbacks, **options).history
+
+
+def interrupted(model, folder, at, number=signal.SIGUSR1, **options):
+    """Fit until the signal, which has to be the end of it."""
+    with pytest.raises(SystemExit) as ended:
+        train(model, folder, End(at, number), **options)
+    assert ended.value.code == REQUEUE_CODE == 75
+    return model
+
+
+def assert_same(model, other):
+    """Every bit of two models, what belongs to this rank included."""
+    for mine, its in ((model.weights, other.weights), (model.optimizer.variables, other.optimizer.variables)):
+        for a, b in zip(mine, its, strict=True):
+            np.testing.assert_array_equal(a.numpy(), b.numpy(), err_msg=a.path)
+    for a, b in zip(contents.generators(model), contents.generators(other), strict=True):
+        np.testing.assert_array_equal(a.numpy(), b.numpy())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_training_that_was_stopped_in_mid_epoch_is_the_uninterrupted_one_to_the_bit(folder, strategy):
+    straight = built()
+    history = train(straight, strategy=strategy)
+    at = steps() + steps() // 2
+    interrupted(built(), folder, at, strategy=strategy)
+    assert names(folder) == ["epoch-0001", f"epoch-0001-step-{steps() // 2:08d}"]
+    resumed, look = built(seed=100 + hvdx.rank()), End(0)
+    later = train(resumed, folder, look, strategy=strategy)
+    assert_same(resumed, straight)
+    # Metrics too are of the whole epoch, and steps go on counting.
+    assert later["loss"] == history["loss"][1:]
+    assert later["accuracy"] == history["accuracy"][1:]
+    assert look.batches == [*range(steps() // 2, steps()), *range(steps())]
+    assert names(folder) == ["epoch-0002", "epoch-0003"]
+
+
+def test_stopped_again_and_again(folder):
+    straight = built()
+    train(straight)
+    for seed, at in enumerate((2, 1, steps() - 2, 3)):
+        interrupted(built(seed), folder, at)
+    resumed = built(seed=7)
+    train(resumed, folder)
+    assert_same(resumed, straight)
+
+
+def test_sigterm_ends_it_as_well(folder):
+    interrupted(built(), folder, 2, number=signal.SIGTERM)
+    assert names(folder) == ["epoch-0000-step-00000002"]
+
+
+def test_signal_in_the_last_step_of_an_epoch_saves_at_its_end(folder):
+    interrupted(built(), folder, steps())
+    assert names(folder) == ["epoch-0001"]
+
+
+def test_training_that_ends_anyway_ends_as_usual(folder):
+    model = built()
+    train(model, folder, End(3 * steps()))
+    assert names(folder) == ["epoch-0002", "epoch-0003"]
+
+
+def test_signals_are_given_back(folder):
+    before = [signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)]
+    train(built(), folder, epochs=1)
+    assert [signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)] == before
+    callback = hvd.Checkpoint(folder, on_signal=False)
+    assert [signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)] == before
+    del callback
+
+
+def test_steps_that_are_executed_together_are_not_parted(folder):
+    straight = built(steps_per_execution=2)
+    train(straight)
+    interrupted(built(steps_per_execution=2), folder, 2)
+    assert names(folder) == ["epoch-0000-step-00000004"]
+    resumed = built(seed=1, steps_per_execution=2)
+    train(resumed, folder)
+    assert_same(resumed, straight)
+
+
+@pytest.mark.parametrize("after", ["in an epoch", "between two"])
+def test_passes_that_are_not_epochs_go_on_where_they_were(folder, after):
+    def repeated():
+        return hvdx.shard(models.data(), BATCH).repeat()
+
+    length = steps() // 2 + 1
+    straight = built()
+    train(straight, batches=repeated(), steps_per_epoch=length, epochs=5)
+    # The first pass is over by then.
+    interrupted(built(), folder, 2 * length + (2 if after == "in an epoch" else 0), batches=repeated(),
+                steps_per_epoch=length, epochs=5)  # fmt: skip
+    resumed = built(seed=1)
+    train(resumed, folder, batches=repeated(), steps_per_epoch=length, epochs=5)
+    assert_same(resumed, straight)
+
+
+def test_numbers_from_numpy_and_python_go_on(folder):
+    import random
+
+    drawn = []
+
+    class Draw(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            drawn.append((random.random(), random.gauss(0, 1), np.random.normal()))
+
+    keras.utils.set_random_seed(5)
+    model = models.compiled(models.network(seed=5), "sgd")
+    train(model, None, Draw())
+    straight, drawn[:] = list(drawn), []
+    model = models.compiled(models.network(seed=5), "sgd")
+    with pytest.raises(SystemExit):
+        train(model, folder, Draw(), End(2))
+    model = models.compiled(models.network(seed=6), "sgd")
+    train(model, folder, Draw())
+    assert drawn == straight
+
+
+# -- every so often ---------------------------------------------------------------------------------------------------
+
+
+def test_every_so_many_steps(folder):
+    train(built(), folder, epochs=2, every=f"{steps() - 1} steps")
+    # The second time would have been in the last but one step of the second epoch.
+    assert names(folder) == [f"epoch-0000-step-{steps() - 1:08d}", f"epoch-0001-step-{steps() - 2:08d}"]
+
+
+def test_every_so_many_minutes_by_the_clock_of_rank_0(folder):
+    class Slow(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 1:
+                time.sleep(0.3)
+
+    train(built(), folder, Slow(), epochs=1, every="0.004 minutes")
+    assert names(folder)[0].startswith("epoch-0000-step-")
+    train(built(), folder / "seldom", Slow(), epochs=1, every="9 minutes")
+    assert names(folder / "seldom") == []
+
+
+def test_another_number_of_ranks_goes_on_in_mid_epoch(folder):
+    if hvdx.size() == 1:
+        return
+    interrupted(built(), folder, 2)
+    manifest = next(iter(folder.iterdir())) / "manifest.json"
+    if hvdx.rank() == 0:
+        # As if the last rank had not been there.
+        text = manifest.read_text()
+        manifest.write_text(text.replace(f'"ranks": {hvdx.size()}', f'"ranks": {hvdx.size() - 1}'))
+    everyone("it is changed")
+    resumed = built(seed=1)
+    history = train(resumed, folder)
+    models.assert_identical(resumed)
+    assert len(history["loss"]) == 3
+
+
+# -- the disk ---------------------------------------------------------------------------------------------------------
+
+
+def test_training_waits_for_the_copy_and_not_for_the_disk(folder, monkeypatch):
+    disk, waited = threading.Event(), []
+    write = files.write
+
+    def slow(path, fill):
+        waited.append(disk.wait(60))
+        write(path, fill)
+
+    class Watch(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if self.model.optimizer.iterations == 3:
+                assert not list(folder.glob("epoch-*"))
+                disk.set()
+
+    monkeypatch.setattr(files, "write", slow)
+    train(built(), folder, Watch(), epochs=1, every="2 steps")
+    assert waited
+    assert all(waited)
+    assert names(folder)[-1] == "epoch-0001"
+
+
+def test_disk_that_is_full_stops_all_ranks_soon(folder, monkeypatch):
+    def full(path, fill):
+        raise OSError(28, "No space left on device")
+
+    taken = End(0)
+    train(built(), folder, epochs=1)
+    if hvdx.rank() == hvdx.size() - 1:
+        monkeypatch.setattr(files, "write", full)
+
+    class Slow(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            time.sleep(0.05)
+
+    with pytest.raises(Exception, match=rf"rank {hvdx.size() - 1}: OSError.*No space.*as they were"):
+        train(built(), folder, taken, Slow(), epochs=200, every="3 steps")
+    assert taken.taken < 100
+    assert names(folder) == ["epoch-0001"]
+
+
+# -- a parameter server -----------------------------------------------------------------------------------------------
+
+
+def test_parameter_server_stops_and_takes_the_steps_that_are_left(folder):
+    if hvdx.size() == 1:
+        return
+    strategy = hvdx.ParameterServer("colocated")
+
+    def run(*callbacks):
+        look = End(0)
+        x, y = models.data()
+        model = models.compiled(models.network(), keras.optimizers.SGD(0.1))
+        callbacks = [hvd.Distribute(strategy), hvd.Checkpoint(folder), look, *callbacks]
+        try:
+            model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=callbacks)
+        finally:
+            taken.append(sum(everyone(look.taken)))
+            models.assert_identical(model, optimizer=False)
+
+    taken = []
+    with pytest.raises(SystemExit):
+        run(End(5))
+    run()
+    (step,) = [int(n.split("-")[-1]) for n in everyone(list(map(str, [taken[0]])))[0]]
+    assert 0 < step < SAMPLES // BATCH * hvdx.size()
+    assert sum(taken) == 2 * SAMPLES // BATCH * hvdx.size()
+
+
+def test_parameter_server_has_no_common_steps(folder):
+    if hvdx.size() == 1:
+        return
+    model = models.compiled(models.network(), "sgd")
+    callbacks = [hvd.Distribute(hvdx.ParameterServer("colocated")), hvd.Checkpoint(folder, every="5 steps")]
+    with pytest.raises(ConfigError, match="not at the same step"):
+        model.fit(*models.data(), epochs=1, verbose=0, callbacks=callbacks)
+
+
+# -- where the data are -----------------------------------------------------------------------------------------------
+
+
+def test_place_in_a_share_that_is_gone_through_again_and_again():
+    held = hvdx.shard(models.data(), BATCH, rank=0, size=1)
+    other = hvdx.shard(models.data(), BATCH, rank=0, size=1)
+    drawn = shards.state()[0]
+    assert shards.after(drawn, 30) == (drawn, 0)
+    iterator = iter(held.repeat())
+    for _ in range(SAMPLES // BATCH + 3):
+        batch = next(iterator)
+    begun, rest = shards.after(drawn, SAMPLES // BATCH + 3)
+    assert (begun[-2:], rest) == ([0, -1], 3)
+    shards.go_on(begun)
+    again = list(held)[rest - 1]
+    np.testing.assert_array_equal(again[0], batch[0])
+    del other
