@@ -81,6 +81,17 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="FILE.keras",
         help="write the trained model; a plain Keras model, loadable without hvdx",
     )
+    out.add_argument(
+        "--checkpoint",
+        metavar="DIR",
+        help="save here as it goes, and go on from what is there; SIGUSR1 or SIGTERM saves, and ends with code 75",
+    )
+    out.add_argument(
+        "--every",
+        default="1 epoch",
+        metavar="HOW_OFTEN",
+        help='how often it saves: "2 epochs", "500 steps", "10 minutes" (default: 1 epoch)',
+    )
     out.add_argument("--history", metavar="FILE.json", help="write loss and accuracy of each epoch")
     out.add_argument("--digest", action="store_true", help="have every process print a digest of its final weights")
     out.add_argument("--quiet", action="store_true", help="no progress bar")
@@ -213,7 +224,9 @@ def main(argv: list[str] | None = None) -> int:
             f"{int(train.cardinality())} steps an epoch",
             flush=True,
         )
-    distribute = hvdx.keras.Distribute(args.strategy)
+    callbacks = [distribute := hvdx.keras.Distribute(args.strategy)]
+    if args.checkpoint:
+        callbacks.append(hvdx.keras.Checkpoint(args.checkpoint, every=args.every))
     begin = time.perf_counter()
     history = model.fit(
         train,
@@ -221,8 +234,12 @@ def main(argv: list[str] | None = None) -> int:
         epochs=args.epochs,
         shuffle=False,
         verbose=0 if args.quiet else (1 if sys.stdout.isatty() else 2),
-        callbacks=[distribute],
+        callbacks=callbacks,
     ).history
+    if not history:
+        if hvdx.rank() == 0:
+            print(f"fashion_mnist: {args.checkpoint} holds {args.epochs} epochs or more; nothing was trained.")
+        return 0
     seconds = time.perf_counter() - begin
     if hvdx.rank() == 0:
         seen = args.epochs * int(train.cardinality()) * args.batch * hvdx.size()

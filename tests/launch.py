@@ -55,13 +55,17 @@ def run(ranks: int, program: Sequence[str], timeout: float = 120, env: Mapping[s
     return run_command(command, timeout, env)
 
 
+def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a test's processes, with `env` added."""
+    return os.environ | _ENVIRONMENT | dict(env or {})
+
+
 def run_command(command: Sequence[str], timeout: float = 120, env: Mapping[str, str] | None = None) -> Run:
     """Run any command with the environment and the limits of `run`."""
-    environment = os.environ | _ENVIRONMENT | dict(env or {})
     process = subprocess.Popen(
         list(command),
         cwd=ROOT,
-        env=environment,
+        env=environment(env),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -57,7 +57,7 @@ SchedulerParameters=sched_interval=2,sched_min_interval=0,bf_interval=5
 ReturnToService=1
 MpiDefault=none
 OverTimeLimit=0
-KillWait=5
+KillWait=30
 MinJobAge=3600
 MessageTimeout=30
 SlurmdTimeout=300
@@ -272,13 +272,16 @@ class Cluster:
         (self.folder / "hosts").write_text(f"127.0.0.1 localhost {host} {' '.join(NODES)}\n")
         for node in NODES:
             own = self.folder / node
-            (own / "spool").mkdir(parents=True)
-            (own / "tmp").mkdir()
+            own.mkdir()
             (own / "slurm.conf").write_text(text)
             # Both nodes' PMIx clients would share one folder, as no two nodes of a real cluster do.
             (own / "mpi.conf").write_text(f"PMIxCliTmpDirBase={own}/tmp\n")
 
     def _start_node(self, node: str) -> None:
+        # Nothing is left of steps that a failure of the node ended: they would be taken for running ones.
+        for name in ("spool", "tmp"):
+            shutil.rmtree(self.folder / node / name, ignore_errors=True)
+            (self.folder / node / name).mkdir()
         start = _NODE.format(hosts=shlex.quote(f"{self.folder}/hosts"), node=node)
         slurmd = ("slurmd", "-D", "-c", "-N", node, "-f", str(self.folder / node / "slurm.conf"))
         # Its first process is the shell, which buries the orphans of jobs.

@@ -1,0 +1,144 @@
+"""What a checkpoint costs: beside writing the same bytes once, and for a training that goes on meanwhile.
+
+    python jobs/bench_checkpoint.py                           20 million parameters, with momenta
+    python jobs/bench_checkpoint.py --parameters 1e6 --json out.json
+
+Three things are timed in turn, several times:
+
+    once        the same bytes, written to one file, and on the disk (fsync)
+    checkpoint  from the decision to save until the checkpoint has its name, everything on the disk
+    waited      of that, what the training waits for; beside a copy of the same bytes in memory
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--parameters", type=float, default=20e6, metavar="N", help="of the model (default: 20e6)")
+    parser.add_argument("--repeat", type=int, default=7, metavar="N", help="times each is measured (default: 7)")
+    parser.add_argument("--folder", metavar="DIR", help="where to write (default: a temporary folder)")
+    parser.add_argument("--json", metavar="FILE", help="write the figures")
+    return parser.parse_args(argv)
+
+
+def model_of(parameters: int):
+    """A network of about so many parameters, with momenta."""
+    import keras
+
+    units = max(round((parameters / 4) ** 0.5), 1)
+    layers = [keras.layers.Dense(units) for _ in range(4)]
+    model = keras.Sequential([keras.Input((units,)), *layers])
+    model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse")
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def write_once(folder: Path, arrays) -> float:
+    """Seconds for the same bytes in one file."""
+    path = folder / "once"
+    begin = time.perf_counter()
+    with path.open("wb") as file:
+        for array in arrays:
+            file.write(array.data)
+        file.flush()
+        os.fsync(file.fileno())
+    seconds = time.perf_counter() - begin
+    path.unlink()
+    return seconds
+
+
+def copy_once(arrays) -> float:
+    """Seconds for a copy in memory, into pages that are not there yet, as a checkpoint's are not."""
+    begin = time.perf_counter()
+    copies = [array.copy() for array in arrays]
+    seconds = time.perf_counter() - begin
+    del copies
+    return seconds
+
+
+def save_once(folder: Path, model) -> tuple[float, float]:
+    """Seconds that a training waits, and until the checkpoint has its name."""
+    from hvdx.keras.checkpoint.contents import Data, snapshot
+    from hvdx.keras.checkpoint.folder import Folder, Position
+    from hvdx.keras.checkpoint.writer import Writer
+    from hvdx.strategies import join
+
+    writer = Writer(Folder(os.fspath(folder / "ckpt"), join()), keep=1)
+    begin = time.perf_counter()
+    writer.start(Position(1), snapshot(model, 0, Data([])))
+    waited = time.perf_counter() - begin
+    writer.finish()
+    whole = time.perf_counter() - begin
+    shutil.rmtree(folder / "ckpt")
+    return waited, whole
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure; see `--help`."""
+    args = arguments(argv)
+    from hvdx.report.table import quantity, render
+
+    model = model_of(round(args.parameters))
+    arrays = [v.numpy() for v in (*model.weights, *model.optimizer.variables)]
+    size = sum(a.nbytes for a in arrays)
+    folder = Path(tempfile.mkdtemp(dir=args.folder))
+    once, copies, waits, wholes = [], [], [], []
+    try:
+        for turn in range(args.repeat + 1):
+            measured = write_once(folder, arrays), copy_once(arrays), *save_once(folder, model)
+            if turn:  # the first warms up
+                for values, value in zip((once, copies, waits, wholes), measured, strict=True):
+                    values.append(value)
+    finally:
+        shutil.rmtree(folder)
+
+    def ratio(upper: list[float], lower: list[float]) -> float:
+        return statistics.median(a / b for a, b in zip(upper, lower, strict=True))
+
+    figures = {
+        "parameters": model.count_params(),
+        "bytes": size,
+        "repeat": args.repeat,
+        **{
+            f"{name} seconds": [round(v, 4) for v in values]
+            for name, values in (("once", once), ("copy", copies), ("waited", waits), ("checkpoint", wholes))
+        },
+        "checkpoint / once": round(ratio(wholes, once), 3),
+        "waited / copy": round(ratio(waits, copies), 3),
+    }
+
+    def row(name: str, values: list[float]) -> tuple[str, str]:
+        low, high = min(values), max(values)
+        return name, f"{1e3 * statistics.median(values):.0f} ms ({1e3 * low:.0f} to {1e3 * high:.0f})"
+
+    rows = [
+        ("parameters, bytes", f"{model.count_params():,}, {quantity(size, 'B')}"),
+        row("the same bytes, written once", once),
+        row("a checkpoint", wholes),
+        ("checkpoint / once", f"{figures['checkpoint / once']:.2f}"),
+        row("a copy in memory", copies),
+        row("the training waits", waits),
+        ("waited / copy", f"{figures['waited / copy']:.2f}"),
+    ]
+    print(render(rows))
+    if args.json:
+        Path(args.json).write_text(json.dumps(figures, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

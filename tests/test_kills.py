@@ -1,0 +1,120 @@
+"""Ranks that are killed at random moments while checkpoints are written: each next job goes on from a whole one."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from hvdx.cli.mpi_tools import mpirun_command
+from tests.launch import ROOT, environment, run
+
+RANKS, KILLS, STEPS = 2, 20, 700
+LIMIT = 120
+
+# Saves after every step, so that there is hardly a moment in which nothing is being written.
+SCRIPT = """
+import hashlib, os, sys
+import numpy as np, keras
+import hvdx, hvdx.keras
+hvdx.init()
+folder, epochs = sys.argv[1], int(sys.argv[2])
+keras.utils.set_random_seed(0)
+random = np.random.default_rng(7)
+x, y = random.normal(size=(80, 64)).astype("f4"), random.normal(size=(80, 8)).astype("f4")
+model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(400), keras.layers.Dense(8)])
+model.compile(keras.optimizers.SGD(0.001, momentum=0.9), "mse")
+class Begun(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch, logs=None):
+        if not hasattr(self, "done"):
+            self.done = print(f"PID {hvdx.rank()} {os.getpid()}", flush=True)
+callbacks = [hvdx.keras.Distribute("parameter_averaging:period=7,average_optimizer=false"), Begun()]
+if folder != "none":
+    callbacks.append(hvdx.keras.Checkpoint(folder, every="1 step", keep=3))
+model.fit(hvdx.shard((x, y), 4), epochs=epochs, verbose=0, shuffle=False, callbacks=callbacks)
+bits = b"".join(w.tobytes() for w in model.get_weights())
+print(f"WEIGHTS {hvdx.rank()}", hashlib.sha256(bits).hexdigest(), flush=True)
+"""
+
+
+def weights(out):
+    """Of all ranks, which are the same."""
+    found = [line.split()[2] for line in out.splitlines() if line.startswith("WEIGHTS")]
+    assert len(found) == RANKS, out
+    assert len(set(found)) == 1, out
+    return found[0]
+
+
+def read_whole(path):
+    """Read all of a checkpoint, against its checksums."""
+    manifest = json.loads((path / "manifest.json").read_text())
+    for name in ["shared.npz", *(f"rank-{rank}.npz" for rank in range(manifest["ranks"]))]:
+        with np.load(path / name) as file:
+            for array in file.values():
+                assert array is not None
+    return manifest["epoch"], manifest["step"]
+
+
+def names(folder):
+    """Of the checkpoints that are there."""
+    return {path.name for path in folder.glob("epoch-*")}
+
+
+def kill_one(folder, epochs, rank, chance):
+    """Train until a rank is killed; what was said, and whether it was killed at all."""
+    command = [*mpirun_command(RANKS), sys.executable, "-c", SCRIPT, str(folder), str(epochs)]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    said, pids, end, before = [], {}, time.monotonic() + LIMIT, names(folder)
+    try:
+        assert process.stdout is not None
+        while len(pids) < RANKS:
+            assert time.monotonic() < end, "".join(said)
+            line = process.stdout.readline()
+            assert line, "".join(said)
+            said.append(line)
+            if line.startswith("PID"):
+                pids[int(line.split()[1])] = int(line.split()[2])
+        while names(folder) == before:
+            assert time.monotonic() < end, "it saves nothing"
+            time.sleep(0.01)
+        time.sleep(chance.uniform(0, 0.4))
+        os.kill(pids[rank], signal.SIGKILL)
+        began = time.monotonic()
+        said.append(process.communicate(timeout=LIMIT)[0])
+        assert time.monotonic() - began < 10
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    assert process.returncode != 0, "".join(said)
+    return "".join(said)
+
+
+def test_each_rank_in_turn_is_killed_and_every_resume_works(tmp_path):
+    folder, chance, epochs = tmp_path / "ckpt", random.Random(7), STEPS // 10
+    newest, left_behind = (0, 0), 0
+    for kill in range(KILLS):
+        said = kill_one(folder, epochs, kill % RANKS, chance)
+        if newest > (0, 0):
+            assert "going on after" in said
+        assert "damaged" not in said
+        left_behind += len(list(folder.glob(".hvdx-saving-*")))
+        # Whatever has its name is whole, at any moment.
+        there = sorted(read_whole(path) for path in folder.glob("epoch-*"))
+        assert there, f"nothing was saved: {said}"
+        assert there[-1] >= newest, "a resume began before the newest checkpoint"
+        newest = there[-1]
+    assert left_behind, "no kill met a checkpoint half-written: the test shows nothing"
+    done = run(RANKS, ["-c", SCRIPT, str(folder), str(newest[0] + 1)], LIMIT)
+    assert done.code == 0, done
+    straight = run(RANKS, ["-c", SCRIPT, "none", str(newest[0] + 1)], LIMIT)
+    assert weights(done.out) == weights(straight.out)
+    assert not list(Path(folder).glob(".hvdx-*"))
