@@ -70,14 +70,11 @@ def copy_once(arrays) -> float:
     return seconds
 
 
-def save_once(folder: Path, model) -> tuple[float, float]:
+def save_once(writer, folder: Path, model) -> tuple[float, float]:
     """Seconds that a training waits, and until the checkpoint has its name."""
     from hvdx.keras.checkpoint.contents import Data, snapshot
-    from hvdx.keras.checkpoint.folder import Folder, Position
-    from hvdx.keras.checkpoint.writer import Writer
-    from hvdx.strategies import join
+    from hvdx.keras.checkpoint.folder import Position
 
-    writer = Writer(Folder(os.fspath(folder / "ckpt"), join()), keep=1)
     begin = time.perf_counter()
     writer.start(Position(1), snapshot(model, 0, Data([])))
     waited = time.perf_counter() - begin
@@ -90,16 +87,20 @@ def save_once(folder: Path, model) -> tuple[float, float]:
 def main(argv: list[str] | None = None) -> int:
     """Measure; see `--help`."""
     args = arguments(argv)
+    from hvdx.keras.checkpoint.folder import Folder
+    from hvdx.keras.checkpoint.writer import Writer
     from hvdx.report.table import quantity, render
+    from hvdx.strategies import join
 
     model = model_of(round(args.parameters))
     arrays = [v.numpy() for v in (*model.weights, *model.optimizer.variables)]
     size = sum(a.nbytes for a in arrays)
     folder = Path(tempfile.mkdtemp(dir=args.folder))
+    writer = Writer(Folder(os.fspath(folder / "ckpt"), join()), keep=1)
     once, copies, waits, wholes = [], [], [], []
     try:
         for turn in range(args.repeat + 1):
-            measured = write_once(folder, arrays), copy_once(arrays), *save_once(folder, model)
+            measured = write_once(folder, arrays), copy_once(arrays), *save_once(writer, folder, model)
             if turn:  # the first warms up
                 for values, value in zip((once, copies, waits, wholes), measured, strict=True):
                     values.append(value)

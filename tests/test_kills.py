@@ -9,9 +9,9 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
-
 from hvdx.cli.mpi_tools import mpirun_command
+from hvdx.keras.checkpoint.files import Arrays
+from hvdx.keras.checkpoint.folder import SHARED, of_rank
 from tests.launch import ROOT, environment, run
 
 RANKS, KILLS, STEPS = 2, 20, 700
@@ -53,10 +53,9 @@ def weights(out):
 def read_whole(path):
     """Read all of a checkpoint, against its checksums."""
     manifest = json.loads((path / "manifest.json").read_text())
-    for name in ["shared.npz", *(f"rank-{rank}.npz" for rank in range(manifest["ranks"]))]:
-        with np.load(path / name) as file:
-            for array in file.values():
-                assert array is not None
+    for name in [SHARED, *map(of_rank, range(manifest["ranks"]))]:
+        for array in Arrays.of(path / name).values():
+            assert array is not None
     return manifest["epoch"], manifest["step"]
 
 

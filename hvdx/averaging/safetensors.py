@@ -19,7 +19,7 @@ from hvdx.errors import AverageError
 # What the library accepts.
 _MOST_HEADER = 100_000_000
 _METADATA = "__metadata__"
-_DTYPES = {
+DTYPES = {
     "BOOL": "?",
     "U8": "u1",
     "I8": "i1",
@@ -34,7 +34,7 @@ _DTYPES = {
     "F64": "<f8",
     "C64": "<c8",
 }
-_SMALL_FLOATS = {
+SMALL_FLOATS = {
     "BF16": "bfloat16",
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
@@ -101,12 +101,12 @@ class Safetensors(OneFile):
         return offsets, tensors
 
     def _dtype(self, name: str, kind: str) -> np.dtype:
-        if kind in _DTYPES:
-            return np.dtype(_DTYPES[kind])
-        if kind in _SMALL_FLOATS:
-            return small_float(_SMALL_FLOATS[kind], self.path)
+        if kind in DTYPES:
+            return np.dtype(DTYPES[kind])
+        if kind in SMALL_FLOATS:
+            return small_float(SMALL_FLOATS[kind], self.path)
         raise AverageError(
-            f"{self.path}: {name}: expected one of {', '.join([*_DTYPES, *_SMALL_FLOATS])}, got {kind}, which cannot "
+            f"{self.path}: {name}: expected one of {', '.join([*DTYPES, *SMALL_FLOATS])}, got {kind}, which cannot "
             "be averaged. Save it in another dtype."
         )
 
@@ -169,10 +169,10 @@ def save(
 
 
 def _kind(path: str | os.PathLike[str], name: str, dtype: np.dtype) -> str:
-    for kind, code in _DTYPES.items():
+    for kind, code in DTYPES.items():
         if np.dtype(code) == dtype.newbyteorder("<"):
             return kind
-    for kind, small in _SMALL_FLOATS.items():
+    for kind, small in SMALL_FLOATS.items():
         if small == dtype.name:
             return kind
     raise AverageError(f"{path}: {name}: safetensors has no {dtype}. Convert it to another dtype.")

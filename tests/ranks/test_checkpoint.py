@@ -16,7 +16,7 @@ from hvdx.errors import ConfigError, ReplicaError
 from hvdx.keras import checkpoint
 from hvdx.keras import data as shards
 from hvdx.keras.checkpoint import contents, files
-from hvdx.keras.checkpoint.folder import Folder
+from hvdx.keras.checkpoint.folder import SHARED, Folder, of_rank
 from hvdx.keras.optimizer import binding_of, optimizers_of
 from tests.ranks import models
 
@@ -203,21 +203,25 @@ def of_other_ranks(folder, ranks):
     """Turn the newest checkpoint into one that `ranks` ranks made; what each of them had, rank by rank."""
     path = folder / names(folder)[-1]
     manifest = json.loads((path / "manifest.json").read_text())
-    files = []
+    held = []
     for rank in range(ranks):
-        with np.load(path / f"rank-{rank % manifest['ranks']}.npz") as file:
-            files.append({k: v * (1 + rank) if v.dtype == np.float32 else v for k, v in file.items()})
-        files[-1]["generators.0"] = np.array([rank, 7], files[-1]["generators.0"].dtype)
+        file = files.Arrays.of(path / of_rank(rank % manifest["ranks"]))
+        held.append({k: v * np.float32(1 + rank) if v.dtype == np.float32 else v for k, v in file.items()})
+        held[-1]["generators.0"] = np.array([rank, 7], held[-1]["generators.0"].dtype)
     _everyone("all have read it")
     if hvdx.rank() == 0:
         (path / "manifest.json").write_text(json.dumps(manifest | {"ranks": ranks}))
-        for rank, arrays in enumerate(files):
+        for rank, arrays in enumerate(held):
             for name in ("strategy.0.codec.taus", "strategy.0.codec.means", "strategy.0.codec.floors"):
                 if name in arrays:
-                    arrays[name] = files[0][name]
-            np.savez(path / f"rank-{rank}.npz", **arrays)
+                    arrays[name] = held[0][name]
+            _rewrite(path / of_rank(rank), arrays)
     _everyone("all can read it")
-    return manifest, files
+    return manifest, held
+
+
+def _rewrite(path, arrays):
+    files.write({path: lambda file: files.write_arrays(file, arrays)})
 
 
 class Look(keras.callbacks.Callback):
@@ -236,7 +240,7 @@ class Look(keras.callbacks.Callback):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_another_number_of_ranks_shares_what_was_not_sent(folder, ranks):
     train(built(), 2, SPARSE, hvd.Checkpoint(folder))
-    manifest, files = of_other_ranks(folder, ranks)
+    manifest, held = of_other_ranks(folder, ranks)
     look = Look()
     model = built(seed=5)
     train(model, 3, SPARSE, hvd.Checkpoint(folder), look)
@@ -246,12 +250,12 @@ def test_another_number_of_ranks_shares_what_was_not_sent(folder, ranks):
     if hvdx.size() == 1:
         return
     mine = np.concatenate([a.ravel() for a in look.unsent])
-    expected = sum(f["strategy.0.codec.residual"].astype("float64") for f in files)
+    expected = sum(f["strategy.0.codec.residual"].astype("float64") for f in held)
     assert np.abs(expected).max() > 0
     np.testing.assert_allclose(sum(_everyone(mine)), expected, rtol=1e-5, atol=1e-9)
     if ranks != hvdx.size():
         for i in manifest["own"]["optimizer"]:
-            mean = np.mean([f[f"optimizer.{i}"].astype("float64") for f in files], axis=0)
+            mean = np.mean([f[f"optimizer.{i}"].astype("float64") for f in held], axis=0)
             np.testing.assert_allclose(look.state[i], mean, rtol=1e-6)
 
 
@@ -279,8 +283,8 @@ def test_every_and_keep_say_what_stays(folder):
     assert names(folder) == ["epoch-0004"]
     assert names(folder / "epoch-0004") == [
         "manifest.json",
-        *sorted(f"rank-{r}.npz" for r in range(hvdx.size())),
-        "shared.npz",
+        *sorted(of_rank(r) for r in range(hvdx.size())),
+        "shared.safetensors",
     ]
     for bad in ({"every": 0}, {"keep": 0}, {"every": True}, {"keep": 1.5}, {"every": "3 days"}, {"every": "0 steps"}):
         with pytest.raises(ConfigError, match="expected 1 or more"):
@@ -325,7 +329,7 @@ def test_leftovers_of_a_killed_job_are_removed(folder):
 def test_rank_that_cannot_write_stops_all_and_leaves_the_last_checkpoint(folder, monkeypatch):
     last, model = hvdx.size() - 1, saved(folder, 1, 2)
 
-    def write(path, fill):
+    def write(contents):
         raise OSError(28, "No space left on device")
 
     if hvdx.rank() == last:
@@ -379,7 +383,7 @@ def _cut(path):
 def _flip(path):
     """One bit in the middle of an array."""
     content = bytearray(path.read_bytes())
-    content[content.index(b"NUMPY") + 128 + 8] ^= 1
+    content[(8 + int.from_bytes(content[:8], "little") + len(content)) // 2] ^= 1
     path.write_bytes(content)
 
 
@@ -390,12 +394,12 @@ def _empty(path):
 @pytest.mark.parametrize(
     ("damage", "name"),
     [
-        (_cut, "shared.npz"),
-        (_cut, "rank-last.npz"),
-        (_flip, "shared.npz"),
-        (_flip, "rank-last.npz"),
+        (_cut, "shared.safetensors"),
+        (_cut, "rank-last.safetensors"),
+        (_flip, "shared.safetensors"),
+        (_flip, "rank-last.safetensors"),
         (_empty, "manifest.json"),
-        (lambda path: path.unlink(), "rank-last.npz"),
+        (lambda path: path.unlink(), "rank-last.safetensors"),
     ],
 )
 def test_damaged_checkpoint_is_set_aside_for_the_one_before_it(folder, damage, name, capfd):
@@ -418,7 +422,7 @@ def _damage(path, how):
 def test_nothing_but_damaged_checkpoints_is_an_error_and_not_a_beginning(folder):
     model = saved(folder, 1, 2)
     for name in names(folder):
-        _damage(folder / name / "shared.npz", _cut)
+        _damage(folder / name / "shared.safetensors", _cut)
     with pytest.raises(ReplicaError, match=r"all checkpoints are damaged: epoch 1, epoch 2.*set aside"):
         checkpoint.restore(folder, model)
     assert names(folder) == ["damaged-epoch-0001", "damaged-epoch-0002"]
@@ -427,10 +431,9 @@ def test_nothing_but_damaged_checkpoints_is_an_error_and_not_a_beginning(folder)
 def test_files_that_do_not_go_together_are_refused(folder):
     last, model = hvdx.size() - 1, saved(folder, 1)
     if hvdx.rank() == 0:
-        path = folder / "epoch-0001" / (f"rank-{last}.npz" if last else "shared.npz")
-        with np.load(path) as file:
-            arrays = {k: v[..., :-1] if k.startswith("optimizer") and v.ndim else v for k, v in file.items()}
-        np.savez(path, **arrays)
+        path = folder / "epoch-0001" / (of_rank(last) if last else SHARED)
+        arrays = files.Arrays.of(path)
+        _rewrite(path, {k: v[..., :-1] if k.startswith("optimizer") and v.ndim else v for k, v in arrays.items()})
     _everyone("it is damaged")
     with pytest.raises(ReplicaError, match="all checkpoints are damaged"):
         checkpoint.restore(folder, model)

@@ -245,9 +245,9 @@ def test_training_waits_for_the_copy_and_not_for_the_disk(folder, monkeypatch):
     disk, waited = threading.Event(), []
     write = files.write
 
-    def slow(path, fill):
+    def slow(contents):
         waited.append(disk.wait(60))
-        write(path, fill)
+        write(contents)
 
     class Watch(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -263,7 +263,7 @@ def test_training_waits_for_the_copy_and_not_for_the_disk(folder, monkeypatch):
 
 
 def test_disk_that_is_full_stops_all_ranks_soon(folder, monkeypatch):
-    def full(path, fill):
+    def full(contents):
         raise OSError(28, "No space left on device")
 
     taken = End(0)

@@ -31,21 +31,21 @@ class Data:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Copies of all that is saved: the training may go on.
+    """All that is saved.
 
     Attributes:
         manifest: what the checkpoint says of itself, apart from the arrays; for people as well.
-        shared: alike on all ranks; empty but on rank 0.
-        mine: this rank's.
+        shared: variables that are alike on all ranks, to be copied before the training goes on; empty but on rank 0.
+        mine: copies of what is this rank's.
     """
 
     manifest: dict[str, Any]
-    shared: dict[str, np.ndarray]
+    shared: dict[str, Any]
     mine: dict[str, np.ndarray]
 
 
 def snapshot(model: Any, rank: int, data: Data, within_epoch: bool = False) -> Snapshot:
-    """Copy what is to be saved of a model.
+    """What is to be saved of a model.
 
     Args:
         model: with its optimisers, whose bindings have nothing on its way.
@@ -56,13 +56,13 @@ def snapshot(model: Any, rank: int, data: Data, within_epoch: bool = False) -> S
     """
     own = own_ids(model) | ({id(v) for v in model.non_trainable_weights} if within_epoch else set())
     groups = {"weights": model.weights, "optimizer": replicas.optimizer_state_of(model)}
-    shared: dict[str, np.ndarray] = {}
+    shared: dict[str, Any] = {}
     mine = _own_arrays(model)
     if within_epoch:
         mine |= _numbered("metrics", model.metrics_variables)
     for name, variables in groups.items():
         if rank == 0:
-            shared |= _numbered(name, variables, lambda v: id(v) not in own)
+            shared |= {f"{name}.{i}": v for i, v in enumerate(variables) if id(v) not in own}
         mine |= _numbered(name, variables, lambda v: id(v) in own)
     return Snapshot(_manifest(model, groups, mine, data), shared, mine)
 
@@ -121,16 +121,25 @@ def _numbered(
     return {f"{name}.{i}": array_of(v) for i, v in enumerate(variables) if which(v)}
 
 
-def array_of(variable: Any) -> np.ndarray:
-    """A copy of a variable's value.
+def value_of(variable: Any) -> np.ndarray:
+    """A variable's value; a view of it, where that can be had, so copy it before anything changes the variable.
 
     Raises:
         ConfigError: it holds no numbers.
     """
-    array = np.asarray(tf.convert_to_tensor(variable).numpy())
+    array = np.asarray(tf.convert_to_tensor(variable))
     if array.dtype == object:
         raise ConfigError(f"variable {variable.path}: expected numbers, got {variable.dtype}, which is not saved.")
     return array
+
+
+def array_of(variable: Any) -> np.ndarray:
+    """A copy of a variable's value.
+
+    Raises:
+        ConfigError: see `value_of`.
+    """
+    return np.array(value_of(variable))
 
 
 def described(variable: Any) -> str:

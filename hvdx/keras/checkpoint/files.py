@@ -1,49 +1,118 @@
-"""Files that are whole or not there, and arrays in them."""
+"""Files that are whole or not there, and arrays in them.
+
+Arrays lie in a file as safetensors has them: eight bytes of length, a header in JSON, and one array after another. The
+header's metadata hold a checksum of each, so that whoever reads one knows whether it is what was written. (A zip, as
+`numpy.savez` makes it, takes a checksum that costs as much as the writing.)
+
+Source of the layout: https://github.com/huggingface/safetensors, "Format".
+"""
 
 import contextlib
+import json
 import os
-import zipfile
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
-from hvdx.errors import CheckpointError, HvdxError
+from hvdx.averaging.dtypes import small_float
+from hvdx.averaging.safetensors import DTYPES, SMALL_FLOATS
+from hvdx.errors import CheckpointError, ConfigError, HvdxError
 
-# What reading a file that was cut off or altered raises.
-_DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, KeyError, ValueError, FileNotFoundError)
+_DTYPES = {code: np.dtype(text) for code, text in DTYPES.items()}
+_DTYPES |= {code: small_float(name, Path("a checkpoint")) for code, name in SMALL_FLOATS.items()}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_METADATA, _CHECKSUM = "__metadata__", "xxh3_64 of "
+# A chunk that was summed up is still in the cache when it is written.
+_CHUNK = 1 << 22
+_FLUSH_SECONDS = 0.01
 
 
-def write(path: Path, fill: Callable[[Any], Any]) -> None:
-    """Write a file that is there, as a whole and on the disk, or not at all.
+def write(contents: Mapping[Path, Callable[[Any], Any]]) -> None:
+    """Write files that are there, as a whole and on the disk, or not at all.
 
     Args:
-        path: its name.
-        fill: given the open file, writes it.
+        contents: for each file, what writes it, given the open file.
     """
-    partial = path.with_name(f"{path.name}.partial")
-    with partial.open("wb") as file:
-        fill(file)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(path)
+    with contextlib.ExitStack() as stack:
+        partial = {path.with_name(f"{path.name}.partial"): path for path in contents}
+        opened = {name: stack.enter_context(name.open("wb")) for name in partial}
+        with _flushing([file.fileno() for file in opened.values()]):
+            for name, file in opened.items():
+                contents[partial[name]](file)
+                file.flush()
+        # Once all are written: the first brings most of what the others need to the disk as well.
+        for file in opened.values():
+            os.fsync(file.fileno())
+    for name, path in partial.items():
+        name.rename(path)
+
+
+@contextlib.contextmanager
+def _flushing(handles: Sequence[int]) -> Iterator[None]:
+    """Have what is written go to the disk while more is written."""
+    over, problems = threading.Event(), []
+
+    def flush() -> None:
+        try:
+            while not over.wait(_FLUSH_SECONDS):
+                for handle in handles:
+                    os.fdatasync(handle)
+        except OSError as problem:
+            # Told once to each open file: whoever waits for the disk in the end would not hear of it again.
+            problems.append(problem)
+
+    thread = threading.Thread(target=flush, name="hvdx-flush", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+    if problems:
+        raise problems[0]
 
 
 def write_arrays(file: Any, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write what `numpy.savez` would, straight from the arrays' memory, with no copy in between.
+    """Write arrays, and a checksum of each.
 
     Args:
         file: open for writing, binary.
         arrays: by their names.
+
+    Raises:
+        ConfigError: a dtype that the format does not have.
     """
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        for name, given in arrays.items():
-            array = np.asarray(given, order="C")
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
-                np.lib.format.write_array_header_1_0(entry, np.lib.format.header_data_from_array_1_0(array))
-                entry.write(array.reshape(-1).view(np.uint8).data)
+    sums = dict.fromkeys(arrays, "0" * 16)
+    file.write(_header(arrays, sums))
+    for name, array in arrays.items():
+        content = np.asarray(array, order="C").reshape(-1).view(np.uint8).data
+        total = xxhash.xxh3_64()
+        for begin in range(0, len(content), _CHUNK):
+            chunk = content[begin : begin + _CHUNK]
+            total.update(chunk)
+            file.write(chunk)
+        sums[name] = total.hexdigest()
+    file.seek(0)
+    file.write(_header(arrays, sums))
+
+
+def _header(arrays: Mapping[str, np.ndarray], sums: Mapping[str, str]) -> bytes:
+    """As long for any sums."""
+    says: dict[str, Any] = {_METADATA: {f"{_CHECKSUM}{name}": total for name, total in sums.items()}}
+    begin = 0
+    for name, array in arrays.items():
+        if array.dtype not in _CODES:
+            raise ConfigError(f"{name}: expected numbers, got {array.dtype}, which is not saved.")
+        end = begin + array.nbytes
+        says[name] = {"dtype": _CODES[array.dtype], "shape": list(array.shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(says).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def sync_folder(path: Path) -> None:
@@ -69,7 +138,7 @@ def whole(path: Path) -> Iterator[None]:
         yield
     except HvdxError:
         raise
-    except _DAMAGE as error:
+    except (EOFError, KeyError, ValueError, TypeError, FileNotFoundError) as error:
         raise CheckpointError(f"{path.name} is damaged or missing ({type(error).__name__}: {error})") from error
 
 
@@ -77,17 +146,15 @@ class Arrays(Mapping[str, np.ndarray]):
     """The arrays of one file, read one by one when they are asked for, each against its checksum.
 
     Args:
-        path: of the file, for messages.
-        file: arrays by their names.
+        path: of the file.
+        entries: what its header says of each array.
+        sums: the checksums, by the arrays' names.
+        begin: where the first array is, in bytes.
         prefix: only names that begin so; they are known by what follows.
-
-    Example:
-        >>> sorted(Arrays(Path("rank-0.npz"), {"a.x": np.zeros(1), "a.y": np.ones(1), "b": np.ones(2)}, "a."))
-        ['x', 'y']
     """
 
-    def __init__(self, path: Path, file: Mapping[str, np.ndarray], prefix: str = ""):
-        self._path, self._file, self._prefix = path, file, prefix
+    def __init__(self, path: Path, entries: Mapping[str, Any], sums: Mapping[str, str], begin: int, prefix: str = ""):
+        self._path, self._entries, self._sums, self._begin, self._prefix = path, entries, sums, begin, prefix
 
     @classmethod
     def of(cls, path: Path) -> "Arrays":
@@ -96,22 +163,37 @@ class Arrays(Mapping[str, np.ndarray]):
         Raises:
             CheckpointError: it is damaged.
         """
-        with whole(path):
-            return cls(path, np.load(path, allow_pickle=False))
+        with whole(path), path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            size = os.fstat(file.fileno()).st_size
+            if not 2 <= length <= size - 8:
+                raise EOFError(f"its header is cut off: the file has {size} bytes")
+            entries = json.loads(file.read(length))
+            sums = entries.pop(_METADATA)
+            end = 8 + length + max((e["data_offsets"][1] for e in entries.values()), default=0)
+            if size != end:
+                raise EOFError(f"{size} bytes, and not {end}")
+            return cls(path, entries, {k.removeprefix(_CHECKSUM): v for k, v in sums.items()}, 8 + length)
 
     def part(self, prefix: str) -> "Arrays":
         """Those whose names begin with `prefix`."""
-        return Arrays(self._path, self._file, f"{self._prefix}{prefix}")
+        return Arrays(self._path, self._entries, self._sums, self._begin, f"{self._prefix}{prefix}")
 
     def __getitem__(self, name: str) -> np.ndarray:
+        name = f"{self._prefix}{name}"
         with whole(self._path):
-            return self._file[f"{self._prefix}{name}"]
+            entry = self._entries[name]
+            begin, end = entry["data_offsets"]
+            content = np.fromfile(self._path, np.uint8, end - begin, offset=self._begin + begin)
+            if xxhash.xxh3_64_hexdigest(content.data) != self._sums[name]:
+                raise ValueError(f"{name} is not what was written")
+            return content.view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
 
     def __contains__(self, name: object) -> bool:
-        return f"{self._prefix}{name}" in self._file
+        return f"{self._prefix}{name}" in self._entries
 
     def __iter__(self) -> Iterator[str]:
-        return (name.removeprefix(self._prefix) for name in self._file if name.startswith(self._prefix))
+        return (name.removeprefix(self._prefix) for name in self._entries if name.startswith(self._prefix))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

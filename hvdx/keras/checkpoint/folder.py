@@ -1,8 +1,8 @@
 """A folder of checkpoints: which there are, and which of them are whole.
 
     ckpt/epoch-0003/manifest.json         what the others hold
-    ckpt/epoch-0003/shared.npz            what is alike on all ranks
-    ckpt/epoch-0003/rank-0.npz            what belongs to rank 0; one a rank
+    ckpt/epoch-0003/shared.safetensors    what is alike on all ranks
+    ckpt/epoch-0003/rank-0.safetensors    what belongs to rank 0; one a rank
     ckpt/epoch-0003-step-00000120/...     after 120 steps of the fourth epoch
     ckpt/damaged-epoch-0002/...           found damaged, and set aside
     ckpt/.hvdx-...                        on its way in or out; what a killed job leaves is removed by the next
@@ -30,10 +30,17 @@ T = TypeVar("T")
 
 #: Of the files, not of hvdx.
 FORMAT = 3
+#: The file of what is alike on all ranks.
+SHARED = "shared.safetensors"
 # How long a rank looks for what rank 0 has made: file systems of a network take a moment.
 _PATIENCE_SECONDS = 2.0
 _NAME = re.compile(r"epoch-(\d+)(?:-step-(\d+))?")
 _AWAY = ".hvdx-"
+
+
+def of_rank(rank: int) -> str:
+    """The file of what belongs to a rank."""
+    return f"rank-{rank}.safetensors"
 
 
 class Position(NamedTuple):
@@ -240,11 +247,11 @@ class Saved:
 
     def shared(self) -> Arrays:
         """What is alike on all ranks."""
-        return self._of("shared.npz")
+        return self._of(SHARED)
 
     def rank(self, rank: int) -> Arrays:
         """What belonged to one rank."""
-        return self._of(f"rank-{rank}.npz")
+        return self._of(of_rank(rank))
 
     def _of(self, name: str) -> Arrays:
         if name not in self._files:

@@ -241,10 +241,8 @@ class _Reading:
         return self._saved.rank(self._rank % self._ranks)
 
     def _fitting(self, variable: Any, value: np.ndarray) -> np.ndarray:
-        """The value in the variable's dtype: NumPy does not know all names of those it can save."""
+        """The value, if it is one of the variable's dtype and shape."""
         dtype = tf.as_dtype(variable.dtype).as_numpy_dtype
-        if value.dtype.kind == "V" and value.dtype.itemsize == np.dtype(dtype).itemsize:
-            value = value.view(dtype)
         if value.shape != tuple(variable.shape) or value.dtype != dtype:
             raise CheckpointError(
                 f"{self._saved.path}: {variable.path}: expected {described(variable)}, got {value.dtype}"
@@ -290,5 +288,4 @@ def _mean(values: Sequence[np.ndarray], variable: Any) -> np.ndarray:
     if odd:
         return odd[0]  # which is going to be found not to fit
     dtype = tf.as_dtype(variable.dtype).as_numpy_dtype
-    values = [v.view(dtype) if v.dtype.kind == "V" else v for v in values]
     return np.mean([v.astype(np.float64) for v in values], axis=0).astype(dtype)

@@ -7,15 +7,18 @@ import threading
 import time
 import uuid
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from hvdx.comm.waiting import time_limit
 from hvdx.errors import ConfigError, HvdxError
 from hvdx.keras import data
 from hvdx.keras.checkpoint import files
-from hvdx.keras.checkpoint.contents import Data, Snapshot, snapshot
-from hvdx.keras.checkpoint.folder import FORMAT, Folder, Position, told
+from hvdx.keras.checkpoint.contents import Data, Snapshot, snapshot, value_of
+from hvdx.keras.checkpoint.folder import FORMAT, SHARED, Folder, Position, of_rank, told
 from hvdx.keras.lockstep import meet
 from hvdx.keras.optimizer import binding_of, optimizers_of
 from hvdx.strategies import join
@@ -33,7 +36,7 @@ class Writer:
     """Writes the checkpoints of one folder, one after the other, beside the training.
 
     The ranks exchange nothing until a checkpoint is finished: that the files of all are there is what tells rank 0
-    that they are written.
+    that they are written. Rank 0 keeps the memory of one copy of what is alike on all ranks.
 
     Args:
         folder: where to.
@@ -49,6 +52,7 @@ class Writer:
         self._partial = Path()
         self._place = ""
         self._problem: Exception | None = None
+        self._copies: dict[str, np.ndarray] = {}
         self._mine_written, self._all_written = threading.Event(), threading.Event()
         self.waited = 0.0
 
@@ -62,7 +66,7 @@ class Writer:
 
         Args:
             position: where the training is.
-            what: what is written; nobody changes it.
+                what: what is written.
 
         Raises:
             ReplicaError: see `finish`.
@@ -73,9 +77,21 @@ class Writer:
         self._partial = self._folder.partial(token)
         self._mine_written.clear()
         self._all_written.clear()
+        self._copy(what.shared)
         self._thread = threading.Thread(target=self._write, args=(position, what), name="hvdx-checkpoint", daemon=True)
         _writing.add(self._thread)
         self._thread.start()
+
+    def _copy(self, variables: Mapping[str, Any]) -> None:
+        """Copy into the memory of the copy before: to be given fresh memory takes longer than to copy."""
+        before, self._copies = self._copies, {}
+        for name, variable in variables.items():
+            value = value_of(variable)
+            copy = before.pop(name, None)
+            if copy is None or copy.shape != value.shape or copy.dtype != value.dtype:
+                copy = np.empty_like(value, order="C")
+            np.copyto(copy, value)
+            self._copies[name] = copy
 
     def finish(self) -> None:
         """Wait until what was begun has its name. Collective.
@@ -124,16 +140,19 @@ class Writer:
     def _write_own(self, position: Position, what: Snapshot) -> None:
         rank, partial = self._folder.comm.rank, self._partial
         partial.mkdir(parents=True, exist_ok=True)
+        contents = {partial / of_rank(rank): lambda file: files.write_arrays(file, what.mine)}
         if rank == 0:
-            files.write(partial / "shared.npz", lambda file: files.write_arrays(file, what.shared))
             says = {"format": FORMAT, "ranks": self._folder.comm.size, "epoch": position.epoch, "step": position.step}
             text = json.dumps(says | what.manifest, indent=1)
-            files.write(partial / "manifest.json", lambda file: file.write(text.encode()))
-        files.write(partial / f"rank-{rank}.npz", lambda file: files.write_arrays(file, what.mine))
+            contents |= {
+                partial / SHARED: lambda file: files.write_arrays(file, self._copies),
+                partial / "manifest.json": lambda file: file.write(text.encode()),
+            }
+        files.write(contents)
 
     def _await_others(self) -> None:
         """Wait until the files of all ranks are there."""
-        wanted = {f"rank-{rank}.npz": rank for rank in range(self._folder.comm.size)}
+        wanted = {of_rank(rank): rank for rank in range(self._folder.comm.size)}
         end, looked_last = time.monotonic() + time_limit(), False
         while True:
             there = set(os.listdir(self._partial))

@@ -1,0 +1,98 @@
+"""The files of checkpoints: a known format, read back to the bit, and never half of one."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from hvdx.errors import CheckpointError, ConfigError
+from hvdx.keras.checkpoint import files
+from hvdx.keras.checkpoint.files import Arrays
+
+ARRAYS = {
+    "weights.0": np.arange(12, dtype=np.float32).reshape(3, 4),
+    "weights.1": np.float64(2.5) * np.ones(()),
+    "empty": np.zeros((0, 3), np.int64),
+    "flags": np.array([True, False]),
+    "small": np.arange(4).astype(ml_dtypes.bfloat16),
+    "transposed": np.arange(6, dtype=np.uint32).reshape(2, 3).T,
+}
+
+
+def written(path, arrays=ARRAYS):
+    files.write({path: lambda file: files.write_arrays(file, arrays)})
+    return path
+
+
+def test_arrays_come_back_as_they_were(tmp_path):
+    found = Arrays.of(written(tmp_path / "a.safetensors"))
+    assert list(found) == list(ARRAYS)
+    for name, array in ARRAYS.items():
+        assert found[name].dtype == array.dtype
+        np.testing.assert_array_equal(found[name], array)
+    assert sorted(found.part("weights.")) == ["0", "1"]
+    assert "0" in found.part("weights.")
+    assert [p.name for p in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+def test_safetensors_reads_them(tmp_path):
+    library = pytest.importorskip("safetensors.numpy")
+    arrays = {k: v for k, v in ARRAYS.items() if k != "small"}
+    found = library.load_file(written(tmp_path / "a.safetensors", arrays))
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(found[name], array)
+
+
+def test_every_cut_and_every_changed_byte_is_found(tmp_path):
+    path = written(tmp_path / "a.safetensors")
+    content = path.read_bytes()
+    header = 8 + int.from_bytes(content[:8], "little")
+
+    def read():
+        return {name: array.tobytes() for name, array in Arrays.of(path).items()}
+
+    whole = read()
+    for length in [0, 5, 8, header - 1, header, len(content) - 1]:
+        path.write_bytes(content[:length])
+        with pytest.raises(CheckpointError, match=r"a.safetensors is damaged"):
+            read()
+    for i in range(header, len(content)):
+        changed = bytearray(content)
+        changed[i] ^= 64
+        path.write_bytes(changed)
+        with pytest.raises(CheckpointError, match="is not what was written"):
+            read()
+    for i in range(header):
+        # In the header a change may be one of a name, or of nothing, such as a space.
+        changed = bytearray(content)
+        changed[i] ^= 1
+        path.write_bytes(changed)
+        try:
+            found = read()
+        except CheckpointError:
+            continue
+        assert {k: v for k, v in found.items() if k in whole} == {k: v for k, v in whole.items() if k in found}
+    path.unlink()
+    with pytest.raises(CheckpointError, match="missing"):
+        read()
+
+
+def test_what_cannot_be_saved_is_said(tmp_path):
+    with pytest.raises(ConfigError, match="expected numbers"):
+        written(tmp_path / "a.safetensors", {"words": np.array(["a"])})
+    assert not (tmp_path / "a.safetensors").exists()
+
+
+def test_disk_that_fails_while_it_is_flushed_early_is_not_forgotten(tmp_path, monkeypatch):
+    def failing(handle):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(files.os, "fdatasync", failing)
+    monkeypatch.setattr(files, "_FLUSH_SECONDS", 0.0)
+
+    def slow(file):
+        file.write(b"a")
+        files.threading.Event().wait(0.2)
+
+    with pytest.raises(OSError, match="Input/output"):
+        files.write({tmp_path / "a": slow})
+    assert not (tmp_path / "a").exists()
