@@ -64,8 +64,12 @@ demo: $(HOROVOD)
 	@echo '$$ $(DEMO)'
 	@$(DEMO)
 
+# What starts processes of its own has the machine for itself; the rest runs on all cores, file by file.
+ALONE = tests/slurm tests/jobs tests/cli/test_lab.py $(filter-out %/test_packaging.py %/test_public.py %/test_rooms.py,$(wildcard tests/test_*.py))
+
 test: $(HOROVOD) $(FRAMEWORKS) $(MXNET)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile $(addprefix --ignore=,$(ALONE))
+	$(BIN)/python -m pytest $(ALONE)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check

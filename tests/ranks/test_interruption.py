@@ -29,6 +29,20 @@ STRATEGIES = {
 }
 
 
+# The others on 1 and on 2 ranks: with more of them than cores they take minutes.
+AT_ANY_SIZE = {
+    "test_training_that_was_stopped_in_mid_epoch_is_the_uninterrupted_one_to_the_bit",
+    "test_parameter_server_stops_and_takes_the_steps_that_are_left",
+    "test_disk_that_is_full_stops_all_ranks_soon",
+}
+
+
+@pytest.fixture(autouse=True)
+def _time(request):
+    if hvdx.size() > 2 and request.function.__name__ not in AT_ANY_SIZE:
+        pytest.skip("runs on 1 and on 2 ranks")
+
+
 @pytest.fixture
 def folder(tmp_path):
     """One folder for all ranks."""
