@@ -19,7 +19,7 @@ def diagnose_batch(request: Request, say: Callable[[str], None]) -> list[Check]:
     """Look for a batch system, start two tasks through it, and judge; in the order in which it is shown.
 
     Args:
-        request: what the user asked for; what it leaves open comes from the environment.
+        request: what the user asked for; what it leaves open comes from the environment and the site file.
         say: told what is being waited for.
     """
     system = find_batch_system()
@@ -27,7 +27,7 @@ def diagnose_batch(request: Request, say: Callable[[str], None]) -> list[Check]:
         return [batch_system(None)]
     if system.failure:
         return [batch_system(system)]
-    request, mpi = request_from(os.environ, request), find_mpi()
+    request, mpi = request_from(os.environ, request, system.name.lower()), find_mpi()
     found = [batch_system(system), allocation(system.name, job_of(system.name))]
     if system.name == "Slurm":
         site = ask_slurm()

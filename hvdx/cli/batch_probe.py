@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from hvdx.cli import site as site_file
 from hvdx.cli.batch_systems import BatchSystem, SlurmSite, job_of
 from hvdx.cli.mpi_tools import Mpi, mpirun_command
 from hvdx.cli.processes import Outcome, child_environment, run
@@ -93,26 +94,36 @@ class Attempt:
     left: str = ""
 
 
-def request_from(environ: Mapping[str, str], request: Request) -> Request:
-    """Fill what a request leaves open from the variables that Slurm's commands read, each command its own.
+def request_from(environ: Mapping[str, str], request: Request, system: str = "slurm") -> Request:
+    """Fill what a request leaves open from the variables that Slurm's commands read, then from the site file.
 
     Args:
         environ: the environment.
         request: what the user asked for, which comes first.
+        system: "slurm", "pbs" or "lsf".
+
+    Raises:
+        ConfigError: the site file cannot be read.
 
     Example:
-        >>> request_from({"SBATCH_ACCOUNT": "physics"}, Request()).account
+        >>> request_from({"SBATCH_ACCOUNT": "physics", "HVDX_SITE": os.devnull}, Request()).account
         'physics'
     """
+    here = site_file.settings(system, environ)
+    variables = environ if system == "slurm" else {}
 
     def first(*names: str) -> str:
-        return next((environ[name] for name in names if environ.get(name)), "")
+        return next((variables[name] for name in names if variables.get(name)), "")
 
     return replace(
         request,
-        account=request.account or first("SBATCH_ACCOUNT", "SLURM_ACCOUNT", "SALLOC_ACCOUNT"),
-        partition=request.partition or first("SBATCH_PARTITION", "SLURM_PARTITION", "SALLOC_PARTITION"),
-        mpi=request.mpi or first("SLURM_MPI_TYPE"),
+        account=request.account
+        or first("SBATCH_ACCOUNT", "SLURM_ACCOUNT", "SALLOC_ACCOUNT")
+        or here.get("account", ""),
+        partition=request.partition
+        or first("SBATCH_PARTITION", "SLURM_PARTITION", "SALLOC_PARTITION")
+        or here.get("partition" if system == "slurm" else "queue", ""),
+        mpi=request.mpi or first("SLURM_MPI_TYPE") or here.get("mpi_plugin", ""),
     )
 
 

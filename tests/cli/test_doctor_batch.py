@@ -180,10 +180,22 @@ def test_job_of(name, variable):
 # --- what is asked
 
 
-def test_options_come_before_the_environment():
-    environ = {"SBATCH_ACCOUNT": "physics", "SBATCH_PARTITION": "long", "SLURM_MPI_TYPE": "pmi2"}
+def test_options_come_before_the_environment_and_that_before_the_site_file(tmp_path):
+    site = tmp_path / "site.toml"
+    site.write_text('account = "biology"\n[slurm]\npartition = "gpu"\nmpi_plugin = "pmix_v4"\n[pbs]\nqueue = "workq"\n')
+    said = {"HVDX_SITE": str(site)}
+    assert request_from(said, Request()) == Request("biology", "gpu", "pmix_v4")
+    environ = said | {"SBATCH_ACCOUNT": "physics", "SBATCH_PARTITION": "long", "SLURM_MPI_TYPE": "pmi2"}
     assert request_from(environ, Request()) == Request("physics", "long", "pmi2")
     assert request_from(environ, Request("maths", "short", "none")) == Request("maths", "short", "none")
+    # What is said to Slurm is not said to PBS.
+    assert request_from(environ, Request(), "pbs") == Request("biology", "workq", "")
+
+
+@pytest.fixture(autouse=True)
+def _no_site_file(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "nothing"))
+    monkeypatch.delenv("HVDX_SITE", raising=False)
 
 
 def test_plugin_is_the_wanted_one_then_pmix_then_the_default():
