@@ -1,6 +1,5 @@
 """A training that was interrupted and goes on is the training that was not."""
 
-import json
 import shutil
 import time
 
@@ -19,6 +18,7 @@ from hvdx.keras.checkpoint import contents, files
 from hvdx.keras.checkpoint.folder import SHARED, Folder, of_rank
 from hvdx.keras.optimizer import binding_of, optimizers_of
 from tests.ranks import models
+from tests.ranks.checkpoints import of_other_ranks, rewrite
 
 MOMENTUM = {"sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9), "adam": lambda: keras.optimizers.Adam(0.01)}
 STRATEGIES = {
@@ -199,29 +199,13 @@ def test_mixed_float16_goes_on(folder):
 # -- another number of ranks ------------------------------------------------------------------------------------------
 
 
-def of_other_ranks(folder, ranks):
-    """Turn the newest checkpoint into one that `ranks` ranks made; what each of them had, rank by rank."""
-    path = folder / names(folder)[-1]
-    manifest = json.loads((path / "manifest.json").read_text())
-    held = []
-    for rank in range(ranks):
-        file = files.Arrays.of(path / of_rank(rank % manifest["ranks"]))
-        held.append({k: v * np.float32(1 + rank) if v.dtype == np.float32 else v for k, v in file.items()})
-        held[-1]["generators.0"] = np.array([rank, 7], held[-1]["generators.0"].dtype)
-    _everyone("all have read it")
-    if hvdx.rank() == 0:
-        (path / "manifest.json").write_text(json.dumps(manifest | {"ranks": ranks}))
-        for rank, arrays in enumerate(held):
-            for name in ("strategy.0.codec.taus", "strategy.0.codec.means", "strategy.0.codec.floors"):
-                if name in arrays:
-                    arrays[name] = held[0][name]
-            _rewrite(path / of_rank(rank), arrays)
-    _everyone("all can read it")
-    return manifest, held
-
-
-def _rewrite(path, arrays):
-    files.write({path: lambda file: files.write_arrays(file, arrays)})
+def scaled(rank, arrays):
+    """What belongs to a rank, larger by its number; taus are those of all."""
+    found = {k: v * np.float32(1 + rank) if v.dtype == np.float32 else v for k, v in arrays.items()}
+    for name in ("strategy.0.codec.taus", "strategy.0.codec.means", "strategy.0.codec.floors"):
+        if name in arrays:
+            found[name] = arrays[name]
+    return found | {"generators.0": np.array([rank, 7], arrays["generators.0"].dtype)}
 
 
 class Look(keras.callbacks.Callback):
@@ -240,7 +224,7 @@ class Look(keras.callbacks.Callback):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_another_number_of_ranks_shares_what_was_not_sent(folder, ranks):
     train(built(), 2, SPARSE, hvd.Checkpoint(folder))
-    manifest, held = of_other_ranks(folder, ranks)
+    manifest, held = of_other_ranks(folder / names(folder)[-1], ranks, scaled)
     look = Look()
     model = built(seed=5)
     train(model, 3, SPARSE, hvd.Checkpoint(folder), look)
@@ -433,7 +417,7 @@ def test_files_that_do_not_go_together_are_refused(folder):
     if hvdx.rank() == 0:
         path = folder / "epoch-0001" / (of_rank(last) if last else SHARED)
         arrays = files.Arrays.of(path)
-        _rewrite(path, {k: v[..., :-1] if k.startswith("optimizer") and v.ndim else v for k, v in arrays.items()})
+        rewrite(path, {k: v[..., :-1] if k.startswith("optimizer") and v.ndim else v for k, v in arrays.items()})
     _everyone("it is damaged")
     with pytest.raises(ReplicaError, match="all checkpoints are damaged"):
         checkpoint.restore(folder, model)

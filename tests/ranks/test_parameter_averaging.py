@@ -1,6 +1,5 @@
 """Parameter averaging at any number of ranks, held against the same arithmetic in one process."""
 
-import json
 from pathlib import Path
 
 import keras
@@ -17,6 +16,7 @@ from hvdx.keras.optimizer import attach, binding_of, detach
 from hvdx.keras.optimizer_state import slots
 from hvdx.strategies import resolve
 from tests.ranks import models
+from tests.ranks.checkpoints import of_other_ranks
 
 FEATURES, BATCH, STEPS = 6, 8, 10
 
@@ -409,7 +409,7 @@ def test_another_number_of_ranks_begins_from_the_mean(tmp_path_factory, ranks):
     model, optimizer = in_a_loop("parameter_averaging:period=4", "adam")
     train(model, optimizer, 6)
     checkpoint.save(folder, model, 1)
-    saved = as_of(folder, ranks)
+    _, saved = of_other_ranks(Path(folder) / "epoch-0001", ranks)
     resumed, optimizer = in_a_loop("parameter_averaging:period=4", "adam", seed=12)
     checkpoint.restore(folder, resumed)
     alike([*resumed.weights, *resumed.optimizer.variables])
@@ -418,20 +418,6 @@ def test_another_number_of_ranks_begins_from_the_mean(tmp_path_factory, ranks):
             mean = np.mean([file[f"weights.{i}"] for file in saved], axis=0, dtype=np.float64)
             np.testing.assert_allclose(weight, mean, atol=1e-6)
     train(resumed, optimizer, 4, 6)
-
-
-def as_of(folder, ranks):
-    """Make a checkpoint one of so many ranks; what each of them saved."""
-    path = Path(folder) / "epoch-0001"
-    files = [dict(np.load(path / f"rank-{rank % hvdx.size()}.npz")) for rank in range(ranks)]
-    world.start().all_gather_object(None, "all have read")
-    if hvdx.rank() == 0:
-        manifest = json.loads((path / "manifest.json").read_text())
-        (path / "manifest.json").write_text(json.dumps(manifest | {"ranks": ranks}))
-        for rank, file in enumerate(files):
-            np.savez(path / f"rank-{rank}.npz", **file)
-    world.start().all_gather_object(None, "all is written")
-    return files
 
 
 def test_momenta_of_another_strategy_become_their_mean(tmp_path_factory):

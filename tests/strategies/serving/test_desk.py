@@ -193,9 +193,9 @@ def test_empty_parts_are_served():
 def test_tickets_need_no_session():
     talk = Talk()
     assert [talk(w, Kind.TICKET, 1, 2)[0] for w in (0, 1, 0)] == [
-        (0, Kind.ANSWER, (1, 1), None),
-        (1, Kind.ANSWER, (1, 2), None),
-        (0, Kind.ANSWER, (0, 2), None),
+        (0, Kind.ANSWER, (1, 1, 0), None),
+        (1, Kind.ANSWER, (1, 2, 0), None),
+        (0, Kind.ANSWER, (0, 2, 0), None),
     ]
 
 
