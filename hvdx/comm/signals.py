@@ -16,6 +16,8 @@ ENDINGS = (signal.SIGUSR1, signal.SIGTERM)
 class Announcement:
     """Listens for the end of the job, in place of dying of it. For as long as somebody holds it.
 
+    A signal is for the whole process: all that listen hear it, and it stays heard.
+
     Attributes:
         heard: the name of the signal that came; "" while none has.
 
@@ -31,30 +33,27 @@ class Announcement:
 
     def __init__(self) -> None:
         self.heard = ""
-        self._note: Any = None
-        self._before: dict[signal.Signals, Any] = {}
 
     def listen(self) -> bool:
         """Take the signals over; whether that was possible, which it is in the main thread alone."""
         if threading.current_thread() is not threading.main_thread():
             return False
-        if self._before:
-            return True
-        me = weakref.ref(self)
-
-        def note(number: int, frame: FrameType | None) -> None:
-            listener = me()
-            if listener is not None:
-                listener.heard = listener.heard or signal.Signals(number).name
-                return
-            # Nobody is left to save anything.
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-
-        self._note = note
+        _listening.add(self)
         for number in ENDINGS:
-            self._before[number] = signal.signal(number, note)
+            handler = signal.getsignal(number)
+            if handler is not _note:
+                _before[number] = handler
+                signal.signal(number, _note)
         return True
+
+    def close(self) -> None:
+        """Listen no longer; the last one gives the signals back."""
+        _listening.discard(self)
+        if not _listening and threading.current_thread() is threading.main_thread():
+            for number, before in _before.items():
+                if signal.getsignal(number) is _note:
+                    signal.signal(number, before if before is not None else signal.SIG_DFL)
+            _before.clear()
 
     @staticmethod
     def ignore() -> None:
@@ -66,10 +65,16 @@ class Announcement:
             for number in ENDINGS:
                 signal.signal(number, signal.SIG_IGN)
 
-    def close(self) -> None:
-        """Give the signals back."""
-        if threading.current_thread() is threading.main_thread():
-            for number, before in self._before.items():
-                if signal.getsignal(number) is self._note:
-                    signal.signal(number, before if before is not None else signal.SIG_DFL)
-        self._before.clear()
+
+_listening: "weakref.WeakSet[Announcement]" = weakref.WeakSet()
+_before: dict[signal.Signals, Any] = {}
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    listening = list(_listening)
+    for announcement in listening:
+        announcement.heard = announcement.heard or signal.Signals(number).name
+    if not listening:
+        # Nobody is left to save anything.
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)

@@ -188,23 +188,35 @@ def _drawn() -> list[tuple[int, int]]:
     return [(int(share.epoch().numpy()), share.steps) for share in _epochs]  # type: ignore[union-attr]
 
 
-def after(drawn: Sequence[int], batches: int) -> tuple[list[int], int]:
+def begun(drawn: Sequence[int]) -> int | None:
+    """Which share was gone into; its number, or None where that is not exactly one.
+
+    Args:
+        drawn: what `state` said of the epochs before.
+    """
+    now = _drawn()
+    found = [i for i, ((epoch, _), before) in enumerate(zip(now, drawn, strict=False)) if epoch > before]
+    return found[0] if len(now) == len(drawn) and len(found) == 1 else None
+
+
+def after(drawn: Sequence[int], batches: int, share: int | None) -> tuple[list[int], int]:
     """Where a training is that goes through a share again and again, and not once an epoch.
 
     Args:
         drawn: what `state` said of the epochs when it began.
         batches: that it has trained since.
+        share: which share, by its number; None where nobody knows.
 
     Returns:
-        What to `go_on` from, and how many batches of the order that then comes have been trained. Where it is not clear
-        which share is trained, the orders that come next, and 0.
+        What to `go_on` from, and how many batches of the order that then comes have been trained. Where the share is
+        not known, or not there any more, the orders that come next, and 0.
     """
     now = _drawn()
-    begun = [i for i, ((epoch, _), before) in enumerate(zip(now, drawn, strict=False)) if epoch > before]
-    if len(now) != len(drawn) or len(begun) != 1:
+    if share is None or len(now) != len(drawn):
         return [epoch for epoch, _ in now], 0
-    passes, rest = divmod(batches, now[begun[0]][1])
-    return [epoch + passes * (i == begun[0]) for i, epoch in enumerate(drawn)], rest
+    passes, rest = divmod(batches, now[share][1])
+    # The others have gone on by themselves.
+    return [drawn[i] + passes if i == share else epoch for i, (epoch, _) in enumerate(now)], rest
 
 
 def agree(states: list[tuple[list[int], list[tuple[int, int]]]]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from hvdx.comm import Comm, whereabouts
+from hvdx.comm import Comm
 from hvdx.errors import HvdxError, ReplicaError
 from hvdx.keras import neighbours
 from hvdx.strategies import ParameterServer
@@ -27,8 +27,7 @@ def meet(comm: Comm, place: str, payload: Any = None) -> list[Any]:
     Raises:
         ReplicaError: on all ranks, if they are in different places.
     """
-    whereabouts.step(place)
-    everyone = comm.all_gather_object((place, payload), "roll call")
+    everyone = comm.all_gather_object((place, payload), place)
     places = [where for where, _ in everyone]
     if len(set(places)) > 1:
         listed = "; ".join(f"rank {rank} is at {where}" for rank, where in enumerate(places))
@@ -179,6 +178,11 @@ class Lockstep(keras.callbacks.Callback):
                 f"rank {self._comm.rank} of {self._comm.size} ran out of data after {taken} of {expected} steps of an "
                 "epoch. Give fit a smaller steps_per_epoch=, or a dataset that repeats: dataset.repeat()."
             )
+
+    @property
+    def stops(self) -> bool:
+        """Whether this rank wants to end the training with this epoch."""
+        return bool(self.model.stop_training and not self._cut) or self._stop_wanted
 
     def resume(self) -> None:
         """The epoch that was cut short is over; go on with the next."""

@@ -120,12 +120,14 @@ def begin_later(callback: Any, step: int, skip: int, ready: Callable[[Any], None
         Whether that was possible.
     """
     iterator = _epoch_iterator(callback)
-    if not hasattr(iterator, "_enumerate_iterator"):
+    # What `fit` goes through, in Keras of late and before.
+    name = next((n for n in ("_enumerate_iterator", "enumerate_epoch") if hasattr(iterator, n)), None)
+    if name is None:
         return False
-    all_steps = iterator._enumerate_iterator
+    all_steps = getattr(iterator, name)
 
     def rest() -> Any:
-        del iterator._enumerate_iterator
+        delattr(iterator, name)
         batch, items = None, all_steps()
         for item in items:
             if item[0] == 0:
@@ -139,7 +141,7 @@ def begin_later(callback: Any, step: int, skip: int, ready: Callable[[Any], None
                 break
         yield from items
 
-    iterator._enumerate_iterator = rest
+    setattr(iterator, name, rest)
     return True
 
 

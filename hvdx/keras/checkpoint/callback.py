@@ -2,7 +2,7 @@
 
 import os
 import time
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import keras
 
@@ -19,6 +19,23 @@ from hvdx.keras.lockstep import Lockstep, meet
 from hvdx.keras.optimizer import binding_of, optimizers_of
 from hvdx.keras.server_binding import ServerBinding
 from hvdx.strategies import join
+
+
+class _Said(NamedTuple):
+    """What the ranks said.
+
+    Attributes:
+        ending: the signal that came, and to whom; "" for none.
+        minutes_over: whether it is time, by rank 0's clock.
+        stops: whether a rank wants to end the training with this epoch.
+    """
+
+    ending: str = ""
+    minutes_over: bool = False
+    stops: bool = False
+
+
+_NOTHING = _Said()
 
 
 class Checkpoint(keras.callbacks.Callback):
@@ -111,32 +128,51 @@ class Checkpoint(keras.callbacks.Callback):
             )
         self._once = neighbours.goes_through(self)
         self._writer = Writer(self._folder, self.keep)
-        if not self.resume:
+        # Where this pass through the data began, which share it is, batches of it that were trained, and those that
+        # were so before this fit; the step of the epoch, and how many were taken before.
+        self._drawn: list[int] | None = None
+        self._share: int | None = None
+        self._looked = False
+        self._trained = self._skip = self._step = self._begun = 0
+        if self.resume:
+            restored = restore_newest(self._folder, self.model)
+            if restored is not None:
+                self._go_on(restored)
+        else:
             self._refuse_what_is_there()
-        restored = restore_newest(self._folder, self.model)
-        # Where this pass through the data began, batches of it that were trained, and those that were so before.
-        self._drawn, self._trained, self._skip = data.state()[0], 0, 0
-        if restored is not None:
-            self._go_on(restored)
 
     def _go_on(self, restored: Restored) -> None:
-        position = restored.position
+        position, skip = self._now(restored), restored.skip
+        if position != restored.position:
+            skip = skip - restored.position.step + position.step if position.step else 0
         self.model._initial_epoch = position.epoch
         say(f"going on after {position}, from {self.directory}")
         if self._lockstep is not None:
             self._lockstep.begun = position.step
-        if self._deals_out or not (position.step or restored.skip):
+        if self._deals_out or not (position.step or skip):
             return
-        self._skip = restored.skip
+        self._skip, self._begun = skip, position.step
 
         def ready(batch: Any) -> None:
             self._restore_metrics(restored.metrics, batch)
 
-        if not neighbours.begin_later(self, position.step, restored.skip, ready):
+        if not neighbours.begin_later(self, position.step, skip, ready):
             raise alike(
                 f"{self.directory}: the checkpoint was made in mid-epoch, and this version of Keras does not let an "
                 "epoch begin later. Remove it, and the one before it is taken."
             )
+
+    def _now(self, restored: Restored) -> Position:
+        """The position among as many ranks as there are now, which together take as many samples a step."""
+        position, size = restored.position, self._comm.size
+        if self._deals_out or not position.step:
+            return position
+        step = position.step * restored.ranks // size
+        step -= step % self.model.steps_per_execution
+        known = self._comm.all_gather_object(self.params.get("steps"), "the steps of an epoch")
+        if any(steps is not None and step >= steps for steps in known):
+            return Position(position.epoch + 1)
+        return Position(position.epoch, step)
 
     def _restore_metrics(self, values: list[Any], batch: Any) -> None:
         """Let the metrics of the epoch go on, too."""
@@ -161,62 +197,68 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """A pass through the data begins."""
-        self._epoch = epoch
-        if self._once:
-            self._drawn, self._trained = data.state()[0], 0
-        self._trained, self._skip = self._trained + self._skip, 0
+        # Keras has read it; if an exception ends this fit, the next begins where it is told to.
+        self.model._initial_epoch = None
+        self._epoch, self._step = epoch, self._begun
+        if self._once or self._drawn is None:
+            self._drawn, self._trained = data.state()[0], self._skip
+        self._begun = self._skip = 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Save, if it is time, or if the job is about to end."""
         if self._deals_out:
             return  # what deals the steps out calls `_save_and_leave_together`
+        if not self._looked and self._drawn is not None:
+            # Before a validation goes through its own.
+            self._share, self._looked = data.begun(self._drawn), True
+        # Counted here: Keras says the first or the last of steps that are executed together, as its version likes.
         executed = self.model.steps_per_execution
         self._trained += executed
         self._steps += executed
+        self._step += executed
         steps = self.params.get("steps") if self._lockstep is None else self._lockstep.steps
-        if steps and batch + 1 >= steps:
+        if steps and self._step >= steps:
             return  # at the end of the epoch
         due = bool(self._every.steps) and self._steps >= self._every.steps
-        ending = ""
-        if self._polls.due():
-            ending, minutes_over = self._ask(f"step {batch + 1} of epoch {self._epoch + 1}")
-            due = due or minutes_over
-        if due or ending:
-            self._save(Position(self._epoch, batch + 1))
-        if ending:
-            self._leave(ending)
+        said = self._ask(f"step {self._step} of epoch {self._epoch + 1}") if self._polls.due() else _NOTHING
+        if due or said.minutes_over or said.ending:
+            self._save(Position(self._epoch, self._step))
+        # A training that is to end with this epoch does so, and is not asked for again.
+        if said.ending and not said.stops:
+            self._leave(said.ending)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Save, if it is time, or if the job is about to end."""
-        ending, due = self._ask(f"the end of epoch {epoch + 1}")
-        due = due or (bool(self._every.epochs) and (epoch + 1) % self._every.epochs == 0)
+        """Save, if it is time, or if the job or the training is about to end."""
+        said = self._ask(f"the end of epoch {epoch + 1}")
+        over = said.stops or epoch + 1 >= self.params.get("epochs", 0)
+        due = said.minutes_over or (bool(self._every.epochs) and (epoch + 1) % self._every.epochs == 0)
         due = due or (bool(self._every.steps) and self._steps >= self._every.steps)
-        if due or ending:
+        if due or over or said.ending:
             self._save(Position(epoch + 1))
-        if ending and epoch + 1 < self.params.get("epochs", 0) and not self._stops():
-            self._leave(ending)
+        if said.ending and not over:
+            self._leave(said.ending)
 
     def on_train_end(self, logs: Any = None) -> None:
         """What is being written gets its name; the next `fit` begins where it is told to."""
-        if self._writer is not None:
-            self._writer.finish()
-        if self._announcement is not None:
-            self._announcement.close()
         self.model._initial_epoch = None
-
-    def _stops(self) -> bool:
-        """Whether the training ends here anyway."""
-        return self._comm.any_true(bool(self.model.stop_training))
+        try:
+            if self._writer is not None:
+                self._writer.finish()
+        finally:
+            if self._announcement is not None:
+                self._announcement.close()
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
-    def _ask(self, place: str) -> tuple[str, bool]:
-        """What signal has come to any rank, and whether rank 0 finds that it is time. Collective."""
+    def _ask(self, place: str) -> "_Said":
+        """What all ranks know only together. Collective."""
+        stops = self.model.stop_training if self._lockstep is None else self._lockstep.stops
         mine = {
             "signal": "" if self._announcement is None else self._announcement.heard,
             "pace": self._polls.pace,
             "problem": "" if self._writer is None else self._writer.problem,
             "minutes": (time.monotonic() - self._saved_at) / 60,
+            "stops": bool(stops),
         }
         everyone = meet(self._comm, place, mine)
         self._polls.heard([rank["pace"] for rank in everyone])
@@ -224,7 +266,11 @@ class Checkpoint(keras.callbacks.Callback):
             self._writer.finish()  # raises
         signals = [f"{rank['signal']} on rank {i}" for i, rank in enumerate(everyone) if rank["signal"]]
         minutes = self._every.minutes
-        return "; ".join(signals[:1]), bool(minutes) and everyone[0]["minutes"] >= minutes
+        return _Said(
+            "".join(signals[:1]),
+            bool(minutes) and everyone[0]["minutes"] >= minutes,
+            any(rank["stops"] for rank in everyone),
+        )
 
     def _save(self, position: Position) -> None:
         for optimizer in optimizers_of(self.model):
@@ -237,18 +283,19 @@ class Checkpoint(keras.callbacks.Callback):
 
     def _data(self, position: Position) -> Data:
         """Where the data are: between two passes, or in one."""
-        if not self._once:
-            return Data(*data.after(self._drawn, self._trained))
-        return Data(self._drawn, self._trained) if position.step else Data(data.state()[0])
+        if not self._once and self._drawn is not None:
+            return Data(*data.after(self._drawn, self._trained, self._share))
+        return Data(self._drawn or (), self._trained) if position.step else Data(data.state()[0])
 
     def _is_ending(self) -> bool:
         return self._announcement is not None and bool(self._announcement.heard)
 
     def _save_and_leave_together(self, steps: int) -> None:
         """Steps that were dealt out have ended because a signal came, to any rank. Collective."""
-        ending, _ = self._ask(f"the end of steps in epoch {self._epoch + 1}")
+        said = self._ask(f"the end of steps in epoch {self._epoch + 1}")
         self._save(Position(self._epoch, steps))
-        self._leave(ending)
+        if not said.stops:
+            self._leave(said.ending)
 
     def _leave(self, ending: str) -> NoReturn:
         assert self._writer is not None

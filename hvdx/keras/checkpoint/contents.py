@@ -174,7 +174,8 @@ def common_generator(make: bool = False) -> Any:
     # Keras has no public way to it.
     module = importlib.import_module("keras.src.random.seed_generator")
     held = importlib.import_module("keras.src.backend.common.global_state")
-    return module.global_seed_generator() if make else held.get_global_attribute(module.GLOBAL_SEED_GENERATOR)
+    name = getattr(module, "GLOBAL_SEED_GENERATOR", "global_seed_generator")
+    return module.global_seed_generator() if make else held.get_global_attribute(name)
 
 
 def random_states() -> dict[str, np.ndarray]:

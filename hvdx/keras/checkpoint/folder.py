@@ -36,6 +36,8 @@ SHARED = "shared.safetensors"
 _PATIENCE_SECONDS = 2.0
 _NAME = re.compile(r"epoch-(\d+)(?:-step-(\d+))?")
 _AWAY = ".hvdx-"
+# What a manifest of this format says.
+_KEYS = ("ranks", "epoch", "step", "drawn", "skip", "weights", "optimizer", "own", "optimizers")
 
 
 def of_rank(rank: int) -> str:
@@ -237,7 +239,10 @@ class Saved:
     def __init__(self, path: Path):
         self.path = path
         with whole(path / "manifest.json"):
-            self.manifest: dict[str, Any] = json.loads((path / "manifest.json").read_text())
+            self.manifest: dict[str, Any] = dict(json.loads((path / "manifest.json").read_text()))
+            missing = [key for key in _KEYS if self.manifest["format"] == FORMAT and key not in self.manifest]
+            if missing:
+                raise ValueError(f"it does not say {missing}")
         if self.manifest.get("format") != FORMAT:
             raise ConfigError(
                 f"{path}: expected format {FORMAT}, got {self.manifest.get('format')!r}. It was saved by another "

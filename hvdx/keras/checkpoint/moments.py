@@ -9,6 +9,8 @@ from hvdx.errors import ConfigError
 
 # How long a signal may go unnoticed, beside the step during which it came.
 _SECONDS_BETWEEN_POLLS = 1.0
+# And at most so many steps: they may become slower.
+_MOST_STEPS = 64
 
 _UNITS = {"epoch": "epochs", "step": "steps", "minute": "minutes", "min": "minutes"}
 
@@ -86,6 +88,6 @@ class Polls:
             paces: of all ranks.
         """
         # At most twice as many as before: the first steps are slow, since they are traced and compiled.
-        wanted = int(_SECONDS_BETWEEN_POLLS / max(*paces, 1e-9))
+        wanted = min(int(_SECONDS_BETWEEN_POLLS / max(*paces, 1e-9)), _MOST_STEPS)
         self._pause = max(1, min(2 * self._pause, wanted))
         self._last, self._next, self._since = self._calls, self._calls + self._pause, self._clock()

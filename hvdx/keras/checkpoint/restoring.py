@@ -30,11 +30,13 @@ class Restored:
     Attributes:
         position: in the training.
         skip: batches of the first order of the data that were trained.
+        ranks: how many had come there.
         metrics: of the epoch that was begun; empty between two.
     """
 
     position: Position
     skip: int
+    ranks: int
     metrics: list[np.ndarray]
 
 
@@ -153,7 +155,7 @@ class _Reading:
         manifest = self._manifest
         data.go_on(manifest["drawn"])
         position = Position(int(manifest["epoch"]), int(manifest["step"]))
-        return Restored(position, int(manifest["skip"]), self._metrics)
+        return Restored(position, int(manifest["skip"]), self._ranks, self._metrics)
 
     def _values(self) -> Assignments:
         """Every variable with its value."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdx.comm.waiting import time_limit
+from hvdx.comm.waiting import LIMIT_VARIABLE, time_limit
 from hvdx.errors import ConfigError, HvdxError
 from hvdx.keras import data
 from hvdx.keras.checkpoint import files
@@ -48,6 +48,7 @@ class Writer:
 
     def __init__(self, folder: Folder, keep: int):
         self._folder, self._keep = folder, keep
+        self._begun = False
         self._thread: threading.Thread | None = None
         self._partial = Path()
         self._place = ""
@@ -77,7 +78,14 @@ class Writer:
         self._partial = self._folder.partial(token)
         self._mine_written.clear()
         self._all_written.clear()
-        self._copy(what.shared)
+        self._begun = True
+        try:
+            self._copy(what.shared)
+        except Exception as error:  # on rank 0 alone; the others hear of it when they finish
+            self._problem = error
+            self._tell(error)
+            self._mine_written.set()
+            return
         self._thread = threading.Thread(target=self._write, args=(position, what), name="hvdx-checkpoint", daemon=True)
         _writing.add(self._thread)
         self._thread.start()
@@ -99,14 +107,15 @@ class Writer:
         Raises:
             ReplicaError: on all ranks, if one could not write; the checkpoints that were there still are.
         """
-        if self._thread is None:
+        if not self._begun:
             return
-        begin = time.monotonic()
+        begin, self._begun = time.monotonic(), False
         self._mine_written.wait()
         meet(self._folder.comm, self._place)
         self._all_written.set()
-        self._thread.join()
-        self._thread = None
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
         self.waited += time.monotonic() - begin
         problem, self._problem = self._problem, None
 
@@ -167,8 +176,10 @@ class Writer:
                 # A change of one's own has a network's file system look at the folder anew.
                 (self._partial / "look").touch()
                 (self._partial / "look").unlink()
+            if time.monotonic() > end and looked_last:
+                raise HvdxError(f"what ranks {missing} wrote is not here. Give a directory that all hosts share")
             if time.monotonic() > end:
-                raise HvdxError(f"what ranks {missing} write is not here. Give a directory that all hosts share")
+                raise HvdxError(f"ranks {missing} were still writing after {time_limit():.0f} s ({LIMIT_VARIABLE})")
             time.sleep(_LOOK_SECONDS)
 
     def _tell(self, error: Exception) -> None:
