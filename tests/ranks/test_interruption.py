@@ -371,8 +371,8 @@ def test_parameter_server_stops_and_takes_the_steps_that_are_left(folder):
     with pytest.raises(SystemExit):
         run(End(5))
     run()
-    (step,) = [int(n.split("-")[-1]) for n in everyone(list(map(str, [taken[0]])))[0]]
-    assert 0 < step < SAMPLES // BATCH * hvdx.size()
+    # The rank that was told may have begun late, and the others be in the second epoch.
+    assert 0 < taken[0] < 2 * SAMPLES // BATCH * hvdx.size()
     assert sum(taken) == 2 * SAMPLES // BATCH * hvdx.size()
 
 
