@@ -62,7 +62,7 @@ def write_whole(out: Path, needed: int, force: bool, write: Callable[[Path], Non
         write(partial)
         written = _written(partial)
         for path in written:
-            _sync(path)
+            sync(path)
         # Again: averaging may take long, and somebody may have written it in the meantime.
         check_free(out, force)
         _publish(partial, written, out)
@@ -93,7 +93,7 @@ def _publish(partial: Path, written: list[Path], out: Path) -> None:
         _rename_all([*aside, *new])
         for _, away in aside:
             _remove(away)
-    _sync(out.parent)
+    sync(out.parent)
 
 
 def _rename_all(moves: list[tuple[Path, Path]]) -> None:
@@ -109,7 +109,8 @@ def _rename_all(moves: list[tuple[Path, Path]]) -> None:
         raise
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -20,6 +20,14 @@ def comm():
 
 
 @pytest.fixture(autouse=True)
+def _time(request):
+    """Where a file says which of its tests run AT_ANY_SIZE, the others do on 1 and on 2 ranks."""
+    at_any_size = getattr(request.module, "AT_ANY_SIZE", None)
+    if hvdx.size() > 2 and at_any_size is not None and request.function.__name__ not in at_any_size:
+        pytest.skip("runs on 1 and on 2 ranks")
+
+
+@pytest.fixture(autouse=True)
 def seed():
     """Weights and data differ between ranks until something makes them alike."""
     keras.utils.set_random_seed(hvdx.rank())

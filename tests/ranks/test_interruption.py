@@ -39,12 +39,6 @@ AT_ANY_SIZE = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _time(request):
-    if hvdx.size() > 2 and request.function.__name__ not in AT_ANY_SIZE:
-        pytest.skip("runs on 1 and on 2 ranks")
-
-
 @pytest.fixture
 def folder(tmp_path):
     """One folder for all ranks."""

@@ -55,12 +55,6 @@ AT_ANY_SIZE = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _time(request):
-    if hvdx.size() > 2 and request.function.__name__ not in AT_ANY_SIZE:
-        pytest.skip("runs on 1 and on 2 ranks")
-
-
 def synchronous(servers="colocated", **options):
     """All workers take every step together."""
     return hvdx.ParameterServer(servers, staleness="bound", bound=0, collect=hvdx.size(), **options)

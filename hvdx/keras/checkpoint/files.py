@@ -115,15 +115,6 @@ def _header(arrays: Mapping[str, np.ndarray], sums: Mapping[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def sync_folder(path: Path) -> None:
-    """A name is on the disk only when its folder is."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[None]:
     """Tell a damaged file from all else that may go wrong.

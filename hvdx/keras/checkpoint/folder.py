@@ -21,9 +21,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
+from hvdx.averaging.output import sync
 from hvdx.comm import Comm
 from hvdx.errors import CheckpointError, ConfigError, HvdxError, ReplicaError
-from hvdx.keras.checkpoint.files import Arrays, sync_folder, whole
+from hvdx.keras.checkpoint.files import Arrays, whole
 from hvdx.keras.lockstep import meet
 
 T = TypeVar("T")
@@ -196,7 +197,7 @@ class Folder:
             position: of it.
             keep: how many checkpoints may stay, this one included.
         """
-        sync_folder(partial)
+        sync(partial)
         final = self.at(position)
         replaced = self.path / f"{_AWAY}replaced-{final.name}"
         if final.exists():
@@ -204,7 +205,7 @@ class Folder:
             # A job that is killed between these two lines finds it again: see _tidy.
             final.rename(replaced)
         partial.rename(final)
-        sync_folder(self.path)
+        sync(self.path)
         shutil.rmtree(replaced, ignore_errors=True)
         self._remove(self._listed()[:-keep])
 
