@@ -10,8 +10,7 @@ Source of the layout: https://github.com/huggingface/safetensors, "Format".
 import contextlib
 import json
 import os
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import numpy as np
 import xxhash
 
 from hvdx.averaging.dtypes import small_float
+from hvdx.averaging.extents import Output
 from hvdx.averaging.safetensors import DTYPES, SMALL_FLOATS
 from hvdx.errors import CheckpointError, ConfigError, HvdxError
 
@@ -28,7 +28,6 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _METADATA, _CHECKSUM = "__metadata__", "xxh3_64 of "
 # A chunk that was summed up is still in the cache when it is written.
 _CHUNK = 1 << 22
-_FLUSH_SECONDS = 0.01
 
 
 def write(contents: Mapping[Path, Callable[[Any], Any]]) -> None:
@@ -39,41 +38,14 @@ def write(contents: Mapping[Path, Callable[[Any], Any]]) -> None:
     """
     with contextlib.ExitStack() as stack:
         partial = {path.with_name(f"{path.name}.partial"): path for path in contents}
-        opened = {name: stack.enter_context(name.open("wb")) for name in partial}
-        with _flushing([file.fileno() for file in opened.values()]):
-            for name, file in opened.items():
-                contents[partial[name]](file)
-                file.flush()
+        opened = {name: stack.enter_context(Output(name)) for name in partial}
+        for name, file in opened.items():
+            contents[partial[name]](file)
         # Once all are written: the first brings most of what the others need to the disk as well.
         for file in opened.values():
             os.fsync(file.fileno())
     for name, path in partial.items():
         name.rename(path)
-
-
-@contextlib.contextmanager
-def _flushing(handles: Sequence[int]) -> Iterator[None]:
-    """Have what is written go to the disk while more is written."""
-    over, problems = threading.Event(), []
-
-    def flush() -> None:
-        try:
-            while not over.wait(_FLUSH_SECONDS):
-                for handle in handles:
-                    os.fdatasync(handle)
-        except OSError as problem:
-            # Told once to each open file: whoever waits for the disk in the end would not hear of it again.
-            problems.append(problem)
-
-    thread = threading.Thread(target=flush, name="hvdx-flush", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-    if problems:
-        raise problems[0]
 
 
 def write_arrays(file: Any, arrays: Mapping[str, np.ndarray]) -> None:
