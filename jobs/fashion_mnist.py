@@ -242,7 +242,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     seconds = time.perf_counter() - begin
     if hvdx.rank() == 0:
-        seen = args.epochs * int(train.cardinality()) * args.batch * hvdx.size()
+        seen = len(history["loss"]) * int(train.cardinality()) * args.batch * hvdx.size()
         print(summary(distribute.strategy, distribute.counters, history, seconds, seen, hvdx.size()))
         if args.save:
             model.save(args.save)

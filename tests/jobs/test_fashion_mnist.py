@@ -55,6 +55,18 @@ def test_four_workers_follow_the_curve_of_one_process(tmp_path, record_property)
     assert difference < CURVE_TOLERANCE
 
 
+def test_checkpoint_goes_on_where_it_was(tmp_path):
+    options = ("--checkpoint", str(tmp_path / "ckpt"), "--every", "5 steps")
+    straight = train(2, "--epochs", "2")
+    assert "going on" not in train(2, "--epochs", "1", *options)
+    out = train(2, "--epochs", "2", *options)
+    assert "going on after epoch 1" in out
+    assert set(digests(out)) == set(digests(straight))
+    done = run(1, [JOB, "--quiet", "--epochs", "2", *options], timeout=100)
+    assert done.code == 0
+    assert "nothing was trained" in done.out
+
+
 @pytest.mark.parametrize("spec", ["all_reduce:compression=fp16", "all_reduce:compression=bf16,groups=2"])
 def test_strategy_from_the_environment_trains_and_halves_the_bytes(spec):
     out = train(2, HVDX_STRATEGY=spec)
