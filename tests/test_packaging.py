@@ -37,6 +37,12 @@ def test_wheel_holds_every_module_of_every_room(wheel):
     assert expected <= set(wheel.namelist())
 
 
+def test_wheel_holds_the_templates_of_job_scripts(wheel):
+    templates = {f"hvdx/jobs/templates/{path.name}" for path in (ROOT / "jobs" / "templates").iterdir()}
+    assert "hvdx/jobs/templates/slurm.sh" in templates
+    assert templates <= set(wheel.namelist())
+
+
 def test_wheel_installs_the_command(wheel):
     entry_points = next(n for n in wheel.namelist() if n.endswith("entry_points.txt"))
     assert b"hvdx = hvdx.cli.main:main" in wheel.read(entry_points)
