@@ -1,13 +1,16 @@
 """A training that goes on in new processes: as many, fewer or more; after the end, or after one was killed."""
 
 import json
+import os
 import re
+import subprocess
 import time
 
 import numpy as np
 import pytest
 
-from tests.launch import run
+from hvdx.keras.checkpoint.files import Arrays
+from tests.launch import ROOT, run
 
 # Trains in `FOLDER/ckpt` and leaves behind, for each rank, digests of what it holds.
 SCRIPT = """
@@ -59,6 +62,7 @@ with open(f"{folder}/{os.environ['NAME']}-{rank}.json", "w") as file:
 """
 
 LIMIT = 300
+JOB = str(ROOT / "jobs" / "fashion_mnist.py")
 
 
 def train(folder, name, ranks, epochs, seed=0, **env):
@@ -128,3 +132,30 @@ def test_killed_rank_ends_the_job_and_the_next_goes_on_from_its_last_checkpoint(
     assert re.search(r"rank 1 .*signal 9|rank 1 .*Killed|@1,1\].*signal 9", said), done
     assert_went_on(train(tmp_path, "again", 2, 4, seed=3), straight)
     assert not list((tmp_path / "ckpt").glob(".hvdx-*"))
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 600 kB, which holds two checkpoints of the main job and not a third."""
+    path = tmp_path / "small"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(path)]
+    if os.geteuid() != 0 or subprocess.run(mount, timeout=20, check=False, capture_output=True).returncode:
+        pytest.skip("a file system can be mounted by root only")
+    yield path
+    subprocess.run(["umount", str(path)], timeout=20, check=True)
+
+
+def test_disk_that_is_full_or_read_only_ends_all_ranks_and_costs_no_checkpoint(small_disk):
+    command = [JOB, "--quiet", "--epochs", "9", "--checkpoint", str(small_disk / "ckpt"), "--every", "5 steps"]
+    done = run(2, command, LIMIT)
+    assert done.code not in (None, 0), done
+    assert re.search(r"ReplicaError: .*rank 0: OSError: \[Errno 28\] No space left.*are as they were", done.out), done
+    there = sorted(path.name for path in (small_disk / "ckpt").iterdir())
+    assert there == ["epoch-0000-step-00000005", "epoch-0000-step-00000010"]
+    for path in (small_disk / "ckpt").glob("*/*.safetensors"):
+        assert len(list(Arrays.of(path).values()))
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], timeout=20, check=True)
+    done = run(2, command, LIMIT)
+    assert done.code not in (None, 0), done
+    assert re.search(r"ReplicaError: .*rank 0: OSError: \[Errno 30\] Read-only.*can be written to", done.out), done
