@@ -144,7 +144,7 @@ class Checkpoint(keras.callbacks.Callback):
     def _go_on(self, restored: Restored) -> None:
         position, skip = self._now(restored), restored.skip
         if position != restored.position:
-            skip = skip - restored.position.step + position.step if position.step else 0
+            skip = max(skip - restored.position.step + position.step, 0) if position.step else 0
         self.model._initial_epoch = position.epoch
         say(f"going on after {position}, from {self.directory}")
         if self._lockstep is not None:

@@ -41,9 +41,6 @@ class Writer:
     Args:
         folder: where to.
         keep: how many checkpoints may stay.
-
-    Attributes:
-        waited: seconds that the training stood still for the disk.
     """
 
     def __init__(self, folder: Folder, keep: int):
@@ -55,7 +52,6 @@ class Writer:
         self._problem: Exception | None = None
         self._copies: dict[str, np.ndarray] = {}
         self._mine_written, self._all_written = threading.Event(), threading.Event()
-        self.waited = 0.0
 
     @property
     def problem(self) -> str:
@@ -67,7 +63,7 @@ class Writer:
 
         Args:
             position: where the training is.
-                what: what is written.
+            what: what is written; when this returns, the training may go on.
 
         Raises:
             ReplicaError: see `finish`.
@@ -109,14 +105,13 @@ class Writer:
         """
         if not self._begun:
             return
-        begin, self._begun = time.monotonic(), False
+        self._begun = False
         self._mine_written.wait()
         meet(self._folder.comm, self._place)
         self._all_written.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        self.waited += time.monotonic() - begin
         problem, self._problem = self._problem, None
 
         def say() -> None:
