@@ -75,6 +75,6 @@ def _note(number: int, frame: FrameType | None) -> None:
     for announcement in listening:
         announcement.heard = announcement.heard or signal.Signals(number).name
     if not listening:
-        # Nobody is left to save anything.
-        signal.signal(number, signal.SIG_DFL)
+        # Nobody is left to save anything: as if nobody had ever listened.
+        signal.signal(number, _before.get(signal.Signals(number)) or signal.SIG_DFL)
         os.kill(os.getpid(), number)

@@ -157,7 +157,9 @@ def test_training_that_ends_anyway_ends_as_usual(folder):
 
 def test_signals_are_given_back(folder):
     gc.collect()  # callbacks of other tests, whose fits did not come to their end
-    before = [signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)]
+    before = [signal.SIG_DFL, signal.SIG_DFL]
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
     train(built(), folder, epochs=1)
     assert [signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)] == before
     callback = hvd.Checkpoint(folder, on_signal=False)
