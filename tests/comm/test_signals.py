@@ -19,7 +19,8 @@ def handlers():
 
 def test_all_that_listen_hear_it_and_the_last_gives_it_back():
     first, second = Announcement(), Announcement()
-    assert first.listen() and second.listen()
+    assert first.listen()
+    assert second.listen()
     signal.raise_signal(signal.SIGTERM)
     assert (first.heard, second.heard) == ("SIGTERM", "SIGTERM")
     first.close()
