@@ -168,24 +168,32 @@ def numpy_way(case: Case) -> tuple[np.ndarray, np.ndarray]:
     return index.astype(np.int32), signs.astype(np.int8)
 
 
+# PR_SET_THP_DISABLE of prctl(2).
+_THP_DISABLE = 41
+
+
 def extra_memory(case: Case, threads: int) -> int | None:
     """Bytes of memory that encoding touches at its peak beside its arguments: scratch, buffers and the message.
 
-    The kernel's own count of this process's resident memory, the least of three turns, since it may also merge pages
-    meanwhile; None where there is no such count.
+    The kernel's own count of this process's resident memory, the least of three turns, without huge pages, of which it
+    gives 2 MB to whoever touches a byte; None where there is no such count.
     """
-    peaks = []
-    for _ in range(3):
-        case.reset()
-        try:
+    peaks, library = [], ctypes.CDLL(None)
+    try:
+        library.prctl(_THP_DISABLE, 1, 0, 0, 0)
+        for _ in range(3):
+            case.reset()
             # What the allocator kept of earlier turns would hide what this one needs.
-            ctypes.CDLL(None).malloc_trim(0)
+            library.malloc_trim(0)
             Path("/proc/self/clear_refs").write_text("5")
             before = _status("VmHWM")
-        except (OSError, AttributeError):
-            return None
-        cpu.encode([case.update], case.residual, case.runs, trusted=True, threads=threads)
-        peaks.append(_status("VmHWM") - before)
+            cpu.encode([case.update], case.residual, case.runs, trusted=True, threads=threads)
+            peaks.append(_status("VmHWM") - before)
+    except (OSError, AttributeError):
+        return None
+    finally:
+        if hasattr(library, "prctl"):
+            library.prctl(_THP_DISABLE, 0, 0, 0, 0)
     return min(peaks)
 
 
