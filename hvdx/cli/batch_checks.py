@@ -3,9 +3,10 @@
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 from hvdx.cli.batch_probe import Attempt, Request, request_from, try_lsf, try_pbs, try_slurm
-from hvdx.cli.batch_systems import BatchSystem, SlurmSite, ask_slurm, find_batch_system, job_of
+from hvdx.cli.batch_systems import BatchSystem, SlurmSite, ask_slurm, find_batch_system, hosts_of_job, job_of
 from hvdx.cli.checks import Check
 from hvdx.cli.mpi_tools import Mpi, find_mpi
 
@@ -28,7 +29,10 @@ def diagnose_batch(request: Request, say: Callable[[str], None]) -> list[Check]:
     if system.failure:
         return [batch_system(system)]
     request, mpi = request_from(os.environ, request, system.name.lower()), find_mpi()
-    found = [batch_system(system), allocation(system.name, job_of(system.name))]
+    job = job_of(system.name)
+    if job:
+        request = replace(request, nodes=min(request.nodes, hosts_of_job(system.name)))
+    found = [batch_system(system), allocation(system.name, job)]
     if system.name == "Slurm":
         site = ask_slurm()
         found += [default_partition(site, request), srun_plugins(site)]
@@ -102,7 +106,7 @@ def _beside_another(check: Check, works: str, request: Request) -> Check:
 
 
 def way(attempt: Attempt, request: Request, site: SlurmSite, mpi: Mpi) -> Check:
-    """Two tasks that were started together are ranks 0 and 1 of 2."""
+    """Two tasks that were started together are ranks 0 and 1 of 2, on as many hosts as were asked for."""
     if attempt.queued or "time limit" in attempt.failure:
         return _over_time(attempt, request)
     tasks = attempt.tasks
@@ -118,6 +122,9 @@ def way(attempt: Attempt, request: Request, site: SlurmSite, mpi: Mpi) -> Check:
         return Check(attempt.way, "problem", value, _against_singletons(attempt, site, libraries, mpi))
     if [(task.rank, task.size) for task in tasks] == [(0, 2), (1, 2)] and not attempt.failure:
         seen = ", ".join(f"rank {task.rank} of {task.size} on {task.host}" for task in tasks)
+        if len({task.host for task in tasks}) < request.nodes:
+            value = f"expected tasks on {request.nodes} hosts, got {seen}; {libraries}"
+            return Check(attempt.way, "problem", value, _against_too_few_hosts(attempt, mpi))
         return Check(attempt.way, "ok", f"{seen}; {libraries}")
     return _failed(attempt, request, site)
 
@@ -150,6 +157,15 @@ def _against_singletons(attempt: Attempt, site: SlurmSite, libraries: str, mpi: 
     else:
         steps.append(f"{mpi.mpirun} does not belong to {libraries}: use the mpirun of that library")
     return "; or ".join([*steps, _REBUILD_MPI4PY])
+
+
+def _against_too_few_hosts(attempt: Attempt, mpi: Mpi) -> str:
+    """What to do where tasks came up together, and left a host idle."""
+    if "mpirun" in attempt.way:
+        step = f"{mpi.mpirun} leaves a host of the job idle: load an MPI that the site has built for its batch system"
+    else:
+        step = "see what the same launch prints with `hostname` as its command: each node has a name of its own"
+    return f"{step}; where one node is enough: hvdx doctor --batch --nodes 1"
 
 
 def _failed(attempt: Attempt, request: Request, site: SlurmSite) -> Check:

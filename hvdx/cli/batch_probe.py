@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hvdx.cli import site as site_file
-from hvdx.cli.batch_systems import BatchSystem, SlurmSite, job_of
-from hvdx.cli.mpi_tools import Mpi, mpirun_command
+from hvdx.cli.batch_systems import HOSTFILE, BatchSystem, SlurmSite, job_of
+from hvdx.cli.job_template import shell_words
+from hvdx.cli.mpi_tools import Mpi, host_options, mpirun_command
 from hvdx.cli.processes import Outcome, child_environment, run
 
 _MARK = "HVDX "
@@ -146,8 +147,8 @@ def try_slurm(request: Request, site: SlurmSite, mpi: Mpi, say: Callable[[str], 
     flag = [f"--mpi={plugin}"] if plugin else []
     way = shlex.join(["srun", *flag])
     if job_of("Slurm"):
-        srun = _run_here(way, ["srun", *flag, "-n", "2", *_task()], request, say)
-        return [srun, *_mpirun_here(mpi, request, say)]
+        srun = _run_here(way, ["srun", *flag, "-n", "2", f"--nodes={request.nodes}", *_task()], request, say)
+        return [srun, *_mpirun_here("Slurm", mpi, request, say)]
     name = _job_name()
     options = _slurm_options(request, name)
     srun = _attempt_slurm(way, ["srun", *options, *flag, *_task()], name, end, say)
@@ -156,7 +157,7 @@ def try_slurm(request: Request, site: SlurmSite, mpi: Mpi, say: Callable[[str], 
         return [srun]
     with _shared_folder() as folder:
         out, name = folder / "out.txt", _job_name()
-        script = _script(folder, shlex.join([*mpirun_command(2, mpi), *_task()]))
+        script = _script(folder, _mpirun(mpi, request))
         options = [*_slurm_options(request, name), f"--output={out}", f"--chdir={folder}"]
         command = ["sbatch", "--wait", *options, str(script)]
         return [srun, _attempt_slurm("mpirun in a job", command, name, end, say, out)]
@@ -165,7 +166,7 @@ def try_slurm(request: Request, site: SlurmSite, mpi: Mpi, say: Callable[[str], 
 def try_pbs(request: Request, mpi: Mpi, say: Callable[[str], None]) -> list[Attempt]:
     """Start two tasks with mpirun inside a PBS job; arguments as `try_slurm`."""
     if job_of("PBS"):
-        return _mpirun_here(mpi, request, say)
+        return _mpirun_here("PBS", mpi, request, say)
     if mpi.mpirun is None:
         return []
     with _shared_folder() as folder:
@@ -177,7 +178,7 @@ def try_pbs(request: Request, mpi: Mpi, say: Callable[[str], None]) -> list[Atte
             "-l", "place=scatter", "-l", f"walltime=00:{_MINUTES:02}:00",
             *(["-A", request.account] if request.account else []),
             *(["-q", request.partition] if request.partition else []),
-            str(_script(folder, shlex.join([*mpirun_command(2, mpi), *_task()]))),
+            str(_script(folder, _mpirun(mpi, request, f"${HOSTFILE['PBS']}"))),
         ]  # fmt: skip
         return [_attempt("mpirun in a job", command, request.timeout, say, _cancel_pbs(name), out)]
 
@@ -186,13 +187,14 @@ def try_lsf(request: Request, system: BatchSystem, mpi: Mpi, say: Callable[[str]
     """Start two tasks inside an LSF job, with jsrun where it is, else with mpirun; arguments as `try_slurm`."""
     jsrun = "jsrun" in system.commands
     if job_of("LSF") and not jsrun:
-        return _mpirun_here(mpi, request, say)
+        return _mpirun_here("LSF", mpi, request, say)
     if mpi.mpirun is None and not jsrun:
         return []
     way = "jsrun" if jsrun else "mpirun"
-    launch = ["jsrun", "-n", "2", "-a", "1", "-c", "1"] if jsrun else mpirun_command(2, mpi)
+    launch = ["jsrun", "-n", "2", "-a", "1", "-c", "1"]
     if job_of("LSF"):
         return [_run_here(way, [*launch, *_task()], request, say)]
+    launch = [*launch, "-r", str(2 // request.nodes)] if jsrun else _mpirun(mpi, request, f"${HOSTFILE['LSF']}")
     with _shared_folder() as folder:
         out, name = folder / "out.txt", _job_name()
         # Where jsrun is, whole nodes are given out, and asked for by their number.
@@ -201,7 +203,7 @@ def try_lsf(request: Request, system: BatchSystem, mpi: Mpi, say: Callable[[str]
             "bsub", "-K", "-J", name, *size, "-W", str(_MINUTES), "-o", str(out),
             *(["-P", request.account] if request.account else []),
             *(["-q", request.partition] if request.partition else []),
-            str(_script(folder, shlex.join([*launch, *_task()]))),
+            str(_script(folder, launch)),
         ]  # fmt: skip
         return [_attempt(f"{way} in a job", command, request.timeout, say, _cancel_lsf(name), out)]
 
@@ -230,9 +232,14 @@ def _slurm_options(request: Request, name: str) -> list[str]:
     ]
 
 
-def _script(folder: Path, line: str) -> Path:
+def _mpirun(mpi: Mpi, request: Request, hostfile: str = "") -> list[str]:
+    return [*mpirun_command(2, mpi), *host_options(mpi, 2 // request.nodes, hostfile)]
+
+
+def _script(folder: Path, launch: list[str]) -> Path:
+    """A job that starts the tasks; `$NAME` in `launch` is left for the job to fill in."""
     path = folder / "job.sh"
-    path.write_text(f"#!/bin/sh\n{line}\n")
+    path.write_text(f"#!/bin/sh\n{shell_words(launch)} {shlex.join(_task())}\n")
     path.chmod(0o755)
     return path
 
@@ -250,16 +257,19 @@ def _shared_folder() -> Iterator[Path]:
 # --- attempts
 
 
-def _mpirun_here(mpi: Mpi, request: Request, say: Callable[[str], None]) -> list[Attempt]:
+def _mpirun_here(system: str, mpi: Mpi, request: Request, say: Callable[[str], None]) -> list[Attempt]:
     if mpi.mpirun is None:
         return []
-    return [_run_here("mpirun", [*mpirun_command(2, mpi), *_task()], request, say)]
+    hostfile = os.environ.get(HOSTFILE.get(system, ""), "")
+    return [_run_here("mpirun", [*_mpirun(mpi, request, hostfile), *_task()], request, say)]
 
 
 def _run_here(way: str, command: list[str], request: Request, say: Callable[[str], None]) -> Attempt:
     """Inside a job already: no queue."""
     say(f"{way}: starting two tasks in this job")
-    done = run(command, min(_STEP_TIMEOUT, request.timeout))
+    # Intel MPI would follow the job's own tasks on each host, and put both on the first.
+    environment = child_environment() | {"I_MPI_JOB_RESPECT_PROCESS_PLACEMENT": "0"}
+    done = run(command, min(_STEP_TIMEOUT, request.timeout), environment)
     return Attempt(way, tasks_in(done.text), "" if done.code == 0 else done.reason())
 
 

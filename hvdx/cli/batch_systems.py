@@ -5,6 +5,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from hvdx.cli.processes import run
 
@@ -26,6 +27,8 @@ _VERSION = {
 
 # Set inside a job.
 _JOB = {"Slurm": "SLURM_JOB_ID", "PBS": "PBS_JOBID", "LSF": "LSB_JOBID"}
+#: Name a job's file of hosts, a line for each task; Slurm has none.
+HOSTFILE = {"PBS": "PBS_NODEFILE", "LSF": "LSB_DJOB_HOSTFILE"}
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,29 @@ def job_of(name: str, environ: Mapping[str, str] | None = None) -> str:
         '7'
     """
     return (os.environ if environ is None else environ).get(_JOB[name], "")
+
+
+def hosts_of_job(name: str, environ: Mapping[str, str] | None = None) -> int:
+    """How many hosts the job has that this process runs in; 1 where nothing tells.
+
+    Args:
+        name: of the batch system.
+        environ: where to look; the process environment by default.
+
+    Example:
+        >>> hosts_of_job("Slurm", {"SLURM_JOB_NUM_NODES": "4"})
+        4
+    """
+    environ = os.environ if environ is None else environ
+    if name == "Slurm":
+        number = environ.get("SLURM_JOB_NUM_NODES", "")
+        return int(number) if number.isdigit() else 1
+    if shutil.which("jsrun"):
+        return 1  # the file has the host of the script too, on which jsrun starts nothing
+    try:
+        return max(1, len(set(Path(environ.get(HOSTFILE[name], "")).read_text().split())))
+    except OSError:
+        return 1
 
 
 def ask_slurm() -> SlurmSite:

@@ -88,7 +88,8 @@ def make_plan(args: argparse.Namespace, site: Mapping[str, Any], words: Sequence
     Raises:
         ConfigError: something that is missing, or not what it should be.
     """
-    given = {**DEFAULTS, **site, **{key: value for key, value in vars(args).items() if value is not None}}
+    options = {key: value for key, value in vars(args).items() if value is not None}
+    given = {**DEFAULTS, **site, **options}
     system = given["system"]
     command = _command(given.get("program", []), system)
     batch = system in BATCH
@@ -96,6 +97,10 @@ def make_plan(args: argparse.Namespace, site: Mapping[str, Any], words: Sequence
     nodes = _count("--nodes", given.get("nodes"), 1) or 1
     each = _count("--tasks-per-node", given.get("tasks_per_node"), 1) or gpus or 1
     threads = _count("--threads", given.get("threads"), 1)
+    cores = _count("--cpus-per-task", given.get("cpus_per_task"), 1)
+    if "cpus_per_task" not in options:
+        # What the site file says for all jobs is no match for threads that this one asks for.
+        cores = options.get("threads") or cores or threads
     seconds = parse_time(given.get("time") or "") if batch else 0
     hosts = None if batch else given.get("hosts")
     return Plan(
@@ -111,7 +116,7 @@ def make_plan(args: argparse.Namespace, site: Mapping[str, Any], words: Sequence
         tasks_per_node=each,
         tasks=nodes * each if batch else _ranks(given.get("ranks"), hosts, system),
         gpus_per_node=gpus,
-        cpus_per_task=_count("--cpus-per-task", given.get("cpus_per_task"), 1) or threads,
+        cpus_per_task=cores,
         threads=threads,
         seconds=seconds,
         signal=_warning(given["signal"], seconds) if batch else 0,

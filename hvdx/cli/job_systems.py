@@ -31,22 +31,34 @@ def _common(plan: Plan) -> dict[str, Value]:
         "strategy": None if plan.strategy is None else shlex.quote(plan.strategy),
         "threads": plan.threads,
         "command": shell_words(plan.command),
-        "mpi_options": _mpi_options(plan) if plan.launcher == "mpirun" else None,
+        "mpi_options": _mpi_options(plan) if _by_open_mpi(plan) else None,
+        "exports": _exports(plan) if _by_open_mpi(plan) else None,
         # Hydra's processes take -f; Open MPI takes --hostfile.
         "hostfile_option": "--hostfile" if plan.mpi == "openmpi" else "-f",
     }
 
 
-def _mpi_options(plan: Plan) -> str | None:
+def _by_open_mpi(plan: Plan) -> bool:
     """Open MPI binds a rank to a core, and hands on few variables; MPICH's and Intel's mpirun need no telling."""
-    if plan.mpi != "openmpi":
-        return None
-    names = ["PATH"]
-    names += ["HVDX_STRATEGY"] if plan.strategy is not None else []
-    names += ["OMP_NUM_THREADS"] if plan.threads is not None else []
-    passed = " ".join(f"-x {name}" for name in names)
-    # Open MPI complains of a variable that is not set.
-    return f"--bind-to none {passed} ${{LD_LIBRARY_PATH:+-x LD_LIBRARY_PATH}}"
+    return plan.launcher == "mpirun" and plan.mpi == "openmpi"
+
+
+def _mpi_options(plan: Plan) -> str:
+    # The files of PBS and LSF name a host once for each rank; one named once is to Open MPI 5 a slot for each core.
+    spread = f"--map-by ppr:{plan.tasks_per_node}:node " if plan.system in ("pbs", "lsf") else ""
+    return f'--bind-to none {spread}"${{exports[@]}}"'
+
+
+def _exports(plan: Plan) -> tuple[str, ...]:
+    """Lines that gather the -x options: Open MPI complains of a variable that is not set."""
+    names = "PATH LD_LIBRARY_PATH PYTHONPATH" + " OMP_NUM_THREADS" * (plan.threads is not None)
+    return (
+        "# What mpirun passes on to other hosts. Add the names of variables that you export above.",
+        "exports=()",
+        f'for variable in {names} "${{!HVDX_@}}"; do',
+        '    if [ -n "$(printenv "$variable")" ]; then exports+=(-x "$variable"); fi',
+        "done",
+    )
 
 
 def _slurm(plan: Plan) -> dict[str, Value]:
@@ -89,6 +101,7 @@ def _lsf(plan: Plan) -> dict[str, Value]:
         "tasks_by_slot": None if jsrun else plan.tasks,
         "ptile": None if jsrun else plan.tasks_per_node,
         "cores_by_slot": None if jsrun else plan.cpus_per_task,
+        "cpus_per_task": plan.cpus_per_task,
         "gpus_by_host": None if jsrun else plan.gpus_per_node or None,
         "nnodes": plan.nodes if jsrun else None,
         "time": f"{minutes // 60}:{minutes % 60:02}",

@@ -121,6 +121,29 @@ def mpirun_command(n: int, mpi: Mpi | None = None) -> list[str]:
     return command
 
 
+def host_options(mpi: Mpi, each: int, hostfile: str = "") -> list[str]:
+    """What tells mpirun to start `each` ranks on every host.
+
+    Args:
+        mpi: what `find_mpi()` found.
+        each: ranks on a host.
+        hostfile: a file of hosts; by default mpirun asks the batch system.
+
+    Returns:
+        Options in the vendor's spelling; none for a vendor that is not known.
+
+    Example:
+        >>> host_options(Mpi(launcher_vendor="Open MPI"), 1, "hosts.txt")
+        ['--map-by', 'ppr:1:node', '--hostfile', 'hosts.txt']
+    """
+    if mpi.launcher_vendor == "Open MPI":
+        # Not by slot: to Open MPI 5 a host that a file names once has as many slots as it has cores.
+        return ["--map-by", f"ppr:{each}:node", *(["--hostfile", hostfile] if hostfile else [])]
+    if mpi.launcher_vendor in ("Intel MPI", "MVAPICH", "MPICH"):
+        return ["-ppn", str(each), *(["-f", hostfile] if hostfile else [])]
+    return []
+
+
 def launch(n: int, program: Sequence[str], timeout: float, mpi: Mpi | None = None) -> Outcome:
     """Run `program` on `n` ranks of this host with an outer time limit.
 

@@ -205,9 +205,11 @@ def _set_by_pbs(name: str, environ: Mapping[str, str]) -> bool:
 
 def _batch_threads(ranks: int, environ: Mapping[str, str]) -> tuple[int | None, str]:
     """What the batch system gives a task, and the variable that says so."""
-    number = _integer(environ.get("SLURM_CPUS_PER_TASK"))
-    if number:
-        return number, "SLURM_CPUS_PER_TASK"
+    # The first is set by the script of `hvdx job lsf`: LSF counts slots, whatever the cores of a slot are.
+    for name in ("HVDX_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK"):
+        number = _integer(environ.get(name))
+        if number:
+            return number, name
     number = _integer(environ.get("SLURM_CPUS_ON_NODE"))
     if number:
         return max(1, number // ranks), "SLURM_CPUS_ON_NODE"

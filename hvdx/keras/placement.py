@@ -1,6 +1,7 @@
 """Which cores and which GPU a rank takes: decided once, when the world is joined."""
 
 import os
+import re
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -48,25 +49,38 @@ def choose_gpu(visible: int, local_rank: int, local_size: int, environs: Sequenc
     """
     if visible == 0:
         return Gpu()
-    if local_size == 1 or has_own_gpus(environs):
+    if local_size == 1 or has_own_gpus(visible, environs):
         return Gpu(0)
     return Gpu(local_rank % visible, shared=visible < local_size)
 
 
-def has_own_gpus(environs: Sequence[Mapping[str, str]]) -> bool:
+def has_own_gpus(visible: int, environs: Sequence[Mapping[str, str]]) -> bool:
     """Whether the launcher has given each rank on a host GPUs that the others do not see.
 
     The lists in CUDA_VISIBLE_DEVICES say so where they have no GPU in common. Behind a container or a control group
     every rank's GPU is number 0: then it takes the word of whoever dealt them out. srun(1) sets SLURM_GPUS_PER_TASK
-    where `--gpus-per-task` was asked for, and jsrun gives each resource set its own.
+    where `--gpus-per-task` was asked for, and jsrun gives each resource set its own. Slurm's word counts where a rank
+    sees no more GPUs than it says: with `--gpu-bind=none`, and under mpirun in such a job, every rank sees all.
 
     Args:
+        visible: how many GPUs this rank sees.
         environs: of the ranks on this host.
+
+    Example:
+        >>> has_own_gpus(1, [{"SLURM_GPUS_PER_TASK": "a100:1"}] * 4)
+        True
+        >>> has_own_gpus(4, [{"SLURM_GPUS_PER_TASK": "a100:1"}] * 4)
+        False
     """
     lists = [set(filter(None, e.get("CUDA_VISIBLE_DEVICES", "").split(","))) for e in environs]
     if all(lists) and sum(map(len, lists)) == len(set().union(*lists)):
         return True
-    return all("SLURM_GPUS_PER_TASK" in e or "JSM_NAMESPACE_RANK" in e for e in environs)
+    return all("JSM_NAMESPACE_RANK" in e or visible <= _gpus_of_a_task(e) for e in environs)
+
+
+def _gpus_of_a_task(environ: Mapping[str, str]) -> int:
+    """What `--gpus-per-task` asked for: "2", or "a100:2", or "a100:1,v100:1"; 0 where nothing did."""
+    return sum(map(int, re.findall(r"(?:^|[:,])(\d+)(?=,|$)", environ.get("SLURM_GPUS_PER_TASK", ""))))
 
 
 _ASKED = ("CUDA_VISIBLE_DEVICES", "SLURM_GPUS_PER_TASK", "JSM_NAMESPACE_RANK")

@@ -26,6 +26,9 @@ counter=.restarts.$LSB_JOBID.${LSB_JOBINDEX:-0}
 @{env_setup}
 export HVDX_STRATEGY=@{strategy}
 export OMP_NUM_THREADS=@{threads}
+export HVDX_CPUS_PER_TASK=@{cpus_per_task}
+
+@{exports}
 
 # USR1 goes on to the launcher, and from there to all ranks: training saves, and ends with code 75.
 # INT and TERM mean the same, but they come from bkill, or when the time is over: no requeue after them.

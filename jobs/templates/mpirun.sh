@@ -7,6 +7,8 @@
 export HVDX_STRATEGY=@{strategy}
 export OMP_NUM_THREADS=@{threads}
 
+@{exports}
+
 # In place of this shell, so that signals reach mpirun, which passes USR1 on to all ranks: training saves, and the exit
 # code is 75. No loop starts it again: no time limit ends a job here, so whoever sends USR1 wants it to stop.
 # Start this file again to go on.

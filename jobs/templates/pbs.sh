@@ -23,6 +23,8 @@ cd "$PBS_O_WORKDIR" || exit 1
 export HVDX_STRATEGY=@{strategy}
 export OMP_NUM_THREADS=@{threads}
 
+@{exports}
+
 # USR1 (from `qsig -s USR1 JOB`, or the clock) goes to all ranks: training saves, and ends with code 75.
 # TERM means the same, but it comes from qdel, or when the time is over: the job is not submitted again after it.
 launcher='' signalled='' terminated=''

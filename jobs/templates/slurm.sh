@@ -25,6 +25,8 @@ max_restarts=@{max_restarts}
 export HVDX_STRATEGY=@{strategy}
 export OMP_NUM_THREADS=@{threads}
 
+@{exports}
+
 # USR1 goes on to the launcher, and from there to all ranks: training saves, and ends with code 75.
 # TERM means the same, but it comes from scancel, or when the time is over: no requeue after it.
 launcher='' signalled='' terminated=''

@@ -8,14 +8,15 @@ import pytest
 from hvdx.cli import batch_checks, batch_probe
 from hvdx.cli.batch_checks import ways
 from hvdx.cli.batch_probe import Attempt, Request, Task, choose_plugin, request_from, tasks_in
-from hvdx.cli.batch_systems import SlurmSite, default_partition, job_of, plugins
+from hvdx.cli.batch_systems import SlurmSite, default_partition, hosts_of_job, job_of, plugins
 from hvdx.cli.main import main
-from hvdx.cli.mpi_tools import Mpi
+from hvdx.cli.mpi_tools import Mpi, host_options
 from hvdx.cli.processes import run
 
 TOLD = 'HVDX {{"host": "n{host}", "rank": {rank}, "size": {size}, "library": "Open MPI 5.0.8", "failure": ""}}'
 GOOD = [TOLD.format(host=1, rank=0, size=2), TOLD.format(host=2, rank=1, size=2)]
 SINGLETONS = [TOLD.format(host=1, rank=0, size=1), TOLD.format(host=2, rank=0, size=1)]
+ONE_HOST = [TOLD.format(host=1, rank=0, size=2), TOLD.format(host=1, rank=1, size=2)]
 GOOD_VALUE = "rank 0 of 2 on n1, rank 1 of 2 on n2; Open MPI 5.0.8"
 FOREVER = ["exec /bin/sleep 60"]
 
@@ -35,7 +36,7 @@ def site(tmp_path, monkeypatch):
 
         def put(self, name, *lines):
             path = self.bin / name
-            path.write_text("\n".join(["#!/bin/sh", f'echo "$@" >>"{tmp_path}/{name}.calls"', *lines, ""]))
+            path.write_text("\n".join(["#!/bin/sh", f'printf "%s\\n" "$*" >>"{tmp_path}/{name}.calls"', *lines, ""]))
             path.chmod(0o755)
             return path
 
@@ -51,8 +52,12 @@ def site(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "SBATCH_ACCOUNT", "SBATCH_PARTITION", "SLURM_MPI_TYPE"):
         monkeypatch.delenv(name, raising=False)
-    path = str(made.bin / "mpirun")
-    monkeypatch.setattr(batch_checks, "find_mpi", lambda: Mpi(mpirun=path) if (made.bin / "mpirun").exists() else Mpi())
+    for name in ("SLURM_JOB_NUM_NODES", "PBS_NODEFILE", "LSB_DJOB_HOSTFILE"):
+        monkeypatch.delenv(name, raising=False)
+    path, made.vendor = made.bin / "mpirun", "Open MPI"
+    monkeypatch.setattr(
+        batch_checks, "find_mpi", lambda: Mpi(mpirun=str(path), launcher_vendor=made.vendor) if path.exists() else Mpi()
+    )
     return made
 
 
@@ -221,7 +226,7 @@ def test_inside_a_job_srun_asks_for_no_other(slurm, doctor, monkeypatch):
     assert code == 0
     assert found["inside a job"]["value"] == "yes, Slurm job 7"
     assert found["mpirun"]["value"] == GOOD_VALUE
-    assert slurm.calls("srun").splitlines()[1].startswith("--mpi=pmix -n 2 ")
+    assert slurm.calls("srun").splitlines()[1].startswith("--mpi=pmix -n 2 --nodes=1 ")
 
 
 # --- what the tasks see
@@ -343,6 +348,7 @@ def test_lsf_with_jsrun(lsf, doctor):
     assert code == 0
     assert found["jsrun in a job"]["value"] == GOOD_VALUE
     assert "-nnodes 2" in lsf.calls("bsub")
+    assert lsf.calls("jsrun").startswith("-n 2 -a 1 -c 1 -r 1 ")
 
 
 def test_mpirun_of_another_mpi_gives_singletons(pbs, doctor):
@@ -362,6 +368,99 @@ def test_without_mpirun_nothing_is_submitted(pbs, doctor):
     assert code == 1
     assert found["two tasks"]["status"] == "problem"
     assert "-W" not in pbs.calls("qsub")
+
+
+# --- on how many hosts
+
+
+@pytest.mark.parametrize(
+    ("vendor", "options"),
+    [("Open MPI", "--map-by ppr:1:node --hostfile {}"), ("MPICH", "-ppn 1 -f {}"), ("Intel MPI", "-ppn 1 -f {}")],
+)
+@pytest.mark.parametrize(("system", "variable"), [("pbs", "PBS_NODEFILE"), ("lsf", "LSB_DJOB_HOSTFILE")])
+def test_mpirun_is_given_the_hosts_of_the_job(
+    system, variable, vendor, options, request, doctor, monkeypatch, tmp_path
+):
+    site, path = request.getfixturevalue(system), tmp_path / "the hosts"
+    site.vendor = vendor
+    site.mpirun(GOOD)
+    path.write_text("n1\nn1\nn2\nn2\n")
+    monkeypatch.setenv(variable, str(path))  # for the job that is submitted, whose script has its name alone
+    assert doctor()[0] == 0
+    assert f" {options.format(path)} " in site.calls("mpirun")
+    monkeypatch.setenv({"pbs": "PBS_JOBID", "lsf": "LSB_JOBID"}[system], "7")
+    code, found = doctor()
+    assert (code, found["mpirun"]["value"]) == (0, GOOD_VALUE)
+    assert site.calls("mpirun").count(f" {options.format(path)} ") == 2
+
+
+def test_mpirun_of_an_unknown_vendor_is_given_no_options():
+    assert host_options(Mpi(mpirun="mpirun"), 1, "hosts") == []
+
+
+@pytest.mark.parametrize(("fixture", "way"), [("pbs", "mpirun in a job"), ("lsf", "mpirun in a job")])
+def test_two_tasks_on_one_host_of_two_are_a_problem(fixture, way, request, doctor):
+    site = request.getfixturevalue(fixture)
+    site.mpirun(ONE_HOST)
+    code, found = doctor()
+    check = found[way]
+    assert (code, check["status"]) == (1, "problem")
+    assert check["value"] == "expected tasks on 2 hosts, got rank 0 of 2 on n1, rank 1 of 2 on n1; Open MPI 5.0.8"
+    assert check["remedy"].startswith(f"{site.bin / 'mpirun'} leaves a host of the job idle: load an MPI")
+    assert check["remedy"].endswith("hvdx doctor --batch --nodes 1")
+    code, found = doctor("--nodes", "1")
+    assert (code, found[way]["status"]) == (0, "ok")
+    assert "--map-by ppr:2:node" in site.calls("mpirun")
+
+
+def test_two_tasks_of_srun_on_one_host_of_two_are_a_problem(slurm, doctor):
+    slurm.srun(*echo(ONE_HOST))
+    code, found = doctor()
+    check = found["srun --mpi=pmix"]
+    assert (code, check["status"]) == (1, "problem")
+    assert "`hostname`" in check["remedy"]
+    assert "--nodes 1" in check["remedy"]
+    assert doctor("--nodes", "1")[0] == 0
+
+
+def test_both_ways_of_slurm_have_to_use_two_hosts(slurm, doctor):
+    slurm.srun(*echo(ONE_HOST))
+    slurm.mpirun(ONE_HOST)
+    take = "for word; do case $word in --output=*) out=${word#*=};; esac; last=$word; done"
+    slurm.put("sbatch", '[ "$1" = --version ] && echo slurm 23.11.1 && exit 0', take, '"$last" >"$out" 2>&1')
+    found = doctor()[1]
+    assert [found[way]["status"] for way in ("srun --mpi=pmix", "mpirun in a job")] == ["problem"] * 2
+    assert "--map-by ppr:1:node" in slurm.calls("mpirun")
+    slurm.mpirun(GOOD)
+    found = doctor()[1]
+    assert [found[way]["status"] for way in ("srun --mpi=pmix", "mpirun in a job")] == ["warning", "ok"]
+
+
+@pytest.mark.parametrize(("hosts", "status"), [("1", "ok"), ("2", "problem"), ("4", "problem")])
+def test_inside_a_job_as_many_hosts_are_expected_as_it_has(hosts, status, slurm, doctor, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", hosts)
+    slurm.srun(*echo(ONE_HOST))
+    slurm.mpirun(ONE_HOST)
+    found = doctor()[1]
+    assert [found[way]["status"] for way in ("srun --mpi=pmix", "mpirun")] == [status] * 2
+    assert f"-n 2 --nodes={min(int(hosts), 2)} " in slurm.calls("srun")
+    assert f"--map-by ppr:{2 // min(int(hosts), 2)}:node" in slurm.calls("mpirun")
+
+
+def test_intel_mpi_is_not_to_follow_the_tasks_of_the_job(pbs, doctor, monkeypatch):
+    monkeypatch.setenv("PBS_JOBID", "7")
+    pbs.put("mpirun", '[ "$I_MPI_JOB_RESPECT_PROCESS_PLACEMENT" = 0 ] || exit 1', *echo(GOOD))
+    assert doctor()[1]["mpirun"]["status"] == "ok"
+
+
+def test_hosts_of_job(tmp_path, site):
+    (tmp_path / "hosts").write_text("n1\nn1\nn2\n")
+    environ = {"PBS_NODEFILE": str(tmp_path / "hosts"), "LSB_DJOB_HOSTFILE": str(tmp_path / "hosts")}
+    assert [hosts_of_job(name, environ) for name in ("PBS", "LSF", "Slurm")] == [2, 2, 1]
+    assert [hosts_of_job(name, {}) for name in ("PBS", "LSF", "Slurm")] == [1, 1, 1]
+    site.put("jsrun")
+    assert hosts_of_job("LSF", environ) == 1
 
 
 # --- waiting

@@ -98,7 +98,7 @@ class Job:
             "lsf": {"LSB_JOBID": "17", "LSB_DJOB_HOSTFILE": str(nodefile), "LSB_JOBINDEX": "0"},
         }.get(system, {})
         kept = {k: v for k, v in os.environ.items() if not re.match("(SLURM|PBS|LSB|HVDX|OMP)_", k)}
-        environment = kept | {k: v for k, v in (variables | more).items() if v is not None}
+        environment = {k: v for k, v in (kept | variables | more).items() if v is not None}
         # PBS starts a job in the home folder, the others where it was submitted.
         cwd = spool if system == "pbs" else place
         self.process = subprocess.Popen(
@@ -252,6 +252,26 @@ def test_site_file_fills_in_and_options_win(script, place, monkeypatch):
     assert "module load a\n" not in text
 
 
+@pytest.mark.parametrize(
+    ("options", "cores", "ompthreads"),
+    [
+        (["--cpus-per-task", "2", "--threads", "3"], 2, 3),
+        (["--threads", "3"], 3, 3),
+        ([], 8, 8),
+    ],
+)
+def test_cores_are_those_of_the_option_then_the_threads_then_the_site(
+    options, cores, ompthreads, script, place, monkeypatch
+):
+    monkeypatch.setenv("HVDX_SITE", str(place / "site.toml"))
+    (place / "site.toml").write_text("cpus_per_task = 8\n")
+    assert f"#SBATCH --cpus-per-task={cores}\n" in script("slurm", *options)
+    assert f":ncpus={2 * cores}:mpiprocs=2:ompthreads={ompthreads}\n" in script("pbs", *options)
+    text = script("lsf", *options)
+    assert f"affinity[core({cores})]" in text
+    assert f"\nexport HVDX_CPUS_PER_TASK={cores}\n" in text
+
+
 # --- as jobs
 
 
@@ -288,6 +308,7 @@ def test_everything_reaches_the_ranks(system, options, launcher, script, place):
         assert rank["cwd"] == str(place)
         assert rank["environment"] == {
             "HVDX_STRATEGY": "all_reduce:compression=fp16",
+            **({"HVDX_CPUS_PER_TASK": "3"} if system == "lsf" else {}),
             "OMP_NUM_THREADS": "3",
             "PREPARED": "yes, it is",
         }
@@ -296,11 +317,35 @@ def test_everything_reaches_the_ranks(system, options, launcher, script, place):
     if launcher == "mpirun" and not {"mpich", "intel"} & set(options):
         assert {"HVDX_STRATEGY", "OMP_NUM_THREADS", "PATH"} <= set(passed)
         assert launch["options"]["--bind-to"] == ["none"]
+        # A host has its ranks, whatever the slots are that Open MPI counts in the file.
+        assert launch["options"].get("--map-by", []) == ["ppr:2:node"] * (system in ("pbs", "lsf"))
     else:
         assert not passed
     if launcher in ("mpirun", "horovodrun") and system != "slurm":
         assert len(launch["hosts"]) == 1
         assert launch["hosts"][0].startswith("one")
+
+
+SET = {"PYTHONPATH": "lib", "LD_LIBRARY_PATH": "/opt/lib", "HVDX_B": "a b", "HVDX_A": "1", "MINE": "1"}
+UNSET = dict.fromkeys(SET)
+
+
+@pytest.mark.parametrize("system", ["slurm", "pbs", "lsf", "mpirun"])
+@pytest.mark.parametrize(
+    ("environ", "lines", "names"),
+    [
+        (UNSET, [], ["PATH"]),
+        (SET, [], ["PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "HVDX_A", "HVDX_B"]),
+        (UNSET, ["export HVDX_C=1 PYTHONPATH=''"], ["PATH", "HVDX_C"]),
+        (UNSET, ["HVDX_C=1; set -eu"], ["PATH"]),  # not exported
+    ],
+)
+def test_open_mpi_passes_on_what_is_set(system, environ, lines, names, script, place):
+    launcher = ["--launcher", "mpirun"] * (system == "slurm")
+    lines = [f"--env-setup={line}" for line in lines]
+    job = Job(place, system, script(system, *launcher, *lines, command=training(place, "end", "0")), **environ)
+    assert job.end() == 0, job.out
+    assert records(place, "mpirun")[0]["options"]["-x"] == names
 
 
 def test_srun_is_told_its_options(script, place):

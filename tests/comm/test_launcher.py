@@ -95,6 +95,11 @@ PBS = {"PBS_JOBID": "1.server"}
         ({"NCPUS": "2"}, Share(4)),  # somebody else's
         ({"LSB_MCPU_HOSTS": "login 1 node7 8 node8 4"}, Share(2, "LSB_MCPU_HOSTS")),
         ({"LSB_MCPU_HOSTS": "login 1"}, Share(4)),
+        # Slots, one for each rank, of several cores.
+        ({"LSB_MCPU_HOSTS": "node7 4", "HVDX_CPUS_PER_TASK": "3"}, Share(3, "HVDX_CPUS_PER_TASK")),
+        ({"LSB_MCPU_HOSTS": "node7 4", "HVDX_CPUS_PER_TASK": "8"}, Share(4)),
+        ({"SLURM_CPUS_PER_TASK": "3", "HVDX_CPUS_PER_TASK": "2"}, Share(2, "HVDX_CPUS_PER_TASK")),
+        ({"OMP_NUM_THREADS": "1", "HVDX_CPUS_PER_TASK": "2"}, Share(1, "OMP_NUM_THREADS", True)),
         ({"LSB_MCPU_HOSTS": "node7 8", "JSM_NAMESPACE_RANK": "0"}, Share(4)),
     ],
 )
@@ -120,7 +125,8 @@ def test_user_may_choose_for_one_library_first():
 
 @pytest.mark.usefixtures("sixteen")
 def test_kernels_leave_it_to_openmp_where_the_user_chose(monkeypatch):
-    for name in ("OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE", "PBS_JOBID", "LSB_MCPU_HOSTS"):
+    names = ("SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE", "PBS_JOBID", "LSB_MCPU_HOSTS")
+    for name in ("OMP_NUM_THREADS", "HVDX_CPUS_PER_TASK", *names):
         monkeypatch.delenv(name, raising=False)
     assert (kernel_threads(4), kernel_threads(1), share_of_cores(4)) == (4, None, 4)
     monkeypatch.setenv("OMP_NUM_THREADS", "2")

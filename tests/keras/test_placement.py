@@ -33,6 +33,12 @@ def lists(*each):
         (1, 1, 2, lists("0", "0"), Gpu(0, shared=True)),
         (2, 3, 4, [{}] * 4, Gpu(1, shared=True)),
         (1, 1, 2, [{"SLURM_GPUS_PER_TASK": "1"}, {}], Gpu(0, shared=True)),
+        # Slurm gave each its own, and all see all: --gpu-bind=none, or mpirun in the job.
+        (4, 3, 4, [{"SLURM_GPUS_PER_TASK": "1", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}] * 4, Gpu(3)),
+        (4, 1, 2, [{"SLURM_GPUS_PER_TASK": "a100:2", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}] * 2, Gpu(1)),
+        (2, 1, 2, [{"SLURM_GPUS_PER_TASK": "a100:2", "CUDA_VISIBLE_DEVICES": "0,1"}] * 2, Gpu(0)),
+        (2, 1, 2, [{"SLURM_GPUS_PER_TASK": "a100:1,v100:1"}] * 2, Gpu(0)),
+        (2, 1, 2, [{"SLURM_GPUS_PER_TASK": "a100"}] * 2, Gpu(1)),
         # Alone on its host.
         (4, 0, 1, [{}], Gpu(0)),
     ],
@@ -83,7 +89,8 @@ def ranks(size, rank=0, host=None):
 
 @pytest.fixture
 def environment(monkeypatch):
-    for name in (*placement._CHOSEN_BY, *placement._ASKED, "SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE", "PBS_JOBID"):
+    given = ("HVDX_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE", "PBS_JOBID", "LSB_MCPU_HOSTS")
+    for name in (*placement._CHOSEN_BY, *placement._ASKED, *given):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("hvdx.comm.launcher._fair", 3)
 
@@ -125,6 +132,22 @@ def test_what_the_environment_chose_stays(environment, monkeypatch, capsys):
     place(ranks(2))
     assert config.threads == {"intra": 0, "inter": 0}
     assert "5 threads (TF_NUM_INTRAOP_THREADS) and no GPU a worker." in capsys.readouterr().err
+
+
+def test_what_the_job_asked_for_is_said(environment, monkeypatch, capsys):
+    monkeypatch.setenv("HVDX_CPUS_PER_TASK", "2")
+    config = environment(Config(0))
+    place(ranks(2))
+    assert config.threads == {"intra": 2, "inter": 2}
+    assert "2 threads (HVDX_CPUS_PER_TASK) and no GPU a worker." in capsys.readouterr().err
+
+
+def test_workers_that_all_see_all_gpus_take_one_each(environment, monkeypatch):
+    monkeypatch.setenv("SLURM_GPUS_PER_TASK", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    config = environment(Config(4))
+    place(ranks(4, rank=2))
+    assert config.visible == ["GPU:2"]
 
 
 def test_tensorflow_that_has_started_is_left_alone(environment, capsys):

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 # Options whose value is the next word; all others are one word.
-VALUED = {"-n", "-np", "--hostfile", "-f", "-x", "--bind-to"}
+VALUED = {"-n", "-np", "--hostfile", "-f", "-x", "--bind-to", "--map-by"}
 
 
 def main(name, words):

@@ -18,7 +18,7 @@ LIMIT = 20  # seconds; then no signal came, which is code 9
 
 def main(folder, what, *more):
     rank = os.environ["STAND_IN_RANK"]
-    names = ("HVDX_STRATEGY", "OMP_NUM_THREADS", "PREPARED")
+    names = ("HVDX_STRATEGY", "HVDX_CPUS_PER_TASK", "OMP_NUM_THREADS", "PREPARED")
     record = {"name": "training", "rank": int(rank), "words": [what, *more], "cwd": os.getcwd()}
     record["environment"] = {name: os.environ[name] for name in names if name in os.environ}
     record["went_on"] = (folder / f"saved.{rank}").exists()
