@@ -16,7 +16,8 @@ ENDINGS = (signal.SIGUSR1, signal.SIGTERM)
 class Announcement:
     """Listens for the end of the job, in place of dying of it. For as long as somebody holds it.
 
-    A signal is for the whole process: all that listen hear it, and it stays heard.
+    A signal is for the whole process, and comes once: all that listen hear it, and those that listen later, until it
+    is `obeyed`. Processes that are forked meanwhile do not listen.
 
     Attributes:
         heard: the name of the signal that came; "" while none has.
@@ -29,6 +30,7 @@ class Announcement:
         >>> announcement.heard
         'SIGUSR1'
         >>> announcement.close()
+        >>> obeyed()
     """
 
     def __init__(self) -> None:
@@ -39,6 +41,7 @@ class Announcement:
         if threading.current_thread() is not threading.main_thread():
             return False
         _listening.add(self)
+        self.heard = self.heard or _heard
         for number in ENDINGS:
             handler = signal.getsignal(number)
             if handler is not _note:
@@ -50,14 +53,11 @@ class Announcement:
         """Listen no longer; the last one gives the signals back."""
         _listening.discard(self)
         if not _listening and threading.current_thread() is threading.main_thread():
-            for number, before in _before.items():
-                if signal.getsignal(number) is _note:
-                    signal.signal(number, before if before is not None else signal.SIG_DFL)
-            _before.clear()
+            _give_back()
 
     @staticmethod
     def ignore() -> None:
-        """All is saved, and this process is about to end: not by a signal, which would change its exit code.
+        """All is saved, and this process is about to end: not by another signal, which would change its exit code.
 
         Python gives its own handlers back while it ends, but leaves alone what is ignored.
         """
@@ -68,13 +68,40 @@ class Announcement:
 
 _listening: "weakref.WeakSet[Announcement]" = weakref.WeakSet()
 _before: dict[signal.Signals, Any] = {}
+# For those that are going to listen.
+_heard = ""
+
+
+def obeyed() -> None:
+    """What was heard has been acted on: who listens from now on waits for another signal."""
+    global _heard
+    _heard = ""
 
 
 def _note(number: int, frame: FrameType | None) -> None:
+    global _heard
     listening = list(_listening)
+    if listening:
+        _heard = _heard or signal.Signals(number).name
     for announcement in listening:
         announcement.heard = announcement.heard or signal.Signals(number).name
     if not listening:
         # Nobody is left to save anything: as if nobody had ever listened.
         signal.signal(number, _before.get(signal.Signals(number)) or signal.SIG_DFL)
         os.kill(os.getpid(), number)
+
+
+def _forked() -> None:
+    """A child, of multiprocessing say, has nothing to save: it has to end when its parent tells it to."""
+    _listening.clear()
+    _give_back()
+
+
+def _give_back() -> None:
+    for number, before in _before.items():
+        if signal.getsignal(number) is _note:
+            signal.signal(number, before if before is not None else signal.SIG_DFL)
+    _before.clear()
+
+
+os.register_at_fork(after_in_child=_forked)

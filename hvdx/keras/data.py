@@ -24,10 +24,12 @@ class _Share(NamedTuple):
     Attributes:
         epoch: the number of the order that was drawn last.
         steps: of a pass.
+        samples: of a step of all ranks together.
     """
 
     epoch: weakref.ref[tf.Variable]
     steps: int
+    samples: int
 
 
 def shard(
@@ -110,7 +112,7 @@ def _shard_arrays(
         )
     epochs = tf.Variable(initial_epoch - 1, dtype=tf.int64, trainable=False)
     if shuffle:
-        _epochs.append(_Share(weakref.ref(epochs), steps))
+        _epochs.append(_Share(weakref.ref(epochs), steps, whole))
 
     def batch_of(step: Any, epoch: Any) -> Any:
         begin = step * whole
@@ -179,13 +181,25 @@ def _shard_dataset(
 
 def state() -> tuple[list[int], list[tuple[int, int]]]:
     """What decides the order of this process's shares that are shuffled: epochs, and pairs of seeds."""
-    return [epoch for epoch, _ in _drawn()], list(_seeds)
+    return [int(share.epoch().numpy()) for share in _alive()], list(_seeds)  # type: ignore[union-attr]
 
 
-def _drawn() -> list[tuple[int, int]]:
-    """Of each share that is alive, the number of the order that was drawn last, and the steps of a pass."""
+def _alive() -> list[_Share]:
     _epochs[:] = [share for share in _epochs if share.epoch() is not None]
-    return [(int(share.epoch().numpy()), share.steps) for share in _epochs]  # type: ignore[union-attr]
+    return _epochs
+
+
+def samples_a_step(share: int | None) -> int | None:
+    """How many samples all ranks together take a step from a share that is shuffled.
+
+    Args:
+        share: its number; a negative one counts from the newest, as lists do.
+
+    Returns:
+        So many; None where there is no such share.
+    """
+    alive = _alive()
+    return alive[share].samples if share is not None and -len(alive) <= share < len(alive) else None
 
 
 def begun(drawn: Sequence[int]) -> int | None:
@@ -194,8 +208,8 @@ def begun(drawn: Sequence[int]) -> int | None:
     Args:
         drawn: what `state` said of the epochs before.
     """
-    now = _drawn()
-    found = [i for i, ((epoch, _), before) in enumerate(zip(now, drawn, strict=False)) if epoch > before]
+    now, _ = state()
+    found = [i for i, (epoch, before) in enumerate(zip(now, drawn, strict=False)) if epoch > before]
     return found[0] if len(now) == len(drawn) and len(found) == 1 else None
 
 
@@ -211,12 +225,12 @@ def after(drawn: Sequence[int], batches: int, share: int | None) -> tuple[list[i
         What to `go_on` from, and how many batches of the order that then comes have been trained. Where the share is
         not known, or not there any more, the orders that come next, and 0.
     """
-    now = _drawn()
+    now, _ = state()
     if share is None or len(now) != len(drawn):
-        return [epoch for epoch, _ in now], 0
-    passes, rest = divmod(batches, now[share][1])
+        return now, 0
+    passes, rest = divmod(batches, _epochs[share].steps)
     # The others have gone on by themselves.
-    return [drawn[i] + passes if i == share else epoch for i, (epoch, _) in enumerate(now)], rest
+    return [drawn[i] + passes if i == share else epoch for i, epoch in enumerate(now)], rest
 
 
 def agree(states: list[tuple[list[int], list[tuple[int, int]]]]) -> None:

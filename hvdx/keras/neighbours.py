@@ -180,6 +180,12 @@ def _shows_all(bar: Any, taken: Callable[[], int]) -> Callable[..., None]:
     return on_train_batch_end
 
 
+def append_to_logs(callbacks: list[Any]) -> None:
+    """Have files of metrics go on, which Keras empties where it is not told that a training does."""
+    for logger in [c for c in callbacks if isinstance(c, keras.callbacks.CSVLogger)]:
+        logger.append = True
+
+
 def unmute(callbacks: list[Any]) -> None:
     """Let callbacks hear of models again."""
     for callback in callbacks:

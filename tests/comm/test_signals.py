@@ -1,18 +1,23 @@
 """Who hears a signal when those that listened are gone."""
 
 import gc
+import multiprocessing
+import os
 import signal
+import time
 
 import pytest
 
-from hvdx.comm.signals import ENDINGS, Announcement
+from hvdx.comm.signals import ENDINGS, Announcement, obeyed
 
 
 @pytest.fixture(autouse=True)
 def handlers():
     gc.collect()
     before = {number: signal.signal(number, signal.SIG_DFL) for number in ENDINGS}
+    obeyed()
     yield
+    obeyed()
     for number, handler in before.items():
         signal.signal(number, handler)
 
@@ -39,3 +44,32 @@ def test_listeners_that_were_dropped_leave_the_signal_to_the_handler_before():
     signal.raise_signal(signal.SIGUSR1)
     signal.raise_signal(signal.SIGUSR1)
     assert heard == [signal.SIGUSR1, signal.SIGUSR1]
+
+
+def test_who_listens_later_hears_what_came_until_it_is_obeyed():
+    first = Announcement()
+    first.listen()
+    signal.raise_signal(signal.SIGUSR1)
+    first.close()
+    second, third = Announcement(), Announcement()
+    second.listen()
+    assert second.heard == "SIGUSR1"
+    obeyed()
+    third.listen()
+    assert third.heard == ""
+    second.close()
+    third.close()
+
+
+def test_forked_children_end_when_they_are_told_to():
+    announcement = Announcement()
+    announcement.listen()
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    child.start()
+    time.sleep(0.3)
+    child.terminate()
+    child.join(10)
+    assert child.exitcode == -signal.SIGTERM
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert announcement.heard == "SIGTERM"
+    announcement.close()

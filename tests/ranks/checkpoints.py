@@ -29,7 +29,8 @@ def of_other_ranks(path, ranks, change=lambda rank, arrays: arrays):
     held = [change(rank, arrays) for rank, arrays in enumerate(found)]
     comm.all_gather_object(None, "all have read it")
     if comm.rank == 0:
-        (path / "manifest.json").write_text(json.dumps(manifest | {"ranks": ranks}))
+        samples = manifest["samples"] and manifest["samples"] * ranks // manifest["ranks"]
+        (path / "manifest.json").write_text(json.dumps(manifest | {"ranks": ranks, "samples": samples, "steps": None}))
         for rank, arrays in enumerate(held):
             rewrite(path / of_rank(rank), arrays)
     comm.all_gather_object(None, "all can read it")

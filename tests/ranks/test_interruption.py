@@ -9,11 +9,12 @@ import time
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import hvdx
 import hvdx.keras as hvd
 from hvdx import comm as world
-from hvdx.comm.signals import REQUEUE_CODE
+from hvdx.comm.signals import REQUEUE_CODE, obeyed
 from hvdx.errors import ConfigError
 from hvdx.keras import data as shards
 from hvdx.keras.checkpoint import contents, files, moments
@@ -50,6 +51,7 @@ def _asked_at_every_step(monkeypatch):
     monkeypatch.setattr(moments, "_SECONDS_BETWEEN_POLLS", 0.0)
     before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
     yield
+    obeyed()
     for number, handler in before.items():
         signal.signal(number, handler)
 
@@ -95,10 +97,10 @@ def train(model, folder=None, *callbacks, strategy="all_reduce", epochs=3, batch
     return model.fit(given, epochs=epochs, verbose=0, shuffle=False, callbacks=callbacks, **options).history
 
 
-def interrupted(model, folder, at, number=signal.SIGUSR1, **options):
+def interrupted(model, folder, at, *callbacks, number=signal.SIGUSR1, **options):
     """Fit until the signal, which has to be the end of it."""
     with pytest.raises(SystemExit) as ended:
-        train(model, folder, End(at, number), **options)
+        train(model, folder, End(at, number), *callbacks, **options)
     assert ended.value.code == REQUEUE_CODE == 75
     return model
 
@@ -167,6 +169,14 @@ def test_signals_are_given_back(folder):
     del callback
 
 
+def test_signal_that_came_too_late_for_one_fit_is_obeyed_by_the_next(folder):
+    train(built(), folder / "a", End(steps()), epochs=1)
+    assert names(folder / "a") == ["epoch-0001"]
+    with pytest.raises(SystemExit):
+        train(built(), folder / "b", epochs=1)
+    assert names(folder / "b") == ["epoch-0000-step-00000001"]
+
+
 def test_steps_that_are_executed_together_are_not_parted(folder):
     straight = built(steps_per_execution=2)
     train(straight)
@@ -214,6 +224,44 @@ def test_numbers_from_numpy_and_python_go_on(folder):
     assert drawn == straight
 
 
+def test_order_that_is_drawn_when_a_pass_begins_goes_on(folder):
+    seen = []
+
+    def batches():
+        x, y = models.data()
+        for sample in np.random.permutation(steps() * BATCH).reshape(-1, BATCH):
+            seen.append(sample.tolist())
+            yield x[sample], y[sample]
+
+    def run(*callbacks, save=folder, seed=5):
+        np.random.seed(seed)
+        model = models.compiled(models.network(seed=5), "sgd")
+        np.random.seed(seed)
+        shape = (tf.TensorSpec((BATCH, models.FEATURES)), tf.TensorSpec((BATCH,), tf.int64))
+        given = tf.data.Dataset.from_generator(batches, output_signature=shape)
+        given = given.apply(tf.data.experimental.assert_cardinality(steps()))
+        train(model, save, *callbacks, batches=given, epochs=2)
+
+    run(save=None)
+    straight, seen[:] = list(seen), []
+    with pytest.raises(SystemExit):
+        run(End(3))
+    seen.clear()
+    run(seed=9)
+    # The pass that was begun is read again; what comes before the last pass may have been drawn ahead.
+    assert seen[: steps()] == straight[-2 * steps() : -steps()]
+
+
+def test_files_of_metrics_go_on(folder):
+    def log():
+        return keras.callbacks.CSVLogger(str(folder.parent / "log.csv"))
+
+    interrupted(built(), folder, steps() + 2, log())
+    train(built(), folder, log())
+    rows = everyone((folder.parent / "log.csv").read_text().split() if hvdx.rank() == 0 else None)[0]
+    assert [row.split(",")[0] for row in rows] == ["epoch", "0", "1", "2"]
+
+
 # -- every so often ---------------------------------------------------------------------------------------------------
 
 
@@ -248,6 +296,22 @@ def test_another_number_of_ranks_goes_on_after_as_many_samples(folder, ranks, at
     # What is left of the epoch, or, with fewer steps an epoch than were taken, the next one.
     assert look.batches == [*(range(begins, steps()) if begins else ()), *range(steps()), *range(steps())]
     assert len(history["loss"]) == (3 if begins else 2)
+
+
+def test_steps_of_another_size_go_on_after_as_many_samples(folder):
+    at, half = steps() - 3, hvdx.shard(models.data(), BATCH // 2)
+    interrupted(built(), folder, at)
+    resumed, look = built(seed=1), End(0)
+    train(resumed, folder, look, batches=half, epochs=1)
+    assert look.batches == list(range(2 * at, 2 * steps()))
+
+
+def test_checkpoints_that_follow_steps_of_another_size_are_the_newest(folder):
+    interrupted(built(), folder, steps() - 3)
+    interrupted(built(seed=1), folder, 2, batches=hvdx.shard(models.data(), BATCH // 2))
+    assert names(folder) == [f"epoch-0000-step-{step:08d}" for step in (steps() - 3, 2 * steps() - 4)]
+    interrupted(built(seed=2), folder, 1)
+    assert names(folder) == [f"epoch-0000-step-{step:08d}" for step in (steps() - 3, steps() - 1)]
 
 
 def test_training_that_is_told_to_stop_is_not_asked_for_again(folder):

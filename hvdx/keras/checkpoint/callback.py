@@ -1,17 +1,21 @@
 """`Checkpoint`: a training that can be stopped at any step, and goes on."""
 
+import contextlib
 import os
 import time
+from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any, NamedTuple, NoReturn
 
 import keras
+import numpy as np
 
 from hvdx.comm import Comm
-from hvdx.comm.signals import REQUEUE_CODE, Announcement
+from hvdx.comm.signals import REQUEUE_CODE, Announcement, obeyed
 from hvdx.errors import ConfigError
 from hvdx.keras import data, neighbours
-from hvdx.keras.checkpoint.contents import Data, snapshot
-from hvdx.keras.checkpoint.folder import Folder, Position
+from hvdx.keras.checkpoint.contents import Data, random_states, set_random_states, snapshot
+from hvdx.keras.checkpoint.folder import Folder, Position, positions_in
 from hvdx.keras.checkpoint.moments import Polls, parse
 from hvdx.keras.checkpoint.restoring import Restored, restore_newest, say
 from hvdx.keras.checkpoint.writer import Writer, alike, wait_for_all
@@ -103,6 +107,10 @@ class Checkpoint(keras.callbacks.Callback):
             last = [c for c in others if isinstance(c, Lockstep)]
             # A new list: Keras is iterating over the old one.
             found.callbacks = [*(c for c in others if c not in last), self, *last]
+            with contextlib.suppress(OSError):  # which `Folder.check` tells of, on all ranks
+                # Now, for they open their files before this callback knows where training goes on.
+                if self.resume and positions_in(self.directory):
+                    neighbours.append_to_logs(others)
 
     # -- fit ----------------------------------------------------------------------------------------------------------
 
@@ -128,9 +136,10 @@ class Checkpoint(keras.callbacks.Callback):
             )
         self._once = neighbours.goes_through(self)
         self._writer = Writer(self._folder, self.keep)
-        # Where this pass through the data began, which share it is, batches of it that were trained, and those that
-        # were so before this fit; the step of the epoch, and how many were taken before.
+        # Where this pass through the data began and with which random numbers, which share it is, batches of it that
+        # were trained, and those that were so before this fit; the step of the epoch, and how many were taken before.
         self._drawn: list[int] | None = None
+        self._random: Mapping[str, np.ndarray] = {}
         self._share: int | None = None
         self._looked = False
         self._trained = self._skip = self._step = self._begun = 0
@@ -142,9 +151,7 @@ class Checkpoint(keras.callbacks.Callback):
             self._refuse_what_is_there()
 
     def _go_on(self, restored: Restored) -> None:
-        position, skip = self._now(restored), restored.skip
-        if position != restored.position:
-            skip = max(skip - restored.position.step + position.step, 0) if position.step else 0
+        position, skip = self._now(restored)
         self.model._initial_epoch = position.epoch
         say(f"going on after {position}, from {self.directory}")
         if self._lockstep is not None:
@@ -153,7 +160,13 @@ class Checkpoint(keras.callbacks.Callback):
             return
         self._skip, self._begun = skip, position.step
 
+        # What draws its order when a pass begins, draws the one that was begun.
+        self._random = restored.data.random
+        if self._random:
+            set_random_states(self._random)
+
         def ready(batch: Any) -> None:
+            set_random_states(restored.random)
             self._restore_metrics(restored.metrics, batch)
 
         if not neighbours.begin_later(self, position.step, skip, ready):
@@ -162,17 +175,25 @@ class Checkpoint(keras.callbacks.Callback):
                 "epoch begin later. Remove it, and the one before it is taken."
             )
 
-    def _now(self, restored: Restored) -> Position:
-        """The position among as many ranks as there are now, which together take as many samples a step."""
-        position, size = restored.position, self._comm.size
-        if self._deals_out or not position.step:
-            return position
-        step = position.step * restored.ranks // size
-        step -= step % self.model.steps_per_execution
-        known = self._comm.all_gather_object(self.params.get("steps"), "the steps of an epoch")
-        if any(steps is not None and step >= steps for steps in known):
-            return Position(position.epoch + 1)
-        return Position(position.epoch, step)
+    def _now(self, restored: Restored) -> tuple[Position, int]:
+        """Where that is in steps of today, which may be of more or fewer samples; and batches to skip."""
+        position, was = restored.position, restored.data
+        share = data.samples_a_step(was.share) if was.samples else None
+        known = self._comm.all_gather_object((self._steps_an_epoch, share), "the steps of an epoch")
+        steps, samples = min((steps for steps, _ in known if steps), default=None), known[0][1]
+        pace = Fraction(restored.ranks, self._comm.size)
+        if was.samples and samples:
+            pace = Fraction(was.samples, samples)
+        # But for a step that is not full they tell the same, unless it is other data than it was.
+        if self._once and was.steps and steps and abs(pace * was.steps - steps) > max(pace, 1):
+            pace = Fraction(steps, was.steps)
+        if self._deals_out or pace == 1:
+            return position, was.skip
+        step, skip = int(position.step * pace), int(was.skip * pace)
+        early = step % self.model.steps_per_execution
+        if steps and step - early >= steps:
+            return Position(position.epoch + 1), 0 if self._once else skip
+        return Position(position.epoch, step - early), max(skip - early, 0)
 
     def _restore_metrics(self, values: list[Any], batch: Any) -> None:
         """Let the metrics of the epoch go on, too."""
@@ -202,6 +223,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._epoch, self._step = epoch, self._begun
         if self._once or self._drawn is None:
             self._drawn, self._trained = data.state()[0], self._skip
+            self._random = (self._skip and self._random) or random_states()
         self._begun = self._skip = 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -216,8 +238,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._trained += executed
         self._steps += executed
         self._step += executed
-        steps = self.params.get("steps") if self._lockstep is None else self._lockstep.steps
-        if steps and self._step >= steps:
+        if self._steps_an_epoch and self._step >= self._steps_an_epoch:
             return  # at the end of the epoch
         due = bool(self._every.steps) and self._steps >= self._every.steps
         said = self._ask(f"step {self._step} of epoch {self._epoch + 1}") if self._polls.due() else _NOTHING
@@ -281,11 +302,18 @@ class Checkpoint(keras.callbacks.Callback):
         assert self._writer is not None
         self._writer.start(position, snapshot(self.model, self._comm.rank, self._data(position), bool(position.step)))
 
+    @property
+    def _steps_an_epoch(self) -> int | None:
+        return self.params.get("steps") if self._lockstep is None else self._lockstep.steps
+
     def _data(self, position: Position) -> Data:
         """Where the data are: between two passes, or in one."""
+        drawn = data.state()[0]
+        share = None if self._share is None or len(drawn) <= self._share else self._share - len(drawn)
+        sizes = self._steps_an_epoch, share, data.samples_a_step(share)
         if not self._once and self._drawn is not None:
-            return Data(*data.after(self._drawn, self._trained, self._share))
-        return Data(self._drawn or (), self._trained) if position.step else Data(data.state()[0])
+            return Data(*data.after(self._drawn, self._trained, self._share), *sizes)
+        return Data(self._drawn or (), self._trained, *sizes, self._random) if position.step else Data(drawn, 0, *sizes)
 
     def _is_ending(self) -> bool:
         return self._announcement is not None and bool(self._announcement.heard)
@@ -303,4 +331,5 @@ class Checkpoint(keras.callbacks.Callback):
         say(f"{ending}: saved to {self.directory}, to go on later; ending with exit code {REQUEUE_CODE}")
         # A launcher tells the others to end when the first has.
         Announcement.ignore()
+        obeyed()
         raise SystemExit(REQUEUE_CODE)

@@ -3,7 +3,7 @@
 import importlib
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,10 +23,18 @@ class Data:
     Attributes:
         drawn: of each share that `hvdx.shard` shuffles, the number of the order before the one that comes first.
         skip: batches of that order that were trained.
+        steps: of an epoch; None where nobody knows.
+        share: which of those is trained on, counted from the newest: -1, -2, ...; None where nobody knows.
+        samples: of a step of all ranks together, where the share is known.
+        random: what `random_states` said when the pass through the data began.
     """
 
     drawn: Sequence[int]
     skip: int = 0
+    steps: int | None = None
+    share: int | None = None
+    samples: int | None = None
+    random: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,7 @@ def snapshot(model: Any, rank: int, data: Data, within_epoch: bool = False) -> S
     mine = _own_arrays(model)
     if within_epoch:
         mine |= _numbered("metrics", model.metrics_variables)
+    mine |= {f"pass.{name}": array for name, array in data.random.items()}
     for name, variables in groups.items():
         if rank == 0:
             shared |= {f"{name}.{i}": v for i, v in enumerate(variables) if id(v) not in own}
@@ -74,6 +83,9 @@ def _manifest(
         "hvdx": __version__,
         "drawn": list(data.drawn),
         "skip": data.skip,
+        "steps": data.steps,
+        "share": data.share,
+        "samples": data.samples,
         **{name: [described(v) for v in variables] for name, variables in groups.items()},
         # Of which every rank has its own.
         "own": {name: [i for i in range(len(vs)) if f"{name}.{i}" in mine] for name, vs in groups.items()},

@@ -12,6 +12,7 @@ A checkpoint gets its name when it is complete, so whatever is called epoch-... 
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import socket
@@ -38,7 +39,10 @@ _PATIENCE_SECONDS = 2.0
 _NAME = re.compile(r"epoch-(\d+)(?:-step-(\d+))?")
 _AWAY = ".hvdx-"
 # What a manifest of this format says.
-_KEYS = ("ranks", "epoch", "step", "drawn", "skip", "weights", "optimizer", "own", "optimizers")
+_KEYS = (
+    *("ranks", "epoch", "step", "drawn", "skip", "steps", "share", "samples"),
+    *("weights", "optimizer", "own", "optimizers"),
+)
 
 
 def of_rank(rank: int) -> str:
@@ -176,9 +180,7 @@ class Folder:
         return meet(self.comm, "the folder of checkpoints", self._listed() if self.comm.rank == 0 else None)[0]
 
     def _listed(self) -> list[Position]:
-        entries = self.path.iterdir() if self.path.is_dir() else ()
-        found = (_NAME.fullmatch(entry.name) for entry in entries)
-        return sorted(Position(int(match[1]), int(match[2] or 0)) for match in found if match)
+        return positions_in(self.path)
 
     def at(self, position: Position) -> Path:
         """The folder of one checkpoint."""
@@ -191,6 +193,8 @@ class Folder:
 
     def publish(self, partial: Path, position: Position, keep: int) -> None:
         """Give a complete checkpoint its name, and remove those that are too many. On rank 0 alone.
+
+        Those that seem to be later were made before it, by more or fewer ranks, whose steps are of other sizes.
 
         Args:
             partial: where it is.
@@ -207,7 +211,9 @@ class Folder:
         partial.rename(final)
         sync(self.path)
         shutil.rmtree(replaced, ignore_errors=True)
-        self._remove(self._listed()[:-keep])
+        there = self._listed()
+        self._remove([p for p in there if p > position])
+        self._remove([p for p in there if p <= position][:-keep])
 
     def _remove(self, positions: Sequence[Position]) -> None:
         for position in positions:
@@ -221,6 +227,13 @@ class Folder:
         name = f"damaged-{self.at(position).name}"
         free = next(n for n in (name, *(f"{name}-{i}" for i in range(2, 1000))) if not (self.path / n).exists())
         self.at(position).rename(self.path / free)
+
+
+def positions_in(path: str | os.PathLike[str]) -> list[Position]:
+    """Where the checkpoints of a folder are in the training, as this rank sees them, the newest last."""
+    entries = os.listdir(path) if os.path.isdir(path) else ()
+    found = (_NAME.fullmatch(entry) for entry in entries)
+    return sorted(Position(int(match[1]), int(match[2] or 0)) for match in found if match)
 
 
 class Saved:

@@ -12,7 +12,14 @@ import tensorflow as tf
 from hvdx.errors import CheckpointError, ConfigError, ReplicaError
 from hvdx.keras import data, replicas
 from hvdx.keras.binding import Binding
-from hvdx.keras.checkpoint.contents import accumulated, common_generator, described, generators, set_random_states
+from hvdx.keras.checkpoint.contents import (
+    Data,
+    accumulated,
+    common_generator,
+    described,
+    generators,
+    set_random_states,
+)
 from hvdx.keras.checkpoint.files import Arrays
 from hvdx.keras.checkpoint.folder import Folder, Position, Saved
 from hvdx.keras.optimizer import binding_of, optimizers_of, own_variables
@@ -29,15 +36,17 @@ class Restored:
 
     Attributes:
         position: in the training.
-        skip: batches of the first order of the data that were trained.
+        data: where it was in its data.
         ranks: how many had come there.
         metrics: of the epoch that was begun; empty between two.
+        random: what `random_states` said.
     """
 
     position: Position
-    skip: int
+    data: Data
     ranks: int
     metrics: list[np.ndarray]
+    random: dict[str, np.ndarray]
 
 
 def restore(directory: str | os.PathLike[str], model: Any) -> int | None:
@@ -125,7 +134,7 @@ class _Reading:
         self._variables = self._values()
         self._bindings = self._states()
         mine = self._mine()
-        self._random = dict(mine.part("random."))
+        self._random, self._pass = dict(mine.part("random.")), dict(mine.part("pass."))
         metrics = mine.part("metrics.") if size == self._ranks else {}
         self._metrics = [metrics[str(i)] for i in range(len(metrics))]
 
@@ -155,7 +164,10 @@ class _Reading:
         manifest = self._manifest
         data.go_on(manifest["drawn"])
         position = Position(int(manifest["epoch"]), int(manifest["step"]))
-        return Restored(position, int(manifest["skip"]), self._ranks, self._metrics)
+        was = Data(
+            random=self._pass, **{name: manifest[name] for name in ("drawn", "skip", "steps", "share", "samples")}
+        )
+        return Restored(position, was, self._ranks, self._metrics, self._random)
 
     def _values(self) -> Assignments:
         """Every variable with its value."""
