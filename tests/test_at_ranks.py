@@ -7,7 +7,9 @@ import pytest
 from tests.launch import run
 
 # Seconds for the whole folder; a deadlock in one test ends there, or sooner by Horovod's own limit.
-LIMIT = {2: 1800, 4: 2700}
+LIMIT = {2: 1800, 4: 1800}
+# Tests that run at the least; each file says which do on 4 ranks.
+LEAST = {2: 300, 4: 120}
 
 
 @pytest.mark.parametrize("ranks", sorted(LIMIT))
@@ -18,4 +20,4 @@ def test_folder_passes_at(ranks):
     assert done.code == 0, f"exit status {done.code}"
     assert len(passed) == ranks
     assert len(set(passed)) == 1
-    assert int(passed[0]) > 70
+    assert int(passed[0]) > LEAST[ranks]

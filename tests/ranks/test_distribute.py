@@ -16,6 +16,21 @@ from hvdx.keras import data as shards
 from hvdx.keras import replicas
 from tests.ranks import models
 
+# The others on 1 and on 2 ranks: what they test does not depend on how many more there are.
+AT_ANY_SIZE = {
+    "test_metrics_are_those_over_all_samples",
+    "test_batch_normalisation_statistics_are_averaged",
+    "test_weights_that_no_gradient_reaches_become_the_mean",
+    "test_values_of_a_custom_train_step_become_the_mean_over_ranks",
+    "test_validation_on_one_rank_only_is_an_error_and_no_deadlock",
+    "test_shards_stay_disjoint_whatever_a_rank_has_looked_at",
+    "test_files_are_written_by_rank_0_only_and_are_plain_keras",
+    "test_early_stopping_stops_all_ranks_together",
+    "test_guard_names_the_variable_that_was_changed_on_one_rank",
+    "test_models_of_different_shapes_are_refused",
+    "test_epochs_that_differ_are_refused",
+}
+
 
 def _agreed(value):
     everyone = world.start().all_gather_object(value, "test")

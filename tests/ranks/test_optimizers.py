@@ -13,6 +13,19 @@ from hvdx.keras.graph_binding import GraphBinding
 from hvdx.keras.optimizer import binding_of
 from tests.ranks import models
 
+# The others on 1 and on 2 ranks: what they test does not depend on how many more there are.
+AT_ANY_SIZE = {
+    "test_distribute_equals_one_process_with_the_whole_batch",
+    "test_distribute_compressed_keeps_replicas_identical",
+    "test_distribute_sum_adds_gradients_up",
+    "test_gradient_accumulation_exchanges_once_per_update",
+    "test_mixed_float16_overflow_on_one_rank_skips_the_step_on_all",
+    "test_embedding_rows_are_exchanged",
+    "test_custom_train_step_with_two_optimizers_in_an_unbuilt_model",
+    "test_uneven_data_ends_every_epoch_with_the_shortest_rank",
+    "test_unknown_number_of_steps_is_refused_on_all_ranks",
+}
+
 OPTIMIZERS = {
     "sgd": lambda: keras.optimizers.SGD(0.1),
     "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),

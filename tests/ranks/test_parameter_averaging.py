@@ -18,6 +18,20 @@ from hvdx.strategies import resolve
 from tests.ranks import models
 from tests.ranks.checkpoints import of_other_ranks
 
+# The others on 1 and on 2 ranks: what they test does not depend on how many more there are.
+AT_ANY_SIZE = {
+    "test_each_rank_trains_alone_and_every_period_weights_become_their_mean",
+    "test_with_period_1_what_is_linear_in_gradients_is_all_reduce",
+    "test_ranks_count_by_the_samples_they_saw",
+    "test_statistics_and_moving_averages_end_alike",
+    "test_layers_built_in_the_first_step_are_those_of_rank_0",
+    "test_rank_with_nan_is_left_out",
+    "test_statistics_of_a_rank_with_nan_are_left_out_too",
+    "test_overflow_of_one_rank_skips_its_step_alone",
+    "test_ranks_that_stepped_differently_are_told",
+    "test_training_goes_on_from_the_middle_of_a_period_to_the_bit",
+}
+
 FEATURES, BATCH, STEPS = 6, 8, 10
 
 OPTIMIZERS = {
