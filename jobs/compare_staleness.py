@@ -116,7 +116,7 @@ def run(spelling: str, factor: str, delay: float, seed: int, options: argparse.N
         one = dict.fromkeys(("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"), "1")
         done = subprocess.run(
             command,
-            env=os.environ | one,
+            env={name: value for name, value in os.environ.items() if name != "HVDX_STRATEGY"} | one,
             capture_output=True,
             text=True,
             errors="replace",
@@ -219,6 +219,8 @@ def worker(options: argparse.Namespace) -> int:
         callbacks=[watch] if distribute is None else [distribute, watch],
     )
     end = time.perf_counter() - watch.start
+    if watch.keeps:
+        watch.kept.append((end, model.get_weights()))
     curve: list[tuple[float, float]] = []
     for i, (seconds, weights) in enumerate(watch.kept):
         # Once there, only the end is still of interest.
@@ -239,6 +241,7 @@ def make_watch(delay: float, keeps: bool) -> Any:
     class Watch(keras.callbacks.Callback):
         def __init__(self) -> None:
             super().__init__()
+            self.keeps = keeps
             self.steps: list[float] = []
             self.kept: list[tuple[float, Any]] = []
             self.start = self._looked = self._begin = time.perf_counter()

@@ -17,6 +17,7 @@ from hvdx.keras.host_binding import HostBinding
 from hvdx.keras.lockstep import Lockstep
 from hvdx.keras.optimizer import attach, binding_of, detach, optimizers_of, own_ids, own_variables
 from hvdx.keras.optimizer_state import innermost
+from hvdx.keras.server_binding import ServerBinding
 from hvdx.report.counters import Counters
 from hvdx.strategies import ParameterAveraging, ParameterServer, Strategy, Threshold, agree_on_strategy, join, resolve
 from hvdx.strategies.auto import Auto, Measured, TrialExchange
@@ -132,6 +133,9 @@ class Distribute(keras.callbacks.Callback):
         binding = attach(optimizer, self.strategy, name)
         if binding is not bound:
             binding.owner = self
+        elif isinstance(binding, ServerBinding):
+            # A script's own, of which an exception may have left a session with other weights.
+            binding.renew()
         binding.reset()
         return binding
 

@@ -193,7 +193,8 @@ class HostBinding(Binding):
 
         with tf.device("CPU:0"):
             given = [finite, *(tf.cast(t, dtype) for t in tensors)]
-            results = tf.numpy_function(host, given, [dtype] * len(variables))
+            # Outside of a graph a list of one comes as the one.
+            results = tf.nest.flatten(tf.numpy_function(host, given, [dtype] * len(variables)))
         for result, variable in zip(results, variables, strict=True):
             result.set_shape(variable.shape)
         return results

@@ -7,8 +7,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvdx.comm import Comm
-from hvdx.errors import ConfigError
-from hvdx.keras.binding import apply_constraints
+from hvdx.errors import ConfigError, ReplicaError
+from hvdx.keras.binding import apply_constraints, describe
 from hvdx.keras.host_binding import HostBinding
 from hvdx.keras.optimizer_state import innermost, moving_averages
 from hvdx.strategies import ParameterServer
@@ -25,7 +25,8 @@ class ServerBinding(HostBinding):
         strategy, comm, optimizer, name, gain: see `HostBinding`; the optimiser may be a loss-scale one.
 
     Raises:
-        ConfigError: an optimiser whose steps cannot be added up.
+        ConfigError: an optimiser whose steps cannot be added up; of a step also variables whose updates cannot.
+        ReplicaError: of a step and a flush, where some workers take their first step and others flush without one.
     """
 
     def __init__(self, strategy: ParameterServer, comm: Comm, optimizer: Any, name: str, gain: float = 1.0):
@@ -36,9 +37,12 @@ class ServerBinding(HostBinding):
                 f"optimizer {inner.name}: ema_overwrite_frequency sets the weights anew on every worker, and servers "
                 "would add that up. Leave it out: Keras sets them when fit ends."
             )
+        self._label, self._op = f"optimizer {inner.name}", strategy.op
         self._scaler = optimizer if optimizer is not inner else None
         # Whether the servers have the weights, for each list of variables.
         self._begun: dict[tuple[int, ...], tf.Variable] = {}
+        # The lists that were met since the last flush.
+        self._current: set[tuple[int, ...]] = set()
 
     def gradients(self, gradients: Sequence[Any]) -> list[Any]:
         """See `Binding.gradients`: this rank's own."""
@@ -67,6 +71,9 @@ class ServerBinding(HostBinding):
 
     def flush(self) -> None:
         """See `Binding.flush`."""
+        if not self._used:
+            # Others may be opening an exchange in their first step, for which they need this rank.
+            self._meet(opens=False)
         for key in [key for key in self._open if key in self._used]:
             exchange: Any = self._open[key][0]
             variables = self._open[key][1]
@@ -78,6 +85,7 @@ class ServerBinding(HostBinding):
             for variable, value in zip(variables, final, strict=True):
                 variable.assign(tf.cast(value, variable.dtype))
             apply_constraints(variables)
+        self._current.clear()
         self._agree_on_averages()
 
     def hold(self) -> None:
@@ -90,10 +98,19 @@ class ServerBinding(HostBinding):
 
     def reopen(self, variables: Sequence[Any]) -> None:
         """See `Binding.reopen`."""
+        self.renew()
+        super().reopen(variables)
+        self._current.clear()
+
+    def renew(self) -> None:
+        """The weights are about to become others than the servers have: begin anew with those, in the next step.
+
+        What was not sent yet stays. The next step has to be one that is traced.
+        """
         for begun in self._begun.values():
             begun.assign(False)
         self._used.clear()
-        super().reopen(variables)
+        self._current.clear()
 
     def _flag(self, key: tuple[int, ...]) -> tf.Variable:
         if key not in self._begun:
@@ -104,11 +121,59 @@ class ServerBinding(HostBinding):
     def _opened(self, variables: list[Any]) -> Any:
         """See `HostBinding`: what was opened by an earlier fit, which an exception may have ended, begins anew."""
         key = tuple(id(v) for v in variables)
-        earlier = key in self._open and key not in self._used
+        new, earlier = key not in self._open, key in self._open and key not in self._used
+        shared = [] if key in self._current else self._shared(key, variables)
+        if new or earlier:
+            self._refuse_constraints(variables)
+            self._meet(opens=True, shared=shared)
+        elif shared:
+            raise self._overlapping(shared)
         exchange: Any = super()._opened(variables)
         if earlier:
             exchange.renew()
+        self._current.add(key)
         return exchange
+
+    def _shared(self, key: tuple[int, ...], variables: Sequence[Any]) -> list[str]:
+        """Variables that are in another list as well, one that the servers hold."""
+        held = {i for other in self._current - {key} for i in other}
+        return [describe(v).name for v in variables if id(v) in held]
+
+    def _meet(self, opens: bool, shared: Sequence[str] = ()) -> None:
+        """Have all ranks open an exchange, or all flush without one. Collective."""
+        everyone = self.comm.all_gather_object((opens, list(shared)), f"the first step of {self.name}")
+        idle = [rank for rank, (theirs, _) in enumerate(everyone) if not theirs]
+        if 0 < len(idle) < len(everyone):
+            raise ReplicaError(
+                f"{self._label}: expected a step of every worker before the first flush, got none of "
+                f"worker{'s' * (len(idle) > 1)} {', '.join(map(str, idle))}, while the others take theirs. Take at "
+                "least one step on each worker, or start fewer workers."
+            )
+        found = next((names for _, names in everyone if names), None)
+        if found:
+            raise self._overlapping(found, collective=True)
+
+    def _overlapping(self, shared: Sequence[str], collective: bool = False) -> ConfigError:
+        error = ConfigError(
+            f"{self._label}: variable {shared[0]}: expected it in one of the lists of variables "
+            "between two flushes, got it in two, and servers keep each list apart. Give optimizer.apply the same list "
+            "in every step, or call hvdx.keras.flush(optimizer) before another one."
+        )
+        error.collective = collective
+        return error
+
+    def _refuse_constraints(self, variables: Sequence[Any]) -> None:
+        """What a constraint takes back, each worker takes back: N times, where updates are added up."""
+        if self._op != "sum" or self.comm.size == 1:
+            return
+        for variable in variables:
+            if getattr(variable, "constraint", None) is not None:
+                error = ConfigError(
+                    f"variable {describe(variable).name}: expected none with a constraint under op='sum', got "
+                    f"{type(variable.constraint).__name__}, whose correction every worker pushes. Use op='mean'."
+                )
+                error.collective = True
+                raise error
 
     def _agree_on_averages(self) -> None:
         """Each worker has followed its own way through the weights; what Keras sets in the end is one network."""

@@ -41,7 +41,8 @@ class ParameterServer(HostStrategy):
         bound: of "bound"; 4 by default. 0, with `collect` = number of workers, is synchronous training.
         collect: soft synchronisation: updates that a server waits for, from any workers, before it applies them.
         op: "mean": an update counts 1 / N, so that a learning rate means what it does under `AllReduce`; where it is
-            scaled by its staleness, 1 / collect, since staleness is about N / collect. "sum": it counts in full.
+            scaled by its staleness, (N / collect)^power / N, since staleness is about N / collect. "sum": it counts in
+            full.
         codec: of the updates: "none", "fp16", "bf16", or "threshold:0.01", with the share of elements to send; what is
             not sent stays in a residual. Weights come back as they are.
 
@@ -145,7 +146,8 @@ class ParameterServer(HostStrategy):
         """
         power, share = 0.0, 1 / workers
         if "scale" in self.staleness:
-            power, share = self.power, 1 / min(self.collect, workers)
+            # Exactly 1 / collect for a power of 1.
+            power, share = self.power, workers ** (self.power - 1) / min(self.collect, workers) ** self.power
         if self.op == "sum":
             share = 1.0
         return Plan(workers, elements, dtype, self.codec, self.collect, share, power, self.bound)

@@ -48,6 +48,8 @@ def test_comparison_finds_that_a_slow_worker_holds_up_those_who_wait_for_it(tmp_
         1,
         ["jobs/compare_staleness.py", *small, "--ways", "all_reduce,plain", "--equal", "plain", "--json", str(figures)],
         300,
+        # What is compared is what the job says.
+        {"HVDX_STRATEGY": "parameter_server:servers=1"},
     )
     assert done.code == 0, done
     rows = {(row["way"], row["slow"]): row for row in json.loads(figures.read_text())["rows"]}
@@ -57,6 +59,10 @@ def test_comparison_finds_that_a_slow_worker_holds_up_those_who_wait_for_it(tmp_
     assert slow < first
     assert rows["all_reduce", True]["mean_staleness"] is None
     assert 1.0 <= rows["plain", False]["mean_staleness"] <= 2.5
+    for row in rows.values():
+        # The last look is at the end.
+        end = (sum(row["steps"]) - 4) / row["updates_per_second"]
+        assert row["curve"][-1][0] == pytest.approx(end, rel=0.1)
     assert "2 workers, one of them 10 times slower" in done.out
 
 

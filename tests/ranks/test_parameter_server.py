@@ -52,6 +52,7 @@ AT_ANY_SIZE = {
     "test_two_optimizers_have_servers_for_their_own_weights",
     "test_synchronous_training_resumes_to_the_bit",
     "test_workers_with_different_models_are_told",
+    "test_worker_without_a_step_before_the_first_flush_is_named_by_all",
 }
 
 
@@ -515,6 +516,100 @@ def test_updates_that_overflow_are_refused_though_their_gradients_are_fine(capfd
     assert everyone(binding_of(optimizer).cost().skipped) == [2, *[0] * (hvdx.size() - 1)]
 
 
+# -- what a loop of one's own may do --------------------------------------------------------------------------------
+
+
+def two_weights(strategy):
+    """An optimiser, two weights, and a step on those that are named: it takes 1 from each of their elements."""
+    weights = {name: keras.Variable(np.zeros(FEATURES, "float32"), name=name) for name in ("one", "two")}
+    optimizer = keras.optimizers.SGD(1.0)
+    optimizer.build(list(weights.values()))
+    optimizer = hvd.DistributedOptimizer(optimizer, strategy=strategy)
+
+    traced = {}
+
+    def step(*names):
+        def apply():
+            optimizer.apply([tf.ones(FEATURES)] * len(names), [weights[name] for name in names])
+
+        # One that an exception ended while it was traced cannot be traced again.
+        function = traced.pop(names, None) or tf.function(apply, autograph=False)
+        function()
+        traced[names] = function
+
+    return optimizer, *weights.values(), step
+
+
+def test_lists_that_share_a_variable_are_refused_between_two_flushes():
+    if hvdx.size() == 1:
+        return
+    optimizer, *_, step = two_weights(asynchronous())
+    step("one", "two")
+    with pytest.raises(ConfigError, match=r"variable two: expected it in one of the lists.*keras\.flush") as caught:
+        step("two")
+    assert caught.value.collective
+    hvd.flush(optimizer)
+    # Now that both are known, the ranks need not ask each other any more.
+    step("two")
+    with pytest.raises(tf.errors.OpError, match=r"ConfigError: .* variable two"):
+        step("one", "two")
+    hvd.flush(optimizer)
+
+
+def test_lists_that_share_a_variable_may_follow_each_other():
+    optimizer, first, second, step = two_weights(hvdx.ParameterServer("colocated", op="sum"))
+    for _ in range(2):
+        for names in (("one", "two"), ("two",)):
+            step(*names)
+            hvd.flush(optimizer)
+    np.testing.assert_array_equal(first.numpy(), np.full(FEATURES, -2 * hvdx.size()))
+    np.testing.assert_array_equal(second.numpy(), np.full(FEATURES, -4 * hvdx.size()))
+
+
+def test_lists_that_share_nothing_may_be_used_beside_each_other():
+    optimizer, first, second, step = two_weights(hvdx.ParameterServer("colocated", op="sum"))
+    for _ in range(2):
+        for _ in range(3):
+            step("one")
+            step("two")
+        hvd.flush(optimizer)
+    for variable in (first, second):
+        np.testing.assert_array_equal(variable.numpy(), np.full(FEATURES, -6 * hvdx.size()))
+
+
+def test_constraint_under_a_sum_is_refused_by_name():
+    *_, second, step = two_weights(hvdx.ParameterServer("colocated", op="sum"))
+    second.constraint = keras.constraints.UnitNorm(axis=0)
+    if hvdx.size() == 1:
+        step("one", "two")
+        return
+    with pytest.raises(ConfigError, match=r"variable two: .* got UnitNorm.*Use op='mean'") as caught:
+        step("one", "two")
+    assert caught.value.collective
+    step("one")
+
+
+def test_worker_without_a_step_before_the_first_flush_is_named_by_all():
+    if hvdx.size() == 1:
+        return
+    optimizer, first, second, step = two_weights(asynchronous())
+    hvd.flush(optimizer)  # on all of them it is nothing
+    last = hvdx.size() - 1
+    first_call = (lambda: hvd.flush(optimizer)) if hvdx.rank() == last else (lambda: step("one", "two"))
+    with pytest.raises(
+        ReplicaError, match=rf"optimizer sgd.*: .* got none of worker {last}, .*Take at least one step on each"
+    ):
+        first_call()
+    # They may mend it.
+    for _ in range(2):
+        step("one", "two")
+        hvd.flush(optimizer)
+        if hvdx.rank() < last:
+            step("one", "two")
+        hvd.flush(optimizer)
+    alike([first, second])
+
+
 # -- codecs -----------------------------------------------------------------------------------------------------------
 
 
@@ -737,3 +832,35 @@ def test_fit_that_an_exception_ended_leaves_nothing_behind():
     alone(reduced)
     models.assert_close(served, reduced, 1e-5)
     assert all_steps(count) == STEPS * hvdx.size()
+
+
+@pytest.mark.parametrize("codec", ["none", "threshold:0.2"])
+def test_fit_after_one_that_an_exception_ended_begins_anew_with_a_scripts_own_optimizer(codec):
+    """The first push must not hold what the weights have become since."""
+
+    class Break(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == hvdx.rank() + 1:
+                raise KeyboardInterrupt
+
+    strategy = hvdx.ParameterServer("colocated", codec=codec)
+    model, optimizer = in_a_loop(strategy, OPTIMIZERS["sgd"])
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, strategy, data(10), callbacks=[Break()])
+    everyone("all were interrupted")
+    unsent = Look.unsent(type("", (), {"model": model}))
+    wanted = [np.full_like(w, 3 + hvdx.rank()) for w in model.get_weights()]
+    model.set_weights(wanted)
+    models.compiled(model, optimizer)
+    optimizer.learning_rate = 0.0
+    look = Look()
+    _, _, count = fit(model, strategy, callbacks=[look])
+    assert count.apart == [{}]
+    if hvdx.size() > 1:
+        np.testing.assert_array_equal(look.before, unsent)
+        assert bool(unsent.any()) == (codec != "none")
+    elif codec != "none":
+        return
+    residual = sum(everyone(unsent - look.after)) / hvdx.size() if hvdx.size() > 1 else 0.0
+    got = np.concatenate([w.ravel() for w in model.get_weights()])
+    np.testing.assert_allclose(got, 3 + residual, atol=1e-5)

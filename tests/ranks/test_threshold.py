@@ -299,6 +299,17 @@ def test_custom_loop_with_a_distributed_optimizer():
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.parametrize("strategy", ["threshold:tau=0.001", "parameter_server:servers=colocated"])
+def test_one_variable_in_a_loop_without_a_graph(strategy):
+    weight = keras.Variable(tf.ones(4), name="weight")
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), strategy=strategy)
+    for _ in range(3):
+        optimizer.apply([2 * weight.value], [weight])
+    hvd.flush(optimizer)
+    alike([weight])
+    assert float(weight.numpy()[0]) < 0.9
+
+
 def test_tape_is_refused():
     if hvdx.size() > 1:
         with pytest.raises(ConfigError, match="DistributedOptimizer"):

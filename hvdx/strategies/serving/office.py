@@ -2,6 +2,7 @@
 
 import atexit
 import json
+import os
 import sys
 import threading
 import time
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hvdx.comm import Comm, Letter, Postbox
+from hvdx.comm import Comm, Letter, Postbox, whereabouts
 from hvdx.comm.launcher import kernel_threads
 from hvdx.comm.waiting import LIMIT_VARIABLE, Patience, time_limit
 from hvdx.errors import ExchangeError, HvdxError, WireError
@@ -38,6 +39,9 @@ _NEWS_EVERY = 1.0
 _WARN_SECONDS = 60.0
 # How long a rank whose training is over serves the others before it says so.
 _QUIET_SECONDS = 10.0
+# How long a rank that leaves waits for answers that an exception kept it from waiting for; a server that knows by then
+# that it leaves sends none.
+_LAST_ANSWERS_SECONDS = 1.0
 
 
 def serve(postbox: Postbox, desk: Desk, stop: threading.Event | None = None) -> None:
@@ -48,10 +52,12 @@ def serve(postbox: Postbox, desk: Desk, stop: threading.Event | None = None) -> 
         desk: knows the answers.
         stop: ends it before.
     """
-    patience, next_news, last = Patience(), 0.0, time.monotonic()
+    patience, next_news, last, limit = Patience(), 0.0, time.monotonic(), time_limit()
     while (desk.present or not postbox.left()) and not (stop is not None and stop.is_set()):
         letter = postbox.fetch()
         if letter is None:
+            if not desk.present and time.monotonic() - last > limit:
+                return  # those who left do not take what is still on its way to them
             if time.monotonic() - last > _NAP_AFTER and not postbox.coming:
                 time.sleep(_NAP)
             patience.sleep(_BUSY_SLEEP if postbox.coming else _IDLE_SLEEP)
@@ -87,6 +93,8 @@ class Office:
         self._known: set[int] = set()
         # Sessions that worker 0 has begun, and this one has not.
         self._ready: set[int] = set()
+        # Sessions in which a letter was sent and no answer has come.
+        self._unanswered: set[int] = set()
         self._desk: Desk | None = None
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
@@ -123,10 +131,11 @@ class Office:
             The answers by their session.
 
         Raises:
-            ExchangeError: they did not come within the time limit; it names for whom they wait, where that is known.
+            ExchangeError: for as long as the time limit nothing moved; it names for whom they wait, where that is
+                known.
             WireError, HvdxError: a server did not accept what it was sent.
         """
-        return self._await(deque(letters), {head[1]: to for to, head, _ in letters}, kind, {})
+        return self._wait(deque(letters), {head[1]: to for to, head, _ in letters}, kind, {})
 
     def pass_on_ready(self, session: int) -> None:
         """Tell the other workers, on worker 0, that a session has begun."""
@@ -140,8 +149,18 @@ class Office:
             ExchangeError: it did not within the time limit.
         """
         if session not in self._ready:
-            self._await(deque(), {session: 0}, Kind.READY, {0: [0]})
+            self._wait(deque(), {session: 0}, Kind.READY, {0: [0]})
         self._ready.discard(session)
+
+    def _wait(
+        self, to_send: deque[Call], servers: dict[int, int], kind: Kind, awaited: dict[int, list[int]]
+    ) -> dict[int, Letter]:
+        """Await answers where the watchdog sees it."""
+        whereabouts.enter("an exchange with the servers")
+        try:
+            return self._await(to_send, servers, kind, awaited)
+        finally:
+            whereabouts.leave()
 
     def _await(
         self, to_send: deque[Call], servers: dict[int, int], kind: Kind, awaited: dict[int, list[int]]
@@ -155,13 +174,14 @@ class Office:
             awaited: workers for whom a server waits, as far as that is known.
         """
         answers: dict[int, Letter] = {}
-        begin, limit, patience, warned = time.monotonic(), time_limit(), Patience(), False
+        stillness, limit, patience, warned = _Stillness(self._box), time_limit(), Patience(), False
         while len(answers) < len(servers):
             while to_send and self._box.leaving() < _WINDOW:
+                self._unanswered.add(to_send[0][1][1])
                 self.send(*to_send.popleft())
             letter = self._box.fetch()
             if letter is None:
-                waited = time.monotonic() - begin
+                waited = stillness.seconds(len(answers))
                 if waited > limit:
                     silent = {server for session, server in servers.items() if session not in answers}
                     raise ExchangeError(self._overdue(waited, sorted(silent), awaited))
@@ -171,6 +191,7 @@ class Office:
                 patience.sleep(_BUSY_SLEEP if self._box.coming else _IDLE_SLEEP)
                 continue
             patience.renew()
+            self._note_answer(letter)
             if letter.head[1] not in servers:
                 if letter.head[0] == Kind.READY:
                     self._ready.add(letter.head[1])
@@ -187,6 +208,10 @@ class Office:
                 answers[letter.head[1]] = letter
         return answers
 
+    def _note_answer(self, letter: Letter) -> None:
+        if letter.head[0] != Kind.NEWS:
+            self._unanswered.discard(letter.head[1])
+
     def traffic(self, session: int) -> tuple[int, int]:
         """Bytes that this rank's own server sent to other ranks, and received from them, in a session."""
         return self._desk.traffic(session) if self._desk is not None else (0, 0)
@@ -200,13 +225,21 @@ class Office:
                 self._box.send(server, SERVER_BOX, [Kind.BYE])
 
     def close(self) -> None:
-        """Say good-bye, and serve until the other workers have done so."""
+        """Say good-bye, and serve until the other workers have done so, or the launcher has ended."""
         self.say_good_bye()
-        begin, limit, patience, told = time.monotonic(), time_limit(), Patience(), False
-        while (self._thread is not None and self._thread.is_alive()) or not self._box.left():
+        begin, limit, patience, told, launcher = time.monotonic(), time_limit(), Patience(), False, os.getppid()
+        while True:
+            # What nobody takes would keep its server from ending.
+            while (letter := self._box.fetch()) is not None:
+                self._note_answer(letter)
             waited = time.monotonic() - begin
-            # As long as others train, they need what is served here.
-            if waited > limit and (self._desk is None or self._desk.idle > limit):
+            if self._thread is not None and self._thread.is_alive():
+                # As long as others train they need what is served here, and may say nothing for longer than any limit.
+                if os.getppid() != launcher:
+                    break
+            elif waited > limit or not (
+                self._box.coming or (self._unanswered and waited < min(limit, _LAST_ANSWERS_SECONDS))
+            ):
                 break
             if waited > _QUIET_SECONDS and not told and self._desk is not None:
                 told = True
@@ -234,6 +267,29 @@ class Office:
         if lost:
             text += f"; no word from the server{'s' * (len(lost) > 1)} at rank {', '.join(map(str, lost))}"
         return f"{text}. Look for what they printed last. {LIMIT_VARIABLE}=seconds changes how long ranks wait."
+
+
+class _Stillness:
+    """How long nothing has moved in a box: no letter has left, or come to be accepted, and none has begun to come.
+
+    News are no movement: they say that the servers wait as well.
+    """
+
+    def __init__(self, box: Postbox):
+        self._box, self._seen, self._since = box, (-1, -1), 0.0
+        # Since when a part of a letter is here.
+        self._coming: float | None = None
+
+    def seconds(self, accepted: int) -> float:
+        """Asked while no letter is there, now that so many were accepted."""
+        now, seen = time.monotonic(), (accepted, self._box.leaving())
+        if seen != self._seen:
+            self._seen, self._since = seen, now
+        if not self._box.coming:
+            self._coming = None
+        elif self._coming is None:
+            self._coming = now
+        return now - max(self._since, self._coming or 0.0)
 
 
 def _serve_or_die(postbox: Postbox, desk: Desk, stop: threading.Event) -> None:

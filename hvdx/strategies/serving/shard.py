@@ -35,9 +35,10 @@ class Shard:
 
     Args:
         plan: the rule.
-        weights: plan.dtype[plan.elements]; changed in place.
+        weights: plan.dtype[plan.elements].
 
     Attributes:
+        weights: float64[plan.elements]: an update that counts 1/N may be below the last bit of a float32.
         version: how often updates were applied.
         updates: accepted updates.
         applied: those of them that are in the weights; the others wait for more to come.
@@ -56,7 +57,7 @@ class Shard:
     """
 
     def __init__(self, plan: Plan, weights: np.ndarray):
-        self.plan, self.weights = plan, weights
+        self.plan, self.weights = plan, weights.astype(np.float64)
         self.version = self.updates = self.applied = self.refused = 0
         self._clocks = [0] * plan.workers
         # Those that push; the others have flushed, or are gone.
@@ -128,13 +129,7 @@ class Shard:
         self._collected.clear()
         if not accepted:
             return
-        if len(accepted) == 1:
-            ((_, share, add),) = accepted
+        for _, share, add in sorted(accepted, key=lambda item: item[0]):
             add(self.weights, share)
-        else:
-            total = np.zeros_like(self.weights)
-            for _, share, add in sorted(accepted, key=lambda item: item[0]):
-                add(total, share)
-            np.add(self.weights, total, out=self.weights)
         self.applied += len(accepted)
         self.version += 1

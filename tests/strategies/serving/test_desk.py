@@ -57,6 +57,29 @@ def test_a_session_opens_with_the_weights_and_answers_a_push_with_weights():
     assert body.view(np.float32).tolist() == [11, 22, 33]
 
 
+def test_updates_below_the_last_bit_of_a_weight_are_not_lost():
+    workers, rounds, start = 64, 200, np.array([1.5, -0.3, 1e-3, 700.0])
+    talk = Talk(workers)
+    talk.open(Plan(workers, start.size, share=1 / workers), start.astype(np.float32))
+    weights = start.astype(np.float32)
+    for _ in range(rounds):
+        for worker in range(workers):
+            ((*_, body),) = talk.push(worker, np.float32(1e-6) * weights)
+            weights = body.view(np.float32)
+    alone = start * (1 + 1e-6) ** rounds
+    np.testing.assert_allclose(weights - start, alone - start, rtol=0.01)
+
+
+@pytest.mark.parametrize("rule", [{}, {"collect": 2}], ids=str)
+def test_weights_are_rounded_once(rule):
+    talk = Talk()
+    talk.open(Plan(2, 1, share=0.5, **rule), np.array([2.0**24], np.float32))
+    for _ in range(2):
+        talk.push(0, [1.0])
+        talk.push(1, [1.0])
+    assert talk.weights() == [2.0**24 + 2]
+
+
 def test_opening_answers_only_when_the_weights_are_there():
     talk = Talk()
     (head, body), _ = opening(0, Plan(2, 3), np.zeros(3, np.float32))

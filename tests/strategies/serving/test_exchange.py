@@ -161,7 +161,13 @@ def test_workers_may_come_to_the_beginning_at_any_time():
 
 def test_the_mean_makes_a_step_of_all_as_long_as_one():
     """By default an update counts 1 / N; where it is scaled, its staleness sees to that."""
-    for options, alone in (({}, 0.25), ({"staleness": "scale"}, 1.0), ({"staleness": "scale", "collect": 2}, 0.5)):
+    for options, alone in (
+        ({}, 0.25),
+        ({"staleness": "scale"}, 1.0),
+        ({"staleness": "scale", "collect": 2}, 0.5),
+        ({"staleness": "scale", "power": 0.5}, 0.5),
+        ({"staleness": "scale", "power": 2.0, "collect": 2}, 1.0),
+    ):
 
         def work(comm, options=options):
             exchange = ParameterServer("colocated:1", **options).open(comm, SPECS)
@@ -172,6 +178,19 @@ def test_the_mean_makes_a_step_of_all_as_long_as_one():
 
         for weights in all_fine(run(4, work)):
             np.testing.assert_array_equal(weights, np.full(ELEMENTS, alone, np.float32))
+
+
+def test_in_step_a_scaled_round_of_single_updates_counts_the_harmonic_number():
+    strategy = ParameterServer("colocated:1", staleness="scale+bound", bound=0)
+
+    def work(comm):
+        exchange = strategy.open(comm, SPECS)
+        exchange.begin(zeros())
+        exchange.step([w + np.float32(12) for w in zeros()])
+        return flat(exchange.flush())
+
+    for weights in all_fine(run(4, work)):
+        np.testing.assert_allclose(weights, np.full(ELEMENTS, 12 + 6 + 4 + 3), rtol=1e-6)
 
 
 def test_two_exchanges_may_be_open_at_once():
