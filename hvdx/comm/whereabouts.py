@@ -160,8 +160,11 @@ def verdict(reports: Mapping[int, Report | None], gone: Sequence[int] = ()) -> t
         (most, count), *others = names.most_common()
         absent = [r for r, report in there.items() if not report.collective and not report.serves]
         missing = sorted({*silent, *gone, *absent})
-        if missing or not others:
+        if missing:
             return missing, f"not come to {most}"
+        if not others:
+            who = "workers" if len(there) > count else "ranks"
+            return [], f"all {who} wait in {most}, and nobody is missing"
         if others[0][1] < count:
             return sorted(r for r, name in waiting.items() if name != most), f"not come to {most}, but to another place"
         return [], "the ranks are in different collectives"

@@ -130,6 +130,12 @@ def test_message_has_a_line_for_each_rank():
     ]
 
 
+def test_message_where_all_wait_blames_nobody():
+    text = message({0: waits(), 1: waits(), 2: Report("b", serves=True)}, [], 60)
+    assert text.startswith("hvdx: no progress for 60 s: all workers wait in the updates, and nobody is missing.")
+    assert "rank 2 (b): serves the others" in text
+
+
 def test_message_about_many_ranks_shows_those_that_are_waited_for():
     reports = {r: waits() for r in range(500)} | {499: trains(4)}
     lines = message(reports, [], 60).splitlines()
