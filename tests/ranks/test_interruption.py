@@ -306,6 +306,17 @@ def test_steps_of_another_size_go_on_after_as_many_samples(folder):
     assert look.batches == list(range(2 * at, 2 * steps()))
 
 
+def test_epoch_that_was_made_shorter_than_what_was_trained_of_it_is_over(folder):
+    def repeated():
+        return hvdx.shard(models.data(), BATCH).repeat()
+
+    interrupted(built(), folder, 5, batches=repeated(), steps_per_epoch=8)
+    resumed, look = built(seed=1), End(0)
+    history = train(resumed, folder, look, batches=repeated(), steps_per_epoch=4)
+    assert look.batches == [*range(4), *range(4)]
+    assert len(history["loss"]) == 2
+
+
 def test_checkpoints_that_follow_steps_of_another_size_are_the_newest(folder):
     interrupted(built(), folder, steps() - 3)
     interrupted(built(seed=1), folder, 2, batches=hvdx.shard(models.data(), BATCH // 2))

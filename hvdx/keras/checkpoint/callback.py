@@ -187,11 +187,11 @@ class Checkpoint(keras.callbacks.Callback):
         # But for a step that is not full they tell the same, unless it is other data than it was.
         if self._once and was.steps and steps and abs(pace * was.steps - steps) > max(pace, 1):
             pace = Fraction(steps, was.steps)
-        if self._deals_out or pace == 1:
+        if self._deals_out:
             return position, was.skip
         step, skip = int(position.step * pace), int(was.skip * pace)
         early = step % self.model.steps_per_execution
-        if steps and step - early >= steps:
+        if position.step and steps and step - early >= steps:
             return Position(position.epoch + 1), 0 if self._once else skip
         return Position(position.epoch, step - early), max(skip - early, 0)
 
