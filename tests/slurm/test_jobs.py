@@ -61,9 +61,9 @@ def output(folder):
 
 
 def test_time_limit_is_announced_and_the_requeued_job_ends_with_the_very_weights(cluster, tmp_path, straight):
-    # The steps alone take half a minute; USR1 comes after a quarter or half of one, as Slurm likes.
-    number = cluster.sbatch(job(tmp_path, "--time", "0:02:00", "--signal", "90", seconds=0.2))
-    assert cluster.wait(number, timeout=280) == "COMPLETED", output(tmp_path)
+    # The steps alone take 70 seconds; USR1 comes after 30 to 60, as Slurm likes, when the ranks have long started.
+    number = cluster.sbatch(job(tmp_path, "--time", "0:03:00", "--signal", "120", seconds=0.45))
+    assert cluster.wait(number, timeout=400) == "COMPLETED", output(tmp_path)
     said = output(tmp_path)
     assert int(cluster.show(number)["Restarts"]) >= 1, said
     assert "SIGUSR1 on rank" in said
