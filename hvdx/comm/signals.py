@@ -45,7 +45,8 @@ class Announcement:
         for number in ENDINGS:
             handler = signal.getsignal(number)
             if handler is not _note:
-                _before[number] = handler
+                # Python does not know handlers that were not set from it.
+                _before[number] = handler if handler is not None else signal.SIG_DFL
                 signal.signal(number, _note)
         return True
 
@@ -67,7 +68,7 @@ class Announcement:
 
 
 _listening: "weakref.WeakSet[Announcement]" = weakref.WeakSet()
-_before: dict[signal.Signals, Any] = {}
+_before: dict[int, Any] = {}
 # For those that are going to listen.
 _heard = ""
 
@@ -80,15 +81,15 @@ def obeyed() -> None:
 
 def _note(number: int, frame: FrameType | None) -> None:
     global _heard
-    listening = list(_listening)
-    if listening:
-        _heard = _heard or signal.Signals(number).name
-    for announcement in listening:
-        announcement.heard = announcement.heard or signal.Signals(number).name
+    listening, name = list(_listening), signal.Signals(number).name
     if not listening:
         # Nobody is left to save anything: as if nobody had ever listened.
-        signal.signal(number, _before.get(signal.Signals(number)) or signal.SIG_DFL)
+        signal.signal(number, _before.get(number, signal.SIG_DFL))
         os.kill(os.getpid(), number)
+        return
+    _heard = _heard or name
+    for announcement in listening:
+        announcement.heard = announcement.heard or name
 
 
 def _forked() -> None:
@@ -100,7 +101,7 @@ def _forked() -> None:
 def _give_back() -> None:
     for number, before in _before.items():
         if signal.getsignal(number) is _note:
-            signal.signal(number, before if before is not None else signal.SIG_DFL)
+            signal.signal(number, before)
     _before.clear()
 
 

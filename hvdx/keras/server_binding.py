@@ -121,9 +121,10 @@ class ServerBinding(HostBinding):
     def _opened(self, variables: list[Any]) -> Any:
         """See `HostBinding`: what was opened by an earlier fit, which an exception may have ended, begins anew."""
         key = tuple(id(v) for v in variables)
-        new, earlier = key not in self._open, key in self._open and key not in self._used
-        shared = [] if key in self._current else self._shared(key, variables)
-        if new or earlier:
+        opens = key not in self._used
+        earlier = opens and key in self._open
+        shared = [] if key in self._current else self._shared(variables)
+        if opens:
             self._refuse_constraints(variables)
             self._meet(opens=True, shared=shared)
         elif shared:
@@ -134,9 +135,9 @@ class ServerBinding(HostBinding):
         self._current.add(key)
         return exchange
 
-    def _shared(self, key: tuple[int, ...], variables: Sequence[Any]) -> list[str]:
+    def _shared(self, variables: Sequence[Any]) -> list[str]:
         """Variables that are in another list as well, one that the servers hold."""
-        held = {i for other in self._current - {key} for i in other}
+        held = {i for other in self._current for i in other}
         return [describe(v).name for v in variables if id(v) in held]
 
     def _meet(self, opens: bool, shared: Sequence[str] = ()) -> None:
