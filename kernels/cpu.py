@@ -5,13 +5,14 @@
 
 import mmap
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
+from hvdx.kernels import compiled, cpu_scan, cpu_tiles
 from hvdx.kernels import cpu_decode as dec
 from hvdx.kernels import cpu_encode as enc
-from hvdx.kernels import cpu_scan, cpu_tiles
-from hvdx.kernels.pieces import check_arrays, check_runs, pieces
+from hvdx.kernels.pieces import check_arrays, check_runs, frozen, pieces
 from hvdx.kernels.table import table
 from hvdx.kernels.threads import cut, default_threads, spread
 from hvdx.kernels.tiles import LAYOUT, SHARES, TILE_MAX, Encoded, Layout, Malformed, Runs, check_layout, limit
@@ -20,6 +21,35 @@ from hvdx.kernels.tiles import LAYOUT, SHARES, TILE_MAX, Encoded, Layout, Malfor
 _BUFFER = 1 << 17
 #: Bytes below which a buffer comes from the allocator.
 _SMALL = 1 << 17
+
+
+def prepare(folder: Path) -> compiled.Ready:
+    """Load the compiled kernels of this module from a folder, or compile them there; once in a process.
+
+    Without it, each process compiles a kernel when it first calls it.
+
+    Args:
+        folder: for compiled kernels of all versions; it is made where there is none.
+
+    Returns:
+        How it went. A folder that cannot be written to is no error.
+
+    Example:
+        >>> import tempfile
+        >>> prepare(Path(tempfile.mkdtemp())).outcome in ("compiled", "loaded", "not kept")
+        True
+    """
+    return compiled.prepare(folder, _call_all)
+
+
+def _call_all() -> None:
+    """Call each kernel with each type of arguments: arrays that are read-only are another type to Numba."""
+    values = np.array([0, 1, -2.5, 1e-3] * 80, np.float32)
+    runs = Runs(np.array([values.size]), np.ones(1, np.float32))
+    for update in (values, frozen(values)):
+        tiles = encode([update], np.zeros_like(values), runs, threads=1).tiles
+        decode([(tiles, runs)], 1.0, [np.zeros_like(values)], threads=1)
+        histogram([update], runs.lengths)
 
 
 def check(update: Sequence[np.ndarray], runs: Runs, threads: int | None = None) -> int:
@@ -105,14 +135,14 @@ def encode(
 
     if workspace is None or workspace.fits != (n, len(runs.taus), layout, threads):
         workspace = Workspace(n, len(runs.taus), layout, threads)
-    work, vector = workspace, residual.reshape(-1)
+    work, vector, taus = workspace, residual.reshape(-1), frozen(runs.taus)
 
     def encode_share(i: int) -> list[np.ndarray]:
         place, out, filled, done = work.places[i], work.buffers[i], [], False
         begin = work.borders[i]
         while not done:
             done = enc.encode_regions(
-                begin, work.borders[i + 1], n, work.numbers, rice, vector, where, runs.taus, work.counted[i],
+                begin, work.borders[i + 1], n, work.numbers, rice, vector, where, taus, work.counted[i],
                 work.scratch[i], place, work.records, work.left, work.times, out,
             )  # fmt: skip
             filled.append(out[: place[enc.USED]])
@@ -272,7 +302,7 @@ def inspect(message: np.ndarray, n: int, rice: bool = True, threads: int | None 
         )
     if not message.flags.c_contiguous:
         raise ValueError("message: expected contiguous uint8[bytes]. Pass np.ascontiguousarray(...) of it.")
-    message = _frozen(message)
+    message = frozen(message)
     rows = table(message, n)
     threads = threads or default_threads()
     borders = cut(len(rows), min(threads, max(len(rows) // 8, 1)))
@@ -283,13 +313,6 @@ def inspect(message: np.ndarray, n: int, rice: bool = True, threads: int | None 
         if complaint:
             raise Malformed(f"{_COMPLAINTS[complaint]}, in the tile with its payload at byte {rows[tile, 0]}")
     return rows
-
-
-def _frozen(message: np.ndarray) -> np.ndarray:
-    """A read-only view: Numba would compile once more for a message that is not."""
-    message = message.view()
-    message.flags.writeable = False
-    return message
 
 
 def decode(
@@ -326,7 +349,7 @@ def decode(
     for i, (message, runs) in enumerate(messages):
         check_runs(runs, n, "out")
         try:
-            prepared.append((inspect(message, n, rice, threads), _frozen(message), pieces(out, runs), runs.taus))
+            prepared.append((inspect(message, n, rice, threads), frozen(message), pieces(out, runs), frozen(runs.taus)))
         except Malformed as error:
             raise Malformed(str(error), i) from None
     factor = np.float32(scale)

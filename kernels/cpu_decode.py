@@ -8,6 +8,7 @@ import numpy as np
 from numba import njit
 
 from hvdx.kernels import simd
+from hvdx.kernels.compiled import entry
 from hvdx.kernels.cpu_scan import amount, piece_of
 from hvdx.kernels.cpu_tiles import first_parameter
 from hvdx.kernels.table import ENTRIES, FIRST, LAST, LENGTH, MULTIPLE, START
@@ -122,7 +123,7 @@ def check_plain(address, size, entries, multiple, first, last):
     return 1 if multiple and not larger else 0
 
 
-@njit(nogil=True, error_model="numpy")
+@entry
 def check_tiles(begin, end, table, message, rice):
     """Check the tiles `begin` to `end` of a message: (the first bad one, its complaint), or (-1, 0)."""
     for t in range(begin, end):
@@ -230,7 +231,7 @@ def add_plain(row, message, begin, end, pieces, taus, scale):
         simd.store_float(address_out, simd.load_float(address_out) + (-value if half >> np.uint32(31) else value))
 
 
-@njit(nogil=True, error_model="numpy")
+@entry
 def add_tiles(begin, end, table, message, rice, pieces, taus, scale):
     """Add the entries of a message whose indices lie from `begin` to `end` to the pieces."""
     places, values = np.empty(_READY, np.int64), np.empty(_READY, np.float32)

@@ -7,6 +7,7 @@ them. What regions leave over is joined into tiles of their own when all are don
 import numpy as np
 from numba import njit
 
+from hvdx.kernels.compiled import entry
 from hvdx.kernels.cpu_scan import CHUNK, POSITION, list_entries, list_multiples, piece_of, scan
 from hvdx.kernels.cpu_tiles import HEAD_BYTES, put_tile, put_varint
 from hvdx.kernels.simd import AHEAD
@@ -42,7 +43,7 @@ def drop(entries, waiting, times, multiples, count):
     return multiples - gone
 
 
-@njit(nogil=True, error_model="numpy")
+@entry
 def encode_regions(
     begin, end, n, layout, rice, residual, pieces, taus, counted, scratch, place, records, left, left_times, out
 ):
@@ -145,7 +146,7 @@ def put_shared(place, layout, rice, scratch, records, left, left_times, out):
     return stop != 0
 
 
-@njit(nogil=True, error_model="numpy")
+@entry
 def join(end, layout, rice, scratch, place, records, left, left_times, source, out):
     """Join tiles of regions in `source` and shared tiles into `out`.
 

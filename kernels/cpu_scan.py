@@ -9,6 +9,7 @@ import numpy as np
 from numba import njit
 
 from hvdx.kernels import simd
+from hvdx.kernels.compiled import entry
 from hvdx.kernels.tiles import SHARES
 
 #: Blocks of 64 elements between two looks at the entries: their masks and entries stay in the caches.
@@ -163,7 +164,7 @@ def list_multiples(found, where, masks, origin, residual, pieces, taus, near, en
     return waiting, multiples
 
 
-@njit(nogil=True, error_model="numpy")
+@entry
 def find_fault(begin, end, pieces, limits):
     """The first element from `begin` to `end` that is larger than its limit, or NaN; -1 if there is none."""
     element = begin
@@ -183,7 +184,7 @@ def find_fault(begin, end, pieces, limits):
     return _i64(-1)
 
 
-@njit(nogil=True, error_model="numpy")
+@entry
 def add_histogram(values, bins):
     """Count the sizes of uint32 patterns of float32: the exponent and three bits of the fraction are the bin."""
     for i in range(values.size):

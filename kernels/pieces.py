@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 import numpy as np
-from numba import njit
 
+from hvdx.kernels.compiled import entry
 from hvdx.kernels.tiles import N_MAX, Runs
 
 #: Columns of a table of pieces.
@@ -51,6 +51,13 @@ def aligned(n: int) -> np.ndarray:
     return raw[start : start + 4 * n].view(np.float32)
 
 
+def frozen(array: np.ndarray) -> np.ndarray:
+    """A read-only view: an array that can be written to is another type to Numba, which compiles once more for it."""
+    array = array.view()
+    array.flags.writeable = False
+    return array
+
+
 def check_runs(runs: Runs, n: int, what: str) -> None:
     """Raise ValueError unless `runs` cover n elements with taus that are normal, positive float32."""
     lengths, taus = runs
@@ -59,7 +66,7 @@ def check_runs(runs: Runs, n: int, what: str) -> None:
             f"runs: expected lengths int64[R] and taus float32[R], got {lengths.dtype}{list(lengths.shape)} and "
             f"{taus.dtype}{list(taus.shape)}."
         )
-    complaint = _complaint(lengths, taus, n)
+    complaint = _complaint(frozen(lengths), frozen(taus), n)
     if complaint == 1:
         raise ValueError(
             f"runs: expected lengths of at least 1 that add up to the {n} elements of {what}, got {lengths}."
@@ -68,7 +75,7 @@ def check_runs(runs: Runs, n: int, what: str) -> None:
         raise ValueError(f"tau: expected normal, positive float32, got {taus}.")
 
 
-@njit(nogil=True)
+@entry
 def _complaint(lengths, taus, n):
     """0, or the number of what is wrong. NumPy's reductions take ten times as long on few elements."""
     left = n
@@ -81,7 +88,7 @@ def _complaint(lengths, taus, n):
     return 0 if left == 0 else 1
 
 
-@njit(nogil=True)
+@entry
 def _address(array):
     """Where an array's elements are: a third of what asking NumPy takes when nothing is in the caches."""
     return np.int64(array.ctypes.data)

@@ -3,6 +3,7 @@
 import numpy as np
 from numba import njit
 
+from hvdx.kernels.compiled import entry
 from hvdx.kernels.tiles import TILE_MAX, Malformed
 
 #: Columns of a table of tiles.
@@ -32,7 +33,7 @@ def _varint(data, at):
     return value, at, 1
 
 
-@njit(nogil=True)
+@entry
 def _walk(data, n, rows):
     """Fill `rows` as far as they go: (number of tiles, complaint, offset of the complaint)."""
     at, last, tiles = 0, -1, 0

@@ -13,8 +13,9 @@ COMMUNICATION = {"mpi4py", "horovod"}
 MAY = {
     "kernels": {"numpy", "numba", "llvmlite"},
     "errors": set(),
+    "cache": set(),
     "version": set(),
-    "codec": {"numpy", "xxhash", "hvdx.kernels", "hvdx.errors"},
+    "codec": {"numpy", "xxhash", "hvdx.kernels", "hvdx.cache", "hvdx.errors"},
     "strategies": {"numpy", "hvdx.comm", "hvdx.codec", "hvdx.errors"},
     "report": {"numpy", "hvdx.errors"},
     "comm": None,

@@ -50,7 +50,7 @@ class Check:
 
 
 def software(frameworks: Finding, numba: Finding) -> list[Check]:
-    """Python, hvdx, NumPy, TensorFlow, Keras, Numba."""
+    """Python, hvdx, NumPy, TensorFlow, Keras, Numba, compiled kernels."""
     return [
         Check("Python", "ok", f"{platform.python_version()} ({sys.executable})"),
         Check("hvdx", "ok", __version__),
@@ -97,9 +97,21 @@ def keras(found: Finding) -> Check:
 def _numba(found: Finding) -> list[Check]:
     if not found.facts.get("present"):
         return []
-    if "version" in found.facts:
-        return [Check("Numba", "ok", found.facts["version"])]
-    return [Check("Numba", "warning", found.failure, "pip install --upgrade numba")]
+    if "version" not in found.facts:
+        return [Check("Numba", "warning", found.failure, "pip install --upgrade numba")]
+    return [Check("Numba", "ok", found.facts["version"]), _kernels(found)]
+
+
+def _kernels(found: Finding) -> Check:
+    if "kernels" not in found.facts:
+        return Check("Kernels", "warning", found.failure, "pip install --force-reinstall hvdx")
+    folder = found.facts["folder"]
+    if found.facts["kernels"]:
+        return Check("Kernels", "ok", f"compiled, in {folder}")
+    return Check(
+        "Kernels", "warning", f"none compiled for this machine in {folder}: the first training with Threshold will",
+        "hvdx build-kernels",
+    )  # fmt: skip
 
 
 def mpi4py(found: Finding) -> list[Check]:

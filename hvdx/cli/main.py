@@ -13,6 +13,7 @@ from hvdx.version import __version__
 COMMANDS = (
     "hvdx.cli.doctor",
     "hvdx.cli.build_horovod",
+    "hvdx.cli.build_kernels",
     "hvdx.cli.job",
     "hvdx.cli.bench",
     "hvdx.cli.lab",
@@ -26,6 +27,7 @@ Train Keras 3 models on several machines: one added line in a script, several wa
 _FIRST_STEPS = """\
 first steps:
   hvdx build-horovod              once per environment
+  hvdx build-kernels              once per machine, for Threshold
   hvdx doctor                     is everything in place?
   mpirun -n 2 python train.py     the same script on two workers
 

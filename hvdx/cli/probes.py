@@ -69,6 +69,8 @@ if importlib.util.find_spec("numba") is not None:
     tell(present=True)
     import numba
     tell(version=numba.__version__)
+    from hvdx import cache, codec
+    tell(kernels=codec.Threshold().prepared, folder=str(cache.kernels_folder()))
 """
 
 _RANK = """

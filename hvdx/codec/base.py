@@ -43,6 +43,8 @@ class Codec(abc.ABC, Generic[S]):
     name: ClassVar[str]
     #: The byte by which a message names it.
     number: ClassVar[int]
+    #: Seconds of an idle core that `prepare` takes where nothing is compiled yet.
+    compile_seconds: ClassVar[int] = 0
 
     @abc.abstractmethod
     def init(self, sizes: Sequence[int]) -> S:
@@ -80,6 +82,19 @@ class Codec(abc.ABC, Generic[S]):
         Raises:
             WireError: a message is not of this codec, or not for these sizes; it names the rank. `out` is as it was.
         """
+
+    @property
+    def prepared(self) -> bool:
+        """Whether `prepare` would have nothing to compile."""
+        return True
+
+    def prepare(self) -> str:
+        """Load what is compiled, or compile it and keep it for other processes; `encode` and `decode` do so too.
+
+        Returns:
+            Why it could not be kept, for people; "" where it was, or where there is nothing to compile.
+        """
+        return ""
 
     @abc.abstractmethod
     def restore(self, arrays: Mapping[str, np.ndarray], sizes: Sequence[int]) -> S:

@@ -14,11 +14,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from hvdx.cache import kernels_folder
 from hvdx.codec import frame, tau, varint
 from hvdx.codec.base import Codec, State
 from hvdx.codec.devices import Gpu, Host
 from hvdx.errors import ConfigError, UpdateError, WireError
-from hvdx.kernels import cpu
+from hvdx.kernels import compiled, cpu
 from hvdx.kernels.tiles import Encoded, Malformed, Runs
 
 #: tau where neither it nor a density is asked for: Strom's and Deeplearning4j's, as a power of two.
@@ -115,6 +116,7 @@ class Threshold(Codec[ThresholdState]):
     """
 
     name, number = "threshold", 3
+    compile_seconds = compiled.COMPILE_SECONDS
 
     def __init__(
         self,
@@ -178,7 +180,15 @@ class Threshold(Codec[ThresholdState]):
             device=self._device,
         )
 
+    @property
+    def prepared(self) -> bool:
+        return compiled.is_kept(kernels_folder())
+
+    def prepare(self) -> str:
+        return cpu.prepare(kernels_folder()).why
+
     def encode(self, update: Sequence[np.ndarray], state: ThresholdState) -> tuple[np.ndarray, ThresholdState]:
+        self.prepare()
         sizes = self._device.check(update, "update")
         if sizes != list(state.sizes):
             raise ValueError(f"update: expected arrays of {list(state.sizes)} elements, got {sizes}.")
@@ -201,6 +211,7 @@ class Threshold(Codec[ThresholdState]):
         return frame.seal(message, self.number + (self.index_coding != "rice")), after
 
     def decode(self, messages: Sequence[np.ndarray], out: Sequence[np.ndarray], scale: float = 1.0) -> None:
+        self.prepare()
         n = sum(self._device.check(out, "out", writable=True))
         number = self.number + (self.index_coding == "none")
         bodies = []

@@ -3,13 +3,14 @@
 Whoever trains or waits notes it here, in two assignments; `hvdx.comm.watchdog` reads it from a thread of its own.
 """
 
+import contextlib
 import os
 import socket
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Any
@@ -29,6 +30,12 @@ _place: tuple[str, tuple[int, ...]] = ("", ())
 _waits: dict[int, str] = {}
 _moved = time.monotonic()
 _serves = False
+# By thread: what is being compiled.
+_compiles: dict[int, str] = {}
+_first = False
+# TensorFlow traces a function in the first of these and runs it in the second: its first run optimises the graph, and
+# XLA compiles then. Nothing in Python tells that from waiting, so it counts as compiling for so many seconds only.
+_TRACES, _RUNS, _FIRST_RUN_SECONDS = "func_graph_from_py_func", "quick_execute", 600.0
 
 
 def step(place: str, order: tuple[int, ...] = ()) -> None:
@@ -66,6 +73,29 @@ def leave() -> None:
     _moved = time.monotonic()
 
 
+@contextlib.contextmanager
+def compiling(what: str) -> Iterator[None]:
+    """Note that this thread compiles, which is no stall.
+
+    Args:
+        what: for people, such as "the kernels of Threshold".
+    """
+    global _moved
+    _compiles[threading.get_ident()] = what
+    _moved = time.monotonic()
+    try:
+        yield
+    finally:
+        _compiles.pop(threading.get_ident(), None)
+        _moved = time.monotonic()
+
+
+def first_step(first: bool) -> None:
+    """Note whether the first step of a fit is being taken, in which TensorFlow traces and compiles."""
+    global _first
+    _first = first
+
+
 def serve(serves: bool) -> None:
     """Note whether this rank only answers the others, and is waited for by nobody."""
     global _serves
@@ -98,6 +128,7 @@ class Report:
         lines: of its program, innermost first: "train.py:42 in load".
         serves: whether it only answers the others.
         busy: see `busy`.
+        compiling: what it compiles, or "".
     """
 
     host: str
@@ -108,6 +139,7 @@ class Report:
     lines: tuple[str, ...] = ()
     serves: bool = False
     busy: bool = True
+    compiling: str = ""
 
     def as_json(self) -> dict[str, Any]:
         """Its attributes, for a message."""
@@ -124,6 +156,7 @@ class Report:
         if self.serves:
             return "serves the others"
         parts = [f"waits in {self.collective}"] if self.collective else []
+        parts += [f"compiles {self.compiling}"] if self.compiling else []
         parts.append(self.place or ("" if parts else "in no training step"))
         text = ", ".join(filter(None, parts)) + f", for {self.idle:.0f} s"
         return text + (f"; at {' < '.join(self.lines)}" if self.lines else "")
@@ -133,9 +166,22 @@ def here() -> Report:
     """Where this rank is now; may be called from any thread."""
     place, order = _place
     collective = next(iter(list(_waits.values())), "")
+    compiles = "" if collective else _compiled()
     return Report(
-        socket.gethostname(), place[:_MOST_TEXT], order, collective[:_MOST_TEXT], idle(), _lines(), _serves, busy()
-    )
+        socket.gethostname(), place[:_MOST_TEXT], order, collective[:_MOST_TEXT], idle(), _lines(), _serves, busy(),
+        compiles[:_MOST_TEXT],
+    )  # fmt: skip
+
+
+def _compiled() -> str:
+    """What this process compiles now, or ""."""
+    for what in list(_compiles.values()):
+        return what
+    frames = _frames(_main_frame())
+    if any(f.f_code.co_name == _TRACES and _package(f) == "tensorflow" for f in frames):
+        return "the training step" if _place[0] else "a function of TensorFlow's"
+    running = _first and frames and frames[0].f_code.co_name == _RUNS and idle() < _FIRST_RUN_SECONDS
+    return "the training step" if running and not _others() else ""
 
 
 def verdict(reports: Mapping[int, Report | None], gone: Sequence[int] = ()) -> tuple[list[int], str]:
@@ -172,6 +218,9 @@ def verdict(reports: Mapping[int, Report | None], gone: Sequence[int] = ()) -> t
         return silent, "not answered"
     still = {r: report for r, report in there.items() if report.place}
     longest = max((report.idle for report in still.values()), default=0.0)
+    stuck = [r for r, report in still.items() if not report.compiling]
+    if 0 < len(stuck) < len(still):
+        return stuck, "not come as far as the others"
     stuck = [r for r, report in still.items() if report.idle > _MOVING * longest]
     if len(stuck) < len(still):
         return stuck, "stood still, while others go on"
@@ -199,13 +248,19 @@ def message(
         host = report.host if report is not None else "".join(hosts[rank : rank + 1])
         return f"{rank} ({host})" if host else str(rank)
 
+    def names(ranks: Sequence[int]) -> str:
+        named = ", ".join(map(name, ranks[:_MOST_ROWS]))
+        named += f" and {len(ranks) - _MOST_ROWS} more" * (len(ranks) > _MOST_ROWS)
+        return f"rank{'s' * (len(ranks) > 1)} {named} {'have' if len(ranks) > 1 else 'has'}"
+
     missing, why = verdict(reports, gone)
+    compiling = _awaited_compilers(reports, gone, missing)
+    if compiling:
+        what = Counter(report.compiling for r in compiling if (report := reports[r])).most_common(1)[0][0]
+        return f"hvdx: {names(compiling)} been compiling {what} for {seconds:.0f} s, which takes long only once."
     headline = f"hvdx: no progress for {seconds:.0f} s: "
     if missing:
-        named = ", ".join(map(name, missing[:_MOST_ROWS]))
-        named += f" and {len(missing) - _MOST_ROWS} more" * (len(missing) > _MOST_ROWS)
-        several = len(missing) > 1
-        headline += f"rank{'s' * several} {named} {'have' if several else 'has'} {why}."
+        headline += f"{names(missing)} {why}."
     else:
         headline += f"{why}."
     # Those that are waited for come first where there are too many.
@@ -215,6 +270,16 @@ def message(
         rest = ", for which nobody waits" * (len(missing) <= len(rows))
         lines.append(f"  and {len(reports) - len(rows)} more ranks{rest}")
     return "\n".join(lines)
+
+
+def _awaited_compilers(reports: Mapping[int, Report | None], gone: Sequence[int], missing: Sequence[int]) -> list[int]:
+    """The ranks that compile, where all that the others wait for is that; none where there is a stall."""
+    if gone or any(report is None for report in reports.values()):
+        return []
+    there = {r: report for r, report in reports.items() if report is not None}
+    compiling = [r for r, report in there.items() if report.compiling]
+    awaited = missing or [r for r, report in there.items() if not report.collective and not report.serves]
+    return compiling if set(awaited) <= set(compiling) else []
 
 
 def _row(report: Report | None, gone: bool) -> str:
@@ -243,16 +308,18 @@ def _lines() -> tuple[str, ...]:
 
     A generator that feeds a dataset runs in a thread of TensorFlow's, so the main thread alone does not show it.
     """
-    main = threading.main_thread().ident
-    mine, others = [], []
+    mine = [f for f in _frames(_main_frame()) if not _is_library(f)]
+    return tuple([_line(f) for f in mine[:_MOST_LINES]] + [f"{_line(f)} (in a thread)" for f in _others()[:1]])
+
+
+def _others() -> list[FrameType]:
+    """The innermost frame that is the user's, of each thread but the main one and this one."""
+    skipped = threading.main_thread().ident, threading.get_ident()
+    found = []
     for ident, frame in sys._current_frames().items():
-        theirs = [f for f in _frames(frame) if not _is_library(f)]
-        if ident == main:
-            mine = [_line(f) for f in theirs[:_MOST_LINES]]
-        elif ident != threading.get_ident():
-            users = [f for f in theirs if not _is_standard(f)]
-            others += [f"{_line(f)} (in a thread)" for f in users[:1]]
-    return tuple(mine + others[:1])
+        theirs = [f for f in _frames(frame) if not _is_library(f) and not _is_standard(f)]
+        found += theirs[:1] if ident not in skipped else []
+    return found
 
 
 def _line(frame: FrameType) -> str:

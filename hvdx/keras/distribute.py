@@ -106,6 +106,7 @@ class Distribute(keras.callbacks.Callback):
         self.counters.start()
         if self._comm.size == 1:
             return
+        whereabouts.first_step(True)
         self._alike = False
         self._steps_before = 0
         self._trial_costs = []
@@ -188,6 +189,7 @@ class Distribute(keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         """Leave a plain Keras model behind, but for optimisers that a script tied itself."""
         whereabouts.step("")
+        whereabouts.first_step(False)
         self.counters.finish(self._costs())
         if self._comm.size == 1:
             return
@@ -225,6 +227,7 @@ class Distribute(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """After the first step: did it go through hvdx? Then count, and check when it is time."""
+        whereabouts.first_step(False)
         known = None if isinstance(self.strategy, ParameterServer) else self.params.get("steps")
         self.counters.steps = self.counters.steps_before + min(batch + 1, known or batch + 1)
         if self._comm.size == 1:

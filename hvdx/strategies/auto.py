@@ -11,6 +11,7 @@ from hvdx.errors import ConfigError
 from hvdx.strategies import link
 from hvdx.strategies.all_reduce import AllReduce
 from hvdx.strategies.base import Exchange, HostStrategy, Strategy, TensorSpec, ring_bytes, views
+from hvdx.strategies.compiling import announce
 from hvdx.strategies.telemetry import Telemetry
 from hvdx.strategies.threshold import Threshold
 
@@ -225,6 +226,9 @@ def coding_seconds(elements: int, size: int, density: float, threads: int | None
     timed = min(elements, _TIMED_ELEMENTS)
     update = np.random.default_rng(0).normal(size=timed).astype(np.float32)
     threshold = codec.Threshold(target_density=density, threads=threads)
+    if not threshold.prepared:
+        announce(threshold, "Threshold", ", whose speed decides")
+    threshold.prepare()
     state, out, seconds = threshold.init([timed]), [np.zeros(timed, np.float32)], []
     for _ in range(3):
         begin = time.perf_counter()

@@ -15,6 +15,7 @@ from hvdx.comm.launcher import kernel_threads
 from hvdx.errors import ConfigError, HvdxError, UpdateError
 from hvdx.strategies import link
 from hvdx.strategies.base import Exchange, TensorSpec, agree_on_strategy, agree_on_tensors, views
+from hvdx.strategies.compiling import prepare_together
 from hvdx.strategies.telemetry import Telemetry
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class ThresholdExchange(Exchange):
         self._codec = strategy.make_codec(self._density, self._threads)
         self._bfloat16 = codec.make("bf16")
         self._state: Any = self._codec.init(self._sizes)
-        self._compile()
+        self._compile(comm)
         self._estimate = link.Estimate(link.probe(self._channel)) if strategy.target_density == "link" else None
         self._left: float | None = None
         self._computed = 0.0
@@ -99,8 +100,9 @@ class ThresholdExchange(Exchange):
         self._last: Received | None = None
         self.telemetry = Telemetry(elements=self._n)
 
-    def _compile(self) -> None:
-        """Have the kernels compiled before anything is timed, and wait until they are everywhere."""
+    def _compile(self, comm: Comm) -> None:
+        """Have the kernels compiled and called before anything is timed, and wait until they are everywhere."""
+        prepare_together(self._codec, comm, "Threshold")
         trial, out = np.ones(1, np.float32), np.zeros(1, np.float32)
         message, _ = self._codec.encode([trial], self._codec.init([1]))
         self._codec.decode([message], [out])

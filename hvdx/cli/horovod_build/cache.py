@@ -13,6 +13,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from hvdx.cache import cache_folder
 from hvdx.cli.horovod_build import patches, source
 
 _METADATA = "metadata.json"
@@ -54,12 +55,8 @@ class Key:
 
 
 def root() -> Path:
-    """The folder for everything about Horovod: `HVDX_CACHE`, else hvdx below the user's cache folder."""
-    chosen = os.environ.get("HVDX_CACHE")
-    if chosen:
-        return Path(chosen).expanduser().absolute() / "horovod"
-    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(caches).expanduser().absolute() / "hvdx" / "horovod"
+    """The folder for everything about Horovod."""
+    return cache_folder() / "horovod"
 
 
 def get(key: Key, folder: Path) -> Path | None:

@@ -13,6 +13,7 @@ from hvdx.comm import Comm
 from hvdx.comm.launcher import kernel_threads
 from hvdx.errors import HvdxError, UpdateError
 from hvdx.strategies.base import Exchange, TensorSpec, agree_on_strategy, agree_on_tensors, views
+from hvdx.strategies.compiling import prepare_together
 from hvdx.strategies.serving.messages import Kind, cut
 from hvdx.strategies.serving.office import office_of
 from hvdx.strategies.serving.updates import is_finite, joined_residual, make_codec
@@ -88,6 +89,8 @@ class ServerExchange(Exchange):
         self._n = sum(s.elements for s in specs)
         self._dtype = np.dtype(np.float64 if any(s.itemsize > 4 for s in specs) else np.float32)
         self._codec = make_codec(strategy.codec, kernel_threads(comm.local_size))
+        if self._codec is not None:
+            prepare_together(self._codec, comm, "ParameterServer")
         self._parts = _divided(strategy.server_ranks(comm), self._n, self._dtype.itemsize)
         for part in self._parts:
             part.state = self._codec.init([part.elements]) if self._codec else None

@@ -1,0 +1,49 @@
+"""Kernels that have to be compiled before a codec works: announced by rank 0, once on each machine."""
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from hvdx.comm import Comm, whereabouts
+
+if TYPE_CHECKING:
+    from hvdx.codec import Codec
+
+
+def prepare_together(codec: "Codec[Any]", comm: Comm, what: str) -> None:
+    """Have a codec's kernels loaded or compiled on all ranks. Collective.
+
+    Args:
+        codec: the same on all ranks.
+        comm: the ranks.
+        what: whose kernels they are, for messages.
+    """
+    missing = sum(comm.all_gather_object(not codec.prepared, f"the kernels of {what}"))
+    if missing and comm.rank == 0:
+        announce(codec, what, f" on {missing} of {comm.size} ranks" if comm.size > 1 else "")
+    with whereabouts.compiling(f"the kernels of {what}"):
+        why = codec.prepare()
+    reasons = comm.all_gather_object(why, f"the kernels of {what}")
+    if any(reasons) and comm.rank == 0:
+        rank, reason = next((r, text) for r, text in enumerate(reasons) if text)
+        _say(
+            f"rank {rank} cannot keep the compiled kernels, so each process compiles them again: {reason}. "
+            "Set HVDX_CACHE to a folder that can be written to."
+        )
+
+
+def announce(codec: "Codec[Any]", what: str, where: str = "") -> None:
+    """Say that kernels are about to be compiled.
+
+    Args:
+        codec: that they belong to.
+        what: whose they are.
+        where: on which ranks.
+    """
+    _say(
+        f"compiling the kernels of {what}{where}: about {codec.compile_seconds} s of an idle core, once on each "
+        "machine (`hvdx build-kernels` does it beforehand)"
+    )
+
+
+def _say(text: str) -> None:
+    print(f"hvdx: {text}", file=sys.stderr, flush=True)
