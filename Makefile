@@ -33,6 +33,10 @@ EXTRAS := $(TF),build,jobs,dev$(if $(filter system,$(MPI)),,$(comma)mpi)
 INSTALLED = $(VENV)/.installed-$(MPI)-$(TF)
 HOROVOD = $(VENV)/.horovod-$(MPI)-$(TF)
 
+# Seconds where they are compiled already; a change in kernels/ compiles them again.
+kernels: $(INSTALLED)
+	@$(BIN)/hvdx build-kernels
+
 # What the tests of `hvdx average` make their files with. MXNet's last wheel goes with no NumPy and no Python of today,
 # so it has an environment of its own.
 FRAMEWORKS = $(VENV)/.frameworks-$(MPI)-$(TF)
@@ -42,7 +46,7 @@ MXNET_PYTHON ?= $(PYTHON)
 MXNET_PACKAGES = 'mxnet==1.9.1' 'numpy==1.23.5'
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check fuzz gpu fmt clean
+.PHONY: help venv kernels demo test check fuzz gpu fmt clean
 .DELETE_ON_ERROR:
 
 help:
@@ -57,9 +61,9 @@ help:
 	@echo
 	@echo 'options: MPI=system (the MPI on PATH), PYTHON=python3.12, WORKERS=4, TF=gpu'
 
-venv: $(HOROVOD)
+venv: $(HOROVOD) kernels
 
-demo: $(HOROVOD)
+demo: $(HOROVOD) kernels
 	@echo
 	@echo '$$ $(DEMO)'
 	@$(DEMO)

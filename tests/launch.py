@@ -57,7 +57,10 @@ def run(ranks: int, program: Sequence[str], timeout: float = 120, env: Mapping[s
 
 def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of a test's processes, with `env` added."""
-    return os.environ | _ENVIRONMENT | dict(env or {})
+    given = os.environ | _ENVIRONMENT | dict(env or {})
+    # Behind what a test puts there itself.
+    folders = [given.get("PYTHONPATH", ""), str(ROOT / "tests" / "quick_start")]
+    return given | {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
 
 def run_command(command: Sequence[str], timeout: float = 120, env: Mapping[str, str] | None = None) -> Run:

@@ -80,6 +80,19 @@ def test_rank_0_that_sleeps_is_named_too():
     assert len(stalls(done)) <= 2, done
 
 
+def test_rank_that_compiles_has_not_stalled():
+    code = """
+if rank == 1:
+    with whereabouts.compiling("the kernels of Threshold"):
+        time.sleep(5)
+meet()
+"""
+    done = stall(2, BARE + code)
+    assert done.code == 0, done
+    assert not stalls(done), done
+    assert f"hvdx: rank 1 ({HOST}) has been compiling the kernels of Threshold for" in done.out, done
+
+
 @pytest.mark.parametrize("strategy", ["threshold:tau=0.1", "all_reduce"])
 def test_training_names_rank_host_step_and_line(strategy):
     # Kernels compile for half a minute on cores that are busy.

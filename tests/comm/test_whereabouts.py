@@ -136,6 +136,65 @@ def test_message_where_all_wait_blames_nobody():
     assert "rank 2 (b): serves the others" in text
 
 
+def compiles(idle=60.0, what="the training step", **more):
+    return Report("c", "step 1 of epoch 1", (0, 0), idle=idle, compiling=what, **more)
+
+
+def test_ranks_that_compile_are_told_of_and_blamed_for_nothing():
+    text = message({0: waits(), 1: compiles(what="the kernels of Threshold"), 2: waits()}, [], 60)
+    assert text == "hvdx: rank 1 (c) has been compiling the kernels of Threshold for 60 s, which takes long only once."
+    text = message({0: compiles(), 1: compiles()}, [], 120)
+    assert text.startswith("hvdx: ranks 0 (c), 1 (c) have been compiling the training step for 120 s")
+
+
+@pytest.mark.parametrize(
+    ("reports", "gone", "ranks"),
+    [
+        ([waits(), compiles(), trains(4)], [], "ranks 1 (c), 2 (b) have"),  # one of those that are awaited trains
+        ([compiles(), trains(1), compiles()], [], "rank 1 (b) has"),
+        ([compiles(), None], [], "rank 1 has"),
+        ([compiles(), waits()], [1], "all ranks are at"),
+    ],
+)
+def test_stall_beside_ranks_that_compile_is_a_stall(reports, gone, ranks):
+    assert message(dict(enumerate(reports)), gone, 60).startswith(f"hvdx: no progress for 60 s: {ranks}")
+
+
+def test_here_tells_what_is_compiled():
+    with whereabouts.compiling("the kernels of Threshold"):
+        assert whereabouts.here().compiling == "the kernels of Threshold"
+        assert "compiles the kernels of Threshold" in whereabouts.here().describe()
+    assert whereabouts.here().compiling == ""
+
+
+def test_here_tells_a_function_that_is_traced_and_one_that_runs_for_the_first_time():
+    tf = pytest.importorskip("tensorflow")
+    seen = []
+
+    def look():
+        seen.append(whereabouts.here().compiling)
+        return 0.0
+
+    @tf.function
+    def step(x):
+        look()
+        return tf.py_function(look, [], tf.float32) + x
+
+    try:
+        whereabouts.step("step 1 of epoch 1", (0, 0))
+        whereabouts.first_step(True)
+        step(1.0)
+        whereabouts.first_step(False)
+        step(1.0)
+    finally:
+        whereabouts.first_step(False)
+    traced, first, later = seen
+    assert traced == "the training step"
+    assert later == ""
+    # The look comes from a thread of TensorFlow's, while the main thread runs the function.
+    assert first == "the training step"
+
+
 def test_message_about_many_ranks_shows_those_that_are_waited_for():
     reports = {r: waits() for r in range(500)} | {499: trains(4)}
     lines = message(reports, [], 60).splitlines()

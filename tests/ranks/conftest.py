@@ -1,5 +1,8 @@
 """Tests in this folder are right at any number of ranks: `pytest tests/ranks`, `mpirun -n 4 pytest tests/ranks`.
 
+Each runs at the sizes that it means something at, which `@pytest.mark.sizes` names: 2 ranks where there is no mark.
+Functions run eagerly, since tracing takes most of a test's time; those marked `graph` are traced as users' are.
+Of a parametrised test only the first case is traced, and more than 2 ranks run the first and the last case.
 A test that fails on one rank fails on all, so that the ranks stay in step.
 """
 
@@ -7,9 +10,32 @@ import os
 
 import keras
 import pytest
+import tensorflow as tf
 
 import hvdx
 from hvdx import comm as world
+from hvdx.comm import launcher
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out what does not mean anything at this number of ranks; a test that is named by its id always runs."""
+    launch = launcher.detect()
+    size = launch.size if launch is not None and launch.size else 1
+    named = any("::" in argument for argument in config.args)
+    here = [item for item in items if item.path.parent == config.rootpath / "tests" / "ranks"]
+    cases = {}
+    for item in here:
+        cases.setdefault((item.path, item.function), []).append(item)
+    for item in here:
+        first, last = cases[item.path, item.function][0], cases[item.path, item.function][-1]
+        item.traced = item.get_closest_marker("graph") is not None and item is first
+        marker = item.get_closest_marker("sizes")
+        sizes = marker.args if marker else (2,)
+        item.runs = named or ((size if size <= 2 else 4) in sizes and (size <= 2 or item in (first, last)))
+    left_out = [item for item in here if not item.runs]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,11 +46,8 @@ def comm():
 
 
 @pytest.fixture(autouse=True)
-def _time(request):
-    """Where a file says which of its tests run AT_ANY_SIZE, the others do on 1 and on 2 ranks."""
-    at_any_size = getattr(request.module, "AT_ANY_SIZE", None)
-    if hvdx.size() > 2 and at_any_size is not None and request.function.__name__ not in at_any_size:
-        pytest.skip("runs on 1 and on 2 ranks")
+def _traced(request):
+    tf.config.run_functions_eagerly(not request.node.traced)
 
 
 @pytest.fixture(autouse=True)

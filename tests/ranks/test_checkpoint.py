@@ -29,17 +29,6 @@ STRATEGIES = {
 }
 SPARSE = STRATEGIES["threshold"]
 
-# The others on 1 and on 2 ranks.
-AT_ANY_SIZE = {
-    "test_resumed_training_is_the_uninterrupted_one_to_the_bit",
-    "test_mixed_float16_goes_on",
-    "test_another_number_of_ranks_shares_what_was_not_sent",
-    "test_rank_that_cannot_write_stops_all_and_leaves_the_last_checkpoint",
-    "test_directory_of_each_rank_alone_is_refused",
-    "test_damaged_checkpoint_is_set_aside_for_the_one_before_it",
-    "test_save_and_restore_in_a_loop",
-}
-
 
 @pytest.fixture
 def folder(tmp_path):
@@ -114,6 +103,8 @@ def assert_same(model, other):
         np.testing.assert_array_equal(a.numpy(), b.numpy())
 
 
+@pytest.mark.sizes(1, 2, 4)
+@pytest.mark.graph
 @pytest.mark.parametrize(
     ("strategy", "optimizer"),
     [("all_reduce", "adam"), ("threshold", "sgd"), ("threshold", "adam"), ("overlap", "sgd"), ("gradient", "sgd")],
@@ -135,6 +126,7 @@ def test_resumed_training_is_the_uninterrupted_one_to_the_bit(folder, strategy, 
     assert names(folder) == ["epoch-0003", "epoch-0004"]
 
 
+@pytest.mark.graph
 def test_half_accumulated_gradients_go_on(folder):
     def make():
         return keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=7)
@@ -197,6 +189,8 @@ def test_two_optimizers_go_on(folder):
         np.testing.assert_array_equal(mine["codec.residual"], expected["codec.residual"])
 
 
+@pytest.mark.sizes(2, 4)
+@pytest.mark.graph
 def test_mixed_float16_goes_on(folder):
     keras.config.set_dtype_policy("mixed_float16")
     straight = built()
@@ -232,6 +226,7 @@ class Look(keras.callbacks.Callback):
             self.state = [v.numpy() for v in self.model.optimizer.variables]
 
 
+@pytest.mark.sizes(2, 4)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_another_number_of_ranks_shares_what_was_not_sent(folder, ranks):
     train(built(), 2, SPARSE, hvd.Checkpoint(folder))
@@ -273,6 +268,7 @@ def test_another_strategy_takes_the_shared_part(folder, before, after, capfd):
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sizes(1, 2)
 def test_every_and_keep_say_what_stays(folder):
     train(built(), 5, None, hvd.Checkpoint(folder, every=2, keep=1))
     # And the end, so that nothing is trained twice.
@@ -287,6 +283,7 @@ def test_every_and_keep_say_what_stays(folder):
             hvd.Checkpoint(folder, **bad)
 
 
+@pytest.mark.sizes(1, 2)
 def test_training_that_is_complete_is_restored_and_not_trained(folder):
     done = built()
     train(done, 2, SPARSE, hvd.Checkpoint(folder))
@@ -322,6 +319,7 @@ def test_leftovers_of_a_killed_job_are_removed(folder):
     assert names(folder) == ["epoch-0001", "epoch-0003"]
 
 
+@pytest.mark.sizes(1, 2, 4)
 def test_rank_that_cannot_write_stops_all_and_leaves_the_last_checkpoint(folder, monkeypatch):
     last, model = hvdx.size() - 1, saved(folder, 1, 2)
 
@@ -350,6 +348,7 @@ def test_older_checkpoints_go_only_once_the_new_one_is_there(folder, monkeypatch
     assert names(folder) == ["epoch-0001"]
 
 
+@pytest.mark.sizes(2, 4)
 def test_directory_of_each_rank_alone_is_refused(tmp_path):
     mine = tmp_path / f"of-{hvdx.rank()}" / "ckpt"
     begin, model = time.monotonic(), built()
@@ -387,6 +386,7 @@ def _empty(path):
     path.write_bytes(b"")
 
 
+@pytest.mark.sizes(1, 2, 4)
 @pytest.mark.parametrize(
     ("damage", "name"),
     [
@@ -494,6 +494,7 @@ def test_two_callbacks_are_refused(folder):
 # -- a loop of one's own ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sizes(1, 2, 4)
 def test_save_and_restore_in_a_loop(folder):
     def loop(model, epochs, batches):
         first = checkpoint.restore(folder, model) or 0

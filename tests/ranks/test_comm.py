@@ -4,17 +4,20 @@ from hvdx import comm as world
 from tests.checks import COMM_CHECKS, GRAPH_CHECKS, POSTBOX_CHECKS
 
 
+@pytest.mark.sizes(1, 2, 4)
 @pytest.mark.parametrize("engine", [world.start, world.graph], ids=["start", "graph"])
 @pytest.mark.parametrize("check", COMM_CHECKS.values(), ids=COMM_CHECKS)
 def test_comm_passes(engine, check):
     check(engine())
 
 
+@pytest.mark.sizes(1, 2, 4)
 @pytest.mark.parametrize("check", GRAPH_CHECKS.values(), ids=GRAPH_CHECKS)
 def test_graph_comm_passes(check):
     check(world.graph())
 
 
+@pytest.mark.sizes(1, 2, 4)
 @pytest.mark.parametrize("check", POSTBOX_CHECKS.values(), ids=POSTBOX_CHECKS)
 def test_letters_pass(check):
     check(world.start())

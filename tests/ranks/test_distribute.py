@@ -16,21 +16,6 @@ from hvdx.keras import data as shards
 from hvdx.keras import replicas
 from tests.ranks import models
 
-# The others on 1 and on 2 ranks: what they test does not depend on how many more there are.
-AT_ANY_SIZE = {
-    "test_metrics_are_those_over_all_samples",
-    "test_batch_normalisation_statistics_are_averaged",
-    "test_weights_that_no_gradient_reaches_become_the_mean",
-    "test_values_of_a_custom_train_step_become_the_mean_over_ranks",
-    "test_validation_on_one_rank_only_is_an_error_and_no_deadlock",
-    "test_shards_stay_disjoint_whatever_a_rank_has_looked_at",
-    "test_files_are_written_by_rank_0_only_and_are_plain_keras",
-    "test_early_stopping_stops_all_ranks_together",
-    "test_guard_names_the_variable_that_was_changed_on_one_rank",
-    "test_models_of_different_shapes_are_refused",
-    "test_epochs_that_differ_are_refused",
-}
-
 
 def _agreed(value):
     everyone = world.start().all_gather_object(value, "test")
@@ -43,6 +28,8 @@ def _shared_folder(tmp_path):
     return hvd.broadcast_object(tmp_path, 0)
 
 
+@pytest.mark.sizes(1, 2, 4)
+@pytest.mark.graph
 def test_metrics_are_those_over_all_samples():
     """An AUC is no average of AUCs, and ranks with more validation samples weigh more."""
 
@@ -80,6 +67,7 @@ def test_metrics_are_those_over_all_samples():
         np.testing.assert_allclose(got[name], values, rtol=1e-5, err_msg=name)
 
 
+@pytest.mark.sizes(2, 4)
 def test_batch_normalisation_statistics_are_averaged():
     model = models.compiled(
         models.network(lambda: keras.layers.Dense(5), keras.layers.BatchNormalization, seed=hvdx.rank()), "adam"
@@ -88,6 +76,7 @@ def test_batch_normalisation_statistics_are_averaged():
     models.assert_identical(model)
 
 
+@pytest.mark.sizes(2, 4)
 def test_weights_that_no_gradient_reaches_become_the_mean():
     model = models.network(keras.layers.BatchNormalization, seed=0)
     mean = model.layers[0].moving_mean
@@ -108,6 +97,8 @@ class Chatty(keras.Sequential):
         return {"loss": loss, "rank": float(hvdx.rank())}
 
 
+@pytest.mark.sizes(2, 4)
+@pytest.mark.graph
 @pytest.mark.parametrize("reducer", [hvd.Distribute, hvd.callbacks.MetricAverageCallback])
 @pytest.mark.parametrize("validate", [True, False])
 def test_values_of_a_custom_train_step_become_the_mean_over_ranks(validate, reducer):
@@ -140,6 +131,7 @@ def test_two_reducers_do_not_count_twice():
             models.fit(binary(), [hvd.Distribute(), hvd.Distribute()])
 
 
+@pytest.mark.sizes(2, 4)
 def test_validation_on_one_rank_only_is_an_error_and_no_deadlock():
     model = models.compiled(models.network(seed=0), "sgd")
     options = {"validation_data": models.data(8)} if hvdx.rank() == 0 else {}
@@ -213,6 +205,7 @@ def test_callback_inside_another_still_agrees():
     assert int(model.optimizer.iterations) == 6
 
 
+@pytest.mark.sizes(2, 4)
 def test_shards_stay_disjoint_whatever_a_rank_has_looked_at():
     numbers = np.arange(32)
     share = hvdx.shard((numbers[:, None].astype("float32"), numbers), 4)
@@ -248,6 +241,7 @@ def test_datasets_shuffled_with_different_global_seeds_are_refused():
         shards._seeds.clear()
 
 
+@pytest.mark.sizes(1, 2, 4)
 def test_files_are_written_by_rank_0_only_and_are_plain_keras(tmp_path):
     own = tmp_path / f"rank{hvdx.rank()}"
     own.mkdir()
@@ -278,6 +272,7 @@ def _optimizer_config(path):
     return config
 
 
+@pytest.mark.graph
 def test_backup_and_restore_on_rank_0_restarts_all_ranks(tmp_path):
     folder = _shared_folder(tmp_path) / "backup"
 
@@ -299,6 +294,7 @@ def test_backup_and_restore_on_rank_0_restarts_all_ranks(tmp_path):
     assert int(second.optimizer.iterations) == 4 * (models.SAMPLES // (models.BATCH * hvdx.size()))
 
 
+@pytest.mark.sizes(2, 4)
 def test_early_stopping_stops_all_ranks_together():
     class StopOnLast(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -317,6 +313,7 @@ def test_early_stopping_stops_all_ranks_together():
     assert len(_agreed(history["loss"])) == 2
 
 
+@pytest.mark.sizes(2, 4)
 @pytest.mark.parametrize("every", ["epoch", 3])
 def test_guard_names_the_variable_that_was_changed_on_one_rank(every):
     class Meddle(keras.callbacks.Callback):
@@ -347,6 +344,7 @@ def test_guard_can_be_switched_off():
         hvd.Distribute(check_every=0)
 
 
+@pytest.mark.graph
 def test_train_step_that_bypasses_the_optimizer_is_refused():
     class Bypass(keras.Sequential):
         def train_step(self, batch):
@@ -364,6 +362,7 @@ def test_train_step_that_bypasses_the_optimizer_is_refused():
             models.fit(model, [hvd.Distribute()])
 
 
+@pytest.mark.sizes(2, 4)
 def test_models_of_different_shapes_are_refused():
     model = models.compiled(models.network(lambda: keras.layers.Dense(5 + hvdx.rank())), "sgd")
     if hvdx.size() == 1:
@@ -373,6 +372,7 @@ def test_models_of_different_shapes_are_refused():
             models.fit(model, [hvd.Distribute()])
 
 
+@pytest.mark.sizes(2, 4)
 def test_epochs_that_differ_are_refused():
     model = models.compiled(models.network(), "sgd")
     if hvdx.size() > 1:
@@ -380,6 +380,7 @@ def test_epochs_that_differ_are_refused():
             models.fit(model, [hvd.Distribute()], epochs=1 + hvdx.rank())
 
 
+@pytest.mark.sizes(1, 2)
 def test_counters_tell_what_travelled():
     callback = hvd.Distribute()
     model = models.compiled(models.network(seed=0), "sgd")
@@ -391,6 +392,7 @@ def test_counters_tell_what_travelled():
     assert 0 <= counters.exchange_seconds < counters.seconds
 
 
+@pytest.mark.sizes(1, 2)
 def test_strategy_from_the_environment(monkeypatch):
     monkeypatch.setenv("HVDX_STRATEGY", "all_reduce:compression=fp16")
     assert repr(hvd.Distribute().strategy) == "AllReduce(compression='fp16')"

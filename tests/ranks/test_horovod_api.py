@@ -9,14 +9,8 @@ import hvdx.keras as hvd
 from hvdx.errors import ConfigError, ReplicaError
 from tests.ranks import models
 
-# The others on 1 and on 2 ranks: what they test does not depend on how many more there are.
-AT_ANY_SIZE = {
-    "test_functions_agree_with_numpy",
-    "test_horovod_style_script_trains_like_one_process",
-    "test_tape_sums_where_asked",
-}
 
-
+@pytest.mark.sizes(1, 2, 4)
 def test_functions_agree_with_numpy():
     size, rank = hvd.size(), hvd.rank()
     assert hvd.is_initialized()
@@ -75,6 +69,8 @@ def test_what_is_not_supported_says_so(call, named):
         call()
 
 
+@pytest.mark.sizes(1, 2, 4)
+@pytest.mark.graph
 def test_horovod_style_script_trains_like_one_process():
     optimizer = hvd.DistributedOptimizer(
         keras.optimizers.SGD(0.1, momentum=0.9),
@@ -137,6 +133,8 @@ def test_schedule_refuses_a_rate_that_cannot_be_set():
         models.fit(model, [hvd.callbacks.LearningRateScheduleCallback(0.1, 0.5)])
 
 
+@pytest.mark.sizes(1, 2)
+@pytest.mark.graph
 def test_load_model_goes_on_with_the_state(tmp_path):
     model = models.compiled(models.network(seed=0), hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)))
     models.fit(model, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
@@ -150,6 +148,7 @@ def test_load_model_goes_on_with_the_state(tmp_path):
     models.assert_close(loaded, model)
 
 
+@pytest.mark.sizes(1, 2)
 def test_best_model_checkpoint_saves_on_rank_0(tmp_path):
     model = models.compiled(models.network(seed=0), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
     best = hvd.callbacks.BestModelCheckpoint(monitor="loss")
@@ -167,6 +166,7 @@ def test_broadcast_variables_refuses_other_shapes():
             hvd.broadcast_variables(variables, 0)
 
 
+@pytest.mark.sizes(1, 2)
 @pytest.mark.parametrize("graph", [False, True])
 def test_tape_takes_keras_variables_alone_or_in_a_structure(graph):
     rank, size = hvd.rank(), hvd.size()
@@ -195,6 +195,7 @@ def test_tape_listens_to_the_environment_and_refuses_two_answers(monkeypatch):
         hvd.DistributedGradientTape(tf.GradientTape(), op=hvd.Sum, strategy="all_reduce")
 
 
+@pytest.mark.sizes(2, 4)
 def test_tape_sums_where_asked():
     variable = keras.Variable(3.0)
     with hvd.DistributedGradientTape(tf.GradientTape(), op=hvd.Sum) as tape:

@@ -32,14 +32,6 @@ STRATEGIES = {
 }
 
 
-# The others on 1 and on 2 ranks: with more of them than cores they take minutes.
-AT_ANY_SIZE = {
-    "test_training_that_was_stopped_in_mid_epoch_is_the_uninterrupted_one_to_the_bit",
-    "test_parameter_server_stops_and_takes_the_steps_that_are_left",
-    "test_disk_that_is_full_stops_all_ranks_soon",
-}
-
-
 @pytest.fixture
 def folder(tmp_path):
     """One folder for all ranks."""
@@ -114,6 +106,8 @@ def assert_same(model, other):
         np.testing.assert_array_equal(a.numpy(), b.numpy())
 
 
+@pytest.mark.sizes(1, 2, 4)
+@pytest.mark.graph
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_training_that_was_stopped_in_mid_epoch_is_the_uninterrupted_one_to_the_bit(folder, strategy):
     straight = built()
@@ -141,6 +135,7 @@ def test_stopped_again_and_again(folder):
     assert_same(resumed, straight)
 
 
+@pytest.mark.sizes(1, 2)
 def test_sigterm_ends_it_as_well(folder):
     interrupted(built(), folder, 2, number=signal.SIGTERM)
     assert names(folder) == ["epoch-0000-step-00000002"]
@@ -157,6 +152,7 @@ def test_training_that_ends_anyway_ends_as_usual(folder):
     assert names(folder) == ["epoch-0002", "epoch-0003"]
 
 
+@pytest.mark.sizes(1, 2)
 def test_signals_are_given_back(folder):
     gc.collect()  # callbacks of other tests, whose fits did not come to their end
     before = [signal.SIG_DFL, signal.SIG_DFL]
@@ -177,6 +173,7 @@ def test_signal_that_came_too_late_for_one_fit_is_obeyed_by_the_next(folder):
     assert names(folder / "b") == ["epoch-0000-step-00000001"]
 
 
+@pytest.mark.graph
 def test_steps_that_are_executed_together_are_not_parted(folder):
     straight = built(steps_per_execution=2)
     train(straight)
@@ -265,6 +262,7 @@ def test_files_of_metrics_go_on(folder):
 # -- every so often ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sizes(1, 2)
 def test_every_so_many_steps(folder):
     train(built(), folder, epochs=2, every=f"{steps() - 1} steps")
     # The second time in the last but one step of the second epoch, and then the end.
@@ -284,6 +282,7 @@ def test_every_so_many_minutes_by_the_clock_of_rank_0(folder):
     assert names(folder / "seldom") == ["epoch-0002"]
 
 
+@pytest.mark.sizes(1, 2)
 @pytest.mark.parametrize(("ranks", "at", "begins"), [(2, 4, 4), (1, 3, 1), (4, 2, 4), (8, 11, None)])
 def test_another_number_of_ranks_goes_on_after_as_many_samples(folder, ranks, at, begins):
     if hvdx.size() != 2:
@@ -400,6 +399,7 @@ def test_training_waits_for_the_copy_and_not_for_the_disk(folder, monkeypatch):
     assert names(folder)[-1] == "epoch-0001"
 
 
+@pytest.mark.sizes(2, 4)
 def test_disk_that_is_full_stops_all_ranks_soon(folder, monkeypatch):
     def full(contents):
         raise OSError(28, "No space left on device")
@@ -422,6 +422,7 @@ def test_disk_that_is_full_stops_all_ranks_soon(folder, monkeypatch):
 # -- a parameter server -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sizes(2, 4)
 def test_parameter_server_stops_and_takes_the_steps_that_are_left(folder):
     if hvdx.size() == 1:
         return

@@ -13,19 +13,6 @@ from hvdx.keras.graph_binding import GraphBinding
 from hvdx.keras.optimizer import binding_of
 from tests.ranks import models
 
-# The others on 1 and on 2 ranks: what they test does not depend on how many more there are.
-AT_ANY_SIZE = {
-    "test_distribute_equals_one_process_with_the_whole_batch",
-    "test_distribute_compressed_keeps_replicas_identical",
-    "test_distribute_sum_adds_gradients_up",
-    "test_gradient_accumulation_exchanges_once_per_update",
-    "test_mixed_float16_overflow_on_one_rank_skips_the_step_on_all",
-    "test_embedding_rows_are_exchanged",
-    "test_custom_train_step_with_two_optimizers_in_an_unbuilt_model",
-    "test_uneven_data_ends_every_epoch_with_the_shortest_rank",
-    "test_unknown_number_of_steps_is_refused_on_all_ranks",
-}
-
 OPTIMIZERS = {
     "sgd": lambda: keras.optimizers.SGD(0.1),
     "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
@@ -47,17 +34,22 @@ def trained_like_one_process(make, layers=(), tolerance=2e-5, distribute=None, *
     return model
 
 
+@pytest.mark.sizes(1, 2, 4)
+@pytest.mark.graph
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_distribute_equals_one_process_with_the_whole_batch(name):
     trained_like_one_process(OPTIMIZERS[name])
 
 
+@pytest.mark.sizes(2, 4)
+@pytest.mark.graph
 @pytest.mark.parametrize("spec", ["all_reduce:compression=fp16", "all_reduce:compression=bf16", "all_reduce:groups=3"])
 def test_distribute_compressed_keeps_replicas_identical(spec):
     tolerance = 2e-5 if "groups" in spec else 3e-2
     trained_like_one_process(OPTIMIZERS["momentum"], tolerance=tolerance, distribute=hvd.Distribute(spec))
 
 
+@pytest.mark.sizes(2, 4)
 def test_distribute_sum_adds_gradients_up():
     model = models.compiled(models.network(seed=hvdx.rank()), keras.optimizers.SGD(0.1 / hvdx.size()))
     models.fit(model, [hvd.Distribute(hvdx.AllReduce(op="sum"))])
@@ -66,6 +58,8 @@ def test_distribute_sum_adds_gradients_up():
     models.assert_close(model, reference)
 
 
+@pytest.mark.sizes(2, 4)
+@pytest.mark.graph
 def test_gradient_accumulation_exchanges_once_per_update():
     callback = hvd.Distribute()
     trained_like_one_process(lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=3), distribute=callback)
@@ -88,6 +82,7 @@ def test_gradient_accumulation_may_be_under_way_when_replicas_are_compared():
     models.assert_close(model, reference)
 
 
+@pytest.mark.sizes(1, 2)
 @pytest.mark.parametrize("average", [True, False])
 def test_backward_passes_per_step_sums_or_averages(average):
     optimizer = hvd.DistributedOptimizer(
@@ -103,6 +98,8 @@ def test_backward_passes_per_step_sums_or_averages(average):
     models.assert_close(model, reference)
 
 
+@pytest.mark.sizes(2, 4)
+@pytest.mark.graph
 def test_mixed_float16_overflow_on_one_rank_skips_the_step_on_all():
     keras.config.set_dtype_policy("mixed_float16")
     model = models.compiled(models.network(seed=0), keras.optimizers.SGD(0.1, momentum=0.9))
@@ -117,6 +114,7 @@ def test_mixed_float16_overflow_on_one_rank_skips_the_step_on_all():
     assert float(model.optimizer.dynamic_scale) == 2.0**14
 
 
+@pytest.mark.graph
 def test_mixed_float16_trains_on():
     keras.config.set_dtype_policy("mixed_float16")
     model = models.compiled(models.network(seed=0), keras.optimizers.Adam(0.01))
@@ -127,6 +125,7 @@ def test_mixed_float16_trains_on():
     assert any((a != b).any() for a, b in zip(before, model.get_weights(), strict=True))
 
 
+@pytest.mark.graph
 def test_mixed_float16_through_distributed_optimizer_agrees_too():
     keras.config.set_dtype_policy("mixed_float16")
     model = models.compiled(models.network(seed=0), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
@@ -149,6 +148,7 @@ def test_mixed_float16_wrapped_too_late_is_refused():
             models.fit(model, [])
 
 
+@pytest.mark.graph
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_jit_compile_is_switched_off_and_back_on(capsys):
     def make():
@@ -164,6 +164,7 @@ def test_run_eagerly_trains_alike():
     trained_like_one_process(OPTIMIZERS["momentum"], run_eagerly=True)
 
 
+@pytest.mark.graph
 def test_steps_per_execution_trains_alike():
     trained_like_one_process(OPTIMIZERS["momentum"], steps_per_execution=2)
 
@@ -180,6 +181,8 @@ def test_frozen_layer_stays_as_rank_0_has_it():
 
 
 # Dense and Adam do not go together here: for repeated rows Keras' Adam takes another step than for the whole table.
+@pytest.mark.sizes(2, 4)
+@pytest.mark.graph
 @pytest.mark.parametrize(("sparse", "name"), [("gather", "momentum"), ("gather", "adam"), ("dense", "momentum")])
 def test_embedding_rows_are_exchanged(sparse, name):
     make = OPTIMIZERS[name]
@@ -213,6 +216,8 @@ def test_variable_without_gradient_is_left_alone():
     trained_like_one_process(OPTIMIZERS["momentum"], layers=[Idle, lambda: keras.layers.Dense(5)])
 
 
+@pytest.mark.sizes(2, 4)
+@pytest.mark.graph
 def test_custom_train_step_with_two_optimizers_in_an_unbuilt_model():
     class Pairs(models.TwoPlayers):
         def apply_other(self, gradients, variables):
@@ -229,6 +234,7 @@ def _everyone(value):
     return world.start().all_gather_object(value, "test")
 
 
+@pytest.mark.graph
 def test_model_compiled_twice_and_fitted_twice():
     callback = hvd.Distribute()
     model = models.compiled(models.network(seed=hvdx.rank()), OPTIMIZERS["momentum"]())
@@ -254,6 +260,7 @@ def test_fit_without_the_callback_afterwards_trains_alone():
         models.fit(model, [])
 
 
+@pytest.mark.sizes(2, 4)
 def test_uneven_data_ends_every_epoch_with_the_shortest_rank():
     x, y = models.data()
     batches = 3 + hvdx.rank()
@@ -266,6 +273,7 @@ def test_uneven_data_ends_every_epoch_with_the_shortest_rank():
     assert int(model.optimizer.iterations) == 9
 
 
+@pytest.mark.sizes(2, 4)
 def test_unknown_number_of_steps_is_refused_on_all_ranks():
     dataset = tf.data.Dataset.from_tensor_slices(models.data()).batch(4).filter(lambda x, y: True)
     model = models.compiled(models.network(), OPTIMIZERS["sgd"]())
@@ -278,6 +286,7 @@ def test_unknown_number_of_steps_is_refused_on_all_ranks():
         models.assert_identical(model)
 
 
+@pytest.mark.graph
 def test_partial_last_execution_is_not_taken_for_a_full_one():
     """Keras counts 6 batches in executions of 4 as 8 steps; the rank that has only 6 must say so."""
     x, y = models.data(32)
@@ -293,6 +302,7 @@ def test_partial_last_execution_is_not_taken_for_a_full_one():
             callback._last.check_enough(6)
 
 
+@pytest.mark.graph
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_steps_are_counted_within_executions():
     """Every step counts, the skipped and the accumulated ones too."""
@@ -315,6 +325,7 @@ def test_steps_are_counted_within_executions():
         assert counted == ([6, 12] if hvdx.size() > 1 else [None, None])
 
 
+@pytest.mark.graph
 def test_groups_leave_before_the_last_gradient_is_there():
     """The first collective of two must not wait for the gradients of the second."""
     if hvdx.size() == 1:

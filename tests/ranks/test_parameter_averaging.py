@@ -18,20 +18,6 @@ from hvdx.strategies import resolve
 from tests.ranks import models
 from tests.ranks.checkpoints import of_other_ranks
 
-# The others on 1 and on 2 ranks: what they test does not depend on how many more there are.
-AT_ANY_SIZE = {
-    "test_each_rank_trains_alone_and_every_period_weights_become_their_mean",
-    "test_with_period_1_what_is_linear_in_gradients_is_all_reduce",
-    "test_ranks_count_by_the_samples_they_saw",
-    "test_statistics_and_moving_averages_end_alike",
-    "test_layers_built_in_the_first_step_are_those_of_rank_0",
-    "test_rank_with_nan_is_left_out",
-    "test_statistics_of_a_rank_with_nan_are_left_out_too",
-    "test_overflow_of_one_rank_skips_its_step_alone",
-    "test_ranks_that_stepped_differently_are_told",
-    "test_training_goes_on_from_the_middle_of_a_period_to_the_bit",
-}
-
 FEATURES, BATCH, STEPS = 6, 8, 10
 
 OPTIMIZERS = {
@@ -109,6 +95,8 @@ def far(model, other):
 # -- the arithmetic -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sizes(1, 2, 4)
+@pytest.mark.graph
 @pytest.mark.parametrize("average_optimizer", [True, False])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_each_rank_trains_alone_and_every_period_weights_become_their_mean(name, average_optimizer):
@@ -131,6 +119,7 @@ def test_each_rank_trains_alone_and_every_period_weights_become_their_mean(name,
         assert cost.sent == cost.averages * ring
 
 
+@pytest.mark.sizes(2, 4)
 @pytest.mark.parametrize("name", ["sgd", "momentum", "nesterov"])
 @pytest.mark.parametrize("average_optimizer", [True, False])
 def test_with_period_1_what_is_linear_in_gradients_is_all_reduce(name, average_optimizer):
@@ -149,6 +138,7 @@ def test_what_is_not_linear_or_a_longer_period_is_not_all_reduce(name, period):
     assert (far(averaged, reduced) > 1e-4) == (hvdx.size() > 1)
 
 
+@pytest.mark.graph
 def test_schedule_is_short_first_and_longer_later():
     model = network(OPTIMIZERS["momentum"]())
     given = data(hvdx.rank())
@@ -159,6 +149,7 @@ def test_schedule_is_short_first_and_longer_later():
     alike(model.weights)
 
 
+@pytest.mark.sizes(2, 4)
 def test_ranks_count_by_the_samples_they_saw():
     sizes = [2 + rank for rank in range(hvdx.size())]
     model, mine = network(OPTIMIZERS["momentum"]()), sizes[hvdx.rank()]
@@ -171,12 +162,15 @@ def test_ranks_count_by_the_samples_they_saw():
 # -- Keras ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sizes(2, 4)
 def test_statistics_and_moving_averages_end_alike():
     model = network(keras.optimizers.Adam(0.02, use_ema=True, ema_momentum=0.9), keras.layers.BatchNormalization())
     fit(model, hvdx.ParameterAveraging(4, average_optimizer=False), epochs=2, check_every=3)
     alike(model.weights)
 
 
+@pytest.mark.sizes(2, 4)
+@pytest.mark.graph
 def test_layers_built_in_the_first_step_are_those_of_rank_0():
     def unbuilt(rank):
         keras.utils.set_random_seed(rank)
@@ -220,6 +214,7 @@ def data_of_classes():
     return x, y.astype("int64")
 
 
+@pytest.mark.sizes(2, 4)
 def test_rank_with_nan_is_left_out():
     x, y = data(hvdx.rank())
     last = hvdx.size() - 1
@@ -244,6 +239,7 @@ def test_rank_with_nan_keeps_no_momentum_of_it():
         assert callback.counters.telemetry[0].left_out == (hvdx.rank() == hvdx.size() - 1)
 
 
+@pytest.mark.sizes(2, 4)
 def test_statistics_of_a_rank_with_nan_are_left_out_too():
     x, y = data(hvdx.rank())
     if hvdx.rank() == hvdx.size() - 1 and hvdx.size() > 1:
@@ -261,6 +257,8 @@ def test_nan_on_all_ranks_is_seen_on_all():
     assert np.isnan(model.get_weights()[0]).any()
 
 
+@pytest.mark.sizes(2, 4)
+@pytest.mark.graph
 @pytest.mark.parametrize("accumulate", [None, 2])
 def test_overflow_of_one_rank_skips_its_step_alone(accumulate):
     keras.config.set_dtype_policy("mixed_float16")
@@ -305,6 +303,7 @@ def test_momenta_that_are_not_averaged_go_on_in_the_next_fit():
     assert_close(model, simulated(OPTIMIZERS["momentum"], 3, False, epochs=2))
 
 
+@pytest.mark.graph
 def test_steps_per_execution_and_jit():
     model = network(OPTIMIZERS["sgd"]())
     model.compile(OPTIMIZERS["sgd"](), keras.losses.BinaryCrossentropy(from_logits=True), steps_per_execution=5)
@@ -336,6 +335,7 @@ def in_a_loop(strategy, name="momentum", seed=3):
     return model, model.optimizer
 
 
+@pytest.mark.sizes(1, 2)
 def test_distributed_optimizer_averages_in_a_loop_and_flush_at_its_end():
     model, optimizer = in_a_loop("parameter_averaging:period=3")
     train(model, optimizer, STEPS)
@@ -363,6 +363,7 @@ def test_horovods_callback_brings_the_ranks_together():
     assert_close(model, simulated(OPTIMIZERS["momentum"], 4, True))
 
 
+@pytest.mark.sizes(2, 4)
 def test_ranks_that_stepped_differently_are_told():
     model, optimizer = in_a_loop("parameter_averaging:period=50")
     train(model, optimizer, 3 if hvdx.rank() else 2)
@@ -391,6 +392,7 @@ def test_weights_are_asked_for_in_a_loop():
     alike(model.weights)
 
 
+@pytest.mark.sizes(2, 4)
 @pytest.mark.parametrize("strategy", ["parameter_averaging:period=4", "parameter_averaging:4,average_optimizer=false"])
 def test_training_goes_on_from_the_middle_of_a_period_to_the_bit(tmp_path_factory, strategy):
     strategy = resolve(strategy.replace(":4", ":period=4"))

@@ -40,22 +40,6 @@ ASYNCHRONOUS = {
 }
 
 
-# Each rank has a server's thread beside its own, so on more ranks than 2 the others take minutes.
-AT_ANY_SIZE = {
-    "test_with_bound_0_and_all_updates_collected_it_is_all_reduce",
-    "test_after_each_epoch_all_ranks_hold_the_same_bits_and_all_steps_were_taken",
-    "test_each_step_of_each_rank_counts_exactly_once",
-    "test_slow_rank_takes_fewer_steps_than_others",
-    "test_bound_has_the_fast_wait_for_the_slow",
-    "test_ranks_with_different_numbers_of_batches_take_all_of_them_together",
-    "test_nan_of_one_rank_is_refused_and_said",
-    "test_two_optimizers_have_servers_for_their_own_weights",
-    "test_synchronous_training_resumes_to_the_bit",
-    "test_workers_with_different_models_are_told",
-    "test_worker_without_a_step_before_the_first_flush_is_named_by_all",
-}
-
-
 def synchronous(servers="colocated", **options):
     """All workers take every step together."""
     return hvdx.ParameterServer(servers, staleness="bound", bound=0, collect=hvdx.size(), **options)
@@ -141,6 +125,8 @@ def all_steps(count, epoch=0):
 # -- synchronous training is AllReduce --------------------------------------------------------------------------------
 
 
+@pytest.mark.sizes(2, 4)
+@pytest.mark.graph
 @pytest.mark.parametrize(
     ("name", "servers"),
     [
@@ -199,6 +185,8 @@ def in_a_loop(strategy, make=OPTIMIZERS["momentum"], seed=3):
     return model, model.optimizer
 
 
+@pytest.mark.sizes(1, 2)
+@pytest.mark.graph
 @pytest.mark.parametrize("servers", ["colocated:1", "colocated"])
 def test_own_loop_is_all_reduce_too(servers):
     reduced = network(OPTIMIZERS["momentum"]())
@@ -215,6 +203,7 @@ def test_own_loop_is_all_reduce_too(servers):
 # -- asynchronous training --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sizes(1, 2, 4)
 @pytest.mark.parametrize("name", ASYNCHRONOUS)
 def test_after_each_epoch_all_ranks_hold_the_same_bits_and_all_steps_were_taken(name):
     model = network(keras.optimizers.SGD(0.3), metrics=["accuracy"])
@@ -246,6 +235,7 @@ def constant_gradients(strategy, rate=1.0):
     return model, optimizer, lambda: step(tf.constant(COUNTED[None]))
 
 
+@pytest.mark.sizes(2, 4)
 @pytest.mark.parametrize("servers", ["colocated:1", "colocated"])
 def test_each_step_of_each_rank_counts_exactly_once(servers):
     model, optimizer, step = constant_gradients(hvdx.ParameterServer(servers, op="sum"))
@@ -268,6 +258,7 @@ def test_collected_updates_count_as_their_mean():
     np.testing.assert_allclose(model.get_weights()[0][:, 0], -7 * COUNTED, rtol=1e-6)
 
 
+@pytest.mark.sizes(2, 4)
 def test_slow_rank_takes_fewer_steps_than_others():
     last = hvdx.size() - 1
     count, given = Count(0.2 if hvdx.rank() == last else 0.0), data(20)
@@ -282,6 +273,7 @@ def test_slow_rank_takes_fewer_steps_than_others():
     alike(model.weights)
 
 
+@pytest.mark.sizes(2, 4)
 def test_bound_has_the_fast_wait_for_the_slow():
     count = Count(0.02 if hvdx.rank() == hvdx.size() - 1 else 0.0)
     model = network(OPTIMIZERS["sgd"]())
@@ -292,6 +284,7 @@ def test_bound_has_the_fast_wait_for_the_slow():
     assert max(taken) - min(taken) <= 3
 
 
+@pytest.mark.graph
 def test_steps_per_execution_are_taken_together():
     model = network(OPTIMIZERS["sgd"](), steps_per_execution=2)
     callback, _, count = fit(model, asynchronous(), epochs=2)
@@ -309,6 +302,7 @@ def test_steps_per_epoch_and_data_that_repeats():
     alike(model.weights)
 
 
+@pytest.mark.sizes(2, 4)
 def test_ranks_with_different_numbers_of_batches_take_all_of_them_together():
     mine = 3 + 2 * hvdx.rank()
     expected = sum(everyone(mine))
@@ -358,6 +352,7 @@ def test_weights_that_a_script_sets_between_epochs_and_fits_count_once():
     alike(model.weights)
 
 
+@pytest.mark.graph
 def test_layers_built_in_the_first_step_are_those_of_rank_0():
     def unbuilt(rank):
         keras.utils.set_random_seed(rank)
@@ -373,6 +368,7 @@ def test_layers_built_in_the_first_step_are_those_of_rank_0():
     assert all_steps(count) == STEPS * hvdx.size()
 
 
+@pytest.mark.sizes(2, 4)
 @pytest.mark.parametrize("strategy", [asynchronous, synchronous])
 def test_two_optimizers_have_servers_for_their_own_weights(strategy):
     model = models.TwoPlayers()
@@ -449,6 +445,7 @@ def test_what_does_not_fit_these_ranks_is_refused():
 # -- ranks that skip steps --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.graph
 @pytest.mark.parametrize(
     ("strategy", "batches"), [(asynchronous, 1), (asynchronous, STEPS), (synchronous, 1), (synchronous, STEPS)]
 )
@@ -481,6 +478,7 @@ def test_ranks_that_accumulate_for_longer_than_an_epoch_do_not_hold_up_others():
     assert any((a != b).any() for a, b in zip(model.get_weights(), before, strict=True))
 
 
+@pytest.mark.sizes(2, 4)
 def test_nan_of_one_rank_is_refused_and_said(capfd):
     last, (x, y) = hvdx.size() - 1, data()
     if hvdx.rank() == last and last:
@@ -589,6 +587,7 @@ def test_constraint_under_a_sum_is_refused_by_name():
     step("one")
 
 
+@pytest.mark.sizes(2, 4)
 def test_worker_without_a_step_before_the_first_flush_is_named_by_all():
     if hvdx.size() == 1:
         return
@@ -713,6 +712,7 @@ def saved_fit(model, strategy, folder, epochs, *callbacks, keep=3):
     return fit(model, strategy, given, epochs, [hvd.Checkpoint(folder, keep=keep), *callbacks])
 
 
+@pytest.mark.sizes(2, 4)
 @pytest.mark.parametrize("codec", ["none", "threshold:0.1"])
 def test_synchronous_training_resumes_to_the_bit(folder, codec):
     strategy = synchronous(codec=codec)
@@ -796,6 +796,7 @@ def test_training_goes_on_from_a_checkpoint_that_is_restored_in_mid_epoch(folder
 # -- what is refused on all ranks -------------------------------------------------------------------------------------
 
 
+@pytest.mark.sizes(2, 4)
 def test_workers_with_different_models_are_told():
     if hvdx.size() == 1:
         return

@@ -13,16 +13,6 @@ from hvdx.keras import host_binding, replicas
 from hvdx.keras.optimizer import binding_of
 from hvdx.strategies.telemetry import Telemetry
 
-# The others on 1 and on 2 ranks: what they test does not depend on how many more there are.
-AT_ANY_SIZE = {
-    "test_replicas_are_identical_and_learn",
-    "test_with_all_of_it_sent_workers_take_the_mean_of_their_own_steps",
-    "test_nan_on_one_rank_skips_the_step_and_training_goes_on",
-    "test_overflow_of_a_loss_scale_is_agreed_on",
-    "test_embeddings_travel_as_updates",
-    "test_auto_says_why_and_goes_on_with_one_strategy",
-}
-
 STRATEGIES = [
     "threshold:target_density=0.05",
     "threshold:tau=0.001",
@@ -65,6 +55,8 @@ def fit(model, strategy, epochs=2, batch=8, callbacks=(), given=None, **options)
     return callback, history.history
 
 
+@pytest.mark.sizes(1, 2, 4)
+@pytest.mark.graph
 @pytest.mark.parametrize(
     ("strategy", "optimizer"),
     [*((s, "sgd") for s in STRATEGIES), *((s, "adam") for s in (STRATEGIES[0], STRATEGIES[9]))],
@@ -105,6 +97,7 @@ def test_optimizers_of_keras_stay_alike(make):
     alike(model.weights)
 
 
+@pytest.mark.sizes(2, 4)
 def test_with_all_of_it_sent_workers_take_the_mean_of_their_own_steps():
     """At a tau of next to nothing, SGD without momentum is what AllReduce makes of it."""
     results = []
@@ -148,6 +141,7 @@ def test_optimizers_that_compute_weights_are_refused():
     alike(model.weights)
 
 
+@pytest.mark.sizes(2, 4)
 def test_nan_on_one_rank_skips_the_step_and_training_goes_on(capfd):
     x, y = data()
     if hvdx.rank() == hvdx.size() - 1:
@@ -166,6 +160,8 @@ def test_nan_on_one_rank_skips_the_step_and_training_goes_on(capfd):
             assert f"NaN or infinity on rank {hvdx.size() - 1}; all ranks skipped" in capfd.readouterr().err
 
 
+@pytest.mark.sizes(2, 4)
+@pytest.mark.graph
 def test_overflow_of_a_loss_scale_is_agreed_on():
     keras.config.set_dtype_policy("mixed_float16")
     model = network(keras.optimizers.SGD(0.01, momentum=0.9))
@@ -178,6 +174,8 @@ def test_overflow_of_a_loss_scale_is_agreed_on():
         assert callback.counters.exchanges == 0
 
 
+@pytest.mark.sizes(2, 4)
+@pytest.mark.graph
 def test_embeddings_travel_as_updates():
     model = keras.Sequential([keras.Input((3,)), keras.layers.Embedding(20, 4), keras.layers.Flatten(),
                               keras.layers.Dense(1)])  # fmt: skip
@@ -231,6 +229,7 @@ def test_weights_without_dimensions_and_constraints_that_hold_after_a_flush(stra
     assert all(w.numpy().min() >= 0 for w in model.layers[1].weights[:1])
 
 
+@pytest.mark.graph
 @pytest.mark.parametrize("per_execution", [1, 2])
 def test_auto_counts_the_steps_that_it_measured(per_execution):
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4), keras.layers.Dense(1)])
@@ -269,6 +268,7 @@ def test_optimizers_that_compute_weights_train_under_auto(monkeypatch):
     assert callback.strategy.placement == "gradient"
 
 
+@pytest.mark.graph
 def test_steps_per_execution_and_layers_built_late():
     model = keras.Sequential([keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", steps_per_execution=4)
@@ -278,6 +278,8 @@ def test_steps_per_execution_and_layers_built_late():
         assert callback.counters.exchanges == 16
 
 
+@pytest.mark.sizes(1, 2)
+@pytest.mark.graph
 def test_custom_loop_with_a_distributed_optimizer():
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
     hvd.broadcast_variables(model.variables, 0)
@@ -299,6 +301,7 @@ def test_custom_loop_with_a_distributed_optimizer():
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.sizes(1, 2)
 @pytest.mark.parametrize("strategy", ["threshold:tau=0.001", "parameter_server:servers=colocated"])
 def test_one_variable_in_a_loop_without_a_graph(strategy):
     weight = keras.Variable(tf.ones(4), name="weight")
@@ -340,6 +343,7 @@ def test_telemetry_reaches_logs_files_and_the_history(tmp_path):
         assert expected <= set(file.read_text().splitlines()[0].split(","))
 
 
+@pytest.mark.sizes(2, 4)
 def test_auto_says_why_and_goes_on_with_one_strategy(capfd):
     model = network(keras.optimizers.SGD(0.05, momentum=0.9))
     callback, _ = fit(model, "auto", epochs=3)
