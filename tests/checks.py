@@ -36,6 +36,14 @@ def check_sums(comm: Comm) -> None:
     np.testing.assert_array_equal(comm.all_reduce_sum(vector, "sum"), expected)
 
 
+def check_flags(comm: Comm) -> None:
+    """What holds on one rank alone, whichever it is, is known to all."""
+    assert not comm.any_true(False)
+    for rank in range(comm.size):
+        assert comm.any_true(comm.rank == rank)
+    assert comm.any_true(True)
+
+
 def check_broadcast(comm: Comm) -> None:
     """Every dtype a model holds arrives bit for bit, from the last rank too."""
     for dtype in (tf.float32, tf.float16, tf.int64, tf.int32, tf.bool, tf.uint8):
@@ -209,7 +217,9 @@ def _letters(box: Postbox, count: int) -> Iterator[Letter]:
         yield found[0]
 
 
-COMM_CHECKS = {check.__name__: check for check in (check_place, check_objects, check_sums, check_broadcast)}
+COMM_CHECKS = {
+    check.__name__: check for check in (check_place, check_objects, check_sums, check_flags, check_broadcast)
+}
 
 GRAPH_CHECKS = {check.__name__: check for check in (check_gather, check_reductions, check_slices)}
 

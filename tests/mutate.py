@@ -453,7 +453,13 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT, faults: Path = FA
     add("--jobs", type=int, default=1, metavar="N", help="faults that are tried side by side; 1 by default")
     add("--only", nargs="+", metavar="NAME", help="these faults alone")
     add("--list", action="store_true", help="print the faults, and run nothing")
-    add("--limit", type=float, default=_LIMIT_SECONDS, metavar="SECONDS", help="for each fault; %(default).0f by default")
+    add(
+        "--limit",
+        type=float,
+        default=_LIMIT_SECONDS,
+        metavar="SECONDS",
+        help="for each fault; %(default).0f by default",
+    )
     add("--unchecked", action="store_true", help="leave out the run of the tests without faults")
     add("--json", type=Path, metavar="FILE", help="write what became of each fault there")
     args = parser.parse_args(argv)
