@@ -296,11 +296,12 @@ def try_out(mutant: Mutant, copy: Copy, limit: float, stop: threading.Event) -> 
     if wrong:
         return Outcome(mutant, "ERROR", detail=wrong)
     with copy.broken(mutant):
-        ended = copy.pytest(mutant.tests, mutant.ranks, limit, stop, "-x")
+        ended = copy.pytest(mutant.tests, mutant.ranks, limit, stop, "-x", "-rs")
     if ended.code is None:
         return Outcome(mutant, "hung", ended.seconds)
     if ended.code == 0:
-        return Outcome(mutant, "SURVIVED", ended.seconds)
+        skipped = "its test was skipped" if "SKIPPED" in ended.out else ""
+        return Outcome(mutant, "SURVIVED", ended.seconds, skipped)
     # Of pytest: interrupted by an error of collection, internal error, wrong usage, no tests.
     if 2 <= ended.code <= 5:
         return Outcome(mutant, "ERROR", ended.seconds, f"pytest ended with exit code {ended.code}:\n{ended.tail}")
