@@ -160,7 +160,10 @@ def test_update_of_zeros_is_no_special_case():
 
 
 def test_inactive_workers_do_not_count():
-    (first, _), (second, _) = on_all(2, steps_of(Threshold(tau=2.0**-20, warmup="workers:4", lead=0), 4))
+    """Not their NaN either, and nothing of what they would have sent is kept."""
+    run = steps_of(Threshold(tau=2.0**-20, warmup="workers:4", lead=0), 4, finite=lambda rank, step: rank + step != 1)
+    (first, _), (second, inactive) = on_all(2, run)
+    assert inactive.telemetry.skipped == 0
     np.testing.assert_allclose(first[0], flat(update(0, 0)), atol=2.0**-19)
     assert first[0].tobytes() == second[0].tobytes()
     np.testing.assert_allclose(np.sum(first[:2], axis=0), flat(update(0, 0)) + flat(update(0, 1)), atol=2.0**-19)
