@@ -161,7 +161,9 @@ def test_update_of_zeros_is_no_special_case():
 
 def test_inactive_workers_do_not_count():
     """Not their NaN either, and nothing of what they would have sent is kept."""
-    run = steps_of(Threshold(tau=2.0**-20, warmup="workers:4", lead=0), 4, finite=lambda rank, step: rank + step != 1)
+    run = steps_of(
+        Threshold(tau=2.0**-20, warmup="workers:4", lead=0), 4, finite=lambda rank, step: (rank, step) != (1, 0)
+    )
     (first, _), (second, inactive) = on_all(2, run)
     assert inactive.telemetry.skipped == 0
     np.testing.assert_allclose(first[0], flat(update(0, 0)), atol=2.0**-19)
