@@ -6,6 +6,8 @@
 #   WORKERS=4           how many workers the demo starts
 #   TF=gpu              tensorflow[and-cuda] in place of tensorflow-cpu
 #   SECONDS=600         how long `make fuzz` goes on
+#   ONLY="NAME NAME"    the faults of `make mutants`; all of them by default
+#   JOBS=2              how many faults are tried side by side
 #   MXNET_PYTHON=python3.11  the Python of .venv-mxnet, which `make test` makes; MXNet goes with 3.11 at the latest
 #   GPU_PYTHON=python3  the Python of `make gpu`, where .venv is not the one with the GPU's packages
 
@@ -14,6 +16,8 @@ MPI ?= own
 TF ?= tf
 WORKERS ?= 2
 SECONDS ?= 600
+ONLY ?=
+JOBS ?= 1
 VENV := .venv
 BIN := $(VENV)/bin
 GPU_PYTHON ?= $(BIN)/python
@@ -46,13 +50,14 @@ MXNET_PYTHON ?= $(PYTHON)
 MXNET_PACKAGES = 'mxnet==1.9.1' 'numpy==1.23.5'
 
 .DEFAULT_GOAL := help
-.PHONY: help venv kernels demo test check fuzz gpu fmt clean
+.PHONY: help venv kernels demo test check mutants fuzz gpu fmt clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo    train on $(WORKERS) workers of this machine (prepares .venv first: minutes once, then seconds)'
 	@echo 'make test    run the tests (the first time it installs PyTorch and MXNet, which only tests need)'
 	@echo 'make check   lint, formatting, types, the rules about imports; writes nothing'
+	@echo 'make mutants break one line at a time, and see whether the tests notice (an hour; ONLY="NAME NAME" for some)'
 	@echo 'make fuzz    throw damaged messages at the decoders for $(SECONDS) seconds'
 	@echo 'make gpu     on a machine with a GPU: test its kernels against the reference, and measure them'
 	@echo 'make fmt     mend what lint and formatting can mend'
@@ -69,7 +74,7 @@ demo: $(HOROVOD) kernels
 	@$(DEMO)
 
 # What starts processes of its own has the machine for itself; the rest runs on all cores, file by file.
-ALONE = tests/slurm tests/jobs tests/cli/test_lab.py $(filter-out %/test_packaging.py %/test_public.py %/test_rooms.py,$(wildcard tests/test_*.py))
+ALONE = tests/slurm tests/jobs tests/cli/test_lab.py $(filter-out %/test_mutate.py %/test_packaging.py %/test_public.py %/test_rooms.py,$(wildcard tests/test_*.py))
 
 test: $(HOROVOD) $(FRAMEWORKS) $(MXNET)
 	$(BIN)/python -m pytest -n auto --dist loadfile $(addprefix --ignore=,$(ALONE))
@@ -80,6 +85,9 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_rooms.py
+
+mutants: $(HOROVOD) $(FRAMEWORKS)
+	$(BIN)/python -m tests.mutate --jobs $(JOBS) $(if $(strip $(ONLY)),--only $(ONLY))
 
 fuzz: $(INSTALLED)
 	$(BIN)/python -m tests.fuzz_wire --seconds $(SECONDS)

@@ -36,6 +36,13 @@ def check_sums(comm: Comm) -> None:
     np.testing.assert_array_equal(comm.all_reduce_sum(vector, "sum"), expected)
 
 
+def check_flags(comm: Comm) -> None:
+    """What holds on one rank alone, whichever it is, is known to all."""
+    answers = [comm.any_true(comm.rank == rank) for rank in range(-1, comm.size)]
+    # Only now: a rank that stopped at its first wrong answer would leave the others waiting.
+    assert answers == [False, *[True] * comm.size]
+
+
 def check_broadcast(comm: Comm) -> None:
     """Every dtype a model holds arrives bit for bit, from the last rank too."""
     for dtype in (tf.float32, tf.float16, tf.int64, tf.int32, tf.bool, tf.uint8):
@@ -65,7 +72,8 @@ def check_reductions(comm: GraphComm) -> None:
         "two groups": (Reduction(groups=2), 1e-6),
         "more groups than tensors": (Reduction(groups=9), 1e-6),
         "named groups": (Reduction(groups=((2, 0),)), 1e-6),
-        "predivided": (Reduction(predivide=2.0), 1e-6),
+        # At no number of ranks what is left to multiply with afterwards is 1.
+        "predivided": (Reduction(predivide=0.5), 1e-6),
     }
     for name, (how, tolerance) in cases.items():
         factor = 1 / comm.size if how.average else 1.0
@@ -209,7 +217,9 @@ def _letters(box: Postbox, count: int) -> Iterator[Letter]:
         yield found[0]
 
 
-COMM_CHECKS = {check.__name__: check for check in (check_place, check_objects, check_sums, check_broadcast)}
+COMM_CHECKS = {
+    check.__name__: check for check in (check_place, check_objects, check_sums, check_flags, check_broadcast)
+}
 
 GRAPH_CHECKS = {check.__name__: check for check in (check_gather, check_reductions, check_slices)}
 

@@ -245,6 +245,30 @@ step()
     fails(3, code, "ExchangeError", "wait for worker 0", env={"HVDX_TIMEOUT": "5"})
 
 
+SIGNALLED = """
+import os, signal
+import numpy as np
+from mpi4py import MPI
+processes = MPI.COMM_WORLD.allgather(os.getpid())
+from hvdx.strategies import ParameterServer, TensorSpec, join
+comm = join(ParameterServer(servers=1, op="sum"))
+exchange = ParameterServer(servers=1, op="sum").open(comm, [TensorSpec("a", (3,), 4)])
+exchange.begin([np.zeros(3, np.float32)])
+weights = exchange.step([np.ones(3, np.float32)])
+for number in (signal.SIGUSR1, signal.SIGTERM):
+    os.kill(processes[1], number)
+for _ in range(100):
+    weights = exchange.step([weights[0] + np.float32(1)])
+print("SERVED", exchange.flush()[0].tolist(), flush=True)
+"""
+
+
+def test_signal_for_all_ranks_does_not_end_a_server_before_its_workers():
+    done = run(2, ["-c", SIGNALLED], timeout=START)
+    assert done.code == 0, done
+    assert "SERVED [101.0, 101.0, 101.0]" in done.out, done
+
+
 # -- each update counts once ------------------------------------------------------------------------------------------
 
 STRESS = """

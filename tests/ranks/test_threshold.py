@@ -313,6 +313,16 @@ def test_one_variable_in_a_loop_without_a_graph(strategy):
     assert float(weight.numpy()[0]) < 0.9
 
 
+def test_step_on_its_way_is_in_the_weights_after_a_flush():
+    """Powers of two, so that all sums are exact."""
+    weight = keras.Variable(tf.zeros(4), name="weight")
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), strategy="threshold:tau=0.0009765625,overlap=true")
+    for _ in range(3):
+        optimizer.apply([tf.fill([4], hvdx.rank() + 1.0)], [weight])
+    hvd.flush(optimizer)
+    np.testing.assert_array_equal(weight.numpy(), np.full(4, -3 * (hvdx.size() + 1) / 2))
+
+
 def test_tape_is_refused():
     if hvdx.size() > 1:
         with pytest.raises(ConfigError, match="DistributedOptimizer"):

@@ -111,6 +111,22 @@ def test_nan_on_one_rank_skips_the_step_on_all_and_nothing_else(size, overlap, c
     assert f"hvdx: step 4: NaN or infinity on rank {bad}; all ranks skipped the step" in said
 
 
+def test_update_of_a_step_on_its_way_may_be_overwritten():
+    """TensorFlow's arrays end with the step; whether all ranks skip it is known only when the messages have come."""
+    arrays = {rank: [np.zeros(shape, np.float32) for shape in SHAPES] for rank in range(2)}
+
+    def overwritten(rank, step):
+        for array, new in zip(arrays[rank], update(rank, step), strict=True):
+            array[...] = new
+        return arrays[rank]
+
+    strategy = Threshold(target_density=0.05, overlap=True)
+    runs = [steps_of(strategy, 6, given, finite=lambda rank, step: step != 3) for given in (update, overwritten)]
+    for (_, one), (_, other) in zip(*(on_all(2, run) for run in runs), strict=True):
+        assert one.telemetry.skipped == other.telemetry.skipped == 1
+        np.testing.assert_array_equal(flat(one.unsent), flat(other.unsent))
+
+
 @pytest.mark.parametrize("warmup", ["none", "dense:20"])
 def test_update_that_holds_nan_is_dropped_and_named(warmup, capfd):
     def broken(rank, step):
@@ -144,7 +160,12 @@ def test_update_of_zeros_is_no_special_case():
 
 
 def test_inactive_workers_do_not_count():
-    (first, _), (second, _) = on_all(2, steps_of(Threshold(tau=2.0**-20, warmup="workers:4", lead=0), 4))
+    """Not their NaN either, and nothing of what they would have sent is kept."""
+    run = steps_of(
+        Threshold(tau=2.0**-20, warmup="workers:4", lead=0), 4, finite=lambda rank, step: (rank, step) != (1, 0)
+    )
+    (first, _), (second, inactive) = on_all(2, run)
+    assert inactive.telemetry.skipped == 0
     np.testing.assert_allclose(first[0], flat(update(0, 0)), atol=2.0**-19)
     assert first[0].tobytes() == second[0].tobytes()
     np.testing.assert_allclose(np.sum(first[:2], axis=0), flat(update(0, 0)) + flat(update(0, 1)), atol=2.0**-19)
@@ -174,6 +195,23 @@ def test_restored_exchange_goes_on_bit_for_bit(name):
 
     for whole, rest in zip(on_all(2, straight), on_all(2, stopped), strict=True):
         assert [a.tobytes() for a in whole[6:]] == [a.tobytes() for a in rest]
+
+
+def test_step_that_is_held_comes_with_the_next():
+    """A checkpoint in mid-epoch waits for what is on its way, and the training does not know the difference."""
+    strategy = Threshold(target_density=0.05, overlap=True)
+
+    def run(comm, held):
+        exchange, got = strategy.open(comm, SPECS, 0.9), []
+        for t in range(6):
+            got.append(flat(exchange.step(update(comm.rank, t))).copy())
+            if t == held:
+                exchange.hold()
+        return [*got, flat(exchange.flush()).copy()]
+
+    straight, saved = (on_all(2, lambda comm, held=held: run(comm, held)) for held in (None, 3))
+    assert straight[0][4].any()
+    np.testing.assert_array_equal(saved, straight)
 
 
 def test_restore_refuses_what_is_not_its_own():

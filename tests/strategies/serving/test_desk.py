@@ -87,12 +87,13 @@ def test_opening_answers_only_when_the_weights_are_there():
     assert says(talk.push(1, [1, 2, 3]), "session 0 is not open", "different fits")
 
 
-def test_answers_keep_the_weights_of_their_time():
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_answers_keep_the_weights_of_their_time(dtype):
     talk = Talk()
-    talk.open(Plan(2, 1))
-    ((*_, first),) = talk.push(0, [1])
-    talk.push(1, [1])
-    assert first.view(np.float32).tolist() == [1]
+    talk.open(Plan(2, 1, dtype))
+    ((*_, first),) = talk.push(0, [1], dtype=dtype)
+    talk.push(1, [1], dtype=dtype)
+    assert first.view(dtype).tolist() == [1]
 
 
 def test_a_worker_that_was_held_back_hears_for_how_long():

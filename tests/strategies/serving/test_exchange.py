@@ -10,6 +10,7 @@ import pytest
 from hvdx.comm.local import LocalComm, virtual_world
 from hvdx.errors import ConfigError, ExchangeError, HvdxError, ReplicaError
 from hvdx.strategies import ParameterServer, TensorSpec
+from hvdx.strategies.base import views
 from hvdx.strategies.serving.office import office_of
 from tests.strategies.serving.ranks import DOUBLE, SPECS, all_fine, expect_everywhere, flat, run, zeros
 
@@ -347,6 +348,26 @@ def test_what_is_not_finite_is_refused_counted_and_reported(value, codec, capfd)
     assert list(results[1][2].staleness) == []
     said = "hvdx: step 1 of rank 1: its update was refused: it held NaN or infinity.\n"
     assert said in capfd.readouterr().err
+
+
+def test_update_that_one_server_cannot_be_sent_is_dropped_as_a_whole(capfd):
+    """What was encoded for the servers before is not sent, and is not in the residual either."""
+
+    def work(comm):
+        exchange = summing("colocated", codec="threshold:0.3").open(comm, SPECS)
+        exchange.begin(zeros())
+        noise = np.random.default_rng(comm.rank).normal(size=(2, ELEMENTS)).astype(np.float32)
+        weights = exchange.step(views(noise[0], SPECS))
+        before = flat(exchange.unsent)
+        if comm.rank == 1:
+            noise[1, -1] = 2.0**127
+            exchange.step([w + n for w, n in zip(weights, views(noise[1], SPECS), strict=True)])
+            np.testing.assert_allclose(flat(exchange.unsent), before, atol=1e-6)
+        exchange.flush()
+        return exchange.telemetry.skipped
+
+    assert all_fine(run(2, work)) == [0, 1]
+    assert "its update was refused" in capfd.readouterr().err
 
 
 def test_refused_updates_let_those_go_on_who_wait():
