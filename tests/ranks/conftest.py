@@ -1,8 +1,8 @@
 """Tests in this folder are right at any number of ranks: `pytest tests/ranks`, `mpirun -n 4 pytest tests/ranks`.
 
 Each runs at the sizes that it means something at, which `@pytest.mark.sizes` names: 2 ranks where there is no mark.
-Functions run eagerly, since tracing takes most of a test's time; those marked `graph` are traced as users' are.
-Of a parametrised test only the first case is traced, and more than 2 ranks run the first and the last case.
+Functions run eagerly, since tracing takes most of a short training's time; those marked `graph` are traced, as users'
+are. Of a parametrised test only the first case is traced, and more than 2 ranks run the first and the last case.
 A test that fails on one rank fails on all, so that the ranks stay in step.
 """
 

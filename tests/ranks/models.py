@@ -7,9 +7,9 @@ import tensorflow as tf
 import hvdx
 from hvdx import comm as world
 from hvdx.keras import replicas
-from hvdx.keras.optimizer import optimizers_of
+from hvdx.keras.optimizer import binding_of, optimizers_of
 
-SAMPLES, FEATURES, CLASSES, BATCH = 96, 6, 3, 4
+SAMPLES, FEATURES, CLASSES, BATCH = 48, 6, 3, 4
 
 
 def data(samples=SAMPLES):
@@ -27,8 +27,10 @@ def network(*make_layers, seed=0):
 
 
 def compiled(model, optimizer, **options):
-    """Compile for classification."""
+    """Compile for classification; TensorFlow would trace twice a step in which the optimiser makes its variables."""
     model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), **options)
+    if model.built and binding_of(model.optimizer) is None:
+        model.optimizer.build(model.trainable_variables)
     return model
 
 

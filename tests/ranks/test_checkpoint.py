@@ -103,8 +103,8 @@ def assert_same(model, other):
         np.testing.assert_array_equal(a.numpy(), b.numpy())
 
 
-@pytest.mark.sizes(1, 2, 4)
 @pytest.mark.graph
+@pytest.mark.sizes(1, 2, 4)
 @pytest.mark.parametrize(
     ("strategy", "optimizer"),
     [("all_reduce", "adam"), ("threshold", "sgd"), ("threshold", "adam"), ("overlap", "sgd"), ("gradient", "sgd")],
@@ -189,8 +189,8 @@ def test_two_optimizers_go_on(folder):
         np.testing.assert_array_equal(mine["codec.residual"], expected["codec.residual"])
 
 
-@pytest.mark.sizes(2, 4)
 @pytest.mark.graph
+@pytest.mark.sizes(2, 4)
 def test_mixed_float16_goes_on(folder):
     keras.config.set_dtype_policy("mixed_float16")
     straight = built()

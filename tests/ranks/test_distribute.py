@@ -28,8 +28,8 @@ def _shared_folder(tmp_path):
     return hvd.broadcast_object(tmp_path, 0)
 
 
-@pytest.mark.sizes(1, 2, 4)
 @pytest.mark.graph
+@pytest.mark.sizes(1, 2, 4)
 def test_metrics_are_those_over_all_samples():
     """An AUC is no average of AUCs, and ranks with more validation samples weigh more."""
 
@@ -97,8 +97,8 @@ class Chatty(keras.Sequential):
         return {"loss": loss, "rank": float(hvdx.rank())}
 
 
-@pytest.mark.sizes(2, 4)
 @pytest.mark.graph
+@pytest.mark.sizes(2, 4)
 @pytest.mark.parametrize("reducer", [hvd.Distribute, hvd.callbacks.MetricAverageCallback])
 @pytest.mark.parametrize("validate", [True, False])
 def test_values_of_a_custom_train_step_become_the_mean_over_ranks(validate, reducer):

@@ -69,8 +69,8 @@ def test_what_is_not_supported_says_so(call, named):
         call()
 
 
-@pytest.mark.sizes(1, 2, 4)
 @pytest.mark.graph
+@pytest.mark.sizes(1, 2, 4)
 def test_horovod_style_script_trains_like_one_process():
     optimizer = hvd.DistributedOptimizer(
         keras.optimizers.SGD(0.1, momentum=0.9),
@@ -133,8 +133,8 @@ def test_schedule_refuses_a_rate_that_cannot_be_set():
         models.fit(model, [hvd.callbacks.LearningRateScheduleCallback(0.1, 0.5)])
 
 
-@pytest.mark.sizes(1, 2)
 @pytest.mark.graph
+@pytest.mark.sizes(1, 2)
 def test_load_model_goes_on_with_the_state(tmp_path):
     model = models.compiled(models.network(seed=0), hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)))
     models.fit(model, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])

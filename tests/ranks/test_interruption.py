@@ -106,8 +106,8 @@ def assert_same(model, other):
         np.testing.assert_array_equal(a.numpy(), b.numpy())
 
 
-@pytest.mark.sizes(1, 2, 4)
 @pytest.mark.graph
+@pytest.mark.sizes(1, 2, 4)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_training_that_was_stopped_in_mid_epoch_is_the_uninterrupted_one_to_the_bit(folder, strategy):
     straight = built()

@@ -1,5 +1,7 @@
 """Training on N ranks with batches of b is training on one with batches of N*b."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -27,22 +29,28 @@ def trained_like_one_process(make, layers=(), tolerance=2e-5, distribute=None, *
     """Train both ways from the same weights and compare; returns the distributed model."""
     model = models.compiled(models.network(*layers, seed=hvdx.rank()), make(), **compile_options)
     models.fit(model, [distribute or hvd.Distribute()])
-    reference = models.compiled(models.network(*layers, seed=0), make(), **compile_options)
-    models.fit(reference, [], share=False)
     models.assert_identical(model)
-    models.assert_close(model, reference, tolerance)
+    models.assert_close(model, one_process(make, tuple(layers), **compile_options), tolerance)
     return model
 
 
-@pytest.mark.sizes(1, 2, 4)
+@functools.cache
+def one_process(make, layers, **compile_options):
+    """The model that one process trains, once for all tests that compare with it."""
+    reference = models.compiled(models.network(*layers, seed=0), make(), **compile_options)
+    models.fit(reference, [], share=False)
+    return reference
+
+
 @pytest.mark.graph
+@pytest.mark.sizes(1, 2, 4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_distribute_equals_one_process_with_the_whole_batch(name):
     trained_like_one_process(OPTIMIZERS[name])
 
 
-@pytest.mark.sizes(2, 4)
 @pytest.mark.graph
+@pytest.mark.sizes(2, 4)
 @pytest.mark.parametrize("spec", ["all_reduce:compression=fp16", "all_reduce:compression=bf16", "all_reduce:groups=3"])
 def test_distribute_compressed_keeps_replicas_identical(spec):
     tolerance = 2e-5 if "groups" in spec else 3e-2
@@ -58,8 +66,8 @@ def test_distribute_sum_adds_gradients_up():
     models.assert_close(model, reference)
 
 
-@pytest.mark.sizes(2, 4)
 @pytest.mark.graph
+@pytest.mark.sizes(2, 4)
 def test_gradient_accumulation_exchanges_once_per_update():
     callback = hvd.Distribute()
     trained_like_one_process(lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=3), distribute=callback)
@@ -98,8 +106,8 @@ def test_backward_passes_per_step_sums_or_averages(average):
     models.assert_close(model, reference)
 
 
-@pytest.mark.sizes(2, 4)
 @pytest.mark.graph
+@pytest.mark.sizes(2, 4)
 def test_mixed_float16_overflow_on_one_rank_skips_the_step_on_all():
     keras.config.set_dtype_policy("mixed_float16")
     model = models.compiled(models.network(seed=0), keras.optimizers.SGD(0.1, momentum=0.9))
@@ -181,8 +189,8 @@ def test_frozen_layer_stays_as_rank_0_has_it():
 
 
 # Dense and Adam do not go together here: for repeated rows Keras' Adam takes another step than for the whole table.
-@pytest.mark.sizes(2, 4)
 @pytest.mark.graph
+@pytest.mark.sizes(2, 4)
 @pytest.mark.parametrize(("sparse", "name"), [("gather", "momentum"), ("gather", "adam"), ("dense", "momentum")])
 def test_embedding_rows_are_exchanged(sparse, name):
     make = OPTIMIZERS[name]
@@ -216,8 +224,8 @@ def test_variable_without_gradient_is_left_alone():
     trained_like_one_process(OPTIMIZERS["momentum"], layers=[Idle, lambda: keras.layers.Dense(5)])
 
 
-@pytest.mark.sizes(2, 4)
 @pytest.mark.graph
+@pytest.mark.sizes(2, 4)
 def test_custom_train_step_with_two_optimizers_in_an_unbuilt_model():
     class Pairs(models.TwoPlayers):
         def apply_other(self, gradients, variables):

@@ -95,8 +95,8 @@ def far(model, other):
 # -- the arithmetic -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sizes(1, 2, 4)
 @pytest.mark.graph
+@pytest.mark.sizes(1, 2, 4)
 @pytest.mark.parametrize("average_optimizer", [True, False])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_each_rank_trains_alone_and_every_period_weights_become_their_mean(name, average_optimizer):
@@ -169,8 +169,8 @@ def test_statistics_and_moving_averages_end_alike():
     alike(model.weights)
 
 
-@pytest.mark.sizes(2, 4)
 @pytest.mark.graph
+@pytest.mark.sizes(2, 4)
 def test_layers_built_in_the_first_step_are_those_of_rank_0():
     def unbuilt(rank):
         keras.utils.set_random_seed(rank)
@@ -257,8 +257,8 @@ def test_nan_on_all_ranks_is_seen_on_all():
     assert np.isnan(model.get_weights()[0]).any()
 
 
-@pytest.mark.sizes(2, 4)
 @pytest.mark.graph
+@pytest.mark.sizes(2, 4)
 @pytest.mark.parametrize("accumulate", [None, 2])
 def test_overflow_of_one_rank_skips_its_step_alone(accumulate):
     keras.config.set_dtype_policy("mixed_float16")

@@ -125,8 +125,8 @@ def all_steps(count, epoch=0):
 # -- synchronous training is AllReduce --------------------------------------------------------------------------------
 
 
-@pytest.mark.sizes(2, 4)
 @pytest.mark.graph
+@pytest.mark.sizes(2, 4)
 @pytest.mark.parametrize(
     ("name", "servers"),
     [
@@ -185,8 +185,8 @@ def in_a_loop(strategy, make=OPTIMIZERS["momentum"], seed=3):
     return model, model.optimizer
 
 
-@pytest.mark.sizes(1, 2)
 @pytest.mark.graph
+@pytest.mark.sizes(1, 2)
 @pytest.mark.parametrize("servers", ["colocated:1", "colocated"])
 def test_own_loop_is_all_reduce_too(servers):
     reduced = network(OPTIMIZERS["momentum"]())

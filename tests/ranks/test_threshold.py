@@ -55,8 +55,8 @@ def fit(model, strategy, epochs=2, batch=8, callbacks=(), given=None, **options)
     return callback, history.history
 
 
-@pytest.mark.sizes(1, 2, 4)
 @pytest.mark.graph
+@pytest.mark.sizes(1, 2, 4)
 @pytest.mark.parametrize(
     ("strategy", "optimizer"),
     [*((s, "sgd") for s in STRATEGIES), *((s, "adam") for s in (STRATEGIES[0], STRATEGIES[9]))],
@@ -160,8 +160,8 @@ def test_nan_on_one_rank_skips_the_step_and_training_goes_on(capfd):
             assert f"NaN or infinity on rank {hvdx.size() - 1}; all ranks skipped" in capfd.readouterr().err
 
 
-@pytest.mark.sizes(2, 4)
 @pytest.mark.graph
+@pytest.mark.sizes(2, 4)
 def test_overflow_of_a_loss_scale_is_agreed_on():
     keras.config.set_dtype_policy("mixed_float16")
     model = network(keras.optimizers.SGD(0.01, momentum=0.9))
@@ -174,8 +174,8 @@ def test_overflow_of_a_loss_scale_is_agreed_on():
         assert callback.counters.exchanges == 0
 
 
-@pytest.mark.sizes(2, 4)
 @pytest.mark.graph
+@pytest.mark.sizes(2, 4)
 def test_embeddings_travel_as_updates():
     model = keras.Sequential([keras.Input((3,)), keras.layers.Embedding(20, 4), keras.layers.Flatten(),
                               keras.layers.Dense(1)])  # fmt: skip
@@ -278,8 +278,8 @@ def test_steps_per_execution_and_layers_built_late():
         assert callback.counters.exchanges == 16
 
 
-@pytest.mark.sizes(1, 2)
 @pytest.mark.graph
+@pytest.mark.sizes(1, 2)
 def test_custom_loop_with_a_distributed_optimizer():
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
     hvd.broadcast_variables(model.variables, 0)
