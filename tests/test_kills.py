@@ -1,20 +1,23 @@
-"""Ranks that are killed at random moments while checkpoints are written: each next job goes on from a whole one."""
+"""Ranks that are killed while checkpoints are written: each next job goes on, to the bit.
+
+tests/keras/test_checkpoint_faults.py tries every moment of a save; here are real processes and a real launcher.
+"""
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from hvdx.cli.mpi_tools import mpirun_command
 from hvdx.keras.checkpoint.files import Arrays
 from hvdx.keras.checkpoint.folder import SHARED, of_rank
 from tests.launch import ROOT, environment, run
 
-RANKS, KILLS, STEPS = 2, 20, 700
+RANKS, KILLS = 2, 4
+# More than a job trains before it is killed.
+EPOCHS = 70
 LIMIT = 120
 
 # Saves after every step, so that there is hardly a moment in which nothing is being written.
@@ -64,9 +67,9 @@ def names(folder):
     return {path.name for path in folder.glob("epoch-*")}
 
 
-def kill_one(folder, epochs, rank, chance):
-    """Train until a rank is killed; what was said, and whether it was killed at all."""
-    command = [*mpirun_command(RANKS), sys.executable, "-c", SCRIPT, str(folder), str(epochs)]
+def kill_one(folder, rank):
+    """Train, and kill a rank while the checkpoint after the first one is written; what was said."""
+    command = [*mpirun_command(RANKS), sys.executable, "-c", SCRIPT, str(folder), str(EPOCHS)]
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
@@ -81,10 +84,9 @@ def kill_one(folder, epochs, rank, chance):
             said.append(line)
             if line.startswith("PID"):
                 pids[int(line.split()[1])] = int(line.split()[2])
-        while names(folder) == before:
+        while names(folder) == before or not list(folder.glob(".hvdx-saving-*")):
             assert time.monotonic() < end, "it saves nothing"
-            time.sleep(0.01)
-        time.sleep(chance.uniform(0, 0.4))
+            time.sleep(0.001)
         os.kill(pids[rank], signal.SIGKILL)
         began = time.monotonic()
         said.append(process.communicate(timeout=LIMIT)[0])
@@ -98,22 +100,17 @@ def kill_one(folder, epochs, rank, chance):
 
 
 def test_each_rank_in_turn_is_killed_and_every_resume_works(tmp_path):
-    folder, chance, epochs = tmp_path / "ckpt", random.Random(7), STEPS // 10
-    newest, left_behind = (0, 0), 0
+    folder, newest = tmp_path / "ckpt", (0, 0)
     for kill in range(KILLS):
-        said = kill_one(folder, epochs, kill % RANKS, chance)
-        if newest > (0, 0):
-            assert "going on after" in said
+        said = kill_one(folder, kill % RANKS)
+        assert ("going on after" in said) == (kill > 0)
         assert "damaged" not in said
-        left_behind += len(list(folder.glob(".hvdx-saving-*")))
         # Whatever has its name is whole, at any moment.
         there = sorted(read_whole(path) for path in folder.glob("epoch-*"))
-        assert there, f"nothing was saved: {said}"
-        assert there[-1] >= newest, "a resume began before the newest checkpoint"
+        assert there[-1] > newest, "a resume began before the newest checkpoint"
         newest = there[-1]
-    assert left_behind, "no kill met a checkpoint half-written: the test shows nothing"
     done = run(RANKS, ["-c", SCRIPT, str(folder), str(newest[0] + 1)], LIMIT)
     assert done.code == 0, done
     straight = run(RANKS, ["-c", SCRIPT, "none", str(newest[0] + 1)], LIMIT)
     assert weights(done.out) == weights(straight.out)
-    assert not list(Path(folder).glob(".hvdx-*"))
+    assert not list(folder.glob(".hvdx-*"))

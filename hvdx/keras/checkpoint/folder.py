@@ -200,16 +200,27 @@ class Folder:
             partial: where it is.
             position: of it.
             keep: how many checkpoints may stay, this one included.
+
+        Raises:
+            OSError: it has no name, and the checkpoints that were there are as they were.
         """
         sync(partial)
         final = self.at(position)
         replaced = self.path / f"{_AWAY}replaced-{final.name}"
-        if final.exists():
+        taken = final.exists()
+        if taken:
             shutil.rmtree(replaced, ignore_errors=True)
-            # A job that is killed between these two lines finds it again: see _tidy.
+            # A job that is killed before the next rename finds it again: see _tidy.
             final.rename(replaced)
-        partial.rename(final)
-        sync(self.path)
+        try:
+            partial.rename(final)
+            sync(self.path)
+        except OSError:
+            if final.exists():
+                final.rename(partial)
+            if taken:
+                replaced.rename(final)
+            raise
         shutil.rmtree(replaced, ignore_errors=True)
         there = self._listed()
         self._remove([p for p in there if p > position])
