@@ -50,19 +50,20 @@ MXNET_PYTHON ?= $(PYTHON)
 MXNET_PACKAGES = 'mxnet==1.9.1' 'numpy==1.23.5'
 
 .DEFAULT_GOAL := help
-.PHONY: help venv kernels demo test check mutants fuzz gpu fmt clean
+.PHONY: help venv kernels demo test test-quick check mutants fuzz gpu fmt clean
 .DELETE_ON_ERROR:
 
 help:
-	@echo 'make demo    train on $(WORKERS) workers of this machine (prepares .venv first: minutes once, then seconds)'
-	@echo 'make test    run the tests (the first time it installs PyTorch and MXNet, which only tests need)'
-	@echo 'make check   lint, formatting, types, the rules about imports; writes nothing'
-	@echo 'make mutants break one line at a time, and see whether the tests notice (an hour; ONLY="NAME NAME" for some)'
-	@echo 'make fuzz    throw damaged messages at the decoders for $(SECONDS) seconds'
-	@echo 'make gpu     on a machine with a GPU: test its kernels against the reference, and measure them'
-	@echo 'make fmt     mend what lint and formatting can mend'
-	@echo 'make venv    prepare .venv: TensorFlow, Keras, MPI, Horovod'
-	@echo 'make clean   delete .venv, .venv-mxnet and what tools left behind (built Horovod wheels stay in the cache)'
+	@echo 'make demo        train on $(WORKERS) workers of this machine (prepares .venv first: minutes once, then seconds)'
+	@echo 'make test        run all tests (the first time it installs PyTorch and MXNet, which only tests need)'
+	@echo 'make test-quick  the tests to run after each edit: every room, one job on 2 ranks'
+	@echo 'make check       lint, formatting, types, the rules about imports; writes nothing'
+	@echo 'make mutants     break one line at a time, and see whether the tests notice (an hour; ONLY="NAME NAME" for some)'
+	@echo 'make fuzz        throw damaged messages at the decoders for $(SECONDS) seconds'
+	@echo 'make gpu         on a machine with a GPU: test its kernels against the reference, and measure them'
+	@echo 'make fmt         mend what lint and formatting can mend'
+	@echo 'make venv        prepare .venv: TensorFlow, Keras, MPI, Horovod, compiled kernels'
+	@echo 'make clean       delete .venv, .venv-mxnet and what tools left behind (wheels and kernels stay in the cache)'
 	@echo
 	@echo 'options: MPI=system (the MPI on PATH), PYTHON=python3.12, WORKERS=4, TF=gpu'
 
@@ -73,12 +74,28 @@ demo: $(HOROVOD) kernels
 	@echo '$$ $(DEMO)'
 	@$(DEMO)
 
-# What starts processes of its own has the machine for itself; the rest runs on all cores, file by file.
-ALONE = tests/slurm tests/jobs tests/cli/test_lab.py $(filter-out %/test_mutate.py %/test_packaging.py %/test_public.py %/test_rooms.py,$(wildcard tests/test_*.py))
+# What starts processes waits for them most of the time: two files at once. What looks at seconds has the machine for
+# itself, and so have the tests on ranks.
+STARTS = tests/slurm tests/jobs tests/cli/test_lab.py $(filter-out $(ALONE) %/test_packaging.py %/test_public.py \
+	%/test_rooms.py %/test_mutate.py,$(wildcard tests/test_*.py))
+ALONE = tests/test_stalls.py tests/test_at_ranks.py
+# Every room, and one job on two ranks; no framework but TensorFlow.
+QUICK = tests/codec tests/comm tests/report tests/strategies tests/kernels/test_doors.py tests/kernels/test_tiles.py \
+	tests/kernels/test_cpu_borders.py tests/kernels/test_cpu_decode.py tests/keras/test_data.py \
+	tests/keras/test_checkpoint_files.py tests/averaging/test_mean.py tests/averaging/test_keras_archive.py \
+	tests/averaging/test_safetensors.py tests/cli/test_main.py tests/cli/test_job.py tests/cli/test_average.py \
+	tests/test_rooms.py tests/test_public.py \
+	'tests/jobs/test_fashion_mnist.py::test_three_epochs_leave_identical_weights[2-mlp]'
+PYTEST = $(BIN)/python -m pytest
+AT_ONCE = -n 2 --dist loadfile
 
-test: $(HOROVOD) $(FRAMEWORKS) $(MXNET)
-	$(BIN)/python -m pytest -n auto --dist loadfile $(addprefix --ignore=,$(ALONE))
-	$(BIN)/python -m pytest $(ALONE)
+test: $(HOROVOD) $(FRAMEWORKS) $(MXNET) kernels
+	$(PYTEST) $(AT_ONCE) $(addprefix --ignore=,$(STARTS) $(ALONE))
+	$(PYTEST) $(AT_ONCE) $(STARTS)
+	$(PYTEST) $(ALONE)
+
+test-quick: $(HOROVOD) kernels
+	$(PYTEST) -q $(AT_ONCE) $(QUICK)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check
@@ -86,7 +103,7 @@ check: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_rooms.py
 
-mutants: $(HOROVOD) $(FRAMEWORKS)
+mutants: $(HOROVOD) $(FRAMEWORKS) kernels
 	$(BIN)/python -m tests.mutate --jobs $(JOBS) $(if $(strip $(ONLY)),--only $(ONLY))
 
 fuzz: $(INSTALLED)

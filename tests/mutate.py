@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hvdx.cache import kernels_folder
 from tests.launch import ROOT, environment
 
 #: The faults.
@@ -193,6 +194,10 @@ class Copy:
     def __init__(self, root: Path, folder: Path):
         self.folder, self.mark, self._writes = folder, uuid.uuid4().hex, 0
         self._scratch = folder.with_name(f"{folder.name}t")
+        self._cache = folder.with_name(f"{folder.name}c")
+        (self._cache / "kernels").mkdir(parents=True)
+        for kept in kernels_folder().glob("*"):
+            (self._cache / "kernels" / kept.name).symlink_to(kept)
         self._scratch.mkdir(parents=True)
         listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, check=True, capture_output=True, text=True)
         for name in filter(None, listed.stdout.split("\0")):
@@ -237,7 +242,9 @@ class Copy:
             from hvdx.cli.mpi_tools import mpirun_command
 
             command = mpirun_command(ranks) + command
-        env = environment({"PYTHONPATH": str(self.folder), "TMPDIR": str(self._scratch), _MARK: self.mark})
+        # Compiled kernels that are broken must not fill the cache of those that are not.
+        here = {"PYTHONPATH": str(self.folder), "TMPDIR": str(self._scratch), "HVDX_CACHE": str(self._cache)}
+        env = environment(here | {_MARK: self.mark})
         begin = time.monotonic()
         with (self._scratch / "out").open("w+b") as out:
             process = subprocess.Popen(

@@ -6,6 +6,7 @@ are. Of a parametrised test only the first case is traced, and more than 2 ranks
 A test that fails on one rank fails on all, so that the ranks stay in step.
 """
 
+import gc
 import os
 
 import keras
@@ -42,6 +43,9 @@ def pytest_collection_modifyitems(config, items):
 def comm():
     """The communicator of this session."""
     hvdx.init()
+    # TensorFlow's objects are millions; looking through them again and again takes longer than the tests.
+    gc.collect()
+    gc.freeze()
     return world.start()
 
 
