@@ -2,7 +2,8 @@
 
 Each runs at the sizes that it means something at, which `@pytest.mark.sizes` names: 2 ranks where there is no mark.
 Functions run eagerly, since tracing takes most of a short training's time; those marked `graph` are traced, as users'
-are. Of a parametrised test only the first case is traced, and more than 2 ranks run the first and the last case.
+are. Of a parametrised test only the first case is traced, unless it says `graph(every=True)`, and more than 2 ranks run
+the first and the last case.
 A test that fails on one rank fails on all, so that the ranks stay in step.
 """
 
@@ -29,7 +30,8 @@ def pytest_collection_modifyitems(config, items):
         cases.setdefault((item.path, item.function), []).append(item)
     for item in here:
         first, last = cases[item.path, item.function][0], cases[item.path, item.function][-1]
-        item.traced = item.get_closest_marker("graph") is not None and item is first
+        graph = item.get_closest_marker("graph")
+        item.traced = graph is not None and (item is first or graph.kwargs.get("every", False))
         marker = item.get_closest_marker("sizes")
         sizes = marker.args if marker else (2,)
         item.runs = named or ((size if size <= 2 else 4) in sizes and (size <= 2 or item in (first, last)))

@@ -445,7 +445,8 @@ def test_what_does_not_fit_these_ranks_is_refused():
 # -- ranks that skip steps --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.graph
+# An eager rank without a step opens no exchange; one that traces the step does.
+@pytest.mark.graph(every=True)
 @pytest.mark.parametrize(
     ("strategy", "batches"), [(asynchronous, 1), (asynchronous, STEPS), (synchronous, 1), (synchronous, STEPS)]
 )
@@ -468,6 +469,7 @@ def test_overflow_of_one_rank_skips_its_steps_alone_and_nobody_hangs(strategy, b
         assert (int(optimizer.inner_optimizer.iterations) == 0) == (hvdx.rank() == 0 and batches == STEPS)
 
 
+@pytest.mark.graph
 def test_ranks_that_accumulate_for_longer_than_an_epoch_do_not_hold_up_others():
     model = network(keras.optimizers.SGD(0.1, gradient_accumulation_steps=5))
     before = model.get_weights()
@@ -538,6 +540,7 @@ def two_weights(strategy):
     return optimizer, *weights.values(), step
 
 
+@pytest.mark.graph
 def test_lists_that_share_a_variable_are_refused_between_two_flushes():
     if hvdx.size() == 1:
         return
