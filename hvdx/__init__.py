@@ -8,7 +8,7 @@ from hvdx.version import __version__
 
 if TYPE_CHECKING:
     from hvdx.keras.data import shard
-    from hvdx.keras.horovod_api import init, local_rank, local_size, rank, size
+    from hvdx.keras.horovod_api import init, local_rank, local_size, rank, shutdown, size
 
 __all__ = [
     "AllReduce",
@@ -24,6 +24,7 @@ __all__ = [
     "local_size",
     "rank",
     "shard",
+    "shutdown",
     "size",
 ]
 

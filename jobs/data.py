@@ -54,7 +54,12 @@ def load(name: str, folder: str | None = None) -> Data:
 
 
 def _digits() -> Data:
-    from sklearn.datasets import load_digits
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise SystemExit(
+            "data: expected scikit-learn, which has the digits, got none. Do: pip install 'hvdx[jobs]'."
+        ) from error
 
     bundle = load_digits()
     order = np.random.default_rng(0).permutation(len(bundle.target))

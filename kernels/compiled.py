@@ -35,7 +35,7 @@ from numba.core.serialize import dumps
 #: Seconds on one idle core, for messages.
 COMPILE_SECONDS = 15
 # How long a process waits for another one that compiles, before it compiles by itself.
-_WAIT_SECONDS, _POLL_SECONDS = 300.0, 0.1
+_WAIT_SECONDS, _POLL_SECONDS, _MOST_POLL_SECONDS = 300.0, 0.05, 1.0
 # Settings of Numba that say where and with how many threads, and do not change the code.
 _HARMLESS = {"NUMBA_CACHE_DIR", "NUMBA_NUM_THREADS", "NUMBA_CACHE_LOCATOR_CLASSES", "NUMBA_ENABLE_CUDASIM"}
 _FILE, _DIGEST_BYTES = "kernels.bin", 32
@@ -189,29 +189,46 @@ def _build(path: Path, call_all: Callable[[], None]) -> Ready:
     """Compile while others wait, or wait for another one."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _turn(path.with_name("lock")):
+        with _turn(path.with_name("lock"), path):
             return _load(path) or _compile(path, call_all)
     except OSError as error:
         return Ready("not kept", path, f"{type(error).__name__}: {error}")
 
 
 @contextlib.contextmanager
-def _turn(lock: Path) -> Iterator[None]:
-    """Hold a lock that the system releases when its holder dies; go on without it where waiting takes too long."""
+def _turn(lock: Path, result: Path) -> Iterator[None]:
+    """Hold a lock, which the system releases when its holder dies; go on without it when there is a new result.
+
+    Args:
+        lock: of the one that compiles.
+        result: what it writes.
+    """
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        end = time.monotonic() + _WAIT_SECONDS
+        end, pause, before = time.monotonic() + _WAIT_SECONDS, _POLL_SECONDS, _version(result)
         while time.monotonic() < end:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                time.sleep(_POLL_SECONDS)
+                if _version(result) != before:
+                    break
+                time.sleep(pause)
+                pause = min(1.2 * pause, _MOST_POLL_SECONDS)
             except OSError:
                 break  # A file system without locks: all compile, and the last one's file stays.
         yield
     finally:
         os.close(descriptor)
+
+
+def _version(path: Path) -> tuple[int, int]:
+    """What tells a file from the one that it replaced."""
+    try:
+        status = path.stat()
+    except OSError:
+        return 0, 0
+    return status.st_ino, status.st_mtime_ns
 
 
 def _compile(path: Path, call_all: Callable[[], None]) -> Ready:

@@ -77,7 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"hvdx {__version__}")
     # The epilog lists the commands with their examples, which argparse's own listing cannot.
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", help=argparse.SUPPRESS)
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", help=argparse.SUPPRESS, prog="hvdx")
     for module in modules:
         details = getattr(module, "DETAILS", "")
         sub = subparsers.add_parser(

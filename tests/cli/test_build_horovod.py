@@ -60,6 +60,16 @@ def test_altered_archive_is_refused(tmp_path):
         source.check(_archive(tmp_path / "horovod-0.28.1.tar.gz", "horovod-0.28.1/setup.py"))
 
 
+@pytest.fixture(params=["with filters", "without"])
+def tar_filters(request, monkeypatch):
+    """Python before 3.11.4 has none."""
+    if request.param == "without":
+        monkeypatch.delattr(tarfile, "data_filter", raising=False)
+        extract = tarfile.TarFile.extractall
+        monkeypatch.setattr(tarfile.TarFile, "extractall", lambda self, path: extract(self, path))
+
+
+@pytest.mark.usefixtures("tar_filters")
 def test_archive_that_leads_out_is_refused(tmp_path):
     archive = _archive(tmp_path / "evil.tar.gz", "../outside")
     with pytest.raises(HvdxError, match="expected files below one folder"):
@@ -67,6 +77,21 @@ def test_archive_that_leads_out_is_refused(tmp_path):
     assert not (tmp_path / "outside").exists()
 
 
+@pytest.mark.usefixtures("tar_filters")
+@pytest.mark.parametrize(
+    ("name", "kind"), [("horovod-0.28.1/x", tarfile.SYMTYPE), ("horovod-0.28.1/x", tarfile.LNKTYPE)]
+)
+def test_link_that_leads_out_is_refused(tmp_path, name, kind):
+    archive = tmp_path / "evil.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        member = tarfile.TarInfo(name)
+        member.type, member.linkname = kind, "../../outside"
+        tar.addfile(member)
+    with pytest.raises(HvdxError, match="expected files below one folder"):
+        source.unpack(archive, tmp_path / "in")
+
+
+@pytest.mark.usefixtures("tar_filters")
 def test_archive_is_unpacked(tmp_path):
     archive = _archive(tmp_path / "good.tar.gz", "horovod-0.28.1/setup.py")
     assert (source.unpack(archive, tmp_path / "in") / "setup.py").read_bytes() == b"x"

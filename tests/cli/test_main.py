@@ -19,12 +19,14 @@ def test_no_arguments_teaches_every_command(capsys):
         assert words in text
 
 
-@pytest.mark.parametrize("command", ["doctor", "build-horovod", "lab"])
+@pytest.mark.parametrize("command", ["doctor", "build-horovod", "build-kernels", "lab"])
 def test_command_help_has_an_example(command, capsys):
     with pytest.raises(SystemExit) as stopped:
         main([command, "--help"])
     assert stopped.value.code == 0
-    assert f"hvdx {command}" in capsys.readouterr().out.split("example:")[1]
+    usage, example = capsys.readouterr().out.split("example:")
+    assert usage.startswith(f"usage: hvdx {command} ")
+    assert f"hvdx {command}" in example
 
 
 def test_version(capsys):

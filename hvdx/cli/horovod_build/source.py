@@ -73,8 +73,7 @@ def unpack(archive: Path, folder: Path) -> Path:
     """
     with tarfile.open(archive) as tar:
         try:
-            # Refuses absolute names, "..", links that lead out, and devices.
-            tar.extractall(folder, filter="data")
+            _extract(tar, folder)
         except tarfile.TarError as error:
             shutil.rmtree(folder, ignore_errors=True)
             raise HvdxError(
@@ -84,6 +83,21 @@ def unpack(archive: Path, folder: Path) -> Path:
     if not (source / "setup.py").exists():
         raise HvdxError(f"{archive.name}: expected {source.name}/setup.py in it, found none. Do: delete {archive}.")
     return source
+
+
+def _extract(tar: tarfile.TarFile, folder: Path) -> None:
+    """Extract all; TarError for absolute names, "..", links that lead out, and devices."""
+    if hasattr(tarfile, "data_filter"):
+        tar.extractall(folder, filter="data")
+        return
+    # Python before 3.11.4, such as Debian 12's own, has no filters.
+    for member in tar:
+        target = os.path.join(os.path.dirname(member.name), member.linkname) if member.issym() else member.linkname
+        paths = [member.name, *([target] if member.issym() or member.islnk() else [])]
+        outside = any(os.path.isabs(p) or os.path.normpath(p).split(os.sep)[0] == ".." for p in paths)
+        if outside or member.isdev():
+            raise tarfile.ReadError(f"{member.name!r} would be outside the destination")
+    tar.extractall(folder)
 
 
 def digest(path: Path) -> str:
