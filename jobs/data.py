@@ -57,9 +57,7 @@ def _digits() -> Data:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise SystemExit(
-            "data: expected scikit-learn, which has the digits, got none. Do: pip install 'hvdx[jobs]'."
-        ) from error
+        raise ImportError(f"digits: {error}. They come with scikit-learn: pip install '.[jobs]'") from None
 
     bundle = load_digits()
     order = np.random.default_rng(0).permutation(len(bundle.target))

@@ -78,13 +78,11 @@ def test_archive_that_leads_out_is_refused(tmp_path):
 
 
 @pytest.mark.usefixtures("tar_filters")
-@pytest.mark.parametrize(
-    ("name", "kind"), [("horovod-0.28.1/x", tarfile.SYMTYPE), ("horovod-0.28.1/x", tarfile.LNKTYPE)]
-)
-def test_link_that_leads_out_is_refused(tmp_path, name, kind):
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE])
+def test_link_that_leads_out_is_refused(tmp_path, kind):
     archive = tmp_path / "evil.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
-        member = tarfile.TarInfo(name)
+        member = tarfile.TarInfo("horovod-0.28.1/x")
         member.type, member.linkname = kind, "../../outside"
         tar.addfile(member)
     with pytest.raises(HvdxError, match="expected files below one folder"):
