@@ -48,7 +48,7 @@ def average(
             "last".
         recalibrate: a `.npz` or `.npy` file of inputs, on which a `.keras` model computes its batch normalisation
             statistics anew.
-        force: replace what is called `out`.
+        force: replace what is called `out`: a file, or a SavedModel by a SavedModel. A link is followed.
         progress: called with the bytes that were read, and those that there are to read.
 
     Raises:
@@ -57,7 +57,7 @@ def average(
             What was there is as it was.
 
     Warns:
-        UserWarning: batch normalisation whose statistics are stale; a mean that is not a number.
+        UserWarning: batch normalisation whose statistics are stale; a mean that is not a number, or infinite.
 
     Example:
         >>> import tempfile, pathlib
@@ -75,7 +75,9 @@ def average(
     rule: Integers = integers or ("last" if swa or ema is not None else "equal")
     if rule not in get_args(Integers):
         raise ConfigError(f"integers: expected one of 'equal', 'first', 'last', got {rule!r}.")
-    check_free(target, force)
+    check_free(target, force, inputs)
+    if target.is_symlink():
+        target = target.resolve()
     with opened(inputs) as networks:
         first = networks[0]
         _check_suffix(target, first)
@@ -211,7 +213,10 @@ class _Counter:
 
 def _warn(network: Network, mean: Mean, recalibrated: bool) -> None:
     if mean.not_a_number:
-        warnings.warn(f"the mean of {mean.not_a_number[0]} holds NaN: one of the networks does.", stacklevel=3)
+        reason = "one of the networks does, or they hold infinities of both signs"
+        warnings.warn(f"the mean of {mean.not_a_number[0]} holds NaN: {reason}.", stacklevel=3)
+    elif mean.infinite:
+        warnings.warn(f"the mean of {mean.infinite[0]} holds infinity: one of the networks does.", stacklevel=3)
     if network.normalises and not recalibrated:
         warnings.warn(
             "the networks have batch normalisation: its statistics are those of no network now. Compute them anew on "

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -71,6 +72,7 @@ class Mean:
 
     Attributes:
         not_a_number: names of tensors whose mean holds NaN.
+        infinite: names of tensors whose mean holds infinity and no NaN, or not in the same block.
     """
 
     def __init__(
@@ -80,11 +82,15 @@ class Mean:
         integers: Integers = "equal",
         progress: Callable[[int], Any] | None = None,
     ):
-        self._networks, self._weights, self._integers = networks, weights, integers
+        # By a power of two, which changes no result but those that would overflow.
+        exponent = math.frexp(max(weights))[1]
+        self._weights = [math.ldexp(weight, -exponent) for weight in weights] if set(weights) != {1.0} else weights
+        self._networks, self._integers = networks, integers
         self._progress = progress or (lambda count: None)
         self._local = threading.local()
         self._pool: ThreadPoolExecutor | None = None
         self.not_a_number: list[str] = []
+        self.infinite: list[str] = []
 
     def values(self, tensor: Tensor) -> Iterator[np.ndarray]:
         """The mean of one tensor; see `hvdx.averaging.network.Values`.
@@ -130,10 +136,12 @@ class Mean:
                 into = term
             if scale != 1.0:
                 np.divide(total, scale, out=total)
-            np.copyto(result, total, casting="unsafe")
             # A maximum is NaN where an element is, and costs less than asking each.
-            if np.isnan(total.max()):
-                self._note(inputs[0].name)
+            if not (np.isfinite(total.max()) and np.isfinite(total.min())):
+                if result.itemsize == wide.itemsize:
+                    self._divide_first(counted, start, total, scale)
+                self._note(inputs[0].name, self.not_a_number if np.isnan(total).any() else self.infinite, total)
+            np.copyto(result, total, casting="unsafe")
         if result.itemsize == wide.itemsize:
             _keep_equal([tensor for tensor, _ in counted], start, result)
         return result
@@ -145,9 +153,19 @@ class Mean:
             kept[name] = np.empty(_BLOCK, dtype)
         return kept[name][:count]
 
-    def _note(self, name: str) -> None:
-        if name not in self.not_a_number:
-            self.not_a_number.append(name)
+    def _divide_first(
+        self, counted: Sequence[tuple[Tensor, float]], start: int, total: np.ndarray, scale: float
+    ) -> None:
+        """Add up anew, in place, what is not finite: sums of the widest type overflow where their means do not."""
+        where = ~np.isfinite(total)
+        again = np.zeros(int(where.sum()), total.dtype)
+        for tensor, weight in counted:
+            again += tensor.array_at(start, total.size)[where].astype(total.dtype) * (weight / scale)
+        total[where] = again
+
+    def _note(self, name: str, names: list[str], total: np.ndarray) -> None:
+        if name not in names and not np.isfinite(total).all():
+            names.append(name)
 
     def _agreed(self, inputs: list[Tensor], start: int) -> np.ndarray:
         count = min(_BLOCK, inputs[0].size - start)

@@ -4,22 +4,33 @@ import glob
 import os
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hvdx.errors import AverageError
 
 
-def check_free(out: Path, force: bool) -> None:
+def check_free(out: Path, force: bool, inputs: Sequence[Path] = ()) -> None:
     """Stop if something is called `out` already.
 
     Args:
         out: a file, a directory, or the prefix of several files.
-        force: it may be replaced.
+        force: it may be replaced: a file, or a directory that is a SavedModel.
+        inputs: what is read; none of it may lie in a directory that is replaced.
 
     Raises:
-        AverageError: it is there, or its folder is not.
+        AverageError: it is there, or its folder is not; or it is a directory that may not be replaced.
     """
+    if out.name in ("", ".."):
+        raise AverageError(f"{out}: expected the name of the result, got a folder. Add a name, as in {out / 'mean'}.")
+    if out.is_dir() and force:
+        inside = next((path for path in inputs if out.resolve() in path.resolve().parents), None)
+        if inside is not None:
+            raise AverageError(f"{out}: it holds the input {inside}, and is kept. Name another output.")
+        if not (out / "saved_model.pb").is_file():
+            raise AverageError(
+                f"{out}: it is a directory, and no SavedModel, and is kept. Name another output, or remove it first."
+            )
     if not out.parent.is_dir():
         raise AverageError(f"{out}: the folder {out.parent} does not exist. Make it first.")
     there = pieces(out)

@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compute batch normalisation anew on the inputs in a .npz or .npy file",
     )
     add("--report", action="store_true", help="print how far the networks are from each other, tensor by tensor")
-    add("--force", action="store_true", help="replace OUT if it exists")
+    add("--force", action="store_true", help="replace OUT if it exists; a link is followed")
     add("--quiet", action="store_true", help="no progress, and no line at the end; warnings and errors stay")
 
 
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output is not None:
         from hvdx.averaging.output import check_free
 
-        check_free(args.output, args.force)
+        check_free(args.output, args.force, args.networks)
     if args.report:
         _report(args)
     if args.output is not None:

@@ -166,6 +166,28 @@ def test_nan_is_noticed_and_infinity_is_not_nan():
     assert mean_of([np.array([np.nan + 0j], "c8"), np.ones(1, "c8")])[1].not_a_number == ["w"]
 
 
+@pytest.mark.parametrize("value", [np.inf, -np.inf])
+def test_infinity_is_noticed(value):
+    result, mean = mean_of([np.array([value, 1.0], "f4"), np.ones(2, "f4")])
+    assert result.tolist() == [value, 1.0]
+    assert (mean.infinite, mean.not_a_number) == (["w"], [])
+    assert mean_of([np.ones(2, "f4")] * 2)[1].infinite == []
+
+
+def test_sums_may_overflow_where_means_do_not():
+    result, mean = mean_of([np.array([1.5e308, -1.6e308, np.inf]), np.array([1.7e308, -1.0e308, 1.0])])
+    np.testing.assert_allclose(result, [1.6e308, -1.3e308, np.inf], rtol=1e-15)
+    assert mean.infinite == ["w"]
+    result, mean = mean_of([np.array([1.5e308]), np.array([1.7e308])])
+    assert mean.infinite == []
+
+
+@pytest.mark.parametrize("scale", [1.7e308, 1e-300])
+def test_only_ratios_of_weights_matter_however_large(scale):
+    arrays = [np.array([1.0, 5.0], "f4"), np.array([3.0, 6.0], "f4")]
+    assert mean_of(arrays, (scale, scale / 2))[0].tobytes() == mean_of(arrays, (2.0, 1.0))[0].tobytes()
+
+
 def test_progress_adds_up_to_all_that_was_read(small_blocks):
     told = []
     mean_of([np.ones(100, "f4")] * 3, progress=told.append)

@@ -47,6 +47,40 @@ def test_whatever_has_the_name_is_kept(make, pair, tmp_path):
         average(pair, out)
 
 
+def test_directory_is_not_replaced_by_a_file(pair, tmp_path, untouched):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "notes.txt").write_text("precious")
+    with untouched(tmp_path), pytest.raises(AverageError, match="is a directory, and no SavedModel, and is kept"):
+        average(pair, tmp_path / "runs", force=True)
+
+
+def test_directory_that_holds_an_input_is_kept(pair, tmp_path, untouched):
+    out = tmp_path / "model"
+    (out / "variables").mkdir(parents=True)
+    (out / "saved_model.pb").write_text("old")
+    inside = out / "variables" / "a.safetensors"
+    inside.write_bytes(pair[0].read_bytes())
+    with untouched(tmp_path), pytest.raises(AverageError, match=r"it holds the input .*a\.safetensors, and is kept"):
+        average([inside, pair[1]], out, force=True)
+
+
+@pytest.mark.parametrize("name", [".", "..", "/"])
+def test_output_without_a_name_is_refused(name, pair, tmp_path, monkeypatch, untouched):
+    monkeypatch.chdir(tmp_path)
+    with untouched(tmp_path), pytest.raises(AverageError, match="expected the name of the result, got a folder"):
+        average(pair, name, force=True)
+
+
+def test_link_is_followed(pair, tmp_path):
+    (tmp_path / "there").mkdir()
+    real, link = tmp_path / "there" / "mean.safetensors", tmp_path / "mean.safetensors"
+    real.write_text("old")
+    link.symlink_to(real)
+    average(pair, link, force=True)
+    assert link.is_symlink()
+    assert (open_network(real).tensors["w"].array() == 1).all()
+
+
 def test_missing_folder_is_named(pair, tmp_path, untouched):
     with untouched(tmp_path), pytest.raises(AverageError, match=r"folder .*nowhere does not exist"):
         average(pair, tmp_path / "nowhere" / "mean.safetensors")
@@ -178,7 +212,7 @@ def test_pieces_come_back_when_the_new_cannot_get_their_names(failing, tmp_path,
 def test_folder_is_replaced_whole(tmp_path):
     out = tmp_path / "model"
     out.mkdir()
-    (out / "old").write_text("old")
+    (out / "saved_model.pb").write_text("old")
 
     def write(partial):
         partial.mkdir()
