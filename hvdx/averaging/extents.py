@@ -3,6 +3,7 @@
 import abc
 import io
 import os
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,15 @@ class File:
         buffer = bytearray(count)
         self.read_into(offset, buffer, what)
         return bytes(buffer)
+
+    def crc32(self, offset: int, count: int, what: str) -> int:
+        """The CRC-32 of some bytes, as zip archives hold it; see `read_into`."""
+        buffer, end, crc = bytearray(min(_COPY_BYTES, count)), offset + count, 0
+        while offset < end:
+            block = memoryview(buffer)[: min(len(buffer), end - offset)]
+            self.read_into(offset, block, what)
+            crc, offset = zlib.crc32(block, crc), offset + len(block)
+        return crc
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: np.dtype, offset: int) -> Tensor:
         """A tensor that lies in one piece.

@@ -47,6 +47,13 @@ class KerasArchive(Network):
             raise
         self.tensors = self._content.tensors
         self.architecture = comparable(config)
+        if isinstance(self.architecture, dict):
+            # Vocabularies and the like are part of what the network computes.
+            self.architecture["assets"] = {
+                entry.filename: f"{entry.file_size} bytes with CRC {entry.CRC:08x}"
+                for entry in self._archive.infolist()
+                if entry.filename.startswith("assets/") and not entry.is_dir()
+            }
         self.normalises = self._content.normalises or "BatchNormalization" in json.dumps(config)
 
     @classmethod
@@ -93,6 +100,11 @@ class KerasArchive(Network):
         # The central directory says where the entry's header is, and only that header how long itself is.
         name, extra = struct.unpack("<HH", file.read(entry.header_offset + 26, 4, _WEIGHTS))
         begin = entry.header_offset + 30 + name + extra
+        if file.crc32(begin, entry.file_size, _WEIGHTS) != entry.CRC:
+            raise AverageError(
+                f"{self.path}: {_WEIGHTS}: its checksum is not the one in the archive: it is damaged. Copy or save it "
+                "again."
+            )
         return Content(file, begin, begin + entry.file_size, _WEIGHTS)
 
     def _unpacked(self, entry: zipfile.ZipInfo) -> File:
@@ -121,8 +133,16 @@ class KerasArchive(Network):
                     self._write_weights(out, target, fresh, values)
                 else:
                     fresh.compress_type = entry.compress_type
-                    with self._archive.open(entry) as source, target.open(fresh, "w") as sink:
-                        shutil.copyfileobj(source, sink, 1 << 22)
+                    self._copy(entry, target, fresh)
+
+    def _copy(self, entry: zipfile.ZipInfo, target: zipfile.ZipFile, fresh: zipfile.ZipInfo) -> None:
+        try:
+            with self._archive.open(entry) as source, target.open(fresh, "w") as sink:
+                shutil.copyfileobj(source, sink, 1 << 22)
+        except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+            raise AverageError(
+                f"{self.path}: {entry.filename}: it is damaged ({error}). Copy or save it again."
+            ) from None
 
     def _write_weights(self, out: Path, target: zipfile.ZipFile, entry: zipfile.ZipInfo, values: Values) -> None:
         if not self._content.scattered:

@@ -127,7 +127,7 @@ def test_archive_with_extra_fields_and_other_entries_in_front(saved, tmp_path):
     for path in saved("mlp"):
         paths.append(tmp_path / path.name)
         with zipfile.ZipFile(path) as old, zipfile.ZipFile(paths[-1], "w") as new:
-            new.writestr("assets/note.txt", "x" * len(paths))
+            new.writestr("extra/note.txt", "x" * len(paths))
             for name in old.namelist():
                 info = zipfile.ZipInfo(name)
                 info.extra = b"\x99\x99\x04\x00abcd"
@@ -138,7 +138,7 @@ def test_archive_with_extra_fields_and_other_entries_in_front(saved, tmp_path):
     for x, y in zip(all_variables(a), all_variables(b), strict=True):
         assert_same(x.numpy(), y.numpy())
     with zipfile.ZipFile(tmp_path / "mean.keras") as archive:
-        assert archive.read("assets/note.txt") == b"x"
+        assert archive.read("extra/note.txt") == b"x"
 
 
 def test_tensors_in_chunks_within_an_archive(saved, tmp_path):
@@ -309,6 +309,33 @@ def test_archive_with_a_damaged_entry_is_refused(saved, tmp_path, name, change, 
     with pytest.raises(AverageError, match=rf"bad\.keras: {name}: .*(damaged|unpacked)"):
         average([saved("mlp")[0], bad], tmp_path / "mean.keras")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.keras"]
+
+
+def test_flipped_byte_is_refused(saved, tmp_path):
+    paths = saved("mlp")
+    content = bytearray(paths[1].read_bytes())
+    with zipfile.ZipFile(paths[1]) as archive:
+        entry = archive.getinfo("model.weights.h5")
+        # In the last tensor, whose bytes HDF5 does not look at.
+        content[entry.header_offset + entry.file_size - 100] ^= 1
+    damaged = tmp_path / "damaged.keras"
+    damaged.write_bytes(content)
+    with pytest.raises(AverageError, match=r"damaged\.keras: model\.weights\.h5: its checksum is not the one"):
+        average([paths[0], damaged], tmp_path / "mean.keras")
+    assert not (tmp_path / "mean.keras").exists()
+
+
+def test_other_vocabularies_are_refused(tmp_path):
+    paths = []
+    for words in (["a", "b"], ["a", "c"]):
+        lookup = layers.StringLookup(vocabulary=words)
+        paths.append(tmp_path / f"{words[1]}.keras")
+        keras.utils.set_random_seed(0)
+        text = keras.Input((), dtype="string")
+        keras.Model(text, layers.Embedding(3, 2)(lookup(text))).save(paths[-1])
+    with pytest.raises(AverageError, match=r"c\.keras: .*(assets|vocabulary)"):
+        average(paths, tmp_path / "mean.keras")
+    average([paths[0], paths[0]], tmp_path / "mean.keras")
 
 
 def test_full_disk_leaves_nothing(saved, tmp_path):
