@@ -2,8 +2,8 @@
 
 Each runs at the sizes that it means something at, which `@pytest.mark.sizes` names: 2 ranks where there is no mark.
 Functions run eagerly, since tracing takes most of a short training's time; those marked `graph` are traced, as users'
-are. Of a parametrised test only the first case is traced, unless it says `graph(every=True)`, and more than 2 ranks run
-the first and the last case.
+are. Of a parametrised test only the first case is traced, unless it says `graph(every=True)`; 1 rank runs its first
+case, 2 ranks all, and more the first and the last.
 A test that fails on one rank fails on all, so that the ranks stay in step.
 """
 
@@ -30,11 +30,12 @@ def pytest_collection_modifyitems(config, items):
         cases.setdefault((item.path, item.function), []).append(item)
     for item in here:
         first, last = cases[item.path, item.function][0], cases[item.path, item.function][-1]
+        cases_at = {1: [first], 2: [item], 3: [first, last], 4: [first, last]}
         graph = item.get_closest_marker("graph")
         item.traced = graph is not None and (item is first or graph.kwargs.get("every", False))
         marker = item.get_closest_marker("sizes")
         sizes = marker.args if marker else (2,)
-        item.runs = named or ((size if size <= 2 else 4) in sizes and (size <= 2 or item in (first, last)))
+        item.runs = named or ((size if size <= 2 else 4) in sizes and item in cases_at[min(size, 4)])
     left_out = [item for item in here if not item.runs]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
