@@ -49,14 +49,14 @@ def fails(ranks, code, *named, env=None, code_is=1, end=END):
     return done
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [4])
 def test_models_of_different_shapes_end_on_all_ranks(ranks):
     code = "ready()\nnetwork(4 + rank // (size - 1)).fit(x, y, verbose=0, callbacks=[hvdx.keras.Distribute()])"
     done = fails(ranks, code, "ReplicaError", "the models differ", f"on rank {ranks - 1}")
     assert done.out.count("the models differ") == 1, "every rank says the same; one may speak"
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [4])
 def test_exception_on_one_rank_in_mid_epoch_ends_all(ranks):
     code = """
 class Break(keras.callbacks.Callback):

@@ -28,7 +28,8 @@ def train(ranks, *options, timeout=300, **env):
     return done.out
 
 
-@pytest.mark.parametrize(("ranks", "network"), [(1, "mlp"), (2, "mlp"), (4, "mlp"), (2, "cnn")])
+# On 1 and 4 ranks: the test after this one.
+@pytest.mark.parametrize(("ranks", "network"), [(2, "mlp"), (2, "cnn")])
 def test_three_epochs_leave_identical_weights(ranks, network, tmp_path):
     model = tmp_path / "model.keras"
     out = train(ranks, "--model", network, "--epochs", "3", "--save", str(model))
@@ -47,7 +48,8 @@ def test_four_workers_follow_the_curve_of_one_process(tmp_path, record_property)
     curves = {}
     for ranks, batch in ((1, 64), (4, 16)):
         file = tmp_path / f"{ranks}.json"
-        train(ranks, "--epochs", "3", "--batch", str(batch), "--history", str(file))
+        out = train(ranks, "--epochs", "3", "--batch", str(batch), "--history", str(file))
+        assert len(set(digests(out))) == 1
         curves[ranks] = np.array(json.loads(file.read_text())["loss"])
     difference = float(np.max(np.abs(curves[4] / curves[1] - 1)))
     record_property("largest relative difference", difference)
@@ -67,9 +69,8 @@ def test_checkpoint_goes_on_where_it_was(tmp_path):
     assert "nothing was trained" in done.out
 
 
-@pytest.mark.parametrize("spec", ["all_reduce:compression=fp16", "all_reduce:compression=bf16,groups=2"])
-def test_strategy_from_the_environment_trains_and_halves_the_bytes(spec):
-    out = train(2, HVDX_STRATEGY=spec)
+def test_strategy_from_the_environment_trains_and_halves_the_bytes():
+    out = train(2, HVDX_STRATEGY="all_reduce:compression=bf16,groups=2")
     assert len(set(digests(out))) == 1
     assert "52.2 kB" in out
 

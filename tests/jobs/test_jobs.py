@@ -22,8 +22,8 @@ def number_after(words: str, result: Run) -> float:
     return float(found.group(1))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_linear_regression_has_the_parameters_of_one_machine(ranks):
+def test_linear_regression_has_the_parameters_of_one_machine():
+    ranks = 4
     result = run(ranks, ["jobs/linear_regression.py"], timeout=_SECONDS)
     assert result.code == 0, result
     assert f"400 examples on {ranks} worker" in result.out
@@ -36,7 +36,7 @@ def test_linear_regression_exits_with_1_above_the_tolerance():
     assert "NOT the parameters of one machine" in result.out
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_parabola_has_the_loss_curve_of_one_process(ranks):
     result = run(ranks, ["jobs/parabola.py", "--steps", "100", "--every", "25"], timeout=_SECONDS)
     assert result.code == 0, result
@@ -47,7 +47,7 @@ def test_parabola_has_the_loss_curve_of_one_process(ranks):
     assert losses == sorted(losses, reverse=True)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [2])
 def test_horovod_script_learns_and_keeps_its_ranks_alike(ranks, tmp_path):
     script = ["jobs/horovod_keras_digits.py", "--epochs", "5", "--checkpoints", str(tmp_path)]
     result = run(ranks, script, timeout=_SECONDS)
@@ -74,7 +74,7 @@ def test_linear_regression_under_horovodrun_with_uneven_shares():
     assert "same parameters as one machine" in result.out
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2])
 def test_bench_step_compares_every_variant(ranks, tmp_path):
     file = tmp_path / "steps.json"
     options = ["--sizes", "20k", "--rounds", "2", "--steps", "2", "--seconds", "2", "--json", str(file)]
