@@ -74,7 +74,7 @@ demo: $(HOROVOD) kernels
 	@echo '$$ $(DEMO)'
 	@$(DEMO)
 
-# What starts processes waits for them, and on a batch system for its clock: three files at once. What looks at seconds has the machine for
+# What starts processes waits for them, and on a batch system for its clock: two files at once. What looks at seconds has the machine for
 # itself, and so have the tests on ranks.
 STARTS = tests/slurm tests/jobs tests/cli/test_lab.py $(filter-out $(ALONE) %/test_packaging.py %/test_public.py \
 	%/test_rooms.py %/test_mutate.py,$(wildcard tests/test_*.py))
@@ -91,7 +91,7 @@ AT_ONCE = -n 2 --dist loadfile
 
 test: $(HOROVOD) $(FRAMEWORKS) $(MXNET) kernels
 	$(PYTEST) $(AT_ONCE) $(addprefix --ignore=,$(STARTS) $(ALONE))
-	$(PYTEST) -n 3 --dist loadfile $(STARTS)
+	$(PYTEST) $(AT_ONCE) $(STARTS)
 	$(PYTEST) $(ALONE)
 
 test-quick: $(HOROVOD) kernels

@@ -1,7 +1,9 @@
 """The cluster that the tests of this folder run on does what a Slurm does."""
 
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +16,13 @@ from mpi4py import MPI
 world = MPI.COMM_WORLD
 print("rank", world.rank, "of", world.size, "on", MPI.Get_processor_name(), "sum", world.allreduce(world.rank + 1))
 """
+
+
+@pytest.fixture
+def short():
+    """A folder with a short name, for sockets; pytest's own are long where tests run side by side."""
+    with tempfile.TemporaryDirectory(prefix="hvdx-") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture
@@ -106,15 +115,15 @@ def test_node_that_fails_requeues_its_job(cluster, script, tmp_path):
     assert cluster.show(job)["Restarts"] == "1"
 
 
-def test_cluster_that_cannot_start_says_why_and_leaves_nothing(tmp_path, monkeypatch, cluster):
+def test_cluster_that_cannot_start_says_why_and_leaves_nothing(tmp_path, short, monkeypatch, cluster):
     (tmp_path / "bin").mkdir()
     broken = tmp_path / "bin" / "slurmctld"
     broken.write_text("#!/bin/sh\necho no controller today; exit 7\n")
     broken.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{cluster.environment['PATH']}")
     with pytest.raises(ClusterError, match=r"slurmctld at its end, exit code 7\n(.*\n)*no controller today"):
-        Cluster(tmp_path / "c").__enter__()
-    assert str(tmp_path / "c") not in _command_lines()
+        Cluster(short / "c").__enter__()
+    assert str(short / "c") not in _command_lines()
 
 
 def test_obstacle_names_what_is_missing(monkeypatch):
@@ -125,14 +134,14 @@ def test_obstacle_names_what_is_missing(monkeypatch):
     assert "expected slurmd, found none. Do: apt install slurmctld slurmd" in obstacle()
 
 
-def test_cluster_ends_jobs_that_do_not_want_to(tmp_path, cluster, script):
-    with Cluster(tmp_path / "c") as second:
+def test_cluster_ends_jobs_that_do_not_want_to(tmp_path, short, cluster, script):
+    with Cluster(short / "c") as second:
         assert second.folder != cluster.folder
         job = second.sbatch(script("trap '' TERM INT", "touch running", "while true; do sleep 987; done"))
         second.wait(job, "RUNNING")
         _appears(tmp_path / "running")
     listed = _command_lines()
-    assert str(tmp_path / "c") not in listed
+    assert str(short / "c") not in listed
     assert "sleep 987" not in listed
 
 
