@@ -111,6 +111,7 @@ class Distribute(keras.callbacks.Callback):
         self._steps_before = 0
         self._trial_costs = []
         agree_on_strategy(self._auto or self.strategy, self._comm)
+        self._build_optimizer()
         self._bindings = [self._tie(o, f"fit.{i}") for i, o in enumerate(optimizers_of(self.model))]
         if self.model.jit_compile:
             self._jit_compile, self.model.jit_compile = self.model.jit_compile, False
@@ -124,6 +125,14 @@ class Distribute(keras.callbacks.Callback):
         self.model.make_train_function(force=True)
         if self._found is None:
             self._last.on_train_begin(logs)
+
+    def _build_optimizer(self) -> None:
+        """Make the optimiser's variables now: TensorFlow would trace twice a step that makes them."""
+        model = self.model
+        # A train_step of somebody's own may apply it to other variables.
+        standard = type(model).train_step is keras.Model.train_step and optimizers_of(model) == [model.optimizer]
+        if model.built and standard and not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
 
     def _tie(self, optimizer: Any, name: str) -> Binding:
         bound = binding_of(optimizer)

@@ -402,3 +402,20 @@ def test_strategy_from_the_environment(monkeypatch):
     monkeypatch.setenv("HVDX_STRATEGY", "ring")
     with pytest.raises(ConfigError, match="all_reduce"):
         hvd.Distribute()
+
+
+@pytest.mark.graph
+def test_step_of_an_optimizer_without_variables_is_traced_once():
+    traced = []
+
+    class Count(keras.layers.Layer):
+        def call(self, x):
+            traced.append(x.shape)
+            return x
+
+    model = models.network(Count)
+    model.compile(keras.optimizers.Adam(0.01), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    traced.clear()
+    models.fit(model, [hvd.Distribute()], epochs=1)
+    assert len(traced) == 1
+    models.assert_identical(model)
