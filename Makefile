@@ -74,8 +74,8 @@ demo: $(HOROVOD) kernels
 	@echo '$$ $(DEMO)'
 	@$(DEMO)
 
-# What starts processes waits for them, and on a batch system for its clock: two files at once. What looks at seconds has the machine for
-# itself, and so have the tests on ranks.
+# Tests that start processes wait most of the time: two files run at once. Tests that measure seconds, and those on ranks,
+# have the machine for themselves.
 STARTS = tests/slurm tests/jobs tests/cli/test_lab.py $(filter-out $(ALONE) %/test_packaging.py %/test_public.py \
 	%/test_rooms.py %/test_mutate.py,$(wildcard tests/test_*.py))
 ALONE = tests/test_stalls.py tests/test_at_ranks.py

@@ -1,4 +1,4 @@
-"""What the first step of a process costs: under Threshold, beside the same step of plain Keras.
+"""Time the first training step of a process under Threshold, and the same step of plain Keras.
 
     python jobs/bench_first_step.py            # five starts of each, about two minutes on two cores
     python jobs/bench_first_step.py --empty    # one start more, of two workers on an empty cache of kernels

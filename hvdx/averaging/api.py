@@ -48,7 +48,7 @@ def average(
             "last".
         recalibrate: a `.npz` or `.npy` file of inputs, on which a `.keras` model computes its batch normalisation
             statistics anew.
-        force: replace what is called `out`: a file, or a SavedModel by a SavedModel. A link is followed.
+        force: replace an existing file, or an existing SavedModel by a SavedModel. Links are followed.
         progress: called with the bytes that were read, and those that there are to read.
 
     Raises:

@@ -140,7 +140,7 @@ class Mean:
             if not (np.isfinite(total.max()) and np.isfinite(total.min())):
                 if result.itemsize == wide.itemsize:
                     self._divide_first(counted, start, total, scale)
-                self._note(inputs[0].name, self.not_a_number if np.isnan(total).any() else self.infinite, total)
+                self._note(inputs[0].name, total)
             np.copyto(result, total, casting="unsafe")
         if result.itemsize == wide.itemsize:
             _keep_equal([tensor for tensor, _ in counted], start, result)
@@ -156,15 +156,18 @@ class Mean:
     def _divide_first(
         self, counted: Sequence[tuple[Tensor, float]], start: int, total: np.ndarray, scale: float
     ) -> None:
-        """Add up anew, in place, what is not finite: sums of the widest type overflow where their means do not."""
+        """Recompute non-finite elements in place: a float64 sum can overflow where the mean does not."""
         where = ~np.isfinite(total)
         again = np.zeros(int(where.sum()), total.dtype)
         for tensor, weight in counted:
             again += tensor.array_at(start, total.size)[where].astype(total.dtype) * (weight / scale)
         total[where] = again
 
-    def _note(self, name: str, names: list[str], total: np.ndarray) -> None:
-        if name not in names and not np.isfinite(total).all():
+    def _note(self, name: str, total: np.ndarray) -> None:
+        if np.isfinite(total).all():
+            return
+        names = self.not_a_number if np.isnan(total).any() else self.infinite
+        if name not in names:
             names.append(name)
 
     def _agreed(self, inputs: list[Tensor], start: int) -> np.ndarray:

@@ -16,7 +16,7 @@ def check_free(out: Path, force: bool, inputs: Sequence[Path] = ()) -> None:
     Args:
         out: a file, a directory, or the prefix of several files.
         force: it may be replaced: a file, or a directory that is a SavedModel.
-        inputs: what is read; none of it may lie in a directory that is replaced.
+        inputs: networks that are read; a directory that holds one of them is never replaced.
 
     Raises:
         AverageError: it is there, or its folder is not; or it is a directory that may not be replaced.

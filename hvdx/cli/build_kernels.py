@@ -10,7 +10,7 @@ NAME = "build-kernels"
 HELP = "compile the kernels of Threshold for this machine's processor, and keep them"
 EXAMPLE = "hvdx build-kernels"
 DETAILS = """\
-The first training with Threshold does the same, and all later ones load what is kept. Kernels
+The first training with Threshold compiles them too, and later ones load them. Kernels
 belong to one version of hvdx, Numba and Python and to one type of processor: on a cluster, run this
 on a compute node, once for each type. Machines may share the folder. Whoever can write to it can
 run code as whoever loads from it.

@@ -85,11 +85,11 @@ class Codec(abc.ABC, Generic[S]):
 
     @property
     def prepared(self) -> bool:
-        """Whether `prepare` would have nothing to compile."""
+        """True if nothing has to be compiled."""
         return True
 
     def prepare(self) -> str:
-        """Load what is compiled, or compile it and keep it for other processes; `encode` and `decode` do so too.
+        """Load the compiled kernels, or compile and cache them; `encode` and `decode` call it too.
 
         Returns:
             Why it could not be kept, for people; "" where it was, or where there is nothing to compile.

@@ -8,7 +8,7 @@ it holds, so a residual never grows beyond tau and none is thrown away, and indi
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from threading import Lock
 from typing import Any, Literal
 
@@ -185,7 +185,12 @@ class Threshold(Codec[ThresholdState]):
         return compiled.is_kept(kernels_folder())
 
     def prepare(self) -> str:
-        return cpu.prepare(kernels_folder()).why
+        return self._kernels.why
+
+    @cached_property
+    def _kernels(self) -> compiled.Ready:
+        """How the kernels became ready: asked once, since finding the folder costs system calls."""
+        return cpu.prepare(kernels_folder())
 
     def encode(self, update: Sequence[np.ndarray], state: ThresholdState) -> tuple[np.ndarray, ThresholdState]:
         self.prepare()

@@ -30,7 +30,7 @@ _place: tuple[str, tuple[int, ...]] = ("", ())
 _waits: dict[int, str] = {}
 _moved = time.monotonic()
 _serves = False
-# By thread: what is being compiled.
+# Names of what is being compiled, by thread.
 _compiles: dict[int, str] = {}
 _first = False
 # TensorFlow traces a function in the first of these and runs it in the second: its first run optimises the graph, and
@@ -128,7 +128,7 @@ class Report:
         lines: of its program, innermost first: "train.py:42 in load".
         serves: whether it only answers the others.
         busy: see `busy`.
-        compiling: what it compiles, or "".
+        compiling: name of what it is compiling, or "".
     """
 
     host: str
@@ -174,7 +174,7 @@ def here() -> Report:
 
 
 def _compiled() -> str:
-    """What this process compiles now, or ""."""
+    """Name what this process is compiling, or return ""."""
     for what in list(_compiles.values()):
         return what
     frames = _frames(_main_frame())

@@ -202,7 +202,7 @@ class Folder:
             keep: how many checkpoints may stay, this one included.
 
         Raises:
-            OSError: it has no name, and the checkpoints that were there are as they were.
+            OSError: the checkpoint was not published; the existing checkpoints are unchanged.
         """
         sync(partial)
         final = self.at(position)
