@@ -318,7 +318,7 @@ def test_saved_model_without_variables(tmp_path):
 def test_saved_model_that_exists_is_kept_unless_forced(tmp_path):
     for i in range(2):
         exported(tmp_path / f"m{i}", i)
-    (tmp_path / "mean").mkdir()
+    exported(tmp_path / "mean", 2)
     (tmp_path / "mean" / "mine").write_text("mine")
     before = listing(tmp_path)
     with pytest.raises(AverageError, match="exists, and is kept"):
