@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdx.cli.mpi_tools import mpirun_command
+from tests import warm
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -40,7 +41,9 @@ class Run:
         return f"exit status {self.code}\n{self.out}"
 
 
-def run(ranks: int, program: Sequence[str], timeout: float = 120, env: Mapping[str, str] | None = None) -> Run:
+def run(
+    ranks: int, program: Sequence[str], timeout: float = 120, env: Mapping[str, str] | None = None, fresh: bool = False
+) -> Run:
     """Run `python program...` on some ranks.
 
     Args:
@@ -48,8 +51,9 @@ def run(ranks: int, program: Sequence[str], timeout: float = 120, env: Mapping[s
         program: script and arguments, or "-c" and code.
         timeout: seconds; then every process of the launch is killed.
         env: added to the environment.
+        fresh: in new processes, as a user's; otherwise in copies of one that has imported TensorFlow (`warm`).
     """
-    command = [sys.executable, *program]
+    command = [*([sys.executable] if fresh else warm.command(environment())), *program]
     if ranks > 1:
         command = mpirun_command(ranks) + command
     return run_command(command, timeout, env)

@@ -145,17 +145,19 @@ def test_horovod_for_another_tensorflow_names_the_remedy(tmp_path):
     assert "hvdx build-horovod" in done.out
 
 
-def test_missing_horovod_names_the_remedy(tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(
-        "import importlib.metadata as m\n"
-        "files = m.files\n"
-        "def hide(name):\n"
-        "    if name == 'horovod':\n"
-        "        raise m.PackageNotFoundError(name)\n"
-        "    return files(name)\n"
-        "m.files = hide\n"
-    )
-    done = run(2, ["-c", START_HOROVOD], timeout=START, env={"PYTHONPATH": str(tmp_path)})
+HIDE_HOROVOD = """
+import importlib.metadata
+files = importlib.metadata.files
+def hide(name):
+    if name == "horovod":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return files(name)
+importlib.metadata.files = hide
+"""
+
+
+def test_missing_horovod_names_the_remedy():
+    done = run(2, ["-c", HIDE_HOROVOD + START_HOROVOD], timeout=START)
     assert done.code not in (None, 0)
     assert "found none" in done.out
     assert "hvdx build-horovod" in done.out
