@@ -46,7 +46,7 @@ def test_top_level_stays_light():
     code = (
         "import sys, hvdx, hvdx.cli.main; print([m for m in ('tensorflow', 'keras', 'mpi4py.MPI') if m in sys.modules])"
     )
-    assert run(1, ["-c", code]).out.strip().endswith("[]")
+    assert run(1, ["-c", code], fresh=True).out.strip().endswith("[]")
 
 
 def test_unknown_names_are_attribute_errors():

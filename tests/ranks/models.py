@@ -9,13 +9,20 @@ from hvdx import comm as world
 from hvdx.keras import replicas
 from hvdx.keras.optimizer import binding_of, optimizers_of
 
-SAMPLES, FEATURES, CLASSES, BATCH = 48, 6, 3, 4
+FEATURES, CLASSES, BATCH = 6, 3, 4
+# Of each rank in an epoch.
+STEPS = 4
 
 
-def data(samples=SAMPLES):
-    """The same on all ranks."""
+def samples():
+    """Of all ranks in an epoch."""
+    return STEPS * BATCH * hvdx.size()
+
+
+def data(count=None):
+    """The same on all ranks: an epoch's samples, or so many."""
     random = np.random.default_rng(7)
-    x = random.normal(size=(samples, FEATURES)).astype("float32")
+    x = random.normal(size=(samples() if count is None else count, FEATURES)).astype("float32")
     return x, (x[:, 0] + 2 * x[:, 1] > 0).astype("int64") + (x[:, 2] > 1)
 
 

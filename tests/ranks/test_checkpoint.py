@@ -112,18 +112,18 @@ def assert_same(model, other):
 def test_resumed_training_is_the_uninterrupted_one_to_the_bit(folder, strategy, optimizer):
     make, chosen = MOMENTUM[optimizer], STRATEGIES[strategy]
     straight = built(make)
-    history, remembered = train(straight, 4, chosen, hvd.Checkpoint(folder, keep=4))
-    killed_after(folder, 2)
+    history, remembered = train(straight, 2, chosen, hvd.Checkpoint(folder))
+    killed_after(folder, 1)
     resumed = built(make, seed=100 + hvdx.rank())
-    later, again = train(resumed, 4, chosen, hvd.Checkpoint(folder))
+    later, again = train(resumed, 2, chosen, hvd.Checkpoint(folder))
 
-    assert later["loss"] == history["loss"][2:]
+    assert later["loss"] == history["loss"][1:]
     assert_same(resumed, straight)
     assert len(again) == len(remembered) == int(strategy != "all_reduce" and hvdx.size() > 1)
     for mine, expected in zip(again, remembered, strict=True):
         for name, array in expected.items():
             np.testing.assert_array_equal(mine[name], array, err_msg=name)
-    assert names(folder) == ["epoch-0003", "epoch-0004"]
+    assert names(folder) == ["epoch-0001", "epoch-0002"]
 
 
 @pytest.mark.graph
@@ -132,10 +132,10 @@ def test_half_accumulated_gradients_go_on(folder):
         return keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=7)
 
     straight = built(make)
-    train(straight, 4, SPARSE, hvd.Checkpoint(folder, keep=4))
-    killed_after(folder, 2)
+    train(straight, 2, SPARSE, hvd.Checkpoint(folder))
+    killed_after(folder, 1)
     resumed = built(make, seed=1)
-    train(resumed, 4, SPARSE, hvd.Checkpoint(folder))
+    train(resumed, 2, SPARSE, hvd.Checkpoint(folder))
     assert_same(resumed, straight)
 
 
@@ -152,10 +152,10 @@ def test_variable_without_gradient_and_generator_of_all_go_on(folder):
         return models.compiled(models.network(Noise, lambda: keras.layers.Dense(5), seed=seed), MOMENTUM["sgd"]())
 
     straight = make(0)
-    train(straight, 4, SPARSE, hvd.Checkpoint(folder, keep=4))
-    killed_after(folder, 2)
+    train(straight, 2, SPARSE, hvd.Checkpoint(folder))
+    killed_after(folder, 1)
     resumed = make(1)
-    train(resumed, 4, SPARSE, hvd.Checkpoint(folder))
+    train(resumed, 2, SPARSE, hvd.Checkpoint(folder))
     assert_same(resumed, straight)
 
 
@@ -180,10 +180,10 @@ def test_two_optimizers_go_on(folder):
         return model
 
     straight = make(0)
-    _, remembered = train(straight, 4, SPARSE, hvd.Checkpoint(folder, keep=4))
-    killed_after(folder, 2)
+    _, remembered = train(straight, 2, SPARSE, hvd.Checkpoint(folder))
+    killed_after(folder, 1)
     resumed = make(1)
-    _, again = train(resumed, 4, SPARSE, hvd.Checkpoint(folder))
+    _, again = train(resumed, 2, SPARSE, hvd.Checkpoint(folder))
     assert_same(resumed, straight)
     for mine, expected in zip(again, remembered, strict=True):
         np.testing.assert_array_equal(mine["codec.residual"], expected["codec.residual"])
@@ -194,10 +194,10 @@ def test_two_optimizers_go_on(folder):
 def test_mixed_float16_goes_on(folder):
     keras.config.set_dtype_policy("mixed_float16")
     straight = built()
-    train(straight, 4, SPARSE, hvd.Checkpoint(folder, keep=4))
-    killed_after(folder, 2)
+    train(straight, 2, SPARSE, hvd.Checkpoint(folder))
+    killed_after(folder, 1)
     resumed = built(seed=1)
-    train(resumed, 4, SPARSE, hvd.Checkpoint(folder))
+    train(resumed, 2, SPARSE, hvd.Checkpoint(folder))
     assert_same(resumed, straight)
 
 
@@ -229,20 +229,20 @@ class Look(keras.callbacks.Callback):
 @pytest.mark.sizes(2, 4)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_another_number_of_ranks_shares_what_was_not_sent(folder, ranks):
-    train(built(), 2, SPARSE, hvd.Checkpoint(folder))
+    train(built(), 1, SPARSE, hvd.Checkpoint(folder))
     manifest, held = of_other_ranks(folder / names(folder)[-1], ranks, scaled)
     look = Look()
     model = built(seed=5)
-    train(model, 3, SPARSE, hvd.Checkpoint(folder), look)
+    train(model, 2, SPARSE, hvd.Checkpoint(folder), look)
     models.assert_identical(model, optimizer=False)
-    assert look.epoch == 2
+    assert look.epoch == 1
     assert look.generators == [[hvdx.rank() % ranks, 7]]
     if hvdx.size() == 1:
         return
     mine = np.concatenate([a.ravel() for a in look.unsent])
     expected = sum(f["strategy.0.codec.residual"].astype("float64") for f in held)
     assert np.abs(expected).max() > 0
-    np.testing.assert_allclose(sum(_everyone(mine)), expected, rtol=1e-5, atol=1e-9)
+    np.testing.assert_allclose(sum(_everyone(mine)), expected, rtol=1e-5, atol=1e-7)
     if ranks != hvdx.size():
         for i in manifest["own"]["optimizer"]:
             mean = np.mean([f[f"optimizer.{i}"].astype("float64") for f in held], axis=0)
@@ -253,11 +253,11 @@ def test_another_number_of_ranks_shares_what_was_not_sent(folder, ranks):
     ("before", "after"), [("threshold", "all_reduce"), ("all_reduce", "threshold"), ("threshold", "gradient")]
 )
 def test_another_strategy_takes_the_shared_part(folder, before, after, capfd):
-    train(built(), 2, STRATEGIES[before], hvd.Checkpoint(folder))
+    train(built(), 1, STRATEGIES[before], hvd.Checkpoint(folder))
     capfd.readouterr()
     look, model = Look(), built(seed=5)
-    history, _ = train(model, 3, STRATEGIES[after], hvd.Checkpoint(folder), look)
-    assert look.epoch == 2
+    history, _ = train(model, 2, STRATEGIES[after], hvd.Checkpoint(folder), look)
+    assert look.epoch == 1
     assert all(not a.any() for a in look.unsent)
     assert len(history["loss"]) == 1
     models.assert_identical(model, optimizer=after != "threshold")
@@ -270,10 +270,10 @@ def test_another_strategy_takes_the_shared_part(folder, before, after, capfd):
 
 @pytest.mark.sizes(1, 2)
 def test_every_and_keep_say_what_stays(folder):
-    train(built(), 5, None, hvd.Checkpoint(folder, every=2, keep=1))
+    train(built(), 3, None, hvd.Checkpoint(folder, every=2, keep=1))
     # And the end, so that nothing is trained twice.
-    assert names(folder) == ["epoch-0005"]
-    assert names(folder / "epoch-0005") == [
+    assert names(folder) == ["epoch-0003"]
+    assert names(folder / "epoch-0003") == [
         "manifest.json",
         *sorted(of_rank(r) for r in range(hvdx.size())),
         "shared.safetensors",
@@ -521,18 +521,18 @@ def test_save_and_restore_in_a_loop(folder):
         return model
 
     straight = make(0)
-    assert loop(straight, 4, hvdx.shard(models.data(), models.BATCH)) == 0
-    with pytest.raises(ConfigError, match=r"expected to save after epoch 4.*got epoch 2"):
-        checkpoint.save(folder, straight, 2)
-    checkpoint.save(folder, straight, 4)
-    assert names(folder) == ["epoch-0003", "epoch-0004"]
+    assert loop(straight, 2, hvdx.shard(models.data(), models.BATCH)) == 0
+    with pytest.raises(ConfigError, match=r"expected to save after epoch 2.*got epoch 1"):
+        checkpoint.save(folder, straight, 1)
+    checkpoint.save(folder, straight, 2)
+    assert names(folder) == ["epoch-0001", "epoch-0002"]
 
     if hvdx.rank() == 0:
         shutil.rmtree(folder)
     _everyone("it is gone")
-    assert loop(make(0), 2, hvdx.shard(models.data(), models.BATCH)) == 0
+    assert loop(make(0), 1, hvdx.shard(models.data(), models.BATCH)) == 0
     resumed = make(1)
-    assert loop(resumed, 4, hvdx.shard(models.data(), models.BATCH)) == 2
+    assert loop(resumed, 2, hvdx.shard(models.data(), models.BATCH)) == 1
     assert_same(resumed, straight)
 
 

@@ -125,7 +125,7 @@ def test_two_reducers_do_not_count_twice():
     share = hvdx.shard((x, (y > 1).astype("float32")[:, None]), 4)
     callbacks = [hvd.callbacks.MetricAverageCallback(), hvd.Distribute()]
     logs = binary().fit(share, epochs=1, verbose=0, shuffle=False, callbacks=callbacks).history
-    assert sum(v[0] for k, v in logs.items() if k != "loss") == models.SAMPLES
+    assert sum(v[0] for k, v in logs.items() if k != "loss") == models.samples()
     if hvdx.size() > 1:
         with pytest.raises(ConfigError, match="twice"):
             models.fit(binary(), [hvd.Distribute(), hvd.Distribute()])
@@ -291,7 +291,7 @@ def test_backup_and_restore_on_rank_0_restarts_all_ranks(tmp_path):
     history = models.fit(second, [hvd.Distribute(), keras.callbacks.BackupAndRestore(str(folder))], epochs=4).history
     assert len(history["loss"]) == 2  # epochs 0 and 1 were saved
     models.assert_identical(second)
-    assert int(second.optimizer.iterations) == 4 * (models.SAMPLES // (models.BATCH * hvdx.size()))
+    assert int(second.optimizer.iterations) == 4 * models.STEPS
 
 
 @pytest.mark.sizes(2, 4)
@@ -388,7 +388,7 @@ def test_counters_tell_what_travelled():
     model = models.compiled(models.network(seed=0), "sgd")
     models.fit(model, [callback])
     size, counters = hvdx.size(), callback.counters
-    assert counters.steps == 2 * models.SAMPLES // (models.BATCH * size)
+    assert counters.steps == 2 * models.STEPS
     assert counters.exchanges == (counters.steps if size > 1 else 0)
     assert counters.bytes_per_exchange == round(4 * model.count_params() * 2 * (size - 1) / size)
     assert 0 <= counters.exchange_seconds < counters.seconds

@@ -33,7 +33,11 @@ def alike(variables):
     assert replicas.differing(list(variables), world.start()) == {}
 
 
-def data(samples=64):
+# Of an epoch, of 8 samples on each rank.
+STEPS = 4
+
+
+def data(samples=8 * STEPS):
     random = np.random.default_rng(hvdx.rank())
     x = random.normal(size=(samples, 6)).astype(np.float32)
     return x, (x @ np.arange(6) > 0).astype(np.float32)[:, None]
@@ -64,7 +68,7 @@ def fit(model, strategy, epochs=2, batch=8, callbacks=(), given=None, **options)
 def test_replicas_are_identical_and_learn(strategy, optimizer):
     made = {"sgd": lambda: keras.optimizers.SGD(0.05, momentum=0.9), "adam": lambda: keras.optimizers.Adam(0.01)}
     model = network(made[optimizer]())
-    callback, history = fit(model, strategy, epochs=4, check_every=5)
+    callback, history = fit(model, strategy, epochs=3, check_every=3)
     alike(model.weights)
     assert history["loss"][-1] < history["loss"][0]
     if hvdx.size() > 1:
@@ -93,7 +97,7 @@ def test_replicas_are_identical_and_learn(strategy, optimizer):
 )
 def test_optimizers_of_keras_stay_alike(make):
     model = network(make(), kernel_constraint=keras.constraints.MaxNorm(2.0))
-    fit(model, "threshold:target_density=0.1")
+    fit(model, "threshold:target_density=0.1", epochs=1)
     alike(model.weights)
 
 
@@ -155,7 +159,7 @@ def test_nan_on_one_rank_skips_the_step_and_training_goes_on(capfd):
         assert all(np.isfinite(w).all() for w in model.get_weights())
         alike(model.weights)
         assert callback.counters.telemetry[0].skipped == 3
-        assert int(model.optimizer.iterations) == 24
+        assert int(model.optimizer.iterations) == 3 * STEPS
         if hvdx.rank() == 0:
             assert f"NaN or infinity on rank {hvdx.size() - 1}; all ranks skipped" in capfd.readouterr().err
 
@@ -203,7 +207,7 @@ def test_second_fit_goes_on_with_momenta_and_residual():
 
     fit(model, "threshold:target_density=0.05", epochs=1, callbacks=[Look()])
     assert exchanges[0] is not None
-    assert exchanges[0].telemetry.steps == 8
+    assert exchanges[0].telemetry.steps == STEPS
     for before, after in zip(momenta, exchanges[1], strict=True):
         np.testing.assert_array_equal(before, after)
     alike(model.weights)
@@ -234,11 +238,11 @@ def test_weights_without_dimensions_and_constraints_that_hold_after_a_flush(stra
 def test_auto_counts_the_steps_that_it_measured(per_execution):
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", steps_per_execution=per_execution)
-    callback, _ = fit(model, "auto", epochs=3)
+    callback, _ = fit(model, "auto", epochs=6)
     alike(model.weights)
     if hvdx.size() > 1:
-        assert callback.counters.exchanges == 24
-        assert callback.cost().steps == 24
+        assert callback.counters.exchanges == 6 * STEPS
+        assert callback.cost().steps == 6 * STEPS
 
 
 def test_layers_frozen_between_fits_keep_what_they_have_not_sent():
@@ -250,8 +254,8 @@ def test_layers_frozen_between_fits_keep_what_they_have_not_sent():
         callback, _ = fit(model, "threshold:target_density=0.05", epochs=1)
         alike(model.weights)
         if hvdx.size() > 1:
-            assert callback.counters.exchanges == 8
-            assert callback.cost().steps == 8
+            assert callback.counters.exchanges == STEPS
+            assert callback.cost().steps == STEPS
     if hvdx.size() > 1:
         # What the fit with the frozen layer had not sent has gone over; its exchange is no longer needed.
         _, open_now = host_binding._remembered[optimizer]
@@ -275,7 +279,7 @@ def test_steps_per_execution_and_layers_built_late():
     callback, _ = fit(model, "threshold:target_density=0.1,overlap=true")
     alike(model.weights)
     if hvdx.size() > 1:
-        assert callback.counters.exchanges == 16
+        assert callback.counters.exchanges == 2 * STEPS
 
 
 @pytest.mark.graph
@@ -356,7 +360,7 @@ def test_telemetry_reaches_logs_files_and_the_history(tmp_path):
 @pytest.mark.sizes(2, 4)
 def test_auto_says_why_and_goes_on_with_one_strategy(capfd):
     model = network(keras.optimizers.SGD(0.05, momentum=0.9))
-    callback, _ = fit(model, "auto", epochs=3)
+    callback, _ = fit(model, "auto", epochs=6)
     alike(model.weights)
     if hvdx.size() > 1:
         chosen = [repr(callback.strategy)] * hvdx.size()
