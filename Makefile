@@ -74,11 +74,11 @@ demo: $(HOROVOD) kernels
 	@echo '$$ $(DEMO)'
 	@$(DEMO)
 
-# Tests that start processes wait a good part of the time: three files run at once, the longest ones first. Those that
-# measure seconds have the machine for themselves.
-STARTS = tests/test_at_ranks.py tests/slurm tests/jobs tests/cli/test_lab.py $(filter-out $(ALONE) %/test_at_ranks.py \
-	%/test_packaging.py %/test_public.py %/test_rooms.py %/test_mutate.py,$(wildcard tests/test_*.py))
-ALONE = tests/test_stalls.py
+# Tests that start processes wait a good part of the time: two files run at once, Slurm's, which wait the most, first.
+# Tests that measure seconds, and those on ranks, have the machine for themselves.
+STARTS = tests/slurm tests/jobs tests/cli/test_lab.py $(filter-out $(ALONE) %/test_packaging.py %/test_public.py \
+	%/test_rooms.py %/test_mutate.py,$(wildcard tests/test_*.py))
+ALONE = tests/test_stalls.py tests/test_at_ranks.py
 # Every room, and one job on two ranks; no framework but TensorFlow.
 QUICK = tests/codec tests/comm tests/report tests/strategies tests/kernels/test_doors.py tests/kernels/test_tiles.py \
 	tests/kernels/test_cpu_borders.py tests/kernels/test_cpu_decode.py tests/keras/test_data.py \
@@ -91,7 +91,7 @@ AT_ONCE = -n 2 --dist loadfile
 
 test: $(HOROVOD) $(FRAMEWORKS) $(MXNET) kernels
 	$(PYTEST) $(AT_ONCE) $(addprefix --ignore=,$(STARTS) $(ALONE))
-	$(PYTEST) $(AT_ONCE) -n 3 --no-loadscope-reorder $(STARTS)
+	$(PYTEST) $(AT_ONCE) --no-loadscope-reorder $(STARTS)
 	$(PYTEST) $(ALONE)
 
 test-quick: $(HOROVOD) kernels

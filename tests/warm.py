@@ -1,12 +1,13 @@
 """Python processes that have TensorFlow already: copies (forks) of one that imported it.
 
-An import of TensorFlow and Keras takes five seconds of a core, which a test on four ranks would pay four times. `command`
-gives a program in the place of `python` that the launcher starts. It hands its arguments, environment, folder and
-standard streams to the server, which forks; it passes signals on, and ends as the copy ends. hvdx, mpi4py and Horovod
-are not imported before the fork, so a copy starts them as a new process would.
+An import of TensorFlow and Keras takes five seconds of a core, which a test on four ranks would pay four times.
+`command` gives a program for the launcher to start in the place of `python`. It hands its arguments, environment,
+folder and standard streams to the server, which forks; it passes signals on, and ends as the copy ends. hvdx, mpi4py
+and Horovod are not imported before the fork, so a copy starts them as a new process would.
 
-A copy differs from a new process in what Python does before `main`: no `sitecustomize` of the test's runs, and variables
-that TensorFlow or Numba read when they are imported are those of the server. Tests that mean that start new processes.
+A copy differs from a new process in what Python does before a script: no `sitecustomize` of the test's runs, and
+variables that TensorFlow or Numba read when they are imported are those of the server. Tests that mean that start new
+processes.
 """
 
 import atexit
@@ -28,7 +29,6 @@ import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 _PRELOADED = ("numpy", "keras", "tensorflow", "numba")
 # What a launcher sends a rank, and what tests do.
@@ -228,15 +228,16 @@ def _run(asked: _Asked, installed: list[str]) -> None:
     exec(code, main.__dict__)
 
 
-def _end_as(program: Callable[[], None]) -> NoReturn:
-    """Run it and end as Python does, without a second of taking TensorFlow's objects down one by one."""
+def _end_as(program: Callable[[], None]) -> None:
+    """Run it and end as Python does, but without a second of taking TensorFlow's objects down one by one.
+
+    A program that calls `sys.exit` ends in Python's own way.
+    """
     status = 0
     try:
         program()
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
-        if not isinstance(end.code, int | None):
-            print(end.code, file=sys.stderr)
+    except SystemExit:
+        raise
     except BaseException:
         status = 1
         sys.excepthook(*sys.exc_info())

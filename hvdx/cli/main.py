@@ -11,6 +11,7 @@ from hvdx.version import __version__
 #: The modules of the sub-commands, in the order in which help lists them. Each has NAME, HELP,
 #: EXAMPLE, add_arguments(parser) and run(args) -> exit code, and imports nothing heavy at its top.
 COMMANDS = (
+    "hvdx.cli.run",
     "hvdx.cli.doctor",
     "hvdx.cli.build_horovod",
     "hvdx.cli.build_kernels",
@@ -29,7 +30,7 @@ first steps:
   hvdx build-horovod              once per environment
   hvdx build-kernels              once per machine, for Threshold
   hvdx doctor                     is everything in place?
-  mpirun -n 2 python train.py     the same script on two workers
+  hvdx run -n 2 python train.py   the same script on two workers
 
 `hvdx COMMAND --help` tells all about one command.
 """

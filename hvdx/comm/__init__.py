@@ -2,7 +2,7 @@
 
 from hvdx.comm.base import Channel, Comm, GraphComm, Letter, Postbox, Received
 from hvdx.comm.local import LocalComm
-from hvdx.comm.world import current, graph, start, stop
+from hvdx.comm.world import current, graph, graph_calls, start, stop
 
 __all__ = [
     "Channel",
@@ -14,6 +14,7 @@ __all__ = [
     "Received",
     "current",
     "graph",
+    "graph_calls",
     "start",
     "stop",
 ]

@@ -1,17 +1,23 @@
 """One rank's failure ends the job: nobody waits for a rank that is gone."""
 
+import atexit
 import os
 import socket
 import sys
+import threading
 import time
 import traceback
 from types import TracebackType
+from typing import Any, NoReturn
 
-from hvdx.comm import mpi
+from hvdx.comm import mpi, watchdog
+from hvdx.comm.launcher import detect
 from hvdx.errors import HvdxError
 
 # How long the other ranks give rank 0 to say what all of them found.
 _COURTESY_SECONDS = 3.0
+# What Horovod raises on the ranks that are left when one has ended; and how long they wait to hear which.
+_SHUT_DOWN, _OBITUARY_SECONDS = "Horovod has been shut down", 4.0
 
 
 _remembered: list[BaseException] = []
@@ -36,10 +42,17 @@ def install(rank: int, size: int) -> None:
     """
 
     def end_the_job(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        departed = watchdog.obituary(_OBITUARY_SECONDS) if _SHUT_DOWN in str(error) else None
         if _remembered and kind.__module__.startswith("tensorflow.") and str(_remembered[0]) in str(error):
             error = _remembered[0]
             kind, trace = type(error), error.__traceback__
-        if isinstance(error, HvdxError) and error.collective:
+        if departed is not None:
+            _, said, first = departed
+            if first:
+                sys.stderr.write(f"hvdx: {said}; ending the job on all ranks\n")
+            else:
+                time.sleep(_COURTESY_SECONDS)
+        elif isinstance(error, HvdxError) and error.collective:
             if rank == 0:
                 print(f"hvdx: {kind.__name__}: {error}", file=sys.stderr, flush=True)
             else:
@@ -51,7 +64,52 @@ def install(rank: int, size: int) -> None:
             sys.stderr.write(f"{text}{headline}: {kind.__name__}: {str(error).partition(chr(10))[0]}\n")
         sys.stdout.flush()
         sys.stderr.flush()
-        mpi.abort(1)
+        mpi.abort(departed[0] or 1 if departed else 1)
         os._exit(1)
 
     sys.excepthook = end_the_job
+    sys.exit = _exit
+    leave_first()
+
+
+class _Exit(SystemExit):
+    """What `sys.exit` raises. Its last reference goes with nobody running Python only if it ends the interpreter."""
+
+    def __del__(self) -> None:
+        if sys._getframe().f_back is None and threading.current_thread() is threading.main_thread():
+            _ending[:] = [self.code]
+
+
+# The argument of the `sys.exit` that ends this process.
+_ending: list[Any] = []
+
+
+def _exit(status: Any = None, /) -> NoReturn:
+    raise _Exit(status)
+
+
+def leave_first() -> None:
+    """Have the others told of this process's end before anything else is done at its exit.
+
+    To be called after whatever registers exit handlers that the others notice, such as Horovod's.
+    """
+    atexit.unregister(_leaving)
+    atexit.register(_leaving)
+
+
+def _leaving() -> None:
+    """This process ends. With an exit status the job does, unless all ranks end by themselves."""
+    code = _ending[0] if _ending else None
+    status = (code & 0xFF if isinstance(code, int) else 1) if code is not None else 0
+    how = f"sys.exit({code!r})" if _ending else ""
+    if watchdog.leave(status, how, _COURTESY_SECONDS):
+        return
+    found = detect()
+    rank, size = (found.rank, found.size) if found is not None else (0, 0)
+    sys.stderr.write(
+        f"hvdx: rank {rank} of {size} on {socket.gethostname()} ended: {how}, and the others cannot go on without it; "
+        "ending the job on all ranks\n"
+    )
+    sys.stdout.flush()
+    sys.stderr.flush()
+    mpi.abort(status)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdx.comm import mpi
+from hvdx.comm import failure, mpi
 from hvdx.comm.base import Channel, GraphComm, Place, Postbox, Reduction, Wire
 from hvdx.comm.launcher import Launch
 from hvdx.errors import ConfigError, HorovodError
@@ -95,6 +95,7 @@ class HorovodComm(GraphComm):
             mpi.check_size("Horovod", hvd.size(), launch)
         else:
             hvd.init(comm=group)
+        failure.leave_first()
         self.rank, self.size = hvd.rank(), hvd.size()
         self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
         self.cross_rank, self.cross_size = hvd.cross_rank(), hvd.cross_size()

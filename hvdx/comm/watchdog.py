@@ -33,6 +33,8 @@ _ANSWER_SECONDS = 3.0
 _TURN, _LAST_TURN = 0.1, 10.0
 # Ranks that are told that another leaves: one of the lowest is who will ask for it.
 _TOLD_OF_LEAVING = 8
+# A collective that waits for a rank that has ended is over after so long, lowest ranks first.
+_DOOMED_SECONDS, _DOOMED_TURN, _LAST_DOOMED = 5.0, 1.5, 6.0
 _ASK, _ANSWER, _LEAVE = 1, 2, 3
 _HOST_BYTES = 64
 
@@ -84,12 +86,14 @@ class Watchdog:
         self._due = limit
         self._seen_idle = 0.0
         self._leaving: list[tuple[Any, bytes]] = []
-        self._gone: set[int] = set()
+        # Ranks that have left: their exit status, and how they ended in words.
+        self._gone: dict[int, tuple[int, str]] = {}
+        self._farewell: tuple[int, str] | None = None
         # Of the question that is open, if one is: its number, when it ends, whether a stall asks it.
         self._question, self._end, self._for_stall = 0, 0.0, False
         self._reports: dict[int, Report] = {}
         self._known: dict[int, Report] = {}
-        self._wanted = False
+        self._wanted = self._parted = False
         self._wake, self._stop = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hvdx watchdog", daemon=True)
         self._thread.start()
@@ -108,6 +112,35 @@ class Watchdog:
         self._wanted = True
         self._wake.set()
 
+    def leave(self, status: int, how: str) -> None:
+        """Tell the others that this process ends, and go on watching.
+
+        Args:
+            status: the exit status; where it is not 0 all are told.
+            how: in words; "" where there is nothing to say.
+        """
+        self._farewell = status, how
+        self._wake.set()
+
+    def alone(self) -> bool:
+        """Whether all other ranks have left."""
+        return len(self._gone) == self._size - 1
+
+    def obituary(self) -> tuple[int, str] | None:
+        """The exit status of a rank that has left, and a sentence about it; None while all are there."""
+        gone = dict(self._gone)
+        if not gone:
+            return None
+        # One that failed says more than those that left because of it.
+        rank = min(gone, key=lambda r: (gone[r][0] == 0, r))
+        status, how = gone[rank]
+        said = f"rank {rank} of {self._size} on {self._hosts[rank]} ended{': ' * bool(how)}{how}"
+        return status, f"{said}, and the others cannot go on without it"
+
+    def first_left(self) -> bool:
+        """Whether this is the lowest of the ranks that have not left."""
+        return all(rank in self._gone for rank in range(self._rank))
+
     def last_word(self, rank: int) -> str:
         """Where a rank was when it was asked last, in words; "" if it did not answer."""
         who, report = f"rank {rank} ({self._hosts[rank]})", self._known.get(rank)
@@ -121,31 +154,52 @@ class Watchdog:
         try:
             # A script may end MPI itself.
             while not self._stop.is_set() and not self._mpi.Is_finalized():
+                if self._farewell is not None and not self._parted:
+                    self._say_good_bye()
                 self._read()
                 self._look()
                 self._wake.wait(_BUSY_TICK if self._end else self._tick)
                 self._wake.clear()
-            for rank in range(min(self._size, _TOLD_OF_LEAVING)):
-                if rank != self._rank and not self._mpi.Is_finalized():
-                    self._send(rank, _LEAVE, {})
+            self._say_good_bye()
         except Exception as error:
             # A watchdog must not harm the training; it is an MPI that is breaking down anyway.
             if not self._stop.is_set():
                 print(f"hvdx: rank {self._rank} watches no longer for stalls: {error}", file=sys.stderr, flush=True)
 
+    def _say_good_bye(self) -> None:
+        if self._parted or self._mpi.Is_finalized():
+            return
+        self._parted = True
+        status, how = self._farewell or (0, "")
+        for rank in range(self._size if status else min(self._size, _TOLD_OF_LEAVING)):
+            if rank != self._rank:
+                self._send(rank, _LEAVE, {"status": status, "how": how})
+
     def _look(self) -> None:
         """Is there something to ask, or to say?"""
         now, idle = time.monotonic(), whereabouts.idle()
+        turn = min(self._rank * _TURN, _LAST_TURN)
+        if self._gone and not self._parted and whereabouts.waits_for_all():
+            self._end_if_doomed(idle)
         if idle < self._seen_idle:
             self._due = self._limit  # it has moved: what comes next is another stall
         self._seen_idle = idle
         if self._end:
-            if now > self._end or len(self._reports) + len(self._gone - self._reports.keys()) >= self._size:
+            if now > self._end or len(self._reports.keys() | self._gone.keys()) >= self._size:
                 self._close()
         elif self._wanted:
             self._open(stall=False)
-        elif idle > self._due + min(self._rank * _TURN, _LAST_TURN) and whereabouts.busy():
+        elif idle > self._due + turn and whereabouts.busy():
             self._open(stall=True)
+
+    def _end_if_doomed(self, idle: float) -> None:
+        """A collective waits that cannot end any more."""
+        found = self.obituary()
+        if found is not None and idle > _DOOMED_SECONDS + min(self._rank * _DOOMED_TURN, _LAST_DOOMED):
+            sys.stderr.write(f"hvdx: {found[1]}; ending the job on all ranks\n")
+            sys.stdout.flush()
+            sys.stderr.flush()
+            self._mpi.COMM_WORLD.Abort(found[0] or 1)
 
     def _open(self, stall: bool) -> None:
         """Ask everybody."""
@@ -169,7 +223,7 @@ class Watchdog:
                for r, report in self._reports.items()):  # fmt: skip
             return
         everyone: dict[int, Report | None] = {r: self._reports.get(r) for r in range(self._size)}
-        gone = sorted(self._gone - self._reports.keys())
+        gone = sorted(self._gone.keys() - self._reports.keys())
         text = whereabouts.message(everyone, gone, whereabouts.idle(), self._hosts)
         # One write, so that it is not mixed with what others print.
         sys.stderr.write(f"{text}\n")
@@ -191,7 +245,7 @@ class Watchdog:
 
     def _take(self, sender: int, tag: int, said: dict[str, Any]) -> None:
         if tag == _LEAVE:
-            self._gone.add(sender)
+            self._gone[sender] = said["status"], said["how"]
         elif tag == _ASK:
             self._send(sender, _ANSWER, {"question": said["question"], "report": whereabouts.here().as_json()})
             if said["stall"] and sender < self._rank:
@@ -225,6 +279,38 @@ def last_word(rank: int) -> str:
         rank: in the world of all processes.
     """
     return next(filter(None, (watchdog.last_word(rank) for watchdog in _running)), "")
+
+
+def leave(status: int, how: str, courtesy: float) -> bool:
+    """Tell the others that this process ends; see `Watchdog.leave`.
+
+    Args:
+        status, how: see there.
+        courtesy: seconds in which others may end as well.
+
+    Returns:
+        Whether all others have left too, or nobody watches.
+    """
+    for watchdog in _running:
+        watchdog.leave(status, how)
+    return not status or until(lambda: all(watchdog.alone() for watchdog in _running), courtesy)
+
+
+def obituary(limit: float) -> tuple[int, str, bool] | None:
+    """What is known of ranks that have left.
+
+    Args:
+        limit: seconds for which it is waited for.
+
+    Returns:
+        Exit status and a sentence about one of them, and whether this rank is the one to say it; None if nobody left.
+    """
+    until(lambda: any(watchdog.obituary() for watchdog in _running), limit if _running else 0.0)
+    for watchdog in _running:
+        found = watchdog.obituary()
+        if found is not None:
+            return *found, watchdog.first_left()
+    return None
 
 
 @atexit.register

@@ -28,6 +28,7 @@ _STANDARD = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _place: tuple[str, tuple[int, ...]] = ("", ())
 # By thread, since several wait at once: the name of the collective.
 _waits: dict[int, str] = {}
+_waits_for_all: set[int] = set()
 _moved = time.monotonic()
 _serves = False
 # Names of what is being compiled, by thread.
@@ -55,14 +56,17 @@ def step(place: str, order: tuple[int, ...] = ()) -> None:
     _place, _moved = (place, order), time.monotonic()
 
 
-def enter(what: str) -> None:
-    """Note that this thread begins to wait for the other ranks.
+def enter(what: str, for_all: bool = True) -> None:
+    """Note that this thread begins to wait for other ranks.
 
     Args:
         what: the name of the collective.
+        for_all: it cannot end without every rank.
     """
     global _moved
     _waits[threading.get_ident()] = what
+    if for_all:
+        _waits_for_all.add(threading.get_ident())
     _moved = time.monotonic()
 
 
@@ -70,6 +74,7 @@ def leave() -> None:
     """Note that this thread waits no longer."""
     global _moved
     _waits.pop(threading.get_ident(), None)
+    _waits_for_all.discard(threading.get_ident())
     _moved = time.monotonic()
 
 
@@ -100,6 +105,11 @@ def serve(serves: bool) -> None:
     """Note whether this rank only answers the others, and is waited for by nobody."""
     global _serves
     _serves = serves
+
+
+def waits_for_all() -> bool:
+    """Whether a thread waits in a collective, which cannot end without all ranks."""
+    return bool(_waits_for_all)
 
 
 def idle() -> float:

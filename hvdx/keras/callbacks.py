@@ -38,9 +38,12 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             model.jit_compile = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcast, if the layers have their weights already."""
+        """Another fit: nothing of it is broadcast yet."""
         self._done = False
-        if self.model.built:
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Broadcast before the first step, if the layers have their weights: no callback will restore others now."""
+        if not self._done and self.model.built:
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

@@ -10,7 +10,7 @@ import keras
 from hvdx.comm import Comm, whereabouts
 from hvdx.comm.launcher import kernel_threads
 from hvdx.errors import ConfigError, NotDistributedError, ReplicaError
-from hvdx.keras import data, metrics, neighbours, replicas, samples, updates
+from hvdx.keras import data, finite, metrics, neighbours, replicas, samples, updates
 from hvdx.keras.binding import Binding
 from hvdx.keras.callbacks import MetricAverageCallback
 from hvdx.keras.host_binding import HostBinding
@@ -255,7 +255,9 @@ class Distribute(keras.callbacks.Callback):
         if self._auto is not None:
             self._try(self._auto)
         if isinstance(self.check_every, int) and (batch + 1) % self.check_every == 0:
-            self._check(f"after step {batch + 1} of epoch {self._epoch + 1}")
+            when = f"after step {batch + 1} of epoch {self._epoch + 1}"
+            self._check_finite(when)
+            self._check(when)
         if logs is not None and self._reports():
             logs.update(self.cost().live())
         if self._found is None:
@@ -334,6 +336,7 @@ class Distribute(keras.callbacks.Callback):
         self._logs.finish(self.model, {} if logs is None else logs)
         if logs is not None and self._reports():
             logs.update(self.cost().full())
+        self._check_finite(f"after epoch {epoch + 1}")
         if self.check_every is not None:
             self._check(f"after epoch {epoch + 1}")
         if self._found is None:
@@ -350,6 +353,10 @@ class Distribute(keras.callbacks.Callback):
         self._last.resume()
         for binding in self._bindings:
             binding.flush()
+
+    def _check_finite(self, when: str) -> None:
+        firsts = [binding.first_bad() for binding in self._bindings]
+        finite.check(self.model.trainable_weights, firsts, self._comm, when)
 
     def _check(self, when: str) -> None:
         own = own_ids(self.model)

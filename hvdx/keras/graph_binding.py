@@ -8,6 +8,7 @@ import tensorflow as tf
 from hvdx.comm import GraphComm
 from hvdx.comm.base import Reduction
 from hvdx.keras.binding import Binding, refuse_private_skip, scaled, values_of
+from hvdx.keras.finite import FirstBad
 from hvdx.strategies import GraphStrategy
 from hvdx.strategies.telemetry import Telemetry
 
@@ -24,6 +25,7 @@ class GraphBinding(Binding):
         super().__init__(name, gain)
         self.strategy: GraphStrategy = strategy
         self.comm = comm
+        self._first_bad = FirstBad()
         with tf.device("CPU:0"):
             self.seconds = tf.Variable(0.0, dtype=tf.float64, trainable=False)
             self.exchanges = tf.Variable(0, dtype=tf.int64, trainable=False)
@@ -33,11 +35,14 @@ class GraphBinding(Binding):
         super().reset()
         for variable in (self.seconds, self.exchanges):
             variable.assign(tf.zeros_like(variable))
+        self._first_bad.reset()
 
     def gradients(self, gradients: Sequence[Any]) -> list[Any]:
         """Combine gradients over the ranks, and count the time it takes."""
         if not self.holds_loss_scale:
             refuse_private_skip()
+            # Where a loss scale is at work an overflow is nothing to speak of, and the step is skipped.
+            self._first_bad.look([values_of(g) for g in gradients], self.steps)
         # The clock waits for all gradients; the exchange does not, so that groups may leave one by one.
         with tf.control_dependencies([values_of(g) for g in gradients]):
             begin = tf.timestamp()
@@ -53,6 +58,12 @@ class GraphBinding(Binding):
         """See `Binding.any_overflow`."""
         (anywhere,) = self.comm.all_reduce([overflowed], Reduction(average=False), f"{self.name}.overflow")
         return anywhere
+
+    def first_bad(self) -> tuple[int, str]:
+        """See `Binding.first_bad`."""
+        step, variable = self._first_bad.found.numpy().tolist()
+        self._first_bad.reset()
+        return (step, self.specs[variable].name) if step else (0, "")
 
     def cost(self) -> Telemetry:
         """See `Binding.cost`."""

@@ -9,7 +9,7 @@ import tensorflow as tf
 from hvdx import comm as world
 from hvdx.comm.base import Reduction
 from hvdx.errors import ConfigError
-from hvdx.keras import placement, replicas
+from hvdx.keras import placement, replicas, separate
 from hvdx.strategies import Strategy, join, leave
 from hvdx.strategies.registry import set_default
 from hvdx.strategies.serving.roles import after_joining
@@ -24,6 +24,7 @@ Product = "product"
 
 # Whoever joins, and this module is part of every `import hvdx.keras`.
 after_joining(placement.place)
+after_joining(separate.watch)
 
 
 class Compression:

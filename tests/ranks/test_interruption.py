@@ -246,7 +246,7 @@ def test_order_that_is_drawn_when_a_pass_begins_goes_on(folder):
     seen.clear()
     run(seed=9)
     # The pass that was begun is read again; what comes before the last pass may have been drawn ahead.
-    assert seen[: STEPS] == straight[-2 * STEPS : -STEPS]
+    assert seen[:STEPS] == straight[-2 * STEPS : -STEPS]
 
 
 def test_files_of_metrics_go_on(folder):

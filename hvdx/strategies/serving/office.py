@@ -156,7 +156,7 @@ class Office:
         self, to_send: deque[Call], servers: dict[int, int], kind: Kind, awaited: dict[int, list[int]]
     ) -> dict[int, Letter]:
         """Await answers where the watchdog sees it."""
-        whereabouts.enter("an exchange with the servers")
+        whereabouts.enter("an exchange with the servers", for_all=False)
         try:
             return self._await(to_send, servers, kind, awaited)
         finally:

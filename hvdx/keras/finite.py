@@ -1,0 +1,105 @@
+"""NaN and infinity: which rank had it first, in which step, in the gradient of which variable."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvdx.comm import Comm
+from hvdx.errors import ReplicaError
+
+# tfdbg's cheapest summary of a tensor, one pass and no copy: [an id, whether there is NaN or infinity].
+_HEALTH = 2
+_LOOKED_AT = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
+
+
+class FirstBad:
+    """Remembers the first step in which a gradient of this rank held NaN or infinity; part of the training function.
+
+    Attributes:
+        found: int64[2] variable: the step, counted from 1, and which of the gradients; 0 and 0 while there is none.
+
+    Example:
+        >>> first = FirstBad()
+        >>> first.look([tf.constant([1.0]), tf.constant([float("nan")])], tf.constant(7, tf.int64))
+        >>> first.found.numpy().tolist()
+        [7, 1]
+    """
+
+    def __init__(self) -> None:
+        with tf.device("CPU:0"):
+            self.found = tf.Variable([0, 0], dtype=tf.int64, trainable=False)
+
+    def reset(self) -> None:
+        """None has been found."""
+        self.found.assign([0, 0])
+
+    def look(self, values: Sequence[Any], step: Any) -> None:
+        """Look at the gradients of a step.
+
+        Args:
+            values: tensors; those that are not of floating point count as good.
+            step: int64, the number of the step.
+        """
+        if not values:
+            return
+        health = tf.stack([_health(value) for value in values])
+        with tf.device("CPU:0"):
+            bad = health[:, 1]
+            now = tf.stack([step, tf.argmax(bad, output_type=tf.int64)])
+            first = tf.logical_and(tf.reduce_any(bad > 0), self.found[0] == 0)
+            self.found.assign(tf.where(first, now, self.found))
+
+
+def _health(value: Any) -> Any:
+    if value.dtype not in _LOOKED_AT:
+        return tf.zeros(2)
+    return tf.raw_ops.DebugNumericSummaryV2(
+        input=value, output_dtype=tf.float32, tensor_debug_mode=_HEALTH, tensor_id=0
+    )
+
+
+def check(weights: Sequence[Any], firsts: Sequence[tuple[int, str]], comm: Comm, when: str) -> None:
+    """Stop if weights hold NaN or infinity, and say where it began. Collective.
+
+    Args:
+        weights: Keras variables, those that are trained.
+        firsts: of each optimiser that looks for it: the step in which a gradient of this rank was the first to be bad,
+            0 for none, and the name of the variable.
+        comm: the ranks.
+        when: for the message, such as "after epoch 3".
+
+    Raises:
+        ReplicaError: on every rank.
+    """
+    mine = (
+        next((v.path for v in weights if not _is_finite(v)), ""),
+        min((first for first in firsts if first[0]), default=(0, "")),
+    )
+    everyone = comm.all_gather_object(mine, "NaN in the weights")
+    began = sorted((step, rank, name) for rank, (_, (step, name)) in enumerate(everyone) if step)
+    source = ""
+    if began:
+        first = [(rank, name) for step, rank, name in began if step == began[0][0]]
+        ranks = ", ".join(str(rank) for rank, _ in first)
+        source = (
+            f"It began in step {began[0][0]} of this fit on rank{'s' * (len(first) > 1)} {ranks}, in the gradient of "
+            f"{first[0][1]}"
+        )
+    bad = [rank for rank, (name, _) in enumerate(everyone) if name]
+    if bad:
+        which = "all ranks" if len(bad) == comm.size else f"rank{'s' * (len(bad) > 1)} {', '.join(map(str, bad))}"
+        raise ReplicaError(
+            f"the weights hold NaN or infinity {when}: {everyone[bad[0]][0]} on {which}. "
+            + (f"{source}: look at what that rank was given. " if source else "")
+            + "A lower learning rate, or gradients that are clipped, help where no input holds it. Training was "
+            "stopped; no checkpoint of these weights should be used."
+        )
+    if source and comm.rank == 0:
+        print(f"hvdx: warning: a gradient held NaN or infinity. {source}; the weights are finite {when}.",
+              file=sys.stderr, flush=True)  # fmt: skip
+
+
+def _is_finite(variable: Any) -> bool:
+    return float(_health(tf.convert_to_tensor(variable))[1]) == 0.0

@@ -1,0 +1,91 @@
+"""`hvdx run`: the command that it makes, and what a rank finds."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from hvdx.cli import run as command
+from hvdx.cli.main import main
+from hvdx.cli.mpi_tools import Mpi
+
+OPEN_MPI = Mpi("Open MPI", "5.0.11", mpirun="/opt/mpirun", launcher_vendor="Open MPI")
+MPICH = Mpi("MPICH", "4.2", mpirun="/opt/mpirun", launcher_vendor="MPICH")
+RANK = [sys.executable, "-I", "-S", str(command._RANK)]
+
+
+@pytest.fixture
+def dry(monkeypatch, capsys):
+    """The words of the command that would be started, for an MPI and options."""
+
+    def words(mpi, *options, root=False):
+        monkeypatch.setattr(command, "find_mpi", lambda: mpi)
+        monkeypatch.setattr(os, "geteuid", lambda: 0 if root else 1000)
+        assert main(["run", "--dry-run", *options]) == 0
+        return capsys.readouterr().out.split()
+
+    return words
+
+
+def test_one_machine(dry):
+    begin = ["/opt/mpirun", "-n", "4", "--oversubscribe", "--bind-to", "none"]
+    program = [sys.executable, "train.py", "--epochs", "3"]
+    assert dry(OPEN_MPI, "-n", "4", *program) == [*begin, *RANK, "first", *program]
+    assert dry(OPEN_MPI, "-n", "4", *program, root=True) == [*begin, "--allow-run-as-root", *RANK, "first", *program]
+    assert dry(MPICH, "-n", "4", "--all", "--", *program) == ["/opt/mpirun", "-n", "4", *RANK, "all", *program]
+
+
+def test_hosts_and_what_is_handed_on(dry, monkeypatch):
+    for name in [name for name in os.environ if command._HANDED_ON.fullmatch(name)]:
+        if name != "PATH":
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HVDX_STRATEGY", "threshold")
+    words = dry(OPEN_MPI, "--hosts", "a:2,b", sys.executable)
+    assert words[1:3] == ["-n", "3"]
+    at = words.index("--host")
+    assert words[at : at + 6] == ["--host", "a:2,b:1", "-x", "HVDX_STRATEGY", "-x", "PATH"]
+    assert dry(MPICH, "--hosts", "a:2,b", sys.executable)[1:5] == ["-n", "3", "-hosts", "a:2,b:1"]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ([], "expected a program"),
+        (["python"], "expected -n N"),
+        (["-n", "0", "python"], "1 worker or more"),
+        (["-n", "3", "--hosts", "a:2", "python"], "room for 2"),
+        (["--hosts", "a:x", "python"], "'a:x'"),
+        (["-n", "2", "no-such-program"], "not found"),
+    ],
+)
+def test_bad_input_is_named(options, named, capsys):
+    assert main(["run", *options]) == 2
+    assert named in capsys.readouterr().err
+
+
+def rank(number, *program, output="first", **more):
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("TF_", "OMP_", "OMPI_"))}
+    launched = {"OMPI_COMM_WORLD_RANK": str(number), "OMPI_COMM_WORLD_SIZE": "2",
+                "OMPI_COMM_WORLD_LOCAL_RANK": str(number), "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}  # fmt: skip
+    return subprocess.run(
+        [*RANK, output, *program], env=kept | launched | more, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_ranks_have_their_threads_and_one_of_them_speaks():
+    code = "import os, sys; print({k: v for k, v in os.environ.items() if k[:3] == 'TF_'}); print('E', file=sys.stderr)"
+    first, second = (rank(number, sys.executable, "-c", code) for number in (0, 1))
+    share = str(max(1, (os.cpu_count() or 1) // 2))
+    for name, value in (("INTRAOP_THREADS", share), ("INTEROP_THREADS", share)):
+        assert f"'TF_NUM_{name}': '{value}'" in first.stdout
+    assert "'TF_CPP_MIN_LOG_LEVEL': '2'" in first.stdout
+    assert (second.stdout, second.stderr) == ("", "E\n")
+    said = rank(1, sys.executable, "-c", code, output="all", TF_NUM_INTRAOP_THREADS="7").stdout
+    assert "'TF_NUM_INTRAOP_THREADS': '7'" in said
+
+
+def test_exit_code_is_the_jobs():
+    words = [sys.executable, "-m", "hvdx", "run", "-n", "2", "python", "-c", "import sys; sys.exit(7)"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 7, done
