@@ -70,6 +70,23 @@ network().fit(x, y, batch_size=4, epochs=100, verbose=0, callbacks=[hvdx.keras.D
     fails(ranks, code, "ValueError: the disk is gone", f"{who}; ending the job on all ranks", end=DEAD_END)
 
 
+def test_generator_that_fails_is_reported_with_its_own_error_and_line():
+    code = """
+def batches():
+    for i in range(100):
+        if i == 5 and rank == 1:
+            ready()
+            raise ValueError("image 5 is broken")
+        yield x[:4], y[:4]
+shapes = tf.TensorSpec((4, 3)), tf.TensorSpec((4, 1))
+data = tf.data.Dataset.from_generator(batches, output_signature=shapes)
+network().fit(data, steps_per_epoch=20, epochs=2, verbose=0, callbacks=[hvdx.keras.Distribute()])
+"""
+    done = fails(2, code)
+    said = re.search(r"ending the job on all ranks: (.*)", done.out)
+    assert re.fullmatch(r"ValueError: image 5 is broken \(<string>:\d+, in batches\)", said.group(1)), done
+
+
 @pytest.mark.parametrize("strategy", ["all_reduce", "threshold:tau=0.1"])
 def test_rank_that_is_killed_ends_all_and_is_named_with_its_host(strategy):
     code = f"""

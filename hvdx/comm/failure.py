@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import re
 import socket
 import sys
 import threading
@@ -60,8 +61,10 @@ def install(rank: int, size: int) -> None:
         else:
             text = "".join(traceback.format_exception(kind, error, trace))
             headline = f"hvdx: rank {rank} of {size} on {socket.gethostname()} failed; ending the job on all ranks"
+            said = programs_own(str(error)) if kind.__module__.startswith("tensorflow.") else ""
+            said = said or f"{kind.__name__}: {str(error).partition(chr(10))[0]}"
             # One write, so that the ranks' messages do not run into each other.
-            sys.stderr.write(f"{text}{headline}: {kind.__name__}: {str(error).partition(chr(10))[0]}\n")
+            sys.stderr.write(f"{text}{headline}: {said}\n")
         sys.stdout.flush()
         sys.stderr.flush()
         mpi.abort(departed[0] or 1 if departed else 1)
@@ -70,6 +73,38 @@ def install(rank: int, size: int) -> None:
     sys.excepthook = end_the_job
     sys.exit = _exit
     leave_first()
+
+
+_FRAME = re.compile(r'^ *File "([^"]+)", line (\d+), in (\S+)', re.MULTILINE)
+_RAISED = re.compile(r"^((?:\w+\.)*[A-Z]\w*): ?(.*)$", re.MULTILINE)
+_LIBRARIES = re.compile(r"/(?:site|dist)-packages/|/lib/python\d|^<frozen")
+
+
+def programs_own(text: str) -> str:
+    """What a program's own code raised inside TensorFlow, a generator of data say, and where.
+
+    Args:
+        text: of TensorFlow's error, which holds the traceback of Python's.
+
+    Returns:
+        Its kind, its words and the innermost line outside of libraries; "" where there is none.
+
+    Example:
+        >>> programs_own('''Graph execution error:
+        ... ValueError: no such image
+        ... Traceback (most recent call last):
+        ...   File "/lib/site-packages/tensorflow/script_ops.py", line 1, in __call__
+        ...   File "/home/me/train.py", line 12, in images
+        ... ValueError: no such image''')
+        'ValueError: no such image (/home/me/train.py:12, in images)'
+    """
+    _, found, traceback_ = text.partition("Traceback (most recent call last):")
+    raised = _RAISED.search(traceback_) if found else None
+    if raised is None:
+        return ""
+    frames = [m for m in _FRAME.finditer(traceback_) if m.start() < raised.start() and not _LIBRARIES.search(m[1])]
+    where = f" ({frames[-1][1]}:{frames[-1][2]}, in {frames[-1][3]})" if frames else ""
+    return f"{raised[1]}: {raised[2]}{where}"
 
 
 class _Exit(SystemExit):

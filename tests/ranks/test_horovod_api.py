@@ -91,6 +91,59 @@ def test_horovod_style_script_trains_like_one_process():
     np.testing.assert_array_equal(hvd.broadcast_object(history["val_loss"]), history["val_loss"])
 
 
+def test_more_functions_agree_with_numpy():
+    mine, every = float(hvd.rank()), range(hvd.size())
+    a, b = hvd.grouped_allreduce([[mine, 1.0], mine], op=hvd.Sum)
+    np.testing.assert_allclose(a, [sum(every), hvd.size()])
+    assert float(b) == sum(every)
+    a, b = hvd.grouped_allgather([[mine], [[mine, 2.0]]])
+    np.testing.assert_array_equal(a, every)
+    np.testing.assert_array_equal(b, [[r, 2.0] for r in every])
+    rows = 2 * hvd.size() + 1
+    part = hvd.reducescatter(mine + np.arange(rows)[:, None], op=hvd.Sum)
+    whole = sum(r + np.arange(rows)[:, None] for r in every)
+    begin = 2 * hvd.rank() + min(hvd.rank(), 1)
+    np.testing.assert_allclose(part, whole[begin : begin + 2 + (hvd.rank() == 0)])
+    assert hvd.allgather_object({"rank": hvd.rank()}) == [{"rank": r} for r in every]
+    assert hvd.grouped_allreduce([]) == []
+    for call in (hvd.grouped_allgather, hvd.grouped_allreduce, hvd.reducescatter):
+        with pytest.raises(ConfigError, match="process_set"):
+            call([1.0], process_set=type("Some", (), {"process_set_id": 3}))
+
+
+@pytest.mark.sizes(1, 2)
+def test_what_horovod_says_of_itself():
+    assert hvd.mpi_built()
+    assert hvd.mpi_enabled() == hvd.mpi_threads_supported() == (hvd.size() > 1)
+    assert not hvd.gloo_enabled()
+    assert (hvd.nccl_built(), hvd.cuda_built(), hvd.rocm_built(), hvd.ddl_built(), hvd.ccl_built()) == (0, *[False] * 4)
+    assert hvd.is_homogeneous()
+
+
+@pytest.mark.graph(every=True)
+def test_collectives_inside_a_function():
+    """As in Horovod's examples of a loop of one's own: the first step broadcasts the model and the optimiser."""
+    model = models.network(seed=hvd.rank())
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    optimizer.build(model.trainable_variables)
+    for variable in optimizer.variables:
+        variable.assign(tf.cast(tf.fill(variable.shape, hvd.rank()), variable.dtype))
+
+    @tf.function
+    def first_step(value):
+        hvd.broadcast_variables(model.variables, 0)
+        hvd.broadcast_variables(optimizer.variables, 0)
+        return hvd.broadcast(value, 1), hvd.broadcast(value + 1, 1), hvd.allreduce(value) + hvd.allreduce(2 * value)
+
+    expected = hvd.broadcast_object(model.get_weights(), 0)
+    a, b, c = first_step(tf.constant(float(hvd.rank())))
+    assert (float(a), float(b)) == (1.0, 2.0)
+    assert float(c) == pytest.approx(3 * (hvd.size() - 1) / 2)
+    for mine, its in zip(model.get_weights(), expected, strict=True):
+        np.testing.assert_array_equal(mine, its)
+    assert all(not v.numpy().any() for v in optimizer.variables)
+
+
 def test_warmup_raises_the_rate_and_corrects_momentum():
     rates = []
 
