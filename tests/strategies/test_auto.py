@@ -39,7 +39,7 @@ def test_large_model_on_a_fast_network_takes_fp16(monkeypatch):
 
 def test_many_workers_turn_the_scales(monkeypatch):
     """A ring does not grow with the number of workers, an all-gather does."""
-    monkeypatch.setattr(auto, "coding_seconds", lambda elements, size, *_: 1e-5 * size)
+    monkeypatch.setattr(auto, "coding_seconds", lambda elements, size, *_: 2e-4 * size)
     few = decide(GIGABIT, size=4, elements=2_000_000, computing=0.0005)[0]
     many = decide(Link(1e-5, 125e6), size=20_000, elements=2_000_000, computing=0.0005)[0]
     assert isinstance(few, Threshold)
