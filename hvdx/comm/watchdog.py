@@ -113,10 +113,10 @@ class Watchdog:
         self._wake.set()
 
     def leave(self, status: int, how: str) -> None:
-        """Tell the others that this process ends, and go on watching.
+        """Tell the others that this process ends: at once if it fails, otherwise when the watch is over.
 
         Args:
-            status: the exit status; where it is not 0 all are told.
+            status: the exit status; where it is not 0 all are told, and the watch goes on.
             how: in words; "" where there is nothing to say.
         """
         self._farewell = status, how
@@ -154,7 +154,8 @@ class Watchdog:
         try:
             # A script may end MPI itself.
             while not self._stop.is_set() and not self._mpi.Is_finalized():
-                if self._farewell is not None and not self._parted:
+                # Who ends well says so last, as the thread ends: its MPI is about to be over.
+                if self._farewell is not None and self._farewell[0]:
                     self._say_good_bye()
                 self._read()
                 self._look()
