@@ -76,9 +76,9 @@ demo: $(HOROVOD) kernels
 
 # Tests that start processes wait a good part of the time: two files run at once, Slurm's, which wait the most, first.
 # Tests that measure seconds, and those on ranks, have the machine for themselves.
-STARTS = tests/slurm tests/jobs tests/cli/test_lab.py $(filter-out $(ALONE) %/test_packaging.py %/test_public.py \
-	%/test_rooms.py %/test_mutate.py,$(wildcard tests/test_*.py))
-ALONE = tests/test_stalls.py tests/test_at_ranks.py
+STARTS = tests/slurm $(filter-out $(ALONE) %/test_packaging.py %/test_public.py %/test_rooms.py %/test_mutate.py, \
+	$(wildcard tests/jobs/test_*.py tests/test_*.py))
+ALONE = tests/test_stalls.py tests/test_at_ranks.py tests/cli/test_lab.py tests/jobs/test_parameter_server_jobs.py
 # Every room, and one job on two ranks; no framework but TensorFlow.
 QUICK = tests/codec tests/comm tests/report tests/strategies tests/kernels/test_doors.py tests/kernels/test_tiles.py \
 	tests/kernels/test_cpu_borders.py tests/kernels/test_cpu_decode.py tests/keras/test_data.py \

@@ -11,7 +11,7 @@ import traceback
 from types import TracebackType
 from typing import Any, NoReturn
 
-from hvdx.comm import mpi, watchdog
+from hvdx.comm import mpi, watchdog, whereabouts
 from hvdx.comm.launcher import detect
 from hvdx.errors import HvdxError
 
@@ -137,7 +137,9 @@ def _leaving() -> None:
     code = _ending[0] if _ending else None
     status = (code & 0xFF if isinstance(code, int) else 1) if code is not None else 0
     how = f"sys.exit({code!r})" if _ending else ""
-    if watchdog.leave(status, how, _COURTESY_SECONDS):
+    # In the middle of a training the others need it, however it ends. (A training that was saved raises by itself.)
+    hurry = bool(status) or (bool(_ending) and whereabouts.training())
+    if watchdog.leave(status, how, hurry, _COURTESY_SECONDS):
         return
     found = detect()
     rank, size = (found.rank, found.size) if found is not None else (0, 0)

@@ -93,7 +93,7 @@ class Watchdog:
         self._question, self._end, self._for_stall = 0, 0.0, False
         self._reports: dict[int, Report] = {}
         self._known: dict[int, Report] = {}
-        self._wanted = self._parted = False
+        self._wanted = self._parted = self._hurry = False
         self._wake, self._stop = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hvdx watchdog", daemon=True)
         self._thread.start()
@@ -112,14 +112,15 @@ class Watchdog:
         self._wanted = True
         self._wake.set()
 
-    def leave(self, status: int, how: str) -> None:
-        """Tell the others that this process ends: at once if it fails, otherwise when the watch is over.
+    def leave(self, status: int, how: str, hurry: bool) -> None:
+        """Tell the others that this process ends.
 
         Args:
-            status: the exit status; where it is not 0 all are told, and the watch goes on.
+            status: the exit status; where it is not 0 all are told.
             how: in words; "" where there is nothing to say.
+            hurry: at once, and go on watching; otherwise when the watch is over.
         """
-        self._farewell = status, how
+        self._farewell, self._hurry = (status, how), hurry
         self._wake.set()
 
     def alone(self) -> bool:
@@ -155,7 +156,7 @@ class Watchdog:
             # A script may end MPI itself.
             while not self._stop.is_set() and not self._mpi.Is_finalized():
                 # Who ends well says so last, as the thread ends: its MPI is about to be over.
-                if self._farewell is not None and self._farewell[0]:
+                if self._hurry:
                     self._say_good_bye()
                 self._read()
                 self._look()
@@ -282,18 +283,18 @@ def last_word(rank: int) -> str:
     return next(filter(None, (watchdog.last_word(rank) for watchdog in _running)), "")
 
 
-def leave(status: int, how: str, courtesy: float) -> bool:
+def leave(status: int, how: str, hurry: bool, courtesy: float) -> bool:
     """Tell the others that this process ends; see `Watchdog.leave`.
 
     Args:
-        status, how: see there.
+        status, how, hurry: see there.
         courtesy: seconds in which others may end as well.
 
     Returns:
         Whether all others have left too, or nobody watches.
     """
     for watchdog in _running:
-        watchdog.leave(status, how)
+        watchdog.leave(status, how, hurry)
     return not status or until(lambda: all(watchdog.alone() for watchdog in _running), courtesy)
 
 

@@ -107,6 +107,11 @@ def serve(serves: bool) -> None:
     _serves = serves
 
 
+def training() -> bool:
+    """Whether a training has begun and not come to its end."""
+    return bool(_place[0])
+
+
 def waits_for_all() -> bool:
     """Whether a thread waits in a collective, which cannot end without all ranks."""
     return bool(_waits_for_all)
