@@ -252,7 +252,7 @@ def test_statistics_of_a_rank_with_nan_are_left_out_too():
 def test_nan_on_all_ranks_is_seen_on_all():
     x, y = data(hvdx.rank())
     model = network(OPTIMIZERS["sgd"]())
-    with pytest.raises(ReplicaError, match="NaN or infinity after epoch 1: .* on all ranks"):
+    with pytest.raises(ReplicaError, match=r"NaN or infinity after epoch 1: .* on all ranks"):
         fit(model, hvdx.ParameterAveraging(4), (x * np.nan, y))
     alike(model.weights)
     assert np.isnan(model.get_weights()[0]).any()
