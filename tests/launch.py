@@ -39,6 +39,11 @@ class Run:
     code: int | None
     out: str
 
+    @property
+    def ready(self) -> list[float]:
+        """Seconds since the epoch at which ranks printed "READY"."""
+        return [float(line.split()[1]) for line in self.out.splitlines() if line.startswith("READY")]
+
     def __str__(self) -> str:
         return f"exit status {self.code}\n{self.out}"
 

@@ -50,7 +50,7 @@ def test_rank_that_ends_is_named_and_ends_the_job(strategy, argument, before, co
     assert "rank 1 of 4 on " in done.out
     assert f"ended: sys.exit({argument!r}), and the others cannot go on without it" in done.out, done
     assert "failed; ending the job" not in done.out, "the others are not to blame"
-    (began,) = [float(line.split()[1]) for line in done.out.splitlines() if line.startswith("READY")]
+    (began,) = done.ready
     assert ended - began < END, done
 
 

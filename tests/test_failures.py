@@ -43,7 +43,7 @@ def fails(ranks, code, *named, env=None, code_is=1, end=END):
         assert done.code == code_is, done
     for text in named:
         assert text in done.out, f"{text!r} is not in\n{done}"
-    began = [float(line.split()[1]) for line in done.out.splitlines() if line.startswith("READY")]
+    began = done.ready
     if began:
         assert ended - max(began) < end, done
     return done

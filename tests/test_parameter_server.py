@@ -55,7 +55,7 @@ def fails(ranks, code, *named, env=None):
     assert done.code not in (None, 0), done
     for text in named:
         assert text in done.out, f"{text!r} is not in\n{done}"
-    began = [float(line.split()[1]) for line in done.out.splitlines() if line.startswith("READY")]
+    began = done.ready
     if "ready()" in code:
         assert began, done
         assert ended - max(began) < END, done

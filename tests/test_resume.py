@@ -125,7 +125,7 @@ def test_killed_rank_ends_the_job_and_the_next_goes_on_from_its_last_checkpoint(
     done = run(2, ["-c", SCRIPT, str(tmp_path), "4", "0"], LIMIT, {"NAME": "killed", "KILL": "1"})
     ended = time.time()
     assert done.code not in (None, 0), done
-    began = [float(line.split()[1]) for line in done.out.splitlines() if line.startswith("READY")]
+    began = done.ready
     assert ended - began[0] < 10, done
     # The launcher's words, in lines of some length.
     said = " ".join(done.out.split())

@@ -86,7 +86,8 @@ def _ask(address: str, program: list[str]) -> None:
     said = link.recv(8)
     status = int.from_bytes(said, "little", signed=True) if said else 1
     if status < 0:
-        signal.signal(-status, signal.SIG_DFL) if -status not in (signal.SIGKILL, signal.SIGSTOP) else None
+        if -status in _PASSED_ON:
+            signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     os._exit(status)
 
@@ -135,23 +136,26 @@ class _Server:
                             os.kill(pid, signal.SIGKILL)
                         return None
                     if source is self._listening:
-                        link, _ = self._listening.accept()
-                        asked = _receive(link)
-                        pid = os.fork()
-                        if not pid:
-                            break
-                        for stream in asked.streams:
-                            os.close(stream)
-                        self._copies[link] = pid
-                        selector.register(link, selectors.EVENT_READ)
+                        asked = self._copy(selector)
+                        if asked is not None:
+                            return asked
                     elif source is self._woken:
                         self._woken.recv(4096)
                         self._say_who_ended(selector)
                     elif isinstance(source, socket.socket) and source in self._copies:
                         self._pass_on(source, selector)
-                else:
-                    continue
-                break
+
+    def _copy(self, selector: selectors.BaseSelector) -> _Asked | None:
+        """Fork for the next who asks; returns what is asked in the copy, and None in the server."""
+        link, _ = self._listening.accept()
+        asked = _receive(link)
+        pid = os.fork()
+        if pid:
+            for stream in asked.streams:
+                os.close(stream)
+            self._copies[link] = pid
+            selector.register(link, selectors.EVENT_READ)
+            return None
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for other in (self._listening, self._woken, self._wake, link, *self._copies):

@@ -1,4 +1,4 @@
-"""What `hvdx run` starts in place of the program, once a rank: sets the rank's surroundings, and becomes the program.
+"""`hvdx run` starts this on each rank: it sets the rank's environment and output, and then executes the program.
 
 It imports nothing of hvdx but `comm/launcher.py`, by its path: a start of milliseconds.
 
@@ -12,13 +12,13 @@ from typing import Any
 
 
 def main(argv: list[str]) -> None:
-    """Become the program; see the module."""
+    """Set the environment, and execute the program in this process; see the module."""
     output, *program = argv
     launcher = _launcher()
     found = launcher.detect()
     rank, here = (found.rank, found.local_size) if found is not None else (0, None)
     # TensorFlow reads these whenever it starts; a script need not call hvdx.init() before.
-    share = launcher.threads_for(here or 1, chosen_by=("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"))
+    share = launcher.threads_for(here or 1, chosen_by=launcher.TENSORFLOW_THREADS)
     os.environ.setdefault("TF_NUM_INTRAOP_THREADS", str(share.threads))
     os.environ.setdefault("TF_NUM_INTEROP_THREADS", str(share.threads))
     # What TensorFlow says of the machine when it starts, twenty lines a rank. Its errors stay.

@@ -17,9 +17,9 @@ NAME = "run"
 HELP = "start a script on several workers"
 EXAMPLE = "hvdx run -n 4 python train.py"
 DETAILS = """\
-It calls the mpirun beside this Python or on PATH, tells it what it wants to be told (that this is root, that there are
-more workers than cores, that no worker is tied to one core), gives each worker its share of the cores, hands on the
-variables HVDX_*, and returns the exit code of the job.
+It calls the mpirun beside this Python or on PATH, with the options for root, for more workers than cores and against
+binding a worker to one core. Each worker gets its share of the cores and the variables HVDX_*. The exit code is that of
+the job.
 
   hvdx run -n 4 python train.py                        on this machine
   hvdx run --hosts node1:2,node2:2 python train.py     two workers on each of two machines, which ssh reaches
@@ -98,4 +98,4 @@ def _found(program: Sequence[str]) -> list[str]:
     path = shutil.which(program[0], path=search_path())
     if path is None:
         raise LaunchError(f"run: {program[0]}: not found. Is it spelt right, and executable?")
-    return [path if os.sep in path else program[0], *program[1:]]
+    return [path, *program[1:]]

@@ -12,7 +12,6 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from hvdx.comm import mpi, watchdog, whereabouts
-from hvdx.comm.launcher import detect
 from hvdx.errors import HvdxError
 
 # How long the other ranks give rank 0 to say what all of them found.
@@ -22,6 +21,8 @@ _SHUT_DOWN, _OBITUARY_SECONDS = "Horovod has been shut down", 4.0
 
 
 _remembered: list[BaseException] = []
+# Rank and size.
+_place = (0, 0)
 
 
 def remember(error: BaseException) -> None:
@@ -50,7 +51,7 @@ def install(rank: int, size: int) -> None:
         if departed is not None:
             _, said, first = departed
             if first:
-                sys.stderr.write(f"hvdx: {said}; ending the job on all ranks\n")
+                watchdog.say_end(said)
             else:
                 time.sleep(_COURTESY_SECONDS)
         elif isinstance(error, HvdxError) and error.collective:
@@ -70,6 +71,8 @@ def install(rank: int, size: int) -> None:
         mpi.abort(departed[0] or 1 if departed else 1)
         os._exit(1)
 
+    global _place
+    _place = rank, size
     sys.excepthook = end_the_job
     sys.exit = _exit
     leave_first()
@@ -81,7 +84,7 @@ _LIBRARIES = re.compile(r"/(?:site|dist)-packages/|/lib/python\d|^<frozen")
 
 
 def programs_own(text: str) -> str:
-    """What a program's own code raised inside TensorFlow, a generator of data say, and where.
+    """The exception that the program's own code raised inside TensorFlow, in a generator of data say, and its line.
 
     Args:
         text: of TensorFlow's error, which holds the traceback of Python's.
@@ -108,7 +111,10 @@ def programs_own(text: str) -> str:
 
 
 class _Exit(SystemExit):
-    """What `sys.exit` raises. Its last reference goes with nobody running Python only if it ends the interpreter."""
+    """What `sys.exit` raises.
+
+    Python drops the last reference to it while no Python code runs only if the exception has ended the interpreter.
+    """
 
     def __del__(self) -> None:
         if sys._getframe().f_back is None and threading.current_thread() is threading.main_thread():
@@ -141,12 +147,5 @@ def _leaving() -> None:
     hurry = bool(status) or (bool(_ending) and whereabouts.training())
     if watchdog.leave(status, how, hurry, _COURTESY_SECONDS):
         return
-    found = detect()
-    rank, size = (found.rank, found.size) if found is not None else (0, 0)
-    sys.stderr.write(
-        f"hvdx: rank {rank} of {size} on {socket.gethostname()} ended: {how}, and the others cannot go on without it; "
-        "ending the job on all ranks\n"
-    )
-    sys.stdout.flush()
-    sys.stderr.flush()
+    watchdog.say_end(watchdog.departure(*_place, socket.gethostname(), how))
     mpi.abort(status)

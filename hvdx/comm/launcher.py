@@ -171,6 +171,11 @@ class Share:
     chosen: bool = False
 
 
+#: Variables by which a user chooses TensorFlow's threads. It reads the first itself; the second is what job scripts
+#: set for all libraries of a rank.
+TENSORFLOW_THREADS = ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
+
+
 def threads_for(
     ranks: int, environ: Mapping[str, str] | None = None, chosen_by: Sequence[str] = ("OMP_NUM_THREADS",)
 ) -> Share:

@@ -124,7 +124,7 @@ class Watchdog:
         self._wake.set()
 
     def alone(self) -> bool:
-        """Whether all other ranks have left."""
+        """Whether every other rank has left."""
         return len(self._gone) == self._size - 1
 
     def obituary(self) -> tuple[int, str] | None:
@@ -135,11 +135,10 @@ class Watchdog:
         # One that failed says more than those that left because of it.
         rank = min(gone, key=lambda r: (gone[r][0] == 0, r))
         status, how = gone[rank]
-        said = f"rank {rank} of {self._size} on {self._hosts[rank]} ended{': ' * bool(how)}{how}"
-        return status, f"{said}, and the others cannot go on without it"
+        return status, departure(rank, self._size, self._hosts[rank], how)
 
     def first_left(self) -> bool:
-        """Whether this is the lowest of the ranks that have not left."""
+        """Whether every rank below this one has left, so that this rank speaks for those that remain."""
         return all(rank in self._gone for rank in range(self._rank))
 
     def last_word(self, rank: int) -> str:
@@ -198,9 +197,7 @@ class Watchdog:
         """A collective waits that cannot end any more."""
         found = self.obituary()
         if found is not None and idle > _DOOMED_SECONDS + min(self._rank * _DOOMED_TURN, _LAST_DOOMED):
-            sys.stderr.write(f"hvdx: {found[1]}; ending the job on all ranks\n")
-            sys.stdout.flush()
-            sys.stderr.flush()
+            say_end(found[1])
             self._mpi.COMM_WORLD.Abort(found[0] or 1)
 
     def _open(self, stall: bool) -> None:
@@ -260,6 +257,27 @@ class Watchdog:
         self._leaving.append((self._comm.Isend([data, self._mpi.BYTE], to, tag), data))
 
 
+def departure(rank: int, size: int, host: str, how: str) -> str:
+    """A sentence about a rank that has ended while the others need it.
+
+    Args:
+        rank, size, host: which rank it was.
+        how: the call that ended it; "" where that is not known.
+
+    Example:
+        >>> departure(1, 4, "node2", "sys.exit(3)")
+        'rank 1 of 4 on node2 ended: sys.exit(3), and the others cannot go on without it'
+    """
+    return f"rank {rank} of {size} on {host} ended{': ' * bool(how)}{how}, and the others cannot go on without it"
+
+
+def say_end(said: str) -> None:
+    """Print why this rank is about to end the job, in one write, after all that the script has printed."""
+    sys.stderr.write(f"hvdx: {said}; ending the job on all ranks\n")
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
 def _await(request: Any) -> None:
     if not until(request.Test, time_limit()):
         raise ExchangeError(f"joining the world: not all ranks came within {time_limit():.0f} s ({LIMIT_VARIABLE}).")
@@ -299,13 +317,14 @@ def leave(status: int, how: str, hurry: bool, courtesy: float) -> bool:
 
 
 def obituary(limit: float) -> tuple[int, str, bool] | None:
-    """What is known of ranks that have left.
+    """Look up which rank has left the job.
 
     Args:
-        limit: seconds for which it is waited for.
+        limit: seconds to wait until one has.
 
     Returns:
-        Exit status and a sentence about one of them, and whether this rank is the one to say it; None if nobody left.
+        The exit status of one that has left, a sentence about it, and whether this rank is the one to say it; None if
+        no rank has left.
     """
     until(lambda: any(watchdog.obituary() for watchdog in _running), limit if _running else 0.0)
     for watchdog in _running:

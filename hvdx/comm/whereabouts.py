@@ -26,12 +26,11 @@ _LIBRARIES = ("hvdx", "keras", "tensorflow")
 _STANDARD = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 
 _place: tuple[str, tuple[int, ...]] = ("", ())
-# By thread, since several wait at once: the name of the collective.
-_waits: dict[int, str] = {}
-_waits_for_all: set[int] = set()
+# By thread, since several wait at once: the name of the collective, and whether it needs every rank.
+_waits: dict[int, tuple[str, bool]] = {}
 _moved = time.monotonic()
 _serves = False
-# Names of what is being compiled, by thread.
+# By thread: the name of what it compiles.
 _compiles: dict[int, str] = {}
 _first = False
 # TensorFlow traces a function in the first of these and runs it in the second: its first run optimises the graph, and
@@ -64,9 +63,7 @@ def enter(what: str, for_all: bool = True) -> None:
         for_all: it cannot end without every rank.
     """
     global _moved
-    _waits[threading.get_ident()] = what
-    if for_all:
-        _waits_for_all.add(threading.get_ident())
+    _waits[threading.get_ident()] = what, for_all
     _moved = time.monotonic()
 
 
@@ -74,7 +71,6 @@ def leave() -> None:
     """Note that this thread waits no longer."""
     global _moved
     _waits.pop(threading.get_ident(), None)
-    _waits_for_all.discard(threading.get_ident())
     _moved = time.monotonic()
 
 
@@ -108,13 +104,13 @@ def serve(serves: bool) -> None:
 
 
 def training() -> bool:
-    """Whether a training has begun and not come to its end."""
+    """Whether a `fit` under `Distribute` has taken a step and has not ended."""
     return bool(_place[0])
 
 
 def waits_for_all() -> bool:
-    """Whether a thread waits in a collective, which cannot end without all ranks."""
-    return bool(_waits_for_all)
+    """Whether a thread of this rank waits in a collective, which needs every rank."""
+    return any(for_all for _, for_all in list(_waits.values()))
 
 
 def idle() -> float:
@@ -180,7 +176,7 @@ class Report:
 def here() -> Report:
     """Where this rank is now; may be called from any thread."""
     place, order = _place
-    collective = next(iter(list(_waits.values())), "")
+    collective, _ = next(iter(list(_waits.values())), ("", False))
     compiles = "" if collective else _compiled()
     return Report(
         socket.gethostname(), place[:_MOST_TEXT], order, collective[:_MOST_TEXT], idle(), _lines(), _serves, busy(),

@@ -11,7 +11,7 @@ from hvdx import comm as world
 from hvdx.comm.base import Reduction
 from hvdx.errors import ConfigError
 from hvdx.keras import replicas
-from hvdx.keras.horovod_api import Average, Compression, Sum, operation, rank, size, unsupported, wire
+from hvdx.keras.horovod_api import Average, Compression, Sum, is_partial, operation, rank, size, unsupported, wire
 from hvdx.strategies import join
 
 
@@ -41,11 +41,8 @@ def allreduce(
         >>> float(allreduce(3.0))  # in a world of one
         3.0
     """
-    if average is not None and op is not None:
-        raise ConfigError("allreduce: give average or op, not both.")
-    op = Sum if average is False else op
+    how = _reduction("allreduce", average, op, compression)
     tensor = _tensor(value)
-    how = Reduction(average=operation(op) == Average, wire=wire(compression))
     tensor = tensor * tf.cast(prescale_factor, tensor.dtype) if prescale_factor != 1.0 else tensor
     (result,) = world.graph().all_reduce([tensor], how, name or _name("allreduce", tensor))
     return result * tf.cast(postscale_factor, result.dtype) if postscale_factor != 1.0 else result
@@ -88,10 +85,8 @@ def grouped_allreduce(
         process_set: not supported, but for the set of all.
     """
     _all_only("grouped_allreduce", process_set)
-    if average is not None and op is not None:
-        raise ConfigError("grouped_allreduce: give average or op, not both.")
+    how = _reduction("grouped_allreduce", average, op, compression)
     given = [_tensor(value) for value in tensors]
-    how = Reduction(average=operation(Sum if average is False else op) == Average, wire=wire(compression))
     return world.graph().all_reduce(given, how, name or _name("grouped_allreduce", *given[:1])) if given else []
 
 
@@ -185,6 +180,14 @@ def broadcast_global_variables(root_rank: int) -> None:
     )
 
 
+def _reduction(function: str, average: bool | None, op: Any, compression: Any) -> Reduction:
+    """What Horovod's arguments mean; `average` is its older way to say `op`."""
+    if average is not None and op is not None:
+        raise ConfigError(f"{function}: give average or op, not both.")
+    op = Sum if average is False else op
+    return Reduction(average=operation(op) == Average, wire=wire(compression))
+
+
 def _checked_root(root_rank: int) -> int:
     if not 0 <= root_rank < size():
         raise ConfigError(f"root_rank: expected 0 to {size() - 1}, got {root_rank}.")
@@ -203,6 +206,5 @@ def _name(what: str, *tensors: tf.Tensor) -> str:
 
 
 def _all_only(function: str, process_set: Any) -> None:
-    """Raise for a set of some ranks; Horovod's set of all has the number 0."""
-    if getattr(process_set, "process_set_id", 0) != 0:
+    if is_partial(process_set):
         unsupported(function, process_set=process_set)

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvdx import comm as world
 from hvdx.errors import ConfigError
-from hvdx.keras.horovod_api import Average, Compression, operation, wire
+from hvdx.keras.horovod_api import Average, Compression, is_partial, operation, wire
 from hvdx.keras.optimizer import attach
 from hvdx.keras.optimizer_state import innermost
 from hvdx.strategies import AllReduce, GraphStrategy, Strategy, agree_on_strategy, join, resolve
@@ -232,6 +232,5 @@ def _loss_scaled(optimizer: Any) -> Any:
 
 def _refuse(process_set: Any, scale_local_gradients: bool) -> None:
     """Raise for what hvdx does not have; Horovod's set of all processes, whose id is 0, is what it has."""
-    partial = process_set is not None and getattr(process_set, "process_set_id", None) != 0
-    if partial or not scale_local_gradients:
+    if is_partial(process_set) or not scale_local_gradients:
         raise ConfigError("process_set, scale_local_gradients: not supported by hvdx. Leave them out.")

@@ -44,12 +44,16 @@ class FirstBad:
         """
         if not values:
             return
-        health = tf.stack([_health(value) for value in values])
+        bad = _bad(values)
         with tf.device("CPU:0"):
-            bad = health[:, 1]
             now = tf.stack([step, tf.argmax(bad, output_type=tf.int64)])
             first = tf.logical_and(tf.reduce_any(bad > 0), self.found[0] == 0)
             self.found.assign(tf.where(first, now, self.found))
+
+
+def _bad(values: Sequence[Any]) -> Any:
+    """float32[n]: 1 for each tensor that holds NaN or infinity, 0 for the others."""
+    return tf.stack([_health(value) for value in values])[:, 1]
 
 
 def _health(value: Any) -> Any:
@@ -73,8 +77,9 @@ def check(weights: Sequence[Any], firsts: Sequence[tuple[int, str]], comm: Comm,
     Raises:
         ReplicaError: on every rank.
     """
+    bad_here = _bad([tf.convert_to_tensor(v) for v in weights]).numpy() if weights else []
     mine = (
-        next((v.path for v in weights if not _is_finite(v)), ""),
+        next((v.path for v, bad in zip(weights, bad_here, strict=True) if bad), ""),
         min((first for first in firsts if first[0]), default=(0, "")),
     )
     everyone = comm.all_gather_object(mine, "NaN in the weights")
@@ -99,7 +104,3 @@ def check(weights: Sequence[Any], firsts: Sequence[tuple[int, str]], comm: Comm,
     if source and comm.rank == 0:
         print(f"hvdx: warning: a gradient held NaN or infinity. {source}; the weights are finite {when}.",
               file=sys.stderr, flush=True)  # fmt: skip
-
-
-def _is_finite(variable: Any) -> bool:
-    return float(_health(tf.convert_to_tensor(variable))[1]) == 0.0

@@ -159,6 +159,11 @@ def _horovod_constants() -> dict[str, Any]:
     return {} if module is None else {k: getattr(module, k) for k in ("Average", "Sum")}
 
 
+def is_partial(process_set: Any) -> bool:
+    """Whether it is a set of some ranks only; Horovod's set of all ranks has the number 0, and None means it too."""
+    return process_set is not None and getattr(process_set, "process_set_id", None) != 0
+
+
 def unsupported(function: str, **arguments: Any) -> None:
     """Raise for arguments that are neither None nor False."""
     given = [k for k, v in arguments.items() if v is not None and v is not False]

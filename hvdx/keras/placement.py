@@ -10,10 +10,7 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 from hvdx.comm import Comm, GraphComm
-from hvdx.comm.launcher import detect, threads_for
-
-# TensorFlow reads the first itself; the second is what job scripts set for all libraries of a rank.
-_CHOSEN_BY = ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
+from hvdx.comm.launcher import TENSORFLOW_THREADS, detect, threads_for
 
 
 @dataclass(frozen=True)
@@ -119,9 +116,9 @@ def _who(comm: Comm, sizes: list[int]) -> str:
 
 def _set_threads(ranks: int) -> str:
     """Have TensorFlow use this rank's share of the cores: what there is to say of it."""
-    share, threading = threads_for(ranks, chosen_by=_CHOSEN_BY), tf.config.threading
+    share, threading = threads_for(ranks, chosen_by=TENSORFLOW_THREADS), tf.config.threading
     said = f"{share.threads} thread{'s' * (share.threads != 1)}" + f" ({share.source})" * bool(share.source)
-    if share.source == _CHOSEN_BY[0]:
+    if share.source == TENSORFLOW_THREADS[0]:
         return said  # TensorFlow has read it
     setters = [
         (threading.get_intra_op_parallelism_threads, threading.set_intra_op_parallelism_threads),

@@ -15,10 +15,6 @@ def plain(optimizer="sgd", seed=0):
     return models.compiled(models.network(seed=seed), optimizer)
 
 
-def fit(model, *callbacks, epochs=1):
-    model.fit(hvdx.shard(models.data(), models.BATCH), epochs=epochs, verbose=0, callbacks=list(callbacks))
-
-
 def made_anew():
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
     return type(optimizer).from_config(optimizer.get_config())
@@ -28,17 +24,17 @@ def made_anew():
 @pytest.mark.parametrize("optimizer", [lambda: "sgd", made_anew])
 def test_ranks_that_train_apart_hear_of_it_once(optimizer, capfd):
     model = plain(optimizer())
-    fit(model)
+    models.fit(model, [], epochs=1)
     said = capfd.readouterr().err
     assert ("each train a model of their own" in said) == (hvdx.size() > 1 and hvdx.rank() == 0)
     assert ("callbacks=[hvdx.keras.Distribute()]" in said) == (hvdx.size() > 1 and hvdx.rank() == 0)
-    fit(model)
+    models.fit(model, [], epochs=1)
     assert "of their own" not in capfd.readouterr().err
 
 
 def test_those_who_mean_it_say_so(capfd, monkeypatch):
     monkeypatch.setenv("HVDX_ALLOW_SEPARATE", "1")
-    fit(plain())
+    models.fit(plain(), [], epochs=1)
     assert "of their own" not in capfd.readouterr().err
 
 
@@ -72,7 +68,7 @@ class ByTape(keras.Model):
 def test_ranks_that_train_together_hear_nothing(how, capfd):
     model, *callbacks = how()
     for _ in range(2):  # the second time nothing may be traced any more
-        fit(model, *callbacks)
+        models.fit(model, callbacks, epochs=1)
     assert "of their own" not in capfd.readouterr().err
 
 
@@ -106,6 +102,6 @@ def test_weights_that_a_callback_of_rank_0_restores_reach_all():
 
     model = plain(hvd.DistributedOptimizer(keras.optimizers.SGD(0.0)), seed=hvdx.rank())
     expected = [w + 1 for w in hvd.broadcast_object(model.get_weights(), 0)]
-    fit(model, hvd.callbacks.BroadcastGlobalVariablesCallback(0), Restore())
+    models.fit(model, [hvd.callbacks.BroadcastGlobalVariablesCallback(0), Restore()], epochs=1)
     for mine, its in zip(model.get_weights(), expected, strict=True):
         np.testing.assert_array_equal(mine, its)
