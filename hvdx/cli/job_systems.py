@@ -111,6 +111,8 @@ def _lsf(plan: Plan) -> dict[str, Value]:
         "jsrun_cores": (plan.cpus_per_task or 1) if jsrun else None,
         "jsrun_gpus": _gpus_of_a_rank(plan) if jsrun and plan.gpus_per_node else None,
         "mpirun_tasks": None if jsrun else plan.tasks,
+        # The hosts of jsrun are not reached by blaunch.
+        "hosts_of_slots": None if jsrun else '"$LSB_DJOB_HOSTFILE"',
     }
 
 

@@ -78,6 +78,8 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch | None:
         rank, size, local_rank, local_size = (_integer(environ.get(name)) for name in names)
         if launcher == "Slurm":
             local_size = _tasks_here(environ.get(names[3], ""), _integer(environ.get("SLURM_NODEID")))
+        if launcher == "Hydra" and local_rank is None and _by_srun(rank, size, environ):
+            continue
         if rank is not None and size is not None:
             return Launch(launcher, rank, size, *_pair(local_rank, local_size, environ))
     for launcher, (name, _, *local) in (("PALS", _VARIABLES["PALS"]), ("PMIx", ("PMIX_RANK", ""))):
@@ -86,6 +88,12 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch | None:
             local_rank, local_size = [_integer(environ.get(n)) for n in local] or [None, None]
             return Launch(launcher, rank, None, *_pair(local_rank, local_size, environ))
     return None
+
+
+def _by_srun(rank: int | None, size: int | None, environ: Mapping[str, str]) -> bool:
+    """Whether PMI's variables are those of `srun --mpi=pmi2`, and not of a Hydra that srun may have started."""
+    task, tasks, *_ = _VARIABLES["Slurm"]
+    return (rank, size) == (_integer(environ.get(task)), _integer(environ.get(tasks)))
 
 
 def _pair(local_rank: int | None, local_size: int | None, environ: Mapping[str, str]) -> tuple[int | None, int | None]:

@@ -59,10 +59,18 @@ def check_size(who: str, found: int, launch: Launch) -> None:
         launch: what the launcher said.
     """
     if found != launch.size:
+        why = (
+            "the launcher belongs to another MPI. Use the mpirun of the MPI that mpi4py and Horovod were built with; "
+            "hvdx doctor shows which."
+        )
+        if launch.launcher == "Slurm":
+            why = (
+                "srun did not tell it of the others. Do: srun --mpi=pmix (srun --mpi=list shows what there is; "
+                "hvdx doctor --batch tries them), or mpirun inside the job."
+            )
         raise LaunchError(
             f"{launch.launcher} started {launch.size} ranks and {who} finds a world of {found} on rank "
-            f"{launch.rank}: the launcher belongs to another MPI. Use the mpirun of the MPI that mpi4py and "
-            "Horovod were built with; hvdx doctor shows which."
+            f"{launch.rank}: {why}"
         )
 
 

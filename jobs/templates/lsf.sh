@@ -32,9 +32,9 @@ export HVDX_CPUS_PER_TASK=@{cpus_per_task}
 
 # USR1 goes on to the launcher, and from there to all ranks: training saves, and ends with code 75.
 # INT and TERM mean the same, but they come from bkill, or when the time is over: no requeue after them.
-launcher='' signalled='' terminated=''
+launcher='' signalled='' announced='' terminated=''
 pass_on() {
-    signalled=yes
+    signalled=yes announced=yes
     if [ -z "$launcher" ]; then return; fi
     trap '' USR1 # once is enough
     kill -USR1 "$launcher" 2>/dev/null
@@ -66,16 +66,30 @@ while [ -n "$signalled" ] && [ "$code" -gt 128 ]; do
 done
 trap '' USR1 INT TERM # nothing is left to signal, and this shell has yet to say how it ended
 
-# 75: saved, and wants another turn, which LSF gives. All other codes are the job's.
+# Another turn? 75: training saved, and wants one. An end by a signal after USR1: a rank did not listen yet, or did not
+# end in time (MPICH's mpirun tells the signals' numbers, 9 to 15, or a mixture). And a host that answers no more has
+# lost its ranks, which LSF may take minutes to notice. All else is the job's own.
+ask() { timeout 60 blaunch "$1" true >/dev/null 2>&1; }
+why='' hosts=''
+if [ "$code" -eq 75 ]; then
+    why='saved'
+elif [ -n "$announced" ] && { [ "$code" -gt 128 ] || [[ $code =~ ^(9|1[0-5])$ ]]; }; then
+    why="ended by a signal after USR1 (exit code $code), on from what hvdx.keras.Checkpoint last saved, if anything"
+elif [ "$code" -ne 0 ] && [ -z "$terminated" ]; then
+    hosts=$(sort -u @{hosts_of_slots})
+    # Where not even this host answers, it is the question that does not work here.
+    lost=$(if ask "$(head -n 1 "$LSB_DJOB_HOSTFILE")"; then for host in $hosts; do { ask "$host" || echo "$host"; } & done; wait; fi)
+    if [ -n "$lost" ]; then why="lost ${lost//$'\n'/, } (exit code $code)"; fi
+fi
 restarts=$(cat "$counter" 2>/dev/null || echo 0)
 if [ "$code" -eq 75 ] && [ -n "$terminated" ]; then
     code=143 # saved, but somebody wants it to end; 143 is the usual code after TERM
-elif [ "$code" -eq 75 ] && [ "$restarts" -lt "$max_restarts" ]; then
-    echo "saved; the job goes back into the queue"
+elif [ -n "$why" ] && [ -z "$terminated" ] && [ "$restarts" -lt "$max_restarts" ]; then
+    echo "$why; the job goes back into the queue" # LSF does that, on code 75
     echo "$((restarts + 1))" >"$counter"
     exit 75
-elif [ "$code" -eq 75 ]; then
-    echo "saved; not requeued, as there were $max_restarts restarts; submit it again to go on" >&2
+elif [ -n "$why" ] && [ -z "$terminated" ]; then
+    echo "$why; not requeued, as there were $max_restarts restarts; submit it again to go on" >&2
     code=1
 fi
 rm -f "$counter"

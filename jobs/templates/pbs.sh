@@ -27,9 +27,9 @@ export OMP_NUM_THREADS=@{threads}
 
 # USR1 (from `qsig -s USR1 JOB`, or the clock) goes to all ranks: training saves, and ends with code 75.
 # TERM means the same, but it comes from qdel, or when the time is over: the job is not submitted again after it.
-launcher='' signalled='' terminated=''
+launcher='' signalled='' announced='' terminated=''
 pass_on() {
-    signalled=yes
+    signalled=yes announced=yes
     if [ -z "$launcher" ]; then return; fi
     trap '' USR1 # once is enough
     kill -USR1 "$launcher" 2>/dev/null
@@ -61,15 +61,30 @@ while [ -n "$signalled" ] && [ "$code" -gt 128 ]; do
 done
 trap '' USR1 TERM # nothing is left to signal, and this shell has yet to say how it ended
 
-# 75: saved, and wants another turn. All other codes are the job's.
+# Another turn? 75: training saved, and wants one. An end by a signal after USR1: a rank did not listen yet, or did not
+# end in time (MPICH's mpirun tells the signals' numbers, 9 to 15, or a mixture). And a host that answers no more has
+# lost its ranks, which PBS may take minutes to notice. All else is the job's own.
+ask() { timeout 60 pbs_tmrsh "$1" true >/dev/null 2>&1; }
+why=''
+if [ "$code" -eq 75 ]; then
+    why='saved'
+elif [ -n "$announced" ] && { [ "$code" -gt 128 ] || [[ $code =~ ^(9|1[0-5])$ ]]; }; then
+    why="ended by a signal after USR1 (exit code $code), on from what hvdx.keras.Checkpoint last saved, if anything"
+elif [ "$code" -ne 0 ] && [ -z "$terminated" ]; then
+    hosts=$(sort -u "$PBS_NODEFILE")
+    # Where not even this host answers, it is the question that does not work here.
+    lost=$(if ask "$(head -n 1 "$PBS_NODEFILE")"; then for host in $hosts; do { ask "$host" || echo "$host"; } & done; wait; fi)
+    if [ -n "$lost" ]; then why="lost ${lost//$'\n'/, } (exit code $code)"; fi
+fi
 # Only operators may qrerun, so the job submits itself: $0 is the copy of this file that PBS keeps while the job runs.
 # What was said on qsub's command line, and not in this file, is not said again.
-if [ "$code" -eq 75 ] && [ -z "$terminated" ]; then
+if [ -n "$why" ] && [ -z "$terminated" ]; then
+    code=75
     if [ "${HVDX_RESTARTS:-0}" -lt "$max_restarts" ]; then
-        echo "saved; submitting the job again"
+        echo "$why; submitting the job again"
         qsub -v HVDX_RESTARTS="$((${HVDX_RESTARTS:-0} + 1))" "$0" || echo "not submitted; do it by hand to go on" >&2
     else
-        echo "saved; not submitted, as there were $max_restarts restarts; submit it again to go on" >&2
+        echo "$why; not submitted, as there were $max_restarts restarts; submit it again to go on" >&2
     fi
 fi
 exit "$code"

@@ -18,6 +18,12 @@
 #SBATCH --signal=B:USR1@@{signal}
 #SBATCH @{directives}
 
+# To this file's folder, from wherever it was submitted: what runs is a copy of it.
+folder=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\(/.*\)/[^/]*$|\1|p')
+cd "${folder:-.}" || exit 1
+# After `sbatch --export=NONE` srun would hand on nothing of what is exported below.
+unset SLURM_EXPORT_ENV
+
 # How often the job may put itself back into the queue.
 max_restarts=@{max_restarts}
 
@@ -29,9 +35,9 @@ export OMP_NUM_THREADS=@{threads}
 
 # USR1 goes on to the launcher, and from there to all ranks: training saves, and ends with code 75.
 # TERM means the same, but it comes from scancel, or when the time is over: no requeue after it.
-launcher='' signalled='' terminated=''
+launcher='' signalled='' announced='' terminated=''
 pass_on() {
-    signalled=yes
+    signalled=yes announced=yes
     if [ -z "$launcher" ]; then return; fi
     trap '' USR1 # once is enough
     kill -USR1 "$launcher" 2>/dev/null
@@ -62,15 +68,30 @@ while [ -n "$signalled" ] && [ "$code" -gt 128 ]; do
 done
 trap '' USR1 TERM # nothing is left to signal, and this shell has yet to say how it ended
 
-# 75: saved, and wants another turn. All other codes are the job's.
-if [ "$code" -eq 75 ] && [ -z "$terminated" ]; then
+# Another turn? 75: training saved, and wants one. An end by a signal after USR1: a rank did not listen yet, or did not
+# end in time (MPICH's mpirun tells the signals' numbers, 9 to 15, or a mixture). And a host that answers no more has
+# lost its ranks, which Slurm may take minutes to notice. All else is the job's own.
+ask() { timeout 60 srun --overlap --nodes=1 --ntasks=1 --mpi=none --nodelist="$1" true >/dev/null 2>&1; }
+why=''
+if [ "$code" -eq 75 ]; then
+    why='saved'
+elif [ -n "$announced" ] && { [ "$code" -gt 128 ] || [[ $code =~ ^(9|1[0-5])$ ]]; }; then
+    why="ended by a signal after USR1 (exit code $code), on from what hvdx.keras.Checkpoint last saved, if anything"
+elif [ "$code" -ne 0 ] && [ -z "$terminated" ]; then
+    hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    # Where not even this host answers, it is the question that does not work here.
+    lost=$(if ask "$SLURMD_NODENAME"; then for host in $hosts; do { ask "$host" || echo "$host"; } & done; wait; fi)
+    if [ -n "$lost" ]; then why="lost ${lost//$'\n'/, } (exit code $code)"; fi
+fi
+if [ -n "$why" ] && [ -z "$terminated" ]; then
+    code=75
     # The task alone, where this is one of an array.
     job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
     if [ "${SLURM_RESTART_COUNT:-0}" -lt "$max_restarts" ]; then
-        echo "saved; job $job goes back into the queue"
+        echo "$why; job $job goes back into the queue"
         scontrol requeue "$job" || echo "job $job was not requeued; submit it again to go on" >&2
     else
-        echo "saved; not requeued, as there were $max_restarts restarts; submit it again to go on" >&2
+        echo "$why; not requeued, as there were $max_restarts restarts; submit it again to go on" >&2
     fi
 fi
 exit "$code"

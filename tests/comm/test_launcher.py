@@ -4,6 +4,8 @@ import pytest
 
 from hvdx.comm import launcher
 from hvdx.comm.launcher import Share, detect, fair_cores, kernel_threads, share_of_cores, threads_for
+from hvdx.comm.mpi import check_size
+from hvdx.errors import LaunchError
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "1",
@@ -26,6 +28,9 @@ PMIX = {"PMIX_RANK": "5"}
         (SLURM, "Slurm", (3, 8, 1, 2)),
         (SLURM | OPEN_MPI, "Open MPI", (1, 4, 0, 2)),
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "Hydra", (0, 2, None, None)),
+        (SLURM | {"PMI_RANK": "3", "PMI_SIZE": "8"}, "Slurm", (3, 8, 1, 2)),  # srun --mpi=pmi2
+        (SLURM | {"PMI_RANK": "1", "PMI_SIZE": "16"}, "Hydra", (1, 16, None, None)),  # its processes started by srun
+        (SLURM | HYDRA, "Hydra", (2, 4, 0, 2)),
         (HYDRA, "Hydra", (2, 4, 0, 2)),
         (PALS | CRAY, "PALS", (5, 8, 1, 4)),
         (PALS | PMIX, "PALS", (5, None, 1, 4)),
@@ -135,3 +140,8 @@ def test_kernels_leave_it_to_openmp_where_the_user_chose(monkeypatch):
 
 def test_cores_of_this_process_are_a_bit_each():
     assert bin(launcher.core_mask()).count("1") == len(os.sched_getaffinity(0)) == launcher.usable_cores()
+
+
+def test_srun_that_starts_a_world_of_ones_is_told_its_option():
+    with pytest.raises(LaunchError, match=r"Slurm started 8 ranks and MPI finds a world of 1 .* srun --mpi=pmix"):
+        check_size("MPI", 1, detect(SLURM | {"PMI_RANK": "3", "PMI_SIZE": "8"}))

@@ -251,6 +251,7 @@ def go_on(folder: Path, case: Case, capsys: pytest.CaptureFixture[str]) -> float
     """Begin the next job: it restores, saves, and leaves nothing but checkpoints. The value that it found."""
     again = Folder(str(folder), LocalComm())
     again.check()
+    again.release()
     assert not list(folder.glob(".*"))
     assert_named_are_whole(folder)
     position, value = restoring.restore_newest(again, None)

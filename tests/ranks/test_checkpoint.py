@@ -315,7 +315,9 @@ def test_leftovers_of_a_killed_job_are_removed(folder):
         # Killed while epoch 3 was saved once more.
         (folder / ".hvdx-replaced-epoch-0003").mkdir()
     _everyone("it is there")
-    Folder(folder, world.start()).check()
+    again = Folder(folder, world.start())
+    again.check()
+    again.release()
     assert names(folder) == ["epoch-0001", "epoch-0003"]
 
 

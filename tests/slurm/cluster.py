@@ -191,17 +191,19 @@ class Cluster:
         """A node's state: idle, mixed, allocated, down, drained, ...; with a * where its slurmd does not answer."""
         return self.ask("sinfo", "-h", "-N", "-n", name, "-o", "%T").strip()
 
-    def node_down(self, name: str) -> None:
-        """Let a node fail: all its processes are killed at once, its slurmd too, and Slurm is told that it is down.
+    def node_lost(self, name: str) -> None:
+        """Let a node fail: all its processes are killed at once, its slurmd too.
 
-        Slurm requeues batch jobs that ran on it, unless they were submitted with --no-requeue.
+        Slurm is not told. By itself it notices after SlurmdTimeout, 300 s here and by default.
         """
         self._cut_power(name)
-        # By itself Slurm would notice after SlurmdTimeout.
+
+    def node_down(self, name: str) -> None:
+        """Tell Slurm that a node is down, which requeues batch jobs that ran on it."""
         self.ask("scontrol", "update", f"NodeName={name}", "State=DOWN", "Reason=test")
 
     def node_resume(self, name: str, timeout: float = 30) -> None:
-        """Bring a node back that `node_down` took, and wait until Slurm gives it out again.
+        """Bring a node back that was lost, and wait until Slurm gives it out again.
 
         Args:
             name: of the node.

@@ -105,6 +105,7 @@ def test_node_that_fails_requeues_its_job(cluster, script, tmp_path):
     job = cluster.sbatch(script('touch on.$SLURMD_NODENAME; [ -n "$SLURM_RESTART_COUNT" ] || sleep 100'), "-whvdx1")
     _appears(tmp_path / "on.hvdx1")
     (tmp_path / "on.hvdx1").unlink()
+    cluster.node_lost("hvdx1")
     cluster.node_down("hvdx1")
     try:
         assert cluster.node_state("hvdx1").rstrip("*") == "down"

@@ -38,11 +38,11 @@ def steps(folder):
     return len(path.read_text().split()) if path.exists() else 0
 
 
-def job(folder, *options, seconds=0.0, target=None):
+def job(folder, *options, seconds=0.0, target=None, program=sys.executable):
     """Write a script that trains; its path."""
     path = folder / "train.sh"
     given = ["--nodes", "2", "--tasks-per-node", "1", "--cpus-per-task", "1", "--output", str(folder / "out-%a.txt")]
-    command = [sys.executable, SCRIPT, str(folder) if target is None else target, str(EPOCHS), str(seconds)]
+    command = [program, SCRIPT, str(folder) if target is None else target, str(EPOCHS), str(seconds)]
     words = ["job", "slurm", *given, "--env-setup", QUIET, *options, "-o", str(path), "--", *command]
     assert main(words) == 0, shlex.join(words)
     return path
@@ -74,17 +74,34 @@ def test_time_limit_is_announced_and_the_requeued_job_ends_with_the_very_weights
 
 
 def test_node_that_is_lost_in_mid_run_costs_the_steps_since_the_last_checkpoint(cluster, tmp_path, straight):
+    # Slurm would notice after five minutes: the job's script finds out, and names the host.
     number = cluster.sbatch(job(tmp_path, "--time", "0:10:00", seconds=0.1))
     until(lambda: steps(tmp_path) > 50, limit=90)
-    cluster.node_down("hvdx2")
+    cluster.node_lost("hvdx2")
     try:
-        until(lambda: cluster.state(number) == "PENDING")
+        until(lambda: "goes back into the queue" in output(tmp_path), limit=150)
     finally:
+        cluster.node_down("hvdx2")
         cluster.node_resume("hvdx2")
     assert cluster.wait(number, timeout=180) == "COMPLETED", output(tmp_path)
+    said = output(tmp_path)
+    assert "lost hvdx2 (exit code" in said
     assert cluster.show(number)["Restarts"] == "1"
-    assert "going on after" in output(tmp_path)
+    assert "going on after" in said
     assert EPOCHS * STEPS_AN_EPOCH < steps(tmp_path) < EPOCHS * STEPS_AN_EPOCH + 50
+    assert weights(tmp_path) == straight
+
+
+def test_job_without_an_environment_submitted_from_elsewhere_and_signalled_too_early(cluster, tmp_path, straight):
+    script = job(tmp_path, "--time", "0:10:00", "--env-setup", f"export PATH={Path(sys.executable).parent}:$PATH",
+                 program="python", target=".")  # fmt: skip
+    number = cluster.sbatch(script, "--export=NONE")
+    until(lambda: cluster.state(number) == "RUNNING")
+    time.sleep(2)  # TensorFlow is being imported: nobody listens yet
+    cluster.ask("scancel", "--batch", "--signal=USR1", str(number))
+    assert cluster.wait(number, timeout=180) == "COMPLETED", output(tmp_path)
+    assert "after USR1 (exit code 138)" in output(tmp_path)
+    assert cluster.show(number)["Restarts"] == "1"
     assert weights(tmp_path) == straight
 
 

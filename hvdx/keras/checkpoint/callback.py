@@ -61,7 +61,8 @@ class Checkpoint(keras.callbacks.Callback):
         on_signal: take over SIGUSR1 and SIGTERM, from now to the end of training.
 
     Raises:
-        ConfigError: a number that is not positive, an unknown unit.
+        ConfigError: a number that is not positive, an unknown unit; when training begins: another job saves to the
+            directory.
 
     Example:
         >>> import tempfile
@@ -265,6 +266,7 @@ class Checkpoint(keras.callbacks.Callback):
         try:
             if self._writer is not None:
                 self._writer.finish()
+                self._folder.release()
         finally:
             if self._announcement is not None:
                 self._announcement.close()

@@ -5,6 +5,7 @@
     ckpt/epoch-0003/rank-0.safetensors    what belongs to rank 0; one a rank
     ckpt/epoch-0003-step-00000120/...     after 120 steps of the fourth epoch
     ckpt/damaged-epoch-0002/...           found damaged, and set aside
+    ckpt/.hvdx-owner                      which job saves here now, see `owner`
     ckpt/.hvdx-...                        on its way in or out; what a killed job leaves is removed by the next
 
 A checkpoint gets its name when it is complete, so whatever is called epoch-... was whole when it got it.
@@ -16,6 +17,7 @@ import os
 import re
 import shutil
 import socket
+import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +27,9 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 from hvdx.averaging.output import sync
 from hvdx.comm import Comm
 from hvdx.errors import CheckpointError, ConfigError, HvdxError, ReplicaError
+from hvdx.keras.checkpoint import owner
 from hvdx.keras.checkpoint.files import Arrays, whole
+from hvdx.keras.checkpoint.owner import Owner
 from hvdx.keras.lockstep import meet
 
 T = TypeVar("T")
@@ -38,6 +42,8 @@ SHARED = "shared.safetensors"
 _PATIENCE_SECONDS = 2.0
 _NAME = re.compile(r"epoch-(\d+)(?:-step-(\d+))?")
 _AWAY = ".hvdx-"
+# What is said of where a rank is.
+_PLACE = "the folder of checkpoints"
 # What a manifest of this format says.
 _KEYS = (
     *("ranks", "epoch", "step", "drawn", "skip", "steps", "share", "samples"),
@@ -87,6 +93,7 @@ class Folder:
 
     def __init__(self, path: str, comm: Comm):
         self.path, self.comm = Path(path), comm
+        self._owner: Owner | None = None
 
     def attempt(self, place: str, work: Callable[[], T]) -> tuple[T | None, Exception | None, dict[int, Failure]]:
         """Work that may fail on any rank. Collective.
@@ -135,24 +142,78 @@ class Folder:
         raise ReplicaError(f"{self.path}: {place}: {listed}. {remedy}") from problem
 
     def check(self) -> None:
-        """Make sure that every rank sees and can write the folder, and remove what a killed job left. Collective.
+        """Make sure that every rank sees and can write the folder, and have it for this job alone. Collective.
+
+        What a killed job left is removed. `release` gives the folder back.
+
+        Raises:
+            ConfigError: on all ranks, with the job that is using it.
+            ReplicaError: on all ranks, with those that cannot.
+        """
+        self._probe()
+        self.own()
+        if self.comm.rank == 0:
+            self._tidy()
+
+    def check_to_read(self) -> None:
+        """Make sure that every rank sees and can write the folder. Collective.
+
+        What a killed job left is removed, unless a job is saving there now.
 
         Raises:
             ReplicaError: on all ranks, with those that cannot.
         """
-        token = meet(self.comm, "the folder of checkpoints", uuid.uuid4().hex[:8])[0]
+        self._probe()
+        if self.comm.rank == 0 and not owner.holds(self.path):
+            with contextlib.suppress(ConfigError, OSError):
+                reader = Owner(self.path, patience=0.0)
+                self._tidy()
+                reader.release()
+
+    def own(self) -> None:
+        """Have the folder for this job alone, until `release`. Collective.
+
+        Raises:
+            ConfigError: on all ranks, with the job that is using it.
+            ReplicaError: on all ranks, where rank 0 cannot write there.
+        """
+
+        def take() -> str:
+            if self.comm.rank == 0:
+                self.path.mkdir(parents=True, exist_ok=True)
+                try:
+                    self._owner = Owner(self.path, owner.PATIENCE_SECONDS)
+                except ConfigError as error:
+                    return str(error)
+            return ""
+
+        taken = self.together(_PLACE, take, "Give a directory that can be written to.")
+        refusal = meet(self.comm, _PLACE, taken)[0]
+        if refusal:
+            error = ConfigError(refusal)
+            error.collective = True
+            raise error
+        if self._owner is not None and not self._owner.locked:
+            said = f"hvdx: {self.path}: this file system has no locks: a second job that saves here goes unnoticed."
+            print(said, file=sys.stderr, flush=True)
+
+    def release(self) -> None:
+        """Let another job have the folder."""
+        if self._owner is not None:
+            self._owner.release()
+
+    def _probe(self) -> None:
+        token = meet(self.comm, _PLACE, uuid.uuid4().hex[:8])[0]
         probe = self.path / f"{_AWAY}probe-{token}"
 
         def make() -> None:
             if self.comm.rank == 0:
                 self.path.mkdir(parents=True, exist_ok=True)
-                self._tidy()
                 probe.mkdir()
 
-        place = "the folder of checkpoints"
-        self.together(place, make, "Give a directory that can be written to.")
+        self.together(_PLACE, make, "Give a directory that can be written to.")
         try:
-            self.together(place, lambda: self._write_probe(probe), "Give a directory that all hosts share.")
+            self.together(_PLACE, lambda: self._write_probe(probe), "Give a directory that all hosts share.")
         finally:
             if self.comm.rank == 0:
                 shutil.rmtree(probe, ignore_errors=True)
@@ -167,6 +228,8 @@ class Folder:
 
     def _tidy(self) -> None:
         for left in self.path.glob(f"{_AWAY}*"):
+            if left.name == owner.NAME:
+                continue
             replaced = left.name.removeprefix(f"{_AWAY}replaced-")
             if _NAME.fullmatch(replaced) and not (self.path / replaced).exists():
                 left.rename(self.path / replaced)
@@ -177,7 +240,7 @@ class Folder:
 
     def positions(self) -> list[Position]:
         """Where the checkpoints are in the training, as rank 0 sees them, the newest last. Collective."""
-        return meet(self.comm, "the folder of checkpoints", self._listed() if self.comm.rank == 0 else None)[0]
+        return meet(self.comm, _PLACE, self._listed() if self.comm.rank == 0 else None)[0]
 
     def _listed(self) -> list[Position]:
         return positions_in(self.path)

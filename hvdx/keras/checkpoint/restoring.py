@@ -64,7 +64,7 @@ def restore(directory: str | os.PathLike[str], model: Any) -> int | None:
         ReplicaError: on all ranks, if one cannot see the directory, or if all checkpoints are damaged.
     """
     folder = Folder(os.fspath(directory), join())
-    folder.check()
+    folder.check_to_read()
     restored = restore_newest(folder, model)
     return None if restored is None else restored.position.epoch
 

@@ -202,7 +202,7 @@ def save(directory: str | os.PathLike[str], model: Any, epoch: int, keep: int = 
         keep: how many checkpoints may stay.
 
     Raises:
-        ConfigError: the directory holds later epochs.
+        ConfigError: the directory holds later epochs, or another job is saving there.
         ReplicaError: on all ranks, if one could not write; what was there before still is.
     """
     folder, position = Folder(os.fspath(directory), join()), Position(epoch)
@@ -211,9 +211,13 @@ def save(directory: str | os.PathLike[str], model: Any, epoch: int, keep: int = 
         binding = binding_of(optimizer)
         if binding is not None:
             binding.before_saving()
-    writer = Writer(folder, keep)
-    writer.start(position, snapshot(model, folder.comm.rank, Data(data.state()[0])))
-    writer.finish()
+    folder.own()
+    try:
+        writer = Writer(folder, keep)
+        writer.start(position, snapshot(model, folder.comm.rank, Data(data.state()[0])))
+        writer.finish()
+    finally:
+        folder.release()
 
 
 def refuse_later(folder: Folder, position: Position) -> None:

@@ -1,4 +1,7 @@
-"""Stands in for sbatch, scontrol, qsub and bsub: notes what it was given, answers, and runs nothing."""
+"""Stands in for sbatch, scontrol, qsub and bsub: notes what it was given, answers, and runs nothing.
+
+And for `scontrol show`, and what asks whether a host answers (pbs_tmrsh, blaunch): those are not noted.
+"""
 
 import json
 import os
@@ -9,6 +12,14 @@ ANSWERS = {"sbatch": "Submitted batch job 17", "qsub": "17.server", "bsub": "Job
 
 
 def main(name, words):
+    if words[:2] == ["show", "hostnames"]:
+        print(words[2].replace(",", "\n"))
+        return 0
+    if words[:2] == ["show", "job"]:
+        print(f"JobId=17\n   Command={os.environ.get('STAND_IN_SCRIPT', '(null)')}\n   WorkDir=/")
+        return 0
+    if name in ("pbs_tmrsh", "blaunch"):
+        return int(words[0] in os.environ.get("STAND_IN_LOST", "").split())
     files = [word for word in words if Path(word).is_file()]
     record = {"name": name, "words": words, "files": [Path(f).read_text() for f in files]}
     record["stdin"] = "" if files or name == "scontrol" else sys.stdin.read()

@@ -19,6 +19,8 @@ def main(name, words):
         option, equals, value = rest.pop(0).partition("=")
         value = value if equals else rest.pop(0) if option in VALUED else ""
         options[option] = [*options.get(option, []), value]
+    if "--nodelist" in options:  # does this host answer?
+        return int(options["--nodelist"][0] in os.environ.get("STAND_IN_LOST", "").split())
     ranks = int(options.get("-n", options.get("-np", options.get("--nrs", [os.environ.get("SLURM_NTASKS", "0")])))[0])
     hosts = [Path(f).read_text() for o in ("--hostfile", "-f") for f in options.get(o, [])]
     record = {"name": name, "words": words, "options": options, "ranks": ranks, "hosts": hosts, "program": rest}

@@ -1,0 +1,138 @@
+"""Two jobs on one directory of checkpoints: the second is refused, and removes nothing."""
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from hvdx.errors import ConfigError
+from hvdx.keras.checkpoint import owner
+from hvdx.keras.checkpoint.folder import Folder
+from hvdx.keras.checkpoint.owner import Owner
+from tests.strategies.virtual import on_all
+
+WHO = {"job": "Slurm job 17", "restarts": "0", "user": "ada", "host": "node3", "pid": 4711, "since": "2026-11-22"}
+# Another process with the lock; it lets go after some seconds.
+HOLD = """
+import fcntl, os, sys, time
+file = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
+os.write(file, sys.argv[2].encode())
+fcntl.lockf(file, fcntl.LOCK_EX)
+print("held", flush=True)
+time.sleep(float(sys.argv[3]))
+"""
+
+
+@pytest.fixture
+def hold(tmp_path, monkeypatch):
+    """A function that has another process hold the folder."""
+    for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "PBS_JOBID", "LSB_JOBID"):
+        monkeypatch.delenv(name, raising=False)
+    others = []
+
+    def start(seconds=60, **more):
+        words = [sys.executable, "-c", HOLD, str(tmp_path / owner.NAME), json.dumps(WHO | more), str(seconds)]
+        others.append(subprocess.Popen(words, stdout=subprocess.PIPE))
+        assert others[-1].stdout.readline() == b"held\n"
+        return others[-1]
+
+    yield start
+    for other in others:
+        other.kill()
+        other.wait()
+
+
+def free(folder):
+    """Take a folder, and give it back, which leaves nothing there."""
+    Owner(folder, patience=0).release()
+    return not (folder / owner.NAME).exists()
+
+
+def test_second_job_is_refused_and_told_of_the_first(tmp_path, hold):
+    hold()
+    with pytest.raises(ConfigError) as refused:
+        Owner(tmp_path, patience=0.2)
+    said = "Slurm job 17 (ada, process 4711 on node3, since 2026-11-22) is using"
+    assert said in str(refused.value)
+    assert f"remove {tmp_path / owner.NAME}" in str(refused.value)
+    (tmp_path / owner.NAME).unlink()
+    assert free(tmp_path)
+
+
+def test_what_a_job_that_was_killed_held_is_free(tmp_path, hold):
+    other = hold()
+    other.send_signal(signal.SIGKILL)
+    other.wait()
+    assert free(tmp_path)
+
+
+def test_job_that_is_about_to_end_is_waited_for(tmp_path, hold):
+    hold(seconds=0.5)
+    Owner(tmp_path, patience=30).release()
+
+
+@pytest.mark.parametrize(
+    ("variables", "free_"),
+    [
+        ({"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": "1"}, True),
+        ({"SLURM_JOB_ID": "17"}, False),  # two trainings of one job
+        ({"SLURM_JOB_ID": "18", "SLURM_RESTART_COUNT": "1"}, False),
+    ],
+)
+def test_requeued_job_takes_what_its_dead_host_holds(tmp_path, hold, monkeypatch, variables, free_):
+    """A server of files may take a host's locks for held until the host is back."""
+    hold()
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if free_:
+        taken = Owner(tmp_path, patience=5)
+        assert json.loads((tmp_path / owner.NAME).read_text())["pid"] == os.getpid()
+        taken.release()
+    else:
+        with pytest.raises(ConfigError):
+            Owner(tmp_path, patience=0.2)
+
+
+def test_file_system_without_locks_is_told(tmp_path, monkeypatch):
+    def lock(descriptor, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", lock)
+    assert not Owner(tmp_path, patience=0).locked
+
+
+def test_next_training_of_this_process_takes_what_one_that_failed_held(tmp_path):
+    Owner(tmp_path, patience=0)
+    assert owner.holds(tmp_path)
+    Owner(tmp_path, patience=0)
+    assert free(tmp_path)
+    assert not owner.holds(tmp_path)
+
+
+def test_refusal_reaches_all_ranks_and_what_the_first_job_is_writing_stays(tmp_path, hold, monkeypatch):
+    hold()
+    monkeypatch.setattr(owner, "PATIENCE_SECONDS", 0.2)
+    (tmp_path / ".hvdx-saving-0a1b").mkdir()
+
+    def both(comm):
+        folder = Folder(str(tmp_path), comm)
+        folder.check_to_read()
+        with pytest.raises(ConfigError, match="Slurm job 17") as refused:
+            folder.check()
+        assert refused.value.collective
+        return str(refused.value)
+
+    first, second = on_all(2, both)
+    assert first == second
+    assert (tmp_path / ".hvdx-saving-0a1b").is_dir()
+
+
+def test_what_a_killed_job_left_is_removed_by_who_reads_too(tmp_path):
+    (tmp_path / ".hvdx-saving-0a1b").mkdir()
+    on_all(2, lambda comm: Folder(str(tmp_path), comm).check_to_read())
+    assert os.listdir(tmp_path) == []
