@@ -2,9 +2,9 @@
 
     python -m tests.deaths [--times 10] [--strategies NAME ...] [--ways NAME ...] [--seed 0]
 
-A line for each strategy and each way says in how many jobs the right rank was named and the job ended in time, and the
-longest time from the event to the end of the job. It takes hours: the suite has a case of each (test_exits,
-test_failures, test_stalls).
+A line for each strategy and each way says in how many jobs the right rank was named and the job ended in time (or went
+on, where the rank was stopped for a while), and how long that took at most. It takes hours: the suite has a case of
+each (test_exits, test_failures, test_stalls).
 """
 
 import argparse
@@ -35,6 +35,8 @@ class Event(keras.callbacks.Callback):
         global taken
         taken += 1
         time.sleep(0.01)
+        if taken == step + 1 and hvdx.rank() == who:
+            print("ON", time.time(), flush=True)
         if taken != step or hvdx.rank() != who:
             return
         print("READY", time.time(), flush=True)
@@ -71,7 +73,7 @@ class Outcome(NamedTuple):
 
     Attributes:
         problem: what was wrong; "" where nothing was.
-        seconds: from what is to be noticed to the end of the job.
+        seconds: from the event to the end of the job; from its end to the next step, where the rank was stopped.
     """
 
     problem: str
@@ -88,7 +90,9 @@ def _dies(done: Run, rank: int, named: str, code: int | None) -> str:
 def _wakes(done: Run, rank: int) -> str:
     if done.code != 0 or done.out.count("TRAINED") < RANKS:
         return f"did not go on: exit status {done.code}"
-    return "" if re.search(rf"no progress for .*\n(.*\n)*? *rank {rank} \S+: does not answer", done.out) else "not named"
+    return (
+        "" if re.search(rf"no progress for .*\n(.*\n)*? *rank {rank} \S+: does not answer", done.out) else "not named"
+    )
 
 
 WAYS: dict[str, Callable[[Run, int], str]] = {
@@ -106,8 +110,10 @@ def job(strategy: str, way: str, rank: int, step: int) -> Outcome:
     ended = time.time()
     if not done.ready:
         return Outcome(f"did not begin: {done}", 0.0)
-    awake = re.search(r"AWAKE (\S+)", done.out)
-    seconds = ended - (float(awake[1]) if awake else done.ready[0])
+    seconds = ended - done.ready[0]
+    woke = [float(when) for when in re.findall(r"^(?:AWAKE|ON) (\S+)", done.out, re.MULTILINE)]
+    if len(woke) == 2:
+        seconds = woke[1] - woke[0]
     problem = WAYS[way](done, rank)
     if not problem and seconds > SOON:
         problem = f"{seconds:.0f} s"

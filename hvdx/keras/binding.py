@@ -49,6 +49,7 @@ class Binding:
 
     def count_step(self) -> None:
         """One more step has reached the optimiser."""
+        self.reached = True
         with tf.device("CPU:0"):
             self.steps.assign_add(1)
 

@@ -330,6 +330,7 @@ class Checkpoint(keras.callbacks.Callback):
     def _leave(self, ending: str) -> NoReturn:
         assert self._writer is not None
         self._writer.finish()
+        self._folder.release()
         say(f"{ending}: saved to {self.directory}, to go on later; ending with exit code {REQUEUE_CODE}")
         # A launcher tells the others to end when the first has.
         Announcement.ignore()
