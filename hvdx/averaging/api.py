@@ -10,6 +10,7 @@ from typing import Any, get_args
 import numpy as np
 
 from hvdx.averaging.alike import check_alike
+from hvdx.averaging.descriptors import room_for
 from hvdx.averaging.distance import Distance, distances
 from hvdx.averaging.formats import known, open_network
 from hvdx.averaging.mean import Integers, Mean, resolve_weights
@@ -161,10 +162,11 @@ def opened(paths: Sequence[Path]) -> Iterator[list[Network]]:
 
     Raises:
         AverageError: see `average`.
+        ConfigError: there are more than the system allows open files.
     """
     if len(paths) < 2:
         raise AverageError(f"expected two networks or more, got {len(paths)}.")
-    with contextlib.ExitStack() as stack:
+    with room_for(len(paths)), contextlib.ExitStack() as stack:
         networks = []
         for path in paths:
             networks.append(open_network(path))

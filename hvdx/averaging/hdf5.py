@@ -1,7 +1,6 @@
 """HDF5 files: the weights of Keras models, and whole models as Keras 2 saved them."""
 
 import io
-import json
 import re
 import threading
 from collections.abc import Callable
@@ -12,7 +11,8 @@ import numpy as np
 
 from hvdx.averaging.dtypes import small_float
 from hvdx.averaging.extents import File, splice
-from hvdx.averaging.keras_config import comparable
+from hvdx.averaging.keras_config import parse_config
+from hvdx.averaging.limits import check_unpacked
 from hvdx.averaging.network import Network, Tensor, Values, gather
 from hvdx.errors import AverageError
 
@@ -110,7 +110,7 @@ class Content:
         def visit(name: str, item: Any) -> None:
             # A layer's own name, which Keras keeps as an attribute: its group may be called after anything.
             self.normalises |= _is_normalisation(name) or _is_normalisation(str(item.attrs.get("name", "")))
-            if not hasattr(item, "dtype") or item.dtype.kind in "SUO" or _is_random_state(name):
+            if not _is_array(item) or item.dtype.kind in "SUO" or _is_random_state(name):
                 return
             self._check_is_tensor(name, item)
             dtype = _dtype(self.file.path, name, item)
@@ -132,6 +132,9 @@ class Content:
             self._placed[self.begin + offset] = tensor
         self.tensors = {tensor.name: tensor for tensor in [*self._placed.values(), *scattered]}
         self.scattered = [tensor.name for tensor in scattered]
+        # In memory each is whole, and takes as much as its shape says, whatever there is of it in the file.
+        for tensor in scattered:
+            check_unpacked(f"{self.file.path}: {tensor.name}", tensor.nbytes, self.end - self.begin)
 
     def _check_is_tensor(self, name: str, item: Any) -> None:
         if item.external or item.is_virtual:
@@ -233,6 +236,11 @@ def _dtype(path: Path, name: str, item: Any) -> np.dtype:
     return small_float("bfloat16", path)
 
 
+def _is_array(item: Any) -> bool:
+    """Whether it is a dataset with elements to average: no group, no named type, no empty dataspace."""
+    return hasattr(item, "chunks") and item.shape is not None
+
+
 def _as_stored(item: Any) -> bool:
     """Whether the bytes in the file are those of NumPy's elements, with nothing for HDF5 to convert."""
     from h5py import h5t
@@ -253,12 +261,7 @@ def _is_random_state(name: str) -> bool:
 def _model_config(content: Content) -> Any:
     """The architecture that Keras 2 put in the attributes of a file with a whole model."""
     text = content.attributes.get("model_config")
-    if text is None:
-        return None
-    try:
-        return comparable(json.loads(text))
-    except ValueError:
-        raise AverageError(f"{content.file.path}: model_config: expected JSON. The file is damaged.") from None
+    return None if text is None else parse_config(text, f"{content.file.path}: model_config")[1]
 
 
 def _first_line(error: BaseException) -> str:

@@ -11,7 +11,8 @@ from typing import Any
 
 from hvdx.averaging.extents import File
 from hvdx.averaging.hdf5 import Content
-from hvdx.averaging.keras_config import comparable
+from hvdx.averaging.keras_config import MOST_BYTES, parse_config
+from hvdx.averaging.limits import check_unpacked
 from hvdx.averaging.network import Network, Values
 from hvdx.errors import AverageError
 
@@ -40,13 +41,14 @@ class KerasArchive(Network):
                 f"({error}). Copy or save it again."
             ) from None
         try:
-            config = self._config()
+            size = path.stat().st_size
+            check_unpacked(f"{path}", sum(entry.file_size for entry in self._archive.infolist()), size)
+            config, self.architecture = self._config()
             self._content = self._weights()
         except BaseException:
             self._archive.close()
             raise
         self.tensors = self._content.tensors
-        self.architecture = comparable(config)
         if isinstance(self.architecture, dict):
             # Vocabularies and the like are part of what the network computes.
             self.architecture["assets"] = {
@@ -84,18 +86,24 @@ class KerasArchive(Network):
                 'Keras 3: model.save("name.keras").'
             ) from None
 
-    def _config(self) -> Any:
+    def _config(self) -> tuple[Any, Any]:
+        """What the archive says of the model, and what of it counts in a comparison."""
         try:
-            return json.loads(self._archive.read(self._entry(_CONFIG)))
-        except AverageError:
-            raise
-        except (*_DAMAGE, ValueError) as error:
+            with self._archive.open(self._entry(_CONFIG)) as entry:
+                text = entry.read(MOST_BYTES + 1)
+        except _DAMAGE as error:
             raise AverageError(f"{self.path}: {_CONFIG}: it is damaged ({error}). Copy or save it again.") from None
+        return parse_config(text, f"{self.path}: {_CONFIG}")
 
     def _weights(self) -> Content:
         entry = self._entry(_WEIGHTS)
         if entry.compress_type != zipfile.ZIP_STORED:
             return Content(self._unpacked(entry), what=_WEIGHTS)
+        try:
+            # The name that stands before the content has to be this one too.
+            self._archive.open(entry).close()
+        except _DAMAGE as error:
+            raise AverageError(f"{self.path}: {_WEIGHTS}: it is damaged ({error}). Copy or save it again.") from None
         file = File(self.path)
         # The central directory says where the entry's header is, and only that header how long itself is.
         name, extra = struct.unpack("<HH", file.read(entry.header_offset + 26, 4, _WEIGHTS))

@@ -1,7 +1,14 @@
 """What two Keras configurations have to agree on for their weights to have a mean."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
+
+from hvdx.errors import AverageError
+
+# A model within a model is six levels; a configuration of a thousand layers has a megabyte.
+_MOST_LEVELS = 200
+MOST_BYTES = 1 << 24
 
 # Keys that say how weights came about or are trained, and not what the network computes from them; and names, which
 # Keras counts on from model to model, as in dense_1 and dense_5.
@@ -31,6 +38,51 @@ _IGNORED = frozenset(
 )
 _IGNORED_ENDINGS = ("_initializer", "_regularizer", "_constraint", "_dropout")
 _REFERENCES = ("inbound_nodes", "input_layers", "output_layers")
+
+
+def parse_config(text: Any, where: str) -> tuple[Any, Any]:
+    """Parse a configuration that a file holds.
+
+    Args:
+        text: JSON.
+        where: the file and the place in it, for messages.
+
+    Returns:
+        The configuration, and what of it `comparable` leaves.
+
+    Raises:
+        AverageError: it is no JSON, or none that describes a model.
+
+    Example:
+        >>> parse_config('{"class_name": "Dense", "name": "dense_7"}', "model.keras")
+        ({'class_name': 'Dense', 'name': 'dense_7'}, {'class_name': 'Dense'})
+    """
+    try:
+        if len(text) > MOST_BYTES:
+            raise ValueError(f"more than {MOST_BYTES} bytes")
+        config = json.loads(text)
+        _check_levels(config)
+        return config, comparable(config)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        reason = f"{error or type(error).__name__}".split("\n")[0]
+        raise AverageError(
+            f"{where}: expected JSON that describes a model, got what does not ({reason}). The file is damaged: copy "
+            "or save it again."
+        ) from None
+
+
+def _check_levels(config: Any) -> None:
+    level = [config]
+    for _ in range(_MOST_LEVELS):
+        level = [
+            item
+            for outer in level
+            if isinstance(outer, (dict, list))
+            for item in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return
+    raise ValueError(f"more than {_MOST_LEVELS} levels")
 
 
 def comparable(config: Any, places: Mapping[str, int] | None = None) -> Any:

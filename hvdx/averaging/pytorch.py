@@ -12,7 +12,8 @@ import numpy as np
 from hvdx.averaging.dtypes import small_float
 from hvdx.averaging.extents import OneFile, Output, splice
 from hvdx.averaging.network import Tensor, Values
-from hvdx.averaging.torch_pickle import REMEDY, View, read_pickle, tensors_of
+from hvdx.averaging.torch_names import View
+from hvdx.averaging.torch_pickle import REMEDY, read_pickle, tensors_of
 from hvdx.errors import AverageError
 
 _ZIP = b"PK\x03\x04"
@@ -26,6 +27,11 @@ _ZIP64_FROM = zipfile.ZIP64_LIMIT / 1.05
 # What torch.save aligns storages to, so that they can be mapped into memory.
 _ALIGNMENT = 64
 _MOST_ALIGNMENT = 1 << 15
+# A hundred thousand tensors take twenty megabytes.
+_MOST_PICKLE = 1 << 26
+_MOST_TEXT = 64
+# Times that lists, on the average, may be in other lists.
+_MOST_SHARED = 10
 _STATISTICS = ("running_mean", "running_var")
 
 
@@ -68,9 +74,10 @@ class PyTorch(OneFile):
     def _scan(self) -> None:
         self._entries = self._listed()
         self._root = self._root_of()
+        self._expanded: dict[str, list[int]] = {}
         self._storages, self.tensors = self._parse()
         # Elements that belong to two tensors have one mean only if they are shared in every file.
-        self.architecture = {"tensors that share elements": self._tied()}
+        self.architecture = {"tensors that share elements": self._tied(), "shapes of expanded tensors": self._expanded}
         self.normalises = any(name.endswith(_STATISTICS) for name in self.tensors)
 
     @classmethod
@@ -113,15 +120,27 @@ class PyTorch(OneFile):
         try:
             with zipfile.ZipFile(self.path) as archive:
                 infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
-        except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+        except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, OSError, struct.error) as error:
             raise AverageError(
                 f"{self.path}: expected a zip archive as torch.save writes it, got none ({error}). It was cut short or "
                 "is something else: copy or save it again."
             ) from None
+        self._check_apart(infos)
         entries = {info.filename: info for info in infos}
         if len(entries) < len(infos):
             raise AverageError(f"{self.path}: expected each entry of the archive once. It is damaged: save it again.")
         return entries
+
+    def _check_apart(self, infos: list[zipfile.ZipInfo]) -> None:
+        """Entries, in the order of the file, must not share bytes: a few would unpack to any number of them."""
+        for info, after in itertools.zip_longest(infos, infos[1:]):
+            following = after.header_offset if after else self._file.size
+            end = self._begin(info) + info.compress_size
+            if end > following:
+                raise AverageError(
+                    f"{self.path}: {info.filename}: expected an entry that ends before {following}, where the next "
+                    f"one or the end of the file is, got {end}. It is damaged: copy or save it again."
+                )
 
     def _root_of(self) -> str:
         """The folder within the archive, with a slash."""
@@ -148,11 +167,11 @@ class PyTorch(OneFile):
         alignment = self._text(".storage_alignment", str(_ALIGNMENT))
         usable = alignment.isdecimal() and 1 <= int(alignment) <= _MOST_ALIGNMENT
         self._alignment = int(alignment) if usable else _ALIGNMENT
-        entry = self._entries[f"{self._root}{_PICKLE}"]
-        nest = read_pickle(self._content(entry), f"{self.path}: {_PICKLE}")
+        entry, where = self._entries[f"{self._root}{_PICKLE}"], f"{self.path}: {_PICKLE}"
+        nest = read_pickle(self._content(entry, _MOST_PICKLE), where)
         storages: dict[str, list[_Placed]] = {name: [] for name in self._entries}
         tensors = {}
-        for name, view in tensors_of(nest):
+        for name, view in tensors_of(nest, where, _MOST_SHARED * entry.file_size):
             if name in tensors:
                 raise AverageError(f"{self.path}: {name}: two tensors have this name. Name them otherwise.")
             place = self._place(name, view, order)
@@ -181,22 +200,30 @@ class PyTorch(OneFile):
                 "damaged: copy or save it again."
             )
         begin = self._begin(entry)
-        empty = Tensor(name, view.shape, dtype, lambda start, out: None)
-        place = _Placed(empty, view.offset, view.shape, view.stride)
+        shape = _stored(view)
+        empty = Tensor(name, shape, dtype, lambda start, out: None)
+        place = _Placed(empty, view.offset, shape, view.stride)
         if not empty.size:
             return place
+        if shape != view.shape:
+            self._expanded[name] = list(view.shape)
         if place.end * dtype.itemsize > nbytes:
             raise AverageError(
                 f"{self.path}: {name}: expected at most {nbytes // dtype.itemsize} elements, as its storage has, got a "
                 f"place that ends at {place.end}. It is damaged: save it again."
             )
+        if empty.size > nbytes // dtype.itemsize:
+            raise AverageError(
+                f"{self.path}: {name}: expected at most {nbytes // dtype.itemsize} elements, as its storage has, got "
+                f"{empty.size}, which overlap. Save a copy: tensor.clone()."
+            )
         if place.contiguous:
-            tensor = self._file.tensor(name, view.shape, dtype, begin + view.offset * dtype.itemsize)
+            tensor = self._file.tensor(name, shape, dtype, begin + view.offset * dtype.itemsize)
         else:
             # The whole storage has to lie within the file before it is mapped.
             self._file.tensor(name, (nbytes,), np.dtype("u1"), begin)
             tensor = self._scattered(place, begin, nbytes // dtype.itemsize)
-        return _Placed(tensor, view.offset, view.shape, view.stride)
+        return _Placed(tensor, view.offset, shape, view.stride)
 
     def _scattered(self, place: _Placed, begin: int, count: int) -> Tensor:
         """A tensor whose elements are not in order: mapped, since each block may take all of its storage."""
@@ -239,18 +266,36 @@ class PyTorch(OneFile):
         """Where the content of an entry begins."""
         header = self._file.read(entry.header_offset, _LOCAL_HEADER.size, entry.filename)
         magic, name, extra = _LOCAL_HEADER.unpack(header)
-        if magic != _ZIP:
+        at = entry.header_offset + _LOCAL_HEADER.size
+        # Which of two names counts is different from reader to reader.
+        if magic != _ZIP or not _is_called(entry, self._file.read(at, name, entry.filename)):
             raise AverageError(
-                f"{self.path}: {entry.filename}: expected an entry of a zip archive, got none. Save it again."
+                f"{self.path}: {entry.filename}: expected an entry of a zip archive with this name, got another. It is "
+                "damaged: copy or save it again."
             )
-        return entry.header_offset + _LOCAL_HEADER.size + name + extra
+        return at + name + extra
 
-    def _content(self, entry: zipfile.ZipInfo) -> bytes:
+    def _content(self, entry: zipfile.ZipInfo, most: int) -> bytes:
+        if entry.file_size > most:
+            raise AverageError(
+                f"{self.path}: {entry.filename}: expected at most {most} bytes, got {entry.file_size}. {REMEDY}"
+            )
         return self._file.read(self._begin(entry), entry.file_size, entry.filename)
 
     def _text(self, name: str, default: str) -> str:
         entry = self._entries.get(f"{self._root}{name}")
-        return self._content(entry).decode(errors="replace").strip() if entry else default
+        return self._content(entry, _MOST_TEXT).decode(errors="replace").strip() if entry else default
+
+
+def _stored(view: View) -> tuple[int, ...]:
+    """The shape without repetitions: an expanded tensor has one element in the place of many."""
+    if 0 in view.shape:
+        return view.shape
+    return tuple(1 if stride == 0 else extent for extent, stride in zip(view.shape, view.stride, strict=True))
+
+
+def _is_called(entry: zipfile.ZipInfo, name: bytes) -> bool:
+    return any(entry.orig_filename.encode(code, "replace") == name for code in ("utf-8", "cp437"))
 
 
 def _distinct(placed: list[_Placed]) -> Iterator[_Placed]:

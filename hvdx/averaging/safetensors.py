@@ -18,6 +18,8 @@ from hvdx.errors import AverageError
 
 # What the library accepts.
 _MOST_HEADER = 100_000_000
+_MOST_EXTENT = (1 << 63) - 1
+_MOST_DIMENSIONS = 64
 _METADATA = "__metadata__"
 DTYPES = {
     "BOOL": "?",
@@ -122,8 +124,11 @@ def _entry(value: Any) -> tuple[str, tuple[int, ...], int, int]:
     """Dtype, shape, begin and end of one tensor."""
     begin, end = value["data_offsets"]
     shape = tuple(value["shape"])
-    if not isinstance(value["dtype"], str) or not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
-        raise ValueError(f"shape {value['shape']}, data_offsets {value['data_offsets']}")
+    extents = (*shape, begin, end)
+    if not isinstance(value["dtype"], str) or not all(type(n) is int and 0 <= n <= _MOST_EXTENT for n in extents):
+        raise ValueError("shape and data_offsets that are no numbers of elements and bytes")
+    if len(shape) > _MOST_DIMENSIONS:
+        raise ValueError(f"{len(shape)} dimensions, and there are at most {_MOST_DIMENSIONS}")
     return value["dtype"], shape, begin, end
 
 

@@ -1,228 +1,114 @@
 """Reads the pickle in a PyTorch file without executing any of it.
 
-A pickle is a program: it names functions and calls them. Here every name stands for something harmless of this module,
-names that are not on its list are refused, and PyTorch is not imported.
-
-Source: `torch.serialization` and `torch._utils` say what `torch.save` writes.
+A pickle is a program: it names functions and calls them. Here every name stands for something harmless of
+`hvdx.averaging.torch_names`, names that are not on its list are refused, and PyTorch is not imported.
 """
 
 import io
 import pickle
-import pickletools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, ClassVar, NoReturn
 
+from hvdx.averaging.torch_names import CANNOT, FUNCTIONS, Dtype, Function, Opaque, Storage, UnsupportedError, View
 from hvdx.errors import AverageError
 
 #: What to do instead, wherever a file holds more than tensors.
 REMEDY = "Save the tensors alone: torch.save(model.state_dict(), path)."
 
-# What `dtypes.py` or NumPy calls the elements of each kind of storage.
-_STORAGES = {
-    "DoubleStorage": "f8",
-    "FloatStorage": "f4",
-    "HalfStorage": "f2",
-    "BFloat16Storage": "bfloat16",
-    "LongStorage": "i8",
-    "IntStorage": "i4",
-    "ShortStorage": "i2",
-    "CharStorage": "i1",
-    "ByteStorage": "u1",
-    "BoolStorage": "?",
-    "ComplexFloatStorage": "c8",
-    "ComplexDoubleStorage": "c16",
-}
-_DTYPES = {
-    "float64": "f8",
-    "float32": "f4",
-    "float16": "f2",
-    "bfloat16": "bfloat16",
-    "float8_e4m3fn": "float8_e4m3fn",
-    "float8_e5m2": "float8_e5m2",
-    "float8_e4m3fnuz": "float8_e4m3fnuz",
-    "float8_e5m2fnuz": "float8_e5m2fnuz",
-    "int64": "i8",
-    "int32": "i4",
-    "int16": "i2",
-    "int8": "i1",
-    "uint64": "u8",
-    "uint32": "u4",
-    "uint16": "u2",
-    "uint8": "u1",
-    "bool": "?",
-    "complex64": "c8",
-    "complex128": "c16",
-}
-# Whatever these make, no tensor comes of it.
-_NO_TENSORS = {
-    ("torch", "device"),
-    ("torch", "strided"),
-    ("torch.serialization", "_get_layout"),
-    ("_codecs", "encode"),
-    ("builtins", "set"),
-    ("__builtin__", "set"),
-    ("torch", "contiguous_format"),
-    ("torch", "channels_last"),
-    ("torch", "preserve_format"),
-}
-_KINDS = {("torch", "Tensor"), ("torch.nn.parameter", "Parameter"), ("torch.nn.parameter", "Buffer")}
+
+# Checkpoints have a dozen levels. Names join the keys of all levels, so that few bytes may make many.
+_MOST_LEVELS = 100
+_MOST_NAMES = 100_000_000
+_MOST_PARTS = 16
+_MOST_BITS = 64
+_MOST_REASON = 300
 
 
-class View:
-    """A tensor of the pickle: part of a storage.
-
-    Attributes:
-        storage: name of the entry that holds its elements.
-        dtype: of the elements, as `hvdx.averaging.dtypes` or NumPy calls it.
-        count: bytes of the storage, or its elements, as `in_bytes` says.
-        offset, shape, stride: in elements.
-    """
-
-    __slots__ = ("count", "dtype", "in_bytes", "offset", "shape", "storage", "stride")
-
-    def __init__(self, storage: "_Storage", offset: int, shape: Sequence[int], stride: Sequence[int], dtype: str = ""):
-        self.storage, self.count, self.in_bytes = storage.key, storage.count, not storage.dtype
-        self.dtype = dtype or storage.dtype
-        self.offset, self.shape, self.stride = offset, tuple(shape), tuple(stride)
-        whole = (self.offset, *self.shape, *self.stride)
-        if not self.dtype or len(self.shape) != len(self.stride) or not all(type(n) is int and n >= 0 for n in whole):
-            raise ValueError("a tensor without a shape")
-
-    def __setstate__(self, state: Any) -> NoReturn:
-        raise ValueError("a tensor with a state")
+# The unpickler that is written in Python, since the other one hashes and calls before anybody can look. Type checkers
+# do not know its methods.
+_InPython: Any = pickle._Unpickler
 
 
-@dataclass(frozen=True, slots=True)
-class _Storage:
-    key: str
-    dtype: str  # "" where it holds bytes
-    count: int
+class _Unpickler(_InPython):
+    """Calls nothing but what stands for a name, and makes keys of nothing but text and numbers."""
 
-    def __setstate__(self, state: Any) -> NoReturn:
-        raise ValueError("a storage with a state")
+    dispatch: ClassVar[dict[int, Callable[["_Unpickler"], None]]] = dict(_InPython.dispatch)
 
-
-class Opaque:
-    """A value that is no tensor and that nothing looks into."""
-
-    __slots__ = ()
-
-    def __call__(self, *args: Any) -> "Opaque":
-        return self
-
-    def __setstate__(self, state: Any) -> None:
-        pass
-
-
-class _Dictionary(dict):
-    """In place of OrderedDict, whose state is the versions of the modules."""
-
-    def __setstate__(self, state: Any) -> None:
-        pass
-
-
-class _Function:
-    """What a name of the pickle stands for. No class and no function, so that nothing can be set on it."""
-
-    __slots__ = ("_body",)
-    _body: Callable[..., Any]
-
-    def __init__(self, body: Callable[..., Any]):
-        object.__setattr__(self, "_body", body)
-
-    def __call__(self, *args: Any) -> Any:
-        return self._body(*args)
-
-    def __setattr__(self, name: str, value: Any) -> NoReturn:
-        raise ValueError("a name with a state")
-
-    def __setstate__(self, state: Any) -> NoReturn:
-        raise ValueError("a name with a state")
-
-
-class _Dtype(_Function):
-    """A dtype, or a kind of storage."""
-
-    __slots__ = ("name",)
-    name: str
-
-    def __init__(self, name: str):
-        super().__init__(_not_callable)
-        object.__setattr__(self, "name", name)
-
-
-def _not_callable(*args: Any) -> NoReturn:
-    raise ValueError("a call of what is no function")
-
-
-def _tensor_v2(
-    storage: _Storage, offset: int, shape: Any, stride: Any, needs: Any = None, hooks: Any = None, more: Any = None
-) -> View:
-    if more:
-        raise _UnsupportedError("a conjugate or negative view (call resolve_conj() and resolve_neg() before saving)")
-    return View(storage, offset, shape, stride)
-
-
-def _tensor_v3(
-    storage: _Storage, offset: int, shape: Any, stride: Any, needs: Any, hooks: Any, dtype: _Dtype, more: Any = None
-) -> View:
-    if more:
-        raise _UnsupportedError("a conjugate or negative view (call resolve_conj() and resolve_neg() before saving)")
-    return View(storage, offset, shape, stride, dtype.name)
-
-
-def _parameter(tensor: View, needs_gradient: Any = None, hooks: Any = None, state: Any = None) -> View:
-    if not isinstance(tensor, View):
-        raise ValueError("a parameter that is no tensor")
-    return tensor
-
-
-def _from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
-    if not isinstance(function, _Function):
-        raise ValueError("a tensor of an unknown kind")
-    return function(*args)
-
-
-class _UnsupportedError(Exception):
-    """Something that is right, and cannot be averaged."""
-
-
-_FUNCTIONS: dict[tuple[str, str], Any] = {
-    ("collections", "OrderedDict"): _Function(lambda *pairs: _Dictionary(*pairs)),
-    ("torch", "Size"): _Function(lambda *shape: tuple(*shape)),
-    ("torch._utils", "_rebuild_tensor"): _Function(_tensor_v2),
-    ("torch._utils", "_rebuild_tensor_v2"): _Function(_tensor_v2),
-    ("torch._utils", "_rebuild_tensor_v3"): _Function(_tensor_v3),
-    ("torch._utils", "_rebuild_parameter"): _Function(_parameter),
-    ("torch._utils", "_rebuild_parameter_with_state"): _Function(_parameter),
-    ("torch._tensor", "_rebuild_from_type_v2"): _Function(_from_type),
-    ("torch.storage", "UntypedStorage"): _Dtype(""),
-    **{("torch", name): _Dtype(dtype) for name, dtype in (_STORAGES | _DTYPES).items()},
-    **{pair: Opaque() for pair in _NO_TENSORS | _KINDS},
-}
-_CANNOT = {
-    "_rebuild_sparse_tensor": "a sparse tensor (convert it with to_dense())",
-    "_rebuild_qtensor": "a quantised tensor (convert it with dequantize())",
-    "_rebuild_nested_tensor": "a nested tensor",
-    "_rebuild_meta_tensor_no_storage": "a tensor on the meta device, which has no elements",
-}
-
-
-class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        found = _FUNCTIONS.get((module, name))
+        found = FUNCTIONS.get((module, name))
         if found is not None:
             return found
-        if name in _CANNOT and module == "torch._utils":
-            raise _UnsupportedError(_CANNOT[name])
-        raise _UnsupportedError(f"{module}.{name}, which loading would execute (it was not)")
+        if name in CANNOT and module == "torch._utils":
+            raise UnsupportedError(CANNOT[name])
+        raise UnsupportedError(f"{module}.{name}, which loading would execute (it was not)")
 
     def persistent_load(self, pid: Any) -> Any:
         what, kind, key, _, count = pid
-        if what != "storage" or not isinstance(kind, _Dtype) or not isinstance(key, str) or type(count) is not int:
+        known = what == "storage" and isinstance(kind, Dtype) and isinstance(key, str)
+        if not known or type(count) is not int or count.bit_length() > _MOST_BITS:
             raise ValueError("a storage that is none")
-        return _Storage(key, kind.name, count)
+        return Storage(key, kind.name, count)
+
+    def _call(self, function: Any, arguments: Any) -> None:
+        if not isinstance(function, (Function, Opaque)):
+            raise ValueError("a call of what is no function")
+        self.append(function(*arguments))
+
+    def _instantiate(self, kind: Any, arguments: Any) -> None:
+        self._call(kind, arguments)
+
+    def _reduce(self) -> None:
+        arguments = self.stack.pop()
+        self._call(self.stack.pop(), arguments)
+
+    def _build(self) -> None:
+        state, made = self.stack.pop(), self.stack[-1]
+        setstate = getattr(type(made), "__setstate__", None)
+        if setstate is None:
+            raise ValueError(f"a state for {type(made).__name__}")
+        setstate(made, state)
+
+    def _set_item(self) -> None:
+        _check_key(self.stack[-2])
+        self.load_setitem()
+
+    def _set_items(self) -> None:
+        for key in self.stack[::2]:
+            _check_key(key)
+        self.load_setitems()
+
+    def _make_dictionary(self) -> None:
+        for key in self.stack[::2]:
+            _check_key(key)
+        self.load_dict()
+
+    def _refuse(self) -> NoReturn:
+        raise ValueError("what torch.save does not write")
+
+    # Calls; then what has keys; then buffers of any size, objects of other modules, and sets, which hash.
+    dispatch |= {pickle.REDUCE[0]: _reduce, pickle.NEWOBJ[0]: _reduce, pickle.BUILD[0]: _build}
+    dispatch |= {
+        pickle.SETITEM[0]: _set_item,
+        pickle.SETITEMS[0]: _set_items,
+        pickle.DICT[0]: _make_dictionary,
+    }
+    dispatch |= dict.fromkeys(
+        [
+            *(pickle.BYTEARRAY8[0], pickle.NEXT_BUFFER[0], pickle.READONLY_BUFFER[0]),
+            *(pickle.EXT1[0], pickle.EXT2[0], pickle.EXT4[0], pickle.NEWOBJ_EX[0]),
+            *(pickle.EMPTY_SET[0], pickle.ADDITEMS[0], pickle.FROZENSET[0]),
+        ],
+        _refuse,
+    )
+
+
+def _check_key(key: Any) -> None:
+    """Refuse keys whose hash or text takes long: tuples of tuples, and integers of any length."""
+    for part in key if type(key) is tuple and len(key) <= _MOST_PARTS else [key]:
+        if not isinstance(part, (str, bytes, float, int, Opaque, Function, type(None))) or (
+            isinstance(part, int) and part.bit_length() > _MOST_BITS
+        ):
+            raise ValueError(f"a key that is no text and no number ({type(part).__name__})")
 
 
 def read_pickle(content: bytes, where: str) -> Any:
@@ -241,49 +127,77 @@ def read_pickle(content: bytes, where: str) -> Any:
         {'epoch': 3}
     """
     try:
-        _check_memo(content)
         return _Unpickler(io.BytesIO(content)).load()
-    except _UnsupportedError as error:
+    except UnsupportedError as error:
         raise AverageError(
-            f"{where}: expected tensors, dictionaries, lists and numbers, got {error}. {REMEDY}"
+            f"{where}: expected tensors, dictionaries, lists and numbers, got {_brief(error)}. {REMEDY}"
         ) from None
     # A damaged pickle fails in as many ways as there are opcodes.
     except Exception as error:
-        reason = str(error) or type(error).__name__
-        raise AverageError(f"{where}: expected a pickle as torch.save writes it, got {reason}. {REMEDY}") from None
+        raise AverageError(
+            f"{where}: expected a pickle as torch.save writes it, got {_brief(error) or type(error).__name__}. {REMEDY}"
+        ) from None
 
 
-def _check_memo(content: bytes) -> None:
-    """Refuse a memo larger than the pickle: the unpickler makes room for the largest index there is."""
-    for opcode, argument, _ in pickletools.genops(content):
-        if opcode.name.endswith("PUT") and (argument or 0) > len(content):
-            raise ValueError(f"a memo of {argument} entries")
+def _brief(error: Exception) -> str:
+    """A message in one line, whatever the file made it quote."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= _MOST_REASON else f"{text[:_MOST_REASON]}..."
 
 
-def tensors_of(value: Any) -> list[tuple[str, View]]:
+def tensors_of(value: Any, where: str, most: int) -> list[tuple[str, View]]:
     """The tensors in a nest of dictionaries and lists, each with its keys joined by dots.
 
+    Args:
+        value: see `read_pickle`.
+        where: the file, for messages.
+        most: entries in all; a list that is in several lists counts in each.
+
+    Raises:
+        AverageError: there are more entries, or levels, or names that are longer, than a checkpoint can have.
+
     Example:
-        >>> tensors_of({"epoch": 3})
+        >>> tensors_of({"epoch": 3}, "model.pt", most=10)
         []
     """
-    found: list[tuple[str, View]] = []
-    _walk(value, (), found, set())
-    return found
+    walk = _Walk(where, most)
+    walk.enter(value, (), frozenset())
+    return walk.found
 
 
-def _walk(value: Any, keys: tuple[str, ...], found: list[tuple[str, View]], above: set[int]) -> None:
-    if isinstance(value, View):
-        found.append((".".join(keys) or "tensor", value))
-        return
-    if isinstance(value, dict):
-        inside = [(str(key), item) for key, item in value.items()]
-    elif isinstance(value, (list, tuple)):
-        inside = [(str(i), item) for i, item in enumerate(value)]
-    else:
-        return
-    # A pickle may hold a list that holds itself.
-    if id(value) not in above:
-        within = above | {id(value)}
+class _Walk:
+    """Goes through a nest, with limits: lists that hold the same list several times multiply."""
+
+    def __init__(self, where: str, most: int):
+        self.found: list[tuple[str, View]] = []
+        self._where, self._entries, self._letters = where, most, _MOST_NAMES
+
+    def enter(self, value: Any, keys: tuple[str, ...], above: frozenset[int]) -> None:
+        self._entries -= 1
+        if self._entries < 0:
+            self._stop("as many entries as it has bytes, got far more, in lists that are in several lists")
+        if isinstance(value, View):
+            self._add(keys, value)
+            return
+        if isinstance(value, dict):
+            inside = ((str(key), item) for key, item in value.items())
+        elif isinstance(value, (list, tuple)):
+            inside = ((str(i), item) for i, item in enumerate(value))
+        else:
+            return
+        # A pickle may hold a list that holds itself.
+        if id(value) in above:
+            return
+        if len(keys) == _MOST_LEVELS:
+            self._stop(f"at most {_MOST_LEVELS} levels of dictionaries and lists, got more")
         for key, item in inside:
-            _walk(item, (*keys, key), found, within)
+            self.enter(item, (*keys, key), above | {id(value)})
+
+    def _add(self, keys: tuple[str, ...], view: View) -> None:
+        self._letters -= sum(len(key) for key in keys)
+        if self._letters < 0:
+            self._stop(f"names of at most {_MOST_NAMES} letters in all, got more")
+        self.found.append((".".join(keys) or "tensor", view))
+
+    def _stop(self, reason: str) -> NoReturn:
+        raise AverageError(f"{self._where}: expected {reason}. {REMEDY}")
