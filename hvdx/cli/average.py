@@ -1,16 +1,17 @@
 """`hvdx average`: the mean of saved networks, in their own format."""
 
 import argparse
+import signal
 import sys
 import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from hvdx.cli.progress import Progress
-from hvdx.errors import ConfigError
+from hvdx.errors import ConfigError, HvdxError
 from hvdx.report.table import quantity
 
 NAME = "average"
@@ -36,7 +37,7 @@ An existing output is kept unless --force is given, and no output is ever half w
   hvdx average a.keras b.keras -o mean.keras --recalibrate x.npz   inputs as model.fit takes them
   hvdx average a.params b.params --report                          how far apart they are, and nothing else
 
-Exit code 0: written; 2: it was not, and the message names file and tensor.
+Exit code 0: written; 2: it was not, and the message names file and tensor; 143: SIGTERM came, and nothing is left.
 
 """
 
@@ -67,8 +68,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--quiet", action="store_true", help="no progress, and no line at the end; warnings and errors stay")
 
 
+_TERMINATED = 128 + signal.SIGTERM
+
+
 def run(args: argparse.Namespace) -> int:
-    """Report, average, or both; 0 unless an error stops it."""
+    """Report, average, or both; 0 unless an error or SIGTERM stops it."""
+    came: list[int] = []
+    try:
+        with _sigterm_raises(came):
+            return _run(args)
+    except (_TerminatedError, HvdxError):
+        # A library that is called in between may make an error of its own of it.
+        if not came:
+            raise
+    print("hvdx: terminated", file=sys.stderr)
+    return _TERMINATED
+
+
+class _TerminatedError(BaseException):
+    """SIGTERM came. No Exception, so that nothing takes it for a damaged file."""
+
+
+@contextmanager
+def _sigterm_raises(came: list[int]) -> Iterator[None]:
+    """Have SIGTERM end the block as an error does: temporary files are removed on the way out."""
+
+    def terminate(number: int, _: object) -> NoReturn:
+        signal.signal(number, signal.SIG_IGN)
+        came.append(number)
+        raise _TerminatedError
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _run(args: argparse.Namespace) -> int:
     if args.output is None and not args.report:
         raise ConfigError(f"average: -o: expected where to write the mean, got nothing. Do: {EXAMPLE}")
     # What was opened and checked for the report should not have been for nothing.

@@ -146,6 +146,20 @@ def test_killed_in_the_middle_leaves_one_hidden_file(pair, tmp_path):
     assert left.startswith(".hvdx-")
 
 
+def test_terminated_in_the_middle_leaves_nothing(pair, tmp_path, untouched):
+    """SIGTERM comes while tensors are read, and again while the temporary file is removed."""
+    program = (
+        "import os, signal, sys\nfrom hvdx.averaging import output\nfrom hvdx.cli import average, main\n"
+        "average.Progress.__call__ = lambda *_: os.kill(os.getpid(), signal.SIGTERM)\nremove = output._remove\n"
+        "output._remove = lambda path: [os.kill(os.getpid(), signal.SIGTERM), remove(path)]\n"
+        "sys.exit(main.main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", program, "average", *map(str, pair), "-o", str(tmp_path / "mean.safetensors")]
+    with untouched(tmp_path):
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, "hvdx: terminated\n")
+
+
 def test_interrupted_in_the_middle_leaves_nothing(pair, tmp_path, untouched):
     def interrupt(*_):
         raise KeyboardInterrupt
