@@ -12,8 +12,8 @@ import numpy as np
 from hvdx.averaging.dtypes import small_float
 from hvdx.averaging.extents import OneFile, Output, splice
 from hvdx.averaging.network import Tensor, Values
-from hvdx.averaging.torch_names import View
 from hvdx.averaging.torch_pickle import REMEDY, read_pickle, tensors_of
+from hvdx.averaging.torch_values import View
 from hvdx.errors import AverageError
 
 _ZIP = b"PK\x03\x04"

@@ -9,7 +9,9 @@ import pickle
 from collections.abc import Callable
 from typing import Any, ClassVar, NoReturn
 
-from hvdx.averaging.torch_names import CANNOT, FUNCTIONS, Dtype, Function, Opaque, Storage, UnsupportedError, View
+from hvdx.averaging.torch_beside import Attributes, copied
+from hvdx.averaging.torch_names import CANNOT, FUNCTIONS
+from hvdx.averaging.torch_values import Dtype, Function, Opaque, Storage, UnsupportedError, View
 from hvdx.errors import AverageError
 
 #: What to do instead, wherever a file holds more than tensors.
@@ -82,21 +84,32 @@ class _Unpickler(_InPython):
             _check_key(key)
         self.load_dict()
 
+    def _empty_set(self) -> None:
+        self.append(Opaque())
+
+    def _add_items(self) -> None:
+        copied(*self.pop_mark())
+
+    def _frozen_set(self) -> None:
+        self.append(copied(*self.pop_mark()))
+
     def _refuse(self) -> NoReturn:
         raise ValueError("what torch.save does not write")
 
-    # Calls; then what has keys; then buffers of any size, objects of other modules, and sets, which hash.
+    # Calls; what has keys; sets, which would hash; buffers of any size and objects that other modules keep.
     dispatch |= {pickle.REDUCE[0]: _reduce, pickle.NEWOBJ[0]: _reduce, pickle.BUILD[0]: _build}
     dispatch |= {
         pickle.SETITEM[0]: _set_item,
         pickle.SETITEMS[0]: _set_items,
         pickle.DICT[0]: _make_dictionary,
+        pickle.EMPTY_SET[0]: _empty_set,
+        pickle.ADDITEMS[0]: _add_items,
+        pickle.FROZENSET[0]: _frozen_set,
     }
     dispatch |= dict.fromkeys(
         [
             *(pickle.BYTEARRAY8[0], pickle.NEXT_BUFFER[0], pickle.READONLY_BUFFER[0]),
             *(pickle.EXT1[0], pickle.EXT2[0], pickle.EXT4[0], pickle.NEWOBJ_EX[0]),
-            *(pickle.EMPTY_SET[0], pickle.ADDITEMS[0], pickle.FROZENSET[0]),
         ],
         _refuse,
     )
@@ -179,6 +192,8 @@ class _Walk:
         if isinstance(value, View):
             self._add(keys, value)
             return
+        if isinstance(value, Attributes):
+            value = value.content
         if isinstance(value, dict):
             inside = ((str(key), item) for key, item in value.items())
         elif isinstance(value, (list, tuple)):

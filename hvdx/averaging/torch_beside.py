@@ -1,0 +1,104 @@
+"""Names of what training scripts save beside tensors, with what stands for them while a pickle is read.
+
+What is made here is no tensor and is not written: a result has the bytes of the first network's pickle.
+
+Source: the `__reduce__` methods of Python's standard library and of NumPy.
+"""
+
+from typing import Any
+
+from hvdx.averaging.torch_values import Dictionary, Function, Opaque, UnsupportedError, View, not_callable
+
+# Kinds of NumPy's dtypes whose arrays have no mean: integers, booleans, text, times.
+_COPIED_KINDS = "iubSUMm"
+
+
+class Attributes:
+    """An object with nothing but attributes, such as a namespace.
+
+    Attributes:
+        content: they, by name.
+    """
+
+    __slots__ = ("content",)
+
+    def __init__(self) -> None:
+        self.content: dict[str, Any] = {}
+
+    def __setstate__(self, state: Any) -> None:
+        if not isinstance(state, dict):
+            raise ValueError("a namespace whose attributes have no names")
+        self.content = state
+
+
+class _NumPyDtype(Opaque):
+    __slots__ = ("kind",)
+
+    def __init__(self, name: Any):
+        self.kind = str(name).lstrip("<>|=")[:1]
+
+
+class _NumPyArray(Opaque):
+    __slots__ = ()
+
+    def __setstate__(self, state: Any) -> None:
+        dtype = state[2]
+        if not isinstance(dtype, _NumPyDtype) or dtype.kind not in _COPIED_KINDS:
+            kind = {"f": "floats", "c": "complex", "O": "objects"}.get(getattr(dtype, "kind", ""), "records")
+            raise UnsupportedError(
+                f"a NumPy array of {kind}, which would not be averaged (save torch.from_numpy(array) in its place)"
+            )
+
+
+def copied(*arguments: Any) -> Opaque:
+    """An object that nothing looks into; it must not hold a tensor, which would not be averaged."""
+    for argument in arguments:
+        inside = argument if isinstance(argument, (list, tuple)) else [argument]
+        if any(isinstance(value, View) for value in inside):
+            raise UnsupportedError("a tensor within an object that is only copied")
+    return Opaque()
+
+
+def _counter(items: Any = None) -> Any:
+    if not isinstance(items, (dict, type(None))):
+        raise ValueError("a counter of what is no dictionary")
+    return items if items is not None else Dictionary()
+
+
+def _default_dictionary(factory: Any = None) -> Dictionary:
+    if not isinstance(factory, (Function, Opaque, type(None))):
+        raise ValueError("a default that nothing makes")
+    return Dictionary()
+
+
+def _names(modules: str, names: str, stands: Any) -> dict[tuple[str, str], Any]:
+    return {(module, name): stands for module in modules.split() for name in names.split()}
+
+
+_BUILTINS = "builtins __builtin__"
+_ARRAYS = "numpy.core.multiarray numpy._core.multiarray"
+_PATHS = "Path PosixPath WindowsPath PurePath PurePosixPath PureWindowsPath"
+_GENERATORS = "__randomstate_ctor __generator_ctor __bit_generator_ctor"
+
+BESIDE: dict[tuple[str, str], Any] = {
+    **_names("collections", "Counter", Function(_counter)),
+    **_names("collections", "defaultdict", Function(_default_dictionary)),
+    **_names("argparse", "Namespace", Function(Attributes)),
+    **_names("types", "SimpleNamespace", Function(Attributes)),
+    **_names("pathlib pathlib._local", _PATHS, Function(copied)),
+    **_names("datetime", "date datetime time timedelta timezone", Function(copied)),
+    **_names(_BUILTINS, "complex set frozenset", Function(copied)),
+    # Only what makes the values of a defaultdict, which nobody calls while it is read.
+    **_names(_BUILTINS, "bool bytes dict float int list long str tuple unicode", Function(not_callable)),
+    **_names("numpy", "dtype", Function(lambda name, *_: _NumPyDtype(name))),
+    **_names("numpy", "ndarray", Function(not_callable)),
+    **_names(_ARRAYS, "_reconstruct", Function(lambda *_: _NumPyArray())),
+    **_names(_ARRAYS, "scalar", Function(copied)),
+    **_names("numpy.random._pickle", _GENERATORS, Function(copied)),
+    **_names("numpy.random._mt19937", "MT19937", Function(not_callable)),
+    **_names("numpy.random._pcg64", "PCG64 PCG64DXSM", Function(not_callable)),
+    **_names("numpy.random._philox", "Philox", Function(not_callable)),
+    **_names("numpy.random._sfc64", "SFC64", Function(not_callable)),
+    **_names("numpy.random.bit_generator", "SeedSequence __pyx_unpickle_SeedSequence", Function(copied)),
+    **_names("torch.torch_version", "TorchVersion", Function(copied)),
+}
