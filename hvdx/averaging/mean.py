@@ -4,6 +4,7 @@ import collections
 import functools
 import math
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +20,8 @@ Integers = Literal["equal", "first", "last"]
 
 # Large enough that calls cost nothing beside the arithmetic, small enough for the caches: elements.
 _BLOCK = 1 << 17
+# Steps of optimisers, as PyTorch names them, which keeps them as floats; as TensorFlow does; and as Keras 3 does.
+_STEPS = re.compile(r"(^|\.)state\..+\.step$|(^|/)_?iterations?$|(^|/)optimizer/vars/0$")
 _THREADS = min(4, len(os.sched_getaffinity(0)))
 
 
@@ -107,6 +110,8 @@ class Mean:
 
     def _block_of(self, tensor: Tensor) -> Callable[[list[Tensor], int], np.ndarray]:
         kind = native(tensor.dtype)
+        if _counts_steps(tensor):
+            return self._agreed
         if np.issubdtype(kind, np.complexfloating):
             return lambda inputs, start: self._averaged(inputs, start, np.dtype(np.complex128))
         # NumPy does not know bfloat16 and float8, which ml_dtypes adds, as kinds of floating point numbers.
@@ -179,10 +184,13 @@ class Mean:
                 unequal = np.flatnonzero(other != blocks[0])
                 if unequal.size:
                     a, b = blocks[0][unequal[0]], other[unequal[0]]
+                    reason = "The optimisers made different numbers of steps, and these have no mean: take that"
+                    if not _counts_steps(inputs[0]):
+                        reason = "Integers and booleans have no mean: take those"
                     raise AverageError(
                         f"{network.path}: {inputs[0].name}: expected {a}, as in {self._networks[0].path}, got {b}"
-                        f"{_place(inputs[0], start + int(unequal[0]))}. Integers and booleans have no mean: take those "
-                        'of one network with --integers first, or last (integers="first").'
+                        f"{_place(inputs[0], start + int(unequal[0]))}. {reason} of one network with --integers first, "
+                        'or last (integers="first").'
                     )
         return blocks[taken].astype(inputs[0].dtype, copy=False)
 
@@ -209,6 +217,10 @@ class Mean:
         """End its threads."""
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _counts_steps(tensor: Tensor) -> bool:
+    return tensor.size == 1 and _STEPS.search(tensor.name) is not None
 
 
 def _keep_equal(inputs: list[Tensor], start: int, result: np.ndarray) -> None:

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from hvdx.averaging import mean as mean_module
-from hvdx.averaging.mean import resolve_weights
+from hvdx.averaging.mean import Mean, resolve_weights
 from hvdx.errors import AverageError, ConfigError
-from tests.averaging.arrays import mean_of
+from tests.averaging.arrays import Arrays, mean_of
 
 FLOATS = ["<f2", "<f4", "<f8", ">f2", ">f4", ">f8", "bfloat16", "float8_e4m3fn", "float8_e5m2", "<c8", "<c16", ">c8"]
 OTHERS = ["?", "i1", "u1", "<i2", "<u4", "<i8", ">i8", "<u8"]
@@ -211,3 +211,23 @@ def test_threads_end_when_the_reader_stops(small_blocks):
     next(values)
     values.close()
     mean.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("optimizer.state.0.step", "f4"), ("optimizer/vars/0", "i8"), ("optimizer/_iterations", "i8")],
+)
+def test_steps_of_optimisers_that_differ_are_reported(name, dtype):
+    networks = [Arrays(f"{i}.arrays", **{name: np.array(steps, dtype)}) for i, steps in enumerate((100, 200))]
+    message = r"1\.arrays: .*: expected 100.*, as in 0\.arrays, got 200.*\. The optimisers made different numbers"
+    with pytest.raises(AverageError, match=message):
+        list(Mean(networks, [1.0, 1.0]).values(networks[0].tensors[name]))
+    (last,) = Mean(networks, [1.0, 1.0], "last").values(networks[0].tensors[name])
+    assert last.tolist() == [200]
+    assert last.dtype == dtype
+
+
+def test_parameters_that_are_called_step_have_a_mean():
+    networks = [Arrays(f"{i}.arrays", **{"layer.step": np.array(float(i))}) for i in range(2)]
+    (mean,) = Mean(networks, [1.0, 1.0]).values(networks[0].tensors["layer.step"])
+    assert mean.tolist() == [0.5]
