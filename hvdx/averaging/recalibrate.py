@@ -16,6 +16,8 @@ from hvdx.averaging.network import Network, Tensor, Values
 from hvdx.errors import AverageError
 
 _BATCH = 256
+_FEWEST = 2
+_SEED = 0
 _USUAL = ("x", "x_train")
 
 #: The inputs of a model: one array, or several by name.
@@ -71,7 +73,11 @@ def recalibrate(model: Any, inputs: Inputs, batch_size: int = _BATCH) -> None:
         batch_size: at most so many examples go through the model at a time.
 
     Raises:
-        AverageError: it has no such layers.
+        AverageError: it has no such layers; or there are fewer than two examples, or NaN or infinity in what a layer
+            sees.
+
+    Examples go through the model in a shuffled order, the same each time: batches of data that are sorted by class vary
+    less than the data do. Variances are the unbiased ones, as PyTorch keeps them; Keras keeps biased ones.
 
     Source: Izmailov et al. 2018, "Averaging weights leads to wider optima and better generalization", section 3.2.
         PyTorch's `update_bn` counts a short last batch as much as others; here batches are of one size, give or take
@@ -83,12 +89,21 @@ def recalibrate(model: Any, inputs: Inputs, batch_size: int = _BATCH) -> None:
             "recalibrate: expected a model with batch normalisation that is not frozen, found none. Leave it out."
         )
     arrays = list(inputs.values()) if isinstance(inputs, Mapping) else [inputs]
-    batches = -(-len(arrays[0]) // batch_size)
-    edges = [len(arrays[0]) * i // batches for i in range(batches + 1)]
+    count = len(arrays[0])
+    if count < _FEWEST:
+        raise AverageError(
+            f"recalibrate: expected {_FEWEST} examples or more, got {count}: a variance takes two. Give it some "
+            "hundreds of training data."
+        )
+    batches, order = -(-count // batch_size), shuffled(count)
+    edges = [count * i // batches for i in range(batches + 1)]
     kept = [(v, v.numpy()) for v in model.variables if not any(v is s for layer in layers for s in _statistics(layer))]
     with _watched(layers) as sums:
         for begin, end in itertools.pairwise(edges):
-            model(_batch(model, inputs, begin, end), training=True)
+            # In the order of the file, which is read from the disk as it is needed.
+            model(_batch(model, inputs, np.sort(order[begin:end])), training=True)
+    for layer in layers:
+        _check_finite(layer, sums[id(layer)][1])
     for layer in layers:
         calls, totals = sums[id(layer)]
         # A layer that the model did not call has no other statistics than it had.
@@ -97,6 +112,27 @@ def recalibrate(model: Any, inputs: Inputs, batch_size: int = _BATCH) -> None:
                 variable.assign(total / calls)
     for variable, value in kept:
         variable.assign(value)
+
+
+def shuffled(count: int) -> np.ndarray:
+    """The order in which examples go through the model, the same for each call.
+
+    Args:
+        count: number of examples.
+
+    Example:
+        >>> sorted(shuffled(3).tolist())
+        [0, 1, 2]
+    """
+    return np.random.default_rng(_SEED).permutation(count)
+
+
+def _check_finite(layer: Any, totals: list[np.ndarray]) -> None:
+    if not all(np.isfinite(total).all() for total in totals):
+        raise AverageError(
+            f"recalibrate: {layer.name}: expected finite means and variances, got NaN or infinity. Look for them in "
+            "the data, and in the weights of the networks."
+        )
 
 
 def read_inputs(data: Path) -> Inputs:
@@ -174,12 +210,12 @@ def _inputs(model: Any) -> list[Any]:
         return []
 
 
-def _batch(model: Any, inputs: Inputs, begin: int, end: int) -> Any:
+def _batch(model: Any, inputs: Inputs, chosen: np.ndarray) -> Any:
     import keras
 
     if not isinstance(inputs, Mapping):
-        return np.asarray(inputs[begin:end])
-    return keras.tree.map_structure(lambda tensor: np.asarray(inputs[tensor.name][begin:end]), model.input)
+        return np.asarray(inputs[chosen])
+    return keras.tree.map_structure(lambda tensor: np.asarray(inputs[tensor.name][chosen]), model.input)
 
 
 def _normalisations(model: Any) -> list[Any]:
@@ -192,6 +228,19 @@ def _normalisations(model: Any) -> list[Any]:
         for layer in layers
         if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable and layer.built
     ]
+
+
+def _unbiased(layer: Any, inputs: Any, training: Any = None, mask: Any = None) -> float:
+    """What turns a batch's variance into the unbiased one: n / (n - 1) for n values of a channel."""
+    count = np.prod(inputs.shape) / inputs.shape[layer.axis]
+    if mask is not None:
+        count *= np.mean(np.asarray(mask))
+    if count < _FEWEST:
+        raise AverageError(
+            f"recalibrate: {layer.name}: expected {_FEWEST} values or more of a channel in a batch, got {count:.0f}. "
+            "Give it more training data, or a larger batch_size."
+        )
+    return float(count / (count - 1))
 
 
 def _statistics(layer: Any) -> tuple[Any, Any]:
@@ -210,6 +259,7 @@ def _watched(layers: list[Any]) -> Iterator[dict[int, tuple[int, list[np.ndarray
             result = call(*args, **kwargs)
             count, totals = sums[id(layer)]
             found = [np.asarray(s.numpy(), np.float64) for s in _statistics(layer)]
+            found[1] *= _unbiased(layer, *args, **kwargs)
             sums[id(layer)] = (count + 1, [t + f for t, f in zip(totals, found, strict=True)])
             return result
 

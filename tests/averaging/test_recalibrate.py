@@ -9,7 +9,7 @@ from keras import layers
 
 from hvdx.averaging import average
 from hvdx.averaging.formats import open_network
-from hvdx.averaging.recalibrate import read_inputs, recalibrate, recalibrate_archive
+from hvdx.averaging.recalibrate import read_inputs, recalibrate, recalibrate_archive, shuffled
 from hvdx.errors import AverageError
 from tests.averaging.keras_models import MODELS, OwnClass, assert_same, data_for, listing, mlp, trained
 
@@ -56,10 +56,12 @@ def test_statistics_are_means_over_batches(batch_size):
     model, x = trained("mlp", 0), data_for("mlp", 5)
     recalibrate(model, x, batch_size)
     count = -(-len(x) // batch_size)
-    pieces = np.array_split(dense_then_norm(model, x), count)
+    edges = [len(x) * i // count for i in range(1, count)]
+    pieces = np.split(dense_then_norm(model, x)[shuffled(len(x))], edges)
     norm = model.layers[1]
     np.testing.assert_allclose(norm.moving_mean, np.mean([p.mean(0) for p in pieces], 0), rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(norm.moving_variance, np.mean([p.var(0) for p in pieces], 0), rtol=1e-5, atol=1e-6)
+    variance = np.mean([p.var(0, ddof=1) for p in pieces], 0)
+    np.testing.assert_allclose(norm.moving_variance, variance, rtol=1e-5, atol=1e-6)
     assert norm.momentum == 0.99
 
 
@@ -69,9 +71,47 @@ def test_layers_behind_one_another_see_normalised_values():
     x = np.random.default_rng(0).normal(3, 5, (64, 4)).astype(np.float32)
     recalibrate(model, x)
     np.testing.assert_allclose(model.layers[0].moving_mean, x.mean(0), rtol=1e-4)
-    np.testing.assert_allclose(model.layers[0].moving_variance, x.var(0), rtol=1e-4)
+    np.testing.assert_allclose(model.layers[0].moving_variance, x.var(0, ddof=1), rtol=1e-4)
     np.testing.assert_allclose(model.layers[1].moving_mean, np.zeros(4), atol=1e-5)
-    np.testing.assert_allclose(model.layers[1].moving_variance, np.ones(4), rtol=1e-3)
+    np.testing.assert_allclose(model.layers[1].moving_variance, np.full(4, 64 / 63), rtol=1e-3)
+
+
+def test_order_of_the_data_does_not_matter():
+    """Batches of one class each would vary a hundredth of what the data do."""
+    model = keras.Sequential([keras.Input((4,)), layers.BatchNormalization()])
+    x = np.random.default_rng(0).normal(0, 1, (400, 4)) + np.repeat([0, 20], 200)[:, None]
+    recalibrate(model, x.astype(np.float32), 40)
+    np.testing.assert_allclose(model.layers[0].moving_variance, x.var(0, ddof=1), rtol=0.05)
+
+
+def test_variance_of_images_counts_every_pixel():
+    model = keras.Sequential([keras.Input((2, 2, 3)), layers.BatchNormalization()])
+    x = np.random.default_rng(0).normal(0, 1, (2, 2, 2, 3)).astype(np.float32)
+    recalibrate(model, x)
+    np.testing.assert_allclose(model.layers[0].moving_variance, x.reshape(8, 3).var(0, ddof=1), rtol=1e-4)
+
+
+def test_masked_values_do_not_count():
+    model = keras.Sequential([keras.Input((4, 3)), layers.Masking(), layers.BatchNormalization()])
+    x = np.random.default_rng(0).normal(5, 1, (2, 4, 3)).astype(np.float32)
+    x[:, 2:] = 0
+    recalibrate(model, x)
+    np.testing.assert_allclose(model.layers[1].moving_variance, x[:, :2].reshape(4, 3).var(0, ddof=1), rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("x", "batch_size", "message"),
+    [
+        (np.ones((1, 4)), 256, "expected 2 examples or more, got 1"),
+        (np.ones((4, 4)), 1, "batch_norm.*: expected 2 values or more of a channel in a batch, got 1"),
+        (np.array([[1, 2, 3, np.nan]] * 4), 256, "batch_norm.*: expected finite means and variances, got NaN"),
+        (np.array([[1, 2, 3, np.inf]] * 4), 256, "batch_norm.*: expected finite means and variances, got NaN"),
+    ],
+)
+def test_data_without_a_variance_are_refused(x, batch_size, message):
+    model = keras.Sequential([keras.Input((4,)), layers.BatchNormalization()])
+    with pytest.raises(AverageError, match=message):
+        recalibrate(model, x.astype(np.float32), batch_size)
 
 
 def test_layer_that_is_used_twice_counts_both_uses():
@@ -81,7 +121,7 @@ def test_layer_that_is_used_twice_counts_both_uses():
     x = np.random.default_rng(0).normal(2, 1, (32, 3)).astype(np.float32)
     recalibrate(model, x)
     np.testing.assert_allclose(norm.moving_mean, x.mean(0) * 2, rtol=1e-5)
-    np.testing.assert_allclose(norm.moving_variance, x.var(0) * 5, rtol=1e-4)
+    np.testing.assert_allclose(norm.moving_variance, x.var(0, ddof=1) * 5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["mlp", "cnn", "two_inputs", "own_class"])
