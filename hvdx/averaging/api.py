@@ -39,7 +39,8 @@ def average(
 
     Args:
         paths: two networks or more, of one format: Keras `.keras` and `.weights.h5`, TensorFlow checkpoints (their
-            prefix) and SavedModels, PyTorch `.pt`, `.pth` and `.safetensors`, MXNet Gluon `.params`.
+            prefix) and SavedModels, PyTorch `.pt`, `.pth` and `.safetensors`, MXNet Gluon `.params`, directories of
+            Hugging Face checkpoints.
         out: where to write; the folder has to be there.
         weights: one number a network; only ratios matter, as in [600, 400].
         ema: decay of an exponential moving average over the networks, the oldest first.
@@ -166,7 +167,7 @@ def opened(paths: Sequence[Path]) -> Iterator[list[Network]]:
     """
     if len(paths) < 2:
         raise AverageError(f"expected two networks or more, got {len(paths)}.")
-    with room_for(len(paths)), contextlib.ExitStack() as stack:
+    with room_for(paths), contextlib.ExitStack() as stack:
         networks = []
         for path in paths:
             networks.append(open_network(path))

@@ -1,8 +1,10 @@
 """The limit on open files, where there are many networks."""
 
 import contextlib
+import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from hvdx.errors import ConfigError
 
@@ -11,24 +13,30 @@ _PER_NETWORK = 3
 _OTHERS = 64
 
 
+def _files(path: Path) -> int:
+    """Files of one network; those of a folder, or beside an index, may be its shards."""
+    folder = path if path.is_dir() else path.parent if path.name.endswith(".index.json") else None
+    return _PER_NETWORK + (len(os.listdir(folder)) if folder is not None and folder.is_dir() else 0)
+
+
 @contextlib.contextmanager
-def room_for(networks: int) -> Iterator[None]:
+def room_for(paths: Sequence[Path]) -> Iterator[None]:
     """Have the system allow enough open files, until the block ends.
 
     Args:
-        networks: that will be open at a time.
+        paths: networks that will be open at a time.
 
     Raises:
         ConfigError: the system does not.
     """
-    needed = _PER_NETWORK * networks + _OTHERS
+    needed = sum(map(_files, paths)) + _OTHERS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         yield
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise ConfigError(
-            f"{networks} networks: expected a limit of {needed} open files, got {hard}. Do: ulimit -n {needed}; or "
+            f"{len(paths)} networks: expected a limit of {needed} open files, got {hard}. Do: ulimit -n {needed}; or "
             "average them in groups, and then the means, weighted by the sizes of the groups."
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

@@ -8,6 +8,7 @@ from hvdx.errors import AverageError
 
 # Modules with their classes, in the order in which they are asked. Importing one imports no framework.
 _FORMATS = {
+    "hvdx.averaging.sharded": "Sharded",
     "hvdx.averaging.safetensors": "Safetensors",
     "hvdx.averaging.pytorch": "PyTorch",
     "hvdx.averaging.mxnet": "MXNet",

@@ -21,6 +21,7 @@ DETAILS = """\
 formats, each read and written as its own framework does, which need not be installed:
   Keras         .keras, .weights.h5                 TensorFlow    checkpoints (the prefix), SavedModel folders
   PyTorch       .pt and .pth; nothing is executed   safetensors   .safetensors        MXNet Gluon   .params
+  Hugging Face  checkpoint folders, in shards or not, or their .index.json
 
 The networks have to be of one architecture: the same tensors, with the same shapes and dtypes. Sums are float64, and
 every tensor keeps its dtype. All that is no tensor (configuration, metadata, epoch numbers) is the first network's.
