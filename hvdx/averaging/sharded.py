@@ -13,7 +13,7 @@ from hvdx.errors import AverageError
 
 _ENDING = ".index.json"
 # By what the index is called, and the file where there is only one; safetensors are loaded where there are both.
-_KINDS: dict[str, type[Network]] = {"model.safetensors": Safetensors, "pytorch_model.bin": PyTorch}
+_USUAL = ("model.safetensors", "pytorch_model.bin")
 _MOST_INDEX = 100_000_000
 # Weights in other formats, and states of trainers: they are not those of the mean.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", _ENDING)
@@ -38,7 +38,7 @@ class Sharded(Network):
         self._folder, self._index = index.parent, index
         self._shards: dict[str, Network] = {}
         places = _weight_map(index) if index.name.endswith(_ENDING) else None
-        kind = _KINDS.get(index.name.removesuffix(_ENDING)) or Safetensors
+        kind: type[Network] = PyTorch if index.name.removesuffix(_ENDING).endswith(".bin") else Safetensors
         try:
             for name in [index.name] if places is None else sorted(set(places.values())):
                 self._shards[name] = kind.open(self._folder / name)
@@ -93,7 +93,7 @@ class Sharded(Network):
 
 
 def _candidates() -> list[str]:
-    return [name for kind in _KINDS for name in (f"{kind}{_ENDING}", kind)]
+    return [name for usual in _USUAL for name in (f"{usual}{_ENDING}", usual)]
 
 
 def _index_of(folder: Path) -> Path:

@@ -80,7 +80,8 @@ def test_shards_count_as_open_files(tmp_path):
     assert content(tmp_path / "mean")["w59"] == [0.5] * 3
 
 
-def test_shards_of_pytorch(tmp_path):
+@pytest.mark.parametrize("index", ["pytorch_model", "pytorch_model.fp16"])
+def test_shards_of_pytorch(index, tmp_path):
     torch = pytest.importorskip("torch")
     for i in range(2):
         path = tmp_path / str(i)
@@ -89,8 +90,8 @@ def test_shards_of_pytorch(tmp_path):
         for k, name in enumerate("xy"):
             torch.save({name: torch.full((2,), float(i))}, path / f"pytorch_model-{k}.bin")
             places[name] = f"pytorch_model-{k}.bin"
-        (path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": places}))
-    average([tmp_path / "0", tmp_path / "1"], tmp_path / "mean")
+        (path / f"{index}.bin.index.json").write_text(json.dumps({"weight_map": places}))
+    average([tmp_path / str(i) / f"{index}.bin.index.json" for i in range(2)], tmp_path / "mean")
     assert torch.load(tmp_path / "mean" / "pytorch_model-1.bin")["y"].tolist() == [0.5, 0.5]
 
 
