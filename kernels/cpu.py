@@ -12,6 +12,7 @@ import numpy as np
 from hvdx.kernels import compiled, cpu_scan, cpu_tiles
 from hvdx.kernels import cpu_decode as dec
 from hvdx.kernels import cpu_encode as enc
+from hvdx.kernels.lengths import read_lengths
 from hvdx.kernels.pieces import check_arrays, check_runs, frozen, pieces
 from hvdx.kernels.table import table
 from hvdx.kernels.threads import cut, default_threads, spread
@@ -46,6 +47,7 @@ def _call_all() -> None:
     """Call each kernel with each type of arguments: arrays that are read-only are another type to Numba."""
     values = np.array([0, 1, -2.5, 1e-3] * 80, np.float32)
     runs = Runs(np.array([values.size]), np.ones(1, np.float32))
+    read_lengths(np.array([1, 4, *[0] * 4], np.uint8), 4)
     for update in (values, frozen(values)):
         tiles = encode([update], np.zeros_like(values), runs, threads=1).tiles
         decode([(tiles, runs)], 1.0, [np.zeros_like(values)], threads=1)

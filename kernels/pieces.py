@@ -106,14 +106,26 @@ def pieces(arrays: Sequence[np.ndarray], runs: Runs) -> np.ndarray:
         >>> table[:, [START, END, RUN]].tolist()
         [[0, 2, 0], [2, 3, 1], [3, 5, 1]]
     """
-    rows, at, run, run_end = [], 0, -1, 0
-    for array in arrays:
-        first, end, address = at, at + array.size, _address(array if array.ndim == 1 else array.reshape(-1))
+    found = [(a.size, _address(a if a.ndim == 1 else a.reshape(-1))) for a in arrays]
+    table = np.array(found, np.int64).reshape(-1, 2)
+    rows = np.empty((len(table) + len(runs.lengths), 4), np.int64)
+    return rows[: _cut(table, frozen(runs.lengths), rows)]
+
+
+@entry
+def _cut(arrays, lengths, rows):
+    """Fill `rows` with the pieces of arrays, (elements, address) each: how many there are."""
+    found = at = run_end = np.int64(0)
+    run = np.int64(-1)
+    for i in range(arrays.shape[0]):
+        first, end = at, at + arrays[i, 0]
         while at < end:
             if at == run_end:
                 run += 1
-                run_end += int(runs.lengths[run])
+                run_end += lengths[run]
             stop = min(end, run_end)
-            rows.append((at, stop, address + 4 * (at - first), run))
+            rows[found, 0], rows[found, 1] = at, stop
+            rows[found, 2], rows[found, 3] = arrays[i, 1] + 4 * (at - first), run
+            found += 1
             at = stop
-    return np.array(rows, np.int64).reshape(-1, 4)
+    return found

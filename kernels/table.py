@@ -21,7 +21,7 @@ _COMPLAINTS = (
 
 
 @njit(nogil=True)
-def _varint(data, at):
+def get_varint(data, at):
     """(number, where it ends, 0), or the number of a complaint in the third place."""
     value, shift = 0, 0
     while at < data.size and shift < 63:
@@ -39,16 +39,16 @@ def _walk(data, n, rows):
     at, last, tiles = 0, -1, 0
     while at < data.size:
         begin = at
-        gap, at, complaint = _varint(data, at)
+        gap, at, complaint = get_varint(data, at)
         if complaint:
             return tiles, complaint, begin
-        head, at, complaint = _varint(data, at)
+        head, at, complaint = get_varint(data, at)
         if complaint:
             return tiles, complaint, begin
-        skipped, at, complaint = _varint(data, at)
+        skipped, at, complaint = get_varint(data, at)
         if complaint:
             return tiles, complaint, begin
-        length, at, complaint = _varint(data, at)
+        length, at, complaint = get_varint(data, at)
         if complaint:
             return tiles, complaint, begin
         entries = head >> 1

@@ -20,6 +20,7 @@ from hvdx.codec.base import Codec, State
 from hvdx.codec.devices import Gpu, Host
 from hvdx.errors import ConfigError, UpdateError, WireError
 from hvdx.kernels import compiled, cpu
+from hvdx.kernels.lengths import read_lengths
 from hvdx.kernels.tiles import Encoded, Malformed, Runs
 
 #: tau where neither it nor a density is asked for: Strom's and Deeplearning4j's, as a power of two.
@@ -362,17 +363,9 @@ def _head(runs: Runs) -> bytes:
 def _open(body: np.ndarray, n: int, rank: int) -> tuple[np.ndarray, Runs]:
     """Take the runs off the front of a message: its tiles, and them."""
     try:
-        lengths, at = _read_lengths(body)
-    except ValueError as error:
-        raise WireError(f"message of rank {rank}: the lengths of its runs: {error}.", rank) from None
-    if 0 in lengths:
-        raise WireError(f"message of rank {rank}: a run of no elements.", rank)
-    if sum(lengths) != n:
-        raise WireError(
-            f"message of rank {rank}: expected an update of {n} elements, got one of {sum(lengths)}. "
-            "Give every rank the same model.",
-            rank,
-        )
+        lengths, at = read_lengths(body, n)
+    except Malformed as error:
+        raise WireError(f"message of rank {rank}: {error}.", rank) from None
     end = at + 4 * len(lengths)
     if end > len(body):
         raise WireError(f"message of rank {rank}: it ends within its taus.", rank)
@@ -381,17 +374,4 @@ def _open(body: np.ndarray, n: int, rank: int) -> tuple[np.ndarray, Runs]:
         raise WireError(
             f"message of rank {rank}: a tau of {taus[np.argmin((taus >= 2.0**-126) & (taus <= 2.0**126))]}.", rank
         )
-    return body[end:], Runs(np.array(lengths, np.int64), taus)
-
-
-def _read_lengths(body: np.ndarray) -> tuple[list[int], int]:
-    """The lengths of a message's runs, and where they end."""
-    runs, at = varint.get(body[:9].tobytes(), 0)
-    if runs > len(body) // 5:
-        raise ValueError(f"{runs} runs in {len(body)} bytes")
-    data = body[: 9 * (runs + 1)].tobytes()
-    lengths = []
-    for _ in range(runs):
-        length, at = varint.get(data, at)
-        lengths.append(length)
-    return lengths, at
+    return body[end:], Runs(lengths, taus)

@@ -1,9 +1,11 @@
 """What the threshold codec does beyond the battery: its options, its errors, its state."""
 
+import time
+
 import numpy as np
 import pytest
 
-from hvdx.codec import Threshold, frame
+from hvdx.codec import Threshold, frame, varint
 from hvdx.codec.threshold import DEFAULT_TAU
 from hvdx.errors import ConfigError, UpdateError, WireError
 from hvdx.kernels import reference
@@ -135,7 +137,10 @@ HALF = np.float32(0.5).tobytes()
         (bytes([1]), "lengths of its runs"),
         (bytes([100, 1]), "100 runs in 2 bytes"),
         (bytes([0xFF] * 8 + [0x7F]), "runs in 9 bytes"),
+        (bytes([2, 0x80, 0, 4, *HALF, *HALF]), "lengths of its runs: a number with a superfluous byte"),
+        (bytes([2, 1, *[0xFF] * 9]), "lengths of its runs: a number that does not end"),
         (bytes([2, 4, 0, *HALF, *HALF]), "a run of no elements"),
+        (bytes([3, 2, 3, 1, *HALF, *HALF, *HALF]), "of 4 elements, got one of 5 or more"),
         (bytes([1, 3, *HALF]), "of 4 elements, got one of 3"),
         (bytes([2, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0x7F, 1, *HALF, *HALF]), "got one of"),
         (bytes([0]) + bytes(9), "of 4 elements, got one of 0"),
@@ -154,6 +159,20 @@ def test_decode_refuses_wrong_runs(body, text):
         Threshold().decode([sealed(bytes([1, 4, *HALF])), sealed(body)], [out])
     assert caught.value.rank == 1
     assert (out == 1).all()
+
+
+def test_many_runs_are_held_against_n_while_they_are_read():
+    """A message of five bytes a run must not cost seconds: where it is no update of this size, and where it is."""
+    codec, out = Threshold(), np.zeros(4, np.float32)
+    codec.decode([sealed(bytes([1, 4, *HALF]))], [out])
+    runs = 2_000_000
+    message = sealed(varint.put(runs) + b"\x01" * runs + HALF * runs)
+    begin = time.thread_time()
+    for n, text in ((4, "of 4 elements, got one of 5 or more"), (3 * runs, f"got one of {runs}. Give")):
+        with pytest.raises(WireError, match=text):
+            codec.decode([message], [np.zeros(n, np.float32)])
+    codec.decode([message], [np.zeros(runs, np.float32)])
+    assert time.thread_time() - begin < 0.8
 
 
 @pytest.mark.parametrize(
