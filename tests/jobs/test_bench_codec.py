@@ -1,11 +1,13 @@
 """The benchmarks of the codec: that they run, and that the bits on the wire meet their goals."""
 
 import json
+from typing import ClassVar
 
 import numpy as np
 import pytest
 
 from hvdx.cli.main import main
+from hvdx.codec import Threshold
 from hvdx.jobs import bench_kernels, bench_wire
 
 
@@ -52,13 +54,49 @@ def test_kernels_reports_every_density_and_thread(tmp_path, capsys):
         assert missed in text
 
 
+class Recorder(Threshold):
+    """Notes what the codec is asked for, and how many arrays or messages it is given."""
+
+    called: ClassVar[list[tuple[str, int]]] = []
+
+    def encode(self, update, state):
+        self.called.append(("encode", len(update)))
+        return super().encode(update, state)
+
+    def decode(self, messages, out, scale=1.0):
+        self.called.append(("decode", len(messages)))
+        super().decode(messages, out, scale)
+
+
+def test_kernels_are_held_to_their_goals_by_what_a_step_calls(monkeypatch):
+    """`encode` and `decode` of the figures are the codec's; nothing in a training leaves the check out."""
+    turns = {}
+
+    def take_none(given, *_):
+        turns.update(given)
+        return {name: [1.0] for name in given}
+
+    monkeypatch.setattr(bench_kernels, "take_turns", take_none)
+    monkeypatch.setattr(bench_kernels, "Threshold", Recorder)
+    case = bench_kernels.Case(1000, 0.1)
+    figure = bench_kernels.measure(case, threads=1, rounds=1)
+    Recorder.called.clear()
+    for name in ("encode", "decode", "decode_many"):
+        case.reset()
+        turns[name]()
+    assert Recorder.called == [("encode", 1), ("decode", 1), ("decode", bench_kernels.MESSAGES)]
+    ratios = {"encode": [0.5] * 3, "encode_trusted": [1.0] * 3}
+    assert "0.50 of np.add" in bench_kernels.shortfalls(figure | {"density": 1e-3, "ratios": ratios})[0]
+
+
 def test_kernels_take_little_memory():
     n = 1 << 24
     for density in (1e-3, 0.1):
         case = bench_kernels.Case(n, density)
+        case.begin(threads=2)
         case.reset()
-        message = len(bench_kernels.cpu.encode([case.update], case.residual, case.runs, threads=2).tiles)
-        extra = bench_kernels.extra_memory(case, threads=2)
+        message = len(case.encode())
+        extra = bench_kernels.extra_memory(case)
         if extra is None:
             pytest.skip("this system does not count a process's peak memory")
         assert extra <= message + 0.01 * 4 * n
