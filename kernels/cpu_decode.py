@@ -11,6 +11,7 @@ from hvdx.kernels import simd
 from hvdx.kernels.compiled import entry
 from hvdx.kernels.cpu_scan import amount, piece_of
 from hvdx.kernels.cpu_tiles import first_parameter
+from hvdx.kernels.denormals import count_denormals, restore_mode
 from hvdx.kernels.table import ENTRIES, FIRST, LAST, LENGTH, MULTIPLE, START
 from hvdx.kernels.tiles import BLOCK, ESCAPE, M_MAX
 
@@ -234,6 +235,7 @@ def add_plain(row, message, begin, end, pieces, taus, scale):
 @entry
 def add_tiles(begin, end, table, message, rice, pieces, taus, scale):
     """Add the entries of a message whose indices lie from `begin` to `end` to the pieces."""
+    mode = count_denormals()
     places, values = np.empty(_READY, np.int64), np.empty(_READY, np.float32)
     low, high = 0, table.shape[0]
     while low < high:
@@ -245,8 +247,9 @@ def add_tiles(begin, end, table, message, rice, pieces, taus, scale):
     for t in range(low, table.shape[0]):
         row = table[t]
         if row[FIRST] >= end:
-            return
+            break
         if rice:
             add_rice(row, message, begin, end, pieces, taus, scale, places, values)
         else:
             add_plain(row, message, begin, end, pieces, taus, scale)
+    restore_mode(mode)

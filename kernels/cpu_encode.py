@@ -10,6 +10,7 @@ from numba import njit
 from hvdx.kernels.compiled import entry
 from hvdx.kernels.cpu_scan import CHUNK, POSITION, list_entries, list_multiples, piece_of, scan
 from hvdx.kernels.cpu_tiles import HEAD_BYTES, put_tile, put_varint
+from hvdx.kernels.denormals import count_denormals, restore_mode
 from hvdx.kernels.simd import AHEAD
 
 #: Columns of the record of a region.
@@ -52,6 +53,7 @@ def encode_regions(
     With `begin` -1 it goes on where `place` stands, with an empty `out`. `out` takes the tiles, the first one of each
     region without its first number.
     """
+    mode = count_denormals()
     region_size, tile_max, tile_min = layout[0], layout[1], layout[2]
     entries, times, where, masks, gaps, signs = scratch
     sent, near = counted[:, 0], counted[:, 1:]
@@ -73,6 +75,7 @@ def encode_regions(
             address = out.ctypes.data + place[USED]
             stop = put_tile(address, out.size - place[USED], gap, gaps, signs, times, count, rice)
             if stop == 0:
+                restore_mode(mode)
                 return False
             if record[BYTES] == 0:
                 record[FIRST] = origin + start
@@ -107,6 +110,7 @@ def encode_regions(
             blind = 1 if 4 * found < stop - place[AT] else 3
             waiting = list_entries(found, where, masks, origin, residual, entries, waiting, blind, here, there)
         place[AT], place[WAITING], place[MULTIPLES], place[READ] = stop, waiting, multiples, stop == last
+    restore_mode(mode)
     return True
 
 

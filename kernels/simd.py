@@ -21,7 +21,7 @@ _FLOATS, _INTS = ir.VectorType(_F32, _LANES), ir.VectorType(_I32, _LANES)
 AHEAD = 6144
 
 
-def _call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
+def call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
     """Call an LLVM intrinsic by its name."""
     kind = ir.FunctionType(result, [a.type for a in arguments])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
@@ -52,7 +52,7 @@ def _bits(builder: Any, lanes: Any) -> Any:
     return builder.zext(builder.bitcast(lanes, _I16), _I64)
 
 
-def _intrinsic(signature: Any) -> Callable[[Callable[..., Any]], Any]:
+def make_intrinsic(signature: Any) -> Callable[[Callable[..., Any]], Any]:
     """Make `generate(builder, *arguments)` callable from Numba with this signature."""
 
     def wrap(generate: Callable[..., Any]) -> Any:
@@ -74,7 +74,7 @@ def _intrinsic(signature: Any) -> Callable[[Callable[..., Any]], Any]:
 _BLOCKS = types.UniTuple(types.int64, 2)(*[types.int64] * 5, types.float32, *[types.int64] * 3)
 
 
-@_intrinsic(_BLOCKS)
+@make_intrinsic(_BLOCKS)
 def accumulate(
     builder: Any,
     residual: Any,
@@ -110,13 +110,11 @@ def accumulate(
         for offset in range(0, 256, 64):
             for address in (r, u):
                 hint = [ir.Constant(_I32, v) for v in (0, 3, 1)]
-                _call(
-                    builder, "llvm.prefetch.p0", ir.VoidType(), _pointer(builder, address, offset + AHEAD, _I8), *hint
-                )
+                call(builder, "llvm.prefetch.p0", ir.VoidType(), _pointer(builder, address, offset + AHEAD, _I8), *hint)
         for offset in range(0, 256, _STRIDE):
             total = builder.fadd(_load(builder, r, offset, _FLOATS), _load(builder, u, offset, _FLOATS))
             sign = builder.and_(builder.bitcast(total, _INTS), signs)
-            size = _call(builder, f"llvm.fabs.v{_LANES}f32", _FLOATS, total)
+            size = call(builder, f"llvm.fabs.v{_LANES}f32", _FLOATS, total)
             over = builder.fcmp_ordered(">=", size, taus)
             rest = builder.select(over, builder.fsub(size, taus), size)
             more = builder.fcmp_ordered(">=", rest, taus)
@@ -134,36 +132,36 @@ def accumulate(
         some = builder.zext(builder.icmp_unsigned("!=", hit, ir.Constant(_I64, 0)), _I64)
         builder.store(builder.add(builder.load(number), some), number)
     for i, count in enumerate(reached):
-        total = _call(builder, f"llvm.vector.reduce.add.v{_LANES}i32", _I32, builder.load(count))
+        total = call(builder, f"llvm.vector.reduce.add.v{_LANES}i32", _I32, builder.load(count))
         pointer = _pointer(builder, near, 8 * i, _I64)
         builder.store(builder.add(builder.load(pointer), builder.zext(total, _I64)), pointer)
     left_whole = builder.icmp_unsigned("!=", builder.bitcast(builder.load(whole), _I16), ir.Constant(_I16, 0))
     return builder.load(number), builder.zext(left_whole, _I64)
 
 
-@_intrinsic(types.uint64(types.int64, types.float32))
+@make_intrinsic(types.uint64(types.int64, types.float32))
 def beyond(builder: Any, update: Any, limit: Any) -> Any:
     """A bit for each of 64 float32 at `update` whose size is not at most `limit` (NaN is not)."""
     limits, mask = _splat(builder, limit, _FLOATS), ir.Constant(_I64, 0)
     for offset in range(0, 256, _STRIDE):
-        size = _call(builder, f"llvm.fabs.v{_LANES}f32", _FLOATS, _load(builder, update, offset, _FLOATS))
+        size = call(builder, f"llvm.fabs.v{_LANES}f32", _FLOATS, _load(builder, update, offset, _FLOATS))
         lanes = _bits(builder, builder.fcmp_unordered(">", size, limits))
         mask = builder.or_(mask, builder.shl(lanes, ir.Constant(_I64, offset // 4)))
     return mask
 
 
-@_intrinsic(types.int64(types.int64))
+@make_intrinsic(types.int64(types.int64))
 def bit_lengths(builder: Any, gaps: Any) -> Any:
     """The sum of the bit lengths of 64 uint32 at `gaps`."""
     total = ir.Constant(_INTS, [0] * _LANES)
     for offset in range(0, 256, _STRIDE):
         x = _load(builder, gaps, offset, _INTS)
-        zeros = _call(builder, f"llvm.ctlz.v{_LANES}i32", _INTS, x, ir.Constant(ir.IntType(1), 0))
+        zeros = call(builder, f"llvm.ctlz.v{_LANES}i32", _INTS, x, ir.Constant(ir.IntType(1), 0))
         total = builder.add(total, builder.sub(ir.Constant(_INTS, [32] * _LANES), zeros))
-    return builder.zext(_call(builder, f"llvm.vector.reduce.add.v{_LANES}i32", _I32, total), _I64)
+    return builder.zext(call(builder, f"llvm.vector.reduce.add.v{_LANES}i32", _I32, total), _I64)
 
 
-@_intrinsic(types.int64(types.int64, types.int64))
+@make_intrinsic(types.int64(types.int64, types.int64))
 def code_lengths(builder: Any, gaps: Any, k: Any) -> Any:
     """The bits that 64 uint32 at `gaps` take in the gap code with parameter k, less the k lowest bits of each."""
 
@@ -174,69 +172,69 @@ def code_lengths(builder: Any, gaps: Any, k: Any) -> Any:
     for offset in range(0, 256, _STRIDE):
         q = builder.lshr(_load(builder, gaps, offset, _INTS), shift)
         escaped = builder.sub(q, constant(ESCAPE - 1))
-        zeros = _call(builder, f"llvm.ctlz.v{_LANES}i32", _INTS, escaped, ir.Constant(ir.IntType(1), 0))
+        zeros = call(builder, f"llvm.ctlz.v{_LANES}i32", _INTS, escaped, ir.Constant(ir.IntType(1), 0))
         long = builder.sub(constant(ESCAPE - 1 + 64), builder.shl(zeros, constant(1)))
         short = builder.icmp_unsigned("<", q, constant(ESCAPE))
         total = builder.add(total, builder.select(short, builder.add(q, constant(1)), long))
-    return builder.zext(_call(builder, f"llvm.vector.reduce.add.v{_LANES}i32", _I32, total), _I64)
+    return builder.zext(call(builder, f"llvm.vector.reduce.add.v{_LANES}i32", _I32, total), _I64)
 
 
-@_intrinsic(types.int64(types.uint64))
+@make_intrinsic(types.int64(types.uint64))
 def trailing_zeros(builder: Any, x: Any) -> Any:
     """Zero bits below the lowest set bit; 64 if there is none."""
-    return _call(builder, "llvm.cttz.i64", _I64, x, ir.Constant(ir.IntType(1), 0))
+    return call(builder, "llvm.cttz.i64", _I64, x, ir.Constant(ir.IntType(1), 0))
 
 
-@_intrinsic(types.int64(types.uint64))
+@make_intrinsic(types.int64(types.uint64))
 def bit_length(builder: Any, x: Any) -> Any:
     """Bits of x without leading zeros; 0 for 0."""
-    zeros = _call(builder, "llvm.ctlz.i64", _I64, x, ir.Constant(ir.IntType(1), 0))
+    zeros = call(builder, "llvm.ctlz.i64", _I64, x, ir.Constant(ir.IntType(1), 0))
     return builder.sub(ir.Constant(_I64, 64), zeros)
 
 
-@_intrinsic(types.int64(types.uint64))
+@make_intrinsic(types.int64(types.uint64))
 def population(builder: Any, x: Any) -> Any:
     """Set bits."""
-    return _call(builder, "llvm.ctpop.i64", _I64, x)
+    return call(builder, "llvm.ctpop.i64", _I64, x)
 
 
-@_intrinsic(types.uint64(types.int64))
+@make_intrinsic(types.uint64(types.int64))
 def load_word(builder: Any, address: Any) -> Any:
     """The uint64 at an address, which may be odd."""
     return _load(builder, address, 0, _I64)
 
 
-@_intrinsic(types.void(types.int64, types.uint64))
+@make_intrinsic(types.void(types.int64, types.uint64))
 def store_word(builder: Any, address: Any, value: Any) -> None:
     """Write a uint64 at an address, which may be odd."""
     _store(builder, value, address, 0)
 
 
-@_intrinsic(types.float32(types.int64))
+@make_intrinsic(types.float32(types.int64))
 def load_float(builder: Any, address: Any) -> Any:
     """The float32 at an address."""
     return _load(builder, address, 0, _F32)
 
 
-@_intrinsic(types.void(types.int64, types.float32))
+@make_intrinsic(types.void(types.int64, types.float32))
 def store_float(builder: Any, address: Any, value: Any) -> None:
     """Write a float32 at an address."""
     _store(builder, value, address, 0)
 
 
-@_intrinsic(types.uint32(types.int64))
+@make_intrinsic(types.uint32(types.int64))
 def load_sign(builder: Any, address: Any) -> Any:
     """The sign bit of the float32 at an address, in bit 31."""
     return builder.and_(_load(builder, address, 0, _I32), ir.Constant(_I32, 1 << 31))
 
 
-@_intrinsic(types.uint8(types.int64))
+@make_intrinsic(types.uint8(types.int64))
 def load_byte(builder: Any, address: Any) -> Any:
     """The byte at an address."""
     return builder.load(_pointer(builder, address, 0, _I8))
 
 
-@_intrinsic(types.uint32(types.int64))
+@make_intrinsic(types.uint32(types.int64))
 def load_half(builder: Any, address: Any) -> Any:
     """The uint32 at an address, which may be odd."""
     value = builder.load(_pointer(builder, address, 0, _I32))
@@ -244,17 +242,17 @@ def load_half(builder: Any, address: Any) -> Any:
     return value
 
 
-@_intrinsic(types.void(types.int64))
+@make_intrinsic(types.void(types.int64))
 def prefetch(builder: Any, address: Any) -> None:
     """Begin to fetch 128 bytes at an address. It may be any: where there is no memory, nothing happens."""
     for offset in (0, 64):
         hint = [ir.Constant(_I32, v) for v in (0, 3, 1)]
-        _call(builder, "llvm.prefetch.p0", ir.VoidType(), _pointer(builder, address, offset, _I8), *hint)
+        call(builder, "llvm.prefetch.p0", ir.VoidType(), _pointer(builder, address, offset, _I8), *hint)
 
 
-@_intrinsic(types.int64(types.int64))
+@make_intrinsic(types.int64(types.int64))
 def fetch(builder: Any, address: Any) -> Any:
     """Begin to fetch the memory at an address, to be written: the address."""
     hint = [ir.Constant(_I32, v) for v in (1, 3, 1)]
-    _call(builder, "llvm.prefetch.p0", ir.VoidType(), _pointer(builder, address, 0, _I8), *hint)
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), _pointer(builder, address, 0, _I8), *hint)
     return address

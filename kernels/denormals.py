@@ -1,0 +1,65 @@
+"""Denormal numbers count, whatever the thread that calls a kernel does with them otherwise.
+
+TensorFlow's threads treat numbers below 2**-126 as zero, and threads that a pool made elsewhere do not: what a residual
+keeps would depend on how many threads share the work. The mode is a register of each thread. A kernel puts it to what
+IEEE 754 asks for, and back when it ends.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+
+from hvdx.kernels.simd import call, make_intrinsic
+
+_I32, _I64, _POINTER = ir.IntType(32), ir.IntType(64), ir.IntType(8).as_pointer()
+#: Bits of x86's MXCSR: results that are denormal become zero, and arguments that are count as zero.
+_MXCSR = 1 << 15 | 1 << 6
+#: Bits of Arm's FPCR: both, and arguments alone.
+_FPCR = 1 << 24 | 1 << 0
+
+
+def _is_x86(builder: Any) -> bool:
+    return builder.module.triple.startswith(("x86_64", "i686"))
+
+
+def _is_arm(builder: Any) -> bool:
+    return builder.module.triple.startswith(("aarch64", "arm64"))
+
+
+def _read(builder: Any) -> Any:
+    """The mode, an i64; 0 on a processor of another kind."""
+    if _is_x86(builder):
+        slot = cgutils.alloca_once(builder, _I32)
+        call(builder, "llvm.x86.sse.stmxcsr", ir.VoidType(), builder.bitcast(slot, _POINTER))
+        return builder.zext(builder.load(slot), _I64)
+    if _is_arm(builder):
+        return call(builder, "llvm.aarch64.get.fpcr", _I64)
+    return ir.Constant(_I64, 0)
+
+
+def _write(builder: Any, mode: Any) -> None:
+    # Loads and stores stay on their side of a fence, and with them what is computed in between. It is no instruction.
+    builder.fence("seq_cst", "singlethread")
+    if _is_x86(builder):
+        slot = cgutils.alloca_once(builder, _I32)
+        builder.store(builder.trunc(mode, _I32), slot)
+        call(builder, "llvm.x86.sse.ldmxcsr", ir.VoidType(), builder.bitcast(slot, _POINTER))
+    elif _is_arm(builder):
+        call(builder, "llvm.aarch64.set.fpcr", ir.VoidType(), mode)
+    builder.fence("seq_cst", "singlethread")
+
+
+@make_intrinsic(types.int64())
+def count_denormals(builder: Any) -> Any:
+    """Have this thread count denormal numbers: the mode it was in, for `restore_mode`."""
+    before = _read(builder)
+    flags = _MXCSR if _is_x86(builder) else _FPCR
+    _write(builder, builder.and_(before, ir.Constant(_I64, ~flags)))
+    return before
+
+
+@make_intrinsic(types.void(types.int64))
+def restore_mode(builder: Any, mode: Any) -> None:
+    """Put this thread back into the mode that `count_denormals` gave."""
+    _write(builder, mode)
