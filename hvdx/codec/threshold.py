@@ -21,7 +21,7 @@ from hvdx.codec.devices import Gpu, Host
 from hvdx.errors import ConfigError, UpdateError, WireError
 from hvdx.kernels import compiled, cpu
 from hvdx.kernels.lengths import read_lengths
-from hvdx.kernels.tiles import Encoded, Malformed, Runs
+from hvdx.kernels.tiles import Encoded, Malformed, Runs, limit
 
 #: tau where neither it nor a density is asked for: Strom's and Deeplearning4j's, as a power of two.
 DEFAULT_TAU = 2.0**-10
@@ -249,13 +249,20 @@ class Threshold(Codec[ThresholdState]):
                 f"threshold: the saved state was made with tau={new['taus'][0]}, this codec has tau={self.tau}. "
                 "Make the codec with the tau it was saved with."
             )
-        if not ((new["taus"] >= 2.0**-126) & (new["taus"] <= 2.0**126)).all() or not np.isfinite(new["means"]).all():
-            raise ConfigError("threshold: saved taus or means that no encoder has; the checkpoint is damaged.")
-        # tau may have come down since, and what runs ahead of an update is taken off the residual again.
-        most = np.repeat(np.float32(2**24) * new["taus"], new["lengths"])
-        if not (np.abs(new["residual"]) < most).all():
+        for name, least in {"taus": 2.0**-126, "floors": 0, "means": -1, "quiet": 0, "sent": 0, "step": 0}.items():
+            most = 2.0**126 if name in ("taus", "floors") else np.inf
+            # NaN and infinity are not within anything.
+            if not ((new[name] >= least) & (new[name] <= most) & np.isfinite(new[name])).all():
+                raise ConfigError(
+                    f"threshold: saved {name}: expected numbers from {least:.6g} to {most:.6g}, got {new[name]}; the "
+                    "checkpoint is damaged. Do: go on from another one."
+                )
+        # More than tau is left where tau has come down, or where what runs ahead was taken off the residual again;
+        # with an update within its own limit, m then still fits.
+        if not (np.abs(new["residual"]) <= np.repeat(limit(new["taus"]), new["lengths"])).all():
             raise ConfigError(
-                "threshold: the saved residual does not belong to the saved taus; the checkpoint is damaged."
+                "threshold: saved residual: expected numbers of at most 2**30 times tau, got larger ones or NaN; the "
+                "checkpoint is damaged. Do: go on from another one."
             )
         new |= {"residual": self._device.place(new["residual"]), "step": int(new["step"])}
         return replace(fresh, **new)

@@ -186,15 +186,23 @@ def test_many_runs_are_held_against_n_while_they_are_read():
         ("taus", [0.5, -1]),
         ("taus", [np.inf, 0.5]),
         ("residual", [0, 0, 0, 0, 0, 0, 0, np.inf]),
-        ("residual", [1e9, 0, 0, 0, 0, 0, 0, 0]),
+        ("residual", [1e10, 0, 0, 0, 0, 0, 0, 0]),
+        ("residual", [np.nan, 0, 0, 0, 0, 0, 0, 0]),
         ("means", [np.nan, 1]),
+        ("means", [-2, 1]),
+        ("floors", [np.nan, 0]),
+        ("floors", [0, np.inf]),
+        ("floors", [-1, 0]),
+        ("quiet", [0, -1]),
+        ("sent", [-1, 0]),
+        ("step", -1),
     ],
 )
 def test_restore_refuses_values_that_no_encoder_has(name, wrong):
     codec = Threshold(target_density=0.5, scope="variable")
     _, state = codec.encode([np.ones(3, np.float32), np.ones(5, np.float32)], codec.init([3, 5]))
     saved = state.arrays()
-    with pytest.raises(ConfigError, match="saved"):
+    with pytest.raises(ConfigError, match=f"saved {name}"):
         codec.restore(saved | {name: np.array(wrong, saved[name].dtype)}, [3, 5])
 
 

@@ -214,6 +214,23 @@ def test_step_that_is_held_comes_with_the_next():
     np.testing.assert_array_equal(saved, straight)
 
 
+@pytest.mark.parametrize("size", [2.0**24, 2.0**28])
+def test_restore_takes_what_a_lead_left_of_large_updates(size):
+    """What runs ahead of an update is taken off the residual again, and may be many times tau."""
+    tau = 2.0**-20
+
+    def save_and_restore(comm):
+        first, second = (Threshold(tau=tau, lead=3).open(comm, SPECS) for _ in range(2))
+        large = [np.full(shape, size * tau, np.float32) for shape in SHAPES]
+        first.step(large)
+        assert flat(first.unsent).min() < -2 * size * tau
+        second.restore(first.arrays())
+        return [flat(exchange.step(large)).tobytes() for exchange in (first, second)]
+
+    ((one, two),) = on_all(1, save_and_restore)
+    assert one == two
+
+
 def test_restore_refuses_what_is_not_its_own():
     (_, exchange), *_ = on_all(1, steps_of(Threshold(target_density=0.05), 2))
     saved = exchange.arrays()
