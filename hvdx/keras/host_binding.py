@@ -47,7 +47,8 @@ class HostBinding(Binding):
             _remembered[optimizer] = makes, self._open
         # The lists of variables that this binding has seen; what is open besides them is of earlier fits.
         self._used: set[tuple[int, ...]] = set()
-        self._finite: Any = True
+        # The first gradient of a step that holds NaN or infinity; -1 if none does.
+        self._first_bad: Any = -1
         self._last: tuple[Exchange, list[Any]] | None = None
 
     @property
@@ -115,14 +116,16 @@ class HostBinding(Binding):
         if not self.holds_loss_scale:
             refuse_private_skip()
         if not self.private:
-            combined = self._call([tf.convert_to_tensor(g) for g in gradients], True, self.variables)
+            combined = self._call([tf.convert_to_tensor(g) for g in gradients], -1, self.variables)
             return [scaled(tf.cast(c, g.dtype), self.gain) for c, g in zip(combined, gradients, strict=True)]
         # One NaN makes the sum NaN, and reading the gradients once is all that it costs.
         sums = [tf.reduce_sum(tf.cast(values_of(g), tf.float32)) for g in gradients]
-        self._finite = tf.math.is_finite(tf.add_n(sums))
+        bad = tf.cast(tf.logical_not(tf.math.is_finite(tf.stack(sums))), tf.int32)
+        self._first_bad = tf.where(tf.reduce_max(bad) > 0, tf.argmax(bad, output_type=tf.int32), -1)
+        finite = self._first_bad < 0
         # NaN would stay in this rank's momentum for good.
         clean = [
-            tf.cond(self._finite, lambda g=g: tf.identity(values_of(g)), lambda g=g: tf.zeros_like(values_of(g)))
+            tf.cond(finite, lambda g=g: tf.identity(values_of(g)), lambda g=g: tf.zeros_like(values_of(g)))
             for g in gradients
         ]
         return [scaled(with_values(g, c), self.gain) for g, c in zip(gradients, clean, strict=True)]
@@ -133,7 +136,7 @@ class HostBinding(Binding):
             step()
             return
         wanted = updates.updates_of(optimizer, step, variables)
-        _add(variables, self._call(wanted, self._finite, variables))
+        _add(variables, self._call(wanted, self._first_bad, variables))
 
     def flush(self) -> None:
         """See `Binding.flush`."""
@@ -168,7 +171,7 @@ class HostBinding(Binding):
     def _call(
         self,
         tensors: list[Any],
-        finite: Any,
+        first_bad: Any,
         variables: Sequence[Any],
         work: Callable[[Any, list[np.ndarray], bool], list[np.ndarray]] | None = None,
         dtype: tf.DType = tf.float32,
@@ -177,14 +180,15 @@ class HostBinding(Binding):
         # TensorFlow keeps what it may call for as long as the process lives: not the binding and its arrays.
         me, them, private = weakref.ref(self), [weakref.ref(v) for v in variables], self.private
 
-        def host(is_finite: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
+        def host(bad: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
             try:
                 binding, alive = me(), [v() for v in them]
                 if binding is None:
                     raise HvdxError("a training function outlived the optimiser it was made for. Trace it anew.")
                 exchange = binding._opened(alive)
                 given = [np.asarray(a, order="C") for a in arrays]
-                combined = (work or type(exchange).step)(exchange, given, bool(is_finite))
+                exchange.blamed = describe(alive[bad]).name if bad >= 0 else ""
+                combined = (work or type(exchange).step)(exchange, given, bool(bad < 0))
             except BaseException as error:
                 failure.remember(error)
                 raise
@@ -192,7 +196,7 @@ class HostBinding(Binding):
             return combined if private else [a.copy() for a in combined]
 
         with tf.device("CPU:0"):
-            given = [finite, *(tf.cast(t, dtype) for t in tensors)]
+            given = [tf.cast(first_bad, tf.int32), *(tf.cast(t, dtype) for t in tensors)]
             # Outside of a graph a list of one comes as the one.
             results = tf.nest.flatten(tf.numpy_function(host, given, [dtype] * len(variables)))
         for result, variable in zip(results, variables, strict=True):

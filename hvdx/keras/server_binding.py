@@ -63,7 +63,7 @@ class ServerBinding(HostBinding):
             )
         with tf.control_dependencies(before):
             step()
-        pulled = self._call([*before, *variables], self._finite, variables, _step, dtype)
+        pulled = self._call([*before, *variables], self._first_bad, variables, _step, dtype)
         for variable, value in zip(variables, pulled, strict=True):
             variable.assign(tf.cast(value, variable.dtype))
         with tf.control_dependencies(pulled), tf.device("CPU:0"):

@@ -127,9 +127,11 @@ class Exchange(abc.ABC):
 
     Attributes:
         telemetry: what it cost so far.
+        blamed: for a step that is not finite, the variable whose gradient held NaN or infinity; "" if it is not known.
     """
 
     telemetry: Telemetry
+    blamed: str = ""
 
     @abc.abstractmethod
     def step(self, tensors: Sequence[np.ndarray], finite: bool = True) -> list[np.ndarray]:

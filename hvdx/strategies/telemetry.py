@@ -157,11 +157,12 @@ class Stalenesses(dict[int, int]):
 
 @dataclass
 class ServerTelemetry(Telemetry):
-    """Counts of one worker of a parameter server; `skipped` are updates that were refused.
+    """Counts of one worker of a parameter server; `skipped` are those of its updates that were refused.
 
     Attributes:
         staleness: of this worker's updates, at each server.
         ending: seconds that it waited for the others at ends of epochs.
+        refused: updates of all workers that were refused, as the servers counted them until the last flush.
         servers: as the workers heard it at the last flush, for each part of the weights: the rank that serves it, its
             version, updates accepted and applied, updates refused, seconds of work on them, seconds since the flush
             before.
@@ -173,6 +174,7 @@ class ServerTelemetry(Telemetry):
 
     staleness: Stalenesses = field(default_factory=Stalenesses)
     ending: float = 0.0
+    refused: int = 0
     servers: tuple[tuple[float, ...], ...] = ()
 
     @property
@@ -190,7 +192,8 @@ class ServerTelemetry(Telemetry):
         return self.live() | {
             "MB_received": self.received / 1e6,
             "most_stale": float(max(self.staleness, default=0)),
-            "refused_updates": float(self.skipped),
+            # The servers tell of the other workers' at a flush, and this worker's own are known before.
+            "refused_updates": float(max(self.refused, self.skipped)),
             "updates_a_second": sum(rates) / len(rates) if rates else 0.0,
             "ms_computing": 1e3 * self.computing / steps,
             "ms_encoding": 1e3 * self.encoding / steps,

@@ -198,8 +198,10 @@ class ServerExchange(Exchange):
             counts.computing += begin - self._left
         for update, now, before in zip(self._update_views, tensors, self._weight_views, strict=True):
             np.subtract(now, before, out=update)
-        self._reason = "it held NaN or infinity"
-        bodies = self._encoded() if finite and is_finite(self._update) else None
+        fit = finite and is_finite(self._update)
+        if not fit:
+            self._reason = f"it held NaN or infinity{self._where(finite)}"
+        bodies = self._encoded() if fit else None
         encoded = time.perf_counter()
         letters = []
         for i, part in enumerate(self._parts):
@@ -243,11 +245,23 @@ class ServerExchange(Exchange):
                         residual = encoded.state.residual
                         self._codec.decode([message], [residual])
                         np.subtract(residual, encoded.of(self._single), out=residual)
-                self._reason = str(error)
+                self._reason = f"{self._name_at(part.begin + error.element)}: {error}"
                 return None
             bodies.append(body)
         self.telemetry.messages += sum(body.size for body in bodies)
         return bodies
+
+    def _where(self, finite: bool) -> str:
+        """In which variable an update held NaN or infinity, as far as that is known."""
+        if not finite:
+            return f" in the gradient of {self.blamed}" if self.blamed else ""
+        bad = np.flatnonzero(~np.isfinite(self._update))
+        return f" in the update of {self._name_at(int(bad[0]))}" if bad.size else ""
+
+    def _name_at(self, element: int) -> str:
+        """The variable that an element of the flat update belongs to."""
+        ends = np.cumsum([s.elements for s in self._specs])
+        return self._specs[int(np.searchsorted(ends, element, side="right"))].name
 
     def _note(self, fine: bool) -> None:
         """Say what was refused, in powers of two, so that a long series does not fill the terminal."""
@@ -301,6 +315,8 @@ class ServerExchange(Exchange):
         )
         if any(updates or refused for _, _, updates, _, refused, *_ in servers):
             self.telemetry.servers = servers
+            # Every part was pushed every update.
+            self.telemetry.refused += int(max(refused for _, _, _, _, refused, *_ in servers))
         for part in self._parts:
             # What this rank's own server gave to the others, and took from them.
             sent, received = self._office.traffic(part.session)

@@ -321,6 +321,7 @@ def test_a_process_that_was_started_alone_serves_itself():
 @pytest.mark.parametrize("value", [np.nan, np.inf, None], ids=["NaN", "infinity", "gradients"])
 def test_what_is_not_finite_is_refused_counted_and_reported(value, codec, capfd):
     """In the weights, or told of the gradients: the others go on, and so does this worker."""
+    where = f"update of {SPECS[3].name}" if value is not None else "gradient of kernel"
 
     def work(comm):
         exchange = summing("colocated:1", codec=codec).open(comm, SPECS)
@@ -331,6 +332,7 @@ def test_what_is_not_finite_is_refused_counted_and_reported(value, codec, capfd)
             tensors = [w + np.float32(1) for w in weights]
             if value is not None:
                 tensors[3][5] = value
+            exchange.blamed = "kernel" if value is None else ""
             weights = exchange.step(tensors, finite=value is not None)
             np.testing.assert_array_equal(flat(exchange.unsent), before[1])
         else:
@@ -345,9 +347,11 @@ def test_what_is_not_finite_is_refused_counted_and_reported(value, codec, capfd)
         ((_, _, updates, applied, refused, *_),) = counts.servers
         assert (updates, applied, refused) == (3, 3, 1)
     assert [counts.skipped for *_, counts in results] == [0, 1]
+    # Also where a worker refused nothing itself: rank 0's history is the one that is looked at.
+    assert [counts.full()["refused_updates"] for *_, counts in results] == [1, 1]
     assert list(results[1][2].staleness) == []
-    said = "hvdx: step 1 of rank 1: its update was refused: it held NaN or infinity.\n"
-    assert said in capfd.readouterr().err
+    said = f"hvdx: step 1 of rank 1: its update was refused: it held NaN or infinity in the {where}.\n"
+    assert capfd.readouterr().err.count(said) == 1
 
 
 def test_update_that_one_server_cannot_be_sent_is_dropped_as_a_whole(capfd):
@@ -367,7 +371,7 @@ def test_update_that_one_server_cannot_be_sent_is_dropped_as_a_whole(capfd):
         return exchange.telemetry.skipped
 
     assert all_fine(run(2, work)) == [0, 1]
-    assert "its update was refused" in capfd.readouterr().err
+    assert f"its update was refused: {SPECS[-1].name}: update[0]: element" in capfd.readouterr().err
 
 
 def test_refused_updates_let_those_go_on_who_wait():
