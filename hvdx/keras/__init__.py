@@ -2,7 +2,6 @@
 
 from typing import NoReturn
 
-from hvdx.errors import ConfigError
 from hvdx.keras import callbacks
 from hvdx.keras.checkpoint import Checkpoint
 from hvdx.keras.collectives import (
@@ -39,6 +38,7 @@ from hvdx.keras.horovod_api import (
     shutdown,
     size,
 )
+from hvdx.keras.horovod_names import error_for
 from hvdx.keras.horovod_queries import (
     ccl_built,
     cuda_built,
@@ -103,24 +103,6 @@ __all__ = [
     "size",
 ]
 
-_NOT_HERE = (
-    "PartialDistributedOptimizer",
-    "ProcessSet",
-    "add_process_set",
-    "elastic",
-    "global_process_set",
-    "remove_process_set",
-    "start_timeline",
-    "stop_timeline",
-)
-
 
 def __getattr__(name: str) -> NoReturn:
-    if name == "elastic":
-        raise ConfigError(
-            "hvdx.keras.elastic: ranks do not come and go while a job runs. hvdx.keras.Checkpoint saves, and "
-            "`hvdx job` puts a job that lost a rank back into the queue; it goes on with as many ranks as it gets."
-        )
-    if name in _NOT_HERE:
-        raise ConfigError(f"hvdx.keras.{name}: Horovod has it, hvdx does not support it.")
-    raise AttributeError(f"module 'hvdx.keras' has no attribute {name!r}")
+    raise error_for(name)

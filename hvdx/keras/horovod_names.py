@@ -1,0 +1,74 @@
+"""The names of `horovod.tensorflow` and `horovod.tensorflow.keras` that hvdx does not have, each with its remedy."""
+
+from hvdx.errors import ConfigError
+
+_INTERNAL = "It is a part of Horovod that scripts do not need. Do: leave it out, or import it from horovod.tensorflow."
+
+#: What to do instead, by name.
+REMEDIES = {
+    "elastic": (
+        "Ranks do not come and go while a job runs. Do: hvdx.keras.Checkpoint saves, and `hvdx job` puts a job that "
+        "lost a rank back into the queue; it goes on with as many ranks as it gets."
+    ),
+    "start_timeline": "Do: set HOROVOD_TIMELINE=FILE in the environment of the job.",
+    "stop_timeline": "Do: set HOROVOD_TIMELINE=FILE in the environment of the job; the file ends with it.",
+    "broadcast_": "Do: call broadcast_variables, which changes the variables in place.",
+    "broadcast_object_fn": "Do: call broadcast_object(obj, root_rank).",
+    "LocalGradientAggregationHelper": "Do: give DistributedOptimizer backward_passes_per_step.",
+    "rank_op": "Do: call rank(), which does not change while a job runs.",
+    "local_rank_op": "Do: call local_rank(), which does not change while a job runs.",
+    "size_op": "Do: call size(), which does not change while a job runs.",
+    "local_size_op": "Do: call local_size(), which does not change while a job runs.",
+    "process_set_included_op": "Do: call process_set.included().",
+    "keras": "Do: import hvdx.keras as hvd; the names stand there directly.",
+    "compression": "Do: take Compression.none, .fp16 or .bf16 from hvdx.keras.",
+    "functions": "Do: take broadcast_object, allgather_object and broadcast_variables from hvdx.keras.",
+    "mpi_ops": "Do: take the functions from hvdx.keras.",
+    "sync_batch_norm": "Do: take SyncBatchNormalization from hvdx.keras.",
+    **dict.fromkeys(
+        (
+            "check_extension",
+            "check_num_rank_power_of_2",
+            "gpu_available",
+            "gradient_aggregation",
+            "gradient_aggregation_eager",
+            "handle_average_backwards_compatibility",
+            "is_version_greater_equal_than",
+            "refs_to_vars",
+            "split_list",
+            "util",
+            "vars_to_refs",
+        ),
+        _INTERNAL,
+    ),
+    **dict.fromkeys(
+        (
+            "PartialDistributedGradientTape",
+            "PartialDistributedOptimizer",
+            "ProcessSet",
+            "SyncBatchNormalization",
+            "add_process_set",
+            "alltoall",
+            "global_process_set",
+            "grouped_reducescatter",
+            "join",
+            "remove_process_set",
+        ),
+        "hvdx does not support it. Do: leave it out.",
+    ),
+}
+
+
+def error_for(name: str) -> Exception:
+    """The error of a name that `hvdx.keras` does not have: one with a remedy, where Horovod has the name.
+
+    Args:
+        name: an attribute that was asked for.
+
+    Example:
+        >>> type(error_for("elastic")).__name__, type(error_for("nonsense")).__name__
+        ('ConfigError', 'AttributeError')
+    """
+    if name in REMEDIES:
+        return ConfigError(f"hvdx.keras.{name}: expected a name of hvdx.keras, got one of Horovod's. {REMEDIES[name]}")
+    return AttributeError(f"module 'hvdx.keras' has no attribute {name!r}")
