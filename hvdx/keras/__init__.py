@@ -18,7 +18,12 @@ from hvdx.keras.collectives import (
 )
 from hvdx.keras.data import shard
 from hvdx.keras.distribute import Distribute
-from hvdx.keras.distributed_optimizer import DistributedGradientTape, DistributedOptimizer
+from hvdx.keras.distributed_optimizer import (
+    DistributedGradientTape,
+    DistributedOptimizer,
+    PartialDistributedGradientTape,
+    PartialDistributedOptimizer,
+)
 from hvdx.keras.horovod_api import (
     Adasum,
     Average,
@@ -64,6 +69,8 @@ __all__ = [
     "DistributedOptimizer",
     "Max",
     "Min",
+    "PartialDistributedGradientTape",
+    "PartialDistributedOptimizer",
     "Product",
     "Sum",
     "allgather",

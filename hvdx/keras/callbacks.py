@@ -1,12 +1,13 @@
 """The callbacks of `horovod.tensorflow.keras`, for Keras 3."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import keras
 
 from hvdx.errors import ConfigError
 from hvdx.keras import metrics, replicas
+from hvdx.keras.local_variables import LocalVariables
 from hvdx.keras.optimizer import binding_of, flush, optimizers_of
 from hvdx.keras.optimizer_state import innermost
 from hvdx.strategies import join
@@ -20,16 +21,28 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     Args:
         root_rank: the rank whose values all get.
         device: not supported; the weights travel from where they are.
-        local_variables: variables that stay as they are on each rank.
+        local_variables: a variable of Keras or TensorFlow, or several, that stay as they are on each rank.
+
+    Raises:
+        ConfigError: an argument that is not supported, or something else than variables.
     """
 
-    def __init__(self, root_rank: int, device: str = "", local_variables: Sequence[Any] | None = None):
+    def __init__(self, root_rank: int, device: str = "", local_variables: Any = None):
         super().__init__()
         if device:
             raise ConfigError("BroadcastGlobalVariablesCallback: device: not supported by hvdx. Leave it out.")
         self.root_rank = root_rank
-        self._local = {id(v) for v in local_variables or ()}
+        self._local = LocalVariables()
+        self._local.add(local_variables)
         self._done = False
+
+    def register_local_var(self, var: Any) -> None:
+        """Leave a variable as it is on each rank.
+
+        Args:
+            var: of Keras or TensorFlow, or several.
+        """
+        self._local.add(var)
 
     def set_model(self, model: Any) -> None:
         """Keras: before the training function is made. XLA cannot compile collectives, so it is turned off here."""
@@ -68,7 +81,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             flush(optimizer)
 
     def _broadcast(self) -> None:
-        replicas.make_alike(self.model, self.root_rank, join(), self._local)
+        replicas.build_optimizers(self.model, join())
+        local = {id(v) for v in replicas.state_of(self.model) if self._local.holds(v)}
+        replicas.make_alike(self.model, self.root_rank, join(), local)
         self._done = True
 
 

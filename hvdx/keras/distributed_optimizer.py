@@ -9,7 +9,10 @@ import tensorflow as tf
 
 from hvdx import comm as world
 from hvdx.errors import ConfigError
+from hvdx.keras.binding import Binding
+from hvdx.keras.graph_binding import GraphBinding
 from hvdx.keras.horovod_api import Average, Compression, is_partial, operation, wire
+from hvdx.keras.local_variables import LocalVariables, trained_by
 from hvdx.keras.optimizer import attach
 from hvdx.keras.optimizer_state import innermost
 from hvdx.strategies import AllReduce, GraphStrategy, Strategy, agree_on_strategy, join, resolve
@@ -50,13 +53,14 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         average_aggregated_gradients: divide the accumulated gradient by `backward_passes_per_step`.
         num_groups, groups: number of collectives a step; or, `groups` only, lists of indices into the gradients.
         process_set: not supported; all ranks take part.
-        scale_local_gradients: must stay True; there are no local variables.
+        scale_local_gradients: divide the gradients of local variables by the number of ranks.
         strategy: hvdx's own way to say all of this: a strategy or its one-line spelling. By default the other
             arguments decide, and where they are at their defaults `HVDX_STRATEGY` does.
 
     Returns:
         The same optimiser; under the policy "mixed_float16" a loss-scale optimiser around it, which Keras would
-        otherwise add where the ranks cannot agree on skipping a step.
+        otherwise add where the ranks cannot agree on skipping a step. Its `register_local_var(variables)` takes a
+        variable of Keras or TensorFlow, or several, before the first step: each rank trains those alone.
 
     Raises:
         ConfigError: an argument that is not supported.
@@ -67,7 +71,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         >>> type(DistributedOptimizer(keras.optimizers.SGD(0.1))).__name__
         'SGD'
     """
-    _refuse(process_set, scale_local_gradients)
+    _refuse(process_set)
     given = _all_reduce(
         device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op, num_groups, groups
     )
@@ -76,10 +80,39 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     if keras.config.dtype_policy().name == "mixed_float16":
         optimizer = _loss_scaled(optimizer)
     joined = join()
+    binding = None
     if joined.size > 1:
         agree_on_strategy(chosen, joined)
-        attach(optimizer, chosen, name or f"optimizer.{next(_numbers)}", gain)
+        binding = attach(optimizer, chosen, name or f"optimizer.{next(_numbers)}", gain)
+    _let_register(optimizer, chosen, binding, scale_local_gradients)
     return optimizer
+
+
+def PartialDistributedOptimizer(optimizer: Any, *, local_layers: Any = None, **options: Any) -> Any:  # noqa: N802
+    """Make an optimiser combine its gradients over the ranks, but for those of some layers.
+
+    Args:
+        optimizer: see `DistributedOptimizer`.
+        local_layers: a built `keras.layers.Layer`, or several, whose weights each rank trains alone.
+        options: as for `DistributedOptimizer`.
+
+    Returns:
+        See `DistributedOptimizer`.
+
+    Raises:
+        ConfigError: an option that is not supported, or a layer that is not built.
+
+    Example:
+        >>> layer = keras.layers.Dense(1)
+        >>> layer.build((None, 2))
+        >>> type(PartialDistributedOptimizer(keras.optimizers.SGD(0.1), local_layers=[layer])).__name__
+        'SGD'
+
+    Source: Horovod 0.28, `horovod.keras.PartialDistributedOptimizer`.
+    """
+    result = DistributedOptimizer(optimizer, **options)
+    result.register_local_var(trained_by(local_layers))
+    return result
 
 
 class DistributedGradientTape:
@@ -89,7 +122,8 @@ class DistributedGradientTape:
         gradtape: a `tf.GradientTape`.
         device_dense, device_sparse, compression, sparse_as_dense, op, gradient_predivide_factor, num_groups, groups:
             see `DistributedOptimizer`.
-        process_set, scale_local_gradients: not supported.
+        process_set: not supported.
+        scale_local_gradients: see `DistributedOptimizer`.
         strategy: see `DistributedOptimizer`.
 
     Example:
@@ -115,7 +149,7 @@ class DistributedGradientTape:
         scale_local_gradients: bool = True,
         strategy: Strategy | str | None = None,
     ):
-        _refuse(process_set, scale_local_gradients)
+        _refuse(process_set)
         given = _all_reduce(
             device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op, num_groups, groups
         )
@@ -126,6 +160,7 @@ class DistributedGradientTape:
                 "a tape is gone after one. Give it to DistributedOptimizer in its place."
             )
         self._strategy = chosen
+        self._local = LocalVariables(scale_local_gradients)
         self._tape = gradtape
         self._comm = world.graph()
 
@@ -139,6 +174,26 @@ class DistributedGradientTape:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tape, name)
 
+    def register_local_source(self, source: Any) -> None:
+        """Keep the gradients of a source to each rank.
+
+        Args:
+            source: a variable of Keras or TensorFlow, or several.
+        """
+        self._local.add(source)
+
+    def get_local_and_global_gradients(
+        self, target: Any, sources: Sequence[Any], output_gradients: Any = None
+    ) -> tuple[list[Any], list[Any]]:
+        """The pairs (source, gradient) of local sources, and those of all others.
+
+        Args:
+            target, output_gradients: see `gradient`.
+            sources: a list of variables.
+        """
+        pairs = list(zip(sources, self.gradient(target, sources, output_gradients), strict=True))
+        return [p for p in pairs if self._local.holds(p[0])], [p for p in pairs if not self._local.holds(p[0])]
+
     def gradient(self, target: Any, sources: Any, output_gradients: Any = None, **options: Any) -> Any:
         """The gradient of `target` over all ranks.
 
@@ -150,16 +205,69 @@ class DistributedGradientTape:
         Returns:
             Gradients in the structure of `sources`; None where there is none.
         """
+        variables = tf.nest.flatten(sources)
         plain = tf.nest.map_structure(lambda v: v.value if isinstance(v, keras.Variable) else v, sources)
         gradients = tf.nest.flatten(
             self._tape.gradient(target, plain, output_gradients, **options), expand_composites=False
         )
         present = [i for i, g in enumerate(gradients) if g is not None]
         if self._comm.size > 1 and present:
-            combined = self._strategy.exchange(self._comm, [gradients[i] for i in present], "tape")
+            combined = self._local.exchange_others(
+                [variables[i] for i in present],
+                [gradients[i] for i in present],
+                self._comm.size,
+                lambda shared: self._strategy.exchange(self._comm, shared, "tape"),
+            )
             for i, gradient in zip(present, combined, strict=True):
                 gradients[i] = gradient
         return tf.nest.pack_sequence_as(plain, gradients)
+
+
+def PartialDistributedGradientTape(  # noqa: N802 (Horovod's name)
+    gradtape: tf.GradientTape, *, local_layers: Any = None, **options: Any
+) -> DistributedGradientTape:
+    """A gradient tape whose gradients are those of all ranks, but for some layers.
+
+    Args:
+        gradtape: a `tf.GradientTape`.
+        local_layers: a built `keras.layers.Layer`, or several, whose gradients stay on each rank.
+        options: as for `DistributedGradientTape`.
+
+    Example:
+        >>> layer = keras.layers.Dense(1, kernel_initializer="ones")
+        >>> layer.build((None, 2))
+        >>> with PartialDistributedGradientTape(tf.GradientTape(), local_layers=layer) as tape:
+        ...     loss = tf.reduce_sum(layer(tf.ones((1, 2))))
+        >>> len(tape.gradient(loss, layer.trainable_weights))
+        2
+
+    Source: Horovod 0.28, `horovod.tensorflow.PartialDistributedGradientTape`.
+    """
+    tape = DistributedGradientTape(gradtape, **options)
+    tape.register_local_source(trained_by(local_layers))
+    return tape
+
+
+def _let_register(optimizer: Any, strategy: Strategy, binding: Binding | None, scale: bool) -> None:
+    """Give an optimiser `register_local_var`."""
+    local = binding.local if isinstance(binding, GraphBinding) else LocalVariables()
+    local.scale = scale
+
+    def register_local_var(variables: Any) -> None:
+        if not isinstance(strategy, GraphStrategy):
+            raise ConfigError(
+                f"register_local_var: expected a strategy that combines gradients in the graph, got {strategy!r}. "
+                "Do: use AllReduce()."
+            )
+        if binding is not None and binding.reached:
+            raise ConfigError(
+                "register_local_var: expected to be called before the first step, got a call after it, which the "
+                "training function would not see. Do: register local variables before fit."
+            )
+        local.add(variables)
+
+    for part in (optimizer, innermost(optimizer)):
+        part.register_local_var = register_local_var
 
 
 def _all_reduce(
@@ -230,7 +338,7 @@ def _loss_scaled(optimizer: Any) -> Any:
     return keras.optimizers.LossScaleOptimizer(optimizer, name="loss_scale_optimizer")
 
 
-def _refuse(process_set: Any, scale_local_gradients: bool) -> None:
+def _refuse(process_set: Any) -> None:
     """Raise for what hvdx does not have; Horovod's set of all processes, whose id is 0, is what it has."""
-    if is_partial(process_set) or not scale_local_gradients:
-        raise ConfigError("process_set, scale_local_gradients: not supported by hvdx. Leave them out.")
+    if is_partial(process_set):
+        raise ConfigError("process_set: not supported by hvdx. Leave it out.")

@@ -1,5 +1,6 @@
 """Ties an optimiser to a strategy that combines gradients inside the graph."""
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from hvdx.comm import GraphComm
 from hvdx.comm.base import Reduction
 from hvdx.keras.binding import Binding, refuse_private_skip, scaled, values_of
 from hvdx.keras.finite import FirstBad
+from hvdx.keras.local_variables import LocalVariables
 from hvdx.strategies import GraphStrategy
 from hvdx.strategies.telemetry import Telemetry
 
@@ -19,10 +21,13 @@ class GraphBinding(Binding):
     Attributes:
         seconds: float64 variable, time between the last gradient and the last combined gradient, summed over steps.
         exchanges: int64 variable, number of exchanges.
+        local: variables whose gradients stay on their rank.
     """
 
-    def __init__(self, strategy: GraphStrategy, comm: GraphComm, name: str, gain: float = 1.0):
+    def __init__(self, strategy: GraphStrategy, comm: GraphComm, name: str, gain: float = 1.0, optimizer: Any = None):
         super().__init__(name, gain)
+        self._optimizer = (lambda: None) if optimizer is None else weakref.ref(optimizer)
+        self.local = LocalVariables()
         self.strategy: GraphStrategy = strategy
         self.comm = comm
         self._first_bad = FirstBad()
@@ -46,7 +51,9 @@ class GraphBinding(Binding):
         # The clock waits for all gradients; the exchange does not, so that groups may leave one by one.
         with tf.control_dependencies([values_of(g) for g in gradients]):
             begin = tf.timestamp()
-        combined = self.strategy.exchange(self.comm, gradients, self.name)
+        combined = self.local.exchange_others(
+            self.variables, gradients, self.comm.size, lambda g: self.strategy.exchange(self.comm, g, self.name)
+        )
         with tf.control_dependencies([values_of(g) for g in combined]):
             elapsed = tf.timestamp() - begin
         with tf.device("CPU:0"):
@@ -65,11 +72,23 @@ class GraphBinding(Binding):
         self._first_bad.reset()
         return (step, self.specs[variable].name) if step else (0, "")
 
+    def own_variables(self, now: bool = True) -> list[Any]:
+        """See `Binding.own_variables`: local variables, and the optimiser's state for them."""
+        optimizer = self._optimizer()
+        return [] if optimizer is None else self.local.of(optimizer)
+
+    @property
+    def continues(self) -> bool:
+        """See `Binding.continues`: local variables have been trained."""
+        optimizer = self._optimizer()
+        return optimizer is not None and bool(self.local.of(optimizer)) and int(optimizer._iterations.numpy()) > 0
+
     def cost(self) -> Telemetry:
         """See `Binding.cost`."""
         exchanges = int(self.exchanges.numpy())
-        sent = exchanges * self.strategy.bytes_per_step(self.specs, self.comm.size)
-        elements = sum(s.elements for s in self.specs)
+        shared = [s for s, v in zip(self.specs, self.variables, strict=True) if not self.local.holds(v)]
+        sent = exchanges * self.strategy.bytes_per_step(shared, self.comm.size)
+        elements = sum(s.elements for s in shared)
         return Telemetry(
             steps=exchanges, elements=elements, sent=sent, received=sent, exchanging=float(self.seconds.numpy())
         )

@@ -43,8 +43,6 @@ REMEDIES = {
     ),
     **dict.fromkeys(
         (
-            "PartialDistributedGradientTape",
-            "PartialDistributedOptimizer",
             "ProcessSet",
             "SyncBatchNormalization",
             "add_process_set",

@@ -71,7 +71,7 @@ def _bind(strategy: Strategy, optimizer: Any, name: str, gain: float) -> Binding
             return ServerBinding(strategy, join(), optimizer, name, gain)
         return HostBinding(strategy, join(), innermost(optimizer), name, gain)
     if isinstance(strategy, GraphStrategy):
-        return GraphBinding(strategy, world.graph(), name, gain)
+        return GraphBinding(strategy, world.graph(), name, gain, innermost(optimizer))
     if isinstance(strategy, ParameterAveraging):
         return AveragingBinding(strategy, world.graph(rarely=True), optimizer, name, gain)
     raise ConfigError(
@@ -83,7 +83,7 @@ def _bind(strategy: Strategy, optimizer: Any, name: str, gain: float) -> Binding
 def detach(optimizer: Any) -> None:
     """Make an optimiser a plain one again; one that is plain already stays as it is."""
     for part in (optimizer, innermost(optimizer)):
-        for attribute in (*_REPLACED, "apply", "check_finite", _BINDING):
+        for attribute in (*_REPLACED, "apply", "check_finite", "register_local_var", _BINDING):
             if attribute in vars(part):
                 delattr(part, attribute)
 
