@@ -270,3 +270,30 @@ class GraphComm(Comm):
             tensor: a `tf.Tensor` of rank 1 or more; all but its first dimension alike on all ranks.
             name: alike on all ranks.
         """
+
+    @abc.abstractmethod
+    def all_to_all(self, tensor: Any, splits: Any, name: str) -> tuple[Any, Any]:
+        """Give every rank its part of each rank's tensor, inside a TensorFlow graph or eagerly.
+
+        Args:
+            tensor: a `tf.Tensor` of rank 1 or more; all but its first dimension alike on all ranks.
+            splits: int32[size], how many of its rows go to each rank.
+            name: alike on all ranks.
+
+        Returns:
+            The rows received, in rank order, and int32[size], how many came from each rank.
+        """
+
+    @abc.abstractmethod
+    def subset(self, ranks: Sequence[int]) -> "GraphComm | None":
+        """Make a communicator of some of the ranks. Collective over all ranks, alike on all.
+
+        Args:
+            ranks: some, in ascending order; in the communicator they are numbered from 0 in this order.
+
+        Returns:
+            The communicator; None on ranks that are not among them.
+
+        Raises:
+            ConfigError: the communicator was started without the means for it; the error names the remedy.
+        """

@@ -1,6 +1,7 @@
 """Ranks through Horovod: collectives inside the TensorFlow graph."""
 
 import contextlib
+import copy
 import importlib
 import itertools
 import json
@@ -19,6 +20,8 @@ from hvdx.comm.base import Channel, GraphComm, Place, Postbox, Reduction, Wire
 from hvdx.comm.launcher import Launch
 from hvdx.errors import ConfigError, HorovodError
 
+#: Read by Horovod when it starts: process sets may be added later, at the cost of a message more in each cycle.
+PROCESS_SETS = "HOROVOD_DYNAMIC_PROCESS_SETS"
 # A rank that waits this long for another gives up; Horovod itself would wait for ever. Horovod warns at 60 s.
 _STALL_SECONDS = "600"
 # Where ranks meet rarely, the slowest may be that much later, since it fell behind in every step.
@@ -82,6 +85,7 @@ class HorovodComm(GraphComm):
         os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", limit)
         if rarely:
             os.environ.setdefault("HOROVOD_CYCLE_TIME", _RARE_CYCLE_MS)
+        self._takes_sets = os.environ.get(PROCESS_SETS) == "1"
         self._hvd = hvd = load()
         if launch.launcher != "Horovod (Gloo)":
             if not hvd.mpi_built():
@@ -99,6 +103,9 @@ class HorovodComm(GraphComm):
         self.rank, self.size = hvd.rank(), hvd.size()
         self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
         self.cross_rank, self.cross_size = hvd.cross_rank(), hvd.cross_size()
+        self._set = hvd.global_process_set
+        self._ranks: Sequence[int] = range(self.size)
+        self._sets: dict[tuple[int, ...], Any] = {}
 
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
         """See `Comm.all_gather_object`."""
@@ -114,7 +121,9 @@ class HorovodComm(GraphComm):
         """See `Comm.all_reduce_sum`."""
         with tf.device("CPU:0"):
             tensor = tf.constant(vector, tf.float64)
-            return self._hvd.allreduce(tensor, op=self._hvd.Sum, name=_tag(what), ignore_name_scope=True).numpy()
+            return self._hvd.allreduce(
+                tensor, op=self._hvd.Sum, name=_tag(what), ignore_name_scope=True, process_set=self._set
+            ).numpy()
 
     def broadcast(self, tensors: Sequence[Any], root: int, what: str) -> list[Any]:
         """See `Comm.broadcast`."""
@@ -123,7 +132,9 @@ class HorovodComm(GraphComm):
         @tf.function(autograph=False)
         def run(values: list[tf.Tensor]) -> list[tf.Tensor]:
             return [
-                self._hvd.broadcast(value, root, name=f"{_tag(what)}.{i}", ignore_name_scope=True)
+                self._hvd.broadcast(
+                    value, self._ranks[root], name=f"{_tag(what)}.{i}", ignore_name_scope=True, process_set=self._set
+                )
                 for i, value in enumerate(values)
             ]
 
@@ -131,7 +142,7 @@ class HorovodComm(GraphComm):
 
     def all_gather(self, tensor: Any, name: str) -> Any:
         """See `Comm.all_gather`."""
-        return self._hvd.allgather(tensor, name=_tag(name), ignore_name_scope=True)
+        return self._hvd.allgather(tensor, name=_tag(name), ignore_name_scope=True, process_set=self._set)
 
     def all_reduce(self, tensors: Sequence[Any], how: Reduction, name: str) -> list[Any]:
         """See `Comm.all_reduce`."""
@@ -147,6 +158,27 @@ class HorovodComm(GraphComm):
             for i, tensor in zip(members, combined, strict=True):
                 result[i] = tensor
         return result
+
+    def all_to_all(self, tensor: Any, splits: Any, name: str) -> tuple[Any, Any]:
+        """See `GraphComm.all_to_all`."""
+        return self._hvd.alltoall(tensor, splits=splits, name=_tag(name), ignore_name_scope=True, process_set=self._set)
+
+    def subset(self, ranks: Sequence[int]) -> "HorovodComm | None":
+        """See `GraphComm.subset`."""
+        if not self._takes_sets:
+            raise ConfigError(
+                f"process sets: expected {PROCESS_SETS}=1 when Horovod was started, got nothing. Do: call "
+                'init(process_sets="dynamic") at the start of the script, or set it in the environment of the job.'
+            )
+        key = tuple(ranks)
+        if key not in self._sets:
+            self._sets[key] = self._hvd.add_process_set(list(ranks))
+        if self.rank not in ranks:
+            return None
+        some = copy.copy(self)
+        some._set, some._ranks = self._sets[key], list(ranks)
+        some.rank, some.size = some._ranks.index(self.rank), len(some._ranks)
+        return some
 
     def channel(self, what: str) -> Channel:
         """See `Comm.channel`."""
@@ -181,6 +213,7 @@ class HorovodComm(GraphComm):
                 postscale_factor=scale / self.size if scale != 1.0 else 1.0,
                 name=_tag(name),
                 ignore_name_scope=True,
+                process_set=self._set,
             )
 
     def _reduce_bf16(self, tensors: list[Any], how: Reduction, name: str) -> list[Any]:
@@ -197,7 +230,11 @@ class HorovodComm(GraphComm):
             flat = tf.pad(flat, [[0, share * self.size - length]])
             wire = tf.bitcast(tf.cast(flat, tf.bfloat16), tf.uint8)
             received, _ = self._hvd.alltoall(
-                wire, splits=tf.fill([self.size], share), name=_tag(f"{name}.scatter"), ignore_name_scope=True
+                wire,
+                splits=tf.fill([self.size], share),
+                name=_tag(f"{name}.scatter"),
+                ignore_name_scope=True,
+                process_set=self._set,
             )
             mine = tf.bitcast(tf.reshape(received, [self.size, share, 2]), tf.bfloat16)
             # Four times as fast as reduce_sum over the short axis.

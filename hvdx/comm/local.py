@@ -47,6 +47,14 @@ class LocalComm(GraphComm):
         """See `Comm.all_gather`."""
         return tensor
 
+    def all_to_all(self, tensor: Any, splits: Any, name: str) -> tuple[Any, Any]:
+        """See `GraphComm.all_to_all`."""
+        return tensor, splits
+
+    def subset(self, ranks: Sequence[int]) -> "LocalComm":
+        """See `GraphComm.subset`."""
+        return self
+
     def channel(self, what: str) -> Channel:
         """See `Comm.channel`."""
         return virtual_world(1)[0].channel(what)

@@ -3,17 +3,20 @@
 from typing import NoReturn
 
 from hvdx.keras import callbacks
+from hvdx.keras.batch_norm import SyncBatchNormalization
 from hvdx.keras.checkpoint import Checkpoint
 from hvdx.keras.collectives import (
     allgather,
     allgather_object,
     allreduce,
+    alltoall,
     broadcast,
     broadcast_global_variables,
     broadcast_object,
     broadcast_variables,
     grouped_allgather,
     grouped_allreduce,
+    grouped_reducescatter,
     reducescatter,
 )
 from hvdx.keras.data import shard
@@ -58,6 +61,7 @@ from hvdx.keras.horovod_queries import (
     rocm_built,
 )
 from hvdx.keras.optimizer import count_samples, flush
+from hvdx.keras.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 
 __all__ = [
     "Adasum",
@@ -71,11 +75,15 @@ __all__ = [
     "Min",
     "PartialDistributedGradientTape",
     "PartialDistributedOptimizer",
+    "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNormalization",
+    "add_process_set",
     "allgather",
     "allgather_object",
     "allreduce",
+    "alltoall",
     "broadcast",
     "broadcast_global_variables",
     "broadcast_object",
@@ -88,10 +96,12 @@ __all__ = [
     "cuda_built",
     "ddl_built",
     "flush",
+    "global_process_set",
     "gloo_built",
     "gloo_enabled",
     "grouped_allgather",
     "grouped_allreduce",
+    "grouped_reducescatter",
     "init",
     "is_homogeneous",
     "is_initialized",
@@ -104,6 +114,7 @@ __all__ = [
     "nccl_built",
     "rank",
     "reducescatter",
+    "remove_process_set",
     "rocm_built",
     "shard",
     "shutdown",

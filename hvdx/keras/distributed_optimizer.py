@@ -1,5 +1,6 @@
 """`DistributedOptimizer` and `DistributedGradientTape`: Horovod's two doors to the same averaging."""
 
+import collections
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -7,17 +8,18 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdx import comm as world
 from hvdx.errors import ConfigError
 from hvdx.keras.binding import Binding
 from hvdx.keras.graph_binding import GraphBinding
-from hvdx.keras.horovod_api import Average, Compression, is_partial, operation, wire
+from hvdx.keras.horovod_api import Average, Compression, operation, wire
 from hvdx.keras.local_variables import LocalVariables, trained_by
 from hvdx.keras.optimizer import attach
 from hvdx.keras.optimizer_state import innermost
+from hvdx.keras.process_sets import comm_or_none, is_partial
 from hvdx.strategies import AllReduce, GraphStrategy, Strategy, agree_on_strategy, join, resolve
 
-_numbers = itertools.count()
+# Of each process set, so that its members agree on names, whatever others make.
+_numbers: dict[int, Any] = collections.defaultdict(itertools.count)
 
 
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)
@@ -52,7 +54,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         backward_passes_per_step: accumulate this many gradients before they are combined and applied.
         average_aggregated_gradients: divide the accumulated gradient by `backward_passes_per_step`.
         num_groups, groups: number of collectives a step; or, `groups` only, lists of indices into the gradients.
-        process_set: not supported; all ranks take part.
+        process_set: the ranks that take part; by default all. On the others the optimiser stays a plain one.
         scale_local_gradients: divide the gradients of local variables by the number of ranks.
         strategy: hvdx's own way to say all of this: a strategy or its one-line spelling. By default the other
             arguments decide, and where they are at their defaults `HVDX_STRATEGY` does.
@@ -71,7 +73,6 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         >>> type(DistributedOptimizer(keras.optimizers.SGD(0.1))).__name__
         'SGD'
     """
-    _refuse(process_set)
     given = _all_reduce(
         device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op, num_groups, groups
     )
@@ -79,11 +80,16 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     gain = _accumulate(optimizer, backward_passes_per_step, average_aggregated_gradients)
     if keras.config.dtype_policy().name == "mixed_float16":
         optimizer = _loss_scaled(optimizer)
-    joined = join()
+    partial = is_partial(process_set)
+    if partial and not isinstance(chosen, GraphStrategy):
+        raise ConfigError(f"process_set: expected it with AllReduce() only, got {chosen!r}. Do: leave one of them out.")
+    some = comm_or_none(process_set, "DistributedOptimizer") if partial else None
+    joined = some if partial else join()
     binding = None
-    if joined.size > 1:
+    if joined is not None and joined.size > 1:
         agree_on_strategy(chosen, joined)
-        binding = attach(optimizer, chosen, name or f"optimizer.{next(_numbers)}", gain)
+        number = next(_numbers[process_set.process_set_id if partial else 0])
+        binding = attach(optimizer, chosen, name or f"optimizer.{number}", gain, some)
     _let_register(optimizer, chosen, binding, scale_local_gradients)
     return optimizer
 
@@ -122,7 +128,7 @@ class DistributedGradientTape:
         gradtape: a `tf.GradientTape`.
         device_dense, device_sparse, compression, sparse_as_dense, op, gradient_predivide_factor, num_groups, groups:
             see `DistributedOptimizer`.
-        process_set: not supported.
+        process_set: the ranks that take part; by default all. On the others gradients stay as they are.
         scale_local_gradients: see `DistributedOptimizer`.
         strategy: see `DistributedOptimizer`.
 
@@ -149,7 +155,6 @@ class DistributedGradientTape:
         scale_local_gradients: bool = True,
         strategy: Strategy | str | None = None,
     ):
-        _refuse(process_set)
         given = _all_reduce(
             device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op, num_groups, groups
         )
@@ -162,7 +167,7 @@ class DistributedGradientTape:
         self._strategy = chosen
         self._local = LocalVariables(scale_local_gradients)
         self._tape = gradtape
-        self._comm = world.graph()
+        self._comm = comm_or_none(process_set, "DistributedGradientTape")
 
     def __enter__(self) -> "DistributedGradientTape":
         self._tape.__enter__()
@@ -211,12 +216,13 @@ class DistributedGradientTape:
             self._tape.gradient(target, plain, output_gradients, **options), expand_composites=False
         )
         present = [i for i, g in enumerate(gradients) if g is not None]
-        if self._comm.size > 1 and present:
+        comm = self._comm
+        if comm is not None and comm.size > 1 and present:
             combined = self._local.exchange_others(
                 [variables[i] for i in present],
                 [gradients[i] for i in present],
-                self._comm.size,
-                lambda shared: self._strategy.exchange(self._comm, shared, "tape"),
+                comm.size,
+                lambda shared: self._strategy.exchange(comm, shared, "tape"),
             )
             for i, gradient in zip(present, combined, strict=True):
                 gradients[i] = gradient
@@ -336,9 +342,3 @@ def _loss_scaled(optimizer: Any) -> Any:
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return optimizer
     return keras.optimizers.LossScaleOptimizer(optimizer, name="loss_scale_optimizer")
-
-
-def _refuse(process_set: Any) -> None:
-    """Raise for what hvdx does not have; Horovod's set of all processes, whose id is 0, is what it has."""
-    if is_partial(process_set):
-        raise ConfigError("process_set: not supported by hvdx. Leave it out.")

@@ -8,6 +8,7 @@ import keras
 from hvdx import comm as world
 from hvdx.errors import ConfigError
 from hvdx.keras import placement, separate
+from hvdx.keras.process_sets import add_process_set, allow
 from hvdx.strategies import Strategy, join, leave
 from hvdx.strategies.registry import set_default
 from hvdx.strategies.serving.roles import after_joining
@@ -42,7 +43,9 @@ def init(comm: Any = None, process_sets: Any = None, strategy: Strategy | str | 
     chosen some.
 
     Args:
-        comm, process_sets: not supported; the world is all processes that were started.
+        comm: not supported; the world is all processes that were started.
+        process_sets: a list of `ProcessSet`, which are added, or "dynamic" for `add_process_set` to work at any time;
+            by default it works before anything else that travels inside a graph.
         strategy: what callbacks and optimisers use that are told nothing else; by default what `HVDX_STRATEGY` says.
             Under a `ParameterServer` whose servers are ranks of their own, those serve here, and never return.
 
@@ -50,10 +53,18 @@ def init(comm: Any = None, process_sets: Any = None, strategy: Strategy | str | 
         ConfigError: an argument that is not supported.
         LaunchError, HorovodError: see `hvdx.comm.start`.
     """
-    unsupported("init", comm=comm, process_sets=process_sets)
+    unsupported("init", comm=comm)
+    if process_sets is not None:
+        allow()
     if strategy is not None:
         set_default(strategy)
     join(strategy)
+    if isinstance(process_sets, str) and process_sets != "dynamic":
+        raise ConfigError(
+            f"init: process_sets: expected a list or 'dynamic', got {process_sets!r}. Do: give one of them."
+        )
+    for process_set in () if isinstance(process_sets, str) else process_sets or ():
+        add_process_set(process_set)
 
 
 def shutdown() -> None:
@@ -157,11 +168,6 @@ def _horovod_constants() -> dict[str, Any]:
 
     module = sys.modules.get("horovod.tensorflow")
     return {} if module is None else {k: getattr(module, k) for k in ("Average", "Sum")}
-
-
-def is_partial(process_set: Any) -> bool:
-    """Whether it is a set of some ranks only; Horovod's set of all ranks has the number 0, and None means it too."""
-    return process_set is not None and getattr(process_set, "process_set_id", None) != 0
 
 
 def unsupported(function: str, **arguments: Any) -> None:

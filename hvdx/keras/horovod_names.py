@@ -41,18 +41,10 @@ REMEDIES = {
         ),
         _INTERNAL,
     ),
-    **dict.fromkeys(
-        (
-            "ProcessSet",
-            "SyncBatchNormalization",
-            "add_process_set",
-            "alltoall",
-            "global_process_set",
-            "grouped_reducescatter",
-            "join",
-            "remove_process_set",
-        ),
-        "hvdx does not support it. Do: leave it out.",
+    "join": (
+        "Horovod's own join shuts down under the grouped collectives that hvdx sends gradients with. Do: give every "
+        "rank as many steps, by hvdx.shard(data, batch_size), or train with the callback Distribute, which ends an "
+        "epoch of uneven data on all ranks together."
     ),
 }
 

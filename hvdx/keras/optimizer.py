@@ -29,7 +29,7 @@ _BINDING = "_hvdx_binding"
 _REPLACED = ("_backend_apply_gradients", "_clip_gradients", "_backend_update_step")
 
 
-def attach(optimizer: Any, strategy: Strategy, name: str, gain: float = 1.0) -> Binding:
+def attach(optimizer: Any, strategy: Strategy, name: str, gain: float = 1.0, comm: GraphComm | None = None) -> Binding:
     """Make an optimiser combine its gradients over the ranks, in place.
 
     Args:
@@ -37,6 +37,7 @@ def attach(optimizer: Any, strategy: Strategy, name: str, gain: float = 1.0) -> 
         strategy: how to combine.
         name: alike on all ranks and different for each optimiser of a model.
         gain: factor on the combined gradients.
+        comm: the ranks that take part, under a strategy whose exchange is part of the graph; by default all.
 
     Returns:
         The binding. An optimiser that is tied already keeps its own.
@@ -53,7 +54,7 @@ def attach(optimizer: Any, strategy: Strategy, name: str, gain: float = 1.0) -> 
             )
         return bound
     _check_kind(innermost(optimizer))
-    binding = _bind(strategy, optimizer, name, gain)
+    binding = _bind(strategy, optimizer, name, gain, comm)
     if isinstance(binding, AveragingBinding):
         _watch_steps(optimizer, binding)
     elif isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
@@ -62,7 +63,7 @@ def attach(optimizer: Any, strategy: Strategy, name: str, gain: float = 1.0) -> 
     return binding
 
 
-def _bind(strategy: Strategy, optimizer: Any, name: str, gain: float) -> Binding:
+def _bind(strategy: Strategy, optimizer: Any, name: str, gain: float, comm: GraphComm | None) -> Binding:
     """Make the binding that a strategy needs; starts Horovod for those that use it."""
     if isinstance(strategy, HostStrategy):
         if isinstance(join(), GraphComm) and join().size > 1:
@@ -71,7 +72,7 @@ def _bind(strategy: Strategy, optimizer: Any, name: str, gain: float) -> Binding
             return ServerBinding(strategy, join(), optimizer, name, gain)
         return HostBinding(strategy, join(), innermost(optimizer), name, gain)
     if isinstance(strategy, GraphStrategy):
-        return GraphBinding(strategy, world.graph(), name, gain, innermost(optimizer))
+        return GraphBinding(strategy, comm or world.graph(), name, gain, innermost(optimizer))
     if isinstance(strategy, ParameterAveraging):
         return AveragingBinding(strategy, world.graph(rarely=True), optimizer, name, gain)
     raise ConfigError(
