@@ -8,9 +8,12 @@ import keras
 from hvdx.errors import ConfigError
 from hvdx.keras import metrics, replicas
 from hvdx.keras.local_variables import LocalVariables
-from hvdx.keras.optimizer import binding_of, flush, optimizers_of
+from hvdx.keras.optimizer import binding_of, flush, optimizers_of, own_variables
 from hvdx.keras.optimizer_state import innermost
 from hvdx.strategies import join
+
+# The method of a Keras model that turns the state of its metrics into values.
+_RESULT = "_get_metrics_result_or_logs"
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
@@ -88,7 +91,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """Make the metrics of an epoch those over all ranks. Put it before callbacks that read them.
+    """Make the metrics of an epoch, and of `evaluate`, those over all ranks. Put it before callbacks that read them.
+
+    All ranks call `evaluate`; their data may differ in length.
 
     Args:
         device: not supported.
@@ -100,6 +105,10 @@ class MetricAverageCallback(keras.callbacks.Callback):
             raise ConfigError("MetricAverageCallback: device: not supported by hvdx. Leave it out.")
         self._logs = metrics.EpochLogs(join())
 
+    def on_train_begin(self, logs: Any = None) -> None:
+        """An `evaluate` that an exception ended leaves nothing behind."""
+        _give_back(self.model)
+
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Nothing of this epoch is combined yet."""
         self._logs.begin()
@@ -109,13 +118,26 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self._logs.see_step(logs)
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Validation is about to overwrite the training metrics."""
+        """Validation is about to overwrite the training metrics, and `evaluate` to return its own."""
         self._logs.before_validation(self.model)
+        model = self.model
+
+        # What `evaluate` returns it takes from here, and callbacks get a copy.
+        def over_all_ranks(logs: Any) -> Any:
+            _give_back(model)
+            result = dict(getattr(model, _RESULT)(logs))
+            if result:
+                self._logs.after_validation(model, result)
+            return result
+
+        if hasattr(model, _RESULT):
+            setattr(model, _RESULT, over_all_ranks)
 
     def on_test_end(self, logs: Any = None) -> None:
-        """Combine the validation metrics."""
-        if logs:
+        """Combine the validation metrics, where `evaluate` has not asked for them."""
+        if logs and not self._logs.validated:
             self._logs.after_validation(self.model, logs)
+        _give_back(self.model)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Replace what this rank saw by what all ranks saw."""
@@ -123,11 +145,19 @@ class MetricAverageCallback(keras.callbacks.Callback):
             self._logs.finish(self.model, logs)
 
 
+def _give_back(model: Any) -> None:
+    """Let a model make values of its metrics by itself again."""
+    model.__dict__.pop(_RESULT, None)
+
+
 class LearningRateScheduleCallback(keras.callbacks.Callback):
     """Set the learning rate to `initial_lr * multiplier` between two epochs.
 
     With momentum the velocity is scaled by new / old rate whenever the rate changes, which is what Horovod's
-    correction of the momentum coefficient comes to (Goyal et al. 2017, section 2.1), and works inside a graph.
+    correction of the momentum coefficient comes to (Goyal et al. 2017, section 2.1), and works inside a graph. With
+    Nesterov's momentum Horovod's step looks ahead by the corrected coefficient too: after the step the weights get the
+    difference, (new / old - 1) times momentum times velocity. Under a strategy that leaves each rank its own velocity,
+    which no weights of all ranks may follow, that difference is left out.
 
     Args:
         initial_lr: the learning rate that is multiplied; None takes the optimiser's.
@@ -161,6 +191,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self.momentum_correction = momentum_correction
         self.steps_per_epoch = steps_per_epoch
         self.current_epoch = 0
+        self._ahead: tuple[float, int] | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Find the learning rate and the length of an epoch."""
@@ -211,6 +242,19 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             velocities: list[Any] = getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", [])
             for velocity in velocities:
                 velocity.assign(velocity * (new / old))
+            if getattr(optimizer, "nesterov", False):
+                self._ahead = (new / old, int(optimizer.iterations))
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Look ahead by the corrected momentum, if the rate changed and a step was taken."""
+        ahead, self._ahead = self._ahead, None
+        optimizer = self._optimizer()
+        if ahead is None or int(optimizer.iterations) == ahead[1]:
+            return
+        own = {id(v) for v in own_variables(optimizer)}
+        for weight, velocity in zip(optimizer._trainable_variables, optimizer.momentums, strict=True):
+            if (id(weight) in own) == (id(velocity) in own):
+                weight.assign_add((ahead[0] - 1.0) * optimizer.momentum * velocity)
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):

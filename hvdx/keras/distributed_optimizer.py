@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from hvdx.errors import ConfigError
+from hvdx.keras import xla
 from hvdx.keras.binding import Binding
 from hvdx.keras.graph_binding import GraphBinding
 from hvdx.keras.horovod_api import Average, Compression, operation, wire
@@ -218,6 +219,7 @@ class DistributedGradientTape:
         present = [i for i, g in enumerate(gradients) if g is not None]
         comm = self._comm
         if comm is not None and comm.size > 1 and present:
+            xla.refuse()
             combined = self._local.exchange_others(
                 [variables[i] for i in present],
                 [gradients[i] for i in present],

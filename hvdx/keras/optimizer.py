@@ -17,6 +17,7 @@ import tensorflow as tf
 from hvdx import comm as world
 from hvdx.comm import GraphComm
 from hvdx.errors import ConfigError
+from hvdx.keras import xla
 from hvdx.keras.averaging_binding import AveragingBinding
 from hvdx.keras.binding import Binding
 from hvdx.keras.graph_binding import GraphBinding
@@ -175,6 +176,7 @@ def _replace_methods(optimizer: Any, binding: Binding) -> None:
     kind = type(optimizer)
 
     def _backend_apply_gradients(self: Any, grads: Any, trainable_variables: Any) -> Any:
+        xla.refuse()
         binding.see(trainable_variables)
         if not binding.holds_loss_scale:
             binding.count_step()

@@ -166,20 +166,45 @@ def test_warmup_raises_the_rate_and_corrects_momentum():
     assert history["lr"][-1] == pytest.approx(0.4)
 
 
-def test_momentum_correction_is_goyals():
-    """One step by hand: v <- m (new / old) v - new g."""
-    model = models.compiled(models.network(seed=0), keras.optimizers.SGD(0.1, momentum=0.5))
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_momentum_correction_is_horovods(nesterov):
+    """One step by hand, with m' = m new / old: v <- m' v - new g, and with Nesterov w <- w + m' v - new g."""
+    model = models.compiled(models.network(seed=0), keras.optimizers.SGD(0.1, momentum=0.5, nesterov=nesterov))
     x, y = models.data(8)
     schedule = hvd.callbacks.LearningRateScheduleCallback(0.1, lambda epoch: [1.0, 3.0][int(epoch)])
     model.fit(x, y, batch_size=8, epochs=1, verbose=0, callbacks=[schedule])
     before = [v.numpy() for v in model.optimizer.momentums]
+    weights = [v.numpy() for v in model.trainable_variables]
     with tf.GradientTape() as tape:
         loss = model.compute_loss(y=y, y_pred=model(x))
     gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
     model.fit(x, y, batch_size=8, initial_epoch=1, epochs=2, verbose=0, callbacks=[schedule])
-    for velocity, old, gradient in zip(model.optimizer.momentums, before, gradients, strict=True):
-        expected = 0.5 * 3.0 * old - 0.3 * gradient.numpy()
-        np.testing.assert_allclose(velocity.numpy(), expected, rtol=1e-4, atol=1e-6)
+    for i, gradient in enumerate(gradients):
+        velocity = 0.5 * 3.0 * before[i] - 0.3 * gradient.numpy()
+        np.testing.assert_allclose(model.optimizer.momentums[i].numpy(), velocity, rtol=1e-4, atol=1e-6)
+        step = 0.5 * 3.0 * velocity - 0.3 * gradient.numpy() if nesterov else velocity
+        np.testing.assert_allclose(model.trainable_variables[i].numpy(), weights[i] + step, rtol=1e-4, atol=1e-6)
+
+
+def test_evaluate_returns_metrics_over_all_samples():
+    model = models.compiled(models.network(seed=0), keras.optimizers.SGD(0.1), metrics=["accuracy"])
+    x, y = models.data()
+    # Unequal numbers of samples: no mean of the ranks' values is right.
+    mine = slice(0, 4) if hvd.rank() == 0 else slice(4, None)
+    average = hvd.callbacks.MetricAverageCallback()
+    found = model.evaluate(x[mine], y[mine], batch_size=4, verbose=0, return_dict=True, callbacks=[average])
+    expected = model.evaluate(x, y, batch_size=4, verbose=0, return_dict=True)
+    assert found == pytest.approx(expected, rel=1e-5)
+    here = model.evaluate(x[mine], y[mine], batch_size=4, verbose=0, return_dict=True)
+    assert here != pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.graph
+def test_xla_is_refused_with_what_turns_it_off():
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    model = models.compiled(models.network(seed=0), optimizer, jit_compile=True)
+    with pytest.raises(ConfigError, match=r"jit_compile.*BroadcastGlobalVariablesCallback"):
+        models.fit(model, [], epochs=1)
 
 
 def test_schedule_refuses_a_rate_that_cannot_be_set():
