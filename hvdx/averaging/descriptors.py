@@ -16,7 +16,11 @@ _OTHERS = 64
 def _files(path: Path) -> int:
     """Files of one network; those of a folder, or beside an index, may be its shards."""
     folder = path if path.is_dir() else path.parent if path.name.endswith(".index.json") else None
-    return _PER_NETWORK + (len(os.listdir(folder)) if folder is not None and folder.is_dir() else 0)
+    try:
+        return _PER_NETWORK + (len(os.listdir(folder)) if folder is not None else 0)
+    except OSError:
+        # Whoever opens it says what is the matter.
+        return _PER_NETWORK
 
 
 @contextlib.contextmanager
