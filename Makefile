@@ -6,6 +6,7 @@
 #   WORKERS=4           how many workers the demo starts
 #   TF=gpu              tensorflow[and-cuda] in place of tensorflow-cpu
 #   SECONDS=600         how long `make fuzz` goes on
+#   TIMES=10            how many jobs of each kind `make deaths` starts
 #   ONLY="NAME NAME"    the faults of `make mutants`; all of them by default
 #   JOBS=2              how many faults are tried side by side
 #   MXNET_PYTHON=python3.11  the Python of .venv-mxnet, which `make test` makes; MXNet goes with 3.11 at the latest
@@ -16,6 +17,7 @@ MPI ?= own
 TF ?= tf
 WORKERS ?= 2
 SECONDS ?= 600
+TIMES ?= 10
 ONLY ?=
 JOBS ?= 1
 VENV := .venv
@@ -50,7 +52,7 @@ MXNET_PYTHON ?= $(PYTHON)
 MXNET_PACKAGES = 'mxnet==1.9.1' 'numpy==1.23.5'
 
 .DEFAULT_GOAL := help
-.PHONY: help venv kernels demo test test-quick check mutants fuzz gpu fmt clean
+.PHONY: help venv kernels demo test test-quick check mutants deaths fuzz gpu fmt clean
 .DELETE_ON_ERROR:
 
 help:
@@ -59,6 +61,7 @@ help:
 	@echo 'make test-quick  the tests to run after each edit: every room, one job on 2 ranks'
 	@echo 'make check       lint, formatting, types, the rules about imports; writes nothing'
 	@echo 'make mutants     break one line at a time, and see whether the tests notice (an hour; ONLY="NAME NAME" for some)'
+	@echo 'make deaths      end, kill and stop one of four ranks, TIMES=$(TIMES) times for each strategy and way (hours)'
 	@echo 'make fuzz        throw damaged messages at the decoders for $(SECONDS) seconds'
 	@echo 'make gpu         on a machine with a GPU: test its kernels against the reference, and measure them'
 	@echo 'make fmt         mend what lint and formatting can mend'
@@ -105,6 +108,9 @@ check: $(INSTALLED)
 
 mutants: $(HOROVOD) $(FRAMEWORKS) kernels
 	$(BIN)/python -m tests.mutate --jobs $(JOBS) $(if $(strip $(ONLY)),--only $(ONLY))
+
+deaths: $(HOROVOD) kernels
+	$(BIN)/python -m tests.deaths --times $(TIMES)
 
 fuzz: $(INSTALLED)
 	$(BIN)/python -m tests.fuzz_wire --seconds $(SECONDS)
