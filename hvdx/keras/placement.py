@@ -132,7 +132,7 @@ def _set_threads(ranks: int) -> str:
             if number == 0:
                 choose(share.threads)
     except RuntimeError:
-        return "TensorFlow's own number of threads (it had started already: call hvdx.init() first)"
+        return "TensorFlow's own number of threads (it started before hvdx; `hvdx run` tells it, or hvdx.init() first)"
     return said
 
 
@@ -149,7 +149,7 @@ def _set_gpu(comm: Comm, environs: Sequence[Mapping[str, str]]) -> str:
         tf.config.set_visible_devices(gpus[chosen.index], "GPU")
         tf.config.experimental.set_memory_growth(gpus[chosen.index], True)
     except (RuntimeError, ValueError):
-        return "all GPUs of its host (TensorFlow had started already: call hvdx.init() first)"
+        return "all GPUs of its host (TensorFlow started before hvdx: call hvdx.init() first)"
     if chosen.shared:
         if comm.local_rank == 0:
             print(

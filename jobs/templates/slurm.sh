@@ -19,7 +19,7 @@
 #SBATCH @{directives}
 
 # To this file's folder, from wherever it was submitted: what runs is a copy of it.
-folder=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\(/.*\)/[^/]*$|\1|p')
+folder=$(scontrol show job "$SLURM_JOB_ID" | sed -n '/^ *Command=\//{s|^[^/]*\(/.*\)/[^/]*$|\1|p;q}')
 cd "${folder:-.}" || exit 1
 # After `sbatch --export=NONE` srun would hand on nothing of what is exported below.
 unset SLURM_EXPORT_ENV

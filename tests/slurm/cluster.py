@@ -1,4 +1,4 @@
-"""A Slurm cluster of two nodes on this one machine: its own controller, key and ports, gone when it is left.
+"""A Slurm cluster of three nodes on this one machine: its own controller, key and ports, gone when it is left.
 
 Nothing of it lies outside its folder, so that several can run at once and none meets a Slurm that is installed here.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from hvdx.cli.processes import Outcome, run, search_path
 
-NODES = ("hvdx1", "hvdx2")
+NODES = ("hvdx1", "hvdx2", "hvdx3")
 #: Of each node, whatever the machine has.
 CPUS = 4
 #: States that a job does not leave by itself.
@@ -26,7 +26,7 @@ ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "scancel", "squeue", "sinfo")
 _PROGRAMS += ("hostname", "mount", "setpriv", "unshare")
-_START_LIMIT = 60.0  # seconds until both nodes are idle; it takes two on an idle machine
+_START_LIMIT = 60.0  # seconds until all nodes are idle; it takes two on an idle machine
 _STOP_LIMIT = 10.0  # seconds for the daemons to end
 _COMMAND_LIMIT = 30.0  # seconds for one question to the controller
 _POLL = 0.2  # seconds
@@ -83,7 +83,7 @@ class ClusterError(Exception):
 
 
 class Cluster:
-    """Two nodes, `hvdx1` and `hvdx2`, of 4 CPUs each in the partition `main`.
+    """Three nodes, `hvdx1` to `hvdx3`, of 4 CPUs each in the partition `main`.
 
     A job's environment is the submitter's; `environment` puts this Python's folder first on its PATH.
 
@@ -254,7 +254,7 @@ class Cluster:
         self._daemon("slurmctld", "-D", "-c", "-f", str(self.folder / "slurm.conf"))
         for node in NODES:
             self._start_node(node)
-        self._until(self._idle, _START_LIMIT, f"{' and '.join(NODES)} to be idle")
+        self._until(self._idle, _START_LIMIT, f"{', '.join(NODES)} to be idle")
 
     def _write_configuration(self) -> None:
         if len(str(self.folder)) > _LONGEST_FOLDER:
@@ -276,7 +276,7 @@ class Cluster:
             own = self.folder / node
             own.mkdir()
             (own / "slurm.conf").write_text(text)
-            # Both nodes' PMIx clients would share one folder, as no two nodes of a real cluster do.
+            # All nodes' PMIx clients would share one folder, as no two nodes of a real cluster do.
             (own / "mpi.conf").write_text(f"PMIxCliTmpDirBase={own}/tmp\n")
 
     def _start_node(self, node: str) -> None:

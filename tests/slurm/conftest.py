@@ -9,7 +9,7 @@ from tests.slurm.cluster import Cluster, ClusterError, obstacle
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory):
-    """A Slurm of two nodes, hvdx1 and hvdx2, for the whole session; see `Cluster`."""
+    """A Slurm of three nodes, hvdx1 to hvdx3, for the whole session; see `Cluster`."""
     why = obstacle()
     if why is not None:
         pytest.skip(why)

@@ -1,4 +1,4 @@
-"""`hvdx doctor --batch` on a real Slurm of two nodes."""
+"""`hvdx doctor --batch` on a real Slurm."""
 
 import json
 import sys
@@ -29,7 +29,7 @@ def test_good_cluster(doctor):
     assert {check["status"] for check in found.values()} == {"ok"}
     assert found["batch system"]["value"].startswith("Slurm 2")
     assert found["inside a job"]["value"].startswith("no")
-    assert found["default partition"]["value"] == "main, time limit 1:00:00, 2 nodes"
+    assert found["default partition"]["value"] == "main, time limit 1:00:00, 3 nodes"
     assert "pmix" in found["srun --mpi"]["value"]
     for way in ("srun --mpi=pmix", "mpirun in a job"):
         assert found[way]["value"].startswith("rank 0 of 2 on hvdx1, rank 1 of 2 on hvdx2; ")

@@ -80,10 +80,13 @@ def test_node_that_is_lost_in_mid_run_costs_the_steps_since_the_last_checkpoint(
     cluster.node_lost("hvdx2")
     try:
         until(lambda: "goes back into the queue" in output(tmp_path), limit=150)
-    finally:
+        # Slurm starts it anew once it has noticed too, on another node. (One that came back so soon would get Slurm's
+        # retries of the kill.) That takes minutes, by which the job's credential has expired: see `cred_expire`.
+        time.sleep(10)
         cluster.node_down("hvdx2")
+        assert cluster.wait(number, timeout=180) == "COMPLETED", output(tmp_path)
+    finally:
         cluster.node_resume("hvdx2")
-    assert cluster.wait(number, timeout=180) == "COMPLETED", output(tmp_path)
     said = output(tmp_path)
     assert "lost hvdx2 (exit code" in said
     assert cluster.show(number)["Restarts"] == "1"

@@ -42,6 +42,8 @@ SHARED = "shared.safetensors"
 _PATIENCE_SECONDS = 2.0
 _NAME = re.compile(r"epoch-(\d+)(?:-step-(\d+))?")
 _AWAY = ".hvdx-"
+# Keras counts the names of layers in each process, and a rank may have made more of them: dense_5/kernel.
+_KERAS_NUMBER = re.compile(r"(?<=[a-z])_\d+(?=[/_ ,.;:')]|$)")
 # What is said of where a rank is.
 _PLACE = "the folder of checkpoints"
 # What a manifest of this format says.
@@ -134,7 +136,7 @@ class Folder:
 
     def fail(self, place: str, problem: Exception | None, failed: Mapping[int, Failure], remedy: str) -> NoReturn:
         """Raise what `together` raises, for what `attempt` returned."""
-        alike = len(failed) == self.comm.size and len({failure.text for failure in failed.values()}) == 1
+        alike = len(failed) == self.comm.size and len({_KERAS_NUMBER.sub("", f.text) for f in failed.values()}) == 1
         if isinstance(problem, HvdxError) and alike:
             problem.collective = True
             raise problem

@@ -16,7 +16,9 @@ def main(name, words):
         print(words[2].replace(",", "\n"))
         return 0
     if words[:2] == ["show", "job"]:
-        print(f"JobId=17\n   Command={os.environ.get('STAND_IN_SCRIPT', '(null)')}\n   WorkDir=/")
+        # As Slurm does for the last task of an array, whose number stands for all of them.
+        for number in (18, 17):
+            print(f"JobId={number}\n   Command={os.environ.get('STAND_IN_SCRIPT', '(null)')}\n   WorkDir=/\n")
         return 0
     if name in ("pbs_tmrsh", "blaunch"):
         return int(words[0] in os.environ.get("STAND_IN_LOST", "").split())
