@@ -19,7 +19,7 @@ def _files(path: Path) -> int:
     try:
         return _PER_NETWORK + (len(os.listdir(folder)) if folder is not None else 0)
     except OSError:
-        # Whoever opens it says what is the matter.
+        # `open_network` reports it.
         return _PER_NETWORK
 
 

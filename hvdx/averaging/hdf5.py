@@ -237,7 +237,7 @@ def _dtype(path: Path, name: str, item: Any) -> np.dtype:
 
 
 def _is_array(item: Any) -> bool:
-    """Whether it is a dataset with elements to average: no group, no named type, no empty dataspace."""
+    """Return whether an HDF5 object is a dataset with elements; groups, named types and empty datasets are not."""
     return hasattr(item, "chunks") and item.shape is not None
 
 

@@ -87,7 +87,7 @@ class KerasArchive(Network):
             ) from None
 
     def _config(self) -> tuple[Any, Any]:
-        """What the archive says of the model, and what of it counts in a comparison."""
+        """Read the configuration of the model, and the part of it that a comparison uses."""
         try:
             with self._archive.open(self._entry(_CONFIG)) as entry:
                 text = entry.read(MOST_BYTES + 1)

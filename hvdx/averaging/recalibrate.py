@@ -100,7 +100,7 @@ def recalibrate(model: Any, inputs: Inputs, batch_size: int = _BATCH) -> None:
     kept = [(v, v.numpy()) for v in model.variables if not any(v is s for layer in layers for s in _statistics(layer))]
     with _watched(layers) as sums:
         for begin, end in itertools.pairwise(edges):
-            # In the order of the file, which is read from the disk as it is needed.
+            # Sorted, since the file is read from the disk on demand.
             model(_batch(model, inputs, np.sort(order[begin:end])), training=True)
     for layer in layers:
         _check_finite(layer, sums[id(layer)][1])
@@ -231,7 +231,7 @@ def _normalisations(model: Any) -> list[Any]:
 
 
 def _unbiased(layer: Any, inputs: Any, training: Any = None, mask: Any = None) -> float:
-    """What turns a batch's variance into the unbiased one: n / (n - 1) for n values of a channel."""
+    """Bessel's correction n / (n - 1), for the n values that a channel has in a batch."""
     count = np.prod(inputs.shape) / inputs.shape[layer.axis]
     if mask is not None:
         count *= np.mean(np.asarray(mask))

@@ -117,7 +117,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _joined(architectures: list[Any]) -> Any:
-    """What shards have in common says nothing of where a tensor lies, so that others may be cut elsewhere."""
+    """Merge the shards' architectures, so that networks cut into other shards compare as equal."""
     known = [architecture for architecture in architectures if architecture is not None]
     if not known:
         return None

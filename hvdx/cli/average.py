@@ -1,16 +1,16 @@
 """`hvdx average`: the mean of saved networks, in their own format."""
 
 import argparse
-import signal
 import sys
 import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from hvdx.cli.progress import Progress
+from hvdx.cli.termination import TERMINATED, TerminatedError, sigterm_raises
 from hvdx.errors import ConfigError, HvdxError
 from hvdx.report.table import quantity
 
@@ -69,41 +69,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--quiet", action="store_true", help="no progress, and no line at the end; warnings and errors stay")
 
 
-_TERMINATED = 128 + signal.SIGTERM
-
-
 def run(args: argparse.Namespace) -> int:
     """Report, average, or both; 0 unless an error or SIGTERM stops it."""
     came: list[int] = []
     try:
-        with _sigterm_raises(came):
+        with sigterm_raises() as came:
             return _run(args)
-    except (_TerminatedError, HvdxError):
+    except (TerminatedError, HvdxError):
         # A library that is called in between may make an error of its own of it.
         if not came:
             raise
     print("hvdx: terminated", file=sys.stderr)
-    return _TERMINATED
-
-
-class _TerminatedError(BaseException):
-    """SIGTERM came. No Exception, so that nothing takes it for a damaged file."""
-
-
-@contextmanager
-def _sigterm_raises(came: list[int]) -> Iterator[None]:
-    """Have SIGTERM end the block as an error does: temporary files are removed on the way out."""
-
-    def terminate(number: int, _: object) -> NoReturn:
-        signal.signal(number, signal.SIG_IGN)
-        came.append(number)
-        raise _TerminatedError
-
-    before = signal.signal(signal.SIGTERM, terminate)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    return TERMINATED
 
 
 def _run(args: argparse.Namespace) -> int:

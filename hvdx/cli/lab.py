@@ -6,10 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from hvdx.cli import lab_check
 from hvdx.cli.lab_inside import GRACE, Plan
@@ -17,6 +15,7 @@ from hvdx.cli.mpi_tools import Mpi, find_mpi, mpirun_command
 from hvdx.cli.namespaces import enter, obstacle
 from hvdx.cli.network import MAX_HOSTS, SCRATCH, SUBNET, Shape, parse_rate
 from hvdx.cli.processes import child_environment
+from hvdx.cli.termination import TERMINATED, TerminatedError, sigterm_raises
 from hvdx.errors import ConfigError, LaunchError
 from hvdx.report.table import quantity, render
 
@@ -158,9 +157,9 @@ def _play(
         os.close(hears)
         os.close(answers)
         try:
-            with _sigterm_raises():
+            with sigterm_raises():
                 code = process.wait(args.timeout)
-        except (subprocess.TimeoutExpired, KeyboardInterrupt, _TerminatedError) as why:
+        except (subprocess.TimeoutExpired, KeyboardInterrupt, TerminatedError) as why:
             code = _wind_up(process, speaker, why, args.timeout)
         text = listener.read()
     answer = json.loads(text) if text else None
@@ -175,8 +174,8 @@ def _wind_up(process: subprocess.Popen, speaker: Any, why: BaseException, limit:
     if isinstance(why, subprocess.TimeoutExpired):
         code = _OUT_OF_TIME
         _say(f"{limit:g} seconds are over, ending the job")
-    elif isinstance(why, _TerminatedError):
-        code = 128 + signal.SIGTERM
+    elif isinstance(why, TerminatedError):
+        code = TERMINATED
     try:
         speaker.write(b"t")
         process.wait(GRACE + 5)
@@ -184,22 +183,6 @@ def _wind_up(process: subprocess.Popen, speaker: Any, why: BaseException, limit:
         process.kill()
         process.wait()
     return code
-
-
-class _TerminatedError(Exception):
-    """SIGTERM came."""
-
-
-@contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    def terminate(*_: object) -> NoReturn:
-        raise _TerminatedError
-
-    before = signal.signal(signal.SIGTERM, terminate)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _facts(args: argparse.Namespace, shape: Shape, program: list[str], code: int, answer: dict) -> dict[str, Any]:

@@ -15,10 +15,10 @@ from hvdx.comm.signals import REQUEUE_CODE, Announcement, obeyed
 from hvdx.errors import ConfigError
 from hvdx.keras import data, neighbours
 from hvdx.keras.checkpoint.contents import Data, random_states, set_random_states, snapshot
-from hvdx.keras.checkpoint.folder import Folder, Position, positions_in
+from hvdx.keras.checkpoint.folder import Folder, Position, alike, positions_in
 from hvdx.keras.checkpoint.moments import Polls, parse
 from hvdx.keras.checkpoint.restoring import Restored, restore_newest, say
-from hvdx.keras.checkpoint.writer import Writer, alike, wait_for_all
+from hvdx.keras.checkpoint.writer import Writer, wait_for_all
 from hvdx.keras.lockstep import Lockstep, meet
 from hvdx.keras.optimizer import binding_of, optimizers_of
 from hvdx.keras.server_binding import ServerBinding

@@ -192,9 +192,7 @@ class Folder:
         taken = self.together(_PLACE, take, "Give a directory that can be written to.")
         refusal = meet(self.comm, _PLACE, taken)[0]
         if refusal:
-            error = ConfigError(refusal)
-            error.collective = True
-            raise error
+            raise alike(refusal)
         if self._owner is not None and not self._owner.locked:
             said = f"hvdx: {self.path}: this file system has no locks: a second job that saves here goes unnoticed."
             print(said, file=sys.stderr, flush=True)
@@ -357,3 +355,10 @@ class Saved:
 def told(error: Exception) -> str:
     """An error in one line, for other ranks."""
     return str(error) if isinstance(error, HvdxError) else f"{type(error).__name__}: {error}"
+
+
+def alike(message: str) -> ConfigError:
+    """An error that all ranks find."""
+    error = ConfigError(message)
+    error.collective = True
+    return error

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from hvdx.comm.waiting import LIMIT_VARIABLE, time_limit
-from hvdx.errors import ConfigError, HvdxError
+from hvdx.errors import HvdxError
 from hvdx.keras import data
 from hvdx.keras.checkpoint import files
 from hvdx.keras.checkpoint.contents import Data, Snapshot, snapshot, value_of
-from hvdx.keras.checkpoint.folder import FORMAT, SHARED, Folder, Position, of_rank, told
+from hvdx.keras.checkpoint.folder import FORMAT, SHARED, Folder, Position, alike, of_rank, told
 from hvdx.keras.lockstep import meet
 from hvdx.keras.optimizer import binding_of, optimizers_of
 from hvdx.strategies import join
@@ -232,10 +232,3 @@ def refuse_later(folder: Folder, position: Position) -> None:
             f"{folder.path}: expected to save after {later[-1]}, which is there already, got {position}. Restore it "
             "before you train, or give another directory."
         )
-
-
-def alike(message: str) -> ConfigError:
-    """An error that all ranks find."""
-    error = ConfigError(message)
-    error.collective = True
-    return error
