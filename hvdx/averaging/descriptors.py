@@ -8,9 +8,17 @@ from pathlib import Path
 
 from hvdx.errors import ConfigError
 
-# An archive of Keras is open twice, and its unpacked weights beside it; and what else this process has open.
+# An archive of Keras is open twice, and its unpacked weights beside it; and what is opened on the way.
 _PER_NETWORK = 3
 _OTHERS = 64
+
+
+def _open_now() -> int:
+    """Files that this process has open already."""
+    try:
+        return len(os.listdir("/dev/fd"))
+    except OSError:
+        return 0
 
 
 def _files(path: Path) -> int:
@@ -33,7 +41,7 @@ def room_for(paths: Sequence[Path]) -> Iterator[None]:
     Raises:
         ConfigError: the system does not.
     """
-    needed = sum(map(_files, paths)) + _OTHERS
+    needed = sum(map(_files, paths)) + _open_now() + _OTHERS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         yield

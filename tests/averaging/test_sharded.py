@@ -1,5 +1,6 @@
 """Folders of Hugging Face checkpoints: in shards, cut anywhere, and in one file."""
 
+import contextlib
 import json
 import os
 import resource
@@ -67,16 +68,18 @@ def test_shards_that_hold_a_tensor_twice_are_told(tmp_path):
         Sharded.open(a)
 
 
-def test_shards_count_as_open_files(tmp_path):
-    """Each shard is open while networks are averaged, and a soft limit below that is raised."""
+@pytest.mark.parametrize("others", [0, 200])
+def test_shards_count_as_open_files(others, tmp_path):
+    """Shards that are open, and what the process has open beside them, raise a soft limit that is below."""
     for i in range(2):
         folder(tmp_path / str(i), [[f"w{k}"] for k in range(60)], i)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 80, hard))
-    try:
+    with contextlib.ExitStack() as stack:
+        for _ in range(others):
+            stack.enter_context(open(os.devnull))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 80, hard))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
         average([tmp_path / "0", tmp_path / "1"], tmp_path / "mean")
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert content(tmp_path / "mean")["w59"] == [0.5] * 3
 
 
