@@ -52,7 +52,7 @@ MXNET_PYTHON ?= $(PYTHON)
 MXNET_PACKAGES = 'mxnet==1.9.1' 'numpy==1.23.5'
 
 .DEFAULT_GOAL := help
-.PHONY: help venv kernels demo test test-quick check mutants deaths fuzz gpu fmt clean
+.PHONY: help venv frameworks kernels demo test test-quick check mutants deaths fuzz gpu fmt clean
 .DELETE_ON_ERROR:
 
 help:
@@ -66,11 +66,14 @@ help:
 	@echo 'make gpu         on a machine with a GPU: test its kernels against the reference, and measure them'
 	@echo 'make fmt         mend what lint and formatting can mend'
 	@echo 'make venv        prepare .venv: TensorFlow, Keras, MPI, Horovod, compiled kernels'
+	@echo 'make frameworks  install what only tests need, PyTorch and MXNet; make test does so too'
 	@echo 'make clean       delete .venv, .venv-mxnet and what tools left behind (wheels and kernels stay in the cache)'
 	@echo
 	@echo 'options: MPI=system (the MPI on PATH), PYTHON=python3.12, WORKERS=4, TF=gpu'
 
 venv: $(HOROVOD) kernels
+
+frameworks: $(FRAMEWORKS) $(MXNET)
 
 demo: $(HOROVOD) kernels
 	@echo
