@@ -71,8 +71,8 @@ def pytest_runtest_makereport(item, call):
     joined = world.current()
     if report.when == "call" and joined is not None and joined.size > 1:
         everyone = joined.all_gather_object((item.nodeid, report.outcome), "outcome of a test")
-        if any(name != item.nodeid for name, _ in everyone):
-            print(f"the ranks are in different tests: {everyone}", flush=True)
+        if any(not isinstance(said, tuple) or said[0] != item.nodeid for said in everyone):
+            print(f"the ranks are in different tests: {everyone}\n{report.longreprtext}", flush=True)
             os._exit(3)
         failed = [rank for rank, (_, outcome) in enumerate(everyone) if outcome == "failed"]
         if failed and report.outcome != "failed":
