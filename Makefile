@@ -80,7 +80,8 @@ demo: $(HOROVOD) kernels
 	@echo '$$ $(DEMO)'
 	@$(DEMO)
 
-# Tests that start processes wait a good part of the time: two files run at once, Slurm's, which wait the most, first.
+# Two files run at once, and those that take the longest begin first.
+# Tests that start processes wait a good part of the time, Slurm's the most.
 # Tests that measure seconds, and those on ranks, have the machine for themselves.
 STARTS = tests/slurm $(filter-out $(ALONE) %/test_packaging.py %/test_public.py %/test_rooms.py %/test_mutate.py, \
 	$(wildcard tests/jobs/test_*.py tests/test_*.py))
@@ -96,7 +97,7 @@ PYTEST = $(BIN)/python -m pytest
 AT_ONCE = -n 2 --dist loadfile
 
 test: $(HOROVOD) $(FRAMEWORKS) $(MXNET) kernels
-	$(PYTEST) $(AT_ONCE) $(addprefix --ignore=,$(STARTS) $(ALONE))
+	$(PYTEST) $(AT_ONCE) --no-loadscope-reorder $(addprefix --ignore=,$(STARTS) $(ALONE)) tests/kernels tests
 	$(PYTEST) $(AT_ONCE) --no-loadscope-reorder $(STARTS)
 	$(PYTEST) $(ALONE)
 

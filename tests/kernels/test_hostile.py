@@ -16,7 +16,7 @@ from tests.kernels.mutations import corpus, heads, mutate
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Messages; about a quarter of the time limit is used on one core of a busy machine.
-CASES, TIME_LIMIT = 60_000, 240
+CASES, TIME_LIMIT = 24_000, 240
 
 
 def run(*arguments, code=None):

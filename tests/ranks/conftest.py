@@ -1,10 +1,10 @@
 """Tests in this folder are right at any number of ranks: `pytest tests/ranks`, `mpirun -n 4 pytest tests/ranks`.
 
 Each runs at the sizes that it means something at, which `@pytest.mark.sizes` names: 2 ranks where there is no mark.
-Functions run eagerly, since tracing takes most of a short training's time; those marked `graph` are traced, as users'
-are. Of a parametrised test only the first case is traced, unless it says `graph(every=True)`, and on more than 2 ranks
-none but those: what is traced at 4 are the jobs of tests/test_exits.py and tests/jobs. 1 rank runs a test's first case,
-2 ranks all, and more the first and the last.
+Functions run eagerly, since tracing takes most of a short training's time; those marked `graph` are traced on 2 ranks,
+as users' are, and where they are named by their ids. Of a parametrised test only the first case is traced, unless it
+says `graph(every=True)`: those are traced on any number of ranks. What else is traced on 1 and 4 are the jobs of
+tests/test_exits.py and tests/jobs. 1 rank runs a test's first case, 2 ranks all, and more the first and the last.
 A test that fails on one rank fails on all, so that the ranks stay in step.
 """
 
@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(config, items):
         first, last = cases[item.path, item.function][0], cases[item.path, item.function][-1]
         cases_at = {1: [first], 2: [item], 3: [first, last], 4: [first, last]}
         graph = item.get_closest_marker("graph")
-        item.traced = graph is not None and ((item is first and size <= 2) or graph.kwargs.get("every", False))
+        item.traced = graph is not None and ((item is first and (size == 2 or named)) or graph.kwargs.get("every", False))
         marker = item.get_closest_marker("sizes")
         sizes = marker.args if marker else (2,)
         item.runs = named or ((size if size <= 2 else 4) in sizes and item in cases_at[min(size, 4)])

@@ -126,7 +126,6 @@ def test_resumed_training_is_the_uninterrupted_one_to_the_bit(folder, strategy, 
     assert names(folder) == ["epoch-0001", "epoch-0002"]
 
 
-@pytest.mark.graph
 def test_half_accumulated_gradients_go_on(folder):
     def make():
         return keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=7)
@@ -189,7 +188,6 @@ def test_two_optimizers_go_on(folder):
         np.testing.assert_array_equal(mine["codec.residual"], expected["codec.residual"])
 
 
-@pytest.mark.graph
 @pytest.mark.sizes(2, 4)
 def test_mixed_float16_goes_on(folder):
     keras.config.set_dtype_policy("mixed_float16")

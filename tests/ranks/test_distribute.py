@@ -28,7 +28,6 @@ def _shared_folder(tmp_path):
     return hvd.broadcast_object(tmp_path, 0)
 
 
-@pytest.mark.graph
 @pytest.mark.sizes(1, 2, 4)
 def test_metrics_are_those_over_all_samples():
     """An AUC is no average of AUCs, and ranks with more validation samples weigh more."""
@@ -272,7 +271,6 @@ def _optimizer_config(path):
     return config
 
 
-@pytest.mark.graph
 def test_backup_and_restore_on_rank_0_restarts_all_ranks(tmp_path):
     folder = _shared_folder(tmp_path) / "backup"
 

@@ -214,7 +214,6 @@ def test_schedule_refuses_a_rate_that_cannot_be_set():
         models.fit(model, [hvd.callbacks.LearningRateScheduleCallback(0.1, 0.5)])
 
 
-@pytest.mark.graph
 @pytest.mark.sizes(1, 2)
 def test_load_model_goes_on_with_the_state(tmp_path):
     model = models.compiled(models.network(seed=0), hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)))

@@ -122,7 +122,6 @@ def test_mixed_float16_overflow_on_one_rank_skips_the_step_on_all():
     assert float(model.optimizer.dynamic_scale) == 2.0**14
 
 
-@pytest.mark.graph
 def test_mixed_float16_trains_on():
     keras.config.set_dtype_policy("mixed_float16")
     model = models.compiled(models.network(seed=0), keras.optimizers.Adam(0.01))
@@ -133,7 +132,6 @@ def test_mixed_float16_trains_on():
     assert any((a != b).any() for a, b in zip(before, model.get_weights(), strict=True))
 
 
-@pytest.mark.graph
 def test_mixed_float16_through_distributed_optimizer_agrees_too():
     keras.config.set_dtype_policy("mixed_float16")
     model = models.compiled(models.network(seed=0), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))

@@ -138,7 +138,6 @@ def test_what_is_not_linear_or_a_longer_period_is_not_all_reduce(name, period):
     assert (far(averaged, reduced) > 1e-4) == (hvdx.size() > 1)
 
 
-@pytest.mark.graph
 def test_schedule_is_short_first_and_longer_later():
     model = network(OPTIMIZERS["momentum"]())
     given = data(hvdx.rank())

@@ -185,7 +185,6 @@ def in_a_loop(strategy, make=OPTIMIZERS["momentum"], seed=3):
     return model, model.optimizer
 
 
-@pytest.mark.graph
 @pytest.mark.sizes(1, 2)
 @pytest.mark.parametrize("servers", ["colocated:1", "colocated"])
 def test_own_loop_is_all_reduce_too(servers):
@@ -544,7 +543,6 @@ def two_weights(strategy):
     return optimizer, *weights.values(), step
 
 
-@pytest.mark.graph
 def test_lists_that_share_a_variable_are_refused_between_two_flushes():
     if hvdx.size() == 1:
         return

@@ -178,7 +178,6 @@ def test_overflow_of_a_loss_scale_is_agreed_on():
         assert callback.counters.exchanges == 0
 
 
-@pytest.mark.graph
 @pytest.mark.sizes(2, 4)
 def test_embeddings_travel_as_updates():
     model = keras.Sequential([keras.Input((3,)), keras.layers.Embedding(20, 4), keras.layers.Flatten(),
