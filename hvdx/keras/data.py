@@ -129,7 +129,12 @@ def _shard_arrays(
         return numbered.map(lambda step: batch_of(step, epoch), num_parallel_calls=2, deterministic=True)
 
     dataset = tf.data.Dataset.range(1).flat_map(epoch_of)
-    return dataset.apply(tf.data.experimental.assert_cardinality(steps)).prefetch(2)
+    dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps)).prefetch(2)
+    # There is nothing to tune, and the thread that tunes may hold up the end of a fit for up to a minute: TensorFlow
+    # waits for its next turn, which comes more and more seldom.
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)
 
 
 def _steps_with_remainder(count: int, batch: int, rank: int, size: int) -> int:

@@ -12,7 +12,7 @@ from hvdx.cli.mpi_tools import find_mpi
 from tests.launch import Run, run, run_command
 
 # Outside a launch's own limit nothing waits: a hang fails, and fails soon.
-_SECONDS = 120
+_SECONDS = 240
 
 
 def number_after(words: str, result: Run) -> float:

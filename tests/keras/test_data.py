@@ -45,6 +45,11 @@ def test_global_random_seed_does_not_matter():
     assert orders[0] == orders[1]
 
 
+def test_nothing_is_tuned_behind_a_share_of_arrays():
+    """Where something is, the end of a fit may wait up to a minute for the thread that tunes."""
+    assert hvdx.shard((np.zeros((8, 2)), np.zeros(8)), 2, rank=0, size=2).options().autotune.enabled is False
+
+
 def test_arrays_in_any_structure_stay_together():
     data = {"x": np.arange(12.0).reshape(12, 1), "y": np.arange(12)}
     for batch in hvdx.shard(data, 3, rank=1, size=2):
