@@ -33,7 +33,9 @@ def pytest_collection_modifyitems(config, items):
         first, last = cases[item.path, item.function][0], cases[item.path, item.function][-1]
         cases_at = {1: [first], 2: [item], 3: [first, last], 4: [first, last]}
         graph = item.get_closest_marker("graph")
-        item.traced = graph is not None and ((item is first and (size == 2 or named)) or graph.kwargs.get("every", False))
+        item.traced = graph is not None and (
+            (item is first and (size == 2 or named)) or graph.kwargs.get("every", False)
+        )
         marker = item.get_closest_marker("sizes")
         sizes = marker.args if marker else (2,)
         item.runs = named or ((size if size <= 2 else 4) in sizes and item in cases_at[min(size, 4)])
