@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def start(kind: str, env: dict[str, str] | None = None) -> tuple[float, str]:
     """Start two workers: seconds of rank 0's first step, and all that was printed."""
-    from hvdx.cli.mpi_tools import mpirun_command
+    from hvdx.cli.common.mpi_tools import mpirun_command
 
     command = [*mpirun_command(2), sys.executable, __file__, "--worker", kind]
     done = subprocess.run(

@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def measure(spelling: str, hidden: int) -> float:
     """Megabytes of rank 0 after some steps."""
-    from hvdx.cli.mpi_tools import mpirun_command
+    from hvdx.cli.common.mpi_tools import mpirun_command
     from hvdx.jobs.bench_network import figures_of
 
     with tempfile.TemporaryDirectory() as folder:

@@ -103,7 +103,7 @@ def compare(options: argparse.Namespace) -> int:
 
 def run(spelling: str, factor: str, delay: float, seed: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Train once; what every worker wrote."""
-    from hvdx.cli.mpi_tools import mpirun_command
+    from hvdx.cli.common.mpi_tools import mpirun_command
 
     steps = 30 if spelling == "alone" else options.steps
     with tempfile.TemporaryDirectory() as folder:

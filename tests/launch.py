@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdx.cli.mpi_tools import mpirun_command
+from hvdx.cli.common.mpi_tools import mpirun_command
 from tests import warm
 
 ROOT = Path(__file__).resolve().parent.parent

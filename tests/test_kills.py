@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 
-from hvdx.cli.mpi_tools import mpirun_command
+from hvdx.cli.common.mpi_tools import mpirun_command
 from hvdx.keras.checkpoint.files import Arrays
 from hvdx.keras.checkpoint.folder import SHARED, of_rank
 from tests.launch import ROOT, environment, run

@@ -6,9 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hvdx.cli import site
-from hvdx.cli.job_plan import BATCH, DEFAULTS, LAUNCHERS, VENDORS, make_plan
-from hvdx.cli.job_systems import script
+from hvdx.cli.batch import site
+from hvdx.cli.batch.plan import BATCH, DEFAULTS, LAUNCHERS, VENDORS, make_plan
+from hvdx.cli.batch.script import script
 from hvdx.errors import ConfigError
 
 NAME = "job"

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvdx.cli.mpi_tools import Mpi, find_mpi, mpirun_command
-from hvdx.cli.processes import search_path
+from hvdx.cli.common.mpi_tools import Mpi, find_mpi, mpirun_command
+from hvdx.cli.common.processes import search_path
 from hvdx.errors import LaunchError
 
 NAME = "run"
@@ -31,7 +31,7 @@ cluster with a batch system see `hvdx job`.
 
 """
 
-_RANK = Path(__file__).with_name("rank.py")
+_RANK = Path(__file__).with_name("common") / "rank.py"
 # Handed on to other hosts by Open MPI, which hands on nothing by itself; the others hand on all.
 _HANDED_ON = re.compile(r"HVDX_\w+|PATH|LD_LIBRARY_PATH|PYTHONPATH|OMP_NUM_THREADS|TF_\w+|VIRTUAL_ENV")
 

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from hvdx.cli import run as command
+from hvdx.cli.common.mpi_tools import Mpi
 from hvdx.cli.main import main
-from hvdx.cli.mpi_tools import Mpi
 
 OPEN_MPI = Mpi("Open MPI", "5.0.11", mpirun="/opt/mpirun", launcher_vendor="Open MPI")
 MPICH = Mpi("MPICH", "4.2", mpirun="/opt/mpirun", launcher_vendor="MPICH")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdx.cli.mpi_tools import find_mpi
+from hvdx.cli.common.mpi_tools import find_mpi
 from tests.launch import Run, run, run_command
 
 # Outside a launch's own limit nothing waits: a hang fails, and fails soon.

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from hvdx.cli.namespaces import obstacle
+from hvdx.cli.emulation.namespaces import obstacle
 from tests.launch import ROOT, run
 
 MAIN = "jobs/fashion_mnist.py"

@@ -8,8 +8,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdx.cli.mpi_tools import Mpi, find_mpi
-from hvdx.cli.processes import child_environment, run, search_path
+from hvdx.cli.common.mpi_tools import Mpi, find_mpi
+from hvdx.cli.common.processes import child_environment, run, search_path
 
 #: The TensorFlow versions, first and last, that the patched Horovod is meant for.
 TENSORFLOW_FIRST, TENSORFLOW_LAST = (2, 16), (2, 21)

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from hvdx.cli.common.processes import kill_group
 from hvdx.cli.horovod_build.progress import Progress
-from hvdx.cli.processes import kill_group
 from hvdx.errors import HvdxError
 
 _ERROR = re.compile(r"error: |CMake Error|undefined reference|ld returned|[A-Z]\w+Error: |Killed|\*\*\* ")

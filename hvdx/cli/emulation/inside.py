@@ -1,7 +1,7 @@
 """The process that is the lab: the first one in its namespaces, so that the kernel ends all others when it ends.
 
-Started by `hvdx lab` as `python -m hvdx.cli.lab_inside PLAN`. It hears on one pipe (the end of it means that `hvdx lab`
-is dead, whatever killed it; a byte means "wind up") and answers on another.
+Started by `hvdx lab` as `python -m hvdx.cli.emulation.inside PLAN`. It hears on one pipe (the end of it means that
+`hvdx lab` is dead, whatever killed it; a byte means "wind up") and answers on another.
 """
 
 import json
@@ -13,7 +13,7 @@ import threading
 import time
 from dataclasses import asdict, dataclass
 
-from hvdx.cli import network
+from hvdx.cli.emulation import network
 from hvdx.errors import HvdxError
 
 #: Seconds that mpirun has to end its ranks when it is told to.

@@ -3,8 +3,8 @@
 import shlex
 from collections.abc import Callable, Mapping
 
-from hvdx.cli.job_plan import Plan
-from hvdx.cli.job_template import Value, fill, shell_words, template
+from hvdx.cli.batch.plan import Plan
+from hvdx.cli.batch.template import Value, fill, shell_words, template
 from hvdx.errors import ConfigError
 
 

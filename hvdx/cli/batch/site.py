@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hvdx.cli.job_template import template
+from hvdx.cli.batch.template import template
 from hvdx.errors import ConfigError
 
 #: The environment variable that names another site file.

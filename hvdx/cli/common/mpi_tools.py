@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdx.cli.processes import Outcome, run, search_path
+from hvdx.cli.common.processes import Outcome, run, search_path
 from hvdx.errors import LaunchError
 
 _TIMEOUT = 20.0  # seconds; a cold mpirun on a network file system has taken several

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hvdx.cli import site as site_file
-from hvdx.cli.batch_systems import HOSTFILE, BatchSystem, SlurmSite, job_of
-from hvdx.cli.job_template import shell_words
-from hvdx.cli.mpi_tools import Mpi, host_options, mpirun_command
-from hvdx.cli.processes import Outcome, child_environment, run
+from hvdx.cli.batch import site as site_file
+from hvdx.cli.batch.systems import HOSTFILE, BatchSystem, SlurmSite, job_of
+from hvdx.cli.batch.template import shell_words
+from hvdx.cli.common.mpi_tools import Mpi, host_options, mpirun_command
+from hvdx.cli.common.processes import Outcome, child_environment, run
 
 _MARK = "HVDX "
 _MINUTES = 2  # the job's own time limit, short enough for a gap between larger jobs

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvdx.cli.mpi_tools import Mpi, launch
-from hvdx.cli.processes import Outcome, child_environment, run
+from hvdx.cli.common.mpi_tools import Mpi, launch
+from hvdx.cli.common.processes import Outcome, child_environment, run
 
 _MARK = "HVDX "
 _TIMEOUT = 60.0  # seconds; a cold TensorFlow on a network file system has taken most of this

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdx.cli.processes import run
+from hvdx.cli.common.processes import run
 
 _TIMEOUT = 20.0  # seconds; a busy controller has taken several
 

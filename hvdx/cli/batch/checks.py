@@ -5,10 +5,10 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 
-from hvdx.cli.batch_probe import Attempt, Request, request_from, try_lsf, try_pbs, try_slurm
-from hvdx.cli.batch_systems import BatchSystem, SlurmSite, ask_slurm, find_batch_system, hosts_of_job, job_of
-from hvdx.cli.checks import Check
-from hvdx.cli.mpi_tools import Mpi, find_mpi
+from hvdx.cli.batch.probe import Attempt, Request, request_from, try_lsf, try_pbs, try_slurm
+from hvdx.cli.batch.systems import BatchSystem, SlurmSite, ask_slurm, find_batch_system, hosts_of_job, job_of
+from hvdx.cli.common.mpi_tools import Mpi, find_mpi
+from hvdx.cli.diagnosis.checks import Check
 
 _REBUILD_MPI4PY = (
     "rebuild mpi4py against the site's MPI (load its module, then: "

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdx.cli.job_template import plain_line, plain_word
+from hvdx.cli.batch.template import plain_line, plain_word
 from hvdx.errors import ConfigError
 
 #: system: its launchers, the default first.

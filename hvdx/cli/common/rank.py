@@ -32,7 +32,8 @@ def main(argv: list[str]) -> None:
 
 
 def _launcher() -> Any:
-    path = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "comm", "launcher.py")
+    package = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
+    path = os.path.join(package, "comm", "launcher.py")
     spec = spec_from_file_location("launcher", path)
     assert spec is not None
     assert spec.loader is not None

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from hvdx.cli.common.mpi_tools import Mpi
+from hvdx.cli.common.processes import run, search_path
+from hvdx.cli.diagnosis.probes import Finding
 from hvdx.cli.horovod_build.needs import is_supported
-from hvdx.cli.mpi_tools import Mpi
-from hvdx.cli.probes import Finding
-from hvdx.cli.processes import run, search_path
 from hvdx.version import __version__
 
 _INSTALL_TENSORFLOW = "pip install 'tensorflow-cpu>=2.16,<2.22' 'keras>=3.6'"

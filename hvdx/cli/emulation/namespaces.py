@@ -4,7 +4,7 @@ import os
 import shutil
 import sys
 
-from hvdx.cli.processes import run
+from hvdx.cli.common.processes import run
 
 _TIMEOUT = 20.0  # seconds
 _TOOLS = {
