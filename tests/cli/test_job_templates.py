@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdx.cli.common.processes import kill_group, start_group
 from hvdx.cli.main import main
 
 STAND_INS = Path(__file__).parent / "stand_ins"
@@ -103,16 +104,7 @@ class Job:
         environment = {k: v for k, v in (kept | variables | more).items() if v is not None}
         # PBS starts a job in the home folder, the others where it was submitted.
         cwd = spool if system == "pbs" else place
-        self.process = subprocess.Popen(
-            ["bash", str(self.copy)],
-            cwd=cwd,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        self.process = start_group(["bash", str(self.copy)], environment, cwd, merged=True)
 
     def listening(self, ranks=RANKS):
         """Wait until all ranks would notice a signal."""
@@ -135,7 +127,7 @@ class Job:
             self.out = "time limit"
         finally:
             if self.process.returncode is None:
-                os.killpg(self.process.pid, signal.SIGKILL)
+                kill_group(self.process)
         return self.process.returncode
 
 

@@ -4,7 +4,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,13 +44,19 @@ class Outcome:
         return key_line(self.text) or f"exit code {self.code}"
 
 
-def run(command: Sequence[str], timeout: float, env: Mapping[str, str] | None = None) -> Outcome:
+def run(
+    command: Sequence[str],
+    timeout: float,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    merged: bool = False,
+) -> Outcome:
     """Run a command to its end, or kill it and all its children at the time limit.
 
     Args:
         command: the program and its arguments.
         timeout: seconds.
-        env: the environment; `child_environment()` by default.
+        env, cwd, merged: as in `start_group`.
 
     Returns:
         What it wrote and how it ended; never raises for what the command does.
@@ -59,37 +66,62 @@ def run(command: Sequence[str], timeout: float, env: Mapping[str, str] | None = 
         'hello\\n'
     """
     try:
-        process = subprocess.Popen(
-            command,
-            env=dict(env) if env is not None else child_environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            # A session of its own, so that mpirun's ranks go with it.
-            start_new_session=True,
-        )
+        with process_group(command, env, cwd, merged) as process:
+            try:
+                out, err = process.communicate(timeout=timeout)
+            except subprocess.TimeoutExpired:
+                kill_group(process)
+                out, err = process.communicate()
+                return Outcome(None, out, err or "", timed_out=True)
     except OSError as error:
         return Outcome(None, err=str(error))
-    try:
-        out, err = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        kill_group(process)
-        out, err = process.communicate()
-        return Outcome(None, out, err, timed_out=True)
-    except BaseException:
-        kill_group(process)
-        raise
-    return Outcome(process.returncode, out, err)
+    return Outcome(process.returncode, out, err or "")
 
 
-def kill_group(process: subprocess.Popen) -> None:
-    """Kill a process started with `start_new_session=True`, and its children."""
-    try:
+@contextmanager
+def process_group(
+    command: Sequence[str], env: Mapping[str, str] | None = None, cwd: Path | None = None, merged: bool = False
+) -> Iterator["subprocess.Popen[str]"]:
+    """Start a process group for a block; an exception in the block kills all of it. Arguments as in `start_group`."""
+    with start_group(command, env, cwd, merged) as process:
+        try:
+            yield process
+        except BaseException:
+            kill_group(process)
+            raise
+
+
+def start_group(
+    command: Sequence[str], env: Mapping[str, str] | None = None, cwd: Path | None = None, merged: bool = False
+) -> "subprocess.Popen[str]":
+    """Start a command in a session of its own, so that `kill_group` reaches its children: mpirun's ranks.
+
+    Args:
+        command: the program and its arguments.
+        env: the environment; `child_environment()` by default.
+        cwd: the working directory; that of this process by default.
+        merged: whether standard error goes to the pipe of standard output.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    return subprocess.Popen(
+        command,
+        env=dict(env) if env is not None else child_environment(),
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT if merged else subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+
+
+def kill_group(process: "subprocess.Popen[str]") -> None:
+    """Kill a process of `start_group` and its children."""
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
 
 
 def search_path() -> str:
