@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvdx.cli.common.mpi_tools import Mpi, find_mpi, mpirun_command
+from hvdx.cli.common.mpi_tools import HANDED_ON, HANDED_ON_PREFIXES, Mpi, find_mpi, mpirun_command
 from hvdx.cli.common.processes import search_path
 from hvdx.errors import LaunchError
 
@@ -32,8 +32,6 @@ cluster with a batch system see `hvdx job`.
 """
 
 _RANK = Path(__file__).with_name("common") / "rank.py"
-# Handed on to other hosts by Open MPI, which hands on nothing by itself; the others hand on all.
-_HANDED_ON = re.compile(r"HVDX_\w+|PATH|LD_LIBRARY_PATH|PYTHONPATH|OMP_NUM_THREADS|TF_\w+|VIRTUAL_ENV")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,7 +87,7 @@ def _host_options(mpi: Mpi, hosts: dict[str, int]) -> list[str]:
     listed = ",".join(f"{host}:{count}" for host, count in hosts.items())
     if mpi.launcher_vendor != "Open MPI":
         return ["-hosts", listed]
-    handed_on = sorted(name for name in os.environ if _HANDED_ON.fullmatch(name))
+    handed_on = sorted(name for name in os.environ if name in HANDED_ON or name.startswith(HANDED_ON_PREFIXES))
     return ["--host", listed, *(word for name in handed_on for word in ("-x", name))]
 
 

@@ -100,7 +100,7 @@ class Job:
             "pbs": {"PBS_JOBID": "17.server", "PBS_NODEFILE": str(nodefile), "PBS_O_WORKDIR": str(place)},
             "lsf": {"LSB_JOBID": "17", "LSB_DJOB_HOSTFILE": str(nodefile), "LSB_JOBINDEX": "0"},
         }.get(system, {})
-        kept = {k: v for k, v in os.environ.items() if not re.match("(SLURM|PBS|LSB|HVDX|OMP)_", k)}
+        kept = {k: v for k, v in os.environ.items() if not re.match("(SLURM|PBS|LSB|HVDX|OMP|TF)_", k)}
         environment = {k: v for k, v in (kept | variables | more).items() if v is not None}
         # PBS starts a job in the home folder, the others where it was submitted.
         cwd = spool if system == "pbs" else place
@@ -320,8 +320,8 @@ def test_everything_reaches_the_ranks(system, options, launcher, script, place):
         assert launch["hosts"][0].startswith("one")
 
 
-SET = {"PYTHONPATH": "lib", "LD_LIBRARY_PATH": "/opt/lib", "HVDX_B": "a b", "HVDX_A": "1", "MINE": "1"}
-UNSET = dict.fromkeys(SET)
+SET = {"PYTHONPATH": "lib", "LD_LIBRARY_PATH": "/opt/lib", "HVDX_B": "a b", "HVDX_A": "1", "TF_A": "1", "MINE": "1"}
+UNSET = dict.fromkeys((*SET, "VIRTUAL_ENV"))
 
 
 @pytest.mark.parametrize("system", ["slurm", "pbs", "lsf", "mpirun"])
@@ -329,7 +329,7 @@ UNSET = dict.fromkeys(SET)
     ("environ", "lines", "names"),
     [
         (UNSET, [], ["PATH"]),
-        (SET, [], ["PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "HVDX_A", "HVDX_B"]),
+        (UNSET | SET, [], ["PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "HVDX_A", "HVDX_B", "TF_A"]),
         (UNSET, ["export HVDX_C=1 PYTHONPATH=''"], ["PATH", "HVDX_C"]),
         (UNSET, ["HVDX_C=1; set -eu"], ["PATH"]),  # not exported
     ],

@@ -3,9 +3,12 @@
 import shlex
 from collections.abc import Callable, Mapping
 
-from hvdx.cli.batch.plan import Plan
+from hvdx.cli.batch.plan import BATCH, Plan
 from hvdx.cli.batch.template import Value, fill, shell_words, template
+from hvdx.cli.common.mpi_tools import HANDED_ON, HANDED_ON_PREFIXES
 from hvdx.errors import ConfigError
+
+_PARTS = ("before_launch", "after_launch")
 
 
 def script(plan: Plan) -> str:
@@ -14,7 +17,11 @@ def script(plan: Plan) -> str:
     Args:
         plan: what it is to be.
     """
-    return fill(template(f"{plan.system}.sh"), _common(plan) | _SPELLINGS[plan.system](plan))
+    values = _common(plan) | _SPELLINGS[plan.system](plan)
+    if plan.system in BATCH:
+        # The same in all scripts with a queue: signals are passed on, and the end may ask for another turn.
+        values |= {part: fill(template(f"{part}.part.sh"), values).splitlines() for part in _PARTS}
+    return fill(template(f"{plan.system}.sh"), values)
 
 
 def _common(plan: Plan) -> dict[str, Value]:
@@ -51,11 +58,13 @@ def _mpi_options(plan: Plan) -> str:
 
 def _exports(plan: Plan) -> tuple[str, ...]:
     """Lines that gather the -x options: Open MPI complains of a variable that is not set."""
-    names = "PATH LD_LIBRARY_PATH PYTHONPATH" + " OMP_NUM_THREADS" * (plan.threads is not None)
+    # A batch system may set OMP_NUM_THREADS too, and to other numbers.
+    names = " ".join(name for name in HANDED_ON if plan.threads is not None or name != "OMP_NUM_THREADS")
+    prefixes = " ".join(f'"${{!{prefix}@}}"' for prefix in HANDED_ON_PREFIXES)
     return (
         "# What mpirun passes on to other hosts. Add the names of variables that you export above.",
         "exports=()",
-        f'for variable in {names} "${{!HVDX_@}}"; do',
+        f"for variable in {names} {prefixes}; do",
         '    if [ -n "$(printenv "$variable")" ]; then exports+=(-x "$variable"); fi',
         "done",
     )
@@ -74,6 +83,11 @@ def _slurm(plan: Plan) -> dict[str, Value]:
         "output": plan.output or ("%x-%A_%a.out" if plan.array else "%x-%j.out"),
         "signal": plan.signal,
         "mpi_plugin": plan.mpi_plugin if srun else None,
+        "system": "Slurm",
+        "ends": "TERM",
+        "on_host": "srun --overlap --nodes=1 --ntasks=1 --mpi=none --nodelist=",
+        "this_host": "$SLURMD_NODENAME",
+        "all_hosts": 'scontrol show hostnames "$SLURM_JOB_NODELIST"',
         "mpirun_tasks": None if srun else '"$SLURM_NTASKS"',
     }
 
@@ -89,6 +103,11 @@ def _pbs(plan: Plan) -> dict[str, Value]:
         "seconds": plan.seconds,
         "signal": plan.signal,
         "output": plan.output,
+        "system": "PBS",
+        "ends": "TERM",
+        "on_host": "pbs_tmrsh ",
+        "this_host": '$(head -n 1 "$PBS_NODEFILE")',
+        "all_hosts": 'sort -u "$PBS_NODEFILE"',
     }
 
 
@@ -111,8 +130,12 @@ def _lsf(plan: Plan) -> dict[str, Value]:
         "jsrun_cores": (plan.cpus_per_task or 1) if jsrun else None,
         "jsrun_gpus": _gpus_of_a_rank(plan) if jsrun and plan.gpus_per_node else None,
         "mpirun_tasks": None if jsrun else plan.tasks,
+        "system": "LSF",
+        "ends": "INT TERM",
+        "on_host": "blaunch ",
+        "this_host": '$(head -n 1 "$LSB_DJOB_HOSTFILE")',
         # The hosts of jsrun are not reached by blaunch.
-        "hosts_of_slots": None if jsrun else '"$LSB_DJOB_HOSTFILE"',
+        "all_hosts": None if jsrun else 'sort -u "$LSB_DJOB_HOSTFILE"',
     }
 
 

@@ -22,6 +22,11 @@ _SIGNATURES = (
     ("MPICH", r"(?:MPICH(?: Version:?| version)?|HYDRA build details:\s*Version:)\s*([\d.]+\d)?"),
 )
 
+#: Variables that ranks on other hosts take over, by name and by prefix: Open MPI's mpirun hands on what -x names, the
+#: others hand on all.
+HANDED_ON = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
+HANDED_ON_PREFIXES = ("HVDX_", "TF_")
+
 
 @dataclass(frozen=True)
 class Mpi:
