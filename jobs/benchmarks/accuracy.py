@@ -1,8 +1,8 @@
 """What compression does to accuracy: several workers on Fashion-MNIST, strategy by strategy, seed by seed.
 
-    python jobs/compare_accuracy.py --json accuracy.json               4 workers, 2 networks, 10 epochs, 3 seeds: hours
-    python jobs/compare_accuracy.py --models mlp --seeds 1 --epochs 3  one quick look
-    python jobs/compare_accuracy.py --json accuracy.json --show        the table of what is there
+    python jobs/benchmarks/accuracy.py --json accuracy.json               4 workers, 2 networks, 3 seeds: hours
+    python jobs/benchmarks/accuracy.py --models mlp --seeds 1 --epochs 3  one quick look
+    python jobs/benchmarks/accuracy.py --json accuracy.json --show        the table of what is there
 
 The workers are virtual ranks in one process: the same codec, exchange and optimisers as under mpirun, on one copy of
 the weights, which real ranks hold to the bit as well. Only batch normalisation differs: its statistics are updated by
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
             flush=True,
         )
         if file:
-            record = {"command": f"python jobs/compare_accuracy.py --json {file.name}", "runs": runs}
+            record = {"command": f"python jobs/benchmarks/accuracy.py --json {file.name}", "runs": runs}
             file.write_text(json.dumps(record, indent=1) + "\n")
     show([r for r in runs if r["workers"] == options.workers and r["epochs"] == options.epochs])
     return 0

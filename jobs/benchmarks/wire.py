@@ -31,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), metavar="N", help="elements of an update")
     parser.add_argument("--densities", type=float, nargs="+", default=list(DENSITIES), metavar="P", help="share sent")
-    parser.add_argument("--update", default=str(RECORDED), metavar="FILE", help="what jobs/record_update.py saved")
+    parser.add_argument(
+        "--update", default=str(RECORDED), metavar="FILE", help="what jobs/benchmarks/record_update.py saved"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the random positions")
     parser.add_argument("--json", metavar="FILE", help="write the figures to a file too; - for standard output alone")
 
@@ -47,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         recorded = measure_recorded(args.update)
     except (OSError, KeyError, ValueError) as error:
         raise ConfigError(
-            f"bench wire: --update {args.update}: {error}. Expected a file that jobs/record_update.py wrote."
+            f"bench wire: --update {args.update}: {error}. Expected a file that jobs/benchmarks/record_update.py wrote."
         ) from error
     missed = [r for r in independent if r["elements"] == GOAL_SIZE and r["ratio"] > GOAL]
     missed += [r for r in recorded["all"] if r["ratio"] >= GOAL_REAL]

@@ -1,8 +1,8 @@
 """With one worker ten times slower than the others: how soon does each way of combining work learn?
 
-    python jobs/compare_staleness.py                               four workers on this machine, a quarter of an hour
-    python jobs/compare_staleness.py --json staleness.json         and keep the figures
-    python jobs/compare_staleness.py --ways all_reduce,plain --equal plain --hidden 256
+    python jobs/benchmarks/staleness.py                               four workers on this machine, a quarter of an hour
+    python jobs/benchmarks/staleness.py --json staleness.json         and keep the figures
+    python jobs/benchmarks/staleness.py --ways all_reduce,plain --equal plain --hidden 256
 
 Workers train a dense network on Fashion-MNIST, 64 pictures a step on each, SGD with momentum. In every step each sleeps
 for 20 ms (--pause), as if an accelerator were computing: workers that share a machine's cores would measure those. The
@@ -95,7 +95,7 @@ def compare(options: argparse.Namespace) -> int:
     for slow in (True, False):
         show([row for row in rows if row["slow"] == slow], options)
     if options.json:
-        command = f"python jobs/compare_staleness.py {' '.join(sys.argv[1:])}".strip()
+        command = f"python jobs/benchmarks/staleness.py {' '.join(sys.argv[1:])}".strip()
         kept = {"command": command, "cores": os.cpu_count(), "step": step, "delay": delay, "target": options.target}
         Path(options.json).write_text(json.dumps(kept | {"rows": rows}, indent=1) + "\n")
     return 0
@@ -125,7 +125,7 @@ def run(spelling: str, factor: str, delay: float, seed: int, options: argparse.N
         )
         files = [Path(folder) / f"{rank}.json" for rank in range(options.workers)]
         if done.returncode or not all(file.exists() for file in files):
-            sys.exit(f"compare_staleness: {spelling} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+            sys.exit(f"staleness: {spelling} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
         return [json.loads(file.read_text()) for file in files]
 
 

@@ -1,7 +1,7 @@
 """What each way of combining work costs on a network: milliseconds a step, and seconds until a network has learnt.
 
-    python jobs/bench_network.py                                   two hosts at 100mbit, short
-    python jobs/bench_network.py --hosts 2,4 --bandwidth 100mbit,1gbit --json network.json
+    python jobs/benchmarks/network.py                                   two hosts at 100mbit, short
+    python jobs/benchmarks/network.py --hosts 2,4 --bandwidth 100mbit,1gbit --json network.json
 
 Emulated hosts (`hvdx lab`) train a dense network of 1.86 million parameters on Fashion-MNIST, 64 pictures a step on
 each, SGD with momentum, the same seed under every strategy; each in processes of its own, since Horovod's thread would
@@ -125,7 +125,7 @@ def launch(
             *("--most-steps", str(steps), "--target", str(target)),
             *("--hidden", str(options.hidden), "--seed", str(options.seed)),
         ]
-        return figures_of("bench_network", command, out) | {"links": json.loads(links.read_text())["links"]}
+        return figures_of("network", command, out) | {"links": json.loads(links.read_text())["links"]}
 
 
 def figures_of(job: str, command: list[str], out: Path) -> dict[str, Any]:
@@ -203,7 +203,7 @@ def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
 
 def record(rows: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
     """What is kept of a comparison."""
-    return {"command": "python jobs/bench_network.py " + " ".join(sys.argv[1:]), "cores": os.cpu_count(),
+    return {"command": "python jobs/benchmarks/network.py " + " ".join(sys.argv[1:]), "cores": os.cpu_count(),
             "target": options.target, "rows": rows}  # fmt: skip
 
 

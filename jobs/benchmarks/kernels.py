@@ -22,7 +22,7 @@ import numpy as np
 
 from hvdx.codec import Threshold
 from hvdx.errors import ConfigError
-from hvdx.jobs.bench_wire import write_json
+from hvdx.jobs.benchmarks.wire import write_json
 from hvdx.kernels import cpu
 from hvdx.kernels.pieces import aligned
 from hvdx.kernels.threads import cut, default_threads, spread

@@ -1,6 +1,6 @@
 """Record what a threshold codec meets in a training step: residual plus update, layer by layer.
 
-    python jobs/record_update.py --step 300 --output update.npz
+    python jobs/benchmarks/record_update.py --step 300 --output update.npz
     hvdx bench wire --update update.npz
 
 One process trains the network of jobs/fashion_mnist.py once for each density, with every update going through the codec

@@ -1,7 +1,7 @@
 """What a checkpoint costs: beside writing the same bytes once, and for a training that goes on meanwhile.
 
-    python jobs/bench_checkpoint.py                           20 million parameters, with momenta
-    python jobs/bench_checkpoint.py --parameters 1e6 --json out.json
+    python jobs/benchmarks/checkpoint.py                           20 million parameters, with momenta
+    python jobs/benchmarks/checkpoint.py --parameters 1e6 --json out.json
 
 Three things are timed in turn, several times:
 

@@ -4,11 +4,11 @@ Every variant trains the same network on the same made-up batches. The variants 
 each, in a new order every round, so that whatever else the machine does hits all of them alike. A variant's ratio is
 the median over the rounds of (its median step) / (the median step of the hand-written Horovod loop in that round).
 
-    mpirun -n 2 python jobs/bench_step.py                    # four to five minutes on two cores
-    mpirun -n 2 python jobs/bench_step.py --quick            # about half of that; the spread is larger
-    mpirun -n 2 python jobs/bench_step.py --sizes 500k --json steps.json
-    horovodrun -np 2 python jobs/bench_step.py
-    python jobs/bench_step.py                                # one worker: what hvdx costs where nothing travels
+    mpirun -n 2 python jobs/benchmarks/step.py                    # four to five minutes on two cores
+    mpirun -n 2 python jobs/benchmarks/step.py --quick            # about half of that; the spread is larger
+    mpirun -n 2 python jobs/benchmarks/step.py --sizes 500k --json steps.json
+    horovodrun -np 2 python jobs/benchmarks/step.py
+    python jobs/benchmarks/step.py                                # one worker: what hvdx costs where nothing travels
 
 Open MPI 5 wants `horovodrun --binding-args="--bind-to none --map-by slot" -np 2 ...`. Ranks that share the cores of
 one machine measure the software and not a network. `hvdx.init` gives each rank its share of the cores.

@@ -1,6 +1,6 @@
 """How fast `hvdx average` is against plain reads of its inputs, and what memory it takes.
 
-    python jobs/bench_average.py --json docs/benchmarks/averaging.json
+    python jobs/benchmarks/average_files.py --json docs/benchmarks/average-files.json
 
 Three files are made in each format, by the framework itself where the table says so, and averaged by a fresh process
 each time. In turn with that they are read in two plain ways: whole, with Python's file.read(), which is what the goal
@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
     """Make the files of one format, and measure; None where its framework is missing."""
     if name not in MAKERS:
-        raise SystemExit(f"bench_average: --formats: expected some of {', '.join(MAKERS)}, got {name}.")
+        raise SystemExit(f"average_files: --formats: expected some of {', '.join(MAKERS)}, got {name}.")
     suffix, framework, _ = MAKERS[name]
     if framework and importlib.util.find_spec(framework) is None:
         print(f"{name}: left out, {framework} is not installed")
@@ -245,7 +245,7 @@ def _child(*words: str) -> str:
     """What another process of this job prints last."""
     done = subprocess.run([sys.executable, __file__, *words], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"bench_average: {' '.join(words)}: {done.stderr[-2000:]}")
+        raise SystemExit(f"average_files: {' '.join(words)}: {done.stderr[-2000:]}")
     return done.stdout.splitlines()[-1] if done.stdout else ""
 
 
@@ -262,7 +262,7 @@ def _memory(which: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{which}:"):
             return int(line.split()[1]) * 1024
-    raise SystemExit(f"bench_average: expected {which} in /proc/self/status, found none.")
+    raise SystemExit(f"average_files: expected {which} in /proc/self/status, found none.")
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:

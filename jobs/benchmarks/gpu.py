@@ -1,8 +1,8 @@
 """What the threshold kernels cost on a GPU, beside a plain kernel that moves the same memory, in one run.
 
-    python jobs/bench_gpu.py                                       # 256 million elements: about a minute
-    python jobs/bench_gpu.py --elements 16M,1G --json gpu.json
-    python jobs/bench_gpu.py --rounds 50                           # a smaller spread
+    python jobs/benchmarks/gpu.py                                       # 256 million elements: about a minute
+    python jobs/benchmarks/gpu.py --elements 16M,1G --json gpu.json
+    python jobs/benchmarks/gpu.py --rounds 50                           # a smaller spread
 
 An encoder has to read the update and the residual and to write the residual: 12 bytes an element. The yardstick is a
 Numba kernel that does just that, out = a + b; a ratio of 0.9 says that the encoder took 1 / 0.9 of its time. In every
@@ -43,10 +43,10 @@ def main() -> int:
 
         from hvdx.kernels import cuda as kernels
     except ImportError as error:
-        print(f"bench_gpu: {error}", file=sys.stderr)
+        print(f"gpu: {error}", file=sys.stderr)
         return 1
     if not cuda.is_available():
-        print("bench_gpu: expected a GPU and its driver, numba.cuda finds none. Run it where nvidia-smi lists one.",
+        print("gpu: expected a GPU and its driver, numba.cuda finds none. Run it where nvidia-smi lists one.",
               file=sys.stderr)  # fmt: skip
         return 1
     about = describe(cuda)

@@ -1,8 +1,8 @@
 """Is averaging networks the same as averaging gradients? The figures behind docs/averaging.md.
 
-    mpirun -n 4 python jobs/compare_averaging.py                       a table, in some minutes
-    mpirun -n 4 python jobs/compare_averaging.py --json question.json  and keep the figures
-    mpirun -n 2 python jobs/compare_averaging.py --steps 64 --periods 1,8 --optimizers sgd,adam
+    mpirun -n 4 python jobs/benchmarks/averaging_question.py                       a table, in some minutes
+    mpirun -n 4 python jobs/benchmarks/averaging_question.py --json question.json  and keep the figures
+    mpirun -n 2 python jobs/benchmarks/averaging_question.py --steps 64 --periods 1,8 --optimizers sgd,adam
 
 Every way starts from the same weights and sees the same batches. "From dense" is how far its weights end from those of
 all-reduced gradients: the 2-norm of the difference, in units of the norm of the weights. "Apart" is how far a worker
@@ -75,7 +75,9 @@ def main(argv: list[str] | None = None) -> int:
     if hvdx.rank() == 0:
         show(rows, hvdx.size(), options)
         if options.json:
-            command = f"mpirun -n {hvdx.size()} python jobs/compare_averaging.py {' '.join(sys.argv[1:])}".strip()
+            command = (
+                f"mpirun -n {hvdx.size()} python jobs/benchmarks/averaging_question.py {' '.join(sys.argv[1:])}".strip()
+            )
             Path(options.json).write_text(json.dumps({"command": command, "rows": rows}, indent=1) + "\n")
     return 0
 

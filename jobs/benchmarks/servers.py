@@ -1,8 +1,8 @@
 """How many servers does a parameter server need? Steps a second on a slow network, for several numbers of servers.
 
-    python jobs/bench_parameter_server.py                       four hosts at 100mbit, of which 1, 2 and 4 serve too
-    python jobs/bench_parameter_server.py --dedicated           four workers, and hosts of their own for the servers
-    python jobs/bench_parameter_server.py --json servers.json   and keep the figures
+    python jobs/benchmarks/servers.py                       four hosts at 100mbit, of which 1, 2 and 4 serve too
+    python jobs/benchmarks/servers.py --dedicated           four workers, and hosts of their own for the servers
+    python jobs/benchmarks/servers.py --json servers.json   and keep the figures
 
 Emulated hosts (`hvdx lab`) train a dense network of 1.86 million parameters on Fashion-MNIST, 64 pictures a step on
 each, SGD with momentum, asynchronously, as many steps on each. Steps a second are those of all workers, from the time
@@ -59,7 +59,7 @@ def compare(options: argparse.Namespace) -> int:
         print(f"{servers} server(s): {rows[-1]['steps_per_second']:.2f} steps/s", file=sys.stderr, flush=True)
     show(rows, options)
     if options.json:
-        command = f"python jobs/bench_parameter_server.py {' '.join(sys.argv[1:])}".strip()
+        command = f"python jobs/benchmarks/servers.py {' '.join(sys.argv[1:])}".strip()
         kept = {"command": command, "cores": os.cpu_count(), "rows": rows}
         Path(options.json).write_text(json.dumps(kept, indent=1) + "\n")
     return 0
@@ -67,7 +67,7 @@ def compare(options: argparse.Namespace) -> int:
 
 def launch(servers: int, options: argparse.Namespace) -> dict[str, Any]:
     """Train on emulated hosts, and read what the workers wrote."""
-    from hvdx.jobs.bench_network import bits, figures_of
+    from hvdx.jobs.benchmarks.network import bits, figures_of
 
     where = str(servers) if options.dedicated else f"colocated:{servers}"
     hosts = options.workers + (servers if options.dedicated else 0)
@@ -79,7 +79,7 @@ def launch(servers: int, options: argparse.Namespace) -> dict[str, Any]:
             *("--worker", f"parameter_server:servers={where},codec={options.codec}"),
             *("--steps", str(options.steps), "--hidden", str(options.hidden)),
         ]
-        first = figures_of("bench_parameter_server", command, out)
+        first = figures_of("servers", command, out)
         ranks = [first] + [json.loads((Path(folder) / f"{r}.json").read_text()) for r in range(1, options.workers)]
         counted = json.loads(links.read_text())
     rate = bits(options.bandwidth)

@@ -1,6 +1,6 @@
 """How many copies of the weights a strategy holds, above plain all-reduce.
 
-    python jobs/bench_memory.py
+    python jobs/benchmarks/memory.py
 
 Two workers train a small and a large dense network under each strategy, in processes of their own. What the larger one
 takes more, divided by what its weights take more, is the number of copies: code, libraries and compilers cancel out. It
@@ -54,16 +54,16 @@ def main(argv: list[str] | None = None) -> int:
 def measure(spelling: str, hidden: int) -> float:
     """Megabytes of rank 0 after some steps."""
     from hvdx.cli.common.mpi_tools import mpirun_command
-    from hvdx.jobs.bench_network import figures_of
+    from hvdx.jobs.benchmarks.network import figures_of
 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rank0.json"
         command = [
             *mpirun_command(2),
-            *(sys.executable, str(Path(__file__).with_name("bench_network.py")), "--worker", spelling),
+            *(sys.executable, str(Path(__file__).with_name("network.py")), "--worker", spelling),
             *("--out", str(out), "--most-steps", str(_STEPS), "--target", "101", "--hidden", str(hidden)),
         ]
-        return figures_of("bench_memory", command, out)["memory_MB"]
+        return figures_of("memory", command, out)["memory_MB"]
 
 
 if __name__ == "__main__":

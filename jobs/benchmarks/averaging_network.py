@@ -1,8 +1,8 @@
 """Parameter averaging on a slow network: accuracy against bytes and seconds, for several periods.
 
-    python jobs/bench_averaging.py                                      four hosts at 100mbit
-    python jobs/bench_averaging.py --periods 1,16 --epochs 1 --hosts 2  shorter
-    python jobs/bench_averaging.py --json averaging.json                and keep the figures
+    python jobs/benchmarks/averaging_network.py                                      four hosts at 100mbit
+    python jobs/benchmarks/averaging_network.py --periods 1,16 --epochs 1 --hosts 2  shorter
+    python jobs/benchmarks/averaging_network.py --json averaging.json                and keep the figures
 
 Emulated hosts (`hvdx lab`) train a dense network of 1.86 million parameters on Fashion-MNIST, 64 pictures a step on
 each, SGD with momentum, the same seed. What a network learns does not depend on its bandwidth, so each way learns once,
@@ -81,7 +81,7 @@ def compare(options: argparse.Namespace) -> int:
         print(f"{way['name']}: {milliseconds:.0f} ms a step, {last[1]:.2f} % after {last[0]} steps", flush=True)
     show(rows, options)
     if options.json:
-        command = "python jobs/bench_averaging.py " + " ".join(sys.argv[1:])
+        command = "python jobs/benchmarks/averaging_network.py " + " ".join(sys.argv[1:])
         kept = {"command": command.strip(), "cores": os.cpu_count(), "parameters": parameters(options), "rows": rows}
         Path(options.json).write_text(json.dumps(kept, indent=1) + "\n")
     return 0
@@ -89,7 +89,7 @@ def compare(options: argparse.Namespace) -> int:
 
 def launch(spelling: str, bandwidth: str, options: argparse.Namespace, steps: int = 0) -> dict[str, Any]:
     """Train on emulated hosts, and read what rank 0 wrote."""
-    from hvdx.jobs.bench_network import figures_of
+    from hvdx.jobs.benchmarks.network import figures_of
 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rank0.json"
@@ -98,7 +98,7 @@ def launch(spelling: str, bandwidth: str, options: argparse.Namespace, steps: in
             *(sys.executable, __file__, "--worker", spelling, "--out", str(out), "--steps", str(steps)),
             *("--epochs", str(options.epochs), "--hidden", str(options.hidden), "--seed", str(options.seed)),
         ]
-        return figures_of("bench_averaging", command, out)
+        return figures_of("averaging_network", command, out)
 
 
 def parameters(options: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
 """Time the first training step of a process under Threshold, and the same step of plain Keras.
 
-    python jobs/bench_first_step.py            # five starts of each, about two minutes on two cores
-    python jobs/bench_first_step.py --empty    # one start more, of two workers on an empty cache of kernels
+    python jobs/benchmarks/first_step.py            # five starts of each, about two minutes on two cores
+    python jobs/benchmarks/first_step.py --empty    # one start more, of two workers on an empty cache of kernels
 
 Two workers are started anew for each figure, in turns with and without hvdx, after the kernels have been compiled
 (`hvdx build-kernels`). The time is rank 0's, from the line that makes the callback to the end of the first step of
@@ -73,7 +73,7 @@ def start(kind: str, env: dict[str, str] | None = None) -> tuple[float, str]:
     )  # fmt: skip
     found = re.search(r"first step: ([\d.]+) s", done.stdout)
     if done.returncode or found is None:
-        raise SystemExit(f"bench_first_step: two workers ended with exit code {done.returncode}:\n{done.stdout}")
+        raise SystemExit(f"first_step: two workers ended with exit code {done.returncode}:\n{done.stdout}")
     return float(found[1]), done.stdout
 
 
