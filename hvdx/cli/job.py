@@ -9,6 +9,7 @@ from pathlib import Path
 from hvdx.cli.batch import site
 from hvdx.cli.batch.plan import BATCH, DEFAULTS, LAUNCHERS, VENDORS, make_plan
 from hvdx.cli.batch.script import script
+from hvdx.cli.common.processes import program_of
 from hvdx.errors import ConfigError
 
 NAME = "job"
@@ -168,8 +169,7 @@ def _words(args: argparse.Namespace) -> list[str]:
             for item in value if isinstance(value, list) else [value]:
                 # With = a value may begin with a dash.
                 words += [f"{option}={shlex.quote(str(item))}"] if option.startswith("--") else [option, str(item)]
-    program = args.program[1:] if args.program[:1] == ["--"] else args.program
-    return [*words, "--", *map(shlex.quote, program)]
+    return [*words, "--", *map(shlex.quote, program_of(args.program))]
 
 
 # What of the command line belongs into the script's first lines: not where the script went.

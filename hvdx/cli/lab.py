@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdx.cli.common.mpi_tools import Mpi, find_mpi, mpirun_command
-from hvdx.cli.common.processes import child_environment
+from hvdx.cli.common.processes import child_environment, program_of
 from hvdx.cli.common.termination import TERMINATED, TerminatedError, sigterm_raises
 from hvdx.cli.emulation import link_check
 from hvdx.cli.emulation.inside import GRACE, Plan
@@ -106,18 +106,18 @@ def _shape(args: argparse.Namespace) -> Shape:
 
 
 def _program(args: argparse.Namespace, shape: Shape) -> list[str]:
-    program = args.program[1:] if args.program[:1] == ["--"] else args.program
+    words = program_of(args.program)
     if args.check:
-        if program:
-            raise ConfigError(f"lab: --check: expected no command, got {program[0]}. Do: leave out one of the two.")
+        if words:
+            raise ConfigError(f"lab: --check: expected no command, got {words[0]}. Do: leave out one of the two.")
         if args.hosts < 2:
             raise ConfigError("lab: --check: expected 2 hosts or more, got 1. Do: leave out -n.")
         return link_check.command(shape.rate, shape.delay)
-    if not program:
+    if not words:
         raise ConfigError(f"lab: expected a command to run, got none. Do: {EXAMPLE}")
-    if program[0].startswith("-"):
-        raise ConfigError(f"lab: expected a command after the options, got {program[0]}. Do: {EXAMPLE}")
-    return program
+    if words[0].startswith("-"):
+        raise ConfigError(f"lab: expected a command after the options, got {words[0]}. Do: {EXAMPLE}")
+    return words
 
 
 def _launcher(hosts: int, mpi: Mpi) -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdx.cli.batch.template import plain_line, plain_word
+from hvdx.cli.common.processes import program_of
 from hvdx.errors import ConfigError
 
 #: system: its launchers, the default first.
@@ -175,8 +176,8 @@ def count_slots(text: str) -> int:
     return total
 
 
-def _command(program: Sequence[str], system: str) -> list[str]:
-    command = list(program[1:] if program[:1] == ["--"] else program)
+def _command(words: Sequence[str], system: str) -> list[str]:
+    command = program_of(words)
     if not command:
         raise ConfigError(f"job: expected a command after --, got none. Do: hvdx job {system} ... -- python train.py")
     if command[0].startswith("-"):

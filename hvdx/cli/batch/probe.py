@@ -1,7 +1,6 @@
 """What a job of two tasks sees: started through the batch system, waited for so long, and cancelled after that."""
 
 import contextlib
-import json
 import os
 import re
 import secrets
@@ -18,9 +17,8 @@ from hvdx.cli.batch import site as site_file
 from hvdx.cli.batch.systems import HOSTFILE, BatchSystem, SlurmSite, job_of
 from hvdx.cli.batch.template import shell_words
 from hvdx.cli.common.mpi_tools import Mpi, host_options, mpirun_command
-from hvdx.cli.common.processes import Outcome, child_environment, run
+from hvdx.cli.common.processes import Outcome, child_environment, run, told
 
-_MARK = "HVDX "
 _MINUTES = 2  # the job's own time limit, short enough for a gap between larger jobs
 _CANCEL_TIMEOUT = 30.0  # seconds
 _STEP_TIMEOUT = 60.0  # seconds for a launch that has its nodes already
@@ -362,8 +360,7 @@ def tasks_in(text: str) -> tuple[Task, ...]:
         (Task(host='a', rank=0, size=1, library='', failure=''),)
     """
     tasks = []
-    for piece in text.split(_MARK)[1:]:
-        with contextlib.suppress(ValueError, TypeError):
-            told, _ = json.JSONDecoder().raw_decode(piece)
-            tasks.append(Task(**told))
+    for seen in told(text):
+        with contextlib.suppress(TypeError):
+            tasks.append(Task(**seen))
     return tuple(sorted(tasks, key=lambda task: (-1 if task.rank is None else task.rank, task.host)))

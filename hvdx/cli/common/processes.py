@@ -1,5 +1,6 @@
 """Short-lived child processes whose crash or hang is an answer: output, exit code, time limit."""
 
+import json
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 # TensorFlow's start-up notes and PMIx's complaint about munge would bury the line that matters.
 _QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0", "PMIX_MCA_psec": "native"}
@@ -122,6 +124,32 @@ def kill_group(process: "subprocess.Popen[str]") -> None:
     """Kill a process of `start_group` and its children."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def told(text: str) -> list[Any]:
+    """Collect the JSON documents that programs told, each behind the word HVDX.
+
+    Launchers run the lines of several ranks together, so they are found wherever they stand.
+
+    Example:
+        >>> told('noise HVDX {"rank": 0}HVDX {"rank": 1}')
+        [{'rank': 0}, {'rank': 1}]
+    """
+    found = []
+    for piece in text.split("HVDX ")[1:]:
+        with suppress(ValueError):
+            found.append(json.JSONDecoder().raw_decode(piece)[0])
+    return found
+
+
+def program_of(words: Sequence[str]) -> list[str]:
+    """The program behind a command's options, without the "--" that may stand before it.
+
+    Example:
+        >>> program_of(["--", "python", "train.py"])
+        ['python', 'train.py']
+    """
+    return list(words[1:] if words[:1] == ["--"] else words)
 
 
 def search_path() -> str:

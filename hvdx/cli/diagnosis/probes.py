@@ -1,15 +1,13 @@
 """What `hvdx doctor` asks in child processes, so that a crash or a hang is a finding and not its end."""
 
-import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 from hvdx.cli.common.mpi_tools import Mpi, launch
-from hvdx.cli.common.processes import Outcome, child_environment, run
+from hvdx.cli.common.processes import Outcome, child_environment, run, told
 
-_MARK = "HVDX "
 _TIMEOUT = 60.0  # seconds; a cold TensorFlow on a network file system has taken most of this
 _LAUNCH_TIMEOUT = 30.0  # seconds
 
@@ -92,8 +90,8 @@ class Finding:
 def read(outcome: Outcome) -> Finding:
     """Collect the facts out of a probe's output."""
     facts: dict[str, Any] = {}
-    for told in _told(outcome):
-        facts.update(told)
+    for some in told(outcome.out):
+        facts.update(some)
     return Finding(facts, "" if outcome.code == 0 else outcome.reason())
 
 
@@ -107,7 +105,7 @@ def probe_launch(mpi: Mpi) -> tuple[list[tuple[int, int]], str]:
     if mpi.mpirun is None:
         return [], "no mpirun"
     outcome = launch(2, [sys.executable, "-c", _TELL + _RANK], _LAUNCH_TIMEOUT, mpi)
-    ranks = sorted((told["rank"], told["size"]) for told in _told(outcome))
+    ranks = sorted((seen["rank"], seen["size"]) for seen in told(outcome.out))
     return ranks, "" if outcome.code == 0 else outcome.reason()
 
 
@@ -117,15 +115,3 @@ def probe_all(mpi: Mpi) -> tuple[dict[str, Finding], tuple[list[tuple[int, int]]
         running = {name: pool.submit(probe, name) for name in _PROGRAMS}
         launched = pool.submit(probe_launch, mpi)
         return {name: future.result() for name, future in running.items()}, launched.result()
-
-
-def _told(outcome: Outcome) -> list[dict[str, Any]]:
-    """What was told, wherever it stands: launchers run the lines of several ranks together."""
-    told = []
-    for piece in outcome.out.split(_MARK)[1:]:
-        try:
-            facts, _ = json.JSONDecoder().raw_decode(piece)
-        except ValueError:
-            continue
-        told.append(facts)
-    return told
