@@ -41,5 +41,6 @@ def run(args: argparse.Namespace) -> int:
         description=module.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--json", metavar="FILE", help="write the figures to a file too; - for standard output alone")
     module.add_arguments(parser)
     return module.run(parser.parse_args(args.options))

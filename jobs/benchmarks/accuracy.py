@@ -13,7 +13,6 @@ comparison that was stopped goes on.
 import argparse
 import json
 import multiprocessing
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+from hvdx.jobs.benchmarks import harness
 
 #: What is compared: a name, and the strategy.
 STRATEGIES = {
@@ -64,27 +63,23 @@ def main(argv: list[str] | None = None) -> int:
             f"{last['accuracy'][-1]:.2f} %, 1/{last['ratio']:.0f} of the bytes, {time.perf_counter() - begin:.0f} s",
             flush=True,
         )
-        if file:
-            record = {"command": f"python jobs/benchmarks/accuracy.py --json {file.name}", "runs": runs}
-            file.write_text(json.dumps(record, indent=1) + "\n")
+        harness.write(options.json, {"runs": runs})
     show([r for r in runs if r["workers"] == options.workers and r["epochs"] == options.epochs])
     return 0
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="mlp,cnn", help="mlp, cnn or both (default: mlp,cnn)")
-    parser.add_argument("--seeds", type=int, default=3, help="how many (default: 3)")
-    parser.add_argument("--epochs", type=int, default=10, help="passes over the data (default: 10)")
-    parser.add_argument("--workers", type=int, default=4, help="virtual ranks (default: 4)")
+    parser = harness.parser(__doc__)
+    parser.add_argument("--models", type=harness.several(str), default="mlp,cnn", help="mlp, cnn or both")
+    parser.add_argument("--seeds", type=int, default=3, help="how many")
+    parser.add_argument("--epochs", type=int, default=10, help="passes over the data")
+    parser.add_argument("--workers", type=int, default=4, help="virtual ranks")
     parser.add_argument(
         "--strategies", help=f"names separated by semicolons; all of them by default: {'; '.join(STRATEGIES)}"
     )
-    parser.add_argument("--json", metavar="FILE", help="where runs are kept; those that are there are not repeated")
     parser.add_argument("--show", action="store_true", help="print the table of the runs in --json, and run nothing")
     options = parser.parse_args(argv)
-    options.models = options.models.split(",")
     options.strategies = [s.strip() for s in options.strategies.split(";")] if options.strategies else list(STRATEGIES)
     unknown = set(options.strategies) - set(STRATEGIES)
     if unknown or set(options.models) - {"mlp", "cnn"}:
@@ -115,15 +110,14 @@ def train(run: dict[str, Any]) -> dict[str, Any]:
     elements = sum(int(np.prod(v.shape)) for v in network.trainable_variables)
     make = host_step if isinstance(strategy, HostStrategy) else dense_step
     step, cost = make(network, strategy, workers)
-    accuracy, sent = [], []
+    accuracy = []
     steps = len(data.train_y) // (_BATCH * workers)
     for _ in range(run["epochs"]):
         for _ in range(steps):
             step([next(share) for share in shares])
         accuracy.append(100 * network.evaluate(data.test_x, data.test_y, batch_size=1000, verbose=0)[1])
-        sent.append(cost())
     dense = 4.0 * elements * steps * run["epochs"]
-    return {"accuracy": accuracy, "bytes": sent, "ratio": dense / sent[-1], "elements": elements, "steps": steps}
+    return {"accuracy": accuracy, "bytes": cost(), "ratio": dense / cost(), "elements": elements, "steps": steps}
 
 
 def gradients_of(network: Any) -> Callable[[Any, Any], list[Any]]:
@@ -229,7 +223,7 @@ def show(runs: Sequence[dict[str, Any]]) -> None:
             shared = [r for r in mine if r["seed"] in dense]
             lost = [r["accuracy"][-1] - dense[r["seed"]]["accuracy"][-1] for r in shared]
             against = f"{np.mean(lost):+.2f}" if shared and name != "dense" else ""
-            size, ratio = np.mean([r["bytes"][-1] for r in mine]) / 1e6, np.mean([r["ratio"] for r in mine])
+            size, ratio = np.mean([r["bytes"] for r in mine]) / 1e6, np.mean([r["ratio"] for r in mine])
             print(
                 f"| {model} | {name} | {len(mine)} | {spread(early)} | {spread(calm)} | {spread(late)} | "
                 f"{against} | {size:,.1f} MB | 1/{ratio:.0f} |"

@@ -12,20 +12,21 @@ averaging process, above what it was when the format's modules were imported.
 
 import argparse
 import importlib.util
-import json
 import os
 import platform
-import statistics
 import struct
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+import numpy as np
+
+from hvdx.jobs.benchmarks import harness
+from hvdx.report.table import render
 
 #: What is hoped for: speed against plain reads of whole files, and megabytes above the imports.
 GOALS = {"ratio": 0.5, "memory_MB": 1500.0}
@@ -36,30 +37,32 @@ _BLOCK = 1 << 20
 
 def main(argv: list[str] | None = None) -> int:
     """Measure every format, and print the table; see `--help`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--formats", default=",".join(MAKERS), metavar="F,F,...", help="all by default: %(default)s")
-    parser.add_argument("--size", type=float, default=1.0, metavar="GB", help="of each file; 1 by default")
-    parser.add_argument("--rounds", type=int, default=5, help="5 by default")
+    parser = harness.parser(__doc__)
+    parser.add_argument("--formats", default=",".join(MAKERS), metavar="F,F,...", help="what is measured")
+    parser.add_argument("--size", type=float, default=1.0, metavar="GB", help="of each file")
+    parser.add_argument("--rounds", type=int, default=5, help="how often each is measured")
     parser.add_argument("--folder", metavar="DIR", help="where the files are made; a temporary folder by default")
-    parser.add_argument("--json", metavar="FILE", help="write the figures")
-    parser.add_argument("--make", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--average", nargs="+", help=argparse.SUPPRESS)
-    parser.add_argument("--cold", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
-    if options.make:
-        make_one(options.make[0], Path(options.make[1]), options.size)
-        return 0
-    if options.average:
-        print(json.dumps(average_once([Path(p) for p in options.average], options.cold)))
-        return 0
+    return harness.run(parser, compare, work, argv)
+
+
+def work(given: argparse.Namespace) -> dict[str, float]:
+    """Make a file, or average, in a process of its own."""
+    if hasattr(given, "make"):
+        make_one(given.make, Path(given.path), given.size)
+        return {}
+    return average_once([Path(path) for path in given.average], given.cold)
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Measure every format, and print the table; 1 where a goal is missed."""
     rows = [row for name in options.formats.split(",") if (row := measure(name, options))]
     if not rows:
         return 1
     print(f"\n{_table(rows)}\n")
     met = _verdicts(rows)
-    if options.json:
-        facts = {"machine": _machine(), "GB": options.size, "files": _FILES, "rounds": options.rounds, "rows": rows}
-        Path(options.json).write_text(json.dumps(facts, indent=1) + "\n")
+    versions = {"python": platform.python_version(), "numpy": np.__version__, "kernel": platform.release()}
+    sizes = {"GB": options.size, "files": _FILES, "rounds": options.rounds}
+    harness.write(options.json, versions | sizes | {"rows": rows})
     return 0 if met else 1
 
 
@@ -74,7 +77,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="hvdx-bench-") as folder:
         paths = [Path(folder) / f"{i}{suffix}" for i in range(_FILES)]
         for path in paths:
-            _child("--make", name, str(path), "--size", str(options.size))
+            harness.launch(__file__, {"make": name, "path": str(path), "size": options.size})
         out = Path(folder) / f"mean{suffix}"
         reads: dict[str, list[float]] = {"whole": [], "blocks": []}
         runs = []
@@ -86,7 +89,6 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
         _forget(paths)
         cold_read = _read(paths, "whole")
         cold = _averaged(paths, out, cold=True)
-    median = statistics.median
     seconds, plain = median(run["seconds"] for run in runs), median(reads["whole"])
     return {
         "format": name,
@@ -132,17 +134,15 @@ def average_once(paths: Sequence[Path], cold: bool) -> dict[str, float]:
     os.fsync = timed
     if cold:
         _forget(paths[:-1])
-    before = _memory("VmRSS")
+    before = harness.memory("VmRSS")
     begin = time.perf_counter()
     average(paths[:-1], paths[-1])
     seconds = time.perf_counter() - begin
-    return {"seconds": seconds, "sync": synced[0], "memory_MB": (_memory("VmHWM") - before) / 1e6}
+    return {"seconds": seconds, "sync": synced[0], "memory_MB": (harness.memory("VmHWM") - before) / 1e6}
 
 
 def make_one(name: str, path: Path, size: float) -> None:
     """Make one file of about `size` GB, with values of its own."""
-    import numpy as np
-
     seed = int(path.name.split(".")[0])
     count = max(round(size * 1e9 / (4 * _SIDE * _SIDE)), 1)
     generator = np.random.default_rng(seed)
@@ -235,18 +235,10 @@ def _read(paths: Sequence[Path], how: str) -> float:
 
 def _averaged(paths: Sequence[Path], out: Path, cold: bool = False) -> dict[str, float]:
     try:
-        return json.loads(_child("--average", *map(str, [*paths, out]), *["--cold"] * cold))
+        return harness.launch(__file__, {"average": [*map(str, paths), str(out)], "cold": cold}).ranks[0]
     finally:
         for piece in _pieces(out):
             piece.unlink(missing_ok=True)
-
-
-def _child(*words: str) -> str:
-    """What another process of this job prints last."""
-    done = subprocess.run([sys.executable, __file__, *words], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"average_files: {' '.join(words)}: {done.stderr[-2000:]}")
-    return done.stdout.splitlines()[-1] if done.stdout else ""
 
 
 def _forget(paths: Sequence[Path]) -> None:
@@ -257,17 +249,7 @@ def _forget(paths: Sequence[Path]) -> None:
         os.close(handle)
 
 
-def _memory(which: str) -> int:
-    """Bytes of this process: VmRSS now, VmHWM at most (unlike ru_maxrss, that is not inherited from a parent)."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{which}:"):
-            return int(line.split()[1]) * 1024
-    raise SystemExit(f"average_files: expected {which} in /proc/self/status, found none.")
-
-
 def _table(rows: Sequence[dict[str, Any]]) -> str:
-    from hvdx.report.table import render
-
     header = ["format", "made by", "read whole", "in blocks", "average", "no sync", "ratio", "cold", "blocks", "MB"]
     cells = [
         [
@@ -293,17 +275,6 @@ def _verdicts(rows: Sequence[dict[str, Any]]) -> bool:
             f"{GOALS['ratio']}), {row['memory_MB']:.0f} MB (goal below {GOALS['memory_MB']:.0f})"
         )
     return met
-
-
-def _machine() -> dict[str, Any]:
-    import numpy as np
-
-    return {
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "kernel": platform.release(),
-    }
 
 
 if __name__ == "__main__":

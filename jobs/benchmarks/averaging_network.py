@@ -13,52 +13,38 @@ a ring all-reduce of the weights sends in a step; with momenta, twice that trave
 
 import argparse
 import itertools
-import json
-import os
-import statistics
 import sys
-import tempfile
 import time
-from pathlib import Path
+from statistics import mean
 from typing import Any
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+from hvdx.jobs.benchmarks import harness
+from hvdx.report.table import quantity, render
 
-_BATCH = 64
 # Between links that do not hold anybody up.
 _FAST = "10gbit"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the comparison, or with --worker one rank of one run; see `--help`."""
-    options = arguments(argv)
-    return worker(options) if options.worker else compare(options)
-
-
-def arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hosts", type=int, default=4, help="number of emulated hosts (default: 4)")
-    parser.add_argument("--bandwidth", default="100mbit", help="of each link (default: 100mbit)")
-    parser.add_argument("--periods", default="1,4,16,64", help="default: 1,4,16,64")
-    parser.add_argument("--epochs", type=int, default=3, help="passes over the data (default: 3)")
-    parser.add_argument("--target", type=float, default=85.0, help="test accuracy, in %% (default: 85)")
-    parser.add_argument("--hidden", type=int, default=1024, help="units in each of two hidden layers (default: 1024)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and data (default: 0)")
-    parser.add_argument("--json", metavar="FILE", help="write all figures")
-    parser.add_argument("--worker", metavar="STRATEGY", help=argparse.SUPPRESS)
-    parser.add_argument("--steps", type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--out", help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+    """Run the comparison; see `--help`."""
+    parser = harness.parser(__doc__)
+    parser.add_argument("--hosts", type=int, default=4, help="number of emulated hosts")
+    parser.add_argument("--bandwidth", default="100mbit", help="of each link")
+    parser.add_argument("--periods", type=harness.several(int), default="1,4,16,64", metavar="K,K,...", help="in steps")
+    parser.add_argument("--epochs", type=int, default=3, help="passes over the data")
+    parser.add_argument("--target", type=float, default=85.0, help="test accuracy, in %%")
+    parser.add_argument("--hidden", type=int, default=1024, help="units in each of two hidden layers")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and data")
+    return harness.run(parser, compare, train, argv)
 
 
 # -- the comparison ---------------------------------------------------------------------------------------------------
 
 
-def ways(periods: str) -> list[dict[str, Any]]:
+def ways(periods: list[int]) -> list[dict[str, Any]]:
     """What is compared: the dense baseline, and each period with and without the optimiser's state."""
     found = [{"name": "all_reduce", "spelling": "all_reduce", "period": 1, "state": False}]
-    for period in map(int, periods.split(",")):
+    for period in periods:
         for state in (True, False):
             spelling = f"parameter_averaging:period={period},average_optimizer={str(state).lower()}"
             name = f"every {period}, {'with' if state else 'own'} momenta"
@@ -75,30 +61,19 @@ def compare(options: argparse.Namespace) -> int:
         timed = launch(way["spelling"], options.bandwidth, options, steps)
         # Of whole periods, and not of the first, in which everything is compiled.
         begin = max(way["period"], steps // 2 // way["period"] * way["period"])
-        milliseconds = 1e3 * statistics.mean(timed["seconds"][begin:])
+        milliseconds = 1e3 * mean(timed["seconds"][begin:])
         rows.append(way | {key: learnt[key] for key in ("curve", "sent", "link", "steps")} | {"ms": milliseconds})
         last = rows[-1]["curve"][-1]
         print(f"{way['name']}: {milliseconds:.0f} ms a step, {last[1]:.2f} % after {last[0]} steps", flush=True)
     show(rows, options)
-    if options.json:
-        command = "python jobs/benchmarks/averaging_network.py " + " ".join(sys.argv[1:])
-        kept = {"command": command.strip(), "cores": os.cpu_count(), "parameters": parameters(options), "rows": rows}
-        Path(options.json).write_text(json.dumps(kept, indent=1) + "\n")
+    harness.write(options.json, {"parameters": parameters(options), "rows": rows})
     return 0
 
 
 def launch(spelling: str, bandwidth: str, options: argparse.Namespace, steps: int = 0) -> dict[str, Any]:
-    """Train on emulated hosts, and read what rank 0 wrote."""
-    from hvdx.jobs.benchmarks.network import figures_of
-
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "rank0.json"
-        command = [
-            *(sys.executable, "-m", "hvdx", "lab", "-n", str(options.hosts), "--bandwidth", bandwidth, "--"),
-            *(sys.executable, __file__, "--worker", spelling, "--out", str(out), "--steps", str(steps)),
-            *("--epochs", str(options.epochs), "--hidden", str(options.hidden), "--seed", str(options.seed)),
-        ]
-        return figures_of("averaging_network", command, out)
+    """Train on emulated hosts; the figures of rank 0."""
+    given = {"spelling": spelling, "steps": steps, "epochs": options.epochs, "hidden": options.hidden}
+    return harness.launch(__file__, given | {"seed": options.seed}, options.hosts, bandwidth).ranks[0]
 
 
 def parameters(options: argparse.Namespace) -> int:
@@ -109,8 +84,6 @@ def parameters(options: argparse.Namespace) -> int:
 
 def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     """Print the table."""
-    from hvdx.report.table import quantity, render
-
     dense = 4 * parameters(options) * 2 * (options.hosts - 1) / options.hosts
     cells = []
     for row in rows:
@@ -148,42 +121,29 @@ def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
 # -- one rank ---------------------------------------------------------------------------------------------------------
 
 
-def worker(options: argparse.Namespace) -> int:
+def train(given: argparse.Namespace) -> dict[str, Any]:
     """Train all epochs with validation, or some steps without."""
     import hvdx
 
     hvdx.init()
-    import keras
-
-    from hvdx.jobs.data import load
-    from hvdx.jobs.fashion_mnist import build
-
-    data = load("fashion-mnist")
-    keras.utils.set_random_seed(options.seed)
-    model = build(data, "mlp", options.hidden, "sgd", None)
-    train = hvdx.shard((data.train_x, data.train_y), _BATCH, seed=options.seed)
-    test = hvdx.shard((data.test_x, data.test_y), 500, shuffle=False, drop_remainder=False)
-    distribute, watch = hvdx.keras.Distribute(options.worker), make_watch()
+    model, data, test, _ = harness.mlp(given)
+    distribute, watch = hvdx.keras.Distribute(given.spelling), make_watch()
     model.fit(
-        train,
-        epochs=1 if options.steps else options.epochs,
-        steps_per_epoch=options.steps or None,
-        validation_data=None if options.steps else test,
+        data,
+        epochs=1 if given.steps else given.epochs,
+        steps_per_epoch=given.steps or None,
+        validation_data=None if given.steps else test,
         shuffle=False,
         verbose=0,
         callbacks=[distribute, watch],
     )
-    if hvdx.rank() == 0:
-        figures = {"seconds": watch.seconds, "curve": watch.curve, "link": watch.link, "steps": len(watch.seconds)}
-        Path(options.out).write_text(json.dumps(figures | {"sent": distribute.counters.bytes_sent}))
-    return 0
+    figures = {"seconds": watch.seconds, "curve": watch.curve, "link": watch.link, "steps": len(watch.seconds)}
+    return figures | {"sent": distribute.counters.bytes_sent}
 
 
 def make_watch() -> Any:
     """A callback that times steps, and notes the accuracy and the bytes of the link after each epoch."""
     import keras
-
-    counter = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
     class Watch(keras.callbacks.Callback):
         def __init__(self) -> None:
@@ -196,7 +156,7 @@ def make_watch() -> Any:
 
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
             if self._first is None:
-                self._first = int(counter.read_text())
+                self._first = harness.link_bytes("tx")
             self._end = time.perf_counter()
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -205,7 +165,7 @@ def make_watch() -> Any:
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             self.curve.append((len(self.seconds), 100 * (logs or {}).get("val_accuracy", 0.0)))
-            self.link = int(counter.read_text()) - (self._first or 0)
+            self.link = harness.link_bytes("tx") - (self._first or 0)
 
     return Watch()
 

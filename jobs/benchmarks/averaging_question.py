@@ -13,15 +13,13 @@ by 3 before they are added up, and multiplied by it afterwards. What is no farth
 """
 
 import argparse
-import json
-import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+from hvdx.jobs.benchmarks import harness
+from hvdx.report.table import render
 
 #: Learning rates at which each of them trains well here.
 OPTIMIZERS = {
@@ -31,41 +29,32 @@ OPTIMIZERS = {
 }
 
 
-def arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--optimizers", default=",".join(OPTIMIZERS), help="default: sgd,momentum,adam")
-    parser.add_argument("--periods", default="1,4,16,64", help="default: 1,4,16,64")
-    parser.add_argument("--steps", type=int, default=192, help="steps of each training (default: 192)")
-    parser.add_argument("--hidden", type=int, default=256, help="units in each of two hidden layers (default: 256)")
-    parser.add_argument("--batch", type=int, default=64, help="samples a step on each worker (default: 64)")
-    parser.add_argument("--data", default="fashion-mnist", help="fashion-mnist (default) or digits")
-    parser.add_argument("--json", metavar="FILE", help="write all figures")
-    return parser.parse_args(argv)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Train in every way, and print the table; see `--help`."""
-    options = arguments(argv)
+    parser = harness.parser(__doc__)
+    parser.add_argument("--optimizers", type=harness.several(str), default=",".join(OPTIMIZERS), help="some of these")
+    parser.add_argument("--periods", type=harness.several(int), default="1,4,16,64", help="steps between averages")
+    parser.add_argument("--steps", type=int, default=192, help="steps of each training")
+    parser.add_argument("--hidden", type=int, default=256, help="units in each of two hidden layers")
+    parser.add_argument("--data", default="fashion-mnist", help="fashion-mnist or digits")
+    parser.set_defaults(seed=0)
+    options = parser.parse_args(argv)
     import hvdx
 
     hvdx.init()
     import keras
 
-    from hvdx.jobs.data import load
-
     keras.config.disable_interactive_logging()
-    data = load(options.data)
     rows: list[dict[str, Any]] = []
-    for name in options.optimizers.split(","):
-        dense, row = train(data, name, hvdx.AllReduce(), options)
+    for name in options.optimizers:
+        dense, row = train(name, hvdx.AllReduce(), options)
         rows.append({"optimizer": name, "way": "gradients", "from_dense": 0.0} | row)
-        weights, row = train(data, name, hvdx.AllReduce(gradient_predivide_factor=3.0), options)
+        weights, row = train(name, hvdx.AllReduce(gradient_predivide_factor=3.0), options)
         rows.append({"optimizer": name, "way": "gradients, rounded otherwise", "from_dense": far(weights, dense)} | row)
-        for period in map(int, options.periods.split(",")):
+        for period in options.periods:
             for state in (True, False) if name != "sgd" else (True,):
                 way = hvdx.ParameterAveraging(period, average_optimizer=state)
-                weights, row = train(data, name, way, options)
+                weights, row = train(name, way, options)
                 kept = "" if name == "sgd" else ", averaged state" if state else ", own state"
                 rows.append(
                     {"optimizer": name, "way": f"every {period}{kept}", "from_dense": far(weights, dense)} | row
@@ -74,31 +63,23 @@ def main(argv: list[str] | None = None) -> int:
                     print(rows[-1], file=sys.stderr, flush=True)
     if hvdx.rank() == 0:
         show(rows, hvdx.size(), options)
-        if options.json:
-            command = (
-                f"mpirun -n {hvdx.size()} python jobs/benchmarks/averaging_question.py {' '.join(sys.argv[1:])}".strip()
-            )
-            Path(options.json).write_text(json.dumps({"command": command, "rows": rows}, indent=1) + "\n")
+        harness.write(options.json, {"rows": rows}, hvdx.size())
     return 0
 
 
-def train(data: Any, optimizer: str, strategy: Any, options: argparse.Namespace) -> tuple[list[Any], dict[str, Any]]:
+def train(optimizer: str, strategy: Any, options: argparse.Namespace) -> tuple[list[Any], dict[str, Any]]:
     """Train one way; the weights at its end, and its figures."""
     import keras
 
     import hvdx
-    from hvdx.jobs.fashion_mnist import build
 
-    keras.utils.set_random_seed(0)
-    model = build(data, "mlp", options.hidden, "sgd", None)
+    model, batches, test, _ = harness.mlp(options, options.data)
     kind, settings = OPTIMIZERS[optimizer]
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(getattr(keras.optimizers, kind)(**settings), loss, metrics=["accuracy"])
-    batches = hvdx.shard((data.train_x, data.train_y), options.batch, seed=0).repeat()
-    test = hvdx.shard((data.test_x, data.test_y), 500, shuffle=False, drop_remainder=False)
     distribute = hvdx.keras.Distribute(strategy)
     history = model.fit(
-        batches,
+        batches.repeat(),
         steps_per_epoch=options.steps,
         epochs=1,
         validation_data=test,
@@ -119,13 +100,11 @@ def far(weights: list[Any], others: list[Any]) -> float:
 
 def show(rows: list[dict[str, Any]], size: int, options: argparse.Namespace) -> None:
     """Print the table."""
-    from hvdx.report.table import render
-
     cells = [
         [row["optimizer"], row["way"], f"{row['from_dense']:.2g}", f"{row['apart']:.2g}", f"{row['accuracy']:.2f}"]
         for row in rows
     ]
-    print(f"{size} workers, {options.steps} steps of {options.batch} samples on each")
+    print(f"{size} workers, {options.steps} steps of 64 samples on each")
     print(render(cells, header=["optimizer", "averaged", "from dense", "apart", "accuracy, %"]))
 
 

@@ -10,29 +10,15 @@ Three things are timed in turn, several times:
     waited      of that, what the training waits for; beside a copy of the same bytes in memory
 """
 
-import argparse
-import json
 import os
 import shutil
-import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-
-
-def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--parameters", type=float, default=20e6, metavar="N", help="of the model (default: 20e6)")
-    parser.add_argument("--repeat", type=int, default=7, metavar="N", help="times each is measured (default: 7)")
-    parser.add_argument("--folder", metavar="DIR", help="where to write (default: a temporary folder)")
-    parser.add_argument("--json", metavar="FILE", help="write the figures")
-    return parser.parse_args(argv)
+from hvdx.jobs.benchmarks import harness
 
 
 def model_of(parameters: int):
@@ -86,7 +72,11 @@ def save_once(writer, folder: Path, model) -> tuple[float, float]:
 
 def main(argv: list[str] | None = None) -> int:
     """Measure; see `--help`."""
-    args = arguments(argv)
+    parser = harness.parser(__doc__)
+    parser.add_argument("--parameters", type=float, default=20e6, metavar="N", help="of the model")
+    parser.add_argument("--repeat", type=int, default=7, metavar="N", help="times each is measured")
+    parser.add_argument("--folder", metavar="DIR", help="where to write; a temporary folder by default")
+    args = parser.parse_args(argv)
     from hvdx.keras.checkpoint.folder import Folder
     from hvdx.keras.checkpoint.writer import Writer
     from hvdx.report.table import quantity, render
@@ -108,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
         shutil.rmtree(folder)
 
     def ratio(upper: list[float], lower: list[float]) -> float:
-        return statistics.median(a / b for a, b in zip(upper, lower, strict=True))
+        return median(a / b for a, b in zip(upper, lower, strict=True))
 
     figures = {
         "parameters": model.count_params(),
@@ -124,7 +114,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def row(name: str, values: list[float]) -> tuple[str, str]:
         low, high = min(values), max(values)
-        return name, f"{1e3 * statistics.median(values):.0f} ms ({1e3 * low:.0f} to {1e3 * high:.0f})"
+        return name, f"{1e3 * median(values):.0f} ms ({1e3 * low:.0f} to {1e3 * high:.0f})"
 
     rows = [
         ("parameters, bytes", f"{model.count_params():,}, {quantity(size, 'B')}"),
@@ -136,8 +126,7 @@ def main(argv: list[str] | None = None) -> int:
         ("waited / copy", f"{figures['waited / copy']:.2f}"),
     ]
     print(render(rows))
-    if args.json:
-        Path(args.json).write_text(json.dumps(figures, indent=1) + "\n")
+    harness.write(args.json, figures)
     return 0
 
 

@@ -10,74 +10,58 @@ not. The network is an MLP of 0.4 million parameters.
 """
 
 import argparse
-import json
-import os
-import re
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
+from statistics import median
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+from hvdx.cli.main import main as command
+from hvdx.jobs.benchmarks import harness
+from hvdx.report.table import render
 
 #: Seconds that the first step may take more under Threshold than without it.
 GOAL = 1.0
-_LIMIT = 300
+_LIMIT = 300  # seconds
 
 
 def main(argv: list[str] | None = None) -> int:
     """Start the workers, and print the table; exit code 1 where the goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--starts", type=int, default=5, metavar="N", help="of each (default: %(default)s)")
+    parser = harness.parser(__doc__)
+    parser.add_argument("--starts", type=int, default=5, metavar="N", help="of each")
     parser.add_argument("--empty", action="store_true", help="measure a start on an empty cache, too")
-    parser.add_argument("--json", metavar="FILE", help="write the figures")
-    parser.add_argument("--worker", choices=("plain", "threshold"), help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
-    if options.worker:
-        return train(options.worker)
-    from hvdx.cli.main import main as command
-    from hvdx.report.table import render
+    return harness.run(parser, compare, train, argv)
 
+
+def compare(options: argparse.Namespace) -> int:
+    """Start the workers in turns, and print the table."""
     command(["build-kernels"])
     seconds: dict[str, list[float]] = {"plain": [], "threshold": []}
     for number in range(options.starts):
         for kind, found in seconds.items():
             found.append(start(kind)[0])
             print(f"start {number + 1} of {options.starts}, {kind}: {found[-1]:.2f} s", file=sys.stderr, flush=True)
-    medians = {kind: statistics.median(found) for kind, found in seconds.items()}
+    medians = {kind: median(found) for kind, found in seconds.items()}
     more = medians["threshold"] - medians["plain"]
     names = {"plain": "plain Keras", "threshold": "Threshold()"}
     cells = [[names[k], f"{medians[k]:.2f}", f"{min(v):.2f}-{max(v):.2f}"] for k, v in seconds.items()]
     if options.empty:
         with tempfile.TemporaryDirectory() as folder:
-            took, said = start("threshold", {"HVDX_CACHE": folder})
+            took, said = start("threshold", HVDX_CACHE=folder)
         print("\n".join(line for line in said.splitlines() if "compiling" in line))
         cells.append(["Threshold(), empty cache", f"{took:.2f}", ""])
     print(render(cells, header=["first step of two workers", "seconds", "range"]))
     print(f"Threshold takes {more:.2f} s more; the goal is at most {GOAL:.1f} s: {'met' if more <= GOAL else 'missed'}")
-    if options.json:
-        Path(options.json).write_text(json.dumps({"seconds": seconds, "more": more}, indent=1) + "\n")
+    harness.write(options.json, {"seconds": seconds, "more": more})
     return 0 if more <= GOAL else 1
 
 
-def start(kind: str, env: dict[str, str] | None = None) -> tuple[float, str]:
+def start(kind: str, **env: str) -> tuple[float, str]:
     """Start two workers: seconds of rank 0's first step, and all that was printed."""
-    from hvdx.cli.common.mpi_tools import mpirun_command
-
-    command = [*mpirun_command(2), sys.executable, __file__, "--worker", kind]
-    done = subprocess.run(
-        command, timeout=_LIMIT, check=False, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env=os.environ | (env or {}),
-    )  # fmt: skip
-    found = re.search(r"first step: ([\d.]+) s", done.stdout)
-    if done.returncode or found is None:
-        raise SystemExit(f"first_step: two workers ended with exit code {done.returncode}:\n{done.stdout}")
-    return float(found[1]), done.stdout
+    ended = harness.launch(__file__, {"kind": kind}, ranks=2, limit=_LIMIT, **env)
+    return ended.ranks[0]["seconds"], ended.out
 
 
-def train(kind: str) -> int:
+def train(given: argparse.Namespace) -> dict[str, float]:
     """Take one step, as a worker."""
     import keras
     import numpy as np
@@ -89,7 +73,7 @@ def train(kind: str) -> int:
     model.compile(keras.optimizers.SGD(0.01, momentum=0.9), keras.losses.SparseCategoricalCrossentropy(True))
     x, y = np.zeros((64, 784), np.float32), np.zeros(64, np.int64)
     begin = time.perf_counter()
-    callbacks = [hvdx.keras.Distribute(hvdx.Threshold(target_density=0.01))] if kind == "threshold" else []
+    callbacks = [hvdx.keras.Distribute(hvdx.Threshold(target_density=0.01))] if given.kind == "threshold" else []
     took: list[float] = []
 
     class Clock(keras.callbacks.Callback):
@@ -97,9 +81,7 @@ def train(kind: str) -> int:
             took.append(time.perf_counter() - begin)
 
     model.fit(x, y, batch_size=32, epochs=1, verbose=0, callbacks=[*callbacks, Clock()])
-    if hvdx.rank() == 0:
-        print(f"first step: {took[0]:.3f} s", flush=True)
-    return 0
+    return {"seconds": took[0]}
 
 
 if __name__ == "__main__":

@@ -10,21 +10,18 @@ round yardstick, copy and encoder take turns, and a ratio is the median over the
 more before; `trusted` leaves that out. CUDA events measure; they include what the launches cost on the host.
 """
 
-import argparse
 import datetime
-import json
 import platform
 import subprocess
 import sys
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hvdx.jobs.benchmarks import harness
 from hvdx.report import table
 
-_UNITS = {"k": 10**3, "M": 10**6, "G": 10**9}
 _DENSITIES = (1e-4, 1e-3, 1e-2, 1 / 16, 0.1)
 #: Decoding is measured up to this density: the messages' entries are held on the GPU, 12 bytes each.
 _DENSEST_DECODED = 1e-2
@@ -37,7 +34,12 @@ _TAU = 1.0
 
 def main() -> int:
     """Measure every size, print a table of each."""
-    options = parse_arguments()
+    parser = harness.parser(f"{__doc__}\nIt takes about 17 bytes of the GPU's memory an element.")
+    parser.add_argument("--elements", type=harness.several(harness.size), default="256M", help="of the update: 16M,1G")
+    parser.add_argument("--rounds", type=int, default=20, help="how often everything is timed")
+    options = parser.parse_args()
+    if options.rounds < 1:
+        parser.error("--rounds: expected 1 or more")
     try:
         from numba import cuda
 
@@ -59,9 +61,7 @@ def main() -> int:
         rows += measured
         show(measured)
         del bench
-    if options.json:
-        Path(options.json).write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
-        print(f"wrote {options.json}")
+    harness.write(options.json, about | {"rows": rows})
     return 0
 
 
@@ -145,12 +145,11 @@ class Bench:
         """Medians, quartiles, and ratios to the yardstick and to a copy, of the rounds."""
         row: dict[str, Any] = {"what": what, "elements": self.elements, "density": density, "rounds": self.rounds}
         for name, measured in times.items():
-            low, median, high = np.percentile(measured, [25, 50, 75])
+            low, median, high = harness.spread(measured)
             row[f"{name}_ms"], row[f"{name}_quartiles_ms"] = median, [low, high]
             for yardstick in ("plain", "copy"):
                 if name not in ("plain", "copy"):
-                    ratios = np.array(times[yardstick]) / np.array(measured)
-                    low, median, high = np.percentile(ratios, [25, 50, 75])
+                    low, median, high = harness.spread(np.array(times[yardstick]) / np.array(measured))
                     row[f"{name}_to_{yardstick}"], row[f"{name}_to_{yardstick}_quartiles"] = median, [low, high]
         return row
 
@@ -215,7 +214,6 @@ def describe(cuda: Any) -> dict[str, Any]:
     name = device.name.decode() if isinstance(device.name, bytes) else device.name
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": sys.argv,
         "gpu": name,
         "compute_capability": list(device.compute_capability),
         "driver": driver_version(),
@@ -232,39 +230,6 @@ def driver_version() -> str:
     except (OSError, subprocess.SubprocessError):
         found = []
     return found[0] if found else "unknown"
-
-
-def parse_size(text: str) -> int:
-    """A number of elements.
-
-    Example:
-        >>> parse_size("16M")
-        16000000
-    """
-    size = int(float(text.rstrip("kMG")) * _UNITS.get(text[-1:], 1))
-    if size < 1:
-        raise ValueError(text)
-    return size
-
-
-def parse_arguments() -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description="Time the threshold kernels on a GPU beside a plain one, out = a + b, that moves as much memory.",
-        epilog="It takes about 17 bytes of the GPU's memory an element. Ends with 1 where there is no GPU.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--elements", default="256M", help="elements of the update, one or more, such as 16M,1G")
-    parser.add_argument("--rounds", type=int, default=20, help="how often everything is timed")
-    parser.add_argument("--json", metavar="FILE", help="write what was measured, and with what")
-    options = parser.parse_args()
-    if options.rounds < 1:
-        parser.error("--rounds: expected 1 or more")
-    try:
-        options.elements = [parse_size(text.strip()) for text in options.elements.split(",")]
-    except ValueError as error:
-        parser.error(f"--elements: expected numbers from 1 up such as 16M,1G; {error}")
-    return options
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ Sums reach tau at random places, and the residual is set back before each turn, 
 
 import argparse
 import ctypes
-import json
 import os
 import platform
 import sys
@@ -22,7 +21,7 @@ import numpy as np
 
 from hvdx.codec import Threshold
 from hvdx.errors import ConfigError
-from hvdx.jobs.benchmarks.wire import write_json
+from hvdx.jobs.benchmarks import harness
 from hvdx.kernels import cpu
 from hvdx.kernels.pieces import aligned
 from hvdx.kernels.threads import cut, default_threads, spread
@@ -45,7 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--densities", type=float, nargs="+", default=list(DENSITIES), metavar="P", help="share sent")
     parser.add_argument("--threads", type=int, nargs="+", metavar="T", help="numbers of threads; 1 and all by default")
     parser.add_argument("--rounds", type=int, default=15, help="turns that each kernel takes")
-    parser.add_argument("--json", metavar="FILE", help="write the figures to a file too; - for standard output alone")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,9 +70,7 @@ def run(args: argparse.Namespace) -> int:
         "figures": figures,
         "goals_missed": missed,
     }
-    if args.json and not quiet:
-        write_json(args.json, document)
-    print(json.dumps(document, indent=1) if quiet else as_text(document))
+    harness.show(args.json, document, as_text)
     return 1 if missed else 0
 
 
@@ -204,9 +200,9 @@ def extra_memory(case: Case) -> int | None:
             case.state.scratch.clear()
             library.malloc_trim(0)
             Path("/proc/self/clear_refs").write_text("5")
-            before = _status("VmHWM")
+            before = harness.memory("VmHWM")
             message = case.encode()
-            peaks.append(_status("VmHWM") - before)
+            peaks.append(harness.memory("VmHWM") - before)
             del message
     except (OSError, AttributeError):
         return None
@@ -214,14 +210,6 @@ def extra_memory(case: Case) -> int | None:
         if hasattr(library, "prctl"):
             library.prctl(_THP_DISABLE, 0, 0, 0, 0)
     return min(peaks)
-
-
-def _status(field: str) -> int:
-    """A line of /proc/self/status, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return 1024 * int(line.split()[1])
-    raise OSError(f"/proc/self/status has no {field}")
 
 
 def shortfalls(figure: dict) -> list[str]:
@@ -294,14 +282,3 @@ def _processor() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.machine()
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run without the `hvdx` command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
-    return run(parser.parse_args(argv))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

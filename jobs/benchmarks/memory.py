@@ -7,14 +7,10 @@ takes more, divided by what its weights take more, is the number of copies: code
 is the resident memory of rank 0 at its largest.
 """
 
-import argparse
-import json
-import os
 import sys
-import tempfile
-from pathlib import Path
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+from hvdx.jobs.benchmarks import harness, network
+from hvdx.report.table import render
 
 #: What is compared: a name, and the strategy.
 STRATEGIES = {
@@ -28,12 +24,9 @@ _STEPS = 20
 
 def main(argv: list[str] | None = None) -> int:
     """Measure every strategy, and print the table; see `--help`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--hidden", type=int, nargs=2, default=(1024, 5120), metavar="N", help="units of both networks")
-    parser.add_argument("--json", metavar="FILE", help="write the figures")
     options = parser.parse_args(argv)
-    from hvdx.report.table import render
-
     weights = [4 * (785 * h + (h + 1) * h + (h + 1) * 10) / 1e6 for h in options.hidden]
     rows = []
     for name, spelling in STRATEGIES.items():
@@ -46,24 +39,14 @@ def main(argv: list[str] | None = None) -> int:
     ]
     header = ["strategy", *(f"MB at {w:.0f} MB of weights" for w in weights), "copies", "above AllReduce"]
     print(render(cells, header=header))
-    if options.json:
-        Path(options.json).write_text(json.dumps({"weights_MB": weights, "rows": rows}, indent=1) + "\n")
+    harness.write(options.json, {"weights_MB": weights, "rows": rows})
     return 0
 
 
 def measure(spelling: str, hidden: int) -> float:
     """Megabytes of rank 0 after some steps."""
-    from hvdx.cli.common.mpi_tools import mpirun_command
-    from hvdx.jobs.benchmarks.network import figures_of
-
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "rank0.json"
-        command = [
-            *mpirun_command(2),
-            *(sys.executable, str(Path(__file__).with_name("network.py")), "--worker", spelling),
-            *("--out", str(out), "--most-steps", str(_STEPS), "--target", "101", "--hidden", str(hidden)),
-        ]
-        return figures_of("memory", command, out)["memory_MB"]
+    given = {"spelling": spelling, "hidden": hidden, "seed": 0, "steps": _STEPS, "target": 101.0}
+    return harness.launch(network.__file__, given, ranks=2).ranks[0]["memory_MB"]
 
 
 if __name__ == "__main__":

@@ -13,76 +13,51 @@ in both directions at once do not get to 100 %: TCP's acknowledgements wait behi
 """
 
 import argparse
-import json
-import os
 import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+from hvdx.jobs.benchmarks import harness
+from hvdx.report.table import render
 
-_BATCH = 64
 # Steps that are not counted: tracing, compiling, opening connections.
 _WARM = 3
-_COUNTERS = Path("/sys/class/net/eth0/statistics")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the comparison, or with --worker one rank of one run; see `--help`."""
-    options = arguments(argv)
-    return worker(options) if options.worker else compare(options)
-
-
-def arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, default=4, metavar="N", help="default: 4")
-    parser.add_argument("--servers", default="1,2,4", help="numbers of servers (default: 1,2,4)")
-    parser.add_argument("--dedicated", action="store_true", help="servers on hosts of their own")
-    parser.add_argument("--bandwidth", default="100mbit", help="of each link (default: 100mbit)")
-    parser.add_argument("--codec", default="none", help="of the updates (default: none)")
-    parser.add_argument("--steps", type=int, default=20, help="steps that each worker is timed for (default: 20)")
-    parser.add_argument("--hidden", type=int, default=1024, help="units in each of two hidden layers (default: 1024)")
-    parser.add_argument("--json", metavar="FILE", help="write all figures")
-    parser.add_argument("--worker", metavar="STRATEGY", help=argparse.SUPPRESS)
-    parser.add_argument("--out", help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+    """Run the comparison; see `--help`."""
+    parser = harness.parser(__doc__)
+    add = parser.add_argument
+    add("--workers", type=int, default=4, metavar="N", help="how many")
+    add("--servers", type=harness.several(int), default="1,2,4", metavar="N,N,...", help="numbers of servers")
+    add("--dedicated", action="store_true", help="servers on hosts of their own")
+    add("--bandwidth", default="100mbit", help="of each link")
+    add("--codec", default="none", help="of the updates")
+    add("--steps", type=int, default=20, help="steps that each worker is timed for")
+    add("--hidden", type=int, default=1024, help="units in each of two hidden layers")
+    return harness.run(parser, compare, train, argv)
 
 
 def compare(options: argparse.Namespace) -> int:
     """Time every number of servers, and print the table."""
     rows: list[dict[str, Any]] = []
-    for servers in map(int, options.servers.split(",")):
+    for servers in options.servers:
         rows.append({"servers": servers} | launch(servers, options))
         print(f"{servers} server(s): {rows[-1]['steps_per_second']:.2f} steps/s", file=sys.stderr, flush=True)
     show(rows, options)
-    if options.json:
-        command = f"python jobs/benchmarks/servers.py {' '.join(sys.argv[1:])}".strip()
-        kept = {"command": command, "cores": os.cpu_count(), "rows": rows}
-        Path(options.json).write_text(json.dumps(kept, indent=1) + "\n")
+    harness.write(options.json, {"rows": rows})
     return 0
 
 
 def launch(servers: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Train on emulated hosts, and read what the workers wrote."""
-    from hvdx.jobs.benchmarks.network import bits, figures_of
-
+    """Train on emulated hosts, and put the workers' figures together."""
     where = str(servers) if options.dedicated else f"colocated:{servers}"
     hosts = options.workers + (servers if options.dedicated else 0)
-    with tempfile.TemporaryDirectory() as folder:
-        out, links = Path(folder) / "0.json", Path(folder) / "links.json"
-        command = [
-            *(sys.executable, "-m", "hvdx", "lab", "-n", str(hosts), "--bandwidth", options.bandwidth),
-            *("--json", str(links), "--", sys.executable, __file__, "--out", folder),
-            *("--worker", f"parameter_server:servers={where},codec={options.codec}"),
-            *("--steps", str(options.steps), "--hidden", str(options.hidden)),
-        ]
-        first = figures_of("servers", command, out)
-        ranks = [first] + [json.loads((Path(folder) / f"{r}.json").read_text()) for r in range(1, options.workers)]
-        counted = json.loads(links.read_text())
-    rate = bits(options.bandwidth)
+    strategy = f"parameter_server:servers={where},codec={options.codec}"
+    given = {"strategy": strategy, "steps": options.steps, "hidden": options.hidden, "seed": 0}
+    ended = harness.launch(__file__, given, hosts, options.bandwidth)
+    ranks, counted = ended.ranks, ended.lab
+    rate = harness.bits(options.bandwidth)
     busy = [8 * max(r["sent"], r["received"]) / r["seconds"] / rate for r in ranks]
     whole = [8 * max(link["sent"], link["received"]) / counted["seconds"] / rate for link in counted["links"]]
     return {
@@ -92,15 +67,12 @@ def launch(servers: int, options: argparse.Namespace) -> dict[str, Any]:
         "workers_busy": sum(busy) / len(busy),
         "mean_staleness": sum(r["staleness"] for r in ranks) / len(ranks),
         "whole_run": whole,
-        "ranks": ranks,
-        "links": counted["links"],
+        "ranks": [{key: r[key] for key in ("seconds", "sent", "received", "staleness")} for r in ranks],
     }
 
 
 def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     """Print the table."""
-    from hvdx.report.table import render
-
     cells = [
         [
             str(row["servers"]),
@@ -130,36 +102,25 @@ def server_link(row: dict[str, Any], options: argparse.Namespace) -> str:
 # -- one rank ---------------------------------------------------------------------------------------------------------
 
 
-def worker(options: argparse.Namespace) -> int:
-    """Train, and write what the interface of this rank carried meanwhile."""
+def train(given: argparse.Namespace) -> dict[str, Any]:
+    """Train, and count what the interface of this rank carried meanwhile."""
     import hvdx
 
-    hvdx.init(strategy=options.worker)
-    import keras
-
-    from hvdx.jobs.data import load
-    from hvdx.jobs.fashion_mnist import build
+    hvdx.init(strategy=given.strategy)
     from hvdx.keras.optimizer import binding_of
 
-    data = load("fashion-mnist")
-    keras.utils.set_random_seed(0)
-    model = build(data, "mlp", options.hidden, "sgd", None)
-    train = hvdx.shard((data.train_x, data.train_y), _BATCH).repeat()
+    model, data, _, _ = harness.mlp(given)
     # Without `Distribute`, which would deal out the steps to whoever is ready.
     optimizer = hvdx.keras.DistributedOptimizer(model.optimizer)
-    watch = make_watch(options.steps + _WARM)
+    watch = make_watch(given.steps + _WARM)
     model.fit(
-        train,
-        steps_per_epoch=options.steps + _WARM,
+        data.repeat(),
+        steps_per_epoch=given.steps + _WARM,
         shuffle=False,
         verbose=0,
         callbacks=[hvdx.keras.callbacks.BroadcastGlobalVariablesCallback(0), watch],
     )
-    cost = binding_of(optimizer).cost()
-    parts = {k: getattr(cost, k) for k in ("computing", "encoding", "waiting", "exchanging", "decoding", "ending")}
-    figures = watch.figures | parts | {"staleness": cost.staleness.mean, "servers": cost.servers}
-    (Path(options.out) / f"{hvdx.rank()}.json").write_text(json.dumps(figures))
-    return 0
+    return watch.figures | {"staleness": binding_of(optimizer).cost().staleness.mean}
 
 
 def make_watch(last: int) -> Any:
@@ -173,7 +134,7 @@ def make_watch(last: int) -> Any:
             self._begin: list[float] = []
 
         def now(self) -> list[float]:
-            return [time.time(), *(int((_COUNTERS / f"{way}_bytes").read_text()) for way in ("tx", "rx"))]
+            return [time.time(), *map(harness.link_bytes, ("tx", "rx"))]
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             if batch + 1 == _WARM:

@@ -14,17 +14,13 @@ The first table is with the slow worker, the second without: there the mean stal
 """
 
 import argparse
-import json
-import os
-import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
+from statistics import median
 from typing import Any
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+from hvdx.jobs.benchmarks import harness
+from hvdx.report.table import render
 
 _SERVER = "parameter_server:servers=colocated"
 #: What is compared: a name, the strategy, the factor on the learning rate ("N": number of workers).
@@ -39,7 +35,6 @@ WAYS: dict[str, tuple[str, str, str]] = {
     "bound": ("bounded, 4 steps ahead", f"{_SERVER},staleness=bound,bound=4", "1"),
     "bound_far": ("bounded, 64 steps ahead", f"{_SERVER},staleness=bound,bound=64", "1"),
 }
-_BATCH = 64
 # Steps that are not counted: tracing, compiling.
 _COMPILING = 2
 # No training takes so long.
@@ -49,29 +44,21 @@ _LOOK = 0.5
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the comparison, or with --worker one rank of one run; see `--help`."""
-    options = arguments(argv)
-    return worker(options) if options.worker else compare(options)
-
-
-def arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, default=4, metavar="N", help="default: 4")
-    parser.add_argument("--ways", default=",".join(WAYS), help=f"default: {','.join(WAYS)}")
-    parser.add_argument("--pause", type=float, default=20.0, metavar="MS", help="of every worker (default: 20)")
-    parser.add_argument("--equal", default="all_reduce,plain,soft", help="of the second table: %(default)s")
-    parser.add_argument("--slower", type=float, default=10.0, help="times that the last one is slower (default: 10)")
-    parser.add_argument("--steps", type=int, default=500, help="steps of each training and worker (default: 500)")
-    parser.add_argument("--target", type=float, default=85.0, help="test accuracy, in %% (default: 85)")
-    parser.add_argument("--hidden", type=int, default=512, help="units in each of two hidden layers (default: 512)")
-    parser.add_argument("--learning-rate", type=float, default=0.05, metavar="X", help="default: 0.05")
-    parser.add_argument("--seeds", default="0", help="of weights and data, such as 0,1,2 (default: 0)")
-    parser.add_argument("--data", default="fashion-mnist", help="fashion-mnist (default) or digits")
-    parser.add_argument("--json", metavar="FILE", help="write all figures")
-    for hidden in ("--worker", "--out", "--factor", "--delay", "--seed"):
-        parser.add_argument(hidden, help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+    """Run the comparison; see `--help`."""
+    parser = harness.parser(__doc__)
+    add, words = parser.add_argument, harness.several(str)
+    add("--workers", type=int, default=4, metavar="N", help="how many")
+    add("--ways", type=words, default=",".join(WAYS), metavar="WAY,...", help="what is compared")
+    add("--pause", type=float, default=20.0, metavar="MS", help="of every worker")
+    add("--equal", type=words, default="all_reduce,plain,soft", metavar="WAY,...", help="of the second table")
+    add("--slower", type=float, default=10.0, help="times that the last one is slower")
+    add("--steps", type=int, default=500, help="steps of each training and worker")
+    add("--target", type=float, default=85.0, help="test accuracy, in %%")
+    add("--hidden", type=int, default=512, help="units in each of two hidden layers")
+    add("--learning-rate", type=float, default=0.05, metavar="X", help="before the factor of a way")
+    add("--seeds", type=harness.several(int), default="0", metavar="N,N,...", help="of weights and data")
+    add("--data", default="fashion-mnist", help="fashion-mnist or digits")
+    return harness.run(parser, compare, train, argv)
 
 
 # -- the comparison ---------------------------------------------------------------------------------------------------
@@ -79,54 +66,30 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def compare(options: argparse.Namespace) -> int:
     """Run every way with the slow worker and without, and print two tables."""
-    seeds = [int(seed) for seed in options.seeds.split(",")]
-    step = statistics.median(run("alone", "1", 0.0, 0, options)[0]["steps"][_COMPILING:])
+    step = median(run("alone", 1, 0.0, 0, options)[0]["steps"][_COMPILING:])
     delay = (options.slower - 1) * step
     print(f"a step takes {1e3 * step:.1f} ms; the slow worker sleeps for {1e3 * delay:.0f} ms more", flush=True)
     rows: list[dict[str, Any]] = []
     for slow in (True, False):
-        for key in (options.ways if slow else options.equal).split(","):
+        for key in options.ways if slow else options.equal:
             name, spelling, factor = WAYS[key]
-            factor = str(options.workers) if factor == "N" else factor
-            for seed in seeds:
-                ranks = run(spelling, factor, delay if slow else 0.0, seed, options)
+            for seed in options.seeds:
+                ranks = run(spelling, options.workers if factor == "N" else 1, delay if slow else 0.0, seed, options)
                 rows.append({"way": key, "name": name, "slow": slow, "seed": seed} | figures(ranks, options))
                 print(line(rows[-1], options), file=sys.stderr, flush=True)
     for slow in (True, False):
         show([row for row in rows if row["slow"] == slow], options)
-    if options.json:
-        command = f"python jobs/benchmarks/staleness.py {' '.join(sys.argv[1:])}".strip()
-        kept = {"command": command, "cores": os.cpu_count(), "step": step, "delay": delay, "target": options.target}
-        Path(options.json).write_text(json.dumps(kept | {"rows": rows}, indent=1) + "\n")
+    harness.write(options.json, {"step": step, "delay": delay, "target": options.target, "rows": rows})
     return 0
 
 
-def run(spelling: str, factor: str, delay: float, seed: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Train once; what every worker wrote."""
-    from hvdx.cli.common.mpi_tools import mpirun_command
-
-    steps = 30 if spelling == "alone" else options.steps
-    with tempfile.TemporaryDirectory() as folder:
-        command = [
-            *(*mpirun_command(options.workers), sys.executable, __file__, "--worker", spelling, "--out", folder),
-            *("--factor", factor, "--delay", str(delay), "--seed", str(seed), "--steps", str(steps)),
-            *("--hidden", str(options.hidden), "--learning-rate", str(options.learning_rate)),
-            *("--target", str(options.target), "--data", options.data, "--pause", str(options.pause)),
-        ]
-        one = dict.fromkeys(("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"), "1")
-        done = subprocess.run(
-            command,
-            env={name: value for name, value in os.environ.items() if name != "HVDX_STRATEGY"} | one,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=False,
-            timeout=_MOST_SECONDS,
-        )
-        files = [Path(folder) / f"{rank}.json" for rank in range(options.workers)]
-        if done.returncode or not all(file.exists() for file in files):
-            sys.exit(f"staleness: {spelling} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-        return [json.loads(file.read_text()) for file in files]
+def run(spelling: str, factor: int, delay: float, seed: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Train once; the figures of every worker."""
+    chosen = {key: getattr(options, key) for key in ("hidden", "target", "data", "pause")}
+    chosen |= {"spelling": spelling, "learning_rate": factor * options.learning_rate, "delay": delay, "seed": seed}
+    chosen["steps"] = 30 if spelling == "alone" else options.steps
+    one = dict.fromkeys(("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"), "1")
+    return harness.launch(__file__, chosen, options.workers, limit=_MOST_SECONDS, **one).ranks
 
 
 def figures(ranks: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
@@ -138,7 +101,7 @@ def figures(ranks: list[dict[str, Any]], options: argparse.Namespace) -> dict[st
     return {
         "seconds": next((seconds for seconds, accuracy in curve if accuracy >= options.target), None),
         "last": curve[-1][1] if curve else float("nan"),
-        "curve": curve,
+        "end": curve[-1][0] if curve else None,
         "updates_per_second": sum(len(r["steps"]) - _COMPILING for r in ranks) / max(r["end"] for r in ranks),
         "steps": [len(rank["steps"]) for rank in ranks],
         "mean_staleness": seen.mean if seen else None,
@@ -155,11 +118,10 @@ def line(row: dict[str, Any], options: argparse.Namespace) -> str:
 
 def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     """Print a table: medians over the seeds."""
-    from hvdx.report.table import render
 
     def middle(key: str, way: str) -> float | None:
         values = [row[key] for row in rows if row["way"] == way]
-        return None if None in values else statistics.median(values)
+        return None if None in values else median(values)
 
     base, cells = middle("seconds", rows[0]["way"]), []
     for way in dict.fromkeys(row["way"] for row in rows):
@@ -193,27 +155,19 @@ def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
 # -- one rank ---------------------------------------------------------------------------------------------------------
 
 
-def worker(options: argparse.Namespace) -> int:
-    """Train, and write what this worker saw."""
+def train(given: argparse.Namespace) -> dict[str, Any]:
+    """Train, and tell what this worker saw."""
     import hvdx
 
-    hvdx.init(strategy=None if options.worker == "alone" else options.worker)
-    import keras
-
-    from hvdx.jobs.data import load
-    from hvdx.jobs.fashion_mnist import build
-
-    data = load(options.data)
-    seed = int(options.seed)
-    keras.utils.set_random_seed(seed)
-    model = build(data, "mlp", options.hidden, "sgd", options.learning_rate * float(options.factor))
-    train = hvdx.shard((data.train_x, data.train_y), _BATCH, seed=seed).repeat()
+    alone = given.spelling == "alone"
+    hvdx.init(strategy=None if alone else given.spelling)
+    model, batches, _, data = harness.mlp(given, given.data)
     slow = hvdx.rank() == hvdx.size() - 1
-    watch = make_watch(options.pause / 1e3 + (float(options.delay) if slow else 0.0), hvdx.rank() == 0)
-    distribute = None if options.worker == "alone" else hvdx.keras.Distribute()
+    watch = make_watch(given.pause / 1e3 + (given.delay if slow else 0.0), hvdx.rank() == 0)
+    distribute = None if alone else hvdx.keras.Distribute()
     model.fit(
-        train,
-        steps_per_epoch=options.steps,
+        batches.repeat(),
+        steps_per_epoch=given.steps,
         shuffle=False,
         verbose=0,
         callbacks=[watch] if distribute is None else [distribute, watch],
@@ -224,14 +178,12 @@ def worker(options: argparse.Namespace) -> int:
     curve: list[tuple[float, float]] = []
     for i, (seconds, weights) in enumerate(watch.kept):
         # Once there, only the end is still of interest.
-        if i < len(watch.kept) - 1 and any(accuracy >= options.target for _, accuracy in curve):
+        if i < len(watch.kept) - 1 and any(accuracy >= given.target for _, accuracy in curve):
             continue
         model.set_weights(weights)
         curve.append((seconds, 100 * model.evaluate(data.test_x, data.test_y, 2000, verbose=0)[1]))
     cost = None if distribute is None else distribute.cost()
-    figures = {"steps": watch.steps, "curve": curve, "end": end, "staleness": getattr(cost, "staleness", {})}
-    (Path(options.out) / f"{hvdx.rank()}.json").write_text(json.dumps(figures))
-    return 0
+    return {"steps": watch.steps, "curve": curve, "end": end, "staleness": getattr(cost, "staleness", {})}
 
 
 def make_watch(delay: float, keeps: bool) -> Any:

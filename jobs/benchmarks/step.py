@@ -15,14 +15,12 @@ one machine measure the software and not a network. `hvdx.init` gives each rank 
 """
 
 import argparse
-import json
 import os
 import random
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -32,12 +30,12 @@ import numpy as np
 import tensorflow as tf
 
 import hvdx
+from hvdx.jobs.benchmarks import harness
 from hvdx.report import table
 
 _INPUTS, _CLASSES, _BATCHES = 784, 10, 8
 _RAW = "Horovod, hand-written loop"
 _LOOP_ALONE = "no communication, hand-written loop"
-_UNITS = {"k": 1_000, "M": 1_000_000}
 # Steps that make the training functions and size Horovod's buffers, before anything is timed.
 _WARM_UP = 3
 # Below these a median says little.
@@ -75,9 +73,8 @@ def main() -> int:
         rows += measured
         if hvdx.rank() == 0:
             show(measured)
-    if hvdx.rank() == 0 and options.json:
-        Path(options.json).write_text(json.dumps({"command": sys.argv, "rows": rows}, indent=1) + "\n")
-        print(f"wrote {options.json}")
+    if hvdx.rank() == 0:
+        harness.write(options.json, {"rows": rows}, hvdx.size())
     return 0
 
 
@@ -273,7 +270,7 @@ def summarise(variants: Sequence[Variant], parameters: int, batch: int) -> list[
         milliseconds = 1e3 * np.concatenate(variant.rounds)
         medians = np.array([np.median(r) for r in variant.rounds])
         fast, low, median, high = np.percentile(milliseconds, [10, 25, 50, 75])
-        ratio_low, ratio, ratio_high = np.percentile(medians / reference, [25, 50, 75])
+        ratio_low, ratio, ratio_high = harness.spread(medians / reference)
         rows.append(
             {
                 "variant": variant.name,
@@ -289,7 +286,6 @@ def summarise(variants: Sequence[Variant], parameters: int, batch: int) -> list[
                 "ratio": ratio,
                 "ratio_quartiles": [ratio_low, ratio_high],
                 "yardstick": ", ".join(yardstick).removesuffix(", -"),
-                "round_medians_ms": (1e3 * medians).tolist(),
             }
         )
     return rows
@@ -372,45 +368,23 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def parse_size(text: str) -> int:
-    """A number of parameters.
-
-    Example:
-        >>> parse_size("2M")
-        2000000
-    """
-    unit = _UNITS.get(text[-1:], 1)
-    size = int(float(text.rstrip("kM")) * unit)
-    if size < _INPUTS:
-        raise ValueError(text)
-    return size
-
-
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description="Time a training step through hvdx beside a hand-written Horovod loop.",
-        epilog="Start it with mpirun -n 2 (or horovodrun -np 2) in front for two workers.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--sizes", default="2M,20M", help="parameters of the networks, such as 500k,2M")
-    parser.add_argument("--batch", type=int, default=64, help="examples a step on each rank")
-    parser.add_argument("--rounds", type=int, default=15, help="how often every variant has its turn")
-    parser.add_argument("--steps", type=int, default=10, help="timed steps a turn; fewer where the time is short")
-    parser.add_argument(
-        "--seconds", type=float, default=30, help="time for the rounds of one size; at least 5 rounds of 2 steps"
-    )
-    parser.add_argument("--quick", action="store_true", help="5 rounds in 8 seconds a size")
-    parser.add_argument("--json", metavar="FILE", help="write the table and the medians of all rounds")
+    parser = harness.parser(__doc__)
+    add = parser.add_argument
+    add("--sizes", type=harness.several(harness.size), default="2M,20M", help="parameters of the networks")
+    add("--batch", type=int, default=64, help="examples a step on each rank")
+    add("--rounds", type=int, default=15, help="how often every variant has its turn")
+    add("--steps", type=int, default=10, help="timed steps a turn; fewer where the time is short")
+    add("--seconds", type=float, default=30, help="time for the rounds of one size; at least 5 rounds of 2 steps")
+    add("--quick", action="store_true", help="5 rounds in 8 seconds a size")
     options = parser.parse_args()
     if options.quick:
         options.rounds, options.seconds = 5, 8.0
     if min(options.batch, options.rounds, options.steps) < 1:
         parser.error("--batch, --rounds, --steps: expected 1 or more")
-    try:
-        options.sizes = [parse_size(text.strip()) for text in options.sizes.split(",")]
-    except ValueError as error:
-        parser.error(f"--sizes: expected numbers from {_INPUTS} up such as 500k,2M; {error}")
+    if min(options.sizes) < _INPUTS:
+        parser.error(f"--sizes: expected numbers from {_INPUTS} up such as 500k,2M")
     return options
 
 

@@ -8,14 +8,13 @@ code that follows may spend less.
 """
 
 import argparse
-import json
-import sys
 from pathlib import Path
 
 import numpy as np
 
 from hvdx.codec import Threshold
 from hvdx.errors import ConfigError
+from hvdx.jobs.benchmarks import harness
 from hvdx.report.table import render
 
 #: Densities and sizes that the goals are about.
@@ -35,7 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--update", default=str(RECORDED), metavar="FILE", help="what jobs/benchmarks/record_update.py saved"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the random positions")
-    parser.add_argument("--json", metavar="FILE", help="write the figures to a file too; - for standard output alone")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,18 +52,8 @@ def run(args: argparse.Namespace) -> int:
     missed = [r for r in independent if r["elements"] == GOAL_SIZE and r["ratio"] > GOAL]
     missed += [r for r in recorded["all"] if r["ratio"] >= GOAL_REAL]
     document = {"hvdx": hvdx.__version__, "independent": independent, "recorded": recorded, "goals_missed": len(missed)}
-    if args.json and args.json != "-":
-        write_json(args.json, document)
-    print(json.dumps(document, indent=1) if args.json == "-" else as_text(document))
+    harness.show(args.json, document, as_text)
     return 1 if missed else 0
-
-
-def write_json(path: str, document: dict) -> None:
-    """Write figures to a file."""
-    try:
-        Path(path).write_text(json.dumps(document, indent=1) + "\n")
-    except OSError as error:
-        raise ConfigError(f"bench: --json {path}: {error.strerror}. Name a file in a folder that exists.") from error
 
 
 def entropy(p: float) -> float:
@@ -202,14 +190,3 @@ def verdict(document: dict) -> str:
     if any(r["elements"] == GOAL_SIZE for r in document["independent"]):
         asked.insert(0, f"ratio <= {GOAL} at {GOAL_SIZE:,} elements")
     return f"goals: {', '.join(asked)}: {reached}"
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run without the `hvdx` command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
-    return run(parser.parse_args(argv))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
