@@ -249,8 +249,8 @@ def launch(
         inherited = {name: value for name, value in os.environ.items() if name != "HVDX_STRATEGY"}
         ended = processes.run(worker, limit, inherited | env)
         files = sorted(folder.glob("*.json"), key=lambda path: int(path.stem))
-        if ended.code or not files:
-            sys.exit(f"{' '.join(worker)}\nended with {ended.code}:\n{ended.text}")
+        if ended.code != 0 or not files:
+            sys.exit(f"{' '.join(worker)}\nended badly ({ended.reason()}):\n{ended.text}")
         table = json.loads((folder / "lab").read_text()) if bandwidth else {}
         return Ended([json.loads(path.read_text()) for path in files], ended.text, table)
 

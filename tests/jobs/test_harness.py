@@ -52,6 +52,13 @@ def test_workers_that_fail_end_the_benchmark_with_their_words(benchmark):
     assert "a worker failed" in done.err
 
 
+def test_workers_that_take_too_long_end_the_benchmark(tmp_path):
+    file = tmp_path / "benchmark.py"
+    file.write_text("import time; time.sleep(60)")
+    with pytest.raises(SystemExit, match="no answer within the time limit"):
+        harness.launch(str(file), {}, limit=0.5)
+
+
 def test_kept_figures_are_compact():
     files = sorted((ROOT / "docs" / "benchmarks").glob("*.json"))
     assert len(files) > 10

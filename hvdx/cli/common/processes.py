@@ -1,4 +1,4 @@
-"""Short-lived child processes whose crash or hang is an answer: output, exit code, time limit."""
+"""Child processes whose crash or hang is an answer: output, exit code, time limit, an end for all their children."""
 
 import json
 import os
