@@ -121,7 +121,7 @@ fuzz: $(INSTALLED)
 
 gpu: $(if $(findstring $(BIN),$(GPU_PYTHON)),$(INSTALLED))
 	$(GPU_PYTHON) -m pytest tests/kernels/test_cuda_gpu.py
-	$(GPU_PYTHON) jobs/bench_gpu.py --json docs/benchmarks/gpu.json
+	$(GPU_PYTHON) jobs/benchmarks/gpu.py --json docs/benchmarks/gpu.json
 
 fmt: $(INSTALLED)
 	$(BIN)/ruff check --fix

@@ -1,14 +1,13 @@
 """Runs a Python script on several ranks, with a time limit outside them: a deadlock is a failure, not a hang."""
 
 import os
-import signal
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdx.cli.mpi_tools import mpirun_command
+from hvdx.cli.common import processes
+from hvdx.cli.common.mpi_tools import mpirun_command
 from tests import warm
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -76,21 +75,5 @@ def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
 
 def run_command(command: Sequence[str], timeout: float = 120, env: Mapping[str, str] | None = None) -> Run:
     """Run any command with the environment and the limits of `run`."""
-    process = subprocess.Popen(
-        list(command),
-        cwd=ROOT,
-        env=environment(env),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    try:
-        out, _ = process.communicate(timeout=timeout)
-        return Run(process.returncode, out)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        out, _ = process.communicate()
-        return Run(None, out)
+    ended = processes.run(command, timeout, environment(env), ROOT, merged=True)
+    return Run(ended.code, ended.text)

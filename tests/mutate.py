@@ -239,7 +239,7 @@ class Copy:
         """
         command = [sys.executable, "-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", *options, *tests]
         if ranks > 1:
-            from hvdx.cli.mpi_tools import mpirun_command
+            from hvdx.cli.common.mpi_tools import mpirun_command
 
             command = mpirun_command(ranks) + command
         # Compiled kernels that are broken must not fill the cache of those that are not.

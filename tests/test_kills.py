@@ -6,11 +6,11 @@ tests/keras/test_checkpoint_faults.py tries every moment of a save; here are rea
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 
-from hvdx.cli.mpi_tools import mpirun_command
+from hvdx.cli.common.mpi_tools import mpirun_command
+from hvdx.cli.common.processes import process_group
 from hvdx.keras.checkpoint.files import Arrays
 from hvdx.keras.checkpoint.folder import SHARED, of_rank
 from tests.launch import ROOT, environment, run
@@ -70,12 +70,8 @@ def names(folder):
 def kill_one(folder, rank):
     """Train, and kill a rank while the checkpoint after the first one is written; what was said."""
     command = [*mpirun_command(RANKS), sys.executable, "-c", SCRIPT, str(folder), str(EPOCHS)]
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
-    )  # fmt: skip
     said, pids, end, before = [], {}, time.monotonic() + LIMIT, names(folder)
-    try:
+    with process_group(command, environment(), ROOT, merged=True) as process:
         assert process.stdout is not None
         while len(pids) < RANKS:
             assert time.monotonic() < end, "".join(said)
@@ -91,10 +87,6 @@ def kill_one(folder, rank):
         began = time.monotonic()
         said.append(process.communicate(timeout=LIMIT)[0])
         assert time.monotonic() - began < 10
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
     assert process.returncode != 0, "".join(said)
     return "".join(said)
 

@@ -6,6 +6,7 @@ import resource
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from hvdx.averaging.sharded import INDEX_ENDING
 from hvdx.errors import ConfigError
 
 # An archive of Keras is open twice, and its unpacked weights beside it; and what is opened on the way.
@@ -23,7 +24,7 @@ def _open_now() -> int:
 
 def _files(path: Path) -> int:
     """Files of one network; those of a folder, or beside an index, may be its shards."""
-    folder = path if path.is_dir() else path.parent if path.name.endswith(".index.json") else None
+    folder = path if path.is_dir() else path.parent if path.name.endswith(INDEX_ENDING) else None
     try:
         return _PER_NETWORK + (len(os.listdir(folder)) if folder is not None else 0)
     except OSError:

@@ -11,12 +11,13 @@ from hvdx.averaging.pytorch import PyTorch
 from hvdx.averaging.safetensors import Safetensors
 from hvdx.errors import AverageError
 
-_ENDING = ".index.json"
+#: How the name of an index of shards ends.
+INDEX_ENDING = ".index.json"
 # By what the index is called, and the file where there is only one; safetensors are loaded where there are both.
 _USUAL = ("model.safetensors", "pytorch_model.bin")
 _MOST_INDEX = 100_000_000
 # Weights in other formats, and states of trainers: they are not those of the mean.
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", _ENDING)
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", INDEX_ENDING)
 
 
 class Sharded(Network):
@@ -37,8 +38,8 @@ class Sharded(Network):
         index = path if path.is_file() else _index_of(path)
         self._folder, self._index = index.parent, index
         self._shards: dict[str, Network] = {}
-        places = _weight_map(index) if index.name.endswith(_ENDING) else None
-        kind: type[Network] = PyTorch if index.name.removesuffix(_ENDING).endswith(".bin") else Safetensors
+        places = _weight_map(index) if index.name.endswith(INDEX_ENDING) else None
+        kind: type[Network] = PyTorch if index.name.removesuffix(INDEX_ENDING).endswith(".bin") else Safetensors
         try:
             for name in [index.name] if places is None else sorted(set(places.values())):
                 self._shards[name] = kind.open(self._folder / name)
@@ -68,7 +69,7 @@ class Sharded(Network):
         """By the index, or the usual name of the only file."""
         if path.is_dir():
             return any((path / name).is_file() for name in _candidates())
-        return path.name.endswith(_ENDING) and path.is_file()
+        return path.name.endswith(INDEX_ENDING) and path.is_file()
 
     @classmethod
     def open(cls, path: Path) -> Network:
@@ -93,7 +94,7 @@ class Sharded(Network):
 
 
 def _candidates() -> list[str]:
-    return [name for usual in _USUAL for name in (f"{usual}{_ENDING}", usual)]
+    return [name for usual in _USUAL for name in (f"{usual}{INDEX_ENDING}", usual)]
 
 
 def _index_of(folder: Path) -> Path:

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hvdx.cli.progress import Progress
-from hvdx.cli.termination import TERMINATED, TerminatedError, sigterm_raises
+from hvdx.cli.common.progress import Progress
+from hvdx.cli.common.termination import TERMINATED, TerminatedError, sigterm_raises
 from hvdx.errors import ConfigError, HvdxError
 from hvdx.report.table import quantity
 

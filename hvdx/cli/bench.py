@@ -14,7 +14,7 @@ Exit code 0: all goals that the figures have were met; 1: some were not (the las
 """
 
 #: What can be measured, and the module that does it: add_arguments(parser), run(args) -> exit code.
-BENCHMARKS = {"wire": "hvdx.jobs.bench_wire", "kernels": "hvdx.jobs.bench_kernels"}
+BENCHMARKS = {"wire": "hvdx.jobs.benchmarks.wire", "kernels": "hvdx.jobs.benchmarks.kernels"}
 _SUMMARIES = {
     "wire": "bits an entry on the wire, against entropy, Elias-Fano, zstd and plain int32",
     "kernels": "speed of encoding and decoding, against np.add, on one core and on all",
@@ -41,5 +41,6 @@ def run(args: argparse.Namespace) -> int:
         description=module.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--json", metavar="FILE", help="write the figures to a file too; - for standard output alone")
     module.add_arguments(parser)
     return module.run(parser.parse_args(args.options))

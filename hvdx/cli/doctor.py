@@ -6,12 +6,12 @@ import os
 import sys
 import textwrap
 
-from hvdx.cli import checks
-from hvdx.cli.batch_checks import diagnose_batch
-from hvdx.cli.batch_probe import Request
-from hvdx.cli.checks import Check
-from hvdx.cli.mpi_tools import find_mpi
-from hvdx.cli.probes import probe_all
+from hvdx.cli.batch.checks import diagnose_batch
+from hvdx.cli.batch.probe import Request
+from hvdx.cli.common.mpi_tools import find_mpi
+from hvdx.cli.diagnosis import checks
+from hvdx.cli.diagnosis.checks import Check
+from hvdx.cli.diagnosis.probes import probe_all
 
 NAME = "doctor"
 HELP = "check TensorFlow, Keras, MPI, Horovod and this machine, with a remedy for each problem"

@@ -6,9 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hvdx.cli import site
-from hvdx.cli.job_plan import BATCH, DEFAULTS, LAUNCHERS, VENDORS, make_plan
-from hvdx.cli.job_systems import script
+from hvdx.cli.batch import site
+from hvdx.cli.batch.plan import BATCH, DEFAULTS, LAUNCHERS, VENDORS, make_plan
+from hvdx.cli.batch.script import script
+from hvdx.cli.common.processes import program_of
 from hvdx.errors import ConfigError
 
 NAME = "job"
@@ -50,6 +51,9 @@ _EXAMPLES = {
 }
 # How each takes a script: LSF reads the #BSUB lines of its standard input alone.
 _SUBMIT = {"slurm": "sbatch", "pbs": "qsub", "lsf": "bsub"}
+# Options that are not spelled as their values are called, and what the script's first lines do not repeat.
+_SPELLED = {"ranks": "-n", "directives": "--directive"}
+_NOT_REPEATED = {"command", "system", "program", "file", "force", "submit", "run"}
 _PATIENCE = 120  # seconds; a busy controller may take a minute
 
 
@@ -163,40 +167,12 @@ def _words(args: argparse.Namespace) -> list[str]:
     """The command line, for the script's first lines; as it would be typed again."""
     words = ["hvdx", NAME, args.system]
     for key, value in vars(args).items():
-        if key in _SPELLED and value is not None:
-            option = _SPELLED[key]
+        if key not in _NOT_REPEATED and value is not None:
+            option = _SPELLED.get(key, f"--{key.replace('_', '-')}")
             for item in value if isinstance(value, list) else [value]:
                 # With = a value may begin with a dash.
                 words += [f"{option}={shlex.quote(str(item))}"] if option.startswith("--") else [option, str(item)]
-    program = args.program[1:] if args.program[:1] == ["--"] else args.program
-    return [*words, "--", *map(shlex.quote, program)]
-
-
-# What of the command line belongs into the script's first lines: not where the script went.
-_SPELLED = {
-    "nodes": "--nodes",
-    "gpus_per_node": "--gpus-per-node",
-    "tasks_per_node": "--tasks-per-node",
-    "cpus_per_task": "--cpus-per-task",
-    "time": "--time",
-    "hosts": "--hosts",
-    "ranks": "-n",
-    "threads": "--threads",
-    "name": "--name",
-    "account": "--account",
-    "partition": "--partition",
-    "queue": "--queue",
-    "array": "--array",
-    "output": "--output",
-    "signal": "--signal",
-    "max_restarts": "--max-restarts",
-    "directives": "--directive",
-    "strategy": "--strategy",
-    "env_setup": "--env-setup",
-    "launcher": "--launcher",
-    "mpi_plugin": "--mpi-plugin",
-    "mpi": "--mpi",
-}
+    return [*words, "--", *map(shlex.quote, program_of(args.program))]
 
 
 def _write(path: Path, text: str, force: bool) -> None:

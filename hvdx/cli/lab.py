@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hvdx.cli import lab_check
-from hvdx.cli.lab_inside import GRACE, Plan
-from hvdx.cli.mpi_tools import Mpi, find_mpi, mpirun_command
-from hvdx.cli.namespaces import enter, obstacle
-from hvdx.cli.network import MAX_HOSTS, SCRATCH, SUBNET, Shape, parse_rate
-from hvdx.cli.processes import child_environment
-from hvdx.cli.termination import TERMINATED, TerminatedError, sigterm_raises
+from hvdx.cli.common.mpi_tools import Mpi, find_mpi, mpirun_command
+from hvdx.cli.common.processes import child_environment, program_of
+from hvdx.cli.common.termination import TERMINATED, TerminatedError, sigterm_raises
+from hvdx.cli.emulation import link_check
+from hvdx.cli.emulation.inside import GRACE, Plan
+from hvdx.cli.emulation.namespaces import enter, obstacle
+from hvdx.cli.emulation.network import MAX_HOSTS, SCRATCH, SUBNET, Shape, parse_rate
 from hvdx.errors import ConfigError, LaunchError
 from hvdx.report.table import quantity, render
 
@@ -106,18 +106,18 @@ def _shape(args: argparse.Namespace) -> Shape:
 
 
 def _program(args: argparse.Namespace, shape: Shape) -> list[str]:
-    program = args.program[1:] if args.program[:1] == ["--"] else args.program
+    words = program_of(args.program)
     if args.check:
-        if program:
-            raise ConfigError(f"lab: --check: expected no command, got {program[0]}. Do: leave out one of the two.")
+        if words:
+            raise ConfigError(f"lab: --check: expected no command, got {words[0]}. Do: leave out one of the two.")
         if args.hosts < 2:
             raise ConfigError("lab: --check: expected 2 hosts or more, got 1. Do: leave out -n.")
-        return lab_check.command(shape.rate, shape.delay)
-    if not program:
+        return link_check.command(shape.rate, shape.delay)
+    if not words:
         raise ConfigError(f"lab: expected a command to run, got none. Do: {EXAMPLE}")
-    if program[0].startswith("-"):
-        raise ConfigError(f"lab: expected a command after the options, got {program[0]}. Do: {EXAMPLE}")
-    return program
+    if words[0].startswith("-"):
+        raise ConfigError(f"lab: expected a command after the options, got {words[0]}. Do: {EXAMPLE}")
+    return words
 
 
 def _launcher(hosts: int, mpi: Mpi) -> list[str]:
@@ -151,7 +151,7 @@ def _play(
     hears, speak = os.pipe()
     listen, answers = os.pipe()
     plan = Plan(args.hosts, shape.rate, shape.delay, launcher, program, hears, answers)
-    command = [*enter(), sys.executable, "-m", "hvdx.cli.lab_inside", plan.dump()]
+    command = [*enter(), sys.executable, "-m", "hvdx.cli.emulation.inside", plan.dump()]
     with os.fdopen(speak, "wb", buffering=0) as speaker, os.fdopen(listen) as listener:
         process = subprocess.Popen(command, env=child_environment(**threads), pass_fds=(hears, answers))
         os.close(hears)

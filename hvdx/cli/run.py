@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvdx.cli.mpi_tools import Mpi, find_mpi, mpirun_command
-from hvdx.cli.processes import search_path
+from hvdx.cli.common.mpi_tools import HANDED_ON, HANDED_ON_PREFIXES, Mpi, find_mpi, mpirun_command
+from hvdx.cli.common.processes import program_of, search_path
 from hvdx.errors import LaunchError
 
 NAME = "run"
@@ -31,9 +31,7 @@ cluster with a batch system see `hvdx job`.
 
 """
 
-_RANK = Path(__file__).with_name("rank.py")
-# Handed on to other hosts by Open MPI, which hands on nothing by itself; the others hand on all.
-_HANDED_ON = re.compile(r"HVDX_\w+|PATH|LD_LIBRARY_PATH|PYTHONPATH|OMP_NUM_THREADS|TF_\w+|VIRTUAL_ENV")
+_RANK = Path(__file__).with_name("common") / "rank.py"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,8 +49,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         LaunchError: no launcher, no program, or hosts that cannot be read.
     """
-    program = args.program[1:] if args.program[:1] == ["--"] else args.program
-    if not program:
+    words = program_of(args.program)
+    if not words:
         raise LaunchError(f"run: expected a program after the options, got none. For example: {EXAMPLE}")
     hosts = _hosts(args.hosts)
     workers = args.n if args.n is not None else sum(hosts.values())
@@ -62,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         raise LaunchError(f"run: -n {workers}: --hosts has room for {sum(hosts.values())}. Give each more, HOST:N.")
     mpi = find_mpi()
     rank = [sys.executable, "-I", "-S", str(_RANK), "all" if args.all else "first"]
-    command = [*mpirun_command(workers, mpi), *_host_options(mpi, hosts), *rank, *_found(program)]
+    command = [*mpirun_command(workers, mpi), *_host_options(mpi, hosts), *rank, *_found(words)]
     if args.dry_run:
         print(shlex.join(command))
         return 0
@@ -89,13 +87,13 @@ def _host_options(mpi: Mpi, hosts: dict[str, int]) -> list[str]:
     listed = ",".join(f"{host}:{count}" for host, count in hosts.items())
     if mpi.launcher_vendor != "Open MPI":
         return ["-hosts", listed]
-    handed_on = sorted(name for name in os.environ if _HANDED_ON.fullmatch(name))
+    handed_on = sorted(name for name in os.environ if name in HANDED_ON or name.startswith(HANDED_ON_PREFIXES))
     return ["--host", listed, *(word for name in handed_on for word in ("-x", name))]
 
 
-def _found(program: Sequence[str]) -> list[str]:
+def _found(words: Sequence[str]) -> list[str]:
     """The program by its path, since a name on this PATH, such as an environment's python, need not be on another."""
-    path = shutil.which(program[0], path=search_path())
+    path = shutil.which(words[0], path=search_path())
     if path is None:
-        raise LaunchError(f"run: {program[0]}: not found. Is it spelt right, and executable?")
-    return [path, *program[1:]]
+        raise LaunchError(f"run: {words[0]}: not found. Is it spelt right, and executable?")
+    return [path, *words[1:]]

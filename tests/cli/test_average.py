@@ -10,9 +10,9 @@ import pytest
 
 from hvdx.averaging.formats import open_network
 from hvdx.averaging.safetensors import save
-from hvdx.cli import progress as progress_module
+from hvdx.cli.common import progress as progress_module
+from hvdx.cli.common.progress import Progress
 from hvdx.cli.main import main
-from hvdx.cli.progress import Progress
 
 
 @pytest.fixture

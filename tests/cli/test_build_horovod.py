@@ -9,10 +9,10 @@ from collections.abc import Callable
 import pytest
 
 from hvdx.cli import build_horovod
+from hvdx.cli.common.mpi_tools import Mpi
 from hvdx.cli.horovod_build import cache, install, needs, patches, source, tools, wheel
 from hvdx.cli.horovod_build.progress import Progress
 from hvdx.cli.main import main
-from hvdx.cli.mpi_tools import Mpi
 from hvdx.errors import HvdxError
 
 KEY = cache.Key(tensorflow="2.21.0", mpi="Open MPI 5.0.11")

@@ -4,12 +4,13 @@ import json
 
 import pytest
 
-from hvdx.cli import checks, doctor, probes
-from hvdx.cli.checks import Check
+from hvdx.cli import doctor
+from hvdx.cli.common.mpi_tools import Mpi
+from hvdx.cli.common.processes import Outcome
+from hvdx.cli.diagnosis import checks, probes
+from hvdx.cli.diagnosis.checks import Check
+from hvdx.cli.diagnosis.probes import Finding
 from hvdx.cli.main import main
-from hvdx.cli.mpi_tools import Mpi
-from hvdx.cli.probes import Finding
-from hvdx.cli.processes import Outcome
 
 OPEN_MPI = Mpi("Open MPI", "5.0.11", "/b/mpicc", "/b/mpicxx", "/b/mpirun", "Open MPI", "5.0.11")
 GOOD_HOROVOD = {

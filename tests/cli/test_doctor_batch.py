@@ -5,13 +5,14 @@ import shlex
 
 import pytest
 
-from hvdx.cli import batch_checks, batch_probe
-from hvdx.cli.batch_checks import ways
-from hvdx.cli.batch_probe import Attempt, Request, Task, choose_plugin, request_from, tasks_in
-from hvdx.cli.batch_systems import SlurmSite, default_partition, hosts_of_job, job_of, plugins
+from hvdx.cli.batch import checks as batch_checks
+from hvdx.cli.batch import probe as batch_probe
+from hvdx.cli.batch.checks import ways
+from hvdx.cli.batch.probe import Attempt, Request, Task, choose_plugin, request_from, tasks_in
+from hvdx.cli.batch.systems import SlurmSite, default_partition, hosts_of_job, job_of, plugins
+from hvdx.cli.common.mpi_tools import Mpi, host_options
+from hvdx.cli.common.processes import run
 from hvdx.cli.main import main
-from hvdx.cli.mpi_tools import Mpi, host_options
-from hvdx.cli.processes import run
 
 TOLD = 'HVDX {{"host": "n{host}", "rank": {rank}, "size": {size}, "library": "Open MPI 5.0.8", "failure": ""}}'
 GOOD = [TOLD.format(host=1, rank=0, size=2), TOLD.format(host=2, rank=1, size=2)]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdx.cli.job_plan import count_slots, parse_time
-from hvdx.cli.job_template import fill, shell_words
+from hvdx.cli.batch.plan import count_slots, parse_time
+from hvdx.cli.batch.template import fill, shell_words
 from hvdx.cli.main import main
 from hvdx.errors import ConfigError
 

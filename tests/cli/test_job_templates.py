@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdx.cli.common.processes import kill_group, start_group
 from hvdx.cli.main import main
 
 STAND_INS = Path(__file__).parent / "stand_ins"
@@ -99,20 +100,11 @@ class Job:
             "pbs": {"PBS_JOBID": "17.server", "PBS_NODEFILE": str(nodefile), "PBS_O_WORKDIR": str(place)},
             "lsf": {"LSB_JOBID": "17", "LSB_DJOB_HOSTFILE": str(nodefile), "LSB_JOBINDEX": "0"},
         }.get(system, {})
-        kept = {k: v for k, v in os.environ.items() if not re.match("(SLURM|PBS|LSB|HVDX|OMP)_", k)}
+        kept = {k: v for k, v in os.environ.items() if not re.match("(SLURM|PBS|LSB|HVDX|OMP|TF)_", k)}
         environment = {k: v for k, v in (kept | variables | more).items() if v is not None}
         # PBS starts a job in the home folder, the others where it was submitted.
         cwd = spool if system == "pbs" else place
-        self.process = subprocess.Popen(
-            ["bash", str(self.copy)],
-            cwd=cwd,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        self.process = start_group(["bash", str(self.copy)], environment, cwd, merged=True)
 
     def listening(self, ranks=RANKS):
         """Wait until all ranks would notice a signal."""
@@ -135,7 +127,7 @@ class Job:
             self.out = "time limit"
         finally:
             if self.process.returncode is None:
-                os.killpg(self.process.pid, signal.SIGKILL)
+                kill_group(self.process)
         return self.process.returncode
 
 
@@ -328,8 +320,8 @@ def test_everything_reaches_the_ranks(system, options, launcher, script, place):
         assert launch["hosts"][0].startswith("one")
 
 
-SET = {"PYTHONPATH": "lib", "LD_LIBRARY_PATH": "/opt/lib", "HVDX_B": "a b", "HVDX_A": "1", "MINE": "1"}
-UNSET = dict.fromkeys(SET)
+SET = {"PYTHONPATH": "lib", "LD_LIBRARY_PATH": "/opt/lib", "HVDX_B": "a b", "HVDX_A": "1", "TF_A": "1", "MINE": "1"}
+UNSET = dict.fromkeys((*SET, "VIRTUAL_ENV"))
 
 
 @pytest.mark.parametrize("system", ["slurm", "pbs", "lsf", "mpirun"])
@@ -337,7 +329,7 @@ UNSET = dict.fromkeys(SET)
     ("environ", "lines", "names"),
     [
         (UNSET, [], ["PATH"]),
-        (SET, [], ["PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "HVDX_A", "HVDX_B"]),
+        (UNSET | SET, [], ["PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "HVDX_A", "HVDX_B", "TF_A"]),
         (UNSET, ["export HVDX_C=1 PYTHONPATH=''"], ["PATH", "HVDX_C"]),
         (UNSET, ["HVDX_C=1; set -eu"], ["PATH"]),  # not exported
     ],

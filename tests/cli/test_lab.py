@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from hvdx.cli import lab, namespaces
+from hvdx.cli import lab
+from hvdx.cli.common.mpi_tools import Mpi
+from hvdx.cli.common.processes import Outcome
+from hvdx.cli.emulation import namespaces
+from hvdx.cli.emulation.namespaces import obstacle
+from hvdx.cli.emulation.network import Shape, parse_rate
 from hvdx.cli.main import main
-from hvdx.cli.mpi_tools import Mpi
-from hvdx.cli.namespaces import obstacle
-from hvdx.cli.network import Shape, parse_rate
-from hvdx.cli.processes import Outcome
 from hvdx.errors import ConfigError
 from tests.launch import ROOT, run_command
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from hvdx.cli import mpi_tools
-from hvdx.cli.mpi_tools import Mpi, find_mpi, mpirun_command, recognise
+from hvdx.cli.common import mpi_tools
+from hvdx.cli.common.mpi_tools import Mpi, find_mpi, mpirun_command, recognise
 from hvdx.errors import LaunchError
 
 ANSWERS = {

@@ -4,7 +4,7 @@ import os
 import sys
 import time
 
-from hvdx.cli.processes import key_line, run, search_path
+from hvdx.cli.common.processes import key_line, run, search_path
 
 
 def test_time_limit_ends_the_children_too():

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from hvdx.cli import run as command
+from hvdx.cli.common.mpi_tools import HANDED_ON, HANDED_ON_PREFIXES, Mpi
 from hvdx.cli.main import main
-from hvdx.cli.mpi_tools import Mpi
 
 OPEN_MPI = Mpi("Open MPI", "5.0.11", mpirun="/opt/mpirun", launcher_vendor="Open MPI")
 MPICH = Mpi("MPICH", "4.2", mpirun="/opt/mpirun", launcher_vendor="MPICH")
@@ -37,9 +37,9 @@ def test_one_machine(dry):
 
 
 def test_hosts_and_what_is_handed_on(dry, monkeypatch):
-    for name in [name for name in os.environ if command._HANDED_ON.fullmatch(name)]:
-        if name != "PATH":
-            monkeypatch.delenv(name)
+    for name in (*os.environ, *HANDED_ON):
+        if name != "PATH" and (name in HANDED_ON or name.startswith(HANDED_ON_PREFIXES)):
+            monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HVDX_STRATEGY", "threshold")
     words = dry(OPEN_MPI, "--hosts", "a:2,b", sys.executable)
     assert words[1:3] == ["-n", "3"]

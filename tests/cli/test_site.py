@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdx.cli import site
+from hvdx.cli.batch import site
 from hvdx.cli.main import main
 from hvdx.errors import ConfigError
 

@@ -8,7 +8,7 @@ from tests.launch import run
 def test_comparison_finds_what_is_the_same_and_what_is_not(tmp_path):
     figures = tmp_path / "question.json"
     small = ["--data", "digits", "--hidden", "32", "--steps", "16", "--periods", "1,8", "--optimizers", "sgd"]
-    done = run(2, ["jobs/compare_averaging.py", *small, "--json", str(figures)], timeout=400)
+    done = run(2, ["jobs/benchmarks/averaging_question.py", *small, "--json", str(figures)], timeout=400)
     assert done.code == 0, done
     rows = {(r["optimizer"], r["way"]): r for r in json.loads(figures.read_text())["rows"]}
     assert rows["sgd", "every 1"]["from_dense"] < 1e-5 < 1e-3 < rows["sgd", "every 8"]["from_dense"]

@@ -8,7 +8,7 @@ import pytest
 
 from hvdx.cli.main import main
 from hvdx.codec import Threshold
-from hvdx.jobs import bench_kernels, bench_wire
+from hvdx.jobs.benchmarks import kernels, wire
 
 
 def report(capsys, *words):
@@ -19,7 +19,7 @@ def report(capsys, *words):
 
 def test_wire_meets_its_goals(capsys):
     code, document = report(capsys, "wire", "--sizes", "10000000")
-    assert [r["density"] for r in document["independent"]] == list(bench_wire.DENSITIES)
+    assert [r["density"] for r in document["independent"]] == list(wire.DENSITIES)
     for r in document["independent"]:
         assert r["ratio"] <= 1.02, r
         assert r["bits"] < r["elias_fano"] < r["deeplearning4j"]
@@ -30,16 +30,16 @@ def test_wire_meets_its_goals(capsys):
 
 
 def test_wire_says_which_goal_is_missed(monkeypatch, capsys):
-    monkeypatch.setattr(bench_wire, "GOAL_REAL", 0.5)
+    monkeypatch.setattr(wire, "GOAL_REAL", 0.5)
     assert main(["bench", "wire", "--sizes", "1000", "--densities", "0.1"]) == 1
     assert "3 missed" in capsys.readouterr().out
 
 
 def test_entropies_are_those_of_the_literature():
     known = {0.1: 5.69, 1 / 16: 6.40, 1e-2: 9.08, 1e-3: 12.41, 1e-4: 15.73}
-    assert {p: round(bench_wire.entropy(p), 2) for p in known} == known
+    assert {p: round(wire.entropy(p), 2) for p in known} == known
     # Elias-Fano: 2 + log2(n / entries) bits, at most, and the sign.
-    assert bench_wire.elias_fano(10, 10 * 64) == pytest.approx(6 + 2 + 0.1 + 1)
+    assert wire.elias_fano(10, 10 * 64) == pytest.approx(6 + 2 + 0.1 + 1)
 
 
 def test_kernels_reports_every_density_and_thread(tmp_path, capsys):
@@ -76,34 +76,34 @@ def test_kernels_are_held_to_their_goals_by_what_a_step_calls(monkeypatch):
         turns.update(given)
         return {name: [1.0] for name in given}
 
-    monkeypatch.setattr(bench_kernels, "take_turns", take_none)
-    monkeypatch.setattr(bench_kernels, "Threshold", Recorder)
-    case = bench_kernels.Case(1000, 0.1)
-    figure = bench_kernels.measure(case, threads=1, rounds=1)
+    monkeypatch.setattr(kernels, "take_turns", take_none)
+    monkeypatch.setattr(kernels, "Threshold", Recorder)
+    case = kernels.Case(1000, 0.1)
+    figure = kernels.measure(case, threads=1, rounds=1)
     Recorder.called.clear()
     for name in ("encode", "decode", "decode_many"):
         case.reset()
         turns[name]()
-    assert Recorder.called == [("encode", 1), ("decode", 1), ("decode", bench_kernels.MESSAGES)]
+    assert Recorder.called == [("encode", 1), ("decode", 1), ("decode", kernels.MESSAGES)]
     ratios = {"encode": [0.5] * 3, "encode_trusted": [1.0] * 3}
-    assert "0.50 of np.add" in bench_kernels.shortfalls(figure | {"density": 1e-3, "ratios": ratios})[0]
+    assert "0.50 of np.add" in kernels.shortfalls(figure | {"density": 1e-3, "ratios": ratios})[0]
 
 
 def test_kernels_take_little_memory():
     n = 1 << 24
     for density in (1e-3, 0.1):
-        case = bench_kernels.Case(n, density)
+        case = kernels.Case(n, density)
         case.begin(threads=2)
         case.reset()
         message = len(case.encode())
-        extra = bench_kernels.extra_memory(case)
+        extra = kernels.extra_memory(case)
         if extra is None:
             pytest.skip("this system does not count a process's peak memory")
         assert extra <= message + 0.01 * 4 * n
 
 
 def test_recorded_update_is_whole():
-    with np.load(bench_wire.RECORDED) as saved:
+    with np.load(wire.RECORDED) as saved:
         assert len(saved["densities"]) == 3
         assert len(saved["sizes"]) == 6
         for i in range(3):
@@ -113,7 +113,7 @@ def test_recorded_update_is_whole():
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["wire", "--update", "/nowhere.npz"], "expected a file that jobs/record_update.py wrote"),
+        (["wire", "--update", "/nowhere.npz"], "expected a file that jobs/benchmarks/record_update.py wrote"),
         (["wire", "--sizes", "0"], "--sizes of at least 1"),
         (["wire", "--densities", "1"], "between 0 and 1"),
         (["wire", "--sizes", "100", "--densities", "0.1", "--json", "/nowhere/wire.json"], "folder that exists"),

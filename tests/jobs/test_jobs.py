@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdx.cli.mpi_tools import find_mpi
+from hvdx.cli.common.mpi_tools import find_mpi
 from tests.launch import Run, run, run_command
 
 # Outside a launch's own limit nothing waits: a hang fails, and fails soon.
@@ -78,7 +78,7 @@ def test_linear_regression_under_horovodrun_with_uneven_shares():
 def test_bench_step_compares_every_variant(ranks, tmp_path):
     file = tmp_path / "steps.json"
     options = ["--sizes", "20k", "--rounds", "2", "--steps", "2", "--seconds", "2", "--json", str(file)]
-    result = run(ranks, ["jobs/bench_step.py", *options], timeout=_SECONDS)
+    result = run(ranks, ["jobs/benchmarks/step.py", *options], timeout=_SECONDS)
     assert result.code == 0, result
     rows = json.loads(file.read_text())["rows"]
     variants = {(row["variant"], row["wire"]) for row in rows}

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from hvdx.cli.namespaces import obstacle
+from hvdx.cli.emulation.namespaces import obstacle
 from tests.launch import ROOT, run
 
 MAIN = "jobs/fashion_mnist.py"
@@ -46,13 +46,10 @@ def test_main_job_shows_how_stale_updates_were():
 def test_comparison_finds_that_a_slow_worker_holds_up_those_who_wait_for_it(tmp_path):
     figures = tmp_path / "staleness.json"
     small = ["--workers", "2", "--data", "digits", "--hidden", "32", "--steps", "40", "--target", "30", "--pause", "5"]
-    done = run(
-        1,
-        ["jobs/compare_staleness.py", *small, "--ways", "all_reduce,plain", "--equal", "plain", "--json", str(figures)],
-        300,
-        # What is compared is what the job says.
-        {"HVDX_STRATEGY": "parameter_server:servers=1"},
-    )
+    small += ["--ways", "all_reduce,plain", "--equal", "plain", "--json", str(figures)]
+    # What is compared is what the job says.
+    other = {"HVDX_STRATEGY": "parameter_server:servers=1"}
+    done = run(1, ["jobs/benchmarks/staleness.py", *small], 300, other)
     assert done.code == 0, done
     rows = {(row["way"], row["slow"]): row for row in json.loads(figures.read_text())["rows"]}
     assert rows["all_reduce", True]["steps"] == [40, 40]
@@ -64,7 +61,7 @@ def test_comparison_finds_that_a_slow_worker_holds_up_those_who_wait_for_it(tmp_
     for row in rows.values():
         # The last look is at the end.
         end = (sum(row["steps"]) - 4) / row["updates_per_second"]
-        assert row["curve"][-1][0] == pytest.approx(end, rel=0.1)
+        assert row["end"] == pytest.approx(end, rel=0.1)
     assert "2 workers, one of them 10 times slower" in done.out
 
 
@@ -72,7 +69,7 @@ def test_comparison_finds_that_a_slow_worker_holds_up_those_who_wait_for_it(tmp_
 def test_servers_are_timed_between_emulated_hosts(tmp_path):
     figures = tmp_path / "servers.json"
     small = ["--workers", "2", "--servers", "1,2", "--steps", "6", "--hidden", "64", "--bandwidth", "100mbit"]
-    done = run(1, ["jobs/bench_parameter_server.py", *small, "--json", str(figures)], 240)
+    done = run(1, ["jobs/benchmarks/servers.py", *small, "--json", str(figures)], 240)
     assert done.code == 0, done
     rows = json.loads(figures.read_text())["rows"]
     assert [row["servers"] for row in rows] == [1, 2]
@@ -85,6 +82,6 @@ def test_servers_are_timed_between_emulated_hosts(tmp_path):
 
 
 def test_help_of_the_jobs_teaches():
-    for job in ("compare_staleness", "bench_parameter_server"):
-        out = run(1, [str(ROOT / "jobs" / f"{job}.py"), "--help"]).out
-        assert f"python jobs/{job}.py" in out
+    for job in ("staleness", "servers"):
+        out = run(1, [str(ROOT / "jobs" / "benchmarks" / f"{job}.py"), "--help"]).out
+        assert f"python jobs/benchmarks/{job}.py" in out

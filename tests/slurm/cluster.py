@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from hvdx.cli.processes import Outcome, run, search_path
+from hvdx.cli.common.processes import Outcome, run, search_path
 
 NODES = ("hvdx1", "hvdx2", "hvdx3")
 #: Of each node, whatever the machine has.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdx.cli.processes import run
+from hvdx.cli.common.processes import run
 from tests.slurm import cluster as cluster_module
 from tests.slurm.cluster import CPUS, NODES, Cluster, ClusterError, obstacle
 

@@ -7,10 +7,10 @@ import shlex
 import sys
 from pathlib import Path
 
+from hvdx.cli.common.mpi_tools import Mpi, launch, mpirun_command
+from hvdx.cli.common.processes import child_environment, run
 from hvdx.cli.horovod_build import source
 from hvdx.cli.horovod_build.tools import unmet
-from hvdx.cli.mpi_tools import Mpi, launch, mpirun_command
-from hvdx.cli.processes import child_environment, run
 from hvdx.errors import HvdxError
 
 # What Horovod imports when it runs; its own metadata would also be met by other releases of TensorFlow.

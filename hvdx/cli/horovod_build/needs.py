@@ -1,15 +1,14 @@
 """What the Horovod build has to find on this machine, gathered before anything long begins."""
 
 import importlib.util
-import json
 import os
 import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdx.cli.mpi_tools import Mpi, find_mpi
-from hvdx.cli.processes import child_environment, run, search_path
+from hvdx.cli.common.mpi_tools import Mpi, find_mpi
+from hvdx.cli.common.processes import child_environment, run, search_path, told
 
 #: The TensorFlow versions, first and last, that the patched Horovod is meant for.
 TENSORFLOW_FIRST, TENSORFLOW_LAST = (2, 16), (2, 21)
@@ -20,7 +19,7 @@ _COMPILER_PACKAGES = "apt install g++ make / dnf install gcc-c++ make, or load t
 
 _ASK_TENSORFLOW = """
 import json, tensorflow as tf
-print("HVDX" + json.dumps({"version": tf.__version__, "gpu": bool(tf.test.is_built_with_cuda())}))
+print("HVDX " + json.dumps({"version": tf.__version__, "gpu": bool(tf.test.is_built_with_cuda())}))
 """
 
 
@@ -94,10 +93,10 @@ def _tensorflow(gpu: str | None) -> tuple[str, Need]:
         return "", Need(name, "", remedy)
     # No GPU is asked for: the build must also work on a login node.
     outcome = run([sys.executable, "-c", _ASK_TENSORFLOW], 120, child_environment(CUDA_VISIBLE_DEVICES="-1"))
-    answers = [line[4:] for line in outcome.out.splitlines() if line.startswith("HVDX")]
+    answers = told(outcome.out)
     if not answers:
         return "", Need(name, "", f"the one installed does not import ({outcome.reason()}); {remedy}")
-    answer = json.loads(answers[-1])
+    answer = answers[-1]
     version = answer["version"]
     if not is_supported(version):
         return version, Need(name, "", f"{version} is installed; {remedy}")

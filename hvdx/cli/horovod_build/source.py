@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from hvdx.cli.processes import run
+from hvdx.cli.common.processes import run
 from hvdx.errors import HvdxError
 
 #: The only release that hvdx builds, and the digest of its source archive.

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvdx.cli.processes import child_environment, run
+from hvdx.cli.common.processes import child_environment, run
 from hvdx.errors import HvdxError
 
 _TIMEOUT = 900.0  # seconds; cmake is a large download

@@ -2,13 +2,12 @@
 
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from hvdx.cli.common.processes import process_group
 from hvdx.cli.horovod_build.progress import Progress
-from hvdx.cli.processes import kill_group
 from hvdx.errors import HvdxError
 
 _ERROR = re.compile(r"error: |CMake Error|undefined reference|ld returned|[A-Z]\w+Error: |Killed|\*\*\* ")
@@ -98,23 +97,12 @@ def relevant_lines(log: str) -> list[str]:
 
 def _run_logged(command: list[str], env: Mapping[str, str], log: Path) -> int:
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w", encoding="utf-8") as file, Progress("building Horovod") as progress:
-        process = subprocess.Popen(
-            command,
-            env=dict(env),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-        try:
-            for line in process.stdout or ():
-                file.write(line)
-                progress.feed(line)
-            return process.wait()
-        except BaseException:
-            kill_group(process)
-            process.wait()
-            raise
+    with (
+        log.open("w", encoding="utf-8") as file,
+        Progress("building Horovod") as progress,
+        process_group(command, env, merged=True) as process,
+    ):
+        for line in process.stdout or ():
+            file.write(line)
+            progress.feed(line)
+        return process.wait()

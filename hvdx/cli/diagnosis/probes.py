@@ -1,0 +1,117 @@
+"""What `hvdx doctor` asks in child processes, so that a crash or a hang is a finding and not its end."""
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from hvdx.cli.common.mpi_tools import Mpi, launch
+from hvdx.cli.common.processes import Outcome, child_environment, run, told
+
+_TIMEOUT = 60.0  # seconds; a cold TensorFlow on a network file system has taken most of this
+_LAUNCH_TIMEOUT = 30.0  # seconds
+
+# Every program tells what it knows as soon as it knows it: what came before a crash is kept.
+_TELL = """
+import json
+def tell(**facts):
+    print("HVDX " + json.dumps(facts), flush=True)
+"""
+
+_FRAMEWORKS = """
+import numpy
+tell(numpy=numpy.__version__)
+import tensorflow as tf
+tell(tensorflow=tf.__version__, cuda=bool(tf.test.is_built_with_cuda()))
+import keras
+tell(keras=keras.__version__, backend=keras.backend.backend())
+tell(gpus=len(tf.config.list_physical_devices("GPU")))
+"""
+
+_HOROVOD = """
+import importlib.metadata, importlib.util, os
+spec = importlib.util.find_spec("horovod")
+if spec is not None:
+    try:
+        version = importlib.metadata.version("horovod")
+    except importlib.metadata.PackageNotFoundError:
+        version = "unknown version"
+    tell(present=True, version=version)
+    folder = (list(spec.submodule_search_locations or []) or [""])[0]
+    try:
+        # Written by Horovod's build, with a comma too many in some builds.
+        text = open(os.path.join(folder, "metadata.json")).read().replace(",\\n}", "\\n}")
+        tell(built_against=json.loads(text).get("tensorflow", ""))
+    except (OSError, ValueError):
+        pass
+    import tensorflow
+    import horovod.tensorflow as hvd
+    parts = [part for part in ("mpi", "gloo", "nccl", "cuda") if getattr(hvd, part + "_built")()]
+    tell(imports=True, parts=parts)
+"""
+
+_MPI4PY = """
+import mpi4py
+tell(version=mpi4py.__version__)
+from mpi4py import MPI
+vendor, numbers = MPI.get_vendor()
+tell(library=MPI.Get_library_version().strip("\\0 \\n").splitlines()[0], vendor=vendor)
+levels = {MPI.THREAD_SINGLE: "THREAD_SINGLE", MPI.THREAD_FUNNELED: "THREAD_FUNNELED",
+          MPI.THREAD_SERIALIZED: "THREAD_SERIALIZED", MPI.THREAD_MULTIPLE: "THREAD_MULTIPLE"}
+tell(threads=levels[MPI.Query_thread()])
+"""
+
+_NUMBA = """
+import importlib.util
+if importlib.util.find_spec("numba") is not None:
+    tell(present=True)
+    import numba
+    tell(version=numba.__version__)
+    from hvdx import cache, codec
+    tell(kernels=codec.Threshold().prepared, folder=str(cache.kernels_folder()))
+"""
+
+_RANK = """
+from mpi4py import MPI
+tell(rank=MPI.COMM_WORLD.Get_rank(), size=MPI.COMM_WORLD.Get_size())
+"""
+
+_PROGRAMS = {"horovod": _HOROVOD, "frameworks": _FRAMEWORKS, "mpi4py": _MPI4PY, "numba": _NUMBA}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a probe told: the facts up to its end, and why it ended early ("" when it did not)."""
+
+    facts: dict[str, Any] = field(default_factory=dict)
+    failure: str = ""
+
+
+def read(outcome: Outcome) -> Finding:
+    """Collect the facts out of a probe's output."""
+    facts: dict[str, Any] = {}
+    for some in told(outcome.out):
+        facts.update(some)
+    return Finding(facts, "" if outcome.code == 0 else outcome.reason())
+
+
+def probe(name: str) -> Finding:
+    """Run one probe: "frameworks", "horovod", "mpi4py" or "numba"."""
+    return read(run([sys.executable, "-c", _TELL + _PROGRAMS[name]], _TIMEOUT, child_environment()))
+
+
+def probe_launch(mpi: Mpi) -> tuple[list[tuple[int, int]], str]:
+    """Start two ranks and ask each for its rank and the world's size; with it why that failed, if it did."""
+    if mpi.mpirun is None:
+        return [], "no mpirun"
+    outcome = launch(2, [sys.executable, "-c", _TELL + _RANK], _LAUNCH_TIMEOUT, mpi)
+    ranks = sorted((seen["rank"], seen["size"]) for seen in told(outcome.out))
+    return ranks, "" if outcome.code == 0 else outcome.reason()
+
+
+def probe_all(mpi: Mpi) -> tuple[dict[str, Finding], tuple[list[tuple[int, int]], str]]:
+    """Run all probes, two at a time: each is one process busy importing, and small machines have two cores."""
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        running = {name: pool.submit(probe, name) for name in _PROGRAMS}
+        launched = pool.submit(probe_launch, mpi)
+        return {name: future.result() for name, future in running.items()}, launched.result()

@@ -1,0 +1,1 @@
+"""The emulated hosts and links of `hvdx lab`."""

@@ -1,0 +1,1 @@
+"""Benchmarks: each is run as `python jobs/benchmarks/NAME.py`; docs/benchmarks/NAME.json holds its figures."""

@@ -1,0 +1,248 @@
+"""What compression does to accuracy: several workers on Fashion-MNIST, strategy by strategy, seed by seed.
+
+    python jobs/benchmarks/accuracy.py --json accuracy.json               4 workers, 2 networks, 3 seeds: hours
+    python jobs/benchmarks/accuracy.py --models mlp --seeds 1 --epochs 3  one quick look
+    python jobs/benchmarks/accuracy.py --json accuracy.json --show        the table of what is there
+
+The workers are virtual ranks in one process: the same codec, exchange and optimisers as under mpirun, on one copy of
+the weights, which real ranks hold to the bit as well. Only batch normalisation differs: its statistics are updated by
+the workers in turn, and not averaged at the end of an epoch. Runs that are in the file already are not repeated, so a
+comparison that was stopped goes on.
+"""
+
+import argparse
+import json
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvdx.jobs.benchmarks import harness
+
+#: What is compared: a name, and the strategy.
+STRATEGIES = {
+    "dense": "all_reduce",
+    "fp16": "all_reduce:compression=fp16",
+    "3e-2": "threshold:target_density=0.03",
+    "1e-2": "threshold:target_density=0.01",
+    "1.4e-3": "threshold:target_density=0.0014",
+    "1e-2, warm-up density": "threshold:target_density=0.0085,warmup=density:200",
+    "1.4e-3, warm-up density": "threshold:target_density=0.0011,warmup=density:100",
+    "1e-2, warm-up dense": "threshold:target_density=0.0075,warmup=dense:4",
+    "1e-2, warm-up workers": "threshold:target_density=0.01,warmup=workers:200",
+    "1e-2, no lead": "threshold:target_density=0.01,lead=0",
+    "1e-2, gradients": "threshold:target_density=0.01,placement=gradient",
+}
+_BATCH = 64
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run what is missing, and print the table; see `--help`."""
+    options = arguments(argv)
+    file = Path(options.json) if options.json else None
+    runs: list[dict[str, Any]] = json.loads(file.read_text())["runs"] if file and file.exists() else []
+    wanted = [
+        {"model": model, "strategy": name, "spelling": STRATEGIES[name], "seed": seed,
+         "workers": options.workers, "epochs": options.epochs}
+        for model in options.models for seed in range(options.seeds) for name in options.strategies
+    ]  # fmt: skip
+    missing = [w for w in wanted if not any(w.items() <= run.items() for run in runs)]
+    for number, run in enumerate([] if options.show else missing, 1):
+        begin = time.perf_counter()
+        # A process of its own, since TensorFlow keeps what a run leaves behind.
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            runs.append(run | process.submit(train, run).result())
+        last = runs[-1]
+        print(
+            f"{number} of {len(missing)}: {run['model']}, {run['strategy']}, seed {run['seed']}: "
+            f"{last['accuracy'][-1]:.2f} %, 1/{last['ratio']:.0f} of the bytes, {time.perf_counter() - begin:.0f} s",
+            flush=True,
+        )
+        harness.write(options.json, {"runs": runs})
+    show([r for r in runs if r["workers"] == options.workers and r["epochs"] == options.epochs])
+    return 0
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = harness.parser(__doc__)
+    parser.add_argument("--models", type=harness.several(str), default="mlp,cnn", help="mlp, cnn or both")
+    parser.add_argument("--seeds", type=int, default=3, help="how many")
+    parser.add_argument("--epochs", type=int, default=10, help="passes over the data")
+    parser.add_argument("--workers", type=int, default=4, help="virtual ranks")
+    parser.add_argument(
+        "--strategies", help=f"names separated by semicolons; all of them by default: {'; '.join(STRATEGIES)}"
+    )
+    parser.add_argument("--show", action="store_true", help="print the table of the runs in --json, and run nothing")
+    options = parser.parse_args(argv)
+    options.strategies = [s.strip() for s in options.strategies.split(";")] if options.strategies else list(STRATEGIES)
+    unknown = set(options.strategies) - set(STRATEGIES)
+    if unknown or set(options.models) - {"mlp", "cnn"}:
+        parser.error(f"unknown: {', '.join(unknown) or options.models}; strategies are {'; '.join(STRATEGIES)}")
+    return options
+
+
+# -- a run --------------------------------------------------------------------------------------------------------
+
+
+def train(run: dict[str, Any]) -> dict[str, Any]:
+    """Train one network under one strategy: accuracies and bytes."""
+    import keras
+
+    import hvdx
+    from hvdx.jobs.data import load
+    from hvdx.jobs.fashion_mnist import build
+    from hvdx.strategies import HostStrategy, parse
+
+    workers, data = run["workers"], load("fashion-mnist")
+    keras.utils.set_random_seed(run["seed"])
+    network = build(data, run["model"], None, "sgd", None)
+    shares = [
+        iter(hvdx.shard((data.train_x, data.train_y), _BATCH, seed=run["seed"], rank=r, size=workers).repeat())
+        for r in range(workers)
+    ]
+    strategy = parse(run["spelling"])
+    elements = sum(int(np.prod(v.shape)) for v in network.trainable_variables)
+    make = host_step if isinstance(strategy, HostStrategy) else dense_step
+    step, cost = make(network, strategy, workers)
+    accuracy = []
+    steps = len(data.train_y) // (_BATCH * workers)
+    for _ in range(run["epochs"]):
+        for _ in range(steps):
+            step([next(share) for share in shares])
+        accuracy.append(100 * network.evaluate(data.test_x, data.test_y, batch_size=1000, verbose=0)[1])
+    dense = 4.0 * elements * steps * run["epochs"]
+    return {"accuracy": accuracy, "bytes": cost(), "ratio": dense / cost(), "elements": elements, "steps": steps}
+
+
+def gradients_of(network: Any) -> Callable[[Any, Any], list[Any]]:
+    """The training pass of one worker, as a graph."""
+    import tensorflow as tf
+
+    @tf.function(reduce_retracing=True)
+    def gradients(x: Any, y: Any) -> list[Any]:
+        with tf.GradientTape() as tape:
+            loss = network.compute_loss(y=y, y_pred=network(x, training=True))
+        return tape.gradient(loss, [v.value for v in network.trainable_variables])
+
+    return gradients
+
+
+def dense_step(network: Any, strategy: Any, workers: int) -> tuple[Callable[..., None], Callable[[], float]]:
+    """Mean gradients, in float32 or rounded to float16 on the way; and the bytes of one worker's messages."""
+    import tensorflow as tf
+
+    half, gradients = strategy.compression == "fp16", gradients_of(network)
+    elements = sum(int(np.prod(v.shape)) for v in network.trainable_variables)
+    taken = 0
+
+    @tf.function
+    def apply(everyone: list[list[Any]]) -> None:
+        kind = tf.float16 if half else tf.float32
+        means = [
+            tf.cast(tf.add_n([tf.cast(g, kind) for g in together]), tf.float32) / workers
+            for together in zip(*everyone, strict=True)
+        ]
+        network.optimizer.apply(means, network.trainable_variables)
+
+    def step(batches: Sequence[Any]) -> None:
+        nonlocal taken
+        taken += 1
+        apply([gradients(x, y) for x, y in batches])
+
+    return step, lambda: taken * elements * (2.0 if half else 4.0)
+
+
+def host_step(network: Any, strategy: Any, workers: int) -> tuple[Callable[..., None], Callable[[], float]]:
+    """Every worker's own optimiser and exchange, on shared weights; and the bytes of one worker's messages."""
+    import keras
+    import tensorflow as tf
+
+    from hvdx.comm.local import virtual_world
+    from hvdx.keras.binding import describe
+    from hvdx.keras.updates import momentum_of, updates_of
+
+    variables, gradients = network.trainable_variables, gradients_of(network)
+    specs = [describe(v) for v in variables]
+    own = [keras.optimizers.deserialize(keras.optimizers.serialize(network.optimizer)) for _ in range(workers)]
+    for optimizer in own:
+        optimizer.build(variables)
+    pool = ThreadPoolExecutor(workers)
+    exchanges = list(pool.map(lambda c: strategy.open(c, specs, momentum_of(own[0])), virtual_world(workers)))
+
+    def wanted(optimizer: Any) -> Callable[[list[Any]], list[Any]]:
+        @tf.function
+        def update(given: list[Any]) -> list[Any]:
+            def step() -> None:
+                optimizer._backend_update_step(given, variables, optimizer.learning_rate)
+
+            changes = updates_of(optimizer, step, variables)
+            optimizer.iterations.assign_add(1)
+            return changes
+
+        return update
+
+    updates = [wanted(optimizer) for optimizer in own]
+    private = strategy.placement == "update"
+
+    def step(batches: Sequence[Any]) -> None:
+        given = [gradients(x, y) for x, y in batches]
+        if private:
+            given = [update(g) for update, g in zip(updates, given, strict=True)]
+        arrays = [[np.asarray(t) for t in one] for one in given]
+        (combined, *_) = list(pool.map(lambda e, a: e.step(a), exchanges, arrays))
+        if private:
+            for variable, change in zip(variables, combined, strict=True):
+                variable.assign_add(change)
+        else:
+            network.optimizer.apply([tf.constant(c) for c in combined], variables)
+
+    return step, lambda: float(np.mean([e.telemetry.messages for e in exchanges]))
+
+
+# -- the table ----------------------------------------------------------------------------------------------------
+
+
+def show(runs: Sequence[dict[str, Any]]) -> None:
+    """Print mean and spread over the seeds, in Markdown."""
+    print("\n| network | strategy | seeds | after 3 epochs | last 3 | after all | against dense | bytes | of dense |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for model in dict.fromkeys(r["model"] for r in runs):
+        dense = {r["seed"]: r for r in runs if (r["model"], r["strategy"]) == (model, "dense")}
+        for name in dict.fromkeys(r["strategy"] for r in runs):
+            mine = [r for r in runs if (r["model"], r["strategy"]) == (model, name)]
+            if not mine:
+                continue
+            early, late = ([r["accuracy"][min(k, len(r["accuracy"]) - 1)] for r in mine] for k in (2, 99))
+            calm = [float(np.mean(r["accuracy"][-3:])) for r in mine]
+            shared = [r for r in mine if r["seed"] in dense]
+            lost = [r["accuracy"][-1] - dense[r["seed"]]["accuracy"][-1] for r in shared]
+            against = f"{np.mean(lost):+.2f}" if shared and name != "dense" else ""
+            size, ratio = np.mean([r["bytes"] for r in mine]) / 1e6, np.mean([r["ratio"] for r in mine])
+            print(
+                f"| {model} | {name} | {len(mine)} | {spread(early)} | {spread(calm)} | {spread(late)} | "
+                f"{against} | {size:,.1f} MB | 1/{ratio:.0f} |"
+            )
+    print("\nbytes: one worker's messages, each counted once; test accuracy in %: mean over seeds, and its spread;")
+    print(
+        "last 3: mean of the last three epochs, which a single evaluation at a constant learning rate scatters around"
+    )
+
+
+def spread(values: Sequence[float]) -> str:
+    """Mean and standard deviation.
+
+    Example:
+        >>> spread([1.0, 3.0])
+        '2.00 ± 1.41'
+    """
+    return f"{np.mean(values):.2f}" + (f" ± {np.std(values, ddof=1):.2f}" if len(values) > 1 else "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""Parameter averaging on a slow network: accuracy against bytes and seconds, for several periods.
+
+    python jobs/benchmarks/averaging_network.py                                      four hosts at 100mbit
+    python jobs/benchmarks/averaging_network.py --periods 1,16 --epochs 1 --hosts 2  shorter
+    python jobs/benchmarks/averaging_network.py --json averaging.json                and keep the figures
+
+Emulated hosts (`hvdx lab`) train a dense network of 1.86 million parameters on Fashion-MNIST, 64 pictures a step on
+each, SGD with momentum, the same seed. What a network learns does not depend on its bandwidth, so each way learns once,
+between fast links, and its steps are timed between slow ones: whole periods, of which the first does not count. Seconds
+are steps times the mean step. "Sent" is what hvdx counts, "link" what the interface of rank 0 counted, and "dense" what
+a ring all-reduce of the weights sends in a step; with momenta, twice that travels.
+"""
+
+import argparse
+import itertools
+import sys
+import time
+from statistics import mean
+from typing import Any
+
+from hvdx.jobs.benchmarks import harness
+from hvdx.report.table import quantity, render
+
+# Between links that do not hold anybody up.
+_FAST = "10gbit"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the comparison; see `--help`."""
+    parser = harness.parser(__doc__)
+    parser.add_argument("--hosts", type=int, default=4, help="number of emulated hosts")
+    parser.add_argument("--bandwidth", default="100mbit", help="of each link")
+    parser.add_argument("--periods", type=harness.several(int), default="1,4,16,64", metavar="K,K,...", help="in steps")
+    parser.add_argument("--epochs", type=int, default=3, help="passes over the data")
+    parser.add_argument("--target", type=float, default=85.0, help="test accuracy, in %%")
+    parser.add_argument("--hidden", type=int, default=1024, help="units in each of two hidden layers")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and data")
+    return harness.run(parser, compare, train, argv)
+
+
+# -- the comparison ---------------------------------------------------------------------------------------------------
+
+
+def ways(periods: list[int]) -> list[dict[str, Any]]:
+    """What is compared: the dense baseline, and each period with and without the optimiser's state."""
+    found = [{"name": "all_reduce", "spelling": "all_reduce", "period": 1, "state": False}]
+    for period in periods:
+        for state in (True, False):
+            spelling = f"parameter_averaging:period={period},average_optimizer={str(state).lower()}"
+            name = f"every {period}, {'with' if state else 'own'} momenta"
+            found.append({"name": name, "spelling": spelling, "period": period, "state": state})
+    return found
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Let each way learn between fast links, time it between slow ones, and print the table."""
+    rows: list[dict[str, Any]] = []
+    for way in ways(options.periods):
+        learnt = launch(way["spelling"], _FAST, options)
+        steps = max(2 * way["period"], 12)
+        timed = launch(way["spelling"], options.bandwidth, options, steps)
+        # Of whole periods, and not of the first, in which everything is compiled.
+        begin = max(way["period"], steps // 2 // way["period"] * way["period"])
+        milliseconds = 1e3 * mean(timed["seconds"][begin:])
+        rows.append(way | {key: learnt[key] for key in ("curve", "sent", "link", "steps")} | {"ms": milliseconds})
+        last = rows[-1]["curve"][-1]
+        print(f"{way['name']}: {milliseconds:.0f} ms a step, {last[1]:.2f} % after {last[0]} steps", flush=True)
+    show(rows, options)
+    harness.write(options.json, {"parameters": parameters(options), "rows": rows})
+    return 0
+
+
+def launch(spelling: str, bandwidth: str, options: argparse.Namespace, steps: int = 0) -> dict[str, Any]:
+    """Train on emulated hosts; the figures of rank 0."""
+    given = {"spelling": spelling, "steps": steps, "epochs": options.epochs, "hidden": options.hidden}
+    return harness.launch(__file__, given | {"seed": options.seed}, options.hosts, bandwidth).ranks[0]
+
+
+def parameters(options: argparse.Namespace) -> int:
+    """Weights and biases of the network."""
+    sizes = (784, options.hidden, options.hidden, 10)
+    return sum((a + 1) * b for a, b in itertools.pairwise(sizes))
+
+
+def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    """Print the table."""
+    dense = 4 * parameters(options) * 2 * (options.hosts - 1) / options.hosts
+    cells = []
+    for row in rows:
+        expected = dense / row["period"] * (2 if row["state"] else 1)
+        sent = row["sent"] / row["steps"]
+        reached = next((steps for steps, accuracy in row["curve"] if accuracy >= options.target), None)
+        cells.append(
+            [
+                row["name"],
+                quantity(sent, "B"),
+                f"{sent / expected:.3f}",
+                f"{row['link'] / row['sent']:.3f}",
+                f"{row['ms']:.1f}",
+                *(f"{accuracy:.2f}" for _, accuracy in row["curve"]),
+                f"{row['steps'] * row['ms'] / 1e3:.0f}",
+                f"{reached * row['ms'] / 1e3:.0f}" if reached else "-",
+            ]
+        )
+    epochs = [f"epoch {i + 1}" for i in range(len(rows[0]["curve"]))]
+    header = [
+        "way",
+        "sent a step",
+        "/ expected",
+        "link / sent",
+        "ms a step",
+        *epochs,
+        "s in all",
+        f"s to {options.target:g}",
+    ]
+    print(f"\n{options.hosts} hosts, {options.bandwidth} a link; dense: {quantity(dense, 'B')} a step")
+    print(render(cells, header=header))
+    print("expected: dense / period, twice that with momenta; averages at the ends of epochs come on top")
+
+
+# -- one rank ---------------------------------------------------------------------------------------------------------
+
+
+def train(given: argparse.Namespace) -> dict[str, Any]:
+    """Train all epochs with validation, or some steps without."""
+    import hvdx
+
+    hvdx.init()
+    model, data, test, _ = harness.mlp(given)
+    distribute, watch = hvdx.keras.Distribute(given.spelling), make_watch()
+    model.fit(
+        data,
+        epochs=1 if given.steps else given.epochs,
+        steps_per_epoch=given.steps or None,
+        validation_data=None if given.steps else test,
+        shuffle=False,
+        verbose=0,
+        callbacks=[distribute, watch],
+    )
+    figures = {"seconds": watch.seconds, "curve": watch.curve, "link": watch.link, "steps": len(watch.seconds)}
+    return figures | {"sent": distribute.counters.bytes_sent}
+
+
+def make_watch() -> Any:
+    """A callback that times steps, and notes the accuracy and the bytes of the link after each epoch."""
+    import keras
+
+    class Watch(keras.callbacks.Callback):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seconds: list[float] = []
+            self.curve: list[tuple[int, float]] = []
+            self.link = 0
+            self._first: int | None = None
+            self._end = 0.0
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            if self._first is None:
+                self._first = harness.link_bytes("tx")
+            self._end = time.perf_counter()
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.seconds.append(time.perf_counter() - self._end)
+            self._end = time.perf_counter()
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.curve.append((len(self.seconds), 100 * (logs or {}).get("val_accuracy", 0.0)))
+            self.link = harness.link_bytes("tx") - (self._first or 0)
+
+    return Watch()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

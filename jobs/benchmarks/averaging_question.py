@@ -1,0 +1,112 @@
+"""Is averaging networks the same as averaging gradients? The figures behind docs/averaging.md.
+
+    mpirun -n 4 python jobs/benchmarks/averaging_question.py                       a table, in some minutes
+    mpirun -n 4 python jobs/benchmarks/averaging_question.py --json question.json  and keep the figures
+    mpirun -n 2 python jobs/benchmarks/averaging_question.py --steps 64 --periods 1,8 --optimizers sgd,adam
+
+Every way starts from the same weights and sees the same batches. "From dense" is how far its weights end from those of
+all-reduced gradients: the 2-norm of the difference, in units of the norm of the weights. "Apart" is how far a worker
+had gone from the mean when the last period ended, on average over the workers: what averaging takes back.
+
+Training multiplies differences, those of rounding too: "rounded otherwise" are all-reduced gradients that are divided
+by 3 before they are added up, and multiplied by it afterwards. What is no farther from dense than that is the same.
+"""
+
+import argparse
+import sys
+from typing import Any
+
+import numpy as np
+
+from hvdx.jobs.benchmarks import harness
+from hvdx.report.table import render
+
+#: Learning rates at which each of them trains well here.
+OPTIMIZERS = {
+    "sgd": ("SGD", {"learning_rate": 0.1}),
+    "momentum": ("SGD", {"learning_rate": 0.05, "momentum": 0.9}),
+    "adam": ("Adam", {"learning_rate": 0.001}),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train in every way, and print the table; see `--help`."""
+    parser = harness.parser(__doc__)
+    parser.add_argument("--optimizers", type=harness.several(str), default=",".join(OPTIMIZERS), help="some of these")
+    parser.add_argument("--periods", type=harness.several(int), default="1,4,16,64", help="steps between averages")
+    parser.add_argument("--steps", type=int, default=192, help="steps of each training")
+    parser.add_argument("--hidden", type=int, default=256, help="units in each of two hidden layers")
+    parser.add_argument("--data", default="fashion-mnist", help="fashion-mnist or digits")
+    parser.set_defaults(seed=0)
+    options = parser.parse_args(argv)
+    import hvdx
+
+    hvdx.init()
+    import keras
+
+    keras.config.disable_interactive_logging()
+    rows: list[dict[str, Any]] = []
+    for name in options.optimizers:
+        dense, row = train(name, hvdx.AllReduce(), options)
+        rows.append({"optimizer": name, "way": "gradients", "from_dense": 0.0} | row)
+        weights, row = train(name, hvdx.AllReduce(gradient_predivide_factor=3.0), options)
+        rows.append({"optimizer": name, "way": "gradients, rounded otherwise", "from_dense": far(weights, dense)} | row)
+        for period in options.periods:
+            for state in (True, False) if name != "sgd" else (True,):
+                way = hvdx.ParameterAveraging(period, average_optimizer=state)
+                weights, row = train(name, way, options)
+                kept = "" if name == "sgd" else ", averaged state" if state else ", own state"
+                rows.append(
+                    {"optimizer": name, "way": f"every {period}{kept}", "from_dense": far(weights, dense)} | row
+                )
+                if hvdx.rank() == 0:
+                    print(rows[-1], file=sys.stderr, flush=True)
+    if hvdx.rank() == 0:
+        show(rows, hvdx.size(), options)
+        harness.write(options.json, {"rows": rows}, hvdx.size())
+    return 0
+
+
+def train(optimizer: str, strategy: Any, options: argparse.Namespace) -> tuple[list[Any], dict[str, Any]]:
+    """Train one way; the weights at its end, and its figures."""
+    import keras
+
+    import hvdx
+
+    model, batches, test, _ = harness.mlp(options, options.data)
+    kind, settings = OPTIMIZERS[optimizer]
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(getattr(keras.optimizers, kind)(**settings), loss, metrics=["accuracy"])
+    distribute = hvdx.keras.Distribute(strategy)
+    history = model.fit(
+        batches.repeat(),
+        steps_per_epoch=options.steps,
+        epochs=1,
+        validation_data=test,
+        shuffle=False,
+        verbose=0,
+        callbacks=[distribute],
+    ).history
+    (cost,) = distribute.counters.telemetry or [None]
+    apart = hvdx.keras.allreduce(np.float32(getattr(cost, "apart", 0.0)), name="apart")
+    return model.get_weights(), {"accuracy": 100 * history["val_accuracy"][-1], "apart": float(apart)}
+
+
+def far(weights: list[Any], others: list[Any]) -> float:
+    """2-norm of the difference, in units of the norm of the second."""
+    difference = sum(np.sum(np.square(a - b, dtype=np.float64)) for a, b in zip(weights, others, strict=True))
+    return float(np.sqrt(difference / sum(np.sum(np.square(b, dtype=np.float64)) for b in others)))
+
+
+def show(rows: list[dict[str, Any]], size: int, options: argparse.Namespace) -> None:
+    """Print the table."""
+    cells = [
+        [row["optimizer"], row["way"], f"{row['from_dense']:.2g}", f"{row['apart']:.2g}", f"{row['accuracy']:.2f}"]
+        for row in rows
+    ]
+    print(f"{size} workers, {options.steps} steps of 64 samples on each")
+    print(render(cells, header=["optimizer", "averaged", "from dense", "apart", "accuracy, %"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""What a checkpoint costs: beside writing the same bytes once, and for a training that goes on meanwhile.
+
+    python jobs/benchmarks/checkpoint.py                           20 million parameters, with momenta
+    python jobs/benchmarks/checkpoint.py --parameters 1e6 --json out.json
+
+Three things are timed in turn, several times:
+
+    once        the same bytes, written to one file, and on the disk (fsync)
+    checkpoint  from the decision to save until the checkpoint has its name, everything on the disk
+    waited      of that, what the training waits for; beside a copy of the same bytes in memory
+"""
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+from hvdx.jobs.benchmarks import harness
+
+
+def model_of(parameters: int):
+    """A network of about so many parameters, with momenta."""
+    import keras
+
+    units = max(round((parameters / 4) ** 0.5), 1)
+    layers = [keras.layers.Dense(units) for _ in range(4)]
+    model = keras.Sequential([keras.Input((units,)), *layers])
+    model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse")
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def write_once(folder: Path, arrays) -> float:
+    """Seconds for the same bytes in one file."""
+    path = folder / "once"
+    begin = time.perf_counter()
+    with path.open("wb") as file:
+        for array in arrays:
+            file.write(array.data)
+        file.flush()
+        os.fsync(file.fileno())
+    seconds = time.perf_counter() - begin
+    path.unlink()
+    return seconds
+
+
+def copy_once(arrays) -> float:
+    """Seconds for a copy in memory, into pages that are not there yet, as a checkpoint's are not."""
+    begin = time.perf_counter()
+    copies = [array.copy() for array in arrays]
+    seconds = time.perf_counter() - begin
+    del copies
+    return seconds
+
+
+def save_once(writer, folder: Path, model) -> tuple[float, float]:
+    """Seconds that a training waits, and until the checkpoint has its name."""
+    from hvdx.keras.checkpoint.contents import Data, snapshot
+    from hvdx.keras.checkpoint.folder import Position
+
+    begin = time.perf_counter()
+    writer.start(Position(1), snapshot(model, 0, Data([])))
+    waited = time.perf_counter() - begin
+    writer.finish()
+    whole = time.perf_counter() - begin
+    shutil.rmtree(folder / "ckpt")
+    return waited, whole
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure; see `--help`."""
+    parser = harness.parser(__doc__)
+    parser.add_argument("--parameters", type=float, default=20e6, metavar="N", help="of the model")
+    parser.add_argument("--repeat", type=int, default=7, metavar="N", help="times each is measured")
+    parser.add_argument("--folder", metavar="DIR", help="where to write; a temporary folder by default")
+    args = parser.parse_args(argv)
+    from hvdx.keras.checkpoint.folder import Folder
+    from hvdx.keras.checkpoint.writer import Writer
+    from hvdx.report.table import quantity, render
+    from hvdx.strategies import join
+
+    model = model_of(round(args.parameters))
+    arrays = [v.numpy() for v in (*model.weights, *model.optimizer.variables)]
+    size = sum(a.nbytes for a in arrays)
+    folder = Path(tempfile.mkdtemp(dir=args.folder))
+    writer = Writer(Folder(os.fspath(folder / "ckpt"), join()), keep=1)
+    once, copies, waits, wholes = [], [], [], []
+    try:
+        for turn in range(args.repeat + 1):
+            measured = write_once(folder, arrays), copy_once(arrays), *save_once(writer, folder, model)
+            if turn:  # the first warms up
+                for values, value in zip((once, copies, waits, wholes), measured, strict=True):
+                    values.append(value)
+    finally:
+        shutil.rmtree(folder)
+
+    def ratio(upper: list[float], lower: list[float]) -> float:
+        return median(a / b for a, b in zip(upper, lower, strict=True))
+
+    figures = {
+        "parameters": model.count_params(),
+        "bytes": size,
+        "repeat": args.repeat,
+        **{
+            f"{name} seconds": [round(v, 4) for v in values]
+            for name, values in (("once", once), ("copy", copies), ("waited", waits), ("checkpoint", wholes))
+        },
+        "checkpoint / once": round(ratio(wholes, once), 3),
+        "waited / copy": round(ratio(waits, copies), 3),
+    }
+
+    def row(name: str, values: list[float]) -> tuple[str, str]:
+        low, high = min(values), max(values)
+        return name, f"{1e3 * median(values):.0f} ms ({1e3 * low:.0f} to {1e3 * high:.0f})"
+
+    rows = [
+        ("parameters, bytes", f"{model.count_params():,}, {quantity(size, 'B')}"),
+        row("the same bytes, written once", once),
+        row("a checkpoint", wholes),
+        ("checkpoint / once", f"{figures['checkpoint / once']:.2f}"),
+        row("a copy in memory", copies),
+        row("the training waits", waits),
+        ("waited / copy", f"{figures['waited / copy']:.2f}"),
+    ]
+    print(render(rows))
+    harness.write(args.json, figures)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,236 @@
+"""What the threshold kernels cost on a GPU, beside a plain kernel that moves the same memory, in one run.
+
+    python jobs/benchmarks/gpu.py                                       # 256 million elements: about a minute
+    python jobs/benchmarks/gpu.py --elements 16M,1G --json gpu.json
+    python jobs/benchmarks/gpu.py --rounds 50                           # a smaller spread
+
+An encoder has to read the update and the residual and to write the residual: 12 bytes an element. The yardstick is a
+Numba kernel that does just that, out = a + b; a ratio of 0.9 says that the encoder took 1 / 0.9 of its time. In every
+round yardstick, copy and encoder take turns, and a ratio is the median over the rounds. `check` reads the update once
+more before; `trusted` leaves that out. CUDA events measure; they include what the launches cost on the host.
+"""
+
+import datetime
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+
+from hvdx.jobs.benchmarks import harness
+from hvdx.report import table
+
+_DENSITIES = (1e-4, 1e-3, 1e-2, 1 / 16, 0.1)
+#: Decoding is measured up to this density: the messages' entries are held on the GPU, 12 bytes each.
+_DENSEST_DECODED = 1e-2
+_MESSAGES = 16
+_THREADS = 256
+#: Calls before the first that is timed: they compile, and fill the scratch.
+_WARM_UP = 2
+_TAU = 1.0
+
+
+def main() -> int:
+    """Measure every size, print a table of each."""
+    parser = harness.parser(f"{__doc__}\nIt takes about 17 bytes of the GPU's memory an element.")
+    parser.add_argument("--elements", type=harness.several(harness.size), default="256M", help="of the update: 16M,1G")
+    parser.add_argument("--rounds", type=int, default=20, help="how often everything is timed")
+    options = parser.parse_args()
+    if options.rounds < 1:
+        parser.error("--rounds: expected 1 or more")
+    try:
+        from numba import cuda
+
+        from hvdx.kernels import cuda as kernels
+    except ImportError as error:
+        print(f"gpu: {error}", file=sys.stderr)
+        return 1
+    if not cuda.is_available():
+        print("gpu: expected a GPU and its driver, numba.cuda finds none. Run it where nvidia-smi lists one.",
+              file=sys.stderr)  # fmt: skip
+        return 1
+    about = describe(cuda)
+    print(f"{about['gpu']}, driver {about['driver']}, numba-cuda {about['numba-cuda']}")
+    rows: list[dict[str, Any]] = []
+    for elements in options.elements:
+        bench = Bench(cuda, kernels, elements, options.rounds)
+        measured = [*(bench.encode(density) for density in _DENSITIES)]
+        measured += [bench.decode(density) for density in _DENSITIES if density <= _DENSEST_DECODED]
+        rows += measured
+        show(measured)
+        del bench
+    harness.write(options.json, about | {"rows": rows})
+    return 0
+
+
+class Bench:
+    """The arrays of one size, and what is measured with them."""
+
+    def __init__(self, cuda: Any, kernels: Any, elements: int, rounds: int) -> None:
+        self.cuda, self.kernels, self.elements, self.rounds = cuda, kernels, elements, rounds
+        self.update, self.residual, self.saved = (cuda.device_array(elements, np.float32) for _ in range(3))
+        self.runs = kernels.Runs(np.array([elements]), np.array([_TAU], np.float32))
+        self.scratch = kernels.Scratch()
+        self.fill, self.add = make_kernels(cuda)
+        self.start, self.stop = cuda.event(), cuda.event()
+
+    def encode(self, density: float) -> dict[str, Any]:
+        """One row: encoding an update of which this share of the elements crosses tau."""
+        self.prepare(density, seed=0)
+        variants = {
+            "plain": self.run_add,
+            "copy": lambda: self.residual.copy_to_device(self.saved),
+            "checked": lambda: self.run_encode(trusted=False),
+            "trusted": lambda: self.run_encode(trusted=True),
+        }
+        times: dict[str, list[float]] = {name: [] for name in variants}
+        message = None
+        for number in range(-_WARM_UP, self.rounds):
+            for name, function in variants.items():
+                # The yardstick and the encoder overwrite it; its density must not change from round to round.
+                self.residual.copy_to_device(self.saved)
+                elapsed, result = self.time(function)
+                message = result or message
+                if number >= 0:
+                    times[name].append(elapsed)
+        row = self.row("encode", density, times)
+        return row | {"sent": int(message.sent.sum()), "message_bytes": message.tiles.size}
+
+    def decode(self, density: float) -> dict[str, Any]:
+        """One row: adding up the messages of many ranks, from the host's memory."""
+        messages = []
+        for seed in range(_MESSAGES):
+            self.prepare(density, seed)
+            self.residual.copy_to_device(self.saved)
+            messages.append((self.run_encode(trusted=True).tiles.copy_to_host(), self.runs))
+        variants = {
+            "plain": self.run_add,
+            "copy": lambda: self.residual.copy_to_device(self.saved),
+            "decode": lambda: self.kernels.decode(messages, 1 / _MESSAGES, self.update),
+        }
+        times: dict[str, list[float]] = {name: [] for name in variants}
+        for number in range(-_WARM_UP, self.rounds):
+            for name, function in variants.items():
+                elapsed, _ = self.time(function)
+                if number >= 0:
+                    times[name].append(elapsed)
+        row = self.row(f"decode {_MESSAGES}", density, times)
+        return row | {"message_bytes": sum(tiles.size for tiles, _ in messages)}
+
+    def prepare(self, density: float, seed: int) -> None:
+        """Fill the update, and `saved` with the residual that it meets."""
+        blocks = -(-self.elements // _THREADS)
+        self.fill[blocks, _THREADS](self.update, self.saved, density, seed)
+
+    def run_add(self) -> None:
+        """The yardstick."""
+        self.add[-(-self.elements // _THREADS), _THREADS](self.update, self.saved, self.residual)
+
+    def run_encode(self, trusted: bool) -> Any:
+        """One call of the encoder, with memory of its own as a training run would have it."""
+        return self.kernels.encode([self.update], self.residual, self.runs, trusted=trusted, scratch=self.scratch)
+
+    def time(self, function: Any) -> tuple[float, Any]:
+        """(milliseconds that the GPU and the host took for it, its result)."""
+        self.cuda.synchronize()
+        self.start.record()
+        result = function()
+        self.stop.record()
+        self.stop.synchronize()
+        return self.start.elapsed_time(self.stop), result
+
+    def row(self, what: str, density: float, times: dict[str, list[float]]) -> dict[str, Any]:
+        """Medians, quartiles, and ratios to the yardstick and to a copy, of the rounds."""
+        row: dict[str, Any] = {"what": what, "elements": self.elements, "density": density, "rounds": self.rounds}
+        for name, measured in times.items():
+            low, median, high = harness.spread(measured)
+            row[f"{name}_ms"], row[f"{name}_quartiles_ms"] = median, [low, high]
+            for yardstick in ("plain", "copy"):
+                if name not in ("plain", "copy"):
+                    low, median, high = harness.spread(np.array(times[yardstick]) / np.array(measured))
+                    row[f"{name}_to_{yardstick}"], row[f"{name}_to_{yardstick}_quartiles"] = median, [low, high]
+        return row
+
+
+def make_kernels(cuda: Any) -> tuple[Any, Any]:
+    """The kernel that makes data, and the yardstick."""
+
+    @cuda.jit
+    def fill(update, residual, density, seed):
+        i = cuda.grid(1)
+        if i < update.size:
+            # splitmix64: its halves are two uniform numbers.
+            x = (np.uint64(i) + np.uint64(seed) * np.uint64(update.size)) * np.uint64(0x9E3779B97F4A7C15)
+            x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            x ^= x >> np.uint64(31)
+            first = np.float64(x >> np.uint64(32)) / 2.0**32
+            second = np.float64(x & np.uint64(0xFFFFFFFF)) / 2.0**32
+            residual[i] = np.float32(0.98 * (2.0 * first - 1.0) * _TAU)
+            # Away from zero, so that the sum crosses whatever the residual is.
+            sign = -1.0 if first < 0.5 else 1.0
+            update[i] = np.float32(sign * _TAU if second < density else -sign * 0.001 * _TAU)
+
+    @cuda.jit
+    def add(a, b, out):
+        i = cuda.grid(1)
+        if i < out.size:
+            out[i] = a[i] + b[i]
+
+    return fill, add
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Print the table of one size."""
+    cells = []
+    for row in rows:
+        for name in ("checked", "trusted", "decode"):
+            if f"{name}_ms" in row:
+                cells.append(
+                    [
+                        row["what"] if name == "decode" else f"{row['what']}, {name}",
+                        table.quantity(row["elements"], "").strip(),
+                        f"{row['density']:.4g}",
+                        table.quantity(row["message_bytes"], "B"),
+                        f"{row['plain_ms']:.3f}",
+                        f"{row['copy_ms']:.3f}",
+                        f"{row[f'{name}_ms']:.3f}",
+                        "{:.3f}-{:.3f}".format(*row[f"{name}_quartiles_ms"]),
+                        f"{row[f'{name}_to_plain']:.3f}",
+                        "{:.3f}-{:.3f}".format(*row[f"{name}_to_plain_quartiles"]),
+                        f"{row[f'{name}_to_copy']:.3f}",
+                    ]
+                )
+    header = ["what", "elements", "density", "bytes", "a+b ms", "copy ms", "ms", "quartiles", "to a+b", "quartiles"]
+    print(table.render(cells, header=[*header, "to copy"]))
+    print(f"{rows[0]['rounds']} rounds; ratios: the time of out = a + b, or of a copy, over this one's", flush=True)
+
+
+def describe(cuda: Any) -> dict[str, Any]:
+    """What the numbers were measured with."""
+    device = cuda.get_current_device()
+    name = device.name.decode() if isinstance(device.name, bytes) else device.name
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "gpu": name,
+        "compute_capability": list(device.compute_capability),
+        "driver": driver_version(),
+        "python": platform.python_version(),
+        **{package: metadata.version(package) for package in ("numpy", "numba", "numba-cuda")},
+    }
+
+
+def driver_version() -> str:
+    """The driver's version, or "unknown"."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        found = []
+    return found[0] if found else "unknown"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

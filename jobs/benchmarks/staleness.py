@@ -1,0 +1,219 @@
+"""With one worker ten times slower than the others: how soon does each way of combining work learn?
+
+    python jobs/benchmarks/staleness.py                               four workers on this machine, a quarter of an hour
+    python jobs/benchmarks/staleness.py --json staleness.json         and keep the figures
+    python jobs/benchmarks/staleness.py --ways all_reduce,plain --equal plain --hidden 256
+
+Workers train a dense network on Fashion-MNIST, 64 pictures a step on each, SGD with momentum. In every step each sleeps
+for 20 ms (--pause), as if an accelerator were computing: workers that share a machine's cores would measure those. The
+last one sleeps for nine times as long as a step of the others takes (measured beforehand, pause included). Every so
+often worker 0 puts its weights aside; what they can do is found out after the training, so that nobody waits for it.
+Seconds begin with the third step, when everything is compiled.
+
+The first table is with the slow worker, the second without: there the mean staleness should be the number of workers.
+"""
+
+import argparse
+import sys
+import time
+from statistics import median
+from typing import Any
+
+from hvdx.jobs.benchmarks import harness
+from hvdx.report.table import render
+
+_SERVER = "parameter_server:servers=colocated"
+#: What is compared: a name, the strategy, the factor on the learning rate ("N": number of workers).
+WAYS: dict[str, tuple[str, str, str]] = {
+    "all_reduce": ("all-reduce", "all_reduce", "1"),
+    "all_reduce_n": ("all-reduce, learning rate times N", "all_reduce", "N"),
+    "full": ("asynchronous, updates in full", f"{_SERVER},op=sum", "1"),
+    "plain": ("asynchronous", _SERVER, "1"),
+    "scaled": ("asynchronous, scaled by 1/s", f"{_SERVER},staleness=scale", "1"),
+    "soft": ("soft sync, 2 collected", f"{_SERVER},collect=2", "1"),
+    "soft_scaled": ("soft sync, 2 collected, scaled", f"{_SERVER},collect=2,staleness=scale", "1"),
+    "bound": ("bounded, 4 steps ahead", f"{_SERVER},staleness=bound,bound=4", "1"),
+    "bound_far": ("bounded, 64 steps ahead", f"{_SERVER},staleness=bound,bound=64", "1"),
+}
+# Steps that are not counted: tracing, compiling.
+_COMPILING = 2
+# No training takes so long.
+_MOST_SECONDS = 1800
+# Seconds between two looks at the weights.
+_LOOK = 0.5
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the comparison; see `--help`."""
+    parser = harness.parser(__doc__)
+    add, words = parser.add_argument, harness.several(str)
+    add("--workers", type=int, default=4, metavar="N", help="how many")
+    add("--ways", type=words, default=",".join(WAYS), metavar="WAY,...", help="what is compared")
+    add("--pause", type=float, default=20.0, metavar="MS", help="of every worker")
+    add("--equal", type=words, default="all_reduce,plain,soft", metavar="WAY,...", help="of the second table")
+    add("--slower", type=float, default=10.0, help="times that the last one is slower")
+    add("--steps", type=int, default=500, help="steps of each training and worker")
+    add("--target", type=float, default=85.0, help="test accuracy, in %%")
+    add("--hidden", type=int, default=512, help="units in each of two hidden layers")
+    add("--learning-rate", type=float, default=0.05, metavar="X", help="before the factor of a way")
+    add("--seeds", type=harness.several(int), default="0", metavar="N,N,...", help="of weights and data")
+    add("--data", default="fashion-mnist", help="fashion-mnist or digits")
+    return harness.run(parser, compare, train, argv)
+
+
+# -- the comparison ---------------------------------------------------------------------------------------------------
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Run every way with the slow worker and without, and print two tables."""
+    step = median(run("alone", 1, 0.0, 0, options)[0]["steps"][_COMPILING:])
+    delay = (options.slower - 1) * step
+    print(f"a step takes {1e3 * step:.1f} ms; the slow worker sleeps for {1e3 * delay:.0f} ms more", flush=True)
+    rows: list[dict[str, Any]] = []
+    for slow in (True, False):
+        for key in options.ways if slow else options.equal:
+            name, spelling, factor = WAYS[key]
+            for seed in options.seeds:
+                ranks = run(spelling, options.workers if factor == "N" else 1, delay if slow else 0.0, seed, options)
+                rows.append({"way": key, "name": name, "slow": slow, "seed": seed} | figures(ranks, options))
+                print(line(rows[-1], options), file=sys.stderr, flush=True)
+    for slow in (True, False):
+        show([row for row in rows if row["slow"] == slow], options)
+    harness.write(options.json, {"step": step, "delay": delay, "target": options.target, "rows": rows})
+    return 0
+
+
+def run(spelling: str, factor: int, delay: float, seed: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Train once; the figures of every worker."""
+    chosen = {key: getattr(options, key) for key in ("hidden", "target", "data", "pause")}
+    chosen |= {"spelling": spelling, "learning_rate": factor * options.learning_rate, "delay": delay, "seed": seed}
+    chosen["steps"] = 30 if spelling == "alone" else options.steps
+    one = dict.fromkeys(("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"), "1")
+    return harness.launch(__file__, chosen, options.workers, limit=_MOST_SECONDS, **one).ranks
+
+
+def figures(ranks: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
+    """One run's figures, of what its workers wrote."""
+    from hvdx.strategies.telemetry import Stalenesses
+
+    curve = ranks[0]["curve"]
+    seen = sum((Stalenesses({int(s): times for s, times in r["staleness"].items()}) for r in ranks), Stalenesses())
+    return {
+        "seconds": next((seconds for seconds, accuracy in curve if accuracy >= options.target), None),
+        "last": curve[-1][1] if curve else float("nan"),
+        "end": curve[-1][0] if curve else None,
+        "updates_per_second": sum(len(r["steps"]) - _COMPILING for r in ranks) / max(r["end"] for r in ranks),
+        "steps": [len(rank["steps"]) for rank in ranks],
+        "mean_staleness": seen.mean if seen else None,
+        "staleness": dict(sorted(seen.items())),
+    }
+
+
+def line(row: dict[str, Any], options: argparse.Namespace) -> str:
+    """One run, while others are still going."""
+    reached = f"{row['seconds']:.1f} s" if row["seconds"] else "not reached"
+    where = "one slow worker" if row["slow"] else "equal workers"
+    return f"{where}: {row['name']}: {options.target:g} %: {reached}; steps of the workers: {row['steps']}"
+
+
+def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    """Print a table: medians over the seeds."""
+
+    def middle(key: str, way: str) -> float | None:
+        values = [row[key] for row in rows if row["way"] == way]
+        return None if None in values else median(values)
+
+    base, cells = middle("seconds", rows[0]["way"]), []
+    for way in dict.fromkeys(row["way"] for row in rows):
+        seconds, staleness = middle("seconds", way), middle("mean_staleness", way)
+        last = next(row for row in rows if row["way"] == way)["steps"]
+        cells.append(
+            [
+                WAYS[way][0],
+                f"{seconds:.1f}" if seconds else "-",
+                f"{base / seconds:.1f}" if seconds and base else "-",
+                f"{middle('updates_per_second', way):.0f}",
+                f"{staleness:.2f}" if staleness else "-",
+                f"{100 * last[-1] / sum(last):.0f} %",
+                f"{middle('last', way):.2f}",
+            ]
+        )
+    what = f"one of them {options.slower:g} times slower" if rows[0]["slow"] else "all equal"
+    print(f"\n{options.workers} workers, {what}")
+    header = [
+        "way",
+        f"s to {options.target:g} %",
+        "times sooner",
+        "steps/s",
+        "mean staleness",
+        "the last one's steps",
+        "% at the end",
+    ]
+    print(render(cells, header=header))
+
+
+# -- one rank ---------------------------------------------------------------------------------------------------------
+
+
+def train(given: argparse.Namespace) -> dict[str, Any]:
+    """Train, and tell what this worker saw."""
+    import hvdx
+
+    alone = given.spelling == "alone"
+    hvdx.init(strategy=None if alone else given.spelling)
+    model, batches, _, data = harness.mlp(given, given.data)
+    slow = hvdx.rank() == hvdx.size() - 1
+    watch = make_watch(given.pause / 1e3 + (given.delay if slow else 0.0), hvdx.rank() == 0)
+    distribute = None if alone else hvdx.keras.Distribute()
+    model.fit(
+        batches.repeat(),
+        steps_per_epoch=given.steps,
+        shuffle=False,
+        verbose=0,
+        callbacks=[watch] if distribute is None else [distribute, watch],
+    )
+    end = time.perf_counter() - watch.start
+    if watch.keeps:
+        watch.kept.append((end, model.get_weights()))
+    curve: list[tuple[float, float]] = []
+    for i, (seconds, weights) in enumerate(watch.kept):
+        # Once there, only the end is still of interest.
+        if i < len(watch.kept) - 1 and any(accuracy >= given.target for _, accuracy in curve):
+            continue
+        model.set_weights(weights)
+        curve.append((seconds, 100 * model.evaluate(data.test_x, data.test_y, 2000, verbose=0)[1]))
+    cost = None if distribute is None else distribute.cost()
+    return {"steps": watch.steps, "curve": curve, "end": end, "staleness": getattr(cost, "staleness", {})}
+
+
+def make_watch(delay: float, keeps: bool) -> Any:
+    """A callback that sleeps before each step, times the steps, and puts weights aside."""
+    import keras
+
+    class Watch(keras.callbacks.Callback):
+        def __init__(self) -> None:
+            super().__init__()
+            self.keeps = keeps
+            self.steps: list[float] = []
+            self.kept: list[tuple[float, Any]] = []
+            self.start = self._looked = self._begin = time.perf_counter()
+
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            self._begin = time.perf_counter()
+            if batch == _COMPILING:
+                self.start = self._looked = self._begin
+            if delay:
+                time.sleep(delay)
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            now = time.perf_counter()
+            self.steps.append(now - self._begin)
+            if keeps and now - self._looked > _LOOK and batch >= _COMPILING:
+                self._looked = now
+                self.kept.append((now - self.start, self.model.get_weights()))
+
+    return Watch()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

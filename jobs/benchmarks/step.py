@@ -1,0 +1,392 @@
+"""What a training step costs through hvdx, beside a hand-written Horovod loop, in one run.
+
+Every variant trains the same network on the same made-up batches. The variants take turns in rounds of a few steps
+each, in a new order every round, so that whatever else the machine does hits all of them alike. A variant's ratio is
+the median over the rounds of (its median step) / (the median step of the hand-written Horovod loop in that round).
+
+    mpirun -n 2 python jobs/benchmarks/step.py                    # four to five minutes on two cores
+    mpirun -n 2 python jobs/benchmarks/step.py --quick            # about half of that; the spread is larger
+    mpirun -n 2 python jobs/benchmarks/step.py --sizes 500k --json steps.json
+    horovodrun -np 2 python jobs/benchmarks/step.py
+    python jobs/benchmarks/step.py                                # one worker: what hvdx costs where nothing travels
+
+Open MPI 5 wants `horovodrun --binding-args="--bind-to none --map-by slot" -np 2 ...`. Ranks that share the cores of
+one machine measure the software and not a network. `hvdx.init` gives each rank its share of the cores.
+"""
+
+import argparse
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import hvdx
+from hvdx.jobs.benchmarks import harness
+from hvdx.report import table
+
+_INPUTS, _CLASSES, _BATCHES = 784, 10, 8
+_RAW = "Horovod, hand-written loop"
+_LOOP_ALONE = "no communication, hand-written loop"
+# Steps that make the training functions and size Horovod's buffers, before anything is timed.
+_WARM_UP = 3
+# Below these a median says little.
+_FEWEST_ROUNDS, _FEWEST_STEPS = 5, 2
+
+
+@dataclass
+class Variant:
+    """One way to take a step.
+
+    Attributes:
+        name: for the table.
+        wire: what a gradient is on the network.
+        step: takes one step; returns when the loss is there.
+        close: called after the last step.
+        rounds: seconds of each timed step, round by round.
+    """
+
+    name: str
+    wire: str
+    step: Callable[[], Any]
+    close: Callable[[], None] = lambda: None
+    rounds: list[list[float]] = field(default_factory=list)
+
+
+def main() -> int:
+    """Measure every size, print a table of each."""
+    options = parse_arguments()
+    # Every variant is a function of its own, which TensorFlow takes for one that is traced too often.
+    tf.get_logger().setLevel("ERROR")
+    hvdx.init()
+    rows: list[dict[str, Any]] = []
+    for size in options.sizes:
+        measured = measure(size, options)
+        rows += measured
+        if hvdx.rank() == 0:
+            show(measured)
+    if hvdx.rank() == 0:
+        harness.write(options.json, {"rows": rows}, hvdx.size())
+    return 0
+
+
+def measure(size: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Time all variants with a network of about `size` parameters; one row a variant, the same on all ranks."""
+    keras.utils.set_random_seed(0)
+    network = build_network(size)
+    data = make_data(options.batch)
+    variants = make_variants(network, data)
+    for variant in variants:
+        meet()
+        for _ in range(_WARM_UP):
+            variant.step()
+    rounds, steps = agree_on_turns(variants, options)
+    say(f"\n{network.count_params():,} parameters: {rounds} rounds of {steps} steps, {len(variants)} variants")
+    for number in range(rounds):
+        # Seeded, since all ranks must take the variants in the same order.
+        for variant in random.Random(number).sample(variants, len(variants)):
+            variant.rounds.append(time_steps(variant.step, steps))
+    for variant in variants:
+        variant.close()
+    check_against_fit(network, data, variants[0], 2 * steps)
+    return summarise(variants, network.count_params(), options.batch)
+
+
+def make_variants(network: keras.Model, data: tf.data.Dataset) -> list[Variant]:
+    """All variants; they share the network's weights, and each has an optimiser of its own."""
+    by_fit = FitSteps(share_weights(network), data, [hvdx.keras.Distribute()])
+    variants = [
+        Variant("hvdx, model.fit with Distribute", "float32", by_fit, by_fit.close),
+        Variant("hvdx, DistributedOptimizer", "float32", hvdx_loop(network, data, "none")),
+    ]
+    if hvdx.size() > 1:
+        variants += [
+            Variant("hvdx, DistributedOptimizer", "float16", hvdx_loop(network, data, "fp16")),
+            Variant("hvdx, DistributedOptimizer", "bfloat16", hvdx_loop(network, data, "bf16")),
+            Variant(_RAW, "float32", horovod_loop(network, data, "none")),
+            Variant(_RAW, "float16", horovod_loop(network, data, "fp16")),
+        ]
+    fit_alone = FitSteps(share_weights(network), data, [])
+    return [
+        *variants,
+        Variant("no communication, model.fit", "-", fit_alone, fit_alone.close),
+        Variant(_LOOP_ALONE, "-", hand_loop(network, data, make_optimizer(), lambda gradients: gradients)),
+    ]
+
+
+def hvdx_loop(network: keras.Model, data: tf.data.Dataset, compression: str) -> Callable[[], Any]:
+    """A hand-written loop with hvdx's optimiser."""
+    optimizer = hvdx.keras.DistributedOptimizer(make_optimizer(), compression=compression)
+    return hand_loop(network, data, optimizer, lambda gradients: gradients)
+
+
+def horovod_loop(network: keras.Model, data: tf.data.Dataset, compression: str) -> Callable[[], Any]:
+    """A hand-written loop with Horovod's own collective: the yardstick."""
+    import horovod.tensorflow as hvd
+
+    def average(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
+        return hvd.grouped_allreduce(
+            gradients,
+            op=hvd.Average,
+            compression=getattr(hvd.Compression, compression),
+            name=f"bench.{compression}.{network.count_params()}",
+            ignore_name_scope=True,
+        )
+
+    return hand_loop(network, data, make_optimizer(), average)
+
+
+def hand_loop(
+    network: keras.Model,
+    data: tf.data.Dataset,
+    optimizer: keras.optimizers.Optimizer,
+    combine: Callable[[list[tf.Tensor]], list[tf.Tensor]],
+) -> Callable[[], float]:
+    """The training loop that people write by hand; returns a function that takes one step."""
+    loss_of = make_loss()
+    variables = network.trainable_variables
+    optimizer.build(variables)
+
+    @tf.function
+    def train(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = loss_of(y, network(x, training=True))
+        gradients = tape.gradient(loss, [v.value for v in variables])
+        optimizer.apply(combine(gradients), variables)
+        return loss
+
+    batches = iter(data)
+    return lambda: float(train(*next(batches)))
+
+
+class FitSteps:
+    """`Model.fit` one step at a time, so that it can take turns with the others.
+
+    It calls what `fit` calls, in the same order: the callbacks' hooks, and the training function on an iterator.
+
+    Args:
+        model: compiled.
+        data: batches without end.
+        callbacks: of the fit.
+    """
+
+    def __init__(self, model: keras.Model, data: tf.data.Dataset, callbacks: Sequence[keras.callbacks.Callback]):
+        self._model = model
+        self._batches = iter(data)
+        self._number = 0
+        model.stop_training = False
+        self._hooks = keras.callbacks.CallbackList(
+            list(callbacks), add_history=True, model=model, verbose=0, epochs=1, steps=sys.maxsize
+        )
+        model.make_train_function()
+        self._hooks.on_train_begin()
+        model.reset_metrics()
+        self._hooks.on_epoch_begin(0)
+
+    def __call__(self) -> None:
+        """Take one step."""
+        self._hooks.on_train_batch_begin(self._number)
+        logs = self._model.train_function(self._batches)
+        self._hooks.on_train_batch_end(self._number, logs)
+        self._number += 1
+
+    def close(self) -> None:
+        """End the fit."""
+        self._hooks.on_train_end()
+
+
+class StepTimer(keras.callbacks.Callback):
+    """Notes when each step of a real `fit` ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends: list[float] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Keras: after every step."""
+        self.ends.append(time.perf_counter())
+
+
+def check_against_fit(network: keras.Model, data: tf.data.Dataset, stepped: Variant, steps: int) -> None:
+    """Run a real `fit`, and say how its steps compare with those that were taken one at a time."""
+    timer = StepTimer()
+    share_weights(network).fit(
+        data,
+        steps_per_epoch=_WARM_UP + steps,
+        shuffle=False,
+        verbose=0,
+        callbacks=[hvdx.keras.Distribute(), timer],
+    )
+    real = np.diff(timer.ends)[_WARM_UP:]
+    say(
+        f"  a real fit of {len(timer.ends)} steps, afterwards: median {1e3 * np.median(real):.1f} ms a step; "
+        f"fit step by step in the rounds: {1e3 * np.median(np.concatenate(stepped.rounds)):.1f} ms"
+    )
+
+
+def agree_on_turns(variants: Sequence[Variant], options: argparse.Namespace) -> tuple[int, int]:
+    """Rounds, and timed steps a turn, that fit into the time there is; rank 0's clock decides for all."""
+    once = sum(float(np.median(time_steps(variant.step, _WARM_UP))) for variant in variants)
+    # One more step a turn is taken and not timed.
+    rounds, steps = options.rounds, min(options.steps, round(options.seconds / (options.rounds * once)) - 1)
+    if steps < _FEWEST_STEPS:
+        steps = _FEWEST_STEPS
+        rounds = min(rounds, max(_FEWEST_ROUNDS, round(options.seconds / ((steps + 1) * once))))
+    return hvdx.keras.broadcast_object((rounds, steps), 0)
+
+
+def time_steps(step: Callable[[], Any], steps: int) -> list[float]:
+    """Seconds of each of `steps` steps, after one that is not timed."""
+    meet()
+    step()
+    seconds = []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - begin)
+    return seconds
+
+
+def meet() -> None:
+    """Wait for all ranks."""
+    hvdx.keras.allreduce(0.0, name="bench.meet")
+
+
+def summarise(variants: Sequence[Variant], parameters: int, batch: int) -> list[dict[str, Any]]:
+    """Medians, quartiles and ratios of one size."""
+    yardstick = (_RAW, "float32") if hvdx.size() > 1 else (_LOOP_ALONE, "-")
+    (base,) = (v for v in variants if (v.name, v.wire) == yardstick)
+    reference = np.array([np.median(r) for r in base.rounds])
+    rows = []
+    for variant in variants:
+        milliseconds = 1e3 * np.concatenate(variant.rounds)
+        medians = np.array([np.median(r) for r in variant.rounds])
+        fast, low, median, high = np.percentile(milliseconds, [10, 25, 50, 75])
+        ratio_low, ratio, ratio_high = harness.spread(medians / reference)
+        rows.append(
+            {
+                "variant": variant.name,
+                "parameters": parameters,
+                "wire": variant.wire,
+                "ranks": hvdx.size(),
+                "batch": batch,
+                "steps": len(milliseconds),
+                "rounds": len(medians),
+                "median_ms": median,
+                "iqr_ms": high - low,
+                "tenth_percentile_ms": fast,
+                "ratio": ratio,
+                "ratio_quartiles": [ratio_low, ratio_high],
+                "yardstick": ", ".join(yardstick).removesuffix(", -"),
+            }
+        )
+    return rows
+
+
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    """Print the table."""
+    cells = [
+        [
+            row["variant"],
+            table.quantity(row["parameters"], "").strip(),
+            row["wire"],
+            str(row["ranks"]),
+            str(row["steps"]),
+            f"{row['median_ms']:.2f}",
+            f"{row['iqr_ms']:.2f}",
+            f"{row['tenth_percentile_ms']:.2f}",
+            f"{row['ratio']:.3f}",
+            "{:.3f}-{:.3f}".format(*row["ratio_quartiles"]),
+        ]
+        for row in rows
+    ]
+    header = [
+        "variant",
+        "parameters",
+        "on the wire",
+        "ranks",
+        "steps",
+        "median ms",
+        "IQR",
+        "10 %",
+        "ratio",
+        "its quartiles",
+    ]
+    print(table.render(cells, header=header))
+    print(f"batch {rows[0]['batch']} a rank, SGD with momentum; IQR: spread of the middle half of the steps; 10 %: the")
+    print(
+        f"step that a tenth of them beat, which a busy machine disturbs least; ratio to: {rows[0]['yardstick']}",
+        flush=True,
+    )
+
+
+def build_network(size: int) -> keras.Model:
+    """A network with three equal hidden layers and about `size` parameters."""
+    # size = 2 w^2 + (inputs + classes + 3) w + classes
+    linear = _INPUTS + _CLASSES + 3
+    width = max(1, round((-linear + (linear**2 + 8 * (size - _CLASSES)) ** 0.5) / 4))
+    hidden = [keras.layers.Dense(width, activation="relu") for _ in range(3)]
+    return keras.Sequential([keras.Input((_INPUTS,)), *hidden, keras.layers.Dense(_CLASSES)])
+
+
+def share_weights(network: keras.Model) -> keras.Model:
+    """A compiled model on the layers of another, so that `fit` can keep its optimiser and functions apart."""
+    model = keras.Model(network.inputs, network.outputs)
+    model.compile(optimizer=make_optimizer(), loss=make_loss(), jit_compile=False)
+    return model
+
+
+def make_optimizer() -> keras.optimizers.Optimizer:
+    """SGD with momentum; so slow that the work of a step does not change in the course of the run."""
+    return keras.optimizers.SGD(1e-5, momentum=0.9)
+
+
+def make_loss() -> keras.losses.Loss:
+    """The loss of all variants."""
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def make_data(batch: int) -> tf.data.Dataset:
+    """Batches without end, in memory: float32[batch, inputs] and int64[batch]; other ones on each rank."""
+    made = np.random.default_rng(hvdx.rank())
+    x = made.normal(size=(_BATCHES, batch, _INPUTS)).astype(np.float32)
+    y = made.integers(_CLASSES, size=(_BATCHES, batch))
+    return tf.data.Dataset.from_tensor_slices((x, y)).repeat().prefetch(2)
+
+
+def say(text: str) -> None:
+    """Print on rank 0, at once."""
+    if hvdx.rank() == 0:
+        print(text, flush=True)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = harness.parser(__doc__)
+    add = parser.add_argument
+    add("--sizes", type=harness.several(harness.size), default="2M,20M", help="parameters of the networks")
+    add("--batch", type=int, default=64, help="examples a step on each rank")
+    add("--rounds", type=int, default=15, help="how often every variant has its turn")
+    add("--steps", type=int, default=10, help="timed steps a turn; fewer where the time is short")
+    add("--seconds", type=float, default=30, help="time for the rounds of one size; at least 5 rounds of 2 steps")
+    add("--quick", action="store_true", help="5 rounds in 8 seconds a size")
+    options = parser.parse_args()
+    if options.quick:
+        options.rounds, options.seconds = 5, 8.0
+    if min(options.batch, options.rounds, options.steps) < 1:
+        parser.error("--batch, --rounds, --steps: expected 1 or more")
+    if min(options.sizes) < _INPUTS:
+        parser.error(f"--sizes: expected numbers from {_INPUTS} up such as 500k,2M")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())
