@@ -52,7 +52,7 @@ MXNET_PYTHON ?= $(PYTHON)
 MXNET_PACKAGES = 'mxnet==1.9.1' 'numpy==1.23.5'
 
 .DEFAULT_GOAL := help
-.PHONY: help venv frameworks kernels demo test test-quick check mutants deaths fuzz gpu fmt clean
+.PHONY: help venv frameworks kernels demo test test-quick check docs mutants deaths fuzz gpu fmt clean
 .DELETE_ON_ERROR:
 
 help:
@@ -60,6 +60,7 @@ help:
 	@echo 'make test        run all tests (the first time it installs PyTorch and MXNet, which only tests need)'
 	@echo 'make test-quick  the tests to run after each edit: every room, one job on 2 ranks'
 	@echo 'make check       lint, formatting, types, the rules about imports; writes nothing'
+	@echo 'make docs        build the pages as a site, site/index.html; a broken link fails (prepares .venv-docs first)'
 	@echo 'make mutants     break one line at a time, and see whether the tests notice (an hour; ONLY="NAME NAME" for some)'
 	@echo 'make deaths      end, kill and stop one of four ranks, TIMES=$(TIMES) times for each strategy and way (hours)'
 	@echo 'make fuzz        throw damaged messages at the decoders for $(SECONDS) seconds'
@@ -67,7 +68,7 @@ help:
 	@echo 'make fmt         mend what lint and formatting can mend'
 	@echo 'make venv        prepare .venv: TensorFlow, Keras, MPI, Horovod, compiled kernels'
 	@echo 'make frameworks  install what only tests need, PyTorch and MXNet; make test does so too'
-	@echo 'make clean       delete .venv, .venv-mxnet and what tools left behind (wheels and kernels stay in the cache)'
+	@echo 'make clean       delete .venv, .venv-docs, .venv-mxnet and what tools left behind (wheels and kernels stay in the cache)'
 	@echo
 	@echo 'options: MPI=system (the MPI on PATH), PYTHON=python3.12, WORKERS=4, TF=gpu'
 
@@ -110,6 +111,19 @@ check: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_rooms.py
 
+# An environment of its own, without TensorFlow: the API reference is made from the sources.
+DOCS_VENV := .venv-docs
+DOCS := $(DOCS_VENV)/.installed
+
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build
+
+$(DOCS): pyproject.toml
+	@echo 'hvdx: installing MkDocs into $(DOCS_VENV) (about a minute the first time)'
+	@$(PYTHON) -m venv $(DOCS_VENV)
+	@$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	@touch $@
+
 mutants: $(HOROVOD) $(FRAMEWORKS) kernels
 	$(BIN)/python -m tests.mutate --jobs $(JOBS) $(if $(strip $(ONLY)),--only $(ONLY))
 
@@ -128,7 +142,7 @@ fmt: $(INSTALLED)
 	$(BIN)/ruff format
 
 clean:
-	rm -rf $(VENV) $(MXNET_VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(DOCS_VENV) $(MXNET_VENV) site build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
 	find hvdx kernels jobs tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:

@@ -1,0 +1,42 @@
+"""What the documentation shows comes from docs/benchmarks, and its links lead somewhere."""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.launch import ROOT
+
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as repositories and MkDocs make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith("http"):
+            continue
+        path, _, anchor = target.partition("#")
+        found = (page.parent / path).resolve() if path else page
+        assert found.exists(), target
+        assert not anchor or anchor in anchors(found), target
+
+
+def test_picture_is_drawn_from_the_benchmark():
+    spec = importlib.util.spec_from_file_location("make_pictures", ROOT / "docs" / "make_pictures.py")
+    pictures = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pictures)
+    network = json.loads((ROOT / "docs" / "benchmarks" / "network.json").read_text())
+    assert pictures.PICTURE.read_text() == pictures.seconds_to_85(network), "do: python docs/make_pictures.py"
+
+
+def test_readme_is_one_screen_and_a_half():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
