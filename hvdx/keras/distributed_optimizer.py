@@ -12,7 +12,7 @@ from hvdx.errors import ConfigError
 from hvdx.keras import xla
 from hvdx.keras.binding import Binding
 from hvdx.keras.graph_binding import GraphBinding
-from hvdx.keras.horovod_api import Average, Compression, operation, wire
+from hvdx.keras.horovod_api import Average, Compression, operation, unsupported, wire
 from hvdx.keras.local_variables import LocalVariables, trained_by
 from hvdx.keras.optimizer import attach
 from hvdx.keras.optimizer_state import innermost
@@ -254,6 +254,33 @@ def PartialDistributedGradientTape(  # noqa: N802 (Horovod's name)
     tape = DistributedGradientTape(gradtape, **options)
     tape.register_local_source(trained_by(local_layers))
     return tape
+
+
+def load_model(
+    filepath: Any,
+    custom_optimizers: Sequence[type] | None = None,
+    custom_objects: dict[str, Any] | None = None,
+    compression: Any = Compression.none,
+    legacy_opts: bool = False,
+) -> Any:
+    """Load a saved model and distribute its optimiser, whose state goes on where it was.
+
+    Args:
+        filepath: what `keras.models.load_model` takes.
+        custom_optimizers: optimiser classes of your own that the model was saved with.
+        custom_objects: as for `keras.models.load_model`.
+        compression: see `DistributedOptimizer`.
+        legacy_opts: not supported; Keras 3 has no legacy optimisers.
+
+    Returns:
+        The model, compiled.
+    """
+    unsupported("load_model", legacy_opts=legacy_opts)
+    objects = {cls.__name__: cls for cls in custom_optimizers or ()} | (custom_objects or {})
+    model = keras.models.load_model(filepath, custom_objects=objects)
+    if model.optimizer is not None:
+        DistributedOptimizer(model.optimizer, compression=compression)
+    return model
 
 
 def _let_register(optimizer: Any, strategy: Strategy, binding: Binding | None, scale: bool) -> None:

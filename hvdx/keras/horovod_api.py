@@ -1,9 +1,6 @@
 """Who this process is, and the arguments of `horovod.tensorflow.keras`; what travels is in `collectives`."""
 
-from collections.abc import Sequence
 from typing import Any
-
-import keras
 
 from hvdx import comm as world
 from hvdx.errors import ConfigError
@@ -105,35 +102,6 @@ def cross_rank() -> int:
 def cross_size() -> int:
     """Number of hosts that have a process of this local rank."""
     return join().cross_size
-
-
-def load_model(
-    filepath: Any,
-    custom_optimizers: Sequence[type] | None = None,
-    custom_objects: dict[str, Any] | None = None,
-    compression: Any = Compression.none,
-    legacy_opts: bool = False,
-) -> Any:
-    """Load a saved model and distribute its optimiser, whose state goes on where it was.
-
-    Args:
-        filepath: what `keras.models.load_model` takes.
-        custom_optimizers: optimiser classes of your own that the model was saved with.
-        custom_objects: as for `keras.models.load_model`.
-        compression: see `DistributedOptimizer`.
-        legacy_opts: not supported; Keras 3 has no legacy optimisers.
-
-    Returns:
-        The model, compiled.
-    """
-    from hvdx.keras.distributed_optimizer import DistributedOptimizer
-
-    unsupported("load_model", legacy_opts=legacy_opts)
-    objects = {cls.__name__: cls for cls in custom_optimizers or ()} | (custom_objects or {})
-    model = keras.models.load_model(filepath, custom_objects=objects)
-    if model.optimizer is not None:
-        DistributedOptimizer(model.optimizer, compression=compression)
-    return model
 
 
 def operation(op: Any) -> str:

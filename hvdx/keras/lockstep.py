@@ -121,7 +121,7 @@ class Lockstep(keras.callbacks.Callback):
         if min(known) == 0:
             raise ReplicaError(f"fit: a rank has no step: {known} steps on the ranks. Give each its share of data.")
         total = sum(-(-number // steps_per_execution) for number in known)
-        self._tickets = Tickets(strategy, self._comm, total, self.begun // steps_per_execution)
+        self._tickets = strategy.deal_out(self._comm, total, self.begun // steps_per_execution)
         self._endless = neighbours.prolong_epochs(self, total * steps_per_execution)
         return self._tickets
 

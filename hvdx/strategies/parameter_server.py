@@ -2,19 +2,18 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from hvdx.comm import Comm, GraphComm
 from hvdx.errors import ConfigError
 from hvdx.strategies import link
-from hvdx.strategies.base import HostStrategy, TensorSpec, one_of
+from hvdx.strategies.base import Exchange, HostStrategy, TensorSpec, agree_on_strategy, agree_on_tensors, one_of
+from hvdx.strategies.serving.exchange import ServerExchange
 from hvdx.strategies.serving.messages import Plan
+from hvdx.strategies.serving.tickets import Tickets
 from hvdx.strategies.serving.updates import joined_residual, make_codec
-
-if TYPE_CHECKING:
-    from hvdx.strategies.serving.exchange import ServerExchange
 
 Staleness = Literal["none", "scale", "bound", "scale+bound"]
 
@@ -130,6 +129,16 @@ class ParameterServer(HostStrategy):
         error.collective = True
         raise error
 
+    def deal_out(self, comm: Comm, steps: int, begun: int = 0) -> Tickets:
+        """Have the first server deal out the steps of each epoch. Collective.
+
+        Args:
+            comm: the workers.
+            steps: in an epoch, of all workers together.
+            begun: steps of the first epoch that were taken before.
+        """
+        return Tickets(comm, self.server_ranks(comm)[0], steps, begun)
+
     @property
     def spelling(self) -> str:
         """What `HVDX_STRATEGY` says for it."""
@@ -152,10 +161,10 @@ class ParameterServer(HostStrategy):
             share = 1.0
         return Plan(workers, elements, dtype, self.codec, self.collect, share, power, self.bound)
 
-    def open(self, comm: Comm, specs: Sequence[TensorSpec], momentum: float = 0.0) -> "ServerExchange":
+    def open(self, comm: Comm, specs: Sequence[TensorSpec], momentum: float = 0.0) -> Exchange:
         """See `HostStrategy.open`; `ServerExchange.begin` comes next."""
-        from hvdx.strategies.serving.exchange import ServerExchange
-
+        agree_on_strategy(self, comm)
+        agree_on_tensors(specs, comm)
         return ServerExchange(self, comm, specs)
 
     def bytes_per_step(self, specs: Sequence[TensorSpec], size: int) -> int:

@@ -6,18 +6,14 @@ that they share stay the same to the bit.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from hvdx.comm import Comm
 from hvdx.errors import ConfigError
 from hvdx.strategies import link, warmup
-from hvdx.strategies.base import HostStrategy, TensorSpec, one_of
-
-if TYPE_CHECKING:
-    from hvdx.codec import Threshold as Codec
-    from hvdx.strategies.threshold_exchange import ThresholdExchange
+from hvdx.strategies.base import Exchange, HostStrategy, TensorSpec, agree_on_strategy, agree_on_tensors, one_of
 
 Placement = Literal["update", "gradient"]
 Op = Literal["mean", "sum"]
@@ -102,14 +98,13 @@ class Threshold(HostStrategy):
             )
         self.make_codec(None if isinstance(target_density, str) else target_density, threads)  # checks the rest
 
-    def make_codec(self, density: float | None, threads: int | None) -> "Codec":
+    def make_codec(self, density: float | None, threads: int | None) -> Any:
         """The codec of these options.
 
         Args:
             density: the density to aim at; None leaves the threshold at tau.
             threads: of its kernels.
         """
-        # Imported here, since it brings Numba, which a training without it may do without.
         from hvdx import codec
 
         return codec.Threshold(
@@ -121,10 +116,13 @@ class Threshold(HostStrategy):
             threads=threads,
         )
 
-    def open(self, comm: Comm, specs: Sequence[TensorSpec], momentum: float = 0.0) -> "ThresholdExchange":
+    def open(self, comm: Comm, specs: Sequence[TensorSpec], momentum: float = 0.0) -> Exchange:
         """See `HostStrategy.open`."""
+        # Imported here, since it brings Numba, which a training under another strategy may do without.
         from hvdx.strategies.threshold_exchange import ThresholdExchange
 
+        agree_on_strategy(self, comm)
+        agree_on_tensors(specs, comm)
         return ThresholdExchange(self, comm, specs, self.leads(momentum))
 
     def leads(self, momentum: float) -> float:

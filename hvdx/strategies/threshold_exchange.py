@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -14,12 +14,10 @@ from hvdx.comm import Comm, Received
 from hvdx.comm.launcher import kernel_threads
 from hvdx.errors import ConfigError, HvdxError, UpdateError
 from hvdx.strategies import link
-from hvdx.strategies.base import Exchange, TensorSpec, agree_on_strategy, agree_on_tensors, views
+from hvdx.strategies.base import Exchange, TensorSpec, views
 from hvdx.strategies.compiling import prepare_together
 from hvdx.strategies.telemetry import Telemetry
-
-if TYPE_CHECKING:
-    from hvdx.strategies.threshold import Threshold
+from hvdx.strategies.warmup import Warmup
 
 T = TypeVar("T")
 
@@ -33,6 +31,21 @@ _FIRST_LOOK, _LOOK_EVERY, _WORTH_A_CHANGE = 8, 64, 1.15
 _UNKNOWN = 1 / 32
 # How often the residual is measured: a pass over all of it.
 _RESIDUAL_EVERY = 64
+
+
+class Options(Protocol):
+    """The options that an exchange reads; see `hvdx.strategies.Threshold`."""
+
+    tau: float | None
+    target_density: float | str | None
+    op: str
+    overlap: bool
+    budget: float
+    start: Warmup
+    threads: int | None
+
+    def make_codec(self, density: float | None, threads: int | None) -> "codec.Threshold":
+        """Make the codec of these options."""
 
 
 @dataclass
@@ -60,19 +73,14 @@ class ThresholdExchange(Exchange):
     """See `hvdx.strategies.Exchange`.
 
     Args:
-        strategy: its options.
+        strategy: its options, the same on all ranks.
         comm: the ranks.
-        specs: the tensors.
+        specs: the tensors, of the same shapes on all ranks.
         lead: see `Threshold`.
-
-    Raises:
-        ReplicaError: on every rank, if they were given different strategies or tensors.
     """
 
-    def __init__(self, strategy: "Threshold", comm: Comm, specs: Sequence[TensorSpec], lead: float):
+    def __init__(self, strategy: Options, comm: Comm, specs: Sequence[TensorSpec], lead: float):
         self._strategy, self._size, self._rank = strategy, comm.size, comm.rank
-        agree_on_strategy(strategy, comm)
-        agree_on_tensors(specs, comm)
         self._channel = comm.channel("the updates")
         self._threads = strategy.threads or kernel_threads(comm.local_size)
         self._sizes = [s.elements for s in specs]
@@ -110,7 +118,7 @@ class ThresholdExchange(Exchange):
 
     def _first_density(self) -> float | None:
         given = self._strategy.target_density
-        return _UNKNOWN if given == "link" else given
+        return _UNKNOWN if isinstance(given, str) else given
 
     # -- a step ---------------------------------------------------------------------------------------------------
 

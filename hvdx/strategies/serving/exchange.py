@@ -5,22 +5,19 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from hvdx.comm import Comm
 from hvdx.comm.launcher import kernel_threads
 from hvdx.errors import HvdxError, UpdateError
-from hvdx.strategies.base import Exchange, TensorSpec, agree_on_strategy, agree_on_tensors, views
+from hvdx.strategies.base import Exchange, TensorSpec, views
 from hvdx.strategies.compiling import prepare_together
-from hvdx.strategies.serving.messages import Kind, cut
+from hvdx.strategies.serving.messages import Kind, Plan, cut
 from hvdx.strategies.serving.office import office_of
 from hvdx.strategies.serving.updates import is_finite, joined_residual, make_codec
 from hvdx.strategies.telemetry import ServerTelemetry
-
-if TYPE_CHECKING:
-    from hvdx.strategies.parameter_server import ParameterServer
 
 # Updates in a row that may be refused before the training is given up.
 _PATIENCE = 100
@@ -31,6 +28,18 @@ _HEAD_BYTES = 88
 _LEAST_PART, _MOST_PARTS = 1 << 19, 4
 # Numbers of sessions that an exchange has before it takes those of the next.
 _SERIES_BITS = 32
+
+
+class Options(Protocol):
+    """The options that an exchange reads; see `hvdx.strategies.ParameterServer`."""
+
+    codec: str
+
+    def server_ranks(self, comm: Comm) -> list[int]:
+        """Name the ranks that serve."""
+
+    def plan(self, workers: int, elements: int, dtype: str) -> Plan:
+        """Make what a server has to know."""
 
 
 @dataclass
@@ -71,21 +80,18 @@ class ServerExchange(Exchange):
     """One worker's exchange of one list of variables; see `ParameterServer`. Collective.
 
     Args:
-        strategy: its options.
+        strategy: its options, the same on all workers.
         comm: the workers.
-        specs: the variables.
+        specs: the variables, of the same shapes on all workers.
 
     Raises:
-        ReplicaError: the workers have different strategies or variables.
         ConfigError: more servers, or more updates to collect, than there are workers.
     """
 
     telemetry: ServerTelemetry
 
-    def __init__(self, strategy: "ParameterServer", comm: Comm, specs: Sequence[TensorSpec]):
+    def __init__(self, strategy: Options, comm: Comm, specs: Sequence[TensorSpec]):
         self._strategy, self._comm, self._specs = strategy, comm, list(specs)
-        agree_on_strategy(strategy, comm)
-        agree_on_tensors(specs, comm)
         self._n = sum(s.elements for s in specs)
         self._dtype = np.dtype(np.float64 if any(s.itemsize > 4 for s in specs) else np.float32)
         self._codec = make_codec(strategy.codec, kernel_threads(comm.local_size))
