@@ -149,3 +149,52 @@ def test_no_modules_import_each_other():
 
 def test_circle_is_found_where_one_is():
     assert circle_in({"a": {"b", "d"}, "b": {"c"}, "c": {"d", "b"}, "d": set()}) == ["b", "c", "b"]
+
+
+def strategies():
+    """Names of the classes in `strategies/` that are a strategy or an exchange, apart from those abstract ones."""
+    found = {"Strategy", "Exchange", "HostExchange", "MessageExchange"}
+    abstract, classes = set(found), {}
+    for path in (ROOT / "hvdx/strategies").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                classes[node.name] = {getattr(base, "id", getattr(base, "attr", "")) for base in node.bases}
+    while more := {name for name, bases in classes.items() if bases & found} - found:
+        found |= more
+    return found - abstract
+
+
+def types_asked_for(tree):
+    """(name, line) of every class that code asks a value to be of: `isinstance`, `type(x) is`, and `case`."""
+    for node in ast.walk(tree):
+        asked = []
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("isinstance", "issubclass"):
+            asked = node.args[1:]
+        elif isinstance(node, ast.Compare) and any(
+            isinstance(side, ast.Call) and getattr(side.func, "id", "") == "type"
+            for side in (node.left, *node.comparators)
+        ):
+            asked = [node.left, *node.comparators]
+        elif isinstance(node, ast.MatchClass):
+            asked = [node.cls]
+        for part in (part for a in asked for part in ast.walk(a)):
+            yield getattr(part, "id", getattr(part, "attr", "")), node.lineno
+
+
+def test_strategies_are_known_by_their_traits():
+    known = strategies()
+    for room, path in sources():
+        if room != "strategies":
+            asked = types_asked_for(ast.parse(path.read_text()))
+            assert [f"{path}:{line}: {name}" for name, line in asked if name in known] == []
+
+
+def test_question_for_a_strategys_class_is_found():
+    assert {"AllReduce", "Auto", "ParameterAveraging", "ParameterServer", "Threshold", "TrialExchange"} <= strategies()
+    for code in (
+        "isinstance(x, (int, hvdx.Threshold))",
+        "isinstance(x, int | Threshold)",
+        "type(x) is Threshold",
+        "match x:\n case Threshold(tau=1): pass",
+    ):
+        assert "Threshold" in dict(types_asked_for(ast.parse(code))), code

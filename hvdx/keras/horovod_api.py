@@ -4,11 +4,10 @@ from typing import Any
 
 from hvdx import comm as world
 from hvdx.errors import ConfigError
-from hvdx.keras import placement, separate
+from hvdx.keras.joining import join
 from hvdx.keras.process_sets import add_process_set, allow
-from hvdx.strategies import Strategy, join, leave
+from hvdx.strategies import Strategy, leave
 from hvdx.strategies.registry import set_default
-from hvdx.strategies.serving.roles import after_joining
 
 #: Reductions. Horovod's own constants are understood as well.
 Average = "average"
@@ -17,10 +16,6 @@ Adasum = "adasum"
 Min = "min"
 Max = "max"
 Product = "product"
-
-# Whoever joins, and this module is part of every `import hvdx.keras`.
-after_joining(placement.place)
-after_joining(separate.watch)
 
 
 class Compression:
