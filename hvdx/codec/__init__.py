@@ -2,7 +2,7 @@
 
 from hvdx.codec.base import Codec, State
 from hvdx.codec.dense import Bfloat16, Float16, Raw
-from hvdx.codec.registry import CODECS, make
+from hvdx.codec.registry import CODECS, make, names
 from hvdx.codec.threshold import Threshold, ThresholdState
 
-__all__ = ["CODECS", "Bfloat16", "Codec", "Float16", "Raw", "State", "Threshold", "ThresholdState", "make"]
+__all__ = ["CODECS", "Bfloat16", "Codec", "Float16", "Raw", "State", "Threshold", "ThresholdState", "make", "names"]

@@ -1,13 +1,17 @@
-"""Codecs by name."""
+"""Codecs by name, those of other packages too."""
 
 import difflib
 import inspect
+from importlib.metadata import entry_points
 from typing import Any
 
 from hvdx.codec.base import Codec
 from hvdx.codec.dense import Bfloat16, Float16, Raw
 from hvdx.codec.threshold import Threshold
 from hvdx.errors import ConfigError
+
+#: Other packages give their codecs names by entry points of this group.
+GROUP = "hvdx.codecs"
 
 CODECS: dict[str, type[Codec]] = {cls.name: cls for cls in (Raw, Float16, Bfloat16, Threshold)}
 
@@ -16,7 +20,7 @@ def make(name: str, **options: Any) -> Codec:
     """Make a codec.
 
     Args:
-        name: one of CODECS.
+        name: one of `names()`.
         **options: the codec's.
 
     Raises:
@@ -26,14 +30,26 @@ def make(name: str, **options: Any) -> Codec:
         >>> make("threshold", tau=2**-10)
         Threshold(tau=0.0009765625)
     """
-    if name not in CODECS:
-        near = difflib.get_close_matches(name, CODECS, 1)
+    if name not in names():
+        near = difflib.get_close_matches(name, names(), 1)
         raise ConfigError(
-            f"codec {name!r}: expected one of {', '.join(CODECS)}{f'. Did you mean {near[0]!r}?' if near else '.'}"
+            f"codec {name!r}: expected one of {', '.join(names())}{f'. Did you mean {near[0]!r}?' if near else '.'}"
         )
-    known = inspect.signature(CODECS[name]).parameters
+    cls = CODECS.get(name) or next(iter(entry_points(group=GROUP, name=name))).load()
+    known = inspect.signature(cls).parameters
     for option in options:
         if option not in known:
             listed = ", ".join(str(p) for p in known.values()) or "none"
             raise ConfigError(f"codec {name}: unknown option {option!r}. Its options: {listed}.")
-    return CODECS[name](**options)
+    codec: Codec[Any] = cls(**options)
+    return codec
+
+
+def names() -> list[str]:
+    """The names of all codecs.
+
+    Example:
+        >>> names()[:4]
+        ['none', 'fp16', 'bf16', 'threshold']
+    """
+    return [*CODECS, *(point.name for point in entry_points(group=GROUP) if point.name not in CODECS)]

@@ -26,6 +26,7 @@ from hvdx.keras.distributed_optimizer import (
     DistributedOptimizer,
     PartialDistributedGradientTape,
     PartialDistributedOptimizer,
+    load_model,
 )
 from hvdx.keras.horovod_api import (
     Adasum,
@@ -39,7 +40,6 @@ from hvdx.keras.horovod_api import (
     cross_size,
     init,
     is_initialized,
-    load_model,
     local_rank,
     local_size,
     rank,

@@ -1,4 +1,4 @@
-"""Ties an optimiser to `ParameterAveraging`: steps of its own on each rank, and now and then an average."""
+"""Ties an optimiser to a strategy that averages weights: steps of its own on each rank, and now and then an average."""
 
 import weakref
 from collections.abc import Mapping, Sequence
@@ -10,11 +10,11 @@ import tensorflow as tf
 
 from hvdx.comm import GraphComm
 from hvdx.comm.base import Reduction
-from hvdx.errors import ConfigError, ReplicaError
+from hvdx.errors import ConfigError
 from hvdx.keras import updates
 from hvdx.keras.binding import Binding, apply_constraints, describe, refuse_private_skip, scaled
 from hvdx.keras.optimizer_state import innermost, local_variables, moving_averages, slots
-from hvdx.strategies import ParameterAveraging, TensorSpec
+from hvdx.strategies import Strategy, TensorSpec
 from hvdx.strategies.telemetry import AveragingTelemetry, Telemetry
 
 # Optimisers whose momenta are their rank's own, from an earlier fit or from a checkpoint.
@@ -36,16 +36,16 @@ class AveragingBinding(Binding):
     """
 
     reports = True
+    stands_around = True
 
-    def __init__(self, strategy: ParameterAveraging, comm: GraphComm, optimizer: Any, name: str, gain: float = 1.0):
+    def __init__(self, strategy: Strategy, comm: GraphComm, optimizer: Any, name: str, gain: float = 1.0):
         super().__init__(name, gain)
-        self.strategy: ParameterAveraging = strategy
+        self.strategy = strategy
         self.comm = comm
         self._optimizer = weakref.ref(optimizer)
         self._counted = False
-        self._sent: list[TensorSpec] = []
-        self._elements = self._bytes = 0
-        if not strategy.average_optimizer and updates.is_absolute(innermost(optimizer)):
+        self._exchange: Any = None
+        if strategy.own_state and updates.is_absolute(innermost(optimizer)):
             raise ConfigError(
                 f"optimizer {type(innermost(optimizer)).__name__}: it computes weights from its state, so averaging "
                 "them without it would be undone by the next step. Use ParameterAveraging(average_optimizer=True)."
@@ -65,11 +65,7 @@ class AveragingBinding(Binding):
         """Steps are counted where they begin."""
 
     def count_samples(self, count: Any) -> None:
-        """This rank sees so many samples in the step that comes.
-
-        Args:
-            count: a whole number, or a scalar tensor.
-        """
+        """See `Binding.count_samples`."""
         self._counted = True
         with tf.device("CPU:0"):
             self.samples.assign_add(tf.cast(count, tf.float32))
@@ -78,13 +74,13 @@ class AveragingBinding(Binding):
         """See `Binding.gradients`: this rank's own."""
         if not self.holds_loss_scale:
             refuse_private_skip()
-        if not self.strategy.average_optimizer:
+        if self.strategy.own_state:
             _trained_apart.add(self._inner)
         return [scaled(g, self.gain) for g in gradients]
 
     def before_step(self) -> None:
-        """Every call of the optimiser begins so: when is the next average?"""
-        if self.strategy.weighted and not self._counted:
+        """See `Binding.before_step`: when is the next average?"""
+        if self.strategy.counts_samples and not self._counted:
             raise ConfigError(
                 "ParameterAveraging: weighted=True: nobody counts the samples. Use the Distribute callback, or call "
                 "hvdx.keras.count_samples(optimizer, batch_size) before each step of your own loop."
@@ -104,7 +100,7 @@ class AveragingBinding(Binding):
         return period * micro
 
     def after_step(self) -> None:
-        """Every call of the optimiser ends so: is it time?"""
+        """See `Binding.after_step`: is it time?"""
         with tf.device("CPU:0"):
             self.steps.assign_add(1)
             since = tf.convert_to_tensor(self.since.assign_add(1))
@@ -116,13 +112,7 @@ class AveragingBinding(Binding):
         Raises:
             ReplicaError: on all ranks, if they have not taken as many steps.
         """
-        everyone = self.comm.all_gather_object(int(self.since.numpy()), f"{self.name}.since")
-        if len(set(everyone)) > 1:
-            raise ReplicaError(
-                f"the ranks have taken {everyone} steps since the weights were averaged. Every rank has to call its "
-                "optimizer as often as the others: call it with zeros rather than not at all."
-            )
-        if everyone[0]:
+        if self._opened().agree(int(self.since.numpy())):
             self._average()
 
     def settle(self) -> None:
@@ -140,7 +130,7 @@ class AveragingBinding(Binding):
     def _averaged(self) -> tuple[list[Any], list[Any]]:
         """The weights, and what else is averaged with them."""
         inner = self._inner
-        state = [*moving_averages(inner), *(slots(inner) if self.strategy.average_optimizer else ())]
+        state = [*moving_averages(inner), *(() if self.strategy.own_state else slots(inner))]
         return list(inner._trainable_variables), [v for v in state if tf.as_dtype(v.dtype).is_floating]
 
     def _average(self) -> Any:
@@ -150,7 +140,7 @@ class AveragingBinding(Binding):
             begin = tf.timestamp()
         # Reading everything once is all that it costs: one NaN makes the sum NaN.
         finite = tf.math.is_finite(tf.add_n([tf.cast(tf.reduce_sum(t), tf.float32) for t in tensors]))
-        counts = tf.maximum(self.samples, _NO_SAMPLES) if self.strategy.weighted else tf.constant(1.0)
+        counts = tf.maximum(self.samples, _NO_SAMPLES) if self.strategy.counts_samples else tf.constant(1.0)
         means = self._means(tensors, tf.where(finite, counts, 0.0))
         with tf.control_dependencies(means):
             self._seconds.assign_add(tf.timestamp() - begin)
@@ -159,7 +149,7 @@ class AveragingBinding(Binding):
             variable.assign(tf.cast(mean, variable.dtype))
         # The mean of what a constraint allows may be what it does not.
         apply_constraints(weights)
-        if not self.strategy.average_optimizer:
+        if self.strategy.own_state:
             tf.cond(finite, lambda: tf.constant(False), self._forget)
         self._agree_on_counters()
         for counter, more in ((self.averages, 1), (self._left_out, tf.cast(tf.logical_not(finite), tf.int64))):
@@ -175,15 +165,17 @@ class AveragingBinding(Binding):
             tensors: this rank's.
             mine: float32, how much it counts; with 0 its tensors may hold anything.
         """
-        means: dict[int, Any] = {}
-        # A grouped all-reduce is of one dtype, and all ranks have to come to them in one order.
-        for dtype in sorted({t.dtype for t in tensors}, key=lambda d: d.name):
-            members = [i for i, t in enumerate(tensors) if t.dtype == dtype]
-            weight = tf.cast(mine, dtype)
-            shares = [tf.math.multiply_no_nan(tensors[i], weight) for i in members]
-            total, *sums = self.strategy.add(self.comm, [weight, *shares], f"{self.name}.average.{dtype.name}")
-            means |= {i: s / total for i, s in zip(members, sums, strict=True)}
-        return [means[i] for i in range(len(tensors))]
+        weights = {dtype: tf.cast(mine, dtype) for dtype in {t.dtype for t in tensors}}
+        shares = [tf.math.multiply_no_nan(t, weights[t.dtype]) for t in tensors]
+        means: list[Any] = self._opened().step(shares, weights)
+        return means
+
+    def _opened(self) -> Any:
+        """The exchange of the weights and what is averaged with them, opened once the optimiser has its variables."""
+        if self._exchange is None or not self._exchange.specs:
+            weights, state = self._averaged()
+            self._exchange = self.strategy.open(self.comm, [_as_sent(v) for v in (*weights, *state)], name=self.name)
+        return self._exchange
 
     def _forget(self) -> Any:
         """Momenta that hold NaN would spoil the next step again."""
@@ -214,17 +206,11 @@ class AveragingBinding(Binding):
 
     def cost(self) -> Telemetry:
         """See `Binding.cost`."""
-        if not self._sent:
-            # Asked for in every step, and the same once the optimiser is built.
-            weights, state = self._averaged()
-            self._sent = [_as_sent(v) for v in (*weights, *state)]
-            self._elements = sum(s.elements for s in self._sent)
-            self._bytes = self.strategy.bytes_per_average(self._sent, self.comm.size)
-        averages = int(self.averages.numpy())
-        sent = averages * self._bytes
+        averages, exchange = int(self.averages.numpy()), self._opened()
+        sent = averages * exchange.sent
         return AveragingTelemetry(
             steps=int(self.steps.numpy()),
-            elements=self._elements,
+            elements=exchange.elements,
             sent=sent,
             received=sent,
             exchanging=float(self._seconds.numpy()),
@@ -238,7 +224,7 @@ class AveragingBinding(Binding):
     def own_variables(self, now: bool = True) -> list[Any]:
         """See `Binding.own_variables`: between two averages, everything."""
         if now and not int(self.since.numpy()):
-            return [] if self.strategy.average_optimizer else slots(self._inner)
+            return slots(self._inner) if self.strategy.own_state else []
         outer, inner = self._outer, self._inner
         local = {id(v) for v in local_variables(inner)}
         state = {id(v): v for v in (*outer.variables, *inner.variables) if id(v) not in local}
@@ -247,25 +233,25 @@ class AveragingBinding(Binding):
     @property
     def continues(self) -> bool:
         """See `Binding.continues`."""
-        return bool(self.since.numpy()) or (not self.strategy.average_optimizer and self._inner in _trained_apart)
+        return bool(self.since.numpy()) or (self.strategy.own_state and self._inner in _trained_apart)
 
     def before_saving(self) -> None:
         """See `Binding.before_saving`: saving leaves the training as it is, and each rank saves its own weights."""
 
     def arrays(self) -> dict[str, np.ndarray]:
         """See `Binding.arrays`; right after an average there is nothing to remember, but that momenta are apart."""
-        if self.strategy.average_optimizer and not int(self.since.numpy()):
+        if not self.strategy.own_state and not int(self.since.numpy()):
             return {}
         return {name: variable.numpy() for name, variable in self._place_in_period().items()}
 
     @property
     def kind(self) -> str:
         """See `Binding.kind`."""
-        return f"{self.strategy.name}, {'averaged' if self.strategy.average_optimizer else 'own'} state"
+        return f"{self.strategy.name}, {'own' if self.strategy.own_state else 'averaged'} state"
 
     def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
         """See `Binding.restore`; with nothing to restore, the weights were averaged."""
-        if not self.strategy.average_optimizer:
+        if self.strategy.own_state:
             _trained_apart.add(self._inner)
         for name, variable in self._place_in_period().items():
             variable.assign(arrays.get(name, np.zeros((), variable.dtype.as_numpy_dtype)))

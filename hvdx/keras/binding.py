@@ -1,4 +1,4 @@
-"""The contract of what ties one optimiser to a strategy, as part of the training function."""
+"""The contract of an adapter, which ties one optimiser to a strategy, as part of the training function."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +23,8 @@ class Binding:
         variables: those that were exchanged; empty before the first step is traced.
         specs: name, shape and size of each.
         reached: True once a training step went through the optimiser.
+        exchange: on the host, what the strategy opened for the variables that were exchanged last; None before that.
+        local: variables whose gradients stay on their rank; None where the adapter cannot do that.
         owner: the callback that tied it and will untie it; None where a script did.
         holds_loss_scale: True where a loss-scale optimiser is tied, and steps that it skips are dealt with.
         steps: int64 variable, number of steps that reached the optimiser, skipped and accumulated ones too.
@@ -31,6 +33,10 @@ class Binding:
     strategy: Strategy
     #: Whether what it costs is worth a place beside the metrics.
     reports = False
+    #: Whether it stands around the whole of the optimiser's `apply`, by `before_step` and `after_step`.
+    stands_around = False
+    exchange: Any = None
+    local: Any = None
 
     def __init__(self, name: str, gain: float = 1.0):
         self.name = name
@@ -83,12 +89,31 @@ class Binding:
         """
         step()
 
+    def before_step(self) -> None:
+        """Every call of the optimiser begins so, where the binding stands around it."""
+
+    def after_step(self) -> None:
+        """Every call of the optimiser ends so, where the binding stands around it."""
+
+    def count_samples(self, count: Any) -> None:
+        """This rank sees so many samples in the step that comes.
+
+        Args:
+            count: a whole number, or a scalar tensor.
+        """
+
     def any_overflow(self, overflowed: Any) -> Any:
         """float32: above 0 where a rank's loss scale overflowed, the same on all ranks."""
         raise NotImplementedError
 
     def resume(self) -> None:
-        """Steps come next, after something else: what that took is not computing."""
+        """Restart the clock of computing before a run of steps."""
+
+    def renew(self) -> None:
+        """Begin anew with other weights, after an exception perhaps; what was not sent yet stays.
+
+        The next step has to be one that is traced.
+        """
 
     def flush(self) -> None:
         """Others are about to look at the weights: add what is still on its way. Collective."""
@@ -146,8 +171,8 @@ class Binding:
         return {}
 
     def merge(self, saved: Sequence[Mapping[str, np.ndarray]], rank: int, size: int) -> dict[str, np.ndarray]:
-        """What a rank restores of what the ranks saved, where their number was another; see `HostStrategy.merge`."""
-        return {}
+        """What a rank restores of what the ranks saved, where their number was another; see `Strategy.merge`."""
+        return self.strategy.merge(saved, rank, size)
 
     def reopen(self, variables: Sequence[Any]) -> None:
         """Begin anew, before the first step. Collective.
@@ -165,9 +190,10 @@ class Binding:
 
 
 def describe(variable: Any) -> TensorSpec:
-    """Name, shape and size of a Keras or TensorFlow variable."""
-    dtype = tf.as_dtype(variable.dtype)
-    return TensorSpec(getattr(variable, "path", variable.name), tuple(variable.shape), dtype.size)
+    """Name, shape, size and constraint of a Keras or TensorFlow variable."""
+    dtype, constraint = tf.as_dtype(variable.dtype), getattr(variable, "constraint", None)
+    held_to = "" if constraint is None else type(constraint).__name__
+    return TensorSpec(getattr(variable, "path", variable.name), tuple(variable.shape), dtype.size, held_to)
 
 
 def refuse_private_skip() -> None:

@@ -7,10 +7,11 @@ import keras
 
 from hvdx.errors import ConfigError
 from hvdx.keras import metrics, replicas
+from hvdx.keras.joining import join
 from hvdx.keras.local_variables import LocalVariables
-from hvdx.keras.optimizer import binding_of, flush, optimizers_of, own_variables
+from hvdx.keras.optimizer import binding_of, flush, optimizers_of
 from hvdx.keras.optimizer_state import innermost
-from hvdx.strategies import join
+from hvdx.keras.ownership import own_ids
 
 # The method of a Keras model that turns the state of its metrics into values.
 _RESULT = "_get_metrics_result_or_logs"
@@ -251,7 +252,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         optimizer = self._optimizer()
         if ahead is None or int(optimizer.iterations) == ahead[1]:
             return
-        own = {id(v) for v in own_variables(optimizer)}
+        own = own_ids(self.model)
         for weight, velocity in zip(optimizer._trainable_variables, optimizer.momentums, strict=True):
             if (id(weight) in own) == (id(velocity) in own):
                 weight.assign_add((ahead[0] - 1.0) * optimizer.momentum * velocity)

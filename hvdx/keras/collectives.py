@@ -12,8 +12,8 @@ from hvdx.comm.base import Reduction
 from hvdx.errors import ConfigError
 from hvdx.keras import replicas
 from hvdx.keras.horovod_api import Average, Compression, Sum, operation, rank, wire
+from hvdx.keras.joining import join
 from hvdx.keras.process_sets import comm_of, is_partial, root_in
-from hvdx.strategies import join
 
 
 def allreduce(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from hvdx.errors import ConfigError, ReplicaError
-from hvdx.strategies import join
+from hvdx.keras.joining import join
 
 # Elements held back for shuffling a dataset of unknown or large size.
 _BUFFER = 10_000

@@ -8,19 +8,17 @@ from typing import Any, Literal
 import keras
 
 from hvdx.comm import Comm, whereabouts
-from hvdx.comm.launcher import kernel_threads
 from hvdx.errors import ConfigError, NotDistributedError, ReplicaError
 from hvdx.keras import data, finite, metrics, neighbours, replicas, samples, updates
 from hvdx.keras.binding import Binding
 from hvdx.keras.callbacks import MetricAverageCallback
-from hvdx.keras.host_binding import HostBinding
+from hvdx.keras.joining import join
 from hvdx.keras.lockstep import Lockstep
-from hvdx.keras.optimizer import attach, binding_of, detach, optimizers_of, own_ids, own_variables
+from hvdx.keras.optimizer import attach, binding_of, detach, optimizers_of
 from hvdx.keras.optimizer_state import innermost
-from hvdx.keras.server_binding import ServerBinding
+from hvdx.keras.ownership import own_ids
 from hvdx.report.counters import Counters
-from hvdx.strategies import ParameterAveraging, ParameterServer, Strategy, Threshold, agree_on_strategy, join, resolve
-from hvdx.strategies.auto import Auto, Measured, TrialExchange
+from hvdx.strategies import Strategy, agree_on_strategy, resolve
 from hvdx.strategies.telemetry import Telemetry, followed, merged
 
 
@@ -58,24 +56,20 @@ class Distribute(keras.callbacks.Callback):
                 f"check_every: expected 'epoch', a positive number of steps or None, got {check_every!r}."
             )
         self.strategy = resolve(strategy)
-        self._auto = self.strategy if isinstance(self.strategy, Auto) else None
-        if self._auto is not None:
-            self.strategy = self._auto.trial()
         self.check_every = check_every
         self.counters = Counters()
         self._comm: Comm = join(self.strategy)
-        if isinstance(self.strategy, ParameterServer):
-            self.strategy.server_ranks(self._comm)  # refuses what does not fit these ranks
-            if isinstance(check_every, int):
-                raise ConfigError(
-                    f"check_every={check_every}: workers of a parameter server differ from the first step of an epoch "
-                    "to its last. Use check_every='epoch'."
-                )
+        self.strategy.check(self._comm)
+        if self.strategy.asynchronous and isinstance(check_every, int):
+            raise ConfigError(
+                f"check_every={check_every}: workers of a parameter server differ from the first step of an epoch "
+                "to its last. Use check_every='epoch'."
+            )
         self._last = Lockstep(self._comm, self._agree)
         self._found: Any = None
         self._muted: list[Any] = []
         self._bindings: list[Binding] = []
-        self._trial_costs: list[Telemetry] = []
+        self._earlier_costs: list[Telemetry] = []
         self._jit_compile: Any = None
         self._alike = False
         self._epoch = 0
@@ -109,8 +103,8 @@ class Distribute(keras.callbacks.Callback):
         whereabouts.first_step(True)
         self._alike = False
         self._steps_before = 0
-        self._trial_costs = []
-        agree_on_strategy(self._auto or self.strategy, self._comm)
+        self._earlier_costs = []
+        agree_on_strategy(self.strategy, self._comm)
         self._build_optimizer()
         self._bindings = [self._tie(o, f"fit.{i}") for i, o in enumerate(optimizers_of(self.model))]
         if self.model.jit_compile:
@@ -120,7 +114,7 @@ class Distribute(keras.callbacks.Callback):
                     "hvdx: jit_compile is off during this fit: XLA cannot compile what talks to other ranks.",
                     file=sys.stderr,
                 )
-        if isinstance(self.strategy, ParameterAveraging) and self.strategy.weighted:
+        if self.strategy.counts_samples:
             samples.count_in(self.model)
         self.model.make_train_function(force=True)
         if self._found is None:
@@ -143,8 +137,8 @@ class Distribute(keras.callbacks.Callback):
         binding = attach(optimizer, self.strategy, name)
         if binding is not bound:
             binding.owner = self
-        elif isinstance(binding, ServerBinding):
-            # A script's own, of which an exception may have left a session with other weights.
+        else:
+            # A script's own, of which an exception may have left servers with other weights.
             binding.renew()
         binding.reset()
         return binding
@@ -171,15 +165,13 @@ class Distribute(keras.callbacks.Callback):
         model._initial_epoch = everyone[0]["initial_epoch"]
         if model.built:
             # Where an optimiser has gone on with its own rank's gradients, its momenta stay with their residual.
-            own = [v for o in optimizers_of(model) if self._continues(o) for v in own_variables(o)]
             # In mid-epoch, so have weights that no gradient reaches.
-            own += model.non_trainable_weights if self._last.begun else []
-            self._make_alike({id(v) for v in own})
+            self._make_alike(own_ids(model, bool(self._last.begun), of=lambda _, binding: binding.continues))
 
     def _set_length(self, steps: list[int | None]) -> None:
         """How long is an epoch?"""
         executed = self.model.steps_per_execution
-        if not isinstance(self.strategy, ParameterServer):
+        if not self.strategy.asynchronous:
             self._last.limit_steps(steps, executed)
             return
         tickets = self._last.share_steps(steps, executed, self.strategy)
@@ -189,11 +181,6 @@ class Distribute(keras.callbacks.Callback):
     def _make_alike(self, but: Collection[int] = ()) -> None:
         replicas.make_alike(self.model, 0, self._comm, but)
         self._alike = True
-
-    @staticmethod
-    def _continues(optimizer: Any) -> bool:
-        binding = binding_of(optimizer)
-        return binding is not None and binding.continues
 
     def on_train_end(self, logs: Any = None) -> None:
         """Leave a plain Keras model behind, but for optimisers that a script tied itself."""
@@ -237,7 +224,7 @@ class Distribute(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """After the first step: did it go through hvdx? Then count, and check when it is time."""
         whereabouts.first_step(False)
-        known = None if isinstance(self.strategy, ParameterServer) else self.params.get("steps")
+        known = None if self.strategy.asynchronous else self.params.get("steps")
         self.counters.steps = self.counters.steps_before + min(batch + 1, known or batch + 1)
         if self._comm.size == 1:
             return
@@ -252,8 +239,10 @@ class Distribute(keras.callbacks.Callback):
                 "the training step did not go through the optimizer, so the ranks would train apart. In a custom "
                 "train_step call self.optimizer.apply_gradients(...) or self.optimizer.apply(...)."
             )
-        if self._auto is not None:
-            self._try(self._auto)
+        # An optimiser that took no step has no exchange.
+        exchanges = [b.exchange for b in self._bindings if b.exchange is not None]
+        if self.strategy.provisional and self.strategy.ready(exchanges):
+            self._go_over(exchanges)
         if isinstance(self.check_every, int) and (batch + 1) % self.check_every == 0:
             when = f"after step {batch + 1} of epoch {self._epoch + 1}"
             self._check_finite(when)
@@ -263,29 +252,15 @@ class Distribute(keras.callbacks.Callback):
         if self._found is None:
             self._last.on_train_batch_end(batch, logs)
 
-    def _try(self, auto: Auto) -> None:
-        """Once enough steps were measured, go on with the strategy that should be the fastest."""
-        open_now = [b.exchange for b in self._bindings if isinstance(b, HostBinding)]
-        trials = [t for t in open_now if isinstance(t, TrialExchange)]
-        if not trials or not all(t.ready for t in trials):
-            return
-        # Between two exchanges of one optimiser lies what the others compute as well.
-        computing = max(t.seconds for t in trials)
-        everyone = self._last.meet("the choice of a strategy", computing)
-        elements = sum(t.telemetry.elements for t in trials)
-        threads = kernel_threads(self._comm.local_size)
-        chosen, optimizers = None, optimizers_of(self.model)
-        if self._comm.rank == 0:
-            measured = Measured(self._comm.size, elements, max(everyone), trials[0].network, threads)
-            chosen, reason = auto.decide(measured)
-            if isinstance(chosen, Threshold) and any(updates.is_absolute(innermost(o)) for o in optimizers):
-                chosen = Threshold(placement="gradient", budget=chosen.budget)
-                reason += f" This optimiser has no updates to send: {chosen}."
-            print(f"hvdx: auto: {reason}", file=sys.stderr, flush=True)
-        self._auto, self.strategy = None, self._last.meet("the strategy", chosen)[0]
+    def _go_over(self, exchanges: list[Any]) -> None:
+        """Go on with the successor of a provisional strategy, which has seen enough."""
+        self._last.meet("the choice of a strategy")
+        optimizers = optimizers_of(self.model)
+        have_updates = not any(updates.is_absolute(innermost(o)) for o in optimizers)
+        self.strategy = self.strategy.successor(exchanges, self._comm, have_updates)
         for i, optimizer in enumerate(optimizers):
             old = self._bindings[i]
-            self._trial_costs.append(old.cost())
+            self._earlier_costs.append(old.cost())
             detach(optimizer)
             self._bindings[i] = self._tie(optimizer, f"fit.{i}")
             self._bindings[i].steps.assign(old.steps)
@@ -297,12 +272,12 @@ class Distribute(keras.callbacks.Callback):
         return merged(self.counters.telemetry or self._costs())
 
     def _costs(self) -> list[Telemetry]:
-        """Of each optimiser, the steps that `auto` measured included."""
+        """Of each optimiser, the steps under an earlier strategy of this fit included."""
         now = [binding.cost() for binding in self._bindings]
-        if not self._trial_costs:
+        if not self._earlier_costs:
             # Copies, since an exchange goes on counting in its own.
             return [copy.deepcopy(cost) for cost in now]
-        return [followed(a, b) for a, b in zip(self._trial_costs, now, strict=True)]
+        return [followed(a, b) for a, b in zip(self._earlier_costs, now, strict=True)]
 
     def _reports(self) -> bool:
         return any(b.reports for b in self._bindings)

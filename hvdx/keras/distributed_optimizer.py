@@ -11,13 +11,13 @@ import tensorflow as tf
 from hvdx.errors import ConfigError
 from hvdx.keras import xla
 from hvdx.keras.binding import Binding
-from hvdx.keras.graph_binding import GraphBinding
-from hvdx.keras.horovod_api import Average, Compression, operation, wire
+from hvdx.keras.horovod_api import Average, Compression, operation, unsupported, wire
+from hvdx.keras.joining import join
 from hvdx.keras.local_variables import LocalVariables, trained_by
 from hvdx.keras.optimizer import attach
 from hvdx.keras.optimizer_state import innermost
 from hvdx.keras.process_sets import comm_or_none, is_partial
-from hvdx.strategies import AllReduce, GraphStrategy, Strategy, agree_on_strategy, join, resolve
+from hvdx.strategies import AllReduce, Strategy, agree_on_strategy, resolve
 
 # Of each process set, so that its members agree on names, whatever others make.
 _numbers: dict[int, Any] = collections.defaultdict(itertools.count)
@@ -82,12 +82,17 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     if keras.config.dtype_policy().name == "mixed_float16":
         optimizer = _loss_scaled(optimizer)
     partial = is_partial(process_set)
-    if partial and not isinstance(chosen, GraphStrategy):
+    if partial and not _in_graph(chosen):
         raise ConfigError(f"process_set: expected it with AllReduce() only, got {chosen!r}. Do: leave one of them out.")
     some = comm_or_none(process_set, "DistributedOptimizer") if partial else None
     joined = some if partial else join()
     binding = None
     if joined is not None and joined.size > 1:
+        if chosen.provisional:
+            raise ConfigError(
+                f"strategy {chosen!r}: it has to see the steps of a fit before it can choose. Use the Distribute "
+                "callback, or name a strategy: hvdx.AllReduce(), hvdx.Threshold()."
+            )
         agree_on_strategy(chosen, joined)
         number = next(_numbers[process_set.process_set_id if partial else 0])
         binding = attach(optimizer, chosen, name or f"optimizer.{number}", gain, some)
@@ -160,7 +165,7 @@ class DistributedGradientTape:
             device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op, num_groups, groups
         )
         chosen = _choose(strategy, given)
-        if not isinstance(chosen, GraphStrategy):
+        if not _in_graph(chosen):
             raise ConfigError(
                 f"DistributedGradientTape: {chosen!r} remembers what it has not sent from one step to the next, and "
                 "a tape is gone after one. Give it to DistributedOptimizer in its place."
@@ -224,7 +229,7 @@ class DistributedGradientTape:
                 [variables[i] for i in present],
                 [gradients[i] for i in present],
                 comm.size,
-                lambda shared: self._strategy.exchange(comm, shared, "tape"),
+                self._strategy.open(comm, [], name="tape").step,
             )
             for i, gradient in zip(present, combined, strict=True):
                 gradients[i] = gradient
@@ -256,13 +261,45 @@ def PartialDistributedGradientTape(  # noqa: N802 (Horovod's name)
     return tape
 
 
+def load_model(
+    filepath: Any,
+    custom_optimizers: Sequence[type] | None = None,
+    custom_objects: dict[str, Any] | None = None,
+    compression: Any = Compression.none,
+    legacy_opts: bool = False,
+) -> Any:
+    """Load a saved model and distribute its optimiser, whose state goes on where it was.
+
+    Args:
+        filepath: what `keras.models.load_model` takes.
+        custom_optimizers: optimiser classes of your own that the model was saved with.
+        custom_objects: as for `keras.models.load_model`.
+        compression: see `DistributedOptimizer`.
+        legacy_opts: not supported; Keras 3 has no legacy optimisers.
+
+    Returns:
+        The model, compiled.
+    """
+    unsupported("load_model", legacy_opts=legacy_opts)
+    objects = {cls.__name__: cls for cls in custom_optimizers or ()} | (custom_objects or {})
+    model = keras.models.load_model(filepath, custom_objects=objects)
+    if model.optimizer is not None:
+        DistributedOptimizer(model.optimizer, compression=compression)
+    return model
+
+
+def _in_graph(strategy: Strategy) -> bool:
+    """Whether a strategy combines gradients in the graph, and remembers nothing."""
+    return (strategy.runs, strategy.placement) == ("graph", "gradient")
+
+
 def _let_register(optimizer: Any, strategy: Strategy, binding: Binding | None, scale: bool) -> None:
     """Give an optimiser `register_local_var`."""
-    local = binding.local if isinstance(binding, GraphBinding) else LocalVariables()
+    local = (binding.local if binding is not None else None) or LocalVariables()
     local.scale = scale
 
     def register_local_var(variables: Any) -> None:
-        if not isinstance(strategy, GraphStrategy):
+        if not _in_graph(strategy):
             raise ConfigError(
                 f"register_local_var: expected a strategy that combines gradients in the graph, got {strategy!r}. "
                 "Do: use AllReduce()."

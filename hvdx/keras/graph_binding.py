@@ -11,7 +11,8 @@ from hvdx.comm.base import Reduction
 from hvdx.keras.binding import Binding, refuse_private_skip, scaled, values_of
 from hvdx.keras.finite import FirstBad
 from hvdx.keras.local_variables import LocalVariables
-from hvdx.strategies import GraphStrategy
+from hvdx.keras.optimizer_state import innermost
+from hvdx.strategies import Exchange, Strategy, TensorSpec
 from hvdx.strategies.telemetry import Telemetry
 
 
@@ -24,13 +25,14 @@ class GraphBinding(Binding):
         local: variables whose gradients stay on their rank.
     """
 
-    def __init__(self, strategy: GraphStrategy, comm: GraphComm, name: str, gain: float = 1.0, optimizer: Any = None):
+    def __init__(self, strategy: Strategy, comm: GraphComm, optimizer: Any, name: str, gain: float = 1.0):
         super().__init__(name, gain)
-        self._optimizer = (lambda: None) if optimizer is None else weakref.ref(optimizer)
+        self._optimizer = weakref.ref(innermost(optimizer))
         self.local = LocalVariables()
-        self.strategy: GraphStrategy = strategy
+        self.strategy = strategy
         self.comm = comm
         self._first_bad = FirstBad()
+        self._exchange: Exchange | None = None
         with tf.device("CPU:0"):
             self.seconds = tf.Variable(0.0, dtype=tf.float64, trainable=False)
             self.exchanges = tf.Variable(0, dtype=tf.int64, trainable=False)
@@ -52,7 +54,7 @@ class GraphBinding(Binding):
         with tf.control_dependencies([values_of(g) for g in gradients]):
             begin = tf.timestamp()
         combined = self.local.exchange_others(
-            self.variables, gradients, self.comm.size, lambda g: self.strategy.exchange(self.comm, g, self.name)
+            self.variables, gradients, self.comm.size, lambda g: self._opened().step(g)
         )
         with tf.control_dependencies([values_of(g) for g in combined]):
             elapsed = tf.timestamp() - begin
@@ -60,6 +62,15 @@ class GraphBinding(Binding):
             self.seconds.assign_add(elapsed)
             self.exchanges.assign_add(1)
         return [scaled(g, self.gain) for g in combined]
+
+    @property
+    def _shared(self) -> list[TensorSpec]:
+        return [s for s, v in zip(self.specs, self.variables, strict=True) if not self.local.holds(v)]
+
+    def _opened(self) -> Exchange:
+        exchange: Exchange = self.strategy.open(self.comm, self._shared, name=self.name)
+        self._exchange = exchange
+        return exchange
 
     def any_overflow(self, overflowed: Any) -> Any:
         """See `Binding.any_overflow`."""
@@ -86,9 +97,8 @@ class GraphBinding(Binding):
     def cost(self) -> Telemetry:
         """See `Binding.cost`."""
         exchanges = int(self.exchanges.numpy())
-        shared = [s for s, v in zip(self.specs, self.variables, strict=True) if not self.local.holds(v)]
-        sent = exchanges * self.strategy.bytes_per_step(shared, self.comm.size)
-        elements = sum(s.elements for s in shared)
+        sent = exchanges * (self._exchange.sent if self._exchange is not None else 0)
+        elements = sum(s.elements for s in self._shared)
         return Telemetry(
             steps=exchanges, elements=elements, sent=sent, received=sent, exchanging=float(self.seconds.numpy())
         )

@@ -1,17 +1,13 @@
 """Who this process is, and the arguments of `horovod.tensorflow.keras`; what travels is in `collectives`."""
 
-from collections.abc import Sequence
 from typing import Any
-
-import keras
 
 from hvdx import comm as world
 from hvdx.errors import ConfigError
-from hvdx.keras import placement, separate
+from hvdx.keras.joining import join
 from hvdx.keras.process_sets import add_process_set, allow
-from hvdx.strategies import Strategy, join, leave
+from hvdx.strategies import Strategy, leave
 from hvdx.strategies.registry import set_default
-from hvdx.strategies.serving.roles import after_joining
 
 #: Reductions. Horovod's own constants are understood as well.
 Average = "average"
@@ -20,10 +16,6 @@ Adasum = "adasum"
 Min = "min"
 Max = "max"
 Product = "product"
-
-# Whoever joins, and this module is part of every `import hvdx.keras`.
-after_joining(placement.place)
-after_joining(separate.watch)
 
 
 class Compression:
@@ -105,35 +97,6 @@ def cross_rank() -> int:
 def cross_size() -> int:
     """Number of hosts that have a process of this local rank."""
     return join().cross_size
-
-
-def load_model(
-    filepath: Any,
-    custom_optimizers: Sequence[type] | None = None,
-    custom_objects: dict[str, Any] | None = None,
-    compression: Any = Compression.none,
-    legacy_opts: bool = False,
-) -> Any:
-    """Load a saved model and distribute its optimiser, whose state goes on where it was.
-
-    Args:
-        filepath: what `keras.models.load_model` takes.
-        custom_optimizers: optimiser classes of your own that the model was saved with.
-        custom_objects: as for `keras.models.load_model`.
-        compression: see `DistributedOptimizer`.
-        legacy_opts: not supported; Keras 3 has no legacy optimisers.
-
-    Returns:
-        The model, compiled.
-    """
-    from hvdx.keras.distributed_optimizer import DistributedOptimizer
-
-    unsupported("load_model", legacy_opts=legacy_opts)
-    objects = {cls.__name__: cls for cls in custom_optimizers or ()} | (custom_objects or {})
-    model = keras.models.load_model(filepath, custom_objects=objects)
-    if model.optimizer is not None:
-        DistributedOptimizer(model.optimizer, compression=compression)
-    return model
 
 
 def operation(op: Any) -> str:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from hvdx.comm import horovod, launcher
-from hvdx.strategies import join
+from hvdx.keras.joining import join
 
 
 def _ask(name: str) -> Any:

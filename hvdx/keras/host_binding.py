@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -11,13 +11,23 @@ from hvdx.comm import Comm, failure
 from hvdx.errors import HvdxError
 from hvdx.keras import updates
 from hvdx.keras.binding import Binding, apply_constraints, describe, refuse_private_skip, scaled, values_of, with_values
-from hvdx.keras.optimizer_state import slots
-from hvdx.strategies import Exchange, HostStrategy
+from hvdx.keras.optimizer_state import innermost, slots
+from hvdx.strategies import HostExchange, Strategy
 from hvdx.strategies.telemetry import Telemetry, merged
 
 # What a strategy remembers for an optimiser from one fit to the next, by the variables it is about.
-_Open = dict[tuple[int, ...], tuple[Exchange, list[Any]]]
-_remembered: "weakref.WeakKeyDictionary[Any, tuple[str, _Open]]" = weakref.WeakKeyDictionary()
+_Open = dict[tuple[int, ...], tuple[HostExchange, list[Any]]]
+
+
+class _Memory(NamedTuple):
+    """What was opened for an optimiser, and by whom: in a world that was left it is of no use in the next."""
+
+    strategy: str
+    comm: Comm
+    opened: _Open
+
+
+_remembered: "weakref.WeakKeyDictionary[Any, _Memory]" = weakref.WeakKeyDictionary()
 
 
 class HostBinding(Binding):
@@ -29,31 +39,32 @@ class HostBinding(Binding):
 
     reports = True
 
-    def __init__(self, strategy: HostStrategy, comm: Comm, optimizer: Any, name: str, gain: float = 1.0):
+    def __init__(self, strategy: Strategy, comm: Comm, optimizer: Any, name: str, gain: float = 1.0):
         super().__init__(name, gain)
-        self.strategy: HostStrategy = strategy
+        inner = innermost(optimizer)
+        self.strategy = strategy
         self.comm = comm
-        self._optimizer = weakref.ref(optimizer)
-        self.private = strategy.placement != "gradient"
+        self._optimizer = weakref.ref(inner)
+        self.private = strategy.own_state
         if self.private:
-            updates.check_kind(optimizer)
-        self._momentum = updates.momentum_of(optimizer) if self.private else 0.0
-        made_by, opened = _remembered.get(optimizer, ("", {}))
+            updates.check_kind(inner)
+        self._momentum = updates.momentum_of(inner) if self.private else 0.0
         # An optimiser may serve several lists of variables, and other ones after some were frozen.
-        # What was opened in a world that was left is of no use in the next.
-        makes = f"{strategy!r} {id(comm)}"
-        self._open: _Open = opened if made_by == makes else {}
+        self._open: _Open = {}
+        before = _remembered.get(inner)
+        if before is not None and before.strategy == repr(strategy) and before.comm is comm:
+            self._open = before.opened
         if strategy.remembers:
-            _remembered[optimizer] = makes, self._open
+            _remembered[inner] = _Memory(repr(strategy), comm, self._open)
         # The lists of variables that this binding has seen; what is open besides them is of earlier fits.
         self._used: set[tuple[int, ...]] = set()
         # The first gradient of a step that holds NaN or infinity; -1 if none does.
         self._first_bad: Any = -1
-        self._last: tuple[Exchange, list[Any]] | None = None
+        self._last: tuple[HostExchange, list[Any]] | None = None
 
     @property
-    def exchange(self) -> Exchange | None:
-        """What the strategy remembers for the variables that were exchanged last; None before the first step."""
+    def exchange(self) -> HostExchange | None:
+        """See `Binding`."""
         return self._latest()[0]
 
     @property
@@ -61,7 +72,7 @@ class HostBinding(Binding):
         """See `Binding.exchanged`: the variables of `exchange`."""
         return self._latest()[1]
 
-    def _latest(self) -> tuple[Exchange | None, list[Any]]:
+    def _latest(self) -> tuple[HostExchange | None, list[Any]]:
         return self._last or next(reversed(self._open.values()), (None, []))
 
     @property
@@ -92,10 +103,6 @@ class HostBinding(Binding):
     def arrays(self) -> dict[str, np.ndarray]:
         """See `Binding.arrays`."""
         return {} if self.exchange is None else self.exchange.arrays()
-
-    def merge(self, saved: Sequence[Mapping[str, np.ndarray]], rank: int, size: int) -> dict[str, np.ndarray]:
-        """See `Binding.merge`."""
-        return self.strategy.merge(saved, rank, size)
 
     def reopen(self, variables: Sequence[Any]) -> None:
         """See `Binding.reopen`."""
@@ -203,11 +210,12 @@ class HostBinding(Binding):
             result.set_shape(variable.shape)
         return results
 
-    def _opened(self, variables: list[Any]) -> Exchange:
+    def _opened(self, variables: list[Any]) -> HostExchange:
         """The exchange for these variables, with what others have not sent yet of the same ones."""
         key = tuple(id(v) for v in variables)
         if key not in self._open:
-            exchange = self.strategy.open(self.comm, [describe(v) for v in variables], self._momentum)
+            specs = [describe(v) for v in variables]
+            exchange: HostExchange = self.strategy.open(self.comm, specs, self._momentum, self.name)
             self._open[key] = exchange, list(variables)
         if key not in self._used:
             self._used.add(key)
@@ -224,7 +232,7 @@ class HostBinding(Binding):
                 self._open.pop(other)[0].close()
 
 
-def _hand_over(old: Exchange, its: Sequence[Any], new: Exchange, variables: Sequence[Any]) -> None:
+def _hand_over(old: HostExchange, its: Sequence[Any], new: HostExchange, variables: Sequence[Any]) -> None:
     """Have `new` send what `old` has not sent of the variables that both exchange."""
     there, here = {id(v): i for i, v in enumerate(its)}, {id(v) for v in variables}
     unsent = old.unsent

@@ -9,8 +9,7 @@ import keras
 from hvdx.comm import Comm
 from hvdx.errors import HvdxError, ReplicaError
 from hvdx.keras import neighbours
-from hvdx.strategies import ParameterServer
-from hvdx.strategies.serving.tickets import Tickets
+from hvdx.strategies import Strategy, Tickets
 
 
 def meet(comm: Comm, place: str, payload: Any = None) -> list[Any]:
@@ -102,12 +101,12 @@ class Lockstep(keras.callbacks.Callback):
                 file=sys.stderr,
             )
 
-    def share_steps(self, steps: list[int | None], steps_per_execution: int, strategy: ParameterServer) -> Tickets:
+    def share_steps(self, steps: list[int | None], steps_per_execution: int, strategy: Strategy) -> Tickets:
         """Have every epoch end when the ranks together have taken their steps: a fast one takes more of them.
 
         Args:
             steps, steps_per_execution: see `limit_steps`.
-            strategy: its servers deal the steps out.
+            strategy: deals the steps out.
 
         Returns:
             What deals them out; a ticket is for one execution.
@@ -121,7 +120,7 @@ class Lockstep(keras.callbacks.Callback):
         if min(known) == 0:
             raise ReplicaError(f"fit: a rank has no step: {known} steps on the ranks. Give each its share of data.")
         total = sum(-(-number // steps_per_execution) for number in known)
-        self._tickets = Tickets(strategy, self._comm, total, self.begun // steps_per_execution)
+        self._tickets = strategy.deal_out(self._comm, total, self.begun // steps_per_execution)
         self._endless = neighbours.prolong_epochs(self, total * steps_per_execution)
         return self._tickets
 

@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from hvdx import comm as world
-from hvdx.comm import GraphComm
+from hvdx.comm import Comm, GraphComm
 from hvdx.errors import ConfigError
 from hvdx.keras import xla
 from hvdx.keras.averaging_binding import AveragingBinding
@@ -23,14 +23,23 @@ from hvdx.keras.binding import Binding
 from hvdx.keras.graph_binding import GraphBinding
 from hvdx.keras.host_binding import HostBinding
 from hvdx.keras.optimizer_state import innermost
-from hvdx.keras.server_binding import ServerBinding
-from hvdx.strategies import GraphStrategy, HostStrategy, ParameterAveraging, ParameterServer, Strategy, join
+from hvdx.keras.weights_binding import WeightsBinding
+from hvdx.strategies import Strategy
+from hvdx.strategies.base import EACH_STEP
 
+# The adapters, by where a strategy's exchange runs and what it combines.
+_ADAPTERS: dict[tuple[str, str], Any] = {
+    ("graph", "gradient"): GraphBinding,
+    ("graph", "weights"): AveragingBinding,
+    ("host", "gradient"): HostBinding,
+    ("host", "update"): HostBinding,
+    ("host", "weights"): WeightsBinding,
+}
 _BINDING = "_hvdx_binding"
 _REPLACED = ("_backend_apply_gradients", "_clip_gradients", "_backend_update_step")
 
 
-def attach(optimizer: Any, strategy: Strategy, name: str, gain: float = 1.0, comm: GraphComm | None = None) -> Binding:
+def attach(optimizer: Any, strategy: Strategy, name: str, gain: float = 1.0, comm: Comm | None = None) -> Binding:
     """Make an optimiser combine its gradients over the ranks, in place.
 
     Args:
@@ -38,7 +47,7 @@ def attach(optimizer: Any, strategy: Strategy, name: str, gain: float = 1.0, com
         strategy: how to combine.
         name: alike on all ranks and different for each optimiser of a model.
         gain: factor on the combined gradients.
-        comm: the ranks that take part, under a strategy whose exchange is part of the graph; by default all.
+        comm: the ranks that take part: a `GraphComm` where the strategy runs in the graph. By default all.
 
     Returns:
         The binding. An optimiser that is tied already keeps its own.
@@ -56,7 +65,7 @@ def attach(optimizer: Any, strategy: Strategy, name: str, gain: float = 1.0, com
         return bound
     _check_kind(innermost(optimizer))
     binding = _bind(strategy, optimizer, name, gain, comm)
-    if isinstance(binding, AveragingBinding):
+    if binding.stands_around:
         _watch_steps(optimizer, binding)
     elif isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         _agree_on_overflow(optimizer, binding)
@@ -64,22 +73,23 @@ def attach(optimizer: Any, strategy: Strategy, name: str, gain: float = 1.0, com
     return binding
 
 
-def _bind(strategy: Strategy, optimizer: Any, name: str, gain: float, comm: GraphComm | None) -> Binding:
-    """Make the binding that a strategy needs; starts Horovod for those that use it."""
-    if isinstance(strategy, HostStrategy):
-        if isinstance(join(), GraphComm) and join().size > 1:
-            join().channel("what this strategy sends")  # refuses, and says what can
-        if isinstance(strategy, ParameterServer):
-            return ServerBinding(strategy, join(), optimizer, name, gain)
-        return HostBinding(strategy, join(), innermost(optimizer), name, gain)
-    if isinstance(strategy, GraphStrategy):
-        return GraphBinding(strategy, comm or world.graph(), name, gain, innermost(optimizer))
-    if isinstance(strategy, ParameterAveraging):
-        return AveragingBinding(strategy, world.graph(rarely=True), optimizer, name, gain)
-    raise ConfigError(
-        f"strategy {strategy!r}: it has to see the steps of a fit before it can choose. Use the Distribute callback, "
-        "or name a strategy: hvdx.AllReduce(), hvdx.Threshold()."
-    )
+def _bind(strategy: Strategy, optimizer: Any, name: str, gain: float, comm: Comm | None) -> Binding:
+    """Make the adapter that a strategy needs; starts Horovod for those that run in the graph."""
+    adapter = _ADAPTERS.get((strategy.runs, strategy.placement))
+    if adapter is None or (strategy.schedule != EACH_STEP and adapter is not AveragingBinding):
+        raise ConfigError(
+            f"strategy {strategy!r}: expected one of {sorted(_ADAPTERS)} for where it runs and what it combines, and "
+            f"a schedule for weights in the graph only, got {(strategy.runs, strategy.placement)} with the schedule "
+            f"{strategy.schedule}. Do: change its traits."
+        )
+    if strategy.runs == "graph":
+        comm = comm or world.graph(strategy.placement == "weights")
+    else:
+        comm = comm or world.start()
+        if isinstance(comm, GraphComm) and comm.size > 1:
+            comm.channel("what this strategy sends")  # refuses, and says what can
+    binding: Binding = adapter(strategy, comm, optimizer, name, gain)
+    return binding
 
 
 def detach(optimizer: Any) -> None:
@@ -121,7 +131,7 @@ def count_samples(optimizer: Any, count: Any) -> None:
         >>> count_samples(keras.optimizers.SGD(0.1), 64)
     """
     binding = binding_of(optimizer)
-    if isinstance(binding, AveragingBinding):
+    if binding is not None:
         binding.count_samples(count)
 
 
@@ -148,17 +158,6 @@ def _leaves(value: Any) -> list[Any]:
     if isinstance(value, list | tuple):
         return [leaf for part in value for leaf in _leaves(part)]
     return [value]
-
-
-def own_variables(optimizer: Any, now: bool = True) -> list[Any]:
-    """What belongs to this rank of an optimiser and its weights; see `Binding.own_variables`."""
-    binding = binding_of(optimizer)
-    return [] if binding is None else binding.own_variables(now)
-
-
-def own_ids(model: Any) -> set[int]:
-    """`id` of all that belongs to this rank now of a model's weights and optimisers."""
-    return {id(v) for optimizer in optimizers_of(model) for v in own_variables(optimizer)}
 
 
 def _check_kind(optimizer: Any) -> None:
@@ -209,7 +208,7 @@ def _agree_on_overflow(optimizer: Any, binding: Binding) -> None:
     binding.holds_loss_scale = True
 
 
-def _watch_steps(optimizer: Any, binding: AveragingBinding) -> None:
+def _watch_steps(optimizer: Any, binding: Binding) -> None:
     """Have weights averaged after a step, outside of all that only some ranks do, such as skipping it."""
     kind = type(optimizer)
 

@@ -8,7 +8,7 @@ from hvdx import comm as world
 from hvdx.comm import Comm, GraphComm
 from hvdx.comm.horovod import PROCESS_SETS
 from hvdx.errors import ConfigError, ReplicaError
-from hvdx.strategies import join
+from hvdx.keras.joining import join
 
 
 class ProcessSet:

@@ -2,24 +2,26 @@
 
 from hvdx.strategies.all_reduce import AllReduce
 from hvdx.strategies.auto import Auto
-from hvdx.strategies.base import Exchange, GraphStrategy, HostStrategy, Strategy, TensorSpec, agree_on_strategy
+from hvdx.strategies.base import Exchange, Strategy, TensorSpec, Tickets, agree_on_strategy
+from hvdx.strategies.driver import HostExchange, MessageExchange
+from hvdx.strategies.joining import join, leave
 from hvdx.strategies.parameter_averaging import ParameterAveraging
 from hvdx.strategies.parameter_server import ParameterServer
 from hvdx.strategies.registry import names, options, parse, resolve
-from hvdx.strategies.serving.roles import join, leave
 from hvdx.strategies.threshold import Threshold
 
 __all__ = [
     "AllReduce",
     "Auto",
     "Exchange",
-    "GraphStrategy",
-    "HostStrategy",
+    "HostExchange",
+    "MessageExchange",
     "ParameterAveraging",
     "ParameterServer",
     "Strategy",
     "TensorSpec",
     "Threshold",
+    "Tickets",
     "agree_on_strategy",
     "join",
     "leave",

@@ -6,13 +6,13 @@ from typing import Any, Literal, get_args
 from hvdx.comm import GraphComm
 from hvdx.comm.base import Reduction, Wire
 from hvdx.errors import ConfigError
-from hvdx.strategies.base import GraphStrategy, TensorSpec, one_of, ring_bytes
+from hvdx.strategies.base import Exchange, Strategy, TensorSpec, one_of, ring_bytes
 
 Op = Literal["average", "sum"]
 Sparse = Literal["gather", "dense"]
 
 
-class AllReduce(GraphStrategy):
+class AllReduce(Strategy):
     """Average (or sum) the gradients over all ranks in every step, by Horovod's ring all-reduce.
 
     With `op="average"`, N ranks with batches of b take the step that one process takes with the whole batch of N*b.
@@ -42,6 +42,8 @@ class AllReduce(GraphStrategy):
     """
 
     name = "all_reduce"
+    placement = "gradient"
+    runs = "graph"
 
     def __init__(
         self,
@@ -80,11 +82,28 @@ class AllReduce(GraphStrategy):
             device_sparse=device_sparse,
         )
 
-    def exchange(self, comm: GraphComm, tensors: Sequence[Any], name: str) -> list[Any]:
-        """See `GraphStrategy.exchange`."""
-        return comm.all_reduce(tensors, self._how, name)
-
-    def bytes_per_step(self, specs: Sequence[TensorSpec], size: int) -> int:
-        """See `Strategy.bytes_per_step`: a ring sends 2 (N - 1) / N times the payload; embeddings count as dense."""
+    def open(
+        self, comm: GraphComm, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = ""
+    ) -> "AllReduceExchange":
+        """See `Strategy.open`."""
+        # A ring sends 2 (N - 1) / N times the payload; embeddings count as dense.
         payload = sum(s.elements * (s.itemsize if self.compression == "none" else 2) for s in specs)
-        return ring_bytes(payload, size)
+        return AllReduceExchange(comm, self._how, name, ring_bytes(payload, comm.size))
+
+
+class AllReduceExchange(Exchange):
+    """Nothing is remembered from one step to the next.
+
+    Args:
+        comm: the ranks.
+        how: the reduction.
+        name: pairs up what the ranks send.
+        sent: bytes that this rank sends in a step.
+    """
+
+    def __init__(self, comm: GraphComm, how: Reduction, name: str, sent: int):
+        self._comm, self._how, self._name, self.sent = comm, how, name, sent
+
+    def step(self, tensors: Sequence[Any], finite: Any = True) -> list[Any]:
+        """See `Exchange.step`."""
+        return self._comm.all_reduce(tensors, self._how, self._name)

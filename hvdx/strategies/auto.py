@@ -1,17 +1,19 @@
 """Choose a strategy for the network that is there: measure a few steps, model the others, take the cheapest."""
 
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from hvdx.comm import Comm
-from hvdx.errors import ConfigError
+from hvdx.comm.launcher import kernel_threads
 from hvdx.strategies import link
 from hvdx.strategies.all_reduce import AllReduce
-from hvdx.strategies.base import Exchange, HostStrategy, Strategy, TensorSpec, ring_bytes, views
+from hvdx.strategies.base import Strategy, TensorSpec, ring_bytes, views
 from hvdx.strategies.compiling import announce
+from hvdx.strategies.driver import HostExchange
 from hvdx.strategies.telemetry import Telemetry
 from hvdx.strategies.threshold import Threshold
 
@@ -65,7 +67,8 @@ class Measured:
 class Auto(Strategy):
     """Measure the network and a few steps, then train with the strategy that should be the fastest.
 
-    The first steps are dense. Compression is taken only if it saves a tenth of a step: it is not free of harm.
+    The first steps are dense: mean gradients over MPI, without Horovod. Compression can cost accuracy, so it is taken
+    only if it saves a tenth of a step.
 
     Args:
         budget: the share of a step's computing that a threshold message may take, see `Threshold`.
@@ -76,14 +79,38 @@ class Auto(Strategy):
     """
 
     name = "auto"
+    placement = "gradient"
+    runs = "host"
+    provisional = True
+    remembers = False
 
     def __init__(self, budget: float = 0.1):
         self.threshold = Threshold(budget=budget)
         self.budget = self.threshold.budget
 
-    def trial(self) -> "Trial":
-        """The strategy of the steps that are measured."""
-        return Trial()
+    def open(self, comm: Comm, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = "") -> "TrialExchange":
+        """See `Strategy.open`; of the steps that are measured."""
+        return TrialExchange(comm, specs)
+
+    def ready(self, exchanges: Sequence["TrialExchange"]) -> bool:
+        """See `Strategy.ready`."""
+        return bool(exchanges) and all(e.ready for e in exchanges)
+
+    def successor(self, exchanges: Sequence["TrialExchange"], comm: Comm, updates: bool) -> Strategy:
+        """See `Strategy.successor`; rank 0 says why."""
+        # Between two exchanges of one optimiser lies what the others compute as well.
+        everyone = comm.all_gather_object(max(e.seconds for e in exchanges), "the choice of a strategy")
+        chosen = None
+        if comm.rank == 0:
+            elements = sum(e.telemetry.elements for e in exchanges)
+            threads = kernel_threads(comm.local_size)
+            chosen, reason = self.decide(Measured(comm.size, elements, max(everyone), exchanges[0].network, threads))
+            if isinstance(chosen, Threshold) and not updates:
+                chosen = Threshold(placement="gradient", budget=chosen.budget)
+                reason += f" This optimiser has no updates to send: {chosen}."
+            print(f"hvdx: auto: {reason}", file=sys.stderr, flush=True)
+        strategy: Strategy = comm.all_gather_object(chosen, "the strategy")[0]
+        return strategy
 
     def decide(self, measured: Measured) -> tuple[Strategy, str]:
         """The strategy that should be the fastest, and why; to be asked on one rank, since it times the codec.
@@ -113,33 +140,9 @@ class Auto(Strategy):
         )
         return chosen, reason
 
-    def bytes_per_step(self, specs: Sequence[TensorSpec], size: int) -> int:
-        """See `Strategy.bytes_per_step`; of the steps that are measured."""
-        return AllReduce().bytes_per_step(specs, size)
 
-
-class Trial(HostStrategy):
-    """Mean gradients over MPI, without Horovod, while steps are measured."""
-
-    name = "auto.trial"
-    placement = "gradient"
-    remembers = False
-
-    def open(self, comm: Comm, specs: Sequence[TensorSpec], momentum: float = 0.0) -> "TrialExchange":
-        """See `HostStrategy.open`."""
-        return TrialExchange(comm, specs)
-
-    def merge(self, saved: Sequence[Mapping[str, np.ndarray]], rank: int, size: int) -> dict[str, np.ndarray]:
-        """See `HostStrategy.merge`: nothing is remembered."""
-        return {}
-
-    def bytes_per_step(self, specs: Sequence[TensorSpec], size: int) -> int:
-        """See `Strategy.bytes_per_step`."""
-        return AllReduce().bytes_per_step(specs, size)
-
-
-class TrialExchange(Exchange):
-    """See `hvdx.strategies.Exchange`.
+class TrialExchange(HostExchange):
+    """Mean gradients, while steps are measured.
 
     Args:
         comm: the ranks.
@@ -147,32 +150,29 @@ class TrialExchange(Exchange):
     """
 
     def __init__(self, comm: Comm, specs: Sequence[TensorSpec]):
+        super().__init__(specs, Telemetry())
         self._channel = comm.channel("the gradients")
-        self._size, self._specs = comm.size, list(specs)
-        self._flat = np.zeros(sum(s.elements for s in specs), np.float32)
+        self._size = comm.size
+        self._flat = np.zeros(self._n, np.float32)
         self.network = link.probe(self._channel)
-        self.telemetry = Telemetry(elements=self._flat.size)
         #: Seconds that each step computed.
         self.computed: list[float] = []
-        self._left: float | None = None
         self._opened = time.perf_counter()
 
-    def step(self, tensors: Sequence[np.ndarray], finite: bool = True) -> list[np.ndarray]:
-        """See `Exchange.step`."""
+    def combine(self, tensors: Sequence[np.ndarray], finite: bool) -> list[np.ndarray]:
+        """See `HostExchange.combine`; NaN of one rank becomes that of all."""
         begin = time.perf_counter()
         if self._left is not None:
-            self.computed.append(begin - self._left)
-            self.telemetry.computing += self.computed[-1]
+            self.computed.append(self._computed)
         np.concatenate([np.ravel(t) for t in tensors], out=self._flat)
         self._channel.all_reduce(self._flat)
         self._flat /= self._size
-        self._left = time.perf_counter()
         counts = self.telemetry
         counts.steps += 1
-        counts.exchanging += self._left - begin
+        counts.exchanging += time.perf_counter() - begin
         sent = ring_bytes(self._flat.nbytes, self._size)
         counts.sent, counts.received = counts.sent + sent, counts.received + sent
-        return views(self._flat, self._specs)
+        return views(self._flat, self.specs)
 
     @property
     def ready(self) -> bool:
@@ -185,31 +185,6 @@ class TrialExchange(Exchange):
         if self.computed:
             return float(np.median(self.computed))
         return (time.perf_counter() - self._opened - self.telemetry.exchanging) / max(self.telemetry.steps, 1)
-
-    def resume(self) -> None:
-        """See `Exchange.resume`."""
-        self._left = None
-
-    @property
-    def unsent(self) -> list[np.ndarray]:
-        """See `Exchange.unsent`: nothing is kept back."""
-        return [np.zeros(s.shape, np.float32) for s in self._specs]
-
-    def owe(self, tensors: Sequence[np.ndarray]) -> None:
-        """See `Exchange.owe`: nothing is kept back, so nothing is taken over."""
-
-    def flush(self) -> list[np.ndarray] | None:
-        """See `Exchange.flush`."""
-        return None
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """See `Exchange.arrays`: nothing is remembered."""
-        return {}
-
-    def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """See `Exchange.restore`."""
-        if arrays:
-            raise ConfigError(f"auto: expected no saved state while steps are measured, got {sorted(arrays)}.")
 
 
 def coding_seconds(elements: int, size: int, density: float, threads: int | None = None) -> float:

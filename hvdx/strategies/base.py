@@ -4,13 +4,16 @@ import abc
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
-from hvdx.comm import Comm, GraphComm
+from hvdx.comm import Comm
 from hvdx.errors import ConfigError, ReplicaError
-from hvdx.strategies.telemetry import Telemetry
+
+#: Pairs (first step, period), in the order of the steps; the first begins at step 0.
+Schedule = tuple[tuple[int, int], ...]
+EACH_STEP: Schedule = ((0, 1),)
 
 
 @dataclass(frozen=True)
@@ -21,11 +24,13 @@ class TensorSpec:
         name: the variable's name, for messages.
         shape: its shape.
         itemsize: bytes an element.
+        constraint: what the optimiser's step holds the variable to, for messages; "" for nothing.
     """
 
     name: str
     shape: tuple[int, ...]
     itemsize: int
+    constraint: str = ""
 
     @property
     def elements(self) -> int:
@@ -39,9 +44,25 @@ class TensorSpec:
 class Strategy(abc.ABC):
     """One way in which the workers combine their work.
 
-    A strategy knows ranks and bytes, and nothing of Keras. It is a `GraphStrategy`, whose exchange is part of the
-    TensorFlow graph, or a `HostStrategy`, whose exchange works on arrays of the host between two parts of the graph, or
-    `ParameterAveraging`, which lets steps alone and exchanges weights.
+    A strategy knows ranks and bytes, and nothing of Keras. It opens an exchange for each optimiser; by its traits
+    `hvdx.keras` picks the adapter that stands between that exchange and the optimiser's step. Traits may be attributes
+    of the class, or depend on options.
+
+    Attributes:
+        placement: where in the step it acts. "gradient": gradients are combined, and every rank's optimiser takes the
+            same step. "update": each rank's optimiser works on its own gradients, and the updates that it wants to add
+            to the weights are combined. "weights": each rank's optimiser changes its weights, and an exchange takes
+            those and gives the weights to go on with.
+        runs: where its exchange runs. "graph": it is traced as a part of the TensorFlow graph, and works on tensors.
+            "host": it works on arrays of the host, between two parts of the graph.
+        schedule: when it runs, as pairs (first step, period) in the order of the steps, of which the first begins at
+            step 0. Only exchanges of weights in the graph may have another schedule than `EACH_STEP`.
+        asynchronous: whether a rank exchanges when it is ready, without the others. The steps of an epoch then are
+            dealt out to the ranks by `deal_out`.
+        dedicated: number of ranks that only serve the others, by `serve`.
+        counts_samples: whether the adapter has to be told of how many samples a step is made.
+        provisional: whether it gives way to another strategy, which `successor` names, after some steps.
+        remembers: whether what an exchange remembers is worth keeping from one fit to the next.
     """
 
     #: What `HVDX_STRATEGY` and `hvdx.strategy` call it.
@@ -49,14 +70,92 @@ class Strategy(abc.ABC):
     #: Options whose one-line spelling the strategy reads itself.
     own_spelling: ClassVar[frozenset[str]] = frozenset()
 
+    placement: Literal["gradient", "update", "weights"]
+    runs: Literal["graph", "host"]
+    schedule: Schedule = EACH_STEP
+    asynchronous: bool = False
+    dedicated: int = 0
+    counts_samples: bool = False
+    provisional: bool = False
+    remembers: bool = True
+
+    @property
+    def own_state(self) -> bool:
+        """Whether the optimiser's state (momenta) belongs to its rank."""
+        return self.placement != "gradient"
+
     @abc.abstractmethod
-    def bytes_per_step(self, specs: Sequence[TensorSpec], size: int) -> int:
-        """Bytes that one rank sends in a step, as far as that is known beforehand.
+    def open(self, comm: Any, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = "") -> Any:
+        """Begin to exchange the tensors of one optimiser. Collective on the host.
 
         Args:
-            specs: the variables that are exchanged.
-            size: number of ranks.
+            comm: reaches the other ranks: a `Comm` on the host, a `GraphComm` in the graph.
+            specs: the tensors, in their order.
+            momentum: how much of an update goes on into the next, from 0 to 1, where they are updates.
+            name: pairs up what the ranks send in a graph: alike on all ranks, and different for each optimiser.
+
+        Returns:
+            An `Exchange`; on the host a `hvdx.strategies.HostExchange`.
+
+        Raises:
+            ReplicaError: the ranks were given different strategies.
         """
+
+    def merge(self, saved: Sequence[Mapping[str, np.ndarray]], rank: int, size: int) -> dict[str, np.ndarray]:
+        """Make the state that a rank restores of those that another number of ranks saved; by default none.
+
+        Args:
+            saved: `Exchange.arrays` of every rank that saved.
+            rank, size: the rank that restores, and the number of ranks now.
+        """
+        return {}
+
+    def check(self, comm: Comm) -> None:
+        """Refuse ranks that do not fit the strategy; by default all do.
+
+        Args:
+            comm: the ranks that train.
+
+        Raises:
+            ConfigError: on all ranks.
+        """
+        return
+
+    def serve(self, comm: Comm) -> None:
+        """Serve the others until they have ended, on one of the `dedicated` ranks.
+
+        Args:
+            comm: the ranks that serve.
+        """
+        return
+
+    def deal_out(self, comm: Comm, steps: int, begun: int = 0) -> "Tickets":
+        """Have the steps of each epoch dealt out, where ranks are `asynchronous`. Collective.
+
+        Args:
+            comm: the ranks that train.
+            steps: in an epoch, of all ranks together; each takes its first without asking.
+            begun: steps of the first epoch that were taken before.
+        """
+        raise NotImplementedError(f"{type(self).__name__}: deal_out, which an asynchronous strategy has to have.")
+
+    def ready(self, exchanges: Sequence[Any]) -> bool:
+        """Return whether a `provisional` strategy has seen enough to choose its successor; alike on all ranks.
+
+        Args:
+            exchanges: of all optimisers that took a step.
+        """
+        return False
+
+    def successor(self, exchanges: Sequence[Any], comm: Comm, updates: bool) -> "Strategy":
+        """Choose the strategy that takes the place of a `provisional` one. Collective.
+
+        Args:
+            exchanges: of all optimisers that took a step.
+            comm: the ranks.
+            updates: whether the optimisers have updates to send; else only gradients can be combined.
+        """
+        return self
 
     def __repr__(self) -> str:
         """The call that makes this strategy, without what is at its default; options are attributes of their names."""
@@ -68,131 +167,80 @@ class Strategy(abc.ABC):
         return {k: p.default for k, p in inspect.signature(type(self)).parameters.items()}
 
 
-class GraphStrategy(Strategy):
-    """Combines gradients inside the graph: the adapter in `hvdx.keras` calls `exchange` while it is traced."""
-
-    @abc.abstractmethod
-    def exchange(self, comm: GraphComm, tensors: Sequence[Any], name: str) -> list[Any]:
-        """Combine this rank's gradients with those of the others.
-
-        Args:
-            comm: reaches the other ranks.
-            tensors: one `tf.Tensor` or `tf.IndexedSlices` a variable, in the order of the variables.
-            name: alike on all ranks, and different for each optimiser.
-
-        Returns:
-            What the optimiser is to apply, in the same order; the same bits on every rank.
-        """
-
-
-class HostStrategy(Strategy):
-    """Combines arrays on the host, step by step, and remembers something from one step to the next.
+class Tickets(Protocol):
+    """The steps of an epoch, dealt out one by one.
 
     Attributes:
-        placement: "gradient": what is combined are gradients, and every rank's optimiser takes the same step.
-            "update": each rank's optimiser works on its own gradients, and what is combined are the updates that
-            it wants to add to the weights; its state (momentum) belongs to its rank. "weights": each rank's optimiser
-            changes its weights, and an exchange takes those, and gives the ones to go on with.
+        steps: in an epoch, of all ranks together.
+        taken: steps of this epoch that ranks have taken or begun, when this one asked last.
+        over: whether this rank heard that no more are dealt out.
+        stopped: whether that is because a rank wanted it so.
     """
 
-    placement: Literal["update", "gradient", "weights"]
-    #: Whether what an exchange remembers is worth keeping from one fit to the next.
-    remembers: ClassVar[bool] = True
+    steps: int
+    taken: int
+    over: bool
+    stopped: bool
 
-    @abc.abstractmethod
-    def open(self, comm: Comm, specs: Sequence[TensorSpec], momentum: float = 0.0) -> "Exchange":
-        """Begin to exchange the tensors of one optimiser. Collective.
+    def begin(self) -> None:
+        """Begin an epoch, on all ranks."""
 
-        Args:
-            comm: reaches the other ranks.
-            specs: the tensors, in their order.
-            momentum: how much of an update goes on into the next, from 0 to 1, where they are updates.
-
-        Raises:
-            ReplicaError: the ranks were given different strategies.
-        """
-
-    @abc.abstractmethod
-    def merge(self, saved: Sequence[Mapping[str, np.ndarray]], rank: int, size: int) -> dict[str, np.ndarray]:
-        """What a rank restores of what other ranks saved, where their number was another.
+    def another(self, stop: bool = False) -> bool:
+        """Return whether this rank is to take another step.
 
         Args:
-            saved: `Exchange.arrays` of every rank that saved.
-            rank, size: the rank that restores, and the number of ranks now.
+            stop: have nobody take another.
         """
 
 
 class Exchange(abc.ABC):
-    """One optimiser's exchange under a `HostStrategy`, with all that it remembers from step to step.
+    """One optimiser's exchange, with all that it remembers from step to step.
 
     Attributes:
-        telemetry: what it cost so far.
-        blamed: for a step that is not finite, the variable whose gradient held NaN or infinity; "" if it is not known.
+        sent: bytes that this rank sends in each exchange; of one that runs in the graph, where it cannot count them.
     """
 
-    telemetry: Telemetry
-    blamed: str = ""
+    sent: int = 0
 
     @abc.abstractmethod
-    def step(self, tensors: Sequence[np.ndarray], finite: bool = True) -> list[np.ndarray]:
-        """Combine this rank's tensors with those of the others. Collective, unless the placement is "weights".
+    def step(self, tensors: Sequence[Any], finite: Any = True) -> list[Any]:
+        """Combine this rank's tensors with those of the others. Collective, unless the strategy is asynchronous.
 
         Args:
-            tensors: float32 arrays, contiguous, of the sizes of the specs.
+            tensors: in the order of the specs. On the host contiguous arrays, float32 (of weights also float64); in the
+                graph `tf.Tensor`, or of gradients `tf.IndexedSlices`.
             finite: False where this rank's gradients held NaN or infinity: all ranks then skip the step together, or
-                this one alone where it is not collective.
+                this one alone where it is not collective. Exchanges of weights in the graph take in its place how much
+                this rank counts: a scalar for each dtype of the tensors.
 
         Returns:
-            float32 arrays of the shapes of the specs, the same bits on every rank where it is collective; the next step
-            overwrites them.
+            What the optimiser is to use in their place; the same bits on every rank where it is collective. On the host
+            arrays of the shapes of the specs, which the next step may overwrite.
 
         Raises:
             WireError, ExchangeError: what came is damaged, or did not come.
         """
 
-    @abc.abstractmethod
-    def resume(self) -> None:
-        """Steps come next, after something else, which was not computing."""
-
-    @property
-    @abc.abstractmethod
-    def unsent(self) -> list[np.ndarray]:
-        """What this rank has not sent of its tensors: float32 arrays of the shapes of the specs, not to be changed."""
-
-    @abc.abstractmethod
-    def owe(self, tensors: Sequence[np.ndarray]) -> None:
-        """Have more to send.
-
-        Args:
-            tensors: float32 arrays of the shapes of the specs, which are added to what is unsent.
-        """
-
-    @abc.abstractmethod
     def flush(self) -> list[np.ndarray] | None:
         """What is still on its way, like the result of a step; None if nothing is. Collective."""
-
-    def hold(self) -> None:
-        """Wait for what is on its way, and keep it for the next step, which will not know the difference. Collective.
-
-        Unlike after `flush`, the training goes on as if nobody had asked.
-        """
-        return
+        return None
 
     def close(self) -> None:
         """Give back what others hold for it; nobody takes another step. Every rank calls it."""
         return
 
-    @abc.abstractmethod
     def arrays(self) -> dict[str, np.ndarray]:
-        """What it remembers, as named arrays for a checkpoint; after `flush`, or `hold`."""
+        """What it remembers, as named arrays for a checkpoint; after `flush`, or `HostExchange.hold`."""
+        return {}
 
-    @abc.abstractmethod
     def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Go on from what `arrays` gave.
 
         Raises:
             ConfigError: it is of other tensors, or of other options.
         """
+        if arrays:
+            raise ConfigError(f"{type(self).__name__}: expected no saved state, got {sorted(arrays)}.")
 
 
 def one_of(where: str, option: str, value: Any, known: Sequence[Any]) -> None:

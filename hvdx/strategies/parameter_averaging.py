@@ -7,11 +7,8 @@ from typing import Any
 
 from hvdx.comm import GraphComm
 from hvdx.comm.base import Reduction
-from hvdx.errors import ConfigError
-from hvdx.strategies.base import Strategy, TensorSpec, one_of, ring_bytes
-
-#: Pairs (first step, period), in the order of the steps; the first begins at step 0.
-Schedule = tuple[tuple[int, int], ...]
+from hvdx.errors import ConfigError, ReplicaError
+from hvdx.strategies.base import Exchange, Schedule, Strategy, TensorSpec, one_of, ring_bytes
 
 _SPELLING = re.compile(r"(\d+)(?:@(\d+))?")
 
@@ -45,6 +42,8 @@ class ParameterAveraging(Strategy):
 
     name = "parameter_averaging"
     own_spelling = frozenset({"period"})
+    placement = "weights"
+    runs = "graph"
 
     def __init__(
         self,
@@ -57,32 +56,69 @@ class ParameterAveraging(Strategy):
         one_of("ParameterAveraging", "average_optimizer", average_optimizer, (True, False))
         one_of("ParameterAveraging", "weighted", weighted, (True, False))
         self.average_optimizer, self.weighted = bool(average_optimizer), bool(weighted)
+        self.counts_samples = self.weighted
 
-    def add(self, comm: GraphComm, shares: Sequence[Any], name: str) -> list[Any]:
-        """Add up what the ranks contribute to a mean. Collective.
+    @property
+    def own_state(self) -> bool:
+        """See `Strategy.own_state`."""
+        return not self.average_optimizer
+
+    def open(
+        self, comm: GraphComm, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = ""
+    ) -> "AveragingExchange":
+        """See `Strategy.open`."""
+        return AveragingExchange(comm, specs, name)
+
+
+class AveragingExchange(Exchange):
+    """Averages what ranks have trained alone.
+
+    Args:
+        comm: the ranks.
+        specs: everything that is averaged.
+        name: pairs up what the ranks send.
+    """
+
+    def __init__(self, comm: GraphComm, specs: Sequence[TensorSpec], name: str):
+        self._comm, self._name, self.specs = comm, name, list(specs)
+        self.elements = sum(s.elements for s in specs)
+        self.sent = ring_bytes(sum(s.elements * s.itemsize for s in specs), comm.size)
+
+    def step(self, tensors: Sequence[Any], weights: Any = True) -> list[Any]:
+        """Divide the sums over the ranks by the sum of their weights.
 
         Args:
-            comm: reaches the other ranks.
-            shares: this rank's weight, and its tensors times that weight; shapes and dtypes alike on all ranks.
-            name: alike on all ranks.
+            tensors: this rank's, times its weight; zeros where it does not count.
+            weights: this rank's weight, by the dtypes of the tensors.
 
         Returns:
-            The sums, in the same order: the same bits on every rank.
+            The weighted means, the same bits on every rank; NaN on all of them, if no rank counts.
         """
-        return comm.all_reduce(shares, Reduction(average=False), name)
+        means: dict[int, Any] = {}
+        # A grouped all-reduce is of one dtype, and all ranks have to come to them in one order.
+        for dtype in sorted({t.dtype for t in tensors}, key=lambda d: d.name):
+            members = [i for i, t in enumerate(tensors) if t.dtype == dtype]
+            shares = [weights[dtype], *(tensors[i] for i in members)]
+            total, *sums = self._comm.all_reduce(shares, Reduction(average=False), f"{self._name}.average.{dtype.name}")
+            means |= {i: s / total for i, s in zip(members, sums, strict=True)}
+        return [means[i] for i in range(len(tensors))]
 
-    def bytes_per_average(self, specs: Sequence[TensorSpec], size: int) -> int:
-        """Bytes that one rank sends in one average.
+    def agree(self, since: int) -> int:
+        """Stop unless all ranks have taken as many steps since the last average. Collective.
 
         Args:
-            specs: everything that is averaged.
-            size: number of ranks.
-        """
-        return ring_bytes(sum(s.elements * s.itemsize for s in specs), size)
+            since: steps of this rank.
 
-    def bytes_per_step(self, specs: Sequence[TensorSpec], size: int) -> int:
-        """See `Strategy.bytes_per_step`; of the last period of a schedule."""
-        return round(self.bytes_per_average(specs, size) / self.schedule[-1][1])
+        Raises:
+            ReplicaError: on all ranks, if they differ.
+        """
+        everyone = self._comm.all_gather_object(since, f"{self._name}.since")
+        if len(set(everyone)) > 1:
+            raise ReplicaError(
+                f"the ranks have taken {everyone} steps since the weights were averaged. Every rank has to call its "
+                "optimizer as often as the others: call it with zeros rather than not at all."
+            )
+        return since
 
 
 def _schedule(period: Any) -> Schedule:

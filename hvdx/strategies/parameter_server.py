@@ -2,19 +2,21 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from hvdx.comm import Comm, GraphComm
+from hvdx.comm.launcher import kernel_threads
+from hvdx.comm.signals import Announcement
 from hvdx.errors import ConfigError
-from hvdx.strategies import link
-from hvdx.strategies.base import HostStrategy, TensorSpec, one_of
-from hvdx.strategies.serving.messages import Plan
+from hvdx.strategies.base import Strategy, TensorSpec, agree_on_strategy, agree_on_tensors, one_of
+from hvdx.strategies.serving.desk import Desk
+from hvdx.strategies.serving.exchange import ServerExchange
+from hvdx.strategies.serving.messages import SERVER_BOX, Plan
+from hvdx.strategies.serving.office import serve
+from hvdx.strategies.serving.tickets import Tickets
 from hvdx.strategies.serving.updates import joined_residual, make_codec
-
-if TYPE_CHECKING:
-    from hvdx.strategies.serving.exchange import ServerExchange
 
 Staleness = Literal["none", "scale", "bound", "scale+bound"]
 
@@ -23,7 +25,7 @@ _COLOCATED = re.compile(r"colocated(?::([1-9]\d*))?")
 _BOUND = 4
 
 
-class ParameterServer(HostStrategy):
+class ParameterServer(Strategy):
     """Have servers keep the weights: each worker pushes its updates when it has them, and pulls what is there then.
 
     What is pushed is what a worker's own step has changed: after learning rate, momentum and weight decay. The weights
@@ -63,6 +65,8 @@ class ParameterServer(HostStrategy):
     name = "parameter_server"
     own_spelling = frozenset({"servers"})
     placement = "weights"
+    runs = "host"
+    asynchronous = True
 
     def __init__(
         self,
@@ -130,6 +134,20 @@ class ParameterServer(HostStrategy):
         error.collective = True
         raise error
 
+    def check(self, comm: Comm) -> None:
+        """See `Strategy.check`."""
+        self.server_ranks(comm)
+
+    def serve(self, comm: Comm) -> None:
+        """See `Strategy.serve`."""
+        # Workers decide when to end. A signal that tells all ranks must not end a server before them.
+        Announcement.ignore()
+        serve(comm.postbox(SERVER_BOX), Desk(comm.workers, threads=kernel_threads(comm.local_size)))
+
+    def deal_out(self, comm: Comm, steps: int, begun: int = 0) -> Tickets:
+        """See `Strategy.deal_out`: the first server does."""
+        return Tickets(comm, self.server_ranks(comm)[0], steps, begun)
+
     @property
     def spelling(self) -> str:
         """What `HVDX_STRATEGY` says for it."""
@@ -152,25 +170,16 @@ class ParameterServer(HostStrategy):
             share = 1.0
         return Plan(workers, elements, dtype, self.codec, self.collect, share, power, self.bound)
 
-    def open(self, comm: Comm, specs: Sequence[TensorSpec], momentum: float = 0.0) -> "ServerExchange":
-        """See `HostStrategy.open`; `ServerExchange.begin` comes next."""
-        from hvdx.strategies.serving.exchange import ServerExchange
-
+    def open(self, comm: Comm, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = "") -> ServerExchange:
+        """See `Strategy.open`; `ServerExchange.begin` comes next."""
+        if self.op == "sum" and comm.size > 1:
+            _refuse_constraints(specs)
+        agree_on_strategy(self, comm)
+        agree_on_tensors(specs, comm)
         return ServerExchange(self, comm, specs)
 
-    def bytes_per_step(self, specs: Sequence[TensorSpec], size: int) -> int:
-        """See `Strategy.bytes_per_step`: a worker's update, and its share of what colocated servers answer."""
-        elements = sum(s.elements for s in specs)
-        weights = 8 * elements if any(s.itemsize > 4 for s in specs) else 4 * elements
-        name, _, density = self.codec.partition(":")
-        update = {"none": weights, "threshold": link.message_bytes(elements, float(density or 0.01))}.get(
-            name, 2 * elements
-        )
-        # Colocated, the ranks also answer, but what a worker says to its own server does not travel.
-        return round(update if self.dedicated else (update + weights) * (size - 1) / size)
-
     def merge(self, saved: Sequence[Mapping[str, np.ndarray]], rank: int, size: int) -> dict[str, np.ndarray]:
-        """See `HostStrategy.merge`: residuals are dealt out, so that their sum stays what it was."""
+        """See `Strategy.merge`: residuals are dealt out, so that their sum stays what it was."""
         if not saved or not joined_residual(saved[0])[0]:
             return {}
         mine = [joined_residual(saved[other])[1] for other in range(rank, len(saved), size)]
@@ -180,3 +189,15 @@ class ParameterServer(HostStrategy):
     def _defaults(self) -> dict[str, Any]:
         # What a bound that is not given stands for.
         return super()._defaults() | ({"bound": _BOUND} if "bound" in self.staleness else {})
+
+
+def _refuse_constraints(specs: Sequence[TensorSpec]) -> None:
+    """What a constraint takes back, each worker takes back: N times, where updates are added up."""
+    for spec in specs:
+        if spec.constraint:
+            error = ConfigError(
+                f"variable {spec.name}: expected none with a constraint under op='sum', got {spec.constraint}, whose "
+                "correction every worker pushes. Use op='mean'."
+            )
+            error.collective = True
+            raise error

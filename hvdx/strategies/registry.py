@@ -1,9 +1,10 @@
-"""Strategies by name, and their one-line spelling: `all_reduce:compression=fp16,op=sum`."""
+"""Strategies by name, of other packages too; and their one-line spelling: `all_reduce:compression=fp16,op=sum`."""
 
 import ast
 import difflib
 import inspect
 import os
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from hvdx.errors import ConfigError
@@ -14,6 +15,8 @@ from hvdx.strategies.parameter_averaging import ParameterAveraging
 from hvdx.strategies.parameter_server import ParameterServer
 from hvdx.strategies.threshold import Threshold
 
+#: Other packages give their strategies names by entry points of this group.
+GROUP = "hvdx.strategies"
 #: The environment variable that chooses a strategy for a script that names none.
 VARIABLE = "HVDX_STRATEGY"
 
@@ -26,7 +29,41 @@ _default: Strategy | None = None
 
 def names() -> list[str]:
     """The names of all strategies."""
-    return sorted(STRATEGIES)
+    return sorted({*STRATEGIES, *_elsewhere()})
+
+
+def find(name: str) -> type[Strategy]:
+    """Find the class of a strategy.
+
+    Args:
+        name: one of `names()`.
+
+    Raises:
+        ConfigError: there is none, or what another package has under this name is no strategy.
+
+    Example:
+        >>> find("all_reduce").__name__
+        'AllReduce'
+    """
+    if name in STRATEGIES:
+        return STRATEGIES[name]
+    point = _elsewhere().get(name)
+    if point is None:
+        raise ConfigError(
+            f"strategy {name!r}: expected one of {', '.join(names())}{_did_you_mean(name, names())}. "
+            f'Write it as {VARIABLE}="name:option=value,option=value".'
+        )
+    found = point.load()
+    if not isinstance(found, type) or not issubclass(found, Strategy):
+        raise ConfigError(
+            f"strategy {name!r}: expected a class of hvdx.strategies.Strategy at {point.value} (an entry point of "
+            f"{GROUP}), got {found!r}. Mend or remove the package that has it."
+        )
+    return found
+
+
+def _elsewhere() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=GROUP)}
 
 
 def options(name: str) -> dict[str, Any]:
@@ -39,7 +76,7 @@ def options(name: str) -> dict[str, Any]:
         >>> options("all_reduce")["compression"]
         'none'
     """
-    parameters = inspect.signature(STRATEGIES[name]).parameters.values()
+    parameters = inspect.signature(find(name)).parameters.values()
     return {p.name: p.default for p in parameters}
 
 
@@ -61,12 +98,7 @@ def parse(text: str) -> Strategy:
     """
     name, _, rest = text.strip().partition(":")
     name = name.strip()
-    if name not in STRATEGIES:
-        raise ConfigError(
-            f"strategy {name!r}: expected one of {', '.join(names())}{_did_you_mean(name, names())}. "
-            f'Write it as {VARIABLE}="name:option=value,option=value".'
-        )
-    known = options(name)
+    cls, known = find(name), options(name)
     given: dict[str, Any] = {}
     for item in filter(None, (part.strip() for part in rest.split(","))):
         option, equals, value = (part.strip() for part in item.partition("="))
@@ -76,9 +108,9 @@ def parse(text: str) -> Strategy:
                 f"strategy {name}: option {item!r}: expected option=value{_did_you_mean(option, list(known))}. "
                 f"Options and defaults: {listed}."
             )
-        taken_as_is = option in STRATEGIES[name].own_spelling
+        taken_as_is = option in cls.own_spelling
         given[option] = value if taken_as_is else _value(value, known[option], f"strategy {name}: {option}")
-    return STRATEGIES[name](**given)
+    return cls(**given)
 
 
 def set_default(strategy: Strategy | str | None) -> None:

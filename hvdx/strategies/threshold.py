@@ -6,24 +6,20 @@ that they share stay the same to the bit.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from hvdx.comm import Comm
 from hvdx.errors import ConfigError
-from hvdx.strategies import link, warmup
-from hvdx.strategies.base import HostStrategy, TensorSpec, one_of
-
-if TYPE_CHECKING:
-    from hvdx.codec import Threshold as Codec
-    from hvdx.strategies.threshold_exchange import ThresholdExchange
+from hvdx.strategies import warmup
+from hvdx.strategies.base import Exchange, Strategy, TensorSpec, agree_on_strategy, agree_on_tensors, one_of
 
 Placement = Literal["update", "gradient"]
 Op = Literal["mean", "sum"]
 
 
-class Threshold(HostStrategy):
+class Threshold(Strategy):
     """Send what reaches a threshold tau, as multiples of +-tau, and keep the rest for later.
 
     Args:
@@ -55,6 +51,9 @@ class Threshold(HostStrategy):
     """
 
     name = "threshold"
+    runs = "host"
+    target_density: float | str | None
+    op: str
 
     def __init__(
         self,
@@ -102,14 +101,13 @@ class Threshold(HostStrategy):
             )
         self.make_codec(None if isinstance(target_density, str) else target_density, threads)  # checks the rest
 
-    def make_codec(self, density: float | None, threads: int | None) -> "Codec":
+    def make_codec(self, density: float | None, threads: int | None) -> Any:
         """The codec of these options.
 
         Args:
             density: the density to aim at; None leaves the threshold at tau.
             threads: of its kernels.
         """
-        # Imported here, since it brings Numba, which a training without it may do without.
         from hvdx import codec
 
         return codec.Threshold(
@@ -121,10 +119,13 @@ class Threshold(HostStrategy):
             threads=threads,
         )
 
-    def open(self, comm: Comm, specs: Sequence[TensorSpec], momentum: float = 0.0) -> "ThresholdExchange":
-        """See `HostStrategy.open`."""
+    def open(self, comm: Comm, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = "") -> Exchange:
+        """See `Strategy.open`."""
+        # Imported here, since it brings Numba, which a training under another strategy may do without.
         from hvdx.strategies.threshold_exchange import ThresholdExchange
 
+        agree_on_strategy(self, comm)
+        agree_on_tensors(specs, comm)
         return ThresholdExchange(self, comm, specs, self.leads(momentum))
 
     def leads(self, momentum: float) -> float:
@@ -144,14 +145,8 @@ class Threshold(HostStrategy):
         # A third, and 5: by trial, with momenta from 0 to 0.98 (docs/adr/0007-updates-run-ahead.md).
         return round(min(momentum / max(1 - momentum, 1e-9) / 3, 5.0), 9)
 
-    def bytes_per_step(self, specs: Sequence[TensorSpec], size: int) -> int:
-        """See `Strategy.bytes_per_step`: by the entropy of the density, 1e-2 where it is not known yet."""
-        elements = sum(s.elements for s in specs)
-        density = self.target_density if isinstance(self.target_density, int | float) else 0.01
-        return round((size - 1) * link.message_bytes(elements, density))
-
     def merge(self, saved: Sequence[Mapping[str, np.ndarray]], rank: int, size: int) -> dict[str, np.ndarray]:
-        """See `HostStrategy.merge`: residuals are dealt out, so that their sum stays what it was."""
+        """See `Strategy.merge`: residuals are dealt out, so that their sum stays what it was."""
         mine = {k: np.array(v) for k, v in saved[rank % len(saved)].items()}
         residual = np.zeros_like(mine["codec.residual"], dtype=np.float64)
         for other in range(rank, len(saved), size):

@@ -1,32 +1,21 @@
-"""One step after another of the threshold strategy: encode, exchange, and add what all ranks sent."""
+"""What a step sends under the threshold strategy: how much, and encoded how."""
 
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
-from hvdx import codec
+from hvdx import codec as codecs
 from hvdx.comm import Comm, Received
 from hvdx.comm.launcher import kernel_threads
-from hvdx.errors import ConfigError, HvdxError, UpdateError
+from hvdx.errors import ConfigError, UpdateError
 from hvdx.strategies import link
-from hvdx.strategies.base import Exchange, TensorSpec, agree_on_strategy, agree_on_tensors, views
+from hvdx.strategies.base import TensorSpec
 from hvdx.strategies.compiling import prepare_together
-from hvdx.strategies.telemetry import Telemetry
+from hvdx.strategies.driver import MessageExchange
+from hvdx.strategies.warmup import Warmup
 
-if TYPE_CHECKING:
-    from hvdx.strategies.threshold import Threshold
-
-T = TypeVar("T")
-
-# What a rank says of its step in the head of its message.
-_FINE, _NOT_FINITE, _REFUSED = 0, 1, 2
-# After so many skipped steps in a row the training is over: it would never come back.
-_PATIENCE = 100
 # How often density="link" is reconsidered, and by how much it has to differ to be changed.
 _FIRST_LOOK, _LOOK_EVERY, _WORTH_A_CHANGE = 8, 64, 1.15
 # The density before the link and the length of a step are known.
@@ -35,70 +24,45 @@ _UNKNOWN = 1 / 32
 _RESIDUAL_EVERY = 64
 
 
-@dataclass
-class _Sent:
-    """A message on its way.
+class Options(Protocol):
+    """The options that an exchange reads; see `hvdx.strategies.Threshold`."""
 
-    Attributes:
-        dense: it is a bfloat16 message of all elements.
-        active: ranks whose messages count.
-        message: this rank's; it must not change before it is decoded.
-        status: of this rank.
-        step: its number, from 0.
-        update: what this rank added to its residual for it.
-    """
+    tau: float | None
+    target_density: float | str | None
+    op: str
+    overlap: bool
+    budget: float
+    start: Warmup
+    threads: int | None
 
-    dense: bool
-    active: int
-    message: np.ndarray
-    status: int
-    step: int
-    update: Sequence[np.ndarray] = ()
+    def make_codec(self, density: float | None, threads: int | None) -> codecs.Threshold:
+        """Make the codec of these options."""
 
 
-class ThresholdExchange(Exchange):
-    """See `hvdx.strategies.Exchange`.
+class ThresholdExchange(MessageExchange):
+    """See `hvdx.strategies.driver.MessageExchange`.
 
     Args:
-        strategy: its options.
+        strategy: its options, the same on all ranks.
         comm: the ranks.
-        specs: the tensors.
+        specs: the tensors, of the same shapes on all ranks.
         lead: see `Threshold`.
-
-    Raises:
-        ReplicaError: on every rank, if they were given different strategies or tensors.
     """
 
-    def __init__(self, strategy: "Threshold", comm: Comm, specs: Sequence[TensorSpec], lead: float):
-        self._strategy, self._size, self._rank = strategy, comm.size, comm.rank
-        agree_on_strategy(strategy, comm)
-        agree_on_tensors(specs, comm)
-        self._channel = comm.channel("the updates")
+    def __init__(self, strategy: Options, comm: Comm, specs: Sequence[TensorSpec], lead: float):
+        super().__init__(comm, specs, "the updates", strategy.op, strategy.overlap)
+        self._strategy, self._lead, self._warned = strategy, lead, False
         self._threads = strategy.threads or kernel_threads(comm.local_size)
         self._sizes = [s.elements for s in specs]
-        self._names = [s.name for s in specs]
-        self._n = sum(self._sizes)
-        self._lead = lead
-        # What is handed out; while an update is encoded, where it is scaled.
-        self._flat = np.zeros(self._n, np.float32)
-        self._out = views(self._flat, specs)
-        self._specs = list(specs)
-        self._thread = ThreadPoolExecutor(1, "hvdx-exchange") if strategy.overlap else None
-        self._pending: tuple[_Sent, Future[Received]] | None = None
-        self._held: np.ndarray | None = None
-        self._step = self._skips = 0
-        self._warned = False
-        self._density = self._first_density()
+        given = strategy.target_density
+        self._density = _UNKNOWN if isinstance(given, str) else given
         self._codec = strategy.make_codec(self._density, self._threads)
-        self._bfloat16 = codec.make("bf16")
+        self._bfloat16 = codecs.make("bf16")
         self._state: Any = self._codec.init(self._sizes)
         self._compile(comm)
-        self._estimate = link.Estimate(link.probe(self._channel)) if strategy.target_density == "link" else None
-        self._left: float | None = None
-        self._computed = 0.0
+        self._estimate = link.Estimate(link.probe(self._channel)) if given == "link" else None
+        # Bytes that came in at a rank in the step before.
         self._before = 0
-        self._last: Received | None = None
-        self.telemetry = Telemetry(elements=self._n)
 
     def _compile(self, comm: Comm) -> None:
         """Have the kernels compiled and called before anything is timed, and wait until they are everywhere."""
@@ -108,109 +72,39 @@ class ThresholdExchange(Exchange):
         self._codec.decode([message], [out])
         self._channel.exchange([])
 
-    def _first_density(self) -> float | None:
-        given = self._strategy.target_density
-        return _UNKNOWN if given == "link" else given
+    @property
+    def residual(self) -> np.ndarray:
+        """See `MessageExchange.residual`."""
+        residual: np.ndarray = self._state.residual
+        return residual
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
-    def step(self, tensors: Sequence[np.ndarray], finite: bool = True) -> list[np.ndarray]:
-        """See `Exchange.step`."""
-        if self._left is not None:
-            self._computed = time.perf_counter() - self._left
-            self.telemetry.computing += self._computed
-        # Before the next update is encoded: a step that was skipped leaves the residual as it was.
-        late = self._arrived()
-        sent = self._clock("encoding", lambda: self._encode(tensors, finite))
-        head = [sent.status, round(1e9 * self._computed), round(1e9 * (self._last.seconds if self._last else 0))]
-        if self._thread is None:
-            received = self._channel.exchange(head, sent.message)
-            late = (sent, received) if self._count(sent, received) else None
-        result = self._clock("decoding", lambda: self._due(late))
-        if self._thread is not None:
-            # Not before: it writes its messages where the late ones were.
-            self._pending = sent, self._thread.submit(self._channel.exchange, head, sent.message)
-        self._step += 1
+    def combine(self, tensors: Sequence[np.ndarray], finite: bool) -> list[np.ndarray]:
+        """See `HostExchange.combine`."""
+        result = super().combine(tensors, finite)
         self._consider()
-        self._left = time.perf_counter()
         return result
 
-    def resume(self) -> None:
-        """See `Exchange.resume`."""
-        self._left = None
+    def active(self) -> int:
+        """See `MessageExchange.active`: during a warm-up by workers not all."""
+        return self._strategy.start.active(self._step, self._size)
 
-    @property
-    def unsent(self) -> list[np.ndarray]:
-        """See `Exchange.unsent`."""
-        return views(self._state.residual, self._specs)
-
-    def owe(self, tensors: Sequence[np.ndarray]) -> None:
-        """See `Exchange.owe`."""
-        for residual, tensor in zip(self.unsent, tensors, strict=True):
-            np.add(residual, tensor, out=residual)
-
-    def flush(self) -> list[np.ndarray] | None:
-        """See `Exchange.flush`."""
-        if self._pending is None and self._held is None:
-            return None
-        return self._clock("decoding", lambda: self._due(self._arrived()))
-
-    def hold(self) -> None:
-        """See `Exchange.hold`."""
-        if self._pending is not None:
-            self._clock("decoding", lambda: self._due(self._arrived()))
-            self._held = self._flat.copy()
-
-    def _arrived(self) -> tuple[_Sent, Received] | None:
-        """The step that was on its way, if there was one, and if it is to be added."""
-        if self._pending is None:
-            return None
-        (sent, future), self._pending = self._pending, None
-        begin = time.perf_counter()
-        received = future.result()
-        # What of the exchange the computation did not hide.
-        return (sent, received) if self._count(sent, received, time.perf_counter() - begin) else None
-
-    def _due(self, what: tuple[_Sent, Received] | None) -> list[np.ndarray]:
-        """What is to be added now: what all ranks sent, and what was held."""
-        out = self._decode(what)
-        if self._held is not None:
-            np.add(self._flat, self._held, out=self._flat)
-            self._held = None
-        return out
-
-    def _decode(self, what: tuple[_Sent, Received] | None) -> list[np.ndarray]:
-        """What all ranks sent comes to; zeros for nothing."""
-        self._flat.fill(0)
-        if what is not None:
-            sent, received = what
-            scale = 1.0 / sent.active if self._strategy.op == "mean" else 1.0
-            self._codec_of(sent).decode(received.messages[: sent.active], self._out, scale)
-        return self._out
-
-    def _codec_of(self, sent: _Sent) -> codec.Codec[Any]:
-        """What a message was encoded with."""
-        return self._bfloat16 if sent.dense else self._codec
-
-    def _encode(self, tensors: Sequence[np.ndarray], finite: bool) -> _Sent:
+    def codec(self) -> codecs.Codec[Any]:
+        """See `MessageExchange.codec`: bfloat16 in a dense warm-up."""
         start = self._strategy.start
-        active = start.active(self._step, self._size)
-        status = _FINE if finite else _NOT_FINITE
-        nothing = np.zeros(0, np.uint8)
-        if self._rank >= active:
-            # It does not count, NaN or not.
-            return _Sent(False, active, nothing, _FINE, self._step)
         if start.dense(self._step):
-            return self._encode_dense(tensors, status)
+            return self._bfloat16
         density = None if self._density is None else start.density(self._step, self._density)
         if density != self._codec.target_density:
             self._codec = self._strategy.make_codec(density, self._threads)
-        try:
-            message = self._encode_ahead(tensors)
-        except UpdateError as error:
-            name = self._names[error.variable]
-            print(f"hvdx: rank {self._rank}, step {self._step + 1}: {name}: {error}", file=sys.stderr, flush=True)
-            return _Sent(False, active, nothing, _REFUSED, self._step)
+        return self._codec
+
+    def encode(self, tensors: Sequence[np.ndarray], codec: codecs.Codec[Any]) -> np.ndarray:
+        """See `MessageExchange.encode`."""
+        if codec is self._bfloat16:
+            return self._encode_dense(tensors)
+        message = self._encode_ahead(tensors)
         counts = self.telemetry
         entries = int(self._state.sent.sum())
         counts.entries += entries
@@ -218,7 +112,7 @@ class ThresholdExchange(Exchange):
         counts.entry_bytes += message.size
         counts.density, counts.tau = entries / max(self._n, 1), float(np.median(self._state.taus))
         self._warn_of_size(message.size)
-        return _Sent(False, active, message, status, self._step, self._kept(tensors))
+        return message
 
     def _warn_of_size(self, size: int) -> None:
         """Say once that compressing takes more bytes than not to: a fixed tau far below the updates does that."""
@@ -246,96 +140,37 @@ class ThresholdExchange(Exchange):
         np.subtract(self._state.residual, self._flat, out=self._state.residual)
         return message
 
-    def _encode_dense(self, tensors: Sequence[np.ndarray], status: int) -> _Sent:
+    def _encode_dense(self, tensors: Sequence[np.ndarray]) -> np.ndarray:
         """Everything, as bfloat16; what the rounding takes away waits in the residual."""
         update = np.concatenate([np.ravel(t) for t in tensors]) + self._state.residual
-        if not np.isfinite(update).all():
-            print(f"hvdx: rank {self._rank}, step {self._step + 1}: NaN in the update", file=sys.stderr, flush=True)
-            return _Sent(True, self._size, np.zeros(0, np.uint8), _REFUSED, self._step)
+        finite = np.isfinite(update)
+        if not finite.all():
+            element = int(np.argmin(finite))
+            raise UpdateError("NaN in the update", self._variable_at(element), element)
         message, _ = self._bfloat16.encode([update], self._bfloat16.init([self._n]))
         self._bfloat16.decode([message], [update], -1.0)
         self._state.residual[:] = update
         self.telemetry.density, self.telemetry.tau = 1.0, 0.0
-        return _Sent(True, self._size, message, status, self._step, self._kept(tensors))
+        return message
 
-    def _kept(self, tensors: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-        """A step's update, until it is known whether the step is skipped: TensorFlow's arrays end with the step."""
-        return tensors if self._thread is None else [t.copy() for t in tensors]
+    # -- what the link affords ----------------------------------------------------------------------------------------
 
-    def _take_back(self, sent: _Sent) -> None:
-        """Leave the residual as it was before a step that all ranks skip.
-
-        Its update is dropped everywhere: a run of skipped steps, all taken at the same weights, would otherwise be
-        added at once when it ends.
-        """
-        if sent.message.size:
-            self._codec_of(sent).decode([sent.message], [self._state.residual])
-            for tensor, residual in zip(sent.update, self.unsent, strict=True):
-                np.subtract(residual, tensor, out=residual)
-
-    def _say_skipped(self, statuses: np.ndarray, step: int) -> None:
-        self.telemetry.skipped += 1
-        self._skips += 1
-        ranks = np.flatnonzero(statuses).tolist()
-        listed = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-        if self._skips > _PATIENCE:
-            raise HvdxError(
-                f"{_PATIENCE} steps in a row were skipped: NaN or infinity on {listed}. The training has diverged: "
-                "lower the learning rate, clip gradients, or look at the data of that rank."
-            )
-        # Powers of two, so that a long series does not fill the terminal.
-        if self._rank == 0 and (self._skips & (self._skips - 1)) == 0:
-            again = f", {self._skips} in a row" if self._skips > 1 else ""
-            print(
-                f"hvdx: step {step + 1}: NaN or infinity on {listed}; all ranks skipped the step{again}.",
-                file=sys.stderr,
-                flush=True,
-            )
-
-    # -- what it costs, and what the link affords -------------------------------------------------------------------
-
-    def _clock(self, what: str, work: Callable[[], T]) -> T:
-        begin = time.perf_counter()
-        result = work()
-        setattr(self.telemetry, what, getattr(self.telemetry, what) + time.perf_counter() - begin)
-        return result
-
-    def _count(self, sent: _Sent, received: Received, shown: float | None = None) -> bool:
-        """Note what an exchange cost: whether its step is to be added, and not skipped."""
-        self._last = received
-        counts, others = self.telemetry, self._size - 1
-        head = 8 * (received.heads.shape[1] + 1)
-        counts.steps += 1
-        counts.messages += sent.message.size
-        counts.sent += others * (sent.message.size + head)
-        counts.received += sum(m.size for m in received.messages) - sent.message.size + others * head
-        if shown is None:
-            counts.waiting += received.waited
-            counts.exchanging += received.seconds
-        else:
-            counts.exchanging += shown
+    def see(self, received: Received) -> None:
+        """See `MessageExchange.see`."""
+        counts = self.telemetry
         if counts.steps % _RESIDUAL_EVERY == 1 and counts.tau:
             counts.residual = self.residual_norm()
-        self._see(received)
-        if received.heads[:, 0].any():
-            self._take_back(sent)
-            self._say_skipped(received.heads[:, 0], sent.step)
-            return False
-        self._skips = 0
-        return True
-
-    def residual_norm(self) -> float:
-        """Root mean square of what has not been sent, in tau of the last step."""
-        residual, tau = self._state.residual, float(np.median(self._state.taus))
-        return float(np.sqrt(np.dot(residual, residual) / max(residual.size, 1))) / tau if tau else 0.0
-
-    def _see(self, received: Received) -> None:
         if self._estimate is not None:
             sizes = [m.size for m in received.messages]
             # The transfers are those of the step before: each rank's own clock comes with the next head.
             self._estimate.see(float(np.median(received.heads[:, 1])) / 1e9, self._before, link.slowest(
                 received.heads[:, 2].tolist()))  # fmt: skip
             self._before = sum(sizes) - min(sizes, default=0)
+
+    def residual_norm(self) -> float:
+        """Root mean square of what has not been sent, in tau of the last step."""
+        residual, tau = self._state.residual, float(np.median(self._state.taus))
+        return float(np.sqrt(np.dot(residual, residual) / max(residual.size, 1))) / tau if tau else 0.0
 
     def _consider(self) -> None:
         """Ask anew what the link affords, where that decides; alike on all ranks."""
@@ -353,13 +188,9 @@ class ThresholdExchange(Exchange):
 
     def arrays(self) -> dict[str, np.ndarray]:
         """See `Exchange.arrays`."""
-        if self._pending is not None:
-            raise HvdxError("a step is still on its way: flush before saving.")
-        saved = {f"codec.{k}": v for k, v in self._state.arrays().items()}
-        if self._held is not None:
-            saved["late"] = self._held
         density = np.nan if self._density is None else self._density
-        return saved | {"step": np.array(self._step), "density": np.array(density)}
+        encoder = {f"codec.{k}": v for k, v in self._state.arrays().items()}
+        return super().arrays() | encoder | {"density": np.array(density)}
 
     def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
         """See `Exchange.restore`."""
@@ -367,10 +198,6 @@ class ThresholdExchange(Exchange):
             raise ConfigError(f"threshold: the saved state has no step and density; it holds {sorted(arrays)}.")
         mine = {k.removeprefix("codec."): v for k, v in arrays.items() if k.startswith("codec.")}
         self._state = self._codec.restore(mine, self._sizes)
-        self._step = int(arrays["step"])
-        late = arrays.get("late")
-        if late is not None and late.size != self._n:
-            raise ConfigError(f"threshold: the saved state has a step of {late.size} elements, and not of {self._n}.")
-        self._held = None if late is None else np.array(late, np.float32)
+        super().restore(arrays)
         if self._strategy.target_density == "link":
             self._density = float(arrays["density"])

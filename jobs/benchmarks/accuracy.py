@@ -97,7 +97,7 @@ def train(run: dict[str, Any]) -> dict[str, Any]:
     import hvdx
     from hvdx.jobs.data import load
     from hvdx.jobs.fashion_mnist import build
-    from hvdx.strategies import HostStrategy, parse
+    from hvdx.strategies import parse
 
     workers, data = run["workers"], load("fashion-mnist")
     keras.utils.set_random_seed(run["seed"])
@@ -108,7 +108,7 @@ def train(run: dict[str, Any]) -> dict[str, Any]:
     ]
     strategy = parse(run["spelling"])
     elements = sum(int(np.prod(v.shape)) for v in network.trainable_variables)
-    make = host_step if isinstance(strategy, HostStrategy) else dense_step
+    make = host_step if strategy.runs == "host" else dense_step
     step, cost = make(network, strategy, workers)
     accuracy = []
     steps = len(data.train_y) // (_BATCH * workers)

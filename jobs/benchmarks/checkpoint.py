@@ -79,8 +79,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     from hvdx.keras.checkpoint.folder import Folder
     from hvdx.keras.checkpoint.writer import Writer
+    from hvdx.keras.joining import join
     from hvdx.report.table import quantity, render
-    from hvdx.strategies import join
 
     model = model_of(round(args.parameters))
     arrays = [v.numpy() for v in (*model.weights, *model.optimizer.variables)]

@@ -336,7 +336,8 @@ def test_groups_leave_before_the_last_gradient_is_there():
     """The first collective of two must not wait for the gradients of the second."""
     if hvdx.size() == 1:
         return
-    binding = GraphBinding(hvdx.AllReduce(groups=2), world.graph(), "groups")
+    optimizer = keras.optimizers.SGD()
+    binding = GraphBinding(hvdx.AllReduce(groups=2), world.graph(), optimizer, "groups")
 
     @tf.function
     def step(a, b):

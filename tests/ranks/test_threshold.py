@@ -257,7 +257,7 @@ def test_layers_frozen_between_fits_keep_what_they_have_not_sent():
             assert callback.cost().steps == STEPS
     if hvdx.size() > 1:
         # What the fit with the frozen layer had not sent has gone over; its exchange is no longer needed.
-        _, open_now = host_binding._remembered[optimizer]
+        open_now = host_binding._remembered[optimizer].opened
         assert [len(variables) for _, variables in open_now.values()] == [4]
 
 

@@ -1,6 +1,7 @@
 import pytest
 
 from hvdx.comm import LocalComm
+from hvdx.comm.local import virtual_world
 from hvdx.strategies import AllReduce, TensorSpec
 
 SPECS = [TensorSpec("kernel", (784, 10), 4), TensorSpec("bias", (10,), 4), TensorSpec("scale", (), 4)]
@@ -8,15 +9,15 @@ SPECS = [TensorSpec("kernel", (784, 10), 4), TensorSpec("bias", (10,), 4), Tenso
 
 @pytest.mark.parametrize(("compression", "itemsize"), [("none", 4), ("fp16", 2), ("bf16", 2)])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_bytes_per_step_are_those_of_a_ring(compression, itemsize, size):
+def test_bytes_that_are_sent_are_those_of_a_ring(compression, itemsize, size):
     elements = 784 * 10 + 10 + 1
     expected = round(elements * itemsize * 2 * (size - 1) / size)
-    assert AllReduce(compression=compression).bytes_per_step(SPECS, size) == expected
+    assert AllReduce(compression=compression).open(virtual_world(size)[0], SPECS).sent == expected
 
 
 def test_world_of_one_gets_back_what_it_gave():
     tensors = [object(), object()]
-    assert AllReduce().exchange(LocalComm(), tensors, "step") == tensors
+    assert AllReduce().open(LocalComm(), [], name="step").step(tensors) == tensors
 
 
 def test_repr_is_the_call_that_makes_it():

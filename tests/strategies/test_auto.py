@@ -55,7 +55,7 @@ def test_model_of_the_ring():
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_trial_averages(size):
     def run(comm):
-        exchange = Auto().trial().open(comm, SPECS)
+        exchange = Auto().open(comm, SPECS)
         given = [np.full(s.shape, comm.rank + 1.0, np.float32) for s in SPECS]
         got = [exchange.step(given) for _ in range(3)][-1]
         assert len(exchange.computed) == 2

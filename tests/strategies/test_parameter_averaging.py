@@ -1,10 +1,13 @@
 """What `ParameterAveraging` is told, and what it says of itself."""
 
+import numpy as np
 import pytest
 
 from hvdx import ParameterAveraging
-from hvdx.errors import ConfigError
+from hvdx.comm.local import virtual_world
+from hvdx.errors import ConfigError, ReplicaError
 from hvdx.strategies import TensorSpec, parse
+from tests.strategies.virtual import on_all
 
 
 def test_period_may_be_a_number_or_a_schedule():
@@ -55,9 +58,44 @@ def test_flags_are_flags():
         ParameterAveraging(average_optimizer="false")
 
 
-def test_bytes_are_those_of_a_ring_over_the_period():
+def test_bytes_are_those_of_a_ring():
     specs = [TensorSpec("a", (10, 10), 4), TensorSpec("b", (), 4)]
-    strategy = ParameterAveraging(8)
-    assert strategy.bytes_per_average(specs, 4) == round(404 * 1.5)
-    assert strategy.bytes_per_step(specs, 4) == round(606 / 8)
-    assert strategy.bytes_per_step(specs, 1) == 0
+    for size, sent in ((4, round(404 * 1.5)), (1, 0)):
+        assert ParameterAveraging(8).open(virtual_world(size)[0], specs).sent == sent
+
+
+def opened(comm, arrays):
+    """An exchange of arrays between virtual ranks, whose channel adds up what Horovod adds up in a graph."""
+    channel = comm.channel("the weights")
+
+    def all_reduce(tensors, how, name):
+        assert not how.average
+        flat = np.concatenate([np.ravel(t) for t in tensors])
+        channel.all_reduce(flat)
+        ends = np.cumsum([t.size for t in tensors])
+        return [flat[end - t.size : end].reshape(t.shape) for t, end in zip(tensors, ends, strict=True)]
+
+    comm.all_reduce = all_reduce
+    return ParameterAveraging(8).open(comm, [TensorSpec("w", a.shape, a.itemsize) for a in arrays], name="test")
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_means_are_weighted_and_each_is_of_its_dtype(size):
+    def run(comm):
+        arrays = [np.full(shape, comm.rank, dtype) for shape, dtype in (((2, 3), "f4"), ((), "f8"), ((4,), "f4"))]
+        weights = {a.dtype: np.full((), comm.rank + 1, a.dtype) for a in arrays}
+        return opened(comm, arrays).step([a * weights[a.dtype] for a in arrays], weights)
+
+    mean = sum(rank * (rank + 1) for rank in range(size)) / sum(rank + 1 for rank in range(size))
+    for means in on_all(size, run):
+        assert [(m.shape, m.dtype.name) for m in means] == [((2, 3), "float32"), ((), "float64"), ((4,), "float32")]
+        for array in means:
+            np.testing.assert_allclose(array, mean, rtol=1e-6)
+
+
+def test_rank_that_took_fewer_steps_is_told_to_all():
+    def run(comm):
+        with pytest.raises(ReplicaError, match=r"have taken \[7, 8\] steps"):
+            opened(comm, [np.zeros(1, np.float32)]).agree(7 + comm.rank)
+
+    on_all(2, run)

@@ -174,27 +174,6 @@ def test_ranks_that_do_not_fit_are_refused_on_all(strategy, workers, serving, ma
         assert caught.value.collective
 
 
-def test_bytes_of_a_step_are_those_of_the_update_where_ranks_only_serve():
-    assert ParameterServer().bytes_per_step(SPECS, 4) == 4004
-    assert ParameterServer(codec="fp16").bytes_per_step(SPECS, 4) == 2002
-    assert ParameterServer(codec="bf16").bytes_per_step(SPECS, 4) == 2002
-    assert 0 < ParameterServer(codec="threshold:0.01").bytes_per_step(SPECS, 4) < 40
-    assert ParameterServer(codec="threshold").bytes_per_step(SPECS, 4) == ParameterServer(
-        codec="threshold:0.01"
-    ).bytes_per_step(SPECS, 4)
-
-
-def test_bytes_of_a_step_hold_the_answers_where_workers_serve():
-    assert ParameterServer("colocated").bytes_per_step(SPECS, 4) == 2 * 4004 * 3 // 4
-    assert ParameterServer("colocated").bytes_per_step(SPECS, 1) == 0
-
-
-def test_one_double_makes_all_travel_in_double_precision():
-    specs = [*SPECS, TensorSpec("d", (9,), 8)]
-    assert ParameterServer().bytes_per_step(specs, 4) == 8 * 1010
-    assert ParameterServer(codec="fp16").bytes_per_step(specs, 4) == 2 * 1010
-
-
 @pytest.mark.parametrize("codec", ["none", "fp16", "threshold"])
 def test_what_codecs_without_a_residual_saved_is_dealt_out_as_nothing(codec):
     saved = [{"apart": np.ones((), np.int8)}] * 4

@@ -1,6 +1,7 @@
 import pytest
 
 import hvdx
+from hvdx import codec
 from hvdx.errors import ConfigError
 from hvdx.strategies import names, parse, resolve
 
@@ -52,3 +53,39 @@ def test_resolve_takes_strategies_names_and_the_environment(monkeypatch):
 
 def test_names_are_the_registered_ones():
     assert names() == ["all_reduce", "auto", "parameter_averaging", "parameter_server", "threshold"]
+
+
+MODULE = """
+from hvdx.codec import Raw
+from hvdx.strategies import AllReduce
+
+class Loud(AllReduce):
+    name = "loud"
+
+    def __init__(self, volume=1, op="average"):
+        super().__init__(op=op)
+        self.volume = volume
+
+class Rare(Raw):
+    name, number = "rare", 200
+"""
+POINTS = "[hvdx.strategies]\nloud = loud_hvdx:Loud\nbroken = loud_hvdx:Rare\n[hvdx.codecs]\nrare = loud_hvdx:Rare\n"
+
+
+def test_other_packages_have_strategies_and_codecs(tmp_path, monkeypatch):
+    (tmp_path / "loud_hvdx.py").write_text(MODULE)
+    info = tmp_path / "loud_hvdx-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: loud-hvdx\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(POINTS)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert {"loud", "all_reduce"} < set(names())
+    assert repr(parse("loud:volume=3,op=sum")) == "Loud(volume=3, op='sum')"
+    monkeypatch.setenv("HVDX_STRATEGY", "loud")
+    assert repr(resolve(None)) == "Loud()"
+    with pytest.raises(ConfigError, match="did you mean volume"):
+        parse("loud:volum=3")
+    with pytest.raises(ConfigError, match=r"expected a class of hvdx.strategies.Strategy at loud_hvdx:Rare"):
+        parse("broken")
+    assert type(codec.make("rare")).__name__ == "Rare"
+    assert repr(hvdx.ParameterServer(codec="rare")) == "ParameterServer(codec='rare')"

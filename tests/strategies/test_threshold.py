@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from hvdx.errors import ConfigError, HvdxError, ReplicaError
-from hvdx.strategies import TensorSpec, Threshold, parse
+from hvdx.strategies import TensorSpec, Threshold, link, parse
 from tests.strategies.virtual import ELEMENTS, SHAPES, SPECS, on_all
 
 OPTIONS = {
@@ -343,7 +343,7 @@ def test_one_line_spelling():
     assert repr(parse("threshold:tau=0.001")) == "Threshold(tau=0.001)"
 
 
-def test_bytes_beforehand_are_near_those_that_travel():
+def test_bytes_that_travel_are_near_the_entropy():
     specs = [TensorSpec("w", (200_000,), 4)]
     strategy = Threshold(target_density=0.02)
 
@@ -354,4 +354,4 @@ def test_bytes_beforehand_are_near_those_that_travel():
         return exchange.telemetry.sent / 30
 
     for sent in on_all(2, run):
-        assert 0.7 < sent / strategy.bytes_per_step(specs, 2) < 1.4
+        assert 0.7 < sent / link.message_bytes(200_000, 0.02) < 1.4

@@ -19,10 +19,9 @@ from hvdx.keras.checkpoint.folder import Folder, Position, alike, positions_in
 from hvdx.keras.checkpoint.moments import Polls, parse
 from hvdx.keras.checkpoint.restoring import Restored, restore_newest, say
 from hvdx.keras.checkpoint.writer import Writer, wait_for_all
+from hvdx.keras.joining import join
 from hvdx.keras.lockstep import Lockstep, meet
 from hvdx.keras.optimizer import binding_of, optimizers_of
-from hvdx.keras.server_binding import ServerBinding
-from hvdx.strategies import join
 
 
 class _Said(NamedTuple):
@@ -129,7 +128,8 @@ class Checkpoint(keras.callbacks.Callback):
         if self._lockstep is not None:
             self._lockstep.ending, self._lockstep.save = self._is_ending, self._save_and_leave_together
         self._polls, self._saved_at, self._steps = Polls(), time.monotonic(), 0
-        self._deals_out = any(isinstance(binding_of(o), ServerBinding) for o in optimizers_of(self.model))
+        bindings = [binding_of(o) for o in optimizers_of(self.model)]
+        self._deals_out = any(b is not None and b.strategy.asynchronous for b in bindings)
         if self._deals_out and not self._every.epochs:
             raise alike(
                 f"Checkpoint: every={self.every!r}: workers of a parameter server are not at the same step. Give a "

@@ -11,8 +11,9 @@ import tensorflow as tf
 
 from hvdx.errors import ConfigError
 from hvdx.keras import replicas
-from hvdx.keras.optimizer import binding_of, optimizers_of, own_ids
-from hvdx.keras.optimizer_state import innermost, local_variables
+from hvdx.keras.optimizer import binding_of, optimizers_of
+from hvdx.keras.optimizer_state import innermost
+from hvdx.keras.ownership import accumulated, own_ids
 from hvdx.version import __version__
 
 
@@ -62,7 +63,7 @@ def snapshot(model: Any, rank: int, data: Data, within_epoch: bool = False) -> S
         within_epoch: metrics are half-way, and weights that no gradient reaches differ from rank to rank: they become
             one at the end of an epoch.
     """
-    own = own_ids(model) | ({id(v) for v in model.non_trainable_weights} if within_epoch else set())
+    own = own_ids(model, within_epoch)
     groups = {"weights": model.weights, "optimizer": replicas.optimizer_state_of(model)}
     shared: dict[str, Any] = {}
     mine = _own_arrays(model)
@@ -165,11 +166,6 @@ def _positions(variables: Sequence[Any], model: Any) -> list[int] | None:
     places = {id(v): i for i, v in enumerate(model.weights)}
     found = [places.get(id(v)) for v in variables]
     return None if None in found else found  # type: ignore[return-value]
-
-
-def accumulated(model: Any) -> list[Any]:
-    """Gradients that optimisers are still accumulating."""
-    return [v for optimizer in optimizers_of(model) for v in local_variables(optimizer)]
 
 
 # -- random numbers ---------------------------------------------------------------------------------------------------

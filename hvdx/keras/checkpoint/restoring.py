@@ -14,7 +14,6 @@ from hvdx.keras import data, replicas
 from hvdx.keras.binding import Binding
 from hvdx.keras.checkpoint.contents import (
     Data,
-    accumulated,
     common_generator,
     described,
     generators,
@@ -22,8 +21,9 @@ from hvdx.keras.checkpoint.contents import (
 )
 from hvdx.keras.checkpoint.files import Arrays
 from hvdx.keras.checkpoint.folder import Folder, Position, Saved
-from hvdx.keras.optimizer import binding_of, optimizers_of, own_variables
-from hvdx.strategies import join
+from hvdx.keras.joining import join
+from hvdx.keras.optimizer import binding_of, optimizers_of
+from hvdx.keras.ownership import accumulated, own_ids
 
 Assignments = list[tuple[Any, np.ndarray]]
 
@@ -212,13 +212,8 @@ class _Reading:
 
     def _of_ranks(self, name: str, variables: Mapping[int, Any]) -> Assignments:
         """This rank's own values; the mean over the ranks, where their number was another or they are shared now."""
-        still = {id(v) for v in accumulated(self._model)}
-        if self._manifest["step"]:
-            still |= {id(v) for v in self._model.non_trainable_weights}
-        for says, optimizer in zip(self._manifest["optimizers"], optimizers_of(self._model), strict=True):
-            binding = binding_of(optimizer)
-            if binding is not None and binding.kind == says["kind"]:
-                still |= {id(v) for v in own_variables(optimizer, now=False)}
+        kinds = [says["kind"] for says in self._manifest["optimizers"]]
+        still = own_ids(self._model, bool(self._manifest["step"]), now=False, of=lambda i, b: b.kind == kinds[i])
         if self._size == self._ranks and all(id(v) in still for v in variables.values()):
             mine = self._saved.rank(self._rank)
             return [(v, mine[f"{name}.{i}"]) for i, v in variables.items()]

@@ -19,9 +19,9 @@ from hvdx.keras import data
 from hvdx.keras.checkpoint import files
 from hvdx.keras.checkpoint.contents import Data, Snapshot, snapshot, value_of
 from hvdx.keras.checkpoint.folder import FORMAT, SHARED, Folder, Position, alike, of_rank, told
+from hvdx.keras.joining import join
 from hvdx.keras.lockstep import meet
 from hvdx.keras.optimizer import binding_of, optimizers_of
-from hvdx.strategies import join
 
 _REMEDY = "The checkpoints before it are as they were."
 # How often rank 0 looks whether the others have written theirs; and for how long, once they say that they have: file

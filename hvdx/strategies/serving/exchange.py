@@ -1,29 +1,24 @@
 """A worker's side of the parameter server: push what a step has changed, and go on with what the servers have."""
 
 import pickle
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from hvdx.comm import Comm
 from hvdx.comm.launcher import kernel_threads
-from hvdx.errors import HvdxError, UpdateError
-from hvdx.strategies.base import Exchange, TensorSpec, agree_on_strategy, agree_on_tensors, views
+from hvdx.errors import UpdateError
+from hvdx.strategies.base import TensorSpec, views
 from hvdx.strategies.compiling import prepare_together
-from hvdx.strategies.serving.messages import Kind, cut
+from hvdx.strategies.driver import PATIENCE, HostExchange
+from hvdx.strategies.serving.messages import Kind, Plan, cut
 from hvdx.strategies.serving.office import office_of
 from hvdx.strategies.serving.updates import is_finite, joined_residual, make_codec
 from hvdx.strategies.telemetry import ServerTelemetry
 
-if TYPE_CHECKING:
-    from hvdx.strategies.parameter_server import ParameterServer
-
-# Updates in a row that may be refused before the training is given up.
-_PATIENCE = 100
 # Bytes of a head on the wire.
 _HEAD_BYTES = 88
 # A server's share of the weights comes in parts of at least so many bytes, of which each is a session of its own: while
@@ -31,6 +26,18 @@ _HEAD_BYTES = 88
 _LEAST_PART, _MOST_PARTS = 1 << 19, 4
 # Numbers of sessions that an exchange has before it takes those of the next.
 _SERIES_BITS = 32
+
+
+class Options(Protocol):
+    """The options that an exchange reads; see `hvdx.strategies.ParameterServer`."""
+
+    codec: str
+
+    def server_ranks(self, comm: Comm) -> list[int]:
+        """Name the ranks that serve."""
+
+    def plan(self, workers: int, elements: int, dtype: str) -> Plan:
+        """Make what a server has to know."""
 
 
 @dataclass
@@ -67,26 +74,23 @@ def _divided(servers: Sequence[int], elements: int, itemsize: int) -> list[_Part
     return [_Part(servers[i % len(servers)], *bounds) for i, bounds in enumerate(cut(elements, times * len(servers)))]
 
 
-class ServerExchange(Exchange):
+class ServerExchange(HostExchange):
     """One worker's exchange of one list of variables; see `ParameterServer`. Collective.
 
     Args:
-        strategy: its options.
+        strategy: its options, the same on all workers.
         comm: the workers.
-        specs: the variables.
+        specs: the variables, of the same shapes on all workers.
 
     Raises:
-        ReplicaError: the workers have different strategies or variables.
         ConfigError: more servers, or more updates to collect, than there are workers.
     """
 
     telemetry: ServerTelemetry
 
-    def __init__(self, strategy: "ParameterServer", comm: Comm, specs: Sequence[TensorSpec]):
-        self._strategy, self._comm, self._specs = strategy, comm, list(specs)
-        agree_on_strategy(strategy, comm)
-        agree_on_tensors(specs, comm)
-        self._n = sum(s.elements for s in specs)
+    def __init__(self, strategy: Options, comm: Comm, specs: Sequence[TensorSpec]):
+        super().__init__(specs, ServerTelemetry())
+        self._strategy, self._comm = strategy, comm
         self._dtype = np.dtype(np.float64 if any(s.itemsize > 4 for s in specs) else np.float32)
         self._codec = make_codec(strategy.codec, kernel_threads(comm.local_size))
         if self._codec is not None:
@@ -105,10 +109,7 @@ class ServerExchange(Exchange):
         self._office.know(part.server for part in self._parts)
         self._next_session = 0
         self.renew()
-        self._left: float | None = None
-        self._refusals = 0
         self._reason = ""
-        self.telemetry = ServerTelemetry(elements=self._n)
 
     # -- the beginning and the end of a session -----------------------------------------------------------------------
 
@@ -178,7 +179,7 @@ class ServerExchange(Exchange):
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def step(self, tensors: Sequence[np.ndarray], finite: bool = True) -> list[np.ndarray]:
+    def combine(self, tensors: Sequence[np.ndarray], finite: bool) -> list[np.ndarray]:
         """Push what a step has changed, and pull. Not collective.
 
         Args:
@@ -194,8 +195,6 @@ class ServerExchange(Exchange):
             HvdxError: 100 updates in a row held NaN.
         """
         begin, counts = time.perf_counter(), self.telemetry
-        if self._left is not None:
-            counts.computing += begin - self._left
         for update, now, before in zip(self._update_views, tensors, self._weight_views, strict=True):
             np.subtract(now, before, out=update)
         fit = finite and is_finite(self._update)
@@ -220,11 +219,10 @@ class ServerExchange(Exchange):
         counts.steps += 1
         self._note(fine)
         result = [w.copy() for w in self._weight_views]
-        self._left = time.perf_counter()
         counts.encoding += encoded - begin
         counts.waiting += min(held, there - encoded)
         counts.exchanging += max(there - encoded - held, 0.0)
-        counts.decoding += self._left - there
+        counts.decoding += time.perf_counter() - there
         return result
 
     def _encoded(self) -> list[np.ndarray] | None:
@@ -245,7 +243,7 @@ class ServerExchange(Exchange):
                         residual = encoded.state.residual
                         self._codec.decode([message], [residual])
                         np.subtract(residual, encoded.of(self._single), out=residual)
-                self._reason = f"{self._name_at(part.begin + error.element)}: {error}"
+                self._reason = f"{self.specs[self._variable_at(part.begin + error.element)].name}: {error}"
                 return None
             bodies.append(body)
         self.telemetry.messages += sum(body.size for body in bodies)
@@ -256,33 +254,20 @@ class ServerExchange(Exchange):
         if not finite:
             return f" in the gradient of {self.blamed}" if self.blamed else ""
         bad = np.flatnonzero(~np.isfinite(self._update))
-        return f" in the update of {self._name_at(int(bad[0]))}" if bad.size else ""
-
-    def _name_at(self, element: int) -> str:
-        """The variable that an element of the flat update belongs to."""
-        ends = np.cumsum([s.elements for s in self._specs])
-        return self._specs[int(np.searchsorted(ends, element, side="right"))].name
+        return f" in the update of {self.specs[self._variable_at(int(bad[0]))].name}" if bad.size else ""
 
     def _note(self, fine: bool) -> None:
-        """Say what was refused, in powers of two, so that a long series does not fill the terminal."""
+        """Count an update that was refused, or that none was."""
         if fine:
-            self._refusals = 0
+            self._skips = 0
             return
-        self.telemetry.skipped += 1
-        self._refusals += 1
-        if self._refusals >= _PATIENCE:
-            raise HvdxError(
-                f"{_PATIENCE} updates in a row of rank {self._comm.rank} were refused; the last: {self._reason}. If "
-                "the training has diverged, lower the learning rate, clip gradients, or look at the data of that rank."
-            )
-        if self._refusals & (self._refusals - 1) == 0:
-            again = f", {self._refusals} in a row" if self._refusals > 1 else ""
-            print(
-                f"hvdx: step {self.telemetry.steps} of rank {self._comm.rank}: its update was refused{again}: "
-                f"{self._reason}.",
-                file=sys.stderr,
-                flush=True,
-            )
+        rank = self._comm.rank
+        self._skipped(
+            True,
+            lambda again: f"step {self.telemetry.steps} of rank {rank}: its update was refused{again}: {self._reason}.",
+            lambda: f"{PATIENCE} updates in a row of rank {rank} were refused; the last: {self._reason}. If "
+            "the training has diverged, lower the learning rate, clip gradients, or look at the data of that rank.",
+        )
 
     def _count_bytes(self, part: "_Part", sent: int, received: int | None = None) -> None:
         """A letter to a server, and the answer: the server's weights, unless it is said how long it is."""
@@ -290,10 +275,6 @@ class ServerExchange(Exchange):
             self.telemetry.sent += sent + _HEAD_BYTES
             self.telemetry.received += _HEAD_BYTES
             self.telemetry.received += part.elements * self._dtype.itemsize if received is None else received
-
-    def resume(self) -> None:
-        """See `Exchange.resume`."""
-        self._left = None
 
     def flush(self) -> list[np.ndarray] | None:
         """Wait until all workers have flushed: the weights with all that anybody sent, alike on all. Collective.
@@ -308,7 +289,7 @@ class ServerExchange(Exchange):
         begin = time.perf_counter()
         answers = self._office.call(letters, Kind.FINAL)
         self.telemetry.ending += time.perf_counter() - begin
-        self._left = None
+        self.resume()
         servers = tuple(
             (part.server, *answers[part.session].head[2:6], *(t / 1e6 for t in answers[part.session].head[6:8]))
             for part in self._parts
@@ -329,12 +310,12 @@ class ServerExchange(Exchange):
 
     @property
     def unsent(self) -> list[np.ndarray]:
-        """See `Exchange.unsent`."""
+        """See `HostExchange.unsent`."""
         residuals = [part.state.residual for part in self._parts if hasattr(part.state, "residual")]
-        return views(np.concatenate(residuals) if residuals else np.zeros(self._n, np.float32), self._specs)
+        return views(np.concatenate(residuals) if residuals else np.zeros(self._n, np.float32), self.specs)
 
     def owe(self, tensors: Sequence[np.ndarray]) -> None:
-        """See `Exchange.owe`; a codec that keeps nothing owes nothing."""
+        """See `HostExchange.owe`; no-op for codecs without a residual."""
         flat = np.concatenate([np.ravel(t) for t in tensors])
         for part in self._parts:
             if hasattr(part.state, "residual"):

@@ -9,7 +9,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
@@ -19,9 +19,6 @@ from hvdx.comm.waiting import LIMIT_VARIABLE, Patience, time_limit
 from hvdx.errors import ExchangeError, HvdxError, WireError
 from hvdx.strategies.serving.desk import Desk
 from hvdx.strategies.serving.messages import SERVER_BOX, WORKER_BOX, Kind
-
-if TYPE_CHECKING:
-    from hvdx.strategies.serving.exchange import ServerExchange
 
 #: A letter to a server: its rank, head and body.
 Call = tuple[int, list[int], np.ndarray | None]
@@ -73,6 +70,13 @@ def serve(postbox: Postbox, desk: Desk, stop: threading.Event | None = None) -> 
             postbox.send(to, WORKER_BOX, head, body)
 
 
+class Receiver(Protocol):
+    """Has a place for the bodies of a session's letters."""
+
+    def place(self, session: int, kind: Kind, size: int) -> np.ndarray | None:
+        """Give the place of a body of so many bytes; None leaves it to the postbox."""
+
+
 class Office:
     """A worker's letters to servers, and its own server where it has one.
 
@@ -87,7 +91,7 @@ class Office:
 
     def __init__(self, comm: Comm):
         self._comm = comm
-        self.exchanges: weakref.WeakValueDictionary[int, ServerExchange] = weakref.WeakValueDictionary()
+        self.exchanges: weakref.WeakValueDictionary[int, Receiver] = weakref.WeakValueDictionary()
         self._box = comm.postbox(WORKER_BOX, self._place)
         self.round = self.series = 0
         self._known: set[int] = set()

@@ -1,21 +1,16 @@
 """A worker's side of the turnstile: whoever is ready takes the next step of an epoch."""
 
-from typing import TYPE_CHECKING
-
 from hvdx.comm import Comm
 from hvdx.strategies.serving.messages import Kind
 from hvdx.strategies.serving.office import office_of
-
-if TYPE_CHECKING:
-    from hvdx.strategies.parameter_server import ParameterServer
 
 
 class Tickets:
     """The steps of an epoch, dealt out by the first server. Collective.
 
     Args:
-        strategy: knows the servers.
         comm: the workers.
+        server: the rank that deals them out.
         steps: in an epoch, of all workers together; each takes its first without asking.
         begun: so many of the first epoch's were taken before.
 
@@ -25,10 +20,10 @@ class Tickets:
         stopped: whether that is because a worker wanted it so.
     """
 
-    def __init__(self, strategy: "ParameterServer", comm: Comm, steps: int, begun: int = 0):
+    def __init__(self, comm: Comm, server: int, steps: int, begun: int = 0):
         self._workers, self.steps, self.taken, self.over, self.stopped = comm.size, steps, 0, False, False
         self._before, self._begun = 0, begun
-        self._office, self._server = office_of(comm), strategy.server_ranks(comm)[0]
+        self._office, self._server = office_of(comm), server
         self._office.know([self._server])
         # An exception may have ended a fit on some workers before it had begun an epoch.
         self._office.round = max(comm.all_gather_object(self._office.round, "the round"))

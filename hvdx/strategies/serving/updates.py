@@ -36,7 +36,7 @@ def make_codec(spelling: str, threads: int | None = None) -> Any:
     try:
         if name == "threshold":
             return codec.make(name, target_density=float(density or _DENSITY), threads=threads)
-        if not density and name in codec.CODECS:
+        if not density and name in codec.names():
             return codec.make(name)
     except ValueError as error:
         raise ConfigError(f"ParameterServer: codec: {error}") from None

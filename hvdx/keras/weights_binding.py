@@ -1,6 +1,6 @@
-"""Ties an optimiser to a parameter server: a step of its own, and then the weights are those that the servers have."""
+"""Ties an optimiser to a strategy that exchanges weights on the host, such as a parameter server."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,15 +11,15 @@ from hvdx.errors import ConfigError, ReplicaError
 from hvdx.keras.binding import apply_constraints, describe
 from hvdx.keras.host_binding import HostBinding
 from hvdx.keras.optimizer_state import innermost, moving_averages
-from hvdx.strategies import ParameterServer
+from hvdx.strategies import Strategy
 
 
-class ServerBinding(HostBinding):
-    """Pushes what an optimiser's step has changed, and pulls.
+class WeightsBinding(HostBinding):
+    """Lets an optimiser take its own step, gives the weights to the exchange, and goes on with those that come back.
 
-    The update is the difference from the weights that were pulled last, so whatever else happens to weights meanwhile
-    (decay, constraints, a script's own clipping) is part of it. From one flush to the next the servers hold the
-    weights; what happens to them between a flush and the next step is not for the servers to add up.
+    Whatever else happens to weights meanwhile (decay, constraints, a script's own clipping) is part of what the
+    exchange sees. Where ranks are asynchronous, servers hold the weights from one flush to the next; what happens to
+    them between a flush and the next step is not for the servers to add up.
 
     Args:
         strategy, comm, optimizer, name, gain: see `HostBinding`; the optimiser may be a loss-scale one.
@@ -29,7 +29,7 @@ class ServerBinding(HostBinding):
         ReplicaError: of a step and a flush, where some workers take their first step and others flush without one.
     """
 
-    def __init__(self, strategy: ParameterServer, comm: Comm, optimizer: Any, name: str, gain: float = 1.0):
+    def __init__(self, strategy: Strategy, comm: Comm, optimizer: Any, name: str, gain: float = 1.0):
         inner = innermost(optimizer)
         super().__init__(strategy, comm, inner, name, gain)
         if inner.use_ema and inner.ema_overwrite_frequency:
@@ -37,9 +37,9 @@ class ServerBinding(HostBinding):
                 f"optimizer {inner.name}: ema_overwrite_frequency sets the weights anew on every worker, and servers "
                 "would add that up. Leave it out: Keras sets them when fit ends."
             )
-        self._label, self._op = f"optimizer {inner.name}", strategy.op
+        self._label = f"optimizer {inner.name}"
         self._scaler = optimizer if optimizer is not inner else None
-        # Whether the servers have the weights, for each list of variables.
+        # Whether the exchange has had the weights to begin with, for each list of variables.
         self._begun: dict[tuple[int, ...], tf.Variable] = {}
         # The lists that were met since the last flush.
         self._current: set[tuple[int, ...]] = set()
@@ -51,7 +51,7 @@ class ServerBinding(HostBinding):
         return super().gradients(gradients)
 
     def apply(self, optimizer: Any, step: Callable[[], Any], variables: Sequence[Any]) -> None:
-        """See `Binding.apply`. In the first step the servers get the weights as they were before it."""
+        """See `Binding.apply`. In the first step the exchange gets the weights as they were before it."""
         begun, dtype = self._flag(tuple(id(v) for v in variables)), _dtype(variables)
         with tf.device("CPU:0"):
             # One operation does both: those of two optimisers come in one order on all ranks, and a condition in the
@@ -82,19 +82,24 @@ class ServerBinding(HostBinding):
                 exchange.begin([np.asarray(tf.convert_to_tensor(v)) for v in variables])
             final = exchange.flush()
             self._flag(key).assign(False)
-            for variable, value in zip(variables, final, strict=True):
-                variable.assign(tf.cast(value, variable.dtype))
-            apply_constraints(variables)
+            if final is not None:
+                for variable, value in zip(variables, final, strict=True):
+                    variable.assign(tf.cast(value, variable.dtype))
+                apply_constraints(variables)
         self._current.clear()
         self._agree_on_averages()
 
     def hold(self) -> None:
-        """See `Binding.hold`: the servers have the weights, and nobody goes on."""
+        """See `Binding.hold`: servers have the weights, and nobody goes on."""
         self.flush()
 
     def arrays(self) -> dict[str, np.ndarray]:
         """See `Binding.arrays`; without a residual there is nothing to remember, but that momenta are apart."""
         return {} if self.exchange is None else {"apart": np.ones((), np.int8)} | super().arrays()
+
+    def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """See `Binding.restore`."""
+        super().restore({name: array for name, array in arrays.items() if name != "apart"})
 
     def reopen(self, variables: Sequence[Any]) -> None:
         """See `Binding.reopen`."""
@@ -103,10 +108,7 @@ class ServerBinding(HostBinding):
         self._current.clear()
 
     def renew(self) -> None:
-        """The weights are about to become others than the servers have: begin anew with those, in the next step.
-
-        What was not sent yet stays. The next step has to be one that is traced.
-        """
+        """See `Binding.renew`: the next step begins anew with the new weights."""
         for begun in self._begun.values():
             begun.assign(False)
         self._used.clear()
@@ -125,7 +127,6 @@ class ServerBinding(HostBinding):
         earlier = opens and key in self._open
         shared = [] if key in self._current else self._shared(variables)
         if opens:
-            self._refuse_constraints(variables)
             self._meet(opens=True, shared=shared)
         elif shared:
             raise self._overlapping(shared)
@@ -163,19 +164,6 @@ class ServerBinding(HostBinding):
         error.collective = collective
         return error
 
-    def _refuse_constraints(self, variables: Sequence[Any]) -> None:
-        """What a constraint takes back, each worker takes back: N times, where updates are added up."""
-        if self._op != "sum" or self.comm.size == 1:
-            return
-        for variable in variables:
-            if getattr(variable, "constraint", None) is not None:
-                error = ConfigError(
-                    f"variable {describe(variable).name}: expected none with a constraint under op='sum', got "
-                    f"{type(variable.constraint).__name__}, whose correction every worker pushes. Use op='mean'."
-                )
-                error.collective = True
-                raise error
-
     def _agree_on_averages(self) -> None:
         """Each worker has followed its own way through the weights; what Keras sets in the end is one network."""
         for variable in moving_averages(self._optimizer()):
@@ -183,8 +171,8 @@ class ServerBinding(HostBinding):
             variable.assign((total / self.comm.size).reshape(variable.shape).astype(variable.dtype))
 
     def any_overflow(self, overflowed: Any) -> Any:
-        """See `Binding.any_overflow`: this rank alone skips its step, and nobody waits for it."""
-        return overflowed
+        """See `Binding.any_overflow`; where nobody waits for this rank, it alone skips its step."""
+        return overflowed if self.strategy.asynchronous else super().any_overflow(overflowed)
 
     def own_variables(self, now: bool = True) -> list[Any]:
         """See `Binding.own_variables`: workers differ in their steps as well, and are alike in the learning rate."""
@@ -195,7 +183,7 @@ class ServerBinding(HostBinding):
 
 
 def _step(exchange: Any, arrays: list[np.ndarray], finite: bool) -> list[np.ndarray]:
-    """Push and pull; the first half of the arrays is empty unless the servers are to get the weights."""
+    """Push and pull; the first half of the arrays is empty unless the exchange is to get the weights."""
     before, after = arrays[: len(arrays) // 2], arrays[len(arrays) // 2 :]
     if not exchange.is_open:
         exchange.begin(before)

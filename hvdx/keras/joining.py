@@ -1,0 +1,30 @@
+"""Joining the world from Keras: cores and GPUs are shared out, and every `fit` is watched from then on."""
+
+import weakref
+
+from hvdx import strategies
+from hvdx.comm import Comm
+from hvdx.keras import placement, separate
+from hvdx.strategies import Strategy
+
+_joined: "weakref.WeakSet[Comm]" = weakref.WeakSet()
+
+
+def join(strategy: Strategy | str | None = None) -> Comm:
+    """Join the world, the first time; later calls return the same communicator. Collective.
+
+    Args:
+        strategy: see `hvdx.strategies.join`.
+
+    Returns:
+        The communicator of the ranks that train; the others never return.
+
+    Raises:
+        ConfigError, LaunchError, HorovodError: see `hvdx.strategies.join`.
+    """
+    comm = strategies.join(strategy)
+    if comm not in _joined:
+        _joined.add(comm)
+        placement.place(comm)
+        separate.watch(comm)
+    return comm
