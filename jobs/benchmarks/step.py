@@ -359,7 +359,10 @@ def make_data(batch: int) -> tf.data.Dataset:
     made = np.random.default_rng(hvdx.rank())
     x = made.normal(size=(_BATCHES, batch, _INPUTS)).astype(np.float32)
     y = made.integers(_CLASSES, size=(_BATCHES, batch))
-    return tf.data.Dataset.from_tensor_slices((x, y)).repeat().prefetch(2)
+    # The thread that tunes would hold up the end.
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return tf.data.Dataset.from_tensor_slices((x, y)).repeat().prefetch(2).with_options(options)
 
 
 def say(text: str) -> None:
