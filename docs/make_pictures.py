@@ -10,8 +10,8 @@ DOCS = Path(__file__).resolve().parent
 PICTURE = DOCS / "pictures" / "seconds-to-85.svg"
 # The name in network.json, the label, the colour of the bar.
 BARS = (
-    ("Horovod fp32", "AllReduce(), Horovod, float32", "#9aa5b1"),
-    ("Horovod fp16", 'AllReduce(compression="fp16"), Horovod', "#9aa5b1"),
+    ("Horovod fp32", "AllReduce(), float32", "#9aa5b1"),
+    ("Horovod fp16", 'AllReduce(compression="fp16")', "#9aa5b1"),
     ("threshold", "Threshold()", "#c2410c"),
 )
 LEFT, FULL, ROW = 300, 330, 44
