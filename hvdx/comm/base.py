@@ -14,6 +14,8 @@ from typing import Any, Literal
 import numpy as np
 
 Wire = Literal["none", "fp16", "bf16"]
+#: What carries tensors in the graph; "auto" is Horovod where all ranks have it, else MPI on the host.
+Engine = Literal["auto", "horovod", "mpi"]
 # Bytes of a vector that `Channel.sum_in_order` passes on at a time: MPI counts in a C int, and buffers stay small.
 _BLOCK_BYTES = 1 << 26
 
