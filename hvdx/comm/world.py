@@ -25,7 +25,7 @@ _comm: Comm | None = None
 # By engine, which is not "auto".
 _graphs: dict[str, GraphComm] = {}
 # What "auto" is in this world.
-_chosen = ""
+_chosen: Engine | None = None
 _launch: Launch | None = None
 _servers_ended = False
 _graph_calls = 0
@@ -82,7 +82,7 @@ def graph(rarely: bool = False, engine: Engine = "horovod") -> GraphComm:
         LaunchError, HorovodError: see `start`.
         ConfigError: MPI is asked for under Horovod's own launcher.
     """
-    global _graph_calls
+    global _graph_calls, _chosen
     _graph_calls += 1
     comm = start()
     if isinstance(comm, GraphComm):
@@ -90,29 +90,28 @@ def graph(rarely: bool = False, engine: Engine = "horovod") -> GraphComm:
             comm.channel("what engine='mpi' sends")  # refuses, and says what can
         return comm
     assert _launch is not None  # a world of one has its communicator
-    chosen = _choose(comm) if engine == "auto" else engine
-    if chosen not in _graphs:
+    if engine == "auto":
+        engine = _chosen = _chosen or _choose(comm, _horovod_is_installed())
+    if engine not in _graphs:
         group = comm.group if isinstance(comm, mpi.MpiComm) and comm.servers else None
-        _graphs[chosen] = _horovod(_launch, rarely, group) if chosen == "horovod" else _host_graph(comm)
-    return _graphs[chosen]
+        _graphs[engine] = _horovod(_launch, rarely, group) if engine == "horovod" else _host_graph(comm)
+    return _graphs[engine]
 
 
-def _choose(comm: Comm) -> str:
-    """Decide what "auto" is: one rank without Horovod decides for all, and rank 0 says so once. Collective."""
-    global _chosen
-    if not _chosen:
-        everyone = comm.all_gather_object(_horovod_is_installed(), "the choice of an engine")
-        _chosen = "horovod" if all(everyone) else "mpi"
-        if _chosen == "mpi" and comm.rank == 0:
-            where = "" if not any(everyone) else f" on rank {everyone.index(False)}"
-            print(
-                f"hvdx: Horovod is not installed{where}: MPI combines tensors on the host. `hvdx build-horovod` brings "
-                "it: collectives in the TensorFlow graph, without a call of Python in each. engine='mpi' says that MPI "
-                "is meant.",
-                file=sys.stderr,
-                flush=True,
-            )
-    return _chosen
+def _choose(comm: Comm, has_horovod: bool) -> Engine:
+    """Decide what "auto" is: one rank without Horovod decides for all, and rank 0 says so. Collective."""
+    everyone = comm.all_gather_object(has_horovod, "the choice of an engine")
+    if all(everyone):
+        return "horovod"
+    if comm.rank == 0:
+        where = f" on rank {everyone.index(False)}" if any(everyone) else ""
+        print(
+            f"hvdx: Horovod is not installed{where}, so MPI on the host combines what the ranks train. "
+            "`hvdx build-horovod` brings collectives that run inside the TensorFlow graph, without a call of Python.",
+            file=sys.stderr,
+            flush=True,
+        )
+    return "mpi"
 
 
 def _horovod_is_installed() -> bool:
@@ -164,7 +163,7 @@ def stop() -> None:
     for comm in (*_graphs.values(), *(() if _comm is None else (_comm,))):
         comm.close()
     _graphs.clear()
-    _comm, _launch, _chosen = None, None, ""
+    _comm = _launch = _chosen = None
 
 
 def _check_machine(launch: Launch) -> None:
