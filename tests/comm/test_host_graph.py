@@ -1,11 +1,14 @@
 """Collectives on tensors without Horovod, between virtual ranks; tests/ranks has them in graphs, between processes."""
 
+import time
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from hvdx.comm.base import Reduction
 from hvdx.comm.host_graph import HostGraphComm
+from hvdx.comm.local import virtual_world
 from hvdx.errors import ConfigError, HorovodError
 from tests.checks import COMM_CHECKS, GRAPH_CHECKS
 from tests.strategies.virtual import on_all
@@ -73,3 +76,31 @@ def test_device_is_refused_with_the_remedy():
 def test_what_only_horovod_has_names_the_remedy(call):
     with pytest.raises(HorovodError, match="hvdx build-horovod"):
         on_all(1, lambda comm: call(HostGraphComm(comm)))
+
+
+def test_graph_takes_collectives_in_the_order_of_the_program():
+    """Those in conditions and loops too, though nothing that they compute depends on the one before."""
+    tf.config.run_functions_eagerly(False)
+    comm, taken = HostGraphComm(virtual_world(1)[0]), []
+    plain = comm._channel.sum_in_order
+
+    def slow_at_first(vector, scale):
+        time.sleep(0.1 if len(taken) % 2 == 0 else 0.0)
+        taken.append(vector.size)
+        return plain(vector, scale)
+
+    comm._channel.sum_in_order = slow_at_first
+
+    @tf.function
+    def step(x):
+        def reduced(n):
+            (total,) = comm.all_reduce([tf.fill([n], x)], Reduction(wire="bf16"), "test")
+            return tf.reduce_sum(total)
+
+        sums = [tf.cond(x > 0, lambda n=n: reduced(n), lambda: 0.0) for n in (1, 2)]
+        sums.append(reduced(3))
+        _, last = tf.while_loop(lambda i, _: i < 6, lambda i, _: (i + 1, reduced(i)), (tf.constant(4), 0.0))
+        return tf.add_n([*sums, last, reduced(6)])
+
+    assert float(step(tf.constant(1.0))) == 1 + 2 + 3 + 5 + 6
+    assert taken == [1, 2, 3, 4, 5, 6]
