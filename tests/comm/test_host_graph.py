@@ -79,28 +79,36 @@ def test_what_only_horovod_has_names_the_remedy(call):
 
 
 def test_graph_takes_collectives_in_the_order_of_the_program():
-    """Those in conditions and loops too, though nothing that they compute depends on the one before."""
+    """Those in conditions and loops too, which TensorFlow may take in any order if they change different variables."""
     tf.config.run_functions_eagerly(False)
     comm, taken = HostGraphComm(virtual_world(1)[0]), []
+    variables = [tf.Variable(0.0) for _ in range(7)]
     plain = comm._channel.sum_in_order
 
-    def slow_at_first(vector, scale):
-        time.sleep(0.1 if len(taken) % 2 == 0 else 0.0)
+    def note(vector, scale):
         taken.append(vector.size)
         return plain(vector, scale)
 
-    comm._channel.sum_in_order = slow_at_first
+    comm._channel.sum_in_order = note
+
+    def late(n):
+        time.sleep(0.2 if n == 1 else 0.0)
+        return np.float32(1)
 
     @tf.function
     def step(x):
         def reduced(n):
-            (total,) = comm.all_reduce([tf.fill([n], x)], Reduction(wire="bf16"), "test")
-            return tf.reduce_sum(total)
+            one = tf.numpy_function(late, [n], tf.float32, stateful=False)
+            (total,) = comm.all_reduce([tf.fill([n], x * one)], Reduction(wire="bf16"), "test")
+            return variables[n].assign(tf.reduce_sum(total)) if isinstance(n, int) else tf.reduce_sum(total)
 
-        sums = [tf.cond(x > 0, lambda n=n: reduced(n), lambda: 0.0) for n in (1, 2)]
-        sums.append(reduced(3))
+        for n in (1, 2):
+            tf.cond(x > 0, lambda n=n: reduced(n), lambda: 0.0)
+        reduced(3)
         _, last = tf.while_loop(lambda i, _: i < 6, lambda i, _: (i + 1, reduced(i)), (tf.constant(4), 0.0))
-        return tf.add_n([*sums, last, reduced(6)])
+        variables[5].assign(last)
+        reduced(6)
 
-    assert float(step(tf.constant(1.0))) == 1 + 2 + 3 + 5 + 6
+    step(tf.constant(1.0))
     assert taken == [1, 2, 3, 4, 5, 6]
+    assert [v.numpy() for v in variables] == [0, 1, 2, 3, 0, 5, 6]
