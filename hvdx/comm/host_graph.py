@@ -29,7 +29,7 @@ class HostGraphComm(TensorComm):
         self.rank, self.size = comm.rank, comm.size
         self.local_rank, self.local_size = comm.local_rank, comm.local_size
         self.cross_rank, self.cross_size = comm.cross_rank, comm.cross_size
-        self._channel = comm.channel("gradients or weights")
+        self._channel = comm.channel("the all-reduce")
         self._flat = np.empty(0, np.uint8)
         # Written before and after each collective: TensorFlow keeps operations on one variable in order, those inside
         # of conditions and loops too.

@@ -237,7 +237,7 @@ class MpiChannel(Channel):
         if ends[-1] > _MOST_BYTES:
             raise ExchangeError(
                 f"{self._what}: {ends[-1]} bytes from {self.size} ranks, more than the {_MOST_BYTES} that one exchange "
-                "carries. Send less: a lower density, a larger tau."
+                "carries. Send less: a lower density, a larger tau, or embeddings by AllReduce(sparse='dense')."
             )
         self._make_room(ends[-1])
         into = [self._buffer, sizes, ends - sizes, self._mpi.BYTE]
