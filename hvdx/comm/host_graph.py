@@ -144,7 +144,8 @@ class HostGraphComm(TensorComm):
 
 def _narrow(tensor: Any, wire: str) -> Any:
     """What of a tensor travels."""
-    return tf.cast(tensor, _WIRES[wire]) if wire in _WIRES and tensor.dtype.size > 2 else tensor
+    narrower = wire in _WIRES and tensor.dtype.is_floating and tensor.dtype.size > 2
+    return tf.cast(tensor, _WIRES[wire]) if narrower else tensor
 
 
 def _refusal(what: str) -> HorovodError:
