@@ -41,7 +41,7 @@ def main() -> int:
     alone = train_alone(x, y, options.steps, options.learning_rate)
 
     # Every worker compares its own copy; the worst of them counts.
-    differences = hvd.allgather([np.abs(together - alone).max()])
+    differences = hvd.allgather_object(np.abs(together - alone).max())
     largest = float(np.max(differences))
     same = largest <= options.tolerance
     if hvd.rank() == 0:

@@ -17,14 +17,14 @@ NAME = "doctor"
 HELP = "check TensorFlow, Keras, MPI, Horovod and this machine, with a remedy for each problem"
 EXAMPLE = "hvdx doctor"
 DETAILS = """\
-Exit code 0: training would work (there may be warnings); 1: it would not.
+Exit code 0: training would work (there may be notes and warnings); 1: it would not.
 
 On the login node of a cluster, `hvdx doctor --batch` starts two tasks through Slurm, PBS or LSF, for two minutes at
 the most, and says whether they see each other.
 
 """
 
-_COLOURS = {"ok": "\033[32m", "warning": "\033[33m", "problem": "\033[31m"}
+_COLOURS = {"ok": "\033[32m", "note": "\033[36m", "warning": "\033[33m", "problem": "\033[31m"}
 _PLAIN = "\033[0m"
 
 

@@ -27,10 +27,10 @@ Train Keras 3 models on several machines: one added line in a script, several wa
 
 _FIRST_STEPS = """\
 first steps:
-  hvdx build-horovod              once per environment
-  hvdx build-kernels              once per machine, for Threshold
   hvdx doctor                     is everything in place?
   hvdx run -n 2 python train.py   the same script on two workers
+  hvdx build-kernels              once per machine, for Threshold
+  hvdx build-horovod              optional, for AllReduce and ParameterAveraging
 
 `hvdx COMMAND --help` tells all about one command.
 """

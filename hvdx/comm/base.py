@@ -14,6 +14,10 @@ from typing import Any, Literal
 import numpy as np
 
 Wire = Literal["none", "fp16", "bf16"]
+#: What carries tensors in the graph; "auto" is Horovod where all ranks have it, else MPI on the host.
+Engine = Literal["auto", "horovod", "mpi"]
+# Bytes of a vector that `Channel.sum_in_order` passes on at a time: MPI counts in a C int, and buffers stay small.
+_BLOCK_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,66 @@ class Channel(abc.ABC):
 
         Args:
             vector: float32[n], n alike on all ranks; afterwards the same bits on all.
+
+        Raises:
+            ExchangeError: see `exchange`.
+        """
+
+    def sum_in_order(self, vector: np.ndarray, scale: float = 1.0) -> np.ndarray:
+        """Sum a vector over the ranks, each element in rank order.
+
+        Every rank adds up one piece of the vector and gives the result to the others, so that each sends
+        2 (N - 1) / N times the vector, as in a ring.
+
+        Args:
+            vector: contiguous floats[n], n and dtype alike on all ranks. It travels in its dtype, and is added up in
+                float32, or in float64 if that is its dtype.
+            scale: factor on the sum, before it is rounded to the dtype of the vector.
+
+        Returns:
+            A new array of that dtype[n], the same bits on every rank.
+
+        Raises:
+            ExchangeError: see `exchange`.
+        """
+        wide, result = np.promote_types(vector.dtype, np.float32), np.empty_like(vector)
+        most = _BLOCK_BYTES // vector.itemsize
+        for begin in range(0, vector.size, most):
+            block = vector[begin : begin + most]
+            bounds = np.arange(self.size + 1) * block.size // self.size
+            pieces = self.deal(block, bounds)
+            # A sum that float16 cannot hold becomes infinity, which those who look at the result find.
+            with np.errstate(over="ignore", invalid="ignore"):
+                total = pieces[0].astype(wide)
+                for piece in pieces[1:]:
+                    total += piece.astype(wide, copy=False)
+                mine = (total * scale if scale != 1.0 else total).astype(vector.dtype, copy=False)
+            self.join(mine, bounds, result[begin : begin + most])
+        return result
+
+    @abc.abstractmethod
+    def deal(self, vector: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+        """Give every rank its piece of each rank's vector.
+
+        Args:
+            vector: contiguous [n], n and dtype alike on all ranks.
+            bounds: int64[size + 1]; the piece of rank r is `vector[bounds[r] : bounds[r + 1]]`.
+
+        Returns:
+            [size, piece], this rank's piece of each vector, in rank order; the next exchange may overwrite it.
+
+        Raises:
+            ExchangeError: see `exchange`.
+        """
+
+    @abc.abstractmethod
+    def join(self, piece: np.ndarray, bounds: np.ndarray, into: np.ndarray) -> None:
+        """Put the pieces of all ranks together; see `deal`.
+
+        Args:
+            piece: this rank's.
+            bounds: of the pieces.
+            into: where they go: contiguous [n].
 
         Raises:
             ExchangeError: see `exchange`.

@@ -1,9 +1,7 @@
 """Ranks through Horovod: collectives inside the TensorFlow graph."""
 
-import contextlib
 import copy
 import importlib
-import itertools
 import json
 import os
 import pickle
@@ -16,8 +14,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvdx.comm import failure, mpi
-from hvdx.comm.base import Channel, GraphComm, Place, Postbox, Reduction, Wire
+from hvdx.comm.base import Channel, Place, Postbox, Reduction
 from hvdx.comm.launcher import Launch
+from hvdx.comm.tensors import TensorComm, device_scope
 from hvdx.errors import ConfigError, HorovodError
 
 #: Read by Horovod when it starts: process sets may be added later, at the cost of a message more in each cycle.
@@ -67,7 +66,7 @@ def _check_build() -> None:
                 )
 
 
-class HorovodComm(GraphComm):
+class HorovodComm(TensorComm):
     """Reaches the ranks through Horovod.
 
     Args:
@@ -144,21 +143,6 @@ class HorovodComm(GraphComm):
         """See `Comm.all_gather`."""
         return self._hvd.allgather(tensor, name=_tag(name), ignore_name_scope=True, process_set=self._set)
 
-    def all_reduce(self, tensors: Sequence[Any], how: Reduction, name: str) -> list[Any]:
-        """See `Comm.all_reduce`."""
-        result: list[Any] = list(tensors)
-        if how.sparse == "dense":
-            result = [tf.convert_to_tensor(t) if isinstance(t, tf.IndexedSlices) else t for t in result]
-        sparse = [i for i, t in enumerate(result) if isinstance(t, tf.IndexedSlices)]
-        for i in sparse:
-            result[i] = self._gather_slices(result[i], how, f"{name}.{i}")
-        for k, group in enumerate(_split(len(result), how.groups)):
-            members = [i for i in group if i not in sparse]
-            combined = self._reduce_group([result[i] for i in members], how, f"{name}.group{k}")
-            for i, tensor in zip(members, combined, strict=True):
-                result[i] = tensor
-        return result
-
     def all_to_all(self, tensor: Any, splits: Any, name: str) -> tuple[Any, Any]:
         """See `GraphComm.all_to_all`."""
         return self._hvd.alltoall(tensor, splits=splits, name=_tag(name), ignore_name_scope=True, process_set=self._set)
@@ -196,15 +180,14 @@ class HorovodComm(GraphComm):
         """See `Comm.close`."""
         self._hvd.shutdown()
 
-    def _reduce_group(self, tensors: list[Any], how: Reduction, name: str) -> list[Any]:
-        if not tensors:
-            return []
+    def reduce_group(self, tensors: list[Any], how: Reduction, name: str) -> list[Any]:
+        """See `TensorComm.reduce_group`."""
         if how.wire == "bf16":
             return self._reduce_bf16(tensors, how, name)
         hvd = self._hvd
         scale = how.predivide if how.average else 1.0
         plain_mean = how.average and scale == 1.0
-        with _device(how.device):
+        with device_scope(how.device):
             return hvd.grouped_allreduce(
                 tensors,
                 op=hvd.Average if plain_mean else hvd.Sum,
@@ -223,7 +206,7 @@ class HorovodComm(GraphComm):
         Horovod need not understand, and as many of them as for fp16. The sum is rounded once, not at every hop.
         """
         part_of = [tf.size(t) for t in tensors]
-        with _device(how.device):
+        with device_scope(how.device):
             flat = tf.concat([tf.cast(tf.reshape(t, [-1]), tf.float32) for t in tensors], axis=0)
             length = tf.size(flat)
             share = (length + self.size - 1) // self.size
@@ -246,41 +229,6 @@ class HorovodComm(GraphComm):
             pieces = tf.split(whole, part_of)
             return [tf.cast(tf.reshape(piece, tf.shape(t)), t.dtype) for piece, t in zip(pieces, tensors, strict=True)]
 
-    def _gather_slices(self, slices: tf.IndexedSlices, how: Reduction, name: str) -> tf.IndexedSlices:
-        """Every rank's rows one after the other, as they would stand in the gradient of the whole batch.
-
-        Repeated indices stay apart: Keras' Adam squares rows, so adding them up first would be another step.
-        """
-        with _device(how.device_sparse):
-            values = self._gather_values(slices.values, how.wire, f"{name}.values")
-            indices = self.all_gather(slices.indices, f"{name}.indices")
-            if how.average:
-                values /= tf.cast(self.size, values.dtype)
-        return tf.IndexedSlices(values, indices, slices.dense_shape)
-
-    def _gather_values(self, values: Any, wire: Wire, name: str) -> Any:
-        if wire == "fp16":
-            return tf.cast(self.all_gather(tf.cast(values, tf.float16), name), values.dtype)
-        if wire == "bf16":
-            received = self.all_gather(tf.bitcast(tf.cast(values, tf.bfloat16), tf.uint8), name)
-            return tf.cast(tf.bitcast(received, tf.bfloat16), values.dtype)
-        return self.all_gather(values, name)
-
 
 def _tag(name: str) -> str:
     return f"hvdx.{name}".replace(" ", "_")
-
-
-def _device(device: str) -> contextlib.AbstractContextManager[Any]:
-    return tf.device(device) if device else contextlib.nullcontext()
-
-
-def _split(count: int, groups: int | tuple[tuple[int, ...], ...]) -> list[list[int]]:
-    """Indices 0..count-1 in `groups` runs of nearly equal number, or as given, the rest each on its own."""
-    if isinstance(groups, int):
-        bounds = np.linspace(0, count, min(groups, max(count, 1)) + 1).astype(int)
-        return [list(range(a, b)) for a, b in itertools.pairwise(bounds)]
-    named = {i for group in groups for i in group}
-    if named and max(named) >= count:
-        raise ConfigError(f"groups: expected indices below {count}, got {max(named)}.")
-    return [list(group) for group in groups] + [[i] for i in range(count) if i not in named]

@@ -168,6 +168,15 @@ class VirtualChannel(Channel):
         for other in everyone[1:]:
             vector += other
 
+    def deal(self, vector: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+        """See `Channel.deal`."""
+        mine = slice(bounds[self.rank], bounds[self.rank + 1])
+        return np.stack([theirs[mine] for theirs in self._table.swap(self.rank, vector.copy())])
+
+    def join(self, piece: np.ndarray, bounds: np.ndarray, into: np.ndarray) -> None:
+        """See `Channel.join`."""
+        into[:] = np.concatenate(self._table.swap(self.rank, piece))
+
     def close(self) -> None:
         """See `Channel.close`."""
 

@@ -237,17 +237,38 @@ class MpiChannel(Channel):
         if ends[-1] > _MOST_BYTES:
             raise ExchangeError(
                 f"{self._what}: {ends[-1]} bytes from {self.size} ranks, more than the {_MOST_BYTES} that one exchange "
-                "carries. Send less: a lower density, a larger tau."
+                "carries. Send less: a lower density, a larger tau, or embeddings by AllReduce(sparse='dense')."
             )
-        if self._buffer.size < ends[-1]:
-            self._buffer = np.empty(ends[-1] + ends[-1] // 4, np.uint8)
+        self._make_room(ends[-1])
         into = [self._buffer, sizes, ends - sizes, self._mpi.BYTE]
         self._wait(self._comm.Iallgatherv([message, self._mpi.BYTE], into))
         return [self._buffer[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
+    def _make_room(self, size: int) -> None:
+        """Have a buffer of so many bytes at least."""
+        if self._buffer.size < size:
+            self._buffer = np.empty(size + size // 4, np.uint8)
+
     def all_reduce(self, vector: np.ndarray) -> None:
         """See `Channel.all_reduce`; float64 too."""
         self._wait(self._comm.Iallreduce(self._mpi.IN_PLACE, vector))
+
+    def deal(self, vector: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+        """See `Channel.deal`."""
+        ends = bounds * vector.itemsize
+        mine = ends[self.rank + 1] - ends[self.rank]
+        self._make_room(self.size * mine)
+        got = self._buffer[: self.size * mine]
+        sent = [vector.view(np.uint8), np.diff(ends), ends[:-1], self._mpi.BYTE]
+        into = [got, np.full(self.size, mine), np.arange(self.size) * mine, self._mpi.BYTE]
+        self._wait(self._comm.Ialltoallv(sent, into))
+        return got.view(vector.dtype).reshape(self.size, bounds[self.rank + 1] - bounds[self.rank])
+
+    def join(self, piece: np.ndarray, bounds: np.ndarray, into: np.ndarray) -> None:
+        """See `Channel.join`."""
+        ends = bounds * into.itemsize
+        received = [into.view(np.uint8), np.diff(ends), ends[:-1], self._mpi.BYTE]
+        self._wait(self._comm.Iallgatherv([piece.view(np.uint8), self._mpi.BYTE], received))
 
     def broadcast(self, data: np.ndarray, root: int) -> None:
         """Overwrite uint8[n] with the root's."""

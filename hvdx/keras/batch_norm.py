@@ -45,7 +45,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
         mean, variance = super()._moments(inputs, mask)
-        comm = world.graph()
+        comm = world.graph(engine="auto")
         if comm.size == 1:
             return mean, variance
         mean, variance = tf.reshape(mean, [-1]), tf.reshape(variance, [-1])

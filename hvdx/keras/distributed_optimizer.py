@@ -82,7 +82,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     if keras.config.dtype_policy().name == "mixed_float16":
         optimizer = _loss_scaled(optimizer)
     partial = is_partial(process_set)
-    if partial and not _in_graph(chosen):
+    if partial and (not _in_graph(chosen) or chosen.engine == "mpi"):
         raise ConfigError(f"process_set: expected it with AllReduce() only, got {chosen!r}. Do: leave one of them out.")
     some = comm_or_none(process_set, "DistributedOptimizer") if partial else None
     joined = some if partial else join()
@@ -173,7 +173,7 @@ class DistributedGradientTape:
         self._strategy = chosen
         self._local = LocalVariables(scale_local_gradients)
         self._tape = gradtape
-        self._comm = comm_or_none(process_set, "DistributedGradientTape")
+        self._comm = comm_or_none(process_set, "DistributedGradientTape", chosen.engine)
 
     def __enter__(self) -> "DistributedGradientTape":
         self._tape.__enter__()

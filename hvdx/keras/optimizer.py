@@ -74,7 +74,7 @@ def attach(optimizer: Any, strategy: Strategy, name: str, gain: float = 1.0, com
 
 
 def _bind(strategy: Strategy, optimizer: Any, name: str, gain: float, comm: Comm | None) -> Binding:
-    """Make the adapter that a strategy needs; starts Horovod for those that run in the graph."""
+    """Make the adapter that a strategy needs; starts the engine of those that run in the graph."""
     adapter = _ADAPTERS.get((strategy.runs, strategy.placement))
     if adapter is None or (strategy.schedule != EACH_STEP and adapter is not AveragingBinding):
         raise ConfigError(
@@ -83,7 +83,7 @@ def _bind(strategy: Strategy, optimizer: Any, name: str, gain: float, comm: Comm
             f"{strategy.schedule}. Do: change its traits."
         )
     if strategy.runs == "graph":
-        comm = comm or world.graph(strategy.placement == "weights")
+        comm = comm or world.graph(strategy.placement == "weights", strategy.engine)
     else:
         comm = comm or world.start()
         if isinstance(comm, GraphComm) and comm.size > 1:

@@ -6,6 +6,7 @@ from typing import Any
 
 from hvdx import comm as world
 from hvdx.comm import Comm, GraphComm
+from hvdx.comm.base import Engine
 from hvdx.comm.horovod import PROCESS_SETS
 from hvdx.errors import ConfigError, ReplicaError
 from hvdx.keras.joining import join
@@ -162,10 +163,10 @@ def comm_of(process_set: Any, function: str) -> GraphComm:
     return found
 
 
-def comm_or_none(process_set: Any, function: str) -> GraphComm | None:
-    """See `comm_of`; None where this rank is no part of the set."""
+def comm_or_none(process_set: Any, function: str, engine: Engine = "horovod") -> GraphComm | None:
+    """See `comm_of`; None where this rank is no part of the set. All ranks may have another engine than Horovod."""
     if not is_partial(process_set):
-        return world.graph()
+        return world.graph(engine=engine)
     if not isinstance(process_set, ProcessSet) or process_set.process_set_id is None:
         raise ConfigError(
             f"{function}: process_set: expected a set that was added, got {process_set}. "

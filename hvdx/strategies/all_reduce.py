@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 from hvdx.comm import GraphComm
-from hvdx.comm.base import Reduction, Wire
+from hvdx.comm.base import Engine, Reduction, Wire
 from hvdx.errors import ConfigError
 from hvdx.strategies.base import Exchange, Strategy, TensorSpec, one_of, ring_bytes
 
@@ -13,7 +13,7 @@ Sparse = Literal["gather", "dense"]
 
 
 class AllReduce(Strategy):
-    """Average (or sum) the gradients over all ranks in every step, by Horovod's ring all-reduce.
+    """Average (or sum) the gradients over all ranks in every step.
 
     With `op="average"`, N ranks with batches of b take the step that one process takes with the whole batch of N*b.
 
@@ -22,14 +22,17 @@ class AllReduce(Strategy):
         compression: "none", "fp16" or "bf16": what a float32 becomes on the network. "fp16" halves the bytes, and
             its largest number is 65504; "bf16" halves them too, has float32's range and 8 bits of precision, and is
             added up in float32.
-        groups: collectives a step. 1 lets Horovod fuse all gradients in one; more let the first ones leave while
-            the rest is still being computed. Or lists of indices into the gradients, which stand in the order of the
+        groups: collectives a step. 1 fuses all gradients in one; more let Horovod send the first ones while the rest
+            is still being computed. Or lists of indices into the gradients, which stand in the order of the
             trainable variables that have one.
         sparse: how `tf.IndexedSlices` (the gradients of embeddings) travel: "gather" the rows, or "dense" as the
             whole table.
         gradient_predivide_factor: with "average", divide by this before the sum and by size / factor after it.
-        device: the TensorFlow device of the collectives; "" leaves it to TensorFlow.
+        device: the TensorFlow device of Horovod's collectives; "" leaves it to TensorFlow.
         device_sparse: likewise for gathered rows.
+        engine: "horovod": a ring all-reduce in the TensorFlow graph. "mpi": each rank adds up a part of the gradients
+            on the host, in float32 and in rank order, and gives it to the others; as many bytes travel. "auto": Horovod
+            where it is installed on all ranks, else MPI.
 
     Raises:
         ConfigError: an option that is not one of these.
@@ -54,10 +57,12 @@ class AllReduce(Strategy):
         gradient_predivide_factor: float = 1.0,
         device: str = "",
         device_sparse: str = "",
+        engine: Engine = "auto",
     ):
         one_of("AllReduce", "op", op, get_args(Op))
         one_of("AllReduce", "compression", compression, get_args(Wire))
         one_of("AllReduce", "sparse", sparse, get_args(Sparse))
+        one_of("AllReduce", "engine", engine, get_args(Engine))
         if isinstance(groups, int) and groups < 1:
             raise ConfigError(f"AllReduce: groups: expected 1 or more, got {groups}.")
         if gradient_predivide_factor <= 0 or (gradient_predivide_factor != 1 and op != "average"):
@@ -72,6 +77,7 @@ class AllReduce(Strategy):
         self.gradient_predivide_factor = float(gradient_predivide_factor)
         self.device = device
         self.device_sparse = device_sparse
+        self.engine = engine
         self._how = Reduction(
             average=op == "average",
             wire=compression,

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import numpy as np
 
 from hvdx.comm import Comm
+from hvdx.comm.base import Engine
 from hvdx.errors import ConfigError, ReplicaError
 
 #: Pairs (first step, period), in the order of the steps; the first begins at step 0.
@@ -55,6 +56,8 @@ class Strategy(abc.ABC):
             those and gives the weights to go on with.
         runs: where its exchange runs. "graph": it is traced as a part of the TensorFlow graph, and works on tensors.
             "host": it works on arrays of the host, between two parts of the graph.
+        engine: what carries the tensors of an exchange in the graph: "horovod"; "mpi", which does it on the host; or
+            "auto", which is Horovod where it is installed on all ranks, else MPI.
         schedule: when it runs, as pairs (first step, period) in the order of the steps, of which the first begins at
             step 0. Only exchanges of weights in the graph may have another schedule than `EACH_STEP`.
         asynchronous: whether a rank exchanges when it is ready, without the others. The steps of an epoch then are
@@ -72,6 +75,7 @@ class Strategy(abc.ABC):
 
     placement: Literal["gradient", "update", "weights"]
     runs: Literal["graph", "host"]
+    engine: Engine = "auto"
     schedule: Schedule = EACH_STEP
     asynchronous: bool = False
     dedicated: int = 0

@@ -3,10 +3,10 @@
 import itertools
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 from hvdx.comm import GraphComm
-from hvdx.comm.base import Reduction
+from hvdx.comm.base import Engine, Reduction
 from hvdx.errors import ConfigError, ReplicaError
 from hvdx.strategies.base import Exchange, Schedule, Strategy, TensorSpec, one_of, ring_bytes
 
@@ -26,6 +26,7 @@ class ParameterAveraging(Strategy):
         average_optimizer: average momenta and moments with the weights. Without, each rank keeps its own, and half to
             two thirds fewer bytes travel. Counters (steps) are never averaged.
         weighted: count each rank by the samples that it saw since the last average. Without, all count alike.
+        engine: what carries the weights: "horovod", "mpi" or "auto"; see `AllReduce`.
 
     Raises:
         ConfigError: a period that is not positive, or steps that do not increase from 0.
@@ -50,13 +51,16 @@ class ParameterAveraging(Strategy):
         period: int | str | Sequence[tuple[int, int]] = 16,
         average_optimizer: bool = True,
         weighted: bool = False,
+        engine: Engine = "auto",
     ):
         self.schedule = _schedule(period)
         self.period = self.schedule[0][1] if len(self.schedule) == 1 else self.schedule
         one_of("ParameterAveraging", "average_optimizer", average_optimizer, (True, False))
         one_of("ParameterAveraging", "weighted", weighted, (True, False))
+        one_of("ParameterAveraging", "engine", engine, get_args(Engine))
         self.average_optimizer, self.weighted = bool(average_optimizer), bool(weighted)
         self.counts_samples = self.weighted
+        self.engine = engine
 
     @property
     def own_state(self) -> bool:

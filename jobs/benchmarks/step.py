@@ -3,10 +3,12 @@
 Every variant trains the same network on the same made-up batches. The variants take turns in rounds of a few steps
 each, in a new order every round, so that whatever else the machine does hits all of them alike. A variant's ratio is
 the median over the rounds of (its median step) / (the median step of the hand-written Horovod loop in that round).
+Horovod's thread looks for work in the steps over MPI too; without Horovod there is none.
 
     mpirun -n 2 python jobs/benchmarks/step.py                    # four to five minutes on two cores
     mpirun -n 2 python jobs/benchmarks/step.py --quick            # about half of that; the spread is larger
     mpirun -n 2 python jobs/benchmarks/step.py --sizes 500k --json steps.json
+    mpirun -n 2 python jobs/benchmarks/step.py --without-horovod  # ratios are to steps that exchange nothing
     horovodrun -np 2 python jobs/benchmarks/step.py
     python jobs/benchmarks/step.py                                # one worker: what hvdx costs where nothing travels
 
@@ -35,6 +37,7 @@ from hvdx.report import table
 
 _INPUTS, _CLASSES, _BATCHES = 784, 10, 8
 _RAW = "Horovod, hand-written loop"
+_OPTIMIZER = "hvdx, DistributedOptimizer"
 _LOOP_ALONE = "no communication, hand-written loop"
 # Steps that make the training functions and size Horovod's buffers, before anything is timed.
 _WARM_UP = 3
@@ -83,7 +86,7 @@ def measure(size: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     keras.utils.set_random_seed(0)
     network = build_network(size)
     data = make_data(options.batch)
-    variants = make_variants(network, data)
+    variants = make_variants(network, data, not options.without_horovod)
     for variant in variants:
         meet()
         for _ in range(_WARM_UP):
@@ -96,21 +99,32 @@ def measure(size: int, options: argparse.Namespace) -> list[dict[str, Any]]:
             variant.rounds.append(time_steps(variant.step, steps))
     for variant in variants:
         variant.close()
-    check_against_fit(network, data, variants[0], 2 * steps)
+    check_against_fit(network, data, variants[0], 2 * steps, default_strategy(not options.without_horovod))
     return summarise(variants, network.count_params(), options.batch)
 
 
-def make_variants(network: keras.Model, data: tf.data.Dataset) -> list[Variant]:
-    """All variants; they share the network's weights, and each has an optimiser of its own."""
-    by_fit = FitSteps(share_weights(network), data, [hvdx.keras.Distribute()])
-    variants = [
-        Variant("hvdx, model.fit with Distribute", "float32", by_fit, by_fit.close),
-        Variant("hvdx, DistributedOptimizer", "float32", hvdx_loop(network, data, "none")),
-    ]
-    if hvdx.size() > 1:
+def make_variants(network: keras.Model, data: tf.data.Dataset, horovod: bool) -> list[Variant]:
+    """All variants; they share the network's weights, and each has an optimiser of its own.
+
+    Args:
+        network, data: what is trained.
+        horovod: False leaves out those that need Horovod.
+    """
+    by_fit = FitSteps(share_weights(network), data, [hvdx.keras.Distribute(default_strategy(horovod))])
+    variants = [Variant("hvdx, model.fit with Distribute", "float32", by_fit, by_fit.close)]
+    if hvdx.size() == 1:
+        variants.append(Variant(_OPTIMIZER, "float32", hvdx_loop(network, data, "all_reduce")))
+    else:
+        wires = {"float32": "none", "float16": "fp16", "bfloat16": "bf16"}
+        engines = {_OPTIMIZER: "horovod", f"{_OPTIMIZER} over MPI": "mpi"}
         variants += [
-            Variant("hvdx, DistributedOptimizer", "float16", hvdx_loop(network, data, "fp16")),
-            Variant("hvdx, DistributedOptimizer", "bfloat16", hvdx_loop(network, data, "bf16")),
+            Variant(name, wire, hvdx_loop(network, data, f"all_reduce:compression={compression},engine={engine}"))
+            for name, engine in engines.items()
+            for wire, compression in wires.items()
+            if horovod or engine == "mpi"
+        ]
+    if hvdx.size() > 1 and horovod:
+        variants += [
             Variant(_RAW, "float32", horovod_loop(network, data, "none")),
             Variant(_RAW, "float16", horovod_loop(network, data, "fp16")),
         ]
@@ -122,9 +136,14 @@ def make_variants(network: keras.Model, data: tf.data.Dataset) -> list[Variant]:
     ]
 
 
-def hvdx_loop(network: keras.Model, data: tf.data.Dataset, compression: str) -> Callable[[], Any]:
+def default_strategy(horovod: bool) -> str:
+    """What `Distribute()` trains with, where Horovod is there or is not."""
+    return f"all_reduce:engine={'horovod' if horovod else 'mpi'}"
+
+
+def hvdx_loop(network: keras.Model, data: tf.data.Dataset, strategy: str) -> Callable[[], Any]:
     """A hand-written loop with hvdx's optimiser."""
-    optimizer = hvdx.keras.DistributedOptimizer(make_optimizer(), compression=compression)
+    optimizer = hvdx.keras.DistributedOptimizer(make_optimizer(), strategy=strategy)
     return hand_loop(network, data, optimizer, lambda gradients: gradients)
 
 
@@ -215,7 +234,7 @@ class StepTimer(keras.callbacks.Callback):
         self.ends.append(time.perf_counter())
 
 
-def check_against_fit(network: keras.Model, data: tf.data.Dataset, stepped: Variant, steps: int) -> None:
+def check_against_fit(network: keras.Model, data: tf.data.Dataset, stepped: Variant, steps: int, strategy: str) -> None:
     """Run a real `fit`, and say how its steps compare with those that were taken one at a time."""
     timer = StepTimer()
     share_weights(network).fit(
@@ -223,7 +242,7 @@ def check_against_fit(network: keras.Model, data: tf.data.Dataset, stepped: Vari
         steps_per_epoch=_WARM_UP + steps,
         shuffle=False,
         verbose=0,
-        callbacks=[hvdx.keras.Distribute(), timer],
+        callbacks=[hvdx.keras.Distribute(strategy), timer],
     )
     real = np.diff(timer.ends)[_WARM_UP:]
     say(
@@ -257,12 +276,12 @@ def time_steps(step: Callable[[], Any], steps: int) -> list[float]:
 
 def meet() -> None:
     """Wait for all ranks."""
-    hvdx.keras.allreduce(0.0, name="bench.meet")
+    hvdx.keras.allgather_object(None)
 
 
 def summarise(variants: Sequence[Variant], parameters: int, batch: int) -> list[dict[str, Any]]:
     """Medians, quartiles and ratios of one size."""
-    yardstick = (_RAW, "float32") if hvdx.size() > 1 else (_LOOP_ALONE, "-")
+    yardstick = (_RAW, "float32") if any(v.name == _RAW for v in variants) else (_LOOP_ALONE, "-")
     (base,) = (v for v in variants if (v.name, v.wire) == yardstick)
     reference = np.array([np.median(r) for r in base.rounds])
     rows = []
@@ -381,6 +400,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--steps", type=int, default=10, help="timed steps a turn; fewer where the time is short")
     add("--seconds", type=float, default=30, help="time for the rounds of one size; at least 5 rounds of 2 steps")
     add("--quick", action="store_true", help="5 rounds in 8 seconds a size")
+    add("--without-horovod", action="store_true", help="leave out what needs Horovod, which then is not started")
     options = parser.parse_args()
     if options.quick:
         options.rounds, options.seconds = 5, 8.0

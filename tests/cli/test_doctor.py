@@ -98,8 +98,11 @@ def test_failure_of_a_probe_is_its_key_line():
 # --- judgements
 
 
-def test_horovod_absent_names_the_command():
-    assert checks.horovod(Finding(), "2.21.0") == [Check("Horovod", "problem", "not installed", "hvdx build-horovod")]
+def test_horovod_absent_is_a_note_that_names_the_command(tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "search_path", lambda: str(tmp_path))
+    for check in (*checks.horovod(Finding(), "2.21.0"), checks.horovodrun(OPEN_MPI)):
+        assert check.status == "note"
+        assert check.remedy.startswith("optional: hvdx build-horovod")
 
 
 def test_horovod_well_built():
@@ -185,7 +188,9 @@ def machine(monkeypatch):
     return findings
 
 
-def test_warnings_do_not_fail(machine, capsys):
+@pytest.mark.parametrize("found", [Finding(GOOD_HOROVOD), Finding()], ids=["Horovod", "none"])
+def test_notes_and_warnings_do_not_fail(machine, capsys, found):
+    machine["horovod"] = found
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
     assert text.rstrip().endswith("Ready to train.")
@@ -193,19 +198,19 @@ def test_warnings_do_not_fail(machine, capsys):
 
 
 def test_a_problem_fails_and_the_verdict_names_it(machine, capsys):
-    machine["horovod"] = Finding()
+    machine["horovod"] = Finding({**GOOD_HOROVOD, "parts": ["gloo"]})
     assert main(["doctor"]) == 1
     assert capsys.readouterr().out.rstrip().endswith("Training would not work yet: Horovod.")
 
 
 def test_json_is_one_document(machine, capsys):
-    machine["horovod"] = Finding()
+    machine["horovod"], machine["mpi4py"] = Finding(), Finding()
     assert main(["doctor", "--json"]) == 1
     document = json.loads(capsys.readouterr().out)
     assert document["ok"] is False
     for check in document["checks"]:
         assert set(check) == {"name", "status", "value", "remedy"}
-        assert check["status"] in ("ok", "warning", "problem")
+        assert check["status"] in ("ok", "note", "warning", "problem")
     assert all(check["remedy"] for check in document["checks"] if check["status"] != "ok")
 
 
@@ -214,7 +219,8 @@ def test_nothing_importable_is_all_problems_and_no_traceback(machine, capsys):
         machine[name] = Finding({}, f"ModuleNotFoundError: No module named '{name}'")
     assert main(["doctor", "--json"]) == 1
     statuses = {check["name"]: check["status"] for check in json.loads(capsys.readouterr().out)["checks"]}
-    assert {statuses[name] for name in ("NumPy", "TensorFlow", "Keras", "mpi4py", "Horovod")} == {"problem"}
+    assert {statuses[name] for name in ("NumPy", "TensorFlow", "Keras", "mpi4py")} == {"problem"}
+    assert statuses["Horovod"] == "note"
 
 
 def test_colour_only_marks_the_status():

@@ -85,6 +85,7 @@ def test_bench_step_compares_every_variant(ranks, tmp_path):
     assert ("no communication, hand-written loop", "-") in variants
     if ranks > 1:
         assert ("hvdx, model.fit with Distribute", "float32") in variants
+        assert ("hvdx, DistributedOptimizer over MPI", "bfloat16") in variants
         assert ("Horovod, hand-written loop", "float16") in variants
         (raw,) = [r for r in rows if (r["variant"], r["wire"]) == ("Horovod, hand-written loop", "float32")]
         assert raw["ratio"] == 1.0

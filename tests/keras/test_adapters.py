@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import hvdx
+from hvdx.comm.host_graph import HostGraphComm
 from hvdx.keras.optimizer import attach
 from hvdx.keras.weights_binding import WeightsBinding
 from tests.ranks.test_contract import Mean
@@ -28,6 +29,43 @@ def test_adapter_of_each_place_combines_over_the_ranks_that_it_is_given(placemen
     for weight, binding in on_all(2, lambda comm: stepped(comm, Mean(placement))):
         np.testing.assert_allclose(weight, -4.5)
         assert isinstance(binding, WeightsBinding) == (placement == "weights")
+
+
+@pytest.mark.parametrize("strategy", [hvdx.AllReduce(), hvdx.ParameterAveraging(2)], ids=lambda s: s.name)
+def test_strategies_in_the_graph_do_without_horovod(strategy):
+    for weight, binding in on_all(2, lambda comm: stepped(HostGraphComm(comm), strategy)):
+        np.testing.assert_allclose(weight, -4.5)
+        # Two averages of 3 steps, the last by the flush.
+        assert binding.cost().sent == {"all_reduce": 3 * 16, "parameter_averaging": 2 * 16}[strategy.name]
+
+
+@pytest.mark.parametrize(("scaled", "expected"), [(False, (3, "w")), (True, (0, ""))])
+def test_nan_is_named_without_horovod_and_an_overflow_is_skipped_by_all(scaled, expected):
+    def run(comm):
+        weight, optimizer = keras.Variable(np.zeros(4, np.float32), name="w"), keras.optimizers.SGD(1.0)
+        if scaled:
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=1.0)
+        binding = attach(optimizer, hvdx.AllReduce(), "adapters", comm=HostGraphComm(comm))
+        for step in range(3):
+            bad = comm.rank == 1 and step == 2
+            optimizer.apply([tf.fill([4], float("nan") if bad else 1.0)], [weight])
+        return comm.rank, weight.numpy(), binding.first_bad()
+
+    for rank, weight, first in on_all(2, run):
+        np.testing.assert_array_equal(weight, np.full(4, -2.0 if scaled else np.nan))
+        assert first == (expected if rank == 1 else (0, ""))
+
+
+def test_rows_of_an_embedding_are_gathered_without_horovod():
+    def run(comm):
+        table, optimizer = keras.Variable(np.zeros((3, 2), np.float32)), keras.optimizers.SGD(1.0)
+        attach(optimizer, hvdx.AllReduce(), "adapters", comm=HostGraphComm(comm))
+        rows = tf.IndexedSlices(tf.ones([comm.rank + 1, 2]), tf.range(comm.rank + 1), tf.constant([3, 2]))
+        optimizer.apply([rows], [table])
+        return table.numpy()
+
+    for table in on_all(2, run):
+        np.testing.assert_allclose(table, [[-1, -1], [-0.5, -0.5], [0, 0]])
 
 
 def test_auto_is_tied_like_the_others():

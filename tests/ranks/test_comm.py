@@ -5,7 +5,8 @@ from tests.checks import COMM_CHECKS, GRAPH_CHECKS, POSTBOX_CHECKS
 
 
 @pytest.mark.sizes(1, 2, 4)
-@pytest.mark.parametrize("engine", [world.start, world.graph], ids=["start", "graph"])
+@pytest.mark.parametrize("engine", [world.start, lambda: world.graph(engine="mpi"), world.graph],
+                         ids=["start", "mpi", "graph"])  # fmt: skip
 @pytest.mark.parametrize("check", COMM_CHECKS.values(), ids=COMM_CHECKS)
 def test_comm_passes(engine, check):
     check(engine())
@@ -15,6 +16,13 @@ def test_comm_passes(engine, check):
 @pytest.mark.parametrize("check", GRAPH_CHECKS.values(), ids=GRAPH_CHECKS)
 def test_graph_comm_passes(check):
     check(world.graph())
+
+
+@pytest.mark.graph(every=True)
+@pytest.mark.sizes(2, 4)
+@pytest.mark.parametrize("check", GRAPH_CHECKS.values(), ids=GRAPH_CHECKS)
+def test_graph_comm_without_horovod_passes(check):
+    check(world.graph(engine="mpi"))
 
 
 @pytest.mark.sizes(1, 2, 4)

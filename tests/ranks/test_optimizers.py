@@ -49,6 +49,27 @@ def test_distribute_equals_one_process_with_the_whole_batch(name):
     trained_like_one_process(OPTIMIZERS[name])
 
 
+@pytest.mark.graph(every=True)
+@pytest.mark.sizes(2, 4)
+@pytest.mark.parametrize("options", ["", ",groups=3", ",compression=bf16"])
+def test_mpi_in_place_of_horovod_equals_one_process_with_the_whole_batch(options):
+    tolerance = 3e-2 if "bf16" in options else 2e-5
+    distribute = hvd.Distribute(f"all_reduce:engine=mpi{options}")
+    trained_like_one_process(OPTIMIZERS["momentum"], tolerance=tolerance, distribute=distribute)
+
+
+@pytest.mark.graph(every=True)
+@pytest.mark.sizes(2, 4)
+def test_mpi_keeps_the_order_of_two_optimizers_and_their_loss_scales():
+    """Collectives inside of conditions, of which TensorFlow might run any first."""
+    model = models.TwoPlayers()
+    model.compile(momentum=0.9)
+    model.optimizer = keras.optimizers.LossScaleOptimizer(model.optimizer)
+    model.other_optimizer = keras.optimizers.LossScaleOptimizer(model.other_optimizer)
+    models.fit(model, [hvd.Distribute("all_reduce:engine=mpi")])
+    models.assert_identical(model)
+
+
 @pytest.mark.graph
 @pytest.mark.sizes(2, 4)
 @pytest.mark.parametrize("spec", ["all_reduce:compression=fp16", "all_reduce:compression=bf16", "all_reduce:groups=3"])

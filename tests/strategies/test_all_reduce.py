@@ -2,7 +2,8 @@ import pytest
 
 from hvdx.comm import LocalComm
 from hvdx.comm.local import virtual_world
-from hvdx.strategies import AllReduce, TensorSpec
+from hvdx.errors import ConfigError
+from hvdx.strategies import AllReduce, ParameterAveraging, TensorSpec
 
 SPECS = [TensorSpec("kernel", (784, 10), 4), TensorSpec("bias", (10,), 4), TensorSpec("scale", (), 4)]
 
@@ -18,6 +19,12 @@ def test_bytes_that_are_sent_are_those_of_a_ring(compression, itemsize, size):
 def test_world_of_one_gets_back_what_it_gave():
     tensors = [object(), object()]
     assert AllReduce().open(LocalComm(), [], name="step").step(tensors) == tensors
+
+
+@pytest.mark.parametrize("strategy", [AllReduce, ParameterAveraging])
+def test_unknown_engine_is_refused(strategy):
+    with pytest.raises(ConfigError, match="engine: expected one of 'auto', 'horovod', 'mpi', got 'nccl'"):
+        strategy(engine="nccl")
 
 
 def test_repr_is_the_call_that_makes_it():

@@ -24,6 +24,8 @@ class Slow(Channel):
     def all_reduce(self, vector):
         raise NotImplementedError
 
+    deal = join = all_reduce
+
     def close(self):
         pass
 

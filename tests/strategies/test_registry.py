@@ -12,6 +12,8 @@ from hvdx.strategies import names, parse, resolve
         ("all_reduce", "AllReduce()"),
         (" all_reduce : compression = bf16 , op=sum", "AllReduce(op='sum', compression='bf16')"),
         ("all_reduce:groups=4,", "AllReduce(groups=4)"),
+        ("all_reduce:engine=mpi", "AllReduce(engine='mpi')"),
+        ("parameter_averaging:engine=horovod", "ParameterAveraging(engine='horovod')"),
         ("all_reduce:gradient_predivide_factor=2", "AllReduce(gradient_predivide_factor=2.0)"),
     ],
 )

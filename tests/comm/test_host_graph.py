@@ -1,0 +1,114 @@
+"""Collectives on tensors without Horovod, between virtual ranks; tests/ranks has them in graphs, between processes."""
+
+import time
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvdx.comm.base import Reduction
+from hvdx.comm.host_graph import HostGraphComm
+from hvdx.comm.local import virtual_world
+from hvdx.errors import ConfigError, HorovodError
+from tests.checks import COMM_CHECKS, GRAPH_CHECKS
+from tests.strategies.virtual import on_all
+
+
+@pytest.fixture(autouse=True)
+def _eager():
+    # All virtual ranks would wait for each other in the one pool of threads that runs graphs.
+    tf.config.run_functions_eagerly(True)
+    yield
+    tf.config.run_functions_eagerly(False)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("check", [*COMM_CHECKS.values(), *GRAPH_CHECKS.values()], ids=[*COMM_CHECKS, *GRAPH_CHECKS])
+def test_virtual_ranks_pass(check, size):
+    on_all(size, lambda comm: check(HostGraphComm(comm)))
+
+
+def reduced(tensors, how, size=2):
+    """What each rank gets of tensors(rank)."""
+    return on_all(size, lambda comm: HostGraphComm(comm).all_reduce(tensors(comm.rank), how, "test"))
+
+
+def test_dtypes_side_by_side_keep_theirs():
+    def tensors(rank):
+        return [tf.fill([2], tf.cast(rank + 1, dtype)) for dtype in (tf.float64, tf.float16, tf.float32, tf.bfloat16)]
+
+    for wire in ("none", "fp16", "bf16"):
+        for got in reduced(tensors, Reduction(wire=wire)):
+            assert [t.dtype for t in got] == [t.dtype for t in tensors(0)]
+            np.testing.assert_array_equal([t.numpy().astype(float) for t in got], np.full((4, 2), 1.5))
+
+
+def test_float64_is_added_up_in_float64():
+    def tensors(rank):
+        return [tf.constant([1.0 + rank * 2.0**-50], tf.float64)]
+
+    for (got,) in reduced(tensors, Reduction(average=False)):
+        assert got.numpy()[0] == 2.0 + 2.0**-50
+
+
+@pytest.mark.parametrize(("wire", "dtype"), [("fp16", np.float16), ("bf16", tf.bfloat16.as_numpy_dtype)])
+def test_values_are_narrow_on_the_wire_and_their_sum_is_rounded_once(wire, dtype):
+    def tensors(rank):
+        return [tf.constant(np.random.default_rng(rank).normal(size=100), tf.float32)]
+
+    wide = sum(tensors(rank)[0].numpy().astype(dtype).astype(np.float32) for rank in range(3))
+    for (got,) in reduced(tensors, Reduction(average=False, wire=wire), 3):
+        np.testing.assert_array_equal(got.numpy(), wide.astype(dtype).astype(np.float32))
+
+
+def test_predivided_mean_fits_into_float16_where_values_do_not():
+    for (got,) in reduced(lambda rank: [tf.fill([2], 1e5 * rank)], Reduction(wire="fp16", predivide=4.0)):
+        np.testing.assert_allclose(got.numpy(), 5e4, rtol=1e-3)
+
+
+def test_device_is_refused_with_the_remedy():
+    for how in (Reduction(device="GPU:0"), Reduction(device_sparse="GPU:0")):
+        with pytest.raises(ConfigError, match=r"device: expected none .* got 'GPU:0'.*hvdx build-horovod"):
+            reduced(lambda rank: [tf.zeros(1)], how, 1)
+
+
+@pytest.mark.parametrize("call", [lambda c: c.subset([0]), lambda c: c.all_to_all(tf.zeros([1]), [1], "test")])
+def test_what_only_horovod_has_names_the_remedy(call):
+    with pytest.raises(HorovodError, match="hvdx build-horovod"):
+        on_all(1, lambda comm: call(HostGraphComm(comm)))
+
+
+def test_graph_takes_collectives_in_the_order_of_the_program():
+    """Those in conditions and loops too, which TensorFlow may take in any order if they change different variables."""
+    tf.config.run_functions_eagerly(False)
+    comm, taken = HostGraphComm(virtual_world(1)[0]), []
+    variables = [tf.Variable(0.0) for _ in range(7)]
+    plain = comm._channel.sum_in_order
+
+    def note(vector, scale):
+        taken.append(vector.size)
+        return plain(vector, scale)
+
+    comm._channel.sum_in_order = note
+
+    def late(n):
+        time.sleep(0.2 if n == 1 else 0.0)
+        return np.float32(1)
+
+    @tf.function
+    def step(x):
+        def reduced(n):
+            one = tf.numpy_function(late, [n], tf.float32, stateful=False)
+            (total,) = comm.all_reduce([tf.fill([n], x * one)], Reduction(wire="bf16"), "test")
+            return variables[n].assign(tf.reduce_sum(total)) if isinstance(n, int) else tf.reduce_sum(total)
+
+        for n in (1, 2):
+            tf.cond(x > 0, lambda n=n: reduced(n), lambda: 0.0)
+        reduced(3)
+        _, last = tf.while_loop(lambda i, _: i < 6, lambda i, _: (i + 1, reduced(i)), (tf.constant(4), 0.0))
+        variables[5].assign(last)
+        reduced(6)
+
+    step(tf.constant(1.0))
+    assert taken == [1, 2, 3, 4, 5, 6]
+    assert [v.numpy() for v in variables] == [0, 1, 2, 3, 0, 5, 6]
