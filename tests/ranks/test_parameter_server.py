@@ -543,6 +543,7 @@ def two_weights(strategy):
     return optimizer, *weights.values(), step
 
 
+@pytest.mark.graph
 def test_lists_that_share_a_variable_are_refused_between_two_flushes():
     if hvdx.size() == 1:
         return
