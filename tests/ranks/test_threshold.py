@@ -165,7 +165,6 @@ def test_nan_on_one_rank_skips_the_step_and_training_goes_on(capfd):
 
 
 @pytest.mark.graph
-@pytest.mark.sizes(2, 4)
 def test_overflow_of_a_loss_scale_is_agreed_on():
     keras.config.set_dtype_policy("mixed_float16")
     model = network(keras.optimizers.SGD(0.01, momentum=0.9))
@@ -356,7 +355,6 @@ def test_telemetry_reaches_logs_files_and_the_history(tmp_path):
         assert expected <= set(file.read_text().splitlines()[0].split(","))
 
 
-@pytest.mark.sizes(2, 4)
 def test_auto_says_why_and_goes_on_with_one_strategy(capfd):
     model = network(keras.optimizers.SGD(0.05, momentum=0.9))
     callback, _ = fit(model, "auto", epochs=6)
