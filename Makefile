@@ -84,7 +84,8 @@ demo: $(HOROVOD) kernels
 # Two files run at once, and those that take the longest begin first.
 # Tests that start processes wait a good part of the time, Slurm's the most.
 # Tests that measure seconds, and those on ranks, have the machine for themselves.
-STARTS = tests/slurm $(filter-out $(ALONE) %/test_packaging.py %/test_public.py %/test_rooms.py %/test_mutate.py, \
+STARTS = tests/slurm $(filter-out $(ALONE) %/test_packaging.py %/test_public.py %/test_rooms.py %/test_mutate.py \
+	%/test_docs.py %/test_extending.py, \
 	$(wildcard tests/jobs/test_*.py tests/test_*.py))
 ALONE = tests/test_stalls.py tests/test_at_ranks.py tests/cli/test_lab.py tests/jobs/test_parameter_server_jobs.py
 # Every room, and one job on two ranks; no framework but TensorFlow.

@@ -9,8 +9,9 @@ from pathlib import Path
 from hvdx.averaging.sharded import INDEX_ENDING
 from hvdx.errors import ConfigError
 
-# An archive of Keras is open twice, and its unpacked weights beside it; and what is opened on the way.
+# An archive of Keras takes two descriptors, and its unpacked weights take one.
 _PER_NETWORK = 3
+# Descriptors for output, temporary files and libraries.
 _OTHERS = 64
 
 

@@ -129,9 +129,18 @@ def _shard_arrays(
         return numbered.map(lambda step: batch_of(step, epoch), num_parallel_calls=2, deterministic=True)
 
     dataset = tf.data.Dataset.range(1).flat_map(epoch_of)
-    dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps)).prefetch(2)
-    # There is nothing to tune, and the thread that tunes may hold up the end of a fit for up to a minute: TensorFlow
-    # waits for its next turn, which comes more and more seldom.
+    return untuned(dataset.apply(tf.data.experimental.assert_cardinality(steps)).prefetch(2))
+
+
+def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Turn off TensorFlow's tuning of a dataset that has nothing to tune.
+
+    The thread that tunes can delay the end of an iteration by up to a minute: TensorFlow waits for the thread's next
+    turn, and turns become rare in a long training.
+
+    Args:
+        dataset: whose parallelism and buffers are numbers.
+    """
     options = tf.data.Options()
     options.autotune.enabled = False
     return dataset.with_options(options)

@@ -35,6 +35,7 @@ import tensorflow as tf
 
 import hvdx
 from hvdx.jobs.benchmarks import harness
+from hvdx.keras.data import untuned
 from hvdx.report import table
 
 _INPUTS, _CLASSES, _BATCHES = 784, 10, 8
@@ -380,10 +381,7 @@ def make_data(batch: int) -> tf.data.Dataset:
     made = np.random.default_rng(hvdx.rank())
     x = made.normal(size=(_BATCHES, batch, _INPUTS)).astype(np.float32)
     y = made.integers(_CLASSES, size=(_BATCHES, batch))
-    # The thread that tunes would hold up the end.
-    options = tf.data.Options()
-    options.autotune.enabled = False
-    return tf.data.Dataset.from_tensor_slices((x, y)).repeat().prefetch(2).with_options(options)
+    return untuned(tf.data.Dataset.from_tensor_slices((x, y)).repeat().prefetch(2))
 
 
 def say(text: str) -> None:

@@ -1,1 +1,1 @@
-"""What several commands use: child processes, the MPI that is installed, the start of a rank, progress, SIGTERM."""
+"""Helpers that several commands share: child processes, the installed MPI, the start of a rank, progress, SIGTERM."""

@@ -21,7 +21,7 @@ class Outcome:
 
     Attributes:
         code: its exit code; negative for a signal, None when it could not start or ran out of time.
-        out, err: what it wrote.
+        out, err: its standard output and standard error.
         timed_out: True when the time limit ended it.
     """
 
