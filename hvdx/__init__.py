@@ -7,8 +7,8 @@ from hvdx.strategies import AllReduce, Auto, ParameterAveraging, ParameterServer
 from hvdx.version import __version__
 
 if TYPE_CHECKING:
-    from hvdx.keras.data import shard
-    from hvdx.keras.horovod_api import init, local_rank, local_size, rank, shutdown, size
+    from hvdx.keras.fit.data import shard
+    from hvdx.keras.horovod.api import init, local_rank, local_size, rank, shutdown, size
 
 __all__ = [
     "AllReduce",

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 import numpy as np
 import tensorflow as tf
 
-from hvdx.comm import Comm, GraphComm, Letter, Postbox
+from hvdx.comm import Comm, GraphComm, Mailbox, Message
 from hvdx.comm.base import HEAD_WORDS, Reduction
 from hvdx.comm.waiting import until
 
-# What a check waits for a letter, at most.
+# What a check waits for a message, at most.
 _SECONDS = 30.0
 
 
@@ -107,25 +107,25 @@ def _tensors(rank: int) -> list[np.ndarray]:
     return [random.normal(size=shape).astype(np.float32) for shape in ((7, 3), (), (11,))]
 
 
-def check_letters_come_in_order(comm: Comm) -> None:
+def check_messages_come_in_order(comm: Comm) -> None:
     """From each rank to each, this one too, with bodies of all sizes and without: each once, in the order sent."""
-    box = comm.postbox(0)
+    box = comm.mailbox(0)
     sizes = [0, 1, 7, None, 5000, 0, 300_000, None, 3]
     bodies = [None if n is None else np.full(n, comm.rank + i, np.uint8) for i, n in enumerate(sizes)]
     for i, body in enumerate(bodies):
         for to in range(comm.size):
             box.send(to, 0, [i, comm.rank, -(2**62), to], body)
     expected = dict.fromkeys(range(comm.size), 0)
-    for letter in _letters(box, comm.size * len(sizes)):
-        i = expected[letter.sender]
-        expected[letter.sender] += 1
-        assert letter.head == (i, letter.sender, -(2**62), comm.rank, *[0] * (HEAD_WORDS - 4))
+    for message in _messages(box, comm.size * len(sizes)):
+        i = expected[message.sender]
+        expected[message.sender] += 1
+        assert message.header == (i, message.sender, -(2**62), comm.rank, *[0] * (HEAD_WORDS - 4))
         if sizes[i] is None:
-            assert letter.body is None
+            assert message.body is None
         else:
-            assert letter.body is not None
-            assert letter.body.dtype == np.uint8
-            np.testing.assert_array_equal(letter.body, np.full(sizes[i], letter.sender + i, np.uint8))
+            assert message.body is not None
+            assert message.body.dtype == np.uint8
+            np.testing.assert_array_equal(message.body, np.full(sizes[i], message.sender + i, np.uint8))
     assert set(expected.values()) == {len(sizes)}
     assert box.fetch() is None
     assert until(box.left, _SECONDS)
@@ -135,22 +135,22 @@ def check_letters_come_in_order(comm: Comm) -> None:
 
 def check_boxes_are_apart(comm: Comm) -> None:
     """What is sent to one box does not come to another, though the same ranks send; read-only bodies travel too."""
-    boxes, neighbour = [comm.postbox(0), comm.postbox(1)], (comm.rank + 1) % comm.size
+    boxes, neighbour = [comm.mailbox(0), comm.mailbox(1)], (comm.rank + 1) % comm.size
     for i in range(20):
         for number in (1, 0):
             boxes[0].send(neighbour, number, [number, i], np.frombuffer(bytes([number, i] * 50), np.uint8))
     for number in (0, 1):
-        for i, letter in enumerate(_letters(boxes[number], 20)):
-            assert letter.head[:2] == (number, i)
-            assert letter.body is not None
-            assert letter.body.tobytes() == bytes([number, i] * 50)
+        for i, message in enumerate(_messages(boxes[number], 20)):
+            assert message.header[:2] == (number, i)
+            assert message.body is not None
+            assert message.body.tobytes() == bytes([number, i] * 50)
         assert boxes[number].fetch() is None
     assert until(boxes[0].left, _SECONDS)
     comm.all_gather_object(None, "the end of a check")
 
 
 def check_bodies_are_put_in_their_place(comm: Comm) -> None:
-    """`place` is asked once for each body, with sender, head and size; None leaves it to the postbox."""
+    """`place` is asked once for each body, with sender, head and size; None leaves it to the mailbox."""
     places = np.zeros((comm.size, 1000), np.uint8)
     asked = []
 
@@ -158,31 +158,31 @@ def check_bodies_are_put_in_their_place(comm: Comm) -> None:
         asked.append((sender, head[0], size))
         return places[sender] if head[0] == 1 else None
 
-    box = comm.postbox(2, place)
+    box = comm.mailbox(2, place)
     for to in range(comm.size):
         box.send(to, 2, [0])
         box.send(to, 2, [1], np.full(1000, comm.rank + 1, np.uint8))
         box.send(to, 2, [2], np.full(10, comm.rank + 1, np.uint8))
-    for letter in _letters(box, 3 * comm.size):
-        if letter.head[0] == 1:
-            np.testing.assert_array_equal(places[letter.sender], np.full(1000, letter.sender + 1))
-        if letter.head[0] == 2:
-            assert letter.body is not None
-            np.testing.assert_array_equal(letter.body, np.full(10, letter.sender + 1))
+    for message in _messages(box, 3 * comm.size):
+        if message.header[0] == 1:
+            np.testing.assert_array_equal(places[message.sender], np.full(1000, message.sender + 1))
+        if message.header[0] == 2:
+            assert message.body is not None
+            np.testing.assert_array_equal(message.body, np.full(10, message.sender + 1))
     assert sorted(asked) == sorted((s, k, n) for s in range(comm.size) for k, n in ((1, 1000), (2, 10)))
     assert until(box.left, _SECONDS)
     comm.all_gather_object(None, "the end of a check")
 
 
-def check_letters_pass_collectives(comm: Comm) -> None:
+def check_messages_pass_collectives(comm: Comm) -> None:
     """Letters are on their way while ranks meet elsewhere; a thread of its own answers them meanwhile."""
-    mine, answers = comm.postbox(0), comm.postbox(1)
+    mine, answers = comm.mailbox(0), comm.mailbox(1)
     rounds, failures = 20, []
 
     def answer() -> None:
         try:
-            for letter in _letters(mine, rounds * comm.size):
-                mine.send(letter.sender, 1, letter.head, letter.body)
+            for message in _messages(mine, rounds * comm.size):
+                mine.send(message.sender, 1, message.header, message.body)
             assert until(mine.left, _SECONDS)
         except BaseException as error:
             failures.append(error)
@@ -194,26 +194,26 @@ def check_letters_pass_collectives(comm: Comm) -> None:
         for to in range(comm.size):
             answers.send(to, 0, [i, to], body)
         assert comm.all_gather_object(i, "meanwhile") == [i] * comm.size
-        for letter in _letters(answers, comm.size):
-            assert letter.head[:2] == (i, letter.sender)
-            np.testing.assert_array_equal(letter.body, body)
+        for message in _messages(answers, comm.size):
+            assert message.header[:2] == (i, message.sender)
+            np.testing.assert_array_equal(message.body, body)
     thread.join(_SECONDS)
     assert not thread.is_alive()
     assert not failures
     comm.all_gather_object(None, "the end of a check")
 
 
-def _letters(box: Postbox, count: int) -> Iterator[Letter]:
-    """The next letters of a box."""
+def _messages(box: Mailbox, count: int) -> Iterator[Message]:
+    """The next messages of a box."""
     for i in range(count):
-        found: list[Letter] = []
+        found: list[Message] = []
 
-        def look(found: list[Letter] = found) -> bool:
-            letter = box.fetch()
-            found += [letter] if letter is not None else []
+        def look(found: list[Message] = found) -> bool:
+            message = box.fetch()
+            found += [message] if message is not None else []
             return bool(found)
 
-        assert until(look, _SECONDS), f"letter {i} of {count} did not come"
+        assert until(look, _SECONDS), f"message {i} of {count} did not come"
         yield found[0]
 
 
@@ -223,13 +223,13 @@ COMM_CHECKS = {
 
 GRAPH_CHECKS = {check.__name__: check for check in (check_gather, check_reductions, check_slices)}
 
-#: Of communicators that carry letters.
+#: Of communicators that carry messages.
 POSTBOX_CHECKS = {
     check.__name__: check
     for check in (
-        check_letters_come_in_order,
+        check_messages_come_in_order,
         check_boxes_are_apart,
         check_bodies_are_put_in_their_place,
-        check_letters_pass_collectives,
+        check_messages_pass_collectives,
     )
 }

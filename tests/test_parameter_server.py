@@ -89,7 +89,7 @@ print("WORKER", hvdx.rank(), hvdx.size(), steps, float(sum(np.abs(w).sum() for w
 
 def test_two_servers_hold_a_half_each_and_workers_can_still_call_collectives():
     code = """
-hvdx.init(strategy="parameter_server:servers=2,staleness=bound,bound=0,collect=2")
+hvdx.init(strategy="parameter_server:servers=2,staleness=bound,max_staleness=0,aggregate=2")
 x, y = x + hvdx.rank(), y - hvdx.rank()
 served, history = train(hvd.Distribute())
 total = float(hvd.allreduce(float(hvdx.rank() + 1), op=hvd.Sum))

@@ -17,7 +17,7 @@ SCRIPT = """
 import hashlib, json, os, signal, sys, time
 import numpy as np, keras
 import hvdx, hvdx.keras
-from hvdx.keras.optimizer import binding_of
+from hvdx.keras.adapters.optimizer import adapter_of
 hvdx.init()
 rank, size = hvdx.rank(), hvdx.size()
 folder, epochs, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -32,16 +32,16 @@ model.compile(keras.optimizers.SGD(0.1, momentum=0.9), keras.losses.SparseCatego
 class Look(keras.callbacks.Callback):
     first = None
 
-    def unsent(self):
-        exchange = getattr(binding_of(self.model.optimizer), "exchange", None)
-        return [] if exchange is None else [float(a) for u in exchange.unsent for a in u.ravel()]
+    def residuals(self):
+        exchange = getattr(adapter_of(self.model.optimizer), "exchange", None)
+        return [] if exchange is None else [float(a) for u in exchange.residuals for a in u.ravel()]
 
     def on_epoch_begin(self, epoch, logs=None):
         if self.first is None:
-            self.first, self.before = epoch, self.unsent()
+            self.first, self.before = epoch, self.residuals()
 
     def on_epoch_end(self, epoch, logs=None):
-        self.after = self.unsent()
+        self.after = self.residuals()
 
     def on_train_batch_end(self, batch, logs=None):
         if os.environ.get("KILL") == str(rank) and os.path.exists(f"{folder}/ckpt/epoch-0002"):

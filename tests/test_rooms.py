@@ -101,8 +101,8 @@ def test_table_can_fail(tmp_path, monkeypatch):
         "strategies": "import keras",
         "keras": "from hvdx.codec import make",
         "comm": "import mpi4py\nfrom horovod import tensorflow",
-        "cli": "from hvdx.keras.data import _shard_arrays",
-        "jobs": "from hvdx.keras.data import shard",
+        "cli": "from hvdx.keras.fit.data import _shard_arrays",
+        "jobs": "from hvdx.keras.fit.data import shard",
     }
     for room, code in cases.items():
         path = tmp_path / room / "case.py"

@@ -14,7 +14,7 @@ HOST = socket.gethostname()
 BARE = """
 import os, signal, subprocess, sys, time
 from hvdx import comm as world
-from hvdx.comm import whereabouts
+from hvdx.comm import progress
 comm = world.start()
 rank, size = comm.rank, comm.size
 def meet(what="the updates"):
@@ -59,7 +59,7 @@ def stalls(done):
 
 
 def test_rank_that_sleeps_is_named_by_one_of_the_others():
-    done = stall(3, BARE + "whereabouts.step('step 5 of epoch 1')\ntime.sleep(5 * (rank == 2))\nmeet()")
+    done = stall(3, BARE + "progress.step('step 5 of epoch 1')\ntime.sleep(5 * (rank == 2))\nmeet()")
     assert done.code == 0, done
     (headline,) = stalls(done)[:1]
     assert re.search(rf"for [234] s: rank 2 \({HOST}\) has not come to the updates\.", headline), done
@@ -83,7 +83,7 @@ def test_rank_0_that_sleeps_is_named_too():
 def test_rank_that_compiles_has_not_stalled():
     code = """
 if rank == 1:
-    with whereabouts.compiling("the kernels of Threshold"):
+    with progress.compiling("the kernels of Threshold"):
         time.sleep(5)
 meet()
 """
@@ -139,7 +139,7 @@ def test_rank_that_has_left_is_named():
 
 
 def test_error_of_the_time_limit_says_where_the_absent_rank_was():
-    code = "whereabouts.step('step 5 of epoch 1')\ntime.sleep(15 * (rank == 1))\nmeet()"
+    code = "progress.step('step 5 of epoch 1')\ntime.sleep(15 * (rank == 1))\nmeet()"
     done = stall(2, BARE + code, seconds=60, HVDX_TIMEOUT="2")
     assert done.code not in (None, 0), done
     found = rf"Rank 1 did not come\. Last known: rank 1 \({HOST}\): step 5 of epoch 1, for \d s; at <string>:\d+"
@@ -150,7 +150,7 @@ def test_error_of_the_time_limit_says_where_the_absent_rank_was():
 HEALTHY = """
 for _ in range(1000):
     meet()
-whereabouts.step("step 1 of epoch 1")
+progress.step("step 1 of epoch 1")
 time.sleep(4)       # in no training that it knows of: a script may do what it likes between two fits
 meet()
 time.sleep(rank)    # they leave one after the other

@@ -1,6 +1,6 @@
 """Ranks: who this process is, and how it reaches the others. One communication library a file."""
 
-from hvdx.comm.base import Channel, Comm, GraphComm, Letter, Postbox, Received
+from hvdx.comm.base import Channel, Comm, GraphComm, Mailbox, Message, Received
 from hvdx.comm.local import LocalComm
 from hvdx.comm.world import current, graph, graph_calls, start, stop
 
@@ -8,9 +8,9 @@ __all__ = [
     "Channel",
     "Comm",
     "GraphComm",
-    "Letter",
     "LocalComm",
-    "Postbox",
+    "Mailbox",
+    "Message",
     "Received",
     "current",
     "graph",

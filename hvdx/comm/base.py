@@ -48,13 +48,13 @@ class Received:
     """What one exchange over a channel brought.
 
     Attributes:
-        heads: int64[size, k], every rank's head.
+        headers: int64[size, k], every rank's header.
         messages: uint8[bytes] each, in rank order; views that the next exchange overwrites.
         waited: seconds until all ranks had come.
         seconds: seconds that the messages then took.
     """
 
-    heads: np.ndarray
+    headers: np.ndarray
     messages: list[np.ndarray]
     waited: float
     seconds: float
@@ -67,11 +67,11 @@ class Channel(abc.ABC):
     size: int
 
     @abc.abstractmethod
-    def exchange(self, head: Sequence[int], message: np.ndarray | None = None) -> Received:
+    def exchange(self, header: Sequence[int], message: np.ndarray | None = None) -> Received:
         """Give every rank every rank's message.
 
         Args:
-            head: a few whole numbers that travel first; as many on all ranks.
+            header: a few whole numbers that travel first; as many on all ranks.
             message: uint8[bytes], of any length on each rank; None sends nothing, and all ranks must agree on that.
 
         Returns:
@@ -158,52 +158,52 @@ class Channel(abc.ABC):
 
 
 @dataclass(frozen=True)
-class Letter:
+class Message:
     """What one rank sent another.
 
     Attributes:
         sender: its rank; those that only serve come after the others.
-        head: HEAD_WORDS whole numbers.
+        header: HEAD_WORDS whole numbers.
         body: uint8[bytes], or None.
     """
 
     sender: int
-    head: tuple[int, ...]
+    header: tuple[int, ...]
     body: np.ndarray | None
 
 
-#: Whole numbers in the head of a letter; those that are not given are 0.
+#: Whole numbers in the header of a message; those that are not given are 0.
 HEAD_WORDS = 10
-#: Where to put the body of a letter from a rank with this head, of so many bytes; None leaves it to the postbox.
+#: Where to put the body of a message from a rank with this header, of so many bytes; None leaves it to the mailbox.
 Place = Callable[[int, tuple[int, ...], int], np.ndarray | None]
 
 
-class Postbox(abc.ABC):
-    """Letters from one rank to another, without the others: those that come to one box of this rank.
+class Mailbox(abc.ABC):
+    """Messages from one rank to another, without the others: those that come to one box of this rank.
 
-    Letters from one rank to one box come in the order in which they were sent. One thread at a time.
+    Messages from one rank to one box come in the order in which they were sent. One thread at a time.
     """
 
     rank: int
 
     @abc.abstractmethod
-    def send(self, to: int, box: int, head: Sequence[int], body: np.ndarray | None = None) -> None:
-        """Send a letter; returns before it has left.
+    def send(self, to: int, box: int, header: Sequence[int], body: np.ndarray | None = None) -> None:
+        """Send a message; returns before it has left.
 
         Args:
             to: a rank; this one too.
             box: of that rank.
-            head: whole numbers, HEAD_WORDS at most.
+            header: whole numbers, HEAD_WORDS at most.
             body: uint8[bytes], contiguous; it must not change until it has `left`.
         """
 
     @abc.abstractmethod
-    def fetch(self) -> Letter | None:
-        """The next letter that has come as a whole; None if there is none. Does not wait."""
+    def fetch(self) -> Message | None:
+        """The next message that has come as a whole; None if there is none. Does not wait."""
 
     @abc.abstractmethod
     def leaving(self) -> int:
-        """How many messages, heads and bodies, are still on their way out."""
+        """How many messages, headers and bodies, are still on their way out."""
 
     def left(self) -> bool:
         """Whether all that was sent may be changed again."""
@@ -212,14 +212,14 @@ class Postbox(abc.ABC):
     @property
     @abc.abstractmethod
     def coming(self) -> bool:
-        """Whether a part of a letter is here, and the rest on its way."""
+        """Whether a part of a message is here, and the rest on its way."""
 
 
 class Comm(abc.ABC):
     """Reaches the other ranks. `rank` and `size` place this process among them.
 
     Attributes:
-        servers: ranks that only serve these, beside them; to postboxes they are the ranks from `size` on.
+        servers: ranks that only serve these, beside them; to mailboxes they are the ranks from `size` on.
         serves: whether this is one of them.
     """
 
@@ -286,15 +286,15 @@ class Comm(abc.ABC):
         """
 
     @abc.abstractmethod
-    def postbox(self, box: int, place: Place | None = None) -> Postbox:
-        """Open a box for letters from single ranks. The first call is collective.
+    def mailbox(self, box: int, place: Place | None = None) -> Mailbox:
+        """Open a box for messages from single ranks. The first call is collective.
 
         Args:
             box: its number, from 0; one thread a box.
             place: where bodies go.
 
         Raises:
-            ConfigError: this communicator cannot carry letters; the error names one that can.
+            ConfigError: this communicator cannot carry messages; the error names one that can.
         """
 
     def any_true(self, mine: bool) -> bool:

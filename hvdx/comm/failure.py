@@ -11,7 +11,7 @@ import traceback
 from types import TracebackType
 from typing import Any, NoReturn
 
-from hvdx.comm import mpi, watchdog, whereabouts
+from hvdx.comm import mpi, progress, watchdog
 from hvdx.errors import HvdxError
 
 # How long the other ranks give rank 0 to say what all of them found.
@@ -144,7 +144,7 @@ def _leaving() -> None:
     status = (code & 0xFF if isinstance(code, int) else 1) if code is not None else 0
     how = f"sys.exit({code!r})" if _ending else ""
     # In the middle of a training the others need it, however it ends. (A training that was saved raises by itself.)
-    hurry = bool(status) or (bool(_ending) and whereabouts.training())
+    hurry = bool(status) or (bool(_ending) and progress.training())
     if watchdog.leave(status, how, hurry, _COURTESY_SECONDS):
         return
     watchdog.say_end(watchdog.departure(*_place, socket.gethostname(), how))

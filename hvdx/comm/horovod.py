@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdx.comm import failure, mpi
-from hvdx.comm.base import Channel, Place, Postbox, Reduction
+from hvdx.comm.base import Channel, Mailbox, Place, Reduction
 from hvdx.comm.launcher import Launch
 from hvdx.comm.tensors import TensorComm, device_scope
 from hvdx.errors import ConfigError, HorovodError
@@ -171,9 +171,9 @@ class HorovodComm(TensorComm):
             "Start them with mpirun, or horovodrun --mpi."
         )
 
-    def postbox(self, box: int, place: Place | None = None) -> Postbox:
-        """See `Comm.postbox`."""
-        self.channel("a letter")  # which says what can
+    def mailbox(self, box: int, place: Place | None = None) -> Mailbox:
+        """See `Comm.mailbox`."""
+        self.channel("a message")  # which says what can
         raise NotImplementedError
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdx.comm import failure
-from hvdx.comm.base import Channel, Comm, GraphComm, Place, Postbox, Reduction
+from hvdx.comm.base import Channel, Comm, GraphComm, Mailbox, Place, Reduction
 from hvdx.comm.tensors import TensorComm
 from hvdx.errors import ConfigError, HorovodError
 
@@ -56,9 +56,9 @@ class HostGraphComm(TensorComm):
         """See `Comm.channel`."""
         return self._comm.channel(what)
 
-    def postbox(self, box: int, place: Place | None = None) -> Postbox:
-        """See `Comm.postbox`."""
-        return self._comm.postbox(box, place)
+    def mailbox(self, box: int, place: Place | None = None) -> Mailbox:
+        """See `Comm.mailbox`."""
+        return self._comm.mailbox(box, place)
 
     def close(self) -> None:
         """See `Comm.close`; the host communicator stays open."""
@@ -107,7 +107,7 @@ class HostGraphComm(TensorComm):
 
     def _gathered(self, rows: np.ndarray) -> list[np.ndarray]:
         received = self._channel.exchange([len(rows)], rows.reshape(-1).view(np.uint8))
-        parts = zip(received.heads[:, 0], received.messages, strict=True)
+        parts = zip(received.headers[:, 0], received.messages, strict=True)
         return [np.concatenate([m.view(rows.dtype).reshape(n, *rows.shape[1:]) for n, m in parts])]
 
     def all_to_all(self, tensor: Any, splits: Any, name: str) -> tuple[Any, Any]:

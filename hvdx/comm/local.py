@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdx.comm.base import HEAD_WORDS, Channel, Comm, GraphComm, Letter, Place, Postbox, Received, Reduction
+from hvdx.comm.base import HEAD_WORDS, Channel, Comm, GraphComm, Mailbox, Message, Place, Received, Reduction
 
 # A virtual rank that waits longer for the others was left alone.
 _LIMIT_SECONDS = 60.0
@@ -59,11 +59,11 @@ class LocalComm(GraphComm):
         """See `Comm.channel`."""
         return virtual_world(1)[0].channel(what)
 
-    def postbox(self, box: int, place: Place | None = None) -> Postbox:
-        """See `Comm.postbox`."""
+    def mailbox(self, box: int, place: Place | None = None) -> Mailbox:
+        """See `Comm.mailbox`."""
         if self._table is None:
             self._table = _Table(1)
-        return VirtualPostbox(0, box, self._table, place)
+        return VirtualMailbox(0, box, self._table, place)
 
     def close(self) -> None:
         """See `Comm.close`."""
@@ -78,7 +78,7 @@ def virtual_world(size: int, servers: int = 0) -> list[Comm]:
 
     Example:
         >>> (alone,) = virtual_world(1)
-        >>> alone.channel("a test").exchange([7], np.zeros(3, np.uint8)).heads.tolist()
+        >>> alone.channel("a test").exchange([7], np.zeros(3, np.uint8)).headers.tolist()
         [[7]]
     """
     table = _Table(size)
@@ -92,7 +92,7 @@ class _Table:
         self.given: list[Any] = [None] * size
         self.barrier = threading.Barrier(size)
         # What lies in each box of each rank.
-        self.boxes: defaultdict[tuple[int, int], deque[Letter]] = defaultdict(deque)
+        self.boxes: defaultdict[tuple[int, int], deque[Message]] = defaultdict(deque)
 
     def swap(self, rank: int, value: Any) -> list[Any]:
         """Give one value; everyone's, once all have come."""
@@ -136,9 +136,9 @@ class VirtualComm(Comm):
         shared = self._table.swap(self.rank, _Table(self.size) if self.rank == 0 else None)[0]
         return VirtualChannel(self.rank, self.size, shared)
 
-    def postbox(self, box: int, place: Place | None = None) -> Postbox:
-        """See `Comm.postbox`."""
-        return VirtualPostbox(self.rank, box, self._table, place)
+    def mailbox(self, box: int, place: Place | None = None) -> Mailbox:
+        """See `Comm.mailbox`."""
+        return VirtualMailbox(self.rank, box, self._table, place)
 
     def close(self) -> None:
         """See `Comm.close`."""
@@ -155,9 +155,9 @@ class VirtualChannel(Channel):
     def __init__(self, rank: int, size: int, table: _Table):
         self.rank, self.size, self._table = rank, size, table
 
-    def exchange(self, head: Sequence[int], message: np.ndarray | None = None) -> Received:
+    def exchange(self, header: Sequence[int], message: np.ndarray | None = None) -> Received:
         """See `Channel.exchange`."""
-        everyone = self._table.swap(self.rank, (list(head), None if message is None else message.copy()))
+        everyone = self._table.swap(self.rank, (list(header), None if message is None else message.copy()))
         messages = [] if message is None else [m for _, m in everyone]
         return Received(np.array([h for h, _ in everyone], np.int64), messages, 0.0, 0.0)
 
@@ -181,7 +181,7 @@ class VirtualChannel(Channel):
         """See `Channel.close`."""
 
 
-class VirtualPostbox(Postbox):
+class VirtualMailbox(Mailbox):
     """Between virtual ranks; see `virtual_world`. Bodies are copied when they are sent.
 
     Args:
@@ -196,20 +196,20 @@ class VirtualPostbox(Postbox):
     def __init__(self, rank: int, box: int, table: _Table, place: Place | None = None):
         self.rank, self._mine, self._boxes, self._place = rank, table.boxes[rank, box], table.boxes, place
 
-    def send(self, to: int, box: int, head: Sequence[int], body: np.ndarray | None = None) -> None:
-        """See `Postbox.send`."""
-        words = (*map(int, head), *[0] * (HEAD_WORDS - len(head)))
-        self._boxes[to, box].append(Letter(self.rank, words, None if body is None else body.copy()))
+    def send(self, to: int, box: int, header: Sequence[int], body: np.ndarray | None = None) -> None:
+        """See `Mailbox.send`."""
+        words = (*map(int, header), *[0] * (HEAD_WORDS - len(header)))
+        self._boxes[to, box].append(Message(self.rank, words, None if body is None else body.copy()))
 
-    def fetch(self) -> Letter | None:
-        """See `Postbox.fetch`."""
-        letter = self._mine.popleft() if self._mine else None
-        if letter is not None and letter.body is not None and self._place is not None:
-            target = self._place(letter.sender, letter.head, letter.body.size)
+    def fetch(self) -> Message | None:
+        """See `Mailbox.fetch`."""
+        message = self._mine.popleft() if self._mine else None
+        if message is not None and message.body is not None and self._place is not None:
+            target = self._place(message.sender, message.header, message.body.size)
             if target is not None:
-                target[:] = letter.body
-        return letter
+                target[:] = message.body
+        return message
 
     def leaving(self) -> int:
-        """See `Postbox.leaving`."""
+        """See `Mailbox.leaving`."""
         return 0

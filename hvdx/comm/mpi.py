@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from hvdx.comm import launcher, watchdog, whereabouts
-from hvdx.comm.base import Channel, Comm, Place, Postbox, Received
+from hvdx.comm import launcher, progress, watchdog
+from hvdx.comm.base import Channel, Comm, Mailbox, Place, Received
 from hvdx.comm.launcher import Launch
-from hvdx.comm.mpi_postbox import MpiPostbox
+from hvdx.comm.mpi_mailbox import MpiMailbox
 from hvdx.comm.waiting import LIMIT_VARIABLE, time_limit, until
 from hvdx.errors import ExchangeError, LaunchError
 
@@ -103,7 +103,7 @@ class MpiComm(Comm):
         stall = _agree(everyone, servers, watchdog.stall_limit())
         self._watchdog = watchdog.Watchdog(everyone, stall) if stall else None
         self.servers, self.serves = servers, everyone.Get_rank() >= everyone.Get_size() - servers
-        whereabouts.serve(self.serves)
+        progress.serve(self.serves)
         self._workers = everyone.Get_size() - servers
         self._post: Any = everyone.Dup() if servers else None
         self.group = everyone.Split(int(self.serves), everyone.Get_rank()) if servers else everyone
@@ -151,20 +151,20 @@ class MpiComm(Comm):
         """See `Comm.channel`."""
         return MpiChannel(self.group, what)
 
-    def postbox(self, box: int, place: Place | None = None) -> Postbox:
-        """See `Comm.postbox`."""
+    def mailbox(self, box: int, place: Place | None = None) -> Mailbox:
+        """See `Comm.mailbox`."""
         if self._post is None:
             post, request = self.group.Idup()
             self._post = post
             if not until(request.Test, time_limit()):
-                raise ExchangeError(f"opening a postbox: not all ranks came within {LIMIT_VARIABLE}.")
-        return MpiPostbox(self._post, box, place)
+                raise ExchangeError(f"opening a mailbox: not all ranks came within {LIMIT_VARIABLE}.")
+        return MpiMailbox(self._post, box, place)
 
     def any_true(self, mine: bool) -> bool:
         """See `Comm.any_true`."""
         if self._flags is None:
             self._flags = self.channel("a flag")
-        return bool(self._flags.exchange([int(mine)]).heads.any())
+        return bool(self._flags.exchange([int(mine)]).headers.any())
 
     def close(self) -> None:
         """See `Comm.close`."""
@@ -222,15 +222,15 @@ class MpiChannel(Channel):
         self._what = what
         return self
 
-    def exchange(self, head: Sequence[int], message: np.ndarray | None = None) -> Received:
+    def exchange(self, header: Sequence[int], message: np.ndarray | None = None) -> Received:
         """See `Channel.exchange`."""
         begin = time.perf_counter()
-        mine = np.array([*head, 0 if message is None else message.size], np.int64)
-        heads = np.empty((self.size, mine.size), np.int64)
-        self._wait(self._comm.Iallgather(mine, heads))
+        mine = np.array([*header, 0 if message is None else message.size], np.int64)
+        headers = np.empty((self.size, mine.size), np.int64)
+        self._wait(self._comm.Iallgather(mine, headers))
         met = time.perf_counter()
-        messages = [] if message is None else self._gather(message, heads[:, -1])
-        return Received(heads[:, :-1], messages, met - begin, time.perf_counter() - met)
+        messages = [] if message is None else self._gather(message, headers[:, -1])
+        return Received(headers[:, :-1], messages, met - begin, time.perf_counter() - met)
 
     def _gather(self, message: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
         ends = np.cumsum(sizes)
@@ -282,11 +282,11 @@ class MpiChannel(Channel):
 
     def _wait(self, request: Any) -> None:
         """Return when the request is done; raise when the time is over."""
-        whereabouts.enter(self._what)
+        progress.enter(self._what)
         try:
             done = until(request.Test, self._limit)
         finally:
-            whereabouts.leave()
+            progress.leave()
         if not done:
             raise ExchangeError(
                 f"{self._what}: waited {self._limit:.0f} s on rank {self.rank} of {self.size}. {self._absent()} Look "

@@ -14,13 +14,13 @@ _EAGER = 50
 _LEAST_SLEEP, _MOST_SLEEP = 20e-6, 1e-3
 
 
-class Patience:
+class Backoff:
     """Ever longer sleeps between questions that are answered no.
 
     Example:
-        >>> patience = Patience()
-        >>> patience.sleep()  # the first times it does not sleep at all
-        >>> patience.renew()
+        >>> backoff = Backoff()
+        >>> backoff.sleep()  # the first times it does not sleep at all
+        >>> backoff.renew()
     """
 
     def __init__(self) -> None:
@@ -53,11 +53,11 @@ def until(done: Callable[[], bool], limit: float) -> bool:
         >>> until(lambda: True, 1.0)
         True
     """
-    patience, end = Patience(), time.monotonic() + limit
+    backoff, end = Backoff(), time.monotonic() + limit
     while not done():
         if time.monotonic() > end:
             return False
-        patience.sleep()
+        backoff.sleep()
     return True
 
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from hvdx.comm import whereabouts
+from hvdx.comm import progress
+from hvdx.comm.progress import Report
 from hvdx.comm.waiting import LIMIT_VARIABLE, time_limit, until
-from hvdx.comm.whereabouts import Report
 from hvdx.errors import ConfigError, ExchangeError
 
 #: Seconds without any progress after which a rank says where all are; 0 for never.
@@ -178,9 +178,9 @@ class Watchdog:
 
     def _look(self) -> None:
         """Is there something to ask, or to say?"""
-        now, idle = time.monotonic(), whereabouts.idle()
+        now, idle = time.monotonic(), progress.idle()
         turn = min(self._rank * _TURN, _LAST_TURN)
-        if self._gone and not self._parted and whereabouts.waits_for_all():
+        if self._gone and not self._parted and progress.waits_for_all():
             self._end_if_doomed(idle)
         if idle < self._seen_idle:
             self._due = self._limit  # it has moved: what comes next is another stall
@@ -190,7 +190,7 @@ class Watchdog:
                 self._close()
         elif self._wanted:
             self._open(stall=False)
-        elif idle > self._due + turn and whereabouts.busy():
+        elif idle > self._due + turn and progress.busy():
             self._open(stall=True)
 
     def _end_if_doomed(self, idle: float) -> None:
@@ -204,7 +204,7 @@ class Watchdog:
         """Ask everybody."""
         self._wanted = False
         self._question += 1
-        self._for_stall, self._reports = stall, {self._rank: whereabouts.here()}
+        self._for_stall, self._reports = stall, {self._rank: progress.here()}
         self._end = time.monotonic() + _ANSWER_SECONDS
         for rank in range(self._size):
             if rank != self._rank:
@@ -214,16 +214,16 @@ class Watchdog:
         """All have answered, or had the time to."""
         self._end = 0.0
         self._known = dict(self._reports)
-        if not self._for_stall or whereabouts.idle() < self._limit:
+        if not self._for_stall or progress.idle() < self._limit:
             return  # it moves again
-        self._due = 2 * whereabouts.idle()
+        self._due = 2 * progress.idle()
         # Another one that stands still, and asks at the same time, speaks if its number is lower.
         if any(r < self._rank and report.idle >= self._limit and report.busy
                for r, report in self._reports.items()):  # fmt: skip
             return
         everyone: dict[int, Report | None] = {r: self._reports.get(r) for r in range(self._size)}
         gone = sorted(self._gone.keys() - self._reports.keys())
-        text = whereabouts.message(everyone, gone, whereabouts.idle(), self._hosts)
+        text = progress.message(everyone, gone, progress.idle(), self._hosts)
         # One write, so that it is not mixed with what others print.
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
@@ -246,9 +246,9 @@ class Watchdog:
         if tag == _LEAVE:
             self._gone[sender] = said["status"], said["how"]
         elif tag == _ASK:
-            self._send(sender, _ANSWER, {"question": said["question"], "report": whereabouts.here().as_json()})
+            self._send(sender, _ANSWER, {"question": said["question"], "report": progress.here().as_json()})
             if said["stall"] and sender < self._rank:
-                self._due = max(self._due, 2 * whereabouts.idle())
+                self._due = max(self._due, 2 * progress.idle())
         elif said["question"] == self._question and self._end:
             self._reports[sender] = Report.of_json(said["report"])
 

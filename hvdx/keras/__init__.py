@@ -3,32 +3,11 @@
 from typing import NoReturn
 
 from hvdx.keras import callbacks
-from hvdx.keras.batch_norm import SyncBatchNormalization
+from hvdx.keras.adapters.optimizer import count_samples, flush
 from hvdx.keras.checkpoint import Checkpoint
-from hvdx.keras.collectives import (
-    allgather,
-    allgather_object,
-    allreduce,
-    alltoall,
-    broadcast,
-    broadcast_global_variables,
-    broadcast_object,
-    broadcast_variables,
-    grouped_allgather,
-    grouped_allreduce,
-    grouped_reducescatter,
-    reducescatter,
-)
-from hvdx.keras.data import shard
-from hvdx.keras.distribute import Distribute
-from hvdx.keras.distributed_optimizer import (
-    DistributedGradientTape,
-    DistributedOptimizer,
-    PartialDistributedGradientTape,
-    PartialDistributedOptimizer,
-    load_model,
-)
-from hvdx.keras.horovod_api import (
+from hvdx.keras.fit.data import shard
+from hvdx.keras.fit.distribute import Distribute
+from hvdx.keras.horovod.api import (
     Adasum,
     Average,
     Compression,
@@ -46,8 +25,31 @@ from hvdx.keras.horovod_api import (
     shutdown,
     size,
 )
-from hvdx.keras.horovod_names import error_for
-from hvdx.keras.horovod_queries import (
+from hvdx.keras.horovod.batch_norm import SyncBatchNormalization
+from hvdx.keras.horovod.collectives import (
+    allgather,
+    allgather_object,
+    allreduce,
+    alltoall,
+    broadcast,
+    broadcast_global_variables,
+    broadcast_object,
+    broadcast_variables,
+    grouped_allgather,
+    grouped_allreduce,
+    grouped_reducescatter,
+    reducescatter,
+)
+from hvdx.keras.horovod.distributed_optimizer import (
+    DistributedGradientTape,
+    DistributedOptimizer,
+    PartialDistributedGradientTape,
+    PartialDistributedOptimizer,
+    load_model,
+)
+from hvdx.keras.horovod.names import error_for
+from hvdx.keras.horovod.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from hvdx.keras.horovod.queries import (
     ccl_built,
     cuda_built,
     ddl_built,
@@ -60,8 +62,6 @@ from hvdx.keras.horovod_queries import (
     nccl_built,
     rocm_built,
 )
-from hvdx.keras.optimizer import count_samples, flush
-from hvdx.keras.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 
 __all__ = [
     "Adasum",

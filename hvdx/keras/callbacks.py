@@ -6,12 +6,12 @@ from typing import Any
 import keras
 
 from hvdx.errors import ConfigError
-from hvdx.keras import metrics, replicas
+from hvdx.keras.adapters.local_variables import LocalVariables
+from hvdx.keras.adapters.optimizer import adapter_of, flush, optimizers_of
+from hvdx.keras.adapters.optimizer_state import innermost
+from hvdx.keras.adapters.rank_local import rank_local_ids
+from hvdx.keras.fit import metrics, replicas
 from hvdx.keras.joining import join
-from hvdx.keras.local_variables import LocalVariables
-from hvdx.keras.optimizer import binding_of, flush, optimizers_of
-from hvdx.keras.optimizer_state import innermost
-from hvdx.keras.ownership import own_ids
 
 # The method of a Keras model that turns the state of its metrics into values.
 _RESULT = "_get_metrics_result_or_logs"
@@ -51,7 +51,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def set_model(self, model: Any) -> None:
         """Keras: before the training function is made. XLA cannot compile collectives, so it is turned off here."""
         super().set_model(model)
-        if join().size > 1 and any(binding_of(o) for o in optimizers_of(model)):
+        if join().size > 1 and any(adapter_of(o) for o in optimizers_of(model)):
             model.jit_compile = False
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -87,7 +87,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def _broadcast(self) -> None:
         replicas.build_optimizers(self.model, join())
         local = {id(v) for v in replicas.state_of(self.model) if self._local.holds(v)}
-        replicas.make_alike(self.model, self.root_rank, join(), local)
+        replicas.broadcast_state(self.model, self.root_rank, join(), local)
         self._done = True
 
 
@@ -252,7 +252,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         optimizer = self._optimizer()
         if ahead is None or int(optimizer.iterations) == ahead[1]:
             return
-        own = own_ids(self.model)
+        own = rank_local_ids(self.model)
         for weight, velocity in zip(optimizer._trainable_variables, optimizer.momentums, strict=True):
             if (id(weight) in own) == (id(velocity) in own):
                 weight.assign_add((ahead[0] - 1.0) * optimizer.momentum * velocity)

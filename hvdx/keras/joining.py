@@ -4,7 +4,8 @@ import weakref
 
 from hvdx import strategies
 from hvdx.comm import Comm
-from hvdx.keras import placement, separate
+from hvdx.keras import placement
+from hvdx.keras.fit import separate
 from hvdx.strategies import Strategy
 
 _joined: "weakref.WeakSet[Comm]" = weakref.WeakSet()

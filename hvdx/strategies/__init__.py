@@ -2,7 +2,7 @@
 
 from hvdx.strategies.all_reduce import AllReduce
 from hvdx.strategies.auto import Auto
-from hvdx.strategies.base import Exchange, Strategy, TensorSpec, Tickets, agree_on_strategy
+from hvdx.strategies.base import Exchange, StepClient, Strategy, TensorSpec, agree_on_strategy
 from hvdx.strategies.driver import HostExchange, MessageExchange
 from hvdx.strategies.joining import join, leave
 from hvdx.strategies.parameter_averaging import ParameterAveraging
@@ -18,10 +18,10 @@ __all__ = [
     "MessageExchange",
     "ParameterAveraging",
     "ParameterServer",
+    "StepClient",
     "Strategy",
     "TensorSpec",
     "Threshold",
-    "Tickets",
     "agree_on_strategy",
     "join",
     "leave",

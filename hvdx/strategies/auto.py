@@ -54,9 +54,9 @@ class Measured:
         part = itemsize * self.elements / self.size
         return rounds * (self.network.latency + part / self.network.bandwidth) + casting
 
-    def density(self, budget: float) -> float:
+    def density(self, overhead: float) -> float:
         """The density whose messages take this share of a step's computing."""
-        return link.affordable_density(self.network, self.size, self.elements, budget * self.computing)
+        return link.affordable_density(self.network, self.size, self.elements, overhead * self.computing)
 
     def threshold_seconds(self, density: float, coding: float) -> float:
         """What an exchange of thresholded updates takes: latency, N - 1 messages that come in, and the codec."""
@@ -71,7 +71,7 @@ class Auto(Strategy):
     only if it saves a tenth of a step.
 
     Args:
-        budget: the share of a step's computing that a threshold message may take, see `Threshold`.
+        overhead: the share of a step's computing that a threshold message may take, see `Threshold`.
 
     Example:
         >>> Auto()
@@ -84,9 +84,9 @@ class Auto(Strategy):
     provisional = True
     remembers = False
 
-    def __init__(self, budget: float = 0.1):
-        self.threshold = Threshold(budget=budget)
-        self.budget = self.threshold.budget
+    def __init__(self, overhead: float = 0.1):
+        self.threshold = Threshold(overhead=overhead)
+        self.overhead = self.threshold.overhead
 
     def open(self, comm: Comm, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = "") -> "TrialExchange":
         """See `Strategy.open`; of the steps that are measured."""
@@ -106,7 +106,7 @@ class Auto(Strategy):
             threads = kernel_threads(comm.local_size)
             chosen, reason = self.decide(Measured(comm.size, elements, max(everyone), exchanges[0].network, threads))
             if isinstance(chosen, Threshold) and not updates:
-                chosen = Threshold(placement="gradient", budget=chosen.budget)
+                chosen = Threshold(placement="gradient", overhead=chosen.overhead)
                 reason += f" This optimiser has no updates to send: {chosen}."
             print(f"hvdx: auto: {reason}", file=sys.stderr, flush=True)
         strategy: Strategy = comm.all_gather_object(chosen, "the strategy")[0]
@@ -118,7 +118,7 @@ class Auto(Strategy):
         Args:
             measured: what the steps and the link showed.
         """
-        density = measured.density(self.budget)
+        density = measured.density(self.overhead)
         exact, half = measured.dense_seconds(4), measured.dense_seconds(2)
         saving = _WORTH_THRESHOLD * (measured.computing + min(exact, half))
         coding = 16 * measured.elements / _MEMORY

@@ -84,7 +84,7 @@ class Strategy(abc.ABC):
     remembers: bool = True
 
     @property
-    def own_state(self) -> bool:
+    def rank_local_state(self) -> bool:
         """Whether the optimiser's state (momenta) belongs to its rank."""
         return self.placement != "gradient"
 
@@ -109,7 +109,7 @@ class Strategy(abc.ABC):
         """Make the state that a rank restores of those that another number of ranks saved; by default none.
 
         Args:
-            saved: `Exchange.arrays` of every rank that saved.
+            saved: `Exchange.state_dict` of every rank that saved.
             rank, size: the rank that restores, and the number of ranks now.
         """
         return {}
@@ -133,7 +133,7 @@ class Strategy(abc.ABC):
         """
         return
 
-    def deal_out(self, comm: Comm, steps: int, begun: int = 0) -> "Tickets":
+    def deal_out(self, comm: Comm, steps: int, begun: int = 0) -> "StepClient":
         """Have the steps of each epoch dealt out, where ranks are `asynchronous`. Collective.
 
         Args:
@@ -171,7 +171,7 @@ class Strategy(abc.ABC):
         return {k: p.default for k, p in inspect.signature(type(self)).parameters.items()}
 
 
-class Tickets(Protocol):
+class StepClient(Protocol):
     """The steps of an epoch, dealt out one by one.
 
     Attributes:
@@ -233,18 +233,18 @@ class Exchange(abc.ABC):
         """Give back what others hold for it; nobody takes another step. Every rank calls it."""
         return
 
-    def arrays(self) -> dict[str, np.ndarray]:
-        """What it remembers, as named arrays for a checkpoint; after `flush`, or `HostExchange.hold`."""
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """What it remembers, as named arrays for a checkpoint; after `flush`, or `HostExchange.drain`."""
         return {}
 
-    def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Go on from what `arrays` gave.
+    def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
+        """Go on from what `state` gave.
 
         Raises:
             ConfigError: it is of other tensors, or of other options.
         """
-        if arrays:
-            raise ConfigError(f"{type(self).__name__}: expected no saved state, got {sorted(arrays)}.")
+        if state:
+            raise ConfigError(f"{type(self).__name__}: expected no saved state, got {sorted(state)}.")
 
 
 def one_of(where: str, option: str, value: Any, known: Sequence[Any]) -> None:

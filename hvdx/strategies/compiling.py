@@ -3,7 +3,7 @@
 import sys
 from typing import TYPE_CHECKING, Any
 
-from hvdx.comm import Comm, whereabouts
+from hvdx.comm import Comm, progress
 
 if TYPE_CHECKING:
     from hvdx.codec import Codec
@@ -20,7 +20,7 @@ def prepare_together(codec: "Codec[Any]", comm: Comm, what: str) -> None:
     missing = sum(comm.all_gather_object(not codec.prepared, f"the kernels of {what}"))
     if missing and comm.rank == 0:
         announce(codec, what, f" on {missing} of {comm.size} ranks" if comm.size > 1 else "")
-    with whereabouts.compiling(f"the kernels of {what}"):
+    with progress.compiling(f"the kernels of {what}"):
         why = codec.prepare()
     reasons = comm.all_gather_object(why, f"the kernels of {what}")
     if any(reasons) and comm.rank == 0:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# What a rank says of its step in the head of its message.
+# What a rank says of its step in the header of its message.
 _FINE, _NOT_FINITE, _REFUSED = 0, 1, 2
 #: After so many skipped steps in a row the training is over: it would never come back.
 PATIENCE = 100
@@ -63,7 +63,7 @@ class HostExchange(Exchange):
         self._left = time.perf_counter()
         return result
 
-    def resume(self) -> None:
+    def restart_timer(self) -> None:
         """Restart the clock of computing before a run of steps."""
         self._left = None
 
@@ -83,18 +83,18 @@ class HostExchange(Exchange):
         """Forget what an exception ended, on some ranks perhaps before it had begun. Collective."""
 
     @property
-    def unsent(self) -> list[np.ndarray]:
+    def residuals(self) -> list[np.ndarray]:
         """What this rank has not sent of its tensors: float32 arrays of the shapes of the specs, not to be changed."""
         return [np.zeros(s.shape, np.float32) for s in self.specs]
 
-    def owe(self, tensors: Sequence[np.ndarray]) -> None:
+    def add_to_residual(self, tensors: Sequence[np.ndarray]) -> None:
         """Add to what is unsent; nothing happens where nothing is kept back.
 
         Args:
             tensors: float32 arrays of the shapes of the specs.
         """
 
-    def hold(self) -> None:
+    def drain(self) -> None:
         """Wait for what is on its way, and keep it for the next step, which will not know the difference. Collective.
 
         Unlike after `flush`, the training goes on as if nobody had asked.
@@ -146,7 +146,7 @@ class _Sent:
 class MessageExchange(HostExchange):
     """Sends every rank every rank's message, and adds them up in rank order; a subclass has `encode`.
 
-    All ranks decide by what travels in the heads of messages, so that they decide alike without another exchange. A
+    All ranks decide by what travels in the headers of messages, so that they decide alike without another exchange. A
     step in which one rank has NaN is skipped by all, and leaves the residual as it was.
 
     Args:
@@ -197,11 +197,11 @@ class MessageExchange(HostExchange):
         """Return the number of ranks whose messages count in this step: those from 0 on."""
         return self._size
 
-    def see(self, received: Received) -> None:
-        """Look at the heads and messages of all ranks, the same on every rank; heads hold status and nanoseconds.
+    def observe(self, received: Received) -> None:
+        """Look at the headers and messages of all ranks, the same on every rank; headers hold status and nanoseconds.
 
         Args:
-            received: heads are [status, computing, the transfer before].
+            received: headers are [status, computing, the transfer before].
         """
 
     # -- a step -------------------------------------------------------------------------------------------------------
@@ -211,14 +211,14 @@ class MessageExchange(HostExchange):
         # Before the next update is encoded: a step that was skipped leaves the residual as it was.
         late = self._arrived()
         sent = self._clock("encoding", lambda: self._encode(tensors, finite))
-        head = [sent.status, round(1e9 * self._computed), round(1e9 * (self._last.seconds if self._last else 0))]
+        header = [sent.status, round(1e9 * self._computed), round(1e9 * (self._last.seconds if self._last else 0))]
         if self._thread is None:
-            received = self._channel.exchange(head, sent.message)
+            received = self._channel.exchange(header, sent.message)
             late = (sent, received) if self._count(sent, received) else None
         result = self._clock("decoding", lambda: self._due(late))
         if self._thread is not None:
             # Not before: it writes its messages where the late ones were.
-            self._pending = sent, self._thread.submit(self._channel.exchange, head, sent.message)
+            self._pending = sent, self._thread.submit(self._channel.exchange, header, sent.message)
         self._step += 1
         return result
 
@@ -245,8 +245,8 @@ class MessageExchange(HostExchange):
             return None
         return self._clock("decoding", lambda: self._due(self._arrived()))
 
-    def hold(self) -> None:
-        """See `HostExchange.hold`."""
+    def drain(self) -> None:
+        """See `HostExchange.drain`."""
         if self._pending is not None:
             self._clock("decoding", lambda: self._due(self._arrived()))
             self._held = self._flat.copy()
@@ -285,20 +285,20 @@ class MessageExchange(HostExchange):
         """Note what an exchange cost; return whether its step is to be added, and not skipped."""
         self._last = received
         counts, others = self.telemetry, self._size - 1
-        head = 8 * (received.heads.shape[1] + 1)
+        header = 8 * (received.headers.shape[1] + 1)
         counts.steps += 1
         counts.messages += sent.message.size
-        counts.sent += others * (sent.message.size + head)
-        counts.received += sum(m.size for m in received.messages) - sent.message.size + others * head
+        counts.sent += others * (sent.message.size + header)
+        counts.received += sum(m.size for m in received.messages) - sent.message.size + others * header
         if shown is None:
             counts.waiting += received.waited
             counts.exchanging += received.seconds
         else:
             counts.exchanging += shown
-        self.see(received)
-        if received.heads[:, 0].any():
+        self.observe(received)
+        if received.headers[:, 0].any():
             self._take_back(sent)
-            self._say_skipped(received.heads[:, 0], sent.step)
+            self._say_skipped(received.headers[:, 0], sent.step)
             return False
         self._skips = 0
         return True
@@ -311,7 +311,7 @@ class MessageExchange(HostExchange):
         """
         if sent.message.size and self.residual is not None:
             sent.codec.decode([sent.message], [self.residual])
-            for tensor, residual in zip(sent.update, self.unsent, strict=True):
+            for tensor, residual in zip(sent.update, self.residuals, strict=True):
                 np.subtract(residual, tensor, out=residual)
 
     def _say_skipped(self, statuses: np.ndarray, step: int) -> None:
@@ -327,28 +327,28 @@ class MessageExchange(HostExchange):
     # -- what it remembers --------------------------------------------------------------------------------------------
 
     @property
-    def unsent(self) -> list[np.ndarray]:
-        """See `HostExchange.unsent`."""
-        return super().unsent if self.residual is None else views(self.residual, self.specs)
+    def residuals(self) -> list[np.ndarray]:
+        """See `HostExchange.residuals`."""
+        return super().residuals if self.residual is None else views(self.residual, self.specs)
 
-    def owe(self, tensors: Sequence[np.ndarray]) -> None:
-        """See `HostExchange.owe`."""
+    def add_to_residual(self, tensors: Sequence[np.ndarray]) -> None:
+        """See `HostExchange.add_to_residual`."""
         if self.residual is not None:
-            for residual, tensor in zip(self.unsent, tensors, strict=True):
+            for residual, tensor in zip(self.residuals, tensors, strict=True):
                 np.add(residual, tensor, out=residual)
 
-    def arrays(self) -> dict[str, np.ndarray]:
-        """See `Exchange.arrays`; a subclass adds what it remembers itself."""
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """See `Exchange.state_dict`; a subclass adds what it remembers itself."""
         if self._pending is not None:
             raise HvdxError("a step is still on its way: flush before saving.")
         return ({} if self._held is None else {"late": self._held}) | {"step": np.array(self._step)}
 
-    def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """See `Exchange.restore`; a subclass restores what it remembers itself."""
-        if "step" not in arrays:
-            raise ConfigError(f"expected a saved state with a step, got {sorted(arrays)}.")
-        late = arrays.get("late")
+    def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
+        """See `Exchange.load_state_dict`; a subclass restores what it remembers itself."""
+        if "step" not in state:
+            raise ConfigError(f"expected a saved state with a step, got {sorted(state)}.")
+        late = state.get("late")
         if late is not None and late.size != self._n:
             raise ConfigError(f"the saved state has a step of {late.size} elements, and not of {self._n}.")
-        self._step = int(arrays["step"])
+        self._step = int(state["step"])
         self._held = None if late is None else np.array(late, np.float32)

@@ -6,7 +6,7 @@ from hvdx import comm as world
 from hvdx.comm import Comm
 from hvdx.strategies.base import Strategy
 from hvdx.strategies.registry import resolve, set_default
-from hvdx.strategies.serving.office import close_all, office_of
+from hvdx.strategies.serving.client import client_of, close_all
 
 
 def join(strategy: Strategy | str | None = None) -> Comm:
@@ -34,7 +34,7 @@ def join(strategy: Strategy | str | None = None) -> Comm:
         sys.exit(0)
     if joined.servers:
         # Servers wait for the good-bye of every worker, whether it trains or not.
-        office_of(joined)
+        client_of(joined)
     return joined
 
 

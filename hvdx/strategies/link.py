@@ -63,7 +63,7 @@ def probe(channel: Channel) -> Link:
 def _slowest(channel: Channel, message: np.ndarray) -> float:
     """Seconds that an exchange took, on the rank where it took longest."""
     mine = channel.exchange([], message)
-    return slowest(channel.exchange([round(1e9 * mine.seconds)]).heads[:, 0].tolist())
+    return slowest(channel.exchange([round(1e9 * mine.seconds)]).headers[:, 0].tolist())
 
 
 class Estimate:
@@ -78,7 +78,7 @@ class Estimate:
         self._transfers: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
         self._steps: deque[float] = deque(maxlen=_WINDOW)
 
-    def see(self, computing: float, received: int, seconds: float) -> None:
+    def observe(self, computing: float, received: int, seconds: float) -> None:
         """Take in one step.
 
         Args:
@@ -137,6 +137,6 @@ def affordable_density(link: Link, size: int, elements: int, seconds: float) -> 
     return low
 
 
-def slowest(heads: Sequence[int]) -> float:
+def slowest(headers: Sequence[int]) -> float:
     """The longest of some nanoseconds, in seconds."""
-    return max(heads) / 1e9
+    return max(headers) / 1e9

@@ -63,8 +63,8 @@ class ParameterAveraging(Strategy):
         self.engine = engine
 
     @property
-    def own_state(self) -> bool:
-        """See `Strategy.own_state`."""
+    def rank_local_state(self) -> bool:
+        """See `Strategy.rank_local_state`."""
         return not self.average_optimizer
 
     def open(

@@ -8,21 +8,21 @@ import numpy as np
 
 from hvdx.comm import Comm, GraphComm
 from hvdx.comm.launcher import kernel_threads
-from hvdx.comm.signals import Announcement
+from hvdx.comm.preemption import PreemptionListener
 from hvdx.errors import ConfigError
 from hvdx.strategies.base import Strategy, TensorSpec, agree_on_strategy, agree_on_tensors, one_of
-from hvdx.strategies.serving.desk import Desk
+from hvdx.strategies.serving.client import serve
 from hvdx.strategies.serving.exchange import ServerExchange
-from hvdx.strategies.serving.messages import SERVER_BOX, Plan
-from hvdx.strategies.serving.office import serve
-from hvdx.strategies.serving.tickets import Tickets
+from hvdx.strategies.serving.messages import SERVER_BOX, SessionConfig
+from hvdx.strategies.serving.request_handler import RequestHandler
+from hvdx.strategies.serving.step_client import StepClient
 from hvdx.strategies.serving.updates import joined_residual, make_codec
 
 Staleness = Literal["none", "scale", "bound", "scale+bound"]
 
 _COLOCATED = re.compile(r"colocated(?::([1-9]\d*))?")
 # Steps that a worker may be ahead, where nobody says.
-_BOUND = 4
+_MAX_STALENESS = 4
 
 
 class ParameterServer(Strategy):
@@ -37,14 +37,14 @@ class ParameterServer(Strategy):
     Args:
         servers: how many; they are ranks of their own, the last that were started, and end with the training. Or
             "colocated": every worker's process serves a part, "colocated:2": the first two do.
-        staleness: "none": all updates count alike; "scale": one of staleness s counts 1 / s^power of that; "bound": a
-            worker that is more than `bound` steps ahead of the slowest waits; "scale+bound".
-        power: lambda of "scale".
-        bound: of "bound"; 4 by default. 0, with `collect` = number of workers, is synchronous training.
-        collect: soft synchronisation: updates that a server waits for, from any workers, before it applies them.
+        staleness: "none": all updates count alike; "scale": one of staleness s counts 1 / s^exponent of that; "bound":
+            a worker that is more than `max_staleness` steps ahead of the slowest waits; "scale+bound".
+        staleness_exponent: lambda of "scale".
+        max_staleness: of "bound"; 4 by default. 0, with `aggregate` = number of workers, is synchronous training.
+        aggregate: soft synchronisation: updates that a server waits for, from any workers, before it applies them.
         op: "mean": an update counts 1 / N, so that a learning rate means what it does under `AllReduce`; where it is
-            scaled by its staleness, (N / collect)^power / N, since staleness is about N / collect. "sum": it counts in
-            full.
+            scaled by its staleness, (N / aggregate)^exponent / N, since staleness is about N / aggregate. "sum": it
+            counts in full.
         codec: of the updates: "none", "fp16", "bf16", or "threshold:0.01", with the share of elements to send; what is
             not sent stays in a residual. Weights come back as they are.
 
@@ -52,9 +52,10 @@ class ParameterServer(Strategy):
         ConfigError: an option that is not one of these.
 
     Example:
-        >>> ParameterServer("colocated", staleness="scale", collect=2)
-        ParameterServer(servers='colocated', staleness='scale', collect=2)
-        >>> ParameterServer(staleness="bound", bound=0, collect=4).plan(workers=4, elements=10, dtype="float32").share
+        >>> ParameterServer("colocated", staleness="scale", aggregate=2)
+        ParameterServer(servers='colocated', staleness='scale', aggregate=2)
+        >>> synchronous = ParameterServer(staleness="bound", max_staleness=0, aggregate=4)
+        >>> synchronous.config(workers=4, elements=10, dtype="float32").share
         0.25
 
     Source: Dean et al. 2012, "Large scale distributed deep networks" (Downpour SGD); Zhang et al. 2015,
@@ -72,9 +73,9 @@ class ParameterServer(Strategy):
         self,
         servers: int | str = 1,
         staleness: Staleness = "none",
-        power: float = 1.0,
-        bound: int | None = None,
-        collect: int = 1,
+        staleness_exponent: float = 1.0,
+        max_staleness: int | None = None,
+        aggregate: int = 1,
         op: Literal["mean", "sum"] = "mean",
         codec: str = "none",
     ):
@@ -89,22 +90,26 @@ class ParameterServer(Strategy):
         self._colocated = int(colocated[1] or 0) if colocated else 0
         one_of("ParameterServer", "staleness", staleness, ("none", "scale", "bound", "scale+bound"))
         one_of("ParameterServer", "op", op, ("mean", "sum"))
-        if isinstance(power, bool) or not isinstance(power, int | float) or not 0 < power <= 10:
-            raise ConfigError(f"ParameterServer: power: expected a number above 0, 10 at most, got {power!r}.")
-        for option, value, least in (("bound", bound, 0), ("collect", collect, 1)):
+        exponent = staleness_exponent
+        if isinstance(exponent, bool) or not isinstance(exponent, int | float) or not 0 < exponent <= 10:
+            raise ConfigError(
+                f"ParameterServer: staleness_exponent: expected a number above 0, 10 at most, got {exponent!r}."
+            )
+        for option, value, least in (("max_staleness", max_staleness, 0), ("aggregate", aggregate, 1)):
             if value is not None and (type(value) is not int or value < least):
                 raise ConfigError(f"ParameterServer: {option}: expected a number from {least} on, got {value!r}.")
-        if bound is not None and "bound" not in staleness:
+        if max_staleness is not None and "bound" not in staleness:
             raise ConfigError(
-                f"ParameterServer: bound={bound} is for staleness='bound' or 'scale+bound', got {staleness!r}."
+                f"ParameterServer: max_staleness={max_staleness} is for staleness='bound' or 'scale+bound', got "
+                f"{staleness!r}."
             )
-        self.staleness, self.power, self.collect, self.codec = staleness, float(power), collect, codec
-        self.op = op
-        self.bound = _BOUND if bound is None and "bound" in staleness else bound
+        self.staleness, self.staleness_exponent = staleness, float(exponent)
+        self.aggregate, self.codec, self.op = aggregate, codec, op
+        self.max_staleness = _MAX_STALENESS if max_staleness is None and "bound" in staleness else max_staleness
         make_codec(codec)  # checks it
 
     def server_ranks(self, comm: Comm) -> list[int]:
-        """The ranks that serve, as postboxes count them.
+        """The ranks that serve, as mailboxes count them.
 
         Args:
             comm: the workers.
@@ -121,8 +126,8 @@ class ParameterServer(Strategy):
                 f"with this strategy first of all, or set HVDX_STRATEGY={self.spelling}; or let workers serve: "
                 "servers='colocated'."
             )
-        elif comm.size > 1 and (self._colocated > comm.size or self.collect > comm.size):
-            option = "servers" if self._colocated > comm.size else "collect"
+        elif comm.size > 1 and (self._colocated > comm.size or self.aggregate > comm.size):
+            option = "servers" if self._colocated > comm.size else "aggregate"
             error = ConfigError(
                 f"ParameterServer: {option}: expected at most {comm.size}, the number of workers, got "
                 f"{getattr(self, option)!r}."
@@ -141,12 +146,12 @@ class ParameterServer(Strategy):
     def serve(self, comm: Comm) -> None:
         """See `Strategy.serve`."""
         # Workers decide when to end. A signal that tells all ranks must not end a server before them.
-        Announcement.ignore()
-        serve(comm.postbox(SERVER_BOX), Desk(comm.workers, threads=kernel_threads(comm.local_size)))
+        PreemptionListener.ignore()
+        serve(comm.mailbox(SERVER_BOX), RequestHandler(comm.workers, threads=kernel_threads(comm.local_size)))
 
-    def deal_out(self, comm: Comm, steps: int, begun: int = 0) -> Tickets:
+    def deal_out(self, comm: Comm, steps: int, begun: int = 0) -> StepClient:
         """See `Strategy.deal_out`: the first server does."""
-        return Tickets(comm, self.server_ranks(comm)[0], steps, begun)
+        return StepClient(comm, self.server_ranks(comm)[0], steps, begun)
 
     @property
     def spelling(self) -> str:
@@ -154,7 +159,7 @@ class ParameterServer(Strategy):
         given = [f"{k}={getattr(self, k)}" for k, v in self._defaults().items() if getattr(self, k) != v]
         return f"{self.name}:{','.join(given or [f'servers={self.servers}'])}"
 
-    def plan(self, workers: int, elements: int, dtype: str) -> Plan:
+    def config(self, workers: int, elements: int, dtype: str) -> SessionConfig:
         """What a server has to know.
 
         Args:
@@ -162,13 +167,14 @@ class ParameterServer(Strategy):
             elements: of its part.
             dtype: of the weights.
         """
-        power, share = 0.0, 1 / workers
+        exponent, share = 0.0, 1 / workers
         if "scale" in self.staleness:
-            # Exactly 1 / collect for a power of 1.
-            power, share = self.power, workers ** (self.power - 1) / min(self.collect, workers) ** self.power
+            exponent = self.staleness_exponent
+            # Exactly 1 / aggregate for an exponent of 1.
+            share = workers ** (exponent - 1) / min(self.aggregate, workers) ** exponent
         if self.op == "sum":
             share = 1.0
-        return Plan(workers, elements, dtype, self.codec, self.collect, share, power, self.bound)
+        return SessionConfig(workers, elements, dtype, self.codec, self.aggregate, share, exponent, self.max_staleness)
 
     def open(self, comm: Comm, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = "") -> ServerExchange:
         """See `Strategy.open`; `ServerExchange.begin` comes next."""
@@ -188,7 +194,7 @@ class ParameterServer(Strategy):
 
     def _defaults(self) -> dict[str, Any]:
         # What a bound that is not given stands for.
-        return super()._defaults() | ({"bound": _BOUND} if "bound" in self.staleness else {})
+        return super()._defaults() | ({"max_staleness": _MAX_STALENESS} if "bound" in self.staleness else {})
 
 
 def _refuse_constraints(specs: Sequence[TensorSpec]) -> None:

@@ -82,9 +82,9 @@ class Telemetry:
         steps = max(self.steps, 1)
         return self.live() | {
             "MB_received": self.received / 1e6,
-            "bits_an_entry": self.bits,
-            "entropy_an_entry": self.entropy,
-            "residual_in_tau": self.residual,
+            "bits_per_entry": self.bits,
+            "entropy_per_entry": self.entropy,
+            "residual_rms": self.residual,
             "skipped_steps": float(self.skipped),
             "ms_computing": 1e3 * self.computing / steps,
             "ms_encoding": 1e3 * self.encoding / steps,
@@ -100,37 +100,37 @@ class AveragingTelemetry(Telemetry):
 
     Attributes:
         averages: how often the weights were averaged.
-        apart: 2-norm of what the last average changed in this rank's weights, in units of their norm.
-        left_out: averages that did without this rank, since its weights held NaN or infinity.
+        divergence: 2-norm of what the last average changed in this rank's weights, in units of their norm.
+        excluded: averages that did without this rank, since its weights held NaN or infinity.
 
     Example:
-        >>> AveragingTelemetry(averages=3, apart=0.01).live()
-        {'apart': 0.01, 'MB_sent': 0.0}
+        >>> AveragingTelemetry(averages=3, divergence=0.01).live()
+        {'divergence': 0.01, 'MB_sent': 0.0}
     """
 
     averages: int = 0
-    apart: float = 0.0
-    left_out: int = 0
+    divergence: float = 0.0
+    excluded: int = 0
 
     def live(self) -> dict[str, float]:
         """See `Telemetry.live`."""
-        return {"apart": self.apart, "MB_sent": self.sent / 1e6}
+        return {"divergence": self.divergence, "MB_sent": self.sent / 1e6}
 
     def full(self) -> dict[str, float]:
         """See `Telemetry.full`."""
         return self.live() | {
             "MB_received": self.received / 1e6,
             "averages": float(self.averages),
-            "left_out": float(self.left_out),
-            "ms_an_average": 1e3 * self.exchanging / max(self.averages, 1),
+            "excluded": float(self.excluded),
+            "ms_per_average": 1e3 * self.exchanging / max(self.averages, 1),
         }
 
 
-class Stalenesses(dict[int, int]):
+class StalenessHistogram(dict[int, int]):
     """How often which staleness was seen: a histogram that can be added to.
 
     Example:
-        >>> seen = Stalenesses()
+        >>> seen = StalenessHistogram()
         >>> for staleness in (1, 3, 3):
         ...     seen.add(staleness)
         >>> seen + seen, round(seen.mean, 2)
@@ -146,9 +146,9 @@ class Stalenesses(dict[int, int]):
         """Their mean; 0 of none."""
         return sum(s * n for s, n in self.items()) / max(sum(self.values()), 1)
 
-    def __add__(self, other: "Stalenesses | int") -> "Stalenesses":
-        total = Stalenesses(self)
-        for staleness, times in other.items() if isinstance(other, Stalenesses) else ():
+    def __add__(self, other: "StalenessHistogram | int") -> "StalenessHistogram":
+        total = StalenessHistogram(self)
+        for staleness, times in other.items() if isinstance(other, StalenessHistogram) else ():
             total.add(staleness, times)
         return total
 
@@ -168,11 +168,11 @@ class ServerTelemetry(Telemetry):
             before.
 
     Example:
-        >>> ServerTelemetry(steps=2, sent=10, staleness=Stalenesses({4: 2})).live()
+        >>> ServerTelemetry(steps=2, sent=10, staleness=StalenessHistogram({4: 2})).live()
         {'staleness': 4.0, 'MB_sent': 1e-05}
     """
 
-    staleness: Stalenesses = field(default_factory=Stalenesses)
+    staleness: StalenessHistogram = field(default_factory=StalenessHistogram)
     ending: float = 0.0
     refused: int = 0
     servers: tuple[tuple[float, ...], ...] = ()
@@ -191,10 +191,10 @@ class ServerTelemetry(Telemetry):
         steps, rates = max(self.steps, 1), self.updates_per_second
         return self.live() | {
             "MB_received": self.received / 1e6,
-            "most_stale": float(max(self.staleness, default=0)),
+            "max_staleness": float(max(self.staleness, default=0)),
             # The servers tell of the other workers' at a flush, and this worker's own are known before.
             "refused_updates": float(max(self.refused, self.skipped)),
-            "updates_a_second": sum(rates) / len(rates) if rates else 0.0,
+            "updates_per_second": sum(rates) / len(rates) if rates else 0.0,
             "ms_computing": 1e3 * self.computing / steps,
             "ms_encoding": 1e3 * self.encoding / steps,
             "ms_waiting": 1e3 * self.waiting / steps,
@@ -215,7 +215,7 @@ def merged(costs: Sequence[Telemetry]) -> Telemetry:
     largest = max(costs, key=lambda cost: cost.elements, default=Telemetry())
     added = [f.name for f in fields(largest) if f.name != "servers"]
     total = type(largest)(**{name: sum(getattr(cost, name) for cost in costs) for name in added})
-    of_largest = {"steps", "density", "tau", "residual", "averages", "apart", "left_out", "servers"}
+    of_largest = {"steps", "density", "tau", "residual", "averages", "divergence", "excluded", "servers"}
     for name in of_largest & set(vars(total)):
         setattr(total, name, getattr(largest, name))
     return total

@@ -24,18 +24,19 @@ class Threshold(Strategy):
 
     Args:
         tau: a fixed threshold, in units of the update. If neither it nor `target_density` is given, the link decides.
-        target_density: the share of elements to send, in (0, 1); or "link", the density whose messages take a tenth of
-            a step (see `budget`) on the network that is found, between 1e-4 and 1/8, reconsidered as both drift.
+        target_density: the share of elements to send, in (0, 1); or "auto", the density whose messages take a tenth of
+            a step (see `overhead`) on the network that is found, between 1e-4 and 1/8, reconsidered as both drift.
         placement: "update": what is compressed is the update that this rank's own optimiser wants; "gradient": the
             gradients, before the optimiser.
-        lead: how far what is sent runs ahead of the update u: u + lead * (u - the u before) is added to the residual,
-            which over time comes to the same sum. It makes up for the steps that an element waits in the residual.
-            None takes a third of momentum / (1 - momentum), at most 5, from the optimiser: 3 for a momentum of 0.9.
+        lookahead: how far what is sent runs ahead of the update u: u + lookahead * (u - the u before) is added to the
+            residual, which over time comes to the same sum. It makes up for the steps that an element waits in the
+            residual. None derives it from the optimiser: a third of momentum / (1 - momentum), at most 5; 3 for a
+            momentum of 0.9.
         op: "mean" of what the workers sent, or their "sum".
         warmup: how to begin: "none", "density:200" (falling from 1/8 to the target in 200 steps), "dense:50" (all of
             it, in bfloat16), "workers:200" (1, 2, 4, ... workers count).
         overlap: let messages travel while the next step is computed; they are applied one step late.
-        budget: the share of a step's computing time that "link" may spend on messages.
+        overhead: the share of a step's computing time that "auto" may spend on messages.
         index_coding, scope, tau_steps: see `hvdx.codec.Threshold`.
         threads: of the codec's kernels; by default the host's cores divided by its ranks.
 
@@ -58,40 +59,48 @@ class Threshold(Strategy):
     def __init__(
         self,
         tau: float | None = None,
-        target_density: float | Literal["link"] | None = None,
+        target_density: float | Literal["auto"] | None = None,
         placement: Placement = "update",
-        lead: float | None = None,
+        lookahead: float | None = None,
         op: Op = "mean",
         warmup: str = "none",
         overlap: bool = False,
-        budget: float = 0.1,
+        overhead: float = 0.1,
         index_coding: Literal["rice", "none"] = "rice",
         scope: Literal["all", "variable"] = "all",
         tau_steps: int = 32,
         threads: int | None = None,
     ):
         if tau is None and target_density is None:
-            target_density = "link"
-        if isinstance(target_density, str) and target_density != "link":
+            target_density = "auto"
+        if isinstance(target_density, str) and target_density != "auto":
             raise ConfigError(
-                f"threshold: target_density: expected 'link' or a share between 0 and 1, got {target_density!r}."
+                f"threshold: target_density: expected 'auto' or a share between 0 and 1, got {target_density!r}."
             )
         one_of("threshold", "placement", placement, ("update", "gradient"))
         one_of("threshold", "op", op, ("mean", "sum"))
-        if lead is not None and (isinstance(lead, bool) or not isinstance(lead, int | float) or not 0 <= lead <= 10):
-            raise ConfigError(f"threshold: lead: expected a number from 0 to 10, got {lead!r}.")
-        if lead and placement == "gradient":
-            raise ConfigError("threshold: lead is of updates. Use placement='update'.")
+        if lookahead is not None and (
+            isinstance(lookahead, bool) or not isinstance(lookahead, int | float) or not 0 <= lookahead <= 10
+        ):
+            raise ConfigError(f"threshold: lookahead: expected a number from 0 to 10, got {lookahead!r}.")
+        if lookahead and placement == "gradient":
+            raise ConfigError("threshold: lookahead is of updates. Use placement='update'.")
         if not isinstance(overlap, bool):
             raise ConfigError(f"threshold: overlap: expected True or False, got {overlap!r}.")
         if overlap and placement == "gradient":
             raise ConfigError(
                 "threshold: overlap applies updates one step late, which gradients cannot be. Use placement='update'."
             )
-        if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 < budget <= 10:
-            raise ConfigError(f"threshold: budget: expected a share of a step such as 0.1, got {budget!r}.")
+        if isinstance(overhead, bool) or not isinstance(overhead, int | float) or not 0 < overhead <= 10:
+            raise ConfigError(f"threshold: overhead: expected a share of a step such as 0.1, got {overhead!r}.")
         self.tau, self.target_density = tau, target_density
-        self.placement, self.lead, self.op, self.overlap, self.budget = placement, lead, op, overlap, float(budget)
+        self.placement, self.lookahead, self.op, self.overlap, self.overhead = (
+            placement,
+            lookahead,
+            op,
+            overlap,
+            float(overhead),
+        )
         self.warmup, self.index_coding, self.scope = str(warmup), index_coding, scope
         self.tau_steps, self.threads = tau_steps, threads
         self.start = _warmup(self.warmup, tau)
@@ -126,22 +135,22 @@ class Threshold(Strategy):
 
         agree_on_strategy(self, comm)
         agree_on_tensors(specs, comm)
-        return ThresholdExchange(self, comm, specs, self.leads(momentum))
+        return ThresholdExchange(self, comm, specs, self.lookahead_for(momentum))
 
-    def leads(self, momentum: float) -> float:
+    def lookahead_for(self, momentum: float) -> float:
         """How far what is sent runs ahead.
 
         Args:
             momentum: how much of an update goes on into the next.
 
         Example:
-            >>> Threshold().leads(0.9), Threshold().leads(0.0), Threshold(lead=1).leads(0.9)
-            (3.0, 0.0, 1)
+            >>> Threshold().lookahead_for(momentum=0.9), Threshold(lookahead=1).lookahead_for(momentum=0.9)
+            (3.0, 1)
         """
         if self.placement == "gradient":
             return 0.0
-        if self.lead is not None:
-            return self.lead
+        if self.lookahead is not None:
+            return self.lookahead
         # A third, and 5: by trial, with momenta from 0 to 0.98 (docs/adr/0007-updates-run-ahead.md).
         return round(min(momentum / max(1 - momentum, 1e-9) / 3, 5.0), 9)
 
@@ -156,7 +165,7 @@ class Threshold(Strategy):
 
     def _defaults(self) -> dict[str, Any]:
         # What a density that is not given stands for.
-        return super()._defaults() | ({"target_density": "link"} if self.tau is None else {})
+        return super()._defaults() | ({"target_density": "auto"} if self.tau is None else {})
 
 
 def _warmup(text: str, tau: float | None) -> warmup.Warmup:

@@ -16,7 +16,7 @@ from hvdx.strategies.compiling import prepare_together
 from hvdx.strategies.driver import MessageExchange
 from hvdx.strategies.warmup import Warmup
 
-# How often density="link" is reconsidered, and by how much it has to differ to be changed.
+# How often density="auto" is reconsidered, and by how much it has to differ to be changed.
 _FIRST_LOOK, _LOOK_EVERY, _WORTH_A_CHANGE = 8, 64, 1.15
 # The density before the link and the length of a step are known.
 _UNKNOWN = 1 / 32
@@ -31,7 +31,7 @@ class Options(Protocol):
     target_density: float | str | None
     op: str
     overlap: bool
-    budget: float
+    overhead: float
     start: Warmup
     threads: int | None
 
@@ -46,12 +46,12 @@ class ThresholdExchange(MessageExchange):
         strategy: its options, the same on all ranks.
         comm: the ranks.
         specs: the tensors, of the same shapes on all ranks.
-        lead: see `Threshold`.
+        lookahead: see `Threshold`.
     """
 
-    def __init__(self, strategy: Options, comm: Comm, specs: Sequence[TensorSpec], lead: float):
+    def __init__(self, strategy: Options, comm: Comm, specs: Sequence[TensorSpec], lookahead: float):
         super().__init__(comm, specs, "the updates", strategy.op, strategy.overlap)
-        self._strategy, self._lead, self._warned = strategy, lead, False
+        self._strategy, self._lookahead, self._warned = strategy, lookahead, False
         self._threads = strategy.threads or kernel_threads(comm.local_size)
         self._sizes = [s.elements for s in specs]
         given = strategy.target_density
@@ -60,7 +60,7 @@ class ThresholdExchange(MessageExchange):
         self._bfloat16 = codecs.make("bf16")
         self._state: Any = self._codec.init(self._sizes)
         self._compile(comm)
-        self._estimate = link.Estimate(link.probe(self._channel)) if given == "link" else None
+        self._estimate = link.Estimate(link.probe(self._channel)) if given == "auto" else None
         # Bytes that came in at a rank in the step before.
         self._before = 0
 
@@ -126,17 +126,17 @@ class ThresholdExchange(MessageExchange):
             )
 
     def _encode_ahead(self, tensors: Sequence[np.ndarray]) -> np.ndarray:
-        """Encode (1 + lead) times the update, and take lead times it off the residual again.
+        """Encode (1 + lookahead) times the update, and take lookahead times it off the residual again.
 
-        That adds update + lead * (update - the update before) without keeping the one before.
+        That adds update + lookahead * (update - the update before) without keeping the one before.
         """
-        if not self._lead:
+        if not self._lookahead:
             message, self._state = self._codec.encode(tensors, self._state)
             return message
         for tensor, scaled in zip(tensors, self._out, strict=True):
-            np.multiply(tensor, np.float32(1 + self._lead), out=scaled)
+            np.multiply(tensor, np.float32(1 + self._lookahead), out=scaled)
         message, self._state = self._codec.encode(self._out, self._state)
-        np.multiply(self._flat, np.float32(self._lead / (1 + self._lead)), out=self._flat)
+        np.multiply(self._flat, np.float32(self._lookahead / (1 + self._lookahead)), out=self._flat)
         np.subtract(self._state.residual, self._flat, out=self._state.residual)
         return message
 
@@ -155,16 +155,16 @@ class ThresholdExchange(MessageExchange):
 
     # -- what the link affords ----------------------------------------------------------------------------------------
 
-    def see(self, received: Received) -> None:
-        """See `MessageExchange.see`."""
+    def observe(self, received: Received) -> None:
+        """See `MessageExchange.observe`."""
         counts = self.telemetry
         if counts.steps % _RESIDUAL_EVERY == 1 and counts.tau:
             counts.residual = self.residual_norm()
         if self._estimate is not None:
             sizes = [m.size for m in received.messages]
-            # The transfers are those of the step before: each rank's own clock comes with the next head.
-            self._estimate.see(float(np.median(received.heads[:, 1])) / 1e9, self._before, link.slowest(
-                received.heads[:, 2].tolist()))  # fmt: skip
+            # The transfers are those of the step before: each rank's own clock comes with the next header.
+            self._estimate.observe(float(np.median(received.headers[:, 1])) / 1e9, self._before, link.slowest(
+                received.headers[:, 2].tolist()))  # fmt: skip
             self._before = sum(sizes) - min(sizes, default=0)
 
     def residual_norm(self) -> float:
@@ -180,24 +180,24 @@ class ThresholdExchange(MessageExchange):
         computing = self._estimate.computing
         if computing is None or self._density is None:
             return
-        new = link.affordable_density(self._estimate.link, self._size, self._n, self._strategy.budget * computing)
+        new = link.affordable_density(self._estimate.link, self._size, self._n, self._strategy.overhead * computing)
         if not 1 / _WORTH_A_CHANGE < new / self._density < _WORTH_A_CHANGE:
             self._density = new
 
     # -- what it remembers ------------------------------------------------------------------------------------------
 
-    def arrays(self) -> dict[str, np.ndarray]:
-        """See `Exchange.arrays`."""
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """See `Exchange.state_dict`."""
         density = np.nan if self._density is None else self._density
         encoder = {f"codec.{k}": v for k, v in self._state.arrays().items()}
-        return super().arrays() | encoder | {"density": np.array(density)}
+        return super().state_dict() | encoder | {"density": np.array(density)}
 
-    def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """See `Exchange.restore`."""
-        if "step" not in arrays or "density" not in arrays:
-            raise ConfigError(f"threshold: the saved state has no step and density; it holds {sorted(arrays)}.")
-        mine = {k.removeprefix("codec."): v for k, v in arrays.items() if k.startswith("codec.")}
+    def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
+        """See `Exchange.load_state_dict`."""
+        if "step" not in state or "density" not in state:
+            raise ConfigError(f"threshold: the saved state has no step and density; it holds {sorted(state)}.")
+        mine = {k.removeprefix("codec."): v for k, v in state.items() if k.startswith("codec.")}
         self._state = self._codec.restore(mine, self._sizes)
-        super().restore(arrays)
-        if self._strategy.target_density == "link":
-            self._density = float(arrays["density"])
+        super().load_state_dict(state)
+        if self._strategy.target_density == "auto":
+            self._density = float(state["density"])

@@ -35,7 +35,7 @@ STRATEGIES = {
     "1.4e-3, warm-up density": "threshold:target_density=0.0011,warmup=density:100",
     "1e-2, warm-up dense": "threshold:target_density=0.0075,warmup=dense:4",
     "1e-2, warm-up workers": "threshold:target_density=0.01,warmup=workers:200",
-    "1e-2, no lead": "threshold:target_density=0.01,lead=0",
+    "1e-2, no lookahead": "threshold:target_density=0.01,lookahead=0",
     "1e-2, gradients": "threshold:target_density=0.01,placement=gradient",
 }
 _BATCH = 64
@@ -164,8 +164,8 @@ def host_step(network: Any, strategy: Any, workers: int) -> tuple[Callable[..., 
     import tensorflow as tf
 
     from hvdx.comm.local import virtual_world
-    from hvdx.keras.binding import describe
-    from hvdx.keras.updates import momentum_of, updates_of
+    from hvdx.keras.adapters.base import describe
+    from hvdx.keras.adapters.updates import momentum_of, updates_of
 
     variables, gradients = network.trainable_variables, gradients_of(network)
     specs = [describe(v) for v in variables]
@@ -188,15 +188,15 @@ def host_step(network: Any, strategy: Any, workers: int) -> tuple[Callable[..., 
         return update
 
     updates = [wanted(optimizer) for optimizer in own]
-    private = strategy.placement == "update"
+    rank_local = strategy.placement == "update"
 
     def step(batches: Sequence[Any]) -> None:
         given = [gradients(x, y) for x, y in batches]
-        if private:
+        if rank_local:
             given = [update(g) for update, g in zip(updates, given, strict=True)]
         arrays = [[np.asarray(t) for t in one] for one in given]
         (combined, *_) = list(pool.map(lambda e, a: e.step(a), exchanges, arrays))
-        if private:
+        if rank_local:
             for variable, change in zip(variables, combined, strict=True):
                 variable.assign_add(change)
         else:

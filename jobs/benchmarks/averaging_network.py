@@ -7,7 +7,7 @@
 Emulated hosts (`hvdx lab`) train a dense network of 1.86 million parameters on Fashion-MNIST, 64 pictures a step on
 each, SGD with momentum, the same seed. What a network learns does not depend on its bandwidth, so each way learns once,
 between fast links, and its steps are timed between slow ones: whole periods, of which the first does not count. Seconds
-are steps times the mean step. "Sent" is what hvdx counts, "link" what the interface of rank 0 counted, and "dense" what
+are steps times the mean step. "Sent" is what hvdx counts, "auto" what the interface of rank 0 counted, and "dense" what
 a ring all-reduce of the weights sends in a step; with momenta, twice that travels.
 """
 
@@ -62,7 +62,7 @@ def compare(options: argparse.Namespace) -> int:
         # Of whole periods, and not of the first, in which everything is compiled.
         begin = max(way["period"], steps // 2 // way["period"] * way["period"])
         milliseconds = 1e3 * mean(timed["seconds"][begin:])
-        rows.append(way | {key: learnt[key] for key in ("curve", "sent", "link", "steps")} | {"ms": milliseconds})
+        rows.append(way | {key: learnt[key] for key in ("curve", "sent", "auto", "steps")} | {"ms": milliseconds})
         last = rows[-1]["curve"][-1]
         print(f"{way['name']}: {milliseconds:.0f} ms a step, {last[1]:.2f} % after {last[0]} steps", flush=True)
     show(rows, options)
@@ -95,7 +95,7 @@ def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
                 row["name"],
                 quantity(sent, "B"),
                 f"{sent / expected:.3f}",
-                f"{row['link'] / row['sent']:.3f}",
+                f"{row['auto'] / row['sent']:.3f}",
                 f"{row['ms']:.1f}",
                 *(f"{accuracy:.2f}" for _, accuracy in row["curve"]),
                 f"{row['steps'] * row['ms'] / 1e3:.0f}",
@@ -137,7 +137,7 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
         verbose=0,
         callbacks=[distribute, watch],
     )
-    figures = {"seconds": watch.seconds, "curve": watch.curve, "link": watch.link, "steps": len(watch.seconds)}
+    figures = {"seconds": watch.seconds, "curve": watch.curve, "auto": watch.link, "steps": len(watch.seconds)}
     return figures | {"sent": distribute.counters.bytes_sent}
 
 

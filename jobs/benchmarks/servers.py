@@ -107,7 +107,7 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
     import hvdx
 
     hvdx.init(strategy=given.strategy)
-    from hvdx.keras.optimizer import binding_of
+    from hvdx.keras.adapters.optimizer import adapter_of
 
     model, data, _, _ = harness.mlp(given)
     # Without `Distribute`, which would deal out the steps to whoever is ready.
@@ -120,7 +120,7 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
         verbose=0,
         callbacks=[hvdx.keras.callbacks.BroadcastGlobalVariablesCallback(0), watch],
     )
-    return watch.figures | {"staleness": binding_of(optimizer).cost().staleness.mean}
+    return watch.figures | {"staleness": adapter_of(optimizer).cost().staleness.mean}
 
 
 def make_watch(last: int) -> Any:

@@ -30,10 +30,10 @@ WAYS: dict[str, tuple[str, str, str]] = {
     "full": ("asynchronous, updates in full", f"{_SERVER},op=sum", "1"),
     "plain": ("asynchronous", _SERVER, "1"),
     "scaled": ("asynchronous, scaled by 1/s", f"{_SERVER},staleness=scale", "1"),
-    "soft": ("soft sync, 2 collected", f"{_SERVER},collect=2", "1"),
-    "soft_scaled": ("soft sync, 2 collected, scaled", f"{_SERVER},collect=2,staleness=scale", "1"),
-    "bound": ("bounded, 4 steps ahead", f"{_SERVER},staleness=bound,bound=4", "1"),
-    "bound_far": ("bounded, 64 steps ahead", f"{_SERVER},staleness=bound,bound=64", "1"),
+    "soft": ("soft sync, 2 collected", f"{_SERVER},aggregate=2", "1"),
+    "soft_scaled": ("soft sync, 2 collected, scaled", f"{_SERVER},aggregate=2,staleness=scale", "1"),
+    "bound": ("bounded, 4 steps ahead", f"{_SERVER},staleness=bound,max_staleness=4", "1"),
+    "bound_far": ("bounded, 64 steps ahead", f"{_SERVER},staleness=bound,max_staleness=64", "1"),
 }
 # Steps that are not counted: tracing, compiling.
 _COMPILING = 2
@@ -94,10 +94,13 @@ def run(spelling: str, factor: int, delay: float, seed: int, options: argparse.N
 
 def figures(ranks: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
     """One run's figures, of what its workers wrote."""
-    from hvdx.strategies.telemetry import Stalenesses
+    from hvdx.strategies.telemetry import StalenessHistogram
 
     curve = ranks[0]["curve"]
-    seen = sum((Stalenesses({int(s): times for s, times in r["staleness"].items()}) for r in ranks), Stalenesses())
+    seen = sum(
+        (StalenessHistogram({int(s): times for s, times in r["staleness"].items()}) for r in ranks),
+        StalenessHistogram(),
+    )
     return {
         "seconds": next((seconds for seconds, accuracy in curve if accuracy >= options.target), None),
         "last": curve[-1][1] if curve else float("nan"),

@@ -35,7 +35,7 @@ import tensorflow as tf
 
 import hvdx
 from hvdx.jobs.benchmarks import harness
-from hvdx.keras.data import untuned
+from hvdx.keras.fit.data import untuned
 from hvdx.report import table
 
 _INPUTS, _CLASSES, _BATCHES = 784, 10, 8

@@ -228,7 +228,7 @@ def test_limits_and_rules():
 
 def test_table_of_sizes():
     n = 1 << 22
-    for density, entries, entropy, bits_an_entry in tables(section("Sizes"))[1]:
+    for density, entries, entropy, bits_per_entry in tables(section("Sizes"))[1]:
         rng, p = np.random.default_rng(0), float(density)
         chosen = rng.random(n) < p
         codec = Threshold(tau=1.0)
@@ -236,7 +236,7 @@ def test_table_of_sizes():
         message = codec.encode([update], codec.init([n]))[0]
         assert np.count_nonzero(chosen) == int(entries)
         assert f"{((1 - p) * math.log2(1 / (1 - p)) + p * math.log2(1 / p)) / p + 1:.2f}" == entropy
-        assert f"{8 * message.size / int(entries):.2f}" == bits_an_entry
+        assert f"{8 * message.size / int(entries):.2f}" == bits_per_entry
 
 
 # Updates

@@ -17,7 +17,8 @@ CURVE_TOLERANCE = 5e-5
 
 def test_synchronous_main_job_has_the_loss_curve_of_all_reduce(tmp_path):
     synchronous = [
-        f"parameter_server:servers={s},staleness=bound,bound=0,collect=4" for s in ("colocated", "colocated:1")
+        f"parameter_server:servers={s},staleness=bound,max_staleness=0,aggregate=4"
+        for s in ("colocated", "colocated:1")
     ]
     curves = {}
     for strategy in ("all_reduce", *synchronous):

@@ -7,8 +7,8 @@ import tensorflow as tf
 
 import hvdx
 from hvdx.comm.host_graph import HostGraphComm
-from hvdx.keras.optimizer import attach
-from hvdx.keras.weights_binding import WeightsBinding
+from hvdx.keras.adapters.optimizer import attach
+from hvdx.keras.adapters.weights import WeightsAdapter
 from tests.ranks.test_contract import Mean
 from tests.strategies.virtual import on_all
 
@@ -16,27 +16,27 @@ from tests.strategies.virtual import on_all
 def stepped(comm, strategy, steps=3):
     """A weight after some steps, in which the gradient of rank r is r + 1."""
     weight, optimizer = keras.Variable(np.zeros(4, np.float32)), keras.optimizers.SGD(1.0)
-    binding = attach(optimizer, strategy, "adapters", comm=comm)
+    adapter = attach(optimizer, strategy, "adapters", comm=comm)
     for _ in range(steps):
         optimizer.apply([tf.fill([4], comm.rank + 1.0)], [weight])
-    binding.flush()
-    binding.restore(binding.arrays())
-    return weight.numpy(), binding
+    adapter.flush()
+    adapter.load_state_dict(adapter.state_dict())
+    return weight.numpy(), adapter
 
 
 @pytest.mark.parametrize("placement", ["gradient", "update", "weights"])
 def test_adapter_of_each_place_combines_over_the_ranks_that_it_is_given(placement):
-    for weight, binding in on_all(2, lambda comm: stepped(comm, Mean(placement))):
+    for weight, adapter in on_all(2, lambda comm: stepped(comm, Mean(placement))):
         np.testing.assert_allclose(weight, -4.5)
-        assert isinstance(binding, WeightsBinding) == (placement == "weights")
+        assert isinstance(adapter, WeightsAdapter) == (placement == "weights")
 
 
 @pytest.mark.parametrize("strategy", [hvdx.AllReduce(), hvdx.ParameterAveraging(2)], ids=lambda s: s.name)
 def test_strategies_in_the_graph_do_without_horovod(strategy):
-    for weight, binding in on_all(2, lambda comm: stepped(HostGraphComm(comm), strategy)):
+    for weight, adapter in on_all(2, lambda comm: stepped(HostGraphComm(comm), strategy)):
         np.testing.assert_allclose(weight, -4.5)
         # Two averages of 3 steps, the last by the flush.
-        assert binding.cost().sent == {"all_reduce": 3 * 16, "parameter_averaging": 2 * 16}[strategy.name]
+        assert adapter.cost().sent == {"all_reduce": 3 * 16, "parameter_averaging": 2 * 16}[strategy.name]
 
 
 @pytest.mark.parametrize(("scaled", "expected"), [(False, (3, "w")), (True, (0, ""))])
@@ -45,11 +45,11 @@ def test_nan_is_named_without_horovod_and_an_overflow_is_skipped_by_all(scaled, 
         weight, optimizer = keras.Variable(np.zeros(4, np.float32), name="w"), keras.optimizers.SGD(1.0)
         if scaled:
             optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=1.0)
-        binding = attach(optimizer, hvdx.AllReduce(), "adapters", comm=HostGraphComm(comm))
+        adapter = attach(optimizer, hvdx.AllReduce(), "adapters", comm=HostGraphComm(comm))
         for step in range(3):
             bad = comm.rank == 1 and step == 2
             optimizer.apply([tf.fill([4], float("nan") if bad else 1.0)], [weight])
-        return comm.rank, weight.numpy(), binding.first_bad()
+        return comm.rank, weight.numpy(), adapter.first_bad()
 
     for rank, weight, first in on_all(2, run):
         np.testing.assert_array_equal(weight, np.full(4, -2.0 if scaled else np.nan))
@@ -69,6 +69,6 @@ def test_rows_of_an_embedding_are_gathered_without_horovod():
 
 
 def test_auto_is_tied_like_the_others():
-    for weight, binding in on_all(2, lambda comm: stepped(comm, hvdx.Auto(), 5)):
+    for weight, adapter in on_all(2, lambda comm: stepped(comm, hvdx.Auto(), 5)):
         np.testing.assert_allclose(weight, -7.5)
-        assert binding.strategy.ready([binding.exchange])
+        assert adapter.strategy.ready([adapter.exchange])

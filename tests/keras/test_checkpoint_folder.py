@@ -15,7 +15,7 @@ def errors(folder, text):
             raise ConfigError(text(comm.rank))
 
         with pytest.raises(HvdxError) as caught:
-            Folder(str(folder), comm).together("restoring", work, "Do: something else.")
+            Folder(str(folder), comm).on_all_ranks("restoring", work, "Do: something else.")
         return caught.value
 
     return on_all(2, fail)

@@ -9,7 +9,7 @@ import pytest
 
 import hvdx.keras as hvd
 from hvdx.errors import ConfigError, HorovodError
-from hvdx.keras.horovod_names import REMEDIES
+from hvdx.keras.horovod.names import REMEDIES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "horovod.md"
 ROW = re.compile(r"^\| (`.+?`) \| (same|differs|raises) \| (.*)\|$", re.MULTILINE)

@@ -6,8 +6,8 @@ import tensorflow as tf
 
 import hvdx
 from hvdx import comm as world
-from hvdx.keras import replicas
-from hvdx.keras.optimizer import binding_of, optimizers_of
+from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
+from hvdx.keras.fit import replicas
 
 FEATURES, CLASSES, BATCH = 6, 3, 4
 # Of each rank in an epoch.
@@ -36,7 +36,7 @@ def network(*make_layers, seed=0):
 def compiled(model, optimizer, **options):
     """Compile for classification; TensorFlow would trace twice a step in which the optimiser makes its variables."""
     model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), **options)
-    if model.built and binding_of(model.optimizer) is None:
+    if model.built and adapter_of(model.optimizer) is None:
         model.optimizer.build(model.trainable_variables)
     return model
 

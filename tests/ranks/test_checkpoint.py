@@ -13,10 +13,10 @@ import hvdx.keras as hvd
 from hvdx import comm as world
 from hvdx.errors import ConfigError, ReplicaError
 from hvdx.keras import checkpoint
-from hvdx.keras import data as shards
+from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
 from hvdx.keras.checkpoint import contents, files
 from hvdx.keras.checkpoint.folder import SHARED, Folder, of_rank
-from hvdx.keras.optimizer import binding_of, optimizers_of
+from hvdx.keras.fit import data as shards
 from tests.ranks import models
 from tests.ranks.checkpoints import of_other_ranks, rewrite
 
@@ -71,9 +71,9 @@ class Keep(keras.callbacks.Callback):
         self.generators = [v.numpy().tolist() for v in contents.generators(self.model)]
 
     def on_epoch_end(self, epoch, logs=None):
-        bound = [b for b in map(binding_of, optimizers_of(self.model)) if b is not None]
+        bound = [b for b in map(adapter_of, optimizers_of(self.model)) if b is not None]
         self.exchanges = [e for e in (getattr(b, "exchange", None) for b in bound) if e is not None]
-        self.remembered = [{k: v.copy() for k, v in e.arrays().items()} for e in self.exchanges]
+        self.remembered = [{k: v.copy() for k, v in e.state_dict().items()} for e in self.exchanges]
 
 
 def train(model, epochs, strategy, *callbacks):
@@ -217,9 +217,9 @@ class Look(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch, logs=None):
         if not hasattr(self, "epoch"):
             self.epoch = epoch
-            bound = binding_of(self.model.optimizer)
+            bound = adapter_of(self.model.optimizer)
             exchange = getattr(bound, "exchange", None)
-            self.unsent = [] if exchange is None else [a.astype("float64") for a in exchange.unsent]
+            self.residuals = [] if exchange is None else [a.astype("float64") for a in exchange.residuals]
             self.generators = [v.numpy().tolist() for v in contents.generators(self.model)]
             self.state = [v.numpy() for v in self.model.optimizer.variables]
 
@@ -237,7 +237,7 @@ def test_another_number_of_ranks_shares_what_was_not_sent(folder, ranks):
     assert look.generators == [[hvdx.rank() % ranks, 7]]
     if hvdx.size() == 1:
         return
-    mine = np.concatenate([a.ravel() for a in look.unsent])
+    mine = np.concatenate([a.ravel() for a in look.residuals])
     expected = sum(f["strategy.0.codec.residual"].astype("float64") for f in held)
     assert np.abs(expected).max() > 0
     np.testing.assert_allclose(sum(_everyone(mine)), expected, rtol=1e-5, atol=1e-7)
@@ -256,7 +256,7 @@ def test_another_strategy_takes_the_shared_part(folder, before, after, capfd):
     look, model = Look(), built(seed=5)
     history, _ = train(model, 2, STRATEGIES[after], hvd.Checkpoint(folder), look)
     assert look.epoch == 1
-    assert all(not a.any() for a in look.unsent)
+    assert all(not a.any() for a in look.residuals)
     assert len(history["loss"]) == 1
     models.assert_identical(model, optimizer=after != "threshold")
     said = capfd.readouterr().err

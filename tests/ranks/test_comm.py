@@ -27,5 +27,5 @@ def test_graph_comm_without_horovod_passes(check):
 
 @pytest.mark.sizes(1, 2, 4)
 @pytest.mark.parametrize("check", POSTBOX_CHECKS.values(), ids=POSTBOX_CHECKS)
-def test_letters_pass(check):
+def test_messages_pass(check):
     check(world.start())

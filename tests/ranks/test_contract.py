@@ -8,8 +8,8 @@ import hvdx
 import hvdx.keras as hvd
 from hvdx import comm as world
 from hvdx.errors import ConfigError
-from hvdx.keras import replicas
-from hvdx.keras.optimizer import attach, binding_of
+from hvdx.keras.adapters.optimizer import adapter_of, attach
+from hvdx.keras.fit import replicas
 from hvdx.strategies import HostExchange, Strategy
 from hvdx.strategies.base import views
 from hvdx.strategies.telemetry import Telemetry
@@ -61,7 +61,7 @@ def test_strategy_combines_what_its_placement_says(placement):
         np.testing.assert_allclose(a, b, atol=1e-6)
     if hvdx.size() > 1:
         assert callback.cost().steps == 12
-    assert binding_of(model.optimizer) is None
+    assert adapter_of(model.optimizer) is None
 
 
 @pytest.mark.sizes(1, 2)

@@ -12,8 +12,8 @@ import hvdx
 import hvdx.keras as hvd
 from hvdx import comm as world
 from hvdx.errors import ConfigError, NotDistributedError, ReplicaError
-from hvdx.keras import data as shards
-from hvdx.keras import replicas
+from hvdx.keras.fit import data as shards
+from hvdx.keras.fit import replicas
 from tests.ranks import models
 
 

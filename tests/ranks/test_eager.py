@@ -13,7 +13,10 @@ STRATEGIES = {
     # An element that rounding keeps below tau in one of the two waits for the next step.
     "host": (lambda: hvdx.Threshold(tau=2.0**-12), 2.0**-11),
     "averaging": (lambda: hvdx.ParameterAveraging(4), 1e-6),
-    "server": (lambda: hvdx.ParameterServer("colocated", staleness="bound", bound=0, collect=hvdx.size()), 1e-6),
+    "server": (
+        lambda: hvdx.ParameterServer("colocated", staleness="bound", max_staleness=0, aggregate=hvdx.size()),
+        1e-6,
+    ),
 }
 
 

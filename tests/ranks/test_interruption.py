@@ -14,10 +14,10 @@ import tensorflow as tf
 import hvdx
 import hvdx.keras as hvd
 from hvdx import comm as world
-from hvdx.comm.signals import REQUEUE_CODE, obeyed
+from hvdx.comm.preemption import REQUEUE_CODE, acknowledge
 from hvdx.errors import ConfigError
-from hvdx.keras import data as shards
-from hvdx.keras.checkpoint import contents, files, moments, owner
+from hvdx.keras.checkpoint import contents, files, owner, schedule
+from hvdx.keras.fit import data as shards
 from tests.ranks import models
 from tests.ranks.checkpoints import of_other_ranks
 from tests.ranks.models import BATCH, STEPS
@@ -40,10 +40,10 @@ def folder(tmp_path):
 
 @pytest.fixture(autouse=True)
 def _asked_at_every_step(monkeypatch):
-    monkeypatch.setattr(moments, "_SECONDS_BETWEEN_POLLS", 0.0)
+    monkeypatch.setattr(schedule, "_SECONDS_BETWEEN_POLLS", 0.0)
     before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
     yield
-    obeyed()
+    acknowledge()
     for number, handler in before.items():
         signal.signal(number, handler)
 

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import hvdx.keras as hvd
 from hvdx.errors import ConfigError
-from hvdx.keras import replicas
+from hvdx.keras.fit import replicas
 from tests.ranks import models
 
 

@@ -11,8 +11,8 @@ import hvdx
 import hvdx.keras as hvd
 from hvdx import comm as world
 from hvdx.errors import ConfigError, HvdxError, ReplicaError
-from hvdx.keras.graph_binding import GraphBinding
-from hvdx.keras.optimizer import binding_of
+from hvdx.keras.adapters.graph import GraphAdapter
+from hvdx.keras.adapters.optimizer import adapter_of
 from tests.ranks import models
 
 OPTIMIZERS = {
@@ -282,7 +282,7 @@ def test_model_compiled_twice_and_fitted_twice():
 def test_fit_without_the_callback_afterwards_trains_alone():
     model = models.compiled(models.network(seed=0), OPTIMIZERS["momentum"]())
     models.fit(model, [hvd.Distribute()])
-    assert binding_of(model.optimizer) is None
+    assert adapter_of(model.optimizer) is None
     if hvdx.rank() == 0:
         models.fit(model, [])
 
@@ -344,7 +344,7 @@ def test_steps_are_counted_within_executions():
 
         class Look(keras.callbacks.Callback):
             def on_epoch_end(self, epoch, logs=None, counted=counted):
-                bound = binding_of(self.model.optimizer)
+                bound = adapter_of(self.model.optimizer)
                 counted.append(int(bound.steps.numpy()) if bound else None)
 
         x = x * np.float32(1e30) if hvdx.rank() == 0 else x
@@ -358,11 +358,11 @@ def test_groups_leave_before_the_last_gradient_is_there():
     if hvdx.size() == 1:
         return
     optimizer = keras.optimizers.SGD()
-    binding = GraphBinding(hvdx.AllReduce(groups=2), world.graph(), optimizer, "groups")
+    adapter = GraphAdapter(hvdx.AllReduce(groups=2), world.graph(), optimizer, "groups")
 
     @tf.function
     def step(a, b):
-        return binding.gradients([tf.identity(a, name="early"), tf.identity(b, name="late")])
+        return adapter.gradients([tf.identity(a, name="early"), tf.identity(b, name="late")])
 
     graph = step.get_concrete_function(tf.zeros(3), tf.zeros(3)).graph
     collectives = [op for op in graph.get_operations() if op.type == "HorovodGroupedAllreduce"]

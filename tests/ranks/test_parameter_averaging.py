@@ -11,9 +11,10 @@ import hvdx
 import hvdx.keras as hvd
 from hvdx import comm as world
 from hvdx.errors import ConfigError, ReplicaError
-from hvdx.keras import checkpoint, replicas
-from hvdx.keras.optimizer import attach, binding_of, detach
-from hvdx.keras.optimizer_state import slots
+from hvdx.keras import checkpoint
+from hvdx.keras.adapters.optimizer import adapter_of, attach, detach
+from hvdx.keras.adapters.optimizer_state import slots
+from hvdx.keras.fit import replicas
 from hvdx.strategies import resolve
 from tests.ranks import models
 from tests.ranks.checkpoints import of_other_ranks
@@ -224,7 +225,7 @@ def data_of_classes():
 
 
 @pytest.mark.sizes(2, 4)
-def test_rank_with_nan_is_left_out():
+def test_rank_with_nan_is_excluded():
     x, y = data(hvdx.rank())
     last = hvdx.size() - 1
     if hvdx.rank() == last and last > 0:
@@ -234,7 +235,7 @@ def test_rank_with_nan_is_left_out():
     assert all(np.isfinite(w).all() for w in model.get_weights())
     alike([*model.weights, *slots(model.optimizer)])
     if hvdx.size() > 1:
-        assert callback.counters.telemetry[0].left_out == (hvdx.rank() == last)
+        assert callback.counters.telemetry[0].excluded == (hvdx.rank() == last)
 
 
 def test_rank_with_nan_keeps_no_momentum_of_it():
@@ -245,11 +246,11 @@ def test_rank_with_nan_keeps_no_momentum_of_it():
     callback = fit(model, hvdx.ParameterAveraging(4, average_optimizer=False), (x, y))
     assert all(np.isfinite(v.numpy()).all() for v in (*model.weights, *slots(model.optimizer)))
     if hvdx.size() > 1:
-        assert callback.counters.telemetry[0].left_out == (hvdx.rank() == hvdx.size() - 1)
+        assert callback.counters.telemetry[0].excluded == (hvdx.rank() == hvdx.size() - 1)
 
 
 @pytest.mark.sizes(2, 4)
-def test_statistics_of_a_rank_with_nan_are_left_out_too():
+def test_statistics_of_a_rank_with_nan_are_excluded_too():
     x, y = data(hvdx.rank())
     if hvdx.rank() == hvdx.size() - 1 and hvdx.size() > 1:
         x[BATCH] = np.nan
@@ -385,10 +386,10 @@ def test_ranks_that_stepped_differently_are_told():
 def test_average_without_samples_counts_all_alike():
     model, optimizer = in_a_loop("parameter_averaging:period=2,weighted=true")
     train(model, optimizer, 4, counted=BATCH)
-    binding = binding_of(optimizer)
-    if binding is not None:
+    adapter = adapter_of(optimizer)
+    if adapter is not None:
         train(model, optimizer, 4, 4)
-        assert int(binding.averages) == 4
+        assert int(adapter.averages) == 4
         alike(model.weights)
 
 
@@ -426,7 +427,7 @@ def test_training_goes_on_from_the_middle_of_a_period_to_the_bit(tmp_path_factor
     ):
         np.testing.assert_array_equal(a, b)
     if hvdx.size() > 1:
-        assert int(binding_of(optimizer).averages) == 2
+        assert int(adapter_of(optimizer).averages) == 2
 
 
 @pytest.mark.parametrize("ranks", [3])

@@ -12,9 +12,10 @@ import hvdx
 import hvdx.keras as hvd
 from hvdx import comm as world
 from hvdx.errors import ConfigError, ReplicaError
-from hvdx.keras import checkpoint, replicas
-from hvdx.keras.optimizer import binding_of
-from hvdx.keras.optimizer_state import moving_averages, slots
+from hvdx.keras import checkpoint
+from hvdx.keras.adapters.optimizer import adapter_of
+from hvdx.keras.adapters.optimizer_state import moving_averages, slots
+from hvdx.keras.fit import replicas
 from hvdx.strategies import TensorSpec
 from hvdx.strategies.telemetry import ServerTelemetry
 from tests.ranks import models
@@ -33,21 +34,21 @@ OPTIMIZERS = {
 }
 ASYNCHRONOUS = {
     "plain": {},
-    "scale": {"staleness": "scale", "power": 0.5},
-    "bound": {"staleness": "bound", "bound": 2},
+    "scale": {"staleness": "scale", "staleness_exponent": 0.5},
+    "bound": {"staleness": "bound", "max_staleness": 2},
     "scale+bound": {"staleness": "scale+bound"},
-    "collect": {"collect": 2},
+    "aggregate": {"aggregate": 2},
 }
 
 
 def synchronous(servers="colocated", **options):
     """All workers take every step together."""
-    return hvdx.ParameterServer(servers, staleness="bound", bound=0, collect=hvdx.size(), **options)
+    return hvdx.ParameterServer(servers, staleness="bound", max_staleness=0, aggregate=hvdx.size(), **options)
 
 
 def asynchronous(name="plain", servers="colocated", **options):
     given = ASYNCHRONOUS[name] | options
-    return hvdx.ParameterServer(servers, **given | {"collect": min(given.get("collect", 1), hvdx.size())})
+    return hvdx.ParameterServer(servers, **given | {"aggregate": min(given.get("aggregate", 1), hvdx.size())})
 
 
 def data(steps=STEPS, rank=None):
@@ -436,8 +437,8 @@ def test_what_does_not_fit_these_ranks_is_refused():
         return
     with pytest.raises(ConfigError, match=r"HVDX_STRATEGY=parameter_server:servers=1.*servers='colocated'"):
         hvd.Distribute(hvdx.ParameterServer(1))
-    with pytest.raises(ConfigError, match=rf"collect: expected at most {hvdx.size()}"):
-        hvd.Distribute(hvdx.ParameterServer("colocated", collect=hvdx.size() + 1))
+    with pytest.raises(ConfigError, match=rf"aggregate: expected at most {hvdx.size()}"):
+        hvd.Distribute(hvdx.ParameterServer("colocated", aggregate=hvdx.size() + 1))
     with pytest.raises(ConfigError, match=rf"servers: expected at most {hvdx.size()}"):
         hvd.Distribute(hvdx.ParameterServer(f"colocated:{hvdx.size() + 1}"))
     with pytest.raises(ConfigError, match="check_every=3"):
@@ -516,7 +517,7 @@ def test_updates_that_overflow_are_refused_though_their_gradients_are_fine(capfd
     hvd.flush(optimizer)
     assert is_finite(model.weights)
     alike(model.weights)
-    assert everyone(binding_of(optimizer).cost().skipped) == [2, *[0] * (hvdx.size() - 1)]
+    assert everyone(adapter_of(optimizer).cost().skipped) == [2, *[0] * (hvdx.size() - 1)]
 
 
 # -- what a loop of one's own may do --------------------------------------------------------------------------------
@@ -627,7 +628,7 @@ def test_codecs_make_updates_smaller_and_training_goes_on(codec):
     if hvdx.size() > 1:
         (cost,) = callback.counters.telemetry
         numbers = cost.elements * cost.steps
-        # Four bytes an element; messages of half of that have a head.
+        # Four bytes an element; messages of half of that have a header.
         assert 0 < cost.messages < (2.5 if codec != "threshold:0.2" else 1.8) * numbers
 
 
@@ -641,18 +642,20 @@ def test_synchronous_with_half_precision_updates_is_near_all_reduce():
 class Look(keras.callbacks.Callback):
     """What the exchange holds before the first step, and after the last."""
 
-    def unsent(self):
-        exchange = getattr(binding_of(self.model.optimizer), "exchange", None)
+    def residuals(self):
+        exchange = getattr(adapter_of(self.model.optimizer), "exchange", None)
         return (
-            np.zeros(0) if exchange is None else np.concatenate([a.ravel().astype("float64") for a in exchange.unsent])
+            np.zeros(0)
+            if exchange is None
+            else np.concatenate([a.ravel().astype("float64") for a in exchange.residuals])
         )
 
     def on_epoch_begin(self, epoch, logs=None):
         if not hasattr(self, "epoch"):
-            self.epoch, self.before = epoch, self.unsent()
+            self.epoch, self.before = epoch, self.residuals()
 
     def on_epoch_end(self, epoch, logs=None):
-        self.after = self.unsent()
+        self.after = self.residuals()
 
 
 def test_residual_goes_on_from_fit_to_fit():
@@ -680,17 +683,17 @@ def test_telemetry_is_in_the_logs_and_adds_up():
     callback, history, _ = fit(model, asynchronous(), epochs=2, callbacks=[Live()])
     (cost,) = callback.counters.telemetry
     assert {"staleness", "MB_sent", "loss"} <= set(seen[0])
-    expected = {"most_stale", "refused_updates", "updates_a_second", "ms_exchanging", "s_ending", "MB_received"}
+    expected = {"max_staleness", "refused_updates", "updates_per_second", "ms_exchanging", "s_ending", "MB_received"}
     assert expected < {*ServerTelemetry().full()} <= set(history)
     assert history["MB_sent"][-1] == pytest.approx(callback.counters.bytes_sent / 1e6)
-    assert history["updates_a_second"][-1] > 0
+    assert history["updates_per_second"][-1] > 0
     # One server a rank, and each has seen every update.
     assert [server[0] for server in cost.servers] == list(range(hvdx.size()))
     assert sum(cost.staleness.values()) == cost.steps * hvdx.size()
     assert min(cost.staleness) >= 1
-    assert history["most_stale"][-1] == max(cost.staleness)
+    assert history["max_staleness"][-1] == max(cost.staleness)
     assert all(working <= opened for *_, working, opened in cost.servers)
-    # What one sends another receives, but for heads, and is what was foretold.
+    # What one sends another receives, but for headers, and is what was foretold.
     specs = [TensorSpec(w.path, tuple(w.shape), 4) for w in model.trainable_weights]
     sent, received = sum(everyone(cost.sent)), sum(everyone(cost.received))
     each = 2 * 4 * sum(s.elements for s in specs) * (hvdx.size() - 1) / hvdx.size()
@@ -738,7 +741,7 @@ def test_synchronous_training_resumes_to_the_bit(folder, codec):
     np.testing.assert_array_equal(look.after, looked.after)
     if hvdx.size() > 1:
         assert bool(np.abs(look.before).any()) == (codec != "none")
-        assert later["updates_a_second"][-1] > 0
+        assert later["updates_per_second"][-1] > 0
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -766,11 +769,13 @@ def test_other_servers_and_codecs_go_on_from_a_checkpoint(folder):
     def loop(strategy, seed):
         model, optimizer = in_a_loop(strategy, seed=seed)
         epoch = checkpoint.restore(folder, model) or 0
-        exchange = getattr(binding_of(optimizer), "exchange", None)
-        unsent = [] if exchange is None else np.concatenate([a.ravel() for a in exchange.unsent])
+        exchange = getattr(adapter_of(optimizer), "exchange", None)
+        unsent = [] if exchange is None else np.concatenate([a.ravel() for a in exchange.residuals])
         train(model, optimizer, STEPS)
         checkpoint.save(folder, model, epoch + 1)
-        after = [] if hvdx.size() == 1 else np.concatenate([a.ravel() for a in binding_of(optimizer).exchange.unsent])
+        after = (
+            [] if hvdx.size() == 1 else np.concatenate([a.ravel() for a in adapter_of(optimizer).exchange.residuals])
+        )
         alike(model.weights)
         return epoch, unsent, after
 
@@ -856,7 +861,7 @@ def test_fit_after_one_that_an_exception_ended_begins_anew_with_a_scripts_own_op
     with pytest.raises(KeyboardInterrupt):
         fit(model, strategy, data(10), callbacks=[Break()])
     everyone("all were interrupted")
-    unsent = Look.unsent(type("", (), {"model": model}))
+    unsent = Look.residuals(type("", (), {"model": model}))
     wanted = [np.full_like(w, 3 + hvdx.rank()) for w in model.get_weights()]
     model.set_weights(wanted)
     models.compiled(model, optimizer)

@@ -9,8 +9,9 @@ import hvdx
 import hvdx.keras as hvd
 from hvdx import comm as world
 from hvdx.errors import ConfigError
-from hvdx.keras import host_binding, replicas
-from hvdx.keras.optimizer import binding_of
+from hvdx.keras.adapters import host
+from hvdx.keras.adapters.optimizer import adapter_of
+from hvdx.keras.fit import replicas
 from hvdx.strategies.telemetry import Telemetry
 
 STRATEGIES = [
@@ -197,7 +198,7 @@ def test_second_fit_goes_on_with_momenta_and_residual():
 
     class Look(keras.callbacks.Callback):
         def on_train_begin(self, logs=None):
-            exchanges.append(binding_of(self.model.optimizer).exchange)
+            exchanges.append(adapter_of(self.model.optimizer).exchange)
 
         def on_train_batch_begin(self, batch, logs=None):
             if batch == 0:
@@ -256,7 +257,7 @@ def test_layers_frozen_between_fits_keep_what_they_have_not_sent():
             assert callback.cost().steps == STEPS
     if hvdx.size() > 1:
         # What the fit with the frozen layer had not sent has gone over; its exchange is no longer needed.
-        open_now = host_binding._remembered[optimizer].opened
+        open_now = host._remembered[optimizer].opened
         assert [len(variables) for _, variables in open_now.values()] == [4]
 
 
@@ -347,7 +348,7 @@ def test_telemetry_reaches_logs_files_and_the_history(tmp_path):
     callback, history = fit(model, "threshold:target_density=0.1", callbacks=callbacks)
     assert {"density", "tau", "MB_sent", "loss"} <= set(seen[3])
     expected = {*Telemetry().full()}
-    assert {"MB_received", "bits_an_entry", "entropy_an_entry", "residual_in_tau", "ms_encoding"} < expected
+    assert {"MB_received", "bits_per_entry", "entropy_per_entry", "residual_rms", "ms_encoding"} < expected
     assert expected <= set(history)
     assert history["MB_sent"][-1] == pytest.approx(callback.counters.bytes_sent / 1e6)
     assert {"loss", "accuracy"} <= set(history)

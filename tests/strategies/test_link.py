@@ -14,12 +14,12 @@ class Slow(Channel):
         self.latency, self.bandwidth = latency, bandwidth
         self.carried = 0
 
-    def exchange(self, head, message=None):
+    def exchange(self, header, message=None):
         bytes_in = 0 if message is None else (self.size - 1) * message.size
         self.carried += bytes_in
-        heads = np.tile(np.array(head, np.int64), (self.size, 1))
+        headers = np.tile(np.array(header, np.int64), (self.size, 1))
         messages = [] if message is None else [message] * self.size
-        return Received(heads, messages, 0.0, self.latency + bytes_in / self.bandwidth)
+        return Received(headers, messages, 0.0, self.latency + bytes_in / self.bandwidth)
 
     def all_reduce(self, vector):
         raise NotImplementedError
@@ -61,7 +61,7 @@ def test_estimate_follows_a_link_that_gets_slower():
     estimate = link.Estimate(link.Link(1e-4, 12.5e6))
     assert estimate.computing is None
     for _ in range(40):
-        estimate.see(0.02, 50_000, 1e-4 + 50_000 / 6e6)
+        estimate.observe(0.02, 50_000, 1e-4 + 50_000 / 6e6)
     estimate.refresh()
     assert estimate.link.bandwidth == pytest.approx(6e6, rel=0.01)
     assert estimate.computing == pytest.approx(0.02)
@@ -70,7 +70,7 @@ def test_estimate_follows_a_link_that_gets_slower():
 def test_estimate_learns_nothing_from_tiny_messages():
     estimate = link.Estimate(link.Link(1e-4, 12.5e6))
     for _ in range(40):
-        estimate.see(0.02, 100, 0.01)
+        estimate.observe(0.02, 100, 0.01)
     estimate.refresh()
     assert estimate.link.bandwidth == 12.5e6
 

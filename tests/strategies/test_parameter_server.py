@@ -6,15 +6,15 @@ import pytest
 from hvdx.comm.local import LocalComm, virtual_world
 from hvdx.errors import ConfigError
 from hvdx.strategies import ParameterServer, TensorSpec, parse
-from hvdx.strategies.serving.messages import Plan
+from hvdx.strategies.serving.messages import SessionConfig
 
 SPECS = [TensorSpec("a", (100, 10), 4), TensorSpec("b", (), 4), TensorSpec("c", (0, 3), 4)]
 
 
 def test_by_default_one_rank_serves_and_nobody_waits():
     strategy = ParameterServer()
-    assert (strategy.servers, strategy.dedicated, strategy.staleness, strategy.bound) == (1, 1, "none", None)
-    assert (strategy.collect, strategy.codec, strategy.power) == (1, "none", 1.0)
+    assert (strategy.servers, strategy.dedicated, strategy.staleness, strategy.max_staleness) == (1, 1, "none", None)
+    assert (strategy.aggregate, strategy.codec, strategy.staleness_exponent) == (1, "none", 1.0)
     assert repr(strategy) == "ParameterServer()"
 
 
@@ -29,17 +29,17 @@ def test_by_default_one_rank_serves_and_nobody_waits():
             "ParameterServer(servers='colocated:2', staleness='scale')",
         ),
         (
-            "parameter_server:servers=colocated,staleness=bound,bound=0,collect=4",
-            "ParameterServer(servers='colocated', staleness='bound', bound=0, collect=4)",
+            "parameter_server:servers=colocated,staleness=bound,max_staleness=0,aggregate=4",
+            "ParameterServer(servers='colocated', staleness='bound', max_staleness=0, aggregate=4)",
         ),
         (
-            "parameter_server:staleness=scale+bound,power=0.5,bound=2",
-            "ParameterServer(staleness='scale+bound', power=0.5, bound=2)",
+            "parameter_server:staleness=scale+bound,staleness_exponent=0.5,max_staleness=2",
+            "ParameterServer(staleness='scale+bound', staleness_exponent=0.5, max_staleness=2)",
         ),
         ("parameter_server:codec=threshold:0.003", "ParameterServer(codec='threshold:0.003')"),
-        ("parameter_server:codec=bf16,power=2", "ParameterServer(power=2.0, codec='bf16')"),
-        ("parameter_server:staleness=bound,bound=4", "ParameterServer(staleness='bound')"),
-        ("parameter_server:bound=none,servers= 2", "ParameterServer(servers=2)"),
+        ("parameter_server:codec=bf16,staleness_exponent=2", "ParameterServer(staleness_exponent=2.0, codec='bf16')"),
+        ("parameter_server:staleness=bound,max_staleness=4", "ParameterServer(staleness='bound')"),
+        ("parameter_server:max_staleness=none,servers= 2", "ParameterServer(servers=2)"),
     ],
 )
 def test_one_line_spelling_and_repr_agree(text, expected):
@@ -51,7 +51,7 @@ def test_one_line_spelling_and_repr_agree(text, expected):
 
 def test_a_strategy_says_how_it_is_spelled():
     assert ParameterServer().spelling == "parameter_server:servers=1"
-    assert ParameterServer("colocated", collect=2).spelling == "parameter_server:servers=colocated,collect=2"
+    assert ParameterServer("colocated", aggregate=2).spelling == "parameter_server:servers=colocated,aggregate=2"
 
 
 @pytest.mark.parametrize(
@@ -71,19 +71,19 @@ def test_other_servers_are_refused(servers):
         ),
         ({"staleness": None}, "staleness: expected one of"),
         ({"op": "average"}, "op: expected one of 'mean', 'sum'"),
-        ({"power": 0}, "power: expected a number above 0"),
-        ({"power": -1.0}, "power: "),
-        ({"power": 11}, "power: .*10 at most"),
-        ({"power": float("nan")}, "power: "),
-        ({"power": True}, "power: "),
-        ({"power": "1"}, "power: "),
-        ({"staleness": "bound", "bound": -1}, "bound: expected a number from 0 on, got -1"),
-        ({"staleness": "bound", "bound": 1.0}, "bound: "),
-        ({"staleness": "bound", "bound": False}, "bound: "),
-        ({"bound": 3}, "bound=3 is for staleness='bound' or 'scale.bound', got 'none'"),
-        ({"staleness": "scale", "bound": 0}, "bound=0 is for"),
-        ({"collect": 0}, "collect: expected a number from 1 on, got 0"),
-        ({"collect": "2"}, "collect: "),
+        ({"staleness_exponent": 0}, "staleness_exponent: expected a number above 0"),
+        ({"staleness_exponent": -1.0}, "staleness_exponent: "),
+        ({"staleness_exponent": 11}, "staleness_exponent: .*10 at most"),
+        ({"staleness_exponent": float("nan")}, "staleness_exponent: "),
+        ({"staleness_exponent": True}, "staleness_exponent: "),
+        ({"staleness_exponent": "1"}, "staleness_exponent: "),
+        ({"staleness": "bound", "max_staleness": -1}, "max_staleness: expected a number from 0 on, got -1"),
+        ({"staleness": "bound", "max_staleness": 1.0}, "max_staleness: "),
+        ({"staleness": "bound", "max_staleness": False}, "max_staleness: "),
+        ({"max_staleness": 3}, "max_staleness=3 is for staleness='bound' or 'scale.bound', got 'none'"),
+        ({"staleness": "scale", "max_staleness": 0}, "max_staleness=0 is for"),
+        ({"aggregate": 0}, "aggregate: expected a number from 1 on, got 0"),
+        ({"aggregate": "2"}, "aggregate: "),
         ({"codec": "zip"}, "codec: expected 'none', 'fp16', 'bf16', 'threshold'"),
         ({"codec": "threshold:1.5"}, "codec: .*1.5"),
         ({"codec": "threshold:much"}, "codec: .*much"),
@@ -100,9 +100,9 @@ def test_other_options_are_refused(options, match):
     ("text", "match"),
     [
         ("parameter_server:server=2", "did you mean servers"),
-        ("parameter_server:collect=2.5", "whole number"),
-        ("parameter_server:power=much", "expected a number"),
-        ("parameter_server:staleness=bound,bound=x", "bound: expected a number from 0 on, got 'x'"),
+        ("parameter_server:aggregate=2.5", "whole number"),
+        ("parameter_server:staleness_exponent=much", "expected a number"),
+        ("parameter_server:staleness=bound,max_staleness=x", "max_staleness: expected a number from 0 on, got 'x'"),
     ],
 )
 def test_spelling_mistakes_are_explained(text, match):
@@ -111,29 +111,37 @@ def test_spelling_mistakes_are_explained(text, match):
 
 
 def test_a_bound_has_a_default_where_there_is_one():
-    assert ParameterServer(staleness="bound").bound == ParameterServer(staleness="scale+bound").bound == 4
-    assert ParameterServer(staleness="scale").bound is None
-    assert ParameterServer(staleness="bound", bound=0).bound == 0
+    assert (
+        ParameterServer(staleness="bound").max_staleness == ParameterServer(staleness="scale+bound").max_staleness == 4
+    )
+    assert ParameterServer(staleness="scale").max_staleness is None
+    assert ParameterServer(staleness="bound", max_staleness=0).max_staleness == 0
 
 
 def test_servers_are_told_the_rule():
-    assert ParameterServer().plan(4, 10, "float32") == Plan(4, 10, share=0.25)
-    assert ParameterServer(op="sum").plan(4, 10, "float32") == Plan(4, 10)
-    strategy = ParameterServer(staleness="scale+bound", power=0.5, bound=2, collect=3, codec="fp16")
-    plan = strategy.plan(8, 5, "float64")
-    assert plan == Plan(8, 5, "float64", "fp16", collect=3, share=plan.share, power=0.5, bound=2)
+    assert ParameterServer().config(4, 10, "float32") == SessionConfig(4, 10, share=0.25)
+    assert ParameterServer(op="sum").config(4, 10, "float32") == SessionConfig(4, 10)
+    strategy = ParameterServer(
+        staleness="scale+bound", staleness_exponent=0.5, max_staleness=2, aggregate=3, codec="fp16"
+    )
+    config = strategy.config(8, 5, "float64")
+    assert config == SessionConfig(
+        8, 5, "float64", "fp16", aggregate=3, share=config.share, staleness_exponent=0.5, max_staleness=2
+    )
     # A power that is not asked for counts for nothing.
-    assert ParameterServer(staleness="bound", power=2.0).plan(2, 1, "float32").power == 0
+    assert ParameterServer(staleness="bound", staleness_exponent=2.0).config(2, 1, "float32").staleness_exponent == 0
 
 
 @pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
-@pytest.mark.parametrize(("workers", "collect"), [(8, 1), (8, 3), (8, 8), (4, 2), (1, 1)])
-def test_a_scaled_update_of_the_usual_staleness_counts_one_of_n(workers, collect, power):
-    plan = ParameterServer(staleness="scale", power=power, collect=collect).plan(workers, 1, "float32")
-    usual = workers / collect
-    assert plan.share * usual**-plan.power == pytest.approx(1 / workers)
+@pytest.mark.parametrize(("workers", "aggregate"), [(8, 1), (8, 3), (8, 8), (4, 2), (1, 1)])
+def test_a_scaled_update_of_the_usual_staleness_counts_one_of_n(workers, aggregate, power):
+    config = ParameterServer(staleness="scale", staleness_exponent=power, aggregate=aggregate).config(
+        workers, 1, "float32"
+    )
+    usual = workers / aggregate
+    assert config.share * usual**-config.staleness_exponent == pytest.approx(1 / workers)
     if power == 1:
-        assert plan.share == 1 / collect
+        assert config.share == 1 / aggregate
 
 
 @pytest.mark.parametrize(
@@ -163,7 +171,7 @@ def test_a_process_alone_serves_itself():
         (ParameterServer(2), 3, 1, "1 of the ranks only serve"),
         (ParameterServer("colocated"), 3, 1, "1 of the ranks only serve"),
         (ParameterServer("colocated:4"), 3, 0, "servers: expected at most 3, the number of workers, got 'colocated:4'"),
-        (ParameterServer(1, collect=4), 3, 1, "collect: expected at most 3, the number of workers, got 4"),
+        (ParameterServer(1, aggregate=4), 3, 1, "aggregate: expected at most 3, the number of workers, got 4"),
     ],
     ids=str,
 )

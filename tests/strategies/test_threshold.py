@@ -8,12 +8,12 @@ from tests.strategies.virtual import ELEMENTS, SHAPES, SPECS, on_all
 OPTIONS = {
     "fixed tau": {"tau": 0.01},
     "density": {"target_density": 0.05},
-    "link": {},
+    "auto": {},
     "variable": {"target_density": 0.05, "scope": "variable"},
     "plain indices": {"target_density": 0.05, "index_coding": "none"},
     "gradient": {"target_density": 0.05, "placement": "gradient"},
     "sum": {"target_density": 0.05, "op": "sum"},
-    "no lead": {"target_density": 0.05, "lead": 0},
+    "no lookahead": {"target_density": 0.05, "lookahead": 0},
     "dense": {"target_density": 0.05, "warmup": "dense:3"},
     "falling": {"target_density": 0.05, "warmup": "density:6"},
     "workers": {"target_density": 0.05, "warmup": "workers:6"},
@@ -60,22 +60,22 @@ def test_nothing_is_lost(name, size):
     strategy = Threshold(**OPTIONS[name])
     everyone = on_all(size, steps_of(strategy, 12))
     applied = np.sum(everyone[0][0], axis=0, dtype=np.float64) * (1 if strategy.op == "sum" else size)
-    unsent = np.sum([flat(exchange.unsent) for _, exchange in everyone], axis=0, dtype=np.float64)
+    unsent = np.sum([flat(exchange.residuals) for _, exchange in everyone], axis=0, dtype=np.float64)
     wanted = np.sum([flat(update(r, t)) for r in range(size) for t in range(12)], axis=0, dtype=np.float64)
     np.testing.assert_allclose(applied + unsent, wanted, atol=2e-6)
 
 
 def test_lead_is_what_its_docstring_says():
-    """Adding u + lead * (u - the u before) to the residual, with a codec of its own."""
+    """Adding u + lookahead * (u - the u before) to the residual, with a codec of its own."""
     from hvdx import codec
 
-    tau, lead = 0.02, 2.0
-    (got, _), *_ = on_all(1, steps_of(Threshold(tau=tau, lead=lead), 6))
+    tau, lookahead = 0.02, 2.0
+    (got, _), *_ = on_all(1, steps_of(Threshold(tau=tau, lookahead=lookahead), 6))
     plain = codec.Threshold(tau=tau)
     state, before = plain.init([ELEMENTS]), np.zeros(ELEMENTS, np.float32)
     for t in range(6):
         u = flat(update(0, t))
-        message, state = plain.encode([u + np.float32(lead) * (u - before)], state)
+        message, state = plain.encode([u + np.float32(lookahead) * (u - before)], state)
         out = np.zeros(ELEMENTS, np.float32)
         plain.decode([message], [out])
         # Rounding may move an element across tau one step earlier or later.
@@ -83,9 +83,9 @@ def test_lead_is_what_its_docstring_says():
         before = u
 
 
-@pytest.mark.parametrize(("momentum", "lead"), [(0.0, 0.0), (0.5, 1 / 3), (0.9, 3.0), (0.99, 5.0), (1.0, 5.0)])
-def test_lead_follows_the_momentum(momentum, lead):
-    assert Threshold().leads(momentum) == pytest.approx(lead)
+@pytest.mark.parametrize(("momentum", "lookahead"), [(0.0, 0.0), (0.5, 1 / 3), (0.9, 3.0), (0.99, 5.0), (1.0, 5.0)])
+def test_lookahead_follows_the_momentum(momentum, lookahead):
+    assert Threshold().lookahead_for(momentum) == pytest.approx(lookahead)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -102,7 +102,7 @@ def test_nan_on_one_rank_skips_the_step_on_all_and_nothing_else(size, overlap, c
     assert not everyone[0][0][3 + overlap].any()
     assert everyone[0][0][4 + overlap].any()
     applied = np.sum(everyone[0][0], axis=0, dtype=np.float64) * size
-    unsent = np.sum([flat(exchange.unsent) for _, exchange in everyone], axis=0, dtype=np.float64)
+    unsent = np.sum([flat(exchange.residuals) for _, exchange in everyone], axis=0, dtype=np.float64)
     # The skipped step is dropped on all ranks: a run of them would come back as one jump.
     taken = [t for t in range(8) if t != 3]
     wanted = np.sum([flat(update(r, t)) for r in range(size) for t in taken], axis=0, dtype=np.float64)
@@ -124,7 +124,7 @@ def test_update_of_a_step_on_its_way_may_be_overwritten():
     runs = [steps_of(strategy, 6, given, finite=lambda rank, step: step != 3) for given in (update, overwritten)]
     for (_, one), (_, other) in zip(*(on_all(2, run) for run in runs), strict=True):
         assert one.telemetry.skipped == other.telemetry.skipped == 1
-        np.testing.assert_array_equal(flat(one.unsent), flat(other.unsent))
+        np.testing.assert_array_equal(flat(one.residuals), flat(other.residuals))
 
 
 @pytest.mark.parametrize("warmup", ["none", "dense:20"])
@@ -137,7 +137,7 @@ def test_update_that_holds_nan_is_dropped_and_named(warmup, capfd):
 
     everyone = on_all(2, steps_of(Threshold(target_density=0.05, warmup=warmup), 5, broken))
     assert all(exchange.telemetry.skipped == 1 for _, exchange in everyone)
-    assert all(np.isfinite(flat(exchange.unsent)).all() for _, exchange in everyone)
+    assert all(np.isfinite(flat(exchange.residuals)).all() for _, exchange in everyone)
     assert everyone[0][0][3].any()
     said = capfd.readouterr().err
     assert "rank 1, step 3" in said
@@ -156,13 +156,13 @@ def test_update_of_zeros_is_no_special_case():
     for options in ({"target_density": 0.05}, {}, {"target_density": 0.05, "warmup": "dense:2"}):
         everyone = on_all(2, steps_of(Threshold(**options), 6, nothing))
         assert everyone[0][0][-1].any()
-        assert not flat(everyone[1][1].unsent).any()
+        assert not flat(everyone[1][1].residuals).any()
 
 
 def test_inactive_workers_do_not_count():
     """Not their NaN either, and nothing of what they would have sent is kept."""
     run = steps_of(
-        Threshold(tau=2.0**-20, warmup="workers:4", lead=0), 4, finite=lambda rank, step: (rank, step) != (1, 0)
+        Threshold(tau=2.0**-20, warmup="workers:4", lookahead=0), 4, finite=lambda rank, step: (rank, step) != (1, 0)
     )
     (first, _), (second, inactive) = on_all(2, run)
     assert inactive.telemetry.skipped == 0
@@ -190,7 +190,7 @@ def test_restored_exchange_goes_on_bit_for_bit(name):
             first.step(update(comm.rank, t))
         first.flush()
         second = strategy.open(comm, SPECS, 0.9)
-        second.restore(first.arrays())
+        second.load_state_dict(first.state_dict())
         return [flat(second.step(update(comm.rank, t))).copy() for t in range(6, 10)]
 
     for whole, rest in zip(on_all(2, straight), on_all(2, stopped), strict=True):
@@ -206,7 +206,7 @@ def test_step_that_is_held_comes_with_the_next():
         for t in range(6):
             got.append(flat(exchange.step(update(comm.rank, t))).copy())
             if t == held:
-                exchange.hold()
+                exchange.drain()
         return [*got, flat(exchange.flush()).copy()]
 
     straight, saved = (on_all(2, lambda comm, held=held: run(comm, held)) for held in (None, 3))
@@ -220,11 +220,11 @@ def test_restore_takes_what_a_lead_left_of_large_updates(size):
     tau = 2.0**-20
 
     def save_and_restore(comm):
-        first, second = (Threshold(tau=tau, lead=3).open(comm, SPECS) for _ in range(2))
+        first, second = (Threshold(tau=tau, lookahead=3).open(comm, SPECS) for _ in range(2))
         large = [np.full(shape, size * tau, np.float32) for shape in SHAPES]
         first.step(large)
-        assert flat(first.unsent).min() < -2 * size * tau
-        second.restore(first.arrays())
+        assert flat(first.residuals).min() < -2 * size * tau
+        second.load_state_dict(first.state_dict())
         return [flat(exchange.step(large)).tobytes() for exchange in (first, second)]
 
     ((one, two),) = on_all(1, save_and_restore)
@@ -233,11 +233,11 @@ def test_restore_takes_what_a_lead_left_of_large_updates(size):
 
 def test_restore_refuses_what_is_not_its_own():
     (_, exchange), *_ = on_all(1, steps_of(Threshold(target_density=0.05), 2))
-    saved = exchange.arrays()
+    saved = exchange.state_dict()
     with pytest.raises(ConfigError, match="step and density"):
-        exchange.restore({k: v for k, v in saved.items() if k != "step"})
+        exchange.load_state_dict({k: v for k, v in saved.items() if k != "step"})
     with pytest.raises(ConfigError, match="another model"):
-        exchange.restore(saved | {"codec.residual": np.zeros(3, np.float32)})
+        exchange.load_state_dict(saved | {"codec.residual": np.zeros(3, np.float32)})
 
 
 def test_saving_in_mid_flight_is_refused():
@@ -245,9 +245,9 @@ def test_saving_in_mid_flight_is_refused():
         exchange = Threshold(tau=0.01, overlap=True).open(comm, SPECS)
         exchange.step(update(comm.rank, 0))
         with pytest.raises(HvdxError, match="flush"):
-            exchange.arrays()
+            exchange.state_dict()
         exchange.flush()
-        return exchange.arrays()
+        return exchange.state_dict()
 
     assert len(on_all(2, run)) == 2
 
@@ -255,12 +255,12 @@ def test_saving_in_mid_flight_is_refused():
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (3, 2), (1, 3), (4, 1)])
 def test_merged_residuals_keep_their_sum(before, after):
     strategy = Threshold(target_density=0.05)
-    saved = [exchange.arrays() for _, exchange in on_all(before, steps_of(strategy, 5))]
+    saved = [exchange.state_dict() for _, exchange in on_all(before, steps_of(strategy, 5))]
 
     def restored(comm):
         exchange = strategy.open(comm, SPECS, 0.9)
-        exchange.restore(strategy.merge(saved, comm.rank, comm.size))
-        unsent = flat(exchange.unsent).astype(np.float64)
+        exchange.load_state_dict(strategy.merge(saved, comm.rank, comm.size))
+        unsent = flat(exchange.residuals).astype(np.float64)
         exchange.step(update(comm.rank, 9))
         return unsent
 
@@ -282,7 +282,7 @@ def test_tau_that_is_far_too_small_is_said_once(capfd):
     specs = [TensorSpec("w", (5000,), 4)]
 
     def run(comm):
-        exchange = Threshold(tau=1e-8, lead=0).open(comm, specs)
+        exchange = Threshold(tau=1e-8, lookahead=0).open(comm, specs)
         for t in range(3):
             exchange.step([np.random.default_rng(t).normal(size=5000).astype(np.float32)])
 
@@ -296,10 +296,10 @@ def test_telemetry_counts_what_travels():
     costs = [exchange.telemetry for _, exchange in everyone]
     for cost in costs:
         others = sum(c.messages for c in costs) - cost.messages
-        heads = 10 * 3 * 8 * 4
+        headers = 10 * 3 * 8 * 4
         assert cost.steps == 10
-        assert cost.sent == 3 * cost.messages + heads
-        assert cost.received == others + heads
+        assert cost.sent == 3 * cost.messages + headers
+        assert cost.received == others + headers
         assert 0.01 < cost.entries / cost.encoded < 0.2
         assert 0 < cost.density < 0.3
         assert cost.tau > 0
@@ -312,16 +312,16 @@ def test_telemetry_counts_what_travels():
     ("options", "named"),
     [
         ({"tau": 0.1, "target_density": 0.1}, "both tau and target_density"),
-        ({"target_density": "links"}, "'link' or a share"),
+        ({"target_density": "links"}, "'auto' or a share"),
         ({"target_density": 2.0}, "between 0 and 1"),
         ({"tau": -1.0}, "positive"),
         ({"placement": "weights"}, "'update', 'gradient'"),
         ({"op": "average"}, "'mean', 'sum'"),
         ({"overlap": "yes"}, "True or False"),
         ({"overlap": True, "placement": "gradient"}, "one step late"),
-        ({"lead": -1}, "from 0 to 10"),
-        ({"lead": 1, "placement": "gradient"}, "of updates"),
-        ({"budget": 0}, "share of a step"),
+        ({"lookahead": -1}, "from 0 to 10"),
+        ({"lookahead": 1, "placement": "gradient"}, "of updates"),
+        ({"overhead": 0}, "share of a step"),
         ({"warmup": "slowly"}, "'density', 'dense' or 'workers'"),
         ({"warmup": "dense:0"}, "'density', 'dense' or 'workers'"),
         ({"warmup": "density:10", "tau": 0.1}, "tau is fixed"),
@@ -339,7 +339,7 @@ def test_one_line_spelling():
     text = "threshold:target_density=0.03,warmup=dense:50,overlap=true,placement=update"
     assert repr(parse(text)) == "Threshold(target_density=0.03, warmup='dense:50', overlap=True)"
     assert repr(parse("threshold")) == "Threshold()"
-    assert repr(parse("threshold:target_density=link")) == "Threshold()"
+    assert repr(parse("threshold:target_density=auto")) == "Threshold()"
     assert repr(parse("threshold:tau=0.001")) == "Threshold(tau=0.001)"
 
 

@@ -17,7 +17,7 @@ from hvdx.cli.batch import site as site_file
 from hvdx.cli.batch.systems import HOSTFILE, BatchSystem, SlurmSite, job_of
 from hvdx.cli.batch.template import shell_words
 from hvdx.cli.common.mpi_tools import Mpi, host_options, mpirun_command
-from hvdx.cli.common.processes import Outcome, child_environment, run, told
+from hvdx.cli.common.processes import Outcome, child_environment, parse_reports, run
 
 _MINUTES = 2  # the job's own time limit, short enough for a gap between larger jobs
 _CANCEL_TIMEOUT = 30.0  # seconds
@@ -360,7 +360,7 @@ def tasks_in(text: str) -> tuple[Task, ...]:
         (Task(host='a', rank=0, size=1, library='', failure=''),)
     """
     tasks = []
-    for seen in told(text):
+    for seen in parse_reports(text):
         with contextlib.suppress(TypeError):
             tasks.append(Task(**seen))
     return tuple(sorted(tasks, key=lambda task: (-1 if task.rank is None else task.rank, task.host)))

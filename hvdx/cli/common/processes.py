@@ -126,13 +126,13 @@ def kill_group(process: "subprocess.Popen[str]") -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def told(text: str) -> list[Any]:
+def parse_reports(text: str) -> list[Any]:
     """Collect the JSON documents that programs told, each behind the word HVDX.
 
     Launchers run the lines of several ranks together, so they are found wherever they stand.
 
     Example:
-        >>> told('noise HVDX {"rank": 0}HVDX {"rank": 1}')
+        >>> parse_reports('noise HVDX {"rank": 0}HVDX {"rank": 1}')
         [{'rank': 0}, {'rank': 1}]
     """
     found = []

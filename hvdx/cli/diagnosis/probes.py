@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hvdx.cli.common.mpi_tools import Mpi, launch
-from hvdx.cli.common.processes import Outcome, child_environment, run, told
+from hvdx.cli.common.processes import Outcome, child_environment, parse_reports, run
 
 _TIMEOUT = 60.0  # seconds; a cold TensorFlow on a network file system has taken most of this
 _LAUNCH_TIMEOUT = 30.0  # seconds
@@ -90,7 +90,7 @@ class Finding:
 def read(outcome: Outcome) -> Finding:
     """Collect the facts out of a probe's output."""
     facts: dict[str, Any] = {}
-    for some in told(outcome.out):
+    for some in parse_reports(outcome.out):
         facts.update(some)
     return Finding(facts, "" if outcome.code == 0 else outcome.reason())
 
@@ -105,7 +105,7 @@ def probe_launch(mpi: Mpi) -> tuple[list[tuple[int, int]], str]:
     if mpi.mpirun is None:
         return [], "no mpirun"
     outcome = launch(2, [sys.executable, "-c", _TELL + _RANK], _LAUNCH_TIMEOUT, mpi)
-    ranks = sorted((seen["rank"], seen["size"]) for seen in told(outcome.out))
+    ranks = sorted((seen["rank"], seen["size"]) for seen in parse_reports(outcome.out))
     return ranks, "" if outcome.code == 0 else outcome.reason()
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdx.cli.common.mpi_tools import Mpi, find_mpi
-from hvdx.cli.common.processes import child_environment, run, search_path, told
+from hvdx.cli.common.processes import child_environment, parse_reports, run, search_path
 
 #: The TensorFlow versions, first and last, that the patched Horovod is meant for.
 TENSORFLOW_FIRST, TENSORFLOW_LAST = (2, 16), (2, 21)
@@ -93,7 +93,7 @@ def _tensorflow(gpu: str | None) -> tuple[str, Need]:
         return "", Need(name, "", remedy)
     # No GPU is asked for: the build must also work on a login node.
     outcome = run([sys.executable, "-c", _ASK_TENSORFLOW], 120, child_environment(CUDA_VISIBLE_DEVICES="-1"))
-    answers = told(outcome.out)
+    answers = parse_reports(outcome.out)
     if not answers:
         return "", Need(name, "", f"the one installed does not import ({outcome.reason()}); {remedy}")
     answer = answers[-1]

@@ -11,17 +11,17 @@ import keras
 import numpy as np
 
 from hvdx.comm import Comm
-from hvdx.comm.signals import REQUEUE_CODE, Announcement, obeyed
+from hvdx.comm.preemption import REQUEUE_CODE, PreemptionListener, acknowledge
 from hvdx.errors import ConfigError
-from hvdx.keras import data, neighbours
+from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
 from hvdx.keras.checkpoint.contents import Data, random_states, set_random_states, snapshot
 from hvdx.keras.checkpoint.folder import Folder, Position, alike, positions_in
-from hvdx.keras.checkpoint.moments import Polls, parse
 from hvdx.keras.checkpoint.restoring import Restored, restore_newest, say
+from hvdx.keras.checkpoint.schedule import Polls, parse
 from hvdx.keras.checkpoint.writer import Writer, wait_for_all
+from hvdx.keras.fit import callback_list, data
+from hvdx.keras.fit.sync_callback import SyncCallback, all_gather_at
 from hvdx.keras.joining import join
-from hvdx.keras.lockstep import Lockstep, meet
-from hvdx.keras.optimizer import binding_of, optimizers_of
 
 
 class _Said(NamedTuple):
@@ -50,7 +50,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     The training waits for a copy in memory, and goes on while that is written. When a batch system announces the end of
     the job by SIGUSR1 or SIGTERM, to any rank, all ranks save at the end of a step and leave with exit code 75
-    (`hvdx.comm.signals.REQUEUE_CODE`), by which a job script knows that there is more to do.
+    (`hvdx.comm.preemption.REQUEUE_CODE`), by which a job script knows that there is more to do.
 
     Args:
         directory: for this training alone; all hosts have to see it.
@@ -88,29 +88,29 @@ class Checkpoint(keras.callbacks.Callback):
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise ConfigError(f"Checkpoint: keep: expected 1 or more, got {keep!r}.")
         self.directory, self.every, self.keep, self.resume = directory, every, keep, resume
-        self._announcement = Announcement() if on_signal else None
+        self._announcement = PreemptionListener() if on_signal else None
         # From now on: the job may end while the data are being loaded.
         if self._announcement is not None:
             self._announcement.listen()
-        self._lockstep: Lockstep | None = None
+        self._lockstep: SyncCallback | None = None
         self._writer: Writer | None = None
         self._epoch = 0
 
     def set_model(self, model: Any) -> None:
         """Keras: called before training. Takes its place behind all that may change weights and learning rates."""
         super().set_model(model)
-        found = neighbours.find(self)
+        found = callback_list.find(self)
         if found is not None:
             others = [c for c in found.callbacks if c is not self]
             if any(isinstance(c, Checkpoint) for c in others):
                 raise ConfigError("callbacks: Checkpoint is there twice. One saves all.")
-            last = [c for c in others if isinstance(c, Lockstep)]
+            last = [c for c in others if isinstance(c, SyncCallback)]
             # A new list: Keras is iterating over the old one.
             found.callbacks = [*(c for c in others if c not in last), self, *last]
             with contextlib.suppress(OSError):  # which `Folder.check` tells of, on all ranks
                 # Now, for they open their files before this callback knows where training goes on.
                 if self.resume and positions_in(self.directory):
-                    neighbours.append_to_logs(others)
+                    callback_list.append_to_logs(others)
 
     # -- fit ----------------------------------------------------------------------------------------------------------
 
@@ -122,20 +122,20 @@ class Checkpoint(keras.callbacks.Callback):
         self._comm: Comm = join()
         self._folder = Folder(os.fspath(self.directory), self._comm)
         self._folder.check()
-        found = neighbours.find(self)
+        found = callback_list.find(self)
         others = [] if found is None else found.callbacks
-        self._lockstep = next((c for c in others if isinstance(c, Lockstep)), None)
+        self._lockstep = next((c for c in others if isinstance(c, SyncCallback)), None)
         if self._lockstep is not None:
             self._lockstep.ending, self._lockstep.save = self._is_ending, self._save_and_leave_together
         self._polls, self._saved_at, self._steps = Polls(), time.monotonic(), 0
-        bindings = [binding_of(o) for o in optimizers_of(self.model)]
-        self._deals_out = any(b is not None and b.strategy.asynchronous for b in bindings)
+        adapters = [adapter_of(o) for o in optimizers_of(self.model)]
+        self._deals_out = any(b is not None and b.strategy.asynchronous for b in adapters)
         if self._deals_out and not self._every.epochs:
             raise alike(
                 f"Checkpoint: every={self.every!r}: workers of a parameter server are not at the same step. Give a "
                 "number of epochs; a signal saves in between."
             )
-        self._once = neighbours.goes_through(self)
+        self._once = callback_list.goes_through(self)
         self._writer = Writer(self._folder, self.keep)
         # Where this pass through the data began and with which random numbers, which share it is, batches of it that
         # were trained, and those that were so before this fit; the step of the epoch, and how many were taken before.
@@ -170,7 +170,7 @@ class Checkpoint(keras.callbacks.Callback):
             set_random_states(restored.random)
             self._restore_metrics(restored.metrics, batch)
 
-        if not neighbours.begin_later(self, position.step, skip, ready):
+        if not callback_list.begin_later(self, position.step, skip, ready):
             raise alike(
                 f"{self.directory}: the checkpoint was made in mid-epoch, and this version of Keras does not let an "
                 "epoch begin later. Remove it, and the one before it is taken."
@@ -277,14 +277,14 @@ class Checkpoint(keras.callbacks.Callback):
         """What all ranks know only together. Collective."""
         stops = self.model.stop_training if self._lockstep is None else self._lockstep.stops
         mine = {
-            "signal": "" if self._announcement is None else self._announcement.heard,
+            "signal": "" if self._announcement is None else self._announcement.received,
             "pace": self._polls.pace,
             "problem": "" if self._writer is None else self._writer.problem,
             "minutes": (time.monotonic() - self._saved_at) / 60,
             "stops": bool(stops),
         }
-        everyone = meet(self._comm, place, mine)
-        self._polls.heard([rank["pace"] for rank in everyone])
+        everyone = all_gather_at(self._comm, place, mine)
+        self._polls.adjust([rank["pace"] for rank in everyone])
         if any(rank["problem"] for rank in everyone) and self._writer is not None:
             self._writer.finish()  # raises
         signals = [f"{rank['signal']} on rank {i}" for i, rank in enumerate(everyone) if rank["signal"]]
@@ -297,9 +297,9 @@ class Checkpoint(keras.callbacks.Callback):
 
     def _save(self, position: Position) -> None:
         for optimizer in optimizers_of(self.model):
-            binding = binding_of(optimizer)
-            if binding is not None:
-                binding.hold() if position.step else binding.before_saving()
+            adapter = adapter_of(optimizer)
+            if adapter is not None:
+                adapter.drain() if position.step else adapter.before_saving()
         self._steps, self._saved_at = 0, time.monotonic()
         assert self._writer is not None
         self._writer.start(position, snapshot(self.model, self._comm.rank, self._data(position), bool(position.step)))
@@ -318,7 +318,7 @@ class Checkpoint(keras.callbacks.Callback):
         return Data(self._drawn or (), self._trained, *sizes, self._random) if position.step else Data(drawn, 0, *sizes)
 
     def _is_ending(self) -> bool:
-        return self._announcement is not None and bool(self._announcement.heard)
+        return self._announcement is not None and bool(self._announcement.received)
 
     def _save_and_leave_together(self, steps: int) -> None:
         """Steps that were dealt out have ended because a signal came, to any rank. Collective."""
@@ -333,6 +333,6 @@ class Checkpoint(keras.callbacks.Callback):
         self._folder.release()
         say(f"{ending}: saved to {self.directory}, to go on later; ending with exit code {REQUEUE_CODE}")
         # A launcher tells the others to end when the first has.
-        Announcement.ignore()
-        obeyed()
+        PreemptionListener.ignore()
+        acknowledge()
         raise SystemExit(REQUEUE_CODE)

@@ -10,10 +10,10 @@ import numpy as np
 import tensorflow as tf
 
 from hvdx.errors import ConfigError
-from hvdx.keras import replicas
-from hvdx.keras.optimizer import binding_of, optimizers_of
-from hvdx.keras.optimizer_state import innermost
-from hvdx.keras.ownership import accumulated, own_ids
+from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
+from hvdx.keras.adapters.optimizer_state import innermost
+from hvdx.keras.adapters.rank_local import accumulated, rank_local_ids
+from hvdx.keras.fit import replicas
 from hvdx.version import __version__
 
 
@@ -57,13 +57,13 @@ def snapshot(model: Any, rank: int, data: Data, within_epoch: bool = False) -> S
     """What is to be saved of a model.
 
     Args:
-        model: with its optimisers, whose bindings have nothing on its way.
+        model: with its optimisers, whose adapters have nothing on its way.
         rank: this rank.
         data: where it is in its data.
         within_epoch: metrics are half-way, and weights that no gradient reaches differ from rank to rank: they become
             one at the end of an epoch.
     """
-    own = own_ids(model, within_epoch)
+    own = rank_local_ids(model, within_epoch)
     groups = {"weights": model.weights, "optimizer": replicas.optimizer_state_of(model)}
     shared: dict[str, Any] = {}
     mine = _own_arrays(model)
@@ -98,15 +98,15 @@ def _manifest(
 
 
 def _optimizer_manifest(optimizer: Any, model: Any, remembers: bool) -> dict[str, Any]:
-    binding, trained = binding_of(optimizer), innermost(optimizer)._trainable_variables
+    adapter, trained = adapter_of(optimizer), innermost(optimizer)._trainable_variables
     says: dict[str, Any] = {
         "class": type(optimizer).__name__,
         "trains": _positions(trained, model) if optimizer.built else None,
-        "kind": None if binding is None else binding.kind,
+        "kind": None if adapter is None else adapter.state_key,
         "strategy": None,
     }
-    if binding is not None and remembers:
-        says |= {"strategy": repr(binding.strategy), "exchanges": _positions(binding.exchanged, model)}
+    if adapter is not None and remembers:
+        says |= {"strategy": repr(adapter.strategy), "exchanges": _positions(adapter.exchanged, model)}
     return says
 
 
@@ -118,10 +118,10 @@ def _own_arrays(model: Any) -> dict[str, np.ndarray]:
         own["generator"] = array_of(common.state)
     own |= {f"random.{name}": array for name, array in random_states().items()}
     for i, optimizer in enumerate(optimizers_of(model)):
-        binding = binding_of(optimizer)
-        if binding is not None:
+        adapter = adapter_of(optimizer)
+        if adapter is not None:
             # Copies, since an exchange goes on with its own.
-            own |= {f"strategy.{i}.{name}": np.array(array) for name, array in binding.arrays().items()}
+            own |= {f"strategy.{i}.{name}": np.array(array) for name, array in adapter.state_dict().items()}
     return own
 
 

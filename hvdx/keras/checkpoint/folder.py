@@ -30,7 +30,7 @@ from hvdx.errors import CheckpointError, ConfigError, HvdxError, ReplicaError
 from hvdx.keras.checkpoint import owner
 from hvdx.keras.checkpoint.files import Arrays, whole
 from hvdx.keras.checkpoint.owner import Owner
-from hvdx.keras.lockstep import meet
+from hvdx.keras.fit.sync_callback import all_gather_at
 
 T = TypeVar("T")
 
@@ -112,11 +112,11 @@ class Folder:
             result = work()
         except Exception as error:  # whatever it is, the others have to hear of it
             problem = error
-        mine = None if problem is None else Failure(told(problem), isinstance(problem, CheckpointError))
-        everyone = meet(self.comm, place, mine)
+        mine = None if problem is None else Failure(one_line(problem), isinstance(problem, CheckpointError))
+        everyone = all_gather_at(self.comm, place, mine)
         return result, problem, {rank: failure for rank, failure in enumerate(everyone) if failure is not None}
 
-    def together(self, place: str, work: Callable[[], T], remedy: str) -> T:
+    def on_all_ranks(self, place: str, work: Callable[[], T], remedy: str) -> T:
         """Work that may fail on any rank, and then fails on all. Collective.
 
         Args:
@@ -135,7 +135,7 @@ class Folder:
         return result  # type: ignore[return-value]
 
     def fail(self, place: str, problem: Exception | None, failed: Mapping[int, Failure], remedy: str) -> NoReturn:
-        """Raise what `together` raises, for what `attempt` returned."""
+        """Raise what `on_all_ranks` raises, for what `attempt` returned."""
         alike = len(failed) == self.comm.size and len({_KERAS_NUMBER.sub("", f.text) for f in failed.values()}) == 1
         if isinstance(problem, HvdxError) and alike:
             problem.collective = True
@@ -189,8 +189,8 @@ class Folder:
                     return str(error)
             return ""
 
-        taken = self.together(_PLACE, take, "Give a directory that can be written to.")
-        refusal = meet(self.comm, _PLACE, taken)[0]
+        taken = self.on_all_ranks(_PLACE, take, "Give a directory that can be written to.")
+        refusal = all_gather_at(self.comm, _PLACE, taken)[0]
         if refusal:
             raise alike(refusal)
         if self._owner is not None and not self._owner.locked:
@@ -203,7 +203,7 @@ class Folder:
             self._owner.release()
 
     def _probe(self) -> None:
-        token = meet(self.comm, _PLACE, uuid.uuid4().hex[:8])[0]
+        token = all_gather_at(self.comm, _PLACE, uuid.uuid4().hex[:8])[0]
         probe = self.path / f"{_AWAY}probe-{token}"
 
         def make() -> None:
@@ -211,9 +211,9 @@ class Folder:
                 self.path.mkdir(parents=True, exist_ok=True)
                 probe.mkdir()
 
-        self.together(_PLACE, make, "Give a directory that can be written to.")
+        self.on_all_ranks(_PLACE, make, "Give a directory that can be written to.")
         try:
-            self.together(_PLACE, lambda: self._write_probe(probe), "Give a directory that all hosts share.")
+            self.on_all_ranks(_PLACE, lambda: self._write_probe(probe), "Give a directory that all hosts share.")
         finally:
             if self.comm.rank == 0:
                 shutil.rmtree(probe, ignore_errors=True)
@@ -240,7 +240,7 @@ class Folder:
 
     def positions(self) -> list[Position]:
         """Where the checkpoints are in the training, as rank 0 sees them, the newest last. Collective."""
-        return meet(self.comm, _PLACE, self._listed() if self.comm.rank == 0 else None)[0]
+        return all_gather_at(self.comm, _PLACE, self._listed() if self.comm.rank == 0 else None)[0]
 
     def _listed(self) -> list[Position]:
         return positions_in(self.path)
@@ -352,7 +352,7 @@ class Saved:
         return self._files[name]
 
 
-def told(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     """An error in one line, for other ranks."""
     return str(error) if isinstance(error, HvdxError) else f"{type(error).__name__}: {error}"
 

@@ -10,8 +10,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvdx.errors import CheckpointError, ConfigError, ReplicaError
-from hvdx.keras import data, replicas
-from hvdx.keras.binding import Binding
+from hvdx.keras.adapters.base import Adapter
+from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
+from hvdx.keras.adapters.rank_local import accumulated, rank_local_ids
 from hvdx.keras.checkpoint.contents import (
     Data,
     common_generator,
@@ -21,9 +22,8 @@ from hvdx.keras.checkpoint.contents import (
 )
 from hvdx.keras.checkpoint.files import Arrays
 from hvdx.keras.checkpoint.folder import Folder, Position, Saved
+from hvdx.keras.fit import data, replicas
 from hvdx.keras.joining import join
-from hvdx.keras.optimizer import binding_of, optimizers_of
-from hvdx.keras.ownership import accumulated, own_ids
 
 Assignments = list[tuple[Any, np.ndarray]]
 
@@ -110,7 +110,7 @@ def _restore_whole(folder: Folder, position: Position, model: Any) -> Restored |
         if comm.rank == 0:
             folder.set_aside(position)
 
-    folder.together(place, set_aside, "Remove it.")
+    folder.on_all_ranks(place, set_aside, "Remove it.")
     return None
 
 
@@ -132,7 +132,7 @@ class _Reading:
         self._rank, self._size, self._ranks = rank, size, int(saved.manifest["ranks"])
         self._remarks: list[str] = []
         self._variables = self._values()
-        self._bindings = self._states()
+        self._adapters = self._states()
         mine = self._mine()
         self._random, self._pass = dict(mine.part("random.")), dict(mine.part("pass."))
         metrics = mine.part("metrics.") if size == self._ranks else {}
@@ -152,15 +152,15 @@ class _Reading:
             say(remark)
         for variable, value in self._variables:
             variable.assign(value)
-        for binding, _, weights in self._bindings:
-            binding.reopen(weights)
+        for adapter, _, weights in self._adapters:
+            adapter.reopen(weights)
 
         def restore_states() -> None:
-            for binding, arrays, _ in self._bindings:
-                binding.restore(arrays)
+            for adapter, arrays, _ in self._adapters:
+                adapter.load_state_dict(arrays)
             set_random_states(self._random)
 
-        folder.together(place, restore_states, "Give another directory, or the strategy that it was saved with.")
+        folder.on_all_ranks(place, restore_states, "Give another directory, or the strategy that it was saved with.")
         manifest = self._manifest
         data.go_on(manifest["drawn"])
         position = Position(int(manifest["epoch"]), int(manifest["step"]))
@@ -213,7 +213,9 @@ class _Reading:
     def _of_ranks(self, name: str, variables: Mapping[int, Any]) -> Assignments:
         """This rank's own values; the mean over the ranks, where their number was another or they are shared now."""
         kinds = [says["kind"] for says in self._manifest["optimizers"]]
-        still = own_ids(self._model, bool(self._manifest["step"]), now=False, of=lambda i, b: b.kind == kinds[i])
+        still = rank_local_ids(
+            self._model, bool(self._manifest["step"]), now=False, of=lambda i, b: b.state_key == kinds[i]
+        )
         if self._size == self._ranks and all(id(v) in still for v in variables.values()):
             mine = self._saved.rank(self._rank)
             return [(v, mine[f"{name}.{i}"]) for i, v in variables.items()]
@@ -257,28 +259,28 @@ class _Reading:
             )
         return value
 
-    def _states(self) -> list[tuple[Binding, dict[str, np.ndarray], list[Any]]]:
-        """Each binding that goes on, with what its strategy remembered and the weights that it exchanged."""
+    def _states(self) -> list[tuple[Adapter, dict[str, np.ndarray], list[Any]]]:
+        """Each adapter that goes on, with what its strategy remembered and the weights that it exchanged."""
         found, weights = [], self._model.weights
         for i, (says, optimizer) in enumerate(
             zip(self._manifest["optimizers"], optimizers_of(self._model), strict=True)
         ):
-            binding = binding_of(optimizer)
+            adapter = adapter_of(optimizer)
             if says["strategy"] is None:
                 continue
-            if binding is None or binding.kind != says["kind"] or says["exchanges"] is None:
-                now = "one process trains alone" if binding is None else f"this is {binding.strategy!r}"
+            if adapter is None or adapter.state_key != says["kind"] or says["exchanges"] is None:
+                now = "one process trains alone" if adapter is None else f"this is {adapter.strategy!r}"
                 self._remarks.append(f"{self._saved.path}: what {says['strategy']} remembered is dropped, since {now}")
                 continue
-            found.append((binding, self._state(i, binding), [weights[k] for k in says["exchanges"]]))
+            found.append((adapter, self._state(i, adapter), [weights[k] for k in says["exchanges"]]))
         return found
 
-    def _state(self, i: int, binding: Binding) -> dict[str, np.ndarray]:
+    def _state(self, i: int, adapter: Adapter) -> dict[str, np.ndarray]:
         prefix = f"strategy.{i}."
         if self._size == self._ranks:
             return dict(self._mine().part(prefix))
         saved = [self._saved.rank(rank).part(prefix) for rank in range(self._ranks)]
-        return binding.merge([dict(arrays) for arrays in saved], self._rank, self._size)
+        return adapter.merge([dict(arrays) for arrays in saved], self._rank, self._size)
 
 
 def say(what: str) -> None:

@@ -15,13 +15,13 @@ import numpy as np
 
 from hvdx.comm.waiting import LIMIT_VARIABLE, time_limit
 from hvdx.errors import HvdxError
-from hvdx.keras import data
+from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
 from hvdx.keras.checkpoint import files
 from hvdx.keras.checkpoint.contents import Data, Snapshot, snapshot, value_of
-from hvdx.keras.checkpoint.folder import FORMAT, SHARED, Folder, Position, alike, of_rank, told
+from hvdx.keras.checkpoint.folder import FORMAT, SHARED, Folder, Position, alike, of_rank, one_line
+from hvdx.keras.fit import data
+from hvdx.keras.fit.sync_callback import all_gather_at
 from hvdx.keras.joining import join
-from hvdx.keras.lockstep import meet
-from hvdx.keras.optimizer import binding_of, optimizers_of
 
 _REMEDY = "The checkpoints before it are as they were."
 # How often rank 0 looks whether the others have written theirs; and for how long, once they say that they have: file
@@ -56,7 +56,7 @@ class Writer:
     @property
     def problem(self) -> str:
         """Why this rank could not write; "" where it could, or is still writing."""
-        return "" if self._problem is None else told(self._problem)
+        return "" if self._problem is None else one_line(self._problem)
 
     def start(self, position: Position, what: Snapshot) -> None:
         """Begin to write a checkpoint, once the one before it is written. Collective.
@@ -70,7 +70,7 @@ class Writer:
         """
         self.finish()
         self._place = f"saving {position}"
-        token = meet(self._folder.comm, self._place, uuid.uuid4().hex[:8])[0]
+        token = all_gather_at(self._folder.comm, self._place, uuid.uuid4().hex[:8])[0]
         self._partial = self._folder.partial(token)
         self._mine_written.clear()
         self._all_written.clear()
@@ -107,7 +107,7 @@ class Writer:
             return
         self._begun = False
         self._mine_written.wait()
-        meet(self._folder.comm, self._place)
+        all_gather_at(self._folder.comm, self._place)
         self._all_written.set()
         if self._thread is not None:
             self._thread.join()
@@ -119,7 +119,7 @@ class Writer:
                 raise problem
 
         try:
-            self._folder.together(self._place, say, _REMEDY)
+            self._folder.on_all_ranks(self._place, say, _REMEDY)
         except HvdxError as error:
             # Only once all have failed: for a rank that failed alone, another might be giving it its name now.
             if error.collective:
@@ -181,7 +181,7 @@ class Writer:
         """Spare rank 0 the waiting, where a few bytes can still be written."""
         try:
             self._partial.mkdir(parents=True, exist_ok=True)
-            (self._partial / f"rank-{self._folder.comm.rank}.failed").write_text(told(error))
+            (self._partial / f"rank-{self._folder.comm.rank}.failed").write_text(one_line(error))
         except OSError:
             return
 
@@ -208,9 +208,9 @@ def save(directory: str | os.PathLike[str], model: Any, epoch: int, keep: int = 
     folder, position = Folder(os.fspath(directory), join()), Position(epoch)
     refuse_later(folder, position)
     for optimizer in optimizers_of(model):
-        binding = binding_of(optimizer)
-        if binding is not None:
-            binding.before_saving()
+        adapter = adapter_of(optimizer)
+        if adapter is not None:
+            adapter.before_saving()
     folder.own()
     try:
         writer = Writer(folder, keep)

@@ -14,13 +14,13 @@ from hvdx.errors import UpdateError
 from hvdx.strategies.base import TensorSpec, views
 from hvdx.strategies.compiling import prepare_together
 from hvdx.strategies.driver import PATIENCE, HostExchange
-from hvdx.strategies.serving.messages import Kind, Plan, cut
-from hvdx.strategies.serving.office import office_of
+from hvdx.strategies.serving.client import client_of
+from hvdx.strategies.serving.messages import MessageType, SessionConfig, cut
 from hvdx.strategies.serving.updates import is_finite, joined_residual, make_codec
 from hvdx.strategies.telemetry import ServerTelemetry
 
-# Bytes of a head on the wire.
-_HEAD_BYTES = 88
+# Bytes of a header on the wire.
+_HEADER_BYTES = 88
 # A server's share of the weights comes in parts of at least so many bytes, of which each is a session of its own: while
 # one is pushed, the answer about the one before is coming, so that a link is busy in both directions.
 _LEAST_PART, _MOST_PARTS = 1 << 19, 4
@@ -36,7 +36,7 @@ class Options(Protocol):
     def server_ranks(self, comm: Comm) -> list[int]:
         """Name the ranks that serve."""
 
-    def plan(self, workers: int, elements: int, dtype: str) -> Plan:
+    def config(self, workers: int, elements: int, dtype: str) -> SessionConfig:
         """Make what a server has to know."""
 
 
@@ -83,7 +83,7 @@ class ServerExchange(HostExchange):
         specs: the variables, of the same shapes on all workers.
 
     Raises:
-        ConfigError: more servers, or more updates to collect, than there are workers.
+        ConfigError: more servers, or more updates to aggregate, than there are workers.
     """
 
     telemetry: ServerTelemetry
@@ -103,10 +103,10 @@ class ServerExchange(HostExchange):
         self._weight_views, self._update_views = views(self._weights, specs), views(self._update, specs)
         # Codecs take float32.
         self._single = self._update if self._dtype == np.float32 else np.zeros(self._n, np.float32)
-        self._office = office_of(comm)
+        self._client = client_of(comm)
         if any(part.server == comm.rank for part in self._parts):
-            self._office.open_server()
-        self._office.know(part.server for part in self._parts)
+            self._client.open_server()
+        self._client.register_servers(part.server for part in self._parts)
         self._next_session = 0
         self.renew()
         self._reason = ""
@@ -122,8 +122,8 @@ class ServerExchange(HostExchange):
         """Forget a session that an exception ended, on some workers perhaps before it had begun. Collective."""
         self.close()
         # One series of numbers for each exchange: workers may come to the sessions of several in different orders.
-        self._office.series = max(self._comm.all_gather_object(self._office.series, "opening an exchange")) + 1
-        self._next_session = self._office.series << _SERIES_BITS
+        self._client.series = max(self._comm.all_gather_object(self._client.series, "opening an exchange")) + 1
+        self._next_session = self._client.series << _SERIES_BITS
 
     def begin(self, weights: Sequence[np.ndarray]) -> None:
         """Give the servers the weights to begin with, on worker 0; wait until it has, on the others.
@@ -139,25 +139,25 @@ class ServerExchange(HostExchange):
         self._next_session += len(self._parts)
         for session, part in enumerate(self._parts, first):
             part.session, part.version = session, 0
-            self._office.exchanges[session] = self
+            self._client.exchanges[session] = self
         for view, weight in zip(self._weight_views, weights, strict=True):
             view[...] = weight
         # Nobody may push before all servers are ready.
         if self._comm.rank == 0:
             self._open_sessions()
-            self._office.pass_on_ready(first)
+            self._client.pass_on_ready(first)
         else:
-            self._office.await_ready(first)
+            self._client.await_ready(first)
 
     def _open_sessions(self) -> None:
-        letters = []
+        messages = []
         for part in self._parts:
-            plan = self._strategy.plan(self._comm.size, part.elements, self._dtype.name)
-            body = np.frombuffer(pickle.dumps(plan), np.uint8)
-            self._office.send(part.server, [Kind.OPEN, part.session], body)
-            letters.append((part.server, [Kind.LOAD, part.session], part.of(self._weights).view(np.uint8)))
+            config = self._strategy.config(self._comm.size, part.elements, self._dtype.name)
+            body = np.frombuffer(pickle.dumps(config), np.uint8)
+            self._client.send(part.server, [MessageType.OPEN, part.session], body)
+            messages.append((part.server, [MessageType.LOAD, part.session], part.of(self._weights).view(np.uint8)))
             self._count_bytes(part, sent=body.size + part.elements * self._dtype.itemsize, received=0)
-        self._office.call(letters, Kind.READY)
+        self._client.call(messages, MessageType.READY)
 
     def close(self) -> None:
         """See `Exchange.close`: the servers may forget the weights."""
@@ -165,14 +165,14 @@ class ServerExchange(HostExchange):
             return
         for part in self._parts:
             if self._comm.rank == 0:
-                self._office.send(part.server, [Kind.CLOSE, part.session])
-            self._office.exchanges.pop(part.session, None)
+                self._client.send(part.server, [MessageType.CLOSE, part.session])
+            self._client.exchanges.pop(part.session, None)
             part.session = -1
 
-    def place(self, session: int, kind: Kind, size: int) -> np.ndarray | None:
-        """Where the body of a server's letter goes: the weights, straight to their place."""
+    def place(self, session: int, kind: MessageType, size: int) -> np.ndarray | None:
+        """Where the body of a server's message goes: the weights, straight to their place."""
         for part in self._parts:
-            if part.session == session and kind in (Kind.WEIGHTS, Kind.FINAL):
+            if part.session == session and kind in (MessageType.WEIGHTS, MessageType.FINAL):
                 target = part.of(self._weights).view(np.uint8)
                 return target if target.size == size else None
         return None
@@ -202,16 +202,16 @@ class ServerExchange(HostExchange):
             self._reason = f"it held NaN or infinity{self._where(finite)}"
         bodies = self._encoded() if fit else None
         encoded = time.perf_counter()
-        letters = []
+        messages = []
         for i, part in enumerate(self._parts):
             body = None if bodies is None else bodies[i]
-            letters.append((part.server, [Kind.PUSH, part.session, part.version, int(body is not None)], body))
+            messages.append((part.server, [MessageType.PUSH, part.session, part.version, int(body is not None)], body))
             self._count_bytes(part, 0 if body is None else body.size)
-        answers = self._office.call(letters, Kind.WEIGHTS)
+        answers = self._client.call(messages, MessageType.WEIGHTS)
         there = time.perf_counter()
         held, fine = 0.0, True
         for part in self._parts:
-            _, _, part.version, staleness, accepted, waited, *_ = answers[part.session].head
+            _, _, part.version, staleness, accepted, waited, *_ = answers[part.session].header
             fine = fine and bool(accepted)
             held = max(held, waited / 1e6)
             if accepted:
@@ -270,10 +270,10 @@ class ServerExchange(HostExchange):
         )
 
     def _count_bytes(self, part: "_Part", sent: int, received: int | None = None) -> None:
-        """A letter to a server, and the answer: the server's weights, unless it is said how long it is."""
+        """A message to a server, and the answer: the server's weights, unless it is said how long it is."""
         if part.server != self._comm.rank:
-            self.telemetry.sent += sent + _HEAD_BYTES
-            self.telemetry.received += _HEAD_BYTES
+            self.telemetry.sent += sent + _HEADER_BYTES
+            self.telemetry.received += _HEADER_BYTES
             self.telemetry.received += part.elements * self._dtype.itemsize if received is None else received
 
     def flush(self) -> list[np.ndarray] | None:
@@ -283,15 +283,15 @@ class ServerExchange(HostExchange):
         """
         if not self.is_open:
             return None
-        letters: list[Any] = [(part.server, [Kind.FLUSH, part.session], None) for part in self._parts]
+        messages: list[Any] = [(part.server, [MessageType.FLUSH, part.session], None) for part in self._parts]
         for part in self._parts:
             self._count_bytes(part, 0)
         begin = time.perf_counter()
-        answers = self._office.call(letters, Kind.FINAL)
+        answers = self._client.call(messages, MessageType.FINAL)
         self.telemetry.ending += time.perf_counter() - begin
-        self.resume()
+        self.restart_timer()
         servers = tuple(
-            (part.server, *answers[part.session].head[2:6], *(t / 1e6 for t in answers[part.session].head[6:8]))
+            (part.server, *answers[part.session].header[2:6], *(t / 1e6 for t in answers[part.session].header[6:8]))
             for part in self._parts
         )
         if any(updates or refused for _, _, updates, _, refused, *_ in servers):
@@ -300,7 +300,7 @@ class ServerExchange(HostExchange):
             self.telemetry.refused += int(max(refused for _, _, _, _, refused, *_ in servers))
         for part in self._parts:
             # What this rank's own server gave to the others, and took from them.
-            sent, received = self._office.traffic(part.session)
+            sent, received = self._client.traffic(part.session)
             self.telemetry.sent += sent
             self.telemetry.received += received
         self.close()
@@ -309,30 +309,30 @@ class ServerExchange(HostExchange):
     # -- what it remembers --------------------------------------------------------------------------------------------
 
     @property
-    def unsent(self) -> list[np.ndarray]:
-        """See `HostExchange.unsent`."""
+    def residuals(self) -> list[np.ndarray]:
+        """See `HostExchange.residuals`."""
         residuals = [part.state.residual for part in self._parts if hasattr(part.state, "residual")]
         return views(np.concatenate(residuals) if residuals else np.zeros(self._n, np.float32), self.specs)
 
-    def owe(self, tensors: Sequence[np.ndarray]) -> None:
-        """See `HostExchange.owe`; no-op for codecs without a residual."""
+    def add_to_residual(self, tensors: Sequence[np.ndarray]) -> None:
+        """See `HostExchange.add_to_residual`; no-op for codecs without a residual."""
         flat = np.concatenate([np.ravel(t) for t in tensors])
         for part in self._parts:
             if hasattr(part.state, "residual"):
                 np.add(part.state.residual, part.of(flat), out=part.state.residual)
 
-    def arrays(self) -> dict[str, np.ndarray]:
-        """See `Exchange.arrays`: what the codec has not sent of each part; the weights are the model's."""
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """See `Exchange.state_dict`: what the codec has not sent of each part; the weights are the model's."""
         states = [part.state for part in self._parts if part.state is not None]
         return {f"{i}.{name}": value for i, state in enumerate(states) for name, value in state.arrays().items()}
 
-    def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """See `Exchange.restore`."""
-        parts, residual = joined_residual(arrays)
+    def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
+        """See `Exchange.load_state_dict`."""
+        parts, residual = joined_residual(state)
         if parts not in (0, len(self._parts)):
-            arrays = {"residual": residual}
-        for i, part in enumerate(self._parts if self._codec and parts + ("residual" in arrays) else ()):
-            mine = {k.removeprefix(f"{i}."): v for k, v in arrays.items() if k.startswith(f"{i}.")}
-            if "residual" in arrays:  # of other parts than these
-                mine = self._codec.init([part.elements]).arrays() | {"residual": part.of(arrays["residual"])}
+            state = {"residual": residual}
+        for i, part in enumerate(self._parts if self._codec and parts + ("residual" in state) else ()):
+            mine = {k.removeprefix(f"{i}."): v for k, v in state.items() if k.startswith(f"{i}.")}
+            if "residual" in state:  # of other parts than these
+                mine = self._codec.init([part.elements]).arrays() | {"residual": part.of(state["residual"])}
             part.state = self._codec.restore(mine, [part.elements])

@@ -1,38 +1,38 @@
-"""The letters between workers and servers; docs/parameter-server.md draws who answers what with what.
+"""The messages between workers and servers; docs/parameter-server.md draws who answers what with what.
 
-Each has a head of whole numbers, its kind first and its session second, and some have a body. A session is one list of
-variables of one optimiser; its number is alike on all ranks.
+Each has a header of whole numbers, its type first and its session second, and some have a body. A session is one list
+of variables of one optimiser; its number is alike on all ranks.
 """
 
 import itertools
 from dataclasses import dataclass
 from enum import IntEnum
 
-#: The boxes of a rank: where its server finds letters, and where its worker does.
+#: The boxes of a rank: where its server finds messages, and where its worker does.
 SERVER_BOX, WORKER_BOX = 0, 1
 
 
-class Kind(IntEnum):
-    """What a letter is; in brackets the numbers that follow kind and session.
+class MessageType(IntEnum):
+    """What a message is; in brackets the numbers that follow kind and session.
 
     To a server:
-        OPEN: a session begins, or begins anew, under the pickled `Plan` in the body. From worker 0. Answer: none.
+        OPEN: a session begins, or begins anew, under the pickled `SessionConfig` in the body. From worker 0. No answer.
         LOAD: the body is the server's part of the weights. From worker 0. Answer: READY.
         PUSH: [version, fine] the body is this worker's update, computed from the weights of that version; without a
             body where `fine` is 0, since it held NaN. Answer: WEIGHTS, as soon as the worker may go on.
         FLUSH: this worker will push nothing until it is answered. Answer, when all workers say so: FINAL.
         CLOSE: the session is over. From worker 0. Answer: none.
-        TICKET: [round, tickets, stop] may I take another step of this round, of which there are so many? Or, to stop:
-            may nobody take another? Answer: ANSWER.
-        BYE: this worker leaves for good. Answer: none.
+        STEP: [round, tickets, stop] may I take another step of this round, of which there are so many? Or, to stop:
+            may nobody take another? Answer: GRANT.
+        DISCONNECT: this worker leaves for good. Answer: none.
 
     To a worker:
         READY: the session is open. A server tells worker 0, which tells the other workers.
         WEIGHTS: [version, staleness, fine, microseconds held back] the body is the server's part.
         FINAL: [version, updates, applied, refused, microseconds of work, microseconds open] the same, alike for all.
-        ANSWER: [granted, tickets given out, stopped]
-        NEWS: this worker is still waiting; the body tells for which ranks (JSON). At any time.
-        ERROR: the body says in words why the last letter was not accepted; nothing of it was applied.
+        GRANT: [granted, tickets given out, stopped]
+        WAIT_NOTICE: this worker is still waiting; the body tells for which ranks (JSON). At any time.
+        ERROR: the body says in words why the last message was not accepted; nothing of it was applied.
     """
 
     OPEN = 1
@@ -40,18 +40,18 @@ class Kind(IntEnum):
     PUSH = 3
     FLUSH = 4
     CLOSE = 5
-    TICKET = 6
-    BYE = 7
+    STEP = 6
+    DISCONNECT = 7
     READY = 11
     WEIGHTS = 12
     FINAL = 13
-    ANSWER = 14
-    NEWS = 15
+    GRANT = 14
+    WAIT_NOTICE = 15
     ERROR = 16
 
 
 @dataclass(frozen=True)
-class Plan:
+class SessionConfig:
     """What a server has to know of a session.
 
     Attributes:
@@ -59,20 +59,20 @@ class Plan:
         elements: of the server's part.
         dtype: of the weights: "float32" or "float64".
         codec: of the updates, as in `ParameterServer`.
-        collect: updates that are applied together.
+        aggregate: updates that are applied together.
         share: what an update counts.
-        power: an update of staleness s counts share / s^power; 0 counts all alike.
-        bound: steps that a worker may be ahead of the slowest; None sets no bound.
+        staleness_exponent: an update of staleness s counts share / s^power; 0 counts all alike.
+        max_staleness: steps that a worker may be ahead of the slowest; None sets no bound.
     """
 
     workers: int
     elements: int
     dtype: str = "float32"
     codec: str = "none"
-    collect: int = 1
+    aggregate: int = 1
     share: float = 1.0
-    power: float = 0.0
-    bound: int | None = None
+    staleness_exponent: float = 0.0
+    max_staleness: int | None = None
 
 
 def cut(elements: int, parts: int) -> list[tuple[int, int]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvdx.strategies.serving.messages import Plan
+from hvdx.strategies.serving.messages import SessionConfig
 
 #: Adds an update, times a factor, to an array of the size of the part.
 Addend = Callable[[np.ndarray, float], None]
@@ -34,18 +34,18 @@ class Shard:
     """A part of the weights, and the rule by which updates change it.
 
     Args:
-        plan: the rule.
-        weights: plan.dtype[plan.elements].
+        config: the rule.
+        weights: config.dtype[config.elements].
 
     Attributes:
-        weights: float64[plan.elements]: an update that counts 1/N may be below the last bit of a float32.
+        weights: float64[config.elements]: an update that counts 1/N may be below the last bit of a float32.
         version: how often updates were applied.
         updates: accepted updates.
         applied: those of them that are in the weights; the others wait for more to come.
         refused: updates that were not accepted.
 
     Example:
-        >>> shard = Shard(Plan(workers=2, elements=1, collect=2, share=0.5), np.zeros(1, np.float32))
+        >>> shard = Shard(SessionConfig(workers=2, elements=1, aggregate=2, share=0.5), np.zeros(1, np.float32))
         >>> one = lambda out, factor: np.add(out, factor, out=out)
         >>> shard.push(0, version=0, update=one)
         [Release(worker=0, staleness=1, fine=True, final=False)]
@@ -56,12 +56,12 @@ class Shard:
     distributed deep learning"; the bound: Ho et al. 2013, "stale synchronous parallel parameter server".
     """
 
-    def __init__(self, plan: Plan, weights: np.ndarray):
-        self.plan, self.weights = plan, weights.astype(np.float64)
+    def __init__(self, config: SessionConfig, weights: np.ndarray):
+        self.config, self.weights = config, weights.astype(np.float64)
         self.version = self.updates = self.applied = self.refused = 0
-        self._clocks = [0] * plan.workers
+        self._clocks = [0] * config.workers
         # Those that push; the others have flushed, or are gone.
-        self._training = set(range(plan.workers))
+        self._training = set(range(config.workers))
         self._flushed: set[int] = set()
         self._held: dict[int, Release] = {}
         self._collected: list[tuple[int, float, Addend | None]] = []
@@ -81,7 +81,7 @@ class Shard:
         staleness = self.version + 1 - version
         self._clocks[worker] += 1
         self._held[worker] = Release(worker, staleness, update is not None)
-        self._collected.append((worker, self.plan.share * staleness**-self.plan.power, update))
+        self._collected.append((worker, self.config.share * staleness**-self.config.staleness_exponent, update))
         self.updates += update is not None
         self.refused += update is None
         return self._proceed()
@@ -105,22 +105,26 @@ class Shard:
             return sorted(self._training)
         if worker not in self._held:
             return []
-        return [w for w in sorted(self._training) if self._clocks[w] < self._clocks[worker] - (self.plan.bound or 0)]
+        return [
+            w
+            for w in sorted(self._training)
+            if self._clocks[w] < self._clocks[worker] - (self.config.max_staleness or 0)
+        ]
 
     def _proceed(self) -> list[Release]:
         """Apply what is due, and let go who may go."""
         everyone_flushed = not self._training
         # Where all have flushed, whatever was collected.
-        if len(self._collected) >= max(1, min(self.plan.collect, len(self._training))):
+        if len(self._collected) >= max(1, min(self.config.aggregate, len(self._training))):
             self._apply()
         slowest = min((self._clocks[w] for w in self._training), default=0)
-        bound = self.plan.bound
+        bound = self.config.max_staleness
         free = [w for w in self._held if bound is None or self._clocks[w] - slowest <= bound]
         released = [self._held.pop(w) for w in sorted(free)]
         if everyone_flushed:
             released += [Release(w, final=True) for w in sorted(self._flushed)]
             self._training, self._flushed = self._flushed, set()
-            self._clocks = [0] * self.plan.workers
+            self._clocks = [0] * self.config.workers
         return released
 
     def _apply(self) -> None:

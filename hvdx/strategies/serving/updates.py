@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from hvdx.errors import ConfigError, WireError
-from hvdx.strategies.serving.messages import Plan
+from hvdx.strategies.serving.messages import SessionConfig
 from hvdx.strategies.serving.shard import Addend
 
 # Of "threshold" without a number.
@@ -46,28 +46,28 @@ def make_codec(spelling: str, threads: int | None = None) -> Any:
     )
 
 
-def decoder(plan: Plan, threads: int | None = None) -> Callable[[np.ndarray, int], Addend | None]:
+def decoder(config: SessionConfig, threads: int | None = None) -> Callable[[np.ndarray, int], Addend | None]:
     """What makes of an update's bytes something that adds it.
 
     Args:
-        plan: of the session.
+        config: of the session.
         threads: of the codec's kernels.
 
     Returns:
         (uint8[bytes], the worker) -> what adds it, or None for an update that holds NaN or infinity. WireError for
         bytes that are not an update of this part.
     """
-    codec = make_codec(plan.codec, threads)
+    codec = make_codec(config.codec, threads)
     if codec is None:
-        return lambda body, worker: _plain(plan, body, worker)
-    return lambda body, worker: _coded(plan, codec, body, worker)
+        return lambda body, worker: _plain(config, body, worker)
+    return lambda body, worker: _coded(config, codec, body, worker)
 
 
-def _plain(plan: Plan, body: np.ndarray, worker: int) -> Addend | None:
-    dtype = np.dtype(plan.dtype)
-    if body.size != plan.elements * dtype.itemsize:
+def _plain(config: SessionConfig, body: np.ndarray, worker: int) -> Addend | None:
+    dtype = np.dtype(config.dtype)
+    if body.size != config.elements * dtype.itemsize:
         raise WireError(
-            f"update of rank {worker}: expected {plan.elements * dtype.itemsize} bytes, got {body.size}. Every rank "
+            f"update of rank {worker}: expected {config.elements * dtype.itemsize} bytes, got {body.size}. Every rank "
             "must train the same model.",
             worker,
         )
@@ -83,9 +83,9 @@ def _plain(plan: Plan, body: np.ndarray, worker: int) -> Addend | None:
     return add
 
 
-def _coded(plan: Plan, codec: Any, body: np.ndarray, worker: int) -> Addend:
+def _coded(config: SessionConfig, codec: Any, body: np.ndarray, worker: int) -> Addend:
     # A trial run checks the message before it is collected, so that whoever sent it hears of it.
-    dense = np.zeros(plan.elements, np.float32)
+    dense = np.zeros(config.elements, np.float32)
     try:
         codec.decode([body], [dense])
     except WireError as error:

@@ -1,8 +1,8 @@
-"""Two workers and two servers in every order in which letters can come.
+"""Two workers and two servers in every order in which messages can come.
 
-Workers are programs of a few operations, servers are real desks, and between each two ranks letters keep their order.
-A state's successors are: a worker that takes its next operation, or the first letter on its way between two ranks
-that arrives. A desk is told apart by all that is in it, and made again from the letters that it has handled.
+Workers are programs of a few operations, servers are real handlers, and between two ranks messages keep their order.
+A state's successors are: a worker that takes its next operation, or the first message on its way between two ranks
+that arrives. A handler is told apart by all that is in it, and made again from the messages that it has handled.
 """
 
 from collections.abc import Callable
@@ -11,17 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from hvdx.comm import Letter
+from hvdx.comm import Message
 from hvdx.comm.base import HEAD_WORDS
-from hvdx.strategies.serving.desk import Desk
-from hvdx.strategies.serving.messages import Kind, Plan
-from tests.strategies.serving.letters import opening
+from hvdx.strategies.serving.messages import MessageType, SessionConfig
+from hvdx.strategies.serving.request_handler import RequestHandler
+from tests.strategies.serving.messages import opening
 
 WORKERS = SERVERS = 2
 SESSION = 3
 WORKER_RANKS = range(WORKERS)
 
-#: A letter as a value: sender, head, body.
+#: A message as a value: sender, header, body.
 Note = tuple[int, tuple[int, ...], bytes | None]
 
 
@@ -69,7 +69,7 @@ class _Numbers(dict[Any, int]):
         return number
 
 
-#: A state, all in numbers: workers, desks, and on each channel the letters that are on their way.
+#: A state, all in numbers: workers, handlers, and on each channel the messages that are on their way.
 State = tuple[Any, ...]
 _CHANNELS = WORKERS + SERVERS
 
@@ -79,7 +79,7 @@ class Model:
     """All that can happen under a rule.
 
     Args:
-        rule: options of `Plan`.
+        rule: options of `SessionConfig`.
         programs: one for each worker.
         room: steps of one worker, at most: the updates' elements.
         seen: told (worker, its number of steps, weights of each server) when a step is over.
@@ -93,11 +93,11 @@ class Model:
     end: Callable[[list[Worker]], None] = lambda _: None
     _workers: _Numbers = field(default_factory=_Numbers)
     _notes: _Numbers = field(default_factory=_Numbers)
-    _desks: _Numbers = field(default_factory=_Numbers)
-    # Of each desk, letters that lead to it, and the workers that are there.
+    _handlers: _Numbers = field(default_factory=_Numbers)
+    # Of each handler, messages that lead to it, and the workers that are there.
     _pasts: list[tuple[Note, ...]] = field(default_factory=list)
     _present: list[set[int]] = field(default_factory=list)
-    # What happens to a worker or a desk: what becomes of it, and what it sends on which channels.
+    # What happens to a worker or a handler: what becomes of it, and what it sends on which channels.
     _changes: dict[tuple[int, ...], tuple[int, list[tuple[int, int]]]] = field(default_factory=dict)
 
     @property
@@ -107,10 +107,10 @@ class Model:
     def explore(self) -> int:
         """Visit every state; BrokenError where one keeps no promise. Returns their number."""
         zeros = np.zeros(self.elements)
-        plan = Plan(WORKERS, self.elements, "float64", **self.rule)
-        desk = self._desk(tuple(_note(0, *letter) for letter in opening(SESSION, plan, zeros)))
+        config = SessionConfig(WORKERS, self.elements, "float64", **self.rule)
+        handler = self._handler(tuple(_note(0, *message) for message in opening(SESSION, config, zeros)))
         workers = [self._workers.of(Worker(tuple(p), weights=(zeros.tobytes(),) * SERVERS)) for p in self.programs]
-        start = (*workers, *[desk] * SERVERS, *[()] * (2 * WORKERS * SERVERS))
+        start = (*workers, *[handler] * SERVERS, *[()] * (2 * WORKERS * SERVERS))
         came_from: dict[State, State | None] = {start: None}
         stack = [start]
         while stack:
@@ -128,16 +128,16 @@ class Model:
         return len(came_from)
 
     def _way(self, came_from: dict[State, State | None], state: State | None) -> str:
-        """Letters in the order in which they arrived on the way to a state."""
+        """Messages in the order in which they arrived on the way to a state."""
         arrived = []
         while state is not None:
             before = came_from[state]
             for channel in range(WORKERS * SERVERS * 2):
                 if before is not None and len(before[_CHANNELS + channel]) > len(state[_CHANNELS + channel]):
-                    sender, head, _ = self._notes.values_[before[_CHANNELS + channel][0]]
+                    sender, header, _ = self._notes.values_[before[_CHANNELS + channel][0]]
                     server, worker = divmod(channel - WORKERS * SERVERS, WORKERS)
                     way = f"{sender} to server {channel % SERVERS}" if sender >= 0 else f"server {server} to {worker}"
-                    arrived.append(f"{Kind(head[0]).name} of {way}")
+                    arrived.append(f"{MessageType(header[0]).name} of {way}")
             state = before
         return f"{self.rule} {self.programs}: " + "; ".join(reversed(arrived))
 
@@ -163,9 +163,9 @@ class Model:
 
     def _arrive(self, channel: int, receiver: int, note: int) -> tuple[int, list[tuple[int, int]]]:
         if channel < WORKERS * SERVERS:
-            desk, answers = self._handle(receiver, self._notes.values_[note])
+            handler, answers = self._handle(receiver, self._notes.values_[note])
             first = WORKERS * SERVERS + channel % SERVERS * WORKERS
-            return desk, [(first + to, self._notes.of(answer)) for to, answer in answers]
+            return handler, [(first + to, self._notes.of(answer)) for to, answer in answers]
         server, w = divmod(channel - WORKERS * SERVERS, WORKERS)
         after = self._receive(w, self._workers.values_[receiver], server, self._notes.values_[note])
         return self._workers.of(after), []
@@ -177,8 +177,8 @@ class Model:
         worker = self._workers.values_[number]
         if worker.waiting or not worker.todo:
             return -1, []
-        after, letters = self._operate(w, worker)
-        return self._workers.of(after), [(w * SERVERS + s, self._notes.of(note)) for s, note in letters]
+        after, messages = self._operate(w, worker)
+        return self._workers.of(after), [(w * SERVERS + s, self._notes.of(note)) for s, note in messages]
 
     def _operate(self, w: int, worker: Worker) -> tuple[Worker, list[tuple[int, Note]]]:
         operation, *_ = worker.todo
@@ -187,33 +187,35 @@ class Model:
             fine = operation != "nan"
             update = np.zeros(self.elements)
             update[w * self.room + worker.taken] = 1
-            letters = [
-                (s, _note(w, [Kind.PUSH, SESSION, worker.versions[s], int(fine)], update if fine else None))
+            messages = [
+                (s, _note(w, [MessageType.PUSH, SESSION, worker.versions[s], int(fine)], update if fine else None))
                 for s in range(SERVERS)
             ]
-            after = replace(after, taken=worker.taken + 1, waiting=everywhere, kind=Kind.WEIGHTS)
+            after = replace(after, taken=worker.taken + 1, waiting=everywhere, kind=MessageType.WEIGHTS)
             if operation == "drop":
                 after = replace(after, waiting=frozenset(), gone=True)
-                letters += [(s, _note(w, [Kind.BYE])) for s in range(SERVERS)]
-            return after, letters
+                messages += [(s, _note(w, [MessageType.DISCONNECT])) for s in range(SERVERS)]
+            return after, messages
         if operation == "flush":
-            letters = [(s, _note(w, [Kind.FLUSH, SESSION])) for s in range(SERVERS)]
-            return replace(after, waiting=everywhere, kind=Kind.FINAL), letters
+            messages = [(s, _note(w, [MessageType.FLUSH, SESSION])) for s in range(SERVERS)]
+            return replace(after, waiting=everywhere, kind=MessageType.FINAL), messages
         if operation == "bye":
-            return replace(after, gone=True), [(s, _note(w, [Kind.BYE])) for s in range(SERVERS)]
+            return replace(after, gone=True), [(s, _note(w, [MessageType.DISCONNECT])) for s in range(SERVERS)]
         _, round_, tickets = operation
         # What comes next depends on the answer.
-        after = replace(worker, waiting=frozenset([0]), kind=Kind.ANSWER)
-        return after, [(0, _note(w, [Kind.TICKET, SESSION, round_, tickets]))]
+        after = replace(worker, waiting=frozenset([0]), kind=MessageType.GRANT)
+        return after, [(0, _note(w, [MessageType.STEP, SESSION, round_, tickets]))]
 
     def _receive(self, w: int, worker: Worker, s: int, note: Note) -> Worker:
         _, (kind, _, *words), body = note
         if worker.gone:
             return worker
         assert s in worker.waiting, f"server {s} answered worker {w} twice"
-        assert kind == worker.kind, f"worker {w}: expected {Kind(worker.kind).name}, got {Kind(kind).name} {body!r}"
+        assert kind == worker.kind, (
+            f"worker {w}: expected {MessageType(worker.kind).name}, got {MessageType(kind).name} {body!r}"
+        )
         waiting = worker.waiting - {s}
-        if kind == Kind.ANSWER:
+        if kind == MessageType.GRANT:
             granted, given = words[:2]
             assert given <= worker.todo[0][2]
             return replace(worker, waiting=waiting, todo=("push", *worker.todo) if granted else worker.todo[1:])
@@ -225,9 +227,9 @@ class Model:
         )
         assert words[0] >= worker.versions[s], "a version went back"
         assert (np.frombuffer(body) >= np.frombuffer(worker.weights[s])).all(), "an update was taken back"
-        if kind == Kind.WEIGHTS and not waiting:
+        if kind == MessageType.WEIGHTS and not waiting:
             self.seen(w, after.taken, [np.frombuffer(weights) for weights in after.weights])
-        if kind == Kind.FINAL and not waiting:
+        if kind == MessageType.FINAL and not waiting:
             after = replace(after, finals=(*after.finals, after.weights))
         return after
 
@@ -236,7 +238,7 @@ class Model:
         for w, worker in enumerate(workers):
             assert not worker.waiting, f"worker {w} waits for servers {set(worker.waiting)} for ever"
             assert worker.gone
-        assert not any(self._present[desk] for desk in state[WORKERS:_CHANNELS]), "a server waits for nobody"
+        assert not any(self._present[handler] for handler in state[WORKERS:_CHANNELS]), "a server waits for nobody"
         flushed = [worker.finals for worker in workers if worker.finals]
         fewest = min(len(finals) for finals in flushed)
         assert len({finals[:fewest] for finals in flushed}) == 1, "workers ended with different weights"
@@ -244,42 +246,42 @@ class Model:
 
     # -- servers ------------------------------------------------------------------------------------------------------
 
-    def _desk(self, past: tuple[Note, ...]) -> int:
-        desk, _ = _replay(past)
-        number = self._desks.of(_content(vars(desk), self.elements))
+    def _handler(self, past: tuple[Note, ...]) -> int:
+        handler, _ = _replay(past)
+        number = self._handlers.of(_content(vars(handler), self.elements))
         if number == len(self._pasts):
             self._pasts.append(past)
-            self._present.append(set(desk.present))
+            self._present.append(set(handler.present))
         return number
 
-    def _handle(self, desk: int, note: Note) -> tuple[int, list[tuple[int, Note]]]:
-        past = (*self._pasts[desk], note)
+    def _handle(self, handler: int, note: Note) -> tuple[int, list[tuple[int, Note]]]:
+        past = (*self._pasts[handler], note)
         _, answers = _replay(past)
         self._check_answers(past, answers)
-        return self._desk(past), [(to, _note(-1, head, body)) for to, head, body in answers[-1]]
+        return self._handler(past), [(to, _note(-1, header, body)) for to, header, body in answers[-1]]
 
     def _check_answers(self, past: tuple[Note, ...], answers: list[Any]) -> None:
-        """Recount from all letters who may go on, and with what."""
+        """Recount from all messages who may go on, and with what."""
         steps, training, flushed = [0] * WORKERS, set(WORKER_RANKS), set()
         waiting: set[int] = set()
         version = pushes = 0
         for (sender, (kind, *words), body), released in zip(past, answers, strict=True):
             before = version
-            if kind == Kind.PUSH:
+            if kind == MessageType.PUSH:
                 pushes += 1
                 steps[sender] += 1
                 waiting.add(sender)
-            if kind in (Kind.FLUSH, Kind.BYE):
+            if kind in (MessageType.FLUSH, MessageType.DISCONNECT):
                 training.discard(sender)
-            if kind == Kind.FLUSH:
+            if kind == MessageType.FLUSH:
                 flushed.add(sender)
-            if kind == Kind.BYE:
+            if kind == MessageType.DISCONNECT:
                 flushed.discard(sender)
                 waiting.discard(sender)
             slowest = min((steps[w] for w in training), default=max(steps))
-            for to, head, weights in released:
-                if head[0] == Kind.WEIGHTS:
-                    _, _, version, staleness, fine, _ = head
+            for to, header, weights in released:
+                if header[0] == MessageType.WEIGHTS:
+                    _, _, version, staleness, fine, _ = header
                     assert to in waiting, "answered without having asked"
                     waiting.discard(to)
                     assert staleness >= 1, "a staleness below 1"
@@ -292,16 +294,18 @@ class Model:
                             assert (weights.view(np.float64)[own] == self._share * staleness**-self._power).all(), (
                                 "a wrong scale"
                             )
-                elif head[0] == Kind.FINAL:
+                elif header[0] == MessageType.FINAL:
                     assert not training, "FINAL before all have flushed"
                     assert to in flushed
-                    version, updates, applied, refused = head[2:6]
+                    version, updates, applied, refused = header[2:6]
                     assert updates == applied, "an update was not applied"
                     assert updates + refused == pushes, "an update was not seen"
                 else:
-                    assert head[0] in (Kind.READY, Kind.ANSWER), weights.tobytes().decode()
-            if not training and (flushed or kind == Kind.FLUSH):
-                assert {to for to, head, _ in released if head[0] == Kind.FINAL} == flushed, "not all heard FINAL"
+                    assert header[0] in (MessageType.READY, MessageType.GRANT), weights.tobytes().decode()
+            if not training and (flushed or kind == MessageType.FLUSH):
+                assert {to for to, header, _ in released if header[0] == MessageType.FINAL} == flushed, (
+                    "not all heard FINAL"
+                )
                 # All begin anew.
                 training, flushed, steps = set(flushed), set(), [0] * WORKERS
             for w in waiting:
@@ -310,11 +314,11 @@ class Model:
 
     @property
     def _bound(self) -> int | None:
-        return self.rule.get("bound")
+        return self.rule.get("max_staleness")
 
     @property
     def _collect(self) -> int:
-        return self.rule.get("collect", 1)
+        return self.rule.get("aggregate", 1)
 
     @property
     def _share(self) -> float:
@@ -322,22 +326,22 @@ class Model:
 
     @property
     def _power(self) -> float:
-        return self.rule.get("power", 0.0)
+        return self.rule.get("staleness_exponent", 0.0)
 
 
-def _note(sender: int, head: Any, body: np.ndarray | None = None) -> Note:
-    return sender, tuple(int(word) for word in head), None if body is None else body.tobytes()
+def _note(sender: int, header: Any, body: np.ndarray | None = None) -> Note:
+    return sender, tuple(int(word) for word in header), None if body is None else body.tobytes()
 
 
-def _replay(past: tuple[Note, ...]) -> tuple[Desk, list[Any]]:
-    """A desk that has handled these letters, and its answers to each."""
-    desk = Desk(WORKERS, threads=1, clock=lambda: 0.0)
+def _replay(past: tuple[Note, ...]) -> tuple[RequestHandler, list[Any]]:
+    """A handler that has handled these messages, and its answers to each."""
+    handler = RequestHandler(WORKERS, threads=1, clock=lambda: 0.0)
     answers = []
-    for sender, head, body in past:
-        words = (*head, *[0] * (HEAD_WORDS - len(head)))
+    for sender, header, body in past:
+        words = (*header, *[0] * (HEAD_WORDS - len(header)))
         fresh = None if body is None else np.frombuffer(body, np.uint8).copy()
-        answers.append(desk.handle(Letter(sender, words, fresh)))
-    return desk, answers
+        answers.append(handler.handle(Message(sender, words, fresh)))
+    return handler, answers
 
 
 def _content(value: Any, elements: int) -> Any:

@@ -10,9 +10,9 @@ import pytest
 
 from hvdx.comm.local import virtual_world
 from hvdx.strategies import TensorSpec
-from hvdx.strategies.serving import office
-from hvdx.strategies.serving.desk import Desk
+from hvdx.strategies.serving import client
 from hvdx.strategies.serving.messages import SERVER_BOX
+from hvdx.strategies.serving.request_handler import RequestHandler
 
 SHAPES = ((3, 4), (), (0, 2), (7,))
 SPECS = [TensorSpec(f"variable {i}", shape, 4) for i, shape in enumerate(SHAPES)]
@@ -34,16 +34,16 @@ def run(workers, function, servers=0, limit=40.0):
 
     def work(comm):
         if comm.serves:
-            office.serve(comm.postbox(SERVER_BOX), Desk(workers, threads=1), stop)
+            client.serve(comm.mailbox(SERVER_BOX), RequestHandler(workers, threads=1), stop)
             return
         try:
             results[comm.rank] = function(comm)
         except Exception as error:
             results[comm.rank] = error
         finally:
-            if comm in office._offices:
-                office._offices[comm].close()
-                del office._offices[comm]
+            if comm in client._clients:
+                client._clients[comm].close()
+                del client._clients[comm]
 
     threads = [threading.Thread(target=work, args=(comm,), daemon=True) for comm in world]
     for thread in threads:

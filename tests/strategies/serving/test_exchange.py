@@ -11,7 +11,7 @@ from hvdx.comm.local import LocalComm, virtual_world
 from hvdx.errors import ConfigError, ExchangeError, HvdxError, ReplicaError
 from hvdx.strategies import ParameterServer, TensorSpec
 from hvdx.strategies.base import views
-from hvdx.strategies.serving.office import office_of
+from hvdx.strategies.serving.client import client_of
 from tests.strategies.serving.ranks import DOUBLE, SPECS, all_fine, expect_everywhere, flat, run, zeros
 
 ELEMENTS = sum(s.elements for s in SPECS)
@@ -52,7 +52,7 @@ def check_sum(results, exact=True):
     """Sent is received, and what a codec kept is what is missing."""
     all_fine(results)
     wanted = np.sum([total for total, _, _ in results], axis=0, dtype=np.float64)
-    unsent = np.sum([flat(exchange.unsent) for *_, exchange in results], axis=0, dtype=np.float64)
+    unsent = np.sum([flat(exchange.residuals) for *_, exchange in results], axis=0, dtype=np.float64)
     for _, weights, _ in results:
         assert weights.tobytes() == results[0][1].tobytes()
         if exact:
@@ -62,7 +62,7 @@ def check_sum(results, exact=True):
     return wanted
 
 
-@pytest.mark.parametrize("rule", [{}, {"staleness": "bound", "bound": 2}], ids=["plain", "bound"])
+@pytest.mark.parametrize("rule", [{}, {"staleness": "bound", "max_staleness": 2}], ids=["plain", "bound"])
 @pytest.mark.parametrize("servers", SERVERS)
 def test_each_update_is_applied_exactly_once(servers, rule):
     strategy, ranks = summing(SERVERS[servers][0], **rule), SERVERS[servers][1]
@@ -82,7 +82,7 @@ def test_sent_and_unsent_come_to_the_sum_of_the_updates(servers):
     strategy, ranks = summing(SERVERS[servers][0], codec="threshold:0.2"), SERVERS[servers][1]
     results = run(4, train(strategy, 120, DOUBLE), ranks)
     check_sum(results)
-    assert any(flat(exchange.unsent).any() for *_, exchange in results)
+    assert any(flat(exchange.residuals).any() for *_, exchange in results)
     check_sum(run(4, train(strategy, 60), ranks), exact=False)
 
 
@@ -92,14 +92,14 @@ def test_small_whole_numbers_survive_dense_codecs(codec):
     check_sum(results)
 
 
-@pytest.mark.parametrize("rule", [{}, {"staleness": "bound", "bound": 0}, {"staleness": "bound"}], ids=str)
+@pytest.mark.parametrize("rule", [{}, {"staleness": "bound", "max_staleness": 0}, {"staleness": "bound"}], ids=str)
 def test_workers_may_take_different_numbers_of_steps(rule):
     results = run(4, train(summing(2, **rule), [10, 120, 0, 61]), 2)
     check_sum(results)
 
 
 def test_collected_updates_are_applied_together():
-    results = all_fine(run(4, train(summing("colocated", collect=4), 50)))
+    results = all_fine(run(4, train(summing("colocated", aggregate=4), 50)))
     for *_, exchange in results:
         for server in exchange.telemetry.servers:
             assert server[2:4] == (200, 200)
@@ -112,7 +112,7 @@ def test_collected_updates_are_applied_together():
 def test_without_lead_and_collecting_all_every_worker_sees_the_same(servers):
     """Synchronous training: after each step the weights hold the mean of what all sent, on every worker."""
     value, ranks = SERVERS[servers]
-    strategy = ParameterServer(value, staleness="bound", bound=0, collect=4)
+    strategy = ParameterServer(value, staleness="bound", max_staleness=0, aggregate=4)
 
     def work(comm):
         exchange, weights, seen = strategy.open(comm, SPECS), zeros(), []
@@ -165,9 +165,9 @@ def test_the_mean_makes_a_step_of_all_as_long_as_one():
     for options, alone in (
         ({}, 0.25),
         ({"staleness": "scale"}, 1.0),
-        ({"staleness": "scale", "collect": 2}, 0.5),
-        ({"staleness": "scale", "power": 0.5}, 0.5),
-        ({"staleness": "scale", "power": 2.0, "collect": 2}, 1.0),
+        ({"staleness": "scale", "aggregate": 2}, 0.5),
+        ({"staleness": "scale", "staleness_exponent": 0.5}, 0.5),
+        ({"staleness": "scale", "staleness_exponent": 2.0, "aggregate": 2}, 1.0),
     ):
 
         def work(comm, options=options):
@@ -182,7 +182,7 @@ def test_the_mean_makes_a_step_of_all_as_long_as_one():
 
 
 def test_in_step_a_scaled_round_of_single_updates_counts_the_harmonic_number():
-    strategy = ParameterServer("colocated:1", staleness="scale+bound", bound=0)
+    strategy = ParameterServer("colocated:1", staleness="scale+bound", max_staleness=0)
 
     def work(comm):
         exchange = strategy.open(comm, SPECS)
@@ -199,7 +199,7 @@ def test_two_exchanges_may_be_open_at_once():
 
     def work(comm):
         chance = random.Random(comm.rank)
-        strategy = summing("colocated:2", staleness="bound", bound=3)
+        strategy = summing("colocated:2", staleness="bound", max_staleness=3)
         exchanges = [strategy.open(comm, specs) for specs in (SPECS, others)]
         weights, totals = [zeros(), zeros(others)], [0, 0]
         for exchange, begin in zip(exchanges, weights, strict=True):
@@ -249,7 +249,7 @@ def test_fewer_elements_than_servers_are_no_special_case(shapes, codec):
         exchange.begin(weights)
         for _ in range(5):
             weights = exchange.step([w + np.float32(1) for w in weights])
-        got = [w + u for w, u in zip(exchange.flush(), exchange.unsent, strict=True)]
+        got = [w + u for w, u in zip(exchange.flush(), exchange.residuals, strict=True)]
         return [w.shape for w in got], float(sum(w.sum() for w in got))
 
     results = all_fine(run(4, work))
@@ -286,7 +286,7 @@ def test_another_strategy_on_a_worker_is_found_before_anything_is_sent():
 @pytest.mark.parametrize(
     ("strategy", "servers", "match"),
     [
-        (ParameterServer("colocated", collect=4), 0, "collect: expected at most 3"),
+        (ParameterServer("colocated", aggregate=4), 0, "aggregate: expected at most 3"),
         (ParameterServer("colocated:4"), 0, "servers: expected at most 3"),
         (ParameterServer(2), 1, "1 of the ranks only serve"),
         (ParameterServer(1), 0, "all ranks were made workers.*HVDX_STRATEGY=parameter_server:servers=1"),
@@ -302,7 +302,7 @@ def test_strategies_that_do_not_fit_the_ranks_are_refused_everywhere(strategy, s
 
 def test_a_process_that_was_started_alone_serves_itself():
     comm = LocalComm()
-    for strategy in (summing(), summing(3), summing("colocated", staleness="bound", bound=0)):
+    for strategy in (summing(), summing(3), summing("colocated", staleness="bound", max_staleness=0)):
         exchange, weights = strategy.open(comm, SPECS), zeros()
         exchange.begin(weights)
         for step in range(1, 4):
@@ -311,7 +311,7 @@ def test_a_process_that_was_started_alone_serves_itself():
         assert exchange.telemetry.staleness.mean == 1
         assert (exchange.telemetry.sent, exchange.telemetry.received) == (0, 0)
         exchange.flush()
-    office_of(comm).close()
+    client_of(comm).close()
 
 
 # -- updates that are refused -----------------------------------------------------------------------------------------
@@ -327,18 +327,18 @@ def test_what_is_not_finite_is_refused_counted_and_reported(value, codec, capfd)
         exchange = summing("colocated:1", codec=codec).open(comm, SPECS)
         weights = zeros()
         exchange.begin(weights)
-        before = [flat(weights), flat(exchange.unsent)]
+        before = [flat(weights), flat(exchange.residuals)]
         if comm.rank == 1:
             tensors = [w + np.float32(1) for w in weights]
             if value is not None:
                 tensors[3][5] = value
             exchange.blamed = "kernel" if value is None else ""
             weights = exchange.step(tensors, finite=value is not None)
-            np.testing.assert_array_equal(flat(exchange.unsent), before[1])
+            np.testing.assert_array_equal(flat(exchange.residuals), before[1])
         else:
             for _ in range(3):
                 weights = exchange.step([w + np.float32(1) for w in weights])
-        return flat(exchange.flush()), flat(exchange.unsent), exchange.telemetry
+        return flat(exchange.flush()), flat(exchange.residuals), exchange.telemetry
 
     results = all_fine(run(2, work))
     for weights, _, counts in results:
@@ -362,11 +362,11 @@ def test_update_that_one_server_cannot_be_sent_is_dropped_as_a_whole(capfd):
         exchange.begin(zeros())
         noise = np.random.default_rng(comm.rank).normal(size=(2, ELEMENTS)).astype(np.float32)
         weights = exchange.step(views(noise[0], SPECS))
-        before = flat(exchange.unsent)
+        before = flat(exchange.residuals)
         if comm.rank == 1:
             noise[1, -1] = 2.0**127
             exchange.step([w + n for w, n in zip(weights, views(noise[1], SPECS), strict=True)])
-            np.testing.assert_allclose(flat(exchange.unsent), before, atol=1e-6)
+            np.testing.assert_allclose(flat(exchange.residuals), before, atol=1e-6)
         exchange.flush()
         return exchange.telemetry.skipped
 
@@ -376,7 +376,7 @@ def test_update_that_one_server_cannot_be_sent_is_dropped_as_a_whole(capfd):
 
 def test_refused_updates_let_those_go_on_who_wait():
     def work(comm):
-        exchange = summing(1, staleness="bound", bound=0, collect=2).open(comm, SPECS)
+        exchange = summing(1, staleness="bound", max_staleness=0, aggregate=2).open(comm, SPECS)
         weights = zeros()
         exchange.begin(weights)
         for step in range(20):
@@ -421,7 +421,7 @@ def saved_by(workers, servers, steps=20, strategy="threshold:0.1"):
         for _ in range(steps):
             weights = exchange.step([w + numbers.normal(size=w.shape).astype(np.float32) for w in weights])
         exchange.flush()
-        return exchange.arrays(), flat(exchange.unsent)
+        return exchange.state_dict(), flat(exchange.residuals)
 
     return all_fine(run(workers, work))
 
@@ -431,8 +431,8 @@ def restored(workers, servers, arrays_of):
 
     def work(comm):
         exchange = summing(servers, codec="threshold:0.1").open(comm, SPECS)
-        exchange.restore(arrays_of(comm))
-        return exchange.arrays(), flat(exchange.unsent)
+        exchange.load_state_dict(arrays_of(comm))
+        return exchange.state_dict(), flat(exchange.residuals)
 
     return all_fine(run(workers, work))
 
@@ -471,12 +471,12 @@ def test_codecs_that_keep_nothing_have_nothing_to_share_out():
 def test_what_is_owed_is_sent_with_the_next_updates():
     def work(comm):
         exchange, weights = summing("colocated", codec="threshold:0.5").open(comm, SPECS), zeros()
-        exchange.owe([np.full(s.shape, 3, np.float32) for s in SPECS])
-        assert set(flat(exchange.unsent).tolist()) == {3.0}
+        exchange.add_to_residual([np.full(s.shape, 3, np.float32) for s in SPECS])
+        assert set(flat(exchange.residuals).tolist()) == {3.0}
         exchange.begin(weights)
         for _ in range(4):
             weights = exchange.step(weights)
-        return flat(exchange.flush()), flat(exchange.unsent)
+        return flat(exchange.flush()), flat(exchange.residuals)
 
     results = all_fine(run(2, work))
     np.testing.assert_array_equal(results[0][0] + results[0][1] + results[1][1], np.full(ELEMENTS, 6))
@@ -490,7 +490,7 @@ def test_weights_that_are_given_back_are_fresh():
     kept = flat(first).copy()
     exchange.step([w + np.float32(1) for w in first])
     np.testing.assert_array_equal(flat(first), kept)
-    office_of(comm).close()
+    client_of(comm).close()
 
 
 # -- ends -------------------------------------------------------------------------------------------------------------
@@ -502,7 +502,7 @@ def test_whoever_waits_too_long_hears_for_whom(servers, ranks, monkeypatch):
     gave_up = threading.Semaphore(0)
 
     def work(comm):
-        exchange = summing(servers, staleness="bound", bound=0).open(comm, SPECS)
+        exchange = summing(servers, staleness="bound", max_staleness=0).open(comm, SPECS)
         exchange.begin(zeros())
         if comm.rank == 1:
             # It is there, and does nothing, until both others are gone.
@@ -533,12 +533,12 @@ def test_a_server_that_never_answers_is_named(monkeypatch):
     exchange = summing(1).open(comm, SPECS)
     with pytest.raises(ExchangeError, match=r"no word from the server at rank 1\b"):
         exchange.begin(zeros())
-    office_of(comm).close()
+    client_of(comm).close()
 
 
 def test_a_worker_that_fails_keeps_no_other_waiting():
     def work(comm):
-        exchange = summing("colocated", staleness="bound", bound=0).open(comm, SPECS)
+        exchange = summing("colocated", staleness="bound", max_staleness=0).open(comm, SPECS)
         weights = zeros()
         exchange.begin(weights)
         for step in range(10):

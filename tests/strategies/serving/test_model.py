@@ -1,4 +1,4 @@
-"""What holds in every order in which letters can come, for two workers, two servers and a few steps."""
+"""What holds in every order in which messages can come, for two workers, two servers and a few steps."""
 
 import numpy as np
 import pytest
@@ -7,14 +7,14 @@ from tests.strategies.serving.model import WORKER_RANKS, BrokenError, Model
 
 RULES = {
     "plain": {},
-    "collect": {"collect": 2, "share": 0.5},
-    "bound 0": {"bound": 0},
-    "bound 1": {"bound": 1},
-    "bound 2": {"bound": 2},
-    "synchronous": {"bound": 0, "collect": 2, "share": 0.5},
-    "bound 1, collect": {"bound": 1, "collect": 2, "share": 0.5},
-    "scale": {"power": 1.0},
-    "scale, bound, collect": {"power": 1.0, "bound": 1, "collect": 2, "share": 0.5},
+    "aggregate": {"aggregate": 2, "share": 0.5},
+    "bound 0": {"max_staleness": 0},
+    "bound 1": {"max_staleness": 1},
+    "bound 2": {"max_staleness": 2},
+    "synchronous": {"max_staleness": 0, "aggregate": 2, "share": 0.5},
+    "bound 1, aggregate": {"max_staleness": 1, "aggregate": 2, "share": 0.5},
+    "scale": {"staleness_exponent": 1.0},
+    "scale, bound, aggregate": {"staleness_exponent": 1.0, "max_staleness": 1, "aggregate": 2, "share": 0.5},
 }
 STEPS = [(1, 1), (1, 2), (2, 1), (1, 3), (3, 1), (2, 2), (2, 3), (3, 3)]
 _explored: dict[str, int] = {}
@@ -37,7 +37,7 @@ def explore(rule, programs, room=3, end=lambda workers, weights: None, **more):
                 else:
                     np.testing.assert_array_equal(weights[w] > 0, np.arange(room) < workers[w].taken)
             share = rule.get("share", 1.0)
-            if rule.get("power", 0) == 0:
+            if rule.get("staleness_exponent", 0) == 0:
                 assert ((weights == 0) | (weights == share)).all(), "an update counted wrongly"
             assert weights.max() <= share, "an update was applied twice"
             end(workers, weights)
@@ -82,8 +82,8 @@ def test_several_epochs_follow_each_other(rule):
     explore(RULES[rule], [two, ("push", "push", "flush", "flush", "bye")])
 
 
-@pytest.mark.parametrize("rule", ["plain", "collect", "bound 0", "synchronous", "scale"])
-def test_tickets_deal_out_exactly_the_steps_of_an_epoch(rule):
+@pytest.mark.parametrize("rule", ["plain", "aggregate", "bound 0", "synchronous", "scale"])
+def test_steps_deal_out_exactly_the_steps_of_an_epoch(rule):
     """Each worker's first step needs none, so there are as many fewer; a second round begins anew."""
     shares = set()
 
@@ -94,7 +94,7 @@ def test_tickets_deal_out_exactly_the_steps_of_an_epoch(rule):
     epoch = ("push", ("ask", 1, 2), "flush", "bye")
     explore(RULES[rule], [epoch, epoch], end=count)
     # Within a bound of 0 nobody gets ahead.
-    assert shares == {(2, 2)} | ({(1, 3), (3, 1)} if RULES[rule].get("bound") != 0 else set())
+    assert shares == {(2, 2)} | ({(1, 3), (3, 1)} if RULES[rule].get("max_staleness") != 0 else set())
     rounds = ("push", ("ask", 1, 1), "flush", "push", ("ask", 2, 0), "flush", "bye")
 
     def count_rounds(workers, _):

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from hvdx.strategies.serving.messages import Plan, cut
+from hvdx.strategies.serving.messages import SessionConfig, cut
 from hvdx.strategies.serving.shard import Release, Shard
 
 
 def shard(workers=2, **rule):
-    return Shard(Plan(workers, 1, "float64", **rule), np.zeros(1))
+    return Shard(SessionConfig(workers, 1, "float64", **rule), np.zeros(1))
 
 
 def adds(value):
@@ -37,7 +37,7 @@ def test_staleness_counts_what_was_applied_meanwhile():
 
 @pytest.mark.parametrize("power", [0.0, 0.5, 1.0, 2.0])
 def test_an_update_of_staleness_s_counts_one_by_s_to_the_power(power):
-    server = shard(workers=4, power=power)
+    server = shard(workers=4, staleness_exponent=power)
     for age in range(1, 5):
         before = server.weights[0]
         server.push(age - 1, 0, adds(8.0))
@@ -46,7 +46,7 @@ def test_an_update_of_staleness_s_counts_one_by_s_to_the_power(power):
 
 @pytest.mark.parametrize("share", [1.0, 0.25])
 def test_an_update_counts_its_share(share):
-    server = shard(share=share, power=1.0)
+    server = shard(share=share, staleness_exponent=1.0)
     server.push(0, 0, adds(8.0))
     assert server.weights[0] == 8 * share
     server.push(1, 0, adds(4.0))
@@ -54,7 +54,7 @@ def test_an_update_counts_its_share(share):
 
 
 def test_collecting_waits_for_so_many_updates_from_any_workers():
-    server = shard(workers=4, collect=3, share=0.5)
+    server = shard(workers=4, aggregate=3, share=0.5)
     for value in (1.0, 2.0):
         assert names(server.push(0, 0, adds(value))) == [0]
         assert server.weights[0] == server.version == server.applied == 0
@@ -63,7 +63,7 @@ def test_collecting_waits_for_so_many_updates_from_any_workers():
 
 
 def test_refused_updates_are_collected_and_add_nothing():
-    server = shard(workers=4, collect=3)
+    server = shard(workers=4, aggregate=3)
     server.push(0, 0, adds(2.0))
     server.push(1, 0, None)
     server.push(2, 0, adds(4.0))
@@ -71,14 +71,14 @@ def test_refused_updates_are_collected_and_add_nothing():
 
 
 def test_one_accepted_among_refused_counts_as_ever():
-    server = shard(workers=2, collect=2)
+    server = shard(workers=2, aggregate=2)
     server.push(0, 0, None)
     server.push(1, 0, adds(4.0))
     assert server.weights[0] == 4.0
 
 
 def test_where_all_are_refused_the_version_stays():
-    server = shard(workers=2, collect=2)
+    server = shard(workers=2, aggregate=2)
     assert server.push(0, 0, None) == [Release(0, 1, fine=False)]
     server.push(1, 0, None)
     assert (server.weights[0], server.version, server.refused) == (0.0, 0, 2)
@@ -88,7 +88,7 @@ def test_where_all_are_refused_the_version_stays():
 
 
 def test_each_collected_update_is_scaled_by_its_own_staleness():
-    server = shard(workers=2, collect=2, power=1.0)
+    server = shard(workers=2, aggregate=2, staleness_exponent=1.0)
     for version in (0, 1):
         for worker in (0, 1):
             server.push(worker, version, adds(0.0))
@@ -101,7 +101,7 @@ def test_the_order_in_which_collected_updates_came_makes_no_difference():
     values = {0: 1e16, 1: 1.0, 2: -1e16}
     results = set()
     for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0), (0, 2, 1)):
-        server = shard(workers=3, collect=3)
+        server = shard(workers=3, aggregate=3)
         for worker in order:
             server.push(worker, 0, adds(values[worker]))
         results.add(server.weights[0])
@@ -110,7 +110,7 @@ def test_the_order_in_which_collected_updates_came_makes_no_difference():
 
 @pytest.mark.parametrize("bound", [0, 1, 3])
 def test_a_worker_waits_when_it_is_more_than_the_bound_ahead(bound):
-    server = shard(workers=3, bound=bound)
+    server = shard(workers=3, max_staleness=bound)
     server.push(1, 0, adds(1.0))
     for _ in range(bound):
         assert 0 in names(server.push(0, 0, adds(1.0)))
@@ -123,14 +123,14 @@ def test_a_worker_waits_when_it_is_more_than_the_bound_ahead(bound):
 
 
 def test_refused_updates_count_as_steps_for_those_who_wait():
-    server = shard(bound=0)
+    server = shard(max_staleness=0)
     assert server.push(0, 0, adds(1.0)) == []
     assert server.push(1, 0, None) == [Release(0, 1), Release(1, 2, fine=False)]
 
 
 def test_a_worker_that_flushes_or_leaves_keeps_nobody_waiting():
     for gone in ("flush", "leave"):
-        server = shard(workers=3, bound=0)
+        server = shard(workers=3, max_staleness=0)
         assert server.push(0, 0, adds(1.0)) == []
         assert getattr(server, gone)(1) == []
         assert server.awaited_by(0) == [2]
@@ -138,7 +138,7 @@ def test_a_worker_that_flushes_or_leaves_keeps_nobody_waiting():
 
 
 def test_a_worker_that_leaves_while_it_waits_is_not_let_go():
-    server = shard(workers=3, bound=0)
+    server = shard(workers=3, max_staleness=0)
     server.push(0, 0, adds(1.0))
     assert server.leave(0) == []
     assert server.push(1, 0, adds(1.0)) == []
@@ -146,7 +146,7 @@ def test_a_worker_that_leaves_while_it_waits_is_not_let_go():
 
 
 def test_what_a_worker_had_sent_before_it_left_is_applied():
-    server = shard(workers=2, collect=2)
+    server = shard(workers=2, aggregate=2)
     server.push(0, 0, adds(4.0))
     assert server.leave(0) == []
     # Nobody else can come to be collected with it.
@@ -165,7 +165,7 @@ def test_leaving_is_for_the_last_one_and_twice_no_matter():
 
 
 def test_all_hear_the_end_when_the_last_has_flushed():
-    server = shard(workers=3, collect=3)
+    server = shard(workers=3, aggregate=3)
     server.push(0, 0, adds(3.0))
     assert server.flush(2) == []
     assert server.awaited_by(2) == [0, 1]
@@ -175,7 +175,7 @@ def test_all_hear_the_end_when_the_last_has_flushed():
 
 
 def test_after_a_flush_steps_are_counted_anew():
-    server = shard(bound=0)
+    server = shard(max_staleness=0)
     server.push(0, 0, adds(1.0))
     server.push(1, 0, adds(1.0))
     server.flush(0)

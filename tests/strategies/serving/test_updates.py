@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hvdx.errors import ConfigError, WireError
-from hvdx.strategies.serving.messages import Plan
+from hvdx.strategies.serving.messages import SessionConfig
 from hvdx.strategies.serving.updates import decoder, is_finite, make_codec
 
 CODED = ["fp16", "bf16", "threshold:0.4"]
@@ -25,7 +25,7 @@ def encoded(spelling, update):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_plain_updates_are_added_as_they_are(dtype):
     update = np.array([1.5, -2.0, 0.1], dtype)
-    add = decoder(Plan(2, 3, dtype))(raw(update), 0)
+    add = decoder(SessionConfig(2, 3, dtype))(raw(update), 0)
     out = np.ones(3, dtype)
     add(out, 1.0)
     np.testing.assert_array_equal(out, np.ones(3, dtype) + update)
@@ -35,7 +35,7 @@ def test_plain_updates_are_added_as_they_are(dtype):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_a_factor_scales_what_is_added(dtype, factor):
     update = np.array([1.5, -2.0, 0.1], dtype)
-    add = decoder(Plan(2, 3, dtype))(raw(update), 0)
+    add = decoder(SessionConfig(2, 3, dtype))(raw(update), 0)
     out = np.ones(3, dtype)
     add(out, factor)
     assert out.dtype == dtype
@@ -50,14 +50,14 @@ def test_coded_updates_are_added_as_the_codec_sent_them(spelling, factor, dtype)
     message, sent, _ = encoded(spelling, update)
     assert sent.any()
     out = np.ones(50, dtype)
-    decoder(Plan(2, 50, dtype, spelling))(message, 1)(out, factor)
+    decoder(SessionConfig(2, 50, dtype, spelling))(message, 1)(out, factor)
     np.testing.assert_array_equal(out, np.ones(50, dtype) + sent * np.float32(factor))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_plain_updates_that_are_not_finite_are_refused(bad):
     update = np.array([1.0, bad, 2.0], np.float32)
-    assert decoder(Plan(2, 3))(raw(update), 0) is None
+    assert decoder(SessionConfig(2, 3))(raw(update), 0) is None
 
 
 def test_infinities_that_cancel_are_no_finite_update():
@@ -66,14 +66,14 @@ def test_infinities_that_cancel_are_no_finite_update():
 
 
 def test_an_empty_part_takes_empty_updates():
-    add = decoder(Plan(2, 0))(np.zeros(0, np.uint8), 0)
+    add = decoder(SessionConfig(2, 0))(np.zeros(0, np.uint8), 0)
     add(np.zeros(0, np.float32), 0.5)
 
 
 @pytest.mark.parametrize("size", [0, 2, 3, 5, 8])
 def test_plain_updates_of_other_sizes_name_the_rank(size):
     with pytest.raises(WireError, match=r"rank 3: expected 16 bytes, got .*same model") as caught:
-        decoder(Plan(4, 4))(np.zeros(size, np.uint8), 3)
+        decoder(SessionConfig(4, 4))(np.zeros(size, np.uint8), 3)
     assert caught.value.rank == 3
 
 
@@ -81,7 +81,7 @@ def test_plain_updates_of_other_sizes_name_the_rank(size):
 def test_damaged_coded_updates_name_the_rank(spelling):
     update = np.random.default_rng(0).normal(size=50).astype(np.float32)
     message, _, _ = encoded(spelling, update)
-    decode = decoder(Plan(4, 50, "float32", spelling))
+    decode = decoder(SessionConfig(4, 50, "float32", spelling))
     for damaged in (message[:-1], message[:3], np.append(message, np.uint8(0)), np.zeros(0, np.uint8)):
         with pytest.raises(WireError, match="update of rank 3") as caught:
             decode(damaged, 3)
@@ -91,11 +91,11 @@ def test_damaged_coded_updates_name_the_rank(spelling):
     with pytest.raises(WireError, match="update of rank 2"):
         decode(altered, 2)
     with pytest.raises(WireError):
-        decoder(Plan(4, 49, "float32", spelling))(message, 0)
+        decoder(SessionConfig(4, 49, "float32", spelling))(message, 0)
     for other in CODED:
         if other != spelling:
             with pytest.raises(WireError):
-                decoder(Plan(4, 50, "float32", other))(message, 0)
+                decoder(SessionConfig(4, 50, "float32", other))(message, 0)
 
 
 def test_codecs_have_spellings():

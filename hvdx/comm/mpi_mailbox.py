@@ -1,0 +1,95 @@
+"""Messages through MPI: two-sided messages, which every MPI has, on two tags a box.
+
+A message is a header of fixed size and, where it has a body, the body in pieces after it. Headers are found by a
+matched probe, bodies are received while others are on their way: a slow sender does not keep the others waiting.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdx.comm.base import HEAD_WORDS, Mailbox, Message, Place
+
+# MPI counts in a C int.
+_PIECE = 1 << 30
+
+
+class MpiMailbox(Mailbox):
+    """One box of this rank, and what its owner sends.
+
+    Args:
+        comm: an `MPI.Comm` of its own, which all boxes share.
+        box: its number.
+        place: see `hvdx.comm.base.Place`.
+    """
+
+    def __init__(self, comm: Any, box: int, place: Place | None):
+        from mpi4py import MPI
+
+        self._mpi, self._comm, self._box, self._place = MPI, comm, box, place
+        self.rank = comm.Get_rank()
+        self._leaving: list[tuple[Any, Any]] = []
+        # By sender: headers in the order they came, with what is missing of their bodies.
+        self._arriving: dict[int, deque[tuple[Message, list[Any]]]] = {}
+
+    def send(self, to: int, box: int, header: Sequence[int], body: np.ndarray | None = None) -> None:
+        """See `Mailbox.send`."""
+        # The last word tells whether there is a body: an empty one is one too.
+        words = np.zeros(HEAD_WORDS + 1, np.int64)
+        words[: len(header)] = header
+        words[-1] = -1 if body is None else body.size
+        self._leaving.append((self._comm.Isend(words, to, 2 * box), words))
+        for piece in () if body is None else _pieces(body):
+            self._leaving.append((self._comm.Isend([piece, self._mpi.BYTE], to, 2 * box + 1), piece))
+
+    def leaving(self) -> int:
+        """See `Mailbox.leaving`."""
+        self._leaving = [(request, what) for request, what in self._leaving if not request.Test()]
+        return len(self._leaving)
+
+    def fetch(self) -> Message | None:
+        """See `Mailbox.fetch`."""
+        if self._leaving:
+            self.leaving()
+        self._take_heads()
+        for sender, waiting in self._arriving.items():
+            if waiting:
+                message, missing = waiting[0]
+                missing[:] = [request for request in missing if not request.Test()]
+                if not missing:
+                    waiting.popleft()
+                    # The others come first the next time.
+                    self._arriving[sender] = self._arriving.pop(sender)
+                    return message
+        return None
+
+    @property
+    def coming(self) -> bool:
+        """See `Mailbox.coming`."""
+        return bool(self._leaving) or any(self._arriving.values())
+
+    def _take_heads(self) -> None:
+        while True:
+            status = self._mpi.Status()
+            found = self._comm.Improbe(self._mpi.ANY_SOURCE, 2 * self._box, status)
+            if found is None:
+                return
+            words = np.empty(HEAD_WORDS + 1, np.int64)
+            found.Recv(words)
+            *header, size = words.tolist()
+            sender = status.Get_source()
+            message, missing = Message(sender, tuple(header), None), []
+            if size >= 0:
+                body = self._place(sender, message.header, size) if self._place else None
+                body = np.empty(size, np.uint8) if body is None else body
+                message = Message(sender, message.header, body)
+                missing = [
+                    self._comm.Irecv([piece, self._mpi.BYTE], sender, 2 * self._box + 1) for piece in _pieces(body)
+                ]
+            self._arriving.setdefault(sender, deque()).append((message, missing))
+
+
+def _pieces(body: np.ndarray) -> list[np.ndarray]:
+    return [body[at : at + _PIECE] for at in range(0, body.size, _PIECE)]

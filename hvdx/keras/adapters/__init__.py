@@ -1,0 +1,1 @@
+"""Adapters: what stands between an optimiser's step and a strategy's exchange."""

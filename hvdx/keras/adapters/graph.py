@@ -1,0 +1,104 @@
+"""Ties an optimiser to a strategy that combines gradients inside the graph."""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvdx.comm import GraphComm
+from hvdx.comm.base import Reduction
+from hvdx.keras.adapters.base import Adapter, refuse_local_skip, scaled, values_of
+from hvdx.keras.adapters.local_variables import LocalVariables
+from hvdx.keras.adapters.optimizer_state import innermost
+from hvdx.keras.fit.finite import FirstBad
+from hvdx.strategies import Exchange, Strategy, TensorSpec
+from hvdx.strategies.telemetry import Telemetry
+
+
+class GraphAdapter(Adapter):
+    """Ties an optimiser to a strategy whose exchange is part of the graph.
+
+    Attributes:
+        seconds: float64 variable, time between the last gradient and the last combined gradient, summed over steps.
+        exchanges: int64 variable, number of exchanges.
+        local: variables whose gradients stay on their rank.
+    """
+
+    def __init__(self, strategy: Strategy, comm: GraphComm, optimizer: Any, name: str, gain: float = 1.0):
+        super().__init__(name, gain)
+        self._optimizer = weakref.ref(innermost(optimizer))
+        self.local = LocalVariables()
+        self.strategy = strategy
+        self.comm = comm
+        self._first_bad = FirstBad()
+        self._exchange: Exchange | None = None
+        with tf.device("CPU:0"):
+            self.seconds = tf.Variable(0.0, dtype=tf.float64, trainable=False)
+            self.exchanges = tf.Variable(0, dtype=tf.int64, trainable=False)
+
+    def reset(self) -> None:
+        """See `Adapter.reset`."""
+        super().reset()
+        for variable in (self.seconds, self.exchanges):
+            variable.assign(tf.zeros_like(variable))
+        self._first_bad.reset()
+
+    def gradients(self, gradients: Sequence[Any]) -> list[Any]:
+        """Combine gradients over the ranks, and count the time it takes."""
+        if not self.holds_loss_scale:
+            refuse_local_skip()
+            # Where a loss scale is at work an overflow is nothing to speak of, and the step is skipped.
+            self._first_bad.look([values_of(g) for g in gradients], self.steps)
+        # The clock waits for all gradients; the exchange does not, so that groups may leave one by one.
+        with tf.control_dependencies([values_of(g) for g in gradients]):
+            begin = tf.timestamp()
+        combined = self.local.exchange_others(
+            self.variables, gradients, self.comm.size, lambda g: self._opened().step(g)
+        )
+        with tf.control_dependencies([values_of(g) for g in combined]):
+            elapsed = tf.timestamp() - begin
+        with tf.device("CPU:0"):
+            self.seconds.assign_add(elapsed)
+            self.exchanges.assign_add(1)
+        return [scaled(g, self.gain) for g in combined]
+
+    @property
+    def _shared(self) -> list[TensorSpec]:
+        return [s for s, v in zip(self.specs, self.variables, strict=True) if not self.local.holds(v)]
+
+    def _opened(self) -> Exchange:
+        exchange: Exchange = self.strategy.open(self.comm, self._shared, name=self.name)
+        self._exchange = exchange
+        return exchange
+
+    def any_overflow(self, overflowed: Any) -> Any:
+        """See `Adapter.any_overflow`."""
+        (anywhere,) = self.comm.all_reduce([overflowed], Reduction(average=False), f"{self.name}.overflow")
+        return anywhere
+
+    def first_bad(self) -> tuple[int, str]:
+        """See `Adapter.first_bad`."""
+        step, variable = self._first_bad.found.numpy().tolist()
+        self._first_bad.reset()
+        return (step, self.specs[variable].name) if step else (0, "")
+
+    def rank_local_variables(self, now: bool = True) -> list[Any]:
+        """See `Adapter.rank_local_variables`: local variables, and the optimiser's state for them."""
+        optimizer = self._optimizer()
+        return [] if optimizer is None else self.local.of(optimizer)
+
+    @property
+    def has_state(self) -> bool:
+        """See `Adapter.has_state`: local variables have been trained."""
+        optimizer = self._optimizer()
+        return optimizer is not None and bool(self.local.of(optimizer)) and int(optimizer._iterations.numpy()) > 0
+
+    def cost(self) -> Telemetry:
+        """See `Adapter.cost`."""
+        exchanges = int(self.exchanges.numpy())
+        sent = exchanges * (self._exchange.sent if self._exchange is not None else 0)
+        elements = sum(s.elements for s in self._shared)
+        return Telemetry(
+            steps=exchanges, elements=elements, sent=sent, received=sent, exchanging=float(self.seconds.numpy())
+        )

@@ -1,0 +1,120 @@
+"""Local variables: weights that each rank trains alone, beside those that all ranks train together."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdx.errors import ConfigError
+from hvdx.keras.adapters.base import scaled
+from hvdx.keras.adapters.optimizer_state import innermost, slots
+
+
+def listed(variables: Any) -> list[Any]:
+    """One variable, or several, as a list.
+
+    Args:
+        variables: None, a Keras or TensorFlow variable, or a collection of them.
+
+    Raises:
+        ConfigError: something in it is no variable.
+
+    Example:
+        >>> len(listed(tf.Variable(1.0))), len(listed([keras.Variable(1.0), tf.Variable(1.0)])), listed(None)
+        (1, 2, [])
+    """
+    if variables is None:
+        return []
+    found = [variables] if isinstance(variables, keras.Variable | tf.Variable) else variables
+    if not isinstance(found, Sequence | set | frozenset) or not all(
+        isinstance(v, keras.Variable | tf.Variable) for v in found
+    ):
+        raise ConfigError(
+            f"local variables: expected variables of Keras or TensorFlow, got {variables!r}. Do: give a variable, or "
+            "a list such as layer.trainable_weights."
+        )
+    return list(found)
+
+
+def trained_by(layers: Any) -> list[Any]:
+    """The trainable weights of one layer or several.
+
+    Args:
+        layers: None, a built `keras.layers.Layer`, or a collection of them.
+
+    Raises:
+        ConfigError: something in it is no layer, or is not built.
+    """
+    found = [layers] if isinstance(layers, keras.layers.Layer) else list(layers or ())
+    for layer in found:
+        if not isinstance(layer, keras.layers.Layer):
+            raise ConfigError(f"local_layers: expected layers of Keras, got {layer!r}. Do: give a list of layers.")
+        if not layer.built:
+            raise ConfigError(
+                f"local_layers: expected built layers, got {layer.name} without weights. Do: build the model first "
+                "(keras.Input, or model.build(shape))."
+            )
+    return [v for layer in found for v in layer.trainable_weights]
+
+
+class LocalVariables:
+    """A set of local variables, in which a Keras variable and the TensorFlow variable inside it are the same.
+
+    Args:
+        scale: divide their gradients by the number of ranks, as Horovod does, so that they are of the size that the
+            averaged gradients of one loss over all ranks have.
+
+    Example:
+        >>> weight = keras.Variable(1.0)
+        >>> local = LocalVariables()
+        >>> local.add(weight.value)
+        >>> local.holds(weight), local.holds(keras.Variable(1.0))
+        (True, False)
+    """
+
+    def __init__(self, scale: bool = True):
+        self.scale = scale
+        self._refs: set[Any] = set()
+
+    def add(self, variables: Any) -> None:
+        """Add one variable or several; see `listed`."""
+        self._refs |= {_ref(v) for v in listed(variables)}
+
+    def holds(self, variable: Any) -> bool:
+        """Whether a variable is one of them; a tensor is not."""
+        return isinstance(variable, keras.Variable | tf.Variable) and _ref(variable) in self._refs
+
+    def exchange_others(
+        self, variables: Sequence[Any], gradients: Sequence[Any], size: int, exchange: Callable[[list[Any]], list[Any]]
+    ) -> list[Any]:
+        """Combine the gradients of all other variables, and scale those of the local ones.
+
+        Args:
+            variables: what the gradients belong to.
+            gradients: `tf.Tensor` or `tf.IndexedSlices`, one a variable.
+            size: number of ranks.
+            exchange: combines gradients over the ranks.
+        """
+        if not self._refs:
+            return exchange(list(gradients))
+        factor = 1.0 / size if self.scale else 1.0
+        here = [self.holds(v) for v in variables]
+        shared = [g for g, own in zip(gradients, here, strict=True) if not own]
+        combined = iter(exchange(shared) if shared else [])
+        return [scaled(g, factor) if own else next(combined) for g, own in zip(gradients, here, strict=True)]
+
+    def of(self, optimizer: Any) -> list[Any]:
+        """The local variables that an optimiser trains, and its state for them."""
+        inner = innermost(optimizer)
+        if not self._refs or not inner.built:
+            return []
+        own = [v for v in inner._trainable_variables if self.holds(v)]
+        # Keras keeps no other link from a slot to its weight than this name.
+        names = tuple(f"{v.path.replace('/', '_')}_" for v in own)
+        return own + [slot for slot in slots(inner) if own and slot.name.startswith(names)]
+
+
+def _ref(variable: Any) -> Any:
+    # Not `value`, which is a cast copy where a layer computes in another precision.
+    return (variable._value if isinstance(variable, keras.Variable) else variable).ref()

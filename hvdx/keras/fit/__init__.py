@@ -1,0 +1,1 @@
+"""What `fit` needs on several ranks: callbacks, data, metrics, replicas."""

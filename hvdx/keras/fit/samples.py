@@ -1,0 +1,48 @@
+"""Counts the samples of each training step, for averages that are weighted by them."""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdx.errors import ConfigError
+from hvdx.keras.adapters.optimizer import count_samples, optimizers_of
+
+_MARK = "_hvdx_counts"
+
+
+def count_samples_of(model: Any) -> None:
+    """Have a model tell its optimisers of how many samples each of its training steps is made.
+
+    Args:
+        model: compiled, before its training function is made.
+    """
+    restore_train_step(model)
+    own_step = model.train_step
+
+    def train_step(data: Any) -> Any:
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        parts = tf.nest.flatten(x)
+        if not parts or parts[0] is None or not len(parts[0].shape):
+            raise ConfigError(
+                "ParameterAveraging: weighted=True: the first input of a step has no samples to count. Train without "
+                "weighted=True, or in a loop that calls hvdx.keras.count_samples."
+            )
+        count = tf.shape(parts[0])[0]
+        for optimizer in optimizers_of(model):
+            count_samples(optimizer, count)
+        return own_step(data)
+
+    setattr(train_step, _MARK, vars(model).get("train_step"))
+    model.train_step = train_step
+
+
+def restore_train_step(model: Any) -> None:
+    """Give a model its own training step back, if it does not have it."""
+    step = vars(model).get("train_step")
+    if hasattr(step, _MARK):
+        before = getattr(step, _MARK)
+        if before is None:
+            del model.train_step
+        else:
+            model.train_step = before

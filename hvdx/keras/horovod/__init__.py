@@ -1,0 +1,1 @@
+"""The names of `horovod.tensorflow` and `horovod.tensorflow.keras`."""

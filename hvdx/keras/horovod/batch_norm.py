@@ -1,0 +1,80 @@
+"""Batch normalisation over the samples of all ranks."""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdx import comm as world
+from hvdx.comm import GraphComm
+from hvdx.comm.base import Reduction
+from hvdx.keras.horovod.collectives import name_of
+
+
+@keras.saving.register_keras_serializable("hvdx")
+class SyncBatchNormalization(keras.layers.BatchNormalization):
+    """Batch normalisation whose mean and variance in training are those over the batches of all ranks.
+
+    Mean and variance of rank r over its n_r samples, m_r and v_r, become m = sum n_r m_r / n and
+    v = sum n_r (v_r + (m_r - m)^2) / n, with n = sum n_r. The gradient passes through them on all ranks, so that an
+    optimiser which averages gradients takes the step of one process with the whole batch. Every rank calls the layer
+    as often as the others; XLA cannot compile it.
+
+    Args:
+        fused: must stay False.
+        options: as for `keras.layers.BatchNormalization`.
+
+    Raises:
+        ValueError: fused.
+
+    Example:
+        >>> layer = SyncBatchNormalization()
+        >>> layer(tf.constant([[1.0], [3.0]]), training=True).numpy().round(1).tolist()  # in a world of one
+        [[-1.0], [1.0]]
+
+    Source: Horovod 0.28, `horovod.tensorflow.SyncBatchNormalization`, which weights all ranks alike; the formula is
+    Chan, Golub and LeVeque 1983, "Algorithms for Computing the Sample Variance", which does not cancel.
+    """
+
+    def __init__(self, fused: bool = False, **options: Any):
+        if fused is not False:
+            raise ValueError(f"SyncBatchNormalization: fused: expected False, got {fused!r}. Do: leave it out.")
+        options.pop("synchronized", None)
+        super().__init__(**options)
+        self.supports_jit = False
+
+    def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
+        mean, variance = super()._moments(inputs, mask)
+        comm = world.graph(engine="auto")
+        if comm.size == 1:
+            return mean, variance
+        mean, variance = tf.reshape(mean, [-1]), tf.reshape(variance, [-1])
+        count = _count(inputs, mask, self._reduction_axes, mean.dtype)
+        mine = tf.concat([[count], mean, variance], axis=0)[None]
+        ranks = _gathered(mine, comm)
+        counts, (means, variances) = ranks[:, :1], tf.split(ranks[:, 1:], 2, axis=1)
+        total = tf.maximum(tf.reduce_sum(counts), 1.0)
+        whole = tf.reduce_sum(counts * means, axis=0) / total
+        return whole, tf.reduce_sum(counts * (variances + tf.square(means - whole)), axis=0) / total
+
+
+def _count(inputs: Any, mask: Any, axes: Any, dtype: Any) -> Any:
+    """How many values of a channel this rank has."""
+    if mask is not None:
+        # A mask has all dimensions but the channels, and is spread over those that it lacks.
+        return tf.reduce_sum(tf.cast(mask, dtype))
+    return tf.cast(tf.reduce_prod(tf.gather(tf.shape(inputs), list(axes))), dtype)
+
+
+def _gathered(row: Any, comm: GraphComm) -> Any:
+    """Every rank's row; the gradient of a row is the sum of what the ranks make of it."""
+
+    @tf.custom_gradient
+    def gather(row: Any) -> Any:
+        def gradient(upstream: Any) -> Any:
+            (total,) = comm.all_reduce([upstream], Reduction(average=False), name_of("batch_norm.gradient", upstream))
+            return total[comm.rank : comm.rank + 1]
+
+        return tf.reshape(comm.all_gather(row, name_of("batch_norm", row)), [comm.size, row.shape[1]]), gradient
+
+    return gather(row)

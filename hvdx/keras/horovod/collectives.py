@@ -1,0 +1,268 @@
+"""The collectives of `horovod.tensorflow`: on values, tensors and variables, in eager code and inside graphs."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdx.comm import Comm
+from hvdx.comm.base import Reduction
+from hvdx.errors import ConfigError
+from hvdx.keras.fit import replicas
+from hvdx.keras.horovod.api import Average, Compression, Sum, operation, rank, wire
+from hvdx.keras.horovod.process_sets import comm_of, is_partial, root_in
+from hvdx.keras.joining import join
+
+
+def allreduce(
+    value: Any,
+    name: str | None = None,
+    average: bool | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    op: Any = None,
+    compression: Any = Compression.none,
+    process_set: Any = None,
+) -> tf.Tensor:
+    """Sum or average a value over the ranks.
+
+    Args:
+        value: anything that becomes a tensor; one shape and dtype on all ranks.
+        name: pairs up what the ranks send; not needed outside graphs.
+        average: Horovod's older way to say `op`.
+        prescale_factor, postscale_factor: factors before and after the sum.
+        op: Average (the default) or Sum.
+        compression: what the value becomes on the network.
+        process_set: the ranks that take part, of which this is one; by default all.
+
+    Returns:
+        A tensor like the value, the same on all ranks.
+
+    Example:
+        >>> float(allreduce(3.0))  # in a world of one
+        3.0
+    """
+    how = _reduction("allreduce", average, op, compression)
+    tensor = _tensor(value)
+    tensor = tensor * tf.cast(prescale_factor, tensor.dtype) if prescale_factor != 1.0 else tensor
+    (result,) = comm_of(process_set, "allreduce").all_reduce([tensor], how, name or name_of("allreduce", tensor))
+    return result * tf.cast(postscale_factor, result.dtype) if postscale_factor != 1.0 else result
+
+
+def allgather(value: Any, name: str | None = None, process_set: Any = None) -> tf.Tensor:
+    """Concatenate the ranks' values along their first dimension.
+
+    Args:
+        value: anything that becomes a tensor with at least one dimension; all but the first alike on all ranks.
+        name: pairs up what the ranks send; not needed outside graphs.
+        process_set: see `allreduce`.
+    """
+    tensor = _tensor(value)
+    return comm_of(process_set, "allgather").all_gather(tensor, name or name_of("allgather", tensor))
+
+
+def allgather_object(obj: Any, name: str | None = None, process_set: Any = None) -> list[Any]:
+    """Every rank's picklable object, in the order of the ranks.
+
+    Args:
+        obj: picklable.
+        name: for messages.
+        process_set: see `allreduce`.
+    """
+    return _host_comm(process_set, "allgather_object").all_gather_object(obj, name or "gathering of objects")
+
+
+def grouped_allreduce(
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    op: Any = None,
+    compression: Any = Compression.none,
+    name: str | None = None,
+    process_set: Any = None,
+) -> list[Any]:
+    """Sum or average several values over the ranks, in one exchange.
+
+    Args:
+        tensors: anything that becomes tensors; shapes and dtypes alike on all ranks.
+        average, op, compression, name: see `allreduce`.
+        process_set: see `allreduce`.
+    """
+    how = _reduction("grouped_allreduce", average, op, compression)
+    given = [_tensor(value) for value in tensors]
+    comm = comm_of(process_set, "grouped_allreduce")
+    return comm.all_reduce(given, how, name or name_of("grouped_allreduce", *given[:1])) if given else []
+
+
+def grouped_allgather(tensors: Sequence[Any], name: str | None = None, process_set: Any = None) -> list[Any]:
+    """Concatenate the ranks' values along their first dimension, for each of several.
+
+    Args:
+        tensors: see `allgather`.
+        name: see `allgather`.
+        process_set: see `allreduce`.
+    """
+    return [allgather(v, None if name is None else f"{name}.{i}", process_set) for i, v in enumerate(tensors)]
+
+
+def reducescatter(value: Any, op: Any = Average, name: str | None = None, process_set: Any = None) -> tf.Tensor:
+    """Sum or average a value over the ranks, and keep this rank's part of its first dimension.
+
+    The first ranks have a row more where the rows do not come out even. It travels as an all-reduce does.
+
+    Args:
+        value: anything that becomes a tensor with at least one dimension; alike in shape and dtype on all ranks.
+        op: Average or Sum.
+        name: see `allreduce`.
+        process_set: see `allreduce`.
+    """
+    comm = comm_of(process_set, "reducescatter")
+    whole = allreduce(value, name=name, op=op, process_set=process_set)
+    each, more = divmod(int(whole.shape[0]), comm.size)
+    begin = comm.rank * each + min(comm.rank, more)
+    return whole[begin : begin + each + (comm.rank < more)]
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Any], op: Any = Average, name: str | None = None, process_set: Any = None
+) -> list[Any]:
+    """Sum or average several values over the ranks, and keep this rank's part of the first dimension of each.
+
+    Args:
+        tensors: see `reducescatter`.
+        op, name, process_set: see `reducescatter`.
+    """
+    return [reducescatter(v, op, None if name is None else f"{name}.{i}", process_set) for i, v in enumerate(tensors)]
+
+
+def alltoall(value: Any, splits: Any = None, name: str | None = None, process_set: Any = None) -> Any:
+    """Give every rank a part of this rank's value, and receive a part from each.
+
+    Args:
+        value: anything that becomes a tensor with at least one dimension; all but the first alike on all ranks.
+        splits: int32[size], how many rows go to each rank; by default as many to each.
+        name: see `allreduce`.
+        process_set: see `allreduce`.
+
+    Returns:
+        What came from the ranks, in their order, one after the other; where `splits` is given, also int32[size], the
+        number of rows from each.
+
+    Raises:
+        ConfigError: the splits, or equal parts, do not fit the first dimension.
+
+    Example:
+        >>> received, rows = alltoall([3.0, 4.0], splits=[2])  # in a world of one
+        >>> received.numpy().tolist(), rows.numpy().tolist()
+        ([3.0, 4.0], [2])
+
+    Source: Horovod 0.28, `horovod.tensorflow.alltoall`.
+    """
+    comm, tensor = comm_of(process_set, "alltoall"), _tensor(value)
+    rows = tensor.shape[0]
+    if splits is None:
+        if rows is None or rows % comm.size:
+            raise ConfigError(
+                f"alltoall: expected a first dimension that {comm.size} ranks divide, got {rows}. Do: give splits."
+            )
+        parts = tf.fill([comm.size], rows // comm.size)
+    else:
+        parts = tf.cast(_tensor(splits), tf.int32)
+        static = tf.get_static_value(parts)
+        if parts.shape != (comm.size,) or (static is not None and (min(static) < 0 or rows not in (None, sum(static)))):
+            raise ConfigError(
+                f"alltoall: splits: expected {comm.size} numbers of rows that add up to {rows}, got {splits!r}. "
+                "Do: give one for each rank."
+            )
+    received, counts = comm.all_to_all(tensor, parts, name or name_of("alltoall", tensor))
+    return received if splits is None else (received, counts)
+
+
+def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: Any = None) -> tf.Tensor:
+    """Give every rank the value of one.
+
+    Args:
+        value: anything that becomes a tensor; one shape and dtype on all ranks.
+        root_rank: the rank whose value it is, among all.
+        name: pairs up what the ranks send; not needed outside graphs.
+        process_set: see `allreduce`.
+    """
+    tensor, comm = _tensor(value), comm_of(process_set, "broadcast")
+    (result,) = comm.broadcast([tensor], root_in(process_set, root_rank), name or name_of("broadcast", tensor))
+    return result
+
+
+def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: Any = None) -> None:
+    """Overwrite variables with those of one rank; inside a `tf.function` too, as Horovod's examples do.
+
+    Args:
+        variables: Keras or TensorFlow variables, such as `model.variables` or `optimizer.variables`.
+        root_rank: the rank whose values all get, among all.
+        process_set: see `allreduce`.
+
+    Raises:
+        ReplicaError: the ranks' variables differ in number, shape or dtype.
+    """
+    variables = list(variables() if callable(variables) else variables)
+    comm, root = _host_comm(process_set, "broadcast_variables"), root_in(process_set, root_rank)
+    replicas.check_alike(variables, comm)
+    if tf.executing_eagerly() or not variables or comm.size == 1:
+        replicas.broadcast(variables, root, comm)
+        return
+    values = [tf.convert_to_tensor(v) for v in variables]
+    received = comm_of(process_set, "broadcast_variables").broadcast(
+        values, root, name_of("broadcast_variables", values[0])
+    )
+    for variable, value in zip(variables, received, strict=True):
+        variable.assign(value)
+
+
+def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None, process_set: Any = None) -> Any:
+    """Give every rank one rank's picklable object.
+
+    Args:
+        obj: picklable; what the other ranks give is ignored.
+        root_rank: the rank whose object it is, among all.
+        name: for messages.
+        process_set: see `allreduce`.
+    """
+    root = root_in(process_set, root_rank)
+    mine = obj if rank() == root_rank else None
+    return _host_comm(process_set, "broadcast_object").all_gather_object(mine, name or "broadcast of an object")[root]
+
+
+def broadcast_global_variables(root_rank: int) -> None:
+    """Not supported: TensorFlow 2 keeps no list of global variables.
+
+    Raises:
+        ConfigError: always; it names what to call instead.
+    """
+    raise ConfigError(
+        "broadcast_global_variables: TensorFlow 2 has no global variables. Use broadcast_variables(model.variables, "
+        "root_rank) or callbacks.BroadcastGlobalVariablesCallback(root_rank)."
+    )
+
+
+def _reduction(function: str, average: bool | None, op: Any, compression: Any) -> Reduction:
+    """What Horovod's arguments mean; `average` is its older way to say `op`."""
+    if average is not None and op is not None:
+        raise ConfigError(f"{function}: give average or op, not both.")
+    op = Sum if average is False else op
+    return Reduction(average=operation(op) == Average, wire=wire(compression))
+
+
+def _tensor(value: Any) -> tf.Tensor:
+    return tf.convert_to_tensor(value.value if isinstance(value, keras.Variable) else value)
+
+
+def name_of(what: str, *tensors: tf.Tensor) -> str:
+    """The name of a collective: in a graph after its tensor, as Horovod's, since two may be on their way at once."""
+    if tf.executing_eagerly() or not tensors:
+        return what
+    return f"{what}.{re.sub(r'[^0-9A-Za-z]+', '_', tensors[0].name)}"
+
+
+def _host_comm(process_set: Any, function: str) -> Comm:
+    """What carries objects between ranks: for all of them, the communicator that is there from the start."""
+    return comm_of(process_set, function) if is_partial(process_set) else join()

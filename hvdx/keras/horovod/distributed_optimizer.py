@@ -1,0 +1,383 @@
+"""`DistributedOptimizer` and `DistributedGradientTape`: Horovod's two doors to the same averaging."""
+
+import collections
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdx.errors import ConfigError
+from hvdx.keras.adapters import xla
+from hvdx.keras.adapters.base import Adapter
+from hvdx.keras.adapters.local_variables import LocalVariables, trained_by
+from hvdx.keras.adapters.optimizer import attach
+from hvdx.keras.adapters.optimizer_state import innermost
+from hvdx.keras.horovod.api import Average, Compression, operation, unsupported, wire
+from hvdx.keras.horovod.process_sets import comm_or_none, is_partial
+from hvdx.keras.joining import join
+from hvdx.strategies import AllReduce, Strategy, agree_on_strategy, resolve
+
+# Of each process set, so that its members agree on names, whatever others make.
+_numbers: dict[int, Any] = collections.defaultdict(itertools.count)
+
+
+def DistributedOptimizer(  # noqa: N802 (Horovod's name)
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: Any = Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: Any = None,
+    scale_local_gradients: bool = True,
+    strategy: Strategy | str | None = None,
+) -> Any:
+    """Make an optimiser combine its gradients over the ranks.
+
+    Unlike Horovod's this ties the optimiser that is given, and keeps its state and its class.
+
+    Args:
+        optimizer: a Keras 3 optimiser, not yet used where `backward_passes_per_step` is above 1.
+        name: pairs up what the ranks send; chosen for you by default.
+        device_dense, device_sparse: devices of the collectives.
+        compression: Compression.none, .fp16 or .bf16.
+        sparse_as_dense: send the gradients of embeddings as whole tables.
+        gradient_predivide_factor: splits the averaging before and after the sum.
+        op: Average or Sum.
+        backward_passes_per_step: accumulate this many gradients before they are combined and applied.
+        average_aggregated_gradients: divide the accumulated gradient by `backward_passes_per_step`.
+        num_groups, groups: number of collectives a step; or, `groups` only, lists of indices into the gradients.
+        process_set: the ranks that take part; by default all. On the others the optimiser stays a plain one.
+        scale_local_gradients: divide the gradients of local variables by the number of ranks.
+        strategy: hvdx's own way to say all of this: a strategy or its one-line spelling. By default the other
+            arguments decide, and where they are at their defaults `HVDX_STRATEGY` does.
+
+    Returns:
+        The same optimiser; under the policy "mixed_float16" a loss-scale optimiser around it, which Keras would
+        otherwise add where the ranks cannot agree on skipping a step. Its `register_local_var(variables)` takes a
+        variable of Keras or TensorFlow, or several, before the first step: each rank trains those alone.
+
+    Raises:
+        ConfigError: an argument that is not supported.
+
+    Example:
+        >>> join().size
+        1
+        >>> type(DistributedOptimizer(keras.optimizers.SGD(0.1))).__name__
+        'SGD'
+    """
+    given = _all_reduce(
+        device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op, num_groups, groups
+    )
+    chosen = _choose(strategy, given)
+    gain = _accumulate(optimizer, backward_passes_per_step, average_aggregated_gradients)
+    if keras.config.dtype_policy().name == "mixed_float16":
+        optimizer = _loss_scaled(optimizer)
+    partial = is_partial(process_set)
+    if partial and (not _in_graph(chosen) or chosen.engine == "mpi"):
+        raise ConfigError(f"process_set: expected it with AllReduce() only, got {chosen!r}. Do: leave one of them out.")
+    some = comm_or_none(process_set, "DistributedOptimizer") if partial else None
+    joined = some if partial else join()
+    adapter = None
+    if joined is not None and joined.size > 1:
+        if chosen.provisional:
+            raise ConfigError(
+                f"strategy {chosen!r}: it has to see the steps of a fit before it can choose. Use the Distribute "
+                "callback, or name a strategy: hvdx.AllReduce(), hvdx.Threshold()."
+            )
+        agree_on_strategy(chosen, joined)
+        number = next(_numbers[process_set.process_set_id if partial else 0])
+        adapter = attach(optimizer, chosen, name or f"optimizer.{number}", gain, some)
+    _let_register(optimizer, chosen, adapter, scale_local_gradients)
+    return optimizer
+
+
+def PartialDistributedOptimizer(optimizer: Any, *, local_layers: Any = None, **options: Any) -> Any:  # noqa: N802
+    """Make an optimiser combine its gradients over the ranks, but for those of some layers.
+
+    Args:
+        optimizer: see `DistributedOptimizer`.
+        local_layers: a built `keras.layers.Layer`, or several, whose weights each rank trains alone.
+        options: as for `DistributedOptimizer`.
+
+    Returns:
+        See `DistributedOptimizer`.
+
+    Raises:
+        ConfigError: an option that is not supported, or a layer that is not built.
+
+    Example:
+        >>> layer = keras.layers.Dense(1)
+        >>> layer.build((None, 2))
+        >>> type(PartialDistributedOptimizer(keras.optimizers.SGD(0.1), local_layers=[layer])).__name__
+        'SGD'
+
+    Source: Horovod 0.28, `horovod.keras.PartialDistributedOptimizer`.
+    """
+    result = DistributedOptimizer(optimizer, **options)
+    result.register_local_var(trained_by(local_layers))
+    return result
+
+
+class DistributedGradientTape:
+    """A gradient tape whose gradients are those of all ranks.
+
+    Args:
+        gradtape: a `tf.GradientTape`.
+        device_dense, device_sparse, compression, sparse_as_dense, op, gradient_predivide_factor, num_groups, groups:
+            see `DistributedOptimizer`.
+        process_set: the ranks that take part; by default all. On the others gradients stay as they are.
+        scale_local_gradients: see `DistributedOptimizer`.
+        strategy: see `DistributedOptimizer`.
+
+    Example:
+        >>> w = keras.Variable(2.0)
+        >>> with DistributedGradientTape(tf.GradientTape()) as tape:
+        ...     loss = w * w
+        >>> float(tape.gradient(loss, w))
+        4.0
+    """
+
+    def __init__(
+        self,
+        gradtape: tf.GradientTape,
+        device_dense: str = "",
+        device_sparse: str = "",
+        compression: Any = Compression.none,
+        sparse_as_dense: bool = False,
+        op: Any = Average,
+        gradient_predivide_factor: float = 1.0,
+        num_groups: int = 0,
+        groups: Any = None,
+        process_set: Any = None,
+        scale_local_gradients: bool = True,
+        strategy: Strategy | str | None = None,
+    ):
+        given = _all_reduce(
+            device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op, num_groups, groups
+        )
+        chosen = _choose(strategy, given)
+        if not _in_graph(chosen):
+            raise ConfigError(
+                f"DistributedGradientTape: {chosen!r} remembers what it has not sent from one step to the next, and "
+                "a tape is gone after one. Give it to DistributedOptimizer in its place."
+            )
+        self._strategy = chosen
+        self._local = LocalVariables(scale_local_gradients)
+        self._tape = gradtape
+        self._comm = comm_or_none(process_set, "DistributedGradientTape", chosen.engine)
+
+    def __enter__(self) -> "DistributedGradientTape":
+        self._tape.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._tape.__exit__(*error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tape, name)
+
+    def register_local_source(self, source: Any) -> None:
+        """Keep the gradients of a source to each rank.
+
+        Args:
+            source: a variable of Keras or TensorFlow, or several.
+        """
+        self._local.add(source)
+
+    def get_local_and_global_gradients(
+        self, target: Any, sources: Sequence[Any], output_gradients: Any = None
+    ) -> tuple[list[Any], list[Any]]:
+        """The pairs (source, gradient) of local sources, and those of all others.
+
+        Args:
+            target, output_gradients: see `gradient`.
+            sources: a list of variables.
+        """
+        pairs = list(zip(sources, self.gradient(target, sources, output_gradients), strict=True))
+        return [p for p in pairs if self._local.holds(p[0])], [p for p in pairs if not self._local.holds(p[0])]
+
+    def gradient(self, target: Any, sources: Any, output_gradients: Any = None, **options: Any) -> Any:
+        """The gradient of `target` over all ranks.
+
+        Args:
+            target: as for `tf.GradientTape.gradient`.
+            sources: a variable of Keras or TensorFlow, or a nested structure of them.
+            output_gradients, options: as for `tf.GradientTape.gradient`.
+
+        Returns:
+            Gradients in the structure of `sources`; None where there is none.
+        """
+        variables = tf.nest.flatten(sources)
+        plain = tf.nest.map_structure(lambda v: v.value if isinstance(v, keras.Variable) else v, sources)
+        gradients = tf.nest.flatten(
+            self._tape.gradient(target, plain, output_gradients, **options), expand_composites=False
+        )
+        present = [i for i, g in enumerate(gradients) if g is not None]
+        comm = self._comm
+        if comm is not None and comm.size > 1 and present:
+            xla.refuse()
+            combined = self._local.exchange_others(
+                [variables[i] for i in present],
+                [gradients[i] for i in present],
+                comm.size,
+                self._strategy.open(comm, [], name="tape").step,
+            )
+            for i, gradient in zip(present, combined, strict=True):
+                gradients[i] = gradient
+        return tf.nest.pack_sequence_as(plain, gradients)
+
+
+def PartialDistributedGradientTape(  # noqa: N802 (Horovod's name)
+    gradtape: tf.GradientTape, *, local_layers: Any = None, **options: Any
+) -> DistributedGradientTape:
+    """A gradient tape whose gradients are those of all ranks, but for some layers.
+
+    Args:
+        gradtape: a `tf.GradientTape`.
+        local_layers: a built `keras.layers.Layer`, or several, whose gradients stay on each rank.
+        options: as for `DistributedGradientTape`.
+
+    Example:
+        >>> layer = keras.layers.Dense(1, kernel_initializer="ones")
+        >>> layer.build((None, 2))
+        >>> with PartialDistributedGradientTape(tf.GradientTape(), local_layers=layer) as tape:
+        ...     loss = tf.reduce_sum(layer(tf.ones((1, 2))))
+        >>> len(tape.gradient(loss, layer.trainable_weights))
+        2
+
+    Source: Horovod 0.28, `horovod.tensorflow.PartialDistributedGradientTape`.
+    """
+    tape = DistributedGradientTape(gradtape, **options)
+    tape.register_local_source(trained_by(local_layers))
+    return tape
+
+
+def load_model(
+    filepath: Any,
+    custom_optimizers: Sequence[type] | None = None,
+    custom_objects: dict[str, Any] | None = None,
+    compression: Any = Compression.none,
+    legacy_opts: bool = False,
+) -> Any:
+    """Load a saved model and distribute its optimiser, whose state goes on where it was.
+
+    Args:
+        filepath: what `keras.models.load_model` takes.
+        custom_optimizers: optimiser classes of your own that the model was saved with.
+        custom_objects: as for `keras.models.load_model`.
+        compression: see `DistributedOptimizer`.
+        legacy_opts: not supported; Keras 3 has no legacy optimisers.
+
+    Returns:
+        The model, compiled.
+    """
+    unsupported("load_model", legacy_opts=legacy_opts)
+    objects = {cls.__name__: cls for cls in custom_optimizers or ()} | (custom_objects or {})
+    model = keras.models.load_model(filepath, custom_objects=objects)
+    if model.optimizer is not None:
+        DistributedOptimizer(model.optimizer, compression=compression)
+    return model
+
+
+def _in_graph(strategy: Strategy) -> bool:
+    """Whether a strategy combines gradients in the graph, and remembers nothing."""
+    return (strategy.runs, strategy.placement) == ("graph", "gradient")
+
+
+def _let_register(optimizer: Any, strategy: Strategy, adapter: Adapter | None, scale: bool) -> None:
+    """Give an optimiser `register_local_var`."""
+    local = (adapter.local if adapter is not None else None) or LocalVariables()
+    local.scale = scale
+
+    def register_local_var(variables: Any) -> None:
+        if not _in_graph(strategy):
+            raise ConfigError(
+                f"register_local_var: expected a strategy that combines gradients in the graph, got {strategy!r}. "
+                "Do: use AllReduce()."
+            )
+        if adapter is not None and adapter.stepped:
+            raise ConfigError(
+                "register_local_var: expected to be called before the first step, got a call after it, which the "
+                "training function would not see. Do: register local variables before fit."
+            )
+        local.add(variables)
+
+    for part in (optimizer, innermost(optimizer)):
+        part.register_local_var = register_local_var
+
+
+def _all_reduce(
+    device_dense: str,
+    device_sparse: str,
+    compression: Any,
+    sparse_as_dense: bool,
+    gradient_predivide_factor: float,
+    op: Any,
+    num_groups: int,
+    groups: Any,
+) -> AllReduce:
+    """The strategy that Horovod's arguments describe."""
+    return AllReduce(
+        op=operation(op),  # type: ignore[arg-type]
+        compression=wire(compression),
+        groups=_groups(num_groups, groups),
+        sparse="dense" if sparse_as_dense else "gather",
+        gradient_predivide_factor=gradient_predivide_factor,
+        device=device_dense,
+        device_sparse=device_sparse,
+    )
+
+
+def _choose(strategy: Strategy | str | None, given: AllReduce) -> Strategy:
+    """What Horovod's arguments say, or hvdx's; what the environment says where both are silent."""
+    if repr(given) == "AllReduce()":
+        return resolve(strategy)
+    if strategy is not None:
+        raise ConfigError(f"strategy={strategy!r} and {given!r} were both given. Give one.")
+    return given
+
+
+def _groups(num_groups: int, groups: Any) -> int | Sequence[Sequence[int]]:
+    if groups is None:
+        return num_groups or 1
+    if isinstance(groups, int) and groups > 0:
+        return groups
+    if isinstance(groups, list | tuple) and all(isinstance(i, int) for group in groups for i in group):
+        return groups
+    raise ConfigError(
+        "groups: expected a positive number or lists of indices into the trainable variables. Lists of variables are "
+        "not supported: their gradients are known by position."
+    )
+
+
+def _accumulate(optimizer: Any, passes: int, average: bool) -> float:
+    """Have Keras accumulate over `passes` micro-steps; return the factor that turns its mean into what was asked."""
+    if not isinstance(passes, int) or passes < 1:
+        raise ConfigError(f"backward_passes_per_step: expected 1 or more, got {passes!r}.")
+    if passes == 1:
+        return 1.0
+    inner = innermost(optimizer)
+    if inner.gradient_accumulation_steps:
+        raise ConfigError(
+            f"backward_passes_per_step={passes}: the optimizer accumulates over {inner.gradient_accumulation_steps} "
+            "steps already (gradient_accumulation_steps). Use one of the two."
+        )
+    if inner.built:
+        raise ConfigError("backward_passes_per_step: the optimizer has been used already. Give a fresh one.")
+    inner.gradient_accumulation_steps = passes
+    return 1.0 if average else float(passes)
+
+
+def _loss_scaled(optimizer: Any) -> Any:
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return optimizer
+    return keras.optimizers.LossScaleOptimizer(optimizer, name="loss_scale_optimizer")

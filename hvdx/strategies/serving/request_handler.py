@@ -1,0 +1,206 @@
+"""What a server answers to each message: all of a server but its waiting and sending."""
+
+import json
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hvdx.comm import Message
+from hvdx.comm.waiting import time_limit
+from hvdx.errors import HvdxError, WireError
+from hvdx.strategies.serving.messages import MessageType, SessionConfig
+from hvdx.strategies.serving.shard import Addend, Release, Shard
+from hvdx.strategies.serving.step_dispenser import StepDispenser
+from hvdx.strategies.serving.updates import decoder
+
+#: A message that is to be sent: to which rank, its header and its body.
+Answer = tuple[int, list[int], np.ndarray | None]
+
+# Seconds that a worker waits before it hears for whom, and again; at most a part of the time that it waits at all.
+_WAIT_NOTICE_SECONDS = 5.0
+_WAIT_NOTICE_SHARE = 0.25
+
+
+@dataclass
+class _Session:
+    """A list of variables at this server.
+
+    Attributes:
+        pushed: when workers pushed that have not been answered.
+        asked: when workers sent what has not been answered, or when they last heard why.
+        working: seconds spent on updates.
+    """
+
+    config: SessionConfig
+    decode: Callable[[np.ndarray, int], Addend | None]
+    shard: Shard | None = None
+    opened: float = 0.0
+    working: float = 0.0
+    sent: int = 0
+    received: int = 0
+    pushed: dict[int, float] = field(default_factory=dict)
+    asked: dict[int, float] = field(default_factory=dict)
+
+
+class RequestHandler:
+    """Answers messages.
+
+    Args:
+        workers: how many there are.
+        rank: of the server, if it is one of the workers as well: what they say to themselves is no traffic.
+        threads: of the codecs' kernels.
+        clock: seconds, from anywhere.
+
+    Attributes:
+        present: workers that have not said good-bye.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        rank: int = -1,
+        threads: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self.present = set(range(workers))
+        self._rank, self._threads, self._clock = rank, threads, clock
+        self._notice_after = min(_WAIT_NOTICE_SECONDS, _WAIT_NOTICE_SHARE * time_limit())
+        self._sessions: dict[int, _Session] = {}
+        # Of sessions that are over.
+        self._traffic: dict[int, tuple[int, int]] = {}
+        self._dispenser = StepDispenser()
+        self._last = clock()
+
+    @property
+    def idle(self) -> float:
+        """Seconds since a message came."""
+        return self._clock() - self._last
+
+    def handle(self, message: Message) -> list[Answer]:
+        """What to send, now that this message has come.
+
+        Args:
+            message: from a worker.
+
+        Returns:
+            Messages to workers; an ERROR to the sender where its message was not accepted.
+        """
+        kind, number, *_ = message.header
+        self._last = self._clock()
+        if kind == MessageType.STEP:
+            round_, tickets, stop = message.header[2:5]
+            granted, given, stopped = self._dispenser.ask(round_, tickets, bool(stop))
+            return [(message.sender, [MessageType.GRANT, number, int(granted), given, int(stopped)], None)]
+        if kind == MessageType.DISCONNECT:
+            return self._disconnect(message.sender)
+        try:
+            return self._in_session(MessageType(kind), number, message)
+        except (HvdxError, ValueError) as error:
+            text = np.frombuffer(str(error).encode(), np.uint8)
+            return [(message.sender, [MessageType.ERROR, number, int(isinstance(error, WireError))], text)]
+
+    def wait_notices(self) -> list[Answer]:
+        """Messages to workers that have been waiting, about those for whom they are."""
+        now = self._clock()
+        messages: list[Answer] = []
+        for number, session in self._sessions.items():
+            for worker, since in session.asked.items():
+                awaited = session.shard.awaited_by(worker) if session.shard is not None else []
+                if awaited and now - since > self._notice_after:
+                    session.asked[worker] = now
+                    messages.append(
+                        (
+                            worker,
+                            [MessageType.WAIT_NOTICE, number],
+                            np.frombuffer(json.dumps(awaited).encode(), np.uint8),
+                        )
+                    )
+        return messages
+
+    def traffic(self, number: int) -> tuple[int, int]:
+        """Bytes that a session's messages brought to, and took from, other ranks.
+
+        Args:
+            number: the session; one that is over is told of once.
+        """
+        session = self._sessions.get(number)
+        return (session.sent, session.received) if session else self._traffic.pop(number, (0, 0))
+
+    def _disconnect(self, worker: int) -> list[Answer]:
+        self.present.discard(worker)
+        messages: list[Answer] = []
+        for number, session in self._sessions.items():
+            if session.shard is not None:
+                messages += self._released(number, session, session.shard.leave(worker))
+        return messages
+
+    def _in_session(self, kind: MessageType, number: int, message: Message) -> list[Answer]:
+        if kind == MessageType.OPEN:
+            assert message.body is not None
+            # From a rank of this very job, which runs the same user's code.
+            config = pickle.loads(message.body.tobytes())
+            self._sessions[number] = _Session(config, decoder(config, self._threads), opened=self._clock())
+            return []
+        if kind == MessageType.CLOSE:
+            if number in self._sessions and self._rank >= 0:
+                # This rank's worker asks for it later, in another thread.
+                self._traffic[number] = self.traffic(number)
+            self._sessions.pop(number, None)
+            return []
+        session = self._sessions.get(number)
+        if session is None or (session.shard is None and kind != MessageType.LOAD):
+            raise ValueError(f"session {number} is not open at this server: the ranks are in different fits.")
+        if kind == MessageType.LOAD:
+            session.shard = Shard(session.config, _weights(session.config, message.body))
+            for gone in set(range(session.config.workers)) - self.present:
+                session.shard.leave(gone)
+            return [(message.sender, [MessageType.READY, number], None)]
+        assert session.shard is not None
+        session.asked[message.sender] = now = self._clock()
+        if kind == MessageType.PUSH:
+            version, fine, *_ = message.header[2:]
+            newest = session.shard.version
+            if not 0 <= version <= newest:
+                raise ValueError(f"the update is of version {version}, and the weights are of version {newest}.")
+            update = session.decode(message.body, message.sender) if fine and message.body is not None else None
+            if message.body is not None and message.sender != self._rank:
+                session.received += message.body.size
+            session.pushed[message.sender] = now
+            released = session.shard.push(message.sender, version, update)
+        elif kind == MessageType.FLUSH:
+            released = session.shard.flush(message.sender)
+        else:
+            raise ValueError(f"{kind.name} is no message to a server.")
+        session.working += self._clock() - now
+        return self._released(number, session, released)
+
+    def _released(self, number: int, session: _Session, released: list[Release]) -> list[Answer]:
+        return list(self._messages(number, session, released)) if released else []
+
+    def _messages(self, number: int, session: _Session, released: list[Release]) -> Iterator[Answer]:
+        shard, now = session.shard, self._clock()
+        assert shard is not None
+        # One copy for all who go on now: the next update changes the weights while these are on their way.
+        body = shard.weights.astype(session.config.dtype).view(np.uint8)
+        for release in released:
+            session.asked.pop(release.worker, None)
+            session.sent += body.size * (release.worker != self._rank)
+            if release.final:
+                counts = [shard.updates, shard.applied, shard.refused]
+                times = [round(1e6 * session.working), round(1e6 * (now - session.opened))]
+                yield release.worker, [MessageType.FINAL, number, shard.version, *counts, *times], body
+            else:
+                held = round(1e6 * (now - session.pushed.pop(release.worker)))
+                header = [MessageType.WEIGHTS, number, shard.version, release.staleness, int(release.fine), held]
+                yield release.worker, header, body
+
+
+def _weights(config: SessionConfig, body: Any) -> np.ndarray:
+    expected = config.elements * np.dtype(config.dtype).itemsize
+    if body is None or body.size != expected:
+        raise ValueError(f"weights: expected {expected} bytes, got {0 if body is None else body.size}.")
+    return body.view(config.dtype)

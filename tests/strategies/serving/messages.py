@@ -1,0 +1,23 @@
+"""Messages to a handler, for tests."""
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdx.comm import Message
+from hvdx.comm.base import HEAD_WORDS
+from hvdx.strategies.serving.messages import MessageType, SessionConfig
+
+
+def message(sender: int, header: Sequence[int], body: Any = None) -> Message:
+    """A message as it comes out of a mailbox: the header filled up, the body as bytes of its own."""
+    data = None if body is None else np.frombuffer(np.ascontiguousarray(body).tobytes(), np.uint8).copy()
+    return Message(sender, (*map(int, header), *[0] * (HEAD_WORDS - len(header))), data)
+
+
+def opening(session: int, config: SessionConfig, weights: np.ndarray) -> list[tuple[list[int], np.ndarray]]:
+    """Head and body of the messages from worker 0 that open a session."""
+    data = np.frombuffer(pickle.dumps(config), np.uint8)
+    return [([MessageType.OPEN, session], data), ([MessageType.LOAD, session], weights)]

@@ -1,0 +1,232 @@
+"""A worker's waiting and leaving, and a server's end."""
+
+import os
+import threading
+import time
+from collections import deque
+
+import numpy as np
+import pytest
+
+from hvdx.comm import progress
+from hvdx.comm.local import virtual_world
+from hvdx.errors import ExchangeError
+from hvdx.strategies.serving import client
+from hvdx.strategies.serving.client import ServerClient, serve
+from hvdx.strategies.serving.messages import SERVER_BOX, WORKER_BOX, MessageType
+from hvdx.strategies.serving.request_handler import RequestHandler
+from tests.strategies.serving.messages import message
+
+
+class Box:
+    """A mailbox out of which comes what a test has put there, and which says what it is told to."""
+
+    def __init__(self, coming=(), leaving=()):
+        self.messages, self.sent, self.is_coming, self.is_leaving = deque(), [], list(coming), list(leaving)
+
+    def send(self, to, box, header, body=None):
+        self.sent.append((to, list(header)))
+
+    def fetch(self):
+        return self.messages.popleft() if self.messages else None
+
+    def leaving(self):
+        return self.is_leaving.pop(0) if len(self.is_leaving) > 1 else (self.is_leaving or [0])[0]
+
+    def left(self):
+        return not self.leaving()
+
+    @property
+    def coming(self):
+        return self.is_coming.pop(0) if len(self.is_coming) > 1 else (self.is_coming or [False])[0]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time passes by a second with each sleep of the client, and else not at all."""
+    now = [0.0]
+    monkeypatch.setattr(client.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(client.Backoff, "sleep", lambda self, most=0.0: now.__setitem__(0, now[0] + 1.0))
+    monkeypatch.setenv("HVDX_TIMEOUT", "5")
+    return now
+
+
+def office_with(box, workers=2, servers=1):
+    made = ServerClient(virtual_world(workers, servers)[0])
+    made._box = box
+    return made
+
+
+def answer(session):
+    return message(2, [MessageType.WEIGHTS, session])
+
+
+def push(*sessions):
+    return [(2, [MessageType.PUSH, session], None) for session in sessions]
+
+
+# -- waiting ----------------------------------------------------------------------------------------------------------
+
+
+class Slow(Box):
+    """A message comes out of it every few questions."""
+
+    def __init__(self, messages, every):
+        super().__init__()
+        self.waiting, self.every, self.asked = deque(messages), every, 0
+
+    def fetch(self):
+        self.asked += 1
+        return self.waiting.popleft() if self.asked % self.every == 0 and self.waiting else None
+
+
+def test_a_server_that_answers_part_by_part_is_not_given_up(clock):
+    answers = office_with(Slow([answer(i) for i in range(4)], every=5)).call(push(0, 1, 2, 3), MessageType.WEIGHTS)
+    assert sorted(answers) == [0, 1, 2, 3]
+    assert clock[0] > 10
+
+
+def test_news_do_not_make_the_limit_longer(clock):
+    news = [message(2, [MessageType.WAIT_NOTICE, 0], np.frombuffer(b"[1]", np.uint8)) for _ in range(50)]
+    with pytest.raises(ExchangeError, match=r"waiting for 6 s; the servers wait for worker 1\b"):
+        office_with(Slow(news, every=3)).call(push(0), MessageType.WEIGHTS)
+
+
+def test_an_answer_that_has_begun_to_come_has_the_limit_for_itself(clock):
+    box = Box(coming=[*[False] * 7, True])
+    with pytest.raises(ExchangeError, match="no word from the server at rank 2"):
+        office_with(box).call(push(0), MessageType.WEIGHTS)
+    # Each question asks twice whether something is coming.
+    assert 8 <= clock[0] <= 10
+
+
+def test_what_leaves_slowly_is_movement(clock):
+    box = Box(leaving=[n for n in range(3, 0, -1) for _ in range(4)] + [0])
+    with pytest.raises(ExchangeError):
+        office_with(box).call(push(0), MessageType.WEIGHTS)
+    assert clock[0] > 12
+
+
+def test_a_server_that_is_silent_is_given_up_after_the_limit(clock):
+    with pytest.raises(ExchangeError, match=r"waiting for 6 s; no word from the server at rank 2\b"):
+        office_with(Box()).call(push(0), MessageType.WEIGHTS)
+
+
+def test_a_wait_is_seen_by_the_watchdog_while_it_lasts(clock):
+    seen = []
+
+    class Watched(Box):
+        def fetch(self):
+            seen.append((progress.busy(), progress.here().collective))
+            return super().fetch()
+
+    with pytest.raises(ExchangeError):
+        office_with(Watched()).call(push(0), MessageType.WEIGHTS)
+    assert set(seen) == {(True, "an exchange with the servers")}
+    assert progress.here().collective == ""
+
+
+# -- the end of a worker ----------------------------------------------------------------------------------------------
+
+
+def test_answers_that_an_exception_kept_from_being_read_are_taken_before_the_end(clock):
+    """A server cannot end before its messages are taken."""
+    box = Box()
+    made = office_with(box)
+    with pytest.raises(ExchangeError):
+        made.call(push(7), MessageType.WEIGHTS)
+    box.messages.append(answer(7))
+    begin = clock[0]
+    made.close()
+    assert not box.messages
+    assert clock[0] == begin
+    assert box.sent[-1] == (2, [MessageType.DISCONNECT])
+
+
+@pytest.mark.parametrize("kind", [MessageType.WEIGHTS, MessageType.WAIT_NOTICE])
+def test_an_answer_that_is_still_to_come_is_waited_for_a_moment(clock, kind, monkeypatch):
+    class Late(Box):
+        def send(self, to, box, header, body=None):
+            super().send(to, box, header, body)
+            if header == [MessageType.DISCONNECT]:
+                monkeypatch.setattr(client.Backoff, "sleep", self.sleep)
+
+        def sleep(self, _=0.0):
+            clock[0] += 0.25
+            self.messages.append(message(2, [kind, 7]))
+
+    made = office_with(Late())
+    with pytest.raises(ExchangeError):
+        made.call(push(7), MessageType.WEIGHTS)
+    begin = clock[0]
+    made.close()
+    assert clock[0] - begin == (0.25 if kind == MessageType.WEIGHTS else client._LAST_ANSWERS_SECONDS)
+
+
+def test_what_is_coming_is_taken_before_the_end_and_has_an_end(clock):
+    made = office_with(Box(coming=[True] * 4 + [False]))
+    made.close()
+    assert clock[0] == 4
+    stuck = office_with(Box(coming=[True]))
+    stuck.close()
+    assert 9 <= clock[0] <= 11
+
+
+def test_a_worker_that_ends_early_serves_until_the_others_have_ended(monkeypatch, capfd):
+    monkeypatch.setenv("HVDX_TIMEOUT", "0.2")
+    monkeypatch.setattr(client, "_QUIET_SECONDS", 0.1)
+    first, second = virtual_world(2)
+    made = ServerClient(first)
+    made.register_servers([0])
+    made.open_server()
+    ending = threading.Thread(target=made.close, daemon=True)
+    ending.start()
+    ending.join(1.0)
+    assert ending.is_alive(), "rank 1 still trains, though it has said nothing for longer than the limit"
+    second.mailbox(WORKER_BOX).send(0, SERVER_BOX, [MessageType.DISCONNECT])
+    ending.join(5.0)
+    assert not ending.is_alive()
+    assert "hvdx: rank 0 has ended, and serves until ranks [1] have.\n" in capfd.readouterr().err
+
+
+def test_a_worker_that_serves_others_ends_with_its_launcher(monkeypatch):
+    first, _ = virtual_world(2)
+    made, parent = ServerClient(first), [os.getppid()]
+    monkeypatch.setattr(client.os, "getppid", lambda: parent[0])
+    made.open_server()
+    ending = threading.Thread(target=made.close, daemon=True)
+    ending.start()
+    ending.join(0.3)
+    assert ending.is_alive()
+    parent[0] = 1
+    ending.join(5.0)
+    assert not ending.is_alive()
+    assert not made._thread.is_alive()
+
+
+# -- the end of a server ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", ["0.2", "0.6"])
+def test_a_server_whose_last_messages_nobody_takes_ends_after_the_limit(limit, monkeypatch):
+    monkeypatch.setenv("HVDX_TIMEOUT", limit)
+    box = Box(leaving=[1])
+    box.messages.append(message(0, [MessageType.DISCONNECT]))
+    begin = time.monotonic()
+    serving = threading.Thread(target=serve, args=(box, RequestHandler(1, threads=1)), daemon=True)
+    serving.start()
+    serving.join(5.0)
+    assert not serving.is_alive()
+    assert time.monotonic() - begin >= float(limit)
+
+
+def test_a_server_waits_for_workers_that_are_present_for_longer_than_the_limit(monkeypatch):
+    monkeypatch.setenv("HVDX_TIMEOUT", "0.1")
+    box, handler = Box(), RequestHandler(1, threads=1)
+    serving = threading.Thread(target=serve, args=(box, handler), daemon=True)
+    serving.start()
+    serving.join(0.5)
+    assert serving.is_alive()
+    box.messages.append(message(0, [MessageType.DISCONNECT]))
+    serving.join(5.0)
+    assert not serving.is_alive()

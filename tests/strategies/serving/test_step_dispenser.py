@@ -1,0 +1,78 @@
+"""StepClient for the steps of an epoch."""
+
+import random
+
+from hvdx.strategies.serving.step_dispenser import StepDispenser
+
+
+def test_each_steps_is_given_out_once():
+    dispenser = StepDispenser()
+    assert [dispenser.ask(1, 3) for _ in range(5)] == [
+        (True, 1, False),
+        (True, 2, False),
+        (True, 3, False),
+        (False, 3, False),
+        (False, 3, False),
+    ]
+
+
+def test_a_round_without_steps_gives_none():
+    assert StepDispenser().ask(1, 0) == (False, 0, False)
+
+
+def test_a_new_round_begins_when_it_is_asked_for():
+    dispenser = StepDispenser()
+    dispenser.ask(1, 1)
+    assert dispenser.ask(2, 1) == (True, 1, False)
+    assert dispenser.ask(2, 1) == (False, 1, False)
+
+
+def test_what_was_left_of_an_older_round_is_not_given_out():
+    dispenser = StepDispenser()
+    dispenser.ask(1, 5)
+    dispenser.ask(2, 5)
+    granted, *_ = dispenser.ask(1, 5)
+    assert not granted
+    assert dispenser.ask(2, 5) == (True, 2, False)
+
+
+def test_rounds_may_be_left_out():
+    dispenser = StepDispenser()
+    dispenser.ask(1, 1)
+    assert dispenser.ask(7, 2) == (True, 1, False)
+
+
+def test_workers_of_any_speed_take_the_whole_round_together():
+    for seed in range(20):
+        dispenser, chance = StepDispenser(), random.Random(seed)
+        for round_ in (1, 2, 3):
+            tickets, taken, asking = chance.randrange(30), [0] * 4, [0, 1, 2, 3]
+            while asking:
+                worker = chance.choice(asking)
+                granted, given, _ = dispenser.ask(round_, tickets)
+                taken[worker] += granted
+                assert given == sum(taken)
+                if not granted:
+                    asking.remove(worker)
+            assert sum(taken) == tickets
+
+
+def test_who_stops_a_round_stops_it_for_all_and_not_the_next():
+    dispenser = StepDispenser()
+    dispenser.ask(1, 5)
+    assert dispenser.ask(1, 5, stop=True) == (False, 1, True)
+    assert dispenser.ask(1, 5) == (False, 1, True)
+    assert dispenser.ask(2, 5) == (True, 1, False)
+
+
+def test_round_that_is_over_is_not_stopped():
+    dispenser = StepDispenser()
+    dispenser.ask(1, 1)
+    assert dispenser.ask(1, 1, stop=True) == (False, 1, False)
+
+
+def test_worker_that_is_behind_does_not_stop_the_round_of_the_others():
+    dispenser = StepDispenser()
+    dispenser.ask(2, 5)
+    assert dispenser.ask(1, 5, stop=True) == (False, 1, False)
+    assert dispenser.ask(2, 5) == (True, 2, False)
