@@ -1,4 +1,4 @@
-"""A griffe extension for the API reference: the section "Example:" of our docstrings holds examples that run."""
+"""Griffe extension for the API reference: shows the "Example:" sections of docstrings, which hold code, as code."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""MkDocs hooks: pages may link to files outside docs/, and the site gets a page for each such file."""
+"""MkDocs hooks: the site gets a page for each file outside docs/ that a page links to."""
 
 import posixpath
 import re
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LINK = re.compile(r"(?<=\]\()[^)#\s:]+")
 LANGUAGES = {".py": "python", ".sh": "sh", ".toml": "toml", ".json": "json"}
 
-# The path in the repository of each page on the site.
+# {page on the site: path in the repository}
 _sources: dict[str, str] = {}
 
 
@@ -26,7 +26,7 @@ def page_of(path: str) -> str:
 
 
 def resolve(source: str, link: str) -> str | None:
-    """Return the path in the repository that a link of a page leads to; None if there is no such file."""
+    """Return the path in the repository of a link's target, or None if there is no such file."""
     path = posixpath.normpath(posixpath.join(posixpath.dirname(source), link))
     return path if (ROOT / path).exists() and not path.startswith("..") else None
 

@@ -1,4 +1,4 @@
-"""Draws the pictures of the documentation from the figures in docs/benchmarks.
+"""Pictures of the documentation, drawn from the figures in docs/benchmarks.
 
 python docs/make_pictures.py
 """
@@ -8,7 +8,7 @@ from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
 PICTURE = DOCS / "pictures" / "seconds-to-85.svg"
-# The name in network.json, the label, the colour of the bar.
+# (name in network.json, label, colour) of each bar.
 BARS = (
     ("Horovod fp32", "AllReduce(), float32", "#9aa5b1"),
     ("Horovod fp16", 'AllReduce(compression="fp16")', "#9aa5b1"),
