@@ -54,7 +54,7 @@ def test_rank_that_ends_is_named_and_ends_the_job(strategy, argument, before, co
     assert ended - began < END, done
 
 
-def test_ranks_that_all_end_with_a_status_are_let_go():
+def test_ranks_that_all_exit_end_with_their_status():
     done = run(2, ["-c", "import sys, hvdx; hvdx.init(); sys.exit(5)"], timeout=START)
     assert done.code == 5, done
     assert "cannot go on" not in done.out

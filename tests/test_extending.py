@@ -10,7 +10,7 @@ PACKAGE = ROOT / "tests" / "fixtures" / "extension" / "hvdx_example"
 
 
 @pytest.mark.parametrize(("number", "file"), [(0, "strategy.py"), (1, "codec.py")])
-def test_page_shows_what_runs(number, file):
+def test_page_shows_the_tested_files(number, file):
     shown = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL)[number]
     code = (PACKAGE / file).read_text()
     assert shown == code

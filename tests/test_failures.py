@@ -105,7 +105,7 @@ network().fit(x, y, batch_size=4, epochs=100, verbose=0, callbacks=[hvdx.keras.D
     assert re.search(rf"rank 1 .{{0,40}}on node {host} .{{0,40}}signal 9", said), done
 
 
-def test_more_ranks_than_the_machine_bears_are_refused():
+def test_too_many_ranks_for_the_machine_are_refused():
     done = run(3, ["-c", "import hvdx; hvdx.init()"], timeout=START, env={"HVDX_RANKS_PER_CORE": "0"})
     assert done.code not in (None, 0)
     assert "3 ranks on" in done.out
@@ -121,7 +121,7 @@ def test_launcher_of_another_mpi_is_refused():
     assert "hvdx doctor" in done.out
 
 
-def test_unknown_strategy_lists_the_right_ones():
+def test_unknown_strategy_or_option_gets_a_suggestion():
     code = "network().fit(x, y, verbose=0, callbacks=[hvdx.keras.Distribute()])"
     fails(2, code, "ConfigError", "did you mean all_reduce", env={"HVDX_STRATEGY": "all_redcue"})
     fails(2, code, "compression=none", env={"HVDX_STRATEGY": "all_reduce:compresion=fp16"})
@@ -181,7 +181,7 @@ def test_missing_horovod_names_the_remedy():
 
 
 @pytest.mark.parametrize("strategy", ["all_reduce", "parameter_averaging"])
-def test_missing_horovod_on_one_rank_trains_by_mpi_and_is_said_once(strategy):
+def test_missing_horovod_on_one_rank_trains_by_mpi_and_is_reported_once(strategy):
     fit = f"network().fit(x + rank, y, verbose=0, callbacks=[hvdx.keras.Distribute({strategy!r})])\n"
     code = PREAMBLE + HIDE_HOROVOD.format(ranks="rank == 1") + 2 * fit + "print('trained', rank)"
     done = run(2, ["-c", code], timeout=START + END)
@@ -201,7 +201,7 @@ network().fit(data, steps_per_epoch=10, epochs=2, verbose=0, shuffle=False, call
     fails(2, code, "rank 1", "ran out of data after 5 of 10 steps")
 
 
-def test_alone_no_horovod_is_needed(tmp_path):
+def test_one_rank_needs_no_horovod(tmp_path):
     package = tmp_path / "horovod"
     package.mkdir()
     (package / "__init__.py").write_text("raise ImportError('broken')")
@@ -212,7 +212,7 @@ def test_alone_no_horovod_is_needed(tmp_path):
 
 
 @pytest.mark.parametrize("strategies", [("threshold:tau=0.1", "threshold:tau=0.2"), ("all_reduce", "threshold")])
-def test_different_strategies_end_on_all_ranks_with_hvdx_own_words(strategies):
+def test_different_strategies_end_on_all_ranks_with_an_error_of_hvdx(strategies):
     code = f"""
 ready()
 network().fit(x, y, verbose=0, callbacks=[hvdx.keras.Distribute({strategies!r}[rank])])
@@ -221,7 +221,7 @@ network().fit(x, y, verbose=0, callbacks=[hvdx.keras.Distribute({strategies!r}[r
     assert done.out.count("hvdx: ReplicaError") == 1, "every rank says the same; one may speak"
 
 
-def test_rank_that_does_not_come_is_named():
+def test_rank_that_does_not_join_an_exchange_is_named():
     code = """
 class Late(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
@@ -233,7 +233,7 @@ network().fit(x, y, batch_size=4, verbose=0, callbacks=[hvdx.keras.Distribute("t
     fails(2, code, "ExchangeError", "Rank 1 did not come", "HVDX_TIMEOUT", env={"HVDX_TIMEOUT": "5"})
 
 
-def test_slow_rank_holds_up_nobody_for_ever():
+def test_slow_rank_delays_others_without_an_error():
     code = """
 class Slow(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):

@@ -119,14 +119,14 @@ def test_interruption_leaves_nothing_behind(toy, tmp_path, capsys, monkeypatch):
         (['[[mutant]]\nname = "less"\nfile = "toy.py"\nold = "a"'], "less: .*'new'"),
     ],
 )
-def test_entries_that_are_wrong_are_told(faults, told, tmp_path):
+def test_invalid_entries_are_refused(faults, told, tmp_path):
     file = tmp_path / "mutants.toml"
     file.write_text("\n".join(faults))
     with pytest.raises(ValueError, match=told):
         mutate.load(file)
 
 
-def test_help_teaches_and_unknown_names_are_told(capsys):
+def test_help_is_complete_and_unknown_names_are_refused(capsys):
     for words, told in (
         (["--help"], "a fault in tests/mutants.toml:"),
         (["--only", "no-such"], "no fault called no-such"),

@@ -66,7 +66,7 @@ def fails(ranks, code, *named, env=None):
 
 
 @pytest.mark.parametrize("way", DEDICATED)
-def test_dedicated_server_is_no_worker_and_ends_in_silence(way):
+def test_dedicated_server_is_no_worker_and_ends_silently(way):
     begin, env = DEDICATED[way]
     code = f"""
 {begin}
@@ -111,7 +111,7 @@ print("LEFT", flush=True)
     assert done.out.count("LEFT") == 2, done
 
 
-def test_more_servers_than_there_are_ranks_for_are_refused():
+def test_too_many_servers_are_refused():
     begin = time.time()
     done = launched(2, "hvdx.init(strategy='parameter_server:servers=2')")
     assert done.code not in (None, 0), done
@@ -121,7 +121,7 @@ def test_more_servers_than_there_are_ranks_for_are_refused():
     assert done.out.count("hvdx: LaunchError") == 1, "every rank says the same; one may speak"
 
 
-def test_servers_that_are_asked_for_too_late_are_refused_with_the_remedies():
+def test_servers_requested_too_late_are_refused_with_the_remedies():
     code = "hvdx.shard((x, y), 4)\ntrain(hvd.Distribute(hvdx.ParameterServer(1)))"
     done = fails(3, code, "ConfigError", "hvdx.init(strategy)", "HVDX_STRATEGY=parameter_server:servers=1", "colocated")
     assert done.out.count("hvdx: ConfigError") == 1, "every rank says the same; one may speak"
@@ -156,7 +156,7 @@ train(hvd.Distribute(), Hook(3, kill), epochs=10000)
     fails(3, code)
 
 
-def test_exception_of_a_worker_in_mid_epoch_ends_the_job_with_its_own_words():
+def test_exception_of_a_worker_within_an_epoch_ends_the_job_with_its_own_error():
     code = """
 hvdx.init(strategy="parameter_server:servers=1")
 def break_down():
@@ -230,7 +230,7 @@ print("DONE", np.isfinite(model.get_weights()[0]).all(), flush=True)
     assert "DONE True" in done.out, done
 
 
-def test_first_worker_that_ends_early_does_not_leave_the_others_waiting_for_longer_than_they_may():
+def test_first_worker_that_ends_early_makes_the_others_time_out():
     code = f"""
 hvdx.init(strategy="parameter_server:servers=1")
 {LOOP}
@@ -326,7 +326,7 @@ IDLE = {
 
 
 @pytest.mark.parametrize("what", IDLE)
-def test_server_that_nobody_needs_ends_with_the_job(what):
+def test_unused_server_ends_with_the_job(what):
     ranks, code = IDLE[what]
     done = launched(ranks, f"hvdx.init(strategy='parameter_server:servers=1')\n{code}")
     assert done.code == 0, done
@@ -337,7 +337,7 @@ def test_world_with_servers_cannot_be_joined_again():
     fails(3, code, "LaunchError", "servers='colocated'")
 
 
-def test_strategy_that_reached_some_hosts_only_is_told_by_all():
+def test_strategy_on_some_hosts_only_is_an_error_on_all_ranks():
     code = """
 if int(os.environ["OMPI_COMM_WORLD_RANK"]):
     os.environ["HVDX_STRATEGY"] = "parameter_server:servers=1"

@@ -23,7 +23,7 @@ MODULES = sorted(
 
 
 @pytest.mark.parametrize("module", [hvdx, hvdx.keras, hvdx.strategies], ids=lambda m: m.__name__)
-def test_all_is_what_is_there_and_documented(module):
+def test_all_lists_names_that_exist_and_are_documented(module):
     assert len(set(module.__all__)) == len(module.__all__)
     for name in module.__all__:
         value = getattr(module, name)

@@ -91,12 +91,12 @@ def assert_went_on(resumed, straight):
     assert resumed[0]["weights"] == resumed[1]["weights"]
 
 
-def test_new_processes_go_on_to_the_bit(tmp_path, straight):
+def test_new_processes_resume_bit_for_bit(tmp_path, straight):
     train(tmp_path, "one", 2, 2)
     assert_went_on(train(tmp_path, "two", 2, 4, seed=5), straight)
 
 
-def test_momenta_of_workers_that_average_weights_go_on_to_the_bit(tmp_path):
+def test_momenta_under_weight_averaging_resume_bit_for_bit(tmp_path):
     strategy = {"STRATEGY": "parameter_averaging:period=5,average_optimizer=false"}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder in (whole, parts):
@@ -110,7 +110,7 @@ def test_momenta_of_workers_that_average_weights_go_on_to_the_bit(tmp_path):
             assert mine[name] == expected[name], name
 
 
-def test_fewer_and_more_processes_keep_what_was_not_sent(tmp_path):
+def test_fewer_and_more_processes_keep_the_residual(tmp_path):
     four = train(tmp_path, "four", 4, 1)
     two = train(tmp_path, "two", 2, 2, seed=1)
     three = train(tmp_path, "three", 3, 3, seed=2)
@@ -121,7 +121,7 @@ def test_fewer_and_more_processes_keep_what_was_not_sent(tmp_path):
         assert len({says["weights"] for says in later}) == 1
 
 
-def test_killed_rank_ends_the_job_and_the_next_goes_on_from_its_last_checkpoint(tmp_path, straight):
+def test_killed_rank_ends_the_job_and_the_next_job_resumes_from_its_last_checkpoint(tmp_path, straight):
     done = run(2, ["-c", SCRIPT, str(tmp_path), "4", "0"], LIMIT, {"NAME": "killed", "KILL": "1"})
     ended = time.time()
     assert done.code not in (None, 0), done
@@ -146,7 +146,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", str(path)], timeout=20, check=True)
 
 
-def test_disk_that_is_full_or_read_only_ends_all_ranks_and_costs_no_checkpoint(small_disk):
+def test_full_or_read_only_disk_ends_all_ranks_and_loses_no_checkpoint(small_disk):
     command = [JOB, "--quiet", "--epochs", "9", "--checkpoint", str(small_disk / "ckpt"), "--every", "5 steps"]
     done = run(2, command, LIMIT)
     assert done.code not in (None, 0), done

@@ -153,7 +153,7 @@ def test_no_modules_import_each_other():
     assert circle_in(graph_of(path for _, path in sources())) == []
 
 
-def test_circle_is_found_where_one_is():
+def test_circle_is_found():
     assert circle_in({"a": {"b", "d"}, "b": {"c"}, "c": {"d", "b"}, "d": set()}) == ["b", "c", "b"]
 
 
@@ -187,7 +187,7 @@ def types_asked_for(tree):
             yield getattr(part, "id", getattr(part, "attr", "")), node.lineno
 
 
-def test_strategies_are_known_by_their_traits():
+def test_no_module_asks_for_the_class_of_a_strategy():
     known = strategies()
     for room, path in sources():
         if room != "strategies":
@@ -195,7 +195,7 @@ def test_strategies_are_known_by_their_traits():
             assert [f"{path}:{line}: {name}" for name, line in asked if name in known] == []
 
 
-def test_question_for_a_strategys_class_is_found():
+def test_check_for_the_class_of_a_strategy_is_found():
     assert {"AllReduce", "Auto", "ParameterAveraging", "ParameterServer", "Threshold", "TrialExchange"} <= strategies()
     for code in (
         "isinstance(x, (int, hvdx.Threshold))",

@@ -122,7 +122,7 @@ print("on again", flush=True)
     assert f"rank 1 ({HOST}): does not answer: its process is stopped or gone" in done.out, done
 
 
-def test_ranks_in_different_collectives_are_told_apart():
+def test_ranks_in_different_collectives_are_distinguished():
     code = "other = comm.channel('the flags')\nif rank == 1: other.exchange([1])\nelse: meet('the metrics')"
     done = stall(3, BARE + code, HVDX_TIMEOUT="7")
     assert done.code not in (None, 0), done
@@ -164,7 +164,7 @@ def test_healthy_job_says_nothing(seconds):
     assert not re.search(r"hvdx|Traceback|Error", done.out), done
 
 
-def test_ranks_that_serve_answer_and_are_not_waited_for():
+def test_servers_answer_and_are_not_awaited():
     code = """
 import time
 from hvdx.strategies import ParameterServer, join
@@ -182,14 +182,14 @@ comm.all_gather_object(0, "the updates")
     assert f"rank 2 ({HOST}): serves the others" in late, done
 
 
-def test_world_that_is_left_and_joined_again_is_watched_again():
+def test_rejoined_world_is_watched():
     code = "world.stop()\ncomm = world.start()\nmeet()\ntime.sleep(4 * (rank == 1))\nmeet()"
     done = stall(2, BARE + code)
     assert done.code == 0, done
     assert f"rank 1 ({HOST}) has not come to the updates" in stalls(done)[0], done
 
 
-def test_warning_after_no_number_is_refused():
+def test_stall_warning_that_is_no_number_is_refused():
     done = stall(2, BARE, seconds="soon")
     assert done.code not in (None, 0), done
     assert "HVDX_STALL_WARNING: expected seconds, or 0 for no warning, got 'soon'" in done.out, done

@@ -109,7 +109,7 @@ def assert_same(model, other):
     ("strategy", "optimizer"),
     [("all_reduce", "adam"), ("threshold", "sgd"), ("threshold", "adam"), ("overlap", "sgd"), ("gradient", "sgd")],
 )
-def test_resumed_training_is_the_uninterrupted_one_to_the_bit(folder, strategy, optimizer):
+def test_resumed_training_equals_the_uninterrupted_one_bit_for_bit(folder, strategy, optimizer):
     make, chosen = MOMENTUM[optimizer], STRATEGIES[strategy]
     straight = built(make)
     history, remembered = train(straight, 2, chosen, hvd.Checkpoint(folder))
@@ -126,7 +126,7 @@ def test_resumed_training_is_the_uninterrupted_one_to_the_bit(folder, strategy, 
     assert names(folder) == ["epoch-0001", "epoch-0002"]
 
 
-def test_half_accumulated_gradients_go_on(folder):
+def test_half_accumulated_gradients_are_resumed(folder):
     def make():
         return keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=7)
 
@@ -139,7 +139,7 @@ def test_half_accumulated_gradients_go_on(folder):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_variable_without_gradient_and_generator_of_all_go_on(folder):
+def test_variable_without_gradient_and_common_generator_are_resumed(folder):
     class Noise(keras.layers.Layer):
         def build(self, shape):
             self.idle = self.add_weight(shape=(3,), name="idle")
@@ -171,7 +171,7 @@ class BuiltPlayers(models.TwoPlayers):
         self.built = True
 
 
-def test_two_optimizers_go_on(folder):
+def test_two_optimizers_are_resumed(folder):
     def make(seed):
         keras.utils.set_random_seed(seed)
         model = BuiltPlayers()
@@ -189,7 +189,7 @@ def test_two_optimizers_go_on(folder):
 
 
 @pytest.mark.sizes(2, 4)
-def test_mixed_float16_goes_on(folder):
+def test_mixed_float16_is_resumed(folder):
     keras.config.set_dtype_policy("mixed_float16")
     straight = built()
     train(straight, 2, SPARSE, hvd.Checkpoint(folder))
@@ -226,7 +226,7 @@ class Look(keras.callbacks.Callback):
 
 @pytest.mark.sizes(2, 4)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_another_number_of_ranks_shares_what_was_not_sent(folder, ranks):
+def test_another_number_of_ranks_distributes_the_residual(folder, ranks):
     train(built(), 1, SPARSE, hvd.Checkpoint(folder))
     manifest, held = of_other_ranks(folder / names(folder)[-1], ranks, scaled)
     look = Look()
@@ -267,7 +267,7 @@ def test_another_strategy_takes_the_shared_part(folder, before, after, capfd):
 
 
 @pytest.mark.sizes(1, 2)
-def test_every_and_keep_say_what_stays(folder):
+def test_every_and_keep_choose_the_checkpoints_that_stay(folder):
     train(built(), 3, None, hvd.Checkpoint(folder, every=2, keep=1))
     # And the end, so that nothing is trained twice.
     assert names(folder) == ["epoch-0003"]
@@ -294,7 +294,7 @@ def test_training_that_is_complete_is_restored_and_not_trained(folder):
     assert len(history["loss"]) == 1
 
 
-def test_what_callbacks_do_at_the_end_of_an_epoch_is_saved(folder):
+def test_changes_by_callbacks_at_the_end_of_an_epoch_are_saved(folder):
     class Slow(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
             self.model.optimizer.learning_rate = 0.1 / (epoch + 2)
@@ -336,7 +336,7 @@ def test_rank_that_cannot_write_stops_all_and_leaves_the_last_checkpoint(folder,
     assert checkpoint.restore(folder, model) == 2
 
 
-def test_older_checkpoints_go_only_once_the_new_one_is_there(folder, monkeypatch):
+def test_older_checkpoints_are_removed_after_the_new_one_is_published(folder, monkeypatch):
     model = saved(folder, 1)
 
     def publish(self, partial, position, keep):
@@ -349,7 +349,7 @@ def test_older_checkpoints_go_only_once_the_new_one_is_there(folder, monkeypatch
 
 
 @pytest.mark.sizes(2, 4)
-def test_directory_of_each_rank_alone_is_refused(tmp_path):
+def test_directory_that_ranks_do_not_share_is_refused(tmp_path):
     mine = tmp_path / f"of-{hvdx.rank()}" / "ckpt"
     begin, model = time.monotonic(), built()
     if hvdx.size() == 1:
@@ -398,7 +398,7 @@ def _empty(path):
         (lambda path: path.unlink(), "rank-last.safetensors"),
     ],
 )
-def test_damaged_checkpoint_is_set_aside_for_the_one_before_it(folder, damage, name, capfd):
+def test_damaged_checkpoint_is_replaced_by_the_previous_one(folder, damage, name, capfd):
     last, model = hvdx.size() - 1, saved(folder, 1, 2)
     _damage(folder / "epoch-0002" / name.replace("last", str(last)), damage)
     assert checkpoint.restore(folder, model) == 1
@@ -415,7 +415,7 @@ def _damage(path, how):
     _everyone("it is damaged")
 
 
-def test_nothing_but_damaged_checkpoints_is_an_error_and_not_a_beginning(folder):
+def test_only_damaged_checkpoints_are_an_error_and_not_a_new_start(folder):
     model = saved(folder, 1, 2)
     for name in names(folder):
         _damage(folder / name / "shared.safetensors", _cut)
@@ -424,7 +424,7 @@ def test_nothing_but_damaged_checkpoints_is_an_error_and_not_a_beginning(folder)
     assert names(folder) == ["damaged-epoch-0001", "damaged-epoch-0002"]
 
 
-def test_files_that_do_not_go_together_are_refused(folder):
+def test_files_of_different_shapes_are_refused(folder):
     last, model = hvdx.size() - 1, saved(folder, 1)
     if hvdx.rank() == 0:
         path = folder / "epoch-0001" / (of_rank(last) if last else SHARED)
@@ -456,7 +456,7 @@ def test_checkpoint_of_another_model_is_refused(folder, other, match):
     assert caught.value.collective
 
 
-def test_options_that_the_state_was_not_made_with_are_refused(folder):
+def test_state_of_other_options_is_refused(folder):
     if hvdx.size() == 1:
         return
     train(built(), 1, hvdx.Threshold(tau=0.001), hvd.Checkpoint(folder))
@@ -473,7 +473,7 @@ def test_checkpoint_of_another_format_is_refused(folder):
         checkpoint.restore(folder, model)
 
 
-def test_resume_false_wants_a_directory_of_its_own(folder):
+def test_resume_false_refuses_a_directory_with_checkpoints(folder):
     saved(folder, 1)
     with pytest.raises(ConfigError, match="without checkpoints"):
         train(built(), 1, None, hvd.Checkpoint(folder, resume=False))
@@ -536,7 +536,7 @@ def test_save_and_restore_in_a_loop(folder):
     assert_same(resumed, straight)
 
 
-def test_numbers_that_numpy_does_not_know_are_saved(folder):
+def test_bfloat16_weights_are_saved(folder):
     keras.config.set_dtype_policy("bfloat16")
     model, other = built(), built(seed=1)
     checkpoint.save(folder, model, 1)
@@ -545,7 +545,7 @@ def test_numbers_that_numpy_does_not_know_are_saved(folder):
         assert (tf.cast(a, "float32").numpy() == tf.cast(b, "float32").numpy()).all()
 
 
-def test_orders_go_on_with_the_newest_shares():
+def test_orders_are_restored_to_the_newest_shares():
     old = hvdx.shard(models.data(), models.BATCH)
     new = hvdx.shard(models.data(), models.BATCH)
     list(new)

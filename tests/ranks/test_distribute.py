@@ -29,7 +29,7 @@ def _shared_folder(tmp_path):
 
 
 @pytest.mark.sizes(1, 2, 4)
-def test_metrics_are_those_over_all_samples():
+def test_metrics_cover_all_samples():
     """An AUC is no average of AUCs, and ranks with more validation samples weigh more."""
 
     def binary(seed):
@@ -76,7 +76,7 @@ def test_batch_normalisation_statistics_are_averaged():
 
 
 @pytest.mark.sizes(2, 4)
-def test_weights_that_no_gradient_reaches_become_the_mean():
+def test_weights_without_gradient_become_the_mean():
     model = models.network(keras.layers.BatchNormalization, seed=0)
     mean = model.layers[0].moving_mean
     mean.assign(np.full(mean.shape, float(hvdx.rank()), "float32"))
@@ -141,7 +141,7 @@ def test_validation_on_one_rank_only_is_an_error_and_no_deadlock():
             models.fit(model, [hvd.Distribute()], **options)
 
 
-def test_script_that_ties_its_optimizer_keeps_it_tied():
+def test_optimizer_that_a_script_distributed_stays_distributed():
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
     model = models.compiled(models.network(seed=hvdx.rank()), optimizer)
     models.fit(model, [hvd.Distribute()])
@@ -205,7 +205,7 @@ def test_callback_inside_another_still_agrees():
 
 
 @pytest.mark.sizes(2, 4)
-def test_shards_stay_disjoint_whatever_a_rank_has_looked_at():
+def test_shards_stay_disjoint_after_one_rank_has_read_ahead():
     numbers = np.arange(32)
     share = hvdx.shard((numbers[:, None].astype("float32"), numbers), 4)
     if hvdx.rank() == 0:
@@ -381,7 +381,7 @@ def test_epochs_that_differ_are_refused():
 
 
 @pytest.mark.sizes(1, 2)
-def test_counters_tell_what_travelled():
+def test_counters_count_steps_exchanges_and_bytes():
     callback = hvd.Distribute()
     model = models.compiled(models.network(seed=0), "sgd")
     models.fit(model, [callback])

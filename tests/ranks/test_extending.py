@@ -44,7 +44,7 @@ def test_residual_of_the_example_is_in_checkpoints(tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
-def test_example_goes_on_from_another_number_of_ranks(tmp_path):
+def test_example_resumes_on_another_number_of_ranks(tmp_path):
     folder = hvd.broadcast_object(tmp_path, 0) / "ckpt"
     callbacks = [hvd.Distribute("top_k:share=0.1"), hvd.Checkpoint(folder)]
     models.fit(models.compiled(models.network(seed=0), keras.optimizers.SGD(0.1)), callbacks, epochs=1)

@@ -31,7 +31,7 @@ def test_functions_agree_with_numpy():
     assert [float(np.ravel(v.numpy())[0]) for v in variables] == [size - 1.0] * 2
 
 
-def test_horovods_own_constants_are_understood():
+def test_horovods_own_constants_are_accepted():
     if hvd.size() == 1:
         pytest.skip("needs Horovod's library, which a world of one does not start")
     import horovod.tensorflow as stock
@@ -67,7 +67,7 @@ def test_horovods_own_constants_are_understood():
         (lambda: hvd.callbacks.MetricAverageCallback(device="/gpu:0"), "device"),
     ],
 )
-def test_what_is_not_supported_says_so(call, named):
+def test_unsupported_arguments_are_refused_by_name(call, named):
     with pytest.raises(ConfigError, match=named):
         call()
 
@@ -115,7 +115,7 @@ def test_more_functions_agree_with_numpy():
 
 
 @pytest.mark.sizes(1, 2)
-def test_what_horovod_says_of_itself():
+def test_queries_return_horovods_answers():
     assert hvd.mpi_built()
     assert hvd.mpi_enabled() == hvd.mpi_threads_supported() == (hvd.size() > 1)
     assert not hvd.gloo_enabled()
@@ -200,7 +200,7 @@ def test_evaluate_returns_metrics_over_all_samples():
 
 
 @pytest.mark.graph
-def test_xla_is_refused_with_what_turns_it_off():
+def test_xla_is_refused_with_a_remedy():
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
     model = models.compiled(models.network(seed=0), optimizer, jit_compile=True)
     with pytest.raises(ConfigError, match=r"jit_compile.*BroadcastGlobalVariablesCallback"):
@@ -215,7 +215,7 @@ def test_schedule_refuses_a_rate_that_cannot_be_set():
 
 
 @pytest.mark.sizes(1, 2)
-def test_load_model_goes_on_with_the_state(tmp_path):
+def test_load_model_keeps_the_state(tmp_path):
     model = models.compiled(models.network(seed=0), hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)))
     models.fit(model, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
     path = tmp_path / "model.keras"
@@ -265,7 +265,7 @@ def test_tape_takes_keras_variables_alone_or_in_a_structure(graph):
     assert nested["y"] is None
 
 
-def test_tape_listens_to_the_environment_and_refuses_two_answers(monkeypatch):
+def test_tape_reads_the_environment_and_refuses_a_second_strategy(monkeypatch):
     monkeypatch.setenv("HVDX_STRATEGY", "all_reduce:op=sum")
     variable = keras.Variable(3.0)
     with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
@@ -276,7 +276,7 @@ def test_tape_listens_to_the_environment_and_refuses_two_answers(monkeypatch):
 
 
 @pytest.mark.sizes(2, 4)
-def test_tape_sums_where_asked():
+def test_tape_sums_with_op_sum():
     variable = keras.Variable(3.0)
     with hvd.DistributedGradientTape(tf.GradientTape(), op=hvd.Sum) as tape:
         loss = 2.0 * variable

@@ -109,7 +109,7 @@ def assert_same(model, other):
 @pytest.mark.graph
 @pytest.mark.sizes(1, 2, 4)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_training_that_was_stopped_in_mid_epoch_is_the_uninterrupted_one_to_the_bit(folder, strategy):
+def test_training_stopped_within_an_epoch_equals_the_uninterrupted_one_bit_for_bit(folder, strategy):
     straight = built()
     history = train(straight, strategy=strategy)
     at = STEPS + STEPS // 2
@@ -125,7 +125,7 @@ def test_training_that_was_stopped_in_mid_epoch_is_the_uninterrupted_one_to_the_
     assert names(folder) == [f"epoch-0001-step-{STEPS // 2:08d}", "epoch-0002"]
 
 
-def test_stopped_again_and_again(folder):
+def test_training_that_is_stopped_several_times(folder):
     straight = plain()
     train(straight)
     for seed, at in enumerate((2, 1, 2)):
@@ -136,7 +136,7 @@ def test_stopped_again_and_again(folder):
 
 
 @pytest.mark.sizes(1, 2)
-def test_sigterm_ends_it_as_well(folder):
+def test_sigterm_saves_too(folder):
     interrupted(plain(), folder, 2, number=signal.SIGTERM)
     assert names(folder) == ["epoch-0000-step-00000002"]
 
@@ -146,14 +146,14 @@ def test_signal_in_the_last_step_of_an_epoch_saves_at_its_end(folder):
     assert names(folder) == ["epoch-0001"]
 
 
-def test_training_that_ends_anyway_ends_as_usual(folder):
+def test_signal_in_the_last_step_does_not_exit(folder):
     model = plain()
     train(model, folder, End(2 * STEPS))
     assert names(folder) == ["epoch-0001", "epoch-0002"]
 
 
 @pytest.mark.sizes(1, 2)
-def test_signals_are_given_back(folder):
+def test_signal_handlers_are_restored(folder):
     gc.collect()  # callbacks of other tests, whose fits did not come to their end
     before = [signal.SIG_DFL, signal.SIG_DFL]
     for number in (signal.SIGUSR1, signal.SIGTERM):
@@ -165,7 +165,7 @@ def test_signals_are_given_back(folder):
     del callback
 
 
-def test_signal_that_came_too_late_for_one_fit_is_obeyed_by_the_next(folder):
+def test_signal_after_one_fit_ends_the_next(folder):
     train(plain(), folder / "a", End(STEPS), epochs=1)
     assert names(folder / "a") == ["epoch-0001"]
     with pytest.raises(SystemExit):
@@ -174,7 +174,7 @@ def test_signal_that_came_too_late_for_one_fit_is_obeyed_by_the_next(folder):
 
 
 @pytest.mark.graph
-def test_steps_that_are_executed_together_are_not_parted(folder):
+def test_steps_of_one_execution_are_not_separated(folder):
     straight = built(steps_per_execution=2)
     train(straight)
     interrupted(built(steps_per_execution=2), folder, 1)
@@ -185,7 +185,7 @@ def test_steps_that_are_executed_together_are_not_parted(folder):
 
 
 @pytest.mark.parametrize("after", ["in an epoch", "between two"])
-def test_passes_that_are_not_epochs_go_on_where_they_were(folder, after):
+def test_position_in_passes_that_are_not_epochs_is_resumed(folder, after):
     def repeated():
         return hvdx.shard(models.data(), BATCH).repeat()
 
@@ -200,7 +200,7 @@ def test_passes_that_are_not_epochs_go_on_where_they_were(folder, after):
     assert_same(resumed, straight)
 
 
-def test_numbers_from_numpy_and_python_go_on(folder):
+def test_generators_of_numpy_and_python_are_resumed(folder):
     import random
 
     drawn = []
@@ -221,7 +221,7 @@ def test_numbers_from_numpy_and_python_go_on(folder):
     assert drawn == straight
 
 
-def test_order_that_is_drawn_when_a_pass_begins_goes_on(folder):
+def test_order_drawn_at_the_start_of_a_pass_is_resumed(folder):
     seen = []
 
     def batches():
@@ -249,7 +249,7 @@ def test_order_that_is_drawn_when_a_pass_begins_goes_on(folder):
     assert seen[:STEPS] == straight[-2 * STEPS : -STEPS]
 
 
-def test_files_of_metrics_go_on(folder):
+def test_files_of_metrics_are_appended_to(folder):
     def log():
         return keras.callbacks.CSVLogger(str(folder.parent / "log.csv"))
 
@@ -263,13 +263,13 @@ def test_files_of_metrics_go_on(folder):
 
 
 @pytest.mark.sizes(1, 2)
-def test_every_so_many_steps(folder):
+def test_every_n_steps(folder):
     train(plain(), folder, epochs=2, every=f"{STEPS - 1} steps")
     # The second time in the last but one step of the second epoch, and then the end.
     assert names(folder) == [f"epoch-0001-step-{STEPS - 2:08d}", "epoch-0002"]
 
 
-def test_every_so_many_minutes_by_the_clock_of_rank_0(folder):
+def test_every_n_minutes_by_the_clock_of_rank_0(folder):
     class Slow(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             if batch == 1:
@@ -284,7 +284,7 @@ def test_every_so_many_minutes_by_the_clock_of_rank_0(folder):
 
 @pytest.mark.sizes(1, 2)
 @pytest.mark.parametrize(("ranks", "at", "begins"), [(2, 3, 3), (1, 3, 1), (4, 1, 2), (8, 2, None)])
-def test_another_number_of_ranks_goes_on_after_as_many_samples(folder, ranks, at, begins):
+def test_another_number_of_ranks_resumes_after_the_same_number_of_samples(folder, ranks, at, begins):
     if hvdx.size() != 2:
         return
     interrupted(plain(), folder, at)
@@ -297,7 +297,7 @@ def test_another_number_of_ranks_goes_on_after_as_many_samples(folder, ranks, at
     assert len(history["loss"]) == (2 if begins else 1)
 
 
-def test_steps_of_another_size_go_on_after_as_many_samples(folder):
+def test_another_batch_size_resumes_after_the_same_number_of_samples(folder):
     at, half = STEPS - 3, hvdx.shard(models.data(), BATCH // 2)
     interrupted(plain(), folder, at)
     resumed, look = plain(seed=1), End(0)
@@ -305,7 +305,7 @@ def test_steps_of_another_size_go_on_after_as_many_samples(folder):
     assert look.batches == list(range(2 * at, 2 * STEPS))
 
 
-def test_epoch_that_was_made_shorter_than_what_was_trained_of_it_is_over(folder):
+def test_epoch_shorter_than_its_trained_part_is_over(folder):
     def repeated():
         return hvdx.shard(models.data(), BATCH).repeat()
 
@@ -316,7 +316,7 @@ def test_epoch_that_was_made_shorter_than_what_was_trained_of_it_is_over(folder)
     assert len(history["loss"]) == 1
 
 
-def test_checkpoints_that_follow_steps_of_another_size_are_the_newest(folder):
+def test_checkpoints_after_another_batch_size_are_the_newest(folder):
     interrupted(plain(), folder, STEPS - 3)
     interrupted(plain(seed=1), folder, 2, batches=hvdx.shard(models.data(), BATCH // 2))
     assert names(folder) == [f"epoch-0000-step-{step:08d}" for step in (STEPS - 3, 2 * STEPS - 4)]
@@ -324,7 +324,7 @@ def test_checkpoints_that_follow_steps_of_another_size_are_the_newest(folder):
     assert names(folder) == [f"epoch-0000-step-{step:08d}" for step in (STEPS - 3, STEPS - 1)]
 
 
-def test_training_that_is_told_to_stop_is_not_asked_for_again(folder):
+def test_signal_after_a_stop_does_not_exit(folder):
     class Stop(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             if batch == 1:
@@ -335,7 +335,7 @@ def test_training_that_is_told_to_stop_is_not_asked_for_again(folder):
     assert names(folder)[-1] == "epoch-0001"
 
 
-def test_validation_share_that_is_shuffled_does_not_hide_which_is_trained(folder):
+def test_shuffled_validation_share_does_not_hide_the_training_share(folder):
     def run(model, *callbacks, save=folder):
         share = hvdx.shard(models.data(), BATCH).repeat()
         given = {"steps_per_epoch": STEPS // 2 + 1, "validation_data": hvdx.shard(models.data(), BATCH)}
@@ -350,7 +350,7 @@ def test_validation_share_that_is_shuffled_does_not_hide_which_is_trained(folder
     assert_same(resumed, straight)
 
 
-def test_fit_that_an_exception_ended_leaves_nothing_behind(folder):
+def test_fit_ended_by_an_exception_leaves_nothing_behind(folder):
     train(plain(), folder, epochs=1)
     model = plain(seed=1)
 
@@ -363,7 +363,7 @@ def test_fit_that_an_exception_ended_leaves_nothing_behind(folder):
     assert model._initial_epoch is None
 
 
-def test_signal_is_heard_whichever_callback_was_made_last(folder):
+def test_signal_is_received_by_a_callback_that_was_not_created_last(folder):
     first, second = hvd.Checkpoint(folder / "a"), hvd.Checkpoint(folder / "b")
     model = plain()
     with pytest.raises(SystemExit):
@@ -400,7 +400,7 @@ def test_training_waits_for_the_copy_and_not_for_the_disk(folder, monkeypatch):
 
 
 @pytest.mark.sizes(2, 4)
-def test_disk_that_is_full_stops_all_ranks_soon(folder, monkeypatch):
+def test_full_disk_stops_all_ranks_soon(folder, monkeypatch):
     def full(contents):
         raise OSError(28, "No space left on device")
 
@@ -424,7 +424,7 @@ def test_disk_that_is_full_stops_all_ranks_soon(folder, monkeypatch):
 
 
 @pytest.mark.sizes(2, 4)
-def test_parameter_server_stops_and_takes_the_steps_that_are_left(folder):
+def test_parameter_server_stops_and_takes_the_remaining_steps(folder):
     if hvdx.size() == 1:
         return
     strategy = hvdx.ParameterServer("colocated")
@@ -449,7 +449,7 @@ def test_parameter_server_stops_and_takes_the_steps_that_are_left(folder):
     assert sum(taken) == 2 * STEPS * hvdx.size() ** 2
 
 
-def test_parameter_server_has_no_common_steps(folder):
+def test_parameter_server_refuses_checkpoints_every_n_steps(folder):
     if hvdx.size() == 1:
         return
     model = models.compiled(models.network(), "sgd")
@@ -461,7 +461,7 @@ def test_parameter_server_has_no_common_steps(folder):
 # -- where the data are -----------------------------------------------------------------------------------------------
 
 
-def test_place_in_a_share_that_is_gone_through_again_and_again():
+def test_position_in_a_share_after_several_passes():
     held = hvdx.shard(models.data(), BATCH, rank=0, size=1)
     other = hvdx.shard(models.data(), BATCH, rank=0, size=1)
     drawn = shards.state()[0]

@@ -143,7 +143,7 @@ def test_mixed_float16_overflow_on_one_rank_skips_the_step_on_all():
     assert float(model.optimizer.dynamic_scale) == 2.0**14
 
 
-def test_mixed_float16_trains_on():
+def test_mixed_float16_trains():
     keras.config.set_dtype_policy("mixed_float16")
     model = models.compiled(models.network(seed=0), keras.optimizers.Adam(0.01))
     before = model.get_weights()
@@ -187,12 +187,12 @@ def test_jit_compile_is_switched_off_and_back_on(capsys):
         assert "jit_compile is off" in capsys.readouterr().err
 
 
-def test_run_eagerly_trains_alike():
+def test_run_eagerly_trains_the_same():
     trained_like_one_process(OPTIMIZERS["momentum"], run_eagerly=True)
 
 
 @pytest.mark.graph
-def test_steps_per_execution_trains_alike():
+def test_steps_per_execution_trains_the_same():
     trained_like_one_process(OPTIMIZERS["momentum"], steps_per_execution=2)
 
 
@@ -314,7 +314,7 @@ def test_unknown_number_of_steps_is_refused_on_all_ranks():
 
 
 @pytest.mark.graph
-def test_partial_last_execution_is_not_taken_for_a_full_one():
+def test_partial_last_execution_does_not_count_as_full():
     """Keras counts 6 batches in executions of 4 as 8 steps; the rank that has only 6 must say so."""
     x, y = models.data(32)
     batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
@@ -353,7 +353,7 @@ def test_steps_are_counted_within_executions():
 
 
 @pytest.mark.graph
-def test_groups_leave_before_the_last_gradient_is_there():
+def test_first_group_is_sent_before_the_last_gradient_is_computed():
     """The first collective of two must not wait for the gradients of the second."""
     if hvdx.size() == 1:
         return

@@ -133,7 +133,7 @@ def test_mpi_in_place_of_horovod_averages_the_same(average_optimizer):
 @pytest.mark.sizes(2, 4)
 @pytest.mark.parametrize("name", ["sgd", "momentum", "nesterov"])
 @pytest.mark.parametrize("average_optimizer", [True, False])
-def test_with_period_1_what_is_linear_in_gradients_is_all_reduce(name, average_optimizer):
+def test_period_1_equals_all_reduce_for_linear_optimizers(name, average_optimizer):
     """The claim of those who ask: averaging networks is averaging gradients, as long as nobody takes a second step."""
     averaged, reduced = network(OPTIMIZERS[name]()), network(OPTIMIZERS[name]())
     fit(averaged, hvdx.ParameterAveraging(1, average_optimizer=average_optimizer))
@@ -142,14 +142,14 @@ def test_with_period_1_what_is_linear_in_gradients_is_all_reduce(name, average_o
 
 
 @pytest.mark.parametrize(("name", "period"), [("adam", 1), ("clipped", 1), ("sgd", 4), ("momentum", 4)])
-def test_what_is_not_linear_or_a_longer_period_is_not_all_reduce(name, period):
+def test_nonlinear_optimizers_and_longer_periods_differ_from_all_reduce(name, period):
     averaged, reduced = network(OPTIMIZERS[name]()), network(OPTIMIZERS[name]())
     fit(averaged, hvdx.ParameterAveraging(period))
     fit(reduced, hvdx.AllReduce())
     assert (far(averaged, reduced) > 1e-4) == (hvdx.size() > 1)
 
 
-def test_schedule_is_short_first_and_longer_later():
+def test_schedule_lengthens_the_period():
     model = network(OPTIMIZERS["momentum"]())
     given = data(hvdx.rank())
     callback = fit(model, "parameter_averaging:period=1@0/2@3/5@10", given, epochs=2)
@@ -160,7 +160,7 @@ def test_schedule_is_short_first_and_longer_later():
 
 
 @pytest.mark.sizes(2, 4)
-def test_ranks_count_by_the_samples_they_saw():
+def test_ranks_are_weighted_by_their_samples():
     sizes = [2 + rank for rank in range(hvdx.size())]
     model, mine = network(OPTIMIZERS["momentum"]()), sizes[hvdx.rank()]
     x, y = data(hvdx.rank())
@@ -173,7 +173,7 @@ def test_ranks_count_by_the_samples_they_saw():
 
 
 @pytest.mark.sizes(2, 4)
-def test_statistics_and_moving_averages_end_alike():
+def test_statistics_and_moving_averages_end_equal():
     model = network(keras.optimizers.Adam(0.02, use_ema=True, ema_momentum=0.9), keras.layers.BatchNormalization())
     fit(model, hvdx.ParameterAveraging(4, average_optimizer=False), epochs=2, check_every=3)
     alike(model.weights)
@@ -238,7 +238,7 @@ def test_rank_with_nan_is_excluded():
         assert callback.counters.telemetry[0].excluded == (hvdx.rank() == last)
 
 
-def test_rank_with_nan_keeps_no_momentum_of_it():
+def test_rank_with_nan_has_finite_momenta_afterwards():
     x, y = data(hvdx.rank())
     if hvdx.rank() == hvdx.size() - 1 and hvdx.size() > 1:
         x[BATCH] = np.nan
@@ -259,7 +259,7 @@ def test_statistics_of_a_rank_with_nan_are_excluded_too():
     assert all(np.isfinite(w).all() for w in model.get_weights())
 
 
-def test_nan_on_all_ranks_is_seen_on_all():
+def test_nan_on_all_ranks_reaches_all_ranks():
     x, y = data(hvdx.rank())
     model = network(OPTIMIZERS["sgd"]())
     with pytest.raises(ReplicaError, match=r"NaN or infinity after epoch 1: .* on all ranks"):
@@ -296,7 +296,7 @@ def test_optimizer_whose_state_is_the_weights_is_averaged_as_a_whole():
     alike([*model.weights, *slots(model.optimizer)])
 
 
-def test_loss_scale_made_around_a_tied_optimizer_is_refused():
+def test_loss_scale_around_a_distributed_optimizer_is_refused():
     if hvdx.size() == 1:
         return
     inner = keras.optimizers.SGD(0.1)
@@ -307,7 +307,7 @@ def test_loss_scale_made_around_a_tied_optimizer_is_refused():
     detach(inner)
 
 
-def test_momenta_that_are_not_averaged_go_on_in_the_next_fit():
+def test_momenta_that_are_not_averaged_continue_in_the_next_fit():
     model = network(OPTIMIZERS["momentum"]())
     for _ in range(2):
         fit(model, hvdx.ParameterAveraging(3, average_optimizer=False))
@@ -358,7 +358,7 @@ def test_distributed_optimizer_averages_in_a_loop_and_flush_at_its_end():
     alike(model.weights)
 
 
-def test_horovods_callback_brings_the_ranks_together():
+def test_horovods_callback_averages_at_the_end_of_an_epoch():
     model, _ = in_a_loop("parameter_averaging:period=4")
     model.compile(model.optimizer, model.loss)
     x, y = data(hvdx.rank())
@@ -375,7 +375,7 @@ def test_horovods_callback_brings_the_ranks_together():
 
 
 @pytest.mark.sizes(2, 4)
-def test_ranks_that_stepped_differently_are_told():
+def test_different_numbers_of_steps_are_an_error():
     model, optimizer = in_a_loop("parameter_averaging:period=50")
     train(model, optimizer, 3 if hvdx.rank() else 2)
     if hvdx.size() > 1:
@@ -383,7 +383,7 @@ def test_ranks_that_stepped_differently_are_told():
             hvd.flush(optimizer)
 
 
-def test_average_without_samples_counts_all_alike():
+def test_average_without_samples_weights_ranks_equally():
     model, optimizer = in_a_loop("parameter_averaging:period=2,weighted=true")
     train(model, optimizer, 4, counted=BATCH)
     adapter = adapter_of(optimizer)
@@ -393,7 +393,7 @@ def test_average_without_samples_counts_all_alike():
         alike(model.weights)
 
 
-def test_weights_are_asked_for_in_a_loop():
+def test_weighted_average_in_a_loop_requires_count_samples():
     model, optimizer = in_a_loop("parameter_averaging:weighted=true")
     if hvdx.size() > 1:
         with pytest.raises(ConfigError, match="count_samples"):
@@ -405,7 +405,7 @@ def test_weights_are_asked_for_in_a_loop():
 
 @pytest.mark.sizes(2, 4)
 @pytest.mark.parametrize("strategy", ["parameter_averaging:period=4", "parameter_averaging:4,average_optimizer=false"])
-def test_training_goes_on_from_the_middle_of_a_period_to_the_bit(tmp_path_factory, strategy):
+def test_training_resumes_within_a_period_bit_for_bit(tmp_path_factory, strategy):
     strategy = resolve(strategy.replace(":4", ":period=4"))
     folder = world.start().all_gather_object(str(tmp_path_factory.mktemp("middle")), "folder")[0]
     whole, optimizer = in_a_loop(strategy, "adam")

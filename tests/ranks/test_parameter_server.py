@@ -137,7 +137,7 @@ def all_steps(count, epoch=0):
         ("accumulating", "colocated"),
     ],
 )
-def test_with_bound_0_and_all_updates_collected_it_is_all_reduce(name, servers):
+def test_max_staleness_0_with_all_updates_aggregated_equals_all_reduce(name, servers):
     served, reduced = network(OPTIMIZERS[name]()), network(OPTIMIZERS[name]())
     _, history, count = fit(served, synchronous(servers), epochs=2)
     expected = alone(reduced, epochs=2)
@@ -148,7 +148,7 @@ def test_with_bound_0_and_all_updates_collected_it_is_all_reduce(name, servers):
     assert not [a for a in vars(served.optimizer) if a in ("_clip_gradients", "_backend_update_step")]
 
 
-def test_two_fits_in_a_row_go_on_with_their_momenta_as_all_reduce_does():
+def test_second_fit_keeps_momenta_like_all_reduce():
     served, reduced = network(OPTIMIZERS["momentum"]()), network(OPTIMIZERS["momentum"]())
     for _ in range(2):
         fit(served, synchronous())
@@ -188,7 +188,7 @@ def in_a_loop(strategy, make=OPTIMIZERS["momentum"], seed=3):
 
 @pytest.mark.sizes(1, 2)
 @pytest.mark.parametrize("servers", ["colocated:1", "colocated"])
-def test_own_loop_is_all_reduce_too(servers):
+def test_own_loop_equals_all_reduce_too(servers):
     reduced = network(OPTIMIZERS["momentum"]())
     alone(reduced, epochs=2)
     model, optimizer = in_a_loop(synchronous(servers))
@@ -250,7 +250,7 @@ def test_each_step_of_each_rank_counts_exactly_once(servers):
         np.testing.assert_array_equal(model.get_weights()[0][:, 0], -total * COUNTED)
 
 
-def test_collected_updates_count_as_their_mean():
+def test_aggregated_updates_count_as_their_mean():
     model, optimizer, step = constant_gradients(synchronous())
     for _ in range(7):
         step()
@@ -274,7 +274,7 @@ def test_slow_rank_takes_fewer_steps_than_others():
 
 
 @pytest.mark.sizes(2, 4)
-def test_bound_has_the_fast_wait_for_the_slow():
+def test_bound_makes_fast_ranks_wait_for_slow_ones():
     count = Count(0.02 if hvdx.rank() == hvdx.size() - 1 else 0.0)
     model = network(OPTIMIZERS["sgd"]())
     fit(model, asynchronous("bound"), data(10), callbacks=[count])
@@ -409,7 +409,7 @@ def test_batch_normalisation_and_constraints_hold_on_all_ranks():
     np.testing.assert_allclose(np.linalg.norm(model.get_weights()[0], axis=0), 1, atol=1e-5)
 
 
-def test_moving_averages_of_weights_end_alike():
+def test_moving_averages_of_weights_end_equal():
     model = network(keras.optimizers.SGD(0.1, momentum=0.9, use_ema=True, ema_momentum=0.9))
     _, _, count = fit(model, asynchronous(), epochs=2)
     alike([*model.weights, *moving_averages(model.optimizer)])
@@ -425,14 +425,14 @@ def test_moving_averages_of_weights_end_alike():
         (lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=3), "ema_overwrite_frequency"),
     ],
 )
-def test_optimizers_that_set_weights_anew_are_refused(make, says):
+def test_optimizers_that_assign_weights_are_refused(make, says):
     if hvdx.size() == 1:
         return
     with pytest.raises(ConfigError, match=says):
         fit(network(make()), asynchronous())
 
 
-def test_what_does_not_fit_these_ranks_is_refused():
+def test_options_that_do_not_fit_the_ranks_are_refused():
     if hvdx.size() == 1:
         return
     with pytest.raises(ConfigError, match=r"HVDX_STRATEGY=parameter_server:servers=1.*servers='colocated'"):
@@ -453,7 +453,7 @@ def test_what_does_not_fit_these_ranks_is_refused():
 @pytest.mark.parametrize(
     ("strategy", "batches"), [(asynchronous, 1), (asynchronous, STEPS), (synchronous, 1), (synchronous, STEPS)]
 )
-def test_overflow_of_one_rank_skips_its_steps_alone_and_nobody_hangs(strategy, batches):
+def test_overflow_of_one_rank_skips_its_steps_alone_and_no_rank_hangs(strategy, batches):
     keras.config.set_dtype_policy("mixed_float16")
     model = network(OPTIMIZERS["momentum"]())
     x, y = data()
@@ -473,7 +473,7 @@ def test_overflow_of_one_rank_skips_its_steps_alone_and_nobody_hangs(strategy, b
 
 
 @pytest.mark.graph
-def test_ranks_that_accumulate_for_longer_than_an_epoch_do_not_hold_up_others():
+def test_ranks_that_accumulate_for_longer_than_an_epoch_do_not_block_others():
     model = network(keras.optimizers.SGD(0.1, gradient_accumulation_steps=5))
     before = model.get_weights()
     count = Count(0.02 if hvdx.rank() == 0 else 0.0)
@@ -484,7 +484,7 @@ def test_ranks_that_accumulate_for_longer_than_an_epoch_do_not_hold_up_others():
 
 
 @pytest.mark.sizes(2, 4)
-def test_nan_of_one_rank_is_refused_and_said(capfd):
+def test_nan_of_one_rank_is_refused_and_reported(capfd):
     last, (x, y) = hvdx.size() - 1, data()
     if hvdx.rank() == last and last:
         x[0] = np.nan
@@ -571,7 +571,7 @@ def test_lists_that_share_a_variable_may_follow_each_other():
     np.testing.assert_array_equal(second.numpy(), np.full(FEATURES, -4 * hvdx.size()))
 
 
-def test_lists_that_share_nothing_may_be_used_beside_each_other():
+def test_lists_without_common_variables_are_allowed_together():
     optimizer, first, second, step = two_weights(hvdx.ParameterServer("colocated", op="sum"))
     for _ in range(2):
         for _ in range(3):
@@ -620,7 +620,7 @@ def test_worker_without_a_step_before_the_first_flush_is_named_by_all():
 
 
 @pytest.mark.parametrize("codec", ["fp16", "bf16", "threshold:0.2"])
-def test_codecs_make_updates_smaller_and_training_goes_on(codec):
+def test_codecs_make_updates_smaller_and_training_still_learns(codec):
     model = network(keras.optimizers.SGD(0.3), lambda: keras.layers.Dense(64, "tanh"))
     callback, history, count = fit(model, asynchronous("scale", codec=codec), data(12), epochs=2)
     assert count.apart == [{}] * 2
@@ -658,7 +658,7 @@ class Look(keras.callbacks.Callback):
         self.after = self.residuals()
 
 
-def test_residual_goes_on_from_fit_to_fit():
+def test_residual_is_kept_from_fit_to_fit():
     model, first, then = network(OPTIMIZERS["sgd"]()), Look(), Look()
     fit(model, asynchronous(codec="threshold:0.05"), callbacks=[first])
     fit(model, asynchronous(codec="threshold:0.05"), callbacks=[then])
@@ -724,7 +724,7 @@ def saved_fit(model, strategy, folder, epochs, *callbacks, keep=3):
 
 @pytest.mark.sizes(2, 4)
 @pytest.mark.parametrize("codec", ["none", "threshold:0.1"])
-def test_synchronous_training_resumes_to_the_bit(folder, codec):
+def test_synchronous_training_resumes_bit_for_bit(folder, codec):
     strategy = synchronous(codec=codec)
     straight = network(OPTIMIZERS["momentum"]())
     looked = Look()
@@ -745,7 +745,7 @@ def test_synchronous_training_resumes_to_the_bit(folder, codec):
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_another_number_of_ranks_deals_out_what_was_not_sent(folder, ranks):
+def test_another_number_of_ranks_distributes_residuals(folder, ranks):
     strategy = synchronous(codec="threshold:0.1")
     saved_fit(network(OPTIMIZERS["momentum"]()), strategy, folder, 1)
     factor = int(ranks != hvdx.size())
@@ -765,7 +765,7 @@ def test_another_number_of_ranks_deals_out_what_was_not_sent(folder, ranks):
         np.testing.assert_allclose(sum(everyone(look.before)), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_other_servers_and_codecs_go_on_from_a_checkpoint(folder):
+def test_other_servers_and_codecs_resume_from_a_checkpoint(folder):
     def loop(strategy, seed):
         model, optimizer = in_a_loop(strategy, seed=seed)
         epoch = checkpoint.restore(folder, model) or 0
@@ -787,7 +787,7 @@ def test_other_servers_and_codecs_go_on_from_a_checkpoint(folder):
     assert loop(hvdx.ParameterServer("colocated", codec="threshold:0.1"), 6)[0] == 3
 
 
-def test_training_goes_on_from_a_checkpoint_that_is_restored_in_mid_epoch(folder):
+def test_training_continues_from_a_checkpoint_restored_within_an_epoch(folder):
     model, optimizer = in_a_loop(asynchronous())
     train(model, optimizer, 2)
     checkpoint.save(folder, model, 1)
@@ -809,7 +809,7 @@ def test_training_goes_on_from_a_checkpoint_that_is_restored_in_mid_epoch(folder
 
 
 @pytest.mark.sizes(2, 4)
-def test_workers_with_different_models_are_told():
+def test_workers_with_different_models_are_refused():
     if hvdx.size() == 1:
         return
     units = 4 + (hvdx.rank() == hvdx.size() - 1)
@@ -821,7 +821,7 @@ def test_workers_with_different_models_are_told():
         train(model, optimizer, 1)
 
 
-def test_workers_with_different_strategies_are_told():
+def test_workers_with_different_strategies_are_refused():
     if hvdx.size() == 1:
         return
     mine = asynchronous("scale" if hvdx.rank() else "plain")
@@ -829,7 +829,7 @@ def test_workers_with_different_strategies_are_told():
         fit(network(OPTIMIZERS["sgd"]()), mine)
 
 
-def test_fit_that_an_exception_ended_leaves_nothing_behind():
+def test_fit_ended_by_an_exception_leaves_nothing_behind():
     class Break(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             if batch == hvdx.rank() + 1:
@@ -848,7 +848,7 @@ def test_fit_that_an_exception_ended_leaves_nothing_behind():
 
 
 @pytest.mark.parametrize("codec", ["none", "threshold:0.2"])
-def test_fit_after_one_that_an_exception_ended_begins_anew_with_a_scripts_own_optimizer(codec):
+def test_fit_after_an_exception_restarts_a_scripts_own_optimizer(codec):
     """The first push must not hold what the weights have become since."""
 
     class Break(keras.callbacks.Callback):

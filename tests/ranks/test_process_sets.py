@@ -37,7 +37,7 @@ def test_alltoall_gives_each_rank_its_part(graph):
 
 
 @pytest.mark.sizes(1, 2)
-def test_what_is_no_set_of_these_ranks_says_so():
+def test_invalid_process_sets_are_refused():
     rank, size = hvd.rank(), hvd.size()
     everyone = hvd.global_process_set
     assert (everyone.process_set_id, everyone.size(), everyone.rank(), everyone.included()) == (0, size, rank, True)

@@ -22,7 +22,7 @@ def made_anew():
 
 @pytest.mark.sizes(1, 2)
 @pytest.mark.parametrize("optimizer", [lambda: "sgd", made_anew])
-def test_ranks_that_train_apart_hear_of_it_once(optimizer, capfd):
+def test_ranks_that_train_separately_are_warned_once(optimizer, capfd):
     model = plain(optimizer())
     models.fit(model, [], epochs=1)
     said = capfd.readouterr().err
@@ -32,7 +32,7 @@ def test_ranks_that_train_apart_hear_of_it_once(optimizer, capfd):
     assert "of their own" not in capfd.readouterr().err
 
 
-def test_those_who_mean_it_say_so(capfd, monkeypatch):
+def test_environment_allows_separate_training(capfd, monkeypatch):
     monkeypatch.setenv("HVDX_ALLOW_SEPARATE", "1")
     models.fit(plain(), [], epochs=1)
     assert "of their own" not in capfd.readouterr().err
@@ -65,7 +65,7 @@ class ByTape(keras.Model):
         "tape": lambda: (models.compiled(ByTape(), "sgd"),),
     }.values(),
 )
-def test_ranks_that_train_together_hear_nothing(how, capfd):
+def test_ranks_that_train_together_are_not_warned(how, capfd):
     model, *callbacks = how()
     for _ in range(2):  # the second time nothing may be traced any more
         models.fit(model, callbacks, epochs=1)

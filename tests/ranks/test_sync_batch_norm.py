@@ -45,7 +45,7 @@ def test_statistics_and_gradients_are_those_of_the_whole_batch(masked, graph):
         np.testing.assert_allclose(own.numpy(), of_all.numpy(), rtol=1e-4)
 
 
-def test_layer_is_saved_and_does_without_others_when_it_does_not_train(tmp_path):
+def test_layer_is_saved_and_needs_no_other_ranks_in_inference(tmp_path):
     model = keras.Sequential([keras.Input((3,)), hvd.SyncBatchNormalization()])
     x = np.ones((2 + hvd.rank(), 3), "float32")
     if hvd.rank() == 0:

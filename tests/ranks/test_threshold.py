@@ -96,14 +96,14 @@ def test_replicas_are_identical_and_learn(strategy, optimizer):
         lambda: keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.05, 20), momentum=0.9),
     ],
 )
-def test_optimizers_of_keras_stay_alike(make):
+def test_replicas_stay_identical_under_optimizers_of_keras(make):
     model = network(make(), kernel_constraint=keras.constraints.MaxNorm(2.0))
     fit(model, "threshold:target_density=0.1", epochs=1)
     alike(model.weights)
 
 
 @pytest.mark.sizes(2, 4)
-def test_with_all_of_it_sent_workers_take_the_mean_of_their_own_steps():
+def test_tiny_tau_gives_the_mean_of_the_workers_steps():
     """At a tau of next to nothing, SGD without momentum is what AllReduce makes of it."""
     results = []
     for strategy in ("threshold:tau=1e-9", "all_reduce"):
@@ -123,7 +123,7 @@ class Halved(keras.optimizers.SGD):
         variable.assign_sub(gradient * learning_rate)
 
 
-def test_optimizer_that_assigns_by_itself_is_measured():
+def test_update_of_an_optimizer_that_assigns_directly_is_measured():
     results = []
     for kind in (Halved, keras.optimizers.SGD):
         keras.utils.set_random_seed(1)
@@ -147,7 +147,7 @@ def test_optimizers_that_compute_weights_are_refused():
 
 
 @pytest.mark.sizes(2, 4)
-def test_nan_on_one_rank_skips_the_step_and_training_goes_on(capfd):
+def test_nan_on_one_rank_skips_the_step_and_training_continues(capfd):
     x, y = data()
     if hvdx.rank() == hvdx.size() - 1:
         x[20, 3] = np.nan
@@ -188,7 +188,7 @@ def test_embeddings_travel_as_updates():
     alike(model.weights)
 
 
-def test_second_fit_goes_on_with_momenta_and_residual():
+def test_second_fit_keeps_momenta_and_residual():
     if hvdx.size() == 1:
         return
     model = network(keras.optimizers.SGD(0.05, momentum=0.9))
@@ -244,7 +244,7 @@ def test_auto_counts_the_steps_that_it_measured(per_execution):
         assert callback.cost().steps == 6 * STEPS
 
 
-def test_layers_frozen_between_fits_keep_what_they_have_not_sent():
+def test_layers_frozen_between_fits_keep_their_residual():
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
     optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
     for frozen in (False, True, False):
@@ -316,7 +316,7 @@ def test_one_variable_in_a_loop_without_a_graph(strategy):
     assert float(weight.numpy()[0]) < 0.9
 
 
-def test_step_on_its_way_is_in_the_weights_after_a_flush():
+def test_step_in_flight_is_in_the_weights_after_a_flush():
     """Powers of two, so that all sums are exact."""
     weight = keras.Variable(tf.zeros(4), name="weight")
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), strategy="threshold:tau=0.0009765625,overlap=true")
@@ -356,7 +356,7 @@ def test_telemetry_reaches_logs_files_and_the_history(tmp_path):
         assert expected <= set(file.read_text().splitlines()[0].split(","))
 
 
-def test_auto_says_why_and_goes_on_with_one_strategy(capfd):
+def test_auto_gives_its_reason_and_continues_with_one_strategy(capfd):
     model = network(keras.optimizers.SGD(0.05, momentum=0.9))
     callback, _ = fit(model, "auto", epochs=6)
     alike(model.weights)
@@ -368,7 +368,7 @@ def test_auto_says_why_and_goes_on_with_one_strategy(capfd):
             assert f"hvdx: auto: {hvdx.size()} workers, " in capfd.readouterr().err
 
 
-def test_horovod_is_not_started_where_nothing_uses_it():
+def test_horovod_is_not_started_if_nothing_uses_it():
     """In a process of its own, since this one has started it."""
     if hvdx.size() > 1:
         return
