@@ -1,10 +1,10 @@
-"""One of four ranks ends, dies or sleeps at a random step, many times: does the job end, or go on, and name the rank?
+"""Stress test: one of four ranks exits, fails, dies or is stopped at a random step, many times.
 
     python -m tests.deaths [--times 10] [--strategies NAME ...] [--ways NAME ...] [--seed 0]
 
-A line for each strategy and each way says in how many jobs the right rank was named and the job ended in time (or went
-on, where the rank was stopped for a while), and how long that took at most. It takes hours: the suite has a case of
-each (test_exits, test_failures, test_stalls).
+For each strategy and each way it prints the number of jobs that named the right rank and ended in time (or continued,
+if the rank was stopped for a while), and the longest time. It takes hours; the suite has a case of each (test_exits,
+test_failures, test_stalls).
 """
 
 import argparse
@@ -19,9 +19,9 @@ from typing import NamedTuple
 from tests.launch import Run, run
 
 RANKS, EPOCHS, STEPS = 4, 4, 40
-START = 120  # seconds until training has begun, at most
-SLEEP, WARNING = 90, 60  # seconds that a rank is stopped, and after which the others have to say so
-SOON = 15  # seconds from what is to be noticed to the end of the job
+START = 120  # seconds at most until training has begun
+SLEEP, WARNING = 90, 60  # seconds for which a rank is stopped, and until the others must warn
+SOON = 15  # seconds at most from the event to the end of the job
 
 CODE = """
 import os, signal, subprocess, sys, time
@@ -69,11 +69,11 @@ STRATEGIES = (
 
 
 class Outcome(NamedTuple):
-    """Of one job.
+    """Outcome of one job.
 
     Attributes:
-        problem: what was wrong; "" where nothing was.
-        seconds: from the event to the end of the job; from its end to the next step, where the rank was stopped.
+        problem: description of the failure; "" for none.
+        seconds: from the event to the end of the job; if the rank was stopped, from its waking to its next step.
     """
 
     problem: str
@@ -83,13 +83,13 @@ class Outcome(NamedTuple):
 def _dies(done: Run, rank: int, named: str, code: int | None) -> str:
     if done.code in (0, None) or (code is not None and done.code != code):
         return f"exit status {done.code}"
-    # The launcher's own words come in lines of some length.
+    # The launcher breaks its message into lines.
     return "" if re.search(named.format(rank=rank), " ".join(done.out.split())) else "not named"
 
 
 def _wakes(done: Run, rank: int) -> str:
     if done.code != 0 or done.out.count("TRAINED") < RANKS:
-        return f"did not go on: exit status {done.code}"
+        return f"did not continue: exit status {done.code}"
     return (
         "" if re.search(rf"no progress for .*\n(.*\n)*? *rank {rank} \S+: does not answer", done.out) else "not named"
     )
@@ -104,7 +104,7 @@ WAYS: dict[str, Callable[[Run, int], str]] = {
 
 
 def job(strategy: str, way: str, rank: int, step: int) -> Outcome:
-    """Run one job, and judge it."""
+    """Run one job and return its outcome."""
     program = ["-c", CODE, strategy, way, str(rank), str(step)]
     done = run(RANKS, program, START + SLEEP + SOON + 60, {"HVDX_STALL_WARNING": str(WARNING)})
     ended = time.time()
@@ -121,12 +121,12 @@ def job(strategy: str, way: str, rank: int, step: int) -> Outcome:
 
 
 def main() -> int:
-    """Run them all; 1 if something was wrong."""
+    """Run all jobs; return 1 if any had a problem."""
     parser = argparse.ArgumentParser(prog="python -m tests.deaths", description=__doc__.splitlines()[0])
     parser.add_argument("--times", type=int, default=10, help="jobs of each kind; 10 by default")
     parser.add_argument("--strategies", nargs="+", default=STRATEGIES, help="all four by default")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="all by default")
-    parser.add_argument("--seed", type=int, default=0, help="of ranks and steps")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random ranks and steps")
     args = parser.parse_args()
     draw, wrong = random.Random(args.seed), 0
     for strategy, way in itertools.product(args.strategies, args.ways):

@@ -1,12 +1,12 @@
-"""Feeds decoders with bytes that are no messages, and sees that nothing happens but an error.
+"""Fuzz test of the decoders: damaged messages must cause an error and nothing else.
 
     python -m tests.fuzz_wire --seconds 600 --seed 1
     python -m tests.fuzz_wire --replay FILE
 
-A message is refused, with the output as it was, or decoded to what `kernels.reference` says. It lies against a page
-that cannot be read, the output between values that must not change, and memory is limited: a decoder that reads or
-writes beside its arguments, or believes a length, ends the process. The case at hand is in a file, so that it can be
-replayed then, too.
+A message must be refused with the output unchanged, or decoded to the result of `kernels.reference`. The message is
+placed against a page that cannot be read, the output is between values that must not change, and memory is limited. So
+a decoder that reads or writes outside its arguments, or trusts a length, ends the process. A file holds the current
+case, so it can be replayed after that.
 """
 
 import argparse
@@ -31,11 +31,11 @@ from tests.kernels.guarded import Guarded
 from tests.kernels.mutations import corpus, mutate, mutate_bytes
 from tests.kernels.strategies import noise, split
 
-#: Largest message, and elements of the largest output, that a case holds.
+#: Largest number of bytes of a message, and of elements of an output.
 ROOM, LARGEST = 1 << 17, 5000
-#: Bytes that the process may take once everything has run.
+#: Bytes that the process may allocate after everything has run once.
 SPARE = 256 << 20
-#: Cases before memory is looked at.
+#: Number of cases between two checks of the memory.
 WARM = 1000
 CANARY = np.float32(-12345.678)
 CODECS: dict[str, Codec] = {
@@ -48,7 +48,7 @@ CODECS: dict[str, Codec] = {
 
 
 class Case(NamedTuple):
-    """A message for a decoder: a codec's, whole, or with codec "" the tiles that a kernel reads."""
+    """Message for a decoder: a whole message of a codec, or with codec "" the tiles that a kernel reads."""
 
     codec: str
     n: int
@@ -57,7 +57,7 @@ class Case(NamedTuple):
     taus: list[float]
     threads: int
     data: bytes
-    #: What went before the message, and must not be added if it is refused.
+    #: Message decoded before this one, which must not be added if this one is refused.
     before: bytes
 
     @property
@@ -66,7 +66,7 @@ class Case(NamedTuple):
 
 
 class Journal:
-    """The case at hand, in a file that outlives the process."""
+    """File with the current case, which outlives the process."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -81,7 +81,7 @@ class Journal:
 
 
 def load(path: Path) -> Case:
-    """The case in a journal's file."""
+    """Read the case from a journal's file."""
     head, rest = path.read_bytes().split(b"\n", 1)
     fields = json.loads(head)
     data, before = fields["data"], fields["before"]
@@ -89,7 +89,7 @@ def load(path: Path) -> Case:
 
 
 class Fuzzer:
-    """Makes cases and checks them."""
+    """Generator and checker of cases."""
 
     def __init__(self, seed: int, journal: Path) -> None:
         self.rng, self.journal = Random(seed), Journal(journal)
@@ -100,7 +100,7 @@ class Fuzzer:
         self.counts: Counter[str] = Counter()
 
     def case(self) -> Case:
-        """The next one."""
+        """Return the next case."""
         rng = self.rng
         if rng.random() < 0.3:
             return self._codec_case()
@@ -116,7 +116,7 @@ class Fuzzer:
         return Case("", n, rice, lengths, taus, rng.choice((1, 1, 1, 2)), message.tiles[:ROOM], before)
 
     def _codec_case(self) -> Case:
-        """A message whose checksum, mostly, was made right again."""
+        """Return a damaged message; in most cases its checksum is recomputed."""
         rng = self.rng
         name, n, sealed = rng.choice(self.sealed)
         _, _, other = rng.choice(self.sealed)
@@ -128,7 +128,7 @@ class Fuzzer:
         return Case(name, n, True, [], [], 1, frame.seal(whole, sealed[3]).tobytes(), before)
 
     def check(self, case: Case, thorough: bool) -> None:
-        """Decode one; `thorough` holds a refused one against the reference too, and its memory against a limit."""
+        """Decode a case; `thorough` also compares a refusal with the reference, and memory with a limit."""
         self.journal.note(case)
         message = self.room.place(case.data, at_end=self.rng.random() < 0.8)
         if case.n > LARGEST:
@@ -154,7 +154,7 @@ class Fuzzer:
             assert whole.tobytes() == was, "the message was refused, but the output has changed"
         if got or thorough:
             want = expected(case, self.start[: case.n])
-            assert got == (want is not None), "the reference is of another opinion"
+            assert got == (want is not None), "the reference gives another result"
             if want is not None:
                 assert (whole[:32] == CANARY).all(), "values before the output have changed"
                 assert (whole[32 + case.n :] == CANARY).all(), "values after the output have changed"
@@ -185,7 +185,7 @@ def _accepts(call, error: type[Exception]) -> bool:
 
 
 def _sealed(codec: Codec) -> list[tuple[int, bytes]]:
-    """(n, message) of right messages."""
+    """Return (n, message) of valid messages."""
     messages = []
     for n, density in ((0, 0), (3, 1), (200, 0.1), (200, 1), (3000, 0.02)):
         update, _ = noise(n, np.full(n, 0.5, np.float32), density, n)
@@ -198,7 +198,7 @@ def _sealed(codec: Codec) -> list[tuple[int, bytes]]:
 
 
 def expected(case: Case, start: np.ndarray) -> np.ndarray | None:
-    """What decoding gives by the specification: float32[n], or None where the message is wrong."""
+    """Return the result of the specification: float32[n], or None if the message is invalid."""
     out = [start.copy()]
     with np.errstate(all="ignore"):
         try:
@@ -214,7 +214,11 @@ def expected(case: Case, start: np.ndarray) -> np.ndarray | None:
 
 
 def _add(data: bytes, case: Case, out: list[np.ndarray]) -> None:
-    """Add a codec's message to `out`, or raise ValueError."""
+    """Add a codec's message to `out`.
+
+    Raises:
+        ValueError: if the message is invalid.
+    """
     fresh = frame.seal(np.frombuffer(data.ljust(frame.SIZE, b"\0"), np.uint8).copy(), case.before[3]).tobytes()
     if data != fresh:
         raise ValueError("not sealed")
@@ -243,17 +247,17 @@ def _add(data: bytes, case: Case, out: list[np.ndarray]) -> None:
 
 
 def limit_memory(spare: int) -> None:
-    """Let this process take no more than it has and `spare` bytes."""
+    """Limit this process to its current memory and `spare` bytes."""
     with open("/proc/self/statm") as file:
         now = int(file.read().split()[0]) * mmap.PAGESIZE
     resource.setrlimit(resource.RLIMIT_AS, (now + spare, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
 def run(fuzzer: Fuzzer, cases: int, seconds: float) -> int:
-    """Check cases until there were enough of them, or time is up: how many."""
+    """Check cases until their number or the time is reached; return their number."""
     begin = last = time.monotonic()
     for i in range(cases):
-        # The first ones compile what there is to compile, which takes memory.
+        # The first cases compile the kernels, which takes memory.
         if i == WARM:
             limit_memory(SPARE)
         fuzzer.check(fuzzer.case(), thorough=i > WARM and i % 5 == 0)
@@ -270,21 +274,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=60, help="stop after this time")
     parser.add_argument("--cases", type=int, default=10**12, help="stop after this many messages")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--journal", type=Path, default=Path("fuzz-wire.case"), help="file for the case at hand")
+    parser.add_argument("--journal", type=Path, default=Path("fuzz-wire.case"), help="file for the current case")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="check the case in this file alone")
     options = parser.parse_args(arguments)
     if options.replay:
         case = load(options.replay)
         fuzzer = Fuzzer(options.seed, options.replay.with_suffix(".replayed"))
-        # Several times: the message lies at one end of its room or the other, and the first time compiles.
+        # Several times, because the message is placed at either end of its page, and the first time compiles.
         for i in range(20):
             fuzzer.check(case, thorough=i > 0)
         print(f"right: {dict(fuzzer.counts)}")
         fuzzer.journal.path.unlink()
         return 0
-    print(f"the case at hand: {options.journal}; after a failure: --replay {options.journal}", file=sys.stderr)
+    print(f"current case: {options.journal}; after a failure: --replay {options.journal}", file=sys.stderr)
     fuzzer = Fuzzer(options.seed, options.journal)
-    # What a wrong message decodes to may be infinity.
+    # A wrong message may decode to infinity.
     np.seterr(all="ignore")
     done = run(fuzzer, options.cases, options.seconds)
     options.journal.unlink()

@@ -1,11 +1,11 @@
-"""Mutation tests: put one fault at a time into a copy of the project, and see whether the tests notice it.
+"""Mutation tests: put one fault at a time into a copy of the project, and check that its tests fail.
 
     python -m tests.mutate                          all faults of tests/mutants.toml
     python -m tests.mutate --only mean-not-divided  some of them
     python -m tests.mutate --list                   their names, and the test that has to find each
 
-A test that passes on broken code protects nothing. Each fault is one line of the project with another line in its
-place, and names the narrowest test that has to fail then.
+A test that passes on broken code protects nothing. Each fault replaces one line of the project, and names the narrowest
+test that must fail then.
 """
 
 import argparse
@@ -32,12 +32,12 @@ from tests.launch import ROOT, environment
 
 #: The faults.
 FAULTS = ROOT / "tests" / "mutants.toml"
-# By this variable all processes of a run are known, whatever sessions they have made for themselves.
+# This variable marks all processes of a run, in whichever session they are.
 _MARK = "HVDX_MUTATE"
 _LIMIT_SECONDS = 180.0
-# Folders at the top that are packages inside hvdx.
+# Top-level folders that are packages inside hvdx.
 _MAPPED = ("kernels", "jobs")
-# Lines of a test's output that are shown where something is wrong.
+# Number of lines of a test's output that are shown for a problem.
 _LINES = 25
 
 _EPILOG = """\
@@ -72,10 +72,10 @@ class Mutant:
     Attributes:
         name: unique.
         file: path from the top of the project.
-        old, new: text that stands once in the file, and what takes its place.
-        tests: pytest's node ids; one of them has to fail.
-        ranks: how many run the tests; 1 is without a launcher.
-        why: what is wrong with `new`, where that is not plain.
+        old, new: text that occurs once in the file, and its replacement.
+        tests: pytest's node ids, of which one must fail.
+        ranks: number of ranks that run the tests; 1 runs without a launcher.
+        why: explanation of the fault, if `new` does not show it.
     """
 
     name: str
@@ -89,13 +89,13 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one fault.
+    """Outcome of one fault.
 
     Attributes:
         mutant: the fault.
         result: "found", "hung", "SURVIVED" or "ERROR".
-        seconds: that its test took.
-        detail: for people; "" where there is nothing to say.
+        seconds: duration of its tests.
+        detail: explanation for people; "" for none.
     """
 
     mutant: Mutant
@@ -105,23 +105,23 @@ class Outcome:
 
     @property
     def fine(self) -> bool:
-        """Whether the fault was noticed."""
+        """True if the tests noticed the fault."""
         return self.result in ("found", "hung")
 
     def as_json(self) -> dict[str, Any]:
-        """For a file."""
+        """Return the outcome as JSON values."""
         about = {"name": self.mutant.name, "file": self.mutant.file, "tests": list(self.mutant.tests)}
         return about | {"ranks": self.mutant.ranks, "result": self.result, "seconds": round(self.seconds, 1)}
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a launch of pytest ended.
+    """Result of one run of pytest.
 
     Attributes:
-        code: exit status; None when the time limit ended it.
-        out: what it printed.
-        seconds: that it took.
+        code: exit status; None if the time limit ended it.
+        out: output.
+        seconds: duration.
     """
 
     code: int | None
@@ -130,12 +130,12 @@ class Ended:
 
     @property
     def tail(self) -> str:
-        """The last lines of the output, indented."""
+        """Last lines of the output, indented."""
         return "\n".join(f"    {line}" for line in self.out.splitlines()[-_LINES:])
 
 
 class _StoppedError(Exception):
-    """Somebody has interrupted the run."""
+    """The user has interrupted the run."""
 
 
 def load(path: Path) -> list[Mutant]:
@@ -145,7 +145,7 @@ def load(path: Path) -> list[Mutant]:
         path: a file such as tests/mutants.toml.
 
     Raises:
-        ValueError: an entry lacks something, has something unknown, or a name stands there twice.
+        ValueError: if an entry lacks a key, has an unknown one, or repeats a name.
     """
     found = []
     for entry in tomllib.loads(path.read_text())["mutant"]:
@@ -163,7 +163,7 @@ def load(path: Path) -> list[Mutant]:
 
 
 def problem(mutant: Mutant, root: Path) -> str:
-    """Say why a fault cannot be put into the files below `root`; "" where it can."""
+    """Return the reason why a fault does not apply to the files below `root`; "" if it does."""
     path = root / mutant.file
     if not path.is_file():
         return f"there is no {mutant.file}"
@@ -174,7 +174,7 @@ def problem(mutant: Mutant, root: Path) -> str:
 
 
 def missing_test(node: str, root: Path) -> str:
-    """Say what a node id names that is not below `root`: its file or its function; "" where both are there."""
+    """Return the part of a node id, file or function, that is missing below `root`; "" if both exist."""
     file, _, rest = node.partition("::")
     function = rest.partition("[")[0].rpartition("::")[2]
     path = root / file
@@ -188,7 +188,7 @@ class Copy:
 
     Args:
         root: the project, a working tree of git.
-        folder: where the copy is made; its temporary files go beside it.
+        folder: place of the copy; its temporary files go beside it.
     """
 
     def __init__(self, root: Path, folder: Path):
@@ -205,7 +205,7 @@ class Copy:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(root / name, folder / name)
         for room in _MAPPED:
-            # So that `import hvdx.kernels` finds the copy's, and not what an editable install points at.
+            # `import hvdx.kernels` must find the copy, and not the target of an editable install.
             if (folder / "hvdx").is_dir() and (folder / room).is_dir():
                 (folder / "hvdx" / room).symlink_to(f"../{room}")
 
@@ -216,7 +216,7 @@ class Copy:
         text, before = path.read_text(), path.stat()
         try:
             path.write_text(text.replace(mutant.old, mutant.new))
-            # Python compares seconds to tell whether what it compiled is still valid.
+            # Python compares modification times in seconds to validate its compiled files.
             self._writes += 1
             os.utime(path, (before.st_mtime + self._writes, before.st_mtime + self._writes))
             yield
@@ -231,18 +231,18 @@ class Copy:
             tests: node ids.
             ranks: see `Mutant`.
             limit: seconds.
-            stop: set where the run was interrupted.
-            options: pytest's.
+            stop: set if the run is interrupted.
+            options: options of pytest.
 
         Raises:
-            _StoppedError: `stop` was set.
+            _StoppedError: if `stop` is set.
         """
         command = [sys.executable, "-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", *options, *tests]
         if ranks > 1:
             from hvdx.cli.common.mpi_tools import mpirun_command
 
             command = mpirun_command(ranks) + command
-        # Compiled kernels that are broken must not fill the cache of those that are not.
+        # Broken kernels must not enter the cache of the correct ones.
         here = {"PYTHONPATH": str(self.folder), "TMPDIR": str(self._scratch), "HVDX_CACHE": str(self._cache)}
         env = environment(here | {_MARK: self.mark})
         begin = time.monotonic()
@@ -271,16 +271,16 @@ def _wait(process: subprocess.Popen, end: float, stop: threading.Event) -> int |
 
 
 def kill_marked(mark: str) -> None:
-    """Kill all processes that have a mark in their environment: ranks and what tests started leave the process group.
+    """Kill all processes with a mark in their environment, because ranks and tests' processes leave the process group.
 
     Args:
-        mark: as `Copy` made it.
+        mark: value of the variable, made by `Copy`.
     """
     wanted = f"{_MARK}={mark}".encode()
     for _ in range(50):
         left = 0
         for folder in Path("/proc").glob("[0-9]*"):
-            # Processes of others, and such as have just ended, cannot be read. The dead have no environment.
+            # Processes of other users, and those that have just ended, cannot be read. Zombies have no environment.
             with contextlib.suppress(OSError):
                 if wanted in (folder / "environ").read_bytes().split(b"\0"):
                     os.kill(int(folder.name), signal.SIGKILL)
@@ -295,8 +295,8 @@ def try_out(mutant: Mutant, copy: Copy, limit: float, stop: threading.Event) -> 
 
     Args:
         mutant: the fault.
-        copy: of the project.
-        limit: seconds.
+        copy: copy of the project.
+        limit: seconds for its tests.
         stop: see `Copy.pytest`.
     """
     wrong = problem(mutant, copy.folder)
@@ -309,23 +309,23 @@ def try_out(mutant: Mutant, copy: Copy, limit: float, stop: threading.Event) -> 
     if ended.code == 0:
         skipped = "its test was skipped" if "SKIPPED" in ended.out else ""
         return Outcome(mutant, "SURVIVED", ended.seconds, skipped)
-    # Of pytest: interrupted by an error of collection, internal error, wrong usage, no tests.
+    # Exit statuses of pytest: error of collection, internal error, wrong usage, no tests.
     if 2 <= ended.code <= 5:
         return Outcome(mutant, "ERROR", ended.seconds, f"pytest ended with exit code {ended.code}:\n{ended.tail}")
     return Outcome(mutant, "found", ended.seconds)
 
 
 def unbroken(tests: Mapping[int, Sequence[str]], copy: Copy, limit: float, stop: threading.Event) -> str:
-    """Run the tests of all faults on a copy as it is, in one launch for each number of ranks.
+    """Run the tests of all faults on an unchanged copy, in one launch for each number of ranks.
 
     Args:
         tests: node ids by number of ranks.
-        copy: of the project.
+        copy: copy of the project.
         limit: seconds for one test.
         stop: see `Copy.pytest`.
 
     Returns:
-        What went wrong; "" where all passed, and none was skipped.
+        Description of the failure; "" if all tests passed and none was skipped.
     """
     for ranks, nodes in sorted(tests.items()):
         ended = copy.pytest(nodes, ranks, limit * len(nodes), stop, "-rfEs")
@@ -336,7 +336,7 @@ def unbroken(tests: Mapping[int, Sequence[str]], copy: Copy, limit: float, stop:
 
 
 def distinct_tests(mutants: Sequence[Mutant]) -> dict[int, list[str]]:
-    """The node ids of some faults, each once, by number of ranks."""
+    """Return the node ids of some faults, each once, by number of ranks."""
     found: dict[int, dict[str, None]] = {}
     for mutant in mutants:
         found.setdefault(mutant.ranks, {}).update(dict.fromkeys(mutant.tests))
@@ -344,12 +344,12 @@ def distinct_tests(mutants: Sequence[Mutant]) -> dict[int, list[str]]:
 
 
 class Run:
-    """Tries faults out, several at once, and says what became of each.
+    """Run of all faults, several at once.
 
     Args:
         mutants: the faults.
         root: the project.
-        jobs: copies of the project that work side by side.
+        jobs: number of copies of the project that run at once.
         limit: seconds for the tests of one fault.
     """
 
@@ -361,13 +361,13 @@ class Run:
         self.outcomes: list[Outcome] = []
 
     def all(self, check_first: bool = True) -> str:
-        """Try all faults out; what each came to is in `outcomes` as soon as it is known.
+        """Try all faults; `outcomes` gets each outcome as soon as it is known.
 
         Args:
-            check_first: whether the tests have to pass without faults.
+            check_first: run the tests without faults first; they must pass.
 
         Returns:
-            Why nothing could be tried; "" where it could.
+            The reason why no fault was tried; "" if they were.
         """
         folder = Path(tempfile.mkdtemp(prefix="hvdx-"))
         copies = []
@@ -406,7 +406,7 @@ class Run:
         self._done.put(None)
 
     def _report(self, workers: int) -> None:
-        """Print outcomes as they come, until all workers have ended."""
+        """Print outcomes as they arrive, until all workers have ended."""
         begin, total = time.monotonic(), len(self._mutants)
         width = max(len(mutant.name) for mutant in self._mutants)
         while workers:
@@ -433,7 +433,7 @@ def _in_words(seconds: float) -> str:
 
 
 def summary(outcomes: Sequence[Outcome], total: int) -> str:
-    """What became of all faults, and the names of those that need looking at."""
+    """Return the counts of all outcomes, and the names of the faults that need attention."""
     counts = {kind: sum(o.result == kind for o in outcomes) for kind in ("found", "hung", "SURVIVED", "ERROR")}
     lines = [f"{total} faults: " + ", ".join(f"{n} {kind}" for kind, n in counts.items() if n or kind == "found")]
     for outcome in outcomes:
@@ -447,9 +447,9 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT, faults: Path = FA
     """Run the command; see the docstring of this module.
 
     Args:
-        argv: the words after the command's name.
-        root: the project.
-        faults: the file of faults.
+        argv: arguments after the command's name.
+        root: folder of the project.
+        faults: file of the faults.
     """
     parser = argparse.ArgumentParser(
         prog="python -m tests.mutate",
@@ -509,7 +509,7 @@ def _run(run: Run, total: int, check_first: bool, file: Path | None) -> int:
 
 @contextlib.contextmanager
 def _handling(number: int, handler: Callable[..., Any]) -> Iterator[None]:
-    """Handle a signal until the block ends, where that is possible: in the main thread."""
+    """Handle a signal until the block ends; only the main thread can."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""Runs tests/ranks under mpirun: the same tests, on 2 and on 4 ranks. (On 1 they run by themselves.)"""
+"""Run tests/ranks under mpirun on 2 and on 4 ranks. (On 1 rank pytest runs them directly.)"""
 
 import re
 
@@ -6,9 +6,9 @@ import pytest
 
 from tests.launch import run
 
-# Seconds for the whole folder; a deadlock in one test ends there, or sooner by Horovod's own limit.
+# Seconds for the whole folder; they end a deadlock, unless Horovod's own limit ends it sooner.
 LIMIT = {2: 1800, 4: 1800}
-# Tests that run at the least; each says at which sizes it does.
+# Smallest number of tests that must run, by number of ranks.
 LEAST = {2: 300, 4: 70}
 
 

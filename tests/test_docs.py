@@ -1,4 +1,4 @@
-"""What the documentation shows comes from docs/benchmarks, and its links lead somewhere."""
+"""Links of the documentation resolve, and its picture is drawn from docs/benchmarks."""
 
 import importlib.util
 import json
@@ -13,7 +13,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as repositories and MkDocs make them."""
+    """Return the anchors of a page's headings, in the form of GitHub and MkDocs."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}

@@ -1,4 +1,4 @@
-"""A rank that calls `sys.exit` while the others go on: they hear which, and why, and do not wait for it."""
+"""A rank that calls `sys.exit` while the others continue ends the job, with its number and argument in the message."""
 
 import time
 

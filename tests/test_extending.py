@@ -1,4 +1,4 @@
-"""docs/extending.md shows what tests/ranks/test_extending.py runs, each in at most 40 lines."""
+"""docs/extending.md shows the files that tests/ranks/test_extending.py runs, each in at most 40 lines."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Bad input: a clear error, on all ranks, within seconds."""
+"""Bad input causes a clear error on all ranks within seconds."""
 
 import re
 import socket
@@ -8,9 +8,9 @@ import pytest
 
 from tests.launch import run
 
-# From the failure to the end of the job on all ranks; the start of TensorFlow comes on top.
+# Seconds from the failure to the end of the job on all ranks; START adds the start of TensorFlow.
 START, END = 60, 15
-# The same, where a rank is gone.
+# The same if a rank was killed.
 DEAD_END = 10
 
 PREAMBLE = """
@@ -30,12 +30,12 @@ def ready():
 """
 
 
-# What AllReduce does before its first step.
+# The calls of AllReduce before its first step.
 START_HOROVOD = "import hvdx; from hvdx import comm; hvdx.init(); comm.graph()"
 
 
 def fails(ranks, code, *named, env=None, code_is=1, end=END):
-    """Run a snippet that has to fail, soon after it says READY where it does, with every text in `named`."""
+    """Run a snippet that must fail with every text in `named`, soon after it prints READY if it does."""
     done = run(ranks, ["-c", PREAMBLE + code], timeout=START + END, env=env)
     ended = time.time()
     assert done.code not in (None, 0), done
@@ -99,7 +99,7 @@ class Kill(keras.callbacks.Callback):
 network().fit(x, y, batch_size=4, epochs=100, verbose=0, callbacks=[hvdx.keras.Distribute({strategy!r}), Kill()])
 """
     done = fails(2, code, code_is=None, end=DEAD_END)
-    # The launcher's words, in lines of some length: the process has no time for any of its own.
+    # The launcher's message, which it breaks into lines; the killed process cannot print one.
     said = " ".join(done.out.split())
     host = re.escape(socket.gethostname())
     assert re.search(rf"rank 1 .{{0,40}}on node {host} .{{0,40}}signal 9", said), done
@@ -113,7 +113,7 @@ def test_too_many_ranks_for_the_machine_are_refused():
 
 
 def test_launcher_of_another_mpi_is_refused():
-    """What N singletons look like: the launcher says 2, MPI finds 1."""
+    """N singletons: the launcher started 2 ranks, and MPI finds a world of 1."""
     env = {"PMI_RANK": "0", "PMI_SIZE": "2"}
     done = run(1, ["-c", "import hvdx; hvdx.init()"], timeout=START, env=env)
     assert done.code not in (None, 0)
@@ -145,7 +145,7 @@ def test_horovod_that_cannot_be_loaded_names_the_remedy(tmp_path, stub, named):
 
 
 def fake_distribution(folder, built_for):
-    """A Horovod on the path that says what it was built for; none where that is None."""
+    """Put a Horovod on the path with the version that it was built for; without one if `built_for` is None."""
     info = folder / "horovod-0.28.1.dist-info"
     info.mkdir(parents=True)
     (folder / "horovod").mkdir()

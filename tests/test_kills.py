@@ -1,6 +1,6 @@
-"""Ranks that are killed while checkpoints are written: each next job goes on, to the bit.
+"""After a rank is killed while checkpoints are written, the next job resumes bit for bit.
 
-tests/keras/test_checkpoint_faults.py tries every moment of a save; here are real processes and a real launcher.
+tests/keras/test_checkpoint_faults.py tries every operation of a save; these tests have real processes and a launcher.
 """
 
 import json
@@ -16,11 +16,11 @@ from hvdx.keras.checkpoint.folder import SHARED, of_rank
 from tests.launch import ROOT, environment, run
 
 RANKS, KILLS = 2, 4
-# More than a job trains before it is killed.
+# More epochs than a job trains before it is killed.
 EPOCHS = 70
 LIMIT = 120
 
-# Saves after every step, so that there is hardly a moment in which nothing is being written.
+# Saves after every step, so a write is in progress almost all the time.
 SCRIPT = """
 import hashlib, os, sys
 import numpy as np, keras
@@ -46,7 +46,7 @@ print(f"WEIGHTS {hvdx.rank()}", hashlib.sha256(bits).hexdigest(), flush=True)
 
 
 def weights(out):
-    """Of all ranks, which are the same."""
+    """Return the digest of the weights, which is the same on all ranks."""
     found = [line.split()[2] for line in out.splitlines() if line.startswith("WEIGHTS")]
     assert len(found) == RANKS, out
     assert len(set(found)) == 1, out
@@ -54,7 +54,7 @@ def weights(out):
 
 
 def read_whole(path):
-    """Read all of a checkpoint, against its checksums."""
+    """Read all files of a checkpoint and verify their checksums."""
     manifest = json.loads((path / "manifest.json").read_text())
     for name in [SHARED, *map(of_rank, range(manifest["ranks"]))]:
         for array in Arrays.of(path / name).values():
@@ -63,12 +63,12 @@ def read_whole(path):
 
 
 def names(folder):
-    """Of the checkpoints that are there."""
+    """Return the names of the checkpoints in a folder."""
     return {path.name for path in folder.glob("epoch-*")}
 
 
 def kill_one(folder, rank):
-    """Train, and kill a rank while the checkpoint after the first one is written; what was said."""
+    """Train, kill a rank while the second checkpoint is written, and return the output."""
     command = [*mpirun_command(RANKS), sys.executable, "-c", SCRIPT, str(folder), str(EPOCHS)]
     said, pids, end, before = [], {}, time.monotonic() + LIMIT, names(folder)
     with process_group(command, environment(), ROOT, merged=True) as process:
@@ -97,7 +97,7 @@ def test_each_rank_in_turn_is_killed_and_every_resume_works(tmp_path):
         said = kill_one(folder, kill % RANKS)
         assert ("going on after" in said) == (kill > 0)
         assert "damaged" not in said
-        # Whatever has its name is whole, at any moment.
+        # A checkpoint with its final name is complete at any moment.
         there = sorted(read_whole(path) for path in folder.glob("epoch-*"))
         assert there[-1] > newest, "a resume began before the newest checkpoint"
         newest = there[-1]

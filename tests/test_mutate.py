@@ -1,4 +1,4 @@
-"""The faults of tests/mutants.toml can be put in, and the runner tells what becomes of them."""
+"""The faults of tests/mutants.toml apply to the code, and the runner reports their outcomes."""
 
 import json
 import os
@@ -22,7 +22,7 @@ def test_fault_can_be_put_in_and_its_tests_are_there(mutant):
     assert [mutate.missing_test(node, ROOT) for node in mutant.tests] == [""] * len(mutant.tests)
     assert mutant.tests
     assert mutant.ranks == 1 or all(node.startswith("tests/ranks/") for node in mutant.tests)
-    # What stands in several lines, or is long, is more than one fault.
+    # A change of several lines, or a long one, is more than one fault.
     assert mutant.old.strip("\n").count("\n") == mutant.new.strip("\n").count("\n") == 0
 
 
@@ -40,7 +40,7 @@ def entry(name, old, new, **more):
 
 @pytest.fixture
 def toy(tmp_path):
-    """A project of two files, as git knows it, and what runs faults on it."""
+    """Make a git project of two files; return a function that runs faults on it."""
     tree = tmp_path / "tree"
     tree.mkdir()
     (tree / "toy.py").write_text("def double(x):\n    y = x + x\n    assert y == x + x\n    return y\n")
@@ -50,7 +50,7 @@ def toy(tmp_path):
     )
     for words in (["init", "-q"], ["add", "."]):
         subprocess.run(["git", *words], cwd=tree, check=True, capture_output=True)
-    # Of a tracked file counts what is there now.
+    # The copy has the current content of tracked files, committed or not.
     (tree / "toy.py").write_text((tree / "toy.py").read_text().replace("    assert y == x + x\n", ""))
 
     def run(faults, *words):

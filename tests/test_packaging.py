@@ -1,4 +1,4 @@
-"""What an installation leaves behind: one top-level package."""
+"""A wheel contains one top-level package with all modules and templates."""
 
 import shutil
 import subprocess
@@ -12,7 +12,7 @@ from tests.launch import ROOT
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """A wheel of a clean copy of the checkout."""
+    """Build a wheel from a clean copy of the checkout."""
     source = tmp_path_factory.mktemp("source") / "hvdx"
     source.mkdir()
     for name in ("pyproject.toml", "setup.py", "README.md"):

@@ -1,4 +1,4 @@
-"""The parameter server in processes of its own: servers that are ranks, and what happens when ranks fail."""
+"""The parameter server in separate jobs: servers in ranks of their own, and failures of ranks."""
 
 import re
 import time
@@ -7,7 +7,7 @@ import pytest
 
 from tests.launch import run
 
-# From the failure to the end of the job; the start of TensorFlow comes on top.
+# Seconds from the failure to the end of the job (END), and for the start of TensorFlow (START).
 START, END = 60, 20
 
 MODEL = """
@@ -36,7 +36,7 @@ class Hook(keras.callbacks.Callback):
             self.do()
 """
 
-# The ways to say before anything else that the last rank serves.
+# The ways to make the last rank a server.
 DEDICATED = {
     "environment": ("hvdx.init(); callback = hvd.Distribute()", {"HVDX_STRATEGY": "parameter_server:servers=1"}),
     "init": ("hvdx.init(strategy=hvdx.ParameterServer(1)); callback = hvd.Distribute()", {}),
@@ -49,7 +49,7 @@ def launched(ranks, code, env=None, timeout=START + END):
 
 
 def fails(ranks, code, *named, env=None):
-    """Run a snippet that has to fail, soon after it says READY, with every text in `named`."""
+    """Run a snippet that must fail with every text in `named`, soon after it prints READY."""
     done = launched(ranks, code, env)
     ended = time.time()
     assert done.code not in (None, 0), done
@@ -62,7 +62,7 @@ def fails(ranks, code, *named, env=None):
     return done
 
 
-# -- servers that are ranks -------------------------------------------------------------------------------------------
+# -- servers in ranks of their own ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", DEDICATED)
@@ -81,7 +81,7 @@ print("WORKER", hvdx.rank(), hvdx.size(), steps, float(sum(np.abs(w).sum() for w
     assert {size for _, size, *_ in said} == {"2"}
     assert sum(int(steps) for _, _, steps, _ in said) == 2 * 2 * 16
     assert len({weights for *_, weights in said}) == 1
-    # But for the line that says who trains with what.
+    # The only output is the line about workers and threads.
     known = ("WORKER", "I0000", "hvdx: 2 workers on one host")
     others = [line for line in done.out.splitlines() if line.strip() and not line.startswith(known)]
     assert not [line for line in others if "hvdx" in line or "Error" in line or "Traceback" in line], done
@@ -207,7 +207,7 @@ def step():
 
 @pytest.mark.parametrize("servers", ["1", "colocated"])
 def test_worker_that_ends_early_does_not_leave_the_others_waiting(servers):
-    """It says good-bye, and what the others have is flushed without it."""
+    """It sends DISCONNECT, and the others flush without it."""
     code = f"""
 hvdx.init(strategy="parameter_server:servers={servers}")
 {LOOP}
@@ -316,7 +316,7 @@ def test_thousands_of_updates_with_random_delays_count_once_each(ranks, servers)
     assert int(far) > 0
 
 
-# -- jobs in which nobody trains under the server ---------------------------------------------------------------------
+# -- jobs without training on the server ------------------------------------------------------------------------------
 
 IDLE = {
     "one worker": (2, "train(hvd.Distribute())"),

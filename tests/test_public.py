@@ -1,4 +1,4 @@
-"""What is public is documented, and its examples run."""
+"""Public names are documented, and the examples in docstrings run."""
 
 import doctest
 import importlib
@@ -12,7 +12,7 @@ import hvdx.jobs
 import hvdx.keras
 import hvdx.strategies
 
-# Scripts without functions: importing one runs it.
+# Scripts without functions, which an import runs.
 STARTS_SOMETHING = {"hvdx.__main__", "hvdx.jobs.horovod_keras_digits"}
 MODULES = sorted(
     m.name
@@ -40,7 +40,7 @@ def test_examples_run(name):
 
 
 def test_top_level_stays_light():
-    """`import hvdx` and the command line do without TensorFlow."""
+    """`import hvdx` and the command line do not import TensorFlow."""
     from tests.launch import run
 
     code = (

@@ -1,4 +1,4 @@
-"""A training that goes on in new processes: as many, fewer or more; after the end, or after one was killed."""
+"""A training resumes in new processes: the same number, fewer or more; after its end, or after a rank was killed."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import pytest
 from hvdx.keras.checkpoint.files import Arrays
 from tests.launch import ROOT, run
 
-# Trains in `FOLDER/ckpt` and leaves behind, for each rank, digests of what it holds.
+# Trains in `FOLDER/ckpt` and writes digests of each rank's state.
 SCRIPT = """
 import hashlib, json, os, signal, sys, time
 import numpy as np, keras
@@ -66,7 +66,7 @@ JOB = str(ROOT / "jobs" / "fashion_mnist.py")
 
 
 def train(folder, name, ranks, epochs, seed=0, **env):
-    """Train, in processes of their own; what each rank says in the end."""
+    """Train in new processes; return the final report of each rank."""
     done = run(ranks, ["-c", SCRIPT, str(folder), str(epochs), str(seed)], LIMIT, {"NAME": name, **env})
     assert done.code == 0, done
     return [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(ranks)]
@@ -78,12 +78,12 @@ def total(says, when):
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    """Four epochs of two ranks, one after the other."""
+    """Train four epochs on two ranks without an interruption."""
     return train(tmp_path_factory.mktemp("straight"), "whole", 2, 4)
 
 
 def assert_went_on(resumed, straight):
-    """To the bit, from epoch 2."""
+    """Assert that epochs 2 to 4 agree bit for bit."""
     for mine, expected in zip(resumed, straight, strict=True):
         assert (mine["first"], expected["first"]) == (2, 0)
         for name in ("weights", "optimizer", "generators", "after"):
@@ -127,7 +127,7 @@ def test_killed_rank_ends_the_job_and_the_next_job_resumes_from_its_last_checkpo
     assert done.code not in (None, 0), done
     began = done.ready
     assert ended - began[0] < 10, done
-    # The launcher's words, in lines of some length.
+    # The launcher's message, which it breaks into lines.
     said = " ".join(done.out.split())
     assert re.search(r"rank 1 .*signal 9|rank 1 .*Killed|@1,1\].*signal 9", said), done
     assert_went_on(train(tmp_path, "again", 2, 4, seed=3), straight)
@@ -136,7 +136,7 @@ def test_killed_rank_ends_the_job_and_the_next_job_resumes_from_its_last_checkpo
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 600 kB, which holds two checkpoints of the main job and not a third."""
+    """Mount a file system of 600 kB, which holds two checkpoints of the main job and not a third."""
     path = tmp_path / "small"
     path.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(path)]
@@ -151,7 +151,7 @@ def test_full_or_read_only_disk_ends_all_ranks_and_loses_no_checkpoint(small_dis
     done = run(2, command, LIMIT)
     assert done.code not in (None, 0), done
     assert re.search(r"ReplicaError: .*rank 0: OSError: \[Errno 28\] No space left.*are as they were", done.out), done
-    # A job that failed leaves the file that said whose the directory was; its lock is gone.
+    # A failed job leaves the file with the owner of the directory; its lock is released.
     there = sorted(path.name for path in (small_disk / "ckpt").iterdir() if path.is_dir())
     assert there == ["epoch-0000-step-00000005", "epoch-0000-step-00000010"]
     for path in (small_disk / "ckpt").glob("*/*.safetensors"):

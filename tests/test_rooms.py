@@ -1,4 +1,4 @@
-"""Holds the table of rooms in docs/architecture.md against the imports, and finds circles of imports."""
+"""Imports agree with the table of rooms in docs/architecture.md, and have no circles."""
 
 import ast
 import sys
@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 COMMUNICATION = {"mpi4py", "horovod"}
 
-# room: what it may import besides the standard library and itself; None: anything but what NEVER names.
+# room: packages it may import besides the standard library and itself; None: anything that NEVER does not list.
 MAY = {
     "kernels": {"numpy", "numba", "llvmlite"},
     "errors": set(),
@@ -22,14 +22,14 @@ MAY = {
     "keras": {
         *("numpy", "tensorflow", "keras", "xxhash"),
         *("hvdx.strategies", "hvdx.comm", "hvdx.report", "hvdx.errors", "hvdx.version"),
-        # A checkpoint is written as `hvdx average` writes its files.
+        # Checkpoints are written by the functions that write the files of `hvdx average`.
         *("hvdx.averaging.dtypes", "hvdx.averaging.extents", "hvdx.averaging.output", "hvdx.averaging.safetensors"),
     },
     "averaging": None,
     "cli": {"packaging", "hvdx"},
     "jobs": None,
 }
-# What jobs that people read may import of hvdx: what users import, and tables. Benchmarks measure what lies below.
+# Modules of hvdx that example jobs may import: public ones, and tables. Benchmarks may import internals.
 PUBLIC = {"hvdx", "hvdx.keras", "hvdx.report", "hvdx.report.bars", "hvdx.report.table"}
 NEVER = {
     "comm": {"hvdx.codec", "hvdx.kernels", "hvdx.keras", "hvdx.strategies", "keras", "numba"},
@@ -38,7 +38,7 @@ NEVER = {
 
 
 def sources():
-    """(room, file) for every Python file that is installed."""
+    """Yield (room, file) for every Python file that is installed."""
     for folder, package in (("hvdx", None), ("kernels", "kernels"), ("jobs", "jobs")):
         for path in sorted((ROOT / folder).rglob("*.py")):
             parts = path.relative_to(ROOT / folder).with_suffix("").parts
@@ -47,7 +47,7 @@ def sources():
 
 
 def imports(path):
-    """(module, names, line) of every import in a file, `import_module("...")` included."""
+    """Yield (module, names, line) of every import in a file, `import_module("...")` included."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -60,13 +60,13 @@ def imports(path):
 
 
 def within(module, names, packages):
-    """Whether `module`, or what is imported from it, lies in one of `packages`."""
+    """Return whether `module`, or a name imported from it, is in one of `packages`."""
     spelled = [module, *(f"{module}.{name}" for name in names)]
     return any(m == p or m.startswith(p + ".") for m in spelled for p in packages)
 
 
 def complaints(room, path):
-    """What one file imports against the table."""
+    """Yield the imports of one file that the table forbids."""
     allowed, banned = MAY[room], NEVER.get(room, set())
     seen = set()
     for module, names, line in imports(path):
@@ -112,26 +112,26 @@ def test_table_can_fail(tmp_path, monkeypatch):
 
 
 def name_of(path):
-    """The module that a file is imported as."""
+    """Return the module name of a file."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     parts = parts if parts[0] == "hvdx" else ("hvdx", *parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def graph_of(paths):
-    """{module: the modules of hvdx that it imports}, imports inside functions and for type checking included."""
+    """Return {module: modules of hvdx that it imports}, imports in functions and for type checking included."""
     files = {name_of(path): path for path in paths}
     graph = {module: set() for module in files}
     for module, path in files.items():
         for source, names, _ in imports(path):
             inner = {f"{source}.{name}" for name in names} & files.keys()
-            # `from package import module` needs the module alone.
+            # `from package import module` imports only the module.
             graph[module] |= inner | ({source} & files.keys() if len(inner) < max(len(names), 1) else set())
     return graph
 
 
 def circle_in(graph):
-    """Modules that import each other, in the order of their imports; [] if there are none."""
+    """Return a circle of modules in the order of their imports, or []."""
     done, trail = set(), []
 
     def search(module):
@@ -158,7 +158,7 @@ def test_circle_is_found():
 
 
 def strategies():
-    """Names of the classes in `strategies/` that are a strategy or an exchange, apart from those abstract ones."""
+    """Return the names of the concrete strategies and exchanges in `strategies/`."""
     found = {"Strategy", "Exchange", "HostExchange", "MessageExchange"}
     abstract, classes = set(found), {}
     for path in (ROOT / "hvdx/strategies").rglob("*.py"):
@@ -171,7 +171,7 @@ def strategies():
 
 
 def types_asked_for(tree):
-    """(name, line) of every class that code asks a value to be of: `isinstance`, `type(x) is`, and `case`."""
+    """Yield (name, line) of every class in a test for a type: `isinstance`, `type(x) is` and `case`."""
     for node in ast.walk(tree):
         asked = []
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("isinstance", "issubclass"):

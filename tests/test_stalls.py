@@ -1,4 +1,4 @@
-"""A rank that hangs is named, with where it is; a healthy job says nothing; and every job ends."""
+"""A rank that hangs is named with its position; a healthy job prints nothing; every job ends."""
 
 import re
 import socket
@@ -10,16 +10,16 @@ from tests.launch import run
 LIMIT = 120
 HOST = socket.gethostname()
 
-# Ranks without TensorFlow: they start in a second.
+# Ranks without TensorFlow, which start in a second.
 BARE = """
 import os, signal, subprocess, sys, time
 from hvdx import comm as world
 from hvdx.comm import progress
 comm = world.start()
 rank, size = comm.rank, comm.size
-def meet(what="the updates"):
+def gather(what="the updates"):
     return comm.all_gather_object(rank, what)
-meet()
+gather()
 """
 
 TRAINING = """
@@ -49,12 +49,12 @@ print("trained", flush=True)
 
 
 def stall(ranks, code, *arguments, seconds=2, limit=LIMIT, **env):
-    """What `code` printed on some ranks, and how it ended."""
+    """Run `code` on some ranks; return the output and the exit status."""
     return run(ranks, ["-c", code, *arguments], limit, {"HVDX_STALL_WARNING": str(seconds), **env})
 
 
 def stalls(done):
-    """The headlines."""
+    """Return the first lines of the stall warnings."""
     return re.findall(r"hvdx: no progress for .*", done.out)
 
 
@@ -68,7 +68,7 @@ def test_rank_that_sleeps_is_named_by_one_of_the_others():
             done
         )
     assert re.search(rf"  rank 2 \({HOST}\): step 5 of epoch 1, for \d s; at <string>:\d+ in <module>", done.out), done
-    # Again only after twice the time, and by one rank only.
+    # The warning is repeated after twice the time only, and by one rank only.
     assert len(stalls(done)) <= 2, done
 
 
@@ -85,7 +85,7 @@ def test_rank_that_compiles_has_not_stalled():
 if rank == 1:
     with progress.compiling("the kernels of Threshold"):
         time.sleep(5)
-meet()
+gather()
 """
     done = stall(2, BARE + code)
     assert done.code == 0, done
@@ -95,7 +95,7 @@ meet()
 
 @pytest.mark.parametrize("strategy", ["threshold:tau=0.1", "all_reduce"])
 def test_training_names_rank_host_step_and_line(strategy):
-    # Kernels compile for half a minute on cores that are busy.
+    # On busy cores the kernels compile for half a minute.
     done = stall(2, TRAINING, strategy, seconds=3, limit=300)
     assert done.code == 0, done
     assert done.out.count("trained") == 2, done
@@ -112,7 +112,7 @@ def test_rank_that_was_stopped_does_not_answer():
 if rank == 1:
     subprocess.Popen(["sh", "-c", f"sleep 8; kill -CONT {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
-meet()
+gather()
 print("on again", flush=True)
 """
     done = stall(2, BARE + code)
@@ -123,7 +123,7 @@ print("on again", flush=True)
 
 
 def test_ranks_in_different_collectives_are_distinguished():
-    code = "other = comm.channel('the flags')\nif rank == 1: other.exchange([1])\nelse: meet('the metrics')"
+    code = "other = comm.channel('the flags')\nif rank == 1: other.exchange([1])\nelse: gather('the metrics')"
     done = stall(3, BARE + code, HVDX_TIMEOUT="7")
     assert done.code not in (None, 0), done
     (headline,) = stalls(done)[:1]
@@ -132,7 +132,7 @@ def test_ranks_in_different_collectives_are_distinguished():
 
 
 def test_rank_that_has_left_is_named():
-    done = stall(2, BARE + "if rank == 0: meet()", HVDX_TIMEOUT="6")
+    done = stall(2, BARE + "if rank == 0: gather()", HVDX_TIMEOUT="6")
     assert done.code not in (None, 0), done
     assert f"rank 1 ({HOST}) has not come to the updates" in stalls(done)[0], done
     assert f"rank 1 ({HOST}): has left: its program has ended" in done.out, done
@@ -149,10 +149,10 @@ def test_error_of_the_time_limit_says_where_the_absent_rank_was():
 
 HEALTHY = """
 for _ in range(1000):
-    meet()
+    gather()
 progress.step("step 1 of epoch 1")
 time.sleep(4)       # in no training that it knows of: a script may do what it likes between two fits
-meet()
+gather()
 time.sleep(rank)    # they leave one after the other
 """
 

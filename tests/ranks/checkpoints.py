@@ -1,4 +1,4 @@
-"""Checkpoints that are turned into those of other ranks."""
+"""Checkpoints rewritten for another number of ranks."""
 
 import json
 
@@ -8,20 +8,20 @@ from hvdx.keras.checkpoint.folder import of_rank
 
 
 def rewrite(path, arrays):
-    """Write a file of arrays anew."""
+    """Overwrite a file of arrays."""
     files.write({path: lambda file: files.write_arrays(file, arrays)})
 
 
 def of_other_ranks(path, ranks, change=lambda rank, arrays: arrays):
-    """Turn a checkpoint into one that so many ranks made. Collective.
+    """Rewrite a checkpoint for another number of ranks. Collective.
 
     Args:
         path: of the checkpoint.
-        ranks: how many.
-        change: what rank r has in place of what rank r mod N had.
+        ranks: number of ranks of the new checkpoint.
+        change: (rank r, arrays of rank r mod N) -> arrays of rank r.
 
     Returns:
-        The manifest as it was, and what each of the ranks has.
+        The manifest before the change, and the new arrays of each rank.
     """
     comm = world.start()
     manifest = json.loads((path / "manifest.json").read_text())

@@ -1,11 +1,11 @@
-"""Tests in this folder are right at any number of ranks: `pytest tests/ranks`, `mpirun -n 4 pytest tests/ranks`.
+"""Setup of tests that pass at any number of ranks: `pytest tests/ranks`, `mpirun -n 4 pytest tests/ranks`.
 
-Each runs at the sizes that it means something at, which `@pytest.mark.sizes` names: 2 ranks where there is no mark.
-Functions run eagerly, since tracing takes most of a short training's time; those marked `graph` are traced on 2 ranks,
-as users' are, and where they are named by their ids. Of a parametrised test only the first case is traced, unless it
-says `graph(every=True)`: those are traced on any number of ranks. What else is traced on 1 and 4 are the jobs of
-tests/test_exits.py and tests/jobs. 1 rank runs a test's first case, 2 ranks all, and more the first and the last.
-A test that fails on one rank fails on all, so that the ranks stay in step.
+`@pytest.mark.sizes` lists the numbers of ranks at which a test runs; without it, a test runs on 2. On 1 rank the first
+case of a parametrised test runs, on 2 ranks all cases, on more the first and the last.
+Functions run eagerly, because tracing takes most of a short training's time. The first case of a test marked `graph` is
+traced, as users' functions are, on 2 ranks or if the test is named by its id. A test marked `graph(every=True)` is
+traced in all cases and on any number of ranks. The jobs of tests/test_exits.py and tests/jobs are traced too.
+If a test fails on one rank, it fails on all, so the ranks stay in step.
 """
 
 import gc
@@ -21,7 +21,7 @@ from hvdx.comm import launcher
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what does not mean anything at this number of ranks; a test that is named by its id always runs."""
+    """Deselect tests for other numbers of ranks; a test that is named by its id always runs."""
     launch = launcher.detect()
     size = launch.size if launch is not None and launch.size else 1
     named = any("::" in argument for argument in config.args)
@@ -47,9 +47,9 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session", autouse=True)
 def comm():
-    """The communicator of this session."""
+    """Return the communicator of this session."""
     hvdx.init()
-    # TensorFlow's objects are millions; looking through them again and again takes longer than the tests.
+    # TensorFlow has millions of objects; collecting garbage among them takes longer than the tests.
     gc.collect()
     gc.freeze()
     return world.start()
@@ -62,7 +62,7 @@ def _traced(request):
 
 @pytest.fixture(autouse=True)
 def seed():
-    """Weights and data differ between ranks until something makes them alike."""
+    """Seed each rank differently, so that weights and data differ until hvdx synchronises them."""
     keras.utils.set_random_seed(hvdx.rank())
     keras.config.set_dtype_policy("float32")
 

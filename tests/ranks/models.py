@@ -1,4 +1,4 @@
-"""Small models and data for the tests on ranks, and the single process they are compared with."""
+"""Small models and data for the tests on ranks, and the single process that the tests compare them with."""
 
 import keras
 import numpy as np
@@ -10,31 +10,31 @@ from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
 from hvdx.keras.fit import replicas
 
 FEATURES, CLASSES, BATCH = 6, 3, 4
-# Of each rank in an epoch.
+# Steps of each rank in an epoch.
 STEPS = 4
 
 
 def samples():
-    """Of all ranks in an epoch."""
+    """Return the number of samples of all ranks in an epoch."""
     return STEPS * BATCH * hvdx.size()
 
 
 def data(count=None):
-    """The same on all ranks: an epoch's samples, or so many."""
+    """Return the samples of an epoch, or `count` samples; the same on all ranks."""
     random = np.random.default_rng(7)
     x = random.normal(size=(samples() if count is None else count, FEATURES)).astype("float32")
     return x, (x[:, 0] + 2 * x[:, 1] > 0).astype("int64") + (x[:, 2] > 1)
 
 
 def network(*make_layers, seed=0):
-    """A built network; other weights for other seeds, which layers draw when they are made."""
+    """Build a network; layers draw their weights from the seed when they are made."""
     keras.utils.set_random_seed(seed)
     body = [make() for make in make_layers] or [keras.layers.Dense(5, activation="tanh")]
     return keras.Sequential([keras.Input((FEATURES,)), *body, keras.layers.Dense(CLASSES)])
 
 
 def compiled(model, optimizer, **options):
-    """Compile for classification; TensorFlow would trace twice a step in which the optimiser makes its variables."""
+    """Compile for classification, and build the optimiser, because a step that builds it would be traced twice."""
     model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), **options)
     if model.built and adapter_of(model.optimizer) is None:
         model.optimizer.build(model.trainable_variables)
@@ -52,7 +52,7 @@ def fit(model, callbacks, epochs=2, share=True, **options):
 
 
 def assert_identical(model, optimizer=True):
-    """The same bits on all ranks."""
+    """Assert that a model has the same bits on all ranks."""
     variables = list(model.weights)
     if optimizer:
         variables += [v for o in optimizers_of(model) for v in o.variables]
@@ -60,13 +60,13 @@ def assert_identical(model, optimizer=True):
 
 
 def assert_close(model, reference, tolerance=2e-5):
-    """The weights of two models agree within float rounding."""
+    """Assert that the weights of two models agree within float rounding."""
     for a, b in zip(model.get_weights(), reference.get_weights(), strict=True):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
 class TwoPlayers(keras.Model):
-    """A custom train_step with two optimisers, each for a part of the weights, as a GAN has."""
+    """Model with a custom train_step and two optimisers, each for a part of the weights, as in a GAN."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A training that was interrupted and goes on is the training that was not."""
+"""Checkpoints: an interrupted training resumes as the uninterrupted one."""
 
 import shutil
 import time
@@ -32,12 +32,12 @@ SPARSE = STRATEGIES["threshold"]
 
 @pytest.fixture
 def folder(tmp_path):
-    """One folder for all ranks."""
+    """Return one folder for all ranks."""
     return hvd.broadcast_object(tmp_path, 0) / "ckpt"
 
 
 def names(folder):
-    """What is in a folder, as one rank sees it while no other writes."""
+    """Return the names in a folder, read by one rank while no other writes."""
     return _everyone(sorted(p.name for p in folder.iterdir()) if hvdx.rank() == 0 else None)[0]
 
 
@@ -46,7 +46,7 @@ def _everyone(value):
 
 
 def built(make=MOMENTUM["sgd"], seed=0, units=8, **options):
-    """A model with all that is hard to save."""
+    """Build a model with every kind of state: dropout, batch normalisation, momenta."""
     body = [
         lambda: keras.layers.Dense(units),
         keras.layers.BatchNormalization,
@@ -56,7 +56,7 @@ def built(make=MOMENTUM["sgd"], seed=0, units=8, **options):
 
 
 def saved(folder, *epochs, make=MOMENTUM["sgd"]):
-    """A model, and its checkpoints without a training."""
+    """Build a model and save checkpoints of it without training."""
     model = built(lambda: hvd.DistributedOptimizer(make(), strategy=SPARSE))
     model.optimizer.build(model.trainable_variables)
     for epoch in epochs:
@@ -65,26 +65,26 @@ def saved(folder, *epochs, make=MOMENTUM["sgd"]):
 
 
 class Keep(keras.callbacks.Callback):
-    """Holds on to what the exchanges remember, which is gone after fit."""
+    """Callback that keeps the state of the exchanges, which `fit` discards."""
 
     def on_train_begin(self, logs=None):
         self.generators = [v.numpy().tolist() for v in contents.generators(self.model)]
 
     def on_epoch_end(self, epoch, logs=None):
-        bound = [b for b in map(adapter_of, optimizers_of(self.model)) if b is not None]
-        self.exchanges = [e for e in (getattr(b, "exchange", None) for b in bound) if e is not None]
+        adapters = [a for a in map(adapter_of, optimizers_of(self.model)) if a is not None]
+        self.exchanges = [e for e in (getattr(a, "exchange", None) for a in adapters) if e is not None]
         self.remembered = [{k: v.copy() for k, v in e.state_dict().items()} for e in self.exchanges]
 
 
 def train(model, epochs, strategy, *callbacks):
-    """Fit, with what was remembered in the end."""
+    """Fit; return the history and the final state of the exchanges."""
     keep = Keep()
     history = models.fit(model, [hvd.Distribute(strategy), *callbacks, keep], epochs=epochs).history
     return history, getattr(keep, "remembered", [])
 
 
 def killed_after(folder, epoch):
-    """As if the training had ended there."""
+    """Remove later checkpoints, as if the training had been killed after `epoch`."""
     if hvdx.rank() == 0:
         for path in folder.iterdir():
             if int(path.name.removeprefix("epoch-")) > epoch:
@@ -94,7 +94,7 @@ def killed_after(folder, epoch):
 
 
 def assert_same(model, other):
-    """Every bit of two models, what belongs to this rank included."""
+    """Assert that two models have the same bits, rank-local variables included."""
     for a, b in zip(model.weights, other.weights, strict=True):
         np.testing.assert_array_equal(a.numpy(), b.numpy(), err_msg=a.path)
     for a, b in zip(model.optimizer.variables, other.optimizer.variables, strict=True):
@@ -159,7 +159,7 @@ def test_variable_without_gradient_and_common_generator_are_resumed(folder):
 
 
 class BuiltPlayers(models.TwoPlayers):
-    """Two optimisers, with all weights made beforehand."""
+    """`TwoPlayers` with all weights built beforehand."""
 
     def __init__(self):
         super().__init__()
@@ -203,7 +203,7 @@ def test_mixed_float16_is_resumed(folder):
 
 
 def scaled(rank, arrays):
-    """What belongs to a rank, larger by its number; taus are those of all."""
+    """Return rank-local arrays scaled by the rank; taus stay the same on all ranks."""
     found = {k: v * np.float32(1 + rank) if v.dtype == np.float32 else v for k, v in arrays.items()}
     for name in ("strategy.0.codec.taus", "strategy.0.codec.means", "strategy.0.codec.floors"):
         if name in arrays:
@@ -212,13 +212,13 @@ def scaled(rank, arrays):
 
 
 class Look(keras.callbacks.Callback):
-    """What there is before the first step."""
+    """Callback that records the state before the first step."""
 
     def on_epoch_begin(self, epoch, logs=None):
         if not hasattr(self, "epoch"):
             self.epoch = epoch
-            bound = adapter_of(self.model.optimizer)
-            exchange = getattr(bound, "exchange", None)
+            adapter = adapter_of(self.model.optimizer)
+            exchange = getattr(adapter, "exchange", None)
             self.residuals = [] if exchange is None else [a.astype("float64") for a in exchange.residuals]
             self.generators = [v.numpy().tolist() for v in contents.generators(self.model)]
             self.state = [v.numpy() for v in self.model.optimizer.variables]
@@ -269,7 +269,7 @@ def test_another_strategy_takes_the_shared_part(folder, before, after, capfd):
 @pytest.mark.sizes(1, 2)
 def test_every_and_keep_choose_the_checkpoints_that_stay(folder):
     train(built(), 3, None, hvd.Checkpoint(folder, every=2, keep=1))
-    # And the end, so that nothing is trained twice.
+    # Training also saves at its end, so nothing is trained twice.
     assert names(folder) == ["epoch-0003"]
     assert names(folder / "epoch-0003") == [
         "manifest.json",
@@ -310,7 +310,7 @@ def test_leftovers_of_a_killed_job_are_removed(folder):
     if hvdx.rank() == 0:
         for name in ("saving-0a1b", "removed-2c3d", "probe-4e5f", "replaced-epoch-0001"):
             (folder / f".hvdx-{name}").mkdir()
-        # Killed while epoch 3 was saved once more.
+        # As if the job was killed while it saved epoch 3 again.
         (folder / ".hvdx-replaced-epoch-0003").mkdir()
     _everyone("it is there")
     again = Folder(folder, world.start())
@@ -376,7 +376,7 @@ def _cut(path):
 
 
 def _flip(path):
-    """One bit in the middle of an array."""
+    """Flip one bit in the middle of an array."""
     content = bytearray(path.read_bytes())
     content[(8 + int.from_bytes(content[:8], "little") + len(content)) // 2] ^= 1
     path.write_bytes(content)
@@ -491,7 +491,7 @@ def test_two_callbacks_are_refused(folder):
         train(built(), 1, None, hvd.Checkpoint(folder), hvd.Checkpoint(folder))
 
 
-# -- a loop of one's own ----------------------------------------------------------------------------------------------
+# -- custom loops -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.sizes(1, 2, 4)

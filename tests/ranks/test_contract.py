@@ -1,4 +1,4 @@
-"""A strategy of somebody's own, in each place of the step that the host has an adapter for."""
+"""A custom strategy in each placement that has an adapter on the host."""
 
 import keras
 import numpy as np
@@ -16,7 +16,7 @@ from hvdx.strategies.telemetry import Telemetry
 
 
 class Mean(Strategy):
-    """The mean of gradients, updates or weights, by MPI."""
+    """Mean of gradients, updates or weights over MPI."""
 
     name, runs = "mean", "host"
 
@@ -53,7 +53,7 @@ def trained(strategy):
 @pytest.mark.sizes(1, 2, 4)
 @pytest.mark.parametrize("placement", ["gradient", "update", "weights"])
 def test_strategy_combines_what_its_placement_says(placement):
-    """Without momentum the means of gradients, of updates and of weights come to the same."""
+    """Without momentum the means of gradients, of updates and of weights give the same result."""
     model, callback = trained(Mean(placement))
     reduced, _ = trained("all_reduce")
     assert replicas.differing(model.weights, world.start()) == {}

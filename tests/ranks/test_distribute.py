@@ -1,4 +1,4 @@
-"""What the callback does besides gradients: metrics, files, guards."""
+"""`Distribute` besides gradients: metrics, files, comparison of replicas."""
 
 import json
 import zipfile
@@ -24,13 +24,13 @@ def _agreed(value):
 
 
 def _shared_folder(tmp_path):
-    """Rank 0's folder, on all ranks."""
+    """Return rank 0's folder on all ranks."""
     return hvd.broadcast_object(tmp_path, 0)
 
 
 @pytest.mark.sizes(1, 2, 4)
 def test_metrics_cover_all_samples():
-    """An AUC is no average of AUCs, and ranks with more validation samples weigh more."""
+    """An AUC is not a mean of AUCs, and ranks with more validation samples weigh more."""
 
     def binary(seed):
         keras.utils.set_random_seed(seed)
@@ -85,7 +85,7 @@ def test_weights_without_gradient_become_the_mean():
 
 
 class Chatty(keras.Sequential):
-    """A custom train_step that returns plain tensors, one under the name of a metric."""
+    """Model whose train_step returns plain tensors, one under the name of a metric."""
 
     def train_step(self, batch):
         x, y = batch
@@ -167,7 +167,7 @@ def test_fit_after_an_exception_starts_afresh(tmp_path):
 
 
 def test_callback_inside_another_still_agrees():
-    """Without the list of callbacks only their order is lost."""
+    """If `Distribute` does not find the list of callbacks, only their order is lost."""
 
     class Delegate(keras.callbacks.Callback):
         def __init__(self):
@@ -325,7 +325,7 @@ def test_guard_names_the_variable_that_was_changed_on_one_rank(every):
     if hvdx.size() == 1:
         models.fit(model, callbacks)
         return
-    # The guard at the end of the epoch would find it, too.
+    # The comparison at the end of the epoch would find it too.
     when = {"epoch": "epoch 1", 3: "step 3"}[every]
     with pytest.raises(ReplicaError, match=rf"replicas differ after {when}\b.*kernel") as caught:
         models.fit(model, callbacks)

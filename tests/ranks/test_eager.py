@@ -1,4 +1,4 @@
-"""Steps that are run eagerly, as most of these tests run them, come to what traced steps come to, in each adapter."""
+"""Eager steps, which most of these tests use, give the results of traced steps in each adapter."""
 
 import keras
 import pytest
@@ -10,7 +10,7 @@ from tests.ranks import models
 
 STRATEGIES = {
     "graph": (hvdx.AllReduce, 1e-6),
-    # An element that rounding keeps below tau in one of the two waits for the next step.
+    # Rounding may keep an element below tau in one of the two runs; it is then sent in the next step.
     "host": (lambda: hvdx.Threshold(tau=2.0**-12), 2.0**-11),
     "averaging": (lambda: hvdx.ParameterAveraging(4), 1e-6),
     "server": (

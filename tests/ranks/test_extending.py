@@ -1,4 +1,4 @@
-"""The strategy and the codec that docs/extending.md shows, found by their names as those of another package."""
+"""The strategy and the codec of docs/extending.md, found by their entry points."""
 
 import keras
 import numpy as np

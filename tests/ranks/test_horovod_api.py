@@ -125,7 +125,7 @@ def test_queries_return_horovods_answers():
 
 @pytest.mark.graph(every=True)
 def test_collectives_inside_a_function():
-    """As in Horovod's examples of a loop of one's own: the first step broadcasts the model and the optimiser."""
+    """As in Horovod's example of a custom loop, the first step broadcasts the model and the optimiser."""
     model = models.network(seed=hvd.rank())
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
     optimizer.build(model.trainable_variables)
@@ -168,7 +168,7 @@ def test_warmup_raises_the_rate_and_corrects_momentum():
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_momentum_correction_is_horovods(nesterov):
-    """One step by hand, with m' = m new / old: v <- m' v - new g, and with Nesterov w <- w + m' v - new g."""
+    """Compare with one step by hand: m' = m new / old, v <- m' v - new g, with Nesterov w <- w + m' v - new g."""
     model = models.compiled(models.network(seed=0), keras.optimizers.SGD(0.1, momentum=0.5, nesterov=nesterov))
     x, y = models.data(8)
     schedule = hvd.callbacks.LearningRateScheduleCallback(0.1, lambda epoch: [1.0, 3.0][int(epoch)])
@@ -189,7 +189,7 @@ def test_momentum_correction_is_horovods(nesterov):
 def test_evaluate_returns_metrics_over_all_samples():
     model = models.compiled(models.network(seed=0), keras.optimizers.SGD(0.1), metrics=["accuracy"])
     x, y = models.data()
-    # Unequal numbers of samples: no mean of the ranks' values is right.
+    # Unequal numbers of samples, so a mean of the ranks' values is wrong.
     mine = slice(0, 4) if hvd.rank() == 0 else slice(4, None)
     average = hvd.callbacks.MetricAverageCallback()
     found = model.evaluate(x[mine], y[mine], batch_size=4, verbose=0, return_dict=True, callbacks=[average])

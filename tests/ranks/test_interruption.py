@@ -1,4 +1,4 @@
-"""A job that is told to end saves at the end of a step, on all ranks, and goes on as if it had not been."""
+"""A preempted job saves at the end of a step on all ranks, and resumes as the uninterrupted one."""
 
 import gc
 import os
@@ -34,7 +34,7 @@ STRATEGIES = {
 
 @pytest.fixture
 def folder(tmp_path):
-    """One folder for all ranks."""
+    """Return one folder for all ranks."""
     return hvd.broadcast_object(tmp_path, 0) / "ckpt"
 
 
@@ -57,7 +57,7 @@ def names(folder):
 
 
 class End(keras.callbacks.Callback):
-    """The batch system tells one rank, in a step of this fit."""
+    """Callback that sends the signal of a batch system to one rank, in a given step."""
 
     def __init__(self, at, number=signal.SIGUSR1):
         super().__init__()
@@ -77,12 +77,12 @@ def built(seed=0, **options):
 
 
 def plain(seed=0):
-    """For tests to which the layers do not matter: a step takes half the time."""
+    """Build a model without special layers, whose step takes half the time."""
     return models.compiled(models.network(lambda: keras.layers.Dropout(0.3), seed=seed), "sgd", metrics=["accuracy"])
 
 
 def train(model, folder=None, *callbacks, strategy="all_reduce", epochs=2, batches=None, every=1, **options):
-    """Fit; the history."""
+    """Fit; return the history."""
     saving = [] if folder is None else [hvd.Checkpoint(folder, every=every)]
     given = hvdx.shard(models.data(), BATCH) if batches is None else batches
     callbacks = [hvd.Distribute(STRATEGIES[strategy]()), *saving, *callbacks]
@@ -90,7 +90,7 @@ def train(model, folder=None, *callbacks, strategy="all_reduce", epochs=2, batch
 
 
 def interrupted(model, folder, at, *callbacks, number=signal.SIGUSR1, **options):
-    """Fit until the signal, which has to be the end of it."""
+    """Fit until the signal, and assert that it ends the training."""
     with pytest.raises(SystemExit) as ended:
         train(model, folder, End(at, number), *callbacks, **options)
     assert ended.value.code == REQUEUE_CODE == 75
@@ -98,7 +98,7 @@ def interrupted(model, folder, at, *callbacks, number=signal.SIGUSR1, **options)
 
 
 def assert_same(model, other):
-    """Every bit of two models, what belongs to this rank included."""
+    """Assert that two models have the same bits, rank-local variables included."""
     for mine, its in ((model.weights, other.weights), (model.optimizer.variables, other.optimizer.variables)):
         for a, b in zip(mine, its, strict=True):
             np.testing.assert_array_equal(a.numpy(), b.numpy(), err_msg=a.path)
@@ -118,7 +118,7 @@ def test_training_stopped_within_an_epoch_equals_the_uninterrupted_one_bit_for_b
     resumed, look = built(seed=100 + hvdx.rank()), End(0)
     later = train(resumed, folder, look, strategy=strategy)
     assert_same(resumed, straight)
-    # Metrics too are of the whole epoch, and steps go on counting.
+    # Metrics too cover the whole epoch, and the step numbers continue.
     assert later["loss"] == history["loss"][1:]
     assert later["accuracy"] == history["accuracy"][1:]
     assert look.batches == [*range(STEPS // 2, STEPS)]
@@ -154,7 +154,7 @@ def test_signal_in_the_last_step_does_not_exit(folder):
 
 @pytest.mark.sizes(1, 2)
 def test_signal_handlers_are_restored(folder):
-    gc.collect()  # callbacks of other tests, whose fits did not come to their end
+    gc.collect()  # callbacks of other tests, whose fits did not end
     before = [signal.SIG_DFL, signal.SIG_DFL]
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
@@ -245,7 +245,7 @@ def test_order_drawn_at_the_start_of_a_pass_is_resumed(folder):
         run(End(3))
     seen.clear()
     run(seed=9)
-    # The pass that was begun is read again; what comes before the last pass may have been drawn ahead.
+    # The interrupted pass is read again; TensorFlow may have drawn ahead in earlier passes.
     assert seen[:STEPS] == straight[-2 * STEPS : -STEPS]
 
 
@@ -259,13 +259,13 @@ def test_files_of_metrics_are_appended_to(folder):
     assert [row.split(",")[0] for row in rows] == ["epoch", "0", "1"]
 
 
-# -- every so often ---------------------------------------------------------------------------------------------------
+# -- intervals --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.sizes(1, 2)
 def test_every_n_steps(folder):
     train(plain(), folder, epochs=2, every=f"{STEPS - 1} steps")
-    # The second time in the last but one step of the second epoch, and then the end.
+    # The second interval ends in the last step but one of the second epoch; then the training ends.
     assert names(folder) == [f"epoch-0001-step-{STEPS - 2:08d}", "epoch-0002"]
 
 
@@ -278,7 +278,7 @@ def test_every_n_minutes_by_the_clock_of_rank_0(folder):
     train(plain(), folder, Slow(), epochs=1, every="0.004 minutes")
     assert names(folder)[0].startswith("epoch-0000-step-")
     train(plain(), folder / "seldom", Slow(), epochs=2, every="9 minutes")
-    # Nothing is trained twice, whatever the clock says.
+    # Training also saves at its end, so nothing is trained twice.
     assert names(folder / "seldom") == ["epoch-0002"]
 
 
@@ -292,7 +292,7 @@ def test_another_number_of_ranks_resumes_after_the_same_number_of_samples(folder
     resumed, look = plain(seed=1), End(0)
     history = train(resumed, folder, look)
     models.assert_identical(resumed)
-    # What is left of the epoch, or, with fewer steps an epoch than were taken, the next one.
+    # The rest of the epoch; or the next epoch, if an epoch now has fewer steps than were taken.
     assert look.batches == [*(range(begins, STEPS) if begins else ()), *range(STEPS)]
     assert len(history["loss"]) == (2 if begins else 1)
 
@@ -416,7 +416,7 @@ def test_full_disk_stops_all_ranks_soon(folder, monkeypatch):
     with pytest.raises(Exception, match=rf"rank {hvdx.size() - 1}: OSError.*No space.*as they were"):
         train(plain(), folder, taken, Slow(), epochs=200, every="3 steps")
     assert taken.taken < 100
-    # The directory is this process's still.
+    # This process still owns the directory.
     assert names(folder) == [owner.NAME, "epoch-0001"]
 
 
@@ -444,7 +444,7 @@ def test_parameter_server_stops_and_takes_the_remaining_steps(folder):
     with pytest.raises(SystemExit):
         run(End(5))
     run()
-    # The rank that was told may have begun late, and the others be in the second epoch.
+    # If the rank with the signal began late, the others may be in the second epoch.
     assert 0 < taken[0] < 2 * STEPS * hvdx.size() ** 2
     assert sum(taken) == 2 * STEPS * hvdx.size() ** 2
 
@@ -458,7 +458,7 @@ def test_parameter_server_refuses_checkpoints_every_n_steps(folder):
         model.fit(*models.data(), epochs=1, verbose=0, callbacks=callbacks)
 
 
-# -- where the data are -----------------------------------------------------------------------------------------------
+# -- position in the data ---------------------------------------------------------------------------------------------
 
 
 def test_position_in_a_share_after_several_passes():

@@ -57,7 +57,7 @@ def test_gradients_of_local_variables_stay_on_their_rank(scale):
 
 
 def test_partial_optimizer_under_the_guard_of_distribute(comm):
-    """The local layer and its momenta differ in the end; the guard does not mind, and another fit goes on with them."""
+    """The comparison of replicas omits the local layer and its momenta, and another fit continues with them."""
     model = models.network(seed=0)
     optimizer = hvd.PartialDistributedOptimizer(
         keras.optimizers.SGD(0.1, momentum=0.9), local_layers=[model.layers[0]], scale_local_gradients=False

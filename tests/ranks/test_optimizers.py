@@ -1,4 +1,4 @@
-"""Training on N ranks with batches of b is training on one with batches of N*b."""
+"""Training on N ranks with batches of b equals training on one rank with batches of N*b."""
 
 import functools
 
@@ -26,7 +26,7 @@ OPTIMIZERS = {
 
 
 def trained_like_one_process(make, layers=(), tolerance=2e-5, distribute=None, **compile_options):
-    """Train both ways from the same weights and compare; returns the distributed model."""
+    """Train both ways from the same weights and compare; return the distributed model."""
     model = models.compiled(models.network(*layers, seed=hvdx.rank()), make(), **compile_options)
     models.fit(model, [distribute or hvd.Distribute()])
     models.assert_identical(model)
@@ -36,7 +36,7 @@ def trained_like_one_process(make, layers=(), tolerance=2e-5, distribute=None, *
 
 @functools.cache
 def one_process(make, layers, **compile_options):
-    """The model that one process trains, once for all tests that compare with it."""
+    """Return the model that one process trains, cached for all tests that compare with it."""
     reference = models.compiled(models.network(*layers, seed=0), make(), **compile_options)
     models.fit(reference, [], share=False)
     return reference
@@ -61,7 +61,7 @@ def test_mpi_in_place_of_horovod_equals_one_process_with_the_whole_batch(options
 @pytest.mark.graph(every=True)
 @pytest.mark.sizes(2, 4)
 def test_mpi_keeps_the_order_of_two_optimizers_and_their_loss_scales():
-    """Collectives inside of conditions, of which TensorFlow might run any first."""
+    """The collectives are inside conditions, which TensorFlow could run in any order."""
     model = models.TwoPlayers()
     model.compile(momentum=0.9)
     model.optimizer = keras.optimizers.LossScaleOptimizer(model.optimizer)
@@ -97,7 +97,7 @@ def test_gradient_accumulation_exchanges_once_per_update():
 
 
 def test_gradient_accumulation_may_be_under_way_when_replicas_are_compared():
-    """Half-accumulated gradients belong to a rank: five steps do not divide an epoch."""
+    """An epoch is not a multiple of five steps, so at its end gradients are half accumulated."""
 
     def make():
         return keras.optimizers.SGD(0.1, gradient_accumulation_steps=5)
@@ -119,7 +119,7 @@ def test_backward_passes_per_step_sums_or_averages(average):
     )
     model = models.compiled(models.network(seed=0), optimizer)
     models.fit(model, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
-    # Keras averages what it accumulates; the sum is a rate twice as large.
+    # Keras averages accumulated gradients; their sum equals a rate twice as large.
     rate = 0.1 if average or hvdx.size() == 1 else 0.2
     reference = models.compiled(models.network(seed=0), keras.optimizers.SGD(rate, gradient_accumulation_steps=2))
     models.fit(reference, [], share=False)
@@ -207,7 +207,7 @@ def test_frozen_layer_stays_as_rank_0_has_it():
     np.testing.assert_array_equal(model.layers[0].get_weights()[0], untouched.layers[0].get_weights()[0])
 
 
-# Dense and Adam do not go together here: for repeated rows Keras' Adam takes another step than for the whole table.
+# No case has sparse="dense" and Adam: for repeated rows Keras' Adam takes another step than for the whole table.
 @pytest.mark.graph
 @pytest.mark.sizes(2, 4)
 @pytest.mark.parametrize(("sparse", "name"), [("gather", "momentum"), ("gather", "adam"), ("dense", "momentum")])
@@ -315,7 +315,7 @@ def test_unknown_number_of_steps_is_refused_on_all_ranks():
 
 @pytest.mark.graph
 def test_partial_last_execution_does_not_count_as_full():
-    """Keras counts 6 batches in executions of 4 as 8 steps; the rank that has only 6 must say so."""
+    """Keras counts 6 batches in executions of 4 as 8 steps; the rank with only 6 must raise."""
     x, y = models.data(32)
     batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
     batches = batches.take(6) if hvdx.rank() == hvdx.size() - 1 else batches
@@ -332,7 +332,7 @@ def test_partial_last_execution_does_not_count_as_full():
 @pytest.mark.graph
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_steps_are_counted_within_executions():
-    """Every step counts, the skipped and the accumulated ones too."""
+    """All steps count, skipped and accumulated ones too."""
     for policy, optimizer in (
         ("float32", keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)),
         ("mixed_float16", keras.optimizers.SGD(0.1)),
@@ -344,8 +344,8 @@ def test_steps_are_counted_within_executions():
 
         class Look(keras.callbacks.Callback):
             def on_epoch_end(self, epoch, logs=None, counted=counted):
-                bound = adapter_of(self.model.optimizer)
-                counted.append(int(bound.steps.numpy()) if bound else None)
+                adapter = adapter_of(self.model.optimizer)
+                counted.append(int(adapter.steps.numpy()) if adapter else None)
 
         x = x * np.float32(1e30) if hvdx.rank() == 0 else x
         model.fit(x, y, batch_size=4, epochs=2, verbose=0, callbacks=[hvd.Distribute(check_every=None), Look()])

@@ -1,4 +1,4 @@
-"""Parameter averaging at any number of ranks, held against the same arithmetic in one process."""
+"""Parameter averaging at any number of ranks, compared with the same arithmetic in one process."""
 
 from pathlib import Path
 
@@ -53,11 +53,11 @@ def fit(model, strategy, given=None, epochs=1, batch=BATCH, **options):
 
 
 def simulated(make, period, average_optimizer, batches=None, weights=None, steps=STEPS, epochs=1):
-    """The weights after an epoch, by models of all ranks that train in this process one after the other."""
+    """Return the weights after an epoch, from models of all ranks that train one after the other in this process."""
     size = hvdx.size()
     models = [network(make()) for _ in range(size)]
     for model in models:
-        model.run_eagerly = True  # tracing them all takes longer
+        model.run_eagerly = True  # tracing all models takes longer
     sizes = batches or [BATCH] * size
     since = 0
     for step in range(steps * epochs):
@@ -80,7 +80,7 @@ def simulated(make, period, average_optimizer, batches=None, weights=None, steps
     return models[hvdx.rank()]
 
 
-def alike(variables):
+def assert_identical(variables):
     assert replicas.differing(list(variables), world.start()) == {}
 
 
@@ -104,9 +104,9 @@ def test_each_rank_trains_alone_and_every_period_weights_become_their_mean(name,
     model = network(OPTIMIZERS[name]())
     callback = fit(model, hvdx.ParameterAveraging(3, average_optimizer=average_optimizer))
     assert_close(model, simulated(OPTIMIZERS[name], 3, average_optimizer))
-    alike(model.weights)
+    assert_identical(model.weights)
     if average_optimizer or hvdx.size() == 1:
-        alike(slots(model.optimizer))
+        assert_identical(slots(model.optimizer))
     else:
         assert name == "sgd" or replicas.differing(slots(model.optimizer), world.start())
     assert vars(model.optimizer).get("apply") is None
@@ -127,14 +127,14 @@ def test_mpi_in_place_of_horovod_averages_the_same(average_optimizer):
     model = network(OPTIMIZERS["momentum"]())
     fit(model, hvdx.ParameterAveraging(3, average_optimizer=average_optimizer, engine="mpi"))
     assert_close(model, simulated(OPTIMIZERS["momentum"], 3, average_optimizer))
-    alike(model.weights)
+    assert_identical(model.weights)
 
 
 @pytest.mark.sizes(2, 4)
 @pytest.mark.parametrize("name", ["sgd", "momentum", "nesterov"])
 @pytest.mark.parametrize("average_optimizer", [True, False])
 def test_period_1_equals_all_reduce_for_linear_optimizers(name, average_optimizer):
-    """The claim of those who ask: averaging networks is averaging gradients, as long as nobody takes a second step."""
+    """If a step is linear in the gradients, averaging weights after it equals averaging gradients before it."""
     averaged, reduced = network(OPTIMIZERS[name]()), network(OPTIMIZERS[name]())
     fit(averaged, hvdx.ParameterAveraging(1, average_optimizer=average_optimizer))
     fit(reduced, hvdx.AllReduce())
@@ -154,9 +154,9 @@ def test_schedule_lengthens_the_period():
     given = data(hvdx.rank())
     callback = fit(model, "parameter_averaging:period=1@0/2@3/5@10", given, epochs=2)
     if hvdx.size() > 1:
-        # At 1 2 3, 5 7 9, and at the end of each epoch: 10; then 15 and 20.
+        # Averages after steps 1 2 3, 5 7 9, and at the end of each epoch: 10; then 15 and 20.
         assert callback.counters.telemetry[0].averages == 9
-    alike(model.weights)
+    assert_identical(model.weights)
 
 
 @pytest.mark.sizes(2, 4)
@@ -176,7 +176,7 @@ def test_ranks_are_weighted_by_their_samples():
 def test_statistics_and_moving_averages_end_equal():
     model = network(keras.optimizers.Adam(0.02, use_ema=True, ema_momentum=0.9), keras.layers.BatchNormalization())
     fit(model, hvdx.ParameterAveraging(4, average_optimizer=False), epochs=2, check_every=3)
-    alike(model.weights)
+    assert_identical(model.weights)
 
 
 @pytest.mark.graph
@@ -192,20 +192,20 @@ def test_layers_built_in_the_first_step_are_those_of_rank_0():
     fit(model, hvdx.ParameterAveraging(4))
     first.build((None, FEATURES))
     assert_close(model, first, 1e-7)
-    alike([*model.weights, *slots(model.optimizer)])
+    assert_identical([*model.weights, *slots(model.optimizer)])
 
 
 def test_constraints_hold_after_an_average():
     model = network(OPTIMIZERS["sgd"](), keras.layers.Dense(4, kernel_constraint=keras.constraints.UnitNorm()))
     fit(model, hvdx.ParameterAveraging(4))
-    alike(model.weights)
+    assert_identical(model.weights)
     np.testing.assert_allclose(np.linalg.norm(model.get_weights()[2], axis=0), 1, atol=1e-5)
 
 
 def test_float64_and_float32_side_by_side():
     model = network(OPTIMIZERS["momentum"](), keras.layers.Dense(4, dtype="float64"))
     fit(model, hvdx.ParameterAveraging(3))
-    alike([*model.weights, *slots(model.optimizer)])
+    assert_identical([*model.weights, *slots(model.optimizer)])
     assert {w.dtype for w in model.weights} == {"float32", "float64"}
 
 
@@ -215,7 +215,7 @@ def test_frozen_layers_and_two_optimizers():
     for frozen in (False, True):
         model.first.trainable = not frozen
         fit(model, "parameter_averaging:period=3,average_optimizer=false,weighted=true", data_of_classes())
-        alike(model.weights)
+        assert_identical(model.weights)
     assert not [a for o in (model.optimizer, model.other_optimizer) for a in vars(o) if a == "apply"]
 
 
@@ -233,7 +233,7 @@ def test_rank_with_nan_is_excluded():
     model = network(OPTIMIZERS["momentum"]())
     callback = fit(model, hvdx.ParameterAveraging(4), (x, y))
     assert all(np.isfinite(w).all() for w in model.get_weights())
-    alike([*model.weights, *slots(model.optimizer)])
+    assert_identical([*model.weights, *slots(model.optimizer)])
     if hvdx.size() > 1:
         assert callback.counters.telemetry[0].excluded == (hvdx.rank() == last)
 
@@ -264,7 +264,7 @@ def test_nan_on_all_ranks_reaches_all_ranks():
     model = network(OPTIMIZERS["sgd"]())
     with pytest.raises(ReplicaError, match=r"NaN or infinity after epoch 1: .* on all ranks"):
         fit(model, hvdx.ParameterAveraging(4), (x * np.nan, y))
-    alike(model.weights)
+    assert_identical(model.weights)
     assert np.isnan(model.get_weights()[0]).any()
 
 
@@ -279,12 +279,15 @@ def test_overflow_of_one_rank_skips_its_step_alone(accumulate):
         x[2 * BATCH : 3 * BATCH] = np.inf
     callback = fit(model, "parameter_averaging:period=2@0/3@6", (x, y), epochs=2)
     if hvdx.size() > 1:
-        # After calls 2 4 6 8 10, 13 16 19 20, since rank 0 has counted 5 updates at the sixth; or 4 8 10, 14 18 20.
+        # Averages after calls 2 4 6 8 10, 13 16 19 20, because rank 0 has counted 5 updates at the sixth call;
+        # with accumulation after calls 4 8 10, 14 18 20.
         assert callback.counters.telemetry[0].averages == (9 if accumulate is None else 6)
     optimizer = model.optimizer
     assert isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     assert int(optimizer.inner_optimizer.iterations) < 2 * STEPS or hvdx.rank() != 0
-    alike([*model.weights, *slots(optimizer), optimizer.dynamic_scale, optimizer.inner_optimizer._iterations])
+    assert_identical(
+        [*model.weights, *slots(optimizer), optimizer.dynamic_scale, optimizer.inner_optimizer._iterations]
+    )
 
 
 def test_optimizer_whose_state_is_the_weights_is_averaged_as_a_whole():
@@ -293,7 +296,7 @@ def test_optimizer_whose_state_is_the_weights_is_averaged_as_a_whole():
             attach(keras.optimizers.Ftrl(0.1), hvdx.ParameterAveraging(average_optimizer=False), "ftrl")
     model = network(keras.optimizers.Ftrl(0.1))
     fit(model, hvdx.ParameterAveraging(3))
-    alike([*model.weights, *slots(model.optimizer)])
+    assert_identical([*model.weights, *slots(model.optimizer)])
 
 
 def test_loss_scale_around_a_distributed_optimizer_is_refused():
@@ -322,7 +325,7 @@ def test_steps_per_execution_and_jit():
     assert_close(model, simulated(OPTIMIZERS["sgd"], 3, True))
 
 
-# -- a loop of one's own ----------------------------------------------------------------------------------------------
+# -- custom loops -----------------------------------------------------------------------------------------------------
 
 
 def train(model, optimizer, steps, begin=0, counted=None):
@@ -355,7 +358,7 @@ def test_distributed_optimizer_averages_in_a_loop_and_flush_at_its_end():
     hvd.flush(optimizer)
     hvd.flush(optimizer)
     assert_close(model, simulated(OPTIMIZERS["momentum"], 3, True))
-    alike(model.weights)
+    assert_identical(model.weights)
 
 
 def test_horovods_callback_averages_at_the_end_of_an_epoch():
@@ -370,7 +373,7 @@ def test_horovods_callback_averages_at_the_end_of_an_epoch():
     saves = keras.callbacks.LambdaCallback(on_epoch_end=look)
     model.fit(x, y, batch_size=BATCH, epochs=1, verbose=0, shuffle=False, callbacks=[begin, saves])
     assert seen == [{}]
-    alike([*model.weights, *slots(model.optimizer)])
+    assert_identical([*model.weights, *slots(model.optimizer)])
     assert_close(model, simulated(OPTIMIZERS["momentum"], 4, True))
 
 
@@ -390,7 +393,7 @@ def test_average_without_samples_weights_ranks_equally():
     if adapter is not None:
         train(model, optimizer, 4, 4)
         assert int(adapter.averages) == 4
-        alike(model.weights)
+        assert_identical(model.weights)
 
 
 def test_weighted_average_in_a_loop_requires_count_samples():
@@ -400,7 +403,7 @@ def test_weighted_average_in_a_loop_requires_count_samples():
             train(model, optimizer, 1)
     train(model, optimizer, STEPS, counted=BATCH)
     hvd.flush(optimizer)
-    alike(model.weights)
+    assert_identical(model.weights)
 
 
 @pytest.mark.sizes(2, 4)
@@ -439,7 +442,7 @@ def test_another_number_of_ranks_begins_from_the_mean(tmp_path_factory, ranks):
     _, saved = of_other_ranks(Path(folder) / "epoch-0001", ranks)
     resumed, optimizer = in_a_loop("parameter_averaging:period=4", "adam", seed=12)
     checkpoint.restore(folder, resumed)
-    alike([*resumed.weights, *resumed.optimizer.variables])
+    assert_identical([*resumed.weights, *resumed.optimizer.variables])
     if hvdx.size() > 1:
         for i, weight in enumerate(resumed.get_weights()):
             mean = np.mean([file[f"weights.{i}"] for file in saved], axis=0, dtype=np.float64)
@@ -455,7 +458,7 @@ def test_momenta_of_another_strategy_become_their_mean(tmp_path_factory):
     checkpoint.save(folder, model, 1)
     other, _ = in_a_loop("parameter_averaging:period=2", seed=12)
     checkpoint.restore(folder, other)
-    alike(slots(other.optimizer))
+    assert_identical(slots(other.optimizer))
     mine = [v.numpy() for v in slots(optimizer)]
     for slot, all_of_them in zip(
         slots(other.optimizer), zip(*world.start().all_gather_object(mine, "m"), strict=True), strict=True
@@ -473,6 +476,6 @@ def test_other_strategies_begin_from_the_mean(tmp_path_factory):
     checkpoint.save(folder, model, 1)
     other, _ = in_a_loop("all_reduce", seed=12)
     checkpoint.restore(folder, other)
-    alike([*other.weights, *other.optimizer.variables])
+    assert_identical([*other.weights, *other.optimizer.variables])
     for weight, expected in zip(other.get_weights(), mean, strict=True):
         np.testing.assert_allclose(weight, expected, atol=1e-6)

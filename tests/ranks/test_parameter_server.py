@@ -1,4 +1,4 @@
-"""The parameter server at any number of ranks; its servers are threads of the workers."""
+"""The parameter server at any number of ranks, with servers in threads of the workers."""
 
 import shutil
 import time
@@ -22,7 +22,7 @@ from tests.ranks import models
 from tests.ranks.checkpoints import of_other_ranks
 from tests.ranks.models import BATCH, CLASSES, FEATURES
 
-# Batches of a rank in an epoch.
+# Batches of one rank in an epoch.
 STEPS = 6
 COUNTED = np.arange(1.0, FEATURES + 1)
 
@@ -42,7 +42,7 @@ ASYNCHRONOUS = {
 
 
 def synchronous(servers="colocated", **options):
-    """All workers take every step together."""
+    """Return a strategy under which all workers take every step together."""
     return hvdx.ParameterServer(servers, staleness="bound", max_staleness=0, aggregate=hvdx.size(), **options)
 
 
@@ -52,7 +52,7 @@ def asynchronous(name="plain", servers="colocated", **options):
 
 
 def data(steps=STEPS, rank=None):
-    """This rank's own."""
+    """Return the data of one rank; by default of this one."""
     random = np.random.default_rng(100 + (hvdx.rank() if rank is None else rank))
     x = random.normal(size=(steps * BATCH, FEATURES)).astype("float32")
     return x, (x[:, 0] + 2 * x[:, 1] > 0).astype("int64") + (x[:, 2] > 1)
@@ -63,11 +63,11 @@ def network(optimizer, *make_layers, seed=3, **options):
 
 
 class Count(keras.callbacks.Callback):
-    """How many steps this rank takes in each epoch, and whether all ranks hold the same bits after it."""
+    """Callback that counts this rank's steps in each epoch, and the differences between replicas after it."""
 
     def __init__(self, seconds=0.0):
         super().__init__()
-        self.seconds, self.steps, self.apart = seconds, [], []
+        self.seconds, self.steps, self.differing = seconds, [], []
 
     def on_epoch_begin(self, epoch, logs=None):
         self.steps.append(0)
@@ -77,11 +77,11 @@ class Count(keras.callbacks.Callback):
         time.sleep(self.seconds)
 
     def on_epoch_end(self, epoch, logs=None):
-        self.apart.append(replicas.differing(self.model.weights, world.start()))
+        self.differing.append(replicas.differing(self.model.weights, world.start()))
 
 
 def fit(model, strategy, given=None, epochs=1, callbacks=(), batch=BATCH, **options):
-    """Train; the callback, the history, and what was counted."""
+    """Train; return the callback, the history and the counts."""
     callback, count = hvd.Distribute(strategy), next((c for c in callbacks if isinstance(c, Count)), Count())
     x, y = given if given is not None else data()
     if isinstance(x, np.ndarray):
@@ -94,7 +94,7 @@ def fit(model, strategy, given=None, epochs=1, callbacks=(), batch=BATCH, **opti
 
 
 def alone(model, steps=STEPS, epochs=1):
-    """Train in this process with the batches of all ranks together, as AllReduce does; the losses."""
+    """Train in this process with the batches of all ranks together, as AllReduce does; return the losses."""
     shares = [data(steps, rank) for rank in range(hvdx.size())]
     x, y = (
         np.concatenate([share[i].reshape(steps, BATCH, -1) for share in shares], axis=1).reshape(
@@ -110,7 +110,7 @@ def everyone(value):
     return world.start().all_gather_object(value, "test")
 
 
-def alike(variables):
+def assert_identical(variables):
     assert replicas.differing(list(variables), world.start()) == {}
 
 
@@ -119,7 +119,7 @@ def is_finite(variables):
 
 
 def all_steps(count, epoch=0):
-    """Of all ranks together."""
+    """Return the steps of all ranks in an epoch."""
     return sum(everyone(count.steps[epoch]))
 
 
@@ -143,7 +143,7 @@ def test_max_staleness_0_with_all_updates_aggregated_equals_all_reduce(name, ser
     expected = alone(reduced, epochs=2)
     models.assert_close(served, reduced, 1e-5)
     np.testing.assert_allclose(history["loss"], expected, rtol=1e-5)
-    assert count.apart == [{}, {}]
+    assert count.differing == [{}, {}]
     assert count.steps == [STEPS, STEPS]
     assert not [a for a in vars(served.optimizer) if a in ("_clip_gradients", "_backend_update_step")]
 
@@ -167,7 +167,7 @@ def test_float64_weights_keep_their_precision():
 
 
 def train(model, optimizer, steps, given=None):
-    """A loop of one's own."""
+    """Train in a custom loop."""
 
     @tf.function(autograph=False)
     def step(x, y):
@@ -196,7 +196,7 @@ def test_own_loop_equals_all_reduce_too(servers):
         train(model, optimizer, STEPS)
         hvd.flush(optimizer)
         hvd.flush(optimizer)
-    alike(model.weights)
+    assert_identical(model.weights)
     models.assert_close(model, reduced, 1e-5)
 
 
@@ -208,20 +208,20 @@ def test_own_loop_equals_all_reduce_too(servers):
 def test_after_each_epoch_all_ranks_hold_the_same_bits_and_all_steps_were_taken(name):
     model = network(keras.optimizers.SGD(0.3), metrics=["accuracy"])
     callback, history, count = fit(model, asynchronous(name), data(16), epochs=2)
-    assert count.apart == [{}] * 2
-    alike(model.weights)
+    assert count.differing == [{}] * 2
+    assert_identical(model.weights)
     assert history["loss"][-1] < 0.9 * history["loss"][0]
     for epoch in range(2):
         assert all_steps(count, epoch) == 16 * hvdx.size()
     if hvdx.size() > 1:
         (cost,) = callback.counters.telemetry
         assert sum(everyone(cost.steps)) == 2 * 16 * hvdx.size()
-        for server in cost.servers:  # of the last epoch
+        for server in cost.servers:  # the last epoch
             assert server[2:5] == (16 * hvdx.size(), 16 * hvdx.size(), 0)
 
 
 def constant_gradients(strategy, rate=1.0):
-    """Each step takes `COUNTED` times the rate from a weight; small integers, so that sums are exact."""
+    """Return a step that subtracts `rate * COUNTED` from a weight; small integers, so that sums are exact."""
     layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
     model = keras.Sequential([keras.Input((FEATURES,)), layer])
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(rate), strategy=strategy)
@@ -267,10 +267,10 @@ def test_slow_rank_takes_fewer_steps_than_others():
     taken = everyone(count.steps[0])
     assert sum(taken) == 20 * hvdx.size()
     if hvdx.size() > 1:
-        # Which of the others takes most depends on who has traced its step first.
+        # The order of the others depends on the time at which each has traced its step.
         assert taken[last] < max(taken[:last])
         assert taken[last] < 15
-    alike(model.weights)
+    assert_identical(model.weights)
 
 
 @pytest.mark.sizes(2, 4)
@@ -280,7 +280,7 @@ def test_bound_makes_fast_ranks_wait_for_slow_ones():
     fit(model, asynchronous("bound"), data(10), callbacks=[count])
     taken = everyone(count.steps[0])
     assert sum(taken) == 10 * hvdx.size()
-    # One more step may have been granted before the bound held its update back.
+    # A fast rank may get one more step before the bound delays its update.
     assert max(taken) - min(taken) <= 3
 
 
@@ -291,7 +291,7 @@ def test_steps_per_execution_are_taken_together():
     assert [all_steps(count, epoch) for epoch in range(2)] == [STEPS * hvdx.size()] * 2
     if hvdx.size() > 1:
         assert sum(everyone(callback.counters.telemetry[0].steps)) == 2 * STEPS * hvdx.size()
-    alike(model.weights)
+    assert_identical(model.weights)
 
 
 def test_steps_per_epoch_and_data_that_repeats():
@@ -299,7 +299,7 @@ def test_steps_per_epoch_and_data_that_repeats():
     model = network(OPTIMIZERS["sgd"]())
     _, _, count = fit(model, asynchronous(), (batches, None), epochs=2, steps_per_epoch=4)
     assert [all_steps(count, epoch) for epoch in range(2)] == [4 * hvdx.size()] * 2
-    alike(model.weights)
+    assert_identical(model.weights)
 
 
 @pytest.mark.sizes(2, 4)
@@ -311,7 +311,7 @@ def test_ranks_with_different_numbers_of_batches_take_all_of_them_together():
         model = network(OPTIMIZERS["sgd"]())
         _, _, count = fit(model, asynchronous(), given, epochs=2)
         assert [all_steps(count, epoch) for epoch in range(2)] == [expected] * 2
-        alike(model.weights)
+        assert_identical(model.weights)
 
 
 def test_validation_sees_the_weights_of_all():
@@ -326,14 +326,14 @@ def test_validation_sees_the_weights_of_all():
         model, asynchronous(), epochs=4, callbacks=[Look()], validation_data=held_out, validation_freq=2
     )
     assert seen == [{}, {}]
-    assert count.apart == [{}] * 4
+    assert count.differing == [{}] * 4
     assert len(history["val_loss"]) == 2
     assert history["val_loss"][-1] == pytest.approx(model.evaluate(*held_out, verbose=0), rel=1e-5)
     assert len(set(everyone(tuple(history["loss"])))) == 1
     assert len(set(everyone(tuple(history["val_loss"])))) == 1
 
 
-# -- what happens to weights besides steps ----------------------------------------------------------------------------
+# -- changes to weights besides steps ---------------------------------------------------------------------------------
 
 
 def test_weights_that_a_script_sets_between_epochs_and_fits_count_once():
@@ -349,7 +349,7 @@ def test_weights_that_a_script_sets_between_epochs_and_fits_count_once():
     fit(model, asynchronous())
     for a, b in zip(model.get_weights(), before, strict=True):
         np.testing.assert_allclose(a, b + 6, rtol=1e-6)
-    alike(model.weights)
+    assert_identical(model.weights)
 
 
 @pytest.mark.graph
@@ -364,7 +364,7 @@ def test_layers_built_in_the_first_step_are_those_of_rank_0():
     _, _, count = fit(model, asynchronous(), epochs=2)
     first.build((None, FEATURES))
     models.assert_close(model, first, 1e-7)
-    assert count.apart == [{}, {}]
+    assert count.differing == [{}, {}]
     assert all_steps(count) == STEPS * hvdx.size()
 
 
@@ -374,11 +374,11 @@ def test_two_optimizers_have_servers_for_their_own_weights(strategy):
     model = models.TwoPlayers()
     model.compile(momentum=0.9)
     _, history, count = fit(model, strategy(), epochs=3)
-    assert count.apart == [{}] * 3
+    assert count.differing == [{}] * 3
     assert all_steps(count) == STEPS * hvdx.size()
     assert is_finite(model.weights)
     if strategy is synchronous:
-        # Updates that are four steps old, with this much momentum, need not lower it within three epochs.
+        # With updates that are four steps old and this momentum, the loss may not fall within three epochs.
         assert history["my_loss"][-1] < history["my_loss"][0]
 
 
@@ -391,7 +391,7 @@ def test_layers_may_be_frozen_between_fits():
         before = model.layers[0].get_weights()[0]
         callback, _, _ = fit(model, asynchronous(codec="threshold:0.2"))
         after = model.layers[0].get_weights()[0]
-        alike(model.weights)
+        assert_identical(model.weights)
         assert np.array_equal(before, after) == frozen
         if hvdx.size() > 1:
             assert sum(everyone(callback.cost().steps)) == STEPS * hvdx.size()
@@ -404,7 +404,7 @@ def test_batch_normalisation_and_constraints_hold_on_all_ranks():
         keras.layers.BatchNormalization,
     )
     _, _, count = fit(model, asynchronous(), epochs=2)
-    assert count.apart == [{}, {}]
+    assert count.differing == [{}, {}]
     assert is_finite(model.weights)
     np.testing.assert_allclose(np.linalg.norm(model.get_weights()[0], axis=0), 1, atol=1e-5)
 
@@ -412,8 +412,8 @@ def test_batch_normalisation_and_constraints_hold_on_all_ranks():
 def test_moving_averages_of_weights_end_equal():
     model = network(keras.optimizers.SGD(0.1, momentum=0.9, use_ema=True, ema_momentum=0.9))
     _, _, count = fit(model, asynchronous(), epochs=2)
-    alike([*model.weights, *moving_averages(model.optimizer)])
-    assert count.apart == [{}, {}]
+    assert_identical([*model.weights, *moving_averages(model.optimizer)])
+    assert count.differing == [{}, {}]
     for weight, average in zip(model.trainable_weights, moving_averages(model.optimizer), strict=True):
         np.testing.assert_array_equal(weight, average)
 
@@ -458,12 +458,12 @@ def test_overflow_of_one_rank_skips_its_steps_alone_and_no_rank_hangs(strategy, 
     model = network(OPTIMIZERS["momentum"]())
     x, y = data()
     if hvdx.rank() == 0:
-        # From its first step on, in which the servers would get the weights.
+        # From its first step on, in which worker 0 sends its weights to the servers.
         x[: batches * BATCH] = np.inf
     _, _, count = fit(model, strategy(), (x, y), epochs=2)
     optimizer = model.optimizer
     assert isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    assert count.apart == [{}, {}]
+    assert count.differing == [{}, {}]
     assert is_finite(model.weights)
     assert all_steps(count) == STEPS * hvdx.size()
     scales = everyone(float(optimizer.dynamic_scale))
@@ -478,7 +478,7 @@ def test_ranks_that_accumulate_for_longer_than_an_epoch_do_not_block_others():
     before = model.get_weights()
     count = Count(0.02 if hvdx.rank() == 0 else 0.0)
     fit(model, asynchronous(), data(4), epochs=3, callbacks=[count])
-    assert count.apart == [{}] * 3
+    assert count.differing == [{}] * 3
     assert all_steps(count) == 4 * hvdx.size()
     assert any((a != b).any() for a, b in zip(model.get_weights(), before, strict=True))
 
@@ -491,7 +491,7 @@ def test_nan_of_one_rank_is_refused_and_reported(capfd):
     model = network(OPTIMIZERS["momentum"]())
     callback, history, count = fit(model, asynchronous(), (x, y))
     assert is_finite([*model.weights, *slots(model.optimizer)])
-    assert count.apart == [{}]
+    assert count.differing == [{}]
     if hvdx.size() == 1:
         return
     (cost,) = callback.counters.telemetry
@@ -500,7 +500,7 @@ def test_nan_of_one_rank_is_refused_and_reported(capfd):
     assert not any(refused[:last])
     assert all(server[2] + server[4] == STEPS * hvdx.size() for server in cost.servers)
     assert all(server[4] == refused[last] for server in cost.servers)
-    # What any rank reports is about all of them: it is rank 0 whose history is looked at.
+    # Each rank reports the count of all ranks, because users read rank 0's history.
     assert history["refused_updates"] == [refused[last]]
     said = f"rank {last}: its update was refused: it held NaN or infinity in the gradient of {model.weights[0].path}.\n"
     assert (said in capfd.readouterr().err) == (hvdx.rank() == last)
@@ -516,15 +516,15 @@ def test_updates_that_overflow_are_refused_though_their_gradients_are_fine(capfd
     train(model, optimizer, 2)
     hvd.flush(optimizer)
     assert is_finite(model.weights)
-    alike(model.weights)
+    assert_identical(model.weights)
     assert everyone(adapter_of(optimizer).cost().skipped) == [2, *[0] * (hvdx.size() - 1)]
 
 
-# -- what a loop of one's own may do --------------------------------------------------------------------------------
+# -- lists of variables in custom loops -------------------------------------------------------------------------------
 
 
 def two_weights(strategy):
-    """An optimiser, two weights, and a step on those that are named: it takes 1 from each of their elements."""
+    """Return an optimiser, two weights, and a step that subtracts 1 from each element of the named weights."""
     weights = {name: keras.Variable(np.zeros(FEATURES, "float32"), name=name) for name in ("one", "two")}
     optimizer = keras.optimizers.SGD(1.0)
     optimizer.build(list(weights.values()))
@@ -536,7 +536,7 @@ def two_weights(strategy):
         def apply():
             optimizer.apply([tf.ones(FEATURES)] * len(names), [weights[name] for name in names])
 
-        # One that an exception ended while it was traced cannot be traced again.
+        # A function whose tracing an exception ended cannot be traced again.
         function = traced.pop(names, None) or tf.function(apply, autograph=False)
         function()
         traced[names] = function
@@ -554,7 +554,7 @@ def test_lists_that_share_a_variable_are_refused_between_two_flushes():
         step("two")
     assert caught.value.collective
     hvd.flush(optimizer)
-    # Now that both are known, the ranks need not ask each other any more.
+    # Both lists are open now, so the ranks need no further agreement.
     step("two")
     with pytest.raises(tf.errors.OpError, match=r"ConfigError: .* variable two"):
         step("one", "two")
@@ -599,21 +599,21 @@ def test_worker_without_a_step_before_the_first_flush_is_named_by_all():
     if hvdx.size() == 1:
         return
     optimizer, first, second, step = two_weights(asynchronous())
-    hvd.flush(optimizer)  # on all of them it is nothing
+    hvd.flush(optimizer)  # does nothing if no worker has taken a step
     last = hvdx.size() - 1
     first_call = (lambda: hvd.flush(optimizer)) if hvdx.rank() == last else (lambda: step("one", "two"))
     with pytest.raises(
         ReplicaError, match=rf"optimizer sgd.*: .* got none of worker {last}, .*Take at least one step on each"
     ):
         first_call()
-    # They may mend it.
+    # The workers can continue after the error.
     for _ in range(2):
         step("one", "two")
         hvd.flush(optimizer)
         if hvdx.rank() < last:
             step("one", "two")
         hvd.flush(optimizer)
-    alike([first, second])
+    assert_identical([first, second])
 
 
 # -- codecs -----------------------------------------------------------------------------------------------------------
@@ -623,12 +623,12 @@ def test_worker_without_a_step_before_the_first_flush_is_named_by_all():
 def test_codecs_make_updates_smaller_and_training_still_learns(codec):
     model = network(keras.optimizers.SGD(0.3), lambda: keras.layers.Dense(64, "tanh"))
     callback, history, count = fit(model, asynchronous("scale", codec=codec), data(12), epochs=2)
-    assert count.apart == [{}] * 2
+    assert count.differing == [{}] * 2
     assert history["loss"][-1] < 0.9 * history["loss"][0]
     if hvdx.size() > 1:
         (cost,) = callback.counters.telemetry
         numbers = cost.elements * cost.steps
-        # Four bytes an element; messages of half of that have a header.
+        # Float32 takes four bytes an element; half-precision messages take two and a header.
         assert 0 < cost.messages < (2.5 if codec != "threshold:0.2" else 1.8) * numbers
 
 
@@ -640,7 +640,7 @@ def test_synchronous_with_half_precision_updates_is_near_all_reduce():
 
 
 class Look(keras.callbacks.Callback):
-    """What the exchange holds before the first step, and after the last."""
+    """Callback that records the residual before the first step and after the last."""
 
     def residuals(self):
         exchange = getattr(adapter_of(self.model.optimizer), "exchange", None)
@@ -687,20 +687,20 @@ def test_telemetry_is_in_the_logs_and_adds_up():
     assert expected < {*ServerTelemetry().full()} <= set(history)
     assert history["MB_sent"][-1] == pytest.approx(callback.counters.bytes_sent / 1e6)
     assert history["updates_per_second"][-1] > 0
-    # One server a rank, and each has seen every update.
+    # Each rank has one server, which has seen every update.
     assert [server[0] for server in cost.servers] == list(range(hvdx.size()))
     assert sum(cost.staleness.values()) == cost.steps * hvdx.size()
     assert min(cost.staleness) >= 1
     assert history["max_staleness"][-1] == max(cost.staleness)
     assert all(working <= opened for *_, working, opened in cost.servers)
-    # What one sends another receives, but for headers, and is what was foretold.
+    # Sent and received bytes agree except for headers, and are near the expected number.
     specs = [TensorSpec(w.path, tuple(w.shape), 4) for w in model.trainable_weights]
     sent, received = sum(everyone(cost.sent)), sum(everyone(cost.received))
     each = 2 * 4 * sum(s.elements for s in specs) * (hvdx.size() - 1) / hvdx.size()
-    foretold = each * sum(everyone(cost.steps))
+    expected = each * sum(everyone(cost.steps))
     assert sent == pytest.approx(received, rel=0.1)
-    assert sent == pytest.approx(foretold, rel=0.35)
-    assert sent > foretold
+    assert sent == pytest.approx(expected, rel=0.35)
+    assert sent > expected
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
@@ -712,12 +712,12 @@ def everything(model):
 
 @pytest.fixture
 def folder(tmp_path):
-    """One folder for all ranks."""
+    """Return one folder for all ranks."""
     return hvd.broadcast_object(tmp_path, 0) / "ckpt"
 
 
 def saved_fit(model, strategy, folder, epochs, *callbacks, keep=3):
-    # Shuffled, in an order that the checkpoint has to know.
+    # Shuffled, in an order that the checkpoint must save.
     given = hvdx.shard(models.data(), BATCH), None
     return fit(model, strategy, given, epochs, [hvd.Checkpoint(folder, keep=keep), *callbacks])
 
@@ -757,7 +757,7 @@ def test_another_number_of_ranks_distributes_residuals(folder, ranks):
     model, look = network(OPTIMIZERS["momentum"](), seed=8), Look()
     _, _, count = saved_fit(model, strategy, folder, 2, look)
     assert look.epoch == 1
-    assert count.apart == [{}]
+    assert count.differing == [{}]
     if hvdx.size() > 1:
         names = sorted(n for n in files[0] if n.startswith("strategy.0.") and n.endswith(".residual"))
         expected = sum(np.concatenate([f[n].astype("float64") for n in names]) for f in files)
@@ -776,7 +776,7 @@ def test_other_servers_and_codecs_resume_from_a_checkpoint(folder):
         after = (
             [] if hvdx.size() == 1 else np.concatenate([a.ravel() for a in adapter_of(optimizer).exchange.residuals])
         )
-        alike(model.weights)
+        assert_identical(model.weights)
         return epoch, unsent, after
 
     _, _, after = loop(hvdx.ParameterServer("colocated:1", codec="threshold:0.1"), 3)
@@ -805,7 +805,7 @@ def test_training_continues_from_a_checkpoint_restored_within_an_epoch(folder):
         np.testing.assert_allclose(a, b, atol=1e-7)
 
 
-# -- what is refused on all ranks -------------------------------------------------------------------------------------
+# -- errors on all ranks ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.sizes(2, 4)
@@ -849,7 +849,7 @@ def test_fit_ended_by_an_exception_leaves_nothing_behind():
 
 @pytest.mark.parametrize("codec", ["none", "threshold:0.2"])
 def test_fit_after_an_exception_restarts_a_scripts_own_optimizer(codec):
-    """The first push must not hold what the weights have become since."""
+    """The first push must not include changes of the weights between the two fits."""
 
     class Break(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -868,7 +868,7 @@ def test_fit_after_an_exception_restarts_a_scripts_own_optimizer(codec):
     optimizer.learning_rate = 0.0
     look = Look()
     _, _, count = fit(model, strategy, callbacks=[look])
-    assert count.apart == [{}]
+    assert count.differing == [{}]
     if hvdx.size() > 1:
         np.testing.assert_array_equal(look.before, unsent)
         assert bool(unsent.any()) == (codec != "none")

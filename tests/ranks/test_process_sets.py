@@ -1,4 +1,4 @@
-"""Collectives of some of the ranks, and parts that go to each."""
+"""Process sets and alltoall."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What a script hears whose ranks train apart, or hold NaN."""
+"""Warnings and errors for ranks that train separately or hold NaN."""
 
 import keras
 import numpy as np
@@ -15,13 +15,13 @@ def plain(optimizer="sgd", seed=0):
     return models.compiled(models.network(seed=seed), optimizer)
 
 
-def made_anew():
+def from_config():
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
     return type(optimizer).from_config(optimizer.get_config())
 
 
 @pytest.mark.sizes(1, 2)
-@pytest.mark.parametrize("optimizer", [lambda: "sgd", made_anew])
+@pytest.mark.parametrize("optimizer", [lambda: "sgd", from_config])
 def test_ranks_that_train_separately_are_warned_once(optimizer, capfd):
     model = plain(optimizer())
     models.fit(model, [], epochs=1)
@@ -39,7 +39,7 @@ def test_environment_allows_separate_training(capfd, monkeypatch):
 
 
 class ByTape(keras.Model):
-    """Combines gradients in a step of its own."""
+    """Model that combines gradients in a custom train_step."""
 
     def __init__(self):
         super().__init__()
@@ -67,7 +67,7 @@ class ByTape(keras.Model):
 )
 def test_ranks_that_train_together_are_not_warned(how, capfd):
     model, *callbacks = how()
-    for _ in range(2):  # the second time nothing may be traced any more
+    for _ in range(2):  # in the second fit nothing may be traced again
         models.fit(model, callbacks, epochs=1)
     assert "of their own" not in capfd.readouterr().err
 
@@ -93,7 +93,7 @@ def test_nan_of_one_rank_is_found_with_its_step_and_its_variable(check_every):
 
 
 def test_weights_that_a_callback_of_rank_0_restores_reach_all():
-    """Horovod broadcasts after the first batch, when all callbacks have begun."""
+    """Like Horovod, hvdx broadcasts after all callbacks have begun."""
 
     class Restore(keras.callbacks.Callback):
         def on_train_begin(self, logs=None):

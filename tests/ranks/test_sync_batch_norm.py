@@ -1,4 +1,4 @@
-"""Batch normalisation over the samples of all ranks, against one process that has them all."""
+"""Batch normalisation over the samples of all ranks, compared with one process that has all samples."""
 
 import keras
 import numpy as np
@@ -22,7 +22,7 @@ def gradients_of(layer, x, mask, weights):
 def test_statistics_and_gradients_are_those_of_the_whole_batch(masked, graph):
     rank, size = hvd.rank(), hvd.size()
     random = np.random.default_rng(3)
-    # Far from zero and of little variance, where E[x^2] - E[x]^2 cancels.
+    # A large mean and a small variance, for which E[x^2] - E[x]^2 cancels.
     sizes = [2 + 3 * r for r in range(size)]
     whole = (30 + 0.3 * random.normal(size=(sum(sizes), 4, 3)) + random.normal(size=3)).astype("float32")
     mask = random.random(whole.shape[:2]) < 0.7 if masked else None

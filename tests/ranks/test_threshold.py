@@ -29,12 +29,12 @@ STRATEGIES = [
 ]
 
 
-def alike(variables):
-    """The same bits on all ranks."""
+def assert_identical(variables):
+    """Assert the same bits on all ranks."""
     assert replicas.differing(list(variables), world.start()) == {}
 
 
-# Of an epoch, of 8 samples on each rank.
+# Steps of an epoch, with 8 samples on each rank.
 STEPS = 4
 
 
@@ -70,7 +70,7 @@ def test_replicas_are_identical_and_learn(strategy, optimizer):
     made = {"sgd": lambda: keras.optimizers.SGD(0.05, momentum=0.9), "adam": lambda: keras.optimizers.Adam(0.01)}
     model = network(made[optimizer]())
     callback, history = fit(model, strategy, epochs=3, check_every=3)
-    alike(model.weights)
+    assert_identical(model.weights)
     assert history["loss"][-1] < history["loss"][0]
     if hvdx.size() > 1:
         assert callback.counters.exchanges > 0
@@ -99,12 +99,12 @@ def test_replicas_are_identical_and_learn(strategy, optimizer):
 def test_replicas_stay_identical_under_optimizers_of_keras(make):
     model = network(make(), kernel_constraint=keras.constraints.MaxNorm(2.0))
     fit(model, "threshold:target_density=0.1", epochs=1)
-    alike(model.weights)
+    assert_identical(model.weights)
 
 
 @pytest.mark.sizes(2, 4)
 def test_tiny_tau_gives_the_mean_of_the_workers_steps():
-    """At a tau of next to nothing, SGD without momentum is what AllReduce makes of it."""
+    """With a tiny tau, SGD without momentum gives the result of AllReduce."""
     results = []
     for strategy in ("threshold:tau=1e-9", "all_reduce"):
         keras.utils.set_random_seed(1)
@@ -117,7 +117,7 @@ def test_tiny_tau_gives_the_mean_of_the_workers_steps():
 
 
 class Halved(keras.optimizers.SGD):
-    """Changes weights without asking the optimiser's own `assign`."""
+    """Optimiser that changes weights without its own `assign` methods."""
 
     def update_step(self, gradient, variable, learning_rate):
         variable.assign_sub(gradient * learning_rate)
@@ -130,7 +130,7 @@ def test_update_of_an_optimizer_that_assigns_directly_is_measured():
         model = network(kind(0.05))
         x, y = data()
         model.fit(x, y, batch_size=8, verbose=0, shuffle=False, callbacks=[hvd.Distribute("threshold:tau=1e-9")])
-        alike(model.weights)
+        assert_identical(model.weights)
         results.append(model.trainable_weights)
     for a, b in zip(*results, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
@@ -143,7 +143,7 @@ def test_optimizers_that_compute_weights_are_refused():
         fit(network(keras.optimizers.Ftrl(0.1)), "threshold")
     model = network(keras.optimizers.Ftrl(0.1))
     fit(model, "threshold:placement=gradient,target_density=0.1")
-    alike(model.weights)
+    assert_identical(model.weights)
 
 
 @pytest.mark.sizes(2, 4)
@@ -158,7 +158,7 @@ def test_nan_on_one_rank_skips_the_step_and_training_continues(capfd):
     model.fit(x, y, batch_size=8, epochs=3, verbose=0, shuffle=False, callbacks=[callback])
     if hvdx.size() > 1:
         assert all(np.isfinite(w).all() for w in model.get_weights())
-        alike(model.weights)
+        assert_identical(model.weights)
         assert callback.counters.telemetry[0].skipped == 3
         assert int(model.optimizer.iterations) == 3 * STEPS
         if hvdx.rank() == 0:
@@ -173,7 +173,7 @@ def test_overflow_of_a_loss_scale_is_agreed_on():
     x = x * np.float32(1e30) if hvdx.rank() == 0 else x
     callback = hvd.Distribute("threshold:target_density=0.1", check_every=None)
     model.fit(x, y, batch_size=8, verbose=0, callbacks=[callback])
-    alike(model.trainable_weights)
+    assert_identical(model.trainable_weights)
     if hvdx.size() > 1:
         assert callback.counters.exchanges == 0
 
@@ -185,7 +185,7 @@ def test_embeddings_travel_as_updates():
     model.compile(keras.optimizers.SGD(0.1), "mse")
     x = np.random.default_rng(hvdx.rank()).integers(20, size=(32, 3))
     fit(model, "threshold:target_density=0.2", given=(x, np.ones((32, 1), np.float32)))
-    alike(model.weights)
+    assert_identical(model.weights)
 
 
 def test_second_fit_keeps_momenta_and_residual():
@@ -209,11 +209,11 @@ def test_second_fit_keeps_momenta_and_residual():
     assert exchanges[0].telemetry.steps == STEPS
     for before, after in zip(momenta, exchanges[1], strict=True):
         np.testing.assert_array_equal(before, after)
-    alike(model.weights)
+    assert_identical(model.weights)
 
 
 class Scaled(keras.layers.Layer):
-    """A weight without dimensions, and a constraint."""
+    """Layer with a scalar weight and a constraint."""
 
     def build(self, shape):
         self.scale = self.add_weight(shape=(), initializer="ones", constraint=keras.constraints.NonNeg())
@@ -228,7 +228,7 @@ def test_weights_without_dimensions_and_constraints_that_hold_after_a_flush(stra
     model.compile(keras.optimizers.SGD(0.5, momentum=0.9), "mse")
     x, y = data()
     fit(model, strategy, given=(x, -y))
-    alike(model.weights)
+    assert_identical(model.weights)
     assert all(w.numpy().min() >= 0 for w in model.layers[1].weights[:1])
 
 
@@ -238,7 +238,7 @@ def test_auto_counts_the_steps_that_it_measured(per_execution):
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", steps_per_execution=per_execution)
     callback, _ = fit(model, "auto", epochs=6)
-    alike(model.weights)
+    assert_identical(model.weights)
     if hvdx.size() > 1:
         assert callback.counters.exchanges == 6 * STEPS
         assert callback.cost().steps == 6 * STEPS
@@ -251,12 +251,12 @@ def test_layers_frozen_between_fits_keep_their_residual():
         model.layers[0].trainable = not frozen
         model.compile(optimizer, "mse")
         callback, _ = fit(model, "threshold:target_density=0.05", epochs=1)
-        alike(model.weights)
+        assert_identical(model.weights)
         if hvdx.size() > 1:
             assert callback.counters.exchanges == STEPS
             assert callback.cost().steps == STEPS
     if hvdx.size() > 1:
-        # What the fit with the frozen layer had not sent has gone over; its exchange is no longer needed.
+        # The residual of the fit with the frozen layer has been handed over, and its exchange is closed.
         open_now = host._remembered[optimizer].opened
         assert [len(variables) for _, variables in open_now.values()] == [4]
 
@@ -267,7 +267,7 @@ def test_optimizers_that_compute_weights_train_under_auto(monkeypatch):
     monkeypatch.setattr(hvdx.Auto, "decide", lambda self, measured: (hvdx.Threshold(), "made up"))
     model = network(keras.optimizers.Ftrl(0.1))
     callback, _ = fit(model, "auto")
-    alike(model.weights)
+    assert_identical(model.weights)
     assert callback.strategy.placement == "gradient"
 
 
@@ -276,7 +276,7 @@ def test_steps_per_execution_and_layers_built_late():
     model = keras.Sequential([keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", steps_per_execution=4)
     callback, _ = fit(model, "threshold:target_density=0.1,overlap=true")
-    alike(model.weights)
+    assert_identical(model.weights)
     if hvdx.size() > 1:
         assert callback.counters.exchanges == 2 * STEPS
 
@@ -300,7 +300,7 @@ def test_custom_loop_with_a_distributed_optimizer():
 
     losses = [float(step(x, y)) for _ in range(20)]
     hvd.flush(optimizer)
-    alike(model.weights)
+    assert_identical(model.weights)
     assert losses[-1] < losses[0]
 
 
@@ -312,7 +312,7 @@ def test_one_variable_in_a_loop_without_a_graph(strategy):
     for _ in range(3):
         optimizer.apply([2 * weight.value], [weight])
     hvd.flush(optimizer)
-    alike([weight])
+    assert_identical([weight])
     assert float(weight.numpy()[0]) < 0.9
 
 
@@ -359,7 +359,7 @@ def test_telemetry_reaches_logs_files_and_the_history(tmp_path):
 def test_auto_gives_its_reason_and_continues_with_one_strategy(capfd):
     model = network(keras.optimizers.SGD(0.05, momentum=0.9))
     callback, _ = fit(model, "auto", epochs=6)
-    alike(model.weights)
+    assert_identical(model.weights)
     if hvdx.size() > 1:
         chosen = [repr(callback.strategy)] * hvdx.size()
         assert world.start().all_gather_object(repr(callback.strategy), "test") == chosen
@@ -369,7 +369,7 @@ def test_auto_gives_its_reason_and_continues_with_one_strategy(capfd):
 
 
 def test_horovod_is_not_started_if_nothing_uses_it():
-    """In a process of its own, since this one has started it."""
+    """Runs in a new process, because this one has started Horovod."""
     if hvdx.size() > 1:
         return
     from tests.launch import run
