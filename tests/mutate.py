@@ -58,7 +58,7 @@ a fault in tests/mutants.toml:
   old = "self._flat /= self._size"        stands exactly once in the file
   new = "self._flat /= 1"
   test = "tests/strategies/test_auto.py::test_trial_averages[2]"      or a list of them
-  ranks = 2                               only for tests/ranks: run under mpirun with so many ranks
+  ranks = 2                               only for tests/ranks: run under mpirun with this number of ranks
   why = "the sum passes for the mean"     only where it is not plain
 
 Exit code 0: all were found; 1: some were not; 130: interrupted.

@@ -57,7 +57,7 @@ def test_models_of_different_shapes_end_on_all_ranks(ranks):
 
 
 @pytest.mark.parametrize("ranks", [4])
-def test_exception_on_one_rank_in_mid_epoch_ends_all(ranks):
+def test_exception_on_one_rank_within_an_epoch_ends_all(ranks):
     code = """
 class Break(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
