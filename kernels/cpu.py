@@ -214,7 +214,7 @@ class Workspace:
         self.records = np.zeros((regions, 5), np.int64)
         self.left = np.empty(regions * (layout.tile_min - 1), np.uint32)
         self.times = np.empty(len(self.left), np.int32)
-        self.most_left = 3 * self.left.size + cpu_tiles.HEAD_BYTES * (regions + 1)
+        self.most_left = 3 * self.left.size + cpu_tiles.HEADER_BYTES * (regions + 1)
         self.joined = np.zeros(8, np.int64)
         self.scratch = [_scratch(layout) for _ in self.borders[1:]]
         self.places = [np.zeros(6, np.int64) for _ in self.scratch]
@@ -270,7 +270,7 @@ def _join(buffers: list[np.ndarray], work: Workspace, rice: bool, reserve: int) 
 
 
 #: What is wrong with a payload, by the numbers that `cpu_decode` gives.
-_COMPLAINTS = (
+_ERRORS = (
     "",
     "a tile without the multiple it announces",
     "entries outside their tile",
@@ -311,9 +311,9 @@ def inspect(message: np.ndarray, n: int, rice: bool = True, threads: int | None 
     faults = spread(
         lambda i: dec.check_tiles(borders[i], borders[i + 1], rows, message, rice), len(borders) - 1, threads
     )
-    for tile, complaint in faults:
-        if complaint:
-            raise Malformed(f"{_COMPLAINTS[complaint]}, in the tile with its payload at byte {rows[tile, 0]}")
+    for tile, error in faults:
+        if error:
+            raise Malformed(f"{_ERRORS[error]}, in the tile with its payload at byte {rows[tile, 0]}")
     return rows
 
 

@@ -11,7 +11,7 @@ from hvdx.kernels import simd
 from hvdx.kernels.compiled import entry
 from hvdx.kernels.cpu_scan import amount, piece_of
 from hvdx.kernels.cpu_tiles import first_parameter
-from hvdx.kernels.denormals import count_denormals, restore_mode
+from hvdx.kernels.denormals import keep_denormals, restore_mode
 from hvdx.kernels.table import ENTRIES, FIRST, LAST, LENGTH, MULTIPLE, START
 from hvdx.kernels.tiles import BLOCK, ESCAPE, M_MAX
 
@@ -60,7 +60,7 @@ def take_code(address, bit, size, k):
 
 @njit(nogil=True, error_model="numpy")
 def check_rice(address, size, entries, multiple, first, last):
-    """Whether the payload of `size` bytes is that of an entropy-coded tile: 0, or the number of a complaint."""
+    """Whether the payload of `size` bytes is that of an entropy-coded tile: 0, or the number of a error."""
     bit, where, run, k_run, bits = _i64(0), first, entries, _i64(0), 8 * size
     none, one, five = _i64(0), _i64(1), _i64(5)
     k = first_parameter(last - first + 1 - entries, entries)
@@ -126,16 +126,16 @@ def check_plain(address, size, entries, multiple, first, last):
 
 @entry
 def check_tiles(begin, end, table, message, rice):
-    """Check the tiles `begin` to `end` of a message: (the first bad one, its complaint), or (-1, 0)."""
+    """Check the tiles `begin` to `end` of a message: (the first bad one, its error), or (-1, 0)."""
     for t in range(begin, end):
         row = table[t]
         address = _i64(message.ctypes.data) + row[START]
         if rice:
-            complaint = check_rice(address, row[LENGTH], row[ENTRIES], row[MULTIPLE], row[FIRST], row[LAST])
+            error = check_rice(address, row[LENGTH], row[ENTRIES], row[MULTIPLE], row[FIRST], row[LAST])
         else:
-            complaint = check_plain(address, row[LENGTH], row[ENTRIES], row[MULTIPLE], row[FIRST], row[LAST])
-        if complaint:
-            return t, complaint
+            error = check_plain(address, row[LENGTH], row[ENTRIES], row[MULTIPLE], row[FIRST], row[LAST])
+        if error:
+            return t, error
     return -1, 0
 
 
@@ -235,7 +235,7 @@ def add_plain(row, message, begin, end, pieces, taus, scale):
 @entry
 def add_tiles(begin, end, table, message, rice, pieces, taus, scale):
     """Add the entries of a message whose indices lie from `begin` to `end` to the pieces."""
-    mode = count_denormals()
+    mode = keep_denormals()
     places, values = np.empty(_READY, np.int64), np.empty(_READY, np.float32)
     low, high = 0, table.shape[0]
     while low < high:

@@ -9,8 +9,8 @@ from numba import njit
 
 from hvdx.kernels.compiled import entry
 from hvdx.kernels.cpu_scan import CHUNK, POSITION, list_entries, list_multiples, piece_of, scan
-from hvdx.kernels.cpu_tiles import HEAD_BYTES, put_tile, put_varint
-from hvdx.kernels.denormals import count_denormals, restore_mode
+from hvdx.kernels.cpu_tiles import HEADER_BYTES, put_tile, put_varint
+from hvdx.kernels.denormals import keep_denormals, restore_mode
 from hvdx.kernels.simd import AHEAD
 
 #: Columns of the record of a region.
@@ -53,7 +53,7 @@ def encode_regions(
     With `begin` -1 it goes on where `place` stands, with an empty `out`. `out` takes the tiles, the first one of each
     region without its first number.
     """
-    mode = count_denormals()
+    mode = keep_denormals()
     region_size, tile_max, tile_min = layout[0], layout[1], layout[2]
     entries, times, where, masks, gaps, signs = scratch
     sent, near = counted[:, 0], counted[:, 1:]
@@ -116,7 +116,7 @@ def encode_regions(
 
 #: Where the joining of tiles stands: the region, bytes of its tiles still to come, whether its head is written, the
 #: first region with entries that wait, how many regions and entries wait, the last entry's index, and bytes written.
-J_REGION, J_BYTES, J_HEAD, J_FROM, J_REGIONS, J_WAITING, J_LAST, J_USED = range(8)
+J_REGION, J_BYTES, J_HEADER, J_FROM, J_REGIONS, J_WAITING, J_LAST, J_USED = range(8)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -160,14 +160,14 @@ def join(end, layout, rice, scratch, place, records, left, left_times, source, o
     taken = _i64(0)
     while place[J_REGION] < end:
         record = records[place[J_REGION]]
-        if record[BYTES] and not place[J_HEAD]:
+        if record[BYTES] and not place[J_HEADER]:
             if place[J_WAITING] and not put_shared(place, layout, rice, scratch, records, left, left_times, out):
                 return -1, taken
-            if out.size - place[J_USED] < HEAD_BYTES + record[BYTES]:
+            if out.size - place[J_USED] < HEADER_BYTES + record[BYTES]:
                 return -1, taken
             address = out.ctypes.data + place[J_USED]
             place[J_USED] += put_varint(address, record[FIRST] - place[J_LAST] - 1) - address
-            place[J_HEAD], place[J_BYTES], place[J_LAST] = 1, record[BYTES], record[LAST]
+            place[J_HEADER], place[J_BYTES], place[J_LAST] = 1, record[BYTES], record[LAST]
             place[J_REGIONS] = 0
         if place[J_BYTES]:
             some = min(place[J_BYTES], source.size - taken)
@@ -190,7 +190,7 @@ def join(end, layout, rice, scratch, place, records, left, left_times, source, o
                 place[J_REGIONS] -= 1
                 return -1, taken
         place[J_REGION] += 1
-        place[J_HEAD] = 0
+        place[J_HEADER] = 0
     if place[J_WAITING] and not put_shared(place, layout, rice, scratch, records, left, left_times, out):
         return -1, taken
     return 1, taken

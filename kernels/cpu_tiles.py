@@ -9,7 +9,7 @@ from hvdx.kernels.tiles import BLOCK, ESCAPE, K_MAX, SWITCH, TILE_MAX
 #: Bytes that no entry exceeds: a gap code of at most 7 + 2 * 31 + 31 bits, a sign, an m of 69 and a run of 62 bits.
 ENTRY_BYTES = 32
 #: Bytes that no head exceeds, and those that a word written at its end may reach beyond it.
-HEAD_BYTES = 4 * 9 + 8
+HEADER_BYTES = 4 * 9 + 8
 
 # Where a variable begins as a plain number, Numba compiles what it is passed to once more for that very number.
 _u64, _i64 = np.uint64, np.int64
@@ -189,7 +189,7 @@ def put_tile(address, room, gap, gaps, signs, times, count, rice):
     `gap` is what lies before its first entry, -1 to leave that number out; gaps[i] lies between entries i and i + 1;
     signs[i] has bit 0 for a negative entry and bit 1 for a multiple; times are the multiples.
     """
-    if room < HEAD_BYTES:
+    if room < HEADER_BYTES:
         return 0
     skipped = larger = _i64(0)
     for i in range(count - 1):
@@ -214,7 +214,7 @@ def put_tile(address, room, gap, gaps, signs, times, count, rice):
         payload = (bits + 7) >> 3
     else:
         payload = 4 * count * (2 if larger else 1)
-    if room < HEAD_BYTES + payload:
+    if room < HEADER_BYTES + payload:
         return 0
     if gap >= 0:
         address = put_varint(address, gap)

@@ -16,7 +16,7 @@ if importlib.util.find_spec("numba_cuda") is None:
 from numba import boolean, cuda, float32, int64, types, uint8, uint32
 
 from hvdx.kernels import cuda_decode, cuda_encode, cuda_tiles
-from hvdx.kernels.cuda_decode import COMPLAINTS, NO_COMPLAINT, ROW
+from hvdx.kernels.cuda_decode import ERRORS, NO_ERROR, ROW
 from hvdx.kernels.cuda_encode import BYTES, CHUNK, COLUMNS, FAULT, NO_FAULT, PER_RUN, TALLIES, TILES
 from hvdx.kernels.pieces import check_runs
 from hvdx.kernels.table import ENTRIES, LENGTH, START, table
@@ -399,15 +399,15 @@ def _read(data, tables, runs, scale, rice, stream):
     spans = cuda.to_device(spans, stream)
     index = cuda.device_array(int(last[-1]), np.int64, stream=stream)
     value = cuda.device_array(int(last[-1]), np.float32, stream=stream)
-    status = cuda.to_device(np.full(1, NO_COMPLAINT, np.int64), stream)
+    status = cuda.to_device(np.full(1, NO_ERROR, np.int64), stream)
     grid = max(_FEWEST_BLOCKS, -(-len(rows) // cuda_decode.READERS))
     cuda_decode.read_tiles[grid, cuda_decode.READERS, stream](
         words, on_device, spans, ends, taus, scale, index, value, status, bool(rice)
     )
     worst = int(_to_host(status, stream)[0])
-    if worst != NO_COMPLAINT:
-        row, complaint = divmod(worst, len(COMPLAINTS))
-        raise Malformed(COMPLAINTS[complaint], int(rows[row, cuda_decode.MESSAGE]))
+    if worst != NO_ERROR:
+        row, error = divmod(worst, len(ERRORS))
+        raise Malformed(ERRORS[error], int(rows[row, cuda_decode.MESSAGE]))
     return index, value
 
 

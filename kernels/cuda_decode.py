@@ -19,7 +19,7 @@ READERS = 32
 OUT, MESSAGE = 6, 7
 ROW = 8
 
-COMPLAINTS = (
+ERRORS = (
     "",
     "a payload ends in the middle of an entry",
     "a gap longer than any update",
@@ -33,10 +33,10 @@ COMPLAINTS = (
     "an entry of no tau, too many, or never more than one",
 )
 MISSING, LONG, NO_MULTIPLE, PASSES, MANY, RUN, AFTER, SIZE, ORDER, TIMES = range(1, 11)
-#: Above every complaint, which is (row of the tile) * len(COMPLAINTS) + its number.
-NO_COMPLAINT = 2**62
+#: Above every error, which is (row of the tile) * len(ERRORS) + its number.
+NO_ERROR = 2**62
 
-_KINDS = len(COMPLAINTS)
+_KINDS = len(ERRORS)
 _LONGEST = N_MAX.bit_length()
 
 
@@ -60,7 +60,7 @@ def take(words, at, length):
 
 @cuda.jit(device=True)
 def take_code(words, at, end, k):
-    """(the next number in the gap code with parameter k, where it ends, complaint)."""
+    """(the next number in the gap code with parameter k, where it ends, error)."""
     ones = np.int64(0)
     while True:
         if at + ones >= end:
@@ -88,19 +88,19 @@ def take_code(words, at, end, k):
 
 @cuda.jit(device=True)
 def read_rice(words, row, out, first, final, ends, taus, scale, index, value):
-    """Read the entries of an entropy-coded tile; a complaint or 0."""
+    """Read the entries of an entropy-coded tile; a error or 0."""
     at = 8 * row[START]
     stop = at + 8 * row[LENGTH]
     entries, where, last, multiple = row[ENTRIES], row[FIRST], row[LAST], row[MULTIPLE] == 1
     k = first_parameter(last - where + 1 - entries, entries)
-    k_run, larger, complaint, m = np.int64(0), entries, 0, np.int64(1)
+    k_run, larger, error, m = np.int64(0), entries, 0, np.int64(1)
     if multiple:
         if at + 5 > stop:
             return MISSING
         k_run = take(words, at, np.int64(5))
-        larger, at, complaint = take_code(words, at + 5, stop, k_run)
-        if complaint != 0:
-            return complaint
+        larger, at, error = take_code(words, at + 5, stop, k_run)
+        if error != 0:
+            return error
         if larger >= entries:
             return NO_MULTIPLE
     run = first
@@ -115,9 +115,9 @@ def read_rice(words, row, out, first, final, ends, taus, scale, index, value):
                         return MISSING
                     k = take(words, at, np.int64(5))
                     at += 5
-            skipped, at, complaint = take_code(words, at, stop, k)
-            if complaint != 0:
-                return complaint
+            skipped, at, error = take_code(words, at, stop, k)
+            if error != 0:
+                return error
             where += skipped + 1
             if where > last - (entries - 1 - i):
                 return PASSES
@@ -129,15 +129,15 @@ def read_rice(words, row, out, first, final, ends, taus, scale, index, value):
         at += 1
         m = np.int64(1)
         if i == larger:
-            m, at, complaint = take_code(words, at, stop, np.int64(0))
-            if complaint != 0:
-                return complaint
+            m, at, error = take_code(words, at, stop, np.int64(0))
+            if error != 0:
+                return error
             m += 2
             if m > M_MAX:
                 return MANY
-            skipped, at, complaint = take_code(words, at, stop, k_run)
-            if complaint != 0:
-                return complaint
+            skipped, at, error = take_code(words, at, stop, k_run)
+            if error != 0:
+                return error
             larger = i + 1 + skipped
             if larger > entries:
                 return RUN
@@ -149,7 +149,7 @@ def read_rice(words, row, out, first, final, ends, taus, scale, index, value):
 
 @cuda.jit(device=True)
 def read_plain(words, row, out, first, final, ends, taus, scale, index, value):
-    """Read the entries of a tile of plain positions; a complaint or 0."""
+    """Read the entries of a tile of plain positions; a error or 0."""
     at, entries, multiple = 8 * row[START], row[ENTRIES], row[MULTIPLE]
     if row[LENGTH] != 4 * entries * (1 + multiple):
         return SIZE
@@ -193,16 +193,16 @@ def store(at, where, negative, m, run, final, ends, taus, scale, index, value):
 
 @cuda.jit
 def read_tiles(words, rows, spans, ends, taus, scale, index, value, status, rice):
-    """Read tiles, one a thread; status[0] becomes the first complaint. spans: first run and end of each message's."""
+    """Read tiles, one a thread; status[0] becomes the first error. spans: first run and end of each message's."""
     for tile in range(cuda.grid(1), rows.shape[0], cuda.gridsize(1)):
         row = rows[tile]
         first, final = spans[row[MESSAGE], 0], spans[row[MESSAGE], 1]
         if rice:
-            complaint = read_rice(words, row, row[OUT], first, final, ends, taus, scale, index, value)
+            error = read_rice(words, row, row[OUT], first, final, ends, taus, scale, index, value)
         else:
-            complaint = read_plain(words, row, row[OUT], first, final, ends, taus, scale, index, value)
-        if complaint != 0:
-            cuda.atomic.min(status, 0, np.int64(tile) * _KINDS + complaint)
+            error = read_plain(words, row, row[OUT], first, final, ends, taus, scale, index, value)
+        if error != 0:
+            cuda.atomic.min(status, 0, np.int64(tile) * _KINDS + error)
 
 
 @cuda.jit(device=True)

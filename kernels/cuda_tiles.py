@@ -96,7 +96,7 @@ def put_varint(words, at, value, writing):
 
 
 @cuda.jit(device=True)
-def put_head(words, tiles, tile, writing):
+def put_header(words, tiles, tile, writing):
     """Write a tile's head; where it ends, in bits."""
     at = 8 * tiles[tile, START]
     at = put_varint(words, at, gap_before(tiles, tile), writing)
@@ -149,7 +149,7 @@ def gap(places, i):
 
 
 @cuda.jit(device=True)
-def weigh(residual, ends, taus, base, entries, places, times, subtract):
+def find_multiples(residual, ends, taus, base, entries, places, times, subtract):
     """times = +-m of each entry; how many of the thread's are above one; with `subtract` take them off the residual."""
     larger = np.int64(0)
     for i in range(cuda.threadIdx.x, entries, cuda.blockDim.x):
@@ -292,7 +292,7 @@ def size_tiles(residual, masks, prefixes, starts, ends, taus, tiles, parameters,
     for tile in range(cuda.blockIdx.x, summary[TILES], cuda.gridDim.x):
         entries, base = tiles[tile, ENTRIES], tiles[tile, FROM] * region
         collect(masks, prefixes, starts, tiles, tile, region, chunk, places)
-        scan(sums, weigh(residual, ends, taus, base, entries, places, times, False))
+        scan(sums, find_multiples(residual, ends, taus, base, entries, places, times, False))
         larger = sums[cuda.blockDim.x - 1]
         cuda.syncthreads()
         payload = 4 * entries * (1 + np.int64(larger > 0))
@@ -330,9 +330,9 @@ def write_tiles(residual, masks, prefixes, starts, ends, taus, tiles, parameters
     for tile in range(cuda.blockIdx.x, summary[TILES], cuda.gridDim.x):
         entries, base, larger = tiles[tile, ENTRIES], tiles[tile, FROM] * region, tiles[tile, LARGER]
         collect(masks, prefixes, starts, tiles, tile, region, chunk, places)
-        weigh(residual, ends, taus, base, entries, places, times, True)
+        find_multiples(residual, ends, taus, base, entries, places, times, True)
         cuda.syncthreads()
-        at = put_head(words, tiles, tile, tid == 0)
+        at = put_header(words, tiles, tile, tid == 0)
         if rice:
             k = first_parameter(skipped_inside(tiles, tile), entries)
             k_run = first_parameter(entries - larger, larger + 1)

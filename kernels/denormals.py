@@ -51,7 +51,7 @@ def _write(builder: Any, mode: Any) -> None:
 
 
 @make_intrinsic(types.int64())
-def count_denormals(builder: Any) -> Any:
+def keep_denormals(builder: Any) -> Any:
     """Have this thread count denormal numbers: the mode it was in, for `restore_mode`."""
     before = _read(builder)
     flags = _MXCSR if _is_x86(builder) else _FPCR
@@ -61,5 +61,5 @@ def count_denormals(builder: Any) -> Any:
 
 @make_intrinsic(types.void(types.int64))
 def restore_mode(builder: Any, mode: Any) -> None:
-    """Put this thread back into the mode that `count_denormals` gave."""
+    """Put this thread back into the mode that `keep_denormals` gave."""
     _write(builder, mode)

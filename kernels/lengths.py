@@ -14,21 +14,21 @@ _NUMBERS = ("", "a number that does not end", "a number with a superfluous byte"
 
 @entry
 def _count(data):
-    """The number of runs, where it ends, and 0 or a number's complaint."""
+    """The number of runs, where it ends, and 0 or a number's error."""
     return get_varint(data, 0)
 
 
 @entry
 def _read(data, at, n, lengths):
-    """Fill `lengths`: (how many were read, elements that they leave of n, where they end, 0 or a number's complaint).
+    """Fill `lengths`: (how many were read, elements that they leave of n, where they end, 0 or a number's error).
 
     A run of no elements, or one that goes beyond n, is the last one read.
     """
     left = n
     for i in range(lengths.size):
-        length, at, complaint = get_varint(data, at)
-        if complaint:
-            return i, left, at, complaint
+        length, at, error = get_varint(data, at)
+        if error:
+            return i, left, at, error
         lengths[i] = length
         left -= length
         if length == 0 or left < 0:
@@ -55,15 +55,15 @@ def read_lengths(data: np.ndarray, n: int) -> tuple[np.ndarray, int]:
         ([1, 3], 3)
     """
     data = frozen(data)
-    count, at, complaint = _count(data)
-    if complaint:
-        raise Malformed(f"the lengths of its runs: {_NUMBERS[complaint]}")
+    count, at, error = _count(data)
+    if error:
+        raise Malformed(f"the lengths of its runs: {_NUMBERS[error]}")
     if count > data.size // (1 + _TAU):
         raise Malformed(f"the lengths of its runs: {count} runs in {data.size} bytes")
     lengths = np.empty(count, np.int64)
-    found, left, at, complaint = _read(data, at, n, lengths)
-    if complaint:
-        raise Malformed(f"the lengths of its runs: {_NUMBERS[complaint]}")
+    found, left, at, error = _read(data, at, n, lengths)
+    if error:
+        raise Malformed(f"the lengths of its runs: {_NUMBERS[error]}")
     if found and lengths[found - 1] == 0:
         raise Malformed("a run of no elements")
     if left:

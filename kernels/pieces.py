@@ -66,17 +66,17 @@ def check_runs(runs: Runs, n: int, what: str) -> None:
             f"runs: expected lengths int64[R] and taus float32[R], got {lengths.dtype}{list(lengths.shape)} and "
             f"{taus.dtype}{list(taus.shape)}."
         )
-    complaint = _complaint(frozen(lengths), frozen(taus), n)
-    if complaint == 1:
+    error = _runs_error(frozen(lengths), frozen(taus), n)
+    if error == 1:
         raise ValueError(
             f"runs: expected lengths of at least 1 that add up to the {n} elements of {what}, got {lengths}."
         )
-    if complaint == 2:
+    if error == 2:
         raise ValueError(f"tau: expected normal, positive float32, got {taus}.")
 
 
 @entry
-def _complaint(lengths, taus, n):
+def _runs_error(lengths, taus, n):
     """0, or the number of what is wrong. NumPy's reductions take ten times as long on few elements."""
     left = n
     for i in range(lengths.size):

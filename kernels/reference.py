@@ -125,9 +125,9 @@ def write(
 
 
 def tile(index: np.ndarray, negative: np.ndarray, m: np.ndarray, last: int, rice: bool) -> bytes:
-    """One tile: head and payload. `last` is the index of the last entry before it, -1 at the start.
+    """One tile: packed and payload. `last` is the index of the last entry before it, -1 at the start.
 
-    Only the first number of the head depends on what lies before the tile.
+    Only the first number of the packed depends on what lies before the tile.
     """
     entries = len(index)
     skipped = int(index[-1] - index[0]) + 1 - entries
@@ -137,8 +137,8 @@ def tile(index: np.ndarray, negative: np.ndarray, m: np.ndarray, last: int, rice
     else:
         words = (index[-1] - index).astype(np.uint32) | negative.astype(np.uint32) << np.uint32(31)
         payload = words.astype("<u4").tobytes() + (m.astype("<u4").tobytes() if multiple else b"")
-    head = varint(int(index[0]) - last - 1), varint(entries << 1 | multiple), varint(skipped), varint(len(payload))
-    return b"".join(head) + payload
+    header = varint(int(index[0]) - last - 1), varint(entries << 1 | multiple), varint(skipped), varint(len(payload))
+    return b"".join(header) + payload
 
 
 def varint(value: int) -> bytes:
@@ -201,7 +201,7 @@ def choose_parameter(gaps: list[int], before: int) -> int:
 def rice_payload(gaps: np.ndarray, negative: np.ndarray, m: np.ndarray, skipped: int, multiple: bool) -> bytes:
     """The payload of an entropy-coded tile.
 
-    `gaps` are those between neighbours without the last: the head tells where the first and the last entry are.
+    `gaps` are those between neighbours without the last: the packed tells where the first and the last entry are.
     """
     bits = Bits()
     gap, larger, entries = gaps.tolist(), np.flatnonzero(m > 1).tolist(), len(m)
@@ -280,10 +280,10 @@ def read(tiles: np.ndarray, n: int, rice: bool = True) -> tuple[np.ndarray, np.n
     times: list[int] = []
     while at < len(data):
         gap, at = read_varint(data, at)
-        head, at = read_varint(data, at)
+        packed, at = read_varint(data, at)
         skipped, at = read_varint(data, at)
         length, at = read_varint(data, at)
-        entries = head >> 1
+        entries = packed >> 1
         if not 1 <= entries <= TILE_MAX:
             raise Malformed(f"a tile of {entries} entries")
         if entries == 1 and skipped:
@@ -295,7 +295,7 @@ def read(tiles: np.ndarray, n: int, rice: bool = True) -> tuple[np.ndarray, np.n
         if at + length > len(data):
             raise Malformed("a tile longer than the message")
         payload = data[at : at + length]
-        (read_rice if rice else read_plain)(payload, entries, first, last, bool(head & 1), index, negative, times)
+        (read_rice if rice else read_plain)(payload, entries, first, last, bool(packed & 1), index, negative, times)
         at += length
     return np.array(index, np.int64), np.array(negative, bool), np.array(times, np.int64)
 

@@ -9,7 +9,7 @@ from hvdx.kernels.tiles import TILE_MAX, Malformed
 #: Columns of a table of tiles.
 START, LENGTH, ENTRIES, MULTIPLE, FIRST, LAST = range(6)
 
-_COMPLAINTS = (
+_ERRORS = (
     "",
     "a number that does not end",
     "a number with a superfluous byte",
@@ -22,7 +22,7 @@ _COMPLAINTS = (
 
 @njit(nogil=True)
 def get_varint(data, at):
-    """(number, where it ends, 0), or the number of a complaint in the third place."""
+    """(number, where it ends, 0), or the number of a error in the third place."""
     value, shift = 0, 0
     while at < data.size and shift < 63:
         byte = np.int64(data[at])
@@ -35,23 +35,23 @@ def get_varint(data, at):
 
 @entry
 def _walk(data, n, rows):
-    """Fill `rows` as far as they go: (number of tiles, complaint, offset of the complaint)."""
+    """Fill `rows` as far as they go: (number of tiles, error, offset of the error)."""
     at, last, tiles = 0, -1, 0
     while at < data.size:
         begin = at
-        gap, at, complaint = get_varint(data, at)
-        if complaint:
-            return tiles, complaint, begin
-        head, at, complaint = get_varint(data, at)
-        if complaint:
-            return tiles, complaint, begin
-        skipped, at, complaint = get_varint(data, at)
-        if complaint:
-            return tiles, complaint, begin
-        length, at, complaint = get_varint(data, at)
-        if complaint:
-            return tiles, complaint, begin
-        entries = head >> 1
+        gap, at, error = get_varint(data, at)
+        if error:
+            return tiles, error, begin
+        packed, at, error = get_varint(data, at)
+        if error:
+            return tiles, error, begin
+        skipped, at, error = get_varint(data, at)
+        if error:
+            return tiles, error, begin
+        length, at, error = get_varint(data, at)
+        if error:
+            return tiles, error, begin
+        entries = packed >> 1
         if entries < 1 or entries > TILE_MAX:
             return tiles, 3, begin
         if entries == 1 and skipped:
@@ -64,7 +64,7 @@ def _walk(data, n, rows):
             rows[tiles, 0] = at
             rows[tiles, 1] = length
             rows[tiles, 2] = entries
-            rows[tiles, 3] = head & 1
+            rows[tiles, 3] = packed & 1
             rows[tiles, 4] = last + 1 + gap
             rows[tiles, 5] = last + gap + skipped + entries
         last += gap + skipped + entries
@@ -92,9 +92,9 @@ def table(tiles: np.ndarray, n: int) -> np.ndarray:
         array([[4, 1, 1, 0, 4, 4]])
     """
     rows = np.empty((64, 6), np.int64)
-    found, complaint, at = _walk(tiles, n, rows)
-    if complaint:
-        raise Malformed(f"{_COMPLAINTS[complaint]} at byte {at}")
+    found, error, at = _walk(tiles, n, rows)
+    if error:
+        raise Malformed(f"{_ERRORS[error]} at byte {at}")
     if found > len(rows):
         rows = np.empty((found, 6), np.int64)
         _walk(tiles, n, rows)

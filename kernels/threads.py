@@ -14,9 +14,9 @@ _pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
 
 
 def default_threads() -> int:
-    """Threads that a kernel uses unless told: OMP_NUM_THREADS if it is set, else the cores this process may use."""
-    told = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    return min(int(told), 1024) if told.isdecimal() and int(told) > 0 else len(os.sched_getaffinity(0))
+    """Threads that a kernel uses unless setting: OMP_NUM_THREADS if it is set, else the cores this process may use."""
+    setting = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return min(int(setting), 1024) if setting.isdecimal() and int(setting) > 0 else len(os.sched_getaffinity(0))
 
 
 def spread(function: Callable[[int], T], tasks: int, threads: int) -> list[T]:
@@ -34,10 +34,10 @@ def spread(function: Callable[[int], T], tasks: int, threads: int) -> list[T]:
         return [function(0), *(future.result() for future in rest)]
     finally:
         # Whatever interrupts, none may go on: they work on the addresses of arrays that the caller may free.
-        _outlast(rest)
+        _wait_for_all(rest)
 
 
-def _outlast(futures: list[Any]) -> None:
+def _wait_for_all(futures: list[Any]) -> None:
     """Wait until none of them runs, and raise what came in the meantime only then."""
     interrupted = None
     for future in futures:

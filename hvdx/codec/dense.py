@@ -30,10 +30,10 @@ class Dense(Codec[Nothing]):
 
     def encode(self, update: Sequence[np.ndarray], state: Nothing) -> tuple[np.ndarray, Nothing]:
         n = check_arrays(update, "update")
-        head = bytes(frame.SIZE) + varint.put(n)
-        message = np.empty(len(head) + n * np.dtype(self._wire).itemsize, np.uint8)
-        message[: len(head)] = np.frombuffer(head, np.uint8)
-        body = message[len(head) :].view(self._wire)
+        header = bytes(frame.SIZE) + varint.put(n)
+        message = np.empty(len(header) + n * np.dtype(self._wire).itemsize, np.uint8)
+        message[: len(header)] = np.frombuffer(header, np.uint8)
+        body = message[len(header) :].view(self._wire)
         for variable, first, at, values in _chunks(update):
             coded = body[at : at + values.size]
             self._pack(values, coded)

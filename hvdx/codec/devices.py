@@ -39,12 +39,12 @@ class Host:
         return cpu.Workspace(n, runs, threads=self.threads)
 
     def encode(
-        self, update: Sequence[Any], residual: Any, runs: Runs, rice: bool, head: bytes, work: Any
+        self, update: Sequence[Any], residual: Any, runs: Runs, rice: bool, header: bytes, work: Any
     ) -> tuple[np.ndarray, Encoded]:
-        """Encode in place: the message, which begins with `head`, and what was counted."""
-        coded = cpu.encode(update, residual, runs, rice, threads=work.threads, reserve=len(head), workspace=work)
+        """Encode in place: the message, which begins with `header`, and what was counted."""
+        coded = cpu.encode(update, residual, runs, rice, threads=work.threads, reserve=len(header), workspace=work)
         if coded.fault < 0:
-            coded.tiles[: len(head)] = np.frombuffer(head, np.uint8)
+            coded.tiles[: len(header)] = np.frombuffer(header, np.uint8)
         return coded.tiles, coded
 
     def decode(self, messages: Sequence[tuple[np.ndarray, Runs]], scale: float, out: Sequence[Any], rice: bool) -> None:
@@ -81,14 +81,14 @@ class Gpu:
         return self._cuda.Scratch()
 
     def encode(
-        self, update: Sequence[Any], residual: Any, runs: Runs, rice: bool, head: bytes, work: Any
+        self, update: Sequence[Any], residual: Any, runs: Runs, rice: bool, header: bytes, work: Any
     ) -> tuple[np.ndarray, Encoded]:
-        """Encode in place: the message, which begins with `head`, and what was counted."""
+        """Encode in place: the message, which begins with `header`, and what was counted."""
         coded = self._cuda.encode(update, residual, runs, rice, scratch=work)
-        message = np.empty(len(head) + coded.tiles.size, np.uint8)
-        message[: len(head)] = np.frombuffer(head, np.uint8)
+        message = np.empty(len(header) + coded.tiles.size, np.uint8)
+        message[: len(header)] = np.frombuffer(header, np.uint8)
         if coded.tiles.size:
-            message[len(head) :] = coded.tiles.copy_to_host()
+            message[len(header) :] = coded.tiles.copy_to_host()
         return message, coded
 
     def decode(self, messages: Sequence[tuple[np.ndarray, Runs]], scale: float, out: Sequence[Any], rice: bool) -> None:

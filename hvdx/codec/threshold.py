@@ -281,9 +281,9 @@ class Threshold(Codec[ThresholdState]):
         ends, tried = np.cumsum(state.lengths), set()
         while True:
             if due.any():
-                taus, found, floors = self._look_again(update, state, taus, found, floors, due)
+                taus, found, floors = self._find_taus(update, state, taus, found, floors, due)
             runs = Runs(state.lengths, taus)
-            message, coded = self._device.encode(update, state.residual, runs, rice, _head(runs), work)
+            message, coded = self._device.encode(update, state.residual, runs, rice, _header(runs), work)
             if coded.fault < 0:
                 return message, coded, taus, found, floors
             # NaN, or an element of far more tau than the last update's: another tau, unless it is fixed, or was tried.
@@ -293,7 +293,7 @@ class Threshold(Codec[ThresholdState]):
             tried.add(run)
             due = np.arange(len(ends)) == run
 
-    def _look_again(
+    def _find_taus(
         self,
         update: Sequence[Any],
         state: ThresholdState,
@@ -362,7 +362,7 @@ def _lengths(lengths: tuple[int, ...]) -> bytes:
     return varint.put(len(lengths)) + b"".join(varint.put(length) for length in lengths)
 
 
-def _head(runs: Runs) -> bytes:
+def _header(runs: Runs) -> bytes:
     """What a message holds before its tiles, the frame still empty."""
     return bytes(frame.SIZE) + _lengths(tuple(runs.lengths.tolist())) + runs.taus.astype("<f4").tobytes()
 

@@ -225,15 +225,15 @@ def check_used_states_are_refused(row: Row) -> None:
         expect(ValueError, state.arrays, "state", "used it up", "gave back")
 
 
-def check_what_cannot_be_sent(row: Row) -> None:
+def check_unsendable_updates_are_refused(row: Row) -> None:
     """NaN and infinity, in any array, at first and later: an error that says where, and a state as it was."""
     for variable, element in ((0, 0), (0, 14), (2, 0), (3, 0), (3, 64), (3, 699), (4, 8)):
         for value in (np.nan, -np.nan, np.inf, -np.inf):
             for step in (0, 2):
-                _meet_what_cannot_be_sent(row, variable, element, np.float32(value), step)
+                _check_unsendable_update(row, variable, element, np.float32(value), step)
 
 
-def _meet_what_cannot_be_sent(row: Row, variable: int, element: int, value: np.float32, step: int) -> None:
+def _check_unsendable_update(row: Row, variable: int, element: int, value: np.float32, step: int) -> None:
     """One step of four tries a bad update first; the messages are those of an encoder that has met none."""
     codec, clean = row.make(), row.make()
     got, want = codec.init(SIZES), clean.init(SIZES)

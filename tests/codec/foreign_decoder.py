@@ -153,8 +153,8 @@ def read_tiles(body, n, codec):
     """[(index, whether negative, m)] of the tiles up to the end of a body."""
     entries, last = [], -1
     while body.left():
-        gap, head, skipped, length = body.number(), body.number(), body.number(), body.number()
-        number, multiple = head // 2, head % 2
+        gap, packed, skipped, length = body.number(), body.number(), body.number(), body.number()
+        number, multiple = packed // 2, packed % 2
         if not 1 <= number <= TILE_MAX:
             raise Refused(11, f"{number} entries")
         if number == 1 and skipped:

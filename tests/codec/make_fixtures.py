@@ -50,15 +50,15 @@ def whole(
     message, state = codec.encode(update, state)
     out = [np.zeros(size, np.float32) for size in sizes]
     codec.decode([message], out)
-    told = {
+    described = {
         "codec": name,
         "options": options,
         "update": [sparse(u) for u in update],
         "decoded": [sparse(o) for o in out],
     }
     if before is not None:
-        told |= {"residual": sparse(before), "residual after": sparse(state.arrays()["residual"])}
-    return message.tobytes(), told
+        described |= {"residual": sparse(before), "residual after": sparse(state.arrays()["residual"])}
+    return message.tobytes(), described
 
 
 def tiles(
@@ -133,10 +133,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"all {len(there)} messages are there, and pinned: --force writes them again", file=sys.stderr)
         return 1
     options.folder.mkdir(parents=True, exist_ok=True)
-    for name, (message, told) in made.items():
+    for name, (message, described) in made.items():
         if name not in there or options.force:
             (options.folder / f"{name}.bin").write_bytes(message)
-            (options.folder / f"{name}.json").write_text(json.dumps(told, separators=(",", ":")) + "\n")
+            (options.folder / f"{name}.json").write_text(json.dumps(described, separators=(",", ":")) + "\n")
             print(f"{name}: {len(message)} bytes")
     return 0
 

@@ -63,13 +63,13 @@ def test_the_element_is_counted_within_its_array():
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda c: c.name)
-@pytest.mark.parametrize("told", [0, 4, 6, 2**40, 2**63 - 1])
-def test_decode_refuses_a_message_that_tells_another_number_of_elements(codec, told):
+@pytest.mark.parametrize("stated", [0, 4, 6, 2**40, 2**63 - 1])
+def test_decode_refuses_another_number_of_elements(codec, stated):
     """The bytes are as many as 5 elements take; the output has 5."""
     width = 4 if codec.name == "none" else 2
-    body = varint.put(told) + bytes(5 * width)
+    body = varint.put(stated) + bytes(5 * width)
     message = frame.seal(np.frombuffer(bytes(frame.SIZE) + body, np.uint8).copy(), codec.number)
     out = np.ones(5, np.float32)
-    with pytest.raises(WireError, match=f"expected 5 elements, got {told}"):
+    with pytest.raises(WireError, match=f"expected 5 elements, got {stated}"):
         codec.decode([message], [out])
     assert (out == 1).all()

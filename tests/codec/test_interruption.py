@@ -50,7 +50,7 @@ def test_one_of_two_threads_gets_a_state():
         assert won.count(None) == 1
 
 
-def test_spread_outlasts_its_workers():
+def test_spread_waits_for_its_workers():
     """They hold addresses: none may run on when the caller frees its arrays."""
     begun, go, running = threading.Event(), threading.Event(), []
 

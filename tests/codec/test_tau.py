@@ -73,7 +73,7 @@ def test_first_tau_hits_the_density(make, density):
 
 @fixed
 @given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=50), steps_of_an_octave)
-def test_first_tau_is_one_that_some_element_reaches_or_nearly(values, steps):
+def test_first_tau_is_near_the_largest_element(values, steps):
     """Or None where there is no element but 0. It is on the grid, and no element is more than 2**21 of it."""
     vector = np.array(values, np.float32)
     tau = first_tau(cpu.histogram([vector], np.array([vector.size]))[0], 0.1, steps)
@@ -215,13 +215,13 @@ def test_tau_follows_accumulated_updates():
     assert got[807::8].mean() == pytest.approx(1, abs=0.3)
 
 
-def test_tau_is_found_anew_where_the_first_update_misled():
+def test_tau_is_found_again_after_a_misleading_first_update():
     sequence = (u * np.float32(1e-14 if i == 0 else 1) for i, u in enumerate(updates("lognormal", 300)))
     got = densities(Threshold(target_density=0.01, threads=1), sequence)
     assert got[-50:].mean() == pytest.approx(1, abs=0.3)
 
 
-def test_tau_is_found_anew_for_every_variable_that_grew():
+def test_tau_is_found_again_for_every_variable_that_grew():
     """By far more than 2**30 tau, in two variables at once: they are sent, not refused."""
     codec = Threshold(target_density=0.1, scope="variable", threads=1)
     rng = np.random.default_rng(3)

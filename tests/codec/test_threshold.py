@@ -31,7 +31,7 @@ from hvdx.kernels import reference
         ({"threads": 0}, "threads: expected at least 1, got 0"),
     ],
 )
-def test_options_are_held_against_their_limits(options, text):
+def test_options_are_checked(options, text):
     with pytest.raises(ConfigError, match=text):
         Threshold(**options)
 
@@ -59,7 +59,7 @@ def test_repr_gives_what_is_not_default():
     assert repr(Threshold(target_density=0.1, threads=2)) == "Threshold(target_density=0.1, threads=2)"
 
 
-def test_state_tells_what_was_sent():
+def test_state_counts_what_was_sent():
     codec = Threshold(tau=0.5, scope="variable")
     state = codec.init([3, 0, 5])
     assert state.density == 0
@@ -161,7 +161,7 @@ def test_decode_refuses_wrong_runs(body, text):
     assert (out == 1).all()
 
 
-def test_many_runs_are_held_against_n_while_they_are_read():
+def test_lengths_are_checked_while_they_are_read():
     """A message of five bytes a run must not cost seconds: where it is no update of this size, and where it is."""
     codec, out = Threshold(), np.zeros(4, np.float32)
     codec.decode([sealed(bytes([1, 4, *HALF]))], [out])

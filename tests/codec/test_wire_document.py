@@ -142,7 +142,7 @@ def compare(messages, n, codec, scale=1.0, out=None):
     return rule
 
 
-def head_of(runs):
+def runs_bytes(runs):
     """The runs at the front of a body."""
     numbers = [len(runs.lengths), *runs.lengths.tolist()]
     return b"".join(varint.put(number) for number in numbers) + runs.taus.astype("<f4").tobytes()
@@ -153,7 +153,7 @@ def encode_small(update, runs, rice, layout=SMALL, residual=None):
     residual = np.zeros(len(update), np.float32) if residual is None else residual
     tiles = reference.encode([update], residual.copy(), runs, rice, layout).tiles
     np.testing.assert_array_equal(cpu.encode([update], residual, runs, rice, layout, threads=1).tiles, tiles)
-    return seal(head_of(runs) + tiles.tobytes(), 3 if rice else 4)
+    return seal(runs_bytes(runs) + tiles.tobytes(), 3 if rice else 4)
 
 
 def draw(n, density, seed, several=0.05, tau=0.5):
@@ -306,7 +306,7 @@ def test_many_tiles_and_runs(layout, rice):
 # The encoder's choices
 
 
-def write_as_the_page_says(update, residual, runs, rice):
+def encode_by_the_page(update, residual, runs, rice):
     """The body of "How hvdx encodes", by itself; changes the residual."""
     taus = np.repeat(runs.taus, runs.lengths)
     total = update + residual
@@ -333,7 +333,7 @@ def write_as_the_page_says(update, residual, runs, rice):
         if len(waiting) >= 2048 or covered >= 4096:
             tiles.append(waiting)
             waiting, covered = [], 0
-    body, last = bytearray(head_of(runs)), -1
+    body, last = bytearray(runs_bytes(runs)), -1
     for tile in [*tiles, *([waiting] if waiting else [])]:
         first, before, last = tile[0][0], last, tile[-1][0]
         skipped = last - first + 1 - len(tile)
@@ -378,7 +378,7 @@ def plain_payload(tile, multiple):
 
 
 @pytest.mark.parametrize("rice", [True, False], ids=["rice", "plain"])
-def test_hvdx_chooses_as_the_page_says(rice):
+def test_hvdx_encodes_by_the_rules_of_the_page(rice):
     counts = [0, 3, 511, 500, 490, 511, 200, 512, 0, 5000, 1, 511, 4096, 0, 2, 66]
     n, rng = len(counts) * 2**18 - 1000, np.random.default_rng(7)
     tau = 1e-3
@@ -395,7 +395,7 @@ def test_hvdx_chooses_as_the_page_says(rice):
     for _ in range(2):
         runs = Runs(state.lengths, state.taus)
         message, state = codec.encode(np.split(update, [lengths[0]]), state)
-        assert message[8:].tobytes() == write_as_the_page_says(update, residual, runs, rice)
+        assert message[8:].tobytes() == encode_by_the_page(update, residual, runs, rice)
         np.testing.assert_array_equal(state.residual, residual)
         update = np.roll(update, 12_345)
 
@@ -484,7 +484,7 @@ def made(gap, entries, multiple, skipped, payload, length=None):
 
 def front(*lengths, taus=None):
     """Runs of these lengths."""
-    return head_of(Runs(np.array(lengths, np.int64), np.float32(taus or [0.5] * len(lengths))))
+    return runs_bytes(Runs(np.array(lengths, np.int64), np.float32(taus or [0.5] * len(lengths))))
 
 
 def bits(*parts):
@@ -626,14 +626,14 @@ def test_borders_of_every_rule(codec, rule, n, body):
     assert compare([message] * 2, n, codec, -1 / 3, np.linspace(-1, 1, n, dtype=np.float32)) == rule
 
 
-def test_messages_that_break_no_rule_but_look_as_if():
+def test_unusual_messages_that_break_no_rule():
     # The checksum holds, so NaN and infinity in a dense body are added.
     assert compare([seal(b"\x03" + struct.pack("<3f", math.nan, math.inf, -math.inf), 0)], 3, 0) is None
     assert compare([seal(b"\x03" + struct.pack("<3e", math.nan, math.inf, -math.inf), 1)], 3, 1) is None
 
 
 @pytest.mark.parametrize("rice", [True, False], ids=["rice", "plain"])
-def test_tiles_for_as_many_elements_as_there_may_be(rice):
+def test_tiles_for_the_largest_number_of_elements(rice):
     rng, accepted = np.random.default_rng(8), 0
     for trial in range(300):
         n = N_MAX - int(rng.integers(3))

@@ -49,7 +49,7 @@ def corpus() -> list[Message]:
 
 
 def far(n: int, rice: bool) -> Message:
-    """Entries so far apart that heads need 64 bits."""
+    """Entries so far apart that headers need 64 bits."""
     index = np.array([7, n // 4, n // 4 + 1, n // 2, n // 2 + 90, n - 1])
     signs, m = index % 2 == 0, np.array([1, 2, 1, 1, 2**31 - 1, 1])
     layout = Layout(2**26, 128, 16, 32, 8)
@@ -103,7 +103,7 @@ def fill(rng: Random, data: bytearray) -> None:
 BLIND = (flip_bits, flip_bits, change_bytes, truncate, insert, delete, duplicate, fill)
 
 
-def heads(tiles: bytes) -> list[tuple[list[int], bytes]]:
+def headers(tiles: bytes) -> list[tuple[list[int], bytes]]:
     """(the four numbers of its head, payload) of each tile of a right message."""
     found, at = [], 0
     while at < len(tiles):
@@ -132,9 +132,9 @@ def put_number(rng: Random, value: int) -> bytes:
     return reference.varint(value)
 
 
-def rewrite_head(rng: Random, message: Message) -> bytes:
+def rewrite_header(rng: Random, message: Message) -> bytes:
     """Put extreme numbers into the head of a tile; its payload is then sometimes cut or extended to match."""
-    tiles = heads(message.tiles)
+    tiles = headers(message.tiles)
     chosen = rng.randrange(len(tiles))
     parts = bytearray()
     for i, (numbers, payload) in enumerate(tiles):
@@ -148,7 +148,7 @@ def rewrite_head(rng: Random, message: Message) -> bytes:
 
 def rewrite_payload(rng: Random, message: Message) -> bytes:
     """Alter a payload only, and keep its length: what reaches deepest into a decoder."""
-    tiles = heads(message.tiles)
+    tiles = headers(message.tiles)
     chosen = rng.randrange(len(tiles))
     parts = bytearray()
     for i, (numbers, payload) in enumerate(tiles):
@@ -183,7 +183,7 @@ def mutate(rng: Random, messages: list[Message]) -> Message:
     message = rng.choice(messages)
     way = rng.random()
     if message.tiles and way < 0.25:
-        return message._replace(tiles=rewrite_head(rng, message))
+        return message._replace(tiles=rewrite_header(rng, message))
     if message.tiles and way < 0.55:
         return message._replace(tiles=rewrite_payload(rng, message))
     return message._replace(tiles=mutate_bytes(rng, message.tiles, rng.choice(messages).tiles))

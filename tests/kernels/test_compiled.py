@@ -89,7 +89,7 @@ def test_second_process_compiles_nothing(toy):
     assert use(toy)[:4] == ["loaded", "", 20, 0]
 
 
-def test_change_in_another_file_is_compiled_anew(toy):
+def test_change_in_another_file_is_compiled_again(toy):
     before = use(toy)
     (toy / "toy" / "inner.py").write_text(INNER.replace("x + 1", "x + 2"))
     after = use(toy)
@@ -135,7 +135,7 @@ def test_full_disk_is_no_error_and_leaves_nothing(toy):
     assert {p.name for p in (toy / "kept").rglob("*") if p.is_file()} == {"lock"}
 
 
-def test_process_that_is_killed_while_it_compiles_holds_up_nobody(toy):
+def test_process_that_is_killed_while_it_compiles_blocks_no_other(toy):
     first = start(toy, "sleep")
     assert first.stdout.readline() == "compiling\n"
     second = start(toy)

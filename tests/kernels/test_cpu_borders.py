@@ -99,7 +99,7 @@ def test_shared_tiles(counts, layout):
 
 
 @pytest.mark.parametrize("count", [511, 512, 513, 4095, 4096, 4097, 4096 + 511, 4096 + 512, 2 * 4096 + 1])
-def test_tiles_of_the_layout_for_work(count):
+def test_tiles_of_the_default_layout(count):
     update = spread_entries(count, 1, region=LAYOUT.region)
     coded = check_case(Case([update], np.zeros_like(update), make_runs((update.size, 0.5)), LAYOUT, True), 2)
     tiles = cpu.inspect(coded.tiles, update.size)[:, ENTRIES]
@@ -108,7 +108,7 @@ def test_tiles_of_the_layout_for_work(count):
 
 
 @pytest.mark.parametrize("last", [2047 - 4 * 511, 2048 - 4 * 511, 2049 - 4 * 511, 511])
-def test_shared_tiles_of_the_layout_for_work(last):
+def test_shared_tiles_of_the_default_layout(last):
     counts = (511, 511, 511, 511, last, 2)
     update = spread_entries(*counts, region=LAYOUT.region)
     coded = check_case(Case([update], np.zeros_like(update), make_runs((update.size, 0.5)), LAYOUT, False), 2)
@@ -150,7 +150,7 @@ def test_denormal_numbers(tau):
 
 @pytest.mark.parametrize("rice", [True, False])
 @pytest.mark.parametrize("tau", [1.0, 0.3, 2.0**-10, TINY, 1.9999999 * TINY, 2.0**96, 1.7 * 2.0**95, HUGE])
-def test_as_many_tau_as_an_update_may_hold(tau, rice):
+def test_largest_multiples_of_tau(tau, rice):
     """2**30 tau are sent, with a residual of nearly one more; one step of float32 above is a fault."""
     most = limit(np.array([tau], np.float32))[0]
     n = 130

@@ -154,7 +154,7 @@ def test_inspect_reads_far_entries_of_one_tile(rice):
     assert cpu.inspect(tiles, 2**32, rice, threads=1)[0, LAST] == 2**31 + 2
 
 
-def test_inspect_knows_the_limit_of_a_tile():
+def test_inspect_checks_the_limit_of_a_tile():
     for entries, right in ((TILE_MAX, True), (TILE_MAX + 1, False)):
         where = np.arange(entries)
         tile = reference.tile(where, np.zeros(entries, bool), np.ones(entries, np.int64), -1, True)

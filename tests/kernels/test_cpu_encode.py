@@ -107,7 +107,7 @@ def test_encode_counts_entries(case):
 
 @fixed
 @given(st.lists(cases(any_tau), min_size=1, max_size=3), st.sampled_from([1, 3]))
-def test_workspace_remembers_nothing(several, threads):
+def test_workspace_carries_nothing_over(several, threads):
     """One workspace for updates of the same form, and another one where the form differs."""
     for case in several:
         work = cpu.Workspace(case.n, len(case.runs.taus), case.layout, threads)
@@ -136,7 +136,7 @@ def test_encode_grows_its_buffers(rice, monkeypatch):
                     encode_like_reference(Case([several], residual, make_runs((6000, 0.5)), layout, rice), threads)
 
 
-def test_encode_reserves_bytes_for_a_head():
+def test_encode_reserves_bytes_for_a_header():
     update, residual = noise(500, np.full(500, 0.5, np.float32), 0.3, 1)
     runs = make_runs((500, 0.5))
     plain = cpu.encode([update], residual.copy(), runs, threads=1).tiles

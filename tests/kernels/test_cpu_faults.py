@@ -78,7 +78,7 @@ def test_fault_matches_reference(case, data):
     assert same_bits(got_residual, want_residual)
 
 
-def test_trusted_does_not_look_again():
+def test_trusted_writes_the_same_bytes():
     """The same bytes with and without the second look at an update without a fault."""
     n = 1000
     runs = make_runs((n, 0.5))
@@ -90,7 +90,7 @@ def test_trusted_does_not_look_again():
     assert same_bits(once, again)
 
 
-def test_limit_is_as_many_tau_as_an_entry_may_count():
+def test_limit_is_a_multiple_of_tau():
     taus = np.array([1, 0.3, 2.0**-126, 2.0**126, 2.0**97], np.float32)
     assert limit(taus)[[0, 2, 3, 4]].tolist() == [2.0**30, 2.0**-96, 2.0**126, 2.0**126]
     assert limit(taus)[1] == np.float32(np.float64(taus[1]) * 2.0**30)

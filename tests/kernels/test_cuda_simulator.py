@@ -108,8 +108,8 @@ PLAIN = ("nothing", "1 elements", "65 elements", "none crosses", "huge multiples
 
 def craft(first, entries, multiple, skipped, payload):
     """A tile by the numbers of its head."""
-    head = [reference.varint(v) for v in (first, entries << 1 | multiple, skipped, len(payload))]
-    return np.frombuffer(b"".join(head) + bytes(payload), np.uint8)
+    header = [reference.varint(v) for v in (first, entries << 1 | multiple, skipped, len(payload))]
+    return np.frombuffer(b"".join(header) + bytes(payload), np.uint8)
 
 
 def make_bits(*parts):
@@ -215,7 +215,7 @@ class TestSimulator:
             dearer = cost[before] - min(cost)
         check_gaps(gaps, rng)
 
-    def test_encode_has_the_layout_of_work(self, monkeypatch):
+    def test_encode_with_the_default_layout(self, monkeypatch):
         monkeypatch.setattr("hvdx.kernels.cuda.CHUNK", 2048)
         update, residual = make_case(2000, 0.05, 6, more=0.01)
         check_encode([update], residual, make_runs((2000, 0.5)), True, LAYOUT)
@@ -324,7 +324,7 @@ class TestSimulator:
         with pytest.raises(Malformed):
             kernels._read([tiles], [kernels.table(tiles, n)], [make_runs((n, 1))], np.float32(1), True, 0)
 
-    def test_doors_name_what_is_wrong(self):
+    def test_encode_and_decode_name_what_is_wrong(self):
         from hvdx.kernels import cuda as kernels
 
         one, runs = on_device(np.zeros(4, np.float32)), make_runs((4, 0.5))

@@ -65,7 +65,7 @@ def encoded(encoder, **threads):
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_kernels_count_denormals_in_every_thread(flushing, threads):
+def test_kernels_keep_denormals_in_every_thread(flushing, threads):
     want = encoded(reference)
     for got in (encoded(cpu, threads=threads), flushing.submit(encoded, cpu, threads=threads).result()):
         assert [same_bits(g, w) for g, w in zip(got, want, strict=True)] == [True] * 3

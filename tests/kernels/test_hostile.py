@@ -12,7 +12,7 @@ import pytest
 from hvdx.kernels import cpu, reference
 from hvdx.kernels.tiles import Malformed
 from tests import fuzz_wire
-from tests.kernels.mutations import corpus, heads, mutate
+from tests.kernels.mutations import corpus, headers, mutate
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Messages; about a quarter of the time limit is used on one core of a busy machine.
@@ -78,7 +78,7 @@ def write_beside(decode, messages, scale, out, rice, threads):
     out[0].base[-1] += 1
 
 
-def believe(decode, messages, scale, out, rice, threads):
+def allocate(decode, messages, scale, out, rice, threads):
     np.zeros(10**7)
     decode(messages, scale, out, rice, threads)
 
@@ -90,22 +90,22 @@ def accept(decode, messages, scale, out, rice, threads):
 
 @pytest.mark.usefixtures("harmless")
 @pytest.mark.parametrize(
-    ("wrong", "complaint"),
+    ("wrong", "text"),
     [
         (add_to_first, "the output has changed"),
         (write_beside, "the output"),
-        (believe, "bytes were taken"),
+        (allocate, "bytes were taken"),
         (accept, "another opinion"),
     ],
 )
-def test_fuzzer_notices_what_a_decoder_does_wrong(wrong, complaint, tmp_path, monkeypatch):
+def test_fuzzer_notices_what_a_decoder_does_wrong(wrong, text, tmp_path, monkeypatch):
     fuzzer = fuzz_wire.Fuzzer(5, tmp_path / "fuzz-wire.case")
     cases = [case for case in (fuzzer.case() for _ in range(1000)) if not case.codec]
     # What there is to compile takes memory.
     check_all(fuzzer, cases, thorough=False)
     decode = cpu.decode
     monkeypatch.setattr(cpu, "decode", lambda *arguments: wrong(decode, *arguments))
-    with pytest.raises(AssertionError, match=complaint):
+    with pytest.raises(AssertionError, match=text):
         check_all(fuzzer, cases)
 
 
@@ -149,10 +149,10 @@ def test_every_flipped_bit_is_refused_or_read_as_the_reference_does():
 
 
 @pytest.mark.usefixtures("harmless")
-def test_every_truncation_is_refused_but_between_tiles():
+def test_every_truncation_within_a_tile_is_refused():
     for message in corpus():
         ends, at = {0}, 0
-        for numbers, payload in heads(message.tiles):
+        for numbers, payload in headers(message.tiles):
             at += sum(len(reference.varint(number)) for number in numbers) + len(payload)
             ends.add(at)
         assert at == len(message.tiles)

@@ -30,7 +30,7 @@ def test_spread_keeps_the_order_of_results(threads):
         assert spread(lambda i: i * i, tasks, threads) == [i * i for i in range(tasks)]
 
 
-def test_spread_passes_errors_on():
+def test_spread_raises_errors_of_a_task():
     def fail(i):
         raise KeyError(i)
 
@@ -38,9 +38,9 @@ def test_spread_passes_errors_on():
         spread(fail, 3, 2)
 
 
-@pytest.mark.parametrize(("told", "threads"), [("3", 3), ("5,2", 5), ("", None), ("0", None), ("many", None)])
-def test_default_threads_are_those_asked_for(told, threads, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", told)
+@pytest.mark.parametrize(("setting", "threads"), [("3", 3), ("5,2", 5), ("", None), ("0", None), ("many", None)])
+def test_default_threads_are_those_asked_for(setting, threads, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", setting)
     assert default_threads() == (threads or len(os.sched_getaffinity(0)))
 
 
