@@ -220,9 +220,9 @@ def check_used_states_are_refused(row: Row) -> None:
     state = codec.init(SIZES)
     codec.encode(update, state)
     if codec.init(SIZES).arrays():
-        expect(ValueError, lambda: codec.encode(update, state), "state", "used it up", "gave back")
-        # Its residual is the next state's already, its taus are not.
-        expect(ValueError, state.arrays, "state", "used it up", "gave back")
+        expect(ValueError, lambda: codec.encode(update, state), "state", "used it up", "returned")
+        # Its residual is already that of the next state; its taus are not.
+        expect(ValueError, state.arrays, "state", "used it up", "returned")
 
 
 def check_unsendable_updates_are_refused(row: Row) -> None:

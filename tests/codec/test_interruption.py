@@ -23,7 +23,7 @@ def test_interrupted_encoder_does_not_give_its_state_free(monkeypatch):
         patch.setattr(cpu, "_join", interrupted)
         with pytest.raises(KeyboardInterrupt):
             codec.encode([np.ones(8, np.float32)], state)
-    with pytest.raises(ValueError, match="interrupted, with a checkpoint"):
+    with pytest.raises(ValueError, match="interrupted, restore a checkpoint"):
         codec.encode([np.ones(8, np.float32)], state)
     with pytest.raises(ValueError, match="interrupted"):
         state.arrays()
