@@ -1,4 +1,4 @@
-"""Where the tiles of a message lie: the walk over their heads that every decoder begins with."""
+"""Table of the tiles of a message. Every decoder first builds it from the tile headers."""
 
 import numpy as np
 from numba import njit
@@ -22,7 +22,7 @@ _ERRORS = (
 
 @njit(nogil=True)
 def get_varint(data, at):
-    """(number, where it ends, 0), or the number of a error in the third place."""
+    """Read a LEB128 number: (number, offset of its end, 0), or an error code in the third place."""
     value, shift = 0, 0
     while at < data.size and shift < 63:
         byte = np.int64(data[at])
@@ -35,7 +35,7 @@ def get_varint(data, at):
 
 @entry
 def _walk(data, n, rows):
-    """Fill `rows` as far as they go: (number of tiles, error, offset of the error)."""
+    """Fill `rows`, which may be too short: (number of tiles, error code, offset of the error)."""
     at, last, tiles = 0, -1, 0
     while at < data.size:
         begin = at
@@ -74,18 +74,18 @@ def _walk(data, n, rows):
 
 
 def table(tiles: np.ndarray, n: int) -> np.ndarray:
-    """Find the tiles in a message.
+    """Return the table of the tiles of a message.
 
     Args:
-        tiles: uint8[bytes], the tiles one after another, from anywhere.
-        n: elements of the update they are for.
+        tiles: uint8[bytes], untrusted, the tiles one after another.
+        n: number of elements of the update.
 
     Returns:
-        int64[tiles, 6]: START and LENGTH of the payload in bytes, ENTRIES, MULTIPLE (1 where some entry is of more
-        than one tau), FIRST and LAST (the indices of its first and last entry).
+        int64[tiles, 6]: START and LENGTH of the payload in bytes, ENTRIES, MULTIPLE (1 if some entry has m above 1),
+        FIRST and LAST (indices of the first and the last entry).
 
     Raises:
-        Malformed: the heads are not those of tiles for n elements.
+        Malformed: if the headers are not those of tiles for n elements.
 
     Example:
         >>> table(np.array([4, 2, 0, 1, 0b1], np.uint8), 10)

@@ -1,6 +1,6 @@
 """Search for the threshold tau that sends a given density of the elements.
 
-tau moves on a grid of `steps` values an octave: (1 + i / steps) * 2**e. A value of the grid has few significant bits, so
+tau moves on a grid of `steps` values an octave: (1 + i / steps) * 2**e. Such a value has few significant bits, so
 m * tau is exact in float32 for every m below 2**23 / steps. With `steps=1` the grid holds the powers of two.
 """
 
@@ -36,7 +36,7 @@ def on_grid(tau: float, steps: int, up: bool = False) -> np.float32:
 
 
 def first_tau(histogram: np.ndarray, density: float, steps: int) -> np.float32 | None:
-    """Return a tau that at most a share `density` of the elements reaches, or one element.
+    """Return a tau that at most a share `density` of the elements, or one element, reaches.
 
     If all elements have the same absolute value, none reaches it.
 
@@ -74,9 +74,9 @@ def next_tau(
 ) -> tuple[np.float32, float]:
     """Return tau for the next update, and the running mean of the number of entries.
 
-    Too many entries raise tau by one step of the grid, or by a factor of up to 4 if this update has more than four times
-    the wanted number. Too few entries lower tau by at least one step, down to the smallest of SHARES times tau that at
-    most the wanted number of residuals reaches: a lower tau sends at once all residuals that reach it.
+    Too many entries raise tau by one step of the grid, or by a factor of up to 4 if this update has more than four
+    times the wanted number. Too few entries lower tau by at least one step, down to the smallest of SHARES times tau
+    that at most the wanted number of residuals reaches: a lower tau sends at once all residuals that reach it.
 
     Args:
         tau: tau of this update.
