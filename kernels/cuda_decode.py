@@ -1,6 +1,7 @@
-"""The decoder's kernels: read and check tiles, one a thread, then add what they hold.
+"""CUDA kernels of the decoder: read and check tiles, one a thread, then add their entries.
 
-What an entry adds is scaled here and stored, and added in another kernel: no compiler can contract the two.
+One kernel scales and stores the values, and another one adds them, so that no compiler can contract the multiplication
+and the addition.
 """
 
 import numpy as np
@@ -11,11 +12,13 @@ from hvdx.kernels.cuda_tiles import first_parameter
 from hvdx.kernels.table import ENTRIES, FIRST, LAST, LENGTH, MULTIPLE, START
 from hvdx.kernels.tiles import BLOCK, ESCAPE, M_MAX, N_MAX
 
-#: Threads in a block; fewer where each goes its own way for long. Tests in the simulator patch both.
+#: Threads in a block, and in a block of `read_tiles`: fewer, because its threads diverge. Tests in the simulator patch
+#: both.
 THREADS = 256
 READERS = 32
 
-#: Columns that a table of tiles gets on the device: where its entries go, and the message it is from.
+#: Additional columns of a table of tiles on the device: position of a tile's entries in the output, and number of its
+#: message.
 OUT, MESSAGE = 6, 7
 ROW = 8
 
@@ -33,7 +36,7 @@ ERRORS = (
     "an entry of no tau, too many, or never more than one",
 )
 MISSING, LONG, NO_MULTIPLE, PASSES, MANY, RUN, AFTER, SIZE, ORDER, TIMES = range(1, 11)
-#: Above every error, which is (row of the tile) * len(ERRORS) + its number.
+#: Status if there is no error. It is above every error, which is (row of the tile) * len(ERRORS) + error code.
 NO_ERROR = 2**62
 
 _KINDS = len(ERRORS)
@@ -42,16 +45,16 @@ _LONGEST = N_MAX.bit_length()
 
 @cuda.jit(device=True)
 def peek(words, at):
-    """The 32 bits from bit `at` on."""
+    """Return the 32 bits from bit `at` on."""
     word = at >> 5
-    # 63 bits, which is as many as an int64 holds and one shift needs.
+    # An int64 holds 63 bits without a sign. The shift by at most 31 needs no more.
     pair = np.int64(words[word]) | ((np.int64(words[word + 1]) & 0x7FFFFFFF) << 32)
     return (pair >> (at & 31)) & 0xFFFFFFFF
 
 
 @cuda.jit(device=True)
 def take(words, at, length):
-    """The next `length` bits, 62 at most, whether or not the payload has them."""
+    """Return the next `length` bits, 62 at most, without checking the end of the payload."""
     low = peek(words, at)
     if length > 32:
         low |= peek(words, at + 32) << 32
@@ -60,7 +63,7 @@ def take(words, at, length):
 
 @cuda.jit(device=True)
 def take_code(words, at, end, k):
-    """(the next number in the gap code with parameter k, where it ends, error)."""
+    """Read the next number in the gap code with parameter k: (number, position of its end, error code or 0)."""
     ones = np.int64(0)
     while True:
         if at + ones >= end:
@@ -76,7 +79,7 @@ def take_code(words, at, end, k):
         return np.int64(0), at, LONG
     at += ones + 1
     z = max(ones - ESCAPE, np.int64(0))
-    # Checked before any of it is fetched: beyond the padding there is no memory to look at.
+    # This is checked before the bits are read, because memory ends after the padding.
     if at + z + k > end:
         return np.int64(0), at, MISSING
     q = ones
@@ -88,7 +91,7 @@ def take_code(words, at, end, k):
 
 @cuda.jit(device=True)
 def read_rice(words, row, out, first, final, ends, taus, scale, index, value):
-    """Read the entries of an entropy-coded tile; a error or 0."""
+    """Read the entries of an entropy-coded tile; return an error code or 0."""
     at = 8 * row[START]
     stop = at + 8 * row[LENGTH]
     entries, where, last, multiple = row[ENTRIES], row[FIRST], row[LAST], row[MULTIPLE] == 1
@@ -149,7 +152,7 @@ def read_rice(words, row, out, first, final, ends, taus, scale, index, value):
 
 @cuda.jit(device=True)
 def read_plain(words, row, out, first, final, ends, taus, scale, index, value):
-    """Read the entries of a tile of plain positions; a error or 0."""
+    """Read the entries of a tile of plain positions; return an error code or 0."""
     at, entries, multiple = 8 * row[START], row[ENTRIES], row[MULTIPLE]
     if row[LENGTH] != 4 * entries * (1 + multiple):
         return SIZE
@@ -175,7 +178,7 @@ def read_plain(words, row, out, first, final, ends, taus, scale, index, value):
 
 @cuda.jit(device=True)
 def store(at, where, negative, m, run, final, ends, taus, scale, index, value):
-    """Store one entry; the run it lies in, which is `run` or a later one before `final`."""
+    """Store one entry; return its run, which is `run` or a later one below `final`."""
     if ends[run] <= where:
         low, high = run + 1, final - 1
         while low < high:
@@ -193,7 +196,10 @@ def store(at, where, negative, m, run, final, ends, taus, scale, index, value):
 
 @cuda.jit
 def read_tiles(words, rows, spans, ends, taus, scale, index, value, status, rice):
-    """Read tiles, one a thread; status[0] becomes the first error. spans: first run and end of each message's."""
+    """Read tiles, one a thread, and set status[0] to the first error.
+
+    `spans` has the first run and the end of the runs of each message.
+    """
     for tile in range(cuda.grid(1), rows.shape[0], cuda.gridsize(1)):
         row = rows[tile]
         first, final = spans[row[MESSAGE], 0], spans[row[MESSAGE], 1]
@@ -207,7 +213,7 @@ def read_tiles(words, rows, spans, ends, taus, scale, index, value, status, rice
 
 @cuda.jit(device=True)
 def lower_bound(index, least):
-    """The first place in an increasing array whose number is not below `least`."""
+    """Return the first position in an increasing array with a number of at least `least`."""
     low, high = np.int64(0), np.int64(index.size)
     while low < high:
         middle = (low + high) >> 1
