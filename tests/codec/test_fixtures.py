@@ -1,4 +1,4 @@
-"""The format is pinned: what tests/fixtures/wire holds is read as it was meant, and written again to the byte."""
+"""Tests that pin the format: the messages in tests/fixtures/wire are decoded as described and encoded to the byte."""
 
 import json
 

@@ -15,7 +15,7 @@ def test_unseal_gives_what_was_sealed():
 
 
 def test_seal_writes_these_bytes():
-    """Pinned: another checksum would make two builds of one version refuse each other."""
+    """The bytes are pinned, because builds with another checksum would refuse each other's messages."""
     assert sealed(b"")[:4].tobytes() == b"hx\x01\x07"
     assert sealed(b"something").tobytes().hex() == "68780107fd0e4bf0736f6d657468696e67"
 

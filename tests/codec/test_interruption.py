@@ -1,4 +1,4 @@
-"""What is left when an encoder is interrupted, or when two want one state."""
+"""Tests of interrupted encoders, of two encoders with one state, and of invalid arguments."""
 
 import threading
 
@@ -11,8 +11,8 @@ from hvdx.kernels import cpu, threads
 from hvdx.kernels.tiles import Layout, Runs
 
 
-def test_interrupted_encoder_does_not_give_its_state_free(monkeypatch):
-    """The residual may hold half of the update; only a checkpoint is known to be right."""
+def test_interrupted_encoder_does_not_release_its_state(monkeypatch):
+    """The residual may hold only a part of the update, so the state must not be used again."""
     codec = Threshold(tau=0.5)
     state = codec.init([8])
 
@@ -51,7 +51,7 @@ def test_one_of_two_threads_gets_a_state():
 
 
 def test_spread_waits_for_its_workers():
-    """They hold addresses: none may run on when the caller frees its arrays."""
+    """Tasks use addresses, so none may still run when the caller frees its arrays."""
     begun, go, running = threading.Event(), threading.Event(), []
 
     def share(i):

@@ -1,4 +1,4 @@
-"""What the doors of `cpu` refuse, and in which words."""
+"""Tests of the argument checks of `cpu`, and of their error messages."""
 
 import numpy as np
 import pytest
@@ -100,7 +100,7 @@ BAD_MESSAGES = [bytes(5), np.zeros(5, np.int64), np.zeros(10, np.uint8)[::2], np
 
 @pytest.mark.parametrize("message", BAD_MESSAGES, ids=range(len(BAD_MESSAGES)))
 def test_cpu_refuses_messages_that_are_no_bytes(message):
-    """The loops behind the doors read memory by its address, whatever its dtype or stride."""
+    """The compiled loops read memory by its address and ignore dtype and stride."""
     with pytest.raises((TypeError, ValueError), match="uint8"):
         cpu.inspect(message, 4, threads=1)
     with pytest.raises((TypeError, ValueError), match="uint8"):
