@@ -18,7 +18,7 @@ from hvdx.kernels.table import table
 from hvdx.kernels.threads import cut, default_threads, spread
 from hvdx.kernels.tiles import LAYOUT, SHARES, TILE_MAX, Encoded, Layout, Malformed, Runs, check_layout, limit
 
-#: Bytes of a worker's buffer for finished tiles.
+#: Bytes of a thread's buffer for finished tiles.
 _BUFFER = 1 << 17
 #: Bytes below which a buffer comes from the allocator, and not from mmap.
 _SMALL = 1 << 17
@@ -271,7 +271,7 @@ _ERRORS = (
     "",
     "a tile without the multiple it announces",
     "entries outside their tile",
-    "an entry of no tau, or of too many",
+    "an entry with m outside its limits",
     "a run that passes the end of its tile",
     "a payload too short or too long for its entries",
     "bits after the last entry",
@@ -328,7 +328,7 @@ def decode(
         threads: number of threads; `default_threads()` if None. The sums do not depend on it.
 
     Raises:
-        Malformed: if a message is damaged. `out` is unchanged, and the error's `message` is the message's position.
+        Malformed: if a message is invalid. `out` is unchanged, and the error's `message` is the message's position.
         TypeError: if `out` is not float32.
         ValueError: if `out` is not contiguous, or if `runs` do not fit.
 

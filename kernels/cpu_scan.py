@@ -1,4 +1,4 @@
-"""First pass of the encoder on a CPU: add an update to a residual, and find the sums that reach tau.
+"""Scan of the elements on a CPU: add an update to a residual, and find the sums that reach tau.
 
 `scan` adds blocks of 64 elements, and stores a bit mask for each block with a sum that reaches tau. `list_entries`
 converts the masks to entries. An entry is packed into 32 bits: its position in the region, a flag for its sign, and a

@@ -339,7 +339,7 @@ def decode(messages: Sequence[tuple[Any, Runs]], scale: float, out: Any, rice: b
         stream: stream of numba.cuda; None for the default stream.
 
     Raises:
-        Malformed: if a message is damaged. `out` is unchanged, and the error's `message` is the message's position.
+        Malformed: if a message is invalid. `out` is unchanged, and the error's `message` is the message's position.
         TypeError: if an array is not on a GPU or has another dtype.
         ValueError: if an array is not contiguous, or if `runs` do not fit.
     """

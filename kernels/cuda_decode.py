@@ -28,12 +28,12 @@ ERRORS = (
     "a gap longer than any update",
     "a tile without the multiple it announces",
     "a tile that passes its end",
-    "an entry of too many tau",
+    "an entry with m above its limit",
     "a run that passes the end of its tile",
     "bytes after the last entry of a tile",
-    "a payload of another length than its entries",
+    "a payload whose length does not match its entries",
     "positions out of order",
-    "an entry of no tau, too many, or never more than one",
+    "an entry with m outside its limits, or no m above 1 in a tile that announces one",
 )
 MISSING, LONG, NO_MULTIPLE, PASSES, MANY, RUN, AFTER, SIZE, ORDER, TIMES = range(1, 11)
 #: Status if there is no error. It is above every error, which is (row of the tile) * len(ERRORS) + error code.

@@ -284,7 +284,7 @@ def read(tiles: np.ndarray, n: int, rice: bool = True) -> tuple[np.ndarray, np.n
         if not 1 <= entries <= TILE_MAX:
             raise Malformed(f"a tile of {entries} entries")
         if entries == 1 and skipped:
-            raise Malformed("a tile of one entry that ends elsewhere than it begins")
+            raise Malformed("a tile of one entry with different first and last indices")
         first = last + 1 + gap
         last = first + skipped + entries - 1
         if last >= n:
@@ -322,7 +322,7 @@ def read_rice(payload, entries, first, last, multiple, index, negative, times) -
         if i == run:
             times[-1] = bits.code(0) + 2
             if times[-1] > M_MAX:
-                raise Malformed("an entry of too many tau")
+                raise Malformed("an entry with m above its limit")
             run = i + 1 + bits.code(k_run)
             if run > entries:
                 raise Malformed("a run that passes the end of its tile")
@@ -333,14 +333,14 @@ def read_rice(payload, entries, first, last, multiple, index, negative, times) -
 def read_plain(payload, entries, first, last, multiple, index, negative, times) -> None:
     """Append the entries of a tile of plain positions to the three lists."""
     if len(payload) != 4 * entries * (1 + multiple):
-        raise Malformed("a payload of another length than its entries")
+        raise Malformed("a payload whose length does not match its entries")
     words = np.frombuffer(payload, "<u4").astype(np.int64)
     where = last - (words[:entries] & 0x7FFFFFFF)
     if (np.diff(where) < 1).any() or where[0] != first or where[-1] != last:
         raise Malformed("positions out of order")
     m = words[entries:] if multiple else np.ones(entries, np.int64)
     if m.min() < 1 or m.max() > M_MAX or multiple != (m.max() > 1):
-        raise Malformed("an entry of no tau, too many, or never more than one")
+        raise Malformed("an entry with m outside its limits, or no m above 1 in a tile that announces one")
     index += where.tolist()
     negative += (words[:entries] >> 31 == 1).tolist()
     times += m.tolist()
@@ -358,7 +358,7 @@ def decode(
         rice: True if gaps are entropy-coded, False for plain positions.
 
     Raises:
-        Malformed: if a message is damaged. `out` is unchanged.
+        Malformed: if a message is invalid. `out` is unchanged.
     """
     entries = [read(tiles, int(runs.lengths.sum()), rice) for tiles, runs in messages]
     total = vector(out)

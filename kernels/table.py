@@ -16,7 +16,7 @@ _ERRORS = (
     f"a tile with no entries or more than {TILE_MAX}",
     "an entry outside the update",
     "a tile longer than the message",
-    "a tile of one entry that ends elsewhere than it begins",
+    "a tile of one entry with different first and last indices",
 )
 
 

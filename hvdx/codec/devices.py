@@ -48,7 +48,7 @@ class Host:
         return coded.tiles, coded
 
     def decode(self, messages: Sequence[tuple[np.ndarray, Runs]], scale: float, out: Sequence[Any], rice: bool) -> None:
-        """Add messages to `out`; raise Malformed if one is damaged."""
+        """Add messages to `out`; raise Malformed if one is invalid."""
         cpu.decode(messages, scale, out, rice, self.threads)
 
 
@@ -92,5 +92,5 @@ class Gpu:
         return message, coded
 
     def decode(self, messages: Sequence[tuple[np.ndarray, Runs]], scale: float, out: Sequence[Any], rice: bool) -> None:
-        """Add messages to `out`; raise Malformed if one is damaged."""
+        """Add messages to `out`; raise Malformed if one is invalid."""
         self._cuda.decode(messages, scale, list(out), rice)

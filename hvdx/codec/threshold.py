@@ -131,9 +131,7 @@ class Threshold(Codec[ThresholdState]):
         device: Literal["cpu", "cuda"] = "cpu",
     ) -> None:
         if tau is not None and target_density is not None:
-            raise ConfigError(
-                "threshold: both tau and target_density are given. Give one: a density finds its own tau."
-            )
+            raise ConfigError("threshold: both tau and target_density are given. Give one; a density determines tau.")
         if tau is not None and not (_is_number(tau) and 2.0**-126 <= tau <= 2.0**126):
             raise ConfigError(f"threshold: tau: expected a positive number from 2**-126 to 2**126, got {tau!r}.")
         if target_density is not None and not (_is_number(target_density) and 0 < target_density < 1):
@@ -240,7 +238,7 @@ class Threshold(Codec[ThresholdState]):
             if value.shape != like.shape or value.dtype != like.dtype:
                 raise ConfigError(
                     f"threshold: saved {name}: expected {like.dtype}{list(like.shape)}, got {value.dtype}"
-                    f"{list(value.shape)}. It is of another model, or of another `scope`."
+                    f"{list(value.shape)}. The state is of another model, or of another `scope`."
                 )
             new[name] = value.copy()
         if (new["lengths"] != fresh.lengths).any():

@@ -94,7 +94,7 @@ class Bits:
 
     def finish(self):
         if 8 * len(self.data) - self.at >= 8 or any(self.bit() for _ in range(8 * len(self.data) - self.at)):
-            raise Refused(21, "something after the last entry")
+            raise Refused(21, "bits after the last entry")
 
 
 def open_frame(message, codec):
@@ -158,7 +158,7 @@ def read_tiles(body, n, codec):
         if not 1 <= number <= TILE_MAX:
             raise Refused(11, f"{number} entries")
         if number == 1 and skipped:
-            raise Refused(12, "one entry in two places")
+            raise Refused(12, "one entry with two indices")
         first = last + 1 + gap
         last = first + skipped + number - 1
         if last >= n:
@@ -213,7 +213,7 @@ def read_plain(payload, number, multiple, first, last, skipped):
         raise Refused(23, "positions out of order")
     times = words[number:] if multiple else (1,) * number
     if multiple and not (all(1 <= m <= M_MAX for m in times) and max(times) > 1):
-        raise Refused(24, "no tau, too many, or never more than one")
+        raise Refused(24, "an m outside its limits, or none above 1")
     return [(last - b, word >> 31, m) for b, word, m in zip(back, words[:number], times, strict=True)]
 
 
