@@ -63,7 +63,7 @@ DISTRIBUTIONS = {
 @pytest.mark.parametrize("make", DISTRIBUTIONS.values(), ids=DISTRIBUTIONS)
 @pytest.mark.parametrize("density", [1e-3, 1e-2, 3e-2, 0.1])
 def test_first_tau_hits_the_density(make, density):
-    """The density is at most the target, and at least half of it, because a bin is an eighth of an octave."""
+    """At most the target is sent, and with 8 steps or more at least half of it: a bin is an eighth of an octave."""
     values = make(np.random.default_rng(0)).astype(np.float32)
     histogram = cpu.histogram([values], np.array([N]))[0]
     reached = [np.count_nonzero(np.abs(values) >= first_tau(histogram, density, steps)) / N for steps in STEPS]
