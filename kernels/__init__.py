@@ -1,1 +1,1 @@
-"""Loops over elements: installed as `hvdx.kernels`; may import numpy and numba, nothing of hvdx."""
+"""Loops over elements, installed as `hvdx.kernels`. They import NumPy and Numba, but nothing of hvdx."""

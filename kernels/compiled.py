@@ -1,9 +1,9 @@
-"""Compiled CPU kernels on disk, so that a machine compiles them once and not in every process.
+"""Cache of compiled CPU kernels on disk, so that a machine compiles them once and not in every process.
 
-Numba has a cache of its own, which is not used here: it does not notice a change in a function that is called from
-another file, and two processes that write to it at once can exchange the code of two functions (Numba issue 10128).
-Here all kernels are in one file, in a folder whose name is a digest of everything that they depend on. One process
-compiles and writes the file, the others wait for it. A file that exists is complete and is never changed.
+Numba's own cache is not used for two reasons. It does not notice a change in a function that another file calls. And if
+two processes write to it at once, they can exchange the code of two functions (Numba issue 10128). Here all kernels are
+in one file, in a folder whose name has a digest of everything that they depend on. One process compiles and writes the
+file, and the others wait for it. The file appears under its name only when it is complete.
 """
 
 import contextlib
@@ -32,11 +32,11 @@ from numba.core.compiler import CompileResult
 from numba.core.registry import cpu_target
 from numba.core.serialize import dumps
 
-#: Seconds on one idle core, for messages.
+#: Compile time on one idle core in seconds, for messages.
 COMPILE_SECONDS = 15
-# How long a process waits for another one that compiles, before it compiles by itself.
+# Longest wait for another process that compiles, and first and longest pause between two attempts to lock.
 _WAIT_SECONDS, _POLL_SECONDS, _MOST_POLL_SECONDS = 300.0, 0.05, 1.0
-# Settings of Numba that say where and with how many threads, and do not change the code.
+# Settings of Numba that do not change the compiled code.
 _HARMLESS = {"NUMBA_CACHE_DIR", "NUMBA_NUM_THREADS", "NUMBA_CACHE_LOCATOR_CLASSES", "NUMBA_ENABLE_CUDASIM"}
 _FILE, _DIGEST_BYTES = "kernels.bin", 32
 
@@ -45,13 +45,13 @@ Outcome = Literal["loaded", "compiled", "not kept"]
 
 @dataclass(frozen=True)
 class Ready:
-    """How the kernels became ready.
+    """Outcome of preparing the kernels.
 
     Attributes:
-        outcome: "loaded" from the file; "compiled" here, and kept for others; "not kept": this process compiles each
-            kernel when it is first called.
-        path: the file.
-        why: why nothing was kept; "" otherwise.
+        outcome: "loaded" if they came from the file; "compiled" if this process compiled them and wrote the file; "not
+            kept" if this process compiles each kernel at its first call.
+        path: path of the file.
+        why: reason if nothing was kept, else "".
     """
 
     outcome: Outcome
@@ -60,7 +60,7 @@ class Ready:
 
 
 class _Entry(_Cache):
-    """The place in which Numba looks for the compiled code of one kernel before it compiles."""
+    """Numba cache of one kernel. Numba asks it for compiled code before it compiles."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -81,17 +81,17 @@ class _Entry(_Cache):
             _collected.setdefault(self._name, {})[sig] = dumps(data._reduce())
 
     def enable(self) -> None:
-        """Nothing to do: `prepare` decides."""
+        """Do nothing: the cache is always enabled."""
 
     def disable(self) -> None:
-        """Nothing to do: `prepare` decides."""
+        """Do nothing: the cache is always enabled."""
 
     def flush(self) -> None:
-        """Nothing to do: the file is never changed."""
+        """Do nothing: a complete file is not changed."""
 
 
 _entries: dict[str, Any] = {}
-# By kernel and signature: what the file holds, and what is to be written.
+# Compiled code by kernel and signature: loaded from the file, and collected for it while `prepare` compiles.
 _loaded: dict[str, dict[Any, bytes]] = {}
 _collected: dict[str, dict[Any, bytes]] | None = None
 _ready: dict[Path, Ready] = {}
@@ -99,7 +99,7 @@ _lock = threading.RLock()
 
 
 def entry(function: Callable[..., Any]) -> Any:
-    """Compile a kernel that Python calls; those that only other kernels call are part of its code."""
+    """Compile a kernel that Python calls. Its code includes the kernels that it calls."""
     dispatcher = numba.njit(nogil=True, error_model="numpy")(function)
     if not config.DISABLE_JIT:
         name = f"{function.__module__}.{function.__qualname__}"
@@ -109,7 +109,7 @@ def entry(function: Callable[..., Any]) -> Any:
 
 
 def _source_digest() -> str:
-    """Digest of all files of this package."""
+    """Return the digest of all files of this package."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         content = path.read_bytes()
@@ -117,15 +117,15 @@ def _source_digest() -> str:
     return digest.hexdigest()
 
 
-# As it is when the kernels are imported: they may be edited while this process runs.
+# The digest is taken at import, because the files may be edited while this process runs.
 _SOURCES = _source_digest()
 
 
 def location(folder: Path) -> Path:
-    """The file of kernels compiled from these sources, by this Numba, for this processor.
+    """Return the path of the kernels that are compiled from these sources, by this Numba, for this processor.
 
     Args:
-        folder: for all states of the kernels.
+        folder: folder of compiled kernels of all versions.
     """
     triple, cpu, features = cpu_target.target_context.codegen().magic_tuple()
     settings = sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith("NUMBA_") and k not in _HARMLESS)
@@ -136,27 +136,28 @@ def location(folder: Path) -> Path:
 
 
 def is_kept(folder: Path) -> bool:
-    """Tell whether `prepare` would find the kernels compiled.
+    """Return True if `prepare` has nothing to compile.
 
     Args:
-        folder: as for `prepare`.
+        folder: folder of compiled kernels of all versions.
     """
     return bool(config.DISABLE_JIT) or folder in _ready or _read(location(folder)) is not None
 
 
 def prepare(folder: Path, call_all: Callable[[], None]) -> Ready:
-    """Load the compiled kernels, or compile them and keep them for all other processes; once in a process.
+    """Load the compiled kernels, or compile and write them. The first call in a process does this for each folder.
 
     Args:
-        folder: for all states of the kernels.
-        call_all: calls each kernel with each type of arguments that it is called with.
+        folder: folder of compiled kernels of all versions.
+        call_all: function that calls each kernel with every combination of argument types in use.
 
     Returns:
-        How it went. A folder that cannot be written to is no error: the process then compiles what it calls.
+        The outcome. A folder that cannot be written to is no error: the process then compiles each kernel at its first
+        call.
     """
     with _lock:
         if folder not in _ready:
-            # Set before: `call_all` comes through the same doors.
+            # This entry ends the recursion: `call_all` calls functions that call `prepare`.
             path = location(folder)
             _ready[folder] = Ready("not kept", path, "Numba does not compile (NUMBA_DISABLE_JIT)")
             if not config.DISABLE_JIT:
@@ -173,7 +174,7 @@ def _load(path: Path) -> Ready | None:
 
 
 def _read(path: Path) -> dict[str, dict[Any, bytes]] | None:
-    """What a file holds; None if there is none, or if it is damaged."""
+    """Return the content of a file; None if it is missing or damaged."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -186,7 +187,7 @@ def _read(path: Path) -> dict[str, dict[Any, bytes]] | None:
 
 
 def _build(path: Path, call_all: Callable[[], None]) -> Ready:
-    """Compile while others wait, or wait for another one."""
+    """Compile while other processes wait, or wait for the process that compiles."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _turn(path.with_name("lock"), path):
@@ -197,11 +198,13 @@ def _build(path: Path, call_all: Callable[[], None]) -> Ready:
 
 @contextlib.contextmanager
 def _turn(lock: Path, result: Path) -> Iterator[None]:
-    """Hold a lock, which the system releases when its holder dies; go on without it when there is a new result.
+    """Wait for the lock of the process that compiles, and hold it. The system releases the lock if its holder dies.
+
+    The caller runs without the lock if the result is replaced, if the wait is too long, or if locks do not work.
 
     Args:
-        lock: of the one that compiles.
-        result: what it writes.
+        lock: path of the lock file.
+        result: path of the file that the holder writes.
     """
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
@@ -216,14 +219,14 @@ def _turn(lock: Path, result: Path) -> Iterator[None]:
                 time.sleep(pause)
                 pause = min(1.2 * pause, _MOST_POLL_SECONDS)
             except OSError:
-                break  # A file system without locks: all compile, and the last one's file stays.
+                break  # Without locks in the file system, all processes compile, and the last file stays.
         yield
     finally:
         os.close(descriptor)
 
 
 def _version(path: Path) -> tuple[int, int]:
-    """What tells a file from the one that it replaced."""
+    """Return an identifier that changes when the file is replaced."""
     try:
         status = path.stat()
     except OSError:
@@ -233,9 +236,9 @@ def _version(path: Path) -> tuple[int, int]:
 
 def _compile(path: Path, call_all: Callable[[], None]) -> Ready:
     global _collected
-    # What this process has compiled before would not be compiled, and not be collected, again.
+    # Kernels that this process has already compiled would not be compiled again, and so not be collected.
     if any(dispatcher.overloads for dispatcher in _entries.values()):
-        return Ready("not kept", path, "this process had compiled some of them before")
+        return Ready("not kept", path, "this process had compiled some kernels before")
     _collected = {}
     try:
         with warnings.catch_warnings():
@@ -245,7 +248,7 @@ def _compile(path: Path, call_all: Callable[[], None]) -> Ready:
     finally:
         _collected = None
     if found.keys() != _entries.keys():
-        return Ready("not kept", path, f"Numba gave no code of {sorted(_entries.keys() - found.keys())}")
+        return Ready("not kept", path, f"Numba returned no code for {sorted(_entries.keys() - found.keys())}")
     if _source_digest() != _SOURCES:
         return Ready("not kept", path, "the sources of the kernels have changed since they were imported")
     body = pickle.dumps(found, protocol=pickle.HIGHEST_PROTOCOL)
@@ -254,7 +257,7 @@ def _compile(path: Path, call_all: Callable[[], None]) -> Ready:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file that has its name only when it is complete."""
+    """Write a file under a temporary name, and rename it when it is complete."""
     descriptor, temporary = tempfile.mkstemp(prefix=".writing-", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:

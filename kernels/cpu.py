@@ -1,6 +1,6 @@
-"""The threshold kernels on a CPU, on all cores: the doors. They check; the loops behind them trust.
+"""Public functions of the threshold kernels on a CPU. They check arguments; the loops that they call do not.
 
-`reference` says what each does, to the byte.
+`reference` specifies the result of each function, to the byte.
 """
 
 import mmap
@@ -18,22 +18,22 @@ from hvdx.kernels.table import table
 from hvdx.kernels.threads import cut, default_threads, spread
 from hvdx.kernels.tiles import LAYOUT, SHARES, TILE_MAX, Encoded, Layout, Malformed, Runs, check_layout, limit
 
-#: Bytes of a worker's buffer for finished tiles.
+#: Bytes of a thread's buffer for finished tiles.
 _BUFFER = 1 << 17
-#: Bytes below which a buffer comes from the allocator.
+#: Bytes below which a buffer comes from the allocator, and not from mmap.
 _SMALL = 1 << 17
 
 
 def prepare(folder: Path) -> compiled.Ready:
-    """Load the compiled kernels of this module from a folder, or compile them there; once in a process.
+    """Load the compiled kernels of this module from a folder, or compile them and write them there.
 
-    Without it, each process compiles a kernel when it first calls it.
+    Without this call, each process compiles a kernel when it first calls it. Later calls return the first outcome.
 
     Args:
-        folder: for compiled kernels of all versions; it is made where there is none.
+        folder: folder of compiled kernels of all versions; created if it does not exist.
 
     Returns:
-        How it went. A folder that cannot be written to is no error.
+        The outcome. A folder that cannot be written to is no error.
 
     Example:
         >>> import tempfile
@@ -44,7 +44,7 @@ def prepare(folder: Path) -> compiled.Ready:
 
 
 def _call_all() -> None:
-    """Call each kernel with each type of arguments: arrays that are read-only are another type to Numba."""
+    """Call each kernel with every combination of argument types. To Numba a read-only array is another type."""
     values = np.array([0, 1, -2.5, 1e-3] * 80, np.float32)
     runs = Runs(np.array([values.size]), np.ones(1, np.float32))
     read_lengths(np.array([1, 4, *[0] * 4], np.uint8), 4)
@@ -55,19 +55,16 @@ def _call_all() -> None:
 
 
 def check(update: Sequence[np.ndarray], runs: Runs, threads: int | None = None) -> int:
-    """Find an element that cannot be sent: NaN, infinity, or too many tau.
+    """Return the index of the first element that cannot be sent (NaN, infinity, above `limit`), or -1.
 
     Args:
-        update: float32 arrays, contiguous, whose elements follow each other as one vector of n.
-        runs: how many elements use which tau.
-        threads: how many to use; the cores of this process if None.
-
-    Returns:
-        The index of the first such element, or -1.
+        update: contiguous float32 arrays, read as one vector of n elements.
+        runs: lengths and taus of the runs.
+        threads: number of threads; `default_threads()` if None.
 
     Raises:
-        TypeError: not float32.
-        ValueError: not contiguous, or `runs` do not fit.
+        TypeError: if an array is not float32.
+        ValueError: if an array is not contiguous, or `runs` do not fit.
 
     Example:
         >>> check([np.array([1, np.nan], np.float32)], Runs(np.array([2]), np.ones(1, np.float32)))
@@ -79,7 +76,7 @@ def check(update: Sequence[np.ndarray], runs: Runs, threads: int | None = None) 
 
 
 def _find_fault(n: int, where: np.ndarray, runs: Runs, threads: int) -> int:
-    """`check` for an update whose pieces were found already."""
+    """Return the result of `check` for an update with the table of pieces `where`."""
     limits = limit(runs.taus)
     borders = cut(n, threads if n > 1 << 16 else 1)
     found = spread(lambda i: cpu_scan.find_fault(borders[i], borders[i + 1], where, limits), len(borders) - 1, threads)
@@ -97,25 +94,25 @@ def encode(
     reserve: int = 0,
     workspace: "Workspace | None" = None,
 ) -> Encoded:
-    """Add an update to a residual and cut what reaches tau out of the sum, in one pass.
+    """Add an update to a residual, and move the multiples of tau from the sum into entries, in one pass.
 
     Args:
-        update: float32 arrays, contiguous, whose elements follow each other as one vector of n.
-        residual: float32[n], each below its tau; changed in place, unless there is a fault.
-        runs: how many elements use which tau.
-        rice: entropy-code the gaps; otherwise plain 32-bit positions.
-        layout: where tiles end.
-        trusted: the caller has called `check`, and it found nothing. Otherwise `check` reads the update once more.
-        threads: how many to use; the cores of this process if None. The bytes do not depend on it.
-        reserve: bytes to leave free before the tiles, for a header.
-        workspace: scratch memory kept from call to call; replaced where it does not fit.
+        update: contiguous float32 arrays, read as one vector of n elements.
+        residual: float32[n], each absolute value below its tau; changed in place unless there is a fault.
+        runs: lengths and taus of the runs.
+        rice: True for entropy-coded gaps, False for plain 32-bit positions.
+        layout: borders of tiles.
+        trusted: True if `check` has already passed the update; otherwise `encode` takes one more pass for the check.
+        threads: number of threads; `default_threads()` if None. The bytes do not depend on it.
+        reserve: number of bytes to leave free before the tiles, for a header.
+        workspace: scratch memory that is kept between calls; a new one is used if it does not fit.
 
     Returns:
-        The tiles, after `reserve` bytes that mean nothing yet, and what was counted on the way.
+        The tiles, after `reserve` undefined bytes, and the counts.
 
     Raises:
-        TypeError: not float32.
-        ValueError: not contiguous, other sizes, or `runs` do not fit.
+        TypeError: if an array is not float32.
+        ValueError: if an array is not contiguous or has another size, or if `runs` do not fit.
 
     Example:
         >>> residual = np.zeros(4, np.float32)
@@ -162,18 +159,18 @@ def encode(
 
 
 def histogram(update: Sequence[np.ndarray], lengths: np.ndarray) -> np.ndarray:
-    """Count an update's elements by size.
+    """Count an update's elements by absolute value.
 
     Args:
-        update: float32 arrays, contiguous, whose elements follow each other as one vector.
-        lengths: int64[R], elements of each run.
+        update: contiguous float32 arrays, read as one vector.
+        lengths: int64[R], number of elements of each run.
 
     Returns:
-        int64[R, 2048]: how many elements of a run have this index as their float32 bits >> 20, without the sign.
+        int64[R, 2048]: number of elements of each run by the float32 bits of their absolute value >> 20.
 
     Raises:
-        TypeError: not float32.
-        ValueError: not contiguous, or `lengths` do not add up.
+        TypeError: if an array is not float32.
+        ValueError: if an array is not contiguous, or if `lengths` do not add up.
 
     Example:
         >>> np.flatnonzero(histogram([np.array([0, -1, 1], np.float32)], np.array([3])))
@@ -198,9 +195,9 @@ def histogram(update: Sequence[np.ndarray], lengths: np.ndarray) -> np.ndarray:
 
 
 class Workspace:
-    """What `encode` works on besides its arguments, kept from one call to the next: half a per cent of the update.
+    """Scratch memory of `encode`, kept between calls. Its size is half a per cent of the update's.
 
-    Without one, `encode` makes its own. One must not be used by two calls at once.
+    Without one, `encode` allocates its own. Two calls must not use one at the same time.
     """
 
     def __init__(self, n: int, runs: int, layout: Layout = LAYOUT, threads: int | None = None) -> None:
@@ -214,7 +211,7 @@ class Workspace:
         self.records = np.zeros((regions, 5), np.int64)
         self.left = np.empty(regions * (layout.tile_min - 1), np.uint32)
         self.times = np.empty(len(self.left), np.int32)
-        self.most_left = 3 * self.left.size + cpu_tiles.HEAD_BYTES * (regions + 1)
+        self.most_left = 3 * self.left.size + cpu_tiles.HEADER_BYTES * (regions + 1)
         self.joined = np.zeros(8, np.int64)
         self.scratch = [_scratch(layout) for _ in self.borders[1:]]
         self.places = [np.zeros(6, np.int64) for _ in self.scratch]
@@ -223,7 +220,7 @@ class Workspace:
 
 
 def _scratch(layout: Layout) -> tuple[np.ndarray, ...]:
-    """What one worker works on: entries, multiples, numbers of blocks, masks, gaps, signs."""
+    """Return the scratch arrays of one thread: entries, multiples, numbers of blocks, masks, gaps, signs."""
     most = max(TILE_MAX, layout.tile_max) + 64 * cpu_scan.CHUNK + 8
     return (
         np.empty(most, np.uint32),
@@ -236,10 +233,10 @@ def _scratch(layout: Layout) -> tuple[np.ndarray, ...]:
 
 
 def _buffer(size: int) -> np.ndarray:
-    """uint8[size], of which only what is written to takes memory, and which goes back to the system when it is dropped.
+    """Return uint8[size] of which only the written pages take memory. The system gets the memory back when it is freed.
 
-    An allocator keeps it, and may hand out memory that was advised to be in pages of 2 MiB; it is the faster one for
-    what is small.
+    An allocator would keep freed memory, and may return memory that was advised to use pages of 2 MiB. It is faster for
+    small buffers, so those come from it.
     """
     if size < _SMALL:
         return np.empty(size, np.uint8)
@@ -247,9 +244,9 @@ def _buffer(size: int) -> np.ndarray:
 
 
 def _join(buffers: list[np.ndarray], work: Workspace, rice: bool, reserve: int) -> np.ndarray:
-    """Put the workers' tiles and those of what they left in order; frees each buffer as it goes."""
+    """Join the threads' tiles and the shared tiles of remaining entries in order. Each buffer is freed after use."""
     records = work.records
-    # Memory that is not written to costs nothing, so the guess is a generous one.
+    # Memory that is not written to costs nothing, so the buffer is generous.
     out = _buffer(reserve + sum(map(len, buffers)) + work.most_left)
     place = work.joined
     place[:] = 0
@@ -269,12 +266,12 @@ def _join(buffers: list[np.ndarray], work: Workspace, rice: bool, reserve: int) 
     return out[: place[enc.J_USED]]
 
 
-#: What is wrong with a payload, by the numbers that `cpu_decode` gives.
-_COMPLAINTS = (
+#: Texts of the error codes of `cpu_decode`.
+_ERRORS = (
     "",
     "a tile without the multiple it announces",
     "entries outside their tile",
-    "an entry of no tau, or of too many",
+    "an entry with m outside its limits",
     "a run that passes the end of its tile",
     "a payload too short or too long for its entries",
     "bits after the last entry",
@@ -282,21 +279,18 @@ _COMPLAINTS = (
 
 
 def inspect(message: np.ndarray, n: int, rice: bool = True, threads: int | None = None) -> np.ndarray:
-    """Check a message, from anywhere, to the last bit.
+    """Check an untrusted message to its last bit, and return the table of its tiles (see `table.table`).
 
     Args:
-        message: uint8[bytes], tiles one after another.
-        n: elements of the update it is for.
-        rice: entropy-coded; otherwise plain positions.
-        threads: how many to use; the cores of this process if None.
-
-    Returns:
-        The table of its tiles (see `table.table`), which `decode` takes.
+        message: uint8[bytes], the tiles one after another.
+        n: number of elements of the update.
+        rice: True if gaps are entropy-coded, False for plain positions.
+        threads: number of threads; `default_threads()` if None.
 
     Raises:
-        Malformed: it is not a message for n elements.
-        TypeError: it is no uint8[bytes].
-        ValueError: it is not contiguous.
+        Malformed: if the bytes are not a message for n elements.
+        TypeError: if the message is not uint8[bytes].
+        ValueError: if the message is not contiguous.
     """
     if not isinstance(message, np.ndarray) or message.dtype != np.uint8 or message.ndim != 1:
         raise TypeError(
@@ -311,9 +305,9 @@ def inspect(message: np.ndarray, n: int, rice: bool = True, threads: int | None 
     faults = spread(
         lambda i: dec.check_tiles(borders[i], borders[i + 1], rows, message, rice), len(borders) - 1, threads
     )
-    for tile, complaint in faults:
-        if complaint:
-            raise Malformed(f"{_COMPLAINTS[complaint]}, in the tile with its payload at byte {rows[tile, 0]}")
+    for tile, error in faults:
+        if error:
+            raise Malformed(f"{_ERRORS[error]}, in the tile with its payload at byte {rows[tile, 0]}")
     return rows
 
 
@@ -327,16 +321,16 @@ def decode(
     """Add messages to `out`, one after another: out[i] += +-float32(m * tau) * scale, each step rounded to float32.
 
     Args:
-        messages: (tiles as uint8[bytes], runs) of each, in the order in which they are added.
-        scale: a float32.
-        out: float32 arrays, contiguous, whose elements follow each other as one vector; changed in place.
-        rice: as they were encoded.
-        threads: how many to use; the cores of this process if None. The sums do not depend on it.
+        messages: (tiles as uint8[bytes], runs) of each message, in the order of the additions.
+        scale: float32 factor.
+        out: contiguous float32 arrays, read as one vector; changed in place.
+        rice: True if gaps are entropy-coded, False for plain positions.
+        threads: number of threads; `default_threads()` if None. The sums do not depend on it.
 
     Raises:
-        Malformed: a message is not what it should be; `out` is as it was, and the error's `message` is its number.
-        TypeError: `out` is not float32.
-        ValueError: `out` is not contiguous, or `runs` do not fit.
+        Malformed: if a message is invalid. `out` is unchanged, and the error's `message` is the message's position.
+        TypeError: if `out` is not float32.
+        ValueError: if `out` is not contiguous, or if `runs` do not fit.
 
     Example:
         >>> runs, out = Runs(np.array([3]), np.ones(1, np.float32)), np.zeros(3, np.float32)

@@ -1,7 +1,7 @@
-"""Decoding on a CPU: the Numba functions behind `cpu.decode`.
+"""Decoder on a CPU: the Numba functions of `cpu.decode`.
 
-`check_tiles` reads hostile bytes: it looks at no byte outside the message and holds every number against its bounds.
-`add_tiles` runs after it, on the same bytes, and trusts.
+`check_tiles` reads untrusted bytes: it reads no byte outside the message, and checks the bounds of every number.
+`add_tiles` runs after it on the same bytes, and does not check them.
 """
 
 import numpy as np
@@ -11,20 +11,20 @@ from hvdx.kernels import simd
 from hvdx.kernels.compiled import entry
 from hvdx.kernels.cpu_scan import amount, piece_of
 from hvdx.kernels.cpu_tiles import first_parameter
-from hvdx.kernels.denormals import count_denormals, restore_mode
+from hvdx.kernels.denormals import keep_denormals, restore_mode
 from hvdx.kernels.table import ENTRIES, FIRST, LAST, LENGTH, MULTIPLE, START
 from hvdx.kernels.tiles import BLOCK, ESCAPE, M_MAX
 
-#: No number in the gap code may take more bits than indices have.
+#: Largest z + k of a number in the gap code: the bit length of N_MAX.
 _BITS = 49
-#: Entries decoded before they are added: as many as one core can have on their way from memory, and more.
+#: Number of entries that are decoded before they are added: more than one core can have in flight from memory.
 _READY = 256
 _u64, _i64 = np.uint64, np.int64
 
 
 @njit(nogil=True, error_model="numpy")
 def peek(address, bit, size):
-    """At least 57 bits from bit `bit` on, of `size` bytes at an address; zeros past their end."""
+    """Return at least 57 bits from bit `bit` on, of `size` bytes at an address; bits past the end are 0."""
     byte = bit >> 3
     if byte + 8 <= size:
         word = simd.load_word(address + byte)
@@ -37,14 +37,14 @@ def peek(address, bit, size):
 
 @njit(nogil=True, error_model="numpy")
 def take(address, bit, size, length):
-    """The next `length` < 57 bits, and where they end."""
+    """Read the next `length` < 57 bits; return them and the position of their end."""
     mask = (_u64(1) << _u64(length)) - _u64(1)
     return _i64(peek(address, bit, size) & mask), bit + length
 
 
 @njit(nogil=True, error_model="numpy")
 def take_code(address, bit, size, k):
-    """The next number in the gap code, and where it ends; the number is -1 if it is longer than any index."""
+    """Read the next number in the gap code; return it and the position of its end. It is -1 if z + k exceeds _BITS."""
     ones = simd.trailing_zeros(~peek(address, bit, size))
     bit += ones + 1
     if ones < ESCAPE:
@@ -60,7 +60,7 @@ def take_code(address, bit, size, k):
 
 @njit(nogil=True, error_model="numpy")
 def check_rice(address, size, entries, multiple, first, last):
-    """Whether the payload of `size` bytes is that of an entropy-coded tile: 0, or the number of a complaint."""
+    """Check that a payload of `size` bytes is that of an entropy-coded tile: 0 or an error code."""
     bit, where, run, k_run, bits = _i64(0), first, entries, _i64(0), 8 * size
     none, one, five = _i64(0), _i64(1), _i64(5)
     k = first_parameter(last - first + 1 - entries, entries)
@@ -105,7 +105,7 @@ def check_rice(address, size, entries, multiple, first, last):
 
 @njit(nogil=True, error_model="numpy")
 def check_plain(address, size, entries, multiple, first, last):
-    """`check_rice` for a tile of plain positions."""
+    """Check that a payload of `size` bytes is that of a tile of plain positions: 0 or an error code."""
     if size != 4 * entries * (2 if multiple else 1):
         return 5
     before, larger = first - 1, False
@@ -126,22 +126,22 @@ def check_plain(address, size, entries, multiple, first, last):
 
 @entry
 def check_tiles(begin, end, table, message, rice):
-    """Check the tiles `begin` to `end` of a message: (the first bad one, its complaint), or (-1, 0)."""
+    """Check the tiles from `begin` to `end` of a message: (first invalid tile, error code) or (-1, 0)."""
     for t in range(begin, end):
         row = table[t]
         address = _i64(message.ctypes.data) + row[START]
         if rice:
-            complaint = check_rice(address, row[LENGTH], row[ENTRIES], row[MULTIPLE], row[FIRST], row[LAST])
+            error = check_rice(address, row[LENGTH], row[ENTRIES], row[MULTIPLE], row[FIRST], row[LAST])
         else:
-            complaint = check_plain(address, row[LENGTH], row[ENTRIES], row[MULTIPLE], row[FIRST], row[LAST])
-        if complaint:
-            return t, complaint
+            error = check_plain(address, row[LENGTH], row[ENTRIES], row[MULTIPLE], row[FIRST], row[LAST])
+        if error:
+            return t, error
     return -1, 0
 
 
 @njit(nogil=True, error_model="numpy")
 def add_ready(places, values, ready):
-    """Add values to the float32 at these addresses, which were fetched meanwhile: 0."""
+    """Add values to the float32 at the addresses `places`, which were prefetched; return 0."""
     for i in range(ready):
         simd.store_float(places[i], simd.load_float(places[i]) + values[i])
     return _i64(0)
@@ -151,10 +151,11 @@ def add_ready(places, values, ready):
 def add_rice(row, message, begin, end, pieces, taus, scale, places, values):
     """Add a tile's entries with indices from `begin` to `end` to the pieces.
 
-    The memory they go to is far apart: decoding some dozens of entries ahead of adding them hides its latency.
+    The addresses of entries are far from each other. Entries are prefetched and decoded in batches before they are
+    added, which hides the latency of memory.
     """
     ready = _i64(0)
-    # Words are read across the end of the tile, but within the message.
+    # Whole words are read, also beyond the end of the tile, but not beyond the message.
     address, size = _i64(message.ctypes.data), message.size
     bit, entries, multiple = 8 * row[START], row[ENTRIES], row[MULTIPLE]
     where, last = row[FIRST], row[LAST]
@@ -214,7 +215,7 @@ def add_rice(row, message, begin, end, pieces, taus, scale, places, values):
 
 @njit(nogil=True, error_model="numpy")
 def add_plain(row, message, begin, end, pieces, taus, scale):
-    """`add_rice` for a tile of plain positions."""
+    """Do the work of `add_rice` for a tile of plain positions."""
     address, entries = _i64(message.ctypes.data) + row[START], row[ENTRIES]
     p = piece_of(pieces, max(row[FIRST], begin))
     for i in range(entries):
@@ -234,8 +235,8 @@ def add_plain(row, message, begin, end, pieces, taus, scale):
 
 @entry
 def add_tiles(begin, end, table, message, rice, pieces, taus, scale):
-    """Add the entries of a message whose indices lie from `begin` to `end` to the pieces."""
-    mode = count_denormals()
+    """Add the entries of a message with indices from `begin` to `end` to the pieces."""
+    mode = keep_denormals()
     places, values = np.empty(_READY, np.int64), np.empty(_READY, np.float32)
     low, high = 0, table.shape[0]
     while low < high:

@@ -1,7 +1,7 @@
-"""Encoding on a CPU: the Numba functions behind `cpu.encode`. They check nothing; `cpu` does.
+"""Encoder on a CPU: the Numba functions of `cpu.encode`. They do not check their arguments; `cpu` does.
 
-A worker goes over its regions chunk by chunk, and writes a region's entries as tiles as soon as there are enough of
-them. What regions leave over is joined into tiles of their own when all are done.
+A thread processes its regions chunk by chunk, and writes the entries of a region as tiles when there are enough. The
+remaining entries of the regions are joined into shared tiles when all threads are done.
 """
 
 import numpy as np
@@ -9,13 +9,15 @@ from numba import njit
 
 from hvdx.kernels.compiled import entry
 from hvdx.kernels.cpu_scan import CHUNK, POSITION, list_entries, list_multiples, piece_of, scan
-from hvdx.kernels.cpu_tiles import HEAD_BYTES, put_tile, put_varint
-from hvdx.kernels.denormals import count_denormals, restore_mode
+from hvdx.kernels.cpu_tiles import HEADER_BYTES, put_tile, put_varint
+from hvdx.kernels.denormals import keep_denormals, restore_mode
 from hvdx.kernels.simd import AHEAD
 
-#: Columns of the record of a region.
+#: Columns of the record of a region: indices of the first and last entry in its own tiles, bytes of these tiles, and
+#: numbers of remaining entries and multiples.
 FIRST, LAST, BYTES, LEFT, LEFT_MULTIPLES = range(5)
-#: A worker's place: the region, the block in it, entries and multiples waiting, and whether the region is read.
+#: Progress of a thread: the region, the block in it, numbers of waiting entries and multiples, 1 if the region is read
+#: to its end, and bytes used in the output.
 REGION, AT, WAITING, MULTIPLES, READ, USED = range(6)
 
 _i64 = np.int64
@@ -23,7 +25,7 @@ _i64 = np.int64
 
 @njit(nogil=True, error_model="numpy")
 def unpack(entries, begin, count, gaps, signs, at):
-    """Split packed entries into gaps and signs, from place `at` on."""
+    """Split packed entries into gaps and signs, which are written from index `at` on."""
     for i in range(count):
         word = entries[begin + i]
         signs[at + i] = word >> np.uint32(31) | (word >> np.uint32(29)) & np.uint32(2)
@@ -33,7 +35,7 @@ def unpack(entries, begin, count, gaps, signs, at):
 
 @njit(nogil=True, error_model="numpy")
 def drop(entries, waiting, times, multiples, count):
-    """Forget the first `count` entries: how many multiples stay."""
+    """Remove the first `count` entries and their multiples; return the remaining number of multiples."""
     gone = _i64(0)
     for i in range(count):
         gone += (entries[i] >> np.uint32(30)) & np.uint32(1)
@@ -48,12 +50,12 @@ def drop(entries, waiting, times, multiples, count):
 def encode_regions(
     begin, end, n, layout, rice, residual, pieces, taus, counted, scratch, place, records, left, left_times, out
 ):
-    """Encode the regions from `begin` to `end`, or until `out` is full: whether all are done.
+    """Encode the regions from `begin` to `end`, or until `out` is full; return True if all are done.
 
-    With `begin` -1 it goes on where `place` stands, with an empty `out`. `out` takes the tiles, the first one of each
-    region without its first number.
+    With `begin` -1 it resumes from `place`, with an empty `out`. The tiles are written to `out`, the first tile of each
+    region without the first number of its header.
     """
-    mode = count_denormals()
+    mode = keep_denormals()
     region_size, tile_max, tile_min = layout[0], layout[1], layout[2]
     entries, times, where, masks, gaps, signs = scratch
     sent, near = counted[:, 0], counted[:, 1:]
@@ -114,14 +116,14 @@ def encode_regions(
     return True
 
 
-#: Where the joining of tiles stands: the region, bytes of its tiles still to come, whether its head is written, the
-#: first region with entries that wait, how many regions and entries wait, the last entry's index, and bytes written.
-J_REGION, J_BYTES, J_HEAD, J_FROM, J_REGIONS, J_WAITING, J_LAST, J_USED = range(8)
+#: Progress of `join`: the region, bytes of its tiles that are not copied yet, 1 if its first number is written, the
+#: first region with waiting entries, numbers of waiting regions and entries, index of the last entry, and bytes used.
+J_REGION, J_BYTES, J_HEADER, J_FROM, J_REGIONS, J_WAITING, J_LAST, J_USED = range(8)
 
 
 @njit(nogil=True, error_model="numpy")
 def put_shared(place, layout, rice, scratch, records, left, left_times, out):
-    """Write the tile of the entries that wait: whether it fitted."""
+    """Write the shared tile of the waiting entries; return True if it fits."""
     _, times, _, _, gaps, signs = scratch
     region_size, keep = layout[0], layout[2] - 1
     count = multiples = _i64(0)
@@ -152,26 +154,27 @@ def put_shared(place, layout, rice, scratch, records, left, left_times, out):
 
 @entry
 def join(end, layout, rice, scratch, place, records, left, left_times, source, out):
-    """Join tiles of regions in `source` and shared tiles into `out`.
+    """Join the regions' tiles in `source` and the shared tiles into `out`.
 
-    Ends when the regions up to `end` are done (1), when `source` is used up (0), or when `out` is full (-1).
+    Returns a state and the number of bytes taken from `source`. The state is 1 if the regions up to `end` are done, 0
+    if `source` is used up, and -1 if `out` is full.
     """
     group, group_regions = layout[3], layout[4]
     taken = _i64(0)
     while place[J_REGION] < end:
         record = records[place[J_REGION]]
-        if record[BYTES] and not place[J_HEAD]:
+        if record[BYTES] and not place[J_HEADER]:
             if place[J_WAITING] and not put_shared(place, layout, rice, scratch, records, left, left_times, out):
                 return -1, taken
-            if out.size - place[J_USED] < HEAD_BYTES + record[BYTES]:
+            if out.size - place[J_USED] < HEADER_BYTES + record[BYTES]:
                 return -1, taken
             address = out.ctypes.data + place[J_USED]
             place[J_USED] += put_varint(address, record[FIRST] - place[J_LAST] - 1) - address
-            place[J_HEAD], place[J_BYTES], place[J_LAST] = 1, record[BYTES], record[LAST]
+            place[J_HEADER], place[J_BYTES], place[J_LAST] = 1, record[BYTES], record[LAST]
             place[J_REGIONS] = 0
         if place[J_BYTES]:
             some = min(place[J_BYTES], source.size - taken)
-            # A slice's assignment would compile the text of its error.
+            # A slice assignment would compile the code of its error message.
             for i in range(some):
                 out[place[J_USED] + i] = source[taken + i]
             place[J_USED] += some
@@ -190,7 +193,7 @@ def join(end, layout, rice, scratch, place, records, left, left_times, source, o
                 place[J_REGIONS] -= 1
                 return -1, taken
         place[J_REGION] += 1
-        place[J_HEAD] = 0
+        place[J_HEADER] = 0
     if place[J_WAITING] and not put_shared(place, layout, rice, scratch, records, left, left_times, out):
         return -1, taken
     return 1, taken

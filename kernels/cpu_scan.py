@@ -1,8 +1,8 @@
-"""Elements on a CPU: adding an update to a residual, and finding the sums that reach tau.
+"""Scan of the elements on a CPU: add an update to a residual, and find the sums that reach tau.
 
-`scan` adds 64 elements at a time and keeps a bit mask of each 64 in which a sum reaches tau; `list_entries` makes
-entries of the masks. An entry is packed into 32 bits: its place in the region, and flags for its sign and for more than
-one tau.
+`scan` adds blocks of 64 elements, and stores a bit mask for each block with a sum that reaches tau. `list_entries`
+converts the masks to entries. An entry is packed into 32 bits: its position in the region, a flag for its sign, and a
+flag for m above 1.
 """
 
 import numpy as np
@@ -12,27 +12,28 @@ from hvdx.kernels import simd
 from hvdx.kernels.compiled import entry
 from hvdx.kernels.tiles import SHARES
 
-#: Blocks of 64 elements between two looks at the entries: their masks and entries stay in the caches.
+#: Number of blocks of 64 elements that are scanned before their entries are listed. Masks and entries stay in the
+#: caches.
 CHUNK = 512
-#: The flags of a packed entry, and its place.
+#: Flags and position of a packed entry.
 SIGN, MULTIPLE = np.uint32(1 << 31), np.uint32(1 << 30)
 POSITION = np.uint32((1 << 30) - 1)
 
-# Where a variable begins as a plain number, Numba compiles what it is passed to once more for that very number.
+# If a variable starts as a literal, Numba compiles the functions that take it once more for this literal.
 _u64, _i64 = np.uint64, np.int64
 
 
 @njit(nogil=True, error_model="numpy")
 def amount(m, tau):
-    """What an entry of m times tau stands for."""
+    """Return the value of an entry, float32(m * tau)."""
     return np.float32(np.float64(m) * np.float64(tau))
 
 
 @njit(nogil=True, error_model="numpy")
 def multiple_of(size, tau):
-    """m of a sum of this size."""
+    """Return m of a sum with the absolute value `size`."""
     m = _i64(np.float64(size) / np.float64(tau))
-    # float32(m * tau) may be so far below that tau still fits into what is left.
+    # float32(m * tau) may round down so far that tau still fits into the remainder.
     if size - amount(m, tau) >= tau:
         m += 1
     return m
@@ -40,7 +41,7 @@ def multiple_of(size, tau):
 
 @njit(nogil=True, error_model="numpy")
 def piece_of(pieces, element):
-    """The piece that an element lies in."""
+    """Return the number of the piece of an element."""
     low, high = 0, pieces.shape[0] - 1
     while low < high:
         middle = (low + high) // 2
@@ -53,7 +54,10 @@ def piece_of(pieces, element):
 
 @njit(nogil=True, error_model="numpy")
 def scan_mixed(block, n, residual, pieces, taus, near):
-    """`accumulate` for a block that more than one piece, or the end, lies in: its mask, and 1 if a sum stays whole."""
+    """Do the work of `accumulate` for one block that crosses the border of a piece or the end of the update.
+
+    Returns its mask, and 1 if a sum is stored whole.
+    """
     hit, more, first = _u64(0), 0, 64 * block
     p = piece_of(pieces, first)
     for lane in range(min(64, n - first)):
@@ -79,7 +83,7 @@ def scan_mixed(block, n, residual, pieces, taus, near):
 
 @njit(nogil=True, error_model="numpy")
 def scan(begin, end, n, residual, pieces, taus, sent, near, where, masks):
-    """Accumulate the blocks of 64 from `begin` to `end`: masks that are not empty, and whether some sum stays whole."""
+    """Accumulate the blocks from `begin` to `end`; return the number of masks, and 1 if some sum is stored whole."""
     found, whole, block = _i64(0), 0, begin
     address = residual.ctypes.data
     while block < end:
@@ -111,12 +115,12 @@ def scan(begin, end, n, residual, pieces, taus, sent, near, where, masks):
 
 @njit(nogil=True, error_model="numpy")
 def list_entries(found, where, masks, origin, residual, entries, waiting, blind, next_residual, next_update):
-    """Append the entries in masks, none of them a multiple: how many then wait.
+    """Append the entries of masks without multiples to the `waiting` entries; return the new number of entries.
 
-    Meanwhile memory goes on with the elements at `next_residual` and `next_update`.
+    Meanwhile the elements at `next_residual` and `next_update` are prefetched.
 
-    `blind` entries of each mask are written whether they are there or not: what most masks hold, so that the processor
-    has no branch to guess wrong.
+    `blind` entries of each mask are written without a test. This covers most masks, so the processor mispredicts few
+    branches. Entries beyond those of the mask are overwritten by the next ones.
     """
     for i in range(found):
         simd.prefetch(next_residual + 128 * i)
@@ -140,7 +144,10 @@ def list_entries(found, where, masks, origin, residual, entries, waiting, blind,
 
 @njit(nogil=True, error_model="numpy")
 def list_multiples(found, where, masks, origin, residual, pieces, taus, near, entries, waiting, times, multiples):
-    """`list_entries` where some sums are whole: takes m * tau from those."""
+    """Do the work of `list_entries` if some sums are stored whole; subtract m * tau from those.
+
+    Returns the new numbers of entries and of multiples.
+    """
     for i in range(found):
         hit = masks[i]
         while hit:
@@ -166,7 +173,7 @@ def list_multiples(found, where, masks, origin, residual, pieces, taus, near, en
 
 @entry
 def find_fault(begin, end, pieces, limits):
-    """The first element from `begin` to `end` that is larger than its limit, or NaN; -1 if there is none."""
+    """Return the first element from `begin` to `end` with an absolute value above its limit, or NaN; -1 if none."""
     element = begin
     while element < end:
         p = piece_of(pieces, element)
@@ -186,6 +193,6 @@ def find_fault(begin, end, pieces, limits):
 
 @entry
 def add_histogram(values, bins):
-    """Count the sizes of uint32 patterns of float32: the exponent and three bits of the fraction are the bin."""
+    """Count the bits of float32, given as uint32: the exponent and three bits of the fraction select the bin."""
     for i in range(values.size):
         bins[(values[i] >> np.uint32(20)) & np.uint32(0x7FF)] += 1

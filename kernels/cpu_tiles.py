@@ -1,4 +1,4 @@
-"""Tiles on a CPU: the bytes of some entries, from their gaps, signs and multiples."""
+"""Writer of tiles on a CPU, from the gaps, signs and multiples of entries."""
 
 import numpy as np
 from numba import njit
@@ -6,24 +6,24 @@ from numba import njit
 from hvdx.kernels import simd
 from hvdx.kernels.tiles import BLOCK, ESCAPE, K_MAX, SWITCH, TILE_MAX
 
-#: Bytes that no entry exceeds: a gap code of at most 7 + 2 * 31 + 31 bits, a sign, an m of 69 and a run of 62 bits.
+#: Upper bound of an entry's bytes: a gap code of at most 7 + 2 * 31 + 31 bits, a sign, an m of 69 and a run of 62 bits.
 ENTRY_BYTES = 32
-#: Bytes that no head exceeds, and those that a word written at its end may reach beyond it.
-HEAD_BYTES = 4 * 9 + 8
+#: Upper bound of a header's bytes, plus 8 because a store of a whole word at its end reaches beyond it.
+HEADER_BYTES = 4 * 9 + 8
 
-# Where a variable begins as a plain number, Numba compiles what it is passed to once more for that very number.
+# If a variable starts as a literal, Numba compiles the functions that take it once more for this literal.
 _u64, _i64 = np.uint64, np.int64
 
 
 @njit(nogil=True, error_model="numpy")
 def first_parameter(skipped, entries):
-    """The Rice parameter that holds at the start of a tile."""
+    """Return the Rice parameter at the start of a tile."""
     return min(max(simd.bit_length(_u64(skipped // entries)) - 1, 0), K_MAX)
 
 
 @njit(nogil=True, error_model="numpy")
 def code_length(x, k):
-    """Bits of x in the gap code with parameter k."""
+    """Return the number of bits of x in the gap code with parameter k."""
     q = x >> k
     if q < ESCAPE:
         return q + 1 + k
@@ -32,7 +32,10 @@ def code_length(x, k):
 
 @njit(nogil=True, error_model="numpy")
 def choose_parameter(gaps, length, before):
-    """The Rice parameter of the 64 gaps at an address, those past `length` being 0, and the bits they take."""
+    """Return the Rice parameter of a block of gaps, and the bits that the block takes with it.
+
+    `gaps` is the address of 64 gaps, with zeros from `length` on. `before` is the parameter of the block before.
+    """
     middle = min(simd.bit_lengths(gaps) // length, K_MAX - 1)
     padding = BLOCK - length
     best, bits = 0, 1 << 60
@@ -48,7 +51,7 @@ def choose_parameter(gaps, length, before):
 
 @njit(nogil=True, error_model="numpy")
 def put_varint(address, value):
-    """Write a LEB128 number at an address: where it ends. It may write 8 bytes."""
+    """Write a LEB128 number at an address, and return the address of its end. The 7 bytes after it are overwritten."""
     while value >= 0x80:
         simd.store_word(address, _u64(value & 0x7F | 0x80))
         value >>= 7
@@ -59,7 +62,7 @@ def put_varint(address, value):
 
 @njit(nogil=True, error_model="numpy")
 def put(address, held, number, value, length):
-    """Append up to 56 bits to the `number` < 8 bits `held` at an address: the three anew."""
+    """Append up to 56 bits to the `number` < 8 bits `held` at an address; return the new address, held and number."""
     held |= _u64(value) << _u64(number)
     simd.store_word(address, held)
     number += length
@@ -68,7 +71,7 @@ def put(address, held, number, value, length):
 
 @njit(nogil=True, error_model="numpy")
 def put_code(address, held, number, x, k):
-    """Append x in the gap code with parameter k."""
+    """Append x in the gap code with parameter k; return the new address, held and number."""
     q = x >> k
     if q < ESCAPE:
         address, held, number = put(address, held, number, (1 << q) - 1, q + 1)
@@ -81,7 +84,7 @@ def put_code(address, held, number, x, k):
 
 @njit(nogil=True, error_model="numpy")
 def run_bits(signs, times, count, larger):
-    """The parameter for the runs between multiples, and the bits that runs and multiples take."""
+    """Return the parameter of the runs between multiples, and the bits that runs and multiples take."""
     k = first_parameter(count - larger, larger + 1)
     bits, since, t = _i64(5), _i64(0), _i64(0)
     for i in range(count):
@@ -93,7 +96,10 @@ def run_bits(signs, times, count, larger):
 
 @njit(nogil=True, error_model="numpy")
 def put_with_multiples(address, gaps, signs, times, count, k, k_run, parameters):
-    """`put_entries` for a tile that has multiples: between them run lengths, after each its m."""
+    """Write the payload of an entropy-coded tile with multiples; return the address of its end.
+
+    Each multiple is followed by its m and by the number of entries up to the next multiple.
+    """
     held, number, t = _u64(0), _i64(0), _i64(0)
     none, one, five = _i64(0), _i64(1), _i64(5)
     run = _i64(0)
@@ -135,7 +141,7 @@ def put_with_multiples(address, gaps, signs, times, count, k, k_run, parameters)
 
 @njit(nogil=True, error_model="numpy")
 def put_entries(address, gaps, signs, count, k, parameters):
-    """Write the payload of an entropy-coded tile without multiples, which most are."""
+    """Write the payload of an entropy-coded tile without multiples, the common case; return the address of its end."""
     one, five = _i64(1), _i64(5)
     address, held, number = put(address, _u64(0), _i64(0), _i64(signs[0]), one)
     for block in range(0, count - 2, BLOCK):
@@ -164,7 +170,7 @@ def put_entries(address, gaps, signs, count, k, parameters):
 
 @njit(nogil=True, error_model="numpy")
 def put_words(address, gaps, signs, times, count, larger, width):
-    """Write the payload of a tile of plain positions."""
+    """Write the payload of a tile of plain positions; return the address of its end."""
     back, t = width, 0
     for i in range(count):
         simd.store_word(address + 4 * i, _u64(back | _i64(signs[i] & 1) << 31))
@@ -184,12 +190,13 @@ def put_words(address, gaps, signs, times, count, larger, width):
 
 @njit(nogil=True, error_model="numpy")
 def put_tile(address, room, gap, gaps, signs, times, count, rice):
-    """Write a tile at an address: where it ends, or 0 if it might not fit.
+    """Write a tile at an address; return the address of its end, or 0 if it might not fit into `room` bytes.
 
-    `gap` is what lies before its first entry, -1 to leave that number out; gaps[i] lies between entries i and i + 1;
-    signs[i] has bit 0 for a negative entry and bit 1 for a multiple; times are the multiples.
+    `gap` is the number of elements before the first entry, or -1 to omit this number. gaps[i] is the gap between
+    entries i and i + 1. signs[i] has bit 0 for a negative entry, and bit 1 for a multiple. `times` are the m of the
+    multiples.
     """
-    if room < HEAD_BYTES:
+    if room < HEADER_BYTES:
         return 0
     skipped = larger = _i64(0)
     for i in range(count - 1):
@@ -200,7 +207,7 @@ def put_tile(address, room, gap, gaps, signs, times, count, rice):
     parameters = np.empty(TILE_MAX // BLOCK + 1, np.uint8)
     if rice:
         inner, bits, now = max(count - 2, 0), count, k
-        # The last of them is in the head, and padding must not count.
+        # The last gap is not in the payload, and padding must not count: both are set to 0 for the choice.
         last = gaps[inner]
         gaps[inner : inner + BLOCK] = 0
         for b in range(0, inner, BLOCK):
@@ -214,7 +221,7 @@ def put_tile(address, room, gap, gaps, signs, times, count, rice):
         payload = (bits + 7) >> 3
     else:
         payload = 4 * count * (2 if larger else 1)
-    if room < HEAD_BYTES + payload:
+    if room < HEADER_BYTES + payload:
         return 0
     if gap >= 0:
         address = put_varint(address, gap)

@@ -1,6 +1,6 @@
-"""The threshold kernels on an NVIDIA GPU, in Numba CUDA: the bytes and the sums are those of `reference`, bit for bit.
+"""Threshold kernels on an NVIDIA GPU, in Numba CUDA. Their bytes and sums equal those of `reference`, bit for bit.
 
-Importing this needs no GPU and no driver; kernels are compiled when they are first launched.
+The import needs neither a GPU nor a driver. Kernels are compiled at their first launch.
 """
 
 import importlib.util
@@ -16,19 +16,19 @@ if importlib.util.find_spec("numba_cuda") is None:
 from numba import boolean, cuda, float32, int64, types, uint8, uint32
 
 from hvdx.kernels import cuda_decode, cuda_encode, cuda_tiles
-from hvdx.kernels.cuda_decode import COMPLAINTS, NO_COMPLAINT, ROW
+from hvdx.kernels.cuda_decode import ERRORS, NO_ERROR, ROW
 from hvdx.kernels.cuda_encode import BYTES, CHUNK, COLUMNS, FAULT, NO_FAULT, PER_RUN, TALLIES, TILES
 from hvdx.kernels.pieces import check_runs
 from hvdx.kernels.table import ENTRIES, LENGTH, START, table
 from hvdx.kernels.tiles import LAYOUT, Encoded, Layout, Malformed, Runs, check_layout, limit
 
-#: Blocks a launch has for each multiprocessor, at most. Over elements: several times what runs at once, so that the
-#: last ones to finish leave little idle. Over tiles: what runs at once, by their shared memory.
+#: Largest number of blocks of a launch for each multiprocessor. Over elements: several times the blocks that run at
+#: once, so that little is idle at the end. Over tiles: the blocks that run at once, given their shared memory.
 _BLOCKS_OF_ELEMENTS, _BLOCKS_OF_TILES = 64, 4
-#: Numba warns of launches with fewer; those that are too many find nothing to do.
+#: Smallest number of blocks of a launch. Numba warns of fewer; surplus blocks have no work.
 _FEWEST_BLOCKS = 128
 
-#: Every kernel, with the types that `encode` and `decode` launch it with.
+#: Kernels by name, each with the argument types of its launches.
 KERNELS = {
     "find_fault": (cuda_encode.find_fault, (float32[::1], int64[::1], int64, float32)),
     "accumulate": (
@@ -65,23 +65,23 @@ KERNELS = {
 
 
 def signatures() -> dict[str, tuple[Any, types.FunctionType]]:
-    """Every kernel by name: the dispatcher, and the types it is launched with."""
+    """Return the dispatcher and the signature of every kernel by name."""
     return {name: (kernel, types.void(*arguments)) for name, (kernel, arguments) in KERNELS.items()}
 
 
 def as_device(x: Any, name: str = "array") -> Any:
-    """A view of an array on the GPU, as Numba's own kind of array. Nothing is copied.
+    """Return an array on the GPU as an array of Numba, without a copy.
 
     Args:
-        x: an array of Numba, or with `__cuda_array_interface__` (PyTorch, CuPy, ...), or with `__dlpack__`. Through
-            DLPack no stream is passed on, since not all libraries take one: what fills x must have finished.
-        name: for errors.
+        x: array of Numba, or with `__cuda_array_interface__` (PyTorch, CuPy, ...), or with `__dlpack__`. DLPack gets no
+            stream, because not all libraries accept one: the work that fills x must have finished.
+        name: name of the array, for errors.
 
     Returns:
-        numba's DeviceNDArray of the same shape and dtype, which keeps x alive.
+        Numba's DeviceNDArray of the same shape and dtype, which keeps x alive.
 
     Raises:
-        TypeError: x is not an array on a GPU.
+        TypeError: if x is not an array on a GPU.
     """
     if getattr(x, "__cuda_ndarray__", False):
         return x
@@ -93,22 +93,22 @@ def as_device(x: Any, name: str = "array") -> Any:
     raise TypeError(f"{name}: expected an array on a GPU, got {kind}. Copy it with numba.cuda.to_device first.")
 
 
-#: kDLCUDA in dlpack.h.
+#: Value of kDLCUDA in dlpack.h.
 _DLPACK_CUDA = 2
 
 
 def available() -> bool:
-    """Whether there is a GPU and a driver for it."""
+    """Return True if there is a GPU with a driver."""
     return bool(cuda.is_available())
 
 
 def to_device(values: np.ndarray) -> Any:
-    """A copy of a NumPy array on the GPU."""
+    """Return a copy of a NumPy array on the GPU."""
     return cuda.to_device(values)
 
 
 class _Exporter:
-    """Exports an array through DLPack without a stream: TensorFlow refuses every stream that is asked for."""
+    """DLPack export of an array without a stream, because TensorFlow refuses every requested stream."""
 
     def __init__(self, x: Any) -> None:
         self._x = x
@@ -136,17 +136,17 @@ def _from_dlpack(x: Any) -> Any:
 
 
 class _Arrays(NamedTuple):
-    """What the encoder's kernels work in, on the GPU.
+    """Scratch arrays of the encoder's kernels on the GPU.
 
     Attributes:
-        summary: int64, what the host reads; cuda_encode says where.
-        ends: int64[R], where runs end.
-        taus: float32[R].
-        masks: uint32[n / 32], a bit for each element that crosses.
-        prefixes: int64[regions * (chunks of a region + 1)], entries before each chunk of its region.
-        starts: int64[regions], entries before each region.
-        tiles: int64[most tiles there could be, COLUMNS].
-        parameters: uint8[most tiles, blocks of gaps], their Rice parameters.
+        summary: int64[TALLIES + PER_RUN * R], results for the host.
+        ends: int64[R], ends of the runs.
+        taus: float32[R], taus of the runs.
+        masks: uint32[ceil(n / 32)], one bit an element, 1 if it has an entry.
+        prefixes: int64[regions * (chunks of a region + 1)], number of entries before each chunk of a region.
+        starts: int64[regions], number of entries before each region.
+        tiles: int64[largest possible number of tiles, COLUMNS], table of tiles.
+        parameters: uint8[largest possible number of tiles, blocks of gaps], Rice parameters.
     """
 
     summary: Any
@@ -160,9 +160,9 @@ class _Arrays(NamedTuple):
 
 
 class Scratch:
-    """Memory on the GPU that one encoder keeps from call to call: about n / 6 bytes for n elements.
+    """Scratch memory on the GPU that one encoder keeps between calls: about n / 6 bytes for n elements.
 
-    It may be in use by one call at a time, on one stream. A call of another size makes it anew.
+    Only one call at a time may use it, on one stream. A call of another size allocates it again.
     """
 
     def __init__(self) -> None:
@@ -170,12 +170,12 @@ class Scratch:
         self._arrays: Any = None
 
     def arrays(self, n: int, runs: int, layout: Layout, stream: Any) -> _Arrays:
-        """The arrays for an update of n elements."""
+        """Return the scratch arrays for an update of n elements."""
         key = n, runs, layout
         if key != self._key:
             self._arrays = None
             regions, chunks = -(-n // layout.region), layout.region // math.gcd(CHUNK, layout.region)
-            # A region makes its full tiles and a smaller one, and may end one before them and one after.
+            # A region makes its full tiles and one smaller tile. A shared tile may end before them, and one after.
             most = min(n, regions * (layout.region // layout.tile_max + 3) + 1)
             shapes = _Arrays(
                 summary=(TALLIES + PER_RUN * runs, np.int64),
@@ -193,19 +193,16 @@ class Scratch:
 
 
 def check(update: Sequence[Any], runs: Runs, stream: Any = None) -> int:
-    """Find an element that cannot be sent: NaN, infinity, or too many tau.
+    """Return the index of the first element that cannot be sent (NaN, infinity, above `limit`), or -1.
 
     Args:
-        update: float32 arrays on the GPU, C-contiguous, whose elements follow each other as one vector of n.
-        runs: how many elements use which tau.
-        stream: a stream of numba.cuda; None for the default one.
-
-    Returns:
-        The index of the first such element, or -1.
+        update: C-contiguous float32 arrays on the GPU, read as one vector of n elements.
+        runs: lengths and taus of the runs.
+        stream: stream of numba.cuda; None for the default stream.
 
     Raises:
-        TypeError: an array is of another kind or dtype.
-        ValueError: an array is not contiguous, or runs do not fit.
+        TypeError: if an array is not on a GPU or not float32.
+        ValueError: if an array is not contiguous, or if `runs` do not fit.
     """
     arrays = [_check_array(u, f"update[{i}]") for i, u in enumerate(update)]
     check_runs(runs, sum(a.size for a in arrays), "update")
@@ -225,25 +222,25 @@ def encode(
     stream: Any = None,
     scratch: Scratch | None = None,
 ) -> Encoded:
-    """Add an update to a residual and cut what reaches tau out of the sum.
+    """Add an update to a residual, and move the multiples of tau from the sum into entries.
 
     Args:
-        update: float32 arrays on the GPU, C-contiguous, whose elements follow each other as one vector of n.
-        residual: float32[n] on the GPU, each below its tau; changed in place, unless there is a fault.
-        runs: how many elements use which tau.
-        rice: entropy-code the gaps; otherwise plain 32-bit positions.
-        layout: where tiles end.
-        trusted: the caller has called `check`, and it found nothing. Otherwise the update is read once more.
-        stream: a stream of numba.cuda; None for the default one.
-        scratch: memory to work in. Without one it is allocated anew, which makes the GPU idle for a while.
+        update: C-contiguous float32 arrays on the GPU, read as one vector of n elements.
+        residual: float32[n] on the GPU, each absolute value below its tau; changed in place unless there is a fault.
+        runs: lengths and taus of the runs.
+        rice: True for entropy-coded gaps, False for plain 32-bit positions.
+        layout: borders of tiles.
+        trusted: True if `check` has already passed the update; otherwise the update is read once more.
+        stream: stream of numba.cuda; None for the default stream.
+        scratch: scratch memory. Without it memory is allocated, and the GPU is idle meanwhile.
 
     Returns:
-        What `reference.encode` gives, but the tiles are on the GPU, and they and the residual are complete only for
-        what follows on the same stream.
+        The result of `reference.encode`, with the tiles on the GPU. Other streams must synchronise with this one before
+        they use the tiles or the residual.
 
     Raises:
-        TypeError: an array is of another kind or dtype.
-        ValueError: an array is of another size or not contiguous, or runs or layout do not fit.
+        TypeError: if an array is not on a GPU or not float32.
+        ValueError: if an array is not contiguous or has another size, or if `runs` or `layout` do not fit.
     """
     arrays = [_check_array(u, f"update[{i}]") for i, u in enumerate(update)]
     residual = _check_array(residual, "residual")
@@ -258,7 +255,7 @@ def encode(
 
 
 def _encode(pieces, residual, runs, rice, layout, trusted, stream, scratch) -> Encoded:
-    """The launches of `encode`, and the one wait for the GPU among them."""
+    """Launch the kernels of `encode`, with one wait for the GPU to read the summary."""
     number = len(runs.lengths)
     chunk = math.gcd(CHUNK, layout.region)
     work = scratch.arrays(residual.size, number, layout, stream)
@@ -299,14 +296,14 @@ def _encode(pieces, residual, runs, rice, layout, trusted, stream, scratch) -> E
 
 
 def _blank_summary(runs: int) -> np.ndarray:
-    """A summary in which nothing was found yet."""
+    """Return an empty summary."""
     summary = np.zeros(TALLIES + PER_RUN * runs, np.int64)
     summary[FAULT] = NO_FAULT
     return summary
 
 
 def _find_fault(pieces, runs, summary, stream) -> None:
-    """Launch what puts the index of the first fault into the summary."""
+    """Launch the kernel that writes the index of the first fault into the summary."""
     limits = limit(runs.taus)
     for piece, run, first in pieces:
         grid = _blocks(-(-piece.size // cuda_encode.SPAN), _BLOCKS_OF_ELEMENTS)
@@ -314,7 +311,7 @@ def _find_fault(pieces, runs, summary, stream) -> None:
 
 
 def _cut(arrays, runs) -> list[tuple[Any, int, int]]:
-    """(elements, their run, index of the first) of each stretch that is of one array and of one run, in order."""
+    """Divide arrays into pieces of one array and one run: (elements, run, index of the first element), in order."""
     pieces, run, left, first = [], -1, 0, 0
     for array in arrays:
         done = 0
@@ -323,7 +320,7 @@ def _cut(arrays, runs) -> list[tuple[Any, int, int]]:
                 run += 1
                 left = int(runs.lengths[run])
             length = min(left, array.size - done)
-            # A slice costs more than a launch does.
+            # A slice costs more time than a launch, so whole arrays are used without one.
             pieces.append((array if length == array.size else array[done : done + length], run, first))
             done, left, first = done + length, left - length, first + length
     return pieces
@@ -333,18 +330,18 @@ def decode(messages: Sequence[tuple[Any, Runs]], scale: float, out: Any, rice: b
     """Add messages to `out`, one after another: out[i] += +-float32(m * tau) * scale, each step rounded to float32.
 
     Args:
-        messages: (tiles, runs) of each, in the order in which they are added; tiles are uint8[bytes], on the host or
-            on the GPU.
-        scale: a float32.
-        out: a float32 array on the GPU, C-contiguous, or a sequence of them, whose elements follow each other as one
-            vector; changed in place. Each message is one launch an array, so one long array is the fastest.
-        rice: as they were encoded.
-        stream: a stream of numba.cuda; None for the default one.
+        messages: (tiles, runs) of each message, in the order of the additions; tiles are uint8[bytes] on the host or on
+            the GPU.
+        scale: float32 factor.
+        out: C-contiguous float32 array on the GPU, or a list of them that is read as one vector; changed in place. Each
+            message takes one launch an array, so one long array is fastest.
+        rice: True if gaps are entropy-coded, False for plain positions.
+        stream: stream of numba.cuda; None for the default stream.
 
     Raises:
-        Malformed: a message is not what it should be; `out` is as it was.
-        TypeError: an array is of another kind or dtype.
-        ValueError: an array is of another size or not contiguous, or runs cannot be.
+        Malformed: if a message is invalid. `out` is unchanged, and the error's `message` is the message's position.
+        TypeError: if an array is not on a GPU or has another dtype.
+        ValueError: if an array is not contiguous, or if `runs` do not fit.
     """
     arrays = out if isinstance(out, list | tuple) else [out]
     arrays = [_check_array(o, f"out[{i}]") for i, o in enumerate(arrays)]
@@ -355,7 +352,7 @@ def decode(messages: Sequence[tuple[Any, Runs]], scale: float, out: Any, rice: b
         data.append(_check_bytes(tiles, f"messages[{number}]", stream))
         try:
             tables.append(table(data[-1], n))
-            # Before memory is taken for as many entries as a head announces: each has at least the bit of its sign.
+            # Each entry takes at least one bit, its sign. This check comes before memory is allocated for the entries.
             if (tables[-1][:, ENTRIES] > 8 * tables[-1][:, LENGTH]).any():
                 raise Malformed("a payload shorter than its entries")
         except Malformed as error:
@@ -375,7 +372,7 @@ def decode(messages: Sequence[tuple[Any, Runs]], scale: float, out: Any, rice: b
 
 
 def _read(data, tables, runs, scale, rice, stream):
-    """Check all tiles of all messages, and read them: int64[e] indices and float32[e] of what is to be added there."""
+    """Check and read all tiles of all messages; return int64[e] indices and the float32[e] values to add there."""
     before = np.cumsum([0, *(d.size for d in data)])
     lines = np.cumsum([0, *(len(r.lengths) for r in runs)])
     rows = np.zeros((sum(map(len, tables)), ROW), np.int64)
@@ -389,7 +386,7 @@ def _read(data, tables, runs, scale, rice, stream):
         first += len(found)
     last = np.cumsum(rows[:, ENTRIES])
     rows[:, cuda_decode.OUT] = last - rows[:, ENTRIES]
-    # Readers look ahead by two words.
+    # The kernel may read two words beyond the end.
     padded = np.zeros(int(before[-1]) // 4 + 3, np.uint32)
     padded.view(np.uint8)[: before[-1]] = np.concatenate(data)
 
@@ -399,20 +396,20 @@ def _read(data, tables, runs, scale, rice, stream):
     spans = cuda.to_device(spans, stream)
     index = cuda.device_array(int(last[-1]), np.int64, stream=stream)
     value = cuda.device_array(int(last[-1]), np.float32, stream=stream)
-    status = cuda.to_device(np.full(1, NO_COMPLAINT, np.int64), stream)
+    status = cuda.to_device(np.full(1, NO_ERROR, np.int64), stream)
     grid = max(_FEWEST_BLOCKS, -(-len(rows) // cuda_decode.READERS))
     cuda_decode.read_tiles[grid, cuda_decode.READERS, stream](
         words, on_device, spans, ends, taus, scale, index, value, status, bool(rice)
     )
     worst = int(_to_host(status, stream)[0])
-    if worst != NO_COMPLAINT:
-        row, complaint = divmod(worst, len(COMPLAINTS))
-        raise Malformed(COMPLAINTS[complaint], int(rows[row, cuda_decode.MESSAGE]))
+    if worst != NO_ERROR:
+        row, error = divmod(worst, len(ERRORS))
+        raise Malformed(ERRORS[error], int(rows[row, cuda_decode.MESSAGE]))
     return index, value
 
 
 def _to_host(array, stream) -> np.ndarray:
-    """A copy on the host, when everything before it on the stream is done."""
+    """Return a copy on the host, after all earlier work on the stream."""
     host = array.copy_to_host(stream=stream)
     if stream:
         stream.synchronize()
@@ -420,14 +417,14 @@ def _to_host(array, stream) -> np.ndarray:
 
 
 def _blocks(work: int, each: int) -> int:
-    """Blocks to launch for this many turns of a block, with `each` for each multiprocessor at most."""
-    # The simulator's device has no such attribute, and is slow enough with few.
+    """Return the number of blocks to launch for `work` iterations of a block, at most `each` for a multiprocessor."""
+    # The simulator's device lacks the attribute, and is slow with many blocks.
     most = each * getattr(cuda.get_current_device(), "MULTIPROCESSOR_COUNT", 1)
     return max(_FEWEST_BLOCKS, min(work, most))
 
 
 def _check_array(x: Any, name: str) -> Any:
-    """A flat view of a float32 array on the GPU."""
+    """Return a flat view of a float32 array on the GPU; raise TypeError or ValueError if it is another array."""
     array = as_device(x, name)
     if array.dtype != np.float32:
         raise TypeError(f"{name}: expected float32, got {array.dtype}. Cast it first.")
@@ -437,7 +434,7 @@ def _check_array(x: Any, name: str) -> Any:
 
 
 def _check_bytes(tiles: Any, name: str, stream: Any) -> np.ndarray:
-    """Tiles on the host."""
+    """Return the tiles on the host; raise TypeError if they are not uint8[bytes]."""
     if not isinstance(tiles, np.ndarray):
         tiles = _to_host(as_device(tiles, name), stream)
     if tiles.dtype != np.uint8 or tiles.ndim != 1:

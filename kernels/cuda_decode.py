@@ -1,6 +1,7 @@
-"""The decoder's kernels: read and check tiles, one a thread, then add what they hold.
+"""CUDA kernels of the decoder: read and check tiles, one a thread, then add their entries.
 
-What an entry adds is scaled here and stored, and added in another kernel: no compiler can contract the two.
+One kernel scales and stores the values, and another one adds them, so that no compiler can contract the multiplication
+and the addition.
 """
 
 import numpy as np
@@ -11,47 +12,49 @@ from hvdx.kernels.cuda_tiles import first_parameter
 from hvdx.kernels.table import ENTRIES, FIRST, LAST, LENGTH, MULTIPLE, START
 from hvdx.kernels.tiles import BLOCK, ESCAPE, M_MAX, N_MAX
 
-#: Threads in a block; fewer where each goes its own way for long. Tests in the simulator patch both.
+#: Threads in a block, and in a block of `read_tiles`: fewer, because its threads diverge. Tests in the simulator patch
+#: both.
 THREADS = 256
 READERS = 32
 
-#: Columns that a table of tiles gets on the device: where its entries go, and the message it is from.
+#: Additional columns of a table of tiles on the device: position of a tile's entries in the output, and number of its
+#: message.
 OUT, MESSAGE = 6, 7
 ROW = 8
 
-COMPLAINTS = (
+ERRORS = (
     "",
     "a payload ends in the middle of an entry",
     "a gap longer than any update",
     "a tile without the multiple it announces",
     "a tile that passes its end",
-    "an entry of too many tau",
+    "an entry with m above its limit",
     "a run that passes the end of its tile",
     "bytes after the last entry of a tile",
-    "a payload of another length than its entries",
+    "a payload whose length does not match its entries",
     "positions out of order",
-    "an entry of no tau, too many, or never more than one",
+    "an entry with m outside its limits, or no m above 1 in a tile that announces one",
 )
 MISSING, LONG, NO_MULTIPLE, PASSES, MANY, RUN, AFTER, SIZE, ORDER, TIMES = range(1, 11)
-#: Above every complaint, which is (row of the tile) * len(COMPLAINTS) + its number.
-NO_COMPLAINT = 2**62
+#: Status if there is no error. It is above every error, which is (row of the tile) * len(ERRORS) + error code.
+NO_ERROR = 2**62
 
-_KINDS = len(COMPLAINTS)
+_KINDS = len(ERRORS)
 _LONGEST = N_MAX.bit_length()
 
 
 @cuda.jit(device=True)
 def peek(words, at):
-    """The 32 bits from bit `at` on."""
+    """Return the 32 bits from bit `at` on."""
     word = at >> 5
-    # 63 bits, which is as many as an int64 holds and one shift needs.
+    # An int64 holds 63 bits without a sign. The shift by at most 31 needs no more.
     pair = np.int64(words[word]) | ((np.int64(words[word + 1]) & 0x7FFFFFFF) << 32)
     return (pair >> (at & 31)) & 0xFFFFFFFF
 
 
 @cuda.jit(device=True)
 def take(words, at, length):
-    """The next `length` bits, 62 at most, whether or not the payload has them."""
+    """Return the next `length` bits, 62 at most, without checking the end of the payload."""
     low = peek(words, at)
     if length > 32:
         low |= peek(words, at + 32) << 32
@@ -60,7 +63,7 @@ def take(words, at, length):
 
 @cuda.jit(device=True)
 def take_code(words, at, end, k):
-    """(the next number in the gap code with parameter k, where it ends, complaint)."""
+    """Read the next number in the gap code with parameter k: (number, position of its end, error code or 0)."""
     ones = np.int64(0)
     while True:
         if at + ones >= end:
@@ -76,7 +79,7 @@ def take_code(words, at, end, k):
         return np.int64(0), at, LONG
     at += ones + 1
     z = max(ones - ESCAPE, np.int64(0))
-    # Checked before any of it is fetched: beyond the padding there is no memory to look at.
+    # This is checked before the bits are read, because memory ends after the padding.
     if at + z + k > end:
         return np.int64(0), at, MISSING
     q = ones
@@ -88,19 +91,19 @@ def take_code(words, at, end, k):
 
 @cuda.jit(device=True)
 def read_rice(words, row, out, first, final, ends, taus, scale, index, value):
-    """Read the entries of an entropy-coded tile; a complaint or 0."""
+    """Read the entries of an entropy-coded tile; return an error code or 0."""
     at = 8 * row[START]
     stop = at + 8 * row[LENGTH]
     entries, where, last, multiple = row[ENTRIES], row[FIRST], row[LAST], row[MULTIPLE] == 1
     k = first_parameter(last - where + 1 - entries, entries)
-    k_run, larger, complaint, m = np.int64(0), entries, 0, np.int64(1)
+    k_run, larger, error, m = np.int64(0), entries, 0, np.int64(1)
     if multiple:
         if at + 5 > stop:
             return MISSING
         k_run = take(words, at, np.int64(5))
-        larger, at, complaint = take_code(words, at + 5, stop, k_run)
-        if complaint != 0:
-            return complaint
+        larger, at, error = take_code(words, at + 5, stop, k_run)
+        if error != 0:
+            return error
         if larger >= entries:
             return NO_MULTIPLE
     run = first
@@ -115,9 +118,9 @@ def read_rice(words, row, out, first, final, ends, taus, scale, index, value):
                         return MISSING
                     k = take(words, at, np.int64(5))
                     at += 5
-            skipped, at, complaint = take_code(words, at, stop, k)
-            if complaint != 0:
-                return complaint
+            skipped, at, error = take_code(words, at, stop, k)
+            if error != 0:
+                return error
             where += skipped + 1
             if where > last - (entries - 1 - i):
                 return PASSES
@@ -129,15 +132,15 @@ def read_rice(words, row, out, first, final, ends, taus, scale, index, value):
         at += 1
         m = np.int64(1)
         if i == larger:
-            m, at, complaint = take_code(words, at, stop, np.int64(0))
-            if complaint != 0:
-                return complaint
+            m, at, error = take_code(words, at, stop, np.int64(0))
+            if error != 0:
+                return error
             m += 2
             if m > M_MAX:
                 return MANY
-            skipped, at, complaint = take_code(words, at, stop, k_run)
-            if complaint != 0:
-                return complaint
+            skipped, at, error = take_code(words, at, stop, k_run)
+            if error != 0:
+                return error
             larger = i + 1 + skipped
             if larger > entries:
                 return RUN
@@ -149,7 +152,7 @@ def read_rice(words, row, out, first, final, ends, taus, scale, index, value):
 
 @cuda.jit(device=True)
 def read_plain(words, row, out, first, final, ends, taus, scale, index, value):
-    """Read the entries of a tile of plain positions; a complaint or 0."""
+    """Read the entries of a tile of plain positions; return an error code or 0."""
     at, entries, multiple = 8 * row[START], row[ENTRIES], row[MULTIPLE]
     if row[LENGTH] != 4 * entries * (1 + multiple):
         return SIZE
@@ -175,7 +178,7 @@ def read_plain(words, row, out, first, final, ends, taus, scale, index, value):
 
 @cuda.jit(device=True)
 def store(at, where, negative, m, run, final, ends, taus, scale, index, value):
-    """Store one entry; the run it lies in, which is `run` or a later one before `final`."""
+    """Store one entry; return its run, which is `run` or a later one below `final`."""
     if ends[run] <= where:
         low, high = run + 1, final - 1
         while low < high:
@@ -193,21 +196,24 @@ def store(at, where, negative, m, run, final, ends, taus, scale, index, value):
 
 @cuda.jit
 def read_tiles(words, rows, spans, ends, taus, scale, index, value, status, rice):
-    """Read tiles, one a thread; status[0] becomes the first complaint. spans: first run and end of each message's."""
+    """Read tiles, one a thread, and set status[0] to the first error.
+
+    `spans` has the first run and the end of the runs of each message.
+    """
     for tile in range(cuda.grid(1), rows.shape[0], cuda.gridsize(1)):
         row = rows[tile]
         first, final = spans[row[MESSAGE], 0], spans[row[MESSAGE], 1]
         if rice:
-            complaint = read_rice(words, row, row[OUT], first, final, ends, taus, scale, index, value)
+            error = read_rice(words, row, row[OUT], first, final, ends, taus, scale, index, value)
         else:
-            complaint = read_plain(words, row, row[OUT], first, final, ends, taus, scale, index, value)
-        if complaint != 0:
-            cuda.atomic.min(status, 0, np.int64(tile) * _KINDS + complaint)
+            error = read_plain(words, row, row[OUT], first, final, ends, taus, scale, index, value)
+        if error != 0:
+            cuda.atomic.min(status, 0, np.int64(tile) * _KINDS + error)
 
 
 @cuda.jit(device=True)
 def lower_bound(index, least):
-    """The first place in an increasing array whose number is not below `least`."""
+    """Return the first position in an increasing array with a number of at least `least`."""
     low, high = np.int64(0), np.int64(index.size)
     while low < high:
         middle = (low + high) >> 1

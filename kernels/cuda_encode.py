@@ -1,7 +1,7 @@
-"""The encoder's kernels that see every element: find faults, accumulate, count what crosses, and plan the tiles.
+"""CUDA kernels of the encoder over all elements: find faults, accumulate, count entries, and plan the tiles.
 
-No multiplication's result goes straight into an addition in any kernel, so that no compiler can contract the two into
-one rounding: a GPU must round as NumPy does, and there is no switch of `cuda.jit` that forbids the contraction.
+A GPU must round like NumPy, but `cuda.jit` has no switch that forbids contracting a multiplication and an addition into
+one rounding. So in no kernel does the result of a multiplication go directly into an addition.
 """
 
 import numpy as np
@@ -9,31 +9,32 @@ from numba import cuda
 
 from hvdx.kernels.tiles import M_MAX, SHARES
 
-#: Threads in a block. Tests in the simulator patch these five to meet borders with few elements.
+#: Threads in a block. Tests in the simulator patch these five constants, to reach borders with few elements.
 THREADS = 256
-#: Elements that a thread has in flight, so that the loads of one hide behind those of the others.
+#: Elements that a thread has in flight, which hides the latency of loads.
 UNROLL = 8
-#: Elements of one turn of a block: THREADS * UNROLL, a multiple of 32.
+#: Elements of one iteration of a block: THREADS * UNROLL, a multiple of 32.
 SPAN = 2048
-#: 32-bit words of a turn's mask, SPAN // 32, and twice as many.
+#: 32-bit words of an iteration's mask, SPAN // 32, and of the two halves of the buffer for masks.
 WORDS = 64
 BANK = 128
 
-#: Elements under one prefix sum; a region holds a multiple of gcd(CHUNK, region).
+#: Elements for each prefix sum; gcd(CHUNK, region) is used, so that a region has a whole number of them.
 CHUNK = 2048
 
-#: Columns of a tile on the device: rank of its first entry among all, how many, its first and last region, the indices
-#: of its first and last entry, where its bytes start, the length of its payload in bytes, and how many of its entries
-#: are of more than one tau.
+#: Columns of a tile on the device: rank of its first entry among all entries, number of entries, first and last region,
+#: indices of the first and the last entry, offset of its bytes, length of the payload in bytes, and number of entries
+#: with m above 1.
 RANK, ENTRIES, FROM, TO, FIRST, LAST, START, PAYLOAD, LARGER = range(9)
 COLUMNS = 9
 
-#: Places in the summary that the host reads; per run follow the entries sent and those near each of SHARES.
+#: Positions in the summary that the host reads. From TALLIES on it has, for each run, the number of entries and the
+#: numbers of residuals that reach each of SHARES.
 BYTES, TILES, FAULT = range(3)
 TALLIES = 4
 PER_RUN = 1 + len(SHARES)
 
-#: Stands for "no fault": above every index.
+#: Value of the summary's FAULT if there is no fault. It is above every index.
 NO_FAULT = 2**62
 
 _M_MAX = np.float64(M_MAX)
@@ -42,7 +43,7 @@ _SHARE_0, _SHARE_1, _SHARE_2, _SHARE_3 = (np.float32(share) for share in SHARES)
 
 @cuda.jit(device=True)
 def bit_length(x):
-    """Bits of x, for 0 <= x < 2**62."""
+    """Return the number of bits of x without leading zeros, for 0 <= x < 2**62."""
     if x < 0x80000000:
         return 32 - cuda.clz(np.int32(x))
     return 63 - cuda.clz(np.int32(x >> 31))
@@ -50,14 +51,14 @@ def bit_length(x):
 
 @cuda.jit(device=True)
 def amount(m, tau):
-    """What m times tau stands for: rounded once, from float64."""
+    """Return the value of an entry, float32(m * tau), with the product computed in float64."""
     return np.float32(np.float64(m) * np.float64(tau))
 
 
 @cuda.jit(device=True)
 def multiples(size, tau):
-    """How many tau are sent of a size that reaches tau."""
-    # The bound is of no use but where the caller's `trusted` was not true.
+    """Return m of a sum with the absolute value `size`, which reaches tau."""
+    # The bound matters only if the caller passed a wrong `trusted`.
     m = np.int64(min(np.float64(size) / np.float64(tau), _M_MAX))
     if size - amount(m, tau) >= tau:
         m += 1
@@ -66,13 +67,16 @@ def multiples(size, tau):
 
 @cuda.jit(device=True)
 def varint_length(value):
-    """Bytes of a number in a tile's head."""
+    """Return the number of bytes of a number in a tile's header."""
     return (max(bit_length(value), 1) + 6) // 7
 
 
 @cuda.jit(device=True)
 def scan(sums, value):
-    """The sum of `value` over the block's threads up to this one; sums[-1] is that of all. Sync before the next."""
+    """Return the sum of `value` over the block's threads up to this one; sums[-1] is the sum over all threads.
+
+    Synchronise the threads before the next call.
+    """
     tid = cuda.threadIdx.x
     sums[tid] = value
     cuda.syncthreads()
@@ -90,7 +94,7 @@ def scan(sums, value):
 
 @cuda.jit
 def find_fault(update, summary, first, limit):
-    """summary[FAULT] = the lowest index of an element above the limit or NaN; those of `update` begin at `first`."""
+    """Set summary[FAULT] to the lowest index of an element above the limit or NaN; `update` begins at index `first`."""
     for turn in range(cuda.blockIdx.x, (update.size + SPAN - 1) // SPAN, cuda.gridDim.x):
         begin = np.int64(turn) * SPAN + cuda.threadIdx.x
         bad = False
@@ -108,10 +112,10 @@ def find_fault(update, summary, first, limit):
 
 @cuda.jit
 def accumulate(update, residual, masks, summary, tally, first, tau):
-    """residual[first:] += update, of one tau; bits in `masks` where it crosses, and counts from summary[tally] on.
+    """Add an update of one run to residual[first:], set the mask bits of entries, and count from summary[tally] on.
 
-    Crossing elements keep their whole sum until their tile is written, but are counted as they will be then. Where
-    there is a fault, nothing is done.
+    An element that reaches tau keeps its whole sum until its tile is written, but the counts are of the later residual.
+    If there is a fault, nothing is changed.
     """
     if summary[FAULT] != NO_FAULT:
         return
@@ -127,15 +131,15 @@ def accumulate(update, residual, masks, summary, tally, first, tau):
     cuda.syncthreads()
     level_0, level_1, level_2, level_3 = _SHARE_0 * tau, _SHARE_1 * tau, _SHARE_2 * tau, _SHARE_3 * tau
     sent = near_0 = near_1 = near_2 = near_3 = np.uint32(0)
-    # Turns begin at multiples of SPAN among all elements, so that each word of the masks belongs to one.
+    # Iterations begin at multiples of SPAN among all elements, so that each word of the masks belongs to one iteration.
     head = first % SPAN
     turns = (head + update.size + SPAN - 1) // SPAN
     side = 0
     for turn in range(cuda.blockIdx.x, turns, cuda.gridDim.x):
         begin = np.int64(turn) * SPAN - head
         whole = begin >= 0 and begin + SPAN <= update.size
-        # All loads come before the first store, which might alias them for all the compiler knows. Unsigned indices
-        # need no test for those that count from the end.
+        # All loads come before the first store, because the compiler must assume that a store aliases later loads.
+        # Unsigned indices need no test for negative ones, which would count from the end.
         if whole:
             here, there = np.uint64(begin + tid), np.uint64(first + begin + tid)
             for j in range(UNROLL):
@@ -167,13 +171,13 @@ def accumulate(update, residual, masks, summary, tally, first, tau):
             start = begin + 32 * w
             if start > -32 and start < update.size:
                 bits = bank[side * WORDS + w]
-                # A word that begins before this piece holds bits of the pieces before it.
+                # A word that begins before this piece already has bits of the pieces before.
                 if start >= 0:
                     masks[(first + start) >> 5] = bits
                 else:
                     masks[(first + start) >> 5] |= bits
                 bank[side * WORDS + w] = np.uint32(0)
-        # The next turn fills the other half, so that one barrier a turn is enough.
+        # The next iteration fills the other half, so one barrier an iteration is enough.
         side = 1 - side
     cuda.atomic.add(sums, 0, np.int64(sent))
     cuda.atomic.add(sums, 1, np.int64(near_0))
@@ -188,7 +192,10 @@ def accumulate(update, residual, masks, summary, tally, first, tau):
 
 @cuda.jit
 def count(masks, prefixes, summary, region, chunk):
-    """prefixes[r * (chunks + 1) + c] = the entries before chunk c of region r; for c = chunks, all of the region's."""
+    """Set prefixes[r * (chunks + 1) + c] to the number of entries of region r before its chunk c.
+
+    With c = chunks this is the number of all entries of the region.
+    """
     sums = cuda.shared.array(THREADS, np.int64)
     tid = cuda.threadIdx.x
     chunks = region // chunk
@@ -214,7 +221,7 @@ def count(masks, prefixes, summary, region, chunk):
 
 @cuda.jit(device=True)
 def emit(tiles, tile, rank, entries, first, final):
-    """Write one tile of the plan."""
+    """Write one tile of the plan to the table of tiles."""
     tiles[tile, RANK] = rank
     tiles[tile, ENTRIES] = entries
     tiles[tile, FROM] = first
@@ -223,16 +230,16 @@ def emit(tiles, tile, rank, entries, first, final):
 
 @cuda.jit
 def plan_tiles(prefixes, starts, tiles, summary, chunks, tile_max, tile_min, group, group_regions):
-    """The tiles that `tiles.plan` makes, and starts[r], the rank of each region's first entry. One block does it.
+    """Plan the tiles like `tiles.plan`, and set starts[r] to the rank of region r's first entry. One block works.
 
-    The plan is a chain from region to region, so one thread follows it; the others fetch what it is about to need.
+    Each step of the plan depends on the region before, so one thread computes it; all threads load the counts.
     """
     counts = cuda.shared.array(THREADS, np.int64)
     tid = cuda.threadIdx.x
     if cuda.blockIdx.x > 0 or summary[FAULT] != NO_FAULT:
         return
     tile = rank = waiting = regions = np.int64(0)
-    # Of what waits to share a tile: the rank of its first entry, and its region.
+    # Rank and region of the first entry that waits for a shared tile.
     wait_rank = wait_from = np.int64(0)
     for begin in range(0, starts.size, THREADS):
         if begin + tid < starts.size:
@@ -272,20 +279,20 @@ def plan_tiles(prefixes, starts, tiles, summary, chunks, tile_max, tile_min, gro
 
 @cuda.jit(device=True)
 def gap_before(tiles, tile):
-    """Elements between a tile's first entry and the last one of the tile before it."""
+    """Return the number of elements between the last entry of the tile before and a tile's first entry."""
     before = tiles[tile - 1, LAST] if tile > 0 else np.int64(-1)
     return tiles[tile, FIRST] - before - 1
 
 
 @cuda.jit(device=True)
 def skipped_inside(tiles, tile):
-    """Elements between a tile's first entry and its last that are no entries."""
+    """Return the number of elements without an entry between a tile's first and last entry."""
     return tiles[tile, LAST] - tiles[tile, FIRST] + 1 - tiles[tile, ENTRIES]
 
 
 @cuda.jit
 def place(tiles, summary):
-    """Find where each tile's bytes start, and how many there are in all. One block does it."""
+    """Set the offset of each tile's bytes, and the number of all bytes in the summary. One block works."""
     sums = cuda.shared.array(THREADS, np.int64)
     tid = cuda.threadIdx.x
     if cuda.blockIdx.x > 0:
@@ -297,7 +304,7 @@ def place(tiles, summary):
         if tile < summary[TILES]:
             size = tiles[tile, PAYLOAD] + varint_length(tiles[tile, PAYLOAD])
             size += varint_length(gap_before(tiles, tile)) + varint_length(skipped_inside(tiles, tile))
-            # The bit for multiples of tau does not lengthen the number that it shares with the entries.
+            # The flag for multiples is the lowest bit, so it does not change the length of this number.
             size += varint_length(tiles[tile, ENTRIES] << 1)
         upto = scan(sums, size)
         if tile < summary[TILES]:

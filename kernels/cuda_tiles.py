@@ -1,6 +1,7 @@
-"""The encoder's kernels that see every entry: size the tiles, then write them. A block of threads makes one tile.
+"""CUDA kernels of the encoder over all entries: compute the sizes of tiles, then write them. One block makes one tile.
 
-Both passes collect a tile's entries anew, which costs less than scratch memory for as many entries as there could be.
+Both passes collect a tile's entries from the masks, which saves scratch memory for the largest possible number of
+entries.
 """
 
 import numpy as np
@@ -29,10 +30,11 @@ from hvdx.kernels.tiles import BLOCK, ESCAPE, K_MAX, SWITCH, TILE_MAX
 #: Threads in a block. Tests in the simulator patch it.
 TILE_THREADS = 512
 
-#: Blocks of one Rice parameter in a tile.
+#: Blocks of gaps in a tile, each with one Rice parameter.
 BLOCKS = TILE_MAX // BLOCK
-#: Parameters whose cost is computed ahead for each block of gaps, from BELOW below the mean bit length up. The rule of
-#: the encoder compares four of them with the parameter before, which is nearly always among the others.
+#: Number of parameters whose costs are computed in parallel for each block of gaps. The first is the mean bit length
+#: minus BELOW. The rule of the encoder compares four of them with the parameter before, which is nearly always among
+#: the computed ones.
 WINDOW = 8
 BELOW = 4
 
@@ -41,7 +43,7 @@ _COSTS = BLOCKS * WINDOW
 
 @cuda.jit(device=True)
 def code_length(x, k):
-    """Bits of x in the gap code with parameter k."""
+    """Return the number of bits of x in the gap code with parameter k."""
     q = x >> k
     if q < ESCAPE:
         return q + 1 + k
@@ -50,20 +52,20 @@ def code_length(x, k):
 
 @cuda.jit(device=True)
 def first_parameter(skipped, entries):
-    """The Rice parameter that holds at the start of a tile."""
+    """Return the Rice parameter at the start of a tile."""
     return np.int64(min(max(bit_length(skipped // entries) - 1, 0), K_MAX))
 
 
 @cuda.jit(device=True)
 def put(words, at, value, length, writing):
-    """Write the `length` lowest bits of `value` at bit `at`, if `writing`; where they end."""
+    """Write the `length` lowest bits of `value` at bit `at` if `writing`; return the position of their end."""
     end = at + length
     if writing:
         while at < end:
             shift = at & 31
             taken = min(32 - shift, end - at)
             bits = (value & ((np.int64(1) << taken) - 1)) << shift
-            # Neighbouring threads, and neighbouring tiles, meet in one word.
+            # Neighbouring threads and neighbouring tiles may write to the same word.
             if bits != 0:
                 cuda.atomic.or_(words, at >> 5, np.uint32(bits))
             value >>= taken
@@ -73,7 +75,7 @@ def put(words, at, value, length, writing):
 
 @cuda.jit(device=True)
 def put_code(words, at, x, k, writing):
-    """Write x in the gap code with parameter k; where it ends."""
+    """Write x in the gap code with parameter k if `writing`; return the position of its end."""
     if not writing:
         return at + code_length(x, k)
     q = x >> k
@@ -88,7 +90,7 @@ def put_code(words, at, x, k, writing):
 
 @cuda.jit(device=True)
 def put_varint(words, at, value, writing):
-    """Write a number of the head, at a multiple of 8 bits; where it ends."""
+    """Write a number of the header at a multiple of 8 bits if `writing`; return the position of its end."""
     while value >= 0x80:
         at = put(words, at, (value & 0x7F) | 0x80, np.int64(8), writing)
         value >>= 7
@@ -96,8 +98,8 @@ def put_varint(words, at, value, writing):
 
 
 @cuda.jit(device=True)
-def put_head(words, tiles, tile, writing):
-    """Write a tile's head; where it ends, in bits."""
+def put_header(words, tiles, tile, writing):
+    """Write a tile's header if `writing`; return the position of its end in bits."""
     at = 8 * tiles[tile, START]
     at = put_varint(words, at, gap_before(tiles, tile), writing)
     at = put_varint(words, at, (tiles[tile, ENTRIES] << 1) | np.int64(tiles[tile, LARGER] > 0), writing)
@@ -107,7 +109,7 @@ def put_head(words, tiles, tile, writing):
 
 @cuda.jit(device=True)
 def run_of(ends, index):
-    """The run in which an element lies, by where the runs end."""
+    """Return the run of the element at `index`; `ends` are the ends of the runs."""
     low, high = 0, ends.size - 1
     while low < high:
         middle = (low + high) >> 1
@@ -120,14 +122,14 @@ def run_of(ends, index):
 
 @cuda.jit(device=True)
 def collect(masks, prefixes, starts, tiles, tile, region, chunk, places):
-    """places = where a tile's entries lie, counted from the start of its first region."""
+    """Set `places` to the positions of a tile's entries, relative to the start of its first region."""
     chunks = region // chunk
     rank, entries, first = tiles[tile, RANK], tiles[tile, ENTRIES], tiles[tile, FROM]
     base = first * region
     for c in range(cuda.threadIdx.x, (tiles[tile, TO] - first + 1) * chunks, cuda.blockDim.x):
         r = first + c // chunks
         at = r * (chunks + 1) + c % chunks
-        # Ranks within the tile; below 0 are those of tiles before it.
+        # Ranks within the tile. Entries of tiles before have negative ranks.
         before = starts[r] + prefixes[at] - rank
         after = starts[r] + prefixes[at + 1] - rank
         if after > before and after > 0 and before < entries:
@@ -144,13 +146,16 @@ def collect(masks, prefixes, starts, tiles, tile, region, chunk, places):
 
 @cuda.jit(device=True)
 def gap(places, i):
-    """Elements between entry i and the one before it."""
+    """Return the number of elements between entry i - 1 and entry i."""
     return np.int64(places[i]) - places[i - 1] - 1
 
 
 @cuda.jit(device=True)
-def weigh(residual, ends, taus, base, entries, places, times, subtract):
-    """times = +-m of each entry; how many of the thread's are above one; with `subtract` take them off the residual."""
+def find_multiples(residual, ends, taus, base, entries, places, times, subtract):
+    """Set `times` to +-m of each entry; return the thread's number of entries with m above 1.
+
+    With `subtract`, subtract the entries from the residual.
+    """
     larger = np.int64(0)
     for i in range(cuda.threadIdx.x, entries, cuda.blockDim.x):
         index = base + places[i]
@@ -167,7 +172,7 @@ def weigh(residual, ends, taus, base, entries, places, times, subtract):
 
 @cuda.jit(device=True)
 def cost(places, begin, end, k):
-    """Bits of the gaps before entries [begin, end) with parameter k."""
+    """Return the number of bits of the gaps before entries [begin, end) with parameter k."""
     bits = np.int64(0)
     for i in range(begin, end):
         bits += code_length(gap(places, i), k)
@@ -176,9 +181,9 @@ def cost(places, begin, end, k):
 
 @cuda.jit(device=True)
 def choose(places, entries, k, lengths, costs, chosen):
-    """chosen[b] = the Rice parameter of each block, by the rule of `reference.choose_parameter`; k: that before."""
+    """Set chosen[b] to the Rice parameter of block b, by the rule of `reference.choose_parameter`; k is the first."""
     tid = cuda.threadIdx.x
-    # The gaps before entries 1 to entries - 2 are written: the head tells where the first and the last entry are.
+    # The payload has the gaps before entries 1 to entries - 2; the header has the first and the last index.
     end = max(entries - 1, 1)
     blocks = (end - 1 + BLOCK - 1) // BLOCK
     for b in range(tid, blocks, cuda.blockDim.x):
@@ -215,13 +220,13 @@ def choose(places, entries, k, lengths, costs, chosen):
 
 @cuda.jit(device=True)
 def lowest(length, gaps):
-    """The lowest parameter whose cost is computed ahead; `length` is the sum of the gaps' bit lengths."""
+    """Return the lowest parameter whose cost is computed in parallel; `length` is the sum of the gaps' bit lengths."""
     return np.int64(min(length // gaps, K_MAX - 1) - BELOW)
 
 
 @cuda.jit(device=True)
 def find_larger(times, begin, end, entries, followers):
-    """followers[t] = the first entry of more than one tau from where thread t's entries begin, or `entries`."""
+    """Set followers[t] to the first entry with m above 1 from the first entry of thread t on, or to `entries`."""
     tid = cuda.threadIdx.x
     i = begin
     while i < end and abs(times[i]) <= 1:
@@ -241,7 +246,7 @@ def find_larger(times, begin, end, entries, followers):
 
 @cuda.jit(device=True)
 def put_entries(words, at, places, times, entries, begin, end, larger, k, k_run, chosen, followers, writing):
-    """Write the entries [begin, end) of an entropy-coded tile at bit `at`, if `writing`; where they end."""
+    """Write entries [begin, end) of an entropy-coded tile at bit `at` if `writing`; return their end in bits."""
     tid = cuda.threadIdx.x
     if begin == 0 and larger > 0:
         at = put(words, at, k_run, np.int64(5), writing)
@@ -281,7 +286,7 @@ def put_plain(words, at, places, times, entries, larger):
 
 @cuda.jit
 def size_tiles(residual, masks, prefixes, starts, ends, taus, tiles, parameters, summary, region, chunk, rice):
-    """Find each tile's first and last entry, its Rice parameters, and the length of its payload."""
+    """Set each tile's first and last entry, its Rice parameters, and the length of its payload."""
     places = cuda.shared.array(TILE_MAX, np.int32)
     times = cuda.shared.array(TILE_MAX, np.int32)
     sums = cuda.shared.array(TILE_THREADS, np.int64)
@@ -292,7 +297,7 @@ def size_tiles(residual, masks, prefixes, starts, ends, taus, tiles, parameters,
     for tile in range(cuda.blockIdx.x, summary[TILES], cuda.gridDim.x):
         entries, base = tiles[tile, ENTRIES], tiles[tile, FROM] * region
         collect(masks, prefixes, starts, tiles, tile, region, chunk, places)
-        scan(sums, weigh(residual, ends, taus, base, entries, places, times, False))
+        scan(sums, find_multiples(residual, ends, taus, base, entries, places, times, False))
         larger = sums[cuda.blockDim.x - 1]
         cuda.syncthreads()
         payload = 4 * entries * (1 + np.int64(larger > 0))
@@ -321,7 +326,7 @@ def size_tiles(residual, masks, prefixes, starts, ends, taus, tiles, parameters,
 
 @cuda.jit
 def write_tiles(residual, masks, prefixes, starts, ends, taus, tiles, parameters, summary, region, chunk, rice, words):
-    """Write the tiles into a message of zeros, and take what is sent off the residual."""
+    """Write the tiles into a message of zeros, and subtract the entries from the residual."""
     places = cuda.shared.array(TILE_MAX, np.int32)
     times = cuda.shared.array(TILE_MAX, np.int32)
     sums = cuda.shared.array(TILE_THREADS, np.int64)
@@ -330,9 +335,9 @@ def write_tiles(residual, masks, prefixes, starts, ends, taus, tiles, parameters
     for tile in range(cuda.blockIdx.x, summary[TILES], cuda.gridDim.x):
         entries, base, larger = tiles[tile, ENTRIES], tiles[tile, FROM] * region, tiles[tile, LARGER]
         collect(masks, prefixes, starts, tiles, tile, region, chunk, places)
-        weigh(residual, ends, taus, base, entries, places, times, True)
+        find_multiples(residual, ends, taus, base, entries, places, times, True)
         cuda.syncthreads()
-        at = put_head(words, tiles, tile, tid == 0)
+        at = put_header(words, tiles, tile, tid == 0)
         if rice:
             k = first_parameter(skipped_inside(tiles, tile), entries)
             k_run = first_parameter(entries - larger, larger + 1)

@@ -1,8 +1,8 @@
-"""Denormal numbers count, whatever the thread that calls a kernel does with them otherwise.
+"""Floating-point mode of a kernel: denormal numbers are kept, in whichever thread it runs.
 
-TensorFlow's threads treat numbers below 2**-126 as zero, and threads that a pool made elsewhere do not: what a residual
-keeps would depend on how many threads share the work. The mode is a register of each thread. A kernel puts it to what
-IEEE 754 asks for, and back when it ends.
+TensorFlow's threads flush numbers below 2**-126 to zero, and other threads do not. Without this module a residual would
+depend on the number of threads that share the work. The mode is in a register of each thread. A kernel sets it to IEEE
+754 behaviour when it begins, and restores it when it ends.
 """
 
 from typing import Any
@@ -13,9 +13,9 @@ from numba.core import cgutils, types
 from hvdx.kernels.simd import call, make_intrinsic
 
 _I32, _I64, _POINTER = ir.IntType(32), ir.IntType(64), ir.IntType(8).as_pointer()
-#: Bits of x86's MXCSR: results that are denormal become zero, and arguments that are count as zero.
+#: Bits of x86's MXCSR: flush denormal results to zero (FTZ), and treat denormal arguments as zero (DAZ).
 _MXCSR = 1 << 15 | 1 << 6
-#: Bits of Arm's FPCR: both, and arguments alone.
+#: Bits of Arm's FPCR: flush results and arguments (FZ), and arguments alone (FIZ).
 _FPCR = 1 << 24 | 1 << 0
 
 
@@ -28,7 +28,7 @@ def _is_arm(builder: Any) -> bool:
 
 
 def _read(builder: Any) -> Any:
-    """The mode, an i64; 0 on a processor of another kind."""
+    """Return the mode, an i64; 0 on a processor of another kind."""
     if _is_x86(builder):
         slot = cgutils.alloca_once(builder, _I32)
         call(builder, "llvm.x86.sse.stmxcsr", ir.VoidType(), builder.bitcast(slot, _POINTER))
@@ -39,7 +39,8 @@ def _read(builder: Any) -> Any:
 
 
 def _write(builder: Any, mode: Any) -> None:
-    # Loads and stores stay on their side of a fence, and with them what is computed in between. It is no instruction.
+    # The compiler moves no load or store across a fence, so the arithmetic between them stays there too. A fence of one
+    # thread emits no instruction.
     builder.fence("seq_cst", "singlethread")
     if _is_x86(builder):
         slot = cgutils.alloca_once(builder, _I32)
@@ -51,8 +52,8 @@ def _write(builder: Any, mode: Any) -> None:
 
 
 @make_intrinsic(types.int64())
-def count_denormals(builder: Any) -> Any:
-    """Have this thread count denormal numbers: the mode it was in, for `restore_mode`."""
+def keep_denormals(builder: Any) -> Any:
+    """Let this thread keep denormal numbers; return its mode before, for `restore_mode`."""
     before = _read(builder)
     flags = _MXCSR if _is_x86(builder) else _FPCR
     _write(builder, builder.and_(before, ir.Constant(_I64, ~flags)))
@@ -61,5 +62,5 @@ def count_denormals(builder: Any) -> Any:
 
 @make_intrinsic(types.void(types.int64))
 def restore_mode(builder: Any, mode: Any) -> None:
-    """Put this thread back into the mode that `count_denormals` gave."""
+    """Set the mode of this thread to the one that `keep_denormals` returned."""
     _write(builder, mode)

@@ -1,4 +1,4 @@
-"""The lengths of a message's runs, as numbers in LEB128 at its front: read until they are wrong, and no further."""
+"""Reader of the lengths of a message's runs, LEB128 numbers at its front. It stops at the first invalid length."""
 
 import numpy as np
 
@@ -7,28 +7,28 @@ from hvdx.kernels.pieces import frozen
 from hvdx.kernels.table import get_varint
 from hvdx.kernels.tiles import Malformed
 
-#: Bytes of a run's tau, which follows the lengths.
+#: Bytes of the tau of a run. The taus follow the lengths.
 _TAU = 4
 _NUMBERS = ("", "a number that does not end", "a number with a superfluous byte")
 
 
 @entry
 def _count(data):
-    """The number of runs, where it ends, and 0 or a number's complaint."""
+    """Read the number of runs: (number, offset of its end, 0 or an error code)."""
     return get_varint(data, 0)
 
 
 @entry
 def _read(data, at, n, lengths):
-    """Fill `lengths`: (how many were read, elements that they leave of n, where they end, 0 or a number's complaint).
+    """Fill `lengths`: (number of lengths read, elements of n without a run, offset of the end, 0 or an error code).
 
-    A run of no elements, or one that goes beyond n, is the last one read.
+    Reading stops after a run of no elements, and after one that exceeds n.
     """
     left = n
     for i in range(lengths.size):
-        length, at, complaint = get_varint(data, at)
-        if complaint:
-            return i, left, at, complaint
+        length, at, error = get_varint(data, at)
+        if error:
+            return i, left, at, error
         lengths[i] = length
         left -= length
         if length == 0 or left < 0:
@@ -37,17 +37,17 @@ def _read(data, at, n, lengths):
 
 
 def read_lengths(data: np.ndarray, n: int) -> tuple[np.ndarray, int]:
-    """Read how long the runs of a message are.
+    """Read the lengths of a message's runs.
 
     Args:
-        data: uint8[bytes], from anywhere: the number of runs, their lengths, and what follows.
-        n: elements that they have to have together.
+        data: uint8[bytes], untrusted: the number of runs, their lengths, and the rest of the message.
+        n: expected sum of the lengths.
 
     Returns:
-        The lengths, int64[R], and where they end.
+        The lengths, int64[R], and the offset of their end.
 
     Raises:
-        Malformed: they are no numbers, more than `data` has room for, or not those of n elements.
+        Malformed: if a number is invalid, if `data` is too short for all runs, or if the lengths do not add up to n.
 
     Example:
         >>> lengths, end = read_lengths(np.array([2, 1, 3, *[0] * 8], np.uint8), 4)
@@ -55,15 +55,15 @@ def read_lengths(data: np.ndarray, n: int) -> tuple[np.ndarray, int]:
         ([1, 3], 3)
     """
     data = frozen(data)
-    count, at, complaint = _count(data)
-    if complaint:
-        raise Malformed(f"the lengths of its runs: {_NUMBERS[complaint]}")
+    count, at, error = _count(data)
+    if error:
+        raise Malformed(f"the lengths of its runs: {_NUMBERS[error]}")
     if count > data.size // (1 + _TAU):
         raise Malformed(f"the lengths of its runs: {count} runs in {data.size} bytes")
     lengths = np.empty(count, np.int64)
-    found, left, at, complaint = _read(data, at, n, lengths)
-    if complaint:
-        raise Malformed(f"the lengths of its runs: {_NUMBERS[complaint]}")
+    found, left, at, error = _read(data, at, n, lengths)
+    if error:
+        raise Malformed(f"the lengths of its runs: {_NUMBERS[error]}")
     if found and lengths[found - 1] == 0:
         raise Malformed("a run of no elements")
     if left:

@@ -1,4 +1,4 @@
-"""Lists of arrays as one vector: what the doors check, and the table by which kernels find elements in place."""
+"""Arrays as one vector: argument checks of the public functions, and the table by which kernels find elements."""
 
 from collections.abc import Sequence
 
@@ -13,19 +13,16 @@ _TINY, _HUGE = np.finfo(np.float32).tiny, np.finfo(np.float32).max
 
 
 def check_arrays(arrays: Sequence[np.ndarray], what: str, writable: bool = False) -> int:
-    """Hold arrays against what kernels can work on in place.
+    """Return the number of elements of arrays that kernels can use in place.
 
     Args:
-        arrays: float32, C-contiguous.
-        what: their name in errors.
-        writable: they are written to.
-
-    Returns:
-        The number of their elements.
+        arrays: C-contiguous float32 arrays.
+        what: name of the arrays in errors.
+        writable: True if the kernel writes to them.
 
     Raises:
-        TypeError: not an array, or not float32.
-        ValueError: not contiguous, not writable, or too many elements.
+        TypeError: if one is not an array, or not float32.
+        ValueError: if one is not contiguous or not writable, or if there are too many elements.
     """
     total = 0
     for i, array in enumerate(arrays):
@@ -45,14 +42,14 @@ def check_arrays(arrays: Sequence[np.ndarray], what: str, writable: bool = False
 
 
 def aligned(n: int) -> np.ndarray:
-    """float32[n], not set to anything, at the start of a cache line: vectors then never straddle two."""
+    """Return an uninitialised float32[n] that starts at a cache line, so that no SIMD vector crosses one."""
     raw = np.empty(4 * n + 64, np.uint8)
     start = -raw.__array_interface__["data"][0] % 64
     return raw[start : start + 4 * n].view(np.float32)
 
 
 def frozen(array: np.ndarray) -> np.ndarray:
-    """A read-only view: an array that can be written to is another type to Numba, which compiles once more for it."""
+    """Return a read-only view. To Numba a writable array has another type, for which it would compile again."""
     array = array.view()
     array.flags.writeable = False
     return array
@@ -66,18 +63,18 @@ def check_runs(runs: Runs, n: int, what: str) -> None:
             f"runs: expected lengths int64[R] and taus float32[R], got {lengths.dtype}{list(lengths.shape)} and "
             f"{taus.dtype}{list(taus.shape)}."
         )
-    complaint = _complaint(frozen(lengths), frozen(taus), n)
-    if complaint == 1:
+    error = _runs_error(frozen(lengths), frozen(taus), n)
+    if error == 1:
         raise ValueError(
             f"runs: expected lengths of at least 1 that add up to the {n} elements of {what}, got {lengths}."
         )
-    if complaint == 2:
+    if error == 2:
         raise ValueError(f"tau: expected normal, positive float32, got {taus}.")
 
 
 @entry
-def _complaint(lengths, taus, n):
-    """0, or the number of what is wrong. NumPy's reductions take ten times as long on few elements."""
+def _runs_error(lengths, taus, n):
+    """Return 0 or an error code. NumPy's reductions take ten times the time on few elements."""
     left = n
     for i in range(lengths.size):
         if lengths[i] < 1 or lengths[i] > left:
@@ -90,15 +87,15 @@ def _complaint(lengths, taus, n):
 
 @entry
 def _address(array):
-    """Where an array's elements are: a third of what asking NumPy takes when nothing is in the caches."""
+    """Return the address of an array's elements. With cold caches NumPy takes three times the time for this."""
     return np.int64(array.ctypes.data)
 
 
 def pieces(arrays: Sequence[np.ndarray], runs: Runs) -> np.ndarray:
-    """Cut arrays that follow each other as one vector where a run ends: int64[P, 4], in order.
+    """Divide arrays, read as one vector, into pieces of one array and one run: int64[P, 4], in order.
 
-    Each row is the START and END of a piece in the vector, the ADDRESS of its first element, and its RUN. It is valid
-    as long as the arrays are.
+    A row has the START and END of a piece in the vector, the ADDRESS of its first element, and its RUN. The table is
+    valid while the arrays exist.
 
     Example:
         >>> a, b = np.zeros(3, np.float32), np.zeros(2, np.float32)
@@ -114,7 +111,7 @@ def pieces(arrays: Sequence[np.ndarray], runs: Runs) -> np.ndarray:
 
 @entry
 def _cut(arrays, lengths, rows):
-    """Fill `rows` with the pieces of arrays, (elements, address) each: how many there are."""
+    """Fill `rows` with the pieces of arrays, given as (elements, address); return the number of pieces."""
     found = at = run_end = np.int64(0)
     run = np.int64(-1)
     for i in range(arrays.shape[0]):

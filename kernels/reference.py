@@ -1,6 +1,6 @@
-"""The threshold kernels in plain NumPy and Python: the specification that `cpu` and `cuda` match to the byte.
+"""Reference threshold kernels in plain NumPy and Python: the specification that `cpu` and `cuda` match to the byte.
 
-It is written to be read, and is slow. `docs/wire-format.md` describes the same bytes in prose.
+They are written for readers and are slow. `docs/wire-format.md` describes the same bytes in prose.
 """
 
 from collections.abc import Sequence
@@ -27,19 +27,16 @@ from hvdx.kernels.tiles import (
 
 
 def amount(m: np.ndarray, tau: np.ndarray) -> np.ndarray:
-    """What an entry of m times tau stands for: float32(m * tau), rounded once from float64."""
+    """Return the value of an entry, float32(m * tau), with the product computed in float64."""
     return (np.asarray(m, np.float64) * np.asarray(tau, np.float64)).astype(np.float32)
 
 
 def check(update: Sequence[np.ndarray], runs: Runs) -> int:
-    """Find an element that cannot be sent: NaN, infinity, or too many tau.
+    """Return the index of the first element that cannot be sent (NaN, infinity, above `limit`), or -1.
 
     Args:
-        update: float32 arrays, whose elements follow each other as one vector.
-        runs: how many elements use which tau.
-
-    Returns:
-        The index of the first such element, or -1.
+        update: float32 arrays, read as one vector.
+        runs: lengths and taus of the runs.
     """
     bad = np.flatnonzero(~(np.abs(vector(update)) <= np.repeat(limit(runs.taus), runs.lengths)))
     return int(bad[0]) if bad.size else -1
@@ -53,18 +50,18 @@ def encode(
     layout: Layout = LAYOUT,
     trusted: bool = False,
 ) -> Encoded:
-    """Add an update to a residual and cut what reaches tau out of the sum.
+    """Add an update to a residual, and move the multiples of tau from the sum into entries.
 
     Args:
-        update: float32 arrays, whose elements follow each other as one vector of n.
-        residual: float32[n], each below its tau; changed in place, unless there is a fault.
-        runs: how many elements use which tau.
-        rice: entropy-code the gaps; otherwise plain 32-bit positions.
-        layout: where tiles end.
-        trusted: the caller has called `check`, and it found nothing.
+        update: float32 arrays, read as one vector of n elements.
+        residual: float32[n], each absolute value below its tau; changed in place unless there is a fault.
+        runs: lengths and taus of the runs.
+        rice: True for entropy-coded gaps, False for plain 32-bit positions.
+        layout: borders of tiles.
+        trusted: True if `check` has already passed the update.
 
     Returns:
-        The tiles and what was counted on the way.
+        The tiles and the counts.
     """
     fault = -1 if trusted else check(update, runs)
     if fault >= 0:
@@ -74,7 +71,7 @@ def encode(
     size = np.abs(total)
     index = np.flatnonzero(size >= tau)
     m = np.trunc(size[index].astype(np.float64) / tau[index].astype(np.float64)).astype(np.int64)
-    # float32(m * tau) may be so far below that tau still fits into what is left.
+    # float32(m * tau) may round down so far that tau still fits into the remainder.
     m += size[index] - amount(m, tau[index]) >= tau[index]
     left, negative = size[index] - amount(m, tau[index]), np.signbit(total[index])
     residual[:] = total
@@ -84,12 +81,12 @@ def encode(
 
 
 def vector(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """The elements of float32 arrays, one after another."""
+    """Return the elements of float32 arrays as one vector."""
     return np.concatenate([a.reshape(-1) for a in arrays]) if arrays else np.zeros(0, np.float32)
 
 
 def count(index: np.ndarray, residual: np.ndarray, runs: Runs) -> tuple[np.ndarray, np.ndarray]:
-    """Entries in each run, and elements of the new residual that reach each of SHARES of tau: [R], [R, len(SHARES)]."""
+    """Count the entries of each run, int64[R], and the residuals that reach each of SHARES of tau, int64[R, 4]."""
     ends = np.cumsum(runs.lengths)
     sent = np.diff(np.searchsorted(index, ends), prepend=0)
     near = np.zeros((len(ends), len(SHARES)), np.int64)
@@ -102,18 +99,15 @@ def count(index: np.ndarray, residual: np.ndarray, runs: Runs) -> tuple[np.ndarr
 def write(
     index: np.ndarray, negative: np.ndarray, m: np.ndarray, n: int, rice: bool = True, layout: Layout = LAYOUT
 ) -> np.ndarray:
-    """Write entries as tiles.
+    """Return entries as tiles, uint8[bytes].
 
     Args:
         index: int64[e], increasing, below n.
         negative: bool[e].
         m: int64[e], 1 to M_MAX.
-        n: elements of the update.
-        rice: entropy-code the gaps.
-        layout: where tiles end.
-
-    Returns:
-        uint8[bytes].
+        n: number of elements of the update.
+        rice: True for entropy-coded gaps, False for plain positions.
+        layout: borders of tiles.
     """
     regions = np.bincount(index // layout.region, minlength=-(-n // layout.region))
     parts, first, last = bytearray(), 0, -1
@@ -125,9 +119,9 @@ def write(
 
 
 def tile(index: np.ndarray, negative: np.ndarray, m: np.ndarray, last: int, rice: bool) -> bytes:
-    """One tile: head and payload. `last` is the index of the last entry before it, -1 at the start.
+    """Return one tile: header and payload. `last` is the index of the last entry before it, -1 for the first tile.
 
-    Only the first number of the head depends on what lies before the tile.
+    Only the first number of the header depends on the tiles before.
     """
     entries = len(index)
     skipped = int(index[-1] - index[0]) + 1 - entries
@@ -137,12 +131,12 @@ def tile(index: np.ndarray, negative: np.ndarray, m: np.ndarray, last: int, rice
     else:
         words = (index[-1] - index).astype(np.uint32) | negative.astype(np.uint32) << np.uint32(31)
         payload = words.astype("<u4").tobytes() + (m.astype("<u4").tobytes() if multiple else b"")
-    head = varint(int(index[0]) - last - 1), varint(entries << 1 | multiple), varint(skipped), varint(len(payload))
-    return b"".join(head) + payload
+    header = varint(int(index[0]) - last - 1), varint(entries << 1 | multiple), varint(skipped), varint(len(payload))
+    return b"".join(header) + payload
 
 
 def varint(value: int) -> bytes:
-    """LEB128: seven bits a byte, the lowest first; the top bit says that more follow."""
+    """Return a number in LEB128: seven bits a byte, the lowest first; the top bit is 1 if another byte follows."""
     out = bytearray()
     while value >= 0x80:
         out.append(value & 0x7F | 0x80)
@@ -151,7 +145,7 @@ def varint(value: int) -> bytes:
 
 
 class Bits:
-    """Bits in the order in which they are written, the first one in the lowest bit of the first byte."""
+    """Writer of bits. The first bit becomes the lowest bit of the first byte."""
 
     def __init__(self) -> None:
         self.value = self.length = 0
@@ -177,7 +171,7 @@ class Bits:
 
 
 def code_length(x: int, k: int) -> int:
-    """Bits of x in the gap code with parameter k."""
+    """Return the number of bits of x in the gap code with parameter k."""
     q = x >> k
     if q < ESCAPE:
         return q + 1 + k
@@ -185,12 +179,15 @@ def code_length(x: int, k: int) -> int:
 
 
 def first_parameter(skipped: int, entries: int) -> int:
-    """The Rice parameter that holds at the start of a tile."""
+    """Return the Rice parameter at the start of a tile."""
     return min(max((skipped // entries).bit_length() - 1, 0), K_MAX)
 
 
 def choose_parameter(gaps: list[int], before: int) -> int:
-    """The Rice parameter of a block: the cheapest of four near the mean bit length, or `before` if no dearer."""
+    """Choose the Rice parameter of a block.
+
+    It is the cheapest of four near the mean bit length, or `before` if that costs at most SWITCH bits more.
+    """
     middle = min(sum(gap.bit_length() for gap in gaps) // len(gaps), K_MAX - 1)
     near = [k for k in range(middle - 2, middle + 2) if k >= 0]
     cost = {k: sum(code_length(gap, k) for gap in gaps) for k in [*near, before]}
@@ -199,9 +196,9 @@ def choose_parameter(gaps: list[int], before: int) -> int:
 
 
 def rice_payload(gaps: np.ndarray, negative: np.ndarray, m: np.ndarray, skipped: int, multiple: bool) -> bytes:
-    """The payload of an entropy-coded tile.
+    """Return the payload of an entropy-coded tile.
 
-    `gaps` are those between neighbours without the last: the head tells where the first and the last entry are.
+    `gaps` lacks the gap before the last entry, because the header gives the index of the first and of the last entry.
     """
     bits = Bits()
     gap, larger, entries = gaps.tolist(), np.flatnonzero(m > 1).tolist(), len(m)
@@ -228,13 +225,13 @@ def rice_payload(gaps: np.ndarray, negative: np.ndarray, m: np.ndarray, skipped:
 
 
 class Reader:
-    """Reads what Bits wrote, and raises Malformed where bits are missing."""
+    """Reader of the bits that `Bits` wrote. It raises Malformed if bits are missing."""
 
     def __init__(self, payload: bytes) -> None:
         self.value, self.left = int.from_bytes(payload, "little"), 8 * len(payload)
 
     def take(self, length: int) -> int:
-        """The next `length` bits as a number."""
+        """Read the next `length` bits as a number."""
         if length > self.left:
             raise Malformed("a payload ends in the middle of an entry")
         taken = self.value & (1 << length) - 1
@@ -243,7 +240,7 @@ class Reader:
         return taken
 
     def code(self, k: int) -> int:
-        """The next number in the gap code with parameter k."""
+        """Read the next number in the gap code with parameter k."""
         ones = 0
         while self.take(1):
             ones += 1
@@ -255,7 +252,7 @@ class Reader:
 
 
 def read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number at `at`, and where it ends."""
+    """Read the LEB128 number at offset `at`; return it and the offset of its end."""
     value = shift = 0
     while at < len(data) and shift < 63:
         byte = data[at]
@@ -269,10 +266,10 @@ def read_varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def read(tiles: np.ndarray, n: int, rice: bool = True) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The entries in tiles for n elements: index int64[e], negative bool[e], m int64[e].
+    """Read the entries of tiles for n elements: index int64[e], negative bool[e], m int64[e].
 
     Raises:
-        Malformed: the bytes are not tiles for n elements.
+        Malformed: if the bytes are not tiles for n elements.
     """
     data, at, last = tiles.tobytes(), 0, -1
     index: list[int] = []
@@ -280,14 +277,14 @@ def read(tiles: np.ndarray, n: int, rice: bool = True) -> tuple[np.ndarray, np.n
     times: list[int] = []
     while at < len(data):
         gap, at = read_varint(data, at)
-        head, at = read_varint(data, at)
+        packed, at = read_varint(data, at)
         skipped, at = read_varint(data, at)
         length, at = read_varint(data, at)
-        entries = head >> 1
+        entries = packed >> 1
         if not 1 <= entries <= TILE_MAX:
             raise Malformed(f"a tile of {entries} entries")
         if entries == 1 and skipped:
-            raise Malformed("a tile of one entry that ends elsewhere than it begins")
+            raise Malformed("a tile of one entry with different first and last indices")
         first = last + 1 + gap
         last = first + skipped + entries - 1
         if last >= n:
@@ -295,13 +292,13 @@ def read(tiles: np.ndarray, n: int, rice: bool = True) -> tuple[np.ndarray, np.n
         if at + length > len(data):
             raise Malformed("a tile longer than the message")
         payload = data[at : at + length]
-        (read_rice if rice else read_plain)(payload, entries, first, last, bool(head & 1), index, negative, times)
+        (read_rice if rice else read_plain)(payload, entries, first, last, bool(packed & 1), index, negative, times)
         at += length
     return np.array(index, np.int64), np.array(negative, bool), np.array(times, np.int64)
 
 
 def read_rice(payload, entries, first, last, multiple, index, negative, times) -> None:
-    """Append the entries of an entropy-coded tile, the first and last of which are known."""
+    """Append the entries of an entropy-coded tile to the three lists. `first` and `last` are from its header."""
     bits = Reader(payload)
     k = first_parameter(last - first + 1 - entries, entries)
     run, where = entries, first
@@ -325,7 +322,7 @@ def read_rice(payload, entries, first, last, multiple, index, negative, times) -
         if i == run:
             times[-1] = bits.code(0) + 2
             if times[-1] > M_MAX:
-                raise Malformed("an entry of too many tau")
+                raise Malformed("an entry with m above its limit")
             run = i + 1 + bits.code(k_run)
             if run > entries:
                 raise Malformed("a run that passes the end of its tile")
@@ -334,16 +331,16 @@ def read_rice(payload, entries, first, last, multiple, index, negative, times) -
 
 
 def read_plain(payload, entries, first, last, multiple, index, negative, times) -> None:
-    """Append the entries of a tile of plain positions."""
+    """Append the entries of a tile of plain positions to the three lists."""
     if len(payload) != 4 * entries * (1 + multiple):
-        raise Malformed("a payload of another length than its entries")
+        raise Malformed("a payload whose length does not match its entries")
     words = np.frombuffer(payload, "<u4").astype(np.int64)
     where = last - (words[:entries] & 0x7FFFFFFF)
     if (np.diff(where) < 1).any() or where[0] != first or where[-1] != last:
         raise Malformed("positions out of order")
     m = words[entries:] if multiple else np.ones(entries, np.int64)
     if m.min() < 1 or m.max() > M_MAX or multiple != (m.max() > 1):
-        raise Malformed("an entry of no tau, too many, or never more than one")
+        raise Malformed("an entry with m outside its limits, or no m above 1 in a tile that announces one")
     index += where.tolist()
     negative += (words[:entries] >> 31 == 1).tolist()
     times += m.tolist()
@@ -355,13 +352,13 @@ def decode(
     """Add messages to `out`, one after another: out[i] += +-float32(m * tau) * scale, each step rounded to float32.
 
     Args:
-        messages: (tiles, runs) of each, in the order in which they are added.
-        scale: a float32.
-        out: float32 arrays, whose elements follow each other as one vector; changed in place.
-        rice: as they were encoded.
+        messages: (tiles, runs) of each message, in the order of the additions.
+        scale: float32 factor.
+        out: float32 arrays, read as one vector; changed in place.
+        rice: True if gaps are entropy-coded, False for plain positions.
 
     Raises:
-        Malformed: a message is not what it should be; `out` is as it was.
+        Malformed: if a message is invalid. `out` is unchanged.
     """
     entries = [read(tiles, int(runs.lengths.sum()), rice) for tiles, runs in messages]
     total = vector(out)

@@ -1,7 +1,7 @@
-"""Vector and bit instructions that Numba has no name for, as LLVM code for any processor that LLVM knows.
+"""Vector and bit instructions that Numba does not offer, as LLVM code for any processor that LLVM supports.
 
-Addresses are int64. LLVM splits the 16-lane vectors into what the processor has, so this is one source for AVX-512,
-AVX2, SSE and NEON.
+Addresses are int64. LLVM splits the 16-lane vectors into vectors of the processor, so one source serves AVX-512, AVX2,
+SSE and NEON.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ _LANES = 16
 _STRIDE = 4 * _LANES
 _I8, _I16, _I32, _I64, _F32 = (ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType())
 _FLOATS, _INTS = ir.VectorType(_F32, _LANES), ir.VectorType(_I32, _LANES)
-#: How far ahead of the elements at hand to fetch, in bytes: one page. It is what lifts one core to the speed of memory.
+#: Prefetch distance in bytes: 1.5 pages of 4 KiB. Prefetching lets one core reach the bandwidth of memory.
 AHEAD = 6144
 
 
@@ -48,12 +48,12 @@ def _store(builder: Any, value: Any, address: Any, offset: int) -> None:
 
 
 def _bits(builder: Any, lanes: Any) -> Any:
-    """One bit a lane, as 64 bits."""
+    """Return a mask of one bit a lane, as i64."""
     return builder.zext(builder.bitcast(lanes, _I16), _I64)
 
 
 def make_intrinsic(signature: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Make `generate(builder, *arguments)` callable from Numba with this signature."""
+    """Return a decorator that makes `generate(builder, *arguments)` callable from Numba with this signature."""
 
     def wrap(generate: Callable[..., Any]) -> Any:
         def codegen(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
@@ -62,7 +62,7 @@ def make_intrinsic(signature: Any) -> Callable[[Callable[..., Any]], Any]:
                 return context.make_tuple(builder, signature.return_type, result)
             return context.get_dummy_value() if result is None else result
 
-        # Numba reads the number of parameters off the function.
+        # Numba takes the number of parameters from the function, so `typing` is built with that number.
         names = ", ".join(f"a{i}" for i in range(len(signature.args)))
         scope = {"result": (signature, codegen)}
         exec(f"def typing(context, {names}): return result", scope)
@@ -87,14 +87,15 @@ def accumulate(
     where: Any,
     near: Any,
 ) -> tuple[Any, Any]:
-    """Add blocks of 64 float32 at `update` to those at `residual`, and take +-tau from each sum that reaches tau once.
+    """Add blocks of 64 float32 at `update` to those at `residual`, and subtract +-tau from each sum that reaches tau.
 
-    A sum that reaches tau keeps its sign, as a zero too; one that would reach tau still is left whole. For each block
-    from `block` to `end` in which a sum reaches tau, a uint64 of one bit an element is appended to `masks`, of which
-    `found` are there, and its number to the int64 at `where`. How many of the new residuals reach each of SHARES of tau
-    is added to the int64 at `near`, the whole ones included.
+    The new residual has the sign of the sum, also if it is zero. A sum that would still reach tau after the subtraction
+    is stored whole, without it. For each block from `block` to `end` with a sum that reaches tau, a uint64 mask with
+    one bit an element is appended to the `found` masks at `masks`, and the block's number to the int64 at `where`. The
+    int64 at `near` increase by the number of new residuals that reach each of SHARES of tau; a sum that is stored whole
+    counts for each share.
 
-    Two int64: masks there are now, and 1 if some sum was left whole.
+    Returns two int64: the new number of masks, and 1 if some sum was stored whole.
     """
     taus = _splat(builder, tau, _FLOATS)
     shares = [_splat(builder, builder.fmul(tau, ir.Constant(_F32, share)), _FLOATS) for share in SHARES]
@@ -141,7 +142,7 @@ def accumulate(
 
 @make_intrinsic(types.uint64(types.int64, types.float32))
 def beyond(builder: Any, update: Any, limit: Any) -> Any:
-    """A bit for each of 64 float32 at `update` whose size is not at most `limit` (NaN is not)."""
+    """Return a mask of the 64 float32 at `update` with absolute values above `limit` or NaN."""
     limits, mask = _splat(builder, limit, _FLOATS), ir.Constant(_I64, 0)
     for offset in range(0, 256, _STRIDE):
         size = call(builder, f"llvm.fabs.v{_LANES}f32", _FLOATS, _load(builder, update, offset, _FLOATS))
@@ -152,7 +153,7 @@ def beyond(builder: Any, update: Any, limit: Any) -> Any:
 
 @make_intrinsic(types.int64(types.int64))
 def bit_lengths(builder: Any, gaps: Any) -> Any:
-    """The sum of the bit lengths of 64 uint32 at `gaps`."""
+    """Return the sum of the bit lengths of the 64 uint32 at `gaps`."""
     total = ir.Constant(_INTS, [0] * _LANES)
     for offset in range(0, 256, _STRIDE):
         x = _load(builder, gaps, offset, _INTS)
@@ -163,7 +164,7 @@ def bit_lengths(builder: Any, gaps: Any) -> Any:
 
 @make_intrinsic(types.int64(types.int64, types.int64))
 def code_lengths(builder: Any, gaps: Any, k: Any) -> Any:
-    """The bits that 64 uint32 at `gaps` take in the gap code with parameter k, less the k lowest bits of each."""
+    """Return the bits of the 64 uint32 at `gaps` in the gap code with parameter k, without the k low bits of each."""
 
     def constant(value: int) -> Any:
         return ir.Constant(_INTS, [value] * _LANES)
@@ -181,38 +182,38 @@ def code_lengths(builder: Any, gaps: Any, k: Any) -> Any:
 
 @make_intrinsic(types.int64(types.uint64))
 def trailing_zeros(builder: Any, x: Any) -> Any:
-    """Zero bits below the lowest set bit; 64 if there is none."""
+    """Return the number of zero bits below the lowest set bit; 64 if no bit is set."""
     return call(builder, "llvm.cttz.i64", _I64, x, ir.Constant(ir.IntType(1), 0))
 
 
 @make_intrinsic(types.int64(types.uint64))
 def bit_length(builder: Any, x: Any) -> Any:
-    """Bits of x without leading zeros; 0 for 0."""
+    """Return the number of bits of x without leading zeros; 0 for 0."""
     zeros = call(builder, "llvm.ctlz.i64", _I64, x, ir.Constant(ir.IntType(1), 0))
     return builder.sub(ir.Constant(_I64, 64), zeros)
 
 
 @make_intrinsic(types.int64(types.uint64))
 def population(builder: Any, x: Any) -> Any:
-    """Set bits."""
+    """Return the number of set bits."""
     return call(builder, "llvm.ctpop.i64", _I64, x)
 
 
 @make_intrinsic(types.uint64(types.int64))
 def load_word(builder: Any, address: Any) -> Any:
-    """The uint64 at an address, which may be odd."""
+    """Return the uint64 at an address, which may be unaligned."""
     return _load(builder, address, 0, _I64)
 
 
 @make_intrinsic(types.void(types.int64, types.uint64))
 def store_word(builder: Any, address: Any, value: Any) -> None:
-    """Write a uint64 at an address, which may be odd."""
+    """Write a uint64 at an address, which may be unaligned."""
     _store(builder, value, address, 0)
 
 
 @make_intrinsic(types.float32(types.int64))
 def load_float(builder: Any, address: Any) -> Any:
-    """The float32 at an address."""
+    """Return the float32 at an address."""
     return _load(builder, address, 0, _F32)
 
 
@@ -224,19 +225,19 @@ def store_float(builder: Any, address: Any, value: Any) -> None:
 
 @make_intrinsic(types.uint32(types.int64))
 def load_sign(builder: Any, address: Any) -> Any:
-    """The sign bit of the float32 at an address, in bit 31."""
+    """Return the sign bit of the float32 at an address, in bit 31."""
     return builder.and_(_load(builder, address, 0, _I32), ir.Constant(_I32, 1 << 31))
 
 
 @make_intrinsic(types.uint8(types.int64))
 def load_byte(builder: Any, address: Any) -> Any:
-    """The byte at an address."""
+    """Return the byte at an address."""
     return builder.load(_pointer(builder, address, 0, _I8))
 
 
 @make_intrinsic(types.uint32(types.int64))
 def load_half(builder: Any, address: Any) -> Any:
-    """The uint32 at an address, which may be odd."""
+    """Return the uint32 at an address, which may be unaligned."""
     value = builder.load(_pointer(builder, address, 0, _I32))
     value.align = 1
     return value
@@ -244,7 +245,7 @@ def load_half(builder: Any, address: Any) -> Any:
 
 @make_intrinsic(types.void(types.int64))
 def prefetch(builder: Any, address: Any) -> None:
-    """Begin to fetch 128 bytes at an address. It may be any: where there is no memory, nothing happens."""
+    """Prefetch 128 bytes at an address. An invalid address has no effect."""
     for offset in (0, 64):
         hint = [ir.Constant(_I32, v) for v in (0, 3, 1)]
         call(builder, "llvm.prefetch.p0", ir.VoidType(), _pointer(builder, address, offset, _I8), *hint)
@@ -252,7 +253,7 @@ def prefetch(builder: Any, address: Any) -> None:
 
 @make_intrinsic(types.int64(types.int64))
 def fetch(builder: Any, address: Any) -> Any:
-    """Begin to fetch the memory at an address, to be written: the address."""
+    """Prefetch the memory at an address for writing, and return the address."""
     hint = [ir.Constant(_I32, v) for v in (1, 3, 1)]
     call(builder, "llvm.prefetch.p0", ir.VoidType(), _pointer(builder, address, 0, _I8), *hint)
     return address

@@ -1,4 +1,4 @@
-"""Where the tiles of a message lie: the walk over their heads that every decoder begins with."""
+"""Table of the tiles of a message. Every decoder first builds it from the tile headers."""
 
 import numpy as np
 from numba import njit
@@ -9,20 +9,20 @@ from hvdx.kernels.tiles import TILE_MAX, Malformed
 #: Columns of a table of tiles.
 START, LENGTH, ENTRIES, MULTIPLE, FIRST, LAST = range(6)
 
-_COMPLAINTS = (
+_ERRORS = (
     "",
     "a number that does not end",
     "a number with a superfluous byte",
     f"a tile with no entries or more than {TILE_MAX}",
     "an entry outside the update",
     "a tile longer than the message",
-    "a tile of one entry that ends elsewhere than it begins",
+    "a tile of one entry with different first and last indices",
 )
 
 
 @njit(nogil=True)
 def get_varint(data, at):
-    """(number, where it ends, 0), or the number of a complaint in the third place."""
+    """Read a LEB128 number: (number, offset of its end, 0), or an error code in the third place."""
     value, shift = 0, 0
     while at < data.size and shift < 63:
         byte = np.int64(data[at])
@@ -35,23 +35,23 @@ def get_varint(data, at):
 
 @entry
 def _walk(data, n, rows):
-    """Fill `rows` as far as they go: (number of tiles, complaint, offset of the complaint)."""
+    """Fill `rows`, which may be too short: (number of tiles, error code, offset of the error)."""
     at, last, tiles = 0, -1, 0
     while at < data.size:
         begin = at
-        gap, at, complaint = get_varint(data, at)
-        if complaint:
-            return tiles, complaint, begin
-        head, at, complaint = get_varint(data, at)
-        if complaint:
-            return tiles, complaint, begin
-        skipped, at, complaint = get_varint(data, at)
-        if complaint:
-            return tiles, complaint, begin
-        length, at, complaint = get_varint(data, at)
-        if complaint:
-            return tiles, complaint, begin
-        entries = head >> 1
+        gap, at, error = get_varint(data, at)
+        if error:
+            return tiles, error, begin
+        packed, at, error = get_varint(data, at)
+        if error:
+            return tiles, error, begin
+        skipped, at, error = get_varint(data, at)
+        if error:
+            return tiles, error, begin
+        length, at, error = get_varint(data, at)
+        if error:
+            return tiles, error, begin
+        entries = packed >> 1
         if entries < 1 or entries > TILE_MAX:
             return tiles, 3, begin
         if entries == 1 and skipped:
@@ -64,7 +64,7 @@ def _walk(data, n, rows):
             rows[tiles, 0] = at
             rows[tiles, 1] = length
             rows[tiles, 2] = entries
-            rows[tiles, 3] = head & 1
+            rows[tiles, 3] = packed & 1
             rows[tiles, 4] = last + 1 + gap
             rows[tiles, 5] = last + gap + skipped + entries
         last += gap + skipped + entries
@@ -74,27 +74,27 @@ def _walk(data, n, rows):
 
 
 def table(tiles: np.ndarray, n: int) -> np.ndarray:
-    """Find the tiles in a message.
+    """Return the table of the tiles of a message.
 
     Args:
-        tiles: uint8[bytes], the tiles one after another, from anywhere.
-        n: elements of the update they are for.
+        tiles: uint8[bytes], untrusted, the tiles one after another.
+        n: number of elements of the update.
 
     Returns:
-        int64[tiles, 6]: START and LENGTH of the payload in bytes, ENTRIES, MULTIPLE (1 where some entry is of more
-        than one tau), FIRST and LAST (the indices of its first and last entry).
+        int64[tiles, 6]: START and LENGTH of the payload in bytes, ENTRIES, MULTIPLE (1 if some entry has m above 1),
+        FIRST and LAST (indices of the first and the last entry).
 
     Raises:
-        Malformed: the heads are not those of tiles for n elements.
+        Malformed: if the headers are not those of tiles for n elements.
 
     Example:
         >>> table(np.array([4, 2, 0, 1, 0b1], np.uint8), 10)
         array([[4, 1, 1, 0, 4, 4]])
     """
     rows = np.empty((64, 6), np.int64)
-    found, complaint, at = _walk(tiles, n, rows)
-    if complaint:
-        raise Malformed(f"{_COMPLAINTS[complaint]} at byte {at}")
+    found, error, at = _walk(tiles, n, rows)
+    if error:
+        raise Malformed(f"{_ERRORS[error]} at byte {at}")
     if found > len(rows):
         rows = np.empty((found, 6), np.int64)
         _walk(tiles, n, rows)

@@ -1,7 +1,7 @@
-"""The threads that kernels run on: plain ones around functions that release the interpreter's lock.
+"""Threads for kernels: Python threads that call compiled functions, which release the interpreter's lock.
 
-Numba's own parallel loops are not used: their default layer ends the process when two Python threads enter it at once,
-which overlapping a training step with an exchange does.
+Numba's parallel loops are not used. Their default threading layer ends the process if two Python threads enter it at
+once, as they do when a training step overlaps with an exchange.
 """
 
 import os
@@ -14,16 +14,16 @@ _pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
 
 
 def default_threads() -> int:
-    """Threads that a kernel uses unless told: OMP_NUM_THREADS if it is set, else the cores this process may use."""
-    told = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    return min(int(told), 1024) if told.isdecimal() and int(told) > 0 else len(os.sched_getaffinity(0))
+    """Return the default number of threads: OMP_NUM_THREADS if it is set, else the number of the process's cores."""
+    setting = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return min(int(setting), 1024) if setting.isdecimal() and int(setting) > 0 else len(os.sched_getaffinity(0))
 
 
 def spread(function: Callable[[int], T], tasks: int, threads: int) -> list[T]:
-    """Call function(0) ... function(tasks - 1) on `threads` threads: their results in order."""
+    """Call function(0) ... function(tasks - 1) on `threads` threads; return the results in order."""
     if threads == 1 or tasks == 1:
         return [function(i) for i in range(tasks)]
-    # A pool belongs to the process that made it: threads do not survive a fork.
+    # A fork does not copy threads, so each process has its own pools.
     key = os.getpid(), threads
     if key not in _pools:
         _pools[key] = ThreadPoolExecutor(threads - 1, thread_name_prefix="hvdx-kernel")
@@ -33,12 +33,12 @@ def spread(function: Callable[[int], T], tasks: int, threads: int) -> list[T]:
             rest.append(_pools[key].submit(function, i))
         return [function(0), *(future.result() for future in rest)]
     finally:
-        # Whatever interrupts, none may go on: they work on the addresses of arrays that the caller may free.
-        _outlast(rest)
+        # After any interruption no task may still run: tasks use addresses of arrays that the caller may free.
+        _wait_for_all(rest)
 
 
-def _outlast(futures: list[Any]) -> None:
-    """Wait until none of them runs, and raise what came in the meantime only then."""
+def _wait_for_all(futures: list[Any]) -> None:
+    """Wait until no future runs, and only then raise an exception that interrupted the wait."""
     interrupted = None
     for future in futures:
         while not future.done():
@@ -52,7 +52,7 @@ def _outlast(futures: list[Any]) -> None:
 
 
 def cut(total: int, parts: int, unit: int = 1) -> list[int]:
-    """Borders of `parts` even shares of range(total), each a multiple of `unit` but the last.
+    """Return the borders of `parts` even shares of range(total). All but the last are multiples of `unit`.
 
     Example:
         >>> cut(10, 2, 4)

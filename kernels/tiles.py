@@ -1,37 +1,37 @@
-"""What the three implementations of the threshold kernels share: the format's constants and where tiles end.
+"""Constants of the format and borders of tiles, shared by the three implementations of the threshold kernels.
 
-`docs/wire-format.md` says what the bytes mean. What is here and not there is the encoder's free choice (where it ends a
-tile, which Rice parameter it takes); all three choose alike, so that a GPU and a CPU write the same bytes.
+`docs/wire-format.md` describes the bytes. An encoder is free to choose where a tile ends and which Rice parameter a
+block has; all three implementations make the same choices, so a GPU and a CPU write the same bytes.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-#: Entries that share one Rice parameter.
+#: Number of gaps that share one Rice parameter.
 BLOCK = 64
-#: Quotients below this are unary; larger ones escape to an Elias-gamma code, so that one huge gap costs little.
+#: Quotients below this are unary; larger ones escape to an Elias-gamma code, so that one huge gap costs few bits.
 ESCAPE = 8
-#: Largest Rice parameter: it travels in 5 bits.
+#: Largest Rice parameter: it takes 5 bits in a message.
 K_MAX = 31
-#: What a change of the Rice parameter costs over keeping it, in bits.
+#: Extra bits of a change of the Rice parameter, compared with keeping it.
 SWITCH = 5
-#: Largest number of entries in a tile; a decoder may count on it.
+#: Largest number of entries in a tile. Decoders may have buffers of this size.
 TILE_MAX = 4096
-#: Largest m: an entry stands for at most this many times tau.
+#: Largest m of an entry.
 M_MAX = 2**31 - 1
 #: Largest number of elements of an update; with it every index and every sum of gaps fits 63 bits.
 N_MAX = 2**48
 
-#: The residual is counted against these shares of tau, for whoever wants to choose the next tau.
+#: Shares of tau. The encoder counts the residuals that reach each of them, for the search for the next tau.
 SHARES = (0.875, 0.75, 0.5, 0.25)
 
 
 class Malformed(ValueError):  # noqa: N818
-    """Bytes that are not tiles, or not tiles for this many elements.
+    """Bytes that are not tiles, or not tiles for the expected number of elements.
 
     Attributes:
-        message: which of several messages it is, where several were decoded.
+        message: position of the message among those that were decoded together, from 0.
     """
 
     def __init__(self, text: str, message: int = 0) -> None:
@@ -40,18 +40,19 @@ class Malformed(ValueError):  # noqa: N818
 
 
 class Layout(NamedTuple):
-    """Where the encoder ends its tiles. The defaults are for work; tests take smaller ones to meet every border.
+    """Borders of the encoder's tiles. Tests use smaller values than the defaults, to reach every border.
 
-    The elements are cut into regions. A region's entries fill tiles of `tile_max`; what then is left makes a tile if
-    it has `tile_min` entries, and otherwise waits to share a tile with the leftovers of the next regions. A shared
-    tile ends as soon as it holds `group` entries, covers `group_regions` regions, or meets a region with tiles.
+    The elements are divided into regions. The entries of a region fill tiles of `tile_max`. The remaining entries make
+    a tile if there are at least `tile_min`; fewer ones share a tile with the remaining entries of the next regions. A
+    shared tile ends when it holds `group` entries, when it covers `group_regions` regions, or before a region that has
+    tiles of its own.
 
     Attributes:
-        region: elements, a multiple of 64, at most 2**30.
-        tile_max: entries, at most TILE_MAX.
-        tile_min: entries.
-        group: entries; group + tile_min <= TILE_MAX.
-        group_regions: regions; region * group_regions <= 2**31.
+        region: number of elements of a region, a multiple of 64, at most 2**30.
+        tile_max: largest number of entries of a tile, at most TILE_MAX.
+        tile_min: smallest number of entries of a tile that is not shared.
+        group: number of entries that ends a shared tile; group + tile_min <= TILE_MAX.
+        group_regions: number of regions that ends a shared tile; region * group_regions <= 2**31.
     """
 
     region: int = 1 << 18
@@ -65,10 +66,10 @@ LAYOUT = Layout()
 
 
 class Runs(NamedTuple):
-    """Which elements use which tau: each run of consecutive elements has one.
+    """Runs of consecutive elements that share a tau.
 
     Attributes:
-        lengths: int64[R], elements, at least 1 each.
+        lengths: int64[R], number of elements of each run, at least 1.
         taus: float32[R], positive and normal.
     """
 
@@ -77,19 +78,19 @@ class Runs(NamedTuple):
 
 
 def limit(taus: np.ndarray) -> np.ndarray:
-    """The largest size an element of an update may have: float32[R]. With a residual below tau, m then fits M_MAX."""
+    """Return the largest absolute value in an update, float32[R]. With a residual below tau, m then fits M_MAX."""
     return np.minimum(np.asarray(taus, np.float64) * 2.0**30, 2.0**126).astype(np.float32)
 
 
 class Encoded(NamedTuple):
-    """What an encoder gives back.
+    """Result of an encoder.
 
     Attributes:
         tiles: uint8[bytes], the tiles one after another.
-        sent: int64[R], entries in each run.
-        near: int64[R, len(SHARES)], elements of each run's new residual at or above each share of its tau.
-        fault: index of the first element of the update that cannot be sent (NaN, infinity, too many tau), or -1.
-            Where it is not -1 the residual is as it was, and there are no tiles.
+        sent: int64[R], number of entries in each run.
+        near: int64[R, len(SHARES)], number of new residuals of each run that reach each of SHARES of its tau.
+        fault: index of the first element of the update that cannot be sent (NaN, infinity, above `limit`), or -1. If it
+            is not -1, the residual is unchanged and there are no tiles.
     """
 
     tiles: np.ndarray
@@ -99,12 +100,12 @@ class Encoded(NamedTuple):
 
     @classmethod
     def of_fault(cls, fault: int, runs: int) -> "Encoded":
-        """What an encoder gives back that found a fault."""
+        """Return the result of an encoder that found a fault."""
         return cls(np.zeros(0, np.uint8), np.zeros(runs, np.int64), np.zeros((runs, len(SHARES)), np.int64), fault)
 
 
 def check_layout(layout: Layout) -> None:
-    """Raise ValueError unless a tile of this layout fits into what the kernels have for it."""
+    """Raise ValueError unless the tiles of this layout fit the buffers of the kernels."""
     possible = (
         min(layout) >= 1
         and layout.region % 64 == 0
@@ -118,14 +119,11 @@ def check_layout(layout: Layout) -> None:
 
 
 def plan(counts: np.ndarray, layout: Layout = LAYOUT) -> np.ndarray:
-    """The tiles that regions with these numbers of entries make.
+    """Return the number of entries of each tile in order, int64[tiles].
 
     Args:
-        counts: int64[regions], entries in each region.
-        layout: where tiles end.
-
-    Returns:
-        int64[tiles], entries in each tile, in order.
+        counts: int64[regions], number of entries in each region.
+        layout: borders of tiles.
 
     Example:
         >>> plan(np.array([3, 2, 9, 0, 1]), Layout(region=64, tile_max=8, tile_min=4, group=5, group_regions=8))

@@ -1,4 +1,4 @@
-"""Formats: an update as bytes, and bytes added to an output. One codec a file; `registry` knows them by name."""
+"""Codecs: formats of an update as bytes. One codec a file; `registry` finds them by name."""
 
 from hvdx.codec.base import Codec, State
 from hvdx.codec.dense import Bfloat16, Float16, Raw

@@ -1,14 +1,14 @@
 """The contract of a codec.
 
-A codec turns an update, a list of float32 arrays, into one message of bytes, and adds messages to an output. What an
-encoder must remember from one update to the next is in a state of its own: a value that is made, passed in, given back,
-saved and loaded, never hidden in the codec. Every codec keeps these promises, and `tests/codec/battery.py` holds it to
-them:
+A codec encodes an update, a list of float32 arrays, as one message of bytes, and adds decoded messages to an output. An
+encoder's state between updates is an explicit value: `init` makes it, `encode` takes it and returns the next one, and
+it can be saved and loaded. The codec itself holds no state. Every codec keeps these promises, and
+`tests/codec/battery.py` tests them:
 
-- `decode` adds exactly what `encode` said it sends, on every machine the same bits, for any number of threads.
-- `sent + state after == update + state before`, at most the rounding of that addition, where there is a state.
-- An update that cannot be sent (NaN, infinity) raises `UpdateError`, and the state is as it was.
-- Bytes that are not a message raise `WireError`, and the output is as it was.
+- `decode` adds exactly the values that `encode` sent: the same bits on every machine, for any number of threads.
+- If the codec has a state, `sent + state after == update + state before`, up to the rounding of that addition.
+- If an update cannot be sent (NaN, infinity), `encode` raises `UpdateError` and leaves the state unchanged.
+- If bytes are not a message, `decode` raises `WireError` and leaves the output unchanged.
 """
 
 import abc
@@ -19,15 +19,15 @@ import numpy as np
 
 
 class State(abc.ABC):
-    """What an encoder remembers between updates."""
+    """State of an encoder between updates."""
 
     @abc.abstractmethod
     def arrays(self) -> dict[str, np.ndarray]:
-        """The state as named arrays, for a checkpoint: copies."""
+        """Return a copy of the state as named arrays, for a checkpoint."""
 
 
 class Nothing(State):
-    """The state of an encoder that remembers nothing."""
+    """Empty state of a stateless encoder."""
 
     def arrays(self) -> dict[str, np.ndarray]:
         return {}
@@ -39,71 +39,73 @@ S = TypeVar("S", bound=State)
 class Codec(abc.ABC, Generic[S]):
     """A format for updates."""
 
-    #: The name by which the registry knows it.
+    #: Name in the registry.
     name: ClassVar[str]
-    #: The byte by which a message names it.
+    #: Number in the frame of a message, one byte.
     number: ClassVar[int]
-    #: Seconds of an idle core that `prepare` takes where nothing is compiled yet.
+    #: Seconds that `prepare` takes on an idle core if nothing is compiled yet.
     compile_seconds: ClassVar[int] = 0
 
     @abc.abstractmethod
     def init(self, sizes: Sequence[int]) -> S:
-        """Make the state before the first update.
+        """Return the state before the first update.
 
         Args:
-            sizes: elements of each array of the updates to come.
+            sizes: number of elements of each array of an update.
         """
 
     @abc.abstractmethod
     def encode(self, update: Sequence[Any], state: S) -> tuple[np.ndarray, S]:
-        """Turn an update into a message.
+        """Encode an update as a message.
 
         Args:
-            update: float32 arrays of the sizes that `init` was told, contiguous.
-            state: from `init`, the last `encode` or `restore`. It is used up: go on with the one given back.
+            update: contiguous float32 arrays of the sizes passed to `init`.
+            state: state from `init`, `restore` or the last `encode`. It must not be used again; use the returned one.
 
         Returns:
             The message, uint8[bytes], and the state after it.
 
         Raises:
-            UpdateError: the update holds NaN, infinity, or what the format cannot hold; the state is as it was.
+            UpdateError: if the update holds NaN, infinity, or a value outside the format's range. The state is
+                unchanged.
         """
 
     @abc.abstractmethod
     def decode(self, messages: Sequence[np.ndarray], out: Sequence[Any], scale: float = 1.0) -> None:
-        """Add messages, one after another, times `scale`, to an output.
+        """Decode messages and add them, times `scale`, to an output, one message after another.
 
         Args:
-            messages: uint8[bytes] each, or bytes; one from each rank, in rank order. Views of one large buffer will do.
-                From anywhere, so nothing is believed; but they must not change until decode returns.
-            out: float32 arrays of the sizes that `init` was told, contiguous; changed in place.
-            scale: a float32; 1 / number of messages gives their mean.
+            messages: one message from each rank, in rank order: uint8[bytes] or bytes, also views of a larger buffer.
+                They are untrusted, so every byte is checked. They must not change until `decode` returns.
+            out: contiguous float32 arrays of the sizes passed to `init`; changed in place.
+            scale: float32 factor; 1 / number of messages gives their mean.
 
         Raises:
-            WireError: a message is not of this codec, or not for these sizes; it names the rank. `out` is as it was.
+            WireError: if a message is not of this codec, or not for these sizes. The error names the rank. `out` is
+                unchanged.
         """
 
     @property
     def prepared(self) -> bool:
-        """True if nothing has to be compiled."""
+        """True if no kernel has to be compiled."""
         return True
 
     def prepare(self) -> str:
-        """Load the compiled kernels, or compile and cache them; `encode` and `decode` call it too.
+        """Load the compiled kernels, or compile and cache them. `encode` and `decode` call this too.
 
         Returns:
-            Why it could not be kept, for people; "" where it was, or where there is nothing to compile.
+            A readable reason if the kernels could not be cached; "" if they were, or if there is nothing to compile.
         """
         return ""
 
     @abc.abstractmethod
     def restore(self, arrays: Mapping[str, np.ndarray], sizes: Sequence[int]) -> S:
-        """Make a state of what `State.arrays` gave.
+        """Return the state that `State.arrays` saved.
 
         Args:
-            arrays: as they were saved.
-            sizes: as for `init`.
+            arrays: saved arrays by name.
+            sizes: number of elements of each array of an update.
 
         Raises:
-            ConfigError: they are not of this codec, or of other sizes.
+            ConfigError: if the arrays are of another codec or of other sizes.
         """

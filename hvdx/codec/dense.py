@@ -1,4 +1,4 @@
-"""Every element of the update, as float32, float16 or bfloat16."""
+"""Dense codecs: every element of the update as float32, float16 or bfloat16."""
 
 import abc
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,12 +10,12 @@ from hvdx.codec.base import Codec, Nothing
 from hvdx.errors import UpdateError, WireError
 from hvdx.kernels.pieces import check_arrays
 
-#: Elements converted at a time: what a conversion needs beside them stays in the cache.
+#: Elements converted at a time, so that a conversion's temporary arrays stay in the cache.
 _CHUNK = 1 << 15
 
 
 class Dense(Codec[Nothing]):
-    """Each element, in a format of its own. The encoder remembers nothing: what rounding takes away is lost."""
+    """Base class of the dense codecs. The encoder has no residual, so rounding errors are lost."""
 
     _wire: type[np.generic]
 
@@ -30,10 +30,10 @@ class Dense(Codec[Nothing]):
 
     def encode(self, update: Sequence[np.ndarray], state: Nothing) -> tuple[np.ndarray, Nothing]:
         n = check_arrays(update, "update")
-        head = bytes(frame.SIZE) + varint.put(n)
-        message = np.empty(len(head) + n * np.dtype(self._wire).itemsize, np.uint8)
-        message[: len(head)] = np.frombuffer(head, np.uint8)
-        body = message[len(head) :].view(self._wire)
+        header = bytes(frame.SIZE) + varint.put(n)
+        message = np.empty(len(header) + n * np.dtype(self._wire).itemsize, np.uint8)
+        message[: len(header)] = np.frombuffer(header, np.uint8)
+        body = message[len(header) :].view(self._wire)
         for variable, first, at, values in _chunks(update):
             coded = body[at : at + values.size]
             self._pack(values, coded)
@@ -65,25 +65,25 @@ class Dense(Codec[Nothing]):
                 )
             bodies.append(body[at:].view(self._wire))
         for _, _, at, values in _chunks(out):
-            # Encoders refuse NaN and infinity; one that comes all the same must not raise halfway as a warning.
+            # Encoders refuse NaN and infinity. A message that holds them must not raise a NumPy warning halfway.
             with np.errstate(all="ignore"):
                 for body in bodies:
                     np.add(values, self._unpack(body[at : at + values.size]) * np.float32(scale), out=values)
 
     @abc.abstractmethod
     def _pack(self, values: np.ndarray, coded: np.ndarray) -> None:
-        """Convert float32 to the wire's format."""
+        """Convert float32 `values` to the wire's format, into `coded`."""
 
     @abc.abstractmethod
     def _unpack(self, coded: np.ndarray) -> np.ndarray:
-        """Convert the wire's format to float32."""
+        """Return `coded` as float32."""
 
     def _remedy(self, value: np.float32) -> str:
         return ""
 
 
 class Raw(Dense):
-    """Each element as a float32, as it is.
+    """Each element as a float32, unchanged.
 
     Example:
         >>> out = [np.ones(2, np.float32)]
@@ -103,7 +103,7 @@ class Raw(Dense):
 
 
 class Float16(Dense):
-    """Each element rounded to float16: 11 bits of precision, sizes from 6e-8 to 65504."""
+    """Each element rounded to float16: 11 bits of precision, absolute values from 6e-8 to 65504."""
 
     name, number, _wire = "fp16", 1, np.dtype("<f2").type
 
@@ -126,7 +126,8 @@ class Bfloat16(Dense):
     def _pack(self, values: np.ndarray, coded: np.ndarray) -> None:
         bits = values.view(np.uint32)
         rounded = bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))
-        # The largest float32 round up to infinity, which encode refuses; NaN must not become a number.
+        # The largest float32 values round up to infinity, which `encode` refuses. The rounding could turn NaN into a
+        # number, so values that are not finite become infinity.
         np.copyto(coded, np.where(np.isfinite(values), rounded, np.uint32(0x7F800000)) >> np.uint32(16), "unsafe")
 
     def _unpack(self, coded: np.ndarray) -> np.ndarray:
@@ -134,7 +135,7 @@ class Bfloat16(Dense):
 
 
 def _chunks(arrays: Sequence[np.ndarray]) -> Iterator[tuple[int, int, int, np.ndarray]]:
-    """(array's number, first element in it, first element of all, view of some elements) through all arrays."""
+    """Yield chunks of all arrays as (array number, offset in the array, offset in all elements, float32 view)."""
     at = 0
     for i, array in enumerate(arrays):
         flat = array.reshape(-1)

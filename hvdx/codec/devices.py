@@ -1,4 +1,4 @@
-"""Where the threshold codec's arrays are, and the kernels that work there."""
+"""Devices of the threshold codec: access to the arrays of a host or a GPU, and its kernels."""
 
 import math
 from collections.abc import Sequence
@@ -14,46 +14,46 @@ from hvdx.kernels.tiles import Encoded, Runs
 
 
 class Host:
-    """Arrays in the host's memory: NumPy's."""
+    """NumPy arrays in host memory."""
 
     def __init__(self, threads: int | None) -> None:
         self.threads = threads
 
     def check(self, arrays: Sequence[Any], what: str, writable: bool = False) -> list[int]:
-        """Raise TypeError or ValueError unless kernels can work on the arrays: their sizes."""
+        """Return the arrays' sizes; raise TypeError or ValueError unless the kernels can use the arrays in place."""
         check_arrays(arrays, what, writable)
         return [a.size for a in arrays]
 
     def place(self, values: np.ndarray) -> np.ndarray:
-        """A copy at the start of a cache line."""
+        """Return a copy that starts at a cache line."""
         placed = aligned(values.size)
         placed[:] = values
         return placed
 
     def fetch(self, array: np.ndarray) -> np.ndarray:
-        """A copy as a NumPy array."""
+        """Return a copy as a NumPy array."""
         return array.copy()
 
     def workspace(self, n: int, runs: int) -> cpu.Workspace:
-        """Memory that `encode` works in."""
+        """Return scratch memory for `encode`."""
         return cpu.Workspace(n, runs, threads=self.threads)
 
     def encode(
-        self, update: Sequence[Any], residual: Any, runs: Runs, rice: bool, head: bytes, work: Any
+        self, update: Sequence[Any], residual: Any, runs: Runs, rice: bool, header: bytes, work: Any
     ) -> tuple[np.ndarray, Encoded]:
-        """Encode in place: the message, which begins with `head`, and what was counted."""
-        coded = cpu.encode(update, residual, runs, rice, threads=work.threads, reserve=len(head), workspace=work)
+        """Encode, and change `residual` in place. Return the message, which begins with `header`, and the counts."""
+        coded = cpu.encode(update, residual, runs, rice, threads=work.threads, reserve=len(header), workspace=work)
         if coded.fault < 0:
-            coded.tiles[: len(head)] = np.frombuffer(head, np.uint8)
+            coded.tiles[: len(header)] = np.frombuffer(header, np.uint8)
         return coded.tiles, coded
 
     def decode(self, messages: Sequence[tuple[np.ndarray, Runs]], scale: float, out: Sequence[Any], rice: bool) -> None:
-        """Add messages to `out`; raises Malformed."""
+        """Add messages to `out`; raise Malformed if one is invalid."""
         cpu.decode(messages, scale, out, rice, self.threads)
 
 
 class Gpu:
-    """Arrays on a GPU: anything with `__cuda_array_interface__` or DLPack. Messages are in the host's memory."""
+    """Arrays on a GPU with `__cuda_array_interface__` or DLPack. Messages are in host memory."""
 
     def __init__(self) -> None:
         try:
@@ -65,32 +65,32 @@ class Gpu:
         self._cuda: ModuleType = cuda
 
     def check(self, arrays: Sequence[Any], what: str, writable: bool = False) -> list[int]:
-        """Raise TypeError unless these are arrays on a GPU: their sizes."""
+        """Return the arrays' sizes; raise TypeError unless they are on a GPU."""
         return [math.prod(self._cuda.as_device(a, f"{what}[{i}]").shape) for i, a in enumerate(arrays)]
 
     def place(self, values: np.ndarray) -> Any:
-        """A copy on the GPU."""
+        """Return a copy on the GPU."""
         return self._cuda.to_device(values)
 
     def fetch(self, array: Any) -> np.ndarray:
-        """A copy as a NumPy array."""
+        """Return a copy as a NumPy array."""
         return self._cuda.as_device(array).copy_to_host()
 
     def workspace(self, n: int, runs: int) -> Any:
-        """Memory that `encode` works in."""
+        """Return scratch memory for `encode`."""
         return self._cuda.Scratch()
 
     def encode(
-        self, update: Sequence[Any], residual: Any, runs: Runs, rice: bool, head: bytes, work: Any
+        self, update: Sequence[Any], residual: Any, runs: Runs, rice: bool, header: bytes, work: Any
     ) -> tuple[np.ndarray, Encoded]:
-        """Encode in place: the message, which begins with `head`, and what was counted."""
+        """Encode, and change `residual` in place. Return the message, which begins with `header`, and the counts."""
         coded = self._cuda.encode(update, residual, runs, rice, scratch=work)
-        message = np.empty(len(head) + coded.tiles.size, np.uint8)
-        message[: len(head)] = np.frombuffer(head, np.uint8)
+        message = np.empty(len(header) + coded.tiles.size, np.uint8)
+        message[: len(header)] = np.frombuffer(header, np.uint8)
         if coded.tiles.size:
-            message[len(head) :] = coded.tiles.copy_to_host()
+            message[len(header) :] = coded.tiles.copy_to_host()
         return message, coded
 
     def decode(self, messages: Sequence[tuple[np.ndarray, Runs]], scale: float, out: Sequence[Any], rice: bool) -> None:
-        """Add messages to `out`; raises Malformed."""
+        """Add messages to `out`; raise Malformed if one is invalid."""
         self._cuda.decode(messages, scale, list(out), rice)

@@ -1,9 +1,10 @@
-"""What every message begins with: eight bytes that say whose it is and hold a checksum of the rest.
+"""The frame: the first eight bytes of every message, with the codec's number and a checksum.
 
-0  2  "hx"
-2  1  version of the format
-3  1  codec
-4  4  lowest 32 bits of XXH64 over the bytes from 8 on, with bytes 0 to 3 as the seed, little-endian
+offset  bytes  content
+0       2      "hx"
+2       1      version of the format
+3       1      codec
+4       4      lowest 32 bits of XXH64 over the bytes from 8 on, with bytes 0 to 3 as the seed, little-endian
 """
 
 import struct
@@ -17,11 +18,11 @@ MAGIC, VERSION, SIZE = b"hx", 1, 8
 
 
 def seal(message: np.ndarray, codec: int) -> np.ndarray:
-    """Fill in the first eight bytes of a message whose rest is complete: the message.
+    """Write the frame into a message that is otherwise complete, and return the message.
 
     Args:
         message: uint8[bytes], contiguous.
-        codec: the codec's number.
+        codec: number of the codec.
 
     Example:
         >>> seal(np.zeros(9, np.uint8), 0)[:4].tobytes()
@@ -33,16 +34,16 @@ def seal(message: np.ndarray, codec: int) -> np.ndarray:
 
 
 def unseal(message: np.ndarray | bytes | bytearray | memoryview, codec: int, name: str, rank: int) -> np.ndarray:
-    """Check the first eight bytes of a message: a view of the rest.
+    """Check the frame of a message, and return a view of the body.
 
     Args:
-        message: uint8[bytes] or bytes, from anywhere.
-        codec: the number of the codec it should be of.
-        name: that codec's name, for errors.
-        rank: the rank it came from, for errors.
+        message: untrusted uint8[bytes] or bytes.
+        codec: number of the expected codec.
+        name: name of the expected codec, for errors.
+        rank: rank that sent the message, for errors.
 
     Raises:
-        WireError: it is cut short, altered, of another codec or of another version.
+        WireError: if the message is cut short, altered, of another codec or of another version.
     """
     if isinstance(message, bytes | bytearray | memoryview):
         message = np.frombuffer(message, np.uint8)
@@ -51,7 +52,7 @@ def unseal(message: np.ndarray | bytes | bytearray | memoryview, codec: int, nam
     message = np.ascontiguousarray(message)
     start = message[:4].tobytes()
     if len(message) < SIZE or start[:2] != MAGIC:
-        raise WireError(f"message of rank {rank}: {len(message)} bytes that are no message of hvdx.", rank)
+        raise WireError(f"message of rank {rank}: {len(message)} bytes that are not an hvdx message.", rank)
     if start[2] != VERSION:
         raise WireError(
             f"message of rank {rank}: expected version {VERSION} of the format, got {start[2]}. "
@@ -65,7 +66,7 @@ def unseal(message: np.ndarray | bytes | bytearray | memoryview, codec: int, nam
             rank,
         )
     if struct.unpack("<I", message[4:SIZE].tobytes())[0] != _checksum(start, message):
-        raise WireError(f"message of rank {rank}: its checksum is wrong; it was cut short or altered on its way.", rank)
+        raise WireError(f"message of rank {rank}: its checksum is wrong; it was cut short or altered in transit.", rank)
     return message[SIZE:]
 
 

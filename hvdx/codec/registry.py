@@ -1,4 +1,4 @@
-"""Codecs by name, those of other packages too."""
+"""Registry of codecs by name, including those of other packages."""
 
 import difflib
 import inspect
@@ -10,7 +10,7 @@ from hvdx.codec.dense import Bfloat16, Float16, Raw
 from hvdx.codec.threshold import Threshold
 from hvdx.errors import ConfigError
 
-#: Other packages give their codecs names by entry points of this group.
+#: Group of entry points by which other packages register their codecs.
 GROUP = "hvdx.codecs"
 
 CODECS: dict[str, type[Codec]] = {cls.name: cls for cls in (Raw, Float16, Bfloat16, Threshold)}
@@ -21,10 +21,10 @@ def make(name: str, **options: Any) -> Codec:
 
     Args:
         name: one of `names()`.
-        **options: the codec's.
+        **options: options of the codec.
 
     Raises:
-        ConfigError: an unknown name, option or value; the message lists the right ones.
+        ConfigError: if the name, an option or a value is unknown. The message lists the valid ones.
 
     Example:
         >>> make("threshold", tau=2**-10)
@@ -46,7 +46,7 @@ def make(name: str, **options: Any) -> Codec:
 
 
 def names() -> list[str]:
-    """The names of all codecs.
+    """Return the names of all codecs.
 
     Example:
         >>> names()[:4]

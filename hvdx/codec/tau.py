@@ -1,7 +1,7 @@
-"""Finding the threshold tau that sends a given share of the elements.
+"""Search for the threshold tau that sends a given density of the elements.
 
-tau moves on a grid of `steps` values an octave, (1 + i / steps) * 2**e: so few bits that m * tau is exact in float32
-for every m below 2**23 / steps, as it is for the powers of two that `steps=1` leaves.
+tau moves on a grid of `steps` values an octave: (1 + i / steps) * 2**e. Such a value has few significant bits, so
+m * tau is exact in float32 for every m below 2**23 / steps. With `steps=1` the grid holds the powers of two.
 """
 
 import math
@@ -10,19 +10,20 @@ import numpy as np
 
 from hvdx.kernels.tiles import SHARES
 
-#: Bits of a float32 that a bin of the histogram keeps: the exponent and three of the fraction, eight bins an octave.
+#: Right shift from the bits of a float32 to its bin in the histogram. The exponent and three bits of the fraction
+#: remain: eight bins an octave.
 BIN_SHIFT = 20
-#: tau stays above the largest element times this: lower ones send no more elements, only larger m.
+#: Lower bound of tau, as a share of the largest element. A smaller tau would hardly send more elements, only larger m.
 SPAN = 2.0**-12
-#: How much of the last sent count the running mean takes in.
+#: Weight of the last count of entries in the running mean.
 _MEMORY = 1 / 8
-#: Bins below this one are of finite numbers.
+#: Number of bins for finite values: those below this one.
 _FINITE = 0x7F8
 _LEAST, _MOST = 2.0**-126, 2.0**126
 
 
 def on_grid(tau: float, steps: int, up: bool = False) -> np.float32:
-    """The largest value of the grid that is not above tau, or with `up` the smallest that is not below it.
+    """Return the largest value of the grid that is at most tau, or with `up` the smallest that is at least tau.
 
     Example:
         >>> float(on_grid(0.3, 1)), float(on_grid(0.3, 8)), float(on_grid(0.3, 8, up=True))
@@ -35,16 +36,19 @@ def on_grid(tau: float, steps: int, up: bool = False) -> np.float32:
 
 
 def first_tau(histogram: np.ndarray, density: float, steps: int) -> np.float32 | None:
-    """The tau at which `density` of the elements reach it, or fewer: none where all are of one size.
+    """Return a tau that at most a share `density` of the elements, or one element, reaches.
+
+    If all elements have the same absolute value, none reaches it.
 
     Args:
-        histogram: int64[2048], elements whose size, as the bits of a float32 >> BIN_SHIFT, is the index. NaN and
+        histogram: int64[2048], number of elements by the bits of their absolute value as float32 >> BIN_SHIFT. NaN and
             infinity do not count.
-        density: the share of elements to send.
+        density: share of the elements to send.
         steps: values of the grid in an octave.
 
     Returns:
-        The smallest such tau on the grid, or None where all elements are zero.
+        The smallest such tau that the histogram and the grid resolve, but at least SPAN times the largest element; None
+        if all elements are zero.
     """
     histogram = histogram[:_FINITE]
     occupied = np.flatnonzero(histogram[1:]) + 1
@@ -59,7 +63,7 @@ def first_tau(histogram: np.ndarray, density: float, steps: int) -> np.float32 |
 
 
 def largest(histogram: np.ndarray) -> np.float32:
-    """A size that the largest finite element reaches: the lower edge of its bin; 0 where all are zero."""
+    """Return the lower edge of the bin of the largest finite element; 0 if all elements are zero."""
     occupied = np.flatnonzero(histogram[1:_FINITE]) + 1
     top = np.array([occupied[-1] if occupied.size else 0], np.uint32)
     return (top << np.uint32(BIN_SHIFT)).view(np.float32)[0]
@@ -68,28 +72,30 @@ def largest(histogram: np.ndarray) -> np.float32:
 def next_tau(
     tau: np.float32, mean: float, sent: int, near: np.ndarray, elements: int, density: float, steps: int
 ) -> tuple[np.float32, float]:
-    """tau for the next update, and the running mean of what was sent.
+    """Return tau for the next update, and the running mean of the number of entries.
 
-    Too many entries raise tau, at once by as much as it takes when they are many times too many; too few lower it. How
-    far is read off how many residuals lie just below tau: all of those are sent at once by a tau that they reach.
+    Too many entries raise tau by one step of the grid, or by a factor of up to 4 if this update has more than four
+    times the wanted number. Too few entries lower tau by at least one step, down to the smallest of SHARES times tau
+    that at most the wanted number of residuals reaches: a lower tau sends at once all residuals that reach it.
 
     Args:
-        tau: the one of this update.
-        mean: the running mean before it; below 0 at the start.
-        sent: entries of this update.
-        near: int64[len(SHARES)], residuals that reach each of SHARES of tau.
-        elements: of the update.
-        density: the share of elements to send.
+        tau: tau of this update.
+        mean: running mean before this update; below 0 at the start.
+        sent: number of entries of this update.
+        near: int64[len(SHARES)], number of residuals that reach each of SHARES times tau.
+        elements: number of elements of the update.
+        density: share of the elements to send.
         steps: values of the grid in an octave.
     """
     if sent == 0:
-        # Nothing new: an idle phase, or a step that only accumulates. Lowering tau now would send all at once later.
+        # An idle phase, or a step that only accumulates. A lower tau would send many residuals at once later.
         return tau, mean
     wanted = max(density * elements, 1.0)
     mean = float(sent) if mean < 0 else mean + _MEMORY * (sent - mean)
     slack = max(1.1, 2 ** (0.75 / steps))
     if sent > 4 * wanted:
-        # Between the tails of a Gaussian and of a random walk: density falls at least with the square of tau.
+        # The density falls at least with the square of tau. This is between the tails of a Gaussian and of a random
+        # walk.
         raised = on_grid(float(tau) * min(math.sqrt(sent / wanted), 4.0), steps, up=True)
         return raised, min(mean, wanted)
     if mean > slack * wanted:

@@ -1,9 +1,9 @@
-"""The elements that reach a threshold tau, as multiples of +-tau; what they do not send waits in a residual.
+"""Threshold codec: elements that reach a threshold tau are sent as multiples of +-tau; a residual keeps the rest.
 
-Strom 2015 ("Scalable distributed DNN training using commodity GPU cloud computing", Interspeech) sends +-tau once an
-element and packs an index and a sign into 32 bits; Deeplearning4j does the same. Here an element sends as many tau as
-it holds, so a residual never grows beyond tau and none is thrown away, and indices are entropy-coded: 6 to 16 bits.
-`docs/wire-format.md` has every byte.
+Strom 2015 ("Scalable distributed DNN training using commodity GPU cloud computing", Interspeech) sends +-tau at most
+once for each element, and packs an index and a sign into 32 bits; Deeplearning4j does the same. This codec differs in
+two ways. An element sends the largest multiple of tau that it holds, so its residual stays below tau and nothing is
+clipped. Indices are entropy-coded, in 6 to 16 bits. `docs/wire-format.md` describes every byte.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,31 +23,32 @@ from hvdx.kernels import compiled, cpu
 from hvdx.kernels.lengths import read_lengths
 from hvdx.kernels.tiles import Encoded, Malformed, Runs, limit
 
-#: tau where neither it nor a density is asked for: Strom's and Deeplearning4j's, as a power of two.
+#: tau if neither tau nor a density is given: that of Strom and Deeplearning4j, as a power of two.
 DEFAULT_TAU = 2.0**-10
-#: After so many updates that sent nothing, tau is held against the next update; as often, a tau at its floor.
+#: Updates without entries after which tau is checked against the next update. A tau at its floor may fall below it, and
+#: so be checked, once in this many updates.
 _QUIET = 8
 _USED_UP = (
-    "state: encode has used it up. Go on with the state that encode gave back; if encode was interrupted, with a "
-    "checkpoint."
+    "state: encode has used it up. Use the state that encode returned; if encode was interrupted, restore a checkpoint."
 )
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class ThresholdState(State):
-    """What the encoder remembers.
+    """State of the threshold encoder: the residual, and tau of each run with the counts that it follows.
 
     Attributes:
-        sizes: elements of each array of an update.
-        residual: float32[n] on the codec's device, what has not been sent, each below its tau.
-        lengths: int64[R], how many elements share each tau.
-        taus: float32[R], for the next update.
-        found: bool[R], whether a tau has been found for that run; only with a target density.
-        floors: float32[R], what tau does not pass on its way down before an update has been looked at again.
-        quiet: int64[R], updates in a row that sent nothing.
-        means: float64[R], running means of the entries sent an update; -1 before the first.
-        step: updates encoded.
-        sent: int64[R], entries in the last message.
+        sizes: number of elements of each array of an update.
+        residual: float32[n] on the codec's device, the part of past updates that has not been sent.
+        lengths: int64[R], number of elements of each run, which share a tau.
+        taus: float32[R], tau of each run for the next update.
+        found: bool[R], False while a run with a target density has no tau yet.
+        floors: float32[R], lower bound of tau between two passes over an update.
+        quiet: int64[R], number of updates in a row without entries.
+        means: float64[R], running mean of the number of entries of an update; -1 before the first update.
+        step: number of updates encoded.
+        sent: int64[R], number of entries in the last message.
+        device: device of the arrays, with its kernels.
     """
 
     sizes: tuple[int, ...]
@@ -61,7 +62,7 @@ class ThresholdState(State):
     step: int
     sent: np.ndarray
     device: Host | Gpu
-    # Not part of what is saved: scratch memory, and a lock that encode takes for good when it uses the state up.
+    # Not saved. `encode` acquires the lock and keeps it, so that a state is used once.
     scratch: dict[str, Any] = field(default_factory=dict)
     claim: Lock = field(default_factory=Lock)
 
@@ -70,7 +71,7 @@ class ThresholdState(State):
 
     @property
     def density(self) -> float:
-        """The share of elements that the last message sent."""
+        """Share of the elements that the last message holds."""
         return float(self.sent.sum()) / max(self.residual.size, 1)
 
     def arrays(self) -> dict[str, np.ndarray]:
@@ -82,7 +83,7 @@ class ThresholdState(State):
 
 
 class _Refused(Exception):  # noqa: N818
-    """An update that cannot be sent, for the element at `fault`."""
+    """An update that cannot be sent because of the element at index `fault`."""
 
     def __init__(self, fault: int, taus: np.ndarray) -> None:
         super().__init__()
@@ -90,21 +91,21 @@ class _Refused(Exception):  # noqa: N818
 
 
 class Threshold(Codec[ThresholdState]):
-    """Sends what reaches tau.
+    """Codec that sends the elements whose sum with the residual reaches tau, and keeps the rest in the residual.
 
     Args:
-        tau: the threshold; 2**-10 if neither it nor `target_density` is given. Any positive float; m * tau is exact for
-            powers of two, and otherwise rounded once.
-        target_density: the share of elements to send, in (0, 1): tau is found from the first update, and follows.
-        scope: one tau for "all" elements, or one for each "variable" (array of the update).
-        index_coding: "rice" entropy-codes the indices; "none" spends 32 bits on each.
-        tau_steps: how finely tau follows `target_density`: values in an octave, a power of two up to 64. 1 keeps tau a
-            power of two; each step down then sends a large share of the residuals at once.
-        threads: how many the kernels use; the cores of this process if None.
-        device: where updates and outputs are: "cpu", NumPy arrays; "cuda", arrays on a GPU. The bytes are the same.
+        tau: threshold, from 2**-126 to 2**126; 2**-10 if neither `tau` nor `target_density` is given. m * tau is exact
+            if tau is a power of two, and may be rounded otherwise.
+        target_density: share of the elements to send, in (0, 1). The first update gives tau, and later ones adapt it.
+        scope: "all" for one tau, "variable" for a tau of each array of the update.
+        index_coding: "rice" for entropy-coded indices, "none" for 32 bits each.
+        tau_steps: number of values in an octave that tau takes with `target_density`, a power of two up to 64. With 1,
+            tau is a power of two, and each step down sends a large share of the residuals at once.
+        threads: number of threads of the kernels; None for OMP_NUM_THREADS if it is set, else the process's cores.
+        device: "cpu" for NumPy arrays, "cuda" for arrays on a GPU. Both write the same bytes.
 
     Raises:
-        ConfigError: a value outside these.
+        ConfigError: if an option is outside its range.
 
     Example:
         >>> codec = Threshold(tau=0.5)
@@ -130,9 +131,7 @@ class Threshold(Codec[ThresholdState]):
         device: Literal["cpu", "cuda"] = "cpu",
     ) -> None:
         if tau is not None and target_density is not None:
-            raise ConfigError(
-                "threshold: both tau and target_density are given. Give one: a density finds its own tau."
-            )
+            raise ConfigError("threshold: both tau and target_density are given. Give one; a density determines tau.")
         if tau is not None and not (_is_number(tau) and 2.0**-126 <= tau <= 2.0**126):
             raise ConfigError(f"threshold: tau: expected a positive number from 2**-126 to 2**126, got {tau!r}.")
         if target_density is not None and not (_is_number(target_density) and 0 < target_density < 1):
@@ -190,7 +189,7 @@ class Threshold(Codec[ThresholdState]):
 
     @cached_property
     def _kernels(self) -> compiled.Ready:
-        """How the kernels became ready: asked once, since finding the folder costs system calls."""
+        """Outcome of preparing the kernels. It is cached because finding the folder takes system calls."""
         return cpu.prepare(kernels_folder())
 
     def encode(self, update: Sequence[np.ndarray], state: ThresholdState) -> tuple[np.ndarray, ThresholdState]:
@@ -200,8 +199,8 @@ class Threshold(Codec[ThresholdState]):
             raise ValueError(f"update: expected arrays of {list(state.sizes)} elements, got {sizes}.")
         if not state.claim.acquire(blocking=False):
             raise ValueError(_USED_UP)
-        # From here on an interruption leaves a residual that fits no update: only what is known to have changed
-        # nothing gives the state free again.
+        # An interruption from here on leaves a residual that is partly updated. Only a refusal is known to have changed
+        # nothing, so only a refusal releases the state.
         try:
             message, coded, taus, found, floors = self._encode(update, state)
         except _Refused as refused:
@@ -239,7 +238,7 @@ class Threshold(Codec[ThresholdState]):
             if value.shape != like.shape or value.dtype != like.dtype:
                 raise ConfigError(
                     f"threshold: saved {name}: expected {like.dtype}{list(like.shape)}, got {value.dtype}"
-                    f"{list(value.shape)}. It is of another model, or of another `scope`."
+                    f"{list(value.shape)}. The state is of another model, or of another `scope`."
                 )
             new[name] = value.copy()
         if (new["lengths"] != fresh.lengths).any():
@@ -247,22 +246,21 @@ class Threshold(Codec[ThresholdState]):
         if self.tau is not None and (new["taus"] != np.float32(self.tau)).any():
             raise ConfigError(
                 f"threshold: the saved state was made with tau={new['taus'][0]}, this codec has tau={self.tau}. "
-                "Make the codec with the tau it was saved with."
+                "Make the codec with the tau of the saved state."
             )
         for name, least in {"taus": 2.0**-126, "floors": 0, "means": -1, "quiet": 0, "sent": 0, "step": 0}.items():
             most = 2.0**126 if name in ("taus", "floors") else np.inf
-            # NaN and infinity are not within anything.
             if not ((new[name] >= least) & (new[name] <= most) & np.isfinite(new[name])).all():
                 raise ConfigError(
                     f"threshold: saved {name}: expected numbers from {least:.6g} to {most:.6g}, got {new[name]}; the "
-                    "checkpoint is damaged. Do: go on from another one."
+                    "checkpoint is damaged. Restore another one."
                 )
-        # More than tau is left where tau has come down, or where what runs ahead was taken off the residual again;
-        # with an update within its own limit, m then still fits.
+        # A residual may exceed tau if tau has fallen, or if a lookahead was subtracted from it. Up to this limit, m of
+        # the next update still fits.
         if not (np.abs(new["residual"]) <= np.repeat(limit(new["taus"]), new["lengths"])).all():
             raise ConfigError(
                 "threshold: saved residual: expected numbers of at most 2**30 times tau, got larger ones or NaN; the "
-                "checkpoint is damaged. Do: go on from another one."
+                "checkpoint is damaged. Restore another one."
             )
         new |= {"residual": self._device.place(new["residual"]), "step": int(new["step"])}
         return replace(fresh, **new)
@@ -270,7 +268,7 @@ class Threshold(Codec[ThresholdState]):
     def _encode(
         self, update: Sequence[Any], state: ThresholdState
     ) -> tuple[np.ndarray, Encoded, np.ndarray, np.ndarray, np.ndarray]:
-        """Message, what was counted, and the taus, found and floors used; raises _Refused with nothing changed."""
+        """Return the message, the counts, and the taus, found and floors used. Raise _Refused with nothing changed."""
         taus, found, floors = state.taus, state.found, state.floors
         if "workspace" not in state.scratch:
             state.scratch["workspace"] = self._device.workspace(state.residual.size, len(taus))
@@ -281,19 +279,20 @@ class Threshold(Codec[ThresholdState]):
         ends, tried = np.cumsum(state.lengths), set()
         while True:
             if due.any():
-                taus, found, floors = self._look_again(update, state, taus, found, floors, due)
+                taus, found, floors = self._find_taus(update, state, taus, found, floors, due)
             runs = Runs(state.lengths, taus)
-            message, coded = self._device.encode(update, state.residual, runs, rice, _head(runs), work)
+            message, coded = self._device.encode(update, state.residual, runs, rice, _header(runs), work)
             if coded.fault < 0:
                 return message, coded, taus, found, floors
-            # NaN, or an element of far more tau than the last update's: another tau, unless it is fixed, or was tried.
+            # The element is NaN, infinite or too large for tau. Find another tau, unless tau is fixed or this run was
+            # retried already.
             run = int(np.searchsorted(ends, coded.fault, side="right"))
             if self.target_density is None or run in tried:
                 raise _Refused(coded.fault, taus)
             tried.add(run)
             due = np.arange(len(ends)) == run
 
-    def _look_again(
+    def _find_taus(
         self,
         update: Sequence[Any],
         state: ThresholdState,
@@ -302,7 +301,7 @@ class Threshold(Codec[ThresholdState]):
         floors: np.ndarray,
         due: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """taus, found and floors anew for the runs that are `due`, from the sizes of the update's elements."""
+        """Return new taus, found and floors for the runs that are `due`, from a histogram of the update."""
         taus, found, floors = taus.copy(), found.copy(), floors.copy()
         histograms = cpu.histogram([self._device.fetch(u) for u in update], state.lengths)
         for i in np.flatnonzero(due):
@@ -314,7 +313,8 @@ class Threshold(Codec[ThresholdState]):
             if not found[i]:
                 taus[i], found[i] = first, True
             elif state.quiet[i] and first < taus[i] / 8:
-                # tau settles at a few times what the first update asks for. Residuals reach up to it: go by halves.
+                # tau settles at a few times the value that the first update gives, and residuals reach up to tau. A
+                # large step down would send most of them at once, so tau is halved.
                 taus[i] = tau.on_grid(float(taus[i]) / 2, self.tau_steps)
             taus[i] = max(taus[i], floors[i])
         return taus, found, floors
@@ -322,7 +322,7 @@ class Threshold(Codec[ThresholdState]):
     def _next_taus(
         self, taus: np.ndarray, found: np.ndarray, floors: np.ndarray, state: ThresholdState, coded: Encoded
     ) -> tuple[np.ndarray, np.ndarray]:
-        """taus and running means for the next update."""
+        """Return the taus and running means for the next update."""
         taus, means = taus.copy(), state.means.copy()
         for i in np.flatnonzero(found):
             after, means[i] = tau.next_tau(
@@ -334,12 +334,12 @@ class Threshold(Codec[ThresholdState]):
                 self.target_density or 0.0,
                 self.tau_steps,
             )
-            # Looking at an update takes a pass over it, so a tau that would go on falling waits at its floor.
+            # A tau below its floor costs a pass over the next update, so it falls below only every _QUIET updates.
             taus[i] = after if state.step % _QUIET == 0 else max(after, min(floors[i], taus[i]))
         return taus, means
 
     def _cannot_send(self, update: Sequence[Any], sizes: list[int], fault: int, taus: np.ndarray) -> UpdateError:
-        """The error for the element with this index."""
+        """Return the error for the element at index `fault`."""
         variable, element = 0, fault
         while element >= sizes[variable]:
             element -= sizes[variable]
@@ -362,13 +362,13 @@ def _lengths(lengths: tuple[int, ...]) -> bytes:
     return varint.put(len(lengths)) + b"".join(varint.put(length) for length in lengths)
 
 
-def _head(runs: Runs) -> bytes:
-    """What a message holds before its tiles, the frame still empty."""
+def _header(runs: Runs) -> bytes:
+    """Return the bytes of a message before its tiles, with an empty frame."""
     return bytes(frame.SIZE) + _lengths(tuple(runs.lengths.tolist())) + runs.taus.astype("<f4").tobytes()
 
 
 def _open(body: np.ndarray, n: int, rank: int) -> tuple[np.ndarray, Runs]:
-    """Take the runs off the front of a message: its tiles, and them."""
+    """Split the body of a message into its tiles and its runs."""
     try:
         lengths, at = read_lengths(body, n)
     except Malformed as error:

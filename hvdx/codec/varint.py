@@ -1,11 +1,11 @@
-"""Whole numbers in as few bytes as they need (LEB128): seven bits a byte, the lowest first.
+"""LEB128: whole numbers in the fewest bytes of seven bits each, the lowest bits first.
 
-The top bit of a byte says that more follow.
+The top bit of a byte is 1 if another byte follows.
 """
 
 
 def put(value: int) -> bytes:
-    """Write a number.
+    """Return a number as LEB128 bytes.
 
     Example:
         >>> put(300).hex()
@@ -19,10 +19,10 @@ def put(value: int) -> bytes:
 
 
 def get(data: bytes, at: int) -> tuple[int, int]:
-    """Read a number of at most 63 bits: it, and where it ends.
+    """Read a number of at most 63 bits at offset `at`; return it and the offset of its end.
 
     Raises:
-        ValueError: it does not end, or has a byte that it does not need.
+        ValueError: if the number does not end, or has a superfluous byte.
 
     Example:
         >>> get(bytes.fromhex("ac02"), 0)

@@ -1,4 +1,4 @@
-"""The battery that every codec passes: the promises of `hvdx.codec.base`, one function each."""
+"""Tests that every codec passes, one function for each promise of `hvdx.codec.base`."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,19 +9,19 @@ import pytest
 from hvdx.codec import Codec, frame, make
 from hvdx.errors import ConfigError, HvdxError, UpdateError, WireError
 
-#: Elements of the arrays of an update, an empty one and a scalar among them.
+#: Shapes of the arrays of an update, including empty arrays and a scalar.
 SHAPES = [(3, 5), (0,), (), (700,), (1, 1, 9), (0, 4)]
 SIZES = [int(np.prod(shape)) for shape in SHAPES]
 
 
 class Row(NamedTuple):
-    """A codec with some options.
+    """Codec with options.
 
     Attributes:
-        name: as in the registry.
-        options: its own.
-        precision: what a number loses at most, as a share of its size; None where the rest waits for the next message.
-        tau: the largest residual, where there is one that does not change.
+        name: name in the registry.
+        options: options of the codec.
+        precision: largest relative error of a value; None if a residual keeps the error.
+        tau: upper bound of the residual if tau is fixed, else None.
     """
 
     name: str
@@ -50,7 +50,7 @@ ROWS = {
 
 
 def updates(seed: int, steps: int) -> list[list[np.ndarray]]:
-    """Updates of SHAPES, one after another."""
+    """Return the updates of `steps` steps, with arrays of SHAPES."""
     rng = np.random.default_rng(seed)
     return [[rng.normal(0, 0.2, shape).astype(np.float32) for shape in SHAPES] for _ in range(steps)]
 
@@ -64,7 +64,7 @@ def flat(arrays: list[np.ndarray]) -> np.ndarray:
 
 
 def message_of(codec: Codec, seed: int = 0) -> np.ndarray:
-    """The second message of a new encoder: the first finds tau."""
+    """Return the second message of a new encoder; the first one finds tau."""
     state = codec.init(SIZES)
     for update in updates(seed, 2):
         message, state = codec.encode(update, state)
@@ -72,7 +72,7 @@ def message_of(codec: Codec, seed: int = 0) -> np.ndarray:
 
 
 def expect(error: type[Exception], call: Callable[[], Any], *parts: str) -> Exception:
-    """The call raises the error, and its message holds these parts."""
+    """Check that the call raises the error with these parts in its message; return the error."""
     with pytest.raises(error) as caught:
         call()
     for part in parts:
@@ -81,7 +81,7 @@ def expect(error: type[Exception], call: Callable[[], Any], *parts: str) -> Exce
 
 
 def check_round_trip(row: Row) -> None:
-    """A decoded update is the update, to the format's precision; or what is missing is less than tau everywhere."""
+    """A decoded update equals the update up to the format's precision, or up to a residual below tau."""
     codec = row.make()
     state, total, got = codec.init(SIZES), flat(zeros()), zeros()
     for update in updates(1, 6):
@@ -100,7 +100,7 @@ def check_round_trip(row: Row) -> None:
 
 
 def check_nothing_is_lost(row: Row) -> None:
-    """sent + state after == update + state before, exactly as float32 adds them; without a state sent is the update."""
+    """sent + residual after == update + residual before, added in float32; without a residual, sent is the update."""
     codec = row.make()
     state = codec.init(SIZES)
     for update in updates(2, 5):
@@ -129,7 +129,7 @@ def check_same_bytes_for_the_same_update(row: Row) -> None:
 
 
 def check_empty_updates(row: Row) -> None:
-    """No arrays, or none with elements, or nothing but zeros: a message all the same."""
+    """An update without arrays, without elements, or of zeros has a message too."""
     codec = row.make()
     for sizes in ([], [0], [0, 0]):
         update = [np.zeros(size, np.float32) for size in sizes]
@@ -149,7 +149,7 @@ def check_no_messages(row: Row) -> None:
 
 
 def check_order_and_scale(row: Row) -> None:
-    """out + one * scale + other * scale, in this order, each step rounded to float32."""
+    """The output is out + one * scale + other * scale, in this order, with each step rounded to float32."""
     codec = row.make()
     messages = [message_of(codec, seed) for seed in range(4)]
     parts = []
@@ -167,7 +167,7 @@ def check_order_and_scale(row: Row) -> None:
 
 
 def check_states_are_restored(row: Row) -> None:
-    """Saved and loaded at any step, an encoder writes what it would have written."""
+    """An encoder that is saved and restored at any step writes the same messages as one that is not."""
     codec, steps = row.make(), updates(6, 8)
     state = codec.init(SIZES)
     saved, messages = [], []
@@ -187,7 +187,7 @@ def check_states_are_restored(row: Row) -> None:
 
 
 def check_saved_arrays_are_copies(row: Row) -> None:
-    """What was saved does not change with the encoder, nor the encoder with it."""
+    """Saved arrays do not change when their encoder or a restored one continues."""
     codec = row.make()
     _, state = codec.encode(updates(7, 1)[0], codec.init(SIZES))
     saved = state.arrays()
@@ -200,7 +200,7 @@ def check_saved_arrays_are_copies(row: Row) -> None:
 
 
 def check_foreign_states_are_refused(row: Row) -> None:
-    """Arrays that are missing, or of other sizes, types or values."""
+    """Saved arrays that are missing, or of other sizes, types or values, are refused."""
     codec = row.make()
     _, state = codec.encode(updates(7, 1)[0], codec.init(SIZES))
     saved = state.arrays()
@@ -220,21 +220,21 @@ def check_used_states_are_refused(row: Row) -> None:
     state = codec.init(SIZES)
     codec.encode(update, state)
     if codec.init(SIZES).arrays():
-        expect(ValueError, lambda: codec.encode(update, state), "state", "used it up", "gave back")
-        # Its residual is the next state's already, its taus are not.
-        expect(ValueError, state.arrays, "state", "used it up", "gave back")
+        expect(ValueError, lambda: codec.encode(update, state), "state", "used it up", "returned")
+        # Its residual is already that of the next state; its taus are not.
+        expect(ValueError, state.arrays, "state", "used it up", "returned")
 
 
-def check_what_cannot_be_sent(row: Row) -> None:
-    """NaN and infinity, in any array, at first and later: an error that says where, and a state as it was."""
+def check_unsendable_updates_are_refused(row: Row) -> None:
+    """NaN and infinity in any array, at the first or a later step, raise an error with the index; the state is kept."""
     for variable, element in ((0, 0), (0, 14), (2, 0), (3, 0), (3, 64), (3, 699), (4, 8)):
         for value in (np.nan, -np.nan, np.inf, -np.inf):
             for step in (0, 2):
-                _meet_what_cannot_be_sent(row, variable, element, np.float32(value), step)
+                _check_unsendable_update(row, variable, element, np.float32(value), step)
 
 
-def _meet_what_cannot_be_sent(row: Row, variable: int, element: int, value: np.float32, step: int) -> None:
-    """One step of four tries a bad update first; the messages are those of an encoder that has met none."""
+def _check_unsendable_update(row: Row, variable: int, element: int, value: np.float32, step: int) -> None:
+    """Try an unsendable update before one step of four; the messages equal those of an encoder without it."""
     codec, clean = row.make(), row.make()
     got, want = codec.init(SIZES), clean.init(SIZES)
     for i, update in enumerate(updates(10, 4)):
@@ -253,7 +253,7 @@ def _meet_what_cannot_be_sent(row: Row, variable: int, element: int, value: np.f
 
 
 def check_wrong_arrays_are_refused(row: Row) -> None:
-    """Other types and memory than kernels can work on: an error that names the array and says what to do."""
+    """Arrays of a type or memory layout that kernels cannot use raise an error that names the array and a remedy."""
     codec = row.make()
     fixed = np.zeros(4, np.float32)
     fixed.flags.writeable = False
@@ -272,7 +272,7 @@ def check_wrong_arrays_are_refused(row: Row) -> None:
 
 
 def check_wrong_sizes_are_refused(row: Row) -> None:
-    """Other arrays than the state was made for, where it was made for some."""
+    """Arrays of other sizes than those of the state are refused, if the state has sizes."""
     codec = row.make()
     if not codec.init(SIZES).arrays():
         return
@@ -287,7 +287,10 @@ def check_wrong_sizes_are_refused(row: Row) -> None:
 
 
 def check_wrong_messages_are_refused(row: Row) -> None:
-    """Cut, altered, of another codec, version or size: an error that names the rank, and the output as it was."""
+    """A message that is cut, altered, or of another codec, version or size raises an error with the rank.
+
+    The output is unchanged.
+    """
     codec = row.make()
     right = message_of(codec)
     start = updates(12, 1)[0]
@@ -322,7 +325,7 @@ def check_wrong_messages_are_refused(row: Row) -> None:
 
 
 def check_resealed_messages_are_refused(row: Row) -> None:
-    """With a right checksum, too: cut short, and with more behind."""
+    """Messages that are too short or too long are refused even if their checksum is valid."""
     codec = row.make()
     right, start = message_of(codec), updates(12, 1)[0]
     for length in (8, 9, 10, 11, len(right) - 1, len(right) + 1, len(right) + 40):
@@ -336,7 +339,7 @@ def check_resealed_messages_are_refused(row: Row) -> None:
 
 
 def check_messages_may_be_read_only_views(row: Row) -> None:
-    """As they come out of a receive buffer: at an odd place, not to be written, not contiguous."""
+    """Messages may be views of a receive buffer: unaligned, read-only, or not contiguous."""
     codec = row.make()
     right = message_of(codec)
     want = zeros()
@@ -351,7 +354,7 @@ def check_messages_may_be_read_only_views(row: Row) -> None:
 
 
 def check_one_codec_serves_many_states(row: Row) -> None:
-    """Nothing is hidden in the codec: two encoders that take turns do what each does alone."""
+    """The codec holds no state: two encoders that share it write the same messages as each one alone."""
     codec = row.make()
     alone = [[], []]
     for i in range(2):

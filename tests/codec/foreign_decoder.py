@@ -1,6 +1,6 @@
-"""A decoder written from docs/wire-format.md alone, in plain Python: no NumPy, nothing of hvdx.
+"""Decoder in plain Python, written from docs/wire-format.md alone, without NumPy and hvdx.
 
-Rule numbers are those of "What a decoder must check".
+Rule numbers are those of the section "What a decoder must check".
 """
 
 import itertools
@@ -22,7 +22,7 @@ class Refused(Exception):  # noqa: N818
 
 
 def f32(x):
-    """x rounded to float32."""
+    """Return x rounded to float32."""
     try:
         return struct.unpack("<f", struct.pack("<f", x))[0]
     except OverflowError:
@@ -30,12 +30,12 @@ def f32(x):
 
 
 def start(s, e):
-    """The first Rice parameter of s elements among e."""
+    """Return the first Rice parameter for s skipped elements among e entries."""
     return min(max((s // e).bit_length() - 1, 0), 31)
 
 
 class Bytes:
-    """The body of a message, read from its front."""
+    """Reader of the body of a message."""
 
     def __init__(self, data):
         self.data, self.at = data, 0
@@ -48,7 +48,7 @@ class Bytes:
         return self.data[self.at - length : self.at]
 
     def number(self):
-        """A number in LEB128."""
+        """Read a number in LEB128."""
         value = 0
         for i in range(9):
             if not self.left():
@@ -63,7 +63,7 @@ class Bytes:
 
 
 class Bits:
-    """A payload, read bit by bit."""
+    """Reader of the bits of a payload."""
 
     def __init__(self, data):
         self.data, self.at = data, 0
@@ -79,7 +79,7 @@ class Bits:
         return sum(self.bit() << i for i in range(length))
 
     def code(self, k):
-        """A number in the gap code."""
+        """Read a number in the gap code."""
         t = 0
         while self.bit():
             t += 1
@@ -94,11 +94,11 @@ class Bits:
 
     def finish(self):
         if 8 * len(self.data) - self.at >= 8 or any(self.bit() for _ in range(8 * len(self.data) - self.at)):
-            raise Refused(21, "something after the last entry")
+            raise Refused(21, "bits after the last entry")
 
 
 def open_frame(message, codec):
-    """The body of a message of the expected codec."""
+    """Check the frame of a message; return a reader of its body."""
     if len(message) < 8 or message[:2] != b"\x68\x78":
         raise Refused(1, "no message")
     if message[2] != 1:
@@ -112,7 +112,7 @@ def open_frame(message, codec):
 
 
 def read_dense(body, n, codec):
-    """[(index, value)] of a dense body."""
+    """Read a dense body: [(index, value)]."""
     if body.number() != n:
         raise Refused(7, "another number of elements")
     if body.left() != n * (4 if codec == NONE else 2):
@@ -128,7 +128,7 @@ def read_dense(body, n, codec):
 
 
 def read_runs(body, n):
-    """[(where a run ends, its tau)]."""
+    """Read the runs: [(end of a run, its tau)]."""
     lengths, rest = [], n
     for _ in range(body.number()):
         lengths.append(body.number())
@@ -150,15 +150,15 @@ def read_runs(body, n):
 
 
 def read_tiles(body, n, codec):
-    """[(index, whether negative, m)] of the tiles up to the end of a body."""
+    """Read the tiles to the end of a body: [(index, 1 if negative, m)]."""
     entries, last = [], -1
     while body.left():
-        gap, head, skipped, length = body.number(), body.number(), body.number(), body.number()
-        number, multiple = head // 2, head % 2
+        gap, packed, skipped, length = body.number(), body.number(), body.number(), body.number()
+        number, multiple = packed // 2, packed % 2
         if not 1 <= number <= TILE_MAX:
             raise Refused(11, f"{number} entries")
         if number == 1 and skipped:
-            raise Refused(12, "one entry in two places")
+            raise Refused(12, "one entry with two indices")
         first = last + 1 + gap
         last = first + skipped + number - 1
         if last >= n:
@@ -171,7 +171,7 @@ def read_tiles(body, n, codec):
 
 
 def read_rice(payload, number, multiple, first, last, skipped):
-    """The entries of a tile of codec 3."""
+    """Read the entries of a tile of codec 3."""
     bits, entries = Bits(payload), []
     k, following, index = start(skipped, number), number, first
     if multiple:
@@ -204,7 +204,7 @@ def read_rice(payload, number, multiple, first, last, skipped):
 
 
 def read_plain(payload, number, multiple, first, last, skipped):
-    """The entries of a tile of codec 4."""
+    """Read the entries of a tile of codec 4."""
     if len(payload) != (8 if multiple else 4) * number:
         raise Refused(22, "a payload of another length")
     words = struct.unpack(f"<{len(payload) // 4}I", payload)
@@ -213,12 +213,12 @@ def read_plain(payload, number, multiple, first, last, skipped):
         raise Refused(23, "positions out of order")
     times = words[number:] if multiple else (1,) * number
     if multiple and not (all(1 <= m <= M_MAX for m in times) and max(times) > 1):
-        raise Refused(24, "no tau, too many, or never more than one")
+        raise Refused(24, "an m outside its limits, or none above 1")
     return [(last - b, word >> 31, m) for b, word, m in zip(back, words[:number], times, strict=True)]
 
 
 def decode(message, n, codec):
-    """[(index, value)] of a message: what it says of some of n elements, each value a float32."""
+    """Return [(index, value)] of a message for n elements; each value is a float32."""
     body = open_frame(message, codec)
     if codec in (NONE, FP16, BF16):
         return read_dense(body, n, codec)
@@ -233,7 +233,7 @@ def decode(message, n, codec):
 
 
 def add(messages, codec, out, scale):
-    """Add messages, in rank order, to a list of float32; it stays as it was if one of them is refused."""
+    """Add messages, in rank order, to a list of float32, which is unchanged if one message is refused."""
     decoded = [decode(message, len(out), codec) for message in messages]
     for values in decoded:
         for index, a in values:

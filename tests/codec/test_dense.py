@@ -1,4 +1,4 @@
-"""What the dense codecs do beyond the battery."""
+"""Tests of the dense codecs that are not in the battery."""
 
 import numpy as np
 import pytest
@@ -53,7 +53,7 @@ def test_largest_numbers_are_sent_or_refused():
 
 
 def test_the_element_is_counted_within_its_array():
-    """Beyond the number of elements that are converted at a time, too."""
+    """The index is also right in an array that is converted in several chunks."""
     update = [np.zeros(3, np.float32), np.zeros(100_000, np.float32)]
     update[1][70_001] = np.nan
     for codec in CODECS:
@@ -63,13 +63,13 @@ def test_the_element_is_counted_within_its_array():
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda c: c.name)
-@pytest.mark.parametrize("told", [0, 4, 6, 2**40, 2**63 - 1])
-def test_decode_refuses_a_message_that_tells_another_number_of_elements(codec, told):
-    """The bytes are as many as 5 elements take; the output has 5."""
+@pytest.mark.parametrize("stated", [0, 4, 6, 2**40, 2**63 - 1])
+def test_decode_refuses_another_number_of_elements(codec, stated):
+    """The body has the bytes of 5 elements and the output has 5, but the message states another number."""
     width = 4 if codec.name == "none" else 2
-    body = varint.put(told) + bytes(5 * width)
+    body = varint.put(stated) + bytes(5 * width)
     message = frame.seal(np.frombuffer(bytes(frame.SIZE) + body, np.uint8).copy(), codec.number)
     out = np.ones(5, np.float32)
-    with pytest.raises(WireError, match=f"expected 5 elements, got {told}"):
+    with pytest.raises(WireError, match=f"expected 5 elements, got {stated}"):
         codec.decode([message], [out])
     assert (out == 1).all()

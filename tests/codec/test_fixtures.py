@@ -1,4 +1,4 @@
-"""The format is pinned: what tests/fixtures/wire holds is read as it was meant, and written again to the byte."""
+"""Tests that pin the format: the messages in tests/fixtures/wire are decoded as described and encoded to the byte."""
 
 import json
 
@@ -15,37 +15,37 @@ from tests.kernels.strategies import make_runs
 CASES = {
     path.stem: (path.with_suffix(".bin").read_bytes(), json.loads(path.read_text())) for path in FOLDER.glob("*.json")
 }
-WHOLE = sorted(name for name, (_, told) in CASES.items() if "codec" in told)
-TILES = sorted(name for name, (_, told) in CASES.items() if "tiles" in told)
+WHOLE = sorted(name for name, (_, described) in CASES.items() if "codec" in described)
+TILES = sorted(name for name, (_, described) in CASES.items() if "tiles" in described)
 
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_codec_reads_and_writes_the_pinned_message(name):
-    message, told = CASES[name]
-    codec = make(told["codec"], **told["options"])
-    update = [dense(u) for u in told["update"]]
+    message, described = CASES[name]
+    codec = make(described["codec"], **described["options"])
+    update = [dense(u) for u in described["update"]]
     sizes = [u.size for u in update]
 
     out = [np.zeros(size, np.float32) for size in sizes]
     codec.decode([np.frombuffer(message, np.uint8)], out)
-    for o, want in zip(out, told["decoded"], strict=True):
+    for o, want in zip(out, described["decoded"], strict=True):
         assert o.tobytes() == dense(want).tobytes()
 
     state = codec.init(sizes)
-    if "residual" in told:
-        state = codec.restore(state.arrays() | {"residual": dense(told["residual"])}, sizes)
+    if "residual" in described:
+        state = codec.restore(state.arrays() | {"residual": dense(described["residual"])}, sizes)
     written, state = codec.encode(update, state)
     assert written.tobytes() == message
-    if "residual" in told:
-        assert state.arrays()["residual"].tobytes() == dense(told["residual after"]).tobytes()
+    if "residual" in described:
+        assert state.arrays()["residual"].tobytes() == dense(described["residual after"]).tobytes()
 
 
 @pytest.mark.parametrize("name", TILES)
 def test_kernels_read_and_write_the_pinned_tiles(name):
-    data, told = CASES[name]
-    n, rice, layout = told["n"], told["tiles"] == "rice", Layout(**told["layout"])
-    index, m = np.array(told["index"], np.int64), np.array(told["m"], np.int64)
-    negative = np.array([sign == "1" for sign in told["negative"]], bool)
+    data, described = CASES[name]
+    n, rice, layout = described["n"], described["tiles"] == "rice", Layout(**described["layout"])
+    index, m = np.array(described["index"], np.int64), np.array(described["m"], np.int64)
+    negative = np.array([sign == "1" for sign in described["negative"]], bool)
     message = np.frombuffer(data, np.uint8)
 
     for got, want in zip(reference.read(message, n, rice), (index, negative, m), strict=True):
@@ -67,7 +67,7 @@ def test_every_codec_has_a_pinned_message():
     assert sorted(CASES) == sorted(make_fixtures.fixtures())
 
 
-def test_make_fixtures_does_not_write_over_what_is_pinned(tmp_path, capsys):
+def test_make_fixtures_keeps_pinned_files(tmp_path, capsys):
     there = {path.name: path.read_bytes() for path in FOLDER.iterdir()}
     assert make_fixtures.main([]) == 1
     assert "--force" in capsys.readouterr().err

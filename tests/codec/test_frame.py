@@ -15,7 +15,7 @@ def test_unseal_gives_what_was_sealed():
 
 
 def test_seal_writes_these_bytes():
-    """Pinned: another checksum would make two builds of one version refuse each other."""
+    """The bytes are pinned, because builds with another checksum would refuse each other's messages."""
     assert sealed(b"")[:4].tobytes() == b"hx\x01\x07"
     assert sealed(b"something").tobytes().hex() == "68780107fd0e4bf0736f6d657468696e67"
 
@@ -32,9 +32,9 @@ def test_unseal_refuses_every_flipped_bit(bit):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda m: m[:7], "7 bytes that are no message of hvdx"),
-        (lambda m: m[:0], "0 bytes that are no message"),
-        (lambda m: m[1:], "no message of hvdx"),
+        (lambda m: m[:7], "7 bytes that are not an hvdx message"),
+        (lambda m: m[:0], "0 bytes that are not an hvdx message"),
+        (lambda m: m[1:], "not an hvdx message"),
         (lambda m: m[:-1], "checksum is wrong"),
         (lambda m: np.append(m, m[:1]), "checksum is wrong"),
         (lambda m: frame.seal(m, 8), r"expected one of codec 7 \(seven\), got codec 8. Give every rank the same codec"),

@@ -1,4 +1,4 @@
-"""What is left when an encoder is interrupted, or when two want one state."""
+"""Tests of interrupted encoders, of two encoders with one state, and of invalid arguments."""
 
 import threading
 
@@ -11,8 +11,8 @@ from hvdx.kernels import cpu, threads
 from hvdx.kernels.tiles import Layout, Runs
 
 
-def test_interrupted_encoder_does_not_give_its_state_free(monkeypatch):
-    """The residual may hold half of the update; only a checkpoint is known to be right."""
+def test_interrupted_encoder_does_not_release_its_state(monkeypatch):
+    """The residual may hold only a part of the update, so the state must not be used again."""
     codec = Threshold(tau=0.5)
     state = codec.init([8])
 
@@ -23,7 +23,7 @@ def test_interrupted_encoder_does_not_give_its_state_free(monkeypatch):
         patch.setattr(cpu, "_join", interrupted)
         with pytest.raises(KeyboardInterrupt):
             codec.encode([np.ones(8, np.float32)], state)
-    with pytest.raises(ValueError, match="interrupted, with a checkpoint"):
+    with pytest.raises(ValueError, match="interrupted, restore a checkpoint"):
         codec.encode([np.ones(8, np.float32)], state)
     with pytest.raises(ValueError, match="interrupted"):
         state.arrays()
@@ -50,8 +50,8 @@ def test_one_of_two_threads_gets_a_state():
         assert won.count(None) == 1
 
 
-def test_spread_outlasts_its_workers():
-    """They hold addresses: none may run on when the caller frees its arrays."""
+def test_spread_waits_for_its_workers():
+    """Tasks use addresses, so none may still run when the caller frees its arrays."""
     begun, go, running = threading.Event(), threading.Event(), []
 
     def share(i):

@@ -1,4 +1,4 @@
-"""Finding tau: the grid, the first tau from a histogram, and following a density."""
+"""Tests of the search for tau: the grid, the first tau from a histogram, and the adaptation to a density."""
 
 import math
 
@@ -16,14 +16,14 @@ from tests.kernels.strategies import fixed, powers
 
 STEPS = [1, 2, 4, 8, 16, 32, 64]
 steps_of_an_octave = st.sampled_from(STEPS)
-#: Elements: 50 entries an update at the lowest density below.
+#: Number of elements: an update has 50 entries at the lowest density below.
 N = 50_000
 
 
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("exponent", [-126, -20, 0, 90])
 def test_multiples_of_the_grid_are_exact(steps, exponent):
-    """m * tau is a float32 for every m below 2**23 / steps: 24 bits hold both."""
+    """m * tau is a float32 for every m below 2**23 / steps, because the product has at most 24 bits."""
     m = np.unique(np.concatenate([np.arange(1, 3000), 2**23 // steps - np.arange(1, 3000)]))
     m = m[(m > 0) & (m < 2**23 // steps)]
     for i in range(steps):
@@ -63,7 +63,7 @@ DISTRIBUTIONS = {
 @pytest.mark.parametrize("make", DISTRIBUTIONS.values(), ids=DISTRIBUTIONS)
 @pytest.mark.parametrize("density", [1e-3, 1e-2, 3e-2, 0.1])
 def test_first_tau_hits_the_density(make, density):
-    """At most what is asked for; at least half of it, as a bin is an eighth of an octave."""
+    """At most the target is sent, and with 8 steps or more at least half of it: a bin is an eighth of an octave."""
     values = make(np.random.default_rng(0)).astype(np.float32)
     histogram = cpu.histogram([values], np.array([N]))[0]
     reached = [np.count_nonzero(np.abs(values) >= first_tau(histogram, density, steps)) / N for steps in STEPS]
@@ -73,8 +73,8 @@ def test_first_tau_hits_the_density(make, density):
 
 @fixed
 @given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=50), steps_of_an_octave)
-def test_first_tau_is_one_that_some_element_reaches_or_nearly(values, steps):
-    """Or None where there is no element but 0. It is on the grid, and no element is more than 2**21 of it."""
+def test_first_tau_is_near_the_largest_element(values, steps):
+    """tau is None if all elements are nearly zero; else it is on the grid, and no element exceeds 2**21 times tau."""
     vector = np.array(values, np.float32)
     tau = first_tau(cpu.histogram([vector], np.array([vector.size]))[0], 0.1, steps)
     largest = np.abs(vector).max()
@@ -92,7 +92,7 @@ def test_first_tau_of_zeros_is_none():
 
 
 def test_first_tau_of_equal_elements_sends_none():
-    """All or none would be sent; none, as they wait in the residual, where a message of all would be a dense one."""
+    """The choice is between all and none. A message of all would be dense, so the elements stay in the residual."""
     values = np.full(1000, 0.37, np.float32)
     tau = first_tau(cpu.histogram([values], np.array([1000]))[0], 0.01, 32)
     assert 0.37 < tau < 0.42
@@ -127,7 +127,7 @@ def test_next_tau_stays_on_the_grid_and_near(tau, mean, sent, near, density, ste
 
 
 def updates(kind, steps, seed=0):
-    """Updates whose residuals walk at random: elements of one scale, of many, with a drift, or with rare large ones."""
+    """Yield updates whose residuals walk at random: with one scale, many scales, a drift, or bursts."""
     rng = np.random.default_rng(seed)
     scale = np.full(N, 1e-3, np.float32)
     if kind != "gauss":
@@ -139,7 +139,7 @@ def updates(kind, steps, seed=0):
 
 
 def densities(codec, sequence):
-    """The density of each update's message, as a multiple of the target."""
+    """Return the density of each update's message, as a multiple of the target."""
     state, found = codec.init([N]), []
     for update in sequence:
         _, state = codec.encode([update], state)
@@ -150,19 +150,19 @@ def densities(codec, sequence):
 @pytest.mark.parametrize("kind", ["gauss", "lognormal", "drift", "bursts"])
 @pytest.mark.parametrize("density", [1e-3, 1e-2, 3e-2])
 def test_tau_follows_a_density(kind, density):
-    """Within a quarter over the last 100 of 300 steps, and no step far above it once the start is over."""
+    """The mean of the last 100 of 300 steps is within a quarter of the target, and no later step is far above it."""
     got = densities(Threshold(target_density=density, threads=1), updates(kind, 300))
     assert 0.5 <= got[0] <= 1
     assert got[-100:].mean() == pytest.approx(1, abs=0.25)
     assert got[3:].max() < 10
-    # At 1e-3 the target is 50 entries, with a spread of 7 of their own.
+    # At 1e-3 the target is 50 entries, whose number has a standard deviation of 7.
     assert got[50:].max() < 2.5
 
 
 @pytest.mark.parametrize("density", [1e-3, 1e-2, 3e-2])
 @pytest.mark.parametrize("factor", [0.1, 10])
 def test_tau_follows_the_scale_of_updates(factor, density):
-    """Updates that become ten times as large, or as small: one burst at most, then the density again."""
+    """If updates grow or shrink by a factor of ten, at most one message is large, and the density returns."""
     sequence = (
         update * np.float32(factor if step >= 100 else 1) for step, update in enumerate(updates("lognormal", 400))
     )
@@ -185,7 +185,7 @@ def test_tau_of_one_step_an_octave_is_a_power_of_two():
 @pytest.mark.parametrize("share", [0.001, 0.005, 0.009])
 @pytest.mark.parametrize("scope", ["all", "variable"])
 def test_tau_has_a_floor_where_few_elements_move(share, scope):
-    """Embeddings, dead inputs: no tau sends 1 % where fewer are not zero, however low it falls."""
+    """With embeddings or dead inputs, fewer than 1 % of the elements are not zero, so no tau sends 1 %."""
     rng = np.random.default_rng(0)
     codec = Threshold(target_density=0.01, scope=scope, threads=1)
     moving = rng.permutation(N)[: int(share * N)]
@@ -208,21 +208,21 @@ def test_tau_stays_through_idle_updates(idle):
 
 
 def test_tau_follows_accumulated_updates():
-    """One update in eight is not zero: those that are send their share."""
+    """With gradient accumulation one update in eight is not zero; these updates have the target density."""
     sequence = [u if i % 8 == 7 else np.zeros(N, np.float32) for i, u in enumerate(updates("lognormal", 1600))]
     got = densities(Threshold(target_density=0.01, threads=1), sequence)
     assert got[800:].max() < 3
     assert got[807::8].mean() == pytest.approx(1, abs=0.3)
 
 
-def test_tau_is_found_anew_where_the_first_update_misled():
+def test_tau_is_found_again_after_a_misleading_first_update():
     sequence = (u * np.float32(1e-14 if i == 0 else 1) for i, u in enumerate(updates("lognormal", 300)))
     got = densities(Threshold(target_density=0.01, threads=1), sequence)
     assert got[-50:].mean() == pytest.approx(1, abs=0.3)
 
 
-def test_tau_is_found_anew_for_every_variable_that_grew():
-    """By far more than 2**30 tau, in two variables at once: they are sent, not refused."""
+def test_tau_is_found_again_for_every_variable_that_grew():
+    """Two variables grow at once by far more than 2**30 times tau. They are sent and not refused."""
     codec = Threshold(target_density=0.1, scope="variable", threads=1)
     rng = np.random.default_rng(3)
     small = [rng.normal(0, 1e-12, 200).astype(np.float32) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""What the threshold codec does beyond the battery: its options, its errors, its state."""
+"""Tests of the threshold codec that are not in the battery: options, errors, state."""
 
 import time
 
@@ -31,14 +31,14 @@ from hvdx.kernels import reference
         ({"threads": 0}, "threads: expected at least 1, got 0"),
     ],
 )
-def test_options_are_held_against_their_limits(options, text):
+def test_options_are_checked(options, text):
     with pytest.raises(ConfigError, match=text):
         Threshold(**options)
 
 
 @pytest.mark.parametrize("options", [{"tau": "small"}, {"target_density": "low"}, {"threads": "all"}, {"tau": 1e39}])
 def test_options_of_another_type_are_config_errors(options):
-    """As they come from a strategy written as text."""
+    """A strategy that is written as text may have such options."""
     with pytest.raises(ConfigError, match=next(iter(options))):
         Threshold(**options)
 
@@ -59,7 +59,7 @@ def test_repr_gives_what_is_not_default():
     assert repr(Threshold(target_density=0.1, threads=2)) == "Threshold(target_density=0.1, threads=2)"
 
 
-def test_state_tells_what_was_sent():
+def test_state_counts_what_was_sent():
     codec = Threshold(tau=0.5, scope="variable")
     state = codec.init([3, 0, 5])
     assert state.density == 0
@@ -96,7 +96,7 @@ def test_a_variable_that_was_zero_finds_its_tau_later():
 @pytest.mark.parametrize("scope", ["all", "variable"])
 @pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf])
 def test_the_first_update_may_hold_what_cannot_be_sent(value, scope):
-    """tau is then sought among elements of which some are no numbers."""
+    """The search for tau ignores elements that are not finite."""
     codec = Threshold(target_density=0.1, scope=scope)
     state = codec.init([4])
     bad = np.array([1, value, 2, 3], np.float32)
@@ -113,7 +113,7 @@ def test_too_many_tau_are_refused_with_what_to_do():
 
 
 def test_message_is_the_frame_the_runs_and_the_tiles():
-    """Byte by byte, for a message of one entry."""
+    """The bytes of a message of one entry are these three parts."""
     codec = Threshold(tau=0.5)
     message, _ = codec.encode([np.array([0, 0, -0.5, 0], np.float32)], codec.init([4]))
     tiles = reference.write(np.array([2]), np.array([True]), np.array([1]), 4)
@@ -161,8 +161,8 @@ def test_decode_refuses_wrong_runs(body, text):
     assert (out == 1).all()
 
 
-def test_many_runs_are_held_against_n_while_they_are_read():
-    """A message of five bytes a run must not cost seconds: where it is no update of this size, and where it is."""
+def test_lengths_are_checked_while_they_are_read():
+    """A message with millions of runs takes no seconds, whether its size is that of the output or not."""
     codec, out = Threshold(), np.zeros(4, np.float32)
     codec.decode([sealed(bytes([1, 4, *HALF]))], [out])
     runs = 2_000_000

@@ -1,4 +1,4 @@
-"""docs/wire-format.md, the decoder that was written from it, and hvdx say the same about every message."""
+"""Tests that docs/wire-format.md, the decoder that was written from it, and hvdx agree about every message."""
 
 import math
 import re
@@ -31,14 +31,14 @@ RULES = 24
 
 
 def section(heading):
-    """The page's text under a heading, up to the next one."""
+    """Return the page's text under a heading, up to the next one."""
     found = re.search(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#|\Z)", PAGE, re.MULTILINE | re.DOTALL)
     assert found, f"no heading {heading!r}"
     return found[1]
 
 
 def tables(text):
-    """The tables in a text: lists of rows without the head, each a list of cells."""
+    """Return the tables in a text: lists of rows without the table's header, each row a list of cells."""
     found, inside = [], False
     for line in text.splitlines():
         if re.fullmatch(r"\|[-|]+\|", line):
@@ -52,7 +52,7 @@ def tables(text):
 
 
 def example(heading):
-    """The bytes that the first table under a heading explains, each row at its offset."""
+    """Return the bytes in the first table under a heading; the offset of each row must be right."""
     message = b""
     for offset, cell, _ in tables(section(heading))[0]:
         assert int(offset) == len(message), f"{heading}: offset {offset}"
@@ -61,18 +61,18 @@ def example(heading):
 
 
 def to_bits(data):
-    """Bytes as bits, in the order in which they are read."""
+    """Return bytes as text of bits, in the order of reading."""
     return "".join(f"{byte:08b}"[::-1] for byte in data)
 
 
 def from_bits(bits):
-    """Bits as bytes, filled up with 0."""
+    """Return text of bits as bytes, padded with 0."""
     bits += "0" * (-len(bits) % 8)
     return bytes(int(bits[i : i + 8][::-1], 2) for i in range(0, len(bits), 8))
 
 
 def three_tiles():
-    """The update, runs and sent entries of the example of three tiles."""
+    """Return the update, the runs and the sent values of the example of three tiles."""
     (rows,) = tables(section("Example: three tiles"))
     update, sent = np.zeros(600, np.float32), {}
     for index, value, what in rows:
@@ -84,7 +84,7 @@ def three_tiles():
 
 
 class Bits:
-    """Writes bits and numbers in the gap code, also such as hvdx would not."""
+    """Writer of bits and of numbers in the gap code, including those that hvdx would not write."""
 
     def __init__(self):
         self.text = ""
@@ -108,18 +108,18 @@ class Bits:
 
 
 def seal(body, codec):
-    """A message of a body."""
+    """Return the message of a body."""
     return frame.seal(np.frombuffer(bytes(8) + bytes(body), np.uint8).copy(), codec)
 
 
 def canonical(values):
-    """The bits of float32, one kind of NaN for all."""
+    """Return the bits of float32 values, with the same bits for every NaN."""
     values = np.asarray(values, np.float32)
     return np.where(np.isnan(values), np.float32(np.nan), values).view(np.uint32)
 
 
 def compare(messages, n, codec, scale=1.0, out=None):
-    """Decode with hvdx and with the foreign decoder, which must agree: None, or the rule that the messages break."""
+    """Decode with hvdx and with the foreign decoder, which must agree; return the broken rule or None."""
     ours = np.zeros(n, np.float32) if out is None else out.copy()
     theirs, before = ours.tolist(), ours.copy()
     scale = float(np.float32(scale))
@@ -129,7 +129,7 @@ def compare(messages, n, codec, scale=1.0, out=None):
     except foreign.Refused as refused:
         rule = refused.rule
     try:
-        # What damaged dense bodies hold may be anything.
+        # A damaged dense body may hold any values.
         with np.errstate(all="ignore"):
             CODECS[codec].decode(messages, [ours[: n // 3], ours[n // 3 :]], scale)
     except WireError as error:
@@ -142,22 +142,22 @@ def compare(messages, n, codec, scale=1.0, out=None):
     return rule
 
 
-def head_of(runs):
-    """The runs at the front of a body."""
+def runs_bytes(runs):
+    """Return the bytes of the runs at the front of a body."""
     numbers = [len(runs.lengths), *runs.lengths.tolist()]
     return b"".join(varint.put(number) for number in numbers) + runs.taus.astype("<f4").tobytes()
 
 
 def encode_small(update, runs, rice, layout=SMALL, residual=None):
-    """A message with tiles as a layout of few entries makes them."""
+    """Return a message with the tiles of a layout of few entries."""
     residual = np.zeros(len(update), np.float32) if residual is None else residual
     tiles = reference.encode([update], residual.copy(), runs, rice, layout).tiles
     np.testing.assert_array_equal(cpu.encode([update], residual, runs, rice, layout, threads=1).tiles, tiles)
-    return seal(head_of(runs) + tiles.tobytes(), 3 if rice else 4)
+    return seal(runs_bytes(runs) + tiles.tobytes(), 3 if rice else 4)
 
 
 def draw(n, density, seed, several=0.05, tau=0.5):
-    """An update of which about `density` reach tau, in clusters and apart, some of them many times over."""
+    """Return an update of which about a share `density` reaches tau, some many times over, in clusters and alone."""
     rng = np.random.default_rng(seed)
     weight = np.repeat(rng.exponential(size=-(-n // 50)), 50)[:n]
     sizes = tau * rng.uniform(1, 1.99, n) * np.where(rng.random(n) < several, rng.geometric(0.02, n), 1)
@@ -306,8 +306,8 @@ def test_many_tiles_and_runs(layout, rice):
 # The encoder's choices
 
 
-def write_as_the_page_says(update, residual, runs, rice):
-    """The body of "How hvdx encodes", by itself; changes the residual."""
+def encode_by_the_page(update, residual, runs, rice):
+    """Return a body by the rules of "How hvdx encodes", without hvdx' kernels; changes the residual in place."""
     taus = np.repeat(runs.taus, runs.lengths)
     total = update + residual
     residual[:] = total
@@ -333,7 +333,7 @@ def write_as_the_page_says(update, residual, runs, rice):
         if len(waiting) >= 2048 or covered >= 4096:
             tiles.append(waiting)
             waiting, covered = [], 0
-    body, last = bytearray(head_of(runs)), -1
+    body, last = bytearray(runs_bytes(runs)), -1
     for tile in [*tiles, *([waiting] if waiting else [])]:
         first, before, last = tile[0][0], last, tile[-1][0]
         skipped = last - first + 1 - len(tile)
@@ -344,7 +344,7 @@ def write_as_the_page_says(update, residual, runs, rice):
 
 
 def rice_payload(tile, skipped):
-    """The payload of a tile of codec 3."""
+    """Return the payload of a tile of codec 3."""
     entries, bits, larger = len(tile), Bits(), [i for i, (_, _, m) in enumerate(tile) if m > 1]
     gaps = [b[0] - a[0] - 1 for a, b in pairwise(tile)]
     k = foreign.start(skipped, entries)
@@ -372,19 +372,19 @@ def rice_payload(tile, skipped):
 
 
 def plain_payload(tile, multiple):
-    """The payload of a tile of codec 4."""
+    """Return the payload of a tile of codec 4."""
     words = [tile[-1][0] - i | negative << 31 for i, negative, _ in tile]
     return struct.pack(f"<{len(words)}I", *words) + (struct.pack(f"<{len(words)}I", *(m for *_, m in tile)) * multiple)
 
 
 @pytest.mark.parametrize("rice", [True, False], ids=["rice", "plain"])
-def test_hvdx_chooses_as_the_page_says(rice):
+def test_hvdx_encodes_by_the_rules_of_the_page(rice):
     counts = [0, 3, 511, 500, 490, 511, 200, 512, 0, 5000, 1, 511, 4096, 0, 2, 66]
     n, rng = len(counts) * 2**18 - 1000, np.random.default_rng(7)
     tau = 1e-3
     chosen = np.zeros(n, bool)
     for region, count in enumerate(counts):
-        # Entries that cluster make parameters change.
+        # Clusters of entries make the parameters change.
         places = np.unique((rng.random(8 * count + 8) ** 3 * 261_000).astype(int))
         chosen[region * 2**18 + rng.choice(places, count, False)] = True
     sizes = rng.uniform(tau, 1.9 * tau, n) * np.where(rng.random(n) < 0.01, rng.geometric(1e-3, n), 1)
@@ -395,7 +395,7 @@ def test_hvdx_chooses_as_the_page_says(rice):
     for _ in range(2):
         runs = Runs(state.lengths, state.taus)
         message, state = codec.encode(np.split(update, [lengths[0]]), state)
-        assert message[8:].tobytes() == write_as_the_page_says(update, residual, runs, rice)
+        assert message[8:].tobytes() == encode_by_the_page(update, residual, runs, rice)
         np.testing.assert_array_equal(state.residual, residual)
         update = np.roll(update, 12_345)
 
@@ -404,7 +404,7 @@ def test_hvdx_chooses_as_the_page_says(rice):
 
 
 def damage(body, rng):
-    """A body with one to three changes, more often near its front."""
+    """Return a body with one to three changes, preferably near its front."""
     body = bytearray(body)
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
         at = int(rng.integers(len(body)) if rng.random() < 0.6 else rng.integers(min(len(body), 24))) if body else 0
@@ -425,7 +425,7 @@ def damage(body, rng):
 
 
 def victims():
-    """(codec, n, message) of several kinds, all of them short."""
+    """Yield (codec, n, message) of several kinds of short messages."""
     for codec in (0, 1, 2):
         update = np.random.default_rng(codec).standard_normal(40).astype(np.float32)
         yield codec, 40, CODECS[codec].encode([update], CODECS[codec].init([40]))[0]
@@ -451,7 +451,7 @@ def test_damaged_messages():
             accepted += rule is None
             broken.add(rule)
     assert 0.05 * total < accepted < 0.6 * total
-    # No chance damage makes a number that long.
+    # Random damage never makes a number of the length that rules 16 and 19 need.
     assert broken >= {None, *range(5, RULES + 1)} - {16, 19}
 
 
@@ -473,22 +473,22 @@ def test_damaged_frames():
         assert compare([other], n, codec) == 2
 
 
-# Messages that are made up
+# Crafted messages
 
 
 def made(gap, entries, multiple, skipped, payload, length=None):
-    """A tile of these numbers, whether they make sense or not."""
+    """Return a tile with these numbers in its header, valid or not."""
     numbers = gap, entries * 2 + multiple, skipped, len(payload) if length is None else length
     return b"".join(varint.put(int(number)) for number in numbers) + bytes(payload)
 
 
 def front(*lengths, taus=None):
-    """Runs of these lengths."""
-    return head_of(Runs(np.array(lengths, np.int64), np.float32(taus or [0.5] * len(lengths))))
+    """Return the bytes of runs of these lengths."""
+    return runs_bytes(Runs(np.array(lengths, np.int64), np.float32(taus or [0.5] * len(lengths))))
 
 
 def bits(*parts):
-    """A payload of bits: text as it is, (x, k) in the gap code, (value, "length") as a number."""
+    """Return a payload of parts: text of bits, (x, k) in the gap code, or (value, "length") as a number."""
     out = Bits()
     for part in parts:
         if isinstance(part, str):
@@ -555,7 +555,7 @@ RICE_CASES = [
     (20, front(10) + made(0, 3, 0, 7, bits("0", "1", (31, "5"), "1" * 26 + "0" * 50, "0", "1"))),
     (16, front(10) + made(0, 3, 0, 7, bits("0", "1", (31, "5"), "1" * 27 + "0" * 51, "0", "1"))),
     (16, front(10) + made(0, 3, 0, 7, bits("0", "0", "1" * 300 + "0" * 600))),
-    # One entry with a multiple: k_run, where it is, its sign, m - 2, and the run to the end.
+    # One entry with a multiple: k_run, the number of entries before it, its sign, m - 2, and the run to the end.
     (None, front(10) + made(4, 1, 1, 0, bits((0, "5"), (0, 0), "1", (0, 0), (0, 0)))),
     (None, front(10) + made(4, 1, 1, 0, bits((31, "5"), (0, 31), "1", (5, 0), (0, 31)))),
     (17, front(10) + made(4, 1, 1, 0, bits((0, "5"), (1, 0), "1", (0, 0), (0, 0)))),
@@ -626,14 +626,14 @@ def test_borders_of_every_rule(codec, rule, n, body):
     assert compare([message] * 2, n, codec, -1 / 3, np.linspace(-1, 1, n, dtype=np.float32)) == rule
 
 
-def test_messages_that_break_no_rule_but_look_as_if():
-    # The checksum holds, so NaN and infinity in a dense body are added.
+def test_unusual_messages_that_break_no_rule():
+    # The checksum is valid, so NaN and infinity in a dense body are added.
     assert compare([seal(b"\x03" + struct.pack("<3f", math.nan, math.inf, -math.inf), 0)], 3, 0) is None
     assert compare([seal(b"\x03" + struct.pack("<3e", math.nan, math.inf, -math.inf), 1)], 3, 1) is None
 
 
 @pytest.mark.parametrize("rice", [True, False], ids=["rice", "plain"])
-def test_tiles_for_as_many_elements_as_there_may_be(rice):
+def test_tiles_for_the_largest_number_of_elements(rice):
     rng, accepted = np.random.default_rng(8), 0
     for trial in range(300):
         n = N_MAX - int(rng.integers(3))

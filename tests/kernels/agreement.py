@@ -1,4 +1,4 @@
-"""Holding `cpu` against `reference`, to the byte."""
+"""Comparisons of `cpu` with `reference`, to the byte."""
 
 import numpy as np
 
@@ -8,12 +8,12 @@ from tests.kernels.strategies import Case
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether two float32 arrays hold the same bits: -0.0 is not 0.0."""
+    """Return True if two float32 arrays have the same bits: -0.0 differs from 0.0."""
     return a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
 def check_encoded(got: Encoded, want: Encoded) -> None:
-    """Every field of two results agrees, the tiles to the byte."""
+    """Check that two results agree in every field, the tiles to the byte."""
     assert got.fault == want.fault
     np.testing.assert_array_equal(got.sent, want.sent)
     np.testing.assert_array_equal(got.near, want.near)
@@ -21,7 +21,7 @@ def check_encoded(got: Encoded, want: Encoded) -> None:
 
 
 def encode_like_reference(case: Case, threads: int | None = 1) -> tuple[Encoded, np.ndarray]:
-    """Encode with `cpu`, and see that `reference` says the same: the result and the residual after it."""
+    """Encode with `cpu`, and check that `reference` agrees; return the result and the new residual."""
     got_residual, want_residual = case.residual.copy(), case.residual.copy()
     got = cpu.encode(case.update, got_residual, case.runs, case.rice, case.layout, threads=threads)
     want = reference.encode(case.update, want_residual, case.runs, case.rice, case.layout)
@@ -31,7 +31,7 @@ def encode_like_reference(case: Case, threads: int | None = 1) -> tuple[Encoded,
 
 
 def sent_by(case: Case, tiles: np.ndarray) -> np.ndarray:
-    """What tiles stand for, as the specification reads them: float32[n]."""
+    """Return the values that tiles send, read by the specification: float32[n]."""
     index, negative, m = reference.read(tiles, case.n, case.rice)
     sent = np.zeros(case.n, np.float32)
     value = reference.amount(m, case.tau[index])

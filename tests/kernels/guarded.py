@@ -1,4 +1,4 @@
-"""Memory of which no byte beside what was asked for can be read: to do so ends the process."""
+"""Memory between inaccessible pages: an access outside it ends the process."""
 
 import ctypes
 import mmap
@@ -10,10 +10,10 @@ _NONE = 0
 
 
 class Guarded:
-    """Room for bytes between two pages that cannot be accessed.
+    """Memory between two inaccessible pages.
 
     Args:
-        size: bytes there is room for.
+        size: number of bytes.
     """
 
     def __init__(self, size: int) -> None:
@@ -29,7 +29,7 @@ class Guarded:
         self._room = np.frombuffer(self._memory, np.uint8)[page : (pages + 1) * page]
 
     def place(self, data: bytes, at_end: bool = True) -> np.ndarray:
-        """Copy bytes so that they end, or begin, where the room does: uint8[bytes]."""
+        """Copy bytes to the end, or to the start, of the memory; return them as uint8[bytes]."""
         first = len(self._room) - len(data) if at_end else 0
         self._room[first : first + len(data)] = np.frombuffer(data, np.uint8)
         return self._room[first : first + len(data)]

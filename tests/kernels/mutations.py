@@ -1,4 +1,4 @@
-"""Messages, and what may become of them on their way: the hostile bytes that decoders are tested with."""
+"""Hostile bytes for tests of decoders: valid messages, and mutations of them."""
 
 from random import Random
 from typing import NamedTuple
@@ -13,7 +13,7 @@ SMALL = Layout(256, 64, 8, 32, 4)
 
 
 class Message(NamedTuple):
-    """Tiles for n elements, right or wrong."""
+    """Tiles for n elements, valid or invalid."""
 
     n: int
     runs: Runs
@@ -22,7 +22,7 @@ class Message(NamedTuple):
 
 
 def corpus() -> list[Message]:
-    """Right messages of every kind: none to many tiles, shared ones, multiples, escapes, far gaps, several runs."""
+    """Return valid messages of all kinds: no to many tiles, shared tiles, multiples, escapes, long gaps, many runs."""
     messages = []
     for rice in (True, False):
         for n, density, layout in (
@@ -49,7 +49,7 @@ def corpus() -> list[Message]:
 
 
 def far(n: int, rice: bool) -> Message:
-    """Entries so far apart that heads need 64 bits."""
+    """Return a message with gaps that need 64 bits in the headers."""
     index = np.array([7, n // 4, n // 4 + 1, n // 2, n // 2 + 90, n - 1])
     signs, m = index % 2 == 0, np.array([1, 2, 1, 1, 2**31 - 1, 1])
     layout = Layout(2**26, 128, 16, 32, 8)
@@ -57,7 +57,7 @@ def far(n: int, rice: bool) -> Message:
 
 
 def escapes(rice: bool) -> Message:
-    """One tile of a few close entries and one long gap, so that its code escapes."""
+    """Return a message of one tile with small gaps and one long gap, whose code escapes."""
     index = np.array([0, 1, 2, 3, 4, 5, 6, 4000, 4001, 4002])
     signs, m = index % 2 == 0, np.array([1, 1, 70, 1, 1, 2**20, 1, 1, 3, 1])
     return Message(4100, make_runs((4100, 0.5)), rice, reference.tile(index, signs, m, -1, rice))
@@ -94,7 +94,7 @@ def duplicate(rng: Random, data: bytearray) -> None:
 
 
 def fill(rng: Random, data: bytearray) -> None:
-    """Set a stretch to all ones or zeros: codes that never end, or are as short as can be."""
+    """Set a range to ones or zeros: codes without an end, or the shortest codes."""
     at = rng.randrange(len(data))
     length = min(rng.randint(1, 40), len(data) - at)
     data[at : at + length] = rng.choice((b"\xff", b"\x00")) * length
@@ -103,8 +103,8 @@ def fill(rng: Random, data: bytearray) -> None:
 BLIND = (flip_bits, flip_bits, change_bytes, truncate, insert, delete, duplicate, fill)
 
 
-def heads(tiles: bytes) -> list[tuple[list[int], bytes]]:
-    """(the four numbers of its head, payload) of each tile of a right message."""
+def headers(tiles: bytes) -> list[tuple[list[int], bytes]]:
+    """Return (the four numbers of the header, payload) of each tile of a valid message."""
     found, at = [], 0
     while at < len(tiles):
         numbers = []
@@ -117,13 +117,13 @@ def heads(tiles: bytes) -> list[tuple[list[int], bytes]]:
 
 
 def extreme(rng: Random, was: int, n: int) -> int:
-    """A number at some border, or beside what was there."""
+    """Return a number near a limit of the format, or near the old number."""
     border = rng.choice((0, 1, n, 2 * TILE_MAX, 2**31, 2**32, 2**48, 2**49, 2**56, 2**62, 2**63 - 1, was, was, was))
     return max(border + rng.choice((-2, -1, 0, 1, 2)), 0)
 
 
 def put_number(rng: Random, value: int) -> bytes:
-    """A varint, now and then one that is longer than it need be, or does not end."""
+    """Return a LEB128 number, sometimes with a superfluous byte or without an end."""
     way = rng.randrange(20)
     if way == 0:
         return bytes([value & 0x7F | 0x80, 0x80, 0])
@@ -132,9 +132,9 @@ def put_number(rng: Random, value: int) -> bytes:
     return reference.varint(value)
 
 
-def rewrite_head(rng: Random, message: Message) -> bytes:
-    """Put extreme numbers into the head of a tile; its payload is then sometimes cut or extended to match."""
-    tiles = heads(message.tiles)
+def rewrite_header(rng: Random, message: Message) -> bytes:
+    """Write extreme numbers into the header of a tile, and sometimes cut or extend its payload to match."""
+    tiles = headers(message.tiles)
     chosen = rng.randrange(len(tiles))
     parts = bytearray()
     for i, (numbers, payload) in enumerate(tiles):
@@ -147,8 +147,8 @@ def rewrite_head(rng: Random, message: Message) -> bytes:
 
 
 def rewrite_payload(rng: Random, message: Message) -> bytes:
-    """Alter a payload only, and keep its length: what reaches deepest into a decoder."""
-    tiles = heads(message.tiles)
+    """Alter one payload without changing its length: such messages pass a decoder's first checks."""
+    tiles = headers(message.tiles)
     chosen = rng.randrange(len(tiles))
     parts = bytearray()
     for i, (numbers, payload) in enumerate(tiles):
@@ -160,12 +160,12 @@ def rewrite_payload(rng: Random, message: Message) -> bytes:
 
 
 def splice(rng: Random, one: bytes, other: bytes) -> bytes:
-    """The start of one and the end of another."""
+    """Join the start of one message and the end of another."""
     return one[: rng.randrange(len(one) + 1)] + other[rng.randrange(len(other) + 1) :]
 
 
 def mutate_bytes(rng: Random, data: bytes, other: bytes) -> bytes:
-    """Alter bytes without knowing what they mean."""
+    """Alter bytes at random, regardless of their meaning."""
     way = rng.randrange(12)
     if way == 0 or not data:
         return rng.randbytes(rng.choice((0, 1, 3, 8, 40, 300)))
@@ -179,11 +179,11 @@ def mutate_bytes(rng: Random, data: bytes, other: bytes) -> bytes:
 
 
 def mutate(rng: Random, messages: list[Message]) -> Message:
-    """A message that is probably wrong."""
+    """Return a message that is probably invalid."""
     message = rng.choice(messages)
     way = rng.random()
     if message.tiles and way < 0.25:
-        return message._replace(tiles=rewrite_head(rng, message))
+        return message._replace(tiles=rewrite_header(rng, message))
     if message.tiles and way < 0.55:
         return message._replace(tiles=rewrite_payload(rng, message))
     return message._replace(tiles=mutate_bytes(rng, message.tiles, rng.choice(messages).tiles))

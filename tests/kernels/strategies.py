@@ -1,4 +1,4 @@
-"""What the kernels' property tests draw from, and the settings they run with: the same cases every time."""
+"""Hypothesis strategies and settings of the kernels' property tests. Every run has the same cases."""
 
 from itertools import pairwise
 from typing import NamedTuple
@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from hvdx.kernels import reference
 from hvdx.kernels.tiles import LAYOUT, Layout, Runs
 
-#: The same cases on every run; a failure prints how to meet it again.
+#: Settings with the same cases on every run; a failure prints how to reproduce it.
 fixed = settings(
     derandomize=True, deadline=None, max_examples=150, print_blob=True, suppress_health_check=list(HealthCheck)
 )
 
-#: Layouts whose every border a few hundred elements meet, and the one for work.
+#: Layouts whose borders a few hundred elements reach, and the default layout.
 LAYOUTS = [
     Layout(region=64, tile_max=16, tile_min=4, group=6, group_regions=3),
     Layout(region=128, tile_max=200, tile_min=130, group=140, group_regions=2),
@@ -25,7 +25,7 @@ LAYOUTS = [
 
 
 class Case(NamedTuple):
-    """What an encoder is given."""
+    """Input of an encoder."""
 
     update: list[np.ndarray]
     residual: np.ndarray
@@ -39,28 +39,28 @@ class Case(NamedTuple):
 
     @property
     def tau(self) -> np.ndarray:
-        """The tau of each element."""
+        """Tau of each element, float32[n]."""
         return np.repeat(self.runs.taus, self.runs.lengths)
 
     @property
     def vector(self) -> np.ndarray:
-        """The update as one vector."""
+        """Update as one vector, float32[n]."""
         return reference.vector(self.update)
 
 
 def make_runs(*pairs: tuple[int, float]) -> Runs:
-    """Runs of (length, tau)."""
+    """Return runs from pairs of (length, tau)."""
     return Runs(np.array([p[0] for p in pairs], np.int64), np.array([p[1] for p in pairs], np.float32))
 
 
 def split(vector: np.ndarray, cuts: list[int]) -> list[np.ndarray]:
-    """The vector as arrays that end at `cuts` and at its end; equal cuts make empty arrays."""
+    """Split a vector at `cuts`; equal cuts make empty arrays."""
     borders = [0, *sorted(cuts), len(vector)]
     return [vector[a:b] for a, b in pairwise(borders)]
 
 
 def lengths_of(n: int, cuts: list[int]) -> list[int]:
-    """Lengths, none of them 0, of the runs that end at `cuts` and at n."""
+    """Return the lengths, at least 1 each, of the runs that end at `cuts` and at n."""
     borders = sorted({0, n, *(c for c in cuts if c < n)})
     return [b - a for a, b in pairwise(borders)]
 
@@ -72,7 +72,7 @@ modest_tau = st.floats(2.0**-20, 2.0**20, width=32)
 taus = st.one_of(modest_powers, modest_tau, powers, any_tau)
 sizes = st.one_of(st.integers(0, 700), st.sampled_from([0, 1, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513]))
 seeds = st.integers(0, 2**32 - 1)
-#: How many tau an element is: just below and at whole numbers, few, and as many as an update may hold.
+#: Elements as multiples of tau: at and just below whole numbers, small ones, and up to the limit of an update.
 shares = st.one_of(
     st.floats(-3, 3),
     st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, -2.0, 1 - 2.0**-24, 1 + 2.0**-23, 2 - 2.0**-23, 3 + 2.0**-22, 2.0**30]),
@@ -82,7 +82,7 @@ shares = st.one_of(
 
 
 def noise(n: int, tau: np.ndarray, density: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """An update and a residual below tau, of which about `density` of the elements cross, some several times over."""
+    """Return an update and a residual below tau. About a share `density` crosses tau, some many times over."""
     rng = np.random.default_rng(seed)
     wide = tau.astype(np.float64)
     residual = (rng.uniform(-1, 1, n) * wide * (rng.random(n) < 0.9)).astype(np.float32)
@@ -98,7 +98,7 @@ def noise(n: int, tau: np.ndarray, density: float, seed: int) -> tuple[np.ndarra
 
 @st.composite
 def cases(draw: st.DrawFn, tau: st.SearchStrategy[float] = taus) -> Case:
-    """Several arrays, empty ones too, several runs, and elements at the borders of what is sent."""
+    """Draw several arrays, also empty ones, several runs, and elements near multiples of tau."""
     n = draw(sizes)
     cuts = st.lists(st.integers(0, n), max_size=4)
     lengths = lengths_of(n, draw(cuts))

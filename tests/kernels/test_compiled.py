@@ -1,6 +1,6 @@
-"""Compiled kernels are kept on disk: never stale, never half-written, and not needed where there is no place for them.
+"""Tests of the cache of compiled kernels: it is never stale or incomplete, and kernels work without it.
 
-Most tests run a package of two small kernels in place of the real ones, which take 15 s to compile.
+Most tests use a package of two small kernels, because the real ones take 15 s to compile.
 """
 
 import json
@@ -54,7 +54,7 @@ print(json.dumps([ready.outcome, ready.why, value, compiled_here, str(ready.path
 
 @pytest.fixture
 def toy(tmp_path):
-    """A package beside which `kept` is the folder of compiled kernels."""
+    """Folder with the small package; compiled kernels go to its subfolder `kept`."""
     package = tmp_path / "toy"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -65,13 +65,13 @@ def toy(tmp_path):
 
 
 def start(toy, *words, folder="kept", **env):
-    """Start a process that uses the package."""
+    """Start a process that uses the small package."""
     command = [sys.executable, "-B", "-m", "toy.outer", str(toy / folder), *words]
     return subprocess.Popen(command, cwd=toy, env=os.environ | env, stdout=subprocess.PIPE, text=True)
 
 
 def finish(process):
-    """What it printed, as (outcome, why, value, kernels that it compiled, file)."""
+    """Return the output of a process: (outcome, why, value, number of kernels that it compiled, path of the file)."""
     try:
         out = process.communicate(timeout=LIMIT)[0]
     finally:
@@ -89,7 +89,7 @@ def test_second_process_compiles_nothing(toy):
     assert use(toy)[:4] == ["loaded", "", 20, 0]
 
 
-def test_change_in_another_file_is_compiled_anew(toy):
+def test_change_in_another_file_is_compiled_again(toy):
     before = use(toy)
     (toy / "toy" / "inner.py").write_text(INNER.replace("x + 1", "x + 2"))
     after = use(toy)
@@ -135,12 +135,12 @@ def test_full_disk_is_no_error_and_leaves_nothing(toy):
     assert {p.name for p in (toy / "kept").rglob("*") if p.is_file()} == {"lock"}
 
 
-def test_process_that_is_killed_while_it_compiles_holds_up_nobody(toy):
+def test_process_that_is_killed_while_it_compiles_blocks_no_other(toy):
     first = start(toy, "sleep")
     assert first.stdout.readline() == "compiling\n"
     second = start(toy)
     time.sleep(3)
-    assert second.poll() is None, "it did not wait for the one that compiles"
+    assert second.poll() is None, "it did not wait for the process that compiles"
     first.send_signal(signal.SIGKILL)
     first.wait()
     began = time.monotonic()
@@ -163,7 +163,7 @@ def test_python_alone_needs_no_folder(toy):
 
 
 def finish_without_statistics(toy):
-    """NUMBA_DISABLE_JIT leaves plain functions, which count nothing."""
+    """Run without compilation: with NUMBA_DISABLE_JIT kernels are plain functions, which have no statistics."""
     path = toy / "toy" / "outer.py"
     path.write_text(OUTER.replace("sum(sum(d.stats.cache_misses.values()) for d in (outer, other))", "0"))
     return use(toy, NUMBA_DISABLE_JIT="1")
@@ -199,7 +199,7 @@ print(json.dumps([cpu.prepare(kernels_folder()).outcome, {n: m for n, m in made.
 
 
 def test_16_processes_at_once_on_an_empty_folder_all_work_and_one_compiles(tmp_path):
-    # Processes that have imported Numba already are at the folder at once.
+    # These processes have already imported Numba, so all reach the folder at the same time.
     python = warm.command(environment())
 
     def launch():
@@ -211,7 +211,7 @@ def test_16_processes_at_once_on_an_empty_folder_all_work_and_one_compiles(tmp_p
     processes = [launch() for _ in range(16)]
     found = [finish(process) for process in processes]
     assert sorted(outcome for outcome, *_ in found) == ["compiled"] + 15 * ["loaded"]
-    assert all(not made for outcome, made, _ in found if outcome == "loaded"), "a process compiled what is not kept"
+    assert all(not made for outcome, made, _ in found if outcome == "loaded"), "a process compiled a kernel again"
     assert len({json.dumps(results) for *_, results in found}) == 1
     (folder,) = (tmp_path / "kernels").iterdir()
     assert {path.name for path in folder.iterdir()} == {"kernels.bin", "lock"}

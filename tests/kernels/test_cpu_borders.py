@@ -1,4 +1,4 @@
-"""Sizes, counts and numbers at every border that the encoder has, one by one, against the specification."""
+"""Tests of sizes, counts and numbers at every border of the encoder, against the specification."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ TINY, HUGE = 2.0**-126, 2.0**126
 
 
 def check_case(case, threads=1):
-    """Encode and decode like the specification: the encoded."""
+    """Check encoder and decoder against the specification; return the encoder's result."""
     coded, _ = encode_like_reference(case, threads)
     got, want = np.ones(case.n, np.float32), np.ones(case.n, np.float32)
     cpu.decode([(coded.tiles, case.runs)], 0.5, [got], case.rice, threads=threads)
@@ -24,7 +24,7 @@ def check_case(case, threads=1):
 
 
 def spread_entries(*counts, region, tau=0.5):
-    """An update with this many entries in each region."""
+    """Return an update with these numbers of entries in its regions."""
     update = np.zeros(region * len(counts), np.float32)
     rng = np.random.default_rng(sum(counts))
     for i, count in enumerate(counts):
@@ -62,7 +62,7 @@ def test_nothing_to_send_takes_no_bytes():
 @pytest.mark.parametrize("rice", [True, False])
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 63, 64, 65, 71, 72, 73, 127, 128, 129, 135, 136, 256])
 def test_entries_of_one_region(count, rice):
-    """About tile_min and tile_max, alone, after a waiting rest, and before one."""
+    """Counts near tile_min and tile_max: alone, after a region with waiting entries, and before one."""
     for others in ((), (3,)):
         for counts in ((count, *others), (*others, count), (*others, count, 0, 0, 0, 0, 5)):
             update = spread_entries(*counts, region=256)
@@ -88,7 +88,7 @@ def test_entries_of_one_region(count, rice):
 )
 @pytest.mark.parametrize("layout", [SMALL, Layout(256, 64, 8, 14, 5), Layout(256, 64, 8, 15, 1)])
 def test_shared_tiles(counts, layout):
-    """Groups that fill, that run out of regions, and that a region with tiles ends."""
+    """Shared tiles end at `group` entries, at `group_regions` regions, and before a region with tiles."""
     update = spread_entries(*counts, region=256)
     runs = make_runs((update.size, 0.5))
     for rice in (True, False):
@@ -99,7 +99,7 @@ def test_shared_tiles(counts, layout):
 
 
 @pytest.mark.parametrize("count", [511, 512, 513, 4095, 4096, 4097, 4096 + 511, 4096 + 512, 2 * 4096 + 1])
-def test_tiles_of_the_layout_for_work(count):
+def test_tiles_of_the_default_layout(count):
     update = spread_entries(count, 1, region=LAYOUT.region)
     coded = check_case(Case([update], np.zeros_like(update), make_runs((update.size, 0.5)), LAYOUT, True), 2)
     tiles = cpu.inspect(coded.tiles, update.size)[:, ENTRIES]
@@ -108,7 +108,7 @@ def test_tiles_of_the_layout_for_work(count):
 
 
 @pytest.mark.parametrize("last", [2047 - 4 * 511, 2048 - 4 * 511, 2049 - 4 * 511, 511])
-def test_shared_tiles_of_the_layout_for_work(last):
+def test_shared_tiles_of_the_default_layout(last):
     counts = (511, 511, 511, 511, last, 2)
     update = spread_entries(*counts, region=LAYOUT.region)
     coded = check_case(Case([update], np.zeros_like(update), make_runs((update.size, 0.5)), LAYOUT, False), 2)
@@ -119,7 +119,7 @@ def test_shared_tiles_of_the_layout_for_work(last):
 
 @pytest.mark.parametrize("rice", [True, False])
 def test_runs_and_arrays_end_within_chunks(rice):
-    """Every border within the first chunks, of a run, of an array, of both, and of neither."""
+    """Runs and arrays end at every index of the first two blocks, together or separately."""
     n = 200
     for border in range(1, 135):
         runs = make_runs((border, 0.5), (n - border, 0.3))
@@ -138,7 +138,7 @@ def test_runs_of_one_element_each():
 
 @pytest.mark.parametrize("tau", [TINY, 1.1754945e-38, 3.3e-38, 1e-37, 1.0])
 def test_denormal_numbers(tau):
-    """Updates, residuals and what is left below the smallest normal number."""
+    """Updates, residuals and remainders are below the smallest normal number."""
     rng = np.random.default_rng(0)
     n = 1000
     bits = rng.integers(0, 1 << 24, n, np.uint32) | rng.integers(0, 2, n, np.uint32) << np.uint32(31)
@@ -150,8 +150,8 @@ def test_denormal_numbers(tau):
 
 @pytest.mark.parametrize("rice", [True, False])
 @pytest.mark.parametrize("tau", [1.0, 0.3, 2.0**-10, TINY, 1.9999999 * TINY, 2.0**96, 1.7 * 2.0**95, HUGE])
-def test_as_many_tau_as_an_update_may_hold(tau, rice):
-    """2**30 tau are sent, with a residual of nearly one more; one step of float32 above is a fault."""
+def test_largest_multiples_of_tau(tau, rice):
+    """2**30 times tau is sent, with a residual of nearly tau; the next float32 is a fault."""
     most = limit(np.array([tau], np.float32))[0]
     n = 130
     runs = make_runs((n, tau))
@@ -171,7 +171,7 @@ def test_as_many_tau_as_an_update_may_hold(tau, rice):
 
 @pytest.mark.parametrize("tau", [1.0, 0.3, 1e-6, 1.1754945e-38])
 def test_multiples_about_whole_numbers(tau):
-    """Sums within a few steps of float32 of m * tau, for m up to the most."""
+    """Sums are within two steps of float32 of m * tau, for m below 2**30."""
     tau = np.float32(tau)
     m = np.unique(np.concatenate([np.arange(1, 70), 2 ** np.arange(30)[:, None] + [-1, 0, 1]], axis=None))
     m = m[(m > 0) & (m < 2**30)]

@@ -1,4 +1,4 @@
-"""`cpu.decode` and `cpu.inspect` against the specification."""
+"""Tests of `cpu.decode` and `cpu.inspect` against the specification."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ scales = st.one_of(st.sampled_from([1 / 3, 0.7, 1.0, 0.5, -1.0, 0.0, 2.0**-30]),
 
 @st.composite
 def several_messages(draw):
-    """(messages with runs of their own, n, rice, cuts of the output): as from ranks that each found a tau."""
+    """Draw (messages, n, rice, cuts of the output). Each message has its own runs and taus, like those of ranks."""
     n = draw(st.sampled_from([300, 0, 1, 64, 65, 4097, 5000]))
     rice, messages = draw(st.booleans()), []
     for _ in range(draw(st.integers(1, 3))):
@@ -32,7 +32,7 @@ def several_messages(draw):
 @fixed
 @given(several_messages(), scales, seeds, st.sampled_from([1, 2, 3, 5]))
 def test_decode_matches_reference(given_messages, scale, seed, threads):
-    """Several messages, added in their order, for any number of threads."""
+    """Messages are added in their order, for any number of threads."""
     messages, n, rice, cuts = given_messages
     start = np.random.default_rng(seed).normal(0, 1, n).astype(np.float32)
     got, want = split(start.copy(), cuts), split(start.copy(), cuts)
@@ -45,7 +45,7 @@ def test_decode_matches_reference(given_messages, scale, seed, threads):
 
 @pytest.mark.parametrize("rice", [True, False])
 def test_decode_adds_in_order(rice):
-    """float32 sums depend on their order: the messages' one counts, whatever the threads."""
+    """float32 sums depend on their order. It is that of the messages, for any number of threads."""
     n = 20_000
     messages = []
     for rank, tau in enumerate((1.0, 2.0**-24, 3e-8, 0.7)):
@@ -65,7 +65,7 @@ def test_decode_adds_in_order(rice):
 
 
 def test_decode_keeps_to_its_output():
-    """Views at odd places of a larger array: nothing beside them changes."""
+    """The output consists of unaligned views of a larger array, and nothing beside them changes."""
     n = 1000
     runs = make_runs((n, 0.5))
     update, residual = noise(n, np.full(n, 0.5, np.float32), 0.3, 2)
@@ -115,7 +115,7 @@ def test_inspect_finds_what_reference_reads(case, threads):
             cpu.inspect(tiles, int(index[-1]), case.rice, threads)
 
 
-#: n, and entries about the borders of 32 bits and at the far end.
+#: n, and indices near the limits of 32 bits and near n.
 FAR = [
     (2**33, [0, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 1, 2**32, 2**32 + 1, 2**33 - 1]),
     (2**40, [2**40 - 1]),
@@ -127,10 +127,10 @@ FAR = [
 @pytest.mark.parametrize(("n", "index"), FAR, ids=range(len(FAR)))
 @pytest.mark.parametrize("rice", [True, False])
 def test_inspect_reads_gaps_beyond_32_bits(n, index, rice):
-    """Messages for more elements than a test can hold, written by the specification."""
+    """Messages are for more elements than fit in memory, and are written by the specification."""
     where = np.array(index, np.int64)
     negative, m = where % 3 == 0, 1 + where % 2 * 5
-    # Long regions, so that the specification's list of them is short.
+    # With long regions the specification's list of them is short.
     layout = Layout(region=2**26, tile_max=128, tile_min=16, group=32, group_regions=8)
     tiles = reference.write(where, negative, m, n, rice, layout)
     got = reference.read(tiles, n, rice)
@@ -145,7 +145,7 @@ def test_inspect_reads_gaps_beyond_32_bits(n, index, rice):
 
 @pytest.mark.parametrize("rice", [True, False])
 def test_inspect_reads_far_entries_of_one_tile(rice):
-    """The longest way one tile of plain positions can span, 2**31 elements, and an escape as long as it takes."""
+    """A tile spans 2**31 elements, the most for plain positions, and has an escape of that length."""
     where = np.array([3, 4, 2**31 + 1, 2**31 + 2])
     signs, m = np.array([True, False, True, False]), np.array([1, 2**31 - 1, 1, 2])
     tiles = np.frombuffer(reference.tile(where, signs, m, -1, rice), np.uint8)
@@ -154,7 +154,7 @@ def test_inspect_reads_far_entries_of_one_tile(rice):
     assert cpu.inspect(tiles, 2**32, rice, threads=1)[0, LAST] == 2**31 + 2
 
 
-def test_inspect_knows_the_limit_of_a_tile():
+def test_inspect_checks_the_limit_of_a_tile():
     for entries, right in ((TILE_MAX, True), (TILE_MAX + 1, False)):
         where = np.arange(entries)
         tile = reference.tile(where, np.zeros(entries, bool), np.ones(entries, np.int64), -1, True)

@@ -1,4 +1,4 @@
-"""`cpu.encode` against the specification and against its promises."""
+"""Tests of `cpu.encode` against the specification, and of its promises."""
 
 from fractions import Fraction
 
@@ -41,7 +41,7 @@ def test_encode_does_not_depend_on_threads(case, threads):
 def test_encode_loses_nothing(case):
     """sent + residual == float32(update + residual before) as real numbers, for any tau and any m.
 
-    An entry stands for float32(m * tau). However that was rounded, to take it from the sum is exact.
+    An entry has the value float32(m * tau). Its subtraction from the sum is exact, however the value was rounded.
     """
     before = case.residual.copy()
     coded, after = encode_like_reference(case)
@@ -62,7 +62,7 @@ def test_encode_leaves_less_than_tau(case):
 @fixed
 @given(cases())
 def test_encode_keeps_signs(case):
-    """A sum's sign stays with what is left of it, as a zero too; the entry has it as well."""
+    """The new residual, also if it is zero, and the entry have the sign of the sum."""
     before = case.residual.copy()
     coded, after = encode_like_reference(case)
     total = case.vector + before
@@ -74,7 +74,7 @@ def test_encode_keeps_signs(case):
 @fixed
 @given(cases(st.one_of(modest_powers, powers)))
 def test_encode_of_powers_of_two_is_exact(case):
-    """With tau a power of two, m * tau itself is a float32 where m is below 2**24, so nothing is rounded anywhere."""
+    """If tau is a power of two and m is below 2**24, m * tau is a float32, so nothing is rounded."""
     coded, _ = encode_like_reference(case)
     index, _, m = reference.read(coded.tiles, case.n, case.rice)
     tau = case.tau[index]
@@ -95,7 +95,7 @@ def test_decode_into_zeros_gives_what_was_sent(case):
 @fixed
 @given(cases())
 def test_encode_counts_entries(case):
-    """`sent` counts the entries of each run, and every element that reaches tau is one."""
+    """`sent` counts the entries of each run, and every sum that reaches tau is an entry."""
     before = case.residual.copy()
     coded, _ = encode_like_reference(case)
     reach = np.abs(case.vector + before) >= case.tau
@@ -107,8 +107,8 @@ def test_encode_counts_entries(case):
 
 @fixed
 @given(st.lists(cases(any_tau), min_size=1, max_size=3), st.sampled_from([1, 3]))
-def test_workspace_remembers_nothing(several, threads):
-    """One workspace for updates of the same form, and another one where the form differs."""
+def test_workspace_carries_nothing_over(several, threads):
+    """A workspace is reused for updates of the same form, and replaced if the form differs."""
     for case in several:
         work = cpu.Workspace(case.n, len(case.runs.taus), case.layout, threads)
         other = cpu.Workspace(case.n + 1, 1, case.layout, threads)
@@ -123,12 +123,12 @@ def test_workspace_remembers_nothing(several, threads):
 
 @pytest.mark.parametrize("rice", [True, False])
 def test_encode_grows_its_buffers(rice, monkeypatch):
-    """Tiles that do not fit a worker's buffer, nor the guess of what all take, are written all the same."""
+    """Tiles are written even if they fit neither a thread's buffer nor the estimated size of all tiles."""
     monkeypatch.setattr(cpu, "_BUFFER", 16)
     tau = np.full(6000, 0.5, np.float32)
     for density in (0.02, 1):
         update, residual = noise(6000, tau, density, 7)
-        # As large as an entry can be: its multiple takes many times the bits of its gap.
+        # The largest entries: a multiple takes many times the bits of its gap.
         huge = np.where(np.abs(update) >= 0.5, update * np.float32(2**25), update)
         for layout in LAYOUTS:
             for threads in (1, 3):
@@ -136,7 +136,7 @@ def test_encode_grows_its_buffers(rice, monkeypatch):
                     encode_like_reference(Case([several], residual, make_runs((6000, 0.5)), layout, rice), threads)
 
 
-def test_encode_reserves_bytes_for_a_head():
+def test_encode_reserves_bytes_for_a_header():
     update, residual = noise(500, np.full(500, 0.5, np.float32), 0.3, 1)
     runs = make_runs((500, 0.5))
     plain = cpu.encode([update], residual.copy(), runs, threads=1).tiles
@@ -146,7 +146,7 @@ def test_encode_reserves_bytes_for_a_head():
 
 
 def test_encode_takes_arrays_at_any_address():
-    """Views that begin in the middle of a vector, so that no array lies as vectors of the processor would like it."""
+    """Arrays are views that are not aligned to SIMD vectors."""
     base, left = noise(1200, np.full(1200, 0.5, np.float32), 0.2, 3)
     for first in range(1, 18):
         update = split(base[first : first + 1000].copy(), [3, 3, 500 + first])
@@ -191,7 +191,7 @@ def test_histogram_counts_by_exponent_and_three_bits(case, data):
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 5])
 def test_encode_matches_reference_with_work_for_every_thread(threads):
-    """More regions than threads, and more elements than `check` keeps on one."""
+    """There are more regions than threads, and more elements than `check` processes on one thread."""
     n = 70_000
     runs = Runs(np.array([30_001, n - 30_001]), np.array([0.5, 0.3], np.float32))
     update, residual = noise(n, np.repeat(runs.taus, runs.lengths), 0.02, threads)

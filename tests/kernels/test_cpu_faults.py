@@ -1,4 +1,4 @@
-"""What cannot be sent is found before anything changes: NaN, infinity, too many tau."""
+"""Tests of faults (NaN, infinity, elements above the limit): they are found before anything changes."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ SMALL = Layout(256, 64, 8, 32, 4)
 
 
 def check_fault(update, residual, runs, fault, threads=1, layout=SMALL):
-    """The fault is found, by both, and nothing has changed."""
+    """Check that `cpu` and `reference` find the fault, and that nothing has changed."""
     before = residual.copy()
     for encoder, options in ((cpu, {"threads": threads}), (reference, {})):
         got = encoder.encode(update, residual, runs, True, layout, **options)
@@ -29,7 +29,7 @@ def check_fault(update, residual, runs, fault, threads=1, layout=SMALL):
 
 @pytest.mark.parametrize("value", BAD, ids=str)
 def test_fault_at_every_kind_of_place(value):
-    """First and last of chunks, regions, arrays and runs, and in the odd elements at their ends."""
+    """The fault is the first or last element of a chunk, region, array or run, or in an incomplete block."""
     n = 1100
     runs = make_runs((700, 0.5), (n - 700, 0.25))
     cuts = [0, 100, 100, 165, 641]
@@ -65,7 +65,7 @@ def test_fault_is_the_first_one_of_all_threads(threads):
 @fixed
 @given(cases(), st.data())
 def test_fault_matches_reference(case, data):
-    """Any number of bad elements anywhere."""
+    """Up to three faults are at random indices."""
     vector = case.vector.copy()
     if case.n:
         for at in data.draw(st.lists(st.integers(0, case.n - 1), max_size=3)):
@@ -78,8 +78,8 @@ def test_fault_matches_reference(case, data):
     assert same_bits(got_residual, want_residual)
 
 
-def test_trusted_does_not_look_again():
-    """The same bytes with and without the second look at an update without a fault."""
+def test_trusted_writes_the_same_bytes():
+    """An update without a fault gives the same bytes with and without the check."""
     n = 1000
     runs = make_runs((n, 0.5))
     update, residual = noise(n, np.full(n, 0.5, np.float32), 0.2, 0)
@@ -90,7 +90,7 @@ def test_trusted_does_not_look_again():
     assert same_bits(once, again)
 
 
-def test_limit_is_as_many_tau_as_an_entry_may_count():
+def test_limit_is_a_multiple_of_tau():
     taus = np.array([1, 0.3, 2.0**-126, 2.0**126, 2.0**97], np.float32)
     assert limit(taus)[[0, 2, 3, 4]].tolist() == [2.0**30, 2.0**-96, 2.0**126, 2.0**126]
     assert limit(taus)[1] == np.float32(np.float64(taus[1]) * 2.0**30)

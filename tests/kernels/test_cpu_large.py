@@ -1,4 +1,4 @@
-"""More than 2**31 elements, end to end: indices, sums of gaps and borders of threads then need more than 32 bits."""
+"""Tests with more than 2**31 elements: indices, sums of gaps and borders of threads need more than 32 bits."""
 
 import ctypes
 import mmap
@@ -12,7 +12,7 @@ from hvdx.kernels.tiles import LAYOUT
 from tests.kernels.agreement import same_bits
 from tests.kernels.strategies import make_runs, noise
 
-#: Elements of the small arrays of which the large ones consist.
+#: Elements of the small arrays that make up the large ones.
 PART = 1 << 24
 REGION = LAYOUT.region
 TAIL = 4 * REGION
@@ -21,7 +21,7 @@ _READ_WRITE, _SHARED_FIXED = 3, 0x11
 
 
 def repeated(elements, first, end):
-    """Zeros, those from `first` to `end` (whole PARTs) being the same memory again and again, with no need of more."""
+    """Return zeros whose PARTs from `first` to `end` share the memory of one PART."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
@@ -38,18 +38,18 @@ def repeated(elements, first, end):
 
 @pytest.fixture(scope="module")
 def large():
-    """(update, residual): all zero but for some elements at the start, about 2**31 and at the end."""
+    """Update and residual, which are zero except for some elements at the start, near 2**31 and at the end."""
     if not hasattr(os, "memfd_create"):
-        pytest.skip("needs Linux, to use the same memory many times")
+        pytest.skip("needs Linux, to map the same memory many times")
     nothing = np.zeros(PART, np.float32)
-    # Regions with tiles of their own and regions that share one, in turns.
+    # Regions with tiles of their own alternate with regions that share one.
     tau = np.full(REGION, 0.5, np.float32)
     parts = [noise(REGION, tau, density, 8)[0] for density in (0.001, 0.004, 0.0005, 0.02)]
     tail = np.concatenate([*parts, noise(37, tau[:37], 1, 8)[0]])
     head, middle = np.zeros(100, np.float32), np.zeros(PART - 100, np.float32)
     head[[3, 99]] = 1.25, -0.5
     middle[[0, PART // 2, PART - 101]] = 1, -2, 3
-    # The ends are memory of their own: an index cut to 32 bits would show at the wrong one.
+    # The two ends have memory of their own, so an index cut to 32 bits would change the wrong end.
     residual = repeated(N, PART, 2**31 - PART)
     return [head, *[nothing] * (2**31 // PART - 1), middle, nothing, tail], residual
 
@@ -76,7 +76,7 @@ def test_encode_and_decode_beyond_31_bits(large, rice):
     assert np.flatnonzero(residual[: 2 * PART]).tolist() == [3]
     assert same_bits(residual[-TAIL - 37 :], np.copysign(np.abs(update[-1]) % np.float32(0.25), update[-1]))
 
-    # Entries lie in the first array and in the last three; what is between may be one array, again and again.
+    # Entries lie in the first array and in the last three, so the arrays between may be the same one.
     out = [np.zeros_like(u) for u in update[:1]] + update[1:-3] + [np.zeros_like(u) for u in update[-3:]]
     cpu.decode([(coded.tiles, runs)], 1.0, out, rice, threads=2)
     got = np.concatenate([b - o.size + np.flatnonzero(o) for o, b in zip(out, borders, strict=True) if o.any()])

@@ -1,4 +1,4 @@
-"""The CUDA kernels on a GPU against the reference, to the byte, at sizes of work."""
+"""Tests of the CUDA kernels on a GPU against the reference, to the byte, with large updates."""
 
 import importlib.util
 
@@ -17,12 +17,12 @@ from hvdx.kernels.tiles import LAYOUT, Layout, Malformed, Runs
 pytestmark = pytest.mark.skipif(not cuda.is_available(), reason="no GPU that numba.cuda finds")
 
 SMALL = Layout(region=1024, tile_max=300, tile_min=40, group=100, group_regions=5)
-#: Bytes that the test of more than 2**31 elements takes, with room to spare.
+#: Free GPU memory in bytes for the test with more than 2**31 elements, with a reserve.
 LARGE = 26 * 2**30
 
 
 def make_case(n, density, seed, several=0.02):
-    """An update of which about `density` cross, some several times over, and a residual below tau = 0.5."""
+    """Return an update and a residual below tau = 0.5. About a share `density` crosses tau, some many times over."""
     rng = np.random.default_rng(seed)
     residual = rng.uniform(-0.49, 0.49, n).astype(np.float32)
     update = rng.uniform(-1e-3, 1e-3, n).astype(np.float32)
@@ -33,14 +33,14 @@ def make_case(n, density, seed, several=0.02):
 
 
 def make_runs(n, number=1):
-    """Runs of uneven lengths over n elements, whose taus are 0.5 and a little more."""
+    """Return runs of uneven lengths for n elements, with taus from 0.5 on in steps of 0.01."""
     borders = np.unique(np.r_[0, np.random.default_rng(n).integers(0, n, number - 1), n])
     taus = 0.5 + 0.01 * np.arange(len(borders) - 1)
     return Runs(np.diff(borders).astype(np.int64), taus.astype(np.float32))
 
 
 def check_encode(arrays, residual, runs, rice=True, layout=LAYOUT, **options):
-    """Hold kernels.encode against the reference; returns the tiles."""
+    """Compare kernels.encode with the reference; return the tiles."""
     left = residual.copy()
     expected = reference.encode(arrays, left, runs, rice, layout)
     on_device = cuda.to_device(residual)
@@ -142,7 +142,7 @@ def test_hostile_messages_are_refused_and_change_nothing(rice):
 
 
 class ByDLPack:
-    """An array that can be had through DLPack alone, and without a stream, as TensorFlow's."""
+    """Array that offers only DLPack, without a stream, like TensorFlow's."""
 
     def __init__(self, x):
         self.x = x

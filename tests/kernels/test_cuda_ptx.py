@@ -1,4 +1,4 @@
-"""Every CUDA kernel becomes PTX without a GPU: it types, fits a block's shared memory, and rounds as NumPy does."""
+"""Tests of the CUDA kernels as PTX, without a GPU: types, shared memory, and rounding like NumPy's."""
 
 import importlib.util
 import re
@@ -13,15 +13,15 @@ from numba import cuda
 
 from hvdx.kernels import cuda as kernels
 
-#: Bytes of shared memory that a block may have without asking for more.
+#: Bytes of shared memory that a block has by default.
 SHARED = 48 * 1024
 
 
 @pytest.fixture(scope="module", params=[(8, 0), (9, 0)], ids=["sm_80", "sm_90"])
 def ptx(request):
-    """(compute capability, PTX of each kernel by name)."""
+    """Compute capability, and PTX of each kernel by name."""
     with pytest.MonkeyPatch.context() as patch:
-        # Numba asks the device when it compiles what a kernel calls, even for another device.
+        # When Numba compiles the functions that a kernel calls, it asks the current device, even for another target.
         device = types.SimpleNamespace(compute_capability=request.param)
         patch.setattr("numba.cuda.dispatcher.get_current_device", lambda: device)
         return request.param, {

@@ -1,6 +1,6 @@
-"""The CUDA kernels in Numba's simulator against the reference, to the byte: no GPU is needed, only patience.
+"""Tests of the CUDA kernels in Numba's simulator against the reference, to the byte. They need no GPU.
 
-The simulator is chosen before numba is imported, so the cases run in a process of their own.
+The simulator must be chosen before Numba is imported, so the cases run in a separate process.
 """
 
 import importlib.util
@@ -18,18 +18,18 @@ from hvdx.kernels.tiles import LAYOUT, M_MAX, SWITCH, Layout, Malformed, Runs, l
 
 SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
 INSTALLED = importlib.util.find_spec("numba_cuda") is not None
-#: Seconds; about a quarter of it is used on one core.
+#: Time limit in seconds; the tests take about a quarter of it on one core.
 TIME_LIMIT = 240
 
 ROOT = Path(__file__).resolve().parents[2]
-# Regions of two chunks of masks, tiles and groups that end in the middle of a region, at its end, and after several.
+# Regions have two chunks. Tiles and groups end in the middle of a region, at its end, and after several regions.
 SMALL = Layout(region=128, tile_max=24, tile_min=8, group=12, group_regions=3)
-# As many entries in a tile as make it change its Rice parameter.
+# Tiles have enough entries to change their Rice parameter.
 LONG = Layout(region=8192, tile_max=400, tile_min=100, group=300, group_regions=4)
 
 
 def test_kernels_match_the_reference_in_the_simulator():
-    """Runs TestSimulator in a process that has the simulator."""
+    """Run TestSimulator in a process with the simulator."""
     if not INSTALLED:
         pytest.skip("numba-cuda is not installed: pip install 'hvdx[cuda]'")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-W", "ignore", __file__]
@@ -41,17 +41,17 @@ def test_kernels_match_the_reference_in_the_simulator():
     assert " passed" in done.stdout
 
 
-# In the process that is started, the process is not started again.
+# The started process must not start another one.
 test_kernels_match_the_reference_in_the_simulator.__test__ = not SIMULATED
 
 
 def make_runs(*pairs):
-    """Runs of (length, tau)."""
+    """Return runs from pairs of (length, tau)."""
     return Runs(np.array([p[0] for p in pairs], np.int64), np.array([p[1] for p in pairs], np.float32))
 
 
 def make_case(n, density, seed=0, tau=0.5, more=0.0):
-    """An update of which about `density` cross, some of them several times over, and a residual below tau."""
+    """Return an update and a residual below tau. About a share `density` crosses tau, `more` of it many times over."""
     rng = np.random.default_rng(seed)
     residual = (rng.uniform(-1, 1, n) * 0.99 * tau).astype(np.float32)
     update = (rng.uniform(-1, 1, n) * 0.001 * tau).astype(np.float32)
@@ -63,7 +63,7 @@ def make_case(n, density, seed=0, tau=0.5, more=0.0):
 
 
 def split(vector, *sizes):
-    """The vector as arrays of these sizes; what is left makes the last."""
+    """Split a vector into arrays of these sizes and an array of the rest."""
     return np.split(vector, np.cumsum(sizes))
 
 
@@ -72,7 +72,7 @@ CASES = {}
 
 
 def add_case(name, update, residual, *pairs):
-    """Add one row to CASES."""
+    """Add a row to CASES."""
     update = update if isinstance(update, list) else [update]
     CASES[name] = update, residual, make_runs(*(pairs or [(len(residual), 0.5)]))
 
@@ -93,7 +93,7 @@ add_case("nothing is left", np.array([0.5, -0.5, 1, -1] * 10, np.float32), np.fu
 add_case("denormals", np.full(40, 3e-42, np.float32), np.full(40, -1e-42, np.float32), (40, 1.2e-38))
 add_case("odd tau", *make_case(300, 0.3, 3, tau=0.3, more=0.5), (300, 0.3))
 add_case("hardly representable", (np.arange(200) / 7).astype(np.float32), np.zeros(200, np.float32), (200, 1 / 3))
-# The product rounds so far down that one more tau fits into what is left.
+# The product rounds down so far that one more tau fits into the remainder.
 add_case("one tau more", np.array([1269331.625, -1269331.625, 0], np.float32), np.zeros(3, np.float32), (3, 0.36974069))
 add_case("huge multiples", np.array([2.0**29, -(2.0**29), 3, 2.0**20, 0.1], np.float32), np.zeros(5, np.float32))
 add_case("largest multiples", np.full(9, 1024, np.float32), np.full(9, 5e-7, np.float32), (9, 9.5367431640625e-07))
@@ -102,18 +102,18 @@ add_case("arrays", split(update, 1, 62, 2, 0, 100, 31), residual)
 add_case("runs", update, residual, (1, 0.5), (95, 0.7), (33, 0.5), (200, 0.61), (91, 0.5))
 add_case("arrays and runs", split(update, 100, 28, 200), residual, (50, 0.7), (78, 0.5), (200, 0.6), (92, 1.5))
 add_case("matrix", [update.reshape(7, 60)], residual)
-# Those that also are written without entropy coding, in which no more differs than the payload.
+# Cases that are also written with plain positions; only the payload differs.
 PLAIN = ("nothing", "1 elements", "65 elements", "none crosses", "huge multiples", "empty regions between", "runs")
 
 
 def craft(first, entries, multiple, skipped, payload):
-    """A tile by the numbers of its head."""
-    head = [reference.varint(v) for v in (first, entries << 1 | multiple, skipped, len(payload))]
-    return np.frombuffer(b"".join(head) + bytes(payload), np.uint8)
+    """Return a tile with these numbers in its header."""
+    header = [reference.varint(v) for v in (first, entries << 1 | multiple, skipped, len(payload))]
+    return np.frombuffer(b"".join(header) + bytes(payload), np.uint8)
 
 
 def make_bits(*parts):
-    """A payload of (number, bits) and of (number, "code", parameter)."""
+    """Return a payload of parts (number, bits) or (number, "code", parameter)."""
     bits = reference.Bits()
     for part in parts:
         bits.code(part[0], part[2]) if part[1] == "code" else bits.put(*part)
@@ -121,13 +121,13 @@ def make_bits(*parts):
 
 
 def make_words(*numbers):
-    """A payload of 32-bit numbers."""
+    """Return a payload of 32-bit numbers."""
     return np.array(numbers, "<u4").tobytes()
 
 
 MINUS, PLUS, KEEP = (1, 1), (0, 1), (0, 1)
 ONE_MULTIPLE = (0, 5), (0, "code", 0), MINUS
-# name: (tile, whether it is entropy-coded, whether it is well-formed)
+# name: (tile, True if it is entropy-coded, True if it is valid)
 CRAFTED = {
     "up to the last": (craft(0, 3, 0, 5, make_bits(PLUS, KEEP, (5, "code", 0), MINUS, PLUS)), True, True),
     "onto the last": (craft(0, 3, 0, 5, make_bits(PLUS, KEEP, (6, "code", 0), MINUS, PLUS)), True, False),
@@ -166,16 +166,16 @@ CRAFTED = {
 
 
 class TestSimulator:
-    """What `test_kernels_match_the_reference_in_the_simulator` runs."""
+    """Tests that `test_kernels_match_the_reference_in_the_simulator` runs."""
 
     __test__ = SIMULATED
 
     @pytest.fixture(autouse=True, scope="class")
     def _few_threads(self):
-        """Blocks so small that a few elements need several, and each several turns."""
+        """Make blocks so small that a few elements need several blocks and iterations."""
         from hvdx.kernels import cuda_decode, cuda_encode, cuda_tiles
 
-        # The simulator polls its threads, and holds them up for as long as it is let.
+        # The simulator polls its threads and blocks them until the interpreter switches, so it must switch often.
         interval = sys.getswitchinterval()
         sys.setswitchinterval(1e-4)
         few = pytest.MonkeyPatch()
@@ -200,7 +200,7 @@ class TestSimulator:
         check_encode(*CASES[name], False, SMALL)
 
     def test_encode_changes_parameters_as_the_reference(self):
-        # From wide gaps to none: farther than the costs that are computed ahead reach. And back.
+        # The gaps change from wide to none and back, beyond the parameters whose costs are computed in parallel.
         rng = np.random.default_rng(0)
         check_gaps(np.r_[rng.geometric(0.02, 66), np.zeros(150, int), rng.geometric(0.02, 70)], rng)
 
@@ -215,7 +215,7 @@ class TestSimulator:
             dearer = cost[before] - min(cost)
         check_gaps(gaps, rng)
 
-    def test_encode_has_the_layout_of_work(self, monkeypatch):
+    def test_encode_with_the_default_layout(self, monkeypatch):
         monkeypatch.setattr("hvdx.kernels.cuda.CHUNK", 2048)
         update, residual = make_case(2000, 0.05, 6, more=0.01)
         check_encode([update], residual, make_runs((2000, 0.5)), True, LAYOUT)
@@ -320,11 +320,11 @@ class TestSimulator:
         tiles = craft(5, 100, multiple, 2**30, payload)
         with pytest.raises(Malformed):
             reference.read(tiles, n)
-        # What `decode` calls, without an array of n elements.
+        # `decode` calls this. Here no array of n elements is needed.
         with pytest.raises(Malformed):
             kernels._read([tiles], [kernels.table(tiles, n)], [make_runs((n, 1))], np.float32(1), True, 0)
 
-    def test_doors_name_what_is_wrong(self):
+    def test_encode_and_decode_name_what_is_wrong(self):
         from hvdx.kernels import cuda as kernels
 
         one, runs = on_device(np.zeros(4, np.float32)), make_runs((4, 0.5))
@@ -354,9 +354,9 @@ _allocating = threading.Lock()
 
 
 def shared_array(shared, shape, dtype):
-    """The array that the block's threads share at the line that asks for it.
+    """Return the array that the threads of a block share at the calling line.
 
-    The simulator's own has no lock: two threads that ask at once for the first time get an array each.
+    The simulator's own function has no lock: at the first call, two threads at once would get an array each.
     """
     frame = sys._getframe(1)
     with _allocating:
@@ -364,14 +364,14 @@ def shared_array(shared, shape, dtype):
 
 
 def on_device(array):
-    """A copy on the simulated GPU."""
+    """Return a copy on the simulated GPU."""
     from numba import cuda
 
     return cuda.to_device(array)
 
 
 def encode(update, residual, runs, rice, layout):
-    """(what cuda.encode gives, with its tiles on the host; the residual after it)."""
+    """Return the result of cuda.encode with its tiles on the host, and the new residual."""
     from hvdx.kernels import cuda as kernels
 
     left = on_device(residual)
@@ -380,7 +380,7 @@ def encode(update, residual, runs, rice, layout):
 
 
 def check_encode(update, residual, runs, rice, layout):
-    """Hold cuda.encode against the reference; returns the tiles."""
+    """Compare cuda.encode with the reference."""
     left = residual.copy()
     expected = reference.encode(update, left, runs, rice, layout)
     got, got_left = encode(update, residual, runs, rice, layout)
@@ -393,7 +393,7 @@ def check_encode(update, residual, runs, rice, layout):
 
 
 def check_gaps(gaps, rng):
-    """Hold cuda.encode against the reference for entries with these gaps before them."""
+    """Compare cuda.encode with the reference for entries with these gaps before them."""
     index = np.cumsum(np.asarray(gaps) + 1) - 1
     update = np.zeros(index[-1] + 1, np.float32)
     update[index] = rng.choice([-1, 1], index.size)
@@ -401,7 +401,7 @@ def check_gaps(gaps, rng):
 
 
 def decode(messages, scale, out, rice):
-    """What cuda.decode makes of arrays."""
+    """Return copies of arrays to which cuda.decode has added messages."""
     from hvdx.kernels import cuda as kernels
 
     arrays = [on_device(o) for o in out]
@@ -410,7 +410,7 @@ def decode(messages, scale, out, rice):
 
 
 def make_messages(rice):
-    """Three messages for 700 elements, whose runs differ."""
+    """Return three messages for 700 elements with different runs."""
     messages = []
     for seed, runs in ((8, make_runs((700, 0.5))), (9, make_runs((99, 0.5), (601, 0.6))), (10, make_runs((700, 0.4)))):
         update, residual = make_case(700, 0.12, seed, tau=0.4, more=0.1)
@@ -419,7 +419,7 @@ def make_messages(rice):
 
 
 def mutations(good, number):
-    """Copies of a message with a bit turned, a byte changed, cut off, or added."""
+    """Yield copies of a message with a bit flipped, a byte changed, the end cut off, or a byte inserted."""
     rng = np.random.default_rng(11)
     for i in range(number):
         data, at = good.copy(), int(rng.integers(good.size))

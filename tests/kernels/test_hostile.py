@@ -1,4 +1,4 @@
-"""Random and mutated messages, in a process of their own: a decoder that leaves its memory ends that one."""
+"""Tests with random and mutated messages in a separate process, which ends if a decoder leaves its memory."""
 
 import contextlib
 import subprocess
@@ -12,10 +12,10 @@ import pytest
 from hvdx.kernels import cpu, reference
 from hvdx.kernels.tiles import Malformed
 from tests import fuzz_wire
-from tests.kernels.mutations import corpus, heads, mutate
+from tests.kernels.mutations import corpus, headers, mutate
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Messages; about a quarter of the time limit is used on one core of a busy machine.
+#: Number of messages, and limit in seconds. One core of a busy machine needs about a quarter of the limit.
 CASES, TIME_LIMIT = 24_000, 240
 
 
@@ -26,14 +26,14 @@ def run(*arguments, code=None):
 
 @pytest.fixture(scope="module")
 def fuzzed(tmp_path_factory):
-    """(the finished process, its journal)."""
+    """Finished process of the fuzzer, and the path of its journal."""
     journal = tmp_path_factory.mktemp("fuzz") / "fuzz-wire.case"
     return run("--cases", str(CASES), "--seconds", str(TIME_LIMIT), "--seed", "1", "--journal", str(journal)), journal
 
 
 @pytest.fixture
 def harmless(fuzzed):
-    """For what runs in this process: a decoder that leaves its memory would end all tests."""
+    """Guard for tests in this process, where a decoder that leaves its memory would end all tests."""
     if fuzzed[0].returncode:
         pytest.skip("hostile messages do harm: see test_hostile_messages_do_no_harm")
 
@@ -47,7 +47,7 @@ def test_hostile_messages_do_no_harm(fuzzed):
 
 @pytest.mark.usefixtures("harmless")
 def test_a_case_can_be_replayed(tmp_path, capsys):
-    """The journal holds the case at hand, whatever became of it."""
+    """The journal holds the current case, whether it passed or not."""
     journal = tmp_path / "fuzz-wire.case"
     fuzzer = fuzz_wire.Fuzzer(5, journal)
     for _ in range(20):
@@ -64,7 +64,7 @@ def check_all(fuzzer, cases, thorough=True):
 
 
 def add_to_first(decode, messages, scale, out, rice, threads):
-    """Adds the first message before it looks at the second."""
+    """Add the first message before checking the second."""
     for i, message in enumerate(messages):
         try:
             decode([message], scale, out, rice, threads)
@@ -78,7 +78,7 @@ def write_beside(decode, messages, scale, out, rice, threads):
     out[0].base[-1] += 1
 
 
-def believe(decode, messages, scale, out, rice, threads):
+def allocate(decode, messages, scale, out, rice, threads):
     np.zeros(10**7)
     decode(messages, scale, out, rice, threads)
 
@@ -90,28 +90,28 @@ def accept(decode, messages, scale, out, rice, threads):
 
 @pytest.mark.usefixtures("harmless")
 @pytest.mark.parametrize(
-    ("wrong", "complaint"),
+    ("wrong", "text"),
     [
         (add_to_first, "the output has changed"),
         (write_beside, "the output"),
-        (believe, "bytes were taken"),
+        (allocate, "bytes were taken"),
         (accept, "another opinion"),
     ],
 )
-def test_fuzzer_notices_what_a_decoder_does_wrong(wrong, complaint, tmp_path, monkeypatch):
+def test_fuzzer_notices_what_a_decoder_does_wrong(wrong, text, tmp_path, monkeypatch):
     fuzzer = fuzz_wire.Fuzzer(5, tmp_path / "fuzz-wire.case")
     cases = [case for case in (fuzzer.case() for _ in range(1000)) if not case.codec]
-    # What there is to compile takes memory.
+    # The first calls compile, which takes memory.
     check_all(fuzzer, cases, thorough=False)
     decode = cpu.decode
     monkeypatch.setattr(cpu, "decode", lambda *arguments: wrong(decode, *arguments))
-    with pytest.raises(AssertionError, match=complaint):
+    with pytest.raises(AssertionError, match=text):
         check_all(fuzzer, cases)
 
 
 @pytest.mark.parametrize("place", [("True", "[len(message)]"), ("False", "[-1]")])
 def test_memory_beside_a_message_cannot_be_read(place):
-    """The fuzzer's guard works: one byte after the message, or before it, ends the process."""
+    """The fuzzer's guard works: an access one byte before or after the message ends the process."""
     at_end, index = place
     code = (
         "import ctypes; from tests.kernels.guarded import Guarded\n"
@@ -125,7 +125,7 @@ def test_memory_beside_a_message_cannot_be_read(place):
 
 @pytest.mark.usefixtures("harmless")
 def test_every_flipped_bit_is_refused_or_read_as_the_reference_does():
-    """All of them, in small messages of every kind."""
+    """Every bit is flipped, in small messages of every kind."""
     accepted = 0
     for message in corpus():
         if len(message.tiles) > 60:
@@ -149,10 +149,10 @@ def test_every_flipped_bit_is_refused_or_read_as_the_reference_does():
 
 
 @pytest.mark.usefixtures("harmless")
-def test_every_truncation_is_refused_but_between_tiles():
+def test_every_truncation_within_a_tile_is_refused():
     for message in corpus():
         ends, at = {0}, 0
-        for numbers, payload in heads(message.tiles):
+        for numbers, payload in headers(message.tiles):
             at += sum(len(reference.varint(number)) for number in numbers) + len(payload)
             ends.add(at)
         assert at == len(message.tiles)

@@ -30,7 +30,7 @@ def test_spread_keeps_the_order_of_results(threads):
         assert spread(lambda i: i * i, tasks, threads) == [i * i for i in range(tasks)]
 
 
-def test_spread_passes_errors_on():
+def test_spread_raises_errors_of_a_task():
     def fail(i):
         raise KeyError(i)
 
@@ -38,14 +38,14 @@ def test_spread_passes_errors_on():
         spread(fail, 3, 2)
 
 
-@pytest.mark.parametrize(("told", "threads"), [("3", 3), ("5,2", 5), ("", None), ("0", None), ("many", None)])
-def test_default_threads_are_those_asked_for(told, threads, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", told)
+@pytest.mark.parametrize(("setting", "threads"), [("3", 3), ("5,2", 5), ("", None), ("0", None), ("many", None)])
+def test_default_threads_are_those_asked_for(setting, threads, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", setting)
     assert default_threads() == (threads or len(os.sched_getaffinity(0)))
 
 
 def encoded(seed, threads):
-    """Tiles of an update of several regions and what they decode to, as bytes."""
+    """Return the tiles of an update of several regions, the decoded output and the residual, as bytes."""
     n = 3 << 18
     update, residual = noise(n, np.full(n, 0.5, np.float32), 0.003, seed)
     runs, out = make_runs((n, 0.5)), np.zeros(n, np.float32)
@@ -55,14 +55,14 @@ def encoded(seed, threads):
 
 
 def test_kernels_may_be_called_from_many_threads_at_once():
-    """As where a training step overlaps an exchange; they share a pool."""
+    """Several threads share a pool, as when a training step overlaps an exchange."""
     alone = [encoded(seed, 1) for seed in range(6)]
     with ThreadPoolExecutor(6) as pool:
         assert list(pool.map(encoded, range(6), [3] * 6, timeout=60)) == alone
 
 
 def test_spread_works_in_a_forked_process():
-    """Threads do not survive a fork; a child must not wait for its parent's."""
+    """A fork does not copy threads, so a child must not wait for those of its parent."""
     code = (
         "import os; from hvdx.kernels.threads import spread\n"
         "spread(str, 4, 3)\n"

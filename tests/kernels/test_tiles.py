@@ -11,7 +11,7 @@ from tests.kernels.strategies import LAYOUTS, cases, fixed
 @fixed
 @given(st.sampled_from(LAYOUTS), st.data())
 def test_plan_puts_every_entry_into_a_tile(layout, data):
-    """In order, none empty, none larger than a decoder expects; a region's own tiles are as large as they may be."""
+    """No tile is empty or too large, and a region fills as many tiles of the largest size as it can."""
     most = st.integers(0, min(layout.region, 3 * layout.tile_max))
     few = st.integers(0, layout.tile_min)
     counts = np.array(data.draw(st.lists(st.one_of(few, most, st.just(0)), max_size=30)), np.int64)
@@ -35,7 +35,7 @@ def test_layouts_keep_their_own_rules():
 @fixed
 @given(cases())
 def test_table_lists_the_tiles(case):
-    """Their payloads follow each other but for the heads, and their entries are those that the specification reads."""
+    """Payloads are separated by headers only, and the entries are those that the specification reads."""
     tiles = reference.encode(case.update, case.residual.copy(), case.runs, case.rice, case.layout).tiles
     index, _, m = reference.read(tiles, case.n, case.rice)
     rows = table(tiles, case.n)

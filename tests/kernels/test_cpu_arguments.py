@@ -1,4 +1,4 @@
-"""What the doors of `cpu` refuse, and in which words."""
+"""Tests of the argument checks of `cpu`, and of their error messages."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ BAD_ARRAYS = [
 
 
 @pytest.mark.parametrize(("array", "error", "text"), BAD_ARRAYS, ids=range(len(BAD_ARRAYS)))
-def test_doors_refuse_arrays(array, error, text):
+def test_cpu_refuses_arrays(array, error, text):
     for name, call in {
         "update[1]": lambda: cpu.encode([floats(0), array], floats(), RUNS),
         "residual[0]": lambda: cpu.encode([floats()], array, RUNS),
@@ -52,7 +52,7 @@ def test_doors_refuse_arrays(array, error, text):
         cpu.histogram([array], np.array([4]))
 
 
-def test_doors_refuse_memory_that_they_may_not_write():
+def test_cpu_refuses_read_only_outputs():
     with pytest.raises(ValueError, match=r"residual\[0\]: it is read-only"):
         cpu.encode([floats()], read_only(), RUNS)
     with pytest.raises(ValueError, match=r"out\[0\]: it is read-only"):
@@ -81,7 +81,7 @@ BAD_RUNS = [
 
 
 @pytest.mark.parametrize("runs", BAD_RUNS, ids=range(len(BAD_RUNS)))
-def test_doors_refuse_runs(runs):
+def test_cpu_refuses_runs(runs):
     with pytest.raises(ValueError, match="expected"):
         cpu.encode([floats()], floats(), runs)
     with pytest.raises(ValueError, match="expected"):
@@ -99,8 +99,8 @@ BAD_MESSAGES = [bytes(5), np.zeros(5, np.int64), np.zeros(10, np.uint8)[::2], np
 
 
 @pytest.mark.parametrize("message", BAD_MESSAGES, ids=range(len(BAD_MESSAGES)))
-def test_doors_refuse_messages_that_are_no_bytes(message):
-    """The loops behind the doors read memory by its address, whatever its dtype or stride."""
+def test_cpu_refuses_messages_that_are_no_bytes(message):
+    """The compiled loops read memory by its address and ignore dtype and stride."""
     with pytest.raises((TypeError, ValueError), match="uint8"):
         cpu.inspect(message, 4, threads=1)
     with pytest.raises((TypeError, ValueError), match="uint8"):
