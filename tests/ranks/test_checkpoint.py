@@ -188,7 +188,6 @@ def test_two_optimizers_are_resumed(folder):
         np.testing.assert_array_equal(mine["codec.residual"], expected["codec.residual"])
 
 
-@pytest.mark.sizes(2, 4)
 def test_mixed_float16_is_resumed(folder):
     keras.config.set_dtype_policy("mixed_float16")
     straight = built()
@@ -319,7 +318,7 @@ def test_leftovers_of_a_killed_job_are_removed(folder):
     assert names(folder) == ["epoch-0001", "epoch-0003"]
 
 
-@pytest.mark.sizes(1, 2, 4)
+@pytest.mark.sizes(1, 2)
 def test_rank_that_cannot_write_stops_all_and_leaves_the_last_checkpoint(folder, monkeypatch):
     last, model = hvdx.size() - 1, saved(folder, 1, 2)
 
@@ -348,7 +347,6 @@ def test_older_checkpoints_are_removed_after_the_new_one_is_published(folder, mo
     assert names(folder) == ["epoch-0001"]
 
 
-@pytest.mark.sizes(2, 4)
 def test_directory_that_ranks_do_not_share_is_refused(tmp_path):
     mine = tmp_path / f"of-{hvdx.rank()}" / "ckpt"
     begin, model = time.monotonic(), built()
@@ -494,7 +492,7 @@ def test_two_callbacks_are_refused(folder):
 # -- custom loops -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sizes(1, 2, 4)
+@pytest.mark.sizes(1, 2)
 def test_save_and_restore_in_a_loop(folder):
     def loop(model, epochs, batches):
         first = checkpoint.restore(folder, model) or 0

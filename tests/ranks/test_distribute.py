@@ -130,7 +130,6 @@ def test_two_reducers_do_not_count_twice():
             models.fit(binary(), [hvd.Distribute(), hvd.Distribute()])
 
 
-@pytest.mark.sizes(2, 4)
 def test_validation_on_one_rank_only_is_an_error_and_no_deadlock():
     model = models.compiled(models.network(seed=0), "sgd")
     options = {"validation_data": models.data(8)} if hvdx.rank() == 0 else {}
@@ -240,7 +239,7 @@ def test_datasets_shuffled_with_different_global_seeds_are_refused():
         shards._seeds.clear()
 
 
-@pytest.mark.sizes(1, 2, 4)
+@pytest.mark.sizes(1, 2)
 def test_files_are_written_by_rank_0_only_and_are_plain_keras(tmp_path):
     own = tmp_path / f"rank{hvdx.rank()}"
     own.mkdir()
@@ -292,7 +291,6 @@ def test_backup_and_restore_on_rank_0_restarts_all_ranks(tmp_path):
     assert int(second.optimizer.iterations) == 4 * models.STEPS
 
 
-@pytest.mark.sizes(2, 4)
 def test_early_stopping_stops_all_ranks_together():
     class StopOnLast(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -362,7 +360,6 @@ def test_train_step_that_bypasses_the_optimizer_is_refused():
             models.fit(model, [hvd.Distribute()])
 
 
-@pytest.mark.sizes(2, 4)
 def test_models_of_different_shapes_are_refused():
     model = models.compiled(models.network(lambda: keras.layers.Dense(5 + hvdx.rank())), "sgd")
     if hvdx.size() == 1:
@@ -372,7 +369,6 @@ def test_models_of_different_shapes_are_refused():
             models.fit(model, [hvd.Distribute()])
 
 
-@pytest.mark.sizes(2, 4)
 def test_epochs_that_differ_are_refused():
     model = models.compiled(models.network(), "sgd")
     if hvdx.size() > 1:

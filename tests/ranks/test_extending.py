@@ -29,7 +29,7 @@ def test_example_trains_by_its_name(spelling, monkeypatch):
     models.assert_identical(model, optimizer=False)
 
 
-@pytest.mark.sizes(1, 2, 4)
+@pytest.mark.sizes(1, 2)
 def test_residual_of_the_example_is_in_checkpoints(tmp_path):
     folder = hvd.broadcast_object(tmp_path, 0) / "ckpt"
 

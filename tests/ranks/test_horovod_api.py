@@ -73,7 +73,7 @@ def test_unsupported_arguments_are_refused_by_name(call, named):
 
 
 @pytest.mark.graph
-@pytest.mark.sizes(1, 2, 4)
+@pytest.mark.sizes(1, 2)
 def test_horovod_style_script_trains_like_one_process():
     optimizer = hvd.DistributedOptimizer(
         keras.optimizers.SGD(0.1, momentum=0.9),

@@ -399,7 +399,6 @@ def test_training_waits_for_the_copy_and_not_for_the_disk(folder, monkeypatch):
     assert names(folder)[-1] == "epoch-0001"
 
 
-@pytest.mark.sizes(2, 4)
 def test_full_disk_stops_all_ranks_soon(folder, monkeypatch):
     def full(contents):
         raise OSError(28, "No space left on device")

@@ -59,7 +59,6 @@ def test_mpi_in_place_of_horovod_equals_one_process_with_the_whole_batch(options
 
 
 @pytest.mark.graph(every=True)
-@pytest.mark.sizes(2, 4)
 def test_mpi_keeps_the_order_of_two_optimizers_and_their_loss_scales():
     """The collectives are inside conditions, which TensorFlow could run in any order."""
     model = models.TwoPlayers()
@@ -88,7 +87,6 @@ def test_distribute_sum_adds_gradients_up():
 
 
 @pytest.mark.graph
-@pytest.mark.sizes(2, 4)
 def test_gradient_accumulation_exchanges_once_per_update():
     callback = hvd.Distribute()
     trained_like_one_process(lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=4), distribute=callback)
@@ -244,7 +242,6 @@ def test_variable_without_gradient_is_left_alone():
 
 
 @pytest.mark.graph
-@pytest.mark.sizes(2, 4)
 def test_custom_train_step_with_two_optimizers_in_an_unbuilt_model():
     class Pairs(models.TwoPlayers):
         def apply_other(self, gradients, variables):
@@ -300,7 +297,6 @@ def test_uneven_data_ends_every_epoch_with_the_shortest_rank():
     assert int(model.optimizer.iterations) == 9
 
 
-@pytest.mark.sizes(2, 4)
 def test_unknown_number_of_steps_is_refused_on_all_ranks():
     dataset = tf.data.Dataset.from_tensor_slices(models.data()).batch(4).filter(lambda x, y: True)
     model = models.compiled(models.network(), OPTIMIZERS["sgd"]())

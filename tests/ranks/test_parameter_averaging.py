@@ -98,8 +98,9 @@ def far(model, other):
 
 @pytest.mark.graph
 @pytest.mark.sizes(1, 2, 4)
-@pytest.mark.parametrize("average_optimizer", [True, False])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "average_optimizer"), [*((name, True) for name in OPTIMIZERS), ("momentum", False), ("adam", False)]
+)
 def test_each_rank_trains_alone_and_every_period_weights_become_their_mean(name, average_optimizer):
     model = network(OPTIMIZERS[name]())
     callback = fit(model, hvdx.ParameterAveraging(3, average_optimizer=average_optimizer))
@@ -130,9 +131,9 @@ def test_mpi_in_place_of_horovod_averages_the_same(average_optimizer):
     assert_identical(model.weights)
 
 
-@pytest.mark.sizes(2, 4)
-@pytest.mark.parametrize("name", ["sgd", "momentum", "nesterov"])
-@pytest.mark.parametrize("average_optimizer", [True, False])
+@pytest.mark.parametrize(
+    ("name", "average_optimizer"), [("sgd", True), ("momentum", True), ("nesterov", True), ("nesterov", False)]
+)
 def test_period_1_equals_all_reduce_for_linear_optimizers(name, average_optimizer):
     """If a step is linear in the gradients, averaging weights after it equals averaging gradients before it."""
     averaged, reduced = network(OPTIMIZERS[name]()), network(OPTIMIZERS[name]())
@@ -180,7 +181,6 @@ def test_statistics_and_moving_averages_end_equal():
 
 
 @pytest.mark.graph
-@pytest.mark.sizes(2, 4)
 def test_layers_built_in_the_first_step_are_those_of_rank_0():
     def unbuilt(rank):
         keras.utils.set_random_seed(rank)
@@ -249,7 +249,6 @@ def test_rank_with_nan_has_finite_momenta_afterwards():
         assert callback.counters.telemetry[0].excluded == (hvdx.rank() == hvdx.size() - 1)
 
 
-@pytest.mark.sizes(2, 4)
 def test_statistics_of_a_rank_with_nan_are_excluded_too():
     x, y = data(hvdx.rank())
     if hvdx.rank() == hvdx.size() - 1 and hvdx.size() > 1:
@@ -377,7 +376,6 @@ def test_horovods_callback_averages_at_the_end_of_an_epoch():
     assert_close(model, simulated(OPTIMIZERS["momentum"], 4, True))
 
 
-@pytest.mark.sizes(2, 4)
 def test_different_numbers_of_steps_are_an_error():
     model, optimizer = in_a_loop("parameter_averaging:period=50")
     train(model, optimizer, 3 if hvdx.rank() else 2)

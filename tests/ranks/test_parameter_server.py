@@ -368,7 +368,6 @@ def test_layers_built_in_the_first_step_are_those_of_rank_0():
     assert all_steps(count) == STEPS * hvdx.size()
 
 
-@pytest.mark.sizes(2, 4)
 @pytest.mark.parametrize("strategy", [asynchronous, synchronous])
 def test_two_optimizers_have_servers_for_their_own_weights(strategy):
     model = models.TwoPlayers()
@@ -594,7 +593,6 @@ def test_constraint_under_a_sum_is_refused_by_name():
     step("one")
 
 
-@pytest.mark.sizes(2, 4)
 def test_worker_without_a_step_before_the_first_flush_is_named_by_all():
     if hvdx.size() == 1:
         return
@@ -808,7 +806,6 @@ def test_training_continues_from_a_checkpoint_restored_within_an_epoch(folder):
 # -- errors on all ranks ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sizes(2, 4)
 def test_workers_with_different_models_are_refused():
     if hvdx.size() == 1:
         return

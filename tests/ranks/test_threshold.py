@@ -69,7 +69,7 @@ def fit(model, strategy, epochs=2, batch=8, callbacks=(), given=None, **options)
 def test_replicas_are_identical_and_learn(strategy, optimizer):
     made = {"sgd": lambda: keras.optimizers.SGD(0.05, momentum=0.9), "adam": lambda: keras.optimizers.Adam(0.01)}
     model = network(made[optimizer]())
-    callback, history = fit(model, strategy, epochs=3, check_every=3)
+    callback, history = fit(model, strategy, epochs=2, check_every=3)
     assert_identical(model.weights)
     assert history["loss"][-1] < history["loss"][0]
     if hvdx.size() > 1:
@@ -97,53 +97,17 @@ def test_replicas_are_identical_and_learn(strategy, optimizer):
     ],
 )
 def test_replicas_stay_identical_under_optimizers_of_keras(make):
-    model = network(make(), kernel_constraint=keras.constraints.MaxNorm(2.0))
-    fit(model, "threshold:target_density=0.1", epochs=1)
-    assert_identical(model.weights)
-
-
-@pytest.mark.sizes(2, 4)
-def test_tiny_tau_gives_the_mean_of_the_workers_steps():
-    """With a tiny tau, SGD without momentum gives the result of AllReduce."""
-    results = []
-    for strategy in ("threshold:tau=1e-9", "all_reduce"):
-        keras.utils.set_random_seed(1)
-        model = network(keras.optimizers.SGD(0.05))
-        x, y = data()
-        model.fit(x, y, batch_size=8, verbose=0, shuffle=False, callbacks=[hvd.Distribute(strategy)])
-        results.append(model.trainable_weights)
-    for a, b in zip(*results, strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-6)
-
-
-class Halved(keras.optimizers.SGD):
-    """Optimiser that changes weights without its own `assign` methods."""
-
-    def update_step(self, gradient, variable, learning_rate):
-        variable.assign_sub(gradient * learning_rate)
-
-
-def test_update_of_an_optimizer_that_assigns_directly_is_measured():
-    results = []
-    for kind in (Halved, keras.optimizers.SGD):
-        keras.utils.set_random_seed(1)
-        model = network(kind(0.05))
-        x, y = data()
-        model.fit(x, y, batch_size=8, verbose=0, shuffle=False, callbacks=[hvd.Distribute("threshold:tau=1e-9")])
-        assert_identical(model.weights)
-        results.append(model.trainable_weights)
-    for a, b in zip(*results, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
-
-
-def test_optimizers_that_compute_weights_are_refused():
-    if hvdx.size() == 1:
-        return
-    with pytest.raises(ConfigError, match="placement='gradient'"):
-        fit(network(keras.optimizers.Ftrl(0.1)), "threshold")
-    model = network(keras.optimizers.Ftrl(0.1))
-    fit(model, "threshold:placement=gradient,target_density=0.1")
-    assert_identical(model.weights)
+    layer = keras.layers.Dense(4, kernel_constraint=keras.constraints.MaxNorm(2.0))
+    keras.utils.set_random_seed(3)
+    layer.build((None, 6))
+    optimizer = hvd.DistributedOptimizer(make(), strategy="threshold:target_density=0.1")
+    random = np.random.default_rng(hvdx.rank())
+    for _ in range(6):
+        gradients = [tf.constant(random.normal(size=w.shape), tf.float32) for w in layer.trainable_weights]
+        optimizer.apply(gradients, layer.trainable_weights)
+    hvd.flush(optimizer)
+    assert_identical(layer.weights)
+    assert (layer.kernel.numpy() != 0).any()
 
 
 @pytest.mark.sizes(2, 4)
