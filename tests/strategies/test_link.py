@@ -45,16 +45,16 @@ def test_probe_finds_latency_and_bandwidth(size, bandwidth):
 def test_density_fits_the_time(size, seconds):
     network = link.Link(2e-4, 12.5e6)
     density = link.affordable_density(network, size, 2_000_000, seconds)
-    assert link.LEAST <= density <= link.MOST
+    assert link.MIN_DENSITY <= density <= link.MAX_DENSITY
     taken = network.latency + (size - 1) * link.message_bytes(2_000_000, density) / network.bandwidth
-    assert taken <= seconds * 1.001 or density == link.LEAST
+    assert taken <= seconds * 1.001 or density == link.MIN_DENSITY
     more = network.latency + (size - 1) * link.message_bytes(2_000_000, density * 1.05) / network.bandwidth
-    assert more > seconds or density == link.MOST
+    assert more > seconds or density == link.MAX_DENSITY
 
 
 def test_density_is_bounded():
-    assert link.affordable_density(link.Link(1e-3, 1e3), 64, 10_000_000, 1e-4) == link.LEAST
-    assert link.affordable_density(link.Link(1e-6, 1e12), 2, 1000, 1.0) == link.MOST
+    assert link.affordable_density(link.Link(1e-3, 1e3), 64, 10_000_000, 1e-4) == link.MIN_DENSITY
+    assert link.affordable_density(link.Link(1e-6, 1e12), 2, 1000, 1.0) == link.MAX_DENSITY
 
 
 def test_estimate_follows_a_link_that_gets_slower():

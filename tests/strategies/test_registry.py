@@ -87,7 +87,7 @@ def test_other_packages_have_strategies_and_codecs(tmp_path, monkeypatch):
     assert repr(resolve(None)) == "Loud()"
     with pytest.raises(ConfigError, match="did you mean volume"):
         parse("loud:volum=3")
-    with pytest.raises(ConfigError, match=r"expected a class of hvdx.strategies.Strategy at loud_hvdx:Rare"):
+    with pytest.raises(ConfigError, match=r"expected a subclass of hvdx.strategies.Strategy at loud_hvdx:Rare"):
         parse("broken")
     assert type(codec.make("rare")).__name__ == "Rare"
     assert repr(hvdx.ParameterServer(codec="rare")) == "ParameterServer(codec='rare')"

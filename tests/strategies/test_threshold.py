@@ -320,7 +320,7 @@ def test_telemetry_counts_what_travels():
         ({"overlap": "yes"}, "True or False"),
         ({"overlap": True, "placement": "gradient"}, "one step late"),
         ({"lookahead": -1}, "from 0 to 10"),
-        ({"lookahead": 1, "placement": "gradient"}, "of updates"),
+        ({"lookahead": 1, "placement": "gradient"}, "updates only"),
         ({"overhead": 0}, "share of a step"),
         ({"warmup": "slowly"}, "'density', 'dense' or 'workers'"),
         ({"warmup": "dense:0"}, "'density', 'dense' or 'workers'"),

@@ -13,6 +13,7 @@ from hvdx.strategies import TensorSpec
 from hvdx.strategies.serving import client
 from hvdx.strategies.serving.messages import SERVER_BOX
 from hvdx.strategies.serving.request_handler import RequestHandler
+from hvdx.strategies.serving.server import serve
 
 SHAPES = ((3, 4), (), (0, 2), (7,))
 SPECS = [TensorSpec(f"variable {i}", shape, 4) for i, shape in enumerate(SHAPES)]
@@ -34,7 +35,7 @@ def run(workers, function, servers=0, limit=40.0):
 
     def work(comm):
         if comm.serves:
-            client.serve(comm.mailbox(SERVER_BOX), RequestHandler(workers, threads=1), stop)
+            serve(comm.mailbox(SERVER_BOX), RequestHandler(workers, threads=1), stop)
             return
         try:
             results[comm.rank] = function(comm)

@@ -12,9 +12,10 @@ from hvdx.comm import progress
 from hvdx.comm.local import virtual_world
 from hvdx.errors import ExchangeError
 from hvdx.strategies.serving import client
-from hvdx.strategies.serving.client import ServerClient, serve
+from hvdx.strategies.serving.client import ServerClient
 from hvdx.strategies.serving.messages import SERVER_BOX, WORKER_BOX, MessageType
 from hvdx.strategies.serving.request_handler import RequestHandler
+from hvdx.strategies.serving.server import serve
 from tests.strategies.serving.messages import message
 
 
@@ -94,7 +95,7 @@ def test_news_do_not_make_the_limit_longer(clock):
 
 def test_an_answer_that_has_begun_to_come_has_the_limit_for_itself(clock):
     box = Box(coming=[*[False] * 7, True])
-    with pytest.raises(ExchangeError, match="no word from the server at rank 2"):
+    with pytest.raises(ExchangeError, match="no answer from the server at rank 2"):
         office_with(box).call(push(0), MessageType.WEIGHTS)
     # Each question asks twice whether something is coming.
     assert 8 <= clock[0] <= 10
@@ -108,7 +109,7 @@ def test_what_leaves_slowly_is_movement(clock):
 
 
 def test_a_server_that_is_silent_is_given_up_after_the_limit(clock):
-    with pytest.raises(ExchangeError, match=r"waiting for 6 s; no word from the server at rank 2\b"):
+    with pytest.raises(ExchangeError, match=r"waiting for 6 s; no answer from the server at rank 2\b"):
         office_with(Box()).call(push(0), MessageType.WEIGHTS)
 
 
@@ -186,7 +187,7 @@ def test_a_worker_that_ends_early_serves_until_the_others_have_ended(monkeypatch
     second.mailbox(WORKER_BOX).send(0, SERVER_BOX, [MessageType.DISCONNECT])
     ending.join(5.0)
     assert not ending.is_alive()
-    assert "hvdx: rank 0 has ended, and serves until ranks [1] have.\n" in capfd.readouterr().err
+    assert "hvdx: rank 0 has ended, and serves until ranks [1] have ended.\n" in capfd.readouterr().err
 
 
 def test_a_worker_that_serves_others_ends_with_its_launcher(monkeypatch):

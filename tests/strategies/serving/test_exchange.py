@@ -531,7 +531,7 @@ def test_a_server_that_never_answers_is_named(monkeypatch):
     monkeypatch.setenv("HVDX_TIMEOUT", "1")
     comm, _ = virtual_world(1, 1)
     exchange = summing(1).open(comm, SPECS)
-    with pytest.raises(ExchangeError, match=r"no word from the server at rank 1\b"):
+    with pytest.raises(ExchangeError, match=r"no answer from the server at rank 1\b"):
         exchange.begin(zeros())
     client_of(comm).close()
 

@@ -79,7 +79,7 @@ def test_one_accepted_among_refused_counts_as_ever():
 
 def test_where_all_are_refused_the_version_stays():
     server = shard(workers=2, aggregate=2)
-    assert server.push(0, 0, None) == [Release(0, 1, fine=False)]
+    assert server.push(0, 0, None) == [Release(0, 1, accepted=False)]
     server.push(1, 0, None)
     assert (server.weights[0], server.version, server.refused) == (0.0, 0, 2)
     # They count as collected all the same.
@@ -125,7 +125,7 @@ def test_a_worker_waits_when_it_is_more_than_the_bound_ahead(bound):
 def test_refused_updates_count_as_steps_for_those_who_wait():
     server = shard(max_staleness=0)
     assert server.push(0, 0, adds(1.0)) == []
-    assert server.push(1, 0, None) == [Release(0, 1), Release(1, 2, fine=False)]
+    assert server.push(1, 0, None) == [Release(0, 1), Release(1, 2, accepted=False)]
 
 
 def test_a_worker_that_flushes_or_leaves_keeps_nobody_waiting():
