@@ -13,7 +13,7 @@ Sparse = Literal["gather", "dense"]
 
 
 class AllReduce(Strategy):
-    """Average (or sum) the gradients over all ranks in every step.
+    """Mean (or sum) of the gradients over all ranks, in every step.
 
     With `op="average"`, N ranks with batches of size b take the step that one process takes with a batch of size N*b.
 

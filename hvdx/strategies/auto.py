@@ -76,7 +76,7 @@ class Measured:
 
 
 class Auto(Strategy):
-    """Measure the network and a few steps, then train with the strategy that is expected to be the fastest.
+    """Automatic choice of a strategy: measure the network and a few steps, then train with the fastest strategy.
 
     The first steps are dense: mean gradients over MPI, without Horovod. Compression can cost accuracy, so the threshold
     strategy is chosen only if it saves a tenth of a step.
@@ -186,7 +186,7 @@ class TrialExchange(HostExchange):
 
     @property
     def ready(self) -> bool:
-        """Whether enough steps were measured, or too many passed without a measurement (epochs of one step)."""
+        """True after enough measured steps, or after too many steps without a measurement (epochs of one step)."""
         return len(self.computed) >= TRIAL_STEPS or self.telemetry.steps >= 3 * TRIAL_STEPS
 
     @property

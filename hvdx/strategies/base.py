@@ -85,7 +85,7 @@ class Strategy(abc.ABC):
 
     @property
     def rank_local_state(self) -> bool:
-        """Whether the optimiser's state (momenta) is local to the rank."""
+        """True if the optimiser's state (momenta) is local to the rank."""
         return self.placement != "gradient"
 
     @abc.abstractmethod
@@ -250,7 +250,7 @@ class Exchange(abc.ABC):
 
 
 def one_of(where: str, option: str, value: Any, known: Sequence[Any]) -> None:
-    """Refuse an option's value that is not among the known ones.
+    """Refuse an option's value that the option does not accept.
 
     Args:
         where: owner of the option, for the message.
@@ -259,7 +259,7 @@ def one_of(where: str, option: str, value: Any, known: Sequence[Any]) -> None:
         known: values that the option accepts.
 
     Raises:
-        ConfigError: if the value is not known.
+        ConfigError: if the value is not accepted.
     """
     if value not in known:
         listed = ", ".join(repr(k) for k in known)

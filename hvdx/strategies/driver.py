@@ -68,7 +68,7 @@ class HostExchange(Exchange):
 
     @property
     def is_open(self) -> bool:
-        """Whether the next step may come. If not, and if the placement is "weights", `begin` must be called first."""
+        """True if the next step may come. If not, and if the placement is "weights", `begin` must be called first."""
         return True
 
     def begin(self, weights: Sequence[np.ndarray]) -> None:
@@ -197,7 +197,7 @@ class MessageExchange(HostExchange):
         return None
 
     def active(self) -> int:
-        """Return the number of ranks whose messages count in this step: ranks 0 to this number, exclusive."""
+        """Return the number of ranks whose messages count in this step. They are the lowest ranks."""
         return self._size
 
     def observe(self, received: Received) -> None:

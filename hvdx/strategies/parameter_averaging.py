@@ -14,7 +14,7 @@ _SPELLING = re.compile(r"(\d+)(?:@(\d+))?")
 
 
 class ParameterAveraging(Strategy):
-    """Let every rank train alone, and average the weights every `period` steps.
+    """Local SGD: every rank trains alone, and every `period` steps the weights become their mean.
 
     The ranks exchange the weights and the optimiser's state: twice the weights for SGD with momentum, three times for
     Adam. A rank sends about `1 / period` of that in a step. The weights are also averaged at the end of each epoch, so

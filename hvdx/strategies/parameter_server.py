@@ -26,7 +26,7 @@ _MAX_STALENESS = 4
 
 
 class ParameterServer(Strategy):
-    """Keep the weights on servers. Each worker pushes its update after its step, and pulls the current weights.
+    """Weights on servers: each worker pushes an update after each of its steps, and pulls the current weights.
 
     An update is the change that the worker's own step made: after learning rate, momentum and weight decay. The weights
     are cut into equal parts, one or more for each server; large variables are cut too.

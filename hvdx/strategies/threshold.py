@@ -20,7 +20,7 @@ Op = Literal["mean", "sum"]
 
 
 class Threshold(Strategy):
-    """Send the elements that reach a threshold tau, as multiples of +-tau, and keep the rest in a residual.
+    """Exchange of the elements that reach a threshold tau, as multiples of +-tau. A residual keeps the rest.
 
     Args:
         tau: fixed threshold, in units of the update. If neither tau nor `target_density` is given, the density is
@@ -50,8 +50,7 @@ class Threshold(Strategy):
         Threshold(target_density=0.03, warmup='dense:50')
 
     Source: Strom 2015; the update is compressed after the optimiser as in Deep Gradient Compression (Lin et al. 2018,
-    "momentum correction"). An entry carries the whole multiple of tau that the element
-    holds, where Strom sends one tau.
+    "momentum correction"). An entry carries the whole multiple of tau that the element holds; Strom sends one tau.
     """
 
     name = "threshold"

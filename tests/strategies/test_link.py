@@ -7,7 +7,7 @@ from hvdx.strategies.telemetry import entropy
 
 
 class Slow(Channel):
-    """A channel that says how long a network of this speed would have taken."""
+    """Channel that reports the time that a network of this speed would take."""
 
     def __init__(self, size, latency, bandwidth):
         self.rank, self.size = 0, size
@@ -67,7 +67,7 @@ def test_estimate_follows_a_link_that_gets_slower():
     assert estimate.computing == pytest.approx(0.02)
 
 
-def test_estimate_learns_nothing_from_tiny_messages():
+def test_estimate_ignores_tiny_messages():
     estimate = link.Estimate(link.Link(1e-4, 12.5e6))
     for _ in range(40):
         estimate.observe(0.02, 100, 0.01)

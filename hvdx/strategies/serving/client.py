@@ -24,8 +24,7 @@ from hvdx.strategies.serving.server import BUSY_SLEEP, IDLE_SLEEP, serve_in_thre
 #: Message to a server: rank of the server, header and body.
 Call = tuple[int, list[int], np.ndarray | None]
 
-# Number of messages, headers and bodies, that may leave at once. With one, each would wait for the handshake of the
-# one before it.
+# Largest number of sends in flight, headers and bodies. With one, each send would wait for another's handshake.
 _WINDOW = 3
 # Seconds of waiting after which a worker prints the workers that it waits for.
 _WARN_SECONDS = 60.0

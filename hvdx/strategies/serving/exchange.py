@@ -117,7 +117,7 @@ class ServerExchange(HostExchange):
 
     @property
     def is_open(self) -> bool:
-        """Whether the servers hold weights for this exchange."""
+        """True if the servers hold weights for this exchange."""
         return self._parts[0].session >= 0
 
     def renew(self) -> None:

@@ -78,7 +78,7 @@ class Shard:
         Returns:
             The workers that may continue. This worker may be released later.
         """
-        # The update is applied next, with the other pending ones; 1 if no update was applied since the pull.
+        # The update is applied next, with the other pending ones: 1 means that none was applied since the pull.
         staleness = self.version + 1 - version
         self._clocks[worker] += 1
         self._waiting[worker] = Release(worker, staleness, update is not None)

@@ -2,7 +2,7 @@
 
 
 class StepDispenser:
-    """Hands out the steps of a round, each once, in the order of the requests.
+    """Dispenser of the steps of a round. It hands out each step once, in the order of the requests.
 
     Example:
         >>> dispenser = StepDispenser()

@@ -1,4 +1,4 @@
-"""Workers and servers as virtual ranks, each in a thread of its own, with an end in any case."""
+"""Workers and servers as virtual ranks, one thread each, with a time limit."""
 
 import faulthandler
 import sys
@@ -29,7 +29,7 @@ def flat(arrays):
 
 
 def run(workers, function, servers=0, limit=40.0):
-    """Call function(comm) on each worker; what it returned, or the error that it raised, in rank order."""
+    """Call function(comm) on each worker; return the results or raised errors, in rank order."""
     results, world = [None] * workers, virtual_world(workers, servers)
     stop = threading.Event()
 
@@ -55,19 +55,20 @@ def run(workers, function, servers=0, limit=40.0):
     late = [rank for rank, thread in enumerate(threads[:workers]) if thread.is_alive()]
     if late:
         faulthandler.dump_traceback(sys.__stderr__)
-    # Workers that never got as far as to know servers do not say good-bye.
-    unheard = all(isinstance(result, Exception) for result in results)
-    if late or unheard:
+    # Workers that failed before they opened a client do not disconnect.
+    never_joined = all(isinstance(result, Exception) for result in results)
+    if late or never_joined:
         stop.set()
     for thread in threads[workers:]:
         thread.join(5.0)
     stop.set()
-    assert not late, f"workers {late} have no end"
-    assert unheard or not any(thread.is_alive() for thread in threads), "servers have no end"
+    assert not late, f"workers {late} did not end"
+    assert never_joined or not any(thread.is_alive() for thread in threads), "servers did not end"
     return results
 
 
 def all_fine(results):
+    """Return the results if none is an error; raise the first error otherwise."""
     for result in results:
         if isinstance(result, Exception):
             raise result
@@ -75,7 +76,7 @@ def all_fine(results):
 
 
 def expect_everywhere(results, error, match):
-    """All workers raised it."""
+    """Check that all workers raised this error."""
     for result in results:
         with pytest.raises(error, match=match):
             all_fine([result])
