@@ -10,7 +10,7 @@ import numpy as np
 
 from hvdx.strategies.serving.messages import SessionConfig
 
-#: Adds an update, times a factor, to an array of the size of the part.
+#: Function that adds an update, times a factor, to an array of the size of the part.
 Addend = Callable[[np.ndarray, float], None]
 
 
