@@ -1,4 +1,4 @@
-"""The ways to combine work, one a file; none of them knows Keras."""
+"""Strategies, one per file. None of them imports Keras."""
 
 from hvdx.strategies.all_reduce import AllReduce
 from hvdx.strategies.auto import Auto

@@ -1,4 +1,4 @@
-"""Dense synchronous averaging: every step, every rank gets the mean of all gradients."""
+"""Dense synchronous averaging: in every step, every rank receives the mean of all gradients."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
@@ -13,29 +13,29 @@ Sparse = Literal["gather", "dense"]
 
 
 class AllReduce(Strategy):
-    """Average (or sum) the gradients over all ranks in every step.
+    """Mean (or sum) of the gradients over all ranks, in every step.
 
-    With `op="average"`, N ranks with batches of b take the step that one process takes with the whole batch of N*b.
+    With `op="average"`, N ranks with batches of size b take the step that one process takes with a batch of size N*b.
 
     Args:
         op: "average" or "sum".
-        compression: "none", "fp16" or "bf16": what a float32 becomes on the network. "fp16" halves the bytes, and
-            its largest number is 65504; "bf16" halves them too, has float32's range and 8 bits of precision, and is
-            added up in float32.
-        groups: collectives a step. 1 fuses all gradients in one; more let Horovod send the first ones while the rest
-            is still being computed. Or lists of indices into the gradients, which stand in the order of the
+        compression: type of float32 values on the network: "none", "fp16" or "bf16". "fp16" halves the bytes, and its
+            largest number is 65504. "bf16" halves them too, has float32's range and 8 bits of precision, and is added
+            up in float32.
+        groups: number of collectives per step. 1 fuses all gradients into one; with more, Horovod sends the first ones
+            while the rest is still being computed. Or lists of indices into the gradients, in the order of the
             trainable variables that have one.
-        sparse: how `tf.IndexedSlices` (the gradients of embeddings) travel: "gather" the rows, or "dense" as the
-            whole table.
-        gradient_predivide_factor: with "average", divide by this before the sum and by size / factor after it.
-        device: the TensorFlow device of Horovod's collectives; "" leaves it to TensorFlow.
-        device_sparse: likewise for gathered rows.
+        sparse: exchange of `tf.IndexedSlices` (gradients of embeddings): "gather" the rows, or "dense" for the whole
+            table.
+        gradient_predivide_factor: with "average", divide by this factor before the sum and by size / factor after it.
+        device: TensorFlow device of Horovod's collectives; "" leaves it to TensorFlow.
+        device_sparse: device of the collectives of gathered rows.
         engine: "horovod": a ring all-reduce in the TensorFlow graph. "mpi": each rank adds up a part of the gradients
-            on the host, in float32 and in rank order, and gives it to the others; as many bytes travel. "auto": Horovod
-            where it is installed on all ranks, else MPI.
+            on the host, in float32 and in rank order, and sends the result to the others; the number of bytes is the
+            same. "auto": Horovod if it is installed on all ranks, else MPI.
 
     Raises:
-        ConfigError: an option that is not one of these.
+        ConfigError: if an option is unknown or has a wrong value.
 
     Example:
         >>> AllReduce(compression="fp16")
@@ -91,19 +91,18 @@ class AllReduce(Strategy):
     def open(
         self, comm: GraphComm, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = ""
     ) -> "AllReduceExchange":
-        """See `Strategy.open`."""
-        # A ring sends 2 (N - 1) / N times the payload; embeddings count as dense.
+        # Embeddings count as dense.
         payload = sum(s.elements * (s.itemsize if self.compression == "none" else 2) for s in specs)
         return AllReduceExchange(comm, self._how, name, ring_bytes(payload, comm.size))
 
 
 class AllReduceExchange(Exchange):
-    """Nothing is remembered from one step to the next.
+    """Exchange of gradients under `AllReduce`. It has no state.
 
     Args:
         comm: the ranks.
-        how: the reduction.
-        name: pairs up what the ranks send.
+        how: reduction.
+        name: prefix of the names of the collectives.
         sent: bytes that this rank sends in a step.
     """
 
@@ -111,5 +110,4 @@ class AllReduceExchange(Exchange):
         self._comm, self._how, self._name, self.sent = comm, how, name, sent
 
     def step(self, tensors: Sequence[Any], finite: Any = True) -> list[Any]:
-        """See `Exchange.step`."""
         return self._comm.all_reduce(tensors, self._how, self._name)

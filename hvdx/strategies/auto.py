@@ -1,4 +1,4 @@
-"""Choose a strategy for the network that is there: measure a few steps, model the others, take the cheapest."""
+"""Automatic choice of a strategy: measure a few steps and the network, estimate each strategy, take the fastest."""
 
 import sys
 import time
@@ -17,28 +17,28 @@ from hvdx.strategies.driver import HostExchange
 from hvdx.strategies.telemetry import Telemetry
 from hvdx.strategies.threshold import Threshold
 
-#: Steps that are measured. What lies before the first of an epoch, compiling for one, is not computing.
+#: Number of steps to measure. The first step of an epoch is not measured: the time before it includes compiling.
 TRIAL_STEPS = 3
-# What is lossy has to save this share of a step before it is taken: fp16 over float32, threshold over both.
+# Smallest saving for which a lossy strategy is chosen, as a share of a step: fp16 over float32, threshold over both.
 _WORTH_FP16, _WORTH_THRESHOLD = 0.03, 0.1
-# A codec on this many elements is timed; more take proportionally longer.
+# Largest number of elements on which the codec is timed; the time of more elements is extrapolated.
 _TIMED_ELEMENTS = 1 << 22
-# Bytes a second at which memory is read, at best: what compression could cost at the very least.
+# Bytes per second at which memory is read at best, for a lower bound of the time of compression.
 _MEMORY = 2e10
-# Bytes a second at which float32 becomes float16 and the other way round.
+# Bytes per second of casts between float32 and float16.
 _CASTING = 1e10
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What the choice rests on.
+    """Measurements on which the choice depends.
 
     Attributes:
         size: number of ranks.
-        elements: float32 numbers in a step.
-        computing: seconds that a step computes, on the slowest rank.
-        network: the link between the ranks.
-        threads: that this rank's codec may use; None leaves it to the codec.
+        elements: number of float32 elements in a step.
+        computing: seconds of computing in a step, on the slowest rank.
+        network: link between the ranks.
+        threads: threads of this rank's codec; None leaves the number to the codec.
     """
 
     size: int
@@ -48,30 +48,41 @@ class Measured:
     threads: int | None = None
 
     def dense_seconds(self, itemsize: int) -> float:
-        """What a ring all-reduce takes: 2 (N - 1) rounds of one N-th each, and the casts of float16."""
+        """Return the seconds of a ring all-reduce and of the casts to float16 and back.
+
+        The ring has 2 (N - 1) rounds with 1 / N of the elements each.
+
+        Args:
+            itemsize: bytes per element on the network: 4, or 2 for float16.
+        """
         rounds = 2 * (self.size - 1)
         casting = 0.0 if itemsize == 4 else 2 * (4 + itemsize) * self.elements / _CASTING
         part = itemsize * self.elements / self.size
         return rounds * (self.network.latency + part / self.network.bandwidth) + casting
 
     def density(self, overhead: float) -> float:
-        """The density whose messages take this share of a step's computing."""
+        """Return the density whose messages take this share of a step's computing time."""
         return link.affordable_density(self.network, self.size, self.elements, overhead * self.computing)
 
     def threshold_seconds(self, density: float, coding: float) -> float:
-        """What an exchange of thresholded updates takes: latency, N - 1 messages that come in, and the codec."""
+        """Return the seconds of an exchange of thresholded updates: latency, N - 1 received messages, and the codec.
+
+        Args:
+            density: density of the messages.
+            coding: seconds of the codec.
+        """
         incoming = (self.size - 1) * link.message_bytes(self.elements, density)
         return 2 * self.network.latency + incoming / self.network.bandwidth + coding
 
 
 class Auto(Strategy):
-    """Measure the network and a few steps, then train with the strategy that should be the fastest.
+    """Automatic choice of a strategy: measure the network and a few steps, then train with the fastest strategy.
 
-    The first steps are dense: mean gradients over MPI, without Horovod. Compression can cost accuracy, so it is taken
-    only if it saves a tenth of a step.
+    The first steps are dense: mean gradients over MPI, without Horovod. Compression can cost accuracy, so the threshold
+    strategy is chosen only if it saves a tenth of a step.
 
     Args:
-        overhead: the share of a step's computing that a threshold message may take, see `Threshold`.
+        overhead: share of a step's computing time that a threshold message may take; see `Threshold`.
 
     Example:
         >>> Auto()
@@ -89,16 +100,15 @@ class Auto(Strategy):
         self.overhead = self.threshold.overhead
 
     def open(self, comm: Comm, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = "") -> "TrialExchange":
-        """See `Strategy.open`; of the steps that are measured."""
+        """Open the exchange of the measured steps."""
         return TrialExchange(comm, specs)
 
     def ready(self, exchanges: Sequence["TrialExchange"]) -> bool:
-        """See `Strategy.ready`."""
         return bool(exchanges) and all(e.ready for e in exchanges)
 
     def successor(self, exchanges: Sequence["TrialExchange"], comm: Comm, updates: bool) -> Strategy:
-        """See `Strategy.successor`; rank 0 says why."""
-        # Between two exchanges of one optimiser lies what the others compute as well.
+        """Choose the successor on rank 0, which prints the reason. Collective."""
+        # The largest, because the time between two exchanges of one optimiser includes those of the others.
         everyone = comm.all_gather_object(max(e.seconds for e in exchanges), "the choice of a strategy")
         chosen = None
         if comm.rank == 0:
@@ -113,17 +123,17 @@ class Auto(Strategy):
         return strategy
 
     def decide(self, measured: Measured) -> tuple[Strategy, str]:
-        """The strategy that should be the fastest, and why; to be asked on one rank, since it times the codec.
+        """Return the strategy that should be the fastest, and the reason. It times the codec, so call it on one rank.
 
         Args:
-            measured: what the steps and the link showed.
+            measured: measurements of the steps and the link.
         """
         density = measured.density(self.overhead)
         exact, half = measured.dense_seconds(4), measured.dense_seconds(2)
         saving = _WORTH_THRESHOLD * (measured.computing + min(exact, half))
         coding = 16 * measured.elements / _MEMORY
         if measured.threshold_seconds(density, coding) + saving < min(exact, half):
-            # It might pay, so it is worth the seconds that compiling and timing the codec take.
+            # The threshold strategy may be faster, so compiling and timing the codec is worth some seconds.
             coding = coding_seconds(measured.elements, measured.size, density, measured.threads)
         sparse = measured.threshold_seconds(density, coding)
         chosen: Strategy = AllReduce()
@@ -131,18 +141,18 @@ class Auto(Strategy):
             chosen = AllReduce(compression="fp16")
         if sparse + saving < min(exact, half):
             chosen = self.threshold
-        verdict = "Compression does not pay here" if isinstance(chosen, AllReduce) else "It pays"
+        conclusion = "Compression does not pay here" if isinstance(chosen, AllReduce) else "It pays"
         reason = (
             f"{measured.size} workers, {measured.network}, {measured.elements:,} parameters: a step computes "
             f"{1e3 * measured.computing:.3g} ms; to combine it should take {1e3 * exact:.3g} ms in float32, "
             f"{1e3 * half:.3g} in fp16, {1e3 * sparse:.3g} by threshold at density {density:.2g}. "
-            f"{verdict}: training with {chosen}."
+            f"{conclusion}: training with {chosen}."
         )
         return chosen, reason
 
 
 class TrialExchange(HostExchange):
-    """Mean gradients, while steps are measured.
+    """Exchange of mean gradients while steps are measured.
 
     Args:
         comm: the ranks.
@@ -155,14 +165,14 @@ class TrialExchange(HostExchange):
         self._size = comm.size
         self._flat = np.zeros(self._n, np.float32)
         self.network = link.probe(self._channel)
-        #: Seconds that each step computed.
+        #: Seconds of computing in each measured step.
         self.computed: list[float] = []
         self._opened = time.perf_counter()
 
     def combine(self, tensors: Sequence[np.ndarray], finite: bool) -> list[np.ndarray]:
-        """See `HostExchange.combine`; NaN of one rank becomes that of all."""
+        """Return the mean gradients; NaN of one rank reaches all ranks."""
         begin = time.perf_counter()
-        if self._left is not None:
+        if self._last_end is not None:
             self.computed.append(self._computed)
         np.concatenate([np.ravel(t) for t in tensors], out=self._flat)
         self._channel.all_reduce(self._flat)
@@ -176,25 +186,25 @@ class TrialExchange(HostExchange):
 
     @property
     def ready(self) -> bool:
-        """Whether enough was measured; or where epochs are of one step, whether there is no use in waiting for it."""
+        """True after enough measured steps, or after too many steps without a measurement (epochs of one step)."""
         return len(self.computed) >= TRIAL_STEPS or self.telemetry.steps >= 3 * TRIAL_STEPS
 
     @property
     def seconds(self) -> float:
-        """Seconds that a step computes."""
+        """Seconds of computing in a step."""
         if self.computed:
             return float(np.median(self.computed))
         return (time.perf_counter() - self._opened - self.telemetry.exchanging) / max(self.telemetry.steps, 1)
 
 
 def coding_seconds(elements: int, size: int, density: float, threads: int | None = None) -> float:
-    """Seconds to encode an update and decode everyone's, on this machine.
+    """Return the seconds to encode an update and to decode those of all ranks, on this machine.
 
     Args:
-        elements: of an update.
-        size: number of ranks, so of messages.
-        density: to aim at.
-        threads: of the kernels.
+        elements: number of elements of an update.
+        size: number of ranks, which is the number of messages.
+        density: density to aim at.
+        threads: threads of the kernels.
     """
     from hvdx import codec
 

@@ -1,4 +1,4 @@
-"""The contract of a strategy: one way in which the workers combine their work."""
+"""The contract of a strategy."""
 
 import abc
 import inspect
@@ -12,20 +12,20 @@ from hvdx.comm import Comm
 from hvdx.comm.base import Engine
 from hvdx.errors import ConfigError, ReplicaError
 
-#: Pairs (first step, period), in the order of the steps; the first begins at step 0.
+#: Pairs (first step, period), in increasing order of the steps; the first pair begins at step 0.
 Schedule = tuple[tuple[int, int], ...]
 EACH_STEP: Schedule = ((0, 1),)
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a strategy is told of a tensor it will exchange.
+    """Name, shape and element size of a tensor that is exchanged.
 
     Attributes:
-        name: the variable's name, for messages.
-        shape: its shape.
-        itemsize: bytes an element.
-        constraint: what the optimiser's step holds the variable to, for messages; "" for nothing.
+        name: name of the variable, for error messages.
+        shape: shape of the tensor.
+        itemsize: bytes per element.
+        constraint: constraint that the optimiser applies to the variable, for error messages; "" for none.
     """
 
     name: str
@@ -43,34 +43,34 @@ class TensorSpec:
 
 
 class Strategy(abc.ABC):
-    """One way in which the workers combine their work.
+    """Method by which the workers combine their work.
 
-    A strategy knows ranks and bytes, and nothing of Keras. It opens an exchange for each optimiser; by its traits
-    `hvdx.keras` picks the adapter that stands between that exchange and the optimiser's step. Traits may be attributes
-    of the class, or depend on options.
+    A strategy handles ranks and bytes, and is independent of Keras. It opens an `Exchange` for each optimiser. Its
+    traits tell `hvdx.keras` which adapter connects that exchange to the optimiser's step. A trait is a class attribute,
+    or an instance attribute that depends on the options.
 
     Attributes:
-        placement: where in the step it acts. "gradient": gradients are combined, and every rank's optimiser takes the
-            same step. "update": each rank's optimiser works on its own gradients, and the updates that it wants to add
-            to the weights are combined. "weights": each rank's optimiser changes its weights, and an exchange takes
-            those and gives the weights to go on with.
-        runs: where its exchange runs. "graph": it is traced as a part of the TensorFlow graph, and works on tensors.
-            "host": it works on arrays of the host, between two parts of the graph.
-        engine: what carries the tensors of an exchange in the graph: "horovod"; "mpi", which does it on the host; or
-            "auto", which is Horovod where it is installed on all ranks, else MPI.
-        schedule: when it runs, as pairs (first step, period) in the order of the steps, of which the first begins at
-            step 0. Only exchanges of weights in the graph may have another schedule than `EACH_STEP`.
-        asynchronous: whether a rank exchanges when it is ready, without the others. The steps of an epoch then are
-            dealt out to the ranks by `deal_out`.
+        placement: position in the step. "gradient": gradients are combined, and every rank's optimiser takes the same
+            step. "update": each rank's optimiser processes its own gradients, and the resulting updates of the weights
+            are combined. "weights": each rank's optimiser changes its own weights; the exchange takes these weights and
+            returns the weights for the next step.
+        runs: "graph": the exchange is traced as part of the TensorFlow graph, and processes tensors. "host": it
+            processes host arrays, between two parts of the graph.
+        engine: library that carries the tensors of an exchange in the graph: "horovod"; "mpi", on the host; or "auto",
+            which is Horovod if it is installed on all ranks, else MPI.
+        schedule: steps at which the exchange runs, as pairs (first step, period) in increasing order of the steps; the
+            first pair begins at step 0. Only exchanges of weights in the graph may differ from `EACH_STEP`.
+        asynchronous: whether a rank exchanges without waiting for the others. `deal_out` then distributes the steps of
+            an epoch over the ranks.
         dedicated: number of ranks that only serve the others, by `serve`.
-        counts_samples: whether the adapter has to be told of how many samples a step is made.
-        provisional: whether it gives way to another strategy, which `successor` names, after some steps.
-        remembers: whether what an exchange remembers is worth keeping from one fit to the next.
+        counts_samples: whether the adapter needs the number of samples in each step.
+        provisional: whether `successor` replaces the strategy after some steps.
+        remembers: whether the state of an exchange is kept from one fit to the next.
     """
 
-    #: What `HVDX_STRATEGY` and `hvdx.strategy` call it.
+    #: Name of the strategy in `HVDX_STRATEGY` and in one-line spellings.
     name: ClassVar[str]
-    #: Options whose one-line spelling the strategy reads itself.
+    #: Options whose text in a one-line spelling the strategy parses itself.
     own_spelling: ClassVar[frozenset[str]] = frozenset()
 
     placement: Literal["gradient", "update", "weights"]
@@ -85,48 +85,49 @@ class Strategy(abc.ABC):
 
     @property
     def rank_local_state(self) -> bool:
-        """Whether the optimiser's state (momenta) belongs to its rank."""
+        """True if the optimiser's state (momenta) is local to the rank."""
         return self.placement != "gradient"
 
     @abc.abstractmethod
     def open(self, comm: Any, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = "") -> Any:
-        """Begin to exchange the tensors of one optimiser. Collective on the host.
+        """Open the exchange for the tensors of one optimiser. Collective on the host.
 
         Args:
-            comm: reaches the other ranks: a `Comm` on the host, a `GraphComm` in the graph.
+            comm: communicator of the ranks: a `Comm` on the host, a `GraphComm` in the graph.
             specs: the tensors, in their order.
-            momentum: how much of an update goes on into the next, from 0 to 1, where they are updates.
-            name: pairs up what the ranks send in a graph: alike on all ranks, and different for each optimiser.
+            momentum: momentum of the optimiser, from 0 to 1, if the tensors are updates.
+            name: prefix of the names of graph collectives: the same on all ranks, different for each optimiser.
 
         Returns:
             An `Exchange`; on the host a `hvdx.strategies.HostExchange`.
 
         Raises:
-            ReplicaError: the ranks were given different strategies.
+            ReplicaError: if the ranks were given different strategies.
         """
 
     def merge(self, saved: Sequence[Mapping[str, np.ndarray]], rank: int, size: int) -> dict[str, np.ndarray]:
-        """Make the state that a rank restores of those that another number of ranks saved; by default none.
+        """Return the state that a rank restores, made from the states of another number of ranks. The default is empty.
 
         Args:
             saved: `Exchange.state_dict` of every rank that saved.
-            rank, size: the rank that restores, and the number of ranks now.
+            rank: rank that restores.
+            size: number of ranks that restore.
         """
         return {}
 
     def check(self, comm: Comm) -> None:
-        """Refuse ranks that do not fit the strategy; by default all do.
+        """Refuse ranks that the strategy cannot run on. The default accepts all.
 
         Args:
             comm: the ranks that train.
 
         Raises:
-            ConfigError: on all ranks.
+            ConfigError: on all ranks, if they do not fit the strategy.
         """
         return
 
     def serve(self, comm: Comm) -> None:
-        """Serve the others until they have ended, on one of the `dedicated` ranks.
+        """Serve the workers until all have disconnected. Runs on each of the `dedicated` ranks.
 
         Args:
             comm: the ranks that serve.
@@ -134,51 +135,51 @@ class Strategy(abc.ABC):
         return
 
     def deal_out(self, comm: Comm, steps: int, begun: int = 0) -> "StepClient":
-        """Have the steps of each epoch dealt out, where ranks are `asynchronous`. Collective.
+        """Return the client that hands out the steps of each epoch, for `asynchronous` strategies. Collective.
 
         Args:
             comm: the ranks that train.
-            steps: in an epoch, of all ranks together; each takes its first without asking.
+            steps: steps in an epoch, of all ranks together; each rank takes its first step without a request.
             begun: steps of the first epoch that were taken before.
         """
-        raise NotImplementedError(f"{type(self).__name__}: deal_out, which an asynchronous strategy has to have.")
+        raise NotImplementedError(f"{type(self).__name__}: an asynchronous strategy must implement deal_out.")
 
     def ready(self, exchanges: Sequence[Any]) -> bool:
-        """Return whether a `provisional` strategy has seen enough to choose its successor; alike on all ranks.
+        """Return whether a `provisional` strategy can choose its successor; the same on all ranks.
 
         Args:
-            exchanges: of all optimisers that took a step.
+            exchanges: exchanges of all optimisers that took a step.
         """
         return False
 
     def successor(self, exchanges: Sequence[Any], comm: Comm, updates: bool) -> "Strategy":
-        """Choose the strategy that takes the place of a `provisional` one. Collective.
+        """Choose the strategy that replaces a `provisional` one. Collective.
 
         Args:
-            exchanges: of all optimisers that took a step.
+            exchanges: exchanges of all optimisers that took a step.
             comm: the ranks.
-            updates: whether the optimisers have updates to send; else only gradients can be combined.
+            updates: whether the optimisers compute updates; if not, only gradients can be combined.
         """
         return self
 
     def __repr__(self) -> str:
-        """The call that makes this strategy, without what is at its default; options are attributes of their names."""
+        """Return the call that makes this strategy, without default values. Each option is an attribute of its name."""
         given = [f"{k}={getattr(self, k)!r}" for k, v in self._defaults().items() if getattr(self, k) != v]
         return f"{type(self).__name__}({', '.join(given)})"
 
     def _defaults(self) -> dict[str, Any]:
-        """The options, each with the value that `repr` leaves out."""
+        """Return the options, each with the value that `repr` omits."""
         return {k: p.default for k, p in inspect.signature(type(self)).parameters.items()}
 
 
 class StepClient(Protocol):
-    """The steps of an epoch, dealt out one by one.
+    """Distribution of an epoch's steps, one step at a time.
 
     Attributes:
-        steps: in an epoch, of all ranks together.
-        taken: steps of this epoch that ranks have taken or begun, when this one asked last.
-        over: whether this rank heard that no more are dealt out.
-        stopped: whether that is because a rank wanted it so.
+        steps: steps in an epoch, of all ranks together.
+        taken: steps of this epoch that ranks had taken or begun at this rank's last request.
+        over: whether this rank's last request was refused, so that the epoch is over for it.
+        stopped: whether a rank ended the epoch early.
     """
 
     steps: int
@@ -193,15 +194,15 @@ class StepClient(Protocol):
         """Return whether this rank is to take another step.
 
         Args:
-            stop: have nobody take another.
+            stop: end the epoch for all ranks.
         """
 
 
 class Exchange(abc.ABC):
-    """One optimiser's exchange, with all that it remembers from step to step.
+    """Exchange of one optimiser, with its state from step to step.
 
     Attributes:
-        sent: bytes that this rank sends in each exchange; of one that runs in the graph, where it cannot count them.
+        sent: bytes that this rank sends in each exchange, for exchanges in the graph, which cannot count them.
     """
 
     sent: int = 0
@@ -211,53 +212,54 @@ class Exchange(abc.ABC):
         """Combine this rank's tensors with those of the others. Collective, unless the strategy is asynchronous.
 
         Args:
-            tensors: in the order of the specs. On the host contiguous arrays, float32 (of weights also float64); in the
-                graph `tf.Tensor`, or of gradients `tf.IndexedSlices`.
-            finite: False where this rank's gradients held NaN or infinity: all ranks then skip the step together, or
-                this one alone where it is not collective. Exchanges of weights in the graph take in its place how much
-                this rank counts: a scalar for each dtype of the tensors.
+            tensors: tensors in the order of the specs. On the host: contiguous arrays, float32 (weights also float64).
+                In the graph: `tf.Tensor`, or for gradients also `tf.IndexedSlices`.
+            finite: False if this rank's gradients held NaN or infinity. All ranks then skip the step; if the exchange
+                is not collective, only this rank does. Exchanges of weights in the graph take this rank's weight in the
+                mean instead: a scalar for each dtype of the tensors.
 
         Returns:
-            What the optimiser is to use in their place; the same bits on every rank where it is collective. On the host
-            arrays of the shapes of the specs, which the next step may overwrite.
+            The tensors that the optimiser uses instead; for collective exchanges the same bits on every rank. On the
+            host, arrays of the shapes of the specs, which the next step may overwrite.
 
         Raises:
-            WireError, ExchangeError: what came is damaged, or did not come.
+            WireError: if a received message is damaged.
+            ExchangeError: if a message did not arrive within the time limit.
         """
 
     def flush(self) -> list[np.ndarray] | None:
-        """What is still on its way, like the result of a step; None if nothing is. Collective."""
+        """Return the result that is still in flight, in the form that `step` returns, or None. Collective."""
         return None
 
     def close(self) -> None:
-        """Give back what others hold for it; nobody takes another step. Every rank calls it."""
+        """Release resources that others hold for this exchange, after the last step. Every rank calls it."""
         return
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """What it remembers, as named arrays for a checkpoint; after `flush`, or `HostExchange.drain`."""
+        """Return the state as named arrays for a checkpoint. Call it after `flush` or `HostExchange.drain`."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        """Go on from what `state` gave.
+        """Restore the state that `state_dict` returned.
 
         Raises:
-            ConfigError: it is of other tensors, or of other options.
+            ConfigError: if the state belongs to other tensors or other options.
         """
         if state:
             raise ConfigError(f"{type(self).__name__}: expected no saved state, got {sorted(state)}.")
 
 
 def one_of(where: str, option: str, value: Any, known: Sequence[Any]) -> None:
-    """Refuse a value that an option does not have.
+    """Refuse an option's value that the option does not accept.
 
     Args:
-        where: whose option it is, for the message.
-        option: its name.
-        value: what was given.
-        known: what there is.
+        where: owner of the option, for the message.
+        option: name of the option.
+        value: value that was given.
+        known: values that the option accepts.
 
     Raises:
-        ConfigError: the value is none of them.
+        ConfigError: if the value is not accepted.
     """
     if value not in known:
         listed = ", ".join(repr(k) for k in known)
@@ -265,10 +267,10 @@ def one_of(where: str, option: str, value: Any, known: Sequence[Any]) -> None:
 
 
 def views(flat: np.ndarray, specs: Sequence[TensorSpec]) -> list[np.ndarray]:
-    """A flat array as the tensors that stand in it one after another.
+    """Return views of a flat array, one for each tensor, in order.
 
     Args:
-        flat: as many elements as the tensors have together.
+        flat: array whose size is the number of elements of all tensors together.
         specs: the tensors, in their order.
     """
     ends = np.cumsum([s.elements for s in specs]).tolist()
@@ -276,7 +278,7 @@ def views(flat: np.ndarray, specs: Sequence[TensorSpec]) -> list[np.ndarray]:
 
 
 def ring_bytes(payload: float, size: int) -> int:
-    """Bytes that one rank sends in a ring all-reduce: 2 (N - 1) / N times the payload.
+    """Return the bytes that one rank sends in a ring all-reduce: 2 (N - 1) / N times the payload.
 
     Args:
         payload: bytes of the tensors.
@@ -286,11 +288,11 @@ def ring_bytes(payload: float, size: int) -> int:
 
 
 def agree_on_strategy(strategy: Strategy, comm: Comm) -> None:
-    """Stop unless all ranks were given the same strategy. Collective.
+    """Raise an error unless all ranks were given the same strategy. Collective.
 
     Args:
-        strategy: this rank's.
-        comm: reaches the other ranks.
+        strategy: strategy of this rank.
+        comm: the ranks.
 
     Raises:
         ReplicaError: on every rank, if they differ.
@@ -300,16 +302,16 @@ def agree_on_strategy(strategy: Strategy, comm: Comm) -> None:
         if theirs != everyone[0]:
             raise ReplicaError(
                 f"the ranks were given different strategies: {everyone[0]} on rank 0, {theirs} on rank {rank}. Give "
-                "every rank the same; HVDX_STRATEGY has to reach all hosts (mpirun -x HVDX_STRATEGY)."
+                "every rank the same; HVDX_STRATEGY must reach all hosts (mpirun -x HVDX_STRATEGY)."
             )
 
 
 def agree_on_tensors(specs: Sequence[TensorSpec], comm: Comm) -> None:
-    """Stop unless all ranks exchange the same tensors; their names may differ. Collective.
+    """Raise an error unless all ranks exchange the same tensors; their names may differ. Collective.
 
     Args:
-        specs: this rank's.
-        comm: reaches the other ranks.
+        specs: tensors of this rank.
+        comm: the ranks.
 
     Raises:
         ReplicaError: on every rank, if they differ.
@@ -319,5 +321,5 @@ def agree_on_tensors(specs: Sequence[TensorSpec], comm: Comm) -> None:
         if [rest for _, *rest in theirs] != [rest for _, *rest in everyone[0]]:
             raise ReplicaError(
                 f"the ranks exchange different variables: {everyone[0]} on rank 0, {theirs} on rank {rank}. "
-                "Every rank must train the same ones."
+                "Every rank must train the same variables."
             )

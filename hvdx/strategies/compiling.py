@@ -1,4 +1,4 @@
-"""Kernels that have to be compiled before a codec works: announced by rank 0, once on each machine."""
+"""Compilation of a codec's kernels on all ranks, reported once by rank 0."""
 
 import sys
 from typing import TYPE_CHECKING, Any
@@ -10,12 +10,12 @@ if TYPE_CHECKING:
 
 
 def prepare_together(codec: "Codec[Any]", comm: Comm, what: str) -> None:
-    """Have a codec's kernels loaded or compiled on all ranks. Collective.
+    """Load or compile a codec's kernels on all ranks. Collective.
 
     Args:
-        codec: the same on all ranks.
+        codec: codec, the same on all ranks.
         comm: the ranks.
-        what: whose kernels they are, for messages.
+        what: owner of the kernels, for messages.
     """
     missing = sum(comm.all_gather_object(not codec.prepared, f"the kernels of {what}"))
     if missing and comm.rank == 0:
@@ -32,12 +32,12 @@ def prepare_together(codec: "Codec[Any]", comm: Comm, what: str) -> None:
 
 
 def announce(codec: "Codec[Any]", what: str, where: str = "") -> None:
-    """Say that kernels are about to be compiled.
+    """Print that kernels are about to be compiled.
 
     Args:
-        codec: that they belong to.
-        what: whose they are.
-        where: on which ranks.
+        codec: codec of the kernels.
+        what: owner of the kernels.
+        where: ranks that compile.
     """
     _say(
         f"compiling the kernels of {what}{where}: about {codec.compile_seconds} s of an idle core, once on each "

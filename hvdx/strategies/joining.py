@@ -1,4 +1,4 @@
-"""Joining the world: who trains and who serves is decided here, before anybody asks for a rank."""
+"""Joining the world. It separates workers and servers before any code asks for a rank."""
 
 import sys
 
@@ -10,19 +10,19 @@ from hvdx.strategies.serving.client import client_of, close_all
 
 
 def join(strategy: Strategy | str | None = None) -> Comm:
-    """Join the world, the first time; later calls return the same communicator.
+    """Join the world at the first call, and return the same communicator at later calls.
 
-    A rank that the strategy wants as a server serves here until all workers have ended, and then ends as well.
+    A rank that the strategy needs as a server serves here until all workers have disconnected, and then exits.
 
     Args:
-        strategy: what the workers will use, if they do not say otherwise; None for what `HVDX_STRATEGY` says.
+        strategy: default strategy of the workers; None for that of `HVDX_STRATEGY`.
 
     Returns:
         The communicator of the workers.
 
     Raises:
         ConfigError, LaunchError, HorovodError: see `hvdx.strategies.resolve` and `hvdx.comm.start`.
-        SystemExit: on a server, in the end.
+        SystemExit: on a server, after all workers have disconnected.
     """
     joined = world.current()
     if joined is not None:
@@ -33,13 +33,13 @@ def join(strategy: Strategy | str | None = None) -> Comm:
         chosen.serve(joined)
         sys.exit(0)
     if joined.servers:
-        # Servers wait for the good-bye of every worker, whether it trains or not.
+        # Servers wait until every worker has disconnected, even one that does not train.
         client_of(joined)
     return joined
 
 
 def leave() -> None:
-    """Leave the servers, and then the world."""
+    """Disconnect from the servers, then leave the world."""
     close_all()
     set_default(None)
     world.stop()

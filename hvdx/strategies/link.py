@@ -1,4 +1,4 @@
-"""What the network between the ranks bears, and the density that it affords."""
+"""Measurement of the network between the ranks, and the density that it affords."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -10,24 +10,24 @@ import numpy as np
 from hvdx.comm import Channel
 from hvdx.strategies.telemetry import entropy
 
-#: The densities that are ever chosen. Above 1/8 an entry costs as much as in a bitmap; below 1e-4 residuals grow old.
-LEAST, MOST = 1e-4, 1 / 8
-# The probe: messages grow until one takes so long, or is so large.
-_LONG_SECONDS = 0.05
+#: Range of automatic densities. Above 1/8 an entry costs the same as in a bitmap; below 1e-4 residuals grow old.
+MIN_DENSITY, MAX_DENSITY = 1e-4, 1 / 8
+# Messages of the probe grow from the first size until one takes longer than this time, or has the largest size.
+_PROBE_SECONDS = 0.05
 _FIRST_BYTES, _LARGEST_BYTES = 1 << 14, 1 << 22
 _PINGS = 9
-# The running estimate: steps it looks back on, bytes below which a transfer tells of latency only.
+# The running estimate uses the last steps. Transfers of fewer bytes are left out: they measure only the latency.
 _WINDOW = 33
-_TELLING_BYTES = 4096
+_MIN_TRANSFER_BYTES = 4096
 
 
 @dataclass(frozen=True)
 class Link:
-    """The way from one rank to all others, as the slowest rank finds it.
+    """Network from one rank to all others, as the slowest rank measures it.
 
     Attributes:
-        latency: seconds that an exchange takes that carries nothing.
-        bandwidth: bytes a second that come in at one rank, from all others together.
+        latency: seconds of an exchange of empty messages.
+        bandwidth: bytes per second that one rank receives from all others together.
     """
 
     latency: float
@@ -38,22 +38,22 @@ class Link:
 
 
 def probe(channel: Channel) -> Link:
-    """Measure the link with messages of growing length. Collective; takes a tenth of a second or so.
+    """Measure the link with messages of growing length. Collective; takes about a tenth of a second.
 
     Args:
-        channel: between the ranks.
+        channel: channel between the ranks.
 
     Returns:
-        The same on every rank.
+        The link, the same on every rank.
     """
-    nothing = np.zeros(0, np.uint8)
-    pings = [_slowest(channel, nothing) for _ in range(_PINGS)]
+    empty = np.zeros(0, np.uint8)
+    pings = [_slowest(channel, empty) for _ in range(_PINGS)]
     latency = median(pings[1:])
     size = _FIRST_BYTES
     while True:
         message = np.zeros(size, np.uint8)
         seconds = min(_slowest(channel, message), _slowest(channel, message))
-        if seconds > _LONG_SECONDS or size >= _LARGEST_BYTES:
+        if seconds > _PROBE_SECONDS or size >= _LARGEST_BYTES:
             break
         size *= 2
     others = max(channel.size - 1, 1)
@@ -61,16 +61,16 @@ def probe(channel: Channel) -> Link:
 
 
 def _slowest(channel: Channel, message: np.ndarray) -> float:
-    """Seconds that an exchange took, on the rank where it took longest."""
+    """Return the seconds of an exchange on the rank where it took longest."""
     mine = channel.exchange([], message)
     return slowest(channel.exchange([round(1e9 * mine.seconds)]).headers[:, 0].tolist())
 
 
 class Estimate:
-    """Follows the link and the length of a step while both drift. What it is told must be alike on all ranks.
+    """Running estimate of the link and of a step's length. Its input must be the same on all ranks.
 
     Args:
-        link: as `probe` found it.
+        link: result of `probe`.
     """
 
     def __init__(self, link: Link):
@@ -79,24 +79,24 @@ class Estimate:
         self._steps: deque[float] = deque(maxlen=_WINDOW)
 
     def observe(self, computing: float, received: int, seconds: float) -> None:
-        """Take in one step.
+        """Add one step to the estimate.
 
         Args:
-            computing: seconds that the ranks computed.
-            received: bytes that came in at a rank.
-            seconds: that they took on the slowest rank.
+            computing: seconds of computing in the step.
+            received: bytes that a rank received.
+            seconds: duration of that transfer on the slowest rank.
         """
         self._steps.append(computing)
-        if received >= _TELLING_BYTES:
+        if received >= _MIN_TRANSFER_BYTES:
             self._transfers.append((received, seconds))
 
     @property
     def computing(self) -> float | None:
-        """Seconds that a step computes: the median; None before there are enough of them."""
+        """Median of the seconds that a step computes; None for fewer than four steps."""
         return median(self._steps) if len(self._steps) >= 4 else None
 
     def refresh(self) -> None:
-        """Take the bandwidth from the steps that were seen, if they are enough to tell."""
+        """Set the bandwidth to the median of the observed transfers, if there are enough."""
         if len(self._transfers) < _WINDOW // 2:
             return
         rates = [n / max(s - self.link.latency, 0.1 * s, 1e-9) for n, s in self._transfers]
@@ -104,7 +104,7 @@ class Estimate:
 
 
 def message_bytes(elements: int, density: float) -> float:
-    """Bytes that a message of this density takes, by its entropy.
+    """Return the bytes of a message of this density, by its entropy.
 
     Example:
         >>> round(message_bytes(1_000_000, 0.01))
@@ -114,13 +114,13 @@ def message_bytes(elements: int, density: float) -> float:
 
 
 def affordable_density(link: Link, size: int, elements: int, seconds: float) -> float:
-    """The density whose messages all reach a rank within some time, in [LEAST, MOST].
+    """Return the density whose messages all reach a rank within a given time, in [MIN_DENSITY, MAX_DENSITY].
 
     Args:
-        link: between the ranks.
+        link: link between the ranks.
         size: number of ranks; a rank receives size - 1 messages.
-        elements: of an update.
-        seconds: the time there is.
+        elements: number of elements of an update.
+        seconds: time for the exchange.
 
     Example:
         >>> slow = Link(latency=0.0002, bandwidth=12.5e6)
@@ -128,7 +128,7 @@ def affordable_density(link: Link, size: int, elements: int, seconds: float) -> 
         0.0099
     """
     room = link.bandwidth * max(seconds - link.latency, 0.0) / max(size - 1, 1)
-    low, high = LEAST, MOST
+    low, high = MIN_DENSITY, MAX_DENSITY
     if message_bytes(elements, high) <= room:
         return high
     for _ in range(40):
@@ -137,6 +137,6 @@ def affordable_density(link: Link, size: int, elements: int, seconds: float) -> 
     return low
 
 
-def slowest(headers: Sequence[int]) -> float:
-    """The longest of some nanoseconds, in seconds."""
-    return max(headers) / 1e9
+def slowest(nanoseconds: Sequence[int]) -> float:
+    """Return the largest of some times in nanoseconds, converted to seconds."""
+    return max(nanoseconds) / 1e9

@@ -1,4 +1,4 @@
-"""Parameter averaging (local SGD): each worker trains alone, and every so many steps the weights become their mean."""
+"""Parameter averaging (local SGD): each worker trains alone, and every `period` steps the weights become their mean."""
 
 import itertools
 import re
@@ -14,22 +14,23 @@ _SPELLING = re.compile(r"(\d+)(?:@(\d+))?")
 
 
 class ParameterAveraging(Strategy):
-    """Let every rank train alone, and average the weights every `period` steps.
+    """Local SGD: every rank trains alone, and every `period` steps the weights become their mean.
 
-    What travels is the weights, and with them the optimiser's state: twice the weights for SGD with momentum, three
-    times for Adam. A rank sends about `1 / period` of that in a step. Weights are averaged at the end of each epoch as
-    well, so that what is validated and saved is one network; the period begins anew there.
+    The ranks exchange the weights and the optimiser's state: twice the weights for SGD with momentum, three times for
+    Adam. A rank sends about `1 / period` of that in a step. The weights are also averaged at the end of each epoch, so
+    that one network is validated and saved; the period restarts there.
 
     Args:
-        period: steps from one average to the next, as a number; or a schedule, short first and longer later: pairs of
-            a step and the period from there on, such as ((0, 1), (500, 4), (2000, 16)), or "1@0/4@500/16@2000".
-        average_optimizer: average momenta and moments with the weights. Without, each rank keeps its own, and half to
+        period: number of steps between averages; or a schedule: pairs of a first step and a period, usually short first
+            and longer later, such as ((0, 1), (500, 4), (2000, 16)) or "1@0/4@500/16@2000".
+        average_optimizer: average momenta and moments with the weights. If False, each rank keeps its own, and half to
             two thirds fewer bytes travel. Counters (steps) are never averaged.
-        weighted: count each rank by the samples that it saw since the last average. Without, all count alike.
-        engine: what carries the weights: "horovod", "mpi" or "auto"; see `AllReduce`.
+        weighted: weight each rank by the number of samples that it trained on since the last average. If False, all
+            ranks count the same.
+        engine: library that carries the weights: "horovod", "mpi" or "auto"; see `AllReduce`.
 
     Raises:
-        ConfigError: a period that is not positive, or steps that do not increase from 0.
+        ConfigError: if a period is not positive, or the steps of a schedule do not increase from 0.
 
     Example:
         >>> ParameterAveraging(period=32)
@@ -64,23 +65,21 @@ class ParameterAveraging(Strategy):
 
     @property
     def rank_local_state(self) -> bool:
-        """See `Strategy.rank_local_state`."""
         return not self.average_optimizer
 
     def open(
         self, comm: GraphComm, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = ""
     ) -> "AveragingExchange":
-        """See `Strategy.open`."""
         return AveragingExchange(comm, specs, name)
 
 
 class AveragingExchange(Exchange):
-    """Averages what ranks have trained alone.
+    """Exchange of one optimiser under `ParameterAveraging`.
 
     Args:
         comm: the ranks.
-        specs: everything that is averaged.
-        name: pairs up what the ranks send.
+        specs: all tensors that are averaged.
+        name: prefix of the names of the collectives.
     """
 
     def __init__(self, comm: GraphComm, specs: Sequence[TensorSpec], name: str):
@@ -89,17 +88,17 @@ class AveragingExchange(Exchange):
         self.sent = ring_bytes(sum(s.elements * s.itemsize for s in specs), comm.size)
 
     def step(self, tensors: Sequence[Any], weights: Any = True) -> list[Any]:
-        """Divide the sums over the ranks by the sum of their weights.
+        """Return the weighted means over the ranks.
 
         Args:
-            tensors: this rank's, times its weight; zeros where it does not count.
-            weights: this rank's weight, by the dtypes of the tensors.
+            tensors: tensors of this rank times its weight; zeros if the rank is left out.
+            weights: weight of this rank, by dtype of the tensors.
 
         Returns:
-            The weighted means, the same bits on every rank; NaN on all of them, if no rank counts.
+            The weighted means, the same bits on every rank; NaN on all ranks if all are left out.
         """
         means: dict[int, Any] = {}
-        # A grouped all-reduce is of one dtype, and all ranks have to come to them in one order.
+        # A grouped all-reduce has one dtype, and all ranks must call them in the same order.
         for dtype in sorted({t.dtype for t in tensors}, key=lambda d: d.name):
             members = [i for i, t in enumerate(tensors) if t.dtype == dtype]
             shares = [weights[dtype], *(tensors[i] for i in members)]
@@ -108,7 +107,7 @@ class AveragingExchange(Exchange):
         return [means[i] for i in range(len(tensors))]
 
     def agree(self, since: int) -> int:
-        """Stop unless all ranks have taken as many steps since the last average. Collective.
+        """Return the steps since the last average, if all ranks have taken the same number. Collective.
 
         Args:
             since: steps of this rank.
@@ -119,8 +118,8 @@ class AveragingExchange(Exchange):
         everyone = self._comm.all_gather_object(since, f"{self._name}.since")
         if len(set(everyone)) > 1:
             raise ReplicaError(
-                f"the ranks have taken {everyone} steps since the weights were averaged. Every rank has to call its "
-                "optimizer as often as the others: call it with zeros rather than not at all."
+                f"the ranks have taken {everyone} steps since the weights were averaged. Every rank must call "
+                "its optimizer the same number of times: call it with zeros if there are no gradients."
             )
         return since
 

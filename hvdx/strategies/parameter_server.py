@@ -1,4 +1,4 @@
-"""Asynchronous SGD: workers push updates to servers and pull weights, and nobody waits for anybody else."""
+"""Asynchronous SGD with parameter servers: each worker pushes updates and pulls weights, and waits only for servers."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -11,45 +11,47 @@ from hvdx.comm.launcher import kernel_threads
 from hvdx.comm.preemption import PreemptionListener
 from hvdx.errors import ConfigError
 from hvdx.strategies.base import Strategy, TensorSpec, agree_on_strategy, agree_on_tensors, one_of
-from hvdx.strategies.serving.client import serve
 from hvdx.strategies.serving.exchange import ServerExchange
 from hvdx.strategies.serving.messages import SERVER_BOX, SessionConfig
 from hvdx.strategies.serving.request_handler import RequestHandler
+from hvdx.strategies.serving.server import serve
 from hvdx.strategies.serving.step_client import StepClient
 from hvdx.strategies.serving.updates import joined_residual, make_codec
 
 Staleness = Literal["none", "scale", "bound", "scale+bound"]
 
 _COLOCATED = re.compile(r"colocated(?::([1-9]\d*))?")
-# Steps that a worker may be ahead, where nobody says.
+# Steps that a worker may be ahead by default.
 _MAX_STALENESS = 4
 
 
 class ParameterServer(Strategy):
-    """Have servers keep the weights: each worker pushes its updates when it has them, and pulls what is there then.
+    """Weights on servers: each worker pushes an update after each of its steps, and pulls the current weights.
 
-    What is pushed is what a worker's own step has changed: after learning rate, momentum and weight decay. The weights
-    are cut into as many equal parts as there are servers, large variables too.
+    An update is the change that the worker's own step made: after learning rate, momentum and weight decay. The weights
+    are cut into equal parts, one or more for each server; large variables are cut too.
 
-    An update that was computed from weights to which s - 1 others were applied meanwhile has staleness s; with N
-    workers that is N on average.
+    If s - 1 updates were applied after the worker pulled its weights, its next update has staleness s. With N workers
+    the mean staleness is N.
 
     Args:
-        servers: how many; they are ranks of their own, the last that were started, and end with the training. Or
-            "colocated": every worker's process serves a part, "colocated:2": the first two do.
-        staleness: "none": all updates count alike; "scale": one of staleness s counts 1 / s^exponent of that; "bound":
-            a worker that is more than `max_staleness` steps ahead of the slowest waits; "scale+bound".
-        staleness_exponent: lambda of "scale".
-        max_staleness: of "bound"; 4 by default. 0, with `aggregate` = number of workers, is synchronous training.
-        aggregate: soft synchronisation: updates that a server waits for, from any workers, before it applies them.
-        op: "mean": an update counts 1 / N, so that a learning rate means what it does under `AllReduce`; where it is
-            scaled by its staleness, (N / aggregate)^exponent / N, since staleness is about N / aggregate. "sum": it
-            counts in full.
-        codec: of the updates: "none", "fp16", "bf16", or "threshold:0.01", with the share of elements to send; what is
-            not sent stays in a residual. Weights come back as they are.
+        servers: number of servers; they are ranks of their own, the last that were started, and end with the training.
+            Or "colocated": every worker's process serves a part; "colocated:2": those of the first two workers do.
+        staleness: "none": all updates count the same. "scale": an update of staleness s counts 1 / s^exponent. "bound":
+            a worker that is more than `max_staleness` steps ahead of the slowest waits. "scale+bound": both.
+        staleness_exponent: exponent of "scale" (lambda).
+        max_staleness: limit of "bound", 4 by default. With 0, and `aggregate` = number of workers, training is
+            synchronous.
+        aggregate: soft synchronisation: number of updates, from any workers, that a server waits for and applies
+            together.
+        op: "mean": an update counts 1 / N, so that a learning rate has the same meaning as under `AllReduce`; if
+            updates are scaled by their staleness, (N / aggregate)^exponent / N, since the staleness is about N /
+            aggregate. "sum": an update counts in full.
+        codec: codec of the updates: "none", "fp16", "bf16", or "threshold:0.01" with the share of elements to send; the
+            rest stays in a residual. Weights are not encoded.
 
     Raises:
-        ConfigError: an option that is not one of these.
+        ConfigError: if an option is unknown or has a wrong value.
 
     Example:
         >>> ParameterServer("colocated", staleness="scale", aggregate=2)
@@ -59,7 +61,7 @@ class ParameterServer(Strategy):
         0.25
 
     Source: Dean et al. 2012, "Large scale distributed deep networks" (Downpour SGD); Zhang et al. 2015,
-    "Staleness-aware async-SGD for distributed deep learning", for scaling (power = 1) and collecting; Ho et al. 2013,
+    "Staleness-aware async-SGD for distributed deep learning", for scaling (exponent 1) and aggregation; Ho et al. 2013,
     "More effective distributed ML via a stale synchronous parallel parameter server", for the bound.
     """
 
@@ -85,7 +87,7 @@ class ParameterServer(Strategy):
             raise ConfigError(
                 f"ParameterServer: servers: expected a positive number, 'colocated' or 'colocated:2', got {servers!r}."
             )
-        #: Ranks that only serve.
+        #: Number of ranks that only serve.
         self.dedicated = 0 if colocated else int(self.servers)
         self._colocated = int(colocated[1] or 0) if colocated else 0
         one_of("ParameterServer", "staleness", staleness, ("none", "scale", "bound", "scale+bound"))
@@ -109,21 +111,21 @@ class ParameterServer(Strategy):
         make_codec(codec)  # checks it
 
     def server_ranks(self, comm: Comm) -> list[int]:
-        """The ranks that serve, as mailboxes count them.
+        """Return the ranks that serve, as mailboxes number them.
 
         Args:
             comm: the workers.
 
         Raises:
-            ConfigError: there are other servers, or not so many workers.
+            ConfigError: on all ranks, if the job has other servers, or too few workers.
         """
         if isinstance(comm, GraphComm) and comm.size > 1:
-            comm.channel("what this strategy sends")  # refuses, and says what can
+            comm.channel("the traffic of this strategy")  # raises an error that names a suitable communicator
         if comm.servers != self.dedicated and comm.size + comm.servers > 1:
             found = f"{comm.servers} of the ranks only serve" if comm.servers else "all ranks were made workers"
             error = ConfigError(
-                f"{self!r}: {found}. Who serves has to be known before data is dealt out: call hvdx.init(strategy) "
-                f"with this strategy first of all, or set HVDX_STRATEGY={self.spelling}; or let workers serve: "
+                f"{self!r}: {found}. The servers must be known before data is divided: call hvdx.init(strategy) "
+                f"with this strategy first, or set HVDX_STRATEGY={self.spelling}; or let workers serve: "
                 "servers='colocated'."
             )
         elif comm.size > 1 and (self._colocated > comm.size or self.aggregate > comm.size):
@@ -140,32 +142,30 @@ class ParameterServer(Strategy):
         raise error
 
     def check(self, comm: Comm) -> None:
-        """See `Strategy.check`."""
         self.server_ranks(comm)
 
     def serve(self, comm: Comm) -> None:
-        """See `Strategy.serve`."""
-        # Workers decide when to end. A signal that tells all ranks must not end a server before them.
+        # A signal that all ranks receive must not end a server before its workers have ended.
         PreemptionListener.ignore()
         serve(comm.mailbox(SERVER_BOX), RequestHandler(comm.workers, threads=kernel_threads(comm.local_size)))
 
     def deal_out(self, comm: Comm, steps: int, begun: int = 0) -> StepClient:
-        """See `Strategy.deal_out`: the first server does."""
+        """Return the client of the first server, which hands out the steps."""
         return StepClient(comm, self.server_ranks(comm)[0], steps, begun)
 
     @property
     def spelling(self) -> str:
-        """What `HVDX_STRATEGY` says for it."""
+        """Value of `HVDX_STRATEGY` for this strategy."""
         given = [f"{k}={getattr(self, k)}" for k, v in self._defaults().items() if getattr(self, k) != v]
         return f"{self.name}:{','.join(given or [f'servers={self.servers}'])}"
 
     def config(self, workers: int, elements: int, dtype: str) -> SessionConfig:
-        """What a server has to know.
+        """Return the configuration of a session for one server.
 
         Args:
-            workers: how many there are.
-            elements: of its part.
-            dtype: of the weights.
+            workers: number of workers.
+            elements: number of elements of the server's part.
+            dtype: dtype of the weights.
         """
         exponent, share = 0.0, 1 / workers
         if "scale" in self.staleness:
@@ -177,7 +177,7 @@ class ParameterServer(Strategy):
         return SessionConfig(workers, elements, dtype, self.codec, self.aggregate, share, exponent, self.max_staleness)
 
     def open(self, comm: Comm, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = "") -> ServerExchange:
-        """See `Strategy.open`; `ServerExchange.begin` comes next."""
+        """Open the exchange, whose `begin` must be called next. Collective."""
         if self.op == "sum" and comm.size > 1:
             _refuse_constraints(specs)
         agree_on_strategy(self, comm)
@@ -185,7 +185,7 @@ class ParameterServer(Strategy):
         return ServerExchange(self, comm, specs)
 
     def merge(self, saved: Sequence[Mapping[str, np.ndarray]], rank: int, size: int) -> dict[str, np.ndarray]:
-        """See `Strategy.merge`: residuals are dealt out, so that their sum stays what it was."""
+        """Distribute the saved residuals over the ranks, so that their sum is preserved."""
         if not saved or not joined_residual(saved[0])[0]:
             return {}
         mine = [joined_residual(saved[other])[1] for other in range(rank, len(saved), size)]
@@ -193,12 +193,12 @@ class ParameterServer(Strategy):
         return {"residual": np.sum([nothing, *mine], axis=0).astype(np.float32)}
 
     def _defaults(self) -> dict[str, Any]:
-        # What a bound that is not given stands for.
+        # If no bound is given, it is 4.
         return super()._defaults() | ({"max_staleness": _MAX_STALENESS} if "bound" in self.staleness else {})
 
 
 def _refuse_constraints(specs: Sequence[TensorSpec]) -> None:
-    """What a constraint takes back, each worker takes back: N times, where updates are added up."""
+    """Refuse constraints under op="sum": each of N workers would push a constraint's correction."""
     for spec in specs:
         if spec.constraint:
             error = ConfigError(

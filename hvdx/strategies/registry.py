@@ -1,4 +1,7 @@
-"""Strategies by name, of other packages too; and their one-line spelling: `all_reduce:compression=fp16,op=sum`."""
+"""Strategies by name, also those of other packages.
+
+A one-line spelling holds a name and options: `all_reduce:compression=fp16,op=sum`.
+"""
 
 import ast
 import difflib
@@ -15,9 +18,9 @@ from hvdx.strategies.parameter_averaging import ParameterAveraging
 from hvdx.strategies.parameter_server import ParameterServer
 from hvdx.strategies.threshold import Threshold
 
-#: Other packages give their strategies names by entry points of this group.
+#: Group of the entry points by which other packages name their strategies.
 GROUP = "hvdx.strategies"
-#: The environment variable that chooses a strategy for a script that names none.
+#: Environment variable that chooses the strategy of a script that names none.
 VARIABLE = "HVDX_STRATEGY"
 
 STRATEGIES: dict[str, type[Strategy]] = {
@@ -28,18 +31,18 @@ _default: Strategy | None = None
 
 
 def names() -> list[str]:
-    """The names of all strategies."""
-    return sorted({*STRATEGIES, *_elsewhere()})
+    """Return the names of all strategies."""
+    return sorted({*STRATEGIES, *_installed()})
 
 
 def find(name: str) -> type[Strategy]:
-    """Find the class of a strategy.
+    """Return the class of a strategy.
 
     Args:
         name: one of `names()`.
 
     Raises:
-        ConfigError: there is none, or what another package has under this name is no strategy.
+        ConfigError: if the name is unknown, or names an object of another package that is not a strategy.
 
     Example:
         >>> find("all_reduce").__name__
@@ -47,7 +50,7 @@ def find(name: str) -> type[Strategy]:
     """
     if name in STRATEGIES:
         return STRATEGIES[name]
-    point = _elsewhere().get(name)
+    point = _installed().get(name)
     if point is None:
         raise ConfigError(
             f"strategy {name!r}: expected one of {', '.join(names())}{_did_you_mean(name, names())}. "
@@ -56,18 +59,18 @@ def find(name: str) -> type[Strategy]:
     found = point.load()
     if not isinstance(found, type) or not issubclass(found, Strategy):
         raise ConfigError(
-            f"strategy {name!r}: expected a class of hvdx.strategies.Strategy at {point.value} (an entry point of "
-            f"{GROUP}), got {found!r}. Mend or remove the package that has it."
+            f"strategy {name!r}: expected a subclass of hvdx.strategies.Strategy at {point.value} (an entry point of "
+            f"{GROUP}), got {found!r}. Fix or uninstall the package that defines it."
         )
     return found
 
 
-def _elsewhere() -> dict[str, EntryPoint]:
+def _installed() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=GROUP)}
 
 
 def options(name: str) -> dict[str, Any]:
-    """The options of a strategy with their defaults.
+    """Return the options of a strategy with their defaults.
 
     Args:
         name: one of `names()`.
@@ -86,11 +89,8 @@ def parse(text: str) -> Strategy:
     Args:
         text: `name` or `name:option=value,option=value`.
 
-    Returns:
-        The strategy.
-
     Raises:
-        ConfigError: an unknown name, option or value; the message lists the right ones.
+        ConfigError: if a name, option or value is unknown; the message lists those that are known.
 
     Example:
         >>> parse("all_reduce:compression=fp16")
@@ -108,16 +108,16 @@ def parse(text: str) -> Strategy:
                 f"strategy {name}: option {item!r}: expected option=value{_did_you_mean(option, list(known))}. "
                 f"Options and defaults: {listed}."
             )
-        taken_as_is = option in cls.own_spelling
-        given[option] = value if taken_as_is else _value(value, known[option], f"strategy {name}: {option}")
+        parsed_by_strategy = option in cls.own_spelling
+        given[option] = value if parsed_by_strategy else _value(value, known[option], f"strategy {name}: {option}")
     return cls(**given)
 
 
 def set_default(strategy: Strategy | str | None) -> None:
-    """Choose the strategy of whoever names none.
+    """Set the strategy that `resolve` returns for None.
 
     Args:
-        strategy: see `resolve`; None leaves it to the environment again.
+        strategy: see `resolve`; None restores the choice by the environment.
 
     Raises:
         ConfigError: see `resolve`.
@@ -127,13 +127,13 @@ def set_default(strategy: Strategy | str | None) -> None:
 
 
 def resolve(strategy: Strategy | str | None) -> Strategy:
-    """The strategy to use: the one given, else that of `set_default`, else the environment's, else plain averaging.
+    """Return the given strategy; for None that of `set_default`, else that of the environment, else `AllReduce`.
 
     Args:
         strategy: a strategy, its one-line spelling, or None.
 
     Raises:
-        ConfigError: something else, or a wrong spelling.
+        ConfigError: if it is anything else, or the spelling is wrong.
     """
     if isinstance(strategy, Strategy):
         return strategy
@@ -155,7 +155,7 @@ def _did_you_mean(word: str, known: list[str]) -> str:
 
 
 def _value(text: str, default: Any, where: str) -> Any:
-    """`text` in the type of the default it replaces."""
+    """Convert a text to the type of the default that it replaces."""
     if isinstance(default, str):
         return text
     try:

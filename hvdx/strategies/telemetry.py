@@ -1,4 +1,4 @@
-"""What an exchange cost, counted while it runs."""
+"""Counters of an exchange."""
 
 import math
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 
 
 def entropy(density: float) -> float:
-    """Bits an entry of the positions and signs of entries that lie anywhere with this density: H(p) / p + 1.
+    """Return the bits per entry of the positions and signs of independent entries of a given density: H(p) / p + 1.
 
     Args:
         density: the share p of elements that are entries, in (0, 1].
@@ -23,22 +23,25 @@ def entropy(density: float) -> float:
 
 @dataclass
 class Telemetry:
-    """Counts of one exchange since it was opened.
+    """Counters of one exchange since it was opened.
 
     Attributes:
-        steps: steps taken, the skipped ones too.
-        skipped: steps that all ranks skipped, since one of them had NaN or infinity.
-        elements: float32 numbers in a step.
-        entries: entries that this rank sent, all steps together.
-        encoded: elements that they were chosen from: `elements` times the steps that encoded something.
-        entry_bytes: bytes of the messages that held them.
-        messages: bytes of all this rank's messages, each counted once.
-        sent, received: bytes that this rank gave to the network, and got from it.
+        steps: steps taken, including skipped ones.
+        skipped: steps that all ranks skipped, because one of them had NaN or infinity.
+        elements: number of float32 elements in a step.
+        entries: entries that this rank sent, in all steps.
+        encoded: elements from which the entries were chosen: `elements` times the number of steps that encoded entries.
+        entry_bytes: bytes of the messages with entries.
+        messages: bytes of all messages of this rank, each counted once.
+        sent, received: bytes that this rank gave to the network, and received from it.
         computing: seconds from the end of one exchange to the beginning of the next.
-        encoding, waiting, exchanging, decoding: seconds until the message was made, until all ranks had come, until all
-            messages were there, until they were added.
-        density, tau: of the last step; tau is 0 where none is used.
-        residual: root mean square of what has not been sent, in tau; of the last look, which is not taken every step.
+        encoding: seconds spent on encoding messages.
+        waiting: seconds until all ranks had come to the exchange.
+        exchanging: seconds from then until all messages had arrived.
+        decoding: seconds spent on adding up the messages.
+        density, tau: density and tau of the last step; tau is 0 if none is used.
+        residual: root mean square of the residual in units of tau, from the last measurement, which is not taken in
+            every step.
 
     Example:
         >>> Telemetry(steps=2, sent=10).live()
@@ -65,20 +68,20 @@ class Telemetry:
 
     @property
     def bits(self) -> float:
-        """Bits an entry on the wire; 0 before there are any."""
+        """Bits per entry on the wire; 0 before the first entry."""
         return 8 * self.entry_bytes / self.entries if self.entries else 0.0
 
     @property
     def entropy(self) -> float:
-        """Bits an entry would take if all steps had had the mean density."""
+        """Bits per entry by the entropy, at the mean density of all steps."""
         return entropy(self.entries / self.encoded) if self.entries else 0.0
 
     def live(self) -> dict[str, float]:
-        """What a progress line has room for."""
+        """Return the counters of the progress line."""
         return {"density": self.density, "tau": self.tau, "MB_sent": self.sent / 1e6}
 
     def full(self) -> dict[str, float]:
-        """Everything, for files and for the end of an epoch; seconds are a step's, on average."""
+        """Return all counters, for files and for the end of an epoch; times are means per step."""
         steps = max(self.steps, 1)
         return self.live() | {
             "MB_received": self.received / 1e6,
@@ -96,12 +99,12 @@ class Telemetry:
 
 @dataclass
 class AveragingTelemetry(Telemetry):
-    """Counts of one optimiser under parameter averaging; `steps` are those of the training.
+    """Counters of one optimiser under parameter averaging; `steps` are those of the training.
 
     Attributes:
-        averages: how often the weights were averaged.
-        divergence: 2-norm of what the last average changed in this rank's weights, in units of their norm.
-        excluded: averages that did without this rank, since its weights held NaN or infinity.
+        averages: number of averages of the weights.
+        divergence: 2-norm of the change that the last average made to this rank's weights, relative to their norm.
+        excluded: averages without this rank, because its weights held NaN or infinity.
 
     Example:
         >>> AveragingTelemetry(averages=3, divergence=0.01).live()
@@ -113,11 +116,9 @@ class AveragingTelemetry(Telemetry):
     excluded: int = 0
 
     def live(self) -> dict[str, float]:
-        """See `Telemetry.live`."""
         return {"divergence": self.divergence, "MB_sent": self.sent / 1e6}
 
     def full(self) -> dict[str, float]:
-        """See `Telemetry.full`."""
         return self.live() | {
             "MB_received": self.received / 1e6,
             "averages": float(self.averages),
@@ -127,7 +128,7 @@ class AveragingTelemetry(Telemetry):
 
 
 class StalenessHistogram(dict[int, int]):
-    """How often which staleness was seen: a histogram that can be added to.
+    """Number of updates by their staleness. Histograms can be added.
 
     Example:
         >>> seen = StalenessHistogram()
@@ -138,12 +139,12 @@ class StalenessHistogram(dict[int, int]):
     """
 
     def add(self, staleness: int, times: int = 1) -> None:
-        """See one."""
+        """Count updates of one staleness."""
         self[staleness] = self.get(staleness, 0) + times
 
     @property
     def mean(self) -> float:
-        """Their mean; 0 of none."""
+        """Mean staleness; 0 if there are no updates."""
         return sum(s * n for s, n in self.items()) / max(sum(self.values()), 1)
 
     def __add__(self, other: "StalenessHistogram | int") -> "StalenessHistogram":
@@ -157,15 +158,15 @@ class StalenessHistogram(dict[int, int]):
 
 @dataclass
 class ServerTelemetry(Telemetry):
-    """Counts of one worker of a parameter server; `skipped` are those of its updates that were refused.
+    """Counters of one worker under a parameter server; `skipped` counts its updates that were refused.
 
     Attributes:
-        staleness: of this worker's updates, at each server.
-        ending: seconds that it waited for the others at ends of epochs.
-        refused: updates of all workers that were refused, as the servers counted them until the last flush.
-        servers: as the workers heard it at the last flush, for each part of the weights: the rank that serves it, its
-            version, updates accepted and applied, updates refused, seconds of work on them, seconds since the flush
-            before.
+        staleness: histogram of this worker's updates, at each server.
+        ending: seconds that it waited for the others at the ends of epochs.
+        refused: refused updates of all workers, as the servers counted them until the last flush.
+        servers: report of the last flush, for each part of the weights: the rank that serves the part, its version,
+            updates accepted, updates applied, updates refused, seconds of work on updates, seconds since the previous
+            flush.
 
     Example:
         >>> ServerTelemetry(steps=2, sent=10, staleness=StalenessHistogram({4: 2})).live()
@@ -179,20 +180,18 @@ class ServerTelemetry(Telemetry):
 
     @property
     def updates_per_second(self) -> list[float]:
-        """Updates a second that each server has applied since it was opened."""
+        """Updates per second that each server has applied since the session was opened."""
         return [applied / max(seconds, 1e-9) for _, _, _, applied, _, _, seconds in self.servers]
 
     def live(self) -> dict[str, float]:
-        """See `Telemetry.live`."""
         return {"staleness": self.staleness.mean, "MB_sent": self.sent / 1e6}
 
     def full(self) -> dict[str, float]:
-        """See `Telemetry.full`."""
         steps, rates = max(self.steps, 1), self.updates_per_second
         return self.live() | {
             "MB_received": self.received / 1e6,
             "max_staleness": float(max(self.staleness, default=0)),
-            # The servers tell of the other workers' at a flush, and this worker's own are known before.
+            # The servers report all workers' refusals at a flush; this worker's own are known before.
             "refused_updates": float(max(self.refused, self.skipped)),
             "updates_per_second": sum(rates) / len(rates) if rates else 0.0,
             "ms_computing": 1e3 * self.computing / steps,
@@ -204,7 +203,9 @@ class ServerTelemetry(Telemetry):
 
 
 def merged(costs: Sequence[Telemetry]) -> Telemetry:
-    """The cost of several exchanges that take turns: counts added up, density and tau those of the largest.
+    """Return the total cost of several exchanges that take turns.
+
+    Counts are added up; `steps`, `density` and other values that cannot be added are those of the largest exchange.
 
     Example:
         >>> merged([Telemetry(steps=1, elements=5), Telemetry(steps=1, elements=1)])  # doctest: +ELLIPSIS
@@ -222,7 +223,7 @@ def merged(costs: Sequence[Telemetry]) -> Telemetry:
 
 
 def followed(first: Telemetry, then: Telemetry) -> Telemetry:
-    """The cost of one exchange and of the one that took its place.
+    """Return the total cost of one exchange and of the exchange that replaced it.
 
     Example:
         >>> followed(Telemetry(steps=2, sent=5, tau=1.0), Telemetry(steps=3, sent=1, tau=2.0)).live()

@@ -1,8 +1,8 @@
-"""Decentralised training: every worker sends all others its thresholded update, and keeps the rest for later.
+"""Decentralised training: every worker sends its thresholded update to all others, and keeps the rest in a residual.
 
-Strom 2015 ("Scalable distributed DNN training using commodity GPU cloud computing", Interspeech) and Deeplearning4j.
-There is no server: all workers add what all workers sent, the sender's own included, in rank order, so that the weights
-that they share stay the same to the bit.
+Sources: Strom 2015 ("Scalable distributed DNN training using commodity GPU cloud computing", Interspeech) and
+Deeplearning4j. There is no server: each worker adds up the messages of all workers, its own included, in rank order. So
+the weights are the same on all workers, to the bit.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,35 +20,37 @@ Op = Literal["mean", "sum"]
 
 
 class Threshold(Strategy):
-    """Send what reaches a threshold tau, as multiples of +-tau, and keep the rest for later.
+    """Exchange of the elements that reach a threshold tau, as multiples of +-tau. A residual keeps the rest.
 
     Args:
-        tau: a fixed threshold, in units of the update. If neither it nor `target_density` is given, the link decides.
-        target_density: the share of elements to send, in (0, 1); or "auto", the density whose messages take a tenth of
-            a step (see `overhead`) on the network that is found, between 1e-4 and 1/8, reconsidered as both drift.
-        placement: "update": what is compressed is the update that this rank's own optimiser wants; "gradient": the
+        tau: fixed threshold, in units of the update. If neither tau nor `target_density` is given, the density is
+            "auto".
+        target_density: share of elements to send, in (0, 1); or "auto": the density whose messages take a tenth of a
+            step's computing time (see `overhead`) on the measured network, between 1e-4 and 1/8, adjusted when
+            either drifts.
+        placement: "update": compress the update that this rank's optimiser computes. "gradient": compress the
             gradients, before the optimiser.
-        lookahead: how far what is sent runs ahead of the update u: u + lookahead * (u - the u before) is added to the
-            residual, which over time comes to the same sum. It makes up for the steps that an element waits in the
+        lookahead: extrapolation of the update u before it is sent: u + lookahead * (u - previous u) is added to the
+            residual, which over time adds up to the same sum. It compensates for the steps that an element waits in the
             residual. None derives it from the optimiser: a third of momentum / (1 - momentum), at most 5; 3 for a
             momentum of 0.9.
-        op: "mean" of what the workers sent, or their "sum".
-        warmup: how to begin: "none", "density:200" (falling from 1/8 to the target in 200 steps), "dense:50" (all of
-            it, in bfloat16), "workers:200" (1, 2, 4, ... workers count).
+        op: "mean" or "sum" of the workers' updates.
+        warmup: "none", "density:200" (falls from 1/8 to the target in 200 steps), "dense:50" (sends everything as
+            bfloat16), "workers:200" (1, 2, 4, ... workers count).
         overlap: let messages travel while the next step is computed; they are applied one step late.
-        overhead: the share of a step's computing time that "auto" may spend on messages.
+        overhead: share of a step's computing time that "auto" may spend on messages.
         index_coding, scope, tau_steps: see `hvdx.codec.Threshold`.
-        threads: of the codec's kernels; by default the host's cores divided by its ranks.
+        threads: threads of the codec's kernels; by default the host's cores divided by its ranks.
 
     Raises:
-        ConfigError: an option that is not one of these.
+        ConfigError: if an option is unknown or has a wrong value.
 
     Example:
         >>> Threshold(target_density=0.03, warmup="dense:50")
         Threshold(target_density=0.03, warmup='dense:50')
 
     Source: Strom 2015; the update is compressed after the optimiser as in Deep Gradient Compression (Lin et al. 2018,
-    "momentum correction"). An element sends as many tau as it holds, where Strom sends one.
+    "momentum correction"). An entry carries the whole multiple of tau that the element holds; Strom sends one tau.
     """
 
     name = "threshold"
@@ -84,12 +86,13 @@ class Threshold(Strategy):
         ):
             raise ConfigError(f"threshold: lookahead: expected a number from 0 to 10, got {lookahead!r}.")
         if lookahead and placement == "gradient":
-            raise ConfigError("threshold: lookahead is of updates. Use placement='update'.")
+            raise ConfigError("threshold: lookahead applies to updates only. Use placement='update'.")
         if not isinstance(overlap, bool):
             raise ConfigError(f"threshold: overlap: expected True or False, got {overlap!r}.")
         if overlap and placement == "gradient":
             raise ConfigError(
-                "threshold: overlap applies updates one step late, which gradients cannot be. Use placement='update'."
+                "threshold: overlap applies updates one step late, which is not possible for gradients. Use "
+                "placement='update'."
             )
         if isinstance(overhead, bool) or not isinstance(overhead, int | float) or not 0 < overhead <= 10:
             raise ConfigError(f"threshold: overhead: expected a share of a step such as 0.1, got {overhead!r}.")
@@ -111,11 +114,11 @@ class Threshold(Strategy):
         self.make_codec(None if isinstance(target_density, str) else target_density, threads)  # checks the rest
 
     def make_codec(self, density: float | None, threads: int | None) -> Any:
-        """The codec of these options.
+        """Make the codec of these options.
 
         Args:
-            density: the density to aim at; None leaves the threshold at tau.
-            threads: of its kernels.
+            density: density to aim at; None keeps the threshold at tau.
+            threads: threads of the codec's kernels.
         """
         from hvdx import codec
 
@@ -129,8 +132,7 @@ class Threshold(Strategy):
         )
 
     def open(self, comm: Comm, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = "") -> Exchange:
-        """See `Strategy.open`."""
-        # Imported here, since it brings Numba, which a training under another strategy may do without.
+        # Imported here because it imports Numba, which other strategies do not need.
         from hvdx.strategies.threshold_exchange import ThresholdExchange
 
         agree_on_strategy(self, comm)
@@ -138,10 +140,7 @@ class Threshold(Strategy):
         return ThresholdExchange(self, comm, specs, self.lookahead_for(momentum))
 
     def lookahead_for(self, momentum: float) -> float:
-        """How far what is sent runs ahead.
-
-        Args:
-            momentum: how much of an update goes on into the next.
+        """Return the lookahead for an optimiser's momentum.
 
         Example:
             >>> Threshold().lookahead_for(momentum=0.9), Threshold(lookahead=1).lookahead_for(momentum=0.9)
@@ -151,11 +150,12 @@ class Threshold(Strategy):
             return 0.0
         if self.lookahead is not None:
             return self.lookahead
-        # A third, and 5: by trial, with momenta from 0 to 0.98 (docs/adr/0007-updates-run-ahead.md).
+        # The factor 1/3 and the limit 5 were found by trial, with momenta from 0 to 0.98
+        # (docs/adr/0007-updates-run-ahead.md).
         return round(min(momentum / max(1 - momentum, 1e-9) / 3, 5.0), 9)
 
     def merge(self, saved: Sequence[Mapping[str, np.ndarray]], rank: int, size: int) -> dict[str, np.ndarray]:
-        """See `Strategy.merge`: residuals are dealt out, so that their sum stays what it was."""
+        """Distribute the saved residuals over the ranks, so that their sum is preserved."""
         mine = {k: np.array(v) for k, v in saved[rank % len(saved)].items()}
         residual = np.zeros_like(mine["codec.residual"], dtype=np.float64)
         for other in range(rank, len(saved), size):
@@ -164,7 +164,7 @@ class Threshold(Strategy):
         return mine
 
     def _defaults(self) -> dict[str, Any]:
-        # What a density that is not given stands for.
+        # If no density is given, it is "auto".
         return super()._defaults() | ({"target_density": "auto"} if self.tau is None else {})
 
 
@@ -172,7 +172,7 @@ def _warmup(text: str, tau: float | None) -> warmup.Warmup:
     start = warmup.parse(text)
     if start.kind == "density" and tau is not None:
         raise ConfigError(
-            "threshold: warmup='density' lowers a density, and tau is fixed. Give target_density in its place, or "
+            "threshold: warmup='density' lowers a density, and tau is fixed. Give target_density instead, or "
             "warmup='dense' or 'workers'."
         )
     return start

@@ -1,4 +1,4 @@
-"""What a step sends under the threshold strategy: how much, and encoded how."""
+"""Exchange of the threshold strategy: the density of each step, and its encoding."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,16 +16,16 @@ from hvdx.strategies.compiling import prepare_together
 from hvdx.strategies.driver import MessageExchange
 from hvdx.strategies.warmup import Warmup
 
-# How often density="auto" is reconsidered, and by how much it has to differ to be changed.
-_FIRST_LOOK, _LOOK_EVERY, _WORTH_A_CHANGE = 8, 64, 1.15
-# The density before the link and the length of a step are known.
-_UNKNOWN = 1 / 32
-# How often the residual is measured: a pass over all of it.
+# target_density="auto": step of the first review, steps between reviews, and the smallest factor of a change.
+_FIRST_REVIEW, _REVIEW_EVERY, _MIN_CHANGE = 8, 64, 1.15
+# Density before the link and the length of a step are known.
+_INITIAL_DENSITY = 1 / 32
+# Steps between measurements of the residual, each of which reads all of it.
 _RESIDUAL_EVERY = 64
 
 
 class Options(Protocol):
-    """The options that an exchange reads; see `hvdx.strategies.Threshold`."""
+    """Options that the exchange reads; see `hvdx.strategies.Threshold`."""
 
     tau: float | None
     target_density: float | str | None
@@ -40,10 +40,10 @@ class Options(Protocol):
 
 
 class ThresholdExchange(MessageExchange):
-    """See `hvdx.strategies.driver.MessageExchange`.
+    """Exchange of one optimiser under `Threshold`.
 
     Args:
-        strategy: its options, the same on all ranks.
+        strategy: options, the same on all ranks.
         comm: the ranks.
         specs: the tensors, of the same shapes on all ranks.
         lookahead: see `Threshold`.
@@ -55,17 +55,17 @@ class ThresholdExchange(MessageExchange):
         self._threads = strategy.threads or kernel_threads(comm.local_size)
         self._sizes = [s.elements for s in specs]
         given = strategy.target_density
-        self._density = _UNKNOWN if isinstance(given, str) else given
+        self._density = _INITIAL_DENSITY if isinstance(given, str) else given
         self._codec = strategy.make_codec(self._density, self._threads)
         self._bfloat16 = codecs.make("bf16")
         self._state: Any = self._codec.init(self._sizes)
         self._compile(comm)
         self._estimate = link.Estimate(link.probe(self._channel)) if given == "auto" else None
-        # Bytes that came in at a rank in the step before.
-        self._before = 0
+        # Bytes that a rank received in the previous step.
+        self._last_received = 0
 
     def _compile(self, comm: Comm) -> None:
-        """Have the kernels compiled and called before anything is timed, and wait until they are everywhere."""
+        """Compile and call the kernels before anything is timed, and wait until all ranks have."""
         prepare_together(self._codec, comm, "Threshold")
         trial, out = np.ones(1, np.float32), np.zeros(1, np.float32)
         message, _ = self._codec.encode([trial], self._codec.init([1]))
@@ -74,24 +74,22 @@ class ThresholdExchange(MessageExchange):
 
     @property
     def residual(self) -> np.ndarray:
-        """See `MessageExchange.residual`."""
         residual: np.ndarray = self._state.residual
         return residual
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def combine(self, tensors: Sequence[np.ndarray], finite: bool) -> list[np.ndarray]:
-        """See `HostExchange.combine`."""
         result = super().combine(tensors, finite)
-        self._consider()
+        self._update_density()
         return result
 
     def active(self) -> int:
-        """See `MessageExchange.active`: during a warm-up by workers not all."""
+        """Return the number of active workers, which is lower during a warm-up by workers."""
         return self._strategy.start.active(self._step, self._size)
 
     def codec(self) -> codecs.Codec[Any]:
-        """See `MessageExchange.codec`: bfloat16 in a dense warm-up."""
+        """Return the codec of this step; bfloat16 in a dense warm-up."""
         start = self._strategy.start
         if start.dense(self._step):
             return self._bfloat16
@@ -101,10 +99,9 @@ class ThresholdExchange(MessageExchange):
         return self._codec
 
     def encode(self, tensors: Sequence[np.ndarray], codec: codecs.Codec[Any]) -> np.ndarray:
-        """See `MessageExchange.encode`."""
         if codec is self._bfloat16:
             return self._encode_dense(tensors)
-        message = self._encode_ahead(tensors)
+        message = self._encode_with_lookahead(tensors)
         counts = self.telemetry
         entries = int(self._state.sent.sum())
         counts.entries += entries
@@ -115,7 +112,7 @@ class ThresholdExchange(MessageExchange):
         return message
 
     def _warn_of_size(self, size: int) -> None:
-        """Say once that compressing takes more bytes than not to: a fixed tau far below the updates does that."""
+        """Warn once if messages are larger than float32 updates, which a fixed tau far below the updates causes."""
         if size > 4 * self._n + 1000 and not self._warned:
             self._warned = True
             print(
@@ -125,10 +122,11 @@ class ThresholdExchange(MessageExchange):
                 flush=True,
             )
 
-    def _encode_ahead(self, tensors: Sequence[np.ndarray]) -> np.ndarray:
-        """Encode (1 + lookahead) times the update, and take lookahead times it off the residual again.
+    def _encode_with_lookahead(self, tensors: Sequence[np.ndarray]) -> np.ndarray:
+        """Encode (1 + lookahead) times the update, then subtract lookahead times the update from the residual.
 
-        That adds update + lookahead * (update - the update before) without keeping the one before.
+        With the subtraction of the previous step this adds update + lookahead * (update - previous update), and the
+        previous update need not be stored.
         """
         if not self._lookahead:
             message, self._state = self._codec.encode(tensors, self._state)
@@ -141,7 +139,7 @@ class ThresholdExchange(MessageExchange):
         return message
 
     def _encode_dense(self, tensors: Sequence[np.ndarray]) -> np.ndarray:
-        """Everything, as bfloat16; what the rounding takes away waits in the residual."""
+        """Encode the whole update as bfloat16; the residual keeps the rounding errors."""
         update = np.concatenate([np.ravel(t) for t in tensors]) + self._state.residual
         finite = np.isfinite(update)
         if not finite.all():
@@ -153,49 +151,47 @@ class ThresholdExchange(MessageExchange):
         self.telemetry.density, self.telemetry.tau = 1.0, 0.0
         return message
 
-    # -- what the link affords ----------------------------------------------------------------------------------------
+    # -- the density --------------------------------------------------------------------------------------------------
 
     def observe(self, received: Received) -> None:
-        """See `MessageExchange.observe`."""
         counts = self.telemetry
         if counts.steps % _RESIDUAL_EVERY == 1 and counts.tau:
             counts.residual = self.residual_norm()
         if self._estimate is not None:
             sizes = [m.size for m in received.messages]
-            # The transfers are those of the step before: each rank's own clock comes with the next header.
-            self._estimate.observe(float(np.median(received.headers[:, 1])) / 1e9, self._before, link.slowest(
-                received.headers[:, 2].tolist()))  # fmt: skip
-            self._before = sum(sizes) - min(sizes, default=0)
+            # A header holds the time of the previous transfer, because a rank measures a transfer after sending it.
+            computing = float(np.median(received.headers[:, 1])) / 1e9
+            seconds = link.slowest(received.headers[:, 2].tolist())
+            self._estimate.observe(computing, self._last_received, seconds)
+            self._last_received = sum(sizes) - min(sizes, default=0)
 
     def residual_norm(self) -> float:
-        """Root mean square of what has not been sent, in tau of the last step."""
+        """Return the root mean square of the residual, in units of the last step's tau."""
         residual, tau = self._state.residual, float(np.median(self._state.taus))
         return float(np.sqrt(np.dot(residual, residual) / max(residual.size, 1))) / tau if tau else 0.0
 
-    def _consider(self) -> None:
-        """Ask anew what the link affords, where that decides; alike on all ranks."""
-        if self._estimate is None or (self._step != _FIRST_LOOK and self._step % _LOOK_EVERY):
+    def _update_density(self) -> None:
+        """Adapt an automatic density to the link, at regular steps; the same on all ranks."""
+        if self._estimate is None or (self._step != _FIRST_REVIEW and self._step % _REVIEW_EVERY):
             return
         self._estimate.refresh()
         computing = self._estimate.computing
         if computing is None or self._density is None:
             return
         new = link.affordable_density(self._estimate.link, self._size, self._n, self._strategy.overhead * computing)
-        if not 1 / _WORTH_A_CHANGE < new / self._density < _WORTH_A_CHANGE:
+        if not 1 / _MIN_CHANGE < new / self._density < _MIN_CHANGE:
             self._density = new
 
-    # -- what it remembers ------------------------------------------------------------------------------------------
+    # -- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """See `Exchange.state_dict`."""
         density = np.nan if self._density is None else self._density
         encoder = {f"codec.{k}": v for k, v in self._state.arrays().items()}
         return super().state_dict() | encoder | {"density": np.array(density)}
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        """See `Exchange.load_state_dict`."""
         if "step" not in state or "density" not in state:
-            raise ConfigError(f"threshold: the saved state has no step and density; it holds {sorted(state)}.")
+            raise ConfigError(f"threshold: the saved state: expected step and density, got {sorted(state)}.")
         mine = {k.removeprefix("codec."): v for k, v in state.items() if k.startswith("codec.")}
         self._state = self._codec.restore(mine, self._sizes)
         super().load_state_dict(state)

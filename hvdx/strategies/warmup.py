@@ -1,4 +1,4 @@
-"""How the threshold strategy begins: the first steps of a training suffer most from what is left unsent."""
+"""Warm-up of the threshold strategy: in the first steps of a training, unsent residuals do the most harm."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,29 +6,34 @@ from typing import Literal
 from hvdx.errors import ConfigError
 
 Kind = Literal["none", "density", "dense", "workers"]
-#: Steps of a warm-up that names none.
+#: Steps of a warm-up, if none are given.
 DEFAULT_STEPS = 200
-#: The density that a density warm-up starts from.
+#: Density in the first step of a density warm-up.
 START = 1 / 8
 
 
 @dataclass(frozen=True)
 class Warmup:
-    """The first steps of a training.
+    """Warm-up of a training.
 
     Attributes:
         kind: "density": the density falls from 1/8 to its target, by the same factor in every step (Lin et al. 2018,
-            "Deep Gradient Compression", lower it every epoch). "dense": everything is sent, as bfloat16, and the
-            rounding waits in the residual (Vogels et al. 2019, "PowerSGD", do so for a tenth of the training).
-            "workers": the updates of 1, 2, 4, ... workers count, those of the others are dropped (Strom 2015). "none".
-        steps: how many.
+            "Deep Gradient Compression", lower it every epoch). "dense": everything is sent as bfloat16, and the
+            residual keeps the rounding errors (Vogels et al. 2019, "PowerSGD", do so for a tenth of the training).
+            "workers": the updates of 1, 2, 4, ... workers count, and those of the others are dropped (Strom 2015).
+            "none".
+        steps: number of steps.
     """
 
     kind: Kind = "none"
     steps: int = 0
 
     def density(self, step: int, target: float) -> float:
-        """The density to aim at.
+        """Return the density of a step.
+
+        Args:
+            step: number of the step, from 0.
+            target: density after the warm-up.
 
         Example:
             >>> [round(Warmup("density", 2).density(step, 1 / 32), 4) for step in range(3)]
@@ -39,11 +44,11 @@ class Warmup:
         return START * (target / START) ** (step / self.steps)
 
     def dense(self, step: int) -> bool:
-        """Whether everything is sent."""
+        """Return whether a step sends everything."""
         return self.kind == "dense" and step < self.steps
 
     def active(self, step: int, size: int) -> int:
-        """The number of workers whose updates count: ranks 0 to this.
+        """Return the number of workers whose updates count in a step: those of the lowest ranks.
 
         Example:
             >>> [Warmup("workers", 6).active(step, 4) for step in range(0, 8)]
@@ -59,13 +64,13 @@ class Warmup:
 
 
 def parse(text: str) -> Warmup:
-    """Read a warm-up.
+    """Parse a warm-up.
 
     Args:
-        text: "none", or one of "density", "dense", "workers", with ":steps" behind it where it is not 200.
+        text: "none", or one of "density", "dense", "workers", followed by ":steps" if they are not 200.
 
     Raises:
-        ConfigError: anything else.
+        ConfigError: if the text is anything else.
 
     Example:
         >>> parse("dense:50")
@@ -77,7 +82,7 @@ def parse(text: str) -> Warmup:
         return Warmup()
     if not right:
         raise ConfigError(
-            f"threshold: warmup: expected 'none', or 'density', 'dense' or 'workers', with ':steps' if wanted, such as "
-            f"'density:500'; got {text!r}."
+            f"threshold: warmup: expected 'none', or 'density', 'dense' or 'workers', with or without ':steps', such "
+            f"as 'density:500'; got {text!r}."
         )
     return Warmup(kind, int(steps) if colon else DEFAULT_STEPS)  # type: ignore[arg-type]

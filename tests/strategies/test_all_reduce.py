@@ -10,13 +10,13 @@ SPECS = [TensorSpec("kernel", (784, 10), 4), TensorSpec("bias", (10,), 4), Tenso
 
 @pytest.mark.parametrize(("compression", "itemsize"), [("none", 4), ("fp16", 2), ("bf16", 2)])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_bytes_that_are_sent_are_those_of_a_ring(compression, itemsize, size):
+def test_bytes_sent_are_those_of_a_ring(compression, itemsize, size):
     elements = 784 * 10 + 10 + 1
     expected = round(elements * itemsize * 2 * (size - 1) / size)
     assert AllReduce(compression=compression).open(virtual_world(size)[0], SPECS).sent == expected
 
 
-def test_world_of_one_gets_back_what_it_gave():
+def test_world_of_one_returns_its_tensors():
     tensors = [object(), object()]
     assert AllReduce().open(LocalComm(), [], name="step").step(tensors) == tensors
 

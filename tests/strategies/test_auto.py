@@ -30,15 +30,15 @@ def test_fast_network_trains_dense_and_says_so():
 
 
 def test_large_model_on_a_fast_network_takes_fp16(monkeypatch):
-    """Half the bytes are worth it, and the time of a slow codec is not."""
+    """Half the bytes save enough time, and a slow codec does not."""
     monkeypatch.setattr(auto, "coding_seconds", lambda *_: 0.4)
     strategy, _ = decide(Link(5e-5, 1e9), size=2, elements=200_000_000, computing=3.0)
     assert isinstance(strategy, AllReduce)
     assert strategy.compression == "fp16"
 
 
-def test_many_workers_turn_the_scales(monkeypatch):
-    """A ring does not grow with the number of workers, an all-gather does."""
+def test_many_workers_train_dense(monkeypatch):
+    """The bytes of a ring do not grow with the number of workers, those of an all-gather do."""
     monkeypatch.setattr(auto, "coding_seconds", lambda elements, size, *_: 2e-4 * size)
     few = decide(GIGABIT, size=4, elements=2_000_000, computing=0.0005)[0]
     many = decide(Link(1e-5, 125e6), size=20_000, elements=2_000_000, computing=0.0005)[0]

@@ -7,7 +7,7 @@ from hvdx.strategies.telemetry import entropy
 
 
 class Slow(Channel):
-    """A channel that says how long a network of this speed would have taken."""
+    """Channel that reports the time that a network of this speed would take."""
 
     def __init__(self, size, latency, bandwidth):
         self.rank, self.size = 0, size
@@ -45,16 +45,16 @@ def test_probe_finds_latency_and_bandwidth(size, bandwidth):
 def test_density_fits_the_time(size, seconds):
     network = link.Link(2e-4, 12.5e6)
     density = link.affordable_density(network, size, 2_000_000, seconds)
-    assert link.LEAST <= density <= link.MOST
+    assert link.MIN_DENSITY <= density <= link.MAX_DENSITY
     taken = network.latency + (size - 1) * link.message_bytes(2_000_000, density) / network.bandwidth
-    assert taken <= seconds * 1.001 or density == link.LEAST
+    assert taken <= seconds * 1.001 or density == link.MIN_DENSITY
     more = network.latency + (size - 1) * link.message_bytes(2_000_000, density * 1.05) / network.bandwidth
-    assert more > seconds or density == link.MOST
+    assert more > seconds or density == link.MAX_DENSITY
 
 
 def test_density_is_bounded():
-    assert link.affordable_density(link.Link(1e-3, 1e3), 64, 10_000_000, 1e-4) == link.LEAST
-    assert link.affordable_density(link.Link(1e-6, 1e12), 2, 1000, 1.0) == link.MOST
+    assert link.affordable_density(link.Link(1e-3, 1e3), 64, 10_000_000, 1e-4) == link.MIN_DENSITY
+    assert link.affordable_density(link.Link(1e-6, 1e12), 2, 1000, 1.0) == link.MAX_DENSITY
 
 
 def test_estimate_follows_a_link_that_gets_slower():
@@ -67,7 +67,7 @@ def test_estimate_follows_a_link_that_gets_slower():
     assert estimate.computing == pytest.approx(0.02)
 
 
-def test_estimate_learns_nothing_from_tiny_messages():
+def test_estimate_ignores_tiny_messages():
     estimate = link.Estimate(link.Link(1e-4, 12.5e6))
     for _ in range(40):
         estimate.observe(0.02, 100, 0.01)

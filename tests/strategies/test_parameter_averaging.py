@@ -1,4 +1,4 @@
-"""What `ParameterAveraging` is told, and what it says of itself."""
+"""Options, spelling and exchange of `ParameterAveraging`."""
 
 import numpy as np
 import pytest
@@ -65,7 +65,7 @@ def test_bytes_are_those_of_a_ring():
 
 
 def opened(comm, arrays):
-    """An exchange of arrays between virtual ranks, whose channel adds up what Horovod adds up in a graph."""
+    """Open an exchange of arrays on a virtual rank, whose channel stands in for Horovod's all-reduce."""
     channel = comm.channel("the weights")
 
     def all_reduce(tensors, how, name):
@@ -93,7 +93,7 @@ def test_means_are_weighted_and_each_is_of_its_dtype(size):
             np.testing.assert_allclose(array, mean, rtol=1e-6)
 
 
-def test_rank_that_took_fewer_steps_is_told_to_all():
+def test_different_numbers_of_steps_are_an_error_on_all_ranks():
     def run(comm):
         with pytest.raises(ReplicaError, match=r"have taken \[7, 8\] steps"):
             opened(comm, [np.zeros(1, np.float32)]).agree(7 + comm.rank)

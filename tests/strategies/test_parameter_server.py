@@ -1,4 +1,4 @@
-"""What `ParameterServer` is told, and what it says of itself."""
+"""Options, spelling and configuration of `ParameterServer`."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from hvdx.strategies.serving.messages import SessionConfig
 SPECS = [TensorSpec("a", (100, 10), 4), TensorSpec("b", (), 4), TensorSpec("c", (0, 3), 4)]
 
 
-def test_by_default_one_rank_serves_and_nobody_waits():
+def test_by_default_one_rank_serves_and_no_worker_waits():
     strategy = ParameterServer()
     assert (strategy.servers, strategy.dedicated, strategy.staleness, strategy.max_staleness) == (1, 1, "none", None)
     assert (strategy.aggregate, strategy.codec, strategy.staleness_exponent) == (1, "none", 1.0)
@@ -49,7 +49,7 @@ def test_one_line_spelling_and_repr_agree(text, expected):
     assert repr(parse(strategy.spelling)) == expected
 
 
-def test_a_strategy_says_how_it_is_spelled():
+def test_spelling_is_the_value_of_the_environment_variable():
     assert ParameterServer().spelling == "parameter_server:servers=1"
     assert ParameterServer("colocated", aggregate=2).spelling == "parameter_server:servers=colocated,aggregate=2"
 
@@ -110,7 +110,7 @@ def test_spelling_mistakes_are_explained(text, match):
         parse(text)
 
 
-def test_a_bound_has_a_default_where_there_is_one():
+def test_max_staleness_has_a_default_for_bound():
     assert (
         ParameterServer(staleness="bound").max_staleness == ParameterServer(staleness="scale+bound").max_staleness == 4
     )
@@ -118,7 +118,7 @@ def test_a_bound_has_a_default_where_there_is_one():
     assert ParameterServer(staleness="bound", max_staleness=0).max_staleness == 0
 
 
-def test_servers_are_told_the_rule():
+def test_session_config_holds_the_options():
     assert ParameterServer().config(4, 10, "float32") == SessionConfig(4, 10, share=0.25)
     assert ParameterServer(op="sum").config(4, 10, "float32") == SessionConfig(4, 10)
     strategy = ParameterServer(
@@ -128,19 +128,19 @@ def test_servers_are_told_the_rule():
     assert config == SessionConfig(
         8, 5, "float64", "fp16", aggregate=3, share=config.share, staleness_exponent=0.5, max_staleness=2
     )
-    # A power that is not asked for counts for nothing.
+    # Without "scale" the exponent is not used.
     assert ParameterServer(staleness="bound", staleness_exponent=2.0).config(2, 1, "float32").staleness_exponent == 0
 
 
-@pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("exponent", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize(("workers", "aggregate"), [(8, 1), (8, 3), (8, 8), (4, 2), (1, 1)])
-def test_a_scaled_update_of_the_usual_staleness_counts_one_of_n(workers, aggregate, power):
-    config = ParameterServer(staleness="scale", staleness_exponent=power, aggregate=aggregate).config(
+def test_a_scaled_update_of_mean_staleness_counts_one_nth(workers, aggregate, exponent):
+    config = ParameterServer(staleness="scale", staleness_exponent=exponent, aggregate=aggregate).config(
         workers, 1, "float32"
     )
-    usual = workers / aggregate
-    assert config.share * usual**-config.staleness_exponent == pytest.approx(1 / workers)
-    if power == 1:
+    mean = workers / aggregate
+    assert config.share * mean**-config.staleness_exponent == pytest.approx(1 / workers)
+    if exponent == 1:
         assert config.share == 1 / aggregate
 
 
@@ -183,6 +183,6 @@ def test_ranks_that_do_not_fit_are_refused_on_all(strategy, workers, serving, ma
 
 
 @pytest.mark.parametrize("codec", ["none", "fp16", "threshold"])
-def test_what_codecs_without_a_residual_saved_is_dealt_out_as_nothing(codec):
-    saved = [{"apart": np.ones((), np.int8)}] * 4
+def test_merge_is_empty_for_codecs_without_a_residual(codec):
+    saved = [{"0.other": np.ones((), np.int8)}] * 4
     assert ParameterServer("colocated", codec=codec).merge(saved, 0, 2) == {}

@@ -36,7 +36,7 @@ def test_parse_reads_names_and_options(text, expected):
         ("all_reduce:op=sum,gradient_predivide_factor=2", "predivide"),
     ],
 )
-def test_parse_refuses_and_lists_what_is_right(text, named):
+def test_parse_refuses_wrong_spellings_and_lists_right_ones(text, named):
     with pytest.raises(ConfigError, match=named):
         parse(text)
 
@@ -74,7 +74,7 @@ class Rare(Raw):
 POINTS = "[hvdx.strategies]\nloud = loud_hvdx:Loud\nbroken = loud_hvdx:Rare\n[hvdx.codecs]\nrare = loud_hvdx:Rare\n"
 
 
-def test_other_packages_have_strategies_and_codecs(tmp_path, monkeypatch):
+def test_entry_points_of_other_packages_add_strategies_and_codecs(tmp_path, monkeypatch):
     (tmp_path / "loud_hvdx.py").write_text(MODULE)
     info = tmp_path / "loud_hvdx-1.0.dist-info"
     info.mkdir()
@@ -87,7 +87,7 @@ def test_other_packages_have_strategies_and_codecs(tmp_path, monkeypatch):
     assert repr(resolve(None)) == "Loud()"
     with pytest.raises(ConfigError, match="did you mean volume"):
         parse("loud:volum=3")
-    with pytest.raises(ConfigError, match=r"expected a class of hvdx.strategies.Strategy at loud_hvdx:Rare"):
+    with pytest.raises(ConfigError, match=r"expected a subclass of hvdx.strategies.Strategy at loud_hvdx:Rare"):
         parse("broken")
     assert type(codec.make("rare")).__name__ == "Rare"
     assert repr(hvdx.ParameterServer(codec="rare")) == "ParameterServer(codec='rare')"

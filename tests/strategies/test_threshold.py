@@ -32,7 +32,7 @@ def flat(arrays):
 
 
 def steps_of(strategy, steps, update=update, momentum=0.9, finite=lambda rank, step: True):
-    """What each rank got in each step, what all of it comes to, and its exchange."""
+    """Return a function that takes steps on one rank; it returns the result of each step, and the exchange."""
 
     def run(comm):
         exchange = strategy.open(comm, SPECS, momentum)
@@ -55,8 +55,8 @@ def test_all_ranks_get_the_same_bits(name, size):
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("name", [n for n in OPTIONS if n not in ("workers",)])
-def test_nothing_is_lost(name, size):
-    """What was sent and what is unsent come to the sum of the updates."""
+def test_updates_and_residuals_keep_their_sum(name, size):
+    """Applied updates and residuals add up to the sum of all updates."""
     strategy = Threshold(**OPTIONS[name])
     everyone = on_all(size, steps_of(strategy, 12))
     applied = np.sum(everyone[0][0], axis=0, dtype=np.float64) * (1 if strategy.op == "sum" else size)
@@ -65,8 +65,8 @@ def test_nothing_is_lost(name, size):
     np.testing.assert_allclose(applied + unsent, wanted, atol=2e-6)
 
 
-def test_lead_is_what_its_docstring_says():
-    """Adding u + lookahead * (u - the u before) to the residual, with a codec of its own."""
+def test_lookahead_follows_its_formula():
+    """Compare with a codec to whose residual u + lookahead * (u - previous u) is added."""
     from hvdx import codec
 
     tau, lookahead = 0.02, 2.0
@@ -90,7 +90,7 @@ def test_lookahead_follows_the_momentum(momentum, lookahead):
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_nan_on_one_rank_skips_the_step_on_all_and_nothing_else(size, overlap, capfd):
+def test_nan_on_one_rank_skips_only_that_step_on_all_ranks(size, overlap, capfd):
     bad = size - 1
 
     def gradients_held_nan(rank, step):
@@ -103,16 +103,16 @@ def test_nan_on_one_rank_skips_the_step_on_all_and_nothing_else(size, overlap, c
     assert everyone[0][0][4 + overlap].any()
     applied = np.sum(everyone[0][0], axis=0, dtype=np.float64) * size
     unsent = np.sum([flat(exchange.residuals) for _, exchange in everyone], axis=0, dtype=np.float64)
-    # The skipped step is dropped on all ranks: a run of them would come back as one jump.
+    # The skipped step is dropped on all ranks: otherwise a run of skipped steps would be added at once.
     taken = [t for t in range(8) if t != 3]
     wanted = np.sum([flat(update(r, t)) for r in range(size) for t in taken], axis=0, dtype=np.float64)
     np.testing.assert_allclose(applied + unsent, wanted, atol=2e-6)
-    said = capfd.readouterr().err
-    assert f"hvdx: step 4: NaN or infinity on rank {bad}; all ranks skipped the step" in said
+    printed = capfd.readouterr().err
+    assert f"hvdx: step 4: NaN or infinity on rank {bad}; all ranks skipped the step" in printed
 
 
-def test_update_of_a_step_on_its_way_may_be_overwritten():
-    """TensorFlow's arrays end with the step; whether all ranks skip it is known only when the messages have come."""
+def test_update_of_a_step_in_flight_may_be_overwritten():
+    """TensorFlow's arrays end with the step. A rank learns only from the messages whether all ranks skip it."""
     arrays = {rank: [np.zeros(shape, np.float32) for shape in SHAPES] for rank in range(2)}
 
     def overwritten(rank, step):
@@ -139,8 +139,7 @@ def test_update_that_holds_nan_is_dropped_and_named(warmup, capfd):
     assert all(exchange.telemetry.skipped == 1 for _, exchange in everyone)
     assert all(np.isfinite(flat(exchange.residuals)).all() for _, exchange in everyone)
     assert everyone[0][0][3].any()
-    said = capfd.readouterr().err
-    assert "rank 1, step 3" in said
+    assert "rank 1, step 3" in capfd.readouterr().err
 
 
 def test_endless_nan_ends_the_training():
@@ -149,7 +148,7 @@ def test_endless_nan_ends_the_training():
         on_all(2, run)
 
 
-def test_update_of_zeros_is_no_special_case():
+def test_updates_of_zeros_are_accepted():
     def nothing(rank, step):
         return [np.zeros_like(a) for a in update(rank, step)] if rank == 1 else update(rank, step)
 
@@ -160,7 +159,7 @@ def test_update_of_zeros_is_no_special_case():
 
 
 def test_inactive_workers_do_not_count():
-    """Not their NaN either, and nothing of what they would have sent is kept."""
+    """Their NaN does not count either, and their updates are not kept in the residual."""
     run = steps_of(
         Threshold(tau=2.0**-20, warmup="workers:4", lookahead=0), 4, finite=lambda rank, step: (rank, step) != (1, 0)
     )
@@ -172,7 +171,7 @@ def test_inactive_workers_do_not_count():
 
 
 @pytest.mark.parametrize("name", ["density", "variable", "fixed tau", "falling", "overlap"])
-def test_restored_exchange_goes_on_bit_for_bit(name):
+def test_restored_exchange_continues_bit_for_bit(name):
     strategy = Threshold(**OPTIONS[name])
 
     def straight(comm):
@@ -197,8 +196,8 @@ def test_restored_exchange_goes_on_bit_for_bit(name):
         assert [a.tobytes() for a in whole[6:]] == [a.tobytes() for a in rest]
 
 
-def test_step_that_is_held_comes_with_the_next():
-    """A checkpoint in mid-epoch waits for what is on its way, and the training does not know the difference."""
+def test_drained_step_is_added_to_the_next():
+    """A checkpoint in mid-epoch waits for the step in flight, and does not change the training."""
     strategy = Threshold(target_density=0.05, overlap=True)
 
     def run(comm, held):
@@ -215,8 +214,8 @@ def test_step_that_is_held_comes_with_the_next():
 
 
 @pytest.mark.parametrize("size", [2.0**24, 2.0**28])
-def test_restore_takes_what_a_lead_left_of_large_updates(size):
-    """What runs ahead of an update is taken off the residual again, and may be many times tau."""
+def test_restore_accepts_large_residuals_of_a_lookahead(size):
+    """The lookahead is subtracted from the residual again, which may then be many times tau."""
     tau = 2.0**-20
 
     def save_and_restore(comm):
@@ -231,7 +230,7 @@ def test_restore_takes_what_a_lead_left_of_large_updates(size):
     assert one == two
 
 
-def test_restore_refuses_what_is_not_its_own():
+def test_restore_refuses_the_state_of_another_model():
     (_, exchange), *_ = on_all(1, steps_of(Threshold(target_density=0.05), 2))
     saved = exchange.state_dict()
     with pytest.raises(ConfigError, match="step and density"):
@@ -240,7 +239,7 @@ def test_restore_refuses_what_is_not_its_own():
         exchange.load_state_dict(saved | {"codec.residual": np.zeros(3, np.float32)})
 
 
-def test_saving_in_mid_flight_is_refused():
+def test_saving_with_a_step_in_flight_is_refused():
     def run(comm):
         exchange = Threshold(tau=0.01, overlap=True).open(comm, SPECS)
         exchange.step(update(comm.rank, 0))
@@ -278,7 +277,7 @@ def test_ranks_with_different_strategies_are_refused_on_all():
     on_all(2, run)
 
 
-def test_tau_that_is_far_too_small_is_said_once(capfd):
+def test_warning_of_a_tau_far_too_small_is_printed_once(capfd):
     specs = [TensorSpec("w", (5000,), 4)]
 
     def run(comm):
@@ -287,11 +286,10 @@ def test_tau_that_is_far_too_small_is_said_once(capfd):
             exchange.step([np.random.default_rng(t).normal(size=5000).astype(np.float32)])
 
     on_all(1, run)
-    said = capfd.readouterr().err
-    assert said.count("tau=1e-08 is too small") == 1
+    assert capfd.readouterr().err.count("tau=1e-08 is too small") == 1
 
 
-def test_telemetry_counts_what_travels():
+def test_telemetry_counts_messages_and_headers():
     everyone = on_all(4, steps_of(Threshold(target_density=0.05), 10))
     costs = [exchange.telemetry for _, exchange in everyone]
     for cost in costs:
@@ -320,7 +318,7 @@ def test_telemetry_counts_what_travels():
         ({"overlap": "yes"}, "True or False"),
         ({"overlap": True, "placement": "gradient"}, "one step late"),
         ({"lookahead": -1}, "from 0 to 10"),
-        ({"lookahead": 1, "placement": "gradient"}, "of updates"),
+        ({"lookahead": 1, "placement": "gradient"}, "updates only"),
         ({"overhead": 0}, "share of a step"),
         ({"warmup": "slowly"}, "'density', 'dense' or 'workers'"),
         ({"warmup": "dense:0"}, "'density', 'dense' or 'workers'"),
@@ -330,7 +328,7 @@ def test_telemetry_counts_what_travels():
         ({"threads": 0}, "threads"),
     ],
 )
-def test_wrong_options_are_refused_with_the_right_ones(options, named):
+def test_wrong_options_are_refused(options, named):
     with pytest.raises(ConfigError, match=named):
         Threshold(**options)
 
@@ -343,7 +341,7 @@ def test_one_line_spelling():
     assert repr(parse("threshold:tau=0.001")) == "Threshold(tau=0.001)"
 
 
-def test_bytes_that_travel_are_near_the_entropy():
+def test_bytes_sent_are_near_the_entropy():
     specs = [TensorSpec("w", (200_000,), 4)]
     strategy = Threshold(target_density=0.02)
 

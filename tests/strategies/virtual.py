@@ -1,4 +1,4 @@
-"""Virtual ranks, each in a thread of its own: run a function on all of them at once."""
+"""Virtual ranks, one thread each."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,6 +11,6 @@ ELEMENTS = sum(s.elements for s in SPECS)
 
 
 def on_all(size, function):
-    """Call function(comm) on `size` virtual ranks; the results in rank order."""
+    """Call function(comm) on `size` virtual ranks; return the results in rank order."""
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(function, virtual_world(size)))

@@ -1,1 +1,1 @@
-"""The asynchronous parameter server: the weights lie in parts at servers, which workers push to and pull from."""
+"""Asynchronous parameter server: servers hold parts of the weights; workers push updates to them and pull weights."""

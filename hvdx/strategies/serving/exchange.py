@@ -1,4 +1,4 @@
-"""A worker's side of the parameter server: push what a step has changed, and go on with what the servers have."""
+"""Exchange of a worker with the parameter servers: push the update of a step, and pull the current weights."""
 
 import pickle
 import time
@@ -13,7 +13,7 @@ from hvdx.comm.launcher import kernel_threads
 from hvdx.errors import UpdateError
 from hvdx.strategies.base import TensorSpec, views
 from hvdx.strategies.compiling import prepare_together
-from hvdx.strategies.driver import PATIENCE, HostExchange
+from hvdx.strategies.driver import MAX_SKIPPED_STEPS, HostExchange
 from hvdx.strategies.serving.client import client_of
 from hvdx.strategies.serving.messages import MessageType, SessionConfig, cut
 from hvdx.strategies.serving.updates import is_finite, joined_residual, make_codec
@@ -21,33 +21,35 @@ from hvdx.strategies.telemetry import ServerTelemetry
 
 # Bytes of a header on the wire.
 _HEADER_BYTES = 88
-# A server's share of the weights comes in parts of at least so many bytes, of which each is a session of its own: while
-# one is pushed, the answer about the one before is coming, so that a link is busy in both directions.
-_LEAST_PART, _MOST_PARTS = 1 << 19, 4
-# Numbers of sessions that an exchange has before it takes those of the next.
+# Smallest size in bytes of the parts of a server's share, and their largest number. Each part is a session of its own:
+# while one is pushed, the answer to the previous one arrives, so that a link is busy in both directions.
+_MIN_PART_BYTES, _MAX_PARTS = 1 << 19, 4
+# An exchange numbers its sessions from series << _SERIES_BITS on.
 _SERIES_BITS = 32
 
 
 class Options(Protocol):
-    """The options that an exchange reads; see `hvdx.strategies.ParameterServer`."""
+    """Options that the exchange reads; see `hvdx.strategies.ParameterServer`."""
 
     codec: str
 
     def server_ranks(self, comm: Comm) -> list[int]:
-        """Name the ranks that serve."""
+        """Return the ranks that serve."""
 
     def config(self, workers: int, elements: int, dtype: str) -> SessionConfig:
-        """Make what a server has to know."""
+        """Return the configuration of a session."""
 
 
 @dataclass
 class _Part:
-    """A part of the flat weights, at one server.
+    """Part of the flat weights, at one server.
 
     Attributes:
-        session: its number there; -1 while it is closed.
-        version: of the weights that came last.
-        state: of the codec.
+        server: rank of the server.
+        begin, end: bounds of the part in the flat weights.
+        session: number of its session; -1 while it is closed.
+        version: version of the weights that were pulled last.
+        state: state of the codec.
     """
 
     server: int
@@ -59,31 +61,31 @@ class _Part:
 
     @property
     def elements(self) -> int:
-        """How many there are."""
+        """Number of elements."""
         return self.end - self.begin
 
     def of(self, flat: np.ndarray) -> np.ndarray:
-        """This part of a flat array."""
+        """Return this part of a flat array."""
         return flat[self.begin : self.end]
 
 
-def _divided(servers: Sequence[int], elements: int, itemsize: int) -> list[_Part]:
-    """Parts of one size, as many for each server; their order has neighbours at different servers."""
+def _make_parts(servers: Sequence[int], elements: int, itemsize: int) -> list[_Part]:
+    """Return parts of equal size, the same number for each server. Consecutive parts are at different servers."""
     share = elements * itemsize // len(servers)
-    times = max(1, min(_MOST_PARTS, share // _LEAST_PART))
+    times = max(1, min(_MAX_PARTS, share // _MIN_PART_BYTES))
     return [_Part(servers[i % len(servers)], *bounds) for i, bounds in enumerate(cut(elements, times * len(servers)))]
 
 
 class ServerExchange(HostExchange):
-    """One worker's exchange of one list of variables; see `ParameterServer`. Collective.
+    """Exchange of one list of variables of one worker under `ParameterServer`. Collective.
 
     Args:
-        strategy: its options, the same on all workers.
+        strategy: options, the same on all workers.
         comm: the workers.
         specs: the variables, of the same shapes on all workers.
 
     Raises:
-        ConfigError: more servers, or more updates to aggregate, than there are workers.
+        ConfigError: if there are more servers, or more updates to aggregate, than workers.
     """
 
     telemetry: ServerTelemetry
@@ -95,13 +97,13 @@ class ServerExchange(HostExchange):
         self._codec = make_codec(strategy.codec, kernel_threads(comm.local_size))
         if self._codec is not None:
             prepare_together(self._codec, comm, "ParameterServer")
-        self._parts = _divided(strategy.server_ranks(comm), self._n, self._dtype.itemsize)
+        self._parts = _make_parts(strategy.server_ranks(comm), self._n, self._dtype.itemsize)
         for part in self._parts:
             part.state = self._codec.init([part.elements]) if self._codec else None
-        # As the servers had them last, and what this worker has changed since.
+        # The weights that were pulled last, and the change that this worker has made since.
         self._weights, self._update = np.zeros(self._n, self._dtype), np.zeros(self._n, self._dtype)
         self._weight_views, self._update_views = views(self._weights, specs), views(self._update, specs)
-        # Codecs take float32.
+        # The update in float32, the dtype of codecs.
         self._single = self._update if self._dtype == np.float32 else np.zeros(self._n, np.float32)
         self._client = client_of(comm)
         if any(part.server == comm.rank for part in self._parts):
@@ -111,30 +113,29 @@ class ServerExchange(HostExchange):
         self.renew()
         self._reason = ""
 
-    # -- the beginning and the end of a session -----------------------------------------------------------------------
+    # -- begin and end of a session -----------------------------------------------------------------------------------
 
     @property
     def is_open(self) -> bool:
-        """Whether the servers have weights for it."""
+        """True if the servers hold weights for this exchange."""
         return self._parts[0].session >= 0
 
     def renew(self) -> None:
-        """Forget a session that an exception ended, on some workers perhaps before it had begun. Collective."""
         self.close()
-        # One series of numbers for each exchange: workers may come to the sessions of several in different orders.
+        # Each exchange has its own series of session numbers, because workers may begin sessions in different orders.
         self._client.series = max(self._comm.all_gather_object(self._client.series, "opening an exchange")) + 1
         self._next_session = self._client.series << _SERIES_BITS
 
     def begin(self, weights: Sequence[np.ndarray]) -> None:
-        """Give the servers the weights to begin with, on worker 0; wait until it has, on the others.
+        """Load worker 0's weights into the servers; the other workers wait until that is done.
 
         Args:
-            weights: of the shapes of the specs; worker 0's count.
+            weights: arrays of the shapes of the specs; those of worker 0 are used.
 
         Raises:
-            ExchangeError: worker 0, or a server, did not come within the time limit.
+            ExchangeError: if worker 0 or a server did not answer within the time limit.
         """
-        self.close()  # what an exception left
+        self.close()  # a session may be left from an exception
         first = self._next_session
         self._next_session += len(self._parts)
         for session, part in enumerate(self._parts, first):
@@ -142,7 +143,7 @@ class ServerExchange(HostExchange):
             self._client.exchanges[session] = self
         for view, weight in zip(self._weight_views, weights, strict=True):
             view[...] = weight
-        # Nobody may push before all servers are ready.
+        # No worker may push before all servers are ready.
         if self._comm.rank == 0:
             self._open_sessions()
             self._client.pass_on_ready(first)
@@ -160,7 +161,7 @@ class ServerExchange(HostExchange):
         self._client.call(messages, MessageType.READY)
 
     def close(self) -> None:
-        """See `Exchange.close`: the servers may forget the weights."""
+        """Close the session: the servers may delete the weights."""
         if not self.is_open:
             return
         for part in self._parts:
@@ -170,7 +171,7 @@ class ServerExchange(HostExchange):
             part.session = -1
 
     def place(self, session: int, kind: MessageType, size: int) -> np.ndarray | None:
-        """Where the body of a server's message goes: the weights, straight to their place."""
+        """Return the array for the body of a server's message: weights are received in place."""
         for part in self._parts:
             if part.session == session and kind in (MessageType.WEIGHTS, MessageType.FINAL):
                 target = part.of(self._weights).view(np.uint8)
@@ -180,27 +181,27 @@ class ServerExchange(HostExchange):
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def combine(self, tensors: Sequence[np.ndarray], finite: bool) -> list[np.ndarray]:
-        """Push what a step has changed, and pull. Not collective.
+        """Push the update of a step, and pull the servers' weights. Not collective.
 
         Args:
             tensors: this worker's weights after its own step, of the shapes of the specs.
-            finite: False where its gradients held NaN or infinity: nothing is sent then.
+            finite: False if its gradients held NaN or infinity: the update is then not sent.
 
         Returns:
-            The servers' weights: fresh arrays of the shapes of the specs.
+            The servers' weights: new arrays of the shapes of the specs.
 
         Raises:
-            ExchangeError: a server did not answer within the time limit.
-            WireError: a server could not read what it was sent.
-            HvdxError: 100 updates in a row held NaN.
+            ExchangeError: if a server did not answer within the time limit.
+            WireError: if a server could not decode the update.
+            HvdxError: after `MAX_SKIPPED_STEPS` refused updates in a row.
         """
         begin, counts = time.perf_counter(), self.telemetry
-        for update, now, before in zip(self._update_views, tensors, self._weight_views, strict=True):
-            np.subtract(now, before, out=update)
-        fit = finite and is_finite(self._update)
-        if not fit:
-            self._reason = f"it held NaN or infinity{self._where(finite)}"
-        bodies = self._encoded() if fit else None
+        for update, now, pulled in zip(self._update_views, tensors, self._weight_views, strict=True):
+            np.subtract(now, pulled, out=update)
+        valid = finite and is_finite(self._update)
+        if not valid:
+            self._reason = f"it held NaN or infinity{self._locate_nonfinite(finite)}"
+        bodies = self._encode() if valid else None
         encoded = time.perf_counter()
         messages = []
         for i, part in enumerate(self._parts):
@@ -208,25 +209,25 @@ class ServerExchange(HostExchange):
             messages.append((part.server, [MessageType.PUSH, part.session, part.version, int(body is not None)], body))
             self._count_bytes(part, 0 if body is None else body.size)
         answers = self._client.call(messages, MessageType.WEIGHTS)
-        there = time.perf_counter()
-        held, fine = 0.0, True
+        answered = time.perf_counter()
+        held, all_accepted = 0.0, True
         for part in self._parts:
             _, _, part.version, staleness, accepted, waited, *_ = answers[part.session].header
-            fine = fine and bool(accepted)
+            all_accepted = all_accepted and bool(accepted)
             held = max(held, waited / 1e6)
             if accepted:
                 counts.staleness.add(staleness)
         counts.steps += 1
-        self._note(fine)
+        self._count_outcome(all_accepted)
         result = [w.copy() for w in self._weight_views]
         counts.encoding += encoded - begin
-        counts.waiting += min(held, there - encoded)
-        counts.exchanging += max(there - encoded - held, 0.0)
-        counts.decoding += time.perf_counter() - there
+        counts.waiting += min(held, answered - encoded)
+        counts.exchanging += max(answered - encoded - held, 0.0)
+        counts.decoding += time.perf_counter() - answered
         return result
 
-    def _encoded(self) -> list[np.ndarray] | None:
-        """What goes to each server; None where an update cannot be sent."""
+    def _encode(self) -> list[np.ndarray] | None:
+        """Return the encoded update for each part; None if the codec refuses the update."""
         if self._codec is None:
             self.telemetry.messages += self._update.nbytes
             return [part.of(self._update).view(np.uint8) for part in self._parts]
@@ -237,7 +238,7 @@ class ServerExchange(HostExchange):
             try:
                 body, part.state = self._codec.encode([part.of(self._single)], part.state)
             except UpdateError as error:
-                # What was encoded before it is not sent: residuals are as before, and the update is dropped as a whole.
+                # The whole update is dropped, so the residuals of the parts that were encoded before are restored.
                 for encoded, message in zip(self._parts, bodies, strict=False):
                     if hasattr(encoded.state, "residual"):
                         residual = encoded.state.residual
@@ -249,37 +250,37 @@ class ServerExchange(HostExchange):
         self.telemetry.messages += sum(body.size for body in bodies)
         return bodies
 
-    def _where(self, finite: bool) -> str:
-        """In which variable an update held NaN or infinity, as far as that is known."""
+    def _locate_nonfinite(self, finite: bool) -> str:
+        """Return a text that names the variable with NaN or infinity, if known."""
         if not finite:
             return f" in the gradient of {self.blamed}" if self.blamed else ""
         bad = np.flatnonzero(~np.isfinite(self._update))
         return f" in the update of {self.specs[self._variable_at(int(bad[0]))].name}" if bad.size else ""
 
-    def _note(self, fine: bool) -> None:
-        """Count an update that was refused, or that none was."""
-        if fine:
+    def _count_outcome(self, accepted: bool) -> None:
+        """Count a refused update; after an accepted one, restart the count of refusals in a row."""
+        if accepted:
             self._skips = 0
             return
         rank = self._comm.rank
         self._skipped(
             True,
             lambda again: f"step {self.telemetry.steps} of rank {rank}: its update was refused{again}: {self._reason}.",
-            lambda: f"{PATIENCE} updates in a row of rank {rank} were refused; the last: {self._reason}. If "
-            "the training has diverged, lower the learning rate, clip gradients, or look at the data of that rank.",
+            lambda: f"{MAX_SKIPPED_STEPS} updates in a row of rank {rank} were refused; the last: {self._reason}. If "
+            "the training has diverged, lower the learning rate, clip gradients, or check the data of that rank.",
         )
 
     def _count_bytes(self, part: "_Part", sent: int, received: int | None = None) -> None:
-        """A message to a server, and the answer: the server's weights, unless it is said how long it is."""
+        """Count a message to a server and its answer, which holds the part's weights unless `received` is given."""
         if part.server != self._comm.rank:
             self.telemetry.sent += sent + _HEADER_BYTES
             self.telemetry.received += _HEADER_BYTES
             self.telemetry.received += part.elements * self._dtype.itemsize if received is None else received
 
     def flush(self) -> list[np.ndarray] | None:
-        """Wait until all workers have flushed: the weights with all that anybody sent, alike on all. Collective.
+        """Wait until all workers have flushed; return the final weights, the same on all workers. Collective.
 
-        It ends the session: the next step takes a new beginning.
+        They include every update of every worker. The flush ends the session: `begin` must come before the next step.
         """
         if not self.is_open:
             return None
@@ -296,43 +297,41 @@ class ServerExchange(HostExchange):
         )
         if any(updates or refused for _, _, updates, _, refused, *_ in servers):
             self.telemetry.servers = servers
-            # Every part was pushed every update.
+            # Each update was pushed to every part, so the largest count is the number of refused updates.
             self.telemetry.refused += int(max(refused for _, _, _, _, refused, *_ in servers))
         for part in self._parts:
-            # What this rank's own server gave to the others, and took from them.
+            # The traffic of this rank's own server with the other ranks.
             sent, received = self._client.traffic(part.session)
             self.telemetry.sent += sent
             self.telemetry.received += received
         self.close()
         return [w.copy() for w in self._weight_views]
 
-    # -- what it remembers --------------------------------------------------------------------------------------------
+    # -- state --------------------------------------------------------------------------------------------------------
 
     @property
     def residuals(self) -> list[np.ndarray]:
-        """See `HostExchange.residuals`."""
         residuals = [part.state.residual for part in self._parts if hasattr(part.state, "residual")]
         return views(np.concatenate(residuals) if residuals else np.zeros(self._n, np.float32), self.specs)
 
     def add_to_residual(self, tensors: Sequence[np.ndarray]) -> None:
-        """See `HostExchange.add_to_residual`; no-op for codecs without a residual."""
+        """Add tensors to the residual; a no-op for codecs without a residual."""
         flat = np.concatenate([np.ravel(t) for t in tensors])
         for part in self._parts:
             if hasattr(part.state, "residual"):
                 np.add(part.state.residual, part.of(flat), out=part.state.residual)
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """See `Exchange.state_dict`: what the codec has not sent of each part; the weights are the model's."""
+        """Return the codec's state of each part, such as residuals. The weights are saved with the model."""
         states = [part.state for part in self._parts if part.state is not None]
         return {f"{i}.{name}": value for i, state in enumerate(states) for name, value in state.arrays().items()}
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        """See `Exchange.load_state_dict`."""
         parts, residual = joined_residual(state)
         if parts not in (0, len(self._parts)):
             state = {"residual": residual}
         for i, part in enumerate(self._parts if self._codec and parts + ("residual" in state) else ()):
             mine = {k.removeprefix(f"{i}."): v for k, v in state.items() if k.startswith(f"{i}.")}
-            if "residual" in state:  # of other parts than these
+            if "residual" in state:  # saved with another division into parts
                 mine = self._codec.init([part.elements]).arrays() | {"residual": part.of(state["residual"])}
             part.state = self._codec.restore(mine, [part.elements])

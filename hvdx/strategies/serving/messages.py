@@ -1,38 +1,40 @@
-"""The messages between workers and servers; docs/parameter-server.md draws who answers what with what.
+"""Messages between workers and servers; docs/parameter-server.md lists each request with its answer.
 
-Each has a header of whole numbers, its type first and its session second, and some have a body. A session is one list
-of variables of one optimiser; its number is alike on all ranks.
+A message has a header of whole numbers, which begins with the type and the session. Some messages have a body. A
+session is one list of variables of one optimiser; its number is the same on all ranks.
 """
 
 import itertools
 from dataclasses import dataclass
 from enum import IntEnum
 
-#: The boxes of a rank: where its server finds messages, and where its worker does.
+#: Numbers of a rank's mailboxes: that of its server, and that of its worker.
 SERVER_BOX, WORKER_BOX = 0, 1
 
 
 class MessageType(IntEnum):
-    """What a message is; in brackets the numbers that follow kind and session.
+    """Type of a message. Numbers in brackets follow the type and the session in the header.
 
     To a server:
-        OPEN: a session begins, or begins anew, under the pickled `SessionConfig` in the body. From worker 0. No answer.
+        OPEN: begin a session, or restart it, with the pickled `SessionConfig` in the body. From worker 0. No answer.
         LOAD: the body is the server's part of the weights. From worker 0. Answer: READY.
-        PUSH: [version, fine] the body is this worker's update, computed from the weights of that version; without a
-            body where `fine` is 0, since it held NaN. Answer: WEIGHTS, as soon as the worker may go on.
-        FLUSH: this worker will push nothing until it is answered. Answer, when all workers say so: FINAL.
-        CLOSE: the session is over. From worker 0. Answer: none.
-        STEP: [round, tickets, stop] may I take another step of this round, of which there are so many? Or, to stop:
-            may nobody take another? Answer: GRANT.
-        DISCONNECT: this worker leaves for good. Answer: none.
+        PUSH: [version, finite] the body is this worker's update, computed from the weights of that version. There is no
+            body if `finite` is 0, because the update held NaN. Answer: WEIGHTS, when the worker may continue.
+        FLUSH: this worker pushes nothing until the answer. Answer: FINAL, when all workers have flushed.
+        CLOSE: end the session. From worker 0. No answer.
+        STEP: [round, steps, stop] request for another step of this round, which has that number of steps; or, with
+            `stop`, for the end of the round. Answer: GRANT.
+        DISCONNECT: this worker sends no more messages. No answer.
 
     To a worker:
         READY: the session is open. A server tells worker 0, which tells the other workers.
-        WEIGHTS: [version, staleness, fine, microseconds held back] the body is the server's part.
-        FINAL: [version, updates, applied, refused, microseconds of work, microseconds open] the same, alike for all.
-        GRANT: [granted, tickets given out, stopped]
-        WAIT_NOTICE: this worker is still waiting; the body tells for which ranks (JSON). At any time.
-        ERROR: the body says in words why the last message was not accepted; nothing of it was applied.
+        WEIGHTS: [version, staleness, accepted, microseconds held back] the body is the server's part.
+        FINAL: [version, updates, applied, refused, microseconds of work, microseconds open] the body is the server's
+            part, the same for all workers.
+        GRANT: [granted, steps handed out, stopped]
+        WAIT_NOTICE: this worker still has to wait; the body names the ranks it waits for (JSON). It may come at any
+            time.
+        ERROR: the body says why the last message was refused; nothing of that message was applied.
     """
 
     OPEN = 1
@@ -52,17 +54,17 @@ class MessageType(IntEnum):
 
 @dataclass(frozen=True)
 class SessionConfig:
-    """What a server has to know of a session.
+    """Configuration of a session, which worker 0 sends to the servers.
 
     Attributes:
-        workers: how many there are; their ranks are the first.
-        elements: of the server's part.
-        dtype: of the weights: "float32" or "float64".
-        codec: of the updates, as in `ParameterServer`.
-        aggregate: updates that are applied together.
-        share: what an update counts.
-        staleness_exponent: an update of staleness s counts share / s^power; 0 counts all alike.
-        max_staleness: steps that a worker may be ahead of the slowest; None sets no bound.
+        workers: number of workers; they have the lowest ranks.
+        elements: number of elements of the server's part.
+        dtype: dtype of the weights: "float32" or "float64".
+        codec: codec of the updates, as in `ParameterServer`.
+        aggregate: number of updates that are applied together.
+        share: factor of an update.
+        staleness_exponent: an update of staleness s counts share / s^staleness_exponent; 0 counts all the same.
+        max_staleness: number of steps that a worker may be ahead of the slowest; None sets no limit.
     """
 
     workers: int
@@ -76,11 +78,11 @@ class SessionConfig:
 
 
 def cut(elements: int, parts: int) -> list[tuple[int, int]]:
-    """Where each part of a flat array begins and ends: parts of one size, but for one element.
+    """Return the bounds of the parts of a flat array. Their sizes differ by at most one element.
 
     Args:
-        elements: of the array; large variables are cut, small ones lie together.
-        parts: how many; fewer where there are fewer elements, at least one.
+        elements: number of elements of the array.
+        parts: number of parts; fewer if there are fewer elements, at least one.
 
     Example:
         >>> cut(10, 3)

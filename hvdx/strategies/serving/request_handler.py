@@ -1,4 +1,4 @@
-"""What a server answers to each message: all of a server but its waiting and sending."""
+"""Answers of a server to messages, without the server's waiting and sending."""
 
 import json
 import pickle
@@ -17,22 +17,27 @@ from hvdx.strategies.serving.shard import Addend, Release, Shard
 from hvdx.strategies.serving.step_dispenser import StepDispenser
 from hvdx.strategies.serving.updates import decoder
 
-#: A message that is to be sent: to which rank, its header and its body.
+#: A message to send: rank of the receiver, header and body.
 Answer = tuple[int, list[int], np.ndarray | None]
 
-# Seconds that a worker waits before it hears for whom, and again; at most a part of the time that it waits at all.
+# Seconds of waiting between wait notices to a worker; at most this share of the time limit.
 _WAIT_NOTICE_SECONDS = 5.0
 _WAIT_NOTICE_SHARE = 0.25
 
 
 @dataclass
 class _Session:
-    """A list of variables at this server.
+    """Session of a list of variables at this server.
 
     Attributes:
-        pushed: when workers pushed that have not been answered.
-        asked: when workers sent what has not been answered, or when they last heard why.
+        config: configuration of the session.
+        decode: decoder of its updates.
+        shard: part of the weights; None until they are loaded.
+        opened: time of OPEN, in seconds.
         working: seconds spent on updates.
+        sent, received: bytes sent to and received from other ranks.
+        pushed: time of each unanswered PUSH, by worker.
+        asked: time of each unanswered message, or of the last wait notice about it, by worker.
     """
 
     config: SessionConfig
@@ -47,16 +52,16 @@ class _Session:
 
 
 class RequestHandler:
-    """Answers messages.
+    """Server without a mailbox: it returns the answers to each message.
 
     Args:
-        workers: how many there are.
-        rank: of the server, if it is one of the workers as well: what they say to themselves is no traffic.
-        threads: of the codecs' kernels.
-        clock: seconds, from anywhere.
+        workers: number of workers.
+        rank: rank of the server, if it is a worker too; messages to itself are not counted as traffic.
+        threads: threads of the codecs' kernels.
+        clock: function that returns the time in seconds.
 
     Attributes:
-        present: workers that have not said good-bye.
+        present: workers that have not disconnected.
     """
 
     def __init__(
@@ -70,30 +75,23 @@ class RequestHandler:
         self._rank, self._threads, self._clock = rank, threads, clock
         self._notice_after = min(_WAIT_NOTICE_SECONDS, _WAIT_NOTICE_SHARE * time_limit())
         self._sessions: dict[int, _Session] = {}
-        # Of sessions that are over.
+        # Traffic of closed sessions.
         self._traffic: dict[int, tuple[int, int]] = {}
         self._dispenser = StepDispenser()
-        self._last = clock()
-
-    @property
-    def idle(self) -> float:
-        """Seconds since a message came."""
-        return self._clock() - self._last
 
     def handle(self, message: Message) -> list[Answer]:
-        """What to send, now that this message has come.
+        """Return the answers to a message.
 
         Args:
-            message: from a worker.
+            message: message from a worker.
 
         Returns:
-            Messages to workers; an ERROR to the sender where its message was not accepted.
+            Messages to workers; an ERROR to the sender if its message was refused.
         """
         kind, number, *_ = message.header
-        self._last = self._clock()
         if kind == MessageType.STEP:
-            round_, tickets, stop = message.header[2:5]
-            granted, given, stopped = self._dispenser.ask(round_, tickets, bool(stop))
+            round_, steps, stop = message.header[2:5]
+            granted, given, stopped = self._dispenser.ask(round_, steps, bool(stop))
             return [(message.sender, [MessageType.GRANT, number, int(granted), given, int(stopped)], None)]
         if kind == MessageType.DISCONNECT:
             return self._disconnect(message.sender)
@@ -104,7 +102,7 @@ class RequestHandler:
             return [(message.sender, [MessageType.ERROR, number, int(isinstance(error, WireError))], text)]
 
     def wait_notices(self) -> list[Answer]:
-        """Messages to workers that have been waiting, about those for whom they are."""
+        """Return messages that tell waiting workers which ranks they wait for."""
         now = self._clock()
         messages: list[Answer] = []
         for number, session in self._sessions.items():
@@ -122,10 +120,10 @@ class RequestHandler:
         return messages
 
     def traffic(self, number: int) -> tuple[int, int]:
-        """Bytes that a session's messages brought to, and took from, other ranks.
+        """Return the bytes that a session sent to other ranks, and received from them.
 
         Args:
-            number: the session; one that is over is told of once.
+            number: number of the session; the traffic of a closed session is returned once.
         """
         session = self._sessions.get(number)
         return (session.sent, session.received) if session else self._traffic.pop(number, (0, 0))
@@ -141,13 +139,13 @@ class RequestHandler:
     def _in_session(self, kind: MessageType, number: int, message: Message) -> list[Answer]:
         if kind == MessageType.OPEN:
             assert message.body is not None
-            # From a rank of this very job, which runs the same user's code.
+            # Unpickling is safe here: the message comes from a rank of this job, which runs the same user's code.
             config = pickle.loads(message.body.tobytes())
             self._sessions[number] = _Session(config, decoder(config, self._threads), opened=self._clock())
             return []
         if kind == MessageType.CLOSE:
             if number in self._sessions and self._rank >= 0:
-                # This rank's worker asks for it later, in another thread.
+                # The worker of this rank calls `traffic` later, in another thread.
                 self._traffic[number] = self.traffic(number)
             self._sessions.pop(number, None)
             return []
@@ -162,11 +160,11 @@ class RequestHandler:
         assert session.shard is not None
         session.asked[message.sender] = now = self._clock()
         if kind == MessageType.PUSH:
-            version, fine, *_ = message.header[2:]
+            version, finite, *_ = message.header[2:]
             newest = session.shard.version
             if not 0 <= version <= newest:
                 raise ValueError(f"the update is of version {version}, and the weights are of version {newest}.")
-            update = session.decode(message.body, message.sender) if fine and message.body is not None else None
+            update = session.decode(message.body, message.sender) if finite and message.body is not None else None
             if message.body is not None and message.sender != self._rank:
                 session.received += message.body.size
             session.pushed[message.sender] = now
@@ -174,7 +172,7 @@ class RequestHandler:
         elif kind == MessageType.FLUSH:
             released = session.shard.flush(message.sender)
         else:
-            raise ValueError(f"{kind.name} is no message to a server.")
+            raise ValueError(f"{kind.name} is not a message to a server.")
         session.working += self._clock() - now
         return self._released(number, session, released)
 
@@ -184,7 +182,7 @@ class RequestHandler:
     def _messages(self, number: int, session: _Session, released: list[Release]) -> Iterator[Answer]:
         shard, now = session.shard, self._clock()
         assert shard is not None
-        # One copy for all who go on now: the next update changes the weights while these are on their way.
+        # A copy, shared by these messages: the next update may change the weights while they are in flight.
         body = shard.weights.astype(session.config.dtype).view(np.uint8)
         for release in released:
             session.asked.pop(release.worker, None)
@@ -195,7 +193,7 @@ class RequestHandler:
                 yield release.worker, [MessageType.FINAL, number, shard.version, *counts, *times], body
             else:
                 held = round(1e6 * (now - session.pushed.pop(release.worker)))
-                header = [MessageType.WEIGHTS, number, shard.version, release.staleness, int(release.fine), held]
+                header = [MessageType.WEIGHTS, number, shard.version, release.staleness, int(release.accepted), held]
                 yield release.worker, header, body
 
 

@@ -1,12 +1,12 @@
-"""Deals out the steps of an epoch to whoever is ready for the next."""
+"""Distribution of an epoch's steps to the workers that are ready."""
 
 
 class StepDispenser:
-    """Gives out a round's tickets, each once, in the order in which workers ask.
+    """Dispenser of the steps of a round. It hands out each step once, in the order of the requests.
 
     Example:
         >>> dispenser = StepDispenser()
-        >>> [dispenser.ask(round_=1, tickets=2) for _ in range(3)]
+        >>> [dispenser.ask(round_=1, steps=2) for _ in range(3)]
         [(True, 1, False), (True, 2, False), (False, 2, False)]
     """
 
@@ -14,22 +14,22 @@ class StepDispenser:
         self._round = self._given = 0
         self._stopped = False
 
-    def ask(self, round_: int, tickets: int, stop: bool = False) -> tuple[bool, int, bool]:
-        """May another step be taken?
+    def ask(self, round_: int, steps: int, stop: bool = False) -> tuple[bool, int, bool]:
+        """Request another step, or stop the round.
 
         Args:
-            round_: rounds follow each other; a new one begins when it is asked for first.
-            tickets: in a round; as many for all who ask.
-            stop: who asks wants no more steps to be taken in this round, by anybody.
+            round_: number of the round. The first request with a higher number begins that round.
+            steps: number of steps in the round; the same in all requests.
+            stop: end the round for all workers.
 
         Returns:
-            Whether it may, how many tickets the round has given out, and whether somebody has stopped it.
+            Whether the step is granted, the number of steps handed out in the round, and whether the round was stopped.
         """
         if round_ > self._round:
             self._round, self._given, self._stopped = round_, 0, False
         current = round_ == self._round
-        # A round that is over needs no stopping.
-        self._stopped = self._stopped or (stop and current and self._given < tickets)
-        granted = current and not self._stopped and self._given < tickets
+        # A round without steps left is over, and cannot be stopped.
+        self._stopped = self._stopped or (stop and current and self._given < steps)
+        granted = current and not self._stopped and self._given < steps
         self._given += granted
         return granted, self._given, self._stopped

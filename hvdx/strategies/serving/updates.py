@@ -1,4 +1,4 @@
-"""Updates as bytes: the codecs that `ParameterServer` knows, for a worker that sends and for a server that adds."""
+"""Codecs of updates under `ParameterServer`, for workers that encode and servers that add."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,19 +9,19 @@ from hvdx.errors import ConfigError, WireError
 from hvdx.strategies.serving.messages import SessionConfig
 from hvdx.strategies.serving.shard import Addend
 
-# Of "threshold" without a number.
+# Density of "threshold" without a number.
 _DENSITY = 0.01
 
 
 def make_codec(spelling: str, threads: int | None = None) -> Any:
-    """The codec of a spelling; None for "none", whose updates travel as they are.
+    """Return the codec of a spelling; None for "none", whose updates are sent uncompressed.
 
     Args:
         spelling: "none", "fp16", "bf16", "threshold", or "threshold:0.003" with a density.
-        threads: of its kernels.
+        threads: threads of the codec's kernels.
 
     Raises:
-        ConfigError: another one.
+        ConfigError: if the spelling is unknown.
 
     Example:
         >>> make_codec("threshold:0.003")
@@ -29,7 +29,7 @@ def make_codec(spelling: str, threads: int | None = None) -> Any:
     """
     if spelling == "none":
         return None
-    # Imported here, since it brings Numba, which a training without it may do without.
+    # Imported here because it imports Numba, which is not needed without a codec.
     from hvdx import codec
 
     name, _, density = str(spelling).partition(":")
@@ -47,15 +47,15 @@ def make_codec(spelling: str, threads: int | None = None) -> Any:
 
 
 def decoder(config: SessionConfig, threads: int | None = None) -> Callable[[np.ndarray, int], Addend | None]:
-    """What makes of an update's bytes something that adds it.
+    """Return the function that decodes the updates of a session.
 
     Args:
-        config: of the session.
-        threads: of the codec's kernels.
+        config: configuration of the session.
+        threads: threads of the codec's kernels.
 
     Returns:
-        (uint8[bytes], the worker) -> what adds it, or None for an update that holds NaN or infinity. WireError for
-        bytes that are not an update of this part.
+        A function of a body (uint8[bytes]) and its worker. It returns an `Addend`, or None if the update holds NaN or
+        infinity. It raises `WireError` if the bytes are not an update of this part.
     """
     codec = make_codec(config.codec, threads)
     if codec is None:
@@ -84,7 +84,7 @@ def _plain(config: SessionConfig, body: np.ndarray, worker: int) -> Addend | Non
 
 
 def _coded(config: SessionConfig, codec: Any, body: np.ndarray, worker: int) -> Addend:
-    # A trial run checks the message before it is collected, so that whoever sent it hears of it.
+    # Decoded now and not in `add`, so that the sender of a damaged update gets the error.
     dense = np.zeros(config.elements, np.float32)
     try:
         codec.decode([body], [dense])
@@ -98,16 +98,16 @@ def _coded(config: SessionConfig, codec: Any, body: np.ndarray, worker: int) -> 
 
 
 def joined_residual(arrays: Mapping[str, np.ndarray]) -> tuple[int, np.ndarray]:
-    """What an exchange had not sent, part after part.
+    """Return the residual of an exchange, with its parts concatenated.
 
     Args:
-        arrays: as `ServerExchange.arrays` gave them.
+        arrays: result of `ServerExchange.state_dict`.
 
     Returns:
-        The number of parts that had a residual, and their residuals one after the other.
+        The number of parts that have a residual, and the concatenated residuals.
 
     Example:
-        >>> joined_residual({"0.residual": np.ones(1), "1.residual": np.zeros(2), "apart": np.ones(())})
+        >>> joined_residual({"0.residual": np.ones(1), "1.residual": np.zeros(2), "1.tau": np.ones(())})
         (2, array([1., 0., 0.]))
     """
     parts = sum(name.endswith(".residual") for name in arrays)
@@ -116,10 +116,12 @@ def joined_residual(arrays: Mapping[str, np.ndarray]) -> tuple[int, np.ndarray]:
 
 
 def is_finite(values: np.ndarray) -> bool:
-    """Whether there is neither NaN nor infinity: one makes the sum so, and reading once is all that it costs.
+    """Return whether an array holds neither NaN nor infinity.
+
+    It reads the array once: an element that is not finite makes the sum so.
 
     Args:
-        values: float32 or float64, whose sum is far from what the type can hold.
+        values: float32 or float64, whose sum is far below the largest value of the dtype.
 
     Example:
         >>> is_finite(np.array([1.0, np.inf, -np.inf]))

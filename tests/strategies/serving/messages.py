@@ -12,12 +12,12 @@ from hvdx.strategies.serving.messages import MessageType, SessionConfig
 
 
 def message(sender: int, header: Sequence[int], body: Any = None) -> Message:
-    """A message as it comes out of a mailbox: the header filled up, the body as bytes of its own."""
+    """Return a message as a mailbox delivers it: the header is padded, and the body is a copy."""
     data = None if body is None else np.frombuffer(np.ascontiguousarray(body).tobytes(), np.uint8).copy()
     return Message(sender, (*map(int, header), *[0] * (HEAD_WORDS - len(header))), data)
 
 
 def opening(session: int, config: SessionConfig, weights: np.ndarray) -> list[tuple[list[int], np.ndarray]]:
-    """Head and body of the messages from worker 0 that open a session."""
+    """Return the header and body of the messages from worker 0 that open a session."""
     data = np.frombuffer(pickle.dumps(config), np.uint8)
     return [([MessageType.OPEN, session], data), ([MessageType.LOAD, session], weights)]

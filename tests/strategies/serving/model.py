@@ -1,8 +1,8 @@
-"""Two workers and two servers in every order in which messages can come.
+"""Model of two workers and two servers, in every order in which messages can arrive.
 
-Workers are programs of a few operations, servers are real handlers, and between two ranks messages keep their order.
-A state's successors are: a worker that takes its next operation, or the first message on its way between two ranks
-that arrives. A handler is told apart by all that is in it, and made again from the messages that it has handled.
+Workers are programs of a few operations, and servers are real handlers. Messages between two ranks keep their order. A
+state has two kinds of successors: a worker takes its next operation, or the first message in flight between two ranks
+arrives. A handler is identified by its attributes, and rebuilt from the messages that it has handled.
 """
 
 from collections.abc import Callable
@@ -21,27 +21,27 @@ WORKERS = SERVERS = 2
 SESSION = 3
 WORKER_RANKS = range(WORKERS)
 
-#: A message as a value: sender, header, body.
+#: Message as a hashable value: sender, header, body.
 Note = tuple[int, tuple[int, ...], bytes | None]
 
 
 class BrokenError(AssertionError):
-    """A promise that was not kept, and the way there."""
+    """Broken property, with the messages that led to it."""
 
 
 @dataclass(frozen=True)
 class Worker:
-    """A worker between two operations.
+    """Worker between two operations.
 
     Attributes:
-        todo: operations that are left: "push", "nan" (a refused push), "flush", "bye" (says good-bye), "drop" (pushes
-            and says good-bye at once), or ("ask", round, tickets).
+        todo: operations that are left: "push", "nan" (a refused push), "flush", "leave" (disconnect), "drop" (push and
+            disconnect at once), or ("ask", round, steps).
+        versions, weights: version and weights that each server sent last.
         waiting: servers that have not answered yet.
-        kind: of their answers.
-        versions, weights: as each server sent them last.
-        taken: steps it has taken.
-        finals: the weights after each flush.
-        gone: it has said good-bye.
+        kind: type of their answers.
+        taken: number of steps that it has taken.
+        finals: weights after each flush.
+        gone: whether it has disconnected.
     """
 
     todo: tuple[Any, ...]
@@ -55,7 +55,7 @@ class Worker:
 
 
 class _Numbers(dict[Any, int]):
-    """Numbers values in the order in which they come."""
+    """Numbers of values, in order of first use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,21 +69,21 @@ class _Numbers(dict[Any, int]):
         return number
 
 
-#: A state, all in numbers: workers, handlers, and on each channel the messages that are on their way.
+#: State as numbers: of the workers, of the handlers, and of the messages in flight on each channel.
 State = tuple[Any, ...]
 _CHANNELS = WORKERS + SERVERS
 
 
 @dataclass
 class Model:
-    """All that can happen under a rule.
+    """All states that are possible under a rule.
 
     Args:
         rule: options of `SessionConfig`.
-        programs: one for each worker.
-        room: steps of one worker, at most: the updates' elements.
-        seen: told (worker, its number of steps, weights of each server) when a step is over.
-        end: told the workers of a last state.
+        programs: one program for each worker.
+        room: largest number of steps of one worker, for which an update has elements.
+        seen: function that is called with (worker, its number of steps, weights of each server) after each step.
+        end: function that is called with the workers of each last state.
     """
 
     rule: dict[str, Any]
@@ -94,10 +94,10 @@ class Model:
     _workers: _Numbers = field(default_factory=_Numbers)
     _notes: _Numbers = field(default_factory=_Numbers)
     _handlers: _Numbers = field(default_factory=_Numbers)
-    # Of each handler, messages that lead to it, and the workers that are there.
+    # For each handler: the messages that lead to it, and the workers that are present.
     _pasts: list[tuple[Note, ...]] = field(default_factory=list)
     _present: list[set[int]] = field(default_factory=list)
-    # What happens to a worker or a handler: what becomes of it, and what it sends on which channels.
+    # Cache of transitions of a worker or a handler: its number after it, and (channel, message) for each message sent.
     _changes: dict[tuple[int, ...], tuple[int, list[tuple[int, int]]]] = field(default_factory=dict)
 
     @property
@@ -105,7 +105,7 @@ class Model:
         return WORKERS * self.room
 
     def explore(self) -> int:
-        """Visit every state; BrokenError where one keeps no promise. Returns their number."""
+        """Visit every state, and return their number. Raise `BrokenError` in a state with a broken property."""
         zeros = np.zeros(self.elements)
         config = SessionConfig(WORKERS, self.elements, "float64", **self.rule)
         handler = self._handler(tuple(_note(0, *message) for message in opening(SESSION, config, zeros)))
@@ -128,7 +128,7 @@ class Model:
         return len(came_from)
 
     def _way(self, came_from: dict[State, State | None], state: State | None) -> str:
-        """Messages in the order in which they arrived on the way to a state."""
+        """Return a text of the messages in the order in which they arrived on the way to a state."""
         arrived = []
         while state is not None:
             before = came_from[state]
@@ -173,7 +173,7 @@ class Model:
     # -- workers ------------------------------------------------------------------------------------------------------
 
     def _act(self, w: int, number: int) -> tuple[int, list[tuple[int, int]]]:
-        """What becomes of a worker that takes its next operation; -1 if it cannot now."""
+        """Let a worker take its next operation; return its new state and its messages, or -1 if it cannot."""
         worker = self._workers.values_[number]
         if worker.waiting or not worker.todo:
             return -1, []
@@ -199,12 +199,12 @@ class Model:
         if operation == "flush":
             messages = [(s, _note(w, [MessageType.FLUSH, SESSION])) for s in range(SERVERS)]
             return replace(after, waiting=everywhere, kind=MessageType.FINAL), messages
-        if operation == "bye":
+        if operation == "leave":
             return replace(after, gone=True), [(s, _note(w, [MessageType.DISCONNECT])) for s in range(SERVERS)]
-        _, round_, tickets = operation
-        # What comes next depends on the answer.
+        _, round_, steps = operation
+        # The operation stays in `todo`, because the next one depends on the answer.
         after = replace(worker, waiting=frozenset([0]), kind=MessageType.GRANT)
-        return after, [(0, _note(w, [MessageType.STEP, SESSION, round_, tickets]))]
+        return after, [(0, _note(w, [MessageType.STEP, SESSION, round_, steps]))]
 
     def _receive(self, w: int, worker: Worker, s: int, note: Note) -> Worker:
         _, (kind, _, *words), body = note
@@ -225,8 +225,8 @@ class Model:
             versions=_with(worker.versions, s, words[0]),
             weights=_with(worker.weights, s, body),
         )
-        assert words[0] >= worker.versions[s], "a version went back"
-        assert (np.frombuffer(body) >= np.frombuffer(worker.weights[s])).all(), "an update was taken back"
+        assert words[0] >= worker.versions[s], "a version decreased"
+        assert (np.frombuffer(body) >= np.frombuffer(worker.weights[s])).all(), "an update was removed"
         if kind == MessageType.WEIGHTS and not waiting:
             self.seen(w, after.taken, [np.frombuffer(weights) for weights in after.weights])
         if kind == MessageType.FINAL and not waiting:
@@ -236,9 +236,9 @@ class Model:
     def _check_end(self, state: State) -> None:
         workers = [self._workers.values_[number] for number in state[:WORKERS]]
         for w, worker in enumerate(workers):
-            assert not worker.waiting, f"worker {w} waits for servers {set(worker.waiting)} for ever"
+            assert not worker.waiting, f"worker {w} waits for servers {set(worker.waiting)} forever"
             assert worker.gone
-        assert not any(self._present[handler] for handler in state[WORKERS:_CHANNELS]), "a server waits for nobody"
+        assert not any(self._present[handler] for handler in state[WORKERS:_CHANNELS]), "a worker is still present"
         flushed = [worker.finals for worker in workers if worker.finals]
         fewest = min(len(finals) for finals in flushed)
         assert len({finals[:fewest] for finals in flushed}) == 1, "workers ended with different weights"
@@ -261,7 +261,7 @@ class Model:
         return self._handler(past), [(to, _note(-1, header, body)) for to, header, body in answers[-1]]
 
     def _check_answers(self, past: tuple[Note, ...], answers: list[Any]) -> None:
-        """Recount from all messages who may go on, and with what."""
+        """Compute from all messages which workers may continue, and compare with the answers."""
         steps, training, flushed = [0] * WORKERS, set(WORKER_RANKS), set()
         waiting: set[int] = set()
         version = pushes = 0
@@ -282,16 +282,16 @@ class Model:
             for to, header, weights in released:
                 if header[0] == MessageType.WEIGHTS:
                     _, _, version, staleness, fine, _ = header
-                    assert to in waiting, "answered without having asked"
+                    assert to in waiting, "an answer without a request"
                     waiting.discard(to)
                     assert staleness >= 1, "a staleness below 1"
                     ahead = steps[to] - slowest
                     assert self._bound is None or ahead <= self._bound, f"worker {to} is {ahead} steps ahead"
-                    if to == sender and self._collect == 1 and self._bound is None:
+                    if to == sender and self._aggregate == 1 and self._bound is None:
                         assert staleness == before + 1 - words[1], "a wrong staleness"
                         if fine:
                             own = np.frombuffer(body).astype(bool)
-                            assert (weights.view(np.float64)[own] == self._share * staleness**-self._power).all(), (
+                            assert (weights.view(np.float64)[own] == self._share * staleness**-self._exponent).all(), (
                                 "a wrong scale"
                             )
                 elif header[0] == MessageType.FINAL:
@@ -304,20 +304,20 @@ class Model:
                     assert header[0] in (MessageType.READY, MessageType.GRANT), weights.tobytes().decode()
             if not training and (flushed or kind == MessageType.FLUSH):
                 assert {to for to, header, _ in released if header[0] == MessageType.FINAL} == flushed, (
-                    "not all heard FINAL"
+                    "not all workers received FINAL"
                 )
-                # All begin anew.
+                # All workers that flushed continue, and steps count from zero.
                 training, flushed, steps = set(flushed), set(), [0] * WORKERS
             for w in waiting:
-                assert self._bound is not None, f"worker {w} was kept waiting without a bound"
-                assert steps[w] - slowest > self._bound, f"worker {w} was kept waiting though it is not ahead"
+                assert self._bound is not None, f"worker {w} waits without a bound"
+                assert steps[w] - slowest > self._bound, f"worker {w} waits although it is not ahead"
 
     @property
     def _bound(self) -> int | None:
         return self.rule.get("max_staleness")
 
     @property
-    def _collect(self) -> int:
+    def _aggregate(self) -> int:
         return self.rule.get("aggregate", 1)
 
     @property
@@ -325,7 +325,7 @@ class Model:
         return self.rule.get("share", 1.0)
 
     @property
-    def _power(self) -> float:
+    def _exponent(self) -> float:
         return self.rule.get("staleness_exponent", 0.0)
 
 
@@ -334,7 +334,7 @@ def _note(sender: int, header: Any, body: np.ndarray | None = None) -> Note:
 
 
 def _replay(past: tuple[Note, ...]) -> tuple[RequestHandler, list[Any]]:
-    """A handler that has handled these messages, and its answers to each."""
+    """Return a handler that has handled these messages, and its answers to each."""
     handler = RequestHandler(WORKERS, threads=1, clock=lambda: 0.0)
     answers = []
     for sender, header, body in past:
@@ -345,7 +345,7 @@ def _replay(past: tuple[Note, ...]) -> tuple[RequestHandler, list[Any]]:
 
 
 def _content(value: Any, elements: int) -> Any:
-    """All that is in an object, as something that can be compared; functions that add by what they add."""
+    """Return all attributes of an object as a comparable value; a function that adds, as the array that it adds."""
     if isinstance(value, np.ndarray):
         return value.tobytes()
     if isinstance(value, dict):
@@ -376,5 +376,5 @@ def _changed(state: State, who: int, after: int, sent: list[tuple[int, int]]) ->
 
 
 def _receiver(channel: int) -> int:
-    """Where in a state is who a channel leads to: from each worker to each server, then the other way."""
+    """Return the index in a state of a channel's receiver. Channels from workers to servers come first."""
     return WORKERS + channel % SERVERS if channel < WORKERS * SERVERS else channel % WORKERS

@@ -1,4 +1,4 @@
-"""Workers and servers as virtual ranks, each in a thread of its own, with an end in any case."""
+"""Workers and servers as virtual ranks, one thread each, with a time limit."""
 
 import faulthandler
 import sys
@@ -13,6 +13,7 @@ from hvdx.strategies import TensorSpec
 from hvdx.strategies.serving import client
 from hvdx.strategies.serving.messages import SERVER_BOX
 from hvdx.strategies.serving.request_handler import RequestHandler
+from hvdx.strategies.serving.server import serve
 
 SHAPES = ((3, 4), (), (0, 2), (7,))
 SPECS = [TensorSpec(f"variable {i}", shape, 4) for i, shape in enumerate(SHAPES)]
@@ -28,13 +29,13 @@ def flat(arrays):
 
 
 def run(workers, function, servers=0, limit=40.0):
-    """Call function(comm) on each worker; what it returned, or the error that it raised, in rank order."""
+    """Call function(comm) on each worker; return the results or raised errors, in rank order."""
     results, world = [None] * workers, virtual_world(workers, servers)
     stop = threading.Event()
 
     def work(comm):
         if comm.serves:
-            client.serve(comm.mailbox(SERVER_BOX), RequestHandler(workers, threads=1), stop)
+            serve(comm.mailbox(SERVER_BOX), RequestHandler(workers, threads=1), stop)
             return
         try:
             results[comm.rank] = function(comm)
@@ -54,19 +55,20 @@ def run(workers, function, servers=0, limit=40.0):
     late = [rank for rank, thread in enumerate(threads[:workers]) if thread.is_alive()]
     if late:
         faulthandler.dump_traceback(sys.__stderr__)
-    # Workers that never got as far as to know servers do not say good-bye.
-    unheard = all(isinstance(result, Exception) for result in results)
-    if late or unheard:
+    # Workers that failed before they opened a client do not disconnect.
+    never_joined = all(isinstance(result, Exception) for result in results)
+    if late or never_joined:
         stop.set()
     for thread in threads[workers:]:
         thread.join(5.0)
     stop.set()
-    assert not late, f"workers {late} have no end"
-    assert unheard or not any(thread.is_alive() for thread in threads), "servers have no end"
+    assert not late, f"workers {late} did not end"
+    assert never_joined or not any(thread.is_alive() for thread in threads), "servers did not end"
     return results
 
 
 def all_fine(results):
+    """Return the results if none is an error; raise the first error otherwise."""
     for result in results:
         if isinstance(result, Exception):
             raise result
@@ -74,7 +76,7 @@ def all_fine(results):
 
 
 def expect_everywhere(results, error, match):
-    """All workers raised it."""
+    """Check that all workers raised this error."""
     for result in results:
         with pytest.raises(error, match=match):
             all_fine([result])

@@ -1,4 +1,4 @@
-"""A worker's waiting and leaving, and a server's end."""
+"""Waiting and closing of a worker's client, and the end of a server."""
 
 import os
 import threading
@@ -12,14 +12,15 @@ from hvdx.comm import progress
 from hvdx.comm.local import virtual_world
 from hvdx.errors import ExchangeError
 from hvdx.strategies.serving import client
-from hvdx.strategies.serving.client import ServerClient, serve
+from hvdx.strategies.serving.client import ServerClient
 from hvdx.strategies.serving.messages import SERVER_BOX, WORKER_BOX, MessageType
 from hvdx.strategies.serving.request_handler import RequestHandler
+from hvdx.strategies.serving.server import serve
 from tests.strategies.serving.messages import message
 
 
 class Box:
-    """A mailbox out of which comes what a test has put there, and which says what it is told to."""
+    """Mailbox that delivers the messages of a test, and reports what the test sets."""
 
     def __init__(self, coming=(), leaving=()):
         self.messages, self.sent, self.is_coming, self.is_leaving = deque(), [], list(coming), list(leaving)
@@ -43,7 +44,7 @@ class Box:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Time passes by a second with each sleep of the client, and else not at all."""
+    """Clock that advances by a second with each sleep of the client, and not otherwise."""
     now = [0.0]
     monkeypatch.setattr(client.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(client.Backoff, "sleep", lambda self, most=0.0: now.__setitem__(0, now[0] + 1.0))
@@ -51,7 +52,7 @@ def clock(monkeypatch):
     return now
 
 
-def office_with(box, workers=2, servers=1):
+def client_with(box, workers=2, servers=1):
     made = ServerClient(virtual_world(workers, servers)[0])
     made._box = box
     return made
@@ -69,7 +70,7 @@ def push(*sessions):
 
 
 class Slow(Box):
-    """A message comes out of it every few questions."""
+    """Mailbox that delivers a message every few calls."""
 
     def __init__(self, messages, every):
         super().__init__()
@@ -80,39 +81,39 @@ class Slow(Box):
         return self.waiting.popleft() if self.asked % self.every == 0 and self.waiting else None
 
 
-def test_a_server_that_answers_part_by_part_is_not_given_up(clock):
-    answers = office_with(Slow([answer(i) for i in range(4)], every=5)).call(push(0, 1, 2, 3), MessageType.WEIGHTS)
+def test_each_answer_restarts_the_time_limit(clock):
+    answers = client_with(Slow([answer(i) for i in range(4)], every=5)).call(push(0, 1, 2, 3), MessageType.WEIGHTS)
     assert sorted(answers) == [0, 1, 2, 3]
     assert clock[0] > 10
 
 
-def test_news_do_not_make_the_limit_longer(clock):
-    news = [message(2, [MessageType.WAIT_NOTICE, 0], np.frombuffer(b"[1]", np.uint8)) for _ in range(50)]
+def test_wait_notices_do_not_extend_the_time_limit(clock):
+    notices = [message(2, [MessageType.WAIT_NOTICE, 0], np.frombuffer(b"[1]", np.uint8)) for _ in range(50)]
     with pytest.raises(ExchangeError, match=r"waiting for 6 s; the servers wait for worker 1\b"):
-        office_with(Slow(news, every=3)).call(push(0), MessageType.WEIGHTS)
+        client_with(Slow(notices, every=3)).call(push(0), MessageType.WEIGHTS)
 
 
-def test_an_answer_that_has_begun_to_come_has_the_limit_for_itself(clock):
+def test_an_answer_that_begins_to_arrive_restarts_the_time_limit(clock):
     box = Box(coming=[*[False] * 7, True])
-    with pytest.raises(ExchangeError, match="no word from the server at rank 2"):
-        office_with(box).call(push(0), MessageType.WEIGHTS)
-    # Each question asks twice whether something is coming.
+    with pytest.raises(ExchangeError, match="no answer from the server at rank 2"):
+        client_with(box).call(push(0), MessageType.WEIGHTS)
+    # Each poll reads `coming` twice.
     assert 8 <= clock[0] <= 10
 
 
-def test_what_leaves_slowly_is_movement(clock):
+def test_slow_sends_restart_the_time_limit(clock):
     box = Box(leaving=[n for n in range(3, 0, -1) for _ in range(4)] + [0])
     with pytest.raises(ExchangeError):
-        office_with(box).call(push(0), MessageType.WEIGHTS)
+        client_with(box).call(push(0), MessageType.WEIGHTS)
     assert clock[0] > 12
 
 
-def test_a_server_that_is_silent_is_given_up_after_the_limit(clock):
-    with pytest.raises(ExchangeError, match=r"waiting for 6 s; no word from the server at rank 2\b"):
-        office_with(Box()).call(push(0), MessageType.WEIGHTS)
+def test_a_silent_server_is_an_error_after_the_time_limit(clock):
+    with pytest.raises(ExchangeError, match=r"waiting for 6 s; no answer from the server at rank 2\b"):
+        client_with(Box()).call(push(0), MessageType.WEIGHTS)
 
 
-def test_a_wait_is_seen_by_the_watchdog_while_it_lasts(clock):
+def test_the_watchdog_sees_a_wait(clock):
     seen = []
 
     class Watched(Box):
@@ -121,7 +122,7 @@ def test_a_wait_is_seen_by_the_watchdog_while_it_lasts(clock):
             return super().fetch()
 
     with pytest.raises(ExchangeError):
-        office_with(Watched()).call(push(0), MessageType.WEIGHTS)
+        client_with(Watched()).call(push(0), MessageType.WEIGHTS)
     assert set(seen) == {(True, "an exchange with the servers")}
     assert progress.here().collective == ""
 
@@ -129,10 +130,10 @@ def test_a_wait_is_seen_by_the_watchdog_while_it_lasts(clock):
 # -- the end of a worker ----------------------------------------------------------------------------------------------
 
 
-def test_answers_that_an_exception_kept_from_being_read_are_taken_before_the_end(clock):
-    """A server cannot end before its messages are taken."""
+def test_answers_that_an_exception_left_are_fetched_before_the_end(clock):
+    """A server cannot end before its messages are received."""
     box = Box()
-    made = office_with(box)
+    made = client_with(box)
     with pytest.raises(ExchangeError):
         made.call(push(7), MessageType.WEIGHTS)
     box.messages.append(answer(7))
@@ -144,7 +145,7 @@ def test_answers_that_an_exception_kept_from_being_read_are_taken_before_the_end
 
 
 @pytest.mark.parametrize("kind", [MessageType.WEIGHTS, MessageType.WAIT_NOTICE])
-def test_an_answer_that_is_still_to_come_is_waited_for_a_moment(clock, kind, monkeypatch):
+def test_close_waits_briefly_for_outstanding_answers(clock, kind, monkeypatch):
     class Late(Box):
         def send(self, to, box, header, body=None):
             super().send(to, box, header, body)
@@ -155,7 +156,7 @@ def test_an_answer_that_is_still_to_come_is_waited_for_a_moment(clock, kind, mon
             clock[0] += 0.25
             self.messages.append(message(2, [kind, 7]))
 
-    made = office_with(Late())
+    made = client_with(Late())
     with pytest.raises(ExchangeError):
         made.call(push(7), MessageType.WEIGHTS)
     begin = clock[0]
@@ -163,11 +164,11 @@ def test_an_answer_that_is_still_to_come_is_waited_for_a_moment(clock, kind, mon
     assert clock[0] - begin == (0.25 if kind == MessageType.WEIGHTS else client._LAST_ANSWERS_SECONDS)
 
 
-def test_what_is_coming_is_taken_before_the_end_and_has_an_end(clock):
-    made = office_with(Box(coming=[True] * 4 + [False]))
+def test_close_waits_for_arriving_messages_up_to_the_time_limit(clock):
+    made = client_with(Box(coming=[True] * 4 + [False]))
     made.close()
     assert clock[0] == 4
-    stuck = office_with(Box(coming=[True]))
+    stuck = client_with(Box(coming=[True]))
     stuck.close()
     assert 9 <= clock[0] <= 11
 
@@ -182,11 +183,11 @@ def test_a_worker_that_ends_early_serves_until_the_others_have_ended(monkeypatch
     ending = threading.Thread(target=made.close, daemon=True)
     ending.start()
     ending.join(1.0)
-    assert ending.is_alive(), "rank 1 still trains, though it has said nothing for longer than the limit"
+    assert ending.is_alive(), "rank 1 still trains, although it has sent nothing for longer than the limit"
     second.mailbox(WORKER_BOX).send(0, SERVER_BOX, [MessageType.DISCONNECT])
     ending.join(5.0)
     assert not ending.is_alive()
-    assert "hvdx: rank 0 has ended, and serves until ranks [1] have.\n" in capfd.readouterr().err
+    assert "hvdx: rank 0 has ended, and serves until ranks [1] have ended.\n" in capfd.readouterr().err
 
 
 def test_a_worker_that_serves_others_ends_with_its_launcher(monkeypatch):
@@ -208,7 +209,7 @@ def test_a_worker_that_serves_others_ends_with_its_launcher(monkeypatch):
 
 
 @pytest.mark.parametrize("limit", ["0.2", "0.6"])
-def test_a_server_whose_last_messages_nobody_takes_ends_after_the_limit(limit, monkeypatch):
+def test_a_server_with_unreceived_messages_ends_after_the_time_limit(limit, monkeypatch):
     monkeypatch.setenv("HVDX_TIMEOUT", limit)
     box = Box(leaving=[1])
     box.messages.append(message(0, [MessageType.DISCONNECT]))
@@ -220,7 +221,7 @@ def test_a_server_whose_last_messages_nobody_takes_ends_after_the_limit(limit, m
     assert time.monotonic() - begin >= float(limit)
 
 
-def test_a_server_waits_for_workers_that_are_present_for_longer_than_the_limit(monkeypatch):
+def test_a_server_has_no_time_limit_while_workers_are_connected(monkeypatch):
     monkeypatch.setenv("HVDX_TIMEOUT", "0.1")
     box, handler = Box(), RequestHandler(1, threads=1)
     serving = threading.Thread(target=serve, args=(box, handler), daemon=True)

@@ -1,4 +1,4 @@
-"""Whole trainings with virtual ranks: what workers sent is in the weights exactly once, and every wait has an end."""
+"""Trainings on virtual ranks: the weights hold each pushed update exactly once, and every wait ends."""
 
 import random
 import threading
@@ -20,7 +20,7 @@ SERVERS = {"1": (1, 1), "2": (2, 2), "4": (4, 4), "one of them": ("colocated:1",
 
 
 def summing(*options, **more):
-    """Each update counts in full."""
+    """Return a strategy in which each update counts in full."""
     return ParameterServer(*options, **{"op": "sum"} | more)
 
 
@@ -30,7 +30,7 @@ def _limit(monkeypatch):
 
 
 def train(strategy, steps, specs=SPECS, begin=None, delay=0.03):
-    """A worker that adds small whole numbers: its sum, the weights in the end, its exchange."""
+    """Return a worker that adds small whole numbers; it returns their sum, the final weights and its exchange."""
 
     def work(comm):
         exchange, chance = strategy.open(comm, specs), random.Random(comm.rank)
@@ -49,7 +49,7 @@ def train(strategy, steps, specs=SPECS, begin=None, delay=0.03):
 
 
 def check_sum(results, exact=True):
-    """Sent is received, and what a codec kept is what is missing."""
+    """Check that weights and residuals add up to the sum of the updates, which is returned."""
     all_fine(results)
     wanted = np.sum([total for total, _, _ in results], axis=0, dtype=np.float64)
     unsent = np.sum([flat(exchange.residuals) for *_, exchange in results], axis=0, dtype=np.float64)
@@ -78,7 +78,7 @@ def test_each_update_is_applied_exactly_once(servers, rule):
 
 
 @pytest.mark.parametrize("servers", ["1", "4", "two of them", "all of them"])
-def test_sent_and_unsent_come_to_the_sum_of_the_updates(servers):
+def test_weights_and_residuals_add_up_to_the_sum_of_the_updates(servers):
     strategy, ranks = summing(SERVERS[servers][0], codec="threshold:0.2"), SERVERS[servers][1]
     results = run(4, train(strategy, 120, DOUBLE), ranks)
     check_sum(results)
@@ -87,7 +87,7 @@ def test_sent_and_unsent_come_to_the_sum_of_the_updates(servers):
 
 
 @pytest.mark.parametrize("codec", ["fp16", "bf16"])
-def test_small_whole_numbers_survive_dense_codecs(codec):
+def test_dense_codecs_send_small_whole_numbers_exactly(codec):
     results = run(3, train(summing(2, codec=codec), 20), 2)
     check_sum(results)
 
@@ -98,19 +98,19 @@ def test_workers_may_take_different_numbers_of_steps(rule):
     check_sum(results)
 
 
-def test_collected_updates_are_applied_together():
+def test_aggregated_updates_are_applied_together():
     results = all_fine(run(4, train(summing("colocated", aggregate=4), 50)))
     for *_, exchange in results:
         for server in exchange.telemetry.servers:
             assert server[2:4] == (200, 200)
-            # Fewer are collected when some have ended.
+            # Fewer updates are aggregated after some workers have ended.
             assert 50 <= server[1] < 200
     assert len({weights.tobytes() for _, weights, _ in results}) == 1
 
 
 @pytest.mark.parametrize("servers", ["2", "all of them"])
-def test_without_lead_and_collecting_all_every_worker_sees_the_same(servers):
-    """Synchronous training: after each step the weights hold the mean of what all sent, on every worker."""
+def test_in_synchronous_training_all_workers_pull_the_same_weights(servers):
+    """After each step the weights hold the mean of all updates, on every worker."""
     value, ranks = SERVERS[servers]
     strategy = ParameterServer(value, staleness="bound", max_staleness=0, aggregate=4)
 
@@ -136,7 +136,7 @@ def test_double_precision_weights_keep_all_their_bits():
     np.testing.assert_array_equal(results[0][1] - 2.0**40, wanted)
 
 
-def test_the_weights_to_begin_with_are_those_of_worker_0():
+def test_the_first_weights_are_those_of_worker_0():
     def work(comm):
         exchange = summing("colocated").open(comm, SPECS)
         exchange.begin([w + np.float32(comm.rank + 5) for w in zeros()])
@@ -146,7 +146,7 @@ def test_the_weights_to_begin_with_are_those_of_worker_0():
         np.testing.assert_array_equal(weights, np.full(ELEMENTS, 5, np.float32))
 
 
-def test_workers_may_come_to_the_beginning_at_any_time():
+def test_workers_may_begin_a_session_at_any_time():
     def work(comm):
         exchange, weights = summing("colocated").open(comm, SPECS), zeros()
         for session in range(3):
@@ -160,8 +160,8 @@ def test_workers_may_come_to_the_beginning_at_any_time():
         np.testing.assert_array_equal(weights, np.full(ELEMENTS, 3))
 
 
-def test_the_mean_makes_a_step_of_all_as_long_as_one():
-    """By default an update counts 1 / N; where it is scaled, its staleness sees to that."""
+def test_the_mean_of_n_updates_is_the_step_of_one():
+    """By default an update counts 1 / N. If updates are scaled, the share makes up for their staleness."""
     for options, alone in (
         ({}, 0.25),
         ({"staleness": "scale"}, 1.0),
@@ -181,7 +181,7 @@ def test_the_mean_makes_a_step_of_all_as_long_as_one():
             np.testing.assert_array_equal(weights, np.full(ELEMENTS, alone, np.float32))
 
 
-def test_in_step_a_scaled_round_of_single_updates_counts_the_harmonic_number():
+def test_a_synchronous_round_of_scaled_updates_counts_the_harmonic_number():
     strategy = ParameterServer("colocated:1", staleness="scale+bound", max_staleness=0)
 
     def work(comm):
@@ -240,7 +240,7 @@ def test_an_exchange_may_begin_again_after_its_end(servers, ranks):
 
 @pytest.mark.parametrize("shapes", [[], [(0,)], [(0, 3), (0,)], [()], [(2,), (0,), ()]], ids=str)
 @pytest.mark.parametrize("codec", ["none", "threshold:0.5"])
-def test_fewer_elements_than_servers_are_no_special_case(shapes, codec):
+def test_there_may_be_fewer_elements_than_servers(shapes, codec):
     specs = [TensorSpec(str(i), shape, 4) for i, shape in enumerate(shapes)]
 
     def work(comm):
@@ -258,17 +258,17 @@ def test_fewer_elements_than_servers_are_no_special_case(shapes, codec):
         assert {total for _, total in results} == {20.0 * sum(s.elements for s in specs)}
 
 
-def test_large_weights_go_in_several_parts():
+def test_large_weights_are_divided_into_several_parts():
     specs = [TensorSpec("large", (700_001,), 4), TensorSpec("small", (3,), 4)]
     results = run(2, train(summing(1), 6, specs), 1)
     check_sum(results)
     assert len(results[0][2].telemetry.servers) > 1
 
 
-# -- what cannot work -------------------------------------------------------------------------------------------------
+# -- configuration errors ---------------------------------------------------------------------------------------------
 
 
-def test_other_variables_on_a_worker_are_found_before_anything_is_sent():
+def test_different_variables_are_an_error_before_anything_is_sent():
     def work(comm):
         specs = SPECS[:-1] if comm.rank == 2 else SPECS
         summing("colocated").open(comm, specs)
@@ -276,7 +276,7 @@ def test_other_variables_on_a_worker_are_found_before_anything_is_sent():
     expect_everywhere(run(3, work), ReplicaError, "different variables")
 
 
-def test_another_strategy_on_a_worker_is_found_before_anything_is_sent():
+def test_different_strategies_are_an_error_before_anything_is_sent():
     def work(comm):
         summing("colocated", staleness="scale" if comm.rank else "none").open(comm, SPECS)
 
@@ -294,13 +294,13 @@ def test_another_strategy_on_a_worker_is_found_before_anything_is_sent():
     ],
     ids=str,
 )
-def test_strategies_that_do_not_fit_the_ranks_are_refused_everywhere(strategy, servers, match):
+def test_strategies_that_do_not_fit_the_ranks_are_refused_on_all(strategy, servers, match):
     results = run(3, lambda comm: strategy.open(comm, SPECS), servers)
     expect_everywhere(results, ConfigError, match)
     assert all(error.collective for error in results)
 
 
-def test_a_process_that_was_started_alone_serves_itself():
+def test_a_single_process_serves_itself():
     comm = LocalComm()
     for strategy in (summing(), summing(3), summing("colocated", staleness="bound", max_staleness=0)):
         exchange, weights = strategy.open(comm, SPECS), zeros()
@@ -314,13 +314,13 @@ def test_a_process_that_was_started_alone_serves_itself():
     client_of(comm).close()
 
 
-# -- updates that are refused -----------------------------------------------------------------------------------------
+# -- refused updates --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("codec", ["none", "fp16", "threshold:0.3"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, None], ids=["NaN", "infinity", "gradients"])
-def test_what_is_not_finite_is_refused_counted_and_reported(value, codec, capfd):
-    """In the weights, or told of the gradients: the others go on, and so does this worker."""
+def test_updates_that_are_not_finite_are_refused_counted_and_reported(value, codec, capfd):
+    """NaN in the weights or in the gradients: the other workers continue, and so does this one."""
     where = f"update of {SPECS[3].name}" if value is not None else "gradient of kernel"
 
     def work(comm):
@@ -347,15 +347,15 @@ def test_what_is_not_finite_is_refused_counted_and_reported(value, codec, capfd)
         ((_, _, updates, applied, refused, *_),) = counts.servers
         assert (updates, applied, refused) == (3, 3, 1)
     assert [counts.skipped for *_, counts in results] == [0, 1]
-    # Also where a worker refused nothing itself: rank 0's history is the one that is looked at.
+    # Rank 0 counts the refusals of others too, because users read its history.
     assert [counts.full()["refused_updates"] for *_, counts in results] == [1, 1]
     assert list(results[1][2].staleness) == []
-    said = f"hvdx: step 1 of rank 1: its update was refused: it held NaN or infinity in the {where}.\n"
-    assert capfd.readouterr().err.count(said) == 1
+    line = f"hvdx: step 1 of rank 1: its update was refused: it held NaN or infinity in the {where}.\n"
+    assert capfd.readouterr().err.count(line) == 1
 
 
-def test_update_that_one_server_cannot_be_sent_is_dropped_as_a_whole(capfd):
-    """What was encoded for the servers before is not sent, and is not in the residual either."""
+def test_an_update_is_dropped_as_a_whole_if_one_part_is_refused(capfd):
+    """Parts that were already encoded are not sent, and do not change the residual."""
 
     def work(comm):
         exchange = summing("colocated", codec="threshold:0.3").open(comm, SPECS)
@@ -374,7 +374,7 @@ def test_update_that_one_server_cannot_be_sent_is_dropped_as_a_whole(capfd):
     assert f"its update was refused: {SPECS[-1].name}: update[0]: element" in capfd.readouterr().err
 
 
-def test_refused_updates_let_those_go_on_who_wait():
+def test_refused_updates_release_waiting_workers():
     def work(comm):
         exchange = summing(1, staleness="bound", max_staleness=0, aggregate=2).open(comm, SPECS)
         weights = zeros()
@@ -394,7 +394,7 @@ def test_a_long_series_of_refusals_ends_the_training(capfd):
         good = 0
         for _ in range(99):
             exchange.step(zeros(), finite=False)
-        good = exchange.step(zeros())  # and the count begins anew
+        good = exchange.step(zeros())  # restarts the count
         for _ in range(99):
             exchange.step(zeros(), finite=False)
         assert not flat(good).any()
@@ -404,15 +404,15 @@ def test_a_long_series_of_refusals_ends_the_training(capfd):
     assert first is None
     with pytest.raises(HvdxError, match=r"100 updates in a row of rank 1 .* lower the learning rate"):
         raise second
-    said = capfd.readouterr().err
-    assert [f", {n} in a row" in said for n in (2, 3, 4, 63, 64)] == [True, False, True, False, True]
+    printed = capfd.readouterr().err
+    assert [f", {n} in a row" in printed for n in (2, 3, 4, 63, 64)] == [True, False, True, False, True]
 
 
-# -- what is remembered -----------------------------------------------------------------------------------------------
+# -- state ------------------------------------------------------------------------------------------------------------
 
 
 def saved_by(workers, servers, steps=20, strategy="threshold:0.1"):
-    """Each worker's arrays, and what it has not sent."""
+    """Return each worker's state and residual after some steps."""
 
     def work(comm):
         exchange, weights = summing(servers, codec=strategy).open(comm, SPECS), zeros()
@@ -427,7 +427,7 @@ def saved_by(workers, servers, steps=20, strategy="threshold:0.1"):
 
 
 def restored(workers, servers, arrays_of):
-    """Each worker's arrays and what is unsent, after restoring."""
+    """Return each worker's state and residual after restoring."""
 
     def work(comm):
         exchange = summing(servers, codec="threshold:0.1").open(comm, SPECS)
@@ -438,7 +438,7 @@ def restored(workers, servers, arrays_of):
 
 
 @pytest.mark.parametrize("servers", ["colocated:1", "colocated"])
-def test_what_was_not_sent_is_restored_bit_for_bit(servers):
+def test_residuals_are_restored_bit_for_bit(servers):
     before = saved_by(2, servers)
     assert all(unsent.any() for _, unsent in before)
     after = restored(2, servers, lambda comm: before[comm.rank][0])
@@ -451,7 +451,7 @@ def test_what_was_not_sent_is_restored_bit_for_bit(servers):
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 5])
 @pytest.mark.parametrize("servers", ["colocated:1", "colocated"])
-def test_another_number_of_workers_and_servers_shares_out_what_was_not_sent(servers, workers):
+def test_residuals_are_distributed_over_another_number_of_workers_and_servers(servers, workers):
     before = saved_by(3, "colocated")
     strategy = summing(servers, codec="threshold:0.1")
     arrays = [a for a, _ in before]
@@ -460,7 +460,7 @@ def test_another_number_of_workers_and_servers_shares_out_what_was_not_sent(serv
     np.testing.assert_allclose(sums[0], sums[1], atol=1e-6)
 
 
-def test_codecs_that_keep_nothing_have_nothing_to_share_out():
+def test_codecs_without_a_residual_have_no_state():
     assert summing().merge([{}, {}], 0, 1) == {}
     assert summing().merge([], 0, 1) == {}
     ((arrays, unsent),) = saved_by(1, 1, strategy="fp16")
@@ -468,7 +468,7 @@ def test_codecs_that_keep_nothing_have_nothing_to_share_out():
     assert not unsent.any()
 
 
-def test_what_is_owed_is_sent_with_the_next_updates():
+def test_tensors_added_to_the_residual_are_sent_with_the_next_updates():
     def work(comm):
         exchange, weights = summing("colocated", codec="threshold:0.5").open(comm, SPECS), zeros()
         exchange.add_to_residual([np.full(s.shape, 3, np.float32) for s in SPECS])
@@ -482,7 +482,7 @@ def test_what_is_owed_is_sent_with_the_next_updates():
     np.testing.assert_array_equal(results[0][0] + results[0][1] + results[1][1], np.full(ELEMENTS, 6))
 
 
-def test_weights_that_are_given_back_are_fresh():
+def test_a_step_returns_new_arrays():
     (comm,) = virtual_world(1)
     exchange = summing("colocated").open(comm, SPECS)
     exchange.begin(zeros())
@@ -497,7 +497,7 @@ def test_weights_that_are_given_back_are_fresh():
 
 
 @pytest.mark.parametrize(("servers", "ranks"), [(1, 1), ("colocated", 0)])
-def test_whoever_waits_too_long_hears_for_whom(servers, ranks, monkeypatch):
+def test_a_worker_that_waits_too_long_names_the_worker_it_waits_for(servers, ranks, monkeypatch):
     monkeypatch.setenv("HVDX_TIMEOUT", "2")
     gave_up = threading.Semaphore(0)
 
@@ -505,7 +505,7 @@ def test_whoever_waits_too_long_hears_for_whom(servers, ranks, monkeypatch):
         exchange = summing(servers, staleness="bound", max_staleness=0).open(comm, SPECS)
         exchange.begin(zeros())
         if comm.rank == 1:
-            # It is there, and does nothing, until both others are gone.
+            # Connected but idle until both others have given up.
             assert gave_up.acquire(timeout=20)
             assert gave_up.acquire(timeout=20)
             return
@@ -531,12 +531,12 @@ def test_a_server_that_never_answers_is_named(monkeypatch):
     monkeypatch.setenv("HVDX_TIMEOUT", "1")
     comm, _ = virtual_world(1, 1)
     exchange = summing(1).open(comm, SPECS)
-    with pytest.raises(ExchangeError, match=r"no word from the server at rank 1\b"):
+    with pytest.raises(ExchangeError, match=r"no answer from the server at rank 1\b"):
         exchange.begin(zeros())
     client_of(comm).close()
 
 
-def test_a_worker_that_fails_keeps_no_other_waiting():
+def test_no_worker_waits_for_one_that_failed():
     def work(comm):
         exchange = summing("colocated", staleness="bound", max_staleness=0).open(comm, SPECS)
         weights = zeros()
@@ -554,7 +554,7 @@ def test_a_worker_that_fails_keeps_no_other_waiting():
 
 
 @pytest.mark.parametrize(("servers", "ranks"), [(1, 1), ("colocated", 0), ("colocated:1", 0)])
-def test_an_exchange_that_took_no_step_ends_at_once(servers, ranks):
+def test_an_exchange_without_steps_ends_at_once(servers, ranks):
     def work(comm):
         summing(servers).open(comm, SPECS).begin(zeros())
         return comm.rank
@@ -566,8 +566,8 @@ def test_an_exchange_that_took_no_step_ends_at_once(servers, ranks):
 
 @pytest.mark.parametrize("codec", ["none", "fp16"])
 @pytest.mark.parametrize("servers", ["1", "one of them", "all of them"])
-def test_bytes_are_counted_where_they_leave_and_where_they_come(servers, codec):
-    """Colocated servers count for their rank: what all sent is what all received, but for the weights at first."""
+def test_sent_and_received_bytes_are_counted(servers, codec):
+    """Colocated servers count for their rank: all sent bytes are received, except for those of the first weights."""
     steps, workers, specs = 10, 3, [TensorSpec("a", (50, 40), 4)]
     strategy, ranks = summing(SERVERS[servers][0], codec=codec), SERVERS[servers][1]
     results = all_fine(run(workers, train(strategy, steps, specs), ranks))
@@ -575,7 +575,7 @@ def test_bytes_are_counted_where_they_leave_and_where_they_come(servers, codec):
     if not ranks:
         assert 0 <= sent - received < 8000 + 1000
     update = 8000 if codec == "none" else 4000
-    # Colocated, ranks also answer, but what a worker says to its own server does not travel.
+    # Colocated servers also send answers; messages of a rank to itself are not counted.
     expected = workers * steps * update if ranks else (workers - 1) * steps * (update + 8000)
-    # Beside the steps there are the weights at first and last.
+    # The first and the final weights are sent in addition to the steps.
     assert expected <= sent <= expected + 5 * 8000 + 88 * (steps + 2) * 2 * workers * workers

@@ -1,4 +1,4 @@
-"""What holds in every order in which messages can come, for two workers, two servers and a few steps."""
+"""Properties that hold in every order of messages, for two workers, two servers and a few steps."""
 
 import numpy as np
 import pytest
@@ -21,11 +21,11 @@ _explored: dict[str, int] = {}
 
 
 def program(steps, *end):
-    return (*["push"] * steps, *(end or ("flush", "bye")))
+    return (*["push"] * steps, *(end or ("flush", "leave")))
 
 
 def explore(rule, programs, room=3, end=lambda workers, weights: None, **more):
-    """Visit all states; at the last ones each update that was sent is in the weights once, and others are not."""
+    """Visit all states. In the last ones the weights hold each update that was pushed exactly once, and no other."""
 
     def check(workers):
         for server in range(2):
@@ -50,52 +50,52 @@ def explore(rule, programs, room=3, end=lambda workers, weights: None, **more):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _tell():
+def _print_number_of_states():
     yield
     print(f"\n{sum(_explored.values())} states of {len(_explored)} models explored")
 
 
 @pytest.mark.parametrize("steps", STEPS, ids=str)
 @pytest.mark.parametrize("rule", RULES)
-def test_every_order_ends_well(rule, steps):
+def test_every_order_keeps_the_promises(rule, steps):
     assert explore(RULES[rule], [program(n) for n in steps]) > 20
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_worker_that_leaves_keeps_nobody_waiting(rule):
-    for early in (("bye",), ("drop",), ("push", "bye"), ("push", "drop")):
+def test_no_worker_waits_for_one_that_left(rule):
+    for early in (("leave",), ("drop",), ("push", "leave"), ("push", "drop")):
         explore(RULES[rule], [early, program(2)])
         explore(RULES[rule], [program(2), early])
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_refused_updates_count_as_steps_and_change_nothing(rule):
-    explore(RULES[rule], [("nan", "push", "flush", "bye"), program(2)])
-    explore(RULES[rule], [program(2), ("push", "nan", "flush", "bye")])
-    explore(RULES[rule], [("nan", "flush", "bye"), ("nan", "nan", "flush", "bye")])
+def test_refused_updates_count_as_steps_and_add_nothing(rule):
+    explore(RULES[rule], [("nan", "push", "flush", "leave"), program(2)])
+    explore(RULES[rule], [program(2), ("push", "nan", "flush", "leave")])
+    explore(RULES[rule], [("nan", "flush", "leave"), ("nan", "nan", "flush", "leave")])
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_several_epochs_follow_each_other(rule):
-    two = ("push", "flush", "push", "flush", "bye")
+    two = ("push", "flush", "push", "flush", "leave")
     explore(RULES[rule], [two, two])
-    explore(RULES[rule], [two, ("push", "push", "flush", "flush", "bye")])
+    explore(RULES[rule], [two, ("push", "push", "flush", "flush", "leave")])
 
 
 @pytest.mark.parametrize("rule", ["plain", "aggregate", "bound 0", "synchronous", "scale"])
-def test_steps_deal_out_exactly_the_steps_of_an_epoch(rule):
-    """Each worker's first step needs none, so there are as many fewer; a second round begins anew."""
+def test_workers_take_exactly_the_steps_of_an_epoch(rule):
+    """Each worker takes its first step without a request; a second round starts from zero."""
     shares = set()
 
     def count(workers, _):
         assert sum(w.taken for w in workers) == 4
         shares.add(tuple(w.taken for w in workers))
 
-    epoch = ("push", ("ask", 1, 2), "flush", "bye")
+    epoch = ("push", ("ask", 1, 2), "flush", "leave")
     explore(RULES[rule], [epoch, epoch], end=count)
-    # Within a bound of 0 nobody gets ahead.
+    # With max_staleness=0 no worker gets ahead.
     assert shares == {(2, 2)} | ({(1, 3), (3, 1)} if RULES[rule].get("max_staleness") != 0 else set())
-    rounds = ("push", ("ask", 1, 1), "flush", "push", ("ask", 2, 0), "flush", "bye")
+    rounds = ("push", ("ask", 1, 1), "flush", "push", ("ask", 2, 0), "flush", "leave")
 
     def count_rounds(workers, _):
         assert sum(w.taken for w in workers) == 5
@@ -104,8 +104,8 @@ def test_steps_deal_out_exactly_the_steps_of_an_epoch(rule):
 
 
 @pytest.mark.parametrize("steps", STEPS, ids=str)
-def test_without_lead_and_collecting_all_it_is_synchronous_training(steps):
-    """After step k each worker has all updates up to k, of those who take part in that step."""
+def test_max_staleness_0_and_aggregating_all_is_synchronous_training(steps):
+    """After step k each worker has all updates up to k, from the workers that take part in those steps."""
 
     def expected(step):
         weights = np.zeros((2, 3))
@@ -124,7 +124,7 @@ def test_without_lead_and_collecting_all_it_is_synchronous_training(steps):
     explore(RULES["synchronous"], [program(n) for n in steps], seen=seen, end=end)
 
 
-def test_a_worker_for_whom_nobody_flushes_is_found():
-    """The search itself: it tells a state without an end."""
-    with pytest.raises(BrokenError, match=r"worker 0 waits for servers .* for ever"):
+def test_search_finds_a_worker_that_waits_forever():
+    """Test of the search itself: it reports a state without an end."""
+    with pytest.raises(BrokenError, match=r"worker 0 waits for servers .* forever"):
         explore({}, [program(1), ("push",)])

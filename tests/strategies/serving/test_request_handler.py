@@ -1,4 +1,4 @@
-"""What a server answers to each message."""
+"""Answers of a server to each message."""
 
 import json
 
@@ -11,7 +11,7 @@ from tests.strategies.serving.messages import message, opening
 
 
 class Talk:
-    """A handler, a clock, and messages to it; answers as (worker, kind, the rest of the header, body)."""
+    """Handler, its clock, and messages to it; answers are (worker, kind, rest of the header, body)."""
 
     def __init__(self, workers=2, rank=-1):
         self.now = 100.0
@@ -31,13 +31,13 @@ class Talk:
         return self(sender, MessageType.PUSH, version, 1, body=np.array(values, dtype), session=session)
 
     def weights(self, session=0):
-        """The weights, as one learns them who pushes nothing."""
+        """Return the weights, from the answer to a PUSH without an update."""
         ((_, kind, _, body),) = self(0, MessageType.PUSH, 0, 0, session=session)
         assert kind == MessageType.WEIGHTS
         return body.view(np.float32).tolist()
 
 
-def says(answers, *parts, damaged=0):
+def is_error(answers, *parts, damaged=0):
     ((_, kind, words, body),) = answers
     assert kind == MessageType.ERROR
     assert words[0] == damaged
@@ -80,15 +80,15 @@ def test_weights_are_rounded_once(rule):
     assert talk.weights() == [2.0**24 + 2]
 
 
-def test_opening_answers_only_when_the_weights_are_there():
+def test_a_session_is_ready_only_when_its_weights_are_loaded():
     talk = Talk()
     (header, body), _ = opening(0, SessionConfig(2, 3), np.zeros(3, np.float32))
     assert talk(0, header[0], body=body) == []
-    assert says(talk.push(1, [1, 2, 3]), "session 0 is not open", "different fits")
+    assert is_error(talk.push(1, [1, 2, 3]), "session 0 is not open", "different fits")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_answers_keep_the_weights_of_their_time(dtype):
+def test_later_updates_do_not_change_an_answer(dtype):
     talk = Talk()
     talk.open(SessionConfig(2, 1, dtype))
     ((*_, first),) = talk.push(0, [1], dtype=dtype)
@@ -96,7 +96,7 @@ def test_answers_keep_the_weights_of_their_time(dtype):
     assert first.view(dtype).tolist() == [1]
 
 
-def test_a_worker_that_was_held_back_hears_for_how_long():
+def test_answers_hold_the_time_that_a_worker_was_held_back():
     talk = Talk()
     talk.open(SessionConfig(2, 1, max_staleness=0))
     assert talk.push(0, [1]) == []
@@ -106,7 +106,7 @@ def test_a_worker_that_was_held_back_hears_for_how_long():
     assert all(body.view(np.float32).tolist() == [3] for *_, body in answers)
 
 
-def test_the_end_counts_updates_and_time():
+def test_final_message_counts_updates_and_time():
     talk = Talk()
     talk.open(SessionConfig(2, 1))
     talk.push(0, [1])
@@ -131,7 +131,7 @@ def test_an_update_with_nan_is_refused_counted_and_not_applied(value):
     assert talk(1, MessageType.FLUSH)[0][2][:4] == (0, 0, 0, 1)
 
 
-def test_an_update_that_its_worker_gave_up_is_not_read():
+def test_the_body_of_an_update_that_is_not_finite_is_not_read():
     talk = Talk()
     talk.open(SessionConfig(2, 2))
     ((_, _, words, _),) = talk(0, MessageType.PUSH, 0, 0, body=np.ones(2, np.float32))
@@ -139,19 +139,19 @@ def test_an_update_that_its_worker_gave_up_is_not_read():
     assert talk.weights() == [0, 0]
 
 
-def test_messages_for_a_session_that_is_not_open_are_answered_in_words():
+def test_messages_to_a_closed_session_are_answered_with_an_error():
     talk = Talk()
-    assert says(talk.push(1, [1]), "session 0 is not open")
-    assert says(talk(1, MessageType.FLUSH), "session 0 is not open")
-    assert says(talk(0, MessageType.LOAD, body=np.zeros(1)), "session 0 is not open")
+    assert is_error(talk.push(1, [1]), "session 0 is not open")
+    assert is_error(talk(1, MessageType.FLUSH), "session 0 is not open")
+    assert is_error(talk(0, MessageType.LOAD, body=np.zeros(1)), "session 0 is not open")
     talk.open(SessionConfig(2, 1))
-    assert says(talk.push(1, [1], session=1), "session 1 is not open")
+    assert is_error(talk.push(1, [1], session=1), "session 1 is not open")
     assert talk(0, MessageType.CLOSE) == []
-    assert says(talk.push(1, [1]), "session 0 is not open")
+    assert is_error(talk.push(1, [1]), "session 0 is not open")
     assert talk(0, MessageType.CLOSE) == []
 
 
-def test_a_session_may_begin_anew():
+def test_a_session_may_be_restarted():
     talk = Talk()
     talk.open(SessionConfig(2, 1), np.array([7], np.float32))
     talk.push(0, [1])
@@ -162,7 +162,7 @@ def test_a_session_may_begin_anew():
     assert talk.weights() == [5]
 
 
-def test_sessions_do_not_touch_each_other():
+def test_sessions_are_independent():
     talk = Talk()
     talk.open(SessionConfig(2, 1, max_staleness=0), session=0)
     talk.open(SessionConfig(2, 2), session=4)
@@ -172,41 +172,41 @@ def test_sessions_do_not_touch_each_other():
     assert [to for to, *_ in talk.push(1, [1])] == [0, 1]
 
 
-def test_damaged_and_wrong_updates_are_answered_and_nothing_is_applied():
+def test_damaged_and_wrong_updates_are_answered_and_not_applied():
     talk = Talk()
     talk.open(SessionConfig(2, 2))
-    assert says(talk.push(1, [1, 2, 3]), "update of rank 1", "expected 8 bytes, got 12", damaged=1)
+    assert is_error(talk.push(1, [1, 2, 3]), "update of rank 1", "expected 8 bytes, got 12", damaged=1)
     assert talk.weights() == [0, 0]
-    # It was no step: that worker may send it again.
+    # The update did not count as a step: that worker may send it again.
     assert talk.push(1, [1, 2])[0][1] == MessageType.WEIGHTS
     talk.open(SessionConfig(2, 2, codec="fp16"))
-    assert says(talk.push(1, [1, 2]), "update of rank 1", damaged=1)
+    assert is_error(talk.push(1, [1, 2]), "update of rank 1", damaged=1)
     assert talk.weights() == [0, 0]
 
 
-def test_weights_of_another_size_are_answered_in_words():
+def test_weights_of_another_size_are_answered_with_an_error():
     talk = Talk()
-    assert says(talk.open(SessionConfig(2, 3), np.zeros(2, np.float32)), "expected 12 bytes, got 8")
+    assert is_error(talk.open(SessionConfig(2, 3), np.zeros(2, np.float32)), "expected 12 bytes, got 8")
     (header, body), _ = opening(0, SessionConfig(2, 3), np.zeros(3, np.float32))
     talk(0, header[0], body=body)
-    assert says(talk(0, MessageType.LOAD), "expected 12 bytes, got 0")
+    assert is_error(talk(0, MessageType.LOAD), "expected 12 bytes, got 0")
 
 
-def test_updates_of_weights_that_are_yet_to_come_are_answered_in_words():
+def test_updates_of_a_future_version_are_answered_with_an_error():
     talk = Talk()
     talk.open(SessionConfig(2, 1, staleness_exponent=1.0))
-    assert says(talk.push(0, [1], version=1), "version 1,", "version 0.")
-    assert says(talk.push(0, [1], version=-1), "version -1")
+    assert is_error(talk.push(0, [1], version=1), "version 1,", "version 0.")
+    assert is_error(talk.push(0, [1], version=-1), "version -1")
     assert talk.weights() == [0]
 
 
 @pytest.mark.parametrize(
     "kind", [MessageType.READY, MessageType.WEIGHTS, MessageType.FINAL, MessageType.ERROR, 0, 8, 99, -1]
 )
-def test_messages_that_are_not_for_a_server_are_answered_in_words(kind):
+def test_messages_that_are_not_for_a_server_are_answered_with_an_error(kind):
     talk = Talk()
     talk.open(SessionConfig(2, 1))
-    assert says(talk(1, kind))
+    assert is_error(talk(1, kind))
 
 
 def test_empty_parts_are_served():
@@ -225,13 +225,13 @@ def test_steps_need_no_session():
     ]
 
 
-def test_good_bye_lets_others_go_on_in_every_session():
+def test_a_disconnection_releases_others_in_every_session():
     talk = Talk(workers=3)
     for session in (0, 1):
         talk.open(SessionConfig(3, 1, max_staleness=0), session=session)
         assert talk.push(0, [1], session=session) == []
         assert talk.push(1, [1], session=session) == []
-    talk.handler.handle(message(0, *opening(2, SessionConfig(3, 1), np.zeros(1))[0]))  # without its weights yet
+    talk.handler.handle(message(0, *opening(2, SessionConfig(3, 1), np.zeros(1))[0]))  # no weights yet
     assert talk.handler.present == {0, 1, 2}
     assert [(to, kind) for to, kind, *_ in talk(2, MessageType.DISCONNECT)] == [
         (0, MessageType.WEIGHTS),
@@ -243,14 +243,14 @@ def test_good_bye_lets_others_go_on_in_every_session():
     assert talk.handler.present == set()
 
 
-def test_good_bye_ends_a_flush_that_waited_for_that_worker():
+def test_a_disconnection_ends_a_flush_that_waited_for_that_worker():
     talk = Talk()
     talk.open(SessionConfig(2, 1))
     assert talk(0, MessageType.FLUSH) == []
     assert [(to, kind) for to, kind, *_ in talk(1, MessageType.DISCONNECT)] == [(0, MessageType.FINAL)]
 
 
-def test_who_waits_for_long_hears_for_whom_now_and_then(monkeypatch):
+def test_a_long_wait_is_answered_with_repeated_wait_notices(monkeypatch):
     monkeypatch.delenv("HVDX_TIMEOUT", raising=False)
     talk = Talk(workers=3)
     talk.open(SessionConfig(3, 1, max_staleness=0))
@@ -274,7 +274,7 @@ def test_who_waits_for_long_hears_for_whom_now_and_then(monkeypatch):
     assert (to, json.loads(body.tobytes())) == (1, [0, 2])
 
 
-def test_news_come_before_the_time_limit_is_over(monkeypatch):
+def test_wait_notices_come_before_the_time_limit(monkeypatch):
     monkeypatch.setenv("HVDX_TIMEOUT", "2")
     talk = Talk()
     talk.open(SessionConfig(2, 1, max_staleness=0))
@@ -283,7 +283,7 @@ def test_news_come_before_the_time_limit_is_over(monkeypatch):
     assert [to for to, *_ in talk.handler.wait_notices()] == [0]
 
 
-def test_there_are_no_news_of_an_error():
+def test_an_error_ends_the_wait_notices():
     talk = Talk()
     talk.open(SessionConfig(2, 1, max_staleness=0))
     talk.push(0, [1, 2])
@@ -291,7 +291,7 @@ def test_there_are_no_news_of_an_error():
     assert talk.handler.wait_notices() == []
 
 
-def test_traffic_leaves_out_what_a_rank_says_to_itself():
+def test_traffic_excludes_messages_of_a_rank_to_itself():
     talk = Talk(rank=0)
     talk.open(SessionConfig(2, 3))
     talk.push(0, [1, 2, 3])
@@ -302,8 +302,8 @@ def test_traffic_leaves_out_what_a_rank_says_to_itself():
     assert talk.handler.traffic(9) == (0, 0)
 
 
-def test_traffic_is_known_after_the_session_is_over():
-    """Worker 0 ends a session for all; another worker may not yet have asked its own server."""
+def test_traffic_is_kept_after_the_end_of_a_session():
+    """Worker 0 closes a session for all, perhaps before another worker has asked its own server."""
     talk = Talk(rank=1)
     talk.open(SessionConfig(2, 3))
     talk.push(0, [1, 2, 3])
@@ -313,7 +313,7 @@ def test_traffic_is_known_after_the_session_is_over():
     assert talk.handler.traffic(0) == (0, 0)
 
 
-def test_a_session_that_begins_later_does_not_wait_for_those_who_left():
+def test_a_later_session_does_not_wait_for_workers_that_left():
     talk = Talk(workers=3)
     talk(2, MessageType.DISCONNECT)
     talk.open(SessionConfig(3, 1, max_staleness=0))

@@ -1,11 +1,11 @@
-"""StepClient for the steps of an epoch."""
+"""Distribution of the steps of an epoch."""
 
 import random
 
 from hvdx.strategies.serving.step_dispenser import StepDispenser
 
 
-def test_each_steps_is_given_out_once():
+def test_each_step_is_handed_out_once():
     dispenser = StepDispenser()
     assert [dispenser.ask(1, 3) for _ in range(5)] == [
         (True, 1, False),
@@ -16,18 +16,18 @@ def test_each_steps_is_given_out_once():
     ]
 
 
-def test_a_round_without_steps_gives_none():
+def test_a_round_without_steps_grants_none():
     assert StepDispenser().ask(1, 0) == (False, 0, False)
 
 
-def test_a_new_round_begins_when_it_is_asked_for():
+def test_a_new_round_begins_with_its_first_request():
     dispenser = StepDispenser()
     dispenser.ask(1, 1)
     assert dispenser.ask(2, 1) == (True, 1, False)
     assert dispenser.ask(2, 1) == (False, 1, False)
 
 
-def test_what_was_left_of_an_older_round_is_not_given_out():
+def test_steps_left_of_an_older_round_are_not_handed_out():
     dispenser = StepDispenser()
     dispenser.ask(1, 5)
     dispenser.ask(2, 5)
@@ -36,7 +36,7 @@ def test_what_was_left_of_an_older_round_is_not_given_out():
     assert dispenser.ask(2, 5) == (True, 2, False)
 
 
-def test_rounds_may_be_left_out():
+def test_rounds_may_be_skipped():
     dispenser = StepDispenser()
     dispenser.ask(1, 1)
     assert dispenser.ask(7, 2) == (True, 1, False)
@@ -46,18 +46,18 @@ def test_workers_of_any_speed_take_the_whole_round_together():
     for seed in range(20):
         dispenser, chance = StepDispenser(), random.Random(seed)
         for round_ in (1, 2, 3):
-            tickets, taken, asking = chance.randrange(30), [0] * 4, [0, 1, 2, 3]
+            steps, taken, asking = chance.randrange(30), [0] * 4, [0, 1, 2, 3]
             while asking:
                 worker = chance.choice(asking)
-                granted, given, _ = dispenser.ask(round_, tickets)
+                granted, given, _ = dispenser.ask(round_, steps)
                 taken[worker] += granted
                 assert given == sum(taken)
                 if not granted:
                     asking.remove(worker)
-            assert sum(taken) == tickets
+            assert sum(taken) == steps
 
 
-def test_who_stops_a_round_stops_it_for_all_and_not_the_next():
+def test_a_stopped_round_is_over_for_all_and_the_next_is_not():
     dispenser = StepDispenser()
     dispenser.ask(1, 5)
     assert dispenser.ask(1, 5, stop=True) == (False, 1, True)
@@ -65,13 +65,13 @@ def test_who_stops_a_round_stops_it_for_all_and_not_the_next():
     assert dispenser.ask(2, 5) == (True, 1, False)
 
 
-def test_round_that_is_over_is_not_stopped():
+def test_a_round_without_steps_left_is_not_stopped():
     dispenser = StepDispenser()
     dispenser.ask(1, 1)
     assert dispenser.ask(1, 1, stop=True) == (False, 1, False)
 
 
-def test_worker_that_is_behind_does_not_stop_the_round_of_the_others():
+def test_a_late_worker_does_not_stop_the_current_round():
     dispenser = StepDispenser()
     dispenser.ask(2, 5)
     assert dispenser.ask(1, 5, stop=True) == (False, 1, False)

@@ -1,4 +1,4 @@
-"""Updates as bytes, at the server."""
+"""Decoding of updates at the server."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from hvdx.errors import ConfigError, WireError
 from hvdx.strategies.serving.messages import SessionConfig
 from hvdx.strategies.serving.updates import decoder, is_finite, make_codec
 
-CODED = ["fp16", "bf16", "threshold:0.4"]
+CODECS = ["fp16", "bf16", "threshold:0.4"]
 
 
 def raw(array):
@@ -23,7 +23,7 @@ def encoded(spelling, update):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_plain_updates_are_added_as_they_are(dtype):
+def test_plain_updates_are_added_exactly(dtype):
     update = np.array([1.5, -2.0, 0.1], dtype)
     add = decoder(SessionConfig(2, 3, dtype))(raw(update), 0)
     out = np.ones(3, dtype)
@@ -33,7 +33,7 @@ def test_plain_updates_are_added_as_they_are(dtype):
 
 @pytest.mark.parametrize("factor", [0.5, 1 / 3])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_a_factor_scales_what_is_added(dtype, factor):
+def test_a_factor_scales_the_update(dtype, factor):
     update = np.array([1.5, -2.0, 0.1], dtype)
     add = decoder(SessionConfig(2, 3, dtype))(raw(update), 0)
     out = np.ones(3, dtype)
@@ -44,8 +44,8 @@ def test_a_factor_scales_what_is_added(dtype, factor):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("factor", [1.0, 0.25])
-@pytest.mark.parametrize("spelling", CODED)
-def test_coded_updates_are_added_as_the_codec_sent_them(spelling, factor, dtype):
+@pytest.mark.parametrize("spelling", CODECS)
+def test_encoded_updates_are_added_as_decoded(spelling, factor, dtype):
     update = np.random.default_rng(0).normal(size=50).astype(np.float32)
     message, sent, _ = encoded(spelling, update)
     assert sent.any()
@@ -60,12 +60,12 @@ def test_plain_updates_that_are_not_finite_are_refused(bad):
     assert decoder(SessionConfig(2, 3))(raw(update), 0) is None
 
 
-def test_infinities_that_cancel_are_no_finite_update():
+def test_infinities_of_both_signs_are_not_finite():
     assert not is_finite(np.array([np.inf, -np.inf], np.float32))
     assert is_finite(np.zeros(0, np.float32))
 
 
-def test_an_empty_part_takes_empty_updates():
+def test_an_empty_part_accepts_empty_updates():
     add = decoder(SessionConfig(2, 0))(np.zeros(0, np.uint8), 0)
     add(np.zeros(0, np.float32), 0.5)
 
@@ -77,8 +77,8 @@ def test_plain_updates_of_other_sizes_name_the_rank(size):
     assert caught.value.rank == 3
 
 
-@pytest.mark.parametrize("spelling", CODED)
-def test_damaged_coded_updates_name_the_rank(spelling):
+@pytest.mark.parametrize("spelling", CODECS)
+def test_damaged_encoded_updates_name_the_rank(spelling):
     update = np.random.default_rng(0).normal(size=50).astype(np.float32)
     message, _, _ = encoded(spelling, update)
     decode = decoder(SessionConfig(4, 50, "float32", spelling))
@@ -92,7 +92,7 @@ def test_damaged_coded_updates_name_the_rank(spelling):
         decode(altered, 2)
     with pytest.raises(WireError):
         decoder(SessionConfig(4, 49, "float32", spelling))(message, 0)
-    for other in CODED:
+    for other in CODECS:
         if other != spelling:
             with pytest.raises(WireError):
                 decoder(SessionConfig(4, 50, "float32", other))(message, 0)
