@@ -107,7 +107,6 @@ class HorovodComm(TensorComm):
         self._sets: dict[tuple[int, ...], Any] = {}
 
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
-        """See `Comm.all_gather_object`."""
         message = np.frombuffer(pickle.dumps(value), dtype=np.uint8)
         with tf.device("CPU:0"):
             sizes = self.all_gather(tf.constant([message.size], tf.int64), f"{what}.sizes").numpy()
@@ -117,7 +116,6 @@ class HorovodComm(TensorComm):
         return [pickle.loads(data[end - size : end].tobytes()) for size, end in zip(sizes, ends, strict=True)]
 
     def all_reduce_sum(self, vector: np.ndarray, what: str) -> np.ndarray:
-        """See `Comm.all_reduce_sum`."""
         with tf.device("CPU:0"):
             tensor = tf.constant(vector, tf.float64)
             return self._hvd.allreduce(
@@ -125,8 +123,6 @@ class HorovodComm(TensorComm):
             ).numpy()
 
     def broadcast(self, tensors: Sequence[Any], root: int, what: str) -> list[Any]:
-        """See `Comm.broadcast`."""
-
         # A graph, so that the collectives have names that all ranks share and run side by side.
         @tf.function(autograph=False)
         def run(values: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -140,15 +136,12 @@ class HorovodComm(TensorComm):
         return run(list(tensors)) if tensors else []
 
     def all_gather(self, tensor: Any, name: str) -> Any:
-        """See `Comm.all_gather`."""
         return self._hvd.allgather(tensor, name=_tag(name), ignore_name_scope=True, process_set=self._set)
 
     def all_to_all(self, tensor: Any, splits: Any, name: str) -> tuple[Any, Any]:
-        """See `GraphComm.all_to_all`."""
         return self._hvd.alltoall(tensor, splits=splits, name=_tag(name), ignore_name_scope=True, process_set=self._set)
 
     def subset(self, ranks: Sequence[int]) -> "HorovodComm | None":
-        """See `GraphComm.subset`."""
         if not self._takes_sets:
             raise ConfigError(
                 f"process sets: expected {PROCESS_SETS}=1 when Horovod was started, got nothing. Do: call "
@@ -165,23 +158,19 @@ class HorovodComm(TensorComm):
         return some
 
     def channel(self, what: str) -> Channel:
-        """See `Comm.channel`."""
         raise ConfigError(
             f"{what} travels by MPI, and these processes were started by Horovod's own launcher, without it. "
             "Start them with mpirun, or horovodrun --mpi."
         )
 
     def mailbox(self, box: int, place: Place | None = None) -> Mailbox:
-        """See `Comm.mailbox`."""
         self.channel("a message")  # which says what can
         raise NotImplementedError
 
     def close(self) -> None:
-        """See `Comm.close`."""
         self._hvd.shutdown()
 
     def reduce_group(self, tensors: list[Any], how: Reduction, name: str) -> list[Any]:
-        """See `TensorComm.reduce_group`."""
         if how.wire == "bf16":
             return self._reduce_bf16(tensors, how, name)
         hvd = self._hvd

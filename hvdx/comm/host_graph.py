@@ -37,27 +37,21 @@ class HostGraphComm(TensorComm):
             self._turn = tf.Variable(0, dtype=tf.int64, trainable=False)
 
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
-        """See `Comm.all_gather_object`."""
         return self._comm.all_gather_object(value, what)
 
     def all_reduce_sum(self, vector: np.ndarray, what: str) -> np.ndarray:
-        """See `Comm.all_reduce_sum`."""
         return self._comm.all_reduce_sum(vector, what)
 
     def broadcast(self, tensors: Sequence[Any], root: int, what: str) -> list[Any]:
-        """See `Comm.broadcast`."""
         return self._comm.broadcast(tensors, root, what)
 
     def any_true(self, mine: bool) -> bool:
-        """See `Comm.any_true`."""
         return self._comm.any_true(mine)
 
     def channel(self, what: str) -> Channel:
-        """See `Comm.channel`."""
         return self._comm.channel(what)
 
     def mailbox(self, box: int, place: Place | None = None) -> Mailbox:
-        """See `Comm.mailbox`."""
         return self._comm.mailbox(box, place)
 
     def close(self) -> None:
@@ -76,7 +70,6 @@ class HostGraphComm(TensorComm):
         return super().all_reduce(tensors, how, name)
 
     def reduce_group(self, tensors: list[Any], how: Reduction, name: str) -> list[Any]:
-        """See `TensorComm.reduce_group`."""
         before = how.predivide if how.average else 1.0
         after = before / self.size if how.average else 1.0
         # Where the tensor is: half of it then leaves a GPU, and TensorFlow casts several times as fast as NumPy.
@@ -100,7 +93,6 @@ class HostGraphComm(TensorComm):
         return result
 
     def all_gather(self, tensor: Any, name: str) -> Any:
-        """See `GraphComm.all_gather`."""
         (rows,) = self._on_host(self._gathered, [tensor])
         rows.set_shape([None, *tensor.shape[1:]])
         return rows

@@ -123,23 +123,19 @@ class MpiComm(Comm):
 
     @property
     def workers(self) -> int:
-        """See `Comm.workers`."""
         return self._workers
 
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
-        """See `Comm.all_gather_object`."""
         message = np.frombuffer(pickle.dumps(value), np.uint8)
         # The bytes come from the ranks of this very job, which run the same user's code.
         return [pickle.loads(m.tobytes()) for m in self._channel.named(what).exchange([], message).messages]
 
     def all_reduce_sum(self, vector: np.ndarray, what: str) -> np.ndarray:
-        """See `Comm.all_reduce_sum`."""
         total = np.array(vector, np.float64)
         self._channel.named(what).all_reduce(total)
         return total
 
     def broadcast(self, tensors: Sequence[Any], root: int, what: str) -> list[Any]:
-        """See `Comm.broadcast`."""
         channel, result = self._channel.named(what), []
         for tensor in tensors:
             array = np.array(np.asarray(tensor), order="C")
@@ -148,11 +144,9 @@ class MpiComm(Comm):
         return result
 
     def channel(self, what: str) -> Channel:
-        """See `Comm.channel`."""
         return MpiChannel(self.group, what)
 
     def mailbox(self, box: int, place: Place | None = None) -> Mailbox:
-        """See `Comm.mailbox`."""
         if self._post is None:
             post, request = self.group.Idup()
             self._post = post
@@ -161,13 +155,11 @@ class MpiComm(Comm):
         return MpiMailbox(self._post, box, place)
 
     def any_true(self, mine: bool) -> bool:
-        """See `Comm.any_true`."""
         if self._flags is None:
             self._flags = self.channel("a flag")
         return bool(self._flags.exchange([int(mine)]).headers.any())
 
     def close(self) -> None:
-        """See `Comm.close`."""
         self._channel.close()
         launcher.set_fair_cores(None)
         if self._watchdog is not None:
@@ -223,7 +215,6 @@ class MpiChannel(Channel):
         return self
 
     def exchange(self, header: Sequence[int], message: np.ndarray | None = None) -> Received:
-        """See `Channel.exchange`."""
         begin = time.perf_counter()
         mine = np.array([*header, 0 if message is None else message.size], np.int64)
         headers = np.empty((self.size, mine.size), np.int64)
@@ -254,7 +245,6 @@ class MpiChannel(Channel):
         self._wait(self._comm.Iallreduce(self._mpi.IN_PLACE, vector))
 
     def deal(self, vector: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-        """See `Channel.deal`."""
         ends = bounds * vector.itemsize
         mine = ends[self.rank + 1] - ends[self.rank]
         self._make_room(self.size * mine)
@@ -265,7 +255,6 @@ class MpiChannel(Channel):
         return got.view(vector.dtype).reshape(self.size, bounds[self.rank + 1] - bounds[self.rank])
 
     def join(self, piece: np.ndarray, bounds: np.ndarray, into: np.ndarray) -> None:
-        """See `Channel.join`."""
         ends = bounds * into.itemsize
         received = [into.view(np.uint8), np.diff(ends), ends[:-1], self._mpi.BYTE]
         self._wait(self._comm.Iallgatherv([piece.view(np.uint8), self._mpi.BYTE], received))
@@ -276,7 +265,6 @@ class MpiChannel(Channel):
             self._wait(self._comm.Ibcast([data[begin : begin + _MOST_BYTES], self._mpi.BYTE], root))
 
     def close(self) -> None:
-        """See `Channel.close`."""
         if not self._mpi.Is_finalized():
             self._comm.Free()
 
@@ -312,5 +300,5 @@ class MpiChannel(Channel):
             return "All ranks were waiting: the network lost what they sent, or they were in different exchanges."
         said = f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} did not come."
         # Of the channel's ranks, which are those of the world but on ranks that only serve.
-        words = "; ".join(filter(None, map(watchdog.last_word, missing[:_NAMED])))
+        words = "; ".join(filter(None, map(watchdog.last_report, missing[:_NAMED])))
         return f"{said} Last known: {words}." if words else said

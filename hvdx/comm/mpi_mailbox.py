@@ -35,7 +35,6 @@ class MpiMailbox(Mailbox):
         self._arriving: dict[int, deque[tuple[Message, list[Any]]]] = {}
 
     def send(self, to: int, box: int, header: Sequence[int], body: np.ndarray | None = None) -> None:
-        """See `Mailbox.send`."""
         # The last word tells whether there is a body: an empty one is one too.
         words = np.zeros(HEAD_WORDS + 1, np.int64)
         words[: len(header)] = header
@@ -45,12 +44,10 @@ class MpiMailbox(Mailbox):
             self._leaving.append((self._comm.Isend([piece, self._mpi.BYTE], to, 2 * box + 1), piece))
 
     def leaving(self) -> int:
-        """See `Mailbox.leaving`."""
         self._leaving = [(request, what) for request, what in self._leaving if not request.Test()]
         return len(self._leaving)
 
     def fetch(self) -> Message | None:
-        """See `Mailbox.fetch`."""
         if self._leaving:
             self.leaving()
         self._take_heads()
@@ -67,7 +64,6 @@ class MpiMailbox(Mailbox):
 
     @property
     def coming(self) -> bool:
-        """See `Mailbox.coming`."""
         return bool(self._leaving) or any(self._arriving.values())
 
     def _take_heads(self) -> None:

@@ -17,7 +17,6 @@ class TensorComm(GraphComm):
     """Reduces tensors group by group, and gathers the rows of `tf.IndexedSlices`."""
 
     def all_reduce(self, tensors: Sequence[Any], how: Reduction, name: str) -> list[Any]:
-        """See `Comm.all_reduce`."""
         result: list[Any] = list(tensors)
         if how.sparse == "dense":
             result = [tf.convert_to_tensor(t) if isinstance(t, tf.IndexedSlices) else t for t in result]
