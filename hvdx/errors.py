@@ -8,7 +8,7 @@
     ├── ReplicaError         the ranks hold, or were given, different values; raised on every rank
     ├── ExchangeError        ranks did not join an exchange within the time limit, or sent too much for it
     ├── WireError            a message from a rank is malformed; nothing of it was applied
-    ├── UpdateError          an update holds NaN or another value that cannot be sent; state unchanged (also a ValueError)
+    ├── UpdateError          an update holds NaN or values that cannot be sent; state unchanged (also a ValueError)
     ├── CheckpointError      a checkpoint is damaged; nothing of it was loaded
     └── AverageError         saved networks cannot be averaged, or the result cannot be written (also a ValueError)
 

@@ -1,4 +1,4 @@
-"""Ranks in one process: a world of one, and several virtual ranks for tests and simulations."""
+"""Communicators within one process: a world of one rank, and virtual ranks for tests and simulations."""
 
 import threading
 from collections import defaultdict, deque
@@ -9,12 +9,12 @@ import numpy as np
 
 from hvdx.comm.base import HEAD_WORDS, Channel, Comm, GraphComm, Mailbox, Message, Place, Received, Reduction
 
-# A virtual rank that waits longer for the others was left alone.
+# Time limit of a virtual rank for the others.
 _LIMIT_SECONDS = 60.0
 
 
 class LocalComm(GraphComm):
-    """The communicator of a process that was started alone.
+    """Communicator of a world of one rank.
 
     Example:
         >>> LocalComm().all_gather_object("here", "roll call")
@@ -57,15 +57,15 @@ class LocalComm(GraphComm):
         return VirtualMailbox(0, box, self._table, place)
 
     def close(self) -> None:
-        """See `Comm.close`."""
+        """Do nothing."""
 
 
 def virtual_world(size: int, servers: int = 0) -> list[Comm]:
-    """Communicators of virtual ranks in this process: one for each, to be used by a thread of its own.
+    """Return the communicators of virtual ranks in this process; each is to be used by its own thread.
 
     Args:
-        size: number of ranks.
-        servers: ranks beside them that only serve; theirs come last.
+        size: number of workers.
+        servers: number of server ranks; their communicators come last.
 
     Example:
         >>> (alone,) = virtual_world(1)
@@ -77,16 +77,16 @@ def virtual_world(size: int, servers: int = 0) -> list[Comm]:
 
 
 class _Table:
-    """Where virtual ranks lay down what they give."""
+    """Memory through which virtual ranks exchange values and messages."""
 
     def __init__(self, size: int) -> None:
         self.given: list[Any] = [None] * size
         self.barrier = threading.Barrier(size)
-        # What lies in each box of each rank.
+        # Messages by rank and box.
         self.boxes: defaultdict[tuple[int, int], deque[Message]] = defaultdict(deque)
 
     def swap(self, rank: int, value: Any) -> list[Any]:
-        """Give one value; everyone's, once all have come."""
+        """Gather one value from each rank, in rank order."""
         self.given[rank] = value
         self.barrier.wait(_LIMIT_SECONDS)
         everyone = list(self.given)
@@ -95,11 +95,12 @@ class _Table:
 
 
 class VirtualComm(Comm):
-    """One of several virtual ranks; see `virtual_world`.
+    """Communicator of one virtual rank; see `virtual_world`.
 
     Args:
-        rank, size: of this rank, and of the world.
-        table: shared by all of them.
+        rank, size: rank, and number of workers.
+        table: memory that all virtual ranks share.
+        servers: number of server ranks.
     """
 
     cross_rank, cross_size = 0, 1
@@ -127,15 +128,15 @@ class VirtualComm(Comm):
         return VirtualMailbox(self.rank, box, self._table, place)
 
     def close(self) -> None:
-        """See `Comm.close`."""
+        """Do nothing."""
 
 
 class VirtualChannel(Channel):
-    """Between virtual ranks; see `virtual_world`.
+    """Channel between virtual ranks; see `virtual_world`.
 
     Args:
-        rank, size: of this rank, and of the world.
-        table: shared by all of them.
+        rank, size: rank, and number of ranks.
+        table: memory that all virtual ranks share.
     """
 
     def __init__(self, rank: int, size: int, table: _Table):
@@ -160,16 +161,16 @@ class VirtualChannel(Channel):
         into[:] = np.concatenate(self._table.swap(self.rank, piece))
 
     def close(self) -> None:
-        """See `Channel.close`."""
+        """Do nothing."""
 
 
 class VirtualMailbox(Mailbox):
-    """Between virtual ranks; see `virtual_world`. Bodies are copied when they are sent.
+    """Mailbox between virtual ranks; see `virtual_world`. Bodies are copied when they are sent.
 
     Args:
-        rank: of this rank.
-        box: its number.
-        table: shared by all of them.
+        rank: rank of the owner.
+        box: number of the box.
+        table: memory that all virtual ranks share.
         place: see `hvdx.comm.base.Place`.
     """
 
