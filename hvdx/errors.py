@@ -1,7 +1,7 @@
 """Exceptions that hvdx raises on purpose.
 
     HvdxError
-    ├── ConfigError          an argument, option or strategy that hvdx does not know (also a ValueError)
+    ├── ConfigError          an argument, option or strategy is invalid (also a ValueError)
     ├── LaunchError          the processes were started in a way that cannot work
     ├── HorovodError         Horovod is missing, or was built for something else (also an ImportError)
     ├── NotDistributedError  a training step bypassed hvdx, so nothing would be combined
@@ -24,7 +24,7 @@ class HvdxError(Exception):
 
 
 class ConfigError(HvdxError, ValueError):
-    """An argument, option or strategy that hvdx does not know."""
+    """An argument, option or strategy is invalid."""
 
 
 class LaunchError(HvdxError, RuntimeError):

@@ -75,7 +75,7 @@ def check_size(who: str, found: int, launch: Launch) -> None:
 
 
 class MpiComm(Comm):
-    """The communicator of a process that an MPI launcher started.
+    """Communicator of a process that an MPI launcher started.
 
     Args:
         launch: rank and size from the launcher; checked against MPI.
@@ -119,9 +119,9 @@ class MpiComm(Comm):
         told = launch.local_rank is not None and launch.local_size is not None and not servers
         self.local_rank = launch.local_rank if told else mine.index(self.rank)  # type: ignore[assignment]
         self.local_size = launch.local_size if told else len(mine)  # type: ignore[assignment]
-        alike = [rank for rank, other in enumerate(self.all_gather_object(self.local_rank, "places")) if
+        peers = [rank for rank, other in enumerate(self.all_gather_object(self.local_rank, "places")) if
                  other == self.local_rank]  # fmt: skip
-        self.cross_rank, self.cross_size = alike.index(self.rank), len(alike)
+        self.cross_rank, self.cross_size = peers.index(self.rank), len(peers)
 
     @property
     def workers(self) -> int:

@@ -1,4 +1,4 @@
-"""The communicators of this process, shared by all modules.
+"""Communicators of this process, shared by all modules.
 
 `start` starts MPI, which carries exchanges on the host. Horovod starts with the first exchange inside a TensorFlow
 graph, because its thread polls and takes a large part of a core from the training. If Horovod is not installed, MPI
