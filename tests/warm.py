@@ -105,7 +105,7 @@ class _Request:
 
 
 class _Server:
-    """Forks itself for each client."""
+    """Server that forks itself for each client."""
 
     def __init__(self, listening: socket.socket):
         for name in _PRELOADED:

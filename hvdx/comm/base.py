@@ -72,7 +72,8 @@ class Channel(abc.ABC):
 
         Args:
             header: int64[k], sent before the messages; k is the same on all ranks.
-            message: uint8[bytes]; its length may differ between ranks. None exchanges headers only, on all ranks.
+            message: uint8[bytes]; its length may differ between ranks. If it is None on all ranks, only headers are
+                exchanged.
 
         Raises:
             ExchangeError: if ranks do not join within the time limit; it names them.
@@ -112,7 +113,7 @@ class Channel(abc.ABC):
             block = vector[begin : begin + most]
             bounds = np.arange(self.size + 1) * block.size // self.size
             pieces = self.deal(block, bounds)
-            # A sum that float16 cannot hold becomes infinity; callers check the result for it.
+            # A sum that float16 cannot hold becomes infinity, which checks of the result find.
             with np.errstate(over="ignore", invalid="ignore"):
                 total = pieces[0].astype(wide)
                 for piece in pieces[1:]:
@@ -171,13 +172,13 @@ class Message:
 
 #: Number of integers in the header of a message; those that are not given are 0.
 HEAD_WORDS = 10
-#: Chooses the buffer, uint8[bytes], for the body of a message, from its sender, header and size in bytes. If it
-#: returns None, the mailbox allocates one.
+#: Function that returns the buffer, uint8[bytes], for the body of a message, from its sender, header and size in bytes.
+#: If it returns None, the mailbox allocates a buffer.
 Place = Callable[[int, tuple[int, ...], int], np.ndarray | None]
 
 
 class Mailbox(abc.ABC):
-    """Point-to-point messages: receives those sent to one box of this rank, and sends to any box of any rank.
+    """Mailbox for point-to-point messages: receives those to one box of this rank, and sends to any box of any rank.
 
     Messages from one rank to one box arrive in the order in which they were sent. One thread at a time may use it.
     """

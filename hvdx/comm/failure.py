@@ -1,4 +1,4 @@
-"""Ends the job when one rank fails or exits early, so that no rank waits for it."""
+"""End of the whole job if one rank fails or exits early, so that no rank waits for it."""
 
 import atexit
 import os

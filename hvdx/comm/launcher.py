@@ -19,7 +19,7 @@ class Launch:
     Attributes:
         launcher: "Open MPI", "Hydra", "Slurm", "Horovod (Gloo)", "MVAPICH", "jsrun", "PALS" or "PMIx".
         rank, size: rank of this process and size of the world; a size of None has to be read from MPI.
-        local_rank, local_size: rank among the ranks on this host, and their number; None if the launcher sets neither.
+        local_rank, local_size: rank among the ranks on this host, and their number; None if the launcher omits it.
     """
 
     launcher: str

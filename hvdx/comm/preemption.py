@@ -14,7 +14,7 @@ ENDINGS = (signal.SIGUSR1, signal.SIGTERM)
 
 
 class PreemptionListener:
-    """Catches the signals that announce the end of the job, until it is closed or garbage-collected.
+    """Listener for the signals that announce the end of the job, until it is closed or garbage-collected.
 
     A signal reaches all listeners of the process. Listeners that start later receive it too, until `acknowledge` is
     called. Forked child processes do not listen.

@@ -62,7 +62,7 @@ def stall_limit() -> float:
 
 
 class Watchdog:
-    """Watches this rank's progress and answers the watchdogs of other ranks. Creating one is collective.
+    """Watchdog of this rank's progress; it also answers the watchdogs of other ranks. Creating one is collective.
 
     Args:
         world: `MPI.Comm` of all processes; it is duplicated.
