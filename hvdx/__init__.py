@@ -1,4 +1,4 @@
-"""hvdx: train Keras 3 models on several machines."""
+"""Training of Keras 3 models on several machines."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -30,12 +30,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded when asked for, so that `import hvdx` and the command line do without TensorFlow.
+    # Loaded on first access, so that `import hvdx` and the command line need no TensorFlow.
     import importlib
 
     if name == "codec":
         return importlib.import_module("hvdx.codec")
     if name in __all__ or name == "keras":
-        room = importlib.import_module("hvdx.keras")
-        return room if name == "keras" else getattr(room, name)
+        package = importlib.import_module("hvdx.keras")
+        return package if name == "keras" else getattr(package, name)
     raise AttributeError(f"module 'hvdx' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""`python -m hvdx`, the same as `hvdx`."""
+"""Entry point of `python -m hvdx`, which equals the command `hvdx`."""
 
 import sys
 

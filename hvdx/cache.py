@@ -1,11 +1,11 @@
-"""The folder in which hvdx keeps what takes long to make: built Horovod wheels, compiled kernels."""
+"""Cache folder for built Horovod wheels and compiled kernels."""
 
 import os
 from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """`HVDX_CACHE`, or else hvdx below the user's cache folder (`XDG_CACHE_HOME`, or ~/.cache)."""
+    """Return `HVDX_CACHE`, or by default hvdx below the user's cache folder (`XDG_CACHE_HOME`, or ~/.cache)."""
     chosen = os.environ.get("HVDX_CACHE")
     if chosen:
         return Path(chosen).expanduser().absolute()
@@ -14,5 +14,5 @@ def cache_folder() -> Path:
 
 
 def kernels_folder() -> Path:
-    """The folder of compiled kernels."""
+    """Return the folder of compiled kernels."""
     return cache_folder() / "kernels"

@@ -1,30 +1,30 @@
-"""Everything hvdx raises on purpose.
+"""Exceptions that hvdx raises on purpose.
 
     HvdxError
-    ├── ConfigError          an argument, option or strategy that hvdx does not know (also a ValueError)
+    ├── ConfigError          an argument, option or strategy is invalid (also a ValueError)
     ├── LaunchError          the processes were started in a way that cannot work
     ├── HorovodError         Horovod is missing, or was built for something else (also an ImportError)
-    ├── NotDistributedError  a training step went past hvdx, so nothing would be combined
-    ├── ReplicaError         the ranks hold, or were given, different things; raised on every rank alike
-    ├── ExchangeError        ranks did not come to an exchange within the time limit, or sent too much for it
-    ├── WireError            a message from a rank is not what it should be; nothing of it was applied
-    ├── UpdateError          an update holds what cannot be sent, such as NaN; nothing was changed (also a ValueError)
-    ├── CheckpointError      a checkpoint is damaged; nothing of it was taken
-    └── AverageError         saved networks that cannot be averaged, or not written; nothing was (also a ValueError)
+    ├── NotDistributedError  a training step bypassed hvdx, so nothing would be combined
+    ├── ReplicaError         the ranks hold, or were given, different values; raised on every rank
+    ├── ExchangeError        ranks did not join an exchange within the time limit, or sent too much for it
+    ├── WireError            a message from a rank is malformed; nothing of it was applied
+    ├── UpdateError          an update holds NaN or values that cannot be sent; state unchanged (also a ValueError)
+    ├── CheckpointError      a checkpoint is damaged; nothing of it was loaded
+    └── AverageError         saved networks cannot be averaged, or the result cannot be written (also a ValueError)
 
-Each message says what was expected, what was found, and what to do.
+Each error message states the expected value, the value found, and the remedy.
 """
 
 
 class HvdxError(Exception):
-    """Base of everything hvdx raises on purpose."""
+    """Base class of the exceptions that hvdx raises on purpose."""
 
-    #: True when every rank raises the same error at the same point, so that one rank may speak for all.
+    #: True when every rank raises the same error at the same point. Rank 0 then prints it for all ranks.
     collective = False
 
 
 class ConfigError(HvdxError, ValueError):
-    """An argument, option or strategy that hvdx does not know."""
+    """An argument, option or strategy is invalid."""
 
 
 class LaunchError(HvdxError, RuntimeError):
@@ -36,28 +36,28 @@ class HorovodError(HvdxError, ImportError):
 
 
 class NotDistributedError(HvdxError, RuntimeError):
-    """A training step went past hvdx: it would have run without combining anything."""
+    """A training step bypassed hvdx: it would have run without combining anything."""
 
 
 class ReplicaError(HvdxError, RuntimeError):
-    """The ranks hold, or were given, different things. Raised on every rank alike."""
+    """The ranks hold, or were given, different values. Raised on every rank."""
 
     collective = True
 
 
 class ExchangeError(HvdxError, RuntimeError):
-    """Ranks did not come to an exchange within the time limit, or sent more than one exchange can carry."""
+    """Ranks did not join an exchange within the time limit, or sent more than one exchange can carry."""
 
 
 class CheckpointError(HvdxError, RuntimeError):
-    """A checkpoint is cut off, altered or incomplete. Nothing of it was taken."""
+    """A checkpoint is truncated, altered or incomplete. Nothing of it was loaded."""
 
 
 class WireError(HvdxError, RuntimeError):
-    """A message from a rank is not what it should be. Nothing of it, or of those beside it, was applied.
+    """A message from a rank is malformed. Neither it nor the messages received with it were applied.
 
     Attributes:
-        rank: the rank it came from, or None where that is not known.
+        rank: rank of the sender, or None if unknown.
     """
 
     def __init__(self, message: str, rank: int | None = None) -> None:
@@ -66,11 +66,13 @@ class WireError(HvdxError, RuntimeError):
 
 
 class UpdateError(HvdxError, ValueError):
-    """An update holds what cannot be sent: NaN, infinity, or too many tau. The encoder's state is as it was.
+    """An update holds a value that cannot be sent: NaN, infinity, or too large a multiple of tau.
+
+    The encoder's state is unchanged.
 
     Attributes:
-        variable: which of the update's arrays.
-        element: which of its elements, counted through the array's flattened form.
+        variable: index of the array in the update.
+        element: index of the element in the flattened array.
     """
 
     def __init__(self, message: str, variable: int, element: int) -> None:
@@ -79,4 +81,4 @@ class UpdateError(HvdxError, ValueError):
 
 
 class AverageError(HvdxError, ValueError):
-    """Saved networks that cannot be averaged: damaged, of different architectures, or nowhere to write the result."""
+    """Saved networks cannot be averaged: damaged files, different architectures, or no place to write the result."""

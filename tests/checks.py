@@ -1,4 +1,4 @@
-"""The battery that every communicator passes, at any number of ranks."""
+"""Checks that every communicator passes, at any number of ranks."""
 
 import threading
 from collections.abc import Iterator
@@ -10,41 +10,41 @@ from hvdx.comm import Comm, GraphComm, Mailbox, Message
 from hvdx.comm.base import HEAD_WORDS, Reduction
 from hvdx.comm.waiting import until
 
-# What a check waits for a message, at most.
+# Time limit of a check for a message.
 _SECONDS = 30.0
 
 
 def check_place(comm: Comm) -> None:
-    """Ranks are 0..size-1, each once."""
+    """Check that ranks are 0..size-1, each once."""
     assert comm.all_gather_object(comm.rank, "ranks") == list(range(comm.size))
     assert 0 <= comm.local_rank < comm.local_size <= comm.size
 
 
 def check_objects(comm: Comm) -> None:
-    """Objects of different sizes, empty ones too, come in rank order."""
-    mine = {"rank": comm.rank, "ballast": "x" * (1000 * comm.rank)}
+    """Check that objects of different sizes, including None, arrive in rank order."""
+    mine = {"rank": comm.rank, "padding": "x" * (1000 * comm.rank)}
     everyone = comm.all_gather_object(mine, "objects")
     assert [o["rank"] for o in everyone] == list(range(comm.size))
-    assert [len(o["ballast"]) for o in everyone] == [1000 * r for r in range(comm.size)]
+    assert [len(o["padding"]) for o in everyone] == [1000 * r for r in range(comm.size)]
     assert comm.all_gather_object(None, "nothing") == [None] * comm.size
 
 
 def check_sums(comm: Comm) -> None:
-    """float64 sums are exact for whole numbers, and an empty vector is no special case."""
+    """Check that float64 sums of integers beyond float32's precision are exact."""
     vector = np.arange(5.0) + 2.0**40 * (comm.rank + 1)
     expected = comm.size * np.arange(5.0) + 2.0**40 * sum(range(1, comm.size + 1))
     np.testing.assert_array_equal(comm.all_reduce_sum(vector, "sum"), expected)
 
 
 def check_flags(comm: Comm) -> None:
-    """What holds on one rank alone, whichever it is, is known to all."""
+    """Check that a flag of any single rank reaches all ranks."""
     answers = [comm.any_true(comm.rank == rank) for rank in range(-1, comm.size)]
-    # Only now: a rank that stopped at its first wrong answer would leave the others waiting.
+    # Asserted after all exchanges: a rank that fails earlier would leave the others waiting.
     assert answers == [False, *[True] * comm.size]
 
 
 def check_broadcast(comm: Comm) -> None:
-    """Every dtype a model holds arrives bit for bit, from the last rank too."""
+    """Check that every dtype of a model's variables arrives unchanged, from the last rank."""
     for dtype in (tf.float32, tf.float16, tf.int64, tf.int32, tf.bool, tf.uint8):
         value = tf.cast(tf.fill([2, 3], comm.rank % 2), dtype)
         (got,) = comm.broadcast([value], comm.size - 1, f"broadcast {dtype.name}")
@@ -53,14 +53,14 @@ def check_broadcast(comm: Comm) -> None:
 
 
 def check_gather(comm: GraphComm) -> None:
-    """Ragged first dimensions, none at all included."""
+    """Check tensors whose first dimensions differ between ranks and may be 0."""
     mine = tf.fill([comm.rank, 2], float(comm.rank))
     expected = np.concatenate([np.full([r, 2], r) for r in range(comm.size)])
     np.testing.assert_array_equal(comm.all_gather(mine, "gather").numpy(), expected)
 
 
 def check_reductions(comm: GraphComm) -> None:
-    """Every way to reduce agrees with NumPy, eagerly and in a graph, with the same bits on all ranks."""
+    """Check that all reductions agree with NumPy, eagerly and in a graph, with the same bits on all ranks."""
     everyone = [_tensors(rank) for rank in range(comm.size)]
     sums = [sum(ts[i].astype(np.float64) for ts in everyone) for i in range(3)]
     cases = {
@@ -72,7 +72,7 @@ def check_reductions(comm: GraphComm) -> None:
         "two groups": (Reduction(groups=2), 1e-6),
         "more groups than tensors": (Reduction(groups=9), 1e-6),
         "named groups": (Reduction(groups=((2, 0),)), 1e-6),
-        # At no number of ranks what is left to multiply with afterwards is 1.
+        # The factor after the sum, predivide / size, is not 1 at any number of ranks.
         "predivided": (Reduction(predivide=0.5), 1e-6),
     }
     for name, (how, tolerance) in cases.items():
@@ -88,7 +88,7 @@ def check_reductions(comm: GraphComm) -> None:
 
 
 def check_slices(comm: GraphComm) -> None:
-    """Rows of embeddings, gathered or dense, with repeated rows and none at all."""
+    """Check the rows of embeddings, gathered or dense, with repeated rows and with no rows."""
     rows = [] if comm.rank == comm.size - 1 and comm.size > 1 else [0, comm.rank % 4, 3, 3]
     mine = tf.IndexedSlices(tf.ones([len(rows), 2]) * (comm.rank + 1), tf.constant(rows, tf.int64), tf.constant([4, 2]))
     dense = np.zeros([4, 2])
@@ -108,7 +108,7 @@ def _tensors(rank: int) -> list[np.ndarray]:
 
 
 def check_messages_come_in_order(comm: Comm) -> None:
-    """From each rank to each, this one too, with bodies of all sizes and without: each once, in the order sent."""
+    """Check that messages from each rank to each arrive once and in order, with bodies of many sizes and without."""
     box = comm.mailbox(0)
     sizes = [0, 1, 7, None, 5000, 0, 300_000, None, 3]
     bodies = [None if n is None else np.full(n, comm.rank + i, np.uint8) for i, n in enumerate(sizes)]
@@ -133,8 +133,8 @@ def check_messages_come_in_order(comm: Comm) -> None:
     comm.all_gather_object(None, "the end of a check")
 
 
-def check_boxes_are_apart(comm: Comm) -> None:
-    """What is sent to one box does not come to another, though the same ranks send; read-only bodies travel too."""
+def check_boxes_are_separate(comm: Comm) -> None:
+    """Check that a message reaches only its own box, although the same ranks send to both; bodies are read-only."""
     boxes, neighbour = [comm.mailbox(0), comm.mailbox(1)], (comm.rank + 1) % comm.size
     for i in range(20):
         for number in (1, 0):
@@ -150,13 +150,13 @@ def check_boxes_are_apart(comm: Comm) -> None:
 
 
 def check_bodies_are_put_in_their_place(comm: Comm) -> None:
-    """`place` is asked once for each body, with sender, head and size; None leaves it to the mailbox."""
+    """Check that `place` is called once for each body, and that the mailbox allocates a buffer if it returns None."""
     places = np.zeros((comm.size, 1000), np.uint8)
-    asked = []
+    calls = []
 
-    def place(sender: int, head: tuple[int, ...], size: int) -> np.ndarray | None:
-        asked.append((sender, head[0], size))
-        return places[sender] if head[0] == 1 else None
+    def place(sender: int, header: tuple[int, ...], size: int) -> np.ndarray | None:
+        calls.append((sender, header[0], size))
+        return places[sender] if header[0] == 1 else None
 
     box = comm.mailbox(2, place)
     for to in range(comm.size):
@@ -169,13 +169,13 @@ def check_bodies_are_put_in_their_place(comm: Comm) -> None:
         if message.header[0] == 2:
             assert message.body is not None
             np.testing.assert_array_equal(message.body, np.full(10, message.sender + 1))
-    assert sorted(asked) == sorted((s, k, n) for s in range(comm.size) for k, n in ((1, 1000), (2, 10)))
+    assert sorted(calls) == sorted((s, k, n) for s in range(comm.size) for k, n in ((1, 1000), (2, 10)))
     assert until(box.left, _SECONDS)
     comm.all_gather_object(None, "the end of a check")
 
 
 def check_messages_pass_collectives(comm: Comm) -> None:
-    """Letters are on their way while ranks meet elsewhere; a thread of its own answers them meanwhile."""
+    """Check that messages are delivered during a collective, while another thread answers them."""
     mine, answers = comm.mailbox(0), comm.mailbox(1)
     rounds, failures = 20, []
 
@@ -204,16 +204,16 @@ def check_messages_pass_collectives(comm: Comm) -> None:
 
 
 def _messages(box: Mailbox, count: int) -> Iterator[Message]:
-    """The next messages of a box."""
+    """Yield the next `count` messages of a box."""
     for i in range(count):
         found: list[Message] = []
 
-        def look(found: list[Message] = found) -> bool:
+        def poll(found: list[Message] = found) -> bool:
             message = box.fetch()
             found += [message] if message is not None else []
             return bool(found)
 
-        assert until(look, _SECONDS), f"message {i} of {count} did not come"
+        assert until(poll, _SECONDS), f"message {i} of {count} did not arrive"
         yield found[0]
 
 
@@ -223,12 +223,12 @@ COMM_CHECKS = {
 
 GRAPH_CHECKS = {check.__name__: check for check in (check_gather, check_reductions, check_slices)}
 
-#: Of communicators that carry messages.
-POSTBOX_CHECKS = {
+#: Checks of communicators with mailboxes.
+MAILBOX_CHECKS = {
     check.__name__: check
     for check in (
         check_messages_come_in_order,
-        check_boxes_are_apart,
+        check_boxes_are_separate,
         check_bodies_are_put_in_their_place,
         check_messages_pass_collectives,
     )

@@ -1,13 +1,13 @@
-"""For all tests: a quick start, here and in the processes that tests start, and kernels that are compiled already."""
+"""Setup of all tests: a faster start of Keras, and kernels loaded from the cache."""
 
 from tests.quick_start import sitecustomize  # noqa: F401
 
-# Where tests call kernels; what goes through a codec loads them by itself.
+# Folders whose tests call kernels directly; code that uses a codec loads the kernels itself.
 _CALL_KERNELS = ("kernels", "codec", "strategies", "jobs")
 
 
 def pytest_collection_finish(session):
-    """Load the compiled kernels before a test compiles one."""
+    """Load the compiled kernels, so that no test has to compile them."""
     if any(item.path.relative_to(session.config.rootpath / "tests").parts[0] in _CALL_KERNELS
            for item in session.items if item.path.is_relative_to(session.config.rootpath / "tests")):  # fmt: skip
         from hvdx.cache import kernels_folder

@@ -1,4 +1,4 @@
-"""Runs a Python script on several ranks, with a time limit outside them: a deadlock is a failure, not a hang."""
+"""Launcher of Python scripts on several ranks, with an outer time limit, so that a deadlock fails and does not hang."""
 
 import os
 import sys
@@ -12,13 +12,13 @@ from tests import warm
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Small and quick: one thread a rank; a stalled collective ends before the limits of most tests do.
+# One thread a rank; Horovod warns of a stalled collective after 20 s and ends it after 240 s.
 _ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "TF_NUM_INTRAOP_THREADS": "1",
     "TF_NUM_INTEROP_THREADS": "1",
     "OMP_NUM_THREADS": "1",
-    # Horovod's thread looks around less often: at its 1 ms it takes a third of a core on each rank from the others.
+    # At Horovod's default of 1 ms, polling takes a third of a core on each rank.
     "HOROVOD_CYCLE_TIME": "5",
     "HOROVOD_STALL_CHECK_TIME_SECONDS": "20",
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "240",
@@ -28,11 +28,11 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Run:
-    """How a launch ended.
+    """Result of a launch.
 
     Attributes:
-        code: exit status; None when the time limit ended it.
-        out: what all ranks printed, standard output and standard error together.
+        code: exit status; None if the time limit ended the launch.
+        out: output of all ranks, standard output and standard error together.
     """
 
     code: int | None
@@ -53,11 +53,11 @@ def run(
     """Run `python program...` on some ranks.
 
     Args:
-        ranks: how many; 1 is started alone, without a launcher.
+        ranks: number of ranks; 1 is started without a launcher.
         program: script and arguments, or "-c" and code.
-        timeout: seconds; then every process of the launch is killed.
-        env: added to the environment.
-        fresh: in new processes, as a user's; otherwise in copies of one that has imported TensorFlow (`warm`).
+        timeout: seconds after which every process of the launch is killed.
+        env: variables to add to the environment.
+        fresh: start new processes, like a user; otherwise fork a process that has imported TensorFlow (`warm`).
     """
     command = [*([sys.executable] if fresh else warm.command(environment())), *program]
     if ranks > 1:
@@ -66,14 +66,14 @@ def run(
 
 
 def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of a test's processes, with `env` added."""
+    """Return the environment of a test's processes, with `env` added."""
     given = os.environ | _ENVIRONMENT | dict(env or {})
-    # Behind what a test puts there itself.
+    # After the folders that a test adds itself.
     folders = [given.get("PYTHONPATH", ""), str(ROOT / "tests" / "quick_start")]
     return given | {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
 
 def run_command(command: Sequence[str], timeout: float = 120, env: Mapping[str, str] | None = None) -> Run:
-    """Run any command with the environment and the limits of `run`."""
+    """Run any command with the environment and time limit of `run`."""
     ended = processes.run(command, timeout, environment(env), ROOT, merged=True)
     return Run(ended.code, ended.text)

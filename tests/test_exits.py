@@ -48,7 +48,7 @@ def test_rank_that_ends_is_named_and_ends_the_job(strategy, argument, before, co
     ended = time.time()
     assert done.code == code, done
     assert "rank 1 of 4 on " in done.out
-    assert f"ended: sys.exit({argument!r}), and the others cannot go on without it" in done.out, done
+    assert f"ended: sys.exit({argument!r}), and the others cannot continue without it" in done.out, done
     assert "failed; ending the job" not in done.out, "the others are not to blame"
     (began,) = done.ready
     assert ended - began < END, done
@@ -57,7 +57,7 @@ def test_rank_that_ends_is_named_and_ends_the_job(strategy, argument, before, co
 def test_ranks_that_all_exit_end_with_their_status():
     done = run(2, ["-c", "import sys, hvdx; hvdx.init(); sys.exit(5)"], timeout=START)
     assert done.code == 5, done
-    assert "cannot go on" not in done.out
+    assert "cannot continue" not in done.out
 
 
 def test_sys_exit_that_is_caught_ends_nothing():

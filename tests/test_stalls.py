@@ -127,7 +127,7 @@ def test_ranks_in_different_collectives_are_distinguished():
     done = stall(3, BARE + code, HVDX_TIMEOUT="7")
     assert done.code not in (None, 0), done
     (headline,) = stalls(done)[:1]
-    assert f"rank 1 ({HOST}) has not come to the metrics, but to another place" in headline, done
+    assert f"rank 1 ({HOST}) has not come to the metrics, but to another collective" in headline, done
     assert f"rank 1 ({HOST}): waits in the flags" in done.out, done
 
 

@@ -1,13 +1,12 @@
-"""Python processes that have TensorFlow already: copies (forks) of one that imported it.
+"""Fork server: Python processes forked from one that has imported TensorFlow.
 
-An import of TensorFlow and Keras takes five seconds of a core, which a test on four ranks would pay four times.
-`command` gives a program for the launcher to start in the place of `python`. It hands its arguments, environment,
-folder and standard streams to the server, which forks; it passes signals on, and ends as the copy ends. hvdx, mpi4py
-and Horovod are not imported before the fork, so a copy starts them as a new process would.
+An import of TensorFlow and Keras takes five seconds of a core, and a test on four ranks would need four of them.
+`command` returns a client program for the launcher to start in place of `python`. The client sends its arguments,
+environment, folder and standard streams to the server, which forks. It also passes signals on, and ends with the fork's
+exit status. hvdx, mpi4py and Horovod are not imported before the fork, so a fork starts them like a new process.
 
-A copy differs from a new process in what Python does before a script: no `sitecustomize` of the test's runs, and
-variables that TensorFlow or Numba read when they are imported are those of the server. Tests that mean that start new
-processes.
+Unlike a new process, a fork does not run the test's `sitecustomize`, and TensorFlow and Numba have read their
+environment variables from the server's environment. Tests that depend on these start new processes.
 """
 
 import atexit
@@ -31,17 +30,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _PRELOADED = ("numpy", "keras", "tensorflow", "numba")
-# What a launcher sends a rank, and what tests do.
+# Signals that launchers and tests send to a rank.
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGCONT)
 
 _server: "tuple[subprocess.Popen[bytes], str] | None" = None
 
 
 def command(environment: Mapping[str, str]) -> list[str]:
-    """What to start in place of `python`; the server is started with it the first time.
+    """Return the command to start in place of `python`; the first call starts the server.
 
     Args:
-        environment: of the server. A copy has the environment of who asks for it.
+        environment: environment of the server. A fork gets the environment of its client.
     """
     global _server
     if _server is None or _server[0].poll() is not None:
@@ -60,7 +59,7 @@ def command(environment: Mapping[str, str]) -> list[str]:
         listening.close()
         _server = server, address
         atexit.register(_end, server, folder)
-    # Without site-packages it starts in milliseconds.
+    # Without site-packages the client starts in milliseconds.
     return [sys.executable, "-I", "-S", __file__, "ask", _server[1]]
 
 
@@ -71,20 +70,20 @@ def _end(server: "subprocess.Popen[bytes]", folder: str) -> None:
     shutil.rmtree(folder)
 
 
-# -- in place of python -----------------------------------------------------------------------------------------------
+# -- the client -------------------------------------------------------------------------------------------------------
 
 
-def _ask(address: str, program: list[str]) -> None:
-    """Have a copy run the program, and end as it ends."""
+def _request_fork(address: str, program: list[str]) -> None:
+    """Have the server run the program in a fork, and end with its status."""
     link = socket.socket(socket.AF_UNIX)
     link.connect(address)
-    asked = json.dumps({"program": program, "folder": os.getcwd(), "environment": dict(os.environ)}).encode()
-    socket.send_fds(link, [len(asked).to_bytes(8, "little")], [0, 1, 2])
-    link.sendall(asked)
+    request = json.dumps({"program": program, "folder": os.getcwd(), "environment": dict(os.environ)}).encode()
+    socket.send_fds(link, [len(request).to_bytes(8, "little")], [0, 1, 2])
+    link.sendall(request)
     for number in _PASSED_ON:
         signal.signal(number, lambda number, frame: link.send(bytes([number])))
-    said = link.recv(8)
-    status = int.from_bytes(said, "little", signed=True) if said else 1
+    answer = link.recv(8)
+    status = int.from_bytes(answer, "little", signed=True) if answer else 1
     if status < 0:
         if -status in _PASSED_ON:
             signal.signal(-status, signal.SIG_DFL)
@@ -96,8 +95,8 @@ def _ask(address: str, program: list[str]) -> None:
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """What a copy is to be."""
+class _Request:
+    """Request for a fork: the program and its surroundings."""
 
     program: list[str]
     folder: str
@@ -106,25 +105,29 @@ class _Asked:
 
 
 class _Server:
-    """Forks for whoever asks."""
+    """Server that forks itself for each client."""
 
     def __init__(self, listening: socket.socket):
         for name in _PRELOADED:
             importlib.import_module(name)
         if len(os.listdir("/proc/self/task")) > 1:
-            raise RuntimeError("an import has started threads: such a process cannot be copied")
+            raise RuntimeError("an import has started threads: such a process cannot be forked")
         gc.collect()
         gc.freeze()
         self._listening = listening
-        self._copies: dict[socket.socket, int] = {}
+        self._forks: dict[socket.socket, int] = {}
         self._woken, self._wake = socket.socketpair()
         self._woken.setblocking(False)
         self._wake.setblocking(False)
         signal.set_wakeup_fd(self._wake.fileno())
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
 
-    def serve(self) -> _Asked | None:
-        """Returns in each copy, with what is asked of it; in the server when standard input ends, with None."""
+    def serve(self) -> _Request | None:
+        """Serve clients until standard input ends.
+
+        Returns:
+            In each fork, its request; in the server, None.
+        """
         with selectors.DefaultSelector() as selector:
             for source in (self._listening, self._woken, 0):
                 selector.register(source, selectors.EVENT_READ)
@@ -132,48 +135,49 @@ class _Server:
                 for key, _ in selector.select():
                     source = key.fileobj
                     if source == 0:
-                        for pid in self._copies.values():
+                        for pid in self._forks.values():
                             os.kill(pid, signal.SIGKILL)
                         return None
                     if source is self._listening:
-                        asked = self._copy(selector)
-                        if asked is not None:
-                            return asked
+                        request = self._fork(selector)
+                        if request is not None:
+                            return request
                     elif source is self._woken:
                         self._woken.recv(4096)
-                        self._say_who_ended(selector)
-                    elif isinstance(source, socket.socket) and source in self._copies:
-                        self._pass_on(source, selector)
+                        self._report_ended(selector)
+                    elif isinstance(source, socket.socket) and source in self._forks:
+                        self._pass_signals_on(source, selector)
 
-    def _copy(self, selector: selectors.BaseSelector) -> _Asked | None:
-        """Fork for the next who asks; returns what is asked in the copy, and None in the server."""
+    def _fork(self, selector: selectors.BaseSelector) -> _Request | None:
+        """Fork for the next client; return its request in the fork, and None in the server."""
         link, _ = self._listening.accept()
-        asked = _receive(link)
+        request = _receive(link)
         pid = os.fork()
         if pid:
-            for stream in asked.streams:
+            for stream in request.streams:
                 os.close(stream)
-            self._copies[link] = pid
+            self._forks[link] = pid
             selector.register(link, selectors.EVENT_READ)
             return None
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for other in (self._listening, self._woken, self._wake, link, *self._copies):
+        for other in (self._listening, self._woken, self._wake, link, *self._forks):
             other.close()
-        _become(asked)
-        return asked
+        _take_over(request)
+        return request
 
-    def _pass_on(self, link: socket.socket, selector: selectors.BaseSelector) -> None:
-        """Send a copy the signals that who asked for it got."""
+    def _pass_signals_on(self, link: socket.socket, selector: selectors.BaseSelector) -> None:
+        """Send a fork the signals that its client received."""
         numbers = link.recv(64)
         if not numbers:
-            # Killed.
+            # The client was killed.
             selector.unregister(link)
         for number in numbers or [signal.SIGKILL]:
-            os.kill(self._copies[link], number)
+            os.kill(self._forks[link], number)
 
-    def _say_who_ended(self, selector: selectors.BaseSelector) -> None:
-        for link, pid in list(self._copies.items()):
+    def _report_ended(self, selector: selectors.BaseSelector) -> None:
+        """Send the exit statuses of ended forks to their clients."""
+        for link, pid in list(self._forks.items()):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 with contextlib.suppress(OSError):
@@ -181,39 +185,39 @@ class _Server:
                 with contextlib.suppress(KeyError):
                     selector.unregister(link)
                 link.close()
-                del self._copies[link]
+                del self._forks[link]
 
 
-def _receive(link: socket.socket) -> _Asked:
+def _receive(link: socket.socket) -> _Request:
     size, streams, _, _ = socket.recv_fds(link, 8, 3)
-    asked = b""
-    while len(asked) < int.from_bytes(size, "little"):
-        asked += link.recv(1 << 20)
-    return _Asked(streams=streams, **json.loads(asked))
+    data = b""
+    while len(data) < int.from_bytes(size, "little"):
+        data += link.recv(1 << 20)
+    return _Request(streams=streams, **json.loads(data))
 
 
-def _become(asked: _Asked) -> None:
-    """Take over the streams, the folder and the environment of who asks."""
-    for number, stream in enumerate(asked.streams):
+def _take_over(request: _Request) -> None:
+    """Take over the streams, the folder and the environment of the client."""
+    for number, stream in enumerate(request.streams):
         os.dup2(stream, number)
         os.close(stream)
-    os.chdir(asked.folder)
+    os.chdir(request.folder)
     os.environ.clear()
-    os.environ.update(asked.environment)
-    # Python's own generator starts anew in a fork; NumPy's does not.
+    os.environ.update(request.environment)
+    # A fork seeds Python's own random generator, but not NumPy's.
     np.random.seed()
 
 
-def _run(asked: _Asked, installed: list[str]) -> None:
-    """Be `python program...`.
+def _run(request: _Request, installed: list[str]) -> None:
+    """Run the program as `python program...` would.
 
     Args:
-        asked: the program and its surroundings.
+        request: the program and its surroundings.
         installed: Python's own folders, without those of a script or PYTHONPATH.
     """
-    kind, *arguments = asked.program
-    paths = [path for path in asked.environment.get("PYTHONPATH", "").split(os.pathsep) if path]
-    first = {"-c": "", "-m": asked.folder}.get(kind, str(Path(kind).resolve().parent))
+    kind, *arguments = request.program
+    paths = [path for path in request.environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    first = {"-c": "", "-m": request.folder}.get(kind, str(Path(kind).resolve().parent))
     sys.path[:] = [first, *paths, *installed]
     importlib.invalidate_caches()
     if kind == "-m":
@@ -226,16 +230,16 @@ def _run(asked: _Asked, installed: list[str]) -> None:
         sys.argv[:] = ["-c", *arguments[1:]]
         code = compile(arguments[0], "<string>", "exec")
     else:
-        sys.argv[:] = asked.program
+        sys.argv[:] = request.program
         main.__file__ = kind
         code = compile(Path(kind).read_bytes(), kind, "exec")
     exec(code, main.__dict__)
 
 
-def _end_as(program: Callable[[], None]) -> None:
-    """Run it and end as Python does, but without a second of taking TensorFlow's objects down one by one.
+def _end_as_python(program: Callable[[], None]) -> None:
+    """Run the program and end as Python does, without the second that Python needs to destroy TensorFlow's objects.
 
-    A program that calls `sys.exit` ends in Python's own way.
+    A program that calls `sys.exit` ends in Python's usual way.
     """
     status = 0
     try:
@@ -247,7 +251,7 @@ def _end_as(program: Callable[[], None]) -> None:
         sys.excepthook(*sys.exc_info())
     threading._shutdown()
     atexit._run_exitfuncs()
-    # mpi4py does it after the last of Python's objects.
+    # mpi4py finalises MPI at the end of Python's own shutdown, which `os._exit` skips.
     if "mpi4py.MPI" in sys.modules:
         from mpi4py import MPI
 
@@ -260,11 +264,11 @@ def _end_as(program: Callable[[], None]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "ask":
-        _ask(sys.argv[2], sys.argv[3:])
+        _request_fork(sys.argv[2], sys.argv[3:])
     import numpy as np
 
     import_paths = [path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix))]
-    wanted = _Server(socket.socket(fileno=int(sys.argv[2]))).serve()
-    if wanted is None:
+    received = _Server(socket.socket(fileno=int(sys.argv[2]))).serve()
+    if received is None:
         os._exit(0)
-    _end_as(lambda: _run(wanted, import_paths))
+    _end_as_python(lambda: _run(received, import_paths))

@@ -1,4 +1,4 @@
-"""Ranks: who this process is, and how it reaches the others. One communication library a file."""
+"""Communicators: the rank of this process and its connections to the other ranks. One communication library a file."""
 
 from hvdx.comm.base import Channel, Comm, GraphComm, Mailbox, Message, Received
 from hvdx.comm.local import LocalComm

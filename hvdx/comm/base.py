@@ -1,9 +1,9 @@
-"""The contract of a communicator.
+"""Interfaces of communicators, channels and mailboxes.
 
-Every method that talks to other ranks is collective: all ranks call it, in the same order. Each wait ends: a
-communicator that cannot reach a rank raises after its time limit.
+Methods of `Comm`, `GraphComm` and `Channel` that send are collective: all ranks call them, in the same order. A
+communicator that cannot reach a rank raises an error after its time limit.
 
-`Comm` reaches ranks from the host, with NumPy arrays and bytes; `GraphComm` also from inside a TensorFlow graph.
+`Comm` sends NumPy arrays and bytes from the host. `GraphComm` also sends tensors from inside a TensorFlow graph.
 """
 
 import abc
@@ -14,24 +14,24 @@ from typing import Any, Literal
 import numpy as np
 
 Wire = Literal["none", "fp16", "bf16"]
-#: What carries tensors in the graph; "auto" is Horovod where all ranks have it, else MPI on the host.
+#: Transport of tensors in the graph. "auto" is Horovod if all ranks have it, else MPI on the host.
 Engine = Literal["auto", "horovod", "mpi"]
-# Bytes of a vector that `Channel.sum_in_order` passes on at a time: MPI counts in a C int, and buffers stay small.
+# Block size of `Channel.sum_in_order`, in bytes: MPI counts in a C int, and small blocks keep the buffers small.
 _BLOCK_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """How `Comm.all_reduce` combines tensors.
+    """Options of `GraphComm.all_reduce`.
 
     Attributes:
         average: divide the sum by the number of ranks.
-        wire: what a float32 or float64 value becomes on the network.
+        wire: dtype of float32 and float64 values on the network; "none" keeps theirs.
         groups: number of groups (int), or the tensors' indices group by group; each group is one collective.
-        sparse: how `IndexedSlices` travel: "gather" their rows, or "dense" as the whole tensor.
+        sparse: exchange of `IndexedSlices`: "gather" their rows, or sum the whole tensor ("dense").
         predivide: with `average`, divide by this before the sum and by size / predivide after it.
-        device: the device the dense collectives are placed on; "" leaves it to TensorFlow.
-        device_sparse: likewise for the gathered rows of `IndexedSlices`.
+        device: device of the dense collectives; "" leaves it to TensorFlow.
+        device_sparse: device of the collectives on the rows of `IndexedSlices`; "" leaves it to TensorFlow.
     """
 
     average: bool = True
@@ -45,13 +45,13 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Received:
-    """What one exchange over a channel brought.
+    """Result of one exchange over a channel.
 
     Attributes:
-        headers: int64[size, k], every rank's header.
+        headers: int64[size, k], the headers of all ranks, in rank order.
         messages: uint8[bytes] each, in rank order; views that the next exchange overwrites.
-        waited: seconds until all ranks had come.
-        seconds: seconds that the messages then took.
+        waited: seconds until the headers of all ranks had arrived.
+        seconds: seconds that the messages took after that.
     """
 
     headers: np.ndarray
@@ -61,24 +61,22 @@ class Received:
 
 
 class Channel(abc.ABC):
-    """Carries messages of different lengths between all ranks. One thread at a time."""
+    """Collective exchange of messages of different lengths. One thread at a time may use it."""
 
     rank: int
     size: int
 
     @abc.abstractmethod
     def exchange(self, header: Sequence[int], message: np.ndarray | None = None) -> Received:
-        """Give every rank every rank's message.
+        """Gather the headers and messages of all ranks, this one's included.
 
         Args:
-            header: a few whole numbers that travel first; as many on all ranks.
-            message: uint8[bytes], of any length on each rank; None sends nothing, and all ranks must agree on that.
-
-        Returns:
-            Everyone's, this rank's own included.
+            header: int64[k], sent before the messages; k is the same on all ranks.
+            message: uint8[bytes]; its length may differ between ranks. If it is None on all ranks, only headers are
+                exchanged.
 
         Raises:
-            ExchangeError: ranks that did not come within the time limit; it names them.
+            ExchangeError: if ranks do not join within the time limit; it names them.
         """
 
     @abc.abstractmethod
@@ -86,28 +84,28 @@ class Channel(abc.ABC):
         """Sum a vector over the ranks, in place.
 
         Args:
-            vector: float32[n], n alike on all ranks; afterwards the same bits on all.
+            vector: float32[n], n the same on all ranks; afterwards it holds the same bits on all ranks.
 
         Raises:
-            ExchangeError: see `exchange`.
+            ExchangeError: if ranks do not join within the time limit.
         """
 
     def sum_in_order(self, vector: np.ndarray, scale: float = 1.0) -> np.ndarray:
         """Sum a vector over the ranks, each element in rank order.
 
-        Every rank adds up one piece of the vector and gives the result to the others, so that each sends
-        2 (N - 1) / N times the vector, as in a ring.
+        Every rank sums one piece of the vector and sends the result to the others. Each rank sends 2 (N - 1) / N
+        times the vector, as in a ring all-reduce.
 
         Args:
-            vector: contiguous floats[n], n and dtype alike on all ranks. It travels in its dtype, and is added up in
-                float32, or in float64 if that is its dtype.
-            scale: factor on the sum, before it is rounded to the dtype of the vector.
+            vector: contiguous floats[n], n and dtype the same on all ranks. Values are sent in this dtype and summed
+                in float32, or in float64 if that is the dtype.
+            scale: factor on the sum, applied before rounding to the dtype of the vector.
 
         Returns:
-            A new array of that dtype[n], the same bits on every rank.
+            A new array of the same dtype[n], with the same bits on every rank.
 
         Raises:
-            ExchangeError: see `exchange`.
+            ExchangeError: if ranks do not join within the time limit.
         """
         wide, result = np.promote_types(vector.dtype, np.float32), np.empty_like(vector)
         most = _BLOCK_BYTES // vector.itemsize
@@ -115,7 +113,7 @@ class Channel(abc.ABC):
             block = vector[begin : begin + most]
             bounds = np.arange(self.size + 1) * block.size // self.size
             pieces = self.deal(block, bounds)
-            # A sum that float16 cannot hold becomes infinity, which those who look at the result find.
+            # A sum that float16 cannot hold becomes infinity, which checks of the result find.
             with np.errstate(over="ignore", invalid="ignore"):
                 total = pieces[0].astype(wide)
                 for piece in pieces[1:]:
@@ -126,44 +124,44 @@ class Channel(abc.ABC):
 
     @abc.abstractmethod
     def deal(self, vector: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-        """Give every rank its piece of each rank's vector.
+        """Send every rank its piece of this rank's vector (an all-to-all).
 
         Args:
-            vector: contiguous [n], n and dtype alike on all ranks.
+            vector: contiguous [n], n and dtype the same on all ranks.
             bounds: int64[size + 1]; the piece of rank r is `vector[bounds[r] : bounds[r + 1]]`.
 
         Returns:
-            [size, piece], this rank's piece of each vector, in rank order; the next exchange may overwrite it.
+            [size, piece], this rank's piece of each rank's vector, in rank order; the next exchange may overwrite it.
 
         Raises:
-            ExchangeError: see `exchange`.
+            ExchangeError: if ranks do not join within the time limit.
         """
 
     @abc.abstractmethod
     def join(self, piece: np.ndarray, bounds: np.ndarray, into: np.ndarray) -> None:
-        """Put the pieces of all ranks together; see `deal`.
+        """Gather the pieces of all ranks into one vector (an all-gather).
 
         Args:
-            piece: this rank's.
-            bounds: of the pieces.
-            into: where they go: contiguous [n].
+            piece: piece of this rank, [bounds[rank + 1] - bounds[rank]].
+            bounds: int64[size + 1], bounds of the pieces; see `deal`.
+            into: contiguous [n], the output.
 
         Raises:
-            ExchangeError: see `exchange`.
+            ExchangeError: if ranks do not join within the time limit.
         """
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Give the channel back; every rank does."""
+        """Free the channel. Collective."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """What one rank sent another.
+    """Message from one rank to another.
 
     Attributes:
-        sender: its rank; those that only serve come after the others.
-        header: HEAD_WORDS whole numbers.
+        sender: rank of the sender; server ranks are numbered after the workers.
+        header: HEAD_WORDS integers.
         body: uint8[bytes], or None.
     """
 
@@ -172,55 +170,59 @@ class Message:
     body: np.ndarray | None
 
 
-#: Whole numbers in the header of a message; those that are not given are 0.
+#: Number of integers in the header of a message; those that are not given are 0.
 HEAD_WORDS = 10
-#: Where to put the body of a message from a rank with this header, of so many bytes; None leaves it to the mailbox.
+#: Function that returns the buffer, uint8[bytes], for the body of a message, from its sender, header and size in bytes.
+#: If it returns None, the mailbox allocates a buffer.
 Place = Callable[[int, tuple[int, ...], int], np.ndarray | None]
 
 
 class Mailbox(abc.ABC):
-    """Messages from one rank to another, without the others: those that come to one box of this rank.
+    """Mailbox for point-to-point messages: receives those to one box of this rank, and sends to any box of any rank.
 
-    Messages from one rank to one box come in the order in which they were sent. One thread at a time.
+    Messages from one rank to one box arrive in the order in which they were sent. One thread at a time may use it.
     """
 
     rank: int
 
     @abc.abstractmethod
     def send(self, to: int, box: int, header: Sequence[int], body: np.ndarray | None = None) -> None:
-        """Send a message; returns before it has left.
+        """Start to send a message, without waiting for its completion.
 
         Args:
-            to: a rank; this one too.
-            box: of that rank.
-            header: whole numbers, HEAD_WORDS at most.
-            body: uint8[bytes], contiguous; it must not change until it has `left`.
+            to: rank of the receiver, which may be this rank.
+            box: number of the receiver's box.
+            header: integers, at most HEAD_WORDS.
+            body: uint8[bytes], contiguous; it must not change until `left` returns True.
         """
 
     @abc.abstractmethod
     def fetch(self) -> Message | None:
-        """The next message that has come as a whole; None if there is none. Does not wait."""
+        """Return the next message that has arrived completely, or None if there is none. Does not wait."""
 
     @abc.abstractmethod
     def leaving(self) -> int:
-        """How many messages, headers and bodies, are still on their way out."""
+        """Return the number of sends in flight; headers and bodies count separately."""
 
     def left(self) -> bool:
-        """Whether all that was sent may be changed again."""
+        """Return whether all sends are complete, so that their bodies may be changed."""
         return not self.leaving()
 
     @property
     @abc.abstractmethod
     def coming(self) -> bool:
-        """Whether a part of a message is here, and the rest on its way."""
+        """True while a message has arrived in part."""
 
 
 class Comm(abc.ABC):
-    """Reaches the other ranks. `rank` and `size` place this process among them.
+    """Communicator of a group of ranks.
 
     Attributes:
-        servers: ranks that only serve these, beside them; to mailboxes they are the ranks from `size` on.
-        serves: whether this is one of them.
+        rank, size: rank of this process in the group, and number of ranks in the group.
+        local_rank, local_size: rank among the ranks on this host, and their number.
+        cross_rank, cross_size: rank among the ranks with the same local rank, one per host, and their number.
+        servers: number of server ranks outside the group; mailboxes number them from `size` on.
+        serves: True if this process is a server rank.
     """
 
     rank: int
@@ -234,16 +236,16 @@ class Comm(abc.ABC):
 
     @property
     def workers(self) -> int:
-        """Number of ranks that train; `size`, where it is not one of the servers that asks."""
+        """Number of ranks that train: `size`, except on a server rank."""
         return self.size
 
     @abc.abstractmethod
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
-        """Gather one picklable value from each rank.
+        """Gather one value from each rank.
 
         Args:
-            value: small and picklable.
-            what: a name for the exchange, seen where a rank fails to come.
+            value: small, picklable value.
+            what: name of the exchange, for error messages.
 
         Returns:
             The values in rank order.
@@ -254,76 +256,76 @@ class Comm(abc.ABC):
         """Sum a vector over the ranks.
 
         Args:
-            vector: float64[n], n alike on all ranks.
-            what: a name for the exchange.
+            vector: float64[n], n the same on all ranks.
+            what: name of the exchange, for error messages.
 
         Returns:
-            float64[n], the same bits on every rank.
+            float64[n], with the same bits on every rank.
         """
 
     @abc.abstractmethod
     def broadcast(self, tensors: Sequence[Any], root: int, what: str) -> list[Any]:
-        """Give every rank the root's tensors.
+        """Send the tensors of the root to every rank.
 
         Args:
-            tensors: TensorFlow tensors or NumPy arrays; shapes and dtypes alike on all ranks.
-            root: the rank whose values travel.
-            what: a name for the exchange.
+            tensors: TensorFlow tensors or NumPy arrays; shapes and dtypes are the same on all ranks.
+            root: rank of the sender.
+            what: name of the exchange, for error messages.
 
         Returns:
-            The root's values, an array or a tensor for each given.
+            The root's values, one array or tensor for each of `tensors`.
         """
 
     @abc.abstractmethod
     def channel(self, what: str) -> Channel:
-        """Open a channel of its own for messages: another thread may use it while this one uses the communicator.
+        """Open a separate channel, which one thread may use while another uses the communicator. Collective.
 
         Args:
-            what: what it carries, for messages about ranks that do not come.
+            what: content of the channel, for error messages.
 
         Raises:
-            ConfigError: this communicator cannot carry messages; the error names one that can.
+            ConfigError: if this communicator has no channels; the error names one that has.
         """
 
     @abc.abstractmethod
     def mailbox(self, box: int, place: Place | None = None) -> Mailbox:
-        """Open a box for messages from single ranks. The first call is collective.
+        """Open a mailbox for point-to-point messages. The first call is collective.
 
         Args:
-            box: its number, from 0; one thread a box.
-            place: where bodies go.
+            box: number of the box, from 0; each box belongs to one thread.
+            place: chooses the buffers of bodies; by default the mailbox allocates them.
 
         Raises:
-            ConfigError: this communicator cannot carry messages; the error names one that can.
+            ConfigError: if this communicator has no mailboxes; the error names one that has.
         """
 
     def any_true(self, mine: bool) -> bool:
-        """Whether something holds on any rank. May be called from TensorFlow's threads.
+        """Return whether the flag of any rank is True. May be called from TensorFlow's threads.
 
         Args:
-            mine: whether it holds on this one.
+            mine: flag of this rank.
         """
         return any(self.all_gather_object(mine, "a flag"))
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Take leave of the other ranks. Nothing may be sent afterwards."""
+        """Disconnect from the other ranks. Nothing may be sent afterwards."""
 
 
 class GraphComm(Comm):
-    """Reaches the other ranks from inside a TensorFlow graph too."""
+    """Communicator with collectives that also work inside a TensorFlow graph."""
 
     @abc.abstractmethod
     def all_reduce(self, tensors: Sequence[Any], how: Reduction, name: str) -> list[Any]:
         """Sum or average tensors over the ranks, inside a TensorFlow graph or eagerly.
 
         Args:
-            tensors: `tf.Tensor` or `tf.IndexedSlices`; shapes and dtypes alike on all ranks.
-            how: the reduction.
-            name: alike on all ranks; it pairs up what the ranks send.
+            tensors: `tf.Tensor` or `tf.IndexedSlices`; shapes and dtypes are the same on all ranks.
+            how: options of the reduction.
+            name: name of the collective, the same on all ranks; Horovod matches the ranks' calls by it.
 
         Returns:
-            The combined tensors in the order given, the same bits on every rank.
+            The combined tensors in the given order, with the same bits on every rank.
         """
 
     @abc.abstractmethod
@@ -331,33 +333,33 @@ class GraphComm(Comm):
         """Concatenate the ranks' tensors along their first dimension, in rank order.
 
         Args:
-            tensor: a `tf.Tensor` of rank 1 or more; all but its first dimension alike on all ranks.
-            name: alike on all ranks.
+            tensor: `tf.Tensor` with one or more dimensions; all except the first are the same on all ranks.
+            name: name of the collective, the same on all ranks.
         """
 
     @abc.abstractmethod
     def all_to_all(self, tensor: Any, splits: Any, name: str) -> tuple[Any, Any]:
-        """Give every rank its part of each rank's tensor, inside a TensorFlow graph or eagerly.
+        """Send every rank its rows of this rank's tensor, inside a TensorFlow graph or eagerly.
 
         Args:
-            tensor: a `tf.Tensor` of rank 1 or more; all but its first dimension alike on all ranks.
-            splits: int32[size], how many of its rows go to each rank.
-            name: alike on all ranks.
+            tensor: `tf.Tensor` with one or more dimensions; all except the first are the same on all ranks.
+            splits: int32[size], number of rows for each rank.
+            name: name of the collective, the same on all ranks.
 
         Returns:
-            The rows received, in rank order, and int32[size], how many came from each rank.
+            The rows received, in rank order, and int32[size], the number of rows from each rank.
         """
 
     @abc.abstractmethod
     def subset(self, ranks: Sequence[int]) -> "GraphComm | None":
-        """Make a communicator of some of the ranks. Collective over all ranks, alike on all.
+        """Return a communicator of some of the ranks. Collective over all ranks, with the same argument on all.
 
         Args:
-            ranks: some, in ascending order; in the communicator they are numbered from 0 in this order.
+            ranks: ranks in ascending order; the new communicator numbers them from 0 in this order.
 
         Returns:
-            The communicator; None on ranks that are not among them.
+            The communicator; None on ranks that are not in `ranks`.
 
         Raises:
-            ConfigError: the communicator was started without the means for it; the error names the remedy.
+            ConfigError: if the communicator was started without process sets; the error names the remedy.
         """

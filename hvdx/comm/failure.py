@@ -1,4 +1,4 @@
-"""One rank's failure ends the job: nobody waits for a rank that is gone."""
+"""End of the whole job if one rank fails or exits early, so that no rank waits for it."""
 
 import atexit
 import os
@@ -14,10 +14,10 @@ from typing import Any, NoReturn
 from hvdx.comm import mpi, progress, watchdog
 from hvdx.errors import HvdxError
 
-# How long the other ranks give rank 0 to say what all of them found.
+# Time for another rank to print a shared error, or for all ranks to end by themselves, before this rank ends the job.
 _COURTESY_SECONDS = 3.0
-# What Horovod raises on the ranks that are left when one has ended; and how long they wait to hear which.
-_SHUT_DOWN, _OBITUARY_SECONDS = "Horovod has been shut down", 4.0
+# Text of Horovod's error on the remaining ranks after one has ended; and their time limit for learning which.
+_SHUT_DOWN, _DEPARTURE_SECONDS = "Horovod has been shut down", 4.0
 
 
 _remembered: list[BaseException] = []
@@ -26,32 +26,33 @@ _place = (0, 0)
 
 
 def remember(error: BaseException) -> None:
-    """Keep an error that TensorFlow is about to wrap into one of its own, which would hide its kind and its text.
+    """Store an error that TensorFlow is about to wrap into one of its own, which would hide its type and text.
 
     Args:
-        error: raised by Python code inside a TensorFlow function; what ends the process is reported as this error.
+        error: exception of Python code inside a TensorFlow function. If TensorFlow's error ends the process, this one
+            is reported in its place.
     """
     _remembered[:] = [error]
 
 
 def install(rank: int, size: int) -> None:
-    """Make an uncaught exception on this rank end the whole job, with its own message and exit code 1.
+    """Make an uncaught exception on this rank end the whole job, with the exception's message and exit code 1.
 
-    Without it the interpreter's exit handlers would wait in MPI for ranks that are waiting for this one.
+    Otherwise the interpreter's exit handlers would wait in MPI for ranks that wait for this one.
 
     Args:
-        rank, size: this process in the world, for the message.
+        rank, size: rank of this process and size of the world, for the message.
     """
 
     def end_the_job(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        departed = watchdog.obituary(_OBITUARY_SECONDS) if _SHUT_DOWN in str(error) else None
+        departed = watchdog.find_departed(_DEPARTURE_SECONDS) if _SHUT_DOWN in str(error) else None
         if _remembered and kind.__module__.startswith("tensorflow.") and str(_remembered[0]) in str(error):
             error = _remembered[0]
             kind, trace = type(error), error.__traceback__
         if departed is not None:
             _, said, first = departed
             if first:
-                watchdog.say_end(said)
+                watchdog.print_end(said)
             else:
                 time.sleep(_COURTESY_SECONDS)
         elif isinstance(error, HvdxError) and error.collective:
@@ -62,9 +63,9 @@ def install(rank: int, size: int) -> None:
         else:
             text = "".join(traceback.format_exception(kind, error, trace))
             headline = f"hvdx: rank {rank} of {size} on {socket.gethostname()} failed; ending the job on all ranks"
-            said = programs_own(str(error)) if kind.__module__.startswith("tensorflow.") else ""
+            said = find_user_error(str(error)) if kind.__module__.startswith("tensorflow.") else ""
             said = said or f"{kind.__name__}: {str(error).partition(chr(10))[0]}"
-            # One write, so that the ranks' messages do not run into each other.
+            # One write, so that the messages of different ranks do not mix.
             sys.stderr.write(f"{text}{headline}: {said}\n")
         sys.stdout.flush()
         sys.stderr.flush()
@@ -83,17 +84,17 @@ _RAISED = re.compile(r"^((?:\w+\.)*[A-Z]\w*): ?(.*)$", re.MULTILINE)
 _LIBRARIES = re.compile(r"/(?:site|dist)-packages/|/lib/python\d|^<frozen")
 
 
-def programs_own(text: str) -> str:
-    """The exception that the program's own code raised inside TensorFlow, in a generator of data say, and its line.
+def find_user_error(text: str) -> str:
+    """Find the exception that user code raised inside TensorFlow, for example in a data generator.
 
     Args:
-        text: of TensorFlow's error, which holds the traceback of Python's.
+        text: text of TensorFlow's error, which contains the Python traceback.
 
     Returns:
-        Its kind, its words and the innermost line outside of libraries; "" where there is none.
+        Type and message of the exception, and the innermost line outside libraries; "" if there is no exception.
 
     Example:
-        >>> programs_own('''Graph execution error:
+        >>> find_user_error('''Graph execution error:
         ... ValueError: no such image
         ... Traceback (most recent call last):
         ...   File "/lib/site-packages/tensorflow/script_ops.py", line 1, in __call__
@@ -111,9 +112,9 @@ def programs_own(text: str) -> str:
 
 
 class _Exit(SystemExit):
-    """What `sys.exit` raises.
+    """Exception that `sys.exit` raises; notes whether it ends the process.
 
-    Python drops the last reference to it while no Python code runs only if the exception has ended the interpreter.
+    Python drops the last reference to it with no Python frame on the stack only if it has ended the interpreter.
     """
 
     def __del__(self) -> None:
@@ -121,7 +122,7 @@ class _Exit(SystemExit):
             _ending[:] = [self.code]
 
 
-# The argument of the `sys.exit` that ends this process.
+# The argument of the `sys.exit` that ends this process; empty if there was none.
 _ending: list[Any] = []
 
 
@@ -130,22 +131,23 @@ def _exit(status: Any = None, /) -> NoReturn:
 
 
 def leave_first() -> None:
-    """Have the others told of this process's end before anything else is done at its exit.
+    """Register the exit handler that announces this process's end, so that it runs before all other exit handlers.
 
-    To be called after whatever registers exit handlers that the others notice, such as Horovod's.
+    Call it after any code that registers exit handlers with an effect on the other ranks, such as Horovod's.
     """
-    atexit.unregister(_leaving)
-    atexit.register(_leaving)
+    atexit.unregister(_at_exit)
+    atexit.register(_at_exit)
 
 
-def _leaving() -> None:
-    """This process ends. With an exit status the job does, unless all ranks end by themselves."""
+def _at_exit() -> None:
+    """Announce this process's end; end the job if its exit status is not 0, unless all ranks end by themselves."""
     code = _ending[0] if _ending else None
     status = (code & 0xFF if isinstance(code, int) else 1) if code is not None else 0
     how = f"sys.exit({code!r})" if _ending else ""
-    # In the middle of a training the others need it, however it ends. (A training that was saved raises by itself.)
+    # During a training the other ranks need this one, whatever its status. (A saved training raises SystemExit
+    # itself, without `sys.exit`.)
     hurry = bool(status) or (bool(_ending) and progress.training())
     if watchdog.leave(status, how, hurry, _COURTESY_SECONDS):
         return
-    watchdog.say_end(watchdog.departure(*_place, socket.gethostname(), how))
+    watchdog.print_end(watchdog.departure(*_place, socket.gethostname(), how))
     mpi.abort(status)

@@ -1,4 +1,4 @@
-"""Ranks through Horovod: collectives inside the TensorFlow graph."""
+"""Communicator on Horovod, with collectives inside the TensorFlow graph."""
 
 import copy
 import importlib
@@ -19,25 +19,23 @@ from hvdx.comm.launcher import Launch
 from hvdx.comm.tensors import TensorComm, device_scope
 from hvdx.errors import ConfigError, HorovodError
 
-#: Read by Horovod when it starts: process sets may be added later, at the cost of a message more in each cycle.
+#: Variable that Horovod reads when it starts. If it is 1, process sets may be added later; each cycle then costs one
+#: more message.
 PROCESS_SETS = "HOROVOD_DYNAMIC_PROCESS_SETS"
-# A rank that waits this long for another gives up; Horovod itself would wait for ever. Horovod warns at 60 s.
+# Time after which a rank gives up waiting for another. By default Horovod warns after 60 s and waits without limit.
 _STALL_SECONDS = "600"
-# Where ranks meet rarely, the slowest may be that much later, since it fell behind in every step.
+# The same if most steps have no collective: the slowest rank falls behind in every step between two collectives.
 _RARE_STALL_SECONDS = "3600"
-# Milliseconds between two looks of Horovod's thread for work, where there is some in few steps only. By itself it looks
-# every millisecond: on two cores steps of 8 ms took 14 beside that, and 10 beside this.
+# Polling interval of Horovod's thread, in milliseconds, if most steps have no collective. Horovod's default is 1 ms. On
+# two cores, steps of 8 ms took 14 ms with a poll every 1 ms, and 10 ms with a poll every 5 ms.
 _RARE_CYCLE_MS = "5"
 
 
 def load() -> Any:
-    """Import `horovod.tensorflow`, or say why it cannot be.
-
-    Returns:
-        The module.
+    """Import and return `horovod.tensorflow`.
 
     Raises:
-        HorovodError: it is missing, or was built against another TensorFlow; the message names the remedy.
+        HorovodError: if it is missing, or was built against another TensorFlow; the error names the remedy.
     """
     _check_build()
     try:
@@ -54,7 +52,8 @@ def _check_build() -> None:
         files = metadata.files("horovod") or []
     except metadata.PackageNotFoundError:
         raise HorovodError(
-            "Horovod: expected it beside TensorFlow, found none. Build it (two minutes): hvdx build-horovod"
+            "Horovod: expected an installation beside TensorFlow, found none. Build it (two minutes): "
+            "hvdx build-horovod"
         ) from None
     for file in files:
         if file.name == "metadata.json" and file.parent.name == "horovod":
@@ -67,16 +66,16 @@ def _check_build() -> None:
 
 
 class HorovodComm(TensorComm):
-    """Reaches the ranks through Horovod.
+    """Communicator on Horovod.
 
     Args:
-        launch: what the launcher said; checked against what Horovod finds.
-        rarely: Horovod is needed in few steps only; that holds for as long as the process lives.
-        group: the `MPI.Comm` of the ranks, where they are not all that were started.
+        launch: rank and size from the launcher; checked against Horovod's.
+        rarely: True if most steps have no collective, during the whole life of the process.
+        group: `MPI.Comm` of the ranks, if they are not the whole world.
 
     Raises:
-        HorovodError: Horovod is missing or does not fit this environment.
-        LaunchError: Horovod finds another world than the launcher started.
+        HorovodError: if Horovod is missing or does not fit this environment.
+        LaunchError: if Horovod's world differs from the launcher's.
     """
 
     def __init__(self, launch: Launch, rarely: bool = False, group: Any = None):
@@ -107,17 +106,15 @@ class HorovodComm(TensorComm):
         self._sets: dict[tuple[int, ...], Any] = {}
 
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
-        """See `Comm.all_gather_object`."""
         message = np.frombuffer(pickle.dumps(value), dtype=np.uint8)
         with tf.device("CPU:0"):
             sizes = self.all_gather(tf.constant([message.size], tf.int64), f"{what}.sizes").numpy()
             data = self.all_gather(tf.constant(message), what).numpy()
         ends = np.cumsum(sizes)
-        # The bytes come from the ranks of this very job, which run the same user's code.
+        # Unpickling is safe: the bytes come from ranks of this job, which run the same user's code.
         return [pickle.loads(data[end - size : end].tobytes()) for size, end in zip(sizes, ends, strict=True)]
 
     def all_reduce_sum(self, vector: np.ndarray, what: str) -> np.ndarray:
-        """See `Comm.all_reduce_sum`."""
         with tf.device("CPU:0"):
             tensor = tf.constant(vector, tf.float64)
             return self._hvd.allreduce(
@@ -125,9 +122,7 @@ class HorovodComm(TensorComm):
             ).numpy()
 
     def broadcast(self, tensors: Sequence[Any], root: int, what: str) -> list[Any]:
-        """See `Comm.broadcast`."""
-
-        # A graph, so that the collectives have names that all ranks share and run side by side.
+        # In a graph the collectives have the same names on all ranks, and run concurrently.
         @tf.function(autograph=False)
         def run(values: list[tf.Tensor]) -> list[tf.Tensor]:
             return [
@@ -140,15 +135,12 @@ class HorovodComm(TensorComm):
         return run(list(tensors)) if tensors else []
 
     def all_gather(self, tensor: Any, name: str) -> Any:
-        """See `Comm.all_gather`."""
         return self._hvd.allgather(tensor, name=_tag(name), ignore_name_scope=True, process_set=self._set)
 
     def all_to_all(self, tensor: Any, splits: Any, name: str) -> tuple[Any, Any]:
-        """See `GraphComm.all_to_all`."""
         return self._hvd.alltoall(tensor, splits=splits, name=_tag(name), ignore_name_scope=True, process_set=self._set)
 
     def subset(self, ranks: Sequence[int]) -> "HorovodComm | None":
-        """See `GraphComm.subset`."""
         if not self._takes_sets:
             raise ConfigError(
                 f"process sets: expected {PROCESS_SETS}=1 when Horovod was started, got nothing. Do: call "
@@ -165,23 +157,19 @@ class HorovodComm(TensorComm):
         return some
 
     def channel(self, what: str) -> Channel:
-        """See `Comm.channel`."""
         raise ConfigError(
-            f"{what} travels by MPI, and these processes were started by Horovod's own launcher, without it. "
+            f"{what} travels by MPI, but these processes were started by Horovod's own launcher, without MPI. "
             "Start them with mpirun, or horovodrun --mpi."
         )
 
     def mailbox(self, box: int, place: Place | None = None) -> Mailbox:
-        """See `Comm.mailbox`."""
-        self.channel("a message")  # which says what can
+        self.channel("a message")  # raises the error that names the remedy
         raise NotImplementedError
 
     def close(self) -> None:
-        """See `Comm.close`."""
         self._hvd.shutdown()
 
     def reduce_group(self, tensors: list[Any], how: Reduction, name: str) -> list[Any]:
-        """See `TensorComm.reduce_group`."""
         if how.wire == "bf16":
             return self._reduce_bf16(tensors, how, name)
         hvd = self._hvd
@@ -200,10 +188,11 @@ class HorovodComm(TensorComm):
             )
 
     def _reduce_bf16(self, tensors: list[Any], how: Reduction, name: str) -> list[Any]:
-        """All-reduce with bfloat16 on the network, which Horovod has no type for.
+        """All-reduce with bfloat16 on the network, a dtype that Horovod does not have.
 
-        Each rank adds up one part in float32, then shares it: the two halves of a ring all-reduce, in bytes that
-        Horovod need not understand, and as many of them as for fp16. The sum is rounded once, not at every hop.
+        Each rank sums one part in float32 and sends it to the others, as in the two halves of a ring all-reduce.
+        Horovod carries the values as bytes, with the same volume as for fp16. The sum is rounded once, not at every
+        hop.
         """
         part_of = [tf.size(t) for t in tensors]
         with device_scope(how.device):
@@ -220,7 +209,7 @@ class HorovodComm(TensorComm):
                 process_set=self._set,
             )
             mine = tf.bitcast(tf.reshape(received, [self.size, share, 2]), tf.bfloat16)
-            # Four times as fast as reduce_sum over the short axis.
+            # reduce_sum over the short axis takes four times the time of add_n.
             total = tf.add_n(tf.unstack(tf.cast(mine, tf.float32), num=self.size))
             if how.average:
                 total /= self.size

@@ -1,4 +1,4 @@
-"""Ranks inside the TensorFlow graph without Horovod: each collective is a call of Python on the host's arrays."""
+"""Communicator for the TensorFlow graph without Horovod: each collective calls Python with arrays on the host."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,13 +15,13 @@ _WIRES = {"fp16": tf.float16, "bf16": tf.bfloat16}
 
 
 class HostGraphComm(TensorComm):
-    """Reaches the ranks of a host communicator from inside a graph.
+    """Communicator for the graph on top of a host communicator. Creating one is collective.
 
-    Horovod pairs up what the ranks send by its name. Here the order pairs it up: a graph takes its collectives in the
+    Horovod matches the ranks' collectives by name; here they are matched by order. A graph runs its collectives in the
     order in which the program calls them, which is the same on all ranks.
 
     Args:
-        comm: the ranks. Opening a channel between them is collective.
+        comm: communicator on the host, with channels.
     """
 
     def __init__(self, comm: Comm):
@@ -31,41 +31,39 @@ class HostGraphComm(TensorComm):
         self.cross_rank, self.cross_size = comm.cross_rank, comm.cross_size
         self._channel = comm.channel("the all-reduce")
         self._flat = np.empty(0, np.uint8)
-        # Written before and after each collective: TensorFlow keeps operations on one variable in order, those inside
-        # of conditions and loops too.
+        # Written before and after each collective: TensorFlow keeps the order of operations on one variable, also
+        # inside conditions and loops.
         with tf.init_scope(), tf.device("CPU:0"):
-            self._turn = tf.Variable(0, dtype=tf.int64, trainable=False)
+            self._sequence = tf.Variable(0, dtype=tf.int64, trainable=False)
 
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
-        """See `Comm.all_gather_object`."""
         return self._comm.all_gather_object(value, what)
 
     def all_reduce_sum(self, vector: np.ndarray, what: str) -> np.ndarray:
-        """See `Comm.all_reduce_sum`."""
         return self._comm.all_reduce_sum(vector, what)
 
     def broadcast(self, tensors: Sequence[Any], root: int, what: str) -> list[Any]:
-        """See `Comm.broadcast`."""
         return self._comm.broadcast(tensors, root, what)
 
     def any_true(self, mine: bool) -> bool:
-        """See `Comm.any_true`."""
         return self._comm.any_true(mine)
 
     def channel(self, what: str) -> Channel:
-        """See `Comm.channel`."""
         return self._comm.channel(what)
 
     def mailbox(self, box: int, place: Place | None = None) -> Mailbox:
-        """See `Comm.mailbox`."""
         return self._comm.mailbox(box, place)
 
     def close(self) -> None:
-        """See `Comm.close`; the host communicator stays open."""
+        """Close the channel of the all-reduce; the host communicator stays open."""
         self._channel.close()
 
     def all_reduce(self, tensors: Sequence[Any], how: Reduction, name: str) -> list[Any]:
-        """See `GraphComm.all_reduce`; without a device of its own."""
+        """Sum or average tensors over the ranks; see `GraphComm.all_reduce`.
+
+        Raises:
+            ConfigError: if `how` names a device.
+        """
         if how.device or how.device_sparse:
             error = ConfigError(
                 f"device: expected none where MPI combines tensors, got {how.device or how.device_sparse!r}. Do: leave "
@@ -76,16 +74,16 @@ class HostGraphComm(TensorComm):
         return super().all_reduce(tensors, how, name)
 
     def reduce_group(self, tensors: list[Any], how: Reduction, name: str) -> list[Any]:
-        """See `TensorComm.reduce_group`."""
         before = how.predivide if how.average else 1.0
         after = before / self.size if how.average else 1.0
-        # Where the tensor is: half of it then leaves a GPU, and TensorFlow casts several times as fast as NumPy.
+        # Cast on the tensor's own device: only half the bytes then leave a GPU, and TensorFlow casts several times
+        # faster than NumPy.
         sent = [tf.reshape(_narrow(t / before if before != 1.0 else t, how.wire), [-1]) for t in tensors]
         received = self._on_host(lambda *vectors: self._sums(vectors, after), sent)
         return [tf.reshape(tf.cast(r, t.dtype), tf.shape(t)) for r, t in zip(received, tensors, strict=True)]
 
     def _sums(self, vectors: Sequence[np.ndarray], scale: float) -> list[np.ndarray]:
-        """Sum vectors over the ranks, those of one dtype together."""
+        """Sum vectors over the ranks, with one collective a dtype."""
         result = list(vectors)
         for dtype in sorted({v.dtype for v in vectors}, key=str):
             members = [i for i, v in enumerate(vectors) if v.dtype == dtype]
@@ -100,7 +98,6 @@ class HostGraphComm(TensorComm):
         return result
 
     def all_gather(self, tensor: Any, name: str) -> Any:
-        """See `GraphComm.all_gather`."""
         (rows,) = self._on_host(self._gathered, [tensor])
         rows.set_shape([None, *tensor.shape[1:]])
         return rows
@@ -111,19 +108,19 @@ class HostGraphComm(TensorComm):
         return [np.concatenate([m.view(rows.dtype).reshape(n, *rows.shape[1:]) for n, m in parts])]
 
     def all_to_all(self, tensor: Any, splits: Any, name: str) -> tuple[Any, Any]:
-        """See `GraphComm.all_to_all`: only Horovod can."""
-        raise _refusal("alltoall")
+        """Raise HorovodError: this communicator has no all-to-all."""
+        raise _needs_horovod("alltoall")
 
     def subset(self, ranks: Sequence[int]) -> GraphComm | None:
-        """See `GraphComm.subset`: only Horovod can."""
-        raise _refusal("process sets")
+        """Raise HorovodError: this communicator has no process sets."""
+        raise _needs_horovod("process sets")
 
     def _on_host(self, work: Callable[..., list[np.ndarray]], tensors: Sequence[Any]) -> list[Any]:
-        """Have arrays worked on when it is their turn, as an operation of the graph.
+        """Call Python code as an operation of the graph, in the program's order.
 
         Args:
-            work: takes the arrays, and returns as many of the same dtypes.
-            tensors: on any device.
+            work: function from arrays to arrays, the same number with the same dtypes.
+            tensors: arguments of `work`, on any device.
         """
 
         def host(*given: np.ndarray) -> list[np.ndarray]:
@@ -134,19 +131,19 @@ class HostGraphComm(TensorComm):
                 raise
 
         with tf.device("CPU:0"):
-            with tf.control_dependencies([self._turn.assign_add(1)]):
-                # Outside of a graph a list of one comes as the one.
+            with tf.control_dependencies([self._sequence.assign_add(1)]):
+                # Outside a graph `numpy_function` returns a list of one as its only element.
                 results = tf.nest.flatten(tf.numpy_function(host, list(tensors), [t.dtype for t in tensors]))
             with tf.control_dependencies(results):
-                self._turn.assign_add(1)
+                self._sequence.assign_add(1)
         return results
 
 
 def _narrow(tensor: Any, wire: str) -> Any:
-    """What of a tensor travels."""
+    """Cast a floating-point tensor to the dtype on the network if that is narrower."""
     narrower = wire in _WIRES and tensor.dtype.is_floating and tensor.dtype.size > 2
     return tf.cast(tensor, _WIRES[wire]) if narrower else tensor
 
 
-def _refusal(what: str) -> HorovodError:
-    return HorovodError(f"{what}: expected Horovod, and MPI on the host does not have it. Do: hvdx build-horovod")
+def _needs_horovod(what: str) -> HorovodError:
+    return HorovodError(f"{what}: expected Horovod, got MPI on the host, which lacks this. Do: hvdx build-horovod")

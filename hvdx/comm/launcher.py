@@ -1,8 +1,8 @@
-"""How this process was started: rank and size as the launcher tells them, before any MPI is up; and its share of cores.
+"""Rank and size of this process from the launcher's environment, before MPI starts, and its share of the cores.
 
-Where the names of the variables come from: Open MPI's "Environment variables set for MPI applications"; srun(1),
-"output environment variables"; pbs_resources(7B), "ompthreads"; IBM's "Environment variables set for job execution"
-(Spectrum LSF). Hydra's (MPICH, Intel MPI) and those of Cray's PALS are what job scripts of sites with them read.
+Sources of the variables' names: Open MPI's "Environment variables set for MPI applications"; srun(1), "output
+environment variables"; pbs_resources(7B), "ompthreads"; IBM's "Environment variables set for job execution" (Spectrum
+LSF). Those of Hydra (MPICH, Intel MPI) and of Cray's PALS are taken from the job scripts of sites that use them.
 """
 
 import os
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launcher told this process through its environment.
+    """Launcher of this process, with the rank and size from its environment variables.
 
     Attributes:
         launcher: "Open MPI", "Hydra", "Slurm", "Horovod (Gloo)", "MVAPICH", "jsrun", "PALS" or "PMIx".
-        rank, size: this process in the world; a size of None is known to MPI alone.
-        local_rank, local_size: this process among those on its host; None where the launcher is silent.
+        rank, size: rank of this process and size of the world; a size of None has to be read from MPI.
+        local_rank, local_size: rank among the ranks on this host, and their number; None if the launcher omits it.
     """
 
     launcher: str
@@ -29,8 +29,8 @@ class Launch:
     local_size: int | None = None
 
 
-# launcher: rank, size, local rank, local size. The first whose rank and size are set is believed, so
-# the innermost comes first: mpirun inside a Slurm job sees Slurm's variables too.
+# launcher: rank, size, local rank, local size. The first launcher whose rank and size are set is used, so the innermost
+# comes first: mpirun inside a Slurm job sees Slurm's variables too.
 _VARIABLES = {
     "Horovod (Gloo)": ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
     "Open MPI": (
@@ -39,7 +39,7 @@ _VARIABLES = {
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
-    # Cray's own PMI sets PMI_LOCAL_RANK; where MPI reaches PALS through PMIx, there is no size: see `detect`.
+    # Cray's own PMI sets PMI_LOCAL_RANK. If MPI reaches PALS through PMIx, no size is set; see `detect`.
     "PALS": ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
     "Hydra": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     "MVAPICH": (
@@ -54,8 +54,7 @@ _VARIABLES = {
         "JSM_NAMESPACE_LOCAL_RANK",
         "JSM_NAMESPACE_LOCAL_SIZE",
     ),
-    # SLURM_PROCID alone is also set in a batch script, where nothing was launched in parallel;
-    # the number of tasks of a step is not.
+    # A batch script has SLURM_PROCID too, although it is a single process; it does not have SLURM_STEP_NUM_TASKS.
     "Slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }
 
@@ -64,10 +63,10 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch | None:
     """Read the launcher's variables.
 
     Args:
-        environ: where to look; the process environment by default.
+        environ: environment variables; those of the process by default.
 
     Returns:
-        What the launcher said, or None for a process that was started alone.
+        The launch, or None for a process that no launcher started.
 
     Example:
         >>> detect({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}).rank
@@ -91,13 +90,13 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch | None:
 
 
 def _by_srun(rank: int | None, size: int | None, environ: Mapping[str, str]) -> bool:
-    """Whether PMI's variables are those of `srun --mpi=pmi2`, and not of a Hydra that srun may have started."""
+    """Return whether PMI's variables are those of `srun --mpi=pmi2`, and not of a Hydra that srun may have started."""
     task, tasks, *_ = _VARIABLES["Slurm"]
     return (rank, size) == (_integer(environ.get(task)), _integer(environ.get(tasks)))
 
 
 def _pair(local_rank: int | None, local_size: int | None, environ: Mapping[str, str]) -> tuple[int | None, int | None]:
-    """A local rank and size that the same launcher gave; Cray's PMI has names of its own."""
+    """Return the local rank and size; if one is missing, use Cray's PMI variables if both of those are set."""
     if local_rank is None or local_size is None:
         cray = _integer(environ.get("PMI_LOCAL_RANK")), _integer(environ.get("PMI_LOCAL_SIZE"))
         return cray if None not in cray else (local_rank, local_size)
@@ -105,7 +104,7 @@ def _pair(local_rank: int | None, local_size: int | None, environ: Mapping[str, 
 
 
 def _tasks_here(text: str, node: int | None) -> int | None:
-    """How many tasks Slurm runs on a node: "2(x3),1" are 2 on each of three nodes, and 1 on the fourth."""
+    """Return the number of Slurm tasks on a node: "2(x3),1" means 2 on each of three nodes, and 1 on the fourth."""
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(count)] * int(times or 1)
@@ -115,7 +114,7 @@ def _tasks_here(text: str, node: int | None) -> int | None:
 
 
 def _integer(text: str | None) -> int | None:
-    """The leading integer of `text`."""
+    """Return the leading integer of `text`, or None."""
     digits = ""
     for character in text or "":
         if not character.isdigit():
@@ -125,21 +124,21 @@ def _integer(text: str | None) -> int | None:
 
 
 def usable_cores() -> int:
-    """Cores this process may run on."""
+    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0))
 
 
 def core_mask() -> int:
-    """The cores this process may run on, a bit each."""
+    """Return the cores that this process may run on, as a bit mask."""
     return sum(1 << core for core in os.sched_getaffinity(0))
 
 
 def fair_cores(masks: Sequence[int], mine: int) -> int:
-    """How many cores a rank has, where some are its own and others are shared with ranks beside it; at least one.
+    """Return a rank's share of the cores, at least 1: a core that k ranks may use counts 1/k for each.
 
     Args:
-        masks: of the ranks on this host, see `core_mask`.
-        mine: which of them is meant.
+        masks: `core_mask` of each rank on this host.
+        mine: index of the rank in `masks`.
 
     Example:
         >>> fair_cores([0b1111, 0b1111], 0)  # both may run on all four
@@ -154,24 +153,24 @@ def fair_cores(masks: Sequence[int], mine: int) -> int:
     return max(1, int(share + 1e-6))
 
 
-# What `fair_cores` found when the world was joined; it takes all ranks of the host to know.
+# Result of `fair_cores`, which needs the masks of all ranks on the host; None until the world is joined.
 _fair: int | None = None
 
 
 def set_fair_cores(cores: int | None) -> None:
-    """Remember the outcome of `fair_cores`; None forgets it."""
+    """Store the result of `fair_cores`; None clears it."""
     global _fair
     _fair = cores
 
 
 @dataclass(frozen=True)
 class Share:
-    """How many threads a rank is to have.
+    """Number of threads for a rank, and its origin.
 
     Attributes:
-        threads: so many.
-        source: who says so: the name of a variable, or "" for a share of the cores.
-        chosen: whether the user did.
+        threads: number of threads.
+        source: name of the variable that sets it, or "" for a share of the cores.
+        chosen: True if the user set the variable.
     """
 
     threads: int
@@ -179,23 +178,23 @@ class Share:
     chosen: bool = False
 
 
-#: Variables by which a user chooses TensorFlow's threads. It reads the first itself; the second is what job scripts
-#: set for all libraries of a rank.
+#: Variables by which a user chooses the number of TensorFlow's threads. TensorFlow reads the first itself; job scripts
+#: set the second for all libraries of a rank.
 TENSORFLOW_THREADS = ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
 
 
 def threads_for(
     ranks: int, environ: Mapping[str, str] | None = None, chosen_by: Sequence[str] = ("OMP_NUM_THREADS",)
 ) -> Share:
-    """Threads for one of several ranks on a host: the one place that decides.
+    """Return the number of threads for one of several ranks on a host. All callers get their number here.
 
-    What the user has set counts, whatever the cores are. Else a rank gets what the batch system gives a task, and no
-    more than its share of the cores that it may run on, so that ranks do not take cores from each other.
+    A number that the user has set is used, regardless of the cores. Otherwise a rank gets the batch system's number for
+    a task, but at most its share of the cores that it may run on, so that ranks do not compete for cores.
 
     Args:
-        ranks: on this host.
-        environ: where to look; the process environment by default.
-        chosen_by: variables by which a user chooses, the first one first.
+        ranks: number of ranks on this host.
+        environ: environment variables; those of the process by default.
+        chosen_by: variables by which a user chooses, in order of precedence.
 
     Example:
         >>> threads_for(2, {"OMP_NUM_THREADS": "3"})
@@ -212,13 +211,16 @@ def threads_for(
 
 
 def _set_by_pbs(name: str, environ: Mapping[str, str]) -> bool:
-    """PBS sets NCPUS and OMP_NUM_THREADS to `ompthreads`, or to all cores of the chunk where nobody asked for any."""
+    """Return whether PBS, and not the user, set a variable.
+
+    PBS sets NCPUS and OMP_NUM_THREADS to `ompthreads`, or by default to all cores of the chunk.
+    """
     return name == "OMP_NUM_THREADS" and "PBS_JOBID" in environ and environ.get(name) == environ.get("NCPUS")
 
 
 def _batch_threads(ranks: int, environ: Mapping[str, str]) -> tuple[int | None, str]:
-    """What the batch system gives a task, and the variable that says so."""
-    # The first is set by the script of `hvdx job lsf`: LSF counts slots, whatever the cores of a slot are.
+    """Return the batch system's number of cores for a task, or None, and the name of its variable."""
+    # The script of `hvdx job lsf` sets the first: LSF counts slots, and a slot may have several cores.
     for name in ("HVDX_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK"):
         number = _integer(environ.get(name))
         if number:
@@ -228,7 +230,7 @@ def _batch_threads(ranks: int, environ: Mapping[str, str]) -> tuple[int | None, 
         return max(1, number // ranks), "SLURM_CPUS_ON_NODE"
     if "PBS_JOBID" in environ and _integer(environ.get("NCPUS")):
         return _integer(environ.get("NCPUS")), "NCPUS"
-    # "host cores host cores"; jsrun runs on hosts that this leaves out, and binds its ranks itself.
+    # The format is "host slots host slots ...". jsrun binds its ranks itself, on hosts that this list omits.
     words = environ.get("LSB_MCPU_HOSTS", "").split()
     slots = {host.split(".")[0]: _integer(n) for host, n in zip(words[::2], words[1::2], strict=False)}
     number = slots.get(socket.gethostname().split(".")[0])
@@ -238,19 +240,23 @@ def _batch_threads(ranks: int, environ: Mapping[str, str]) -> tuple[int | None, 
 
 
 def share_of_cores(ranks: int) -> int:
-    """Cores for one of several ranks on a host, whatever the user says; see `threads_for`.
+    """Return the number of cores for one of several ranks on a host, regardless of the user's variables.
 
     Args:
-        ranks: on this host.
+        ranks: number of ranks on this host.
     """
     return threads_for(ranks, chosen_by=()).threads
 
 
 def kernel_threads(ranks: int) -> int | None:
-    """Threads for one of several ranks on a host; None leaves it to OMP_NUM_THREADS, or to all cores for a rank alone.
+    """Return the number of kernel threads for one of several ranks on a host.
 
     Args:
-        ranks: on this host.
+        ranks: number of ranks on this host.
+
+    Returns:
+        The number, or None for the kernels' default: OMP_NUM_THREADS if the user set it, or all cores for a single
+        rank.
     """
     share = threads_for(ranks)
     return None if share.chosen or ranks <= 1 else share.threads

@@ -1,4 +1,4 @@
-"""Ranks in one process: a world of one, and several virtual ranks for tests and simulations."""
+"""Communicators within one process: a world of one rank, and virtual ranks for tests and simulations."""
 
 import threading
 from collections import defaultdict, deque
@@ -9,12 +9,12 @@ import numpy as np
 
 from hvdx.comm.base import HEAD_WORDS, Channel, Comm, GraphComm, Mailbox, Message, Place, Received, Reduction
 
-# A virtual rank that waits longer for the others was left alone.
+# Time limit of a virtual rank for the others.
 _LIMIT_SECONDS = 60.0
 
 
 class LocalComm(GraphComm):
-    """The communicator of a process that was started alone.
+    """Communicator of a world of one rank.
 
     Example:
         >>> LocalComm().all_gather_object("here", "roll call")
@@ -28,53 +28,44 @@ class LocalComm(GraphComm):
         self._table: _Table | None = None
 
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
-        """See `Comm.all_gather_object`."""
         return [value]
 
     def all_reduce_sum(self, vector: np.ndarray, what: str) -> np.ndarray:
-        """See `Comm.all_reduce_sum`."""
         return np.array(vector, dtype=np.float64)
 
     def broadcast(self, tensors: Sequence[Any], root: int, what: str) -> list[Any]:
-        """See `Comm.broadcast`."""
         return list(tensors)
 
     def all_reduce(self, tensors: Sequence[Any], how: Reduction, name: str) -> list[Any]:
-        """See `Comm.all_reduce`."""
         return list(tensors)
 
     def all_gather(self, tensor: Any, name: str) -> Any:
-        """See `Comm.all_gather`."""
         return tensor
 
     def all_to_all(self, tensor: Any, splits: Any, name: str) -> tuple[Any, Any]:
-        """See `GraphComm.all_to_all`."""
         return tensor, splits
 
     def subset(self, ranks: Sequence[int]) -> "LocalComm":
-        """See `GraphComm.subset`."""
         return self
 
     def channel(self, what: str) -> Channel:
-        """See `Comm.channel`."""
         return virtual_world(1)[0].channel(what)
 
     def mailbox(self, box: int, place: Place | None = None) -> Mailbox:
-        """See `Comm.mailbox`."""
         if self._table is None:
             self._table = _Table(1)
         return VirtualMailbox(0, box, self._table, place)
 
     def close(self) -> None:
-        """See `Comm.close`."""
+        """Do nothing."""
 
 
 def virtual_world(size: int, servers: int = 0) -> list[Comm]:
-    """Communicators of virtual ranks in this process: one for each, to be used by a thread of its own.
+    """Return the communicators of virtual ranks in this process; each is to be used by its own thread.
 
     Args:
-        size: number of ranks.
-        servers: ranks beside them that only serve; theirs come last.
+        size: number of workers.
+        servers: number of server ranks; their communicators come last.
 
     Example:
         >>> (alone,) = virtual_world(1)
@@ -86,16 +77,16 @@ def virtual_world(size: int, servers: int = 0) -> list[Comm]:
 
 
 class _Table:
-    """Where virtual ranks lay down what they give."""
+    """Memory through which virtual ranks exchange values and messages."""
 
     def __init__(self, size: int) -> None:
         self.given: list[Any] = [None] * size
         self.barrier = threading.Barrier(size)
-        # What lies in each box of each rank.
+        # Messages by rank and box.
         self.boxes: defaultdict[tuple[int, int], deque[Message]] = defaultdict(deque)
 
     def swap(self, rank: int, value: Any) -> list[Any]:
-        """Give one value; everyone's, once all have come."""
+        """Gather one value from each rank, in rank order."""
         self.given[rank] = value
         self.barrier.wait(_LIMIT_SECONDS)
         everyone = list(self.given)
@@ -104,11 +95,12 @@ class _Table:
 
 
 class VirtualComm(Comm):
-    """One of several virtual ranks; see `virtual_world`.
+    """Communicator of one virtual rank; see `virtual_world`.
 
     Args:
-        rank, size: of this rank, and of the world.
-        table: shared by all of them.
+        rank, size: rank, and number of workers.
+        table: memory that all virtual ranks share.
+        servers: number of server ranks.
     """
 
     cross_rank, cross_size = 0, 1
@@ -120,74 +112,65 @@ class VirtualComm(Comm):
         self._table = table
 
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
-        """See `Comm.all_gather_object`."""
         return self._table.swap(self.rank, value)
 
     def all_reduce_sum(self, vector: np.ndarray, what: str) -> np.ndarray:
-        """See `Comm.all_reduce_sum`."""
         return np.sum(self._table.swap(self.rank, np.array(vector, np.float64)), axis=0)
 
     def broadcast(self, tensors: Sequence[Any], root: int, what: str) -> list[Any]:
-        """See `Comm.broadcast`."""
         return [np.array(t) for t in self._table.swap(self.rank, list(tensors))[root]]
 
     def channel(self, what: str) -> Channel:
-        """See `Comm.channel`."""
         shared = self._table.swap(self.rank, _Table(self.size) if self.rank == 0 else None)[0]
         return VirtualChannel(self.rank, self.size, shared)
 
     def mailbox(self, box: int, place: Place | None = None) -> Mailbox:
-        """See `Comm.mailbox`."""
         return VirtualMailbox(self.rank, box, self._table, place)
 
     def close(self) -> None:
-        """See `Comm.close`."""
+        """Do nothing."""
 
 
 class VirtualChannel(Channel):
-    """Between virtual ranks; see `virtual_world`.
+    """Channel between virtual ranks; see `virtual_world`.
 
     Args:
-        rank, size: of this rank, and of the world.
-        table: shared by all of them.
+        rank, size: rank, and number of ranks.
+        table: memory that all virtual ranks share.
     """
 
     def __init__(self, rank: int, size: int, table: _Table):
         self.rank, self.size, self._table = rank, size, table
 
     def exchange(self, header: Sequence[int], message: np.ndarray | None = None) -> Received:
-        """See `Channel.exchange`."""
         everyone = self._table.swap(self.rank, (list(header), None if message is None else message.copy()))
         messages = [] if message is None else [m for _, m in everyone]
         return Received(np.array([h for h, _ in everyone], np.int64), messages, 0.0, 0.0)
 
     def all_reduce(self, vector: np.ndarray) -> None:
-        """See `Channel.all_reduce`."""
         everyone = self._table.swap(self.rank, vector.copy())
         vector[:] = everyone[0]
         for other in everyone[1:]:
             vector += other
 
     def deal(self, vector: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-        """See `Channel.deal`."""
         mine = slice(bounds[self.rank], bounds[self.rank + 1])
         return np.stack([theirs[mine] for theirs in self._table.swap(self.rank, vector.copy())])
 
     def join(self, piece: np.ndarray, bounds: np.ndarray, into: np.ndarray) -> None:
-        """See `Channel.join`."""
         into[:] = np.concatenate(self._table.swap(self.rank, piece))
 
     def close(self) -> None:
-        """See `Channel.close`."""
+        """Do nothing."""
 
 
 class VirtualMailbox(Mailbox):
-    """Between virtual ranks; see `virtual_world`. Bodies are copied when they are sent.
+    """Mailbox between virtual ranks; see `virtual_world`. Bodies are copied when they are sent.
 
     Args:
-        rank: of this rank.
-        box: its number.
-        table: shared by all of them.
+        rank: rank of the owner.
+        box: number of the box.
+        table: memory that all virtual ranks share.
         place: see `hvdx.comm.base.Place`.
     """
 
@@ -197,12 +180,10 @@ class VirtualMailbox(Mailbox):
         self.rank, self._mine, self._boxes, self._place = rank, table.boxes[rank, box], table.boxes, place
 
     def send(self, to: int, box: int, header: Sequence[int], body: np.ndarray | None = None) -> None:
-        """See `Mailbox.send`."""
         words = (*map(int, header), *[0] * (HEAD_WORDS - len(header)))
         self._boxes[to, box].append(Message(self.rank, words, None if body is None else body.copy()))
 
     def fetch(self) -> Message | None:
-        """See `Mailbox.fetch`."""
         message = self._mine.popleft() if self._mine else None
         if message is not None and message.body is not None and self._place is not None:
             target = self._place(message.sender, message.header, message.body.size)
@@ -211,5 +192,4 @@ class VirtualMailbox(Mailbox):
         return message
 
     def leaving(self) -> int:
-        """See `Mailbox.leaving`."""
         return 0

@@ -1,7 +1,7 @@
-"""Ranks through MPI itself, by mpi4py: what a host sends without a graph.
+"""Communicator and channels on MPI (mpi4py), for exchanges on the host.
 
-Collectives are started without blocking and then asked, ever less often, whether they are over: ranks that share cores
-do not take them from each other by polling, and every wait has an end.
+Collectives are non-blocking and polled with back-off, so ranks that share cores leave them to each other, and every
+wait has a time limit.
 """
 
 import pickle
@@ -19,20 +19,20 @@ from hvdx.comm.mpi_mailbox import MpiMailbox
 from hvdx.comm.waiting import LIMIT_VARIABLE, time_limit, until
 from hvdx.errors import ExchangeError, LaunchError
 
-# How long ranks that gave up wait for a word from the others, to tell who is missing.
+# Time limit for the sign of life by which ranks that timed out find out which ranks are missing.
 _ROLL_CALL_SECONDS = 2.0
 _ABSENT_TAG = 7
-# Absent ranks of which a message says where they are.
-_NAMED = 4
+# Maximum number of missing ranks whose position an error reports.
+_MAX_REPORTED = 4
 # MPI counts bytes in a C int.
-_MOST_BYTES = 2**31 - 1
+_MAX_BYTES = 2**31 - 1
 
 
 def initialise() -> int:
     """Start MPI with full thread support and return the size of its world.
 
-    Importing mpi4py starts MPI with MPI_THREAD_MULTIPLE, which Horovod needs, since it calls MPI from a thread
-    of its own; started by Horovod itself the level would depend on its build.
+    Importing mpi4py starts MPI with MPI_THREAD_MULTIPLE. Horovod needs it because it calls MPI from its own thread; if
+    Horovod started MPI, the level would depend on its build.
     """
     from mpi4py import MPI
 
@@ -40,10 +40,10 @@ def initialise() -> int:
 
 
 def abort(code: int) -> None:
-    """End every process of the job now, where this process has started MPI; else return.
+    """End every process of the job now if this process has started MPI; otherwise return.
 
     Args:
-        code: the exit status, 1 to 255.
+        code: exit status, 1 to 255.
     """
     module = sys.modules.get("mpi4py.MPI")
     if module is not None and module.Is_initialized() and not module.Is_finalized():
@@ -51,12 +51,12 @@ def abort(code: int) -> None:
 
 
 def check_size(who: str, found: int, launch: Launch) -> None:
-    """Raise LaunchError unless `who` finds the world that the launcher started.
+    """Raise LaunchError if a library's world size differs from the launcher's.
 
     Args:
-        who: "MPI" or "Horovod".
-        found: the size of its world.
-        launch: what the launcher said.
+        who: name of the library, "MPI" or "Horovod".
+        found: the library's world size.
+        launch: rank and size from the launcher.
     """
     if found != launch.size:
         why = (
@@ -65,7 +65,7 @@ def check_size(who: str, found: int, launch: Launch) -> None:
         )
         if launch.launcher == "Slurm":
             why = (
-                "srun did not tell it of the others. Do: srun --mpi=pmix (srun --mpi=list shows what there is; "
+                "srun did not tell it about the other ranks. Do: srun --mpi=pmix (srun --mpi=list shows the plugins; "
                 "hvdx doctor --batch tries them), or mpirun inside the job."
             )
         raise LaunchError(
@@ -75,19 +75,21 @@ def check_size(who: str, found: int, launch: Launch) -> None:
 
 
 class MpiComm(Comm):
-    """The communicator of a process that an MPI launcher started.
+    """Communicator of a process that an MPI launcher started.
 
     Args:
-        launch: what the launcher said; checked against what MPI finds.
-        servers: so many of the last ranks only serve the others. On those this is the communicator of the servers.
+        launch: rank and size from the launcher; checked against MPI.
+        servers: number of server ranks, taken from the end of the world. On them this is the communicator of the
+            servers.
 
     Raises:
-        LaunchError: MPI finds another world than the launcher started.
-        ConfigError: `HVDX_STALL_WARNING` is no number of seconds.
+        LaunchError: if MPI's world differs from the launcher's, MPI lacks MPI_THREAD_MULTIPLE, or ranks were given
+            different `servers`.
+        ExchangeError: if ranks do not join within the time limit.
+        ConfigError: if `HVDX_STALL_WARNING` is not a number of seconds.
 
     Attributes:
-        group: the `MPI.Comm` of the ranks.
-        serves: whether this rank is one of the servers.
+        group: `MPI.Comm` of the ranks in this communicator.
     """
 
     def __init__(self, launch: Launch, servers: int = 0):
@@ -117,29 +119,25 @@ class MpiComm(Comm):
         told = launch.local_rank is not None and launch.local_size is not None and not servers
         self.local_rank = launch.local_rank if told else mine.index(self.rank)  # type: ignore[assignment]
         self.local_size = launch.local_size if told else len(mine)  # type: ignore[assignment]
-        alike = [rank for rank, other in enumerate(self.all_gather_object(self.local_rank, "places")) if
+        peers = [rank for rank, other in enumerate(self.all_gather_object(self.local_rank, "places")) if
                  other == self.local_rank]  # fmt: skip
-        self.cross_rank, self.cross_size = alike.index(self.rank), len(alike)
+        self.cross_rank, self.cross_size = peers.index(self.rank), len(peers)
 
     @property
     def workers(self) -> int:
-        """See `Comm.workers`."""
         return self._workers
 
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
-        """See `Comm.all_gather_object`."""
         message = np.frombuffer(pickle.dumps(value), np.uint8)
-        # The bytes come from the ranks of this very job, which run the same user's code.
+        # Unpickling is safe: the bytes come from ranks of this job, which run the same user's code.
         return [pickle.loads(m.tobytes()) for m in self._channel.named(what).exchange([], message).messages]
 
     def all_reduce_sum(self, vector: np.ndarray, what: str) -> np.ndarray:
-        """See `Comm.all_reduce_sum`."""
         total = np.array(vector, np.float64)
         self._channel.named(what).all_reduce(total)
         return total
 
     def broadcast(self, tensors: Sequence[Any], root: int, what: str) -> list[Any]:
-        """See `Comm.broadcast`."""
         channel, result = self._channel.named(what), []
         for tensor in tensors:
             array = np.array(np.asarray(tensor), order="C")
@@ -148,11 +146,9 @@ class MpiComm(Comm):
         return result
 
     def channel(self, what: str) -> Channel:
-        """See `Comm.channel`."""
         return MpiChannel(self.group, what)
 
     def mailbox(self, box: int, place: Place | None = None) -> Mailbox:
-        """See `Comm.mailbox`."""
         if self._post is None:
             post, request = self.group.Idup()
             self._post = post
@@ -161,13 +157,11 @@ class MpiComm(Comm):
         return MpiMailbox(self._post, box, place)
 
     def any_true(self, mine: bool) -> bool:
-        """See `Comm.any_true`."""
         if self._flags is None:
             self._flags = self.channel("a flag")
         return bool(self._flags.exchange([int(mine)]).headers.any())
 
     def close(self) -> None:
-        """See `Comm.close`."""
         self._channel.close()
         launcher.set_fair_cores(None)
         if self._watchdog is not None:
@@ -175,10 +169,10 @@ class MpiComm(Comm):
 
 
 def _agree(everyone: Any, servers: int, stall: float) -> float:
-    """Have ranks that were told of different servers stop here: they would form different groups, and wait for ever.
+    """Check that all ranks have the same number of servers; otherwise they would form different groups and deadlock.
 
     Returns:
-        Rank 0's `stall`, in seconds: a warning asks all ranks, so it is turned on for all or for none.
+        Rank 0's `stall`, in seconds. All ranks use it, because a stall warning asks all ranks.
     """
     told = np.empty((everyone.Get_size(), 2), np.float64)
     request = everyone.Iallgather(np.array([servers, stall], np.float64), told)
@@ -188,8 +182,8 @@ def _agree(everyone: Any, servers: int, stall: float) -> float:
     for rank, others in enumerate(numbers):
         if others != first:
             error = LaunchError(
-                f"the ranks were given different strategies: rank 0 one with {first} ranks that only serve, rank "
-                f"{rank} one with {others}. Give every rank the same; HVDX_STRATEGY has to reach all hosts "
+                f"the ranks were given different strategies: rank 0 has one with {first} server ranks, rank {rank} one "
+                f"with {others}. Give every rank the same strategy; HVDX_STRATEGY has to reach all hosts "
                 "(mpirun -x HVDX_STRATEGY)."
             )
             error.collective = True
@@ -198,11 +192,11 @@ def _agree(everyone: Any, servers: int, stall: float) -> float:
 
 
 class MpiChannel(Channel):
-    """A communicator of its own for one thread's messages.
+    """Channel on its own MPI communicator, so that its messages do not mix with those of other threads.
 
     Args:
-        parent: an `MPI.Comm`; it is duplicated, which is collective.
-        what: what is exchanged, for messages.
+        parent: `MPI.Comm`; it is duplicated, which is collective.
+        what: content of the channel, for error messages.
     """
 
     def __init__(self, parent: Any, what: str):
@@ -211,19 +205,18 @@ class MpiChannel(Channel):
         self._mpi, self._what, self._limit = MPI, what, time_limit()
         self.rank, self.size = parent.Get_rank(), parent.Get_size()
         self._buffer = np.empty(0, np.uint8)
-        # Until there is one of its own, to ask who is missing.
+        # `_wait` needs a communicator to find missing ranks, so it has the parent's until the duplicate exists.
         self._comm = parent
         fresh, request = parent.Idup()
         self._wait(request)
         self._comm = fresh
 
     def named(self, what: str) -> "MpiChannel":
-        """This channel, about to carry `what`."""
+        """Set the name of the next exchange and return this channel."""
         self._what = what
         return self
 
     def exchange(self, header: Sequence[int], message: np.ndarray | None = None) -> Received:
-        """See `Channel.exchange`."""
         begin = time.perf_counter()
         mine = np.array([*header, 0 if message is None else message.size], np.int64)
         headers = np.empty((self.size, mine.size), np.int64)
@@ -234,30 +227,29 @@ class MpiChannel(Channel):
 
     def _gather(self, message: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
         ends = np.cumsum(sizes)
-        if ends[-1] > _MOST_BYTES:
+        if ends[-1] > _MAX_BYTES:
             raise ExchangeError(
-                f"{self._what}: {ends[-1]} bytes from {self.size} ranks, more than the {_MOST_BYTES} that one exchange "
-                "carries. Send less: a lower density, a larger tau, or embeddings by AllReduce(sparse='dense')."
+                f"{self._what}: expected at most {_MAX_BYTES} bytes in one exchange, got {ends[-1]} from {self.size} "
+                "ranks. Send less: a lower density, a larger tau, or embeddings by AllReduce(sparse='dense')."
             )
-        self._make_room(ends[-1])
+        self._reserve(ends[-1])
         into = [self._buffer, sizes, ends - sizes, self._mpi.BYTE]
         self._wait(self._comm.Iallgatherv([message, self._mpi.BYTE], into))
         return [self._buffer[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
-    def _make_room(self, size: int) -> None:
-        """Have a buffer of so many bytes at least."""
+    def _reserve(self, size: int) -> None:
+        """Enlarge the buffer to at least `size` bytes."""
         if self._buffer.size < size:
             self._buffer = np.empty(size + size // 4, np.uint8)
 
     def all_reduce(self, vector: np.ndarray) -> None:
-        """See `Channel.all_reduce`; float64 too."""
+        """Sum a vector of float32 or float64 over the ranks, in place."""
         self._wait(self._comm.Iallreduce(self._mpi.IN_PLACE, vector))
 
     def deal(self, vector: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-        """See `Channel.deal`."""
         ends = bounds * vector.itemsize
         mine = ends[self.rank + 1] - ends[self.rank]
-        self._make_room(self.size * mine)
+        self._reserve(self.size * mine)
         got = self._buffer[: self.size * mine]
         sent = [vector.view(np.uint8), np.diff(ends), ends[:-1], self._mpi.BYTE]
         into = [got, np.full(self.size, mine), np.arange(self.size) * mine, self._mpi.BYTE]
@@ -265,23 +257,21 @@ class MpiChannel(Channel):
         return got.view(vector.dtype).reshape(self.size, bounds[self.rank + 1] - bounds[self.rank])
 
     def join(self, piece: np.ndarray, bounds: np.ndarray, into: np.ndarray) -> None:
-        """See `Channel.join`."""
         ends = bounds * into.itemsize
         received = [into.view(np.uint8), np.diff(ends), ends[:-1], self._mpi.BYTE]
         self._wait(self._comm.Iallgatherv([piece.view(np.uint8), self._mpi.BYTE], received))
 
     def broadcast(self, data: np.ndarray, root: int) -> None:
-        """Overwrite uint8[n] with the root's."""
-        for begin in range(0, data.size, _MOST_BYTES):
-            self._wait(self._comm.Ibcast([data[begin : begin + _MOST_BYTES], self._mpi.BYTE], root))
+        """Overwrite `data`, uint8[n], with the data of the root."""
+        for begin in range(0, data.size, _MAX_BYTES):
+            self._wait(self._comm.Ibcast([data[begin : begin + _MAX_BYTES], self._mpi.BYTE], root))
 
     def close(self) -> None:
-        """See `Channel.close`."""
         if not self._mpi.Is_finalized():
             self._comm.Free()
 
     def _wait(self, request: Any) -> None:
-        """Return when the request is done; raise when the time is over."""
+        """Wait until the request is done; raise ExchangeError after the time limit."""
         progress.enter(self._what)
         try:
             done = until(request.Test, self._limit)
@@ -289,12 +279,13 @@ class MpiChannel(Channel):
             progress.leave()
         if not done:
             raise ExchangeError(
-                f"{self._what}: waited {self._limit:.0f} s on rank {self.rank} of {self.size}. {self._absent()} Look "
-                f"for what that rank printed last. {LIMIT_VARIABLE}=seconds changes how long ranks wait."
+                f"{self._what}: waited {self._limit:.0f} s on rank {self.rank} of {self.size}. "
+                f"{self._describe_missing()} Look at the last output of that rank. {LIMIT_VARIABLE}=seconds changes "
+                "the time limit."
             )
 
-    def _absent(self) -> str:
-        """Who is missing: the ranks that do not answer a word that all who gave up send each other."""
+    def _describe_missing(self) -> str:
+        """Describe the missing ranks: those that do not take part in an exchange among the ranks that timed out."""
         watchdog.ask()
         here, others = {self.rank}, [r for r in range(self.size) if r != self.rank]
         sent = [self._comm.Isend([np.zeros(1, np.uint8), self._mpi.BYTE], r, _ABSENT_TAG) for r in others]
@@ -309,8 +300,8 @@ class MpiChannel(Channel):
             request.Test()
         missing = sorted(set(range(self.size)) - here)
         if not missing:
-            return "All ranks were waiting: the network lost what they sent, or they were in different exchanges."
+            return "All ranks were waiting: the network lost a message, or they were in different exchanges."
         said = f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} did not come."
-        # Of the channel's ranks, which are those of the world but on ranks that only serve.
-        words = "; ".join(filter(None, map(watchdog.last_word, missing[:_NAMED])))
-        return f"{said} Last known: {words}." if words else said
+        # The watchdog expects ranks of the world. The channel's ranks equal those, except on server ranks.
+        reports = "; ".join(filter(None, map(watchdog.last_report, missing[:_MAX_REPORTED])))
+        return f"{said} Last known: {reports}." if reports else said

@@ -1,7 +1,7 @@
-"""Messages through MPI: two-sided messages, which every MPI has, on two tags a box.
+"""Mailbox on MPI's two-sided messages, with two tags a box: one for headers, one for bodies.
 
-A message is a header of fixed size and, where it has a body, the body in pieces after it. Headers are found by a
-matched probe, bodies are received while others are on their way: a slow sender does not keep the others waiting.
+A message is a header of fixed size and, if it has a body, the body in pieces. A matched probe finds headers. Several
+bodies are received at the same time, so that a slow sender does not delay the others.
 """
 
 from collections import deque
@@ -17,11 +17,11 @@ _PIECE = 1 << 30
 
 
 class MpiMailbox(Mailbox):
-    """One box of this rank, and what its owner sends.
+    """Mailbox of this rank on MPI.
 
     Args:
-        comm: an `MPI.Comm` of its own, which all boxes share.
-        box: its number.
+        comm: `MPI.Comm` for mailboxes only, which all boxes share.
+        box: number of the box.
         place: see `hvdx.comm.base.Place`.
     """
 
@@ -31,12 +31,11 @@ class MpiMailbox(Mailbox):
         self._mpi, self._comm, self._box, self._place = MPI, comm, box, place
         self.rank = comm.Get_rank()
         self._leaving: list[tuple[Any, Any]] = []
-        # By sender: headers in the order they came, with what is missing of their bodies.
+        # By sender: messages in the order of their headers, with the open requests for their bodies.
         self._arriving: dict[int, deque[tuple[Message, list[Any]]]] = {}
 
     def send(self, to: int, box: int, header: Sequence[int], body: np.ndarray | None = None) -> None:
-        """See `Mailbox.send`."""
-        # The last word tells whether there is a body: an empty one is one too.
+        # The last word is the size of the body, or -1 for no body, which differs from an empty one.
         words = np.zeros(HEAD_WORDS + 1, np.int64)
         words[: len(header)] = header
         words[-1] = -1 if body is None else body.size
@@ -45,32 +44,31 @@ class MpiMailbox(Mailbox):
             self._leaving.append((self._comm.Isend([piece, self._mpi.BYTE], to, 2 * box + 1), piece))
 
     def leaving(self) -> int:
-        """See `Mailbox.leaving`."""
-        self._leaving = [(request, what) for request, what in self._leaving if not request.Test()]
+        self._leaving = [(request, data) for request, data in self._leaving if not request.Test()]
         return len(self._leaving)
 
     def fetch(self) -> Message | None:
-        """See `Mailbox.fetch`."""
         if self._leaving:
             self.leaving()
-        self._take_heads()
+        self._receive_headers()
         for sender, waiting in self._arriving.items():
             if waiting:
                 message, missing = waiting[0]
                 missing[:] = [request for request in missing if not request.Test()]
                 if not missing:
                     waiting.popleft()
-                    # The others come first the next time.
+                    # Move this sender to the end, so that the others come first next time.
                     self._arriving[sender] = self._arriving.pop(sender)
                     return message
         return None
 
     @property
     def coming(self) -> bool:
-        """See `Mailbox.coming`."""
+        """True while a message has arrived in part, or a send is in flight."""
         return bool(self._leaving) or any(self._arriving.values())
 
-    def _take_heads(self) -> None:
+    def _receive_headers(self) -> None:
+        """Receive the headers that have arrived, and start to receive their bodies."""
         while True:
             status = self._mpi.Status()
             found = self._comm.Improbe(self._mpi.ANY_SOURCE, 2 * self._box, status)

@@ -1,4 +1,4 @@
-"""Signals by which a batch system announces the end of a job, and the exit code that asks it for another turn."""
+"""Signals by which a batch system announces the end of a job, and the exit code that requests a requeue."""
 
 import os
 import signal
@@ -7,20 +7,20 @@ import weakref
 from types import FrameType
 from typing import Any
 
-#: Exit code of a training that saved and wants to go on later: "temporary failure, try again" of sysexits.h.
+#: Exit code of a training that saved and is to continue later: "temporary failure, try again" of sysexits.h.
 REQUEUE_CODE = 75
-#: What announces the end: SIGUSR1 is what job scripts ask for, SIGTERM is what comes before a kill.
+#: Signals that announce the end: job scripts request SIGUSR1, and SIGTERM precedes a kill.
 ENDINGS = (signal.SIGUSR1, signal.SIGTERM)
 
 
 class PreemptionListener:
-    """Listens for the end of the job, in place of dying of it. For as long as somebody holds it.
+    """Listener for the signals that announce the end of the job, until it is closed or garbage-collected.
 
-    A signal is for the whole process, and comes once: all that listen hear it, and those that listen later, until it
-    is `acknowledge`. Processes that are forked meanwhile do not listen.
+    A signal reaches all listeners of the process. Listeners that start later receive it too, until `acknowledge` is
+    called. Forked child processes do not listen.
 
     Attributes:
-        received: the name of the signal that came; "" while none has.
+        received: name of the signal received; "" if there was none.
 
     Example:
         >>> listener = PreemptionListener()
@@ -37,72 +37,73 @@ class PreemptionListener:
         self.received = ""
 
     def listen(self) -> bool:
-        """Take the signals over; whether that was possible, which it is in the main thread alone."""
+        """Install the signal handlers; return False outside the main thread, where this is not possible."""
         if threading.current_thread() is not threading.main_thread():
             return False
-        _listening.add(self)
-        self.received = self.received or _received
+        _listeners.add(self)
+        self.received = self.received or _pending
         for number in ENDINGS:
             handler = signal.getsignal(number)
-            if handler is not _note:
-                # Python does not know handlers that were not set from it.
-                _before[number] = handler if handler is not None else signal.SIG_DFL
-                signal.signal(number, _note)
+            if handler is not _handle_signal:
+                # `getsignal` returns None for a handler that was not installed by Python.
+                _previous[number] = handler if handler is not None else signal.SIG_DFL
+                signal.signal(number, _handle_signal)
         return True
 
     def close(self) -> None:
-        """Listen no longer; the last one gives the signals back."""
-        _listening.discard(self)
-        if not _listening and threading.current_thread() is threading.main_thread():
-            _give_back()
+        """Stop listening; the last listener restores the previous signal handlers."""
+        _listeners.discard(self)
+        if not _listeners and threading.current_thread() is threading.main_thread():
+            _restore_handlers()
 
     @staticmethod
     def ignore() -> None:
-        """All is saved, and this process is about to end: not by another signal, which would change its exit code.
+        """Ignore further signals once everything is saved, because they would change the exit code of this process.
 
-        Python gives its own handlers back while it ends, but leaves alone what is ignored.
+        Python restores its own handlers while it ends, but leaves ignored signals ignored.
         """
         if threading.current_thread() is threading.main_thread():
             for number in ENDINGS:
                 signal.signal(number, signal.SIG_IGN)
 
 
-_listening: "weakref.WeakSet[PreemptionListener]" = weakref.WeakSet()
-_before: dict[int, Any] = {}
-# For those that are going to listen.
-_received = ""
+_listeners: "weakref.WeakSet[PreemptionListener]" = weakref.WeakSet()
+# Handlers before the first listener, by signal.
+_previous: dict[int, Any] = {}
+# Name of the signal received and not yet acknowledged, for later listeners.
+_pending = ""
 
 
 def acknowledge() -> None:
-    """What was heard has been acted on: who listens from now on waits for another signal."""
-    global _received
-    _received = ""
+    """Clear the received signal after it has been handled, so that later listeners wait for another."""
+    global _pending
+    _pending = ""
 
 
-def _note(number: int, frame: FrameType | None) -> None:
-    global _received
-    listening, name = list(_listening), signal.Signals(number).name
-    if not listening:
-        # Nobody is left to save anything: as if nobody had ever listened.
-        signal.signal(number, _before.get(number, signal.SIG_DFL))
+def _handle_signal(number: int, frame: FrameType | None) -> None:
+    global _pending
+    listeners, name = list(_listeners), signal.Signals(number).name
+    if not listeners:
+        # All listeners are gone: restore the previous handler and send the signal again.
+        signal.signal(number, _previous.get(number, signal.SIG_DFL))
         os.kill(os.getpid(), number)
         return
-    _received = _received or name
-    for listener in listening:
+    _pending = _pending or name
+    for listener in listeners:
         listener.received = listener.received or name
 
 
-def _forked() -> None:
-    """A child, of multiprocessing say, has nothing to save: it has to end when its parent tells it to."""
-    _listening.clear()
-    _give_back()
+def _stop_in_child() -> None:
+    """Restore the handlers in a forked child, such as one of multiprocessing: its parent must be able to end it."""
+    _listeners.clear()
+    _restore_handlers()
 
 
-def _give_back() -> None:
-    for number, before in _before.items():
-        if signal.getsignal(number) is _note:
-            signal.signal(number, before)
-    _before.clear()
+def _restore_handlers() -> None:
+    for number, handler in _previous.items():
+        if signal.getsignal(number) is _handle_signal:
+            signal.signal(number, handler)
+    _previous.clear()
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_stop_in_child)

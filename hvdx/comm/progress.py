@@ -1,6 +1,6 @@
-"""Where this rank is: its step, the collective it waits in, and the line of its program; and what that says of a stall.
+"""Position of this rank (training step, collective, line of the program), and the diagnosis of a stall.
 
-Whoever trains or waits notes it here, in two assignments; `hvdx.comm.watchdog` reads it from a thread of its own.
+Code that trains or waits records its position here, in two assignments; the thread of `hvdx.comm.watchdog` reads it.
 """
 
 import contextlib
@@ -15,35 +15,35 @@ from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Any
 
-# Lines of a stack in a report, and characters of a text in it: a report has to fit into one small message.
-_MOST_LINES, _MOST_TEXT = 2, 100
-# Ranks that are listed one by one.
-_MOST_ROWS = 16
-# A rank that has stood still for so small a part of the longest time is moving.
+# Maximum number of stack lines and of characters a text in a report, which has to fit into one small message.
+_MAX_LINES, _MAX_TEXT = 2, 100
+# Maximum number of ranks that a message lists.
+_MAX_ROWS = 16
+# A rank counts as moving if its idle time is at most this part of the longest.
 _MOVING = 0.5
-# Frames in these packages are not where somebody's program is.
+# Frames in these packages do not belong to the user's program.
 _LIBRARIES = ("hvdx", "keras", "tensorflow")
 _STANDARD = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 
 _place: tuple[str, tuple[int, ...]] = ("", ())
-# By thread, since several wait at once: the name of the collective, and whether it needs every rank.
+# By thread, since several may wait at once: name of the collective, and whether it needs every rank.
 _waits: dict[int, tuple[str, bool]] = {}
 _moved = time.monotonic()
 _serves = False
-# By thread: the name of what it compiles.
+# By thread: name of the object that is being compiled.
 _compiles: dict[int, str] = {}
 _first = False
-# TensorFlow traces a function in the first of these and runs it in the second: its first run optimises the graph, and
-# XLA compiles then. Nothing in Python tells that from waiting, so it counts as compiling for so many seconds only.
+# TensorFlow traces a function in the first of these and runs it in the second. The first run optimises the graph and
+# compiles with XLA. Python cannot tell that from waiting, so a first run counts as compiling for at most 600 s.
 _TRACES, _RUNS, _FIRST_RUN_SECONDS = "func_graph_from_py_func", "quick_execute", 600.0
 
 
 def step(place: str, order: tuple[int, ...] = ()) -> None:
-    """Note where the training is.
+    """Record the position of the training.
 
     Args:
-        place: for people, such as "step 120 of epoch 3"; "" for nowhere in particular.
-        order: numbers that grow from place to place, alike on all ranks; () where there are none.
+        place: readable position, such as "step 120 of epoch 3"; "" outside a training.
+        order: numbers that grow from position to position, the same on all ranks; () if there are none.
 
     Example:
         >>> step("step 120 of epoch 3", (2, 119))
@@ -56,11 +56,11 @@ def step(place: str, order: tuple[int, ...] = ()) -> None:
 
 
 def enter(what: str, for_all: bool = True) -> None:
-    """Note that this thread begins to wait for other ranks.
+    """Record that this thread starts to wait for other ranks.
 
     Args:
-        what: the name of the collective.
-        for_all: it cannot end without every rank.
+        what: name of the collective.
+        for_all: True if it cannot end without every rank.
     """
     global _moved
     _waits[threading.get_ident()] = what, for_all
@@ -68,7 +68,7 @@ def enter(what: str, for_all: bool = True) -> None:
 
 
 def leave() -> None:
-    """Note that this thread waits no longer."""
+    """Record that this thread no longer waits."""
     global _moved
     _waits.pop(threading.get_ident(), None)
     _moved = time.monotonic()
@@ -76,10 +76,10 @@ def leave() -> None:
 
 @contextlib.contextmanager
 def compiling(what: str) -> Iterator[None]:
-    """Note that this thread compiles, which is no stall.
+    """Record that this thread compiles, which is no stall.
 
     Args:
-        what: for people, such as "the kernels of Threshold".
+        what: readable name, such as "the kernels of Threshold".
     """
     global _moved
     _compiles[threading.get_ident()] = what
@@ -92,54 +92,54 @@ def compiling(what: str) -> Iterator[None]:
 
 
 def first_step(first: bool) -> None:
-    """Note whether the first step of a fit is being taken, in which TensorFlow traces and compiles."""
+    """Record whether a fit is in its first step, in which TensorFlow traces and compiles."""
     global _first
     _first = first
 
 
 def serve(serves: bool) -> None:
-    """Note whether this rank only answers the others, and is waited for by nobody."""
+    """Record whether this rank is a server rank, for which no collective of the workers waits."""
     global _serves
     _serves = serves
 
 
 def training() -> bool:
-    """Whether a `fit` under `Distribute` has taken a step and has not ended."""
+    """Return whether a `fit` under `Distribute` has taken a step and has not ended."""
     return bool(_place[0])
 
 
 def waits_for_all() -> bool:
-    """Whether a thread of this rank waits in a collective, which needs every rank."""
+    """Return whether a thread of this rank waits in a collective that needs every rank."""
     return any(for_all for _, for_all in list(_waits.values()))
 
 
 def idle() -> float:
-    """Seconds since anything was noted."""
+    """Return the seconds since the last record."""
     return time.monotonic() - _moved
 
 
 def busy() -> bool:
-    """Whether somebody waits for other ranks here, or trains: only then is standing still a stall."""
+    """Return whether this rank trains or waits for other ranks; otherwise a lack of progress is no stall."""
     if _waits:
         return True
-    # An exception that a script caught leaves its step behind; what it then does is no training.
+    # The step stays set after an exception that the script caught. The rank trains only if Keras is on the stack.
     return bool(_place[0]) and any(_package(f) == "keras" for f in _frames(_main_frame()))
 
 
 @dataclass(frozen=True)
 class Report:
-    """Where a rank is.
+    """Position of a rank.
 
     Attributes:
-        host: its name.
-        place: its step, or "".
+        host: name of the host.
+        place: training step, or "".
         order: see `step`.
-        collective: what it waits in, or "".
-        idle: seconds since it last moved.
-        lines: of its program, innermost first: "train.py:42 in load".
-        serves: whether it only answers the others.
-        busy: see `busy`.
-        compiling: name of what it is compiling, or "".
+        collective: name of the collective in which the rank waits, or "".
+        idle: seconds since the last record.
+        lines: stack lines of the program, innermost first, such as "train.py:42 in load".
+        serves: True if the rank is a server.
+        busy: True if the rank trains or waits.
+        compiling: name of the object that is being compiled, or "".
     """
 
     host: str
@@ -153,17 +153,17 @@ class Report:
     compiling: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        """Its attributes, for a message."""
+        """Return the attributes as a dict for JSON."""
         return asdict(self)
 
     @staticmethod
     def of_json(values: Mapping[str, Any]) -> "Report":
-        """What `as_json` gave, after its tuples have become lists."""
+        """Restore a report from the result of `as_json`, in which JSON has turned tuples into lists."""
         read: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
         return Report(**read)
 
     def describe(self) -> str:
-        """Where it is, in words."""
+        """Describe the position in words."""
         if self.serves:
             return "serves the others"
         parts = [f"waits in {self.collective}"] if self.collective else []
@@ -174,36 +174,37 @@ class Report:
 
 
 def here() -> Report:
-    """Where this rank is now; may be called from any thread."""
+    """Return the position of this rank. May be called from any thread."""
     place, order = _place
     collective, _ = next(iter(list(_waits.values())), ("", False))
     compiles = "" if collective else _compiled()
     return Report(
-        socket.gethostname(), place[:_MOST_TEXT], order, collective[:_MOST_TEXT], idle(), _lines(), _serves, busy(),
-        compiles[:_MOST_TEXT],
+        socket.gethostname(), place[:_MAX_TEXT], order, collective[:_MAX_TEXT], idle(), _lines(), _serves, busy(),
+        compiles[:_MAX_TEXT],
     )  # fmt: skip
 
 
 def _compiled() -> str:
-    """Name what this process is compiling, or return ""."""
+    """Return the name of the object that this process compiles, or ""."""
     for what in list(_compiles.values()):
         return what
     frames = _frames(_main_frame())
     if any(f.f_code.co_name == _TRACES and _package(f) == "tensorflow" for f in frames):
         return "the training step" if _place[0] else "a function of TensorFlow's"
     running = _first and frames and frames[0].f_code.co_name == _RUNS and idle() < _FIRST_RUN_SECONDS
-    return "the training step" if running and not _others() else ""
+    return "the training step" if running and not _user_frames() else ""
 
 
 def diagnose(reports: Mapping[int, Report | None], gone: Sequence[int] = ()) -> tuple[list[int], str]:
-    """Tell for which ranks the others wait.
+    """Find the ranks for which the others wait.
 
     Args:
-        reports: of the ranks that take part; None for one that does not answer.
-        gone: those of them that have left the world.
+        reports: report of each rank; None if the rank does not answer.
+        gone: ranks that have left the world.
 
     Returns:
-        The ranks, and what there is to say of them: "has not come to the updates", say.
+        The ranks, which may be none, and the reason. If there are ranks, it continues a sentence that begins "rank 1
+        has"; otherwise it is a clause of its own.
 
     Example:
         >>> diagnose({0: Report("a", collective="the updates"), 1: Report("b", place="step 3 of epoch 1")})
@@ -221,9 +222,10 @@ def diagnose(reports: Mapping[int, Report | None], gone: Sequence[int] = ()) -> 
             return missing, f"not come to {most}"
         if not others:
             who = "workers" if len(there) > count else "ranks"
-            return [], f"all {who} wait in {most}, and nobody is missing"
+            return [], f"all {who} wait in {most}, and none is missing"
         if others[0][1] < count:
-            return sorted(r for r, name in waiting.items() if name != most), f"not come to {most}, but to another place"
+            elsewhere = sorted(r for r, name in waiting.items() if name != most)
+            return elsewhere, f"not come to {most}, but to another collective"
         return [], "the ranks are in different collectives"
     if silent:
         return silent, "not answered"
@@ -234,7 +236,7 @@ def diagnose(reports: Mapping[int, Report | None], gone: Sequence[int] = ()) -> 
         return stuck, "not come as far as the others"
     stuck = [r for r, report in still.items() if report.idle > _MOVING * longest]
     if len(stuck) < len(still):
-        return stuck, "stood still, while others go on"
+        return stuck, "stood still, while others continue"
     if len({report.place for report in still.values()}) > 1 and all(report.order for report in still.values()):
         last = min(report.order for report in still.values())
         behind = [r for r, report in still.items() if report.order == last]
@@ -246,12 +248,12 @@ def diagnose(reports: Mapping[int, Report | None], gone: Sequence[int] = ()) -> 
 def message(
     reports: Mapping[int, Report | None], gone: Sequence[int], seconds: float, hosts: Sequence[str] = ()
 ) -> str:
-    """What to print about a stall: who is waited for, and a line for each rank.
+    """Return the warning about a stall: a headline with the diagnosis, and a line for each rank.
 
     Args:
         reports, gone: see `diagnose`.
-        seconds: nothing has moved for so long.
-        hosts: by rank: a rank that does not answer does not say where it runs.
+        seconds: duration of the stall.
+        hosts: host names by rank, for ranks that do not answer.
     """
 
     def name(rank: int) -> str:
@@ -260,8 +262,8 @@ def message(
         return f"{rank} ({host})" if host else str(rank)
 
     def names(ranks: Sequence[int]) -> str:
-        named = ", ".join(map(name, ranks[:_MOST_ROWS]))
-        named += f" and {len(ranks) - _MOST_ROWS} more" * (len(ranks) > _MOST_ROWS)
+        named = ", ".join(map(name, ranks[:_MAX_ROWS]))
+        named += f" and {len(ranks) - _MAX_ROWS} more" * (len(ranks) > _MAX_ROWS)
         return f"rank{'s' * (len(ranks) > 1)} {named} {'have' if len(ranks) > 1 else 'has'}"
 
     missing, why = diagnose(reports, gone)
@@ -274,17 +276,17 @@ def message(
         headline += f"{names(missing)} {why}."
     else:
         headline += f"{why}."
-    # Those that are waited for come first where there are too many.
-    rows = sorted(sorted(reports, key=lambda r: (r not in missing, r))[:_MOST_ROWS])
+    # If there are too many ranks, list the missing ones.
+    rows = sorted(sorted(reports, key=lambda r: (r not in missing, r))[:_MAX_ROWS])
     lines = [headline, *(f"  rank {name(r)}: {_row(reports[r], r in gone)}" for r in rows)]
     if len(reports) > len(rows):
-        rest = ", for which nobody waits" * (len(missing) <= len(rows))
+        rest = ", none of which is missing" * (len(missing) <= len(rows))
         lines.append(f"  and {len(reports) - len(rows)} more ranks{rest}")
     return "\n".join(lines)
 
 
 def _awaited_compilers(reports: Mapping[int, Report | None], gone: Sequence[int], missing: Sequence[int]) -> list[int]:
-    """The ranks that compile, where all that the others wait for is that; none where there is a stall."""
+    """Return the ranks that compile, if the others wait for no other ranks; [] if there is a stall."""
     if gone or any(report is None for report in reports.values()):
         return []
     there = {r: report for r, report in reports.items() if report is not None}
@@ -306,7 +308,7 @@ def _main_frame() -> FrameType | None:
 
 
 def _frames(frame: FrameType | None) -> list[FrameType]:
-    """Innermost first."""
+    """Return a frame and its callers, innermost first."""
     found = []
     while frame is not None:
         found.append(frame)
@@ -315,16 +317,16 @@ def _frames(frame: FrameType | None) -> list[FrameType]:
 
 
 def _lines() -> tuple[str, ...]:
-    """The innermost lines of the main thread outside of TensorFlow, Keras and hvdx, and one of somebody else's thread.
+    """Return the innermost lines of the user's program in the main thread, and one line of another thread.
 
-    A generator that feeds a dataset runs in a thread of TensorFlow's, so the main thread alone does not show it.
+    A generator that feeds a dataset runs in a thread of TensorFlow, so the main thread does not show it.
     """
     mine = [f for f in _frames(_main_frame()) if not _is_library(f)]
-    return tuple([_line(f) for f in mine[:_MOST_LINES]] + [f"{_line(f)} (in a thread)" for f in _others()[:1]])
+    return tuple([_line(f) for f in mine[:_MAX_LINES]] + [f"{_line(f)} (in a thread)" for f in _user_frames()[:1]])
 
 
-def _others() -> list[FrameType]:
-    """The innermost frame that is the user's, of each thread but the main one and this one."""
+def _user_frames() -> list[FrameType]:
+    """Return the innermost frame of user code in each thread, except the main thread and this one."""
     skipped = threading.main_thread().ident, threading.get_ident()
     found = []
     for ident, frame in sys._current_frames().items():
@@ -335,7 +337,7 @@ def _others() -> list[FrameType]:
 
 def _line(frame: FrameType) -> str:
     name = os.path.basename(frame.f_code.co_filename)
-    return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"[:_MOST_TEXT]
+    return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"[:_MAX_TEXT]
 
 
 def _package(frame: FrameType) -> str:

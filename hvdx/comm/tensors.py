@@ -1,4 +1,4 @@
-"""Reductions of tensors that all communicators in the graph do alike: groups, and the rows of embeddings."""
+"""Reductions that all communicators for the graph share: groups of tensors, and the rows of embeddings."""
 
 import abc
 import contextlib
@@ -14,10 +14,9 @@ from hvdx.errors import ConfigError
 
 
 class TensorComm(GraphComm):
-    """Reduces tensors group by group, and gathers the rows of `tf.IndexedSlices`."""
+    """Base class that reduces tensors group by group and gathers the rows of `tf.IndexedSlices`."""
 
     def all_reduce(self, tensors: Sequence[Any], how: Reduction, name: str) -> list[Any]:
-        """See `Comm.all_reduce`."""
         result: list[Any] = list(tensors)
         if how.sparse == "dense":
             result = [tf.convert_to_tensor(t) if isinstance(t, tf.IndexedSlices) else t for t in result]
@@ -33,18 +32,18 @@ class TensorComm(GraphComm):
 
     @abc.abstractmethod
     def reduce_group(self, tensors: list[Any], how: Reduction, name: str) -> list[Any]:
-        """Reduce dense tensors in one collective; see `all_reduce`.
+        """Reduce dense tensors in one collective.
 
         Args:
-            tensors: one or more.
-            how: the reduction; `average`, `wire`, `predivide` and `device` count.
-            name: see `all_reduce`.
+            tensors: one tensor or more.
+            how: options, of which `average`, `wire`, `predivide` and `device` apply.
+            name: name of the collective, the same on all ranks.
         """
 
     def _gather_slices(self, slices: tf.IndexedSlices, how: Reduction, name: str) -> tf.IndexedSlices:
-        """Every rank's rows one after the other, as they would stand in the gradient of the whole batch.
+        """Concatenate the rows of all ranks, as in the gradient of the whole batch.
 
-        Repeated indices stay apart: Keras' Adam squares rows, so adding them up first would be another step.
+        Rows with the same index are not summed: Keras' Adam squares rows, so a sum would change the step.
         """
         with device_scope(how.device_sparse):
             values = self._gather_values(slices.values, how.wire, f"{name}.values")
@@ -63,12 +62,17 @@ class TensorComm(GraphComm):
 
 
 def device_scope(device: str) -> contextlib.AbstractContextManager[Any]:
-    """Place operations on a device; "" leaves them where TensorFlow puts them."""
+    """Return a context that places operations on a device; "" leaves the placement to TensorFlow."""
     return tf.device(device) if device else contextlib.nullcontext()
 
 
 def _split(count: int, groups: int | tuple[tuple[int, ...], ...]) -> list[list[int]]:
-    """Indices 0..count-1 in `groups` runs of nearly equal number, or as given, the rest each on its own."""
+    """Split the indices 0..count-1 into groups.
+
+    Args:
+        count: number of indices.
+        groups: number of runs of nearly equal length (int), or the groups; each index in none of them is its own group.
+    """
     if isinstance(groups, int):
         bounds = np.linspace(0, count, min(groups, max(count, 1)) + 1).astype(int)
         return [list(range(a, b)) for a, b in itertools.pairwise(bounds)]

@@ -1,4 +1,4 @@
-"""Waiting without taking cores from others, and with an end."""
+"""Polling with back-off and a time limit, so that waiting ranks leave the cores to others."""
 
 import os
 import time
@@ -9,17 +9,17 @@ from hvdx.errors import ConfigError
 #: Seconds after which a rank gives up waiting for another.
 LIMIT_VARIABLE = "HVDX_TIMEOUT"
 _LIMIT_SECONDS = 600.0
-# Asked so often in a row before sleeping, and for so long between two questions.
+# Number of polls without sleep, then the shortest and longest sleep in seconds.
 _EAGER = 50
-_LEAST_SLEEP, _MOST_SLEEP = 20e-6, 1e-3
+_MIN_SLEEP, _MAX_SLEEP = 20e-6, 1e-3
 
 
 class Backoff:
-    """Ever longer sleeps between questions that are answered no.
+    """Exponential back-off for polling.
 
     Example:
         >>> backoff = Backoff()
-        >>> backoff.sleep()  # the first times it does not sleep at all
+        >>> backoff.sleep()  # the first 50 calls do not sleep
         >>> backoff.renew()
     """
 
@@ -27,26 +27,26 @@ class Backoff:
         self.renew()
 
     def renew(self) -> None:
-        """Something happened: more may follow at once."""
-        self._asked, self._next = 0, _LEAST_SLEEP
+        """Reset the back-off after a successful poll."""
+        self._polls, self._next = 0, _MIN_SLEEP
 
-    def sleep(self, most: float = _MOST_SLEEP) -> None:
-        """Nothing happened: wait a while.
+    def sleep(self, most: float = _MAX_SLEEP) -> None:
+        """Sleep after an unsuccessful poll.
 
         Args:
-            most: seconds, at most.
+            most: maximum duration in seconds.
         """
-        self._asked += 1
-        if self._asked > _EAGER:
+        self._polls += 1
+        if self._polls > _EAGER:
             time.sleep(min(self._next, most))
-            self._next = min(self._next * 1.1, _MOST_SLEEP)
+            self._next = min(self._next * 1.1, _MAX_SLEEP)
 
 
 def until(done: Callable[[], bool], limit: float) -> bool:
-    """Ask until the answer is yes, or a time is over: whether it was.
+    """Poll until done or timed out; return whether it finished.
 
     Args:
-        done: asked ever less often.
+        done: polled with back-off.
         limit: seconds.
 
     Example:
@@ -62,10 +62,10 @@ def until(done: Callable[[], bool], limit: float) -> bool:
 
 
 def time_limit() -> float:
-    """Seconds after which a rank gives up waiting for another.
+    """Return the seconds after which a rank gives up waiting for another.
 
     Raises:
-        ConfigError: `HVDX_TIMEOUT` is not a number above 0.
+        ConfigError: if `HVDX_TIMEOUT` is not a finite number above 0.
     """
     text = os.environ.get(LIMIT_VARIABLE, "")
     try:

@@ -1,7 +1,7 @@
-"""A thread a rank that notices when nothing moves any more, asks the others where they are, and says so.
+"""Watchdog thread: if a rank makes no progress, it asks all ranks for their position and prints the answers.
 
-Only small messages, from one rank to another, are sent, and nothing is ever waited for inside MPI: a rank that has
-been stopped cannot take this thread with it, and the thread cannot keep its own process from ending.
+The thread sends only small point-to-point messages and never blocks inside MPI. A stopped rank therefore cannot block
+it, and it cannot keep its own process from ending.
 """
 
 import atexit
@@ -20,30 +20,32 @@ from hvdx.comm.progress import Report
 from hvdx.comm.waiting import LIMIT_VARIABLE, time_limit, until
 from hvdx.errors import ConfigError, ExchangeError
 
-#: Seconds without any progress after which a rank says where all are; 0 for never.
+#: Seconds without progress after which a rank prints the position of all ranks; 0 for never.
 STALL_VARIABLE = "HVDX_STALL_WARNING"
 _STALL_SECONDS = 60.0
-# Between two looks, at most and at least, and while answers are awaited.
-_TICK, _LEAST_TICK, _BUSY_TICK = 1.0, 0.1, 0.05
-# A look that finds nothing may be what makes MPI fetch a message for the next one; sockets take the longest.
-_LOOKS = 10
-# How long the others have for an answer; they look once in a tick.
+# Seconds between two checks: at most, at least, and while answers are awaited.
+_TICK, _MIN_TICK, _BUSY_TICK = 1.0, 0.1, 0.05
+# Unsuccessful probes before a check ends: one may only make MPI fetch the message for the next. Sockets need the most.
+_PROBES = 10
+# Time limit for answers; the other ranks check for questions once in a tick.
 _ANSWER_SECONDS = 3.0
-# The lowest ranks ask first, and those that they have asked keep quiet: with many ranks not all ask all.
+# Delay of a question per rank, and its maximum: low ranks ask first, and the ranks they asked stay quiet. So not all
+# ranks ask all others.
 _TURN, _LAST_TURN = 0.1, 10.0
-# Ranks that are told that another leaves: one of the lowest is who will ask for it.
+# Number of the lowest ranks that are told of an end with status 0: one of them will ask about a stall.
 _TOLD_OF_LEAVING = 8
-# A collective that waits for a rank that has ended is over after so long, lowest ranks first.
+# Seconds after which a rank that waits in a collective for an ended rank ends the job; further delay per rank, and its
+# maximum: low ranks act first.
 _DOOMED_SECONDS, _DOOMED_TURN, _LAST_DOOMED = 5.0, 1.5, 6.0
 _ASK, _ANSWER, _LEAVE = 1, 2, 3
 _HOST_BYTES = 64
 
 
 def stall_limit() -> float:
-    """Seconds without progress after which a rank says so; 0 for never.
+    """Return the seconds without progress after which a rank warns of a stall; 0 for never.
 
     Raises:
-        ConfigError: `HVDX_STALL_WARNING` is not a number, or below 0.
+        ConfigError: if `HVDX_STALL_WARNING` is not a finite number, or below 0.
 
     Example:
         >>> stall_limit()
@@ -60,21 +62,21 @@ def stall_limit() -> float:
 
 
 class Watchdog:
-    """Watches this rank, and answers those of the others. Collective to make.
+    """Watchdog of this rank's progress; it also answers the watchdogs of other ranks. Creating one is collective.
 
     Args:
-        world: the `MPI.Comm` of all processes; it is duplicated.
-        limit: seconds without progress, above 0; alike on all ranks.
+        world: `MPI.Comm` of all processes; it is duplicated.
+        limit: seconds without progress, above 0; the same on all ranks.
 
     Raises:
-        ExchangeError: not all ranks came within the time limit.
+        ExchangeError: if ranks do not join within the time limit.
     """
 
     def __init__(self, world: Any, limit: float):
         from mpi4py import MPI
 
         self._mpi, self._limit = MPI, limit
-        # Never freed: a message that comes later would be taken for one of the next communicator's.
+        # Never freed: a late message would be taken for one of the next communicator.
         self._comm, request = world.Idup()
         _await(request)
         self._rank, self._size = self._comm.Get_rank(), self._comm.Get_size()
@@ -82,25 +84,25 @@ class Watchdog:
         name = np.array([socket.gethostname().encode()], hosts.dtype)
         _await(self._comm.Iallgather(name.view(np.uint8), hosts.view(np.uint8)))
         self._hosts = [host.decode(errors="replace") for host in hosts]
-        self._tick = min(max(limit / 10, _LEAST_TICK), _TICK)
+        self._tick = min(max(limit / 10, _MIN_TICK), _TICK)
         self._due = limit
         self._seen_idle = 0.0
         self._leaving: list[tuple[Any, bytes]] = []
-        # Ranks that have left: their exit status, and how they ended in words.
+        # Ranks that have left: exit status, and the call that ended them.
         self._gone: dict[int, tuple[int, str]] = {}
-        self._farewell: tuple[int, str] | None = None
-        # Of the question that is open, if one is: its number, when it ends, whether a stall asks it.
+        self._own_end: tuple[int, str] | None = None
+        # Number of the last question, its deadline (0 if it is closed), and whether a stall caused it.
         self._question, self._end, self._for_stall = 0, 0.0, False
         self._reports: dict[int, Report] = {}
         self._known: dict[int, Report] = {}
-        self._wanted = self._parted = self._hurry = False
+        self._ask_requested = self._end_announced = self._hurry = False
         self._wake, self._stop = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hvdx watchdog", daemon=True)
         self._thread.start()
         _running.append(self)
 
     def stop(self) -> None:
-        """End the thread; it has to be over before MPI is."""
+        """End the thread, which has to happen before MPI is finalised."""
         self._stop.set()
         self._wake.set()
         self._thread.join(10 * _TICK)
@@ -108,41 +110,41 @@ class Watchdog:
             _running.remove(self)
 
     def ask(self) -> None:
-        """Ask the others where they are, soon."""
-        self._wanted = True
+        """Have the thread ask the other ranks for their position."""
+        self._ask_requested = True
         self._wake.set()
 
     def leave(self, status: int, how: str, hurry: bool) -> None:
-        """Tell the others that this process ends.
+        """Tell the other ranks that this process ends.
 
         Args:
-            status: the exit status; where it is not 0 all are told.
-            how: in words; "" where there is nothing to say.
-            hurry: at once, and go on watching; otherwise when the watch is over.
+            status: exit status; unless it is 0, all ranks are told.
+            how: the call that ends the process; "" if unknown.
+            hurry: tell them at once and continue to watch; otherwise tell them when the thread ends.
         """
-        self._farewell, self._hurry = (status, how), hurry
+        self._own_end, self._hurry = (status, how), hurry
         self._wake.set()
 
-    def alone(self) -> bool:
-        """Whether every other rank has left."""
+    def others_left(self) -> bool:
+        """Return whether every other rank has left."""
         return len(self._gone) == self._size - 1
 
-    def obituary(self) -> tuple[int, str] | None:
-        """The exit status of a rank that has left, and a sentence about it; None while all are there."""
+    def departed(self) -> tuple[int, str] | None:
+        """Return the exit status of a rank that has left and a sentence about it; None if no rank has."""
         gone = dict(self._gone)
         if not gone:
             return None
-        # One that failed says more than those that left because of it.
+        # A rank that failed explains more than those that left because of it.
         rank = min(gone, key=lambda r: (gone[r][0] == 0, r))
         status, how = gone[rank]
         return status, departure(rank, self._size, self._hosts[rank], how)
 
-    def first_left(self) -> bool:
-        """Whether every rank below this one has left, so that this rank speaks for those that remain."""
+    def is_lowest_left(self) -> bool:
+        """Return whether every rank below this one has left, so that this rank reports for those that remain."""
         return all(rank in self._gone for rank in range(self._rank))
 
-    def last_word(self, rank: int) -> str:
-        """Where a rank was when it was asked last, in words; "" if it did not answer."""
+    def last_report(self, rank: int) -> str:
+        """Describe the last answer of a rank; "" if it did not answer."""
         who, report = f"rank {rank} ({self._hosts[rank]})", self._known.get(rank)
         if report is not None:
             return f"{who}: {report.describe()}"
@@ -152,57 +154,57 @@ class Watchdog:
 
     def _watch(self) -> None:
         try:
-            # A script may end MPI itself.
+            # A script may finalise MPI itself.
             while not self._stop.is_set() and not self._mpi.Is_finalized():
-                # Who ends well says so last, as the thread ends: its MPI is about to be over.
+                # Unless in a hurry, the end is announced when the thread ends, shortly before MPI is finalised.
                 if self._hurry:
-                    self._say_good_bye()
-                self._read()
-                self._look()
+                    self._announce_end()
+                self._receive()
+                self._check()
                 self._wake.wait(_BUSY_TICK if self._end else self._tick)
                 self._wake.clear()
-            self._say_good_bye()
+            self._announce_end()
         except Exception as error:
-            # A watchdog must not harm the training; it is an MPI that is breaking down anyway.
+            # A watchdog must not harm the training; MPI is breaking down anyway.
             if not self._stop.is_set():
-                print(f"hvdx: rank {self._rank} watches no longer for stalls: {error}", file=sys.stderr, flush=True)
+                print(f"hvdx: rank {self._rank} no longer watches for stalls: {error}", file=sys.stderr, flush=True)
 
-    def _say_good_bye(self) -> None:
-        if self._parted or self._mpi.Is_finalized():
+    def _announce_end(self) -> None:
+        if self._end_announced or self._mpi.Is_finalized():
             return
-        self._parted = True
-        status, how = self._farewell or (0, "")
+        self._end_announced = True
+        status, how = self._own_end or (0, "")
         for rank in range(self._size if status else min(self._size, _TOLD_OF_LEAVING)):
             if rank != self._rank:
                 self._send(rank, _LEAVE, {"status": status, "how": how})
 
-    def _look(self) -> None:
-        """Is there something to ask, or to say?"""
+    def _check(self) -> None:
+        """Open or close a question, or end a job that cannot continue."""
         now, idle = time.monotonic(), progress.idle()
         turn = min(self._rank * _TURN, _LAST_TURN)
-        if self._gone and not self._parted and progress.waits_for_all():
+        if self._gone and not self._end_announced and progress.waits_for_all():
             self._end_if_doomed(idle)
         if idle < self._seen_idle:
-            self._due = self._limit  # it has moved: what comes next is another stall
+            self._due = self._limit  # this rank has moved, so the next stall is a new one
         self._seen_idle = idle
         if self._end:
             if now > self._end or len(self._reports.keys() | self._gone.keys()) >= self._size:
-                self._close()
-        elif self._wanted:
-            self._open(stall=False)
+                self._close_question()
+        elif self._ask_requested:
+            self._open_question(stall=False)
         elif idle > self._due + turn and progress.busy():
-            self._open(stall=True)
+            self._open_question(stall=True)
 
     def _end_if_doomed(self, idle: float) -> None:
-        """A collective waits that cannot end any more."""
-        found = self.obituary()
+        """End the job if a collective has waited too long for a rank that has left."""
+        found = self.departed()
         if found is not None and idle > _DOOMED_SECONDS + min(self._rank * _DOOMED_TURN, _LAST_DOOMED):
-            say_end(found[1])
+            print_end(found[1])
             self._mpi.COMM_WORLD.Abort(found[0] or 1)
 
-    def _open(self, stall: bool) -> None:
-        """Ask everybody."""
-        self._wanted = False
+    def _open_question(self, stall: bool) -> None:
+        """Ask all other ranks for their reports."""
+        self._ask_requested = False
         self._question += 1
         self._for_stall, self._reports = stall, {self._rank: progress.here()}
         self._end = time.monotonic() + _ANSWER_SECONDS
@@ -210,29 +212,29 @@ class Watchdog:
             if rank != self._rank:
                 self._send(rank, _ASK, {"question": self._question, "stall": stall})
 
-    def _close(self) -> None:
-        """All have answered, or had the time to."""
+    def _close_question(self) -> None:
+        """Store the answers and, if this rank is still stalled, print the stall warning."""
         self._end = 0.0
         self._known = dict(self._reports)
         if not self._for_stall or progress.idle() < self._limit:
-            return  # it moves again
+            return  # not a stall, or this rank moves again
         self._due = 2 * progress.idle()
-        # Another one that stands still, and asks at the same time, speaks if its number is lower.
+        # If a lower rank is stalled too, it prints the warning.
         if any(r < self._rank and report.idle >= self._limit and report.busy
                for r, report in self._reports.items()):  # fmt: skip
             return
         everyone: dict[int, Report | None] = {r: self._reports.get(r) for r in range(self._size)}
         gone = sorted(self._gone.keys() - self._reports.keys())
         text = progress.message(everyone, gone, progress.idle(), self._hosts)
-        # One write, so that it is not mixed with what others print.
+        # One write, so that it does not mix with the output of other ranks.
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
 
-    def _read(self) -> None:
-        """Take what has come."""
+    def _receive(self) -> None:
+        """Receive and handle the messages that have arrived."""
         self._leaving = [(request, data) for request, data in self._leaving if not request.Test()]
         status, misses = self._mpi.Status(), 0
-        while misses < _LOOKS:
+        while misses < _PROBES:
             found = self._comm.Improbe(self._mpi.ANY_SOURCE, self._mpi.ANY_TAG, status)
             if found is None:
                 misses += 1
@@ -240,9 +242,9 @@ class Watchdog:
             data = bytearray(status.Get_count(self._mpi.BYTE))
             sender, tag = status.Get_source(), status.Get_tag()
             found.Recv([data, self._mpi.BYTE])
-            self._take(sender, tag, json.loads(data))
+            self._handle(sender, tag, json.loads(data))
 
-    def _take(self, sender: int, tag: int, said: dict[str, Any]) -> None:
+    def _handle(self, sender: int, tag: int, said: dict[str, Any]) -> None:
         if tag == _LEAVE:
             self._gone[sender] = said["status"], said["how"]
         elif tag == _ASK:
@@ -258,21 +260,21 @@ class Watchdog:
 
 
 def departure(rank: int, size: int, host: str, how: str) -> str:
-    """A sentence about a rank that has ended while the others need it.
+    """Describe a rank that has ended although the others need it.
 
     Args:
-        rank, size, host: which rank it was.
-        how: the call that ended it; "" where that is not known.
+        rank, size, host: rank that has ended, world size, and name of its host.
+        how: the call that ended it; "" if unknown.
 
     Example:
         >>> departure(1, 4, "node2", "sys.exit(3)")
-        'rank 1 of 4 on node2 ended: sys.exit(3), and the others cannot go on without it'
+        'rank 1 of 4 on node2 ended: sys.exit(3), and the others cannot continue without it'
     """
-    return f"rank {rank} of {size} on {host} ended{': ' * bool(how)}{how}, and the others cannot go on without it"
+    return f"rank {rank} of {size} on {host} ended{': ' * bool(how)}{how}, and the others cannot continue without it"
 
 
-def say_end(said: str) -> None:
-    """Print why this rank is about to end the job, in one write, after all that the script has printed."""
+def print_end(said: str) -> None:
+    """Print the reason for which this rank is about to end the job, in one write, and flush the script's output."""
     sys.stderr.write(f"hvdx: {said}; ending the job on all ranks\n")
     sys.stdout.flush()
     sys.stderr.flush()
@@ -287,55 +289,55 @@ _running: list[Watchdog] = []
 
 
 def ask() -> None:
-    """Have the ranks asked where they are, where this process has a watchdog; `last_word` knows it a little later."""
+    """Have this process's watchdog, if any, ask all ranks for their position; `last_report` returns it later."""
     for watchdog in _running:
         watchdog.ask()
 
 
-def last_word(rank: int) -> str:
-    """Where a rank was when it was asked last, in words; "" where that is not known.
+def last_report(rank: int) -> str:
+    """Describe the last known position of a rank; "" if unknown.
 
     Args:
-        rank: in the world of all processes.
+        rank: rank in the world of all processes.
     """
-    return next(filter(None, (watchdog.last_word(rank) for watchdog in _running)), "")
+    return next(filter(None, (watchdog.last_report(rank) for watchdog in _running)), "")
 
 
 def leave(status: int, how: str, hurry: bool, courtesy: float) -> bool:
-    """Tell the others that this process ends; see `Watchdog.leave`.
+    """Tell the other ranks that this process ends.
 
     Args:
-        status, how, hurry: see there.
-        courtesy: seconds in which others may end as well.
+        status, how, hurry: see `Watchdog.leave`.
+        courtesy: seconds to wait for the other ranks to end as well, unless `status` is 0.
 
     Returns:
-        Whether all others have left too, or nobody watches.
+        True if `status` is 0, all other ranks have left too, or this process has no watchdog.
     """
     for watchdog in _running:
         watchdog.leave(status, how, hurry)
-    return not status or until(lambda: all(watchdog.alone() for watchdog in _running), courtesy)
+    return not status or until(lambda: all(watchdog.others_left() for watchdog in _running), courtesy)
 
 
-def obituary(limit: float) -> tuple[int, str, bool] | None:
-    """Look up which rank has left the job.
+def find_departed(limit: float) -> tuple[int, str, bool] | None:
+    """Find a rank that has left the job.
 
     Args:
-        limit: seconds to wait until one has.
+        limit: seconds to wait for one.
 
     Returns:
-        The exit status of one that has left, a sentence about it, and whether this rank is the one to say it; None if
-        no rank has left.
+        Exit status of the rank, a sentence about it, and whether this rank is the one to print it; None if no rank has
+        left.
     """
-    until(lambda: any(watchdog.obituary() for watchdog in _running), limit if _running else 0.0)
+    until(lambda: any(watchdog.departed() for watchdog in _running), limit if _running else 0.0)
     for watchdog in _running:
-        found = watchdog.obituary()
+        found = watchdog.departed()
         if found is not None:
-            return *found, watchdog.first_left()
+            return *found, watchdog.is_lowest_left()
     return None
 
 
 @atexit.register
 def _stop_all() -> None:
-    # Before MPI is finalised: mpi4py does that after all exit handlers of Python.
+    # This is before MPI is finalised: mpi4py does that after all of Python's exit handlers.
     for watchdog in list(_running):
         watchdog.stop()

@@ -1,8 +1,8 @@
-"""The process's communicators: started once, found by everyone.
+"""Communicators of this process, shared by all modules.
 
-MPI carries what the host exchanges, and is there from the start. Horovod is started by what exchanges tensors inside a
-graph, and only then: its thread polls, and takes a good part of a core from the training. Where Horovod is not
-installed, MPI carries tensors too.
+`start` starts MPI, which carries exchanges on the host. Horovod starts with the first exchange inside a TensorFlow
+graph, because its thread polls and takes a large part of a core from the training. If Horovod is not installed, MPI
+also carries tensors.
 """
 
 import os
@@ -18,13 +18,13 @@ from hvdx.comm.launcher import Launch, detect, usable_cores
 from hvdx.comm.local import LocalComm
 from hvdx.errors import LaunchError
 
-# Ranks that poll for messages starve each other; past a few a core a step takes minutes, which looks like a hang.
+# Ranks that poll for messages starve each other. With more ranks a core, a step takes minutes, which looks like a hang.
 _RANKS_PER_CORE = 4
 
 _comm: Comm | None = None
-# By engine, which is not "auto".
+# By engine; "auto" is not a key.
 _graphs: dict[str, GraphComm] = {}
-# What "auto" is in this world.
+# The engine that "auto" stands for in this world; None until it is chosen.
 _chosen: Engine | None = None
 _launch: Launch | None = None
 _servers_ended = False
@@ -32,26 +32,22 @@ _graph_calls = 0
 
 
 def start(servers: int = 0) -> Comm:
-    """Join the world, the first time; later calls return the same communicator.
+    """Join the world and return its communicator; later calls return the same one.
 
-    A process that no launcher started is a world of one, and nothing is started for it.
+    A process that no launcher started is a world of one rank, and no library is started for it.
 
     Args:
-        servers: so many of the last ranks only serve the others, who are the world then; see `Comm.servers`. A process
-            that was started alone has none.
-
-    Returns:
-        The communicator of this process.
+        servers: number of server ranks, taken from the end of the world; see `Comm.servers`. Ignored in a world of one.
 
     Raises:
-        LaunchError: more ranks than the machine bears, a launcher and an MPI that do not know each other, or servers
-            for whom there are no ranks.
-        HorovodError: Horovod's own launcher was used, and Horovod is missing or does not fit this environment.
+        LaunchError: if there are more ranks than the machine can run, the launcher does not belong to the MPI, or no
+            rank is left beside the servers.
+        HorovodError: if Horovod's own launcher was used, and Horovod is missing or does not fit this environment.
     """
     global _comm, _launch
     if _comm is None and _servers_ended:
         raise LaunchError(
-            "this job had servers, which ended when the world was left: it cannot be joined again. Call "
+            "this job had server ranks, which ended with hvdx.shutdown(), so the world cannot be joined again. Call "
             "hvdx.shutdown() at the end only, or have workers serve: servers='colocated'."
         )
     if _comm is None:
@@ -72,24 +68,24 @@ def start(servers: int = 0) -> Comm:
 
 
 def graph(rarely: bool = False, engine: Engine = "horovod") -> GraphComm:
-    """The communicator that works inside TensorFlow graphs; the first call starts Horovod. Collective.
+    """Return the communicator for TensorFlow graphs; the first call starts the engine. Collective.
 
     Args:
-        rarely: most steps do without it, so Horovod's thread may look around less often, and leave the cores to them.
-        engine: what carries the tensors; see `Engine`. Horovod's own launcher has no other.
+        rarely: True if most steps exchange nothing in the graph; Horovod's thread then polls less often.
+        engine: transport of the tensors; see `Engine`. Under Horovod's own launcher it is always Horovod.
 
     Raises:
         LaunchError, HorovodError: see `start`.
-        ConfigError: MPI is asked for under Horovod's own launcher.
+        ConfigError: if MPI is requested under Horovod's own launcher.
     """
     global _graph_calls, _chosen
     _graph_calls += 1
     comm = start()
     if isinstance(comm, GraphComm):
         if engine == "mpi" and comm.size > 1:
-            comm.channel("what engine='mpi' sends")  # refuses, and says what can
+            comm.channel("what engine='mpi' sends")  # raises the error that names the remedy
         return comm
-    assert _launch is not None  # a world of one has its communicator
+    assert _launch is not None  # a world of one has returned above
     if engine == "auto":
         engine = _chosen = _chosen or _choose(comm, _horovod_is_installed())
     if engine not in _graphs:
@@ -99,15 +95,15 @@ def graph(rarely: bool = False, engine: Engine = "horovod") -> GraphComm:
 
 
 def _choose(comm: Comm, has_horovod: bool) -> Engine:
-    """Decide what "auto" is: one rank without Horovod decides for all, and rank 0 says so. Collective."""
+    """Choose the engine for "auto": MPI if any rank lacks Horovod, which rank 0 then prints. Collective."""
     everyone = comm.all_gather_object(has_horovod, "the choice of an engine")
     if all(everyone):
         return "horovod"
     if comm.rank == 0:
         where = f" on rank {everyone.index(False)}" if any(everyone) else ""
         print(
-            f"hvdx: Horovod is not installed{where}, so MPI on the host combines what the ranks train. "
-            "`hvdx build-horovod` brings collectives that run inside the TensorFlow graph, without a call of Python.",
+            f"hvdx: Horovod is not installed{where}, so MPI on the host exchanges the tensors. "
+            "`hvdx build-horovod` adds collectives that run inside the TensorFlow graph, without calls of Python.",
             file=sys.stderr,
             flush=True,
         )
@@ -123,12 +119,12 @@ def _horovod_is_installed() -> bool:
 
 
 def graph_calls() -> int:
-    """How often `graph` was called: who combines something inside a graph asks for it, each time it is traced."""
+    """Return the number of calls of `graph`. A training step that exchanges in the graph calls it when traced."""
     return _graph_calls
 
 
 def _horovod(launch: Launch, rarely: bool = False, group: Any = None) -> GraphComm:
-    # Imported here, since it imports TensorFlow, which a world of one may never need.
+    # Imported here because it imports TensorFlow, which a world of one may never need.
     from hvdx.comm.horovod import HorovodComm
 
     return HorovodComm(launch, rarely, group)
@@ -152,12 +148,12 @@ def _check_servers(servers: int, size: int | None) -> None:
 
 
 def current() -> Comm | None:
-    """The communicator, or None before `start`."""
+    """Return the communicator, or None before `start`."""
     return _comm
 
 
 def stop() -> None:
-    """Leave the world; `start` may join it again."""
+    """Leave the world. Unless it had server ranks, `start` may join it again."""
     global _comm, _chosen, _launch, _servers_ended
     _servers_ended = _servers_ended or bool(_comm is not None and _comm.servers)
     for comm in (*_graphs.values(), *(() if _comm is None else (_comm,))):
@@ -168,12 +164,12 @@ def stop() -> None:
 
 def _check_machine(launch: Launch) -> None:
     cores, here = usable_cores(), launch.local_size or 1
-    # A launcher that binds each rank to a core leaves it one, which says nothing about the machine.
+    # A launcher may bind each rank to one core, which says nothing about the machine.
     cores = max(cores, os.cpu_count() or 1)
-    bearable = int(os.environ.get("HVDX_RANKS_PER_CORE", _RANKS_PER_CORE)) * cores
-    if here > bearable:
+    most = int(os.environ.get("HVDX_RANKS_PER_CORE", _RANKS_PER_CORE)) * cores
+    if here > most:
         raise LaunchError(
-            f"{here} ranks on {socket.gethostname()}: expected at most {bearable} for its {cores} cores. "
-            f"Start fewer (mpirun -n {min(bearable, cores)}), use more hosts, or set HVDX_RANKS_PER_CORE "
-            f"(now {bearable // cores}) if you know better."
+            f"{here} ranks on {socket.gethostname()}: expected at most {most} for its {cores} cores. "
+            f"Start fewer (mpirun -n {min(most, cores)}), use more hosts, or raise HVDX_RANKS_PER_CORE "
+            f"(now {most // cores})."
         )

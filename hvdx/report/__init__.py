@@ -1,1 +1,1 @@
-"""What a run cost: counters and tables."""
+"""Costs of a run: counters and tables."""

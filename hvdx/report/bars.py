@@ -2,19 +2,18 @@
 
 from collections.abc import Mapping
 
-# Bars of a histogram, at most.
-_MOST_ROWS = 16
+_MAX_ROWS = 16
 
 
 def bars(counts: Mapping[int, int], width: int = 40) -> str:
-    """Draw how often each whole number occurred.
+    """Draw a histogram of integers.
 
     Args:
-        counts: number -> how often. Neighbours share a bar where there are more than 16.
-        width: characters of the longest bar.
+        counts: number of occurrences of each integer. If they span more than 16, adjacent integers share a bar.
+        width: length of the longest bar, in characters.
 
     Returns:
-        One line a bar: the numbers, how often, the bar; nothing for nothing.
+        One line a bar: the integers, their count and the bar; "" for empty `counts`.
 
     Example:
         >>> print(bars({1: 2, 2: 8, 4: 4}, width=8))
@@ -26,7 +25,7 @@ def bars(counts: Mapping[int, int], width: int = 40) -> str:
     if not counts:
         return ""
     first, last = min(counts), max(counts)
-    step = -(-(last - first + 1) // _MOST_ROWS)
+    step = -(-(last - first + 1) // _MAX_ROWS)
     rows = []
     for low in range(first, last + 1, step):
         high = min(low + step - 1, last)

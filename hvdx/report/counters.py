@@ -1,4 +1,4 @@
-"""What a run cost, counted while it runs."""
+"""Counters of the costs of a run."""
 
 import time
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ class Counters:
         steps: training steps taken by this rank.
         steps_before: steps taken in earlier epochs.
         seconds: wall time of the fit.
-        telemetry: what the exchanges of each optimiser cost, in detail; empty until `finish`.
+        telemetry: costs of the exchanges, one record per optimiser; empty until `finish`.
     """
 
     size: int = 1
@@ -27,12 +27,12 @@ class Counters:
 
     @property
     def exchange_seconds(self) -> float:
-        """Wall time between the last gradient and the last combined one, over all steps; waiting is part of it."""
+        """Seconds from local to combined gradients or updates, over all steps; waiting for other ranks included."""
         return sum((c.encoding + c.waiting + c.exchanging + c.decoding for c in self.telemetry), 0.0)
 
     @property
     def exchanges(self) -> int:
-        """How often gradients or updates were combined."""
+        """Number of exchanges: the highest count of any optimiser."""
         return max((cost.steps for cost in self.telemetry), default=0)
 
     @property
@@ -42,14 +42,14 @@ class Counters:
 
     @property
     def bytes_per_exchange(self) -> int:
-        """Bytes that this rank sent each time, on average."""
+        """Mean number of bytes that this rank sent per exchange."""
         return round(self.bytes_sent / self.exchanges) if self.exchanges else 0
 
     def start(self) -> None:
-        """Begin to count time."""
+        """Start the clock."""
         self._begin = time.perf_counter()
 
     def finish(self, costs: Iterable[Any]) -> None:
-        """Stop the time, and take in what the exchanges of each optimiser counted."""
+        """Stop the clock and store the costs of each optimiser's exchanges."""
         self.seconds = time.perf_counter() - self._begin
         self.telemetry = list(costs)

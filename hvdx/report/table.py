@@ -1,4 +1,4 @@
-"""Tables for a terminal."""
+"""Tables for the terminal."""
 
 from collections.abc import Sequence
 
@@ -7,11 +7,11 @@ def render(rows: Sequence[Sequence[str]], header: Sequence[str] = ()) -> str:
     """Lay out cells in columns.
 
     Args:
-        rows: the cells, row by row; rows of one length.
+        rows: cells, row by row; all rows have the same length.
         header: column titles; none by default.
 
     Returns:
-        Lines without a trailing newline; the first column to the left, the others to the right.
+        Lines without a trailing newline. The first column is aligned left, the others right.
 
     Example:
         >>> print(render([["a", "1"], ["bc", "20"]]))
@@ -27,7 +27,7 @@ def render(rows: Sequence[Sequence[str]], header: Sequence[str] = ()) -> str:
 
 
 def quantity(value: float, unit: str) -> str:
-    """A number with a decimal prefix.
+    """Format a number with a decimal prefix.
 
     Example:
         >>> quantity(7_470_000, "B")

@@ -1,4 +1,4 @@
-"""The dense sum of a channel, between virtual ranks."""
+"""`Channel.sum_in_order` between virtual ranks."""
 
 import ml_dtypes
 import numpy as np
@@ -19,7 +19,7 @@ def sums(size, elements, dtype=np.float32, scale=1.0):
 
 
 def in_rank_order(size, elements, dtype, scale=1.0):
-    """The sum as one process would write it down."""
+    """Return the sum as a single process computes it."""
     total = vector(0, elements, dtype).astype(np.promote_types(dtype, np.float32))
     for rank in range(1, size):
         total = total + vector(rank, elements, dtype).astype(total.dtype)
@@ -29,7 +29,7 @@ def in_rank_order(size, elements, dtype, scale=1.0):
 @pytest.mark.parametrize("dtype", WIRES.values(), ids=WIRES)
 @pytest.mark.parametrize("elements", [0, 1, 2, 5, 1001])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_sum_is_that_in_rank_order_with_the_same_bits_on_all_ranks(size, elements, dtype):
+def test_sum_in_rank_order_has_the_same_bits_on_all_ranks(size, elements, dtype):
     expected = in_rank_order(size, elements, dtype, 1 / size)
     for got in sums(size, elements, dtype, 1 / size):
         assert got.dtype == expected.dtype
@@ -37,13 +37,13 @@ def test_sum_is_that_in_rank_order_with_the_same_bits_on_all_ranks(size, element
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_long_vectors_travel_in_blocks_and_are_the_same(monkeypatch, size):
+def test_sum_in_blocks_equals_the_sum_of_the_whole_vector(monkeypatch, size):
     whole = sums(size, 1000)
     monkeypatch.setattr(base, "_BLOCK_BYTES", 4 * 64)
     assert [s.tobytes() for s in sums(size, 1000)] == [s.tobytes() for s in whole]
 
 
-def test_sum_beyond_float16_is_infinity_and_the_mean_is_not():
+def test_float16_sum_overflows_to_infinity_and_its_mean_does_not():
     def run(comm, scale):
         return comm.channel("a sum").sum_in_order(np.full(3, 6e4, np.float16), scale)
 
@@ -51,7 +51,7 @@ def test_sum_beyond_float16_is_infinity_and_the_mean_is_not():
     np.testing.assert_array_equal(on_all(2, lambda comm: run(comm, 0.5))[1], np.full(3, 6e4, np.float16))
 
 
-def test_nan_of_one_rank_is_that_of_all():
+def test_nan_of_one_rank_reaches_all_ranks():
     def run(comm):
         return comm.channel("a sum").sum_in_order(np.array([1, np.nan if comm.rank == 1 else 1, 1], np.float32))
 
@@ -59,7 +59,7 @@ def test_nan_of_one_rank_is_that_of_all():
         np.testing.assert_array_equal(got, [3, np.nan, 3])
 
 
-def test_vector_that_was_given_stays_as_it_was():
+def test_input_vector_is_unchanged():
     def run(comm):
         given = vector(comm.rank, 100)
         comm.channel("a sum").sum_in_order(given)

@@ -1,4 +1,4 @@
-"""Collectives on tensors without Horovod, between virtual ranks; tests/ranks has them in graphs, between processes."""
+"""Collectives on tensors without Horovod, eagerly between virtual ranks; tests/ranks tests them in graphs."""
 
 import time
 
@@ -16,7 +16,7 @@ from tests.strategies.virtual import on_all
 
 @pytest.fixture(autouse=True)
 def _eager():
-    # All virtual ranks would wait for each other in the one pool of threads that runs graphs.
+    # Graphs of all virtual ranks would share one thread pool and could deadlock in it.
     tf.config.run_functions_eagerly(True)
     yield
     tf.config.run_functions_eagerly(False)
@@ -29,11 +29,11 @@ def test_virtual_ranks_pass(check, size):
 
 
 def reduced(tensors, how, size=2):
-    """What each rank gets of tensors(rank)."""
+    """Return the result of each rank for its tensors(rank)."""
     return on_all(size, lambda comm: HostGraphComm(comm).all_reduce(tensors(comm.rank), how, "test"))
 
 
-def test_dtypes_side_by_side_keep_theirs():
+def test_mixed_dtypes_are_preserved():
     def tensors(rank):
         return [tf.fill([2], tf.cast(rank + 1, dtype)) for dtype in (tf.float64, tf.float16, tf.float32, tf.bfloat16)]
 
@@ -43,7 +43,7 @@ def test_dtypes_side_by_side_keep_theirs():
             np.testing.assert_array_equal([t.numpy().astype(float) for t in got], np.full((4, 2), 1.5))
 
 
-def test_float64_is_added_up_in_float64():
+def test_float64_is_summed_in_float64():
     def tensors(rank):
         return [tf.constant([1.0 + rank * 2.0**-50], tf.float64)]
 
@@ -52,7 +52,7 @@ def test_float64_is_added_up_in_float64():
 
 
 @pytest.mark.parametrize(("wire", "dtype"), [("fp16", np.float16), ("bf16", tf.bfloat16.as_numpy_dtype)])
-def test_values_are_narrow_on_the_wire_and_their_sum_is_rounded_once(wire, dtype):
+def test_values_have_the_wire_dtype_and_their_sum_is_rounded_once(wire, dtype):
     def tensors(rank):
         return [tf.constant(np.random.default_rng(rank).normal(size=100), tf.float32)]
 
@@ -61,35 +61,35 @@ def test_values_are_narrow_on_the_wire_and_their_sum_is_rounded_once(wire, dtype
         np.testing.assert_array_equal(got.numpy(), wide.astype(dtype).astype(np.float32))
 
 
-def test_predivided_mean_fits_into_float16_where_values_do_not():
+def test_predivided_mean_fits_into_float16_although_the_values_do_not():
     for (got,) in reduced(lambda rank: [tf.fill([2], 1e5 * rank)], Reduction(wire="fp16", predivide=4.0)):
         np.testing.assert_allclose(got.numpy(), 5e4, rtol=1e-3)
 
 
-def test_device_is_refused_with_the_remedy():
+def test_device_is_refused_with_a_remedy():
     for how in (Reduction(device="GPU:0"), Reduction(device_sparse="GPU:0")):
         with pytest.raises(ConfigError, match=r"device: expected none .* got 'GPU:0'.*hvdx build-horovod"):
             reduced(lambda rank: [tf.zeros(1)], how, 1)
 
 
 @pytest.mark.parametrize("call", [lambda c: c.subset([0]), lambda c: c.all_to_all(tf.zeros([1]), [1], "test")])
-def test_what_only_horovod_has_names_the_remedy(call):
+def test_errors_of_horovods_own_features_name_the_remedy(call):
     with pytest.raises(HorovodError, match="hvdx build-horovod"):
         on_all(1, lambda comm: call(HostGraphComm(comm)))
 
 
-def test_graph_takes_collectives_in_the_order_of_the_program():
-    """Those in conditions and loops too, which TensorFlow may take in any order if they change different variables."""
+def test_graph_runs_collectives_in_program_order():
+    """Test collectives in conditions and loops too: TensorFlow alone may reorder those on different variables."""
     tf.config.run_functions_eagerly(False)
-    comm, taken = HostGraphComm(virtual_world(1)[0]), []
+    comm, sizes = HostGraphComm(virtual_world(1)[0]), []
     variables = [tf.Variable(0.0) for _ in range(7)]
     plain = comm._channel.sum_in_order
 
-    def note(vector, scale):
-        taken.append(vector.size)
+    def record(vector, scale):
+        sizes.append(vector.size)
         return plain(vector, scale)
 
-    comm._channel.sum_in_order = note
+    comm._channel.sum_in_order = record
 
     def late(n):
         time.sleep(0.2 if n == 1 else 0.0)
@@ -110,5 +110,5 @@ def test_graph_takes_collectives_in_the_order_of_the_program():
         reduced(6)
 
     step(tf.constant(1.0))
-    assert taken == [1, 2, 3, 4, 5, 6]
+    assert sizes == [1, 2, 3, 4, 5, 6]
     assert [v.numpy() for v in variables] == [0, 1, 2, 3, 0, 5, 6]

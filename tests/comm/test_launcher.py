@@ -29,7 +29,7 @@ PMIX = {"PMIX_RANK": "5"}
         (SLURM | OPEN_MPI, "Open MPI", (1, 4, 0, 2)),
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "Hydra", (0, 2, None, None)),
         (SLURM | {"PMI_RANK": "3", "PMI_SIZE": "8"}, "Slurm", (3, 8, 1, 2)),  # srun --mpi=pmi2
-        (SLURM | {"PMI_RANK": "1", "PMI_SIZE": "16"}, "Hydra", (1, 16, None, None)),  # its processes started by srun
+        (SLURM | {"PMI_RANK": "1", "PMI_SIZE": "16"}, "Hydra", (1, 16, None, None)),  # Hydra, started by srun
         (SLURM | HYDRA, "Hydra", (2, 4, 0, 2)),
         (HYDRA, "Hydra", (2, 4, 0, 2)),
         (PALS | CRAY, "PALS", (5, 8, 1, 4)),
@@ -52,7 +52,7 @@ def test_detect_reads_the_launchers_variables(environ, launcher, place):
 @pytest.mark.parametrize(
     "environ", [{}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, {"PMI_RANK": "x", "PMI_SIZE": "2"}]
 )
-def test_detect_finds_none_where_nothing_was_launched(environ):
+def test_detect_returns_none_without_a_launcher(environ):
     assert detect(environ) is None
 
 
@@ -60,21 +60,21 @@ def test_detect_finds_none_where_nothing_was_launched(environ):
     ("masks", "mine", "cores"),
     [
         ([0b11], 0, 2),
-        ([0b1111, 0b1111], 1, 2),  # not bound: half of them each
+        ([0b1111, 0b1111], 1, 2),  # not bound: two cores each
         ([0b0011, 0b1100], 1, 2),  # bound
         ([0b1, 0b1, 0b1], 0, 1),  # more ranks than cores
-        ([0b1111, 0b0001], 0, 3),  # three of its own, and half of one
+        ([0b1111, 0b0001], 0, 3),  # three cores of its own, and half of a shared one
         ([0b111, 0b111], 0, 1),
-        ([(1 << 16) - 1 << 48] * 4, 2, 4),  # sixteen cores of sixty-four, given to four ranks
+        ([(1 << 16) - 1 << 48] * 4, 2, 4),  # four ranks share sixteen of sixty-four cores
     ],
 )
-def test_fair_cores_shares_those_that_several_may_use(masks, mine, cores):
+def test_fair_cores_divides_shared_cores(masks, mine, cores):
     assert fair_cores(masks, mine) == cores
 
 
 @pytest.fixture
 def sixteen(monkeypatch):
-    """Four ranks on sixteen cores, none of them bound."""
+    """Set up four unbound ranks on sixteen cores."""
     monkeypatch.setattr(launcher, "_fair", 4)
     monkeypatch.setattr(launcher.socket, "gethostname", lambda: "node7.cluster")
 
@@ -90,17 +90,17 @@ PBS = {"PBS_JOBID": "1.server"}
         ({"OMP_NUM_THREADS": "9,3"}, Share(9, "OMP_NUM_THREADS", True)),  # OpenMP's nested form
         ({"OMP_NUM_THREADS": "1", "SLURM_CPUS_PER_TASK": "3"}, Share(1, "OMP_NUM_THREADS", True)),
         ({"SLURM_CPUS_PER_TASK": "3", "SLURM_CPUS_ON_NODE": "4"}, Share(3, "SLURM_CPUS_PER_TASK")),
-        # More ranks than tasks: what one task was given has to do for several.
+        # More ranks than tasks: several ranks share the cores of one task.
         ({"SLURM_CPUS_PER_TASK": "16"}, Share(4)),
         ({"SLURM_CPUS_ON_NODE": "8"}, Share(2, "SLURM_CPUS_ON_NODE")),
         ({"SLURM_CPUS_ON_NODE": "2"}, Share(1, "SLURM_CPUS_ON_NODE")),
         (PBS | {"NCPUS": "2", "OMP_NUM_THREADS": "2"}, Share(2, "NCPUS")),  # ompthreads=2
-        (PBS | {"NCPUS": "16", "OMP_NUM_THREADS": "16"}, Share(4)),  # nothing asked for: all of the chunk's
+        (PBS | {"NCPUS": "16", "OMP_NUM_THREADS": "16"}, Share(4)),  # no ompthreads: all cores of the chunk
         (PBS | {"NCPUS": "16", "OMP_NUM_THREADS": "5"}, Share(5, "OMP_NUM_THREADS", True)),
-        ({"NCPUS": "2"}, Share(4)),  # somebody else's
+        ({"NCPUS": "2"}, Share(4)),  # not set by PBS
         ({"LSB_MCPU_HOSTS": "login 1 node7 8 node8 4"}, Share(2, "LSB_MCPU_HOSTS")),
         ({"LSB_MCPU_HOSTS": "login 1"}, Share(4)),
-        # Slots, one for each rank, of several cores.
+        # Each rank has one slot of several cores.
         ({"LSB_MCPU_HOSTS": "node7 4", "HVDX_CPUS_PER_TASK": "3"}, Share(3, "HVDX_CPUS_PER_TASK")),
         ({"LSB_MCPU_HOSTS": "node7 4", "HVDX_CPUS_PER_TASK": "8"}, Share(4)),
         ({"SLURM_CPUS_PER_TASK": "3", "HVDX_CPUS_PER_TASK": "2"}, Share(2, "HVDX_CPUS_PER_TASK")),
@@ -109,11 +109,11 @@ PBS = {"PBS_JOBID": "1.server"}
     ],
 )
 @pytest.mark.usefixtures("sixteen")
-def test_threads_are_those_that_are_given_and_no_more_than_the_cores(environ, share):
+def test_threads_follow_the_environment_up_to_the_share_of_cores(environ, share):
     assert threads_for(4, environ) == share
 
 
-def test_threads_before_the_world_is_joined_are_a_part_of_the_host(monkeypatch):
+def test_threads_before_the_world_is_joined_are_a_share_of_the_host(monkeypatch):
     monkeypatch.setattr(launcher, "_fair", None)
     monkeypatch.setattr(launcher.os, "cpu_count", lambda: 16)
     monkeypatch.setattr(launcher.os, "sched_getaffinity", lambda pid: set(range(16)))
@@ -122,14 +122,14 @@ def test_threads_before_the_world_is_joined_are_a_part_of_the_host(monkeypatch):
     assert threads_for(4, {}).threads == 2
 
 
-def test_user_may_choose_for_one_library_first():
+def test_variable_of_one_library_takes_precedence():
     names = ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
     environ = {"OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "6"}
     assert threads_for(4, environ, names) == Share(6, "TF_NUM_INTRAOP_THREADS", True)
 
 
 @pytest.mark.usefixtures("sixteen")
-def test_kernels_leave_it_to_openmp_where_the_user_chose(monkeypatch):
+def test_kernel_threads_defer_to_omp_num_threads(monkeypatch):
     names = ("SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE", "PBS_JOBID", "LSB_MCPU_HOSTS")
     for name in ("OMP_NUM_THREADS", "HVDX_CPUS_PER_TASK", *names):
         monkeypatch.delenv(name, raising=False)
@@ -138,10 +138,10 @@ def test_kernels_leave_it_to_openmp_where_the_user_chose(monkeypatch):
     assert (kernel_threads(4), share_of_cores(4)) == (None, 4)
 
 
-def test_cores_of_this_process_are_a_bit_each():
+def test_core_mask_has_one_bit_per_usable_core():
     assert bin(launcher.core_mask()).count("1") == len(os.sched_getaffinity(0)) == launcher.usable_cores()
 
 
-def test_srun_that_starts_a_world_of_ones_is_told_its_option():
+def test_error_for_single_rank_worlds_under_srun_names_the_option():
     with pytest.raises(LaunchError, match=r"Slurm started 8 ranks and MPI finds a world of 1 .* srun --mpi=pmix"):
         check_size("MPI", 1, detect(SLURM | {"PMI_RANK": "3", "PMI_SIZE": "8"}))

@@ -1,4 +1,4 @@
-"""Messages between virtual ranks, and of a process alone; tests/ranks has those between processes."""
+"""Mailboxes of virtual ranks and of a world of one; tests/ranks tests those between processes."""
 
 import threading
 
@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from hvdx.comm.local import LocalComm, virtual_world
-from tests.checks import POSTBOX_CHECKS
+from tests.checks import MAILBOX_CHECKS
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("check", POSTBOX_CHECKS.values(), ids=POSTBOX_CHECKS)
+@pytest.mark.parametrize("check", MAILBOX_CHECKS.values(), ids=MAILBOX_CHECKS)
 def test_virtual_ranks_pass(check, size):
     failures = []
 
@@ -29,12 +29,12 @@ def test_virtual_ranks_pass(check, size):
     assert not failures, failures
 
 
-@pytest.mark.parametrize("check", POSTBOX_CHECKS.values(), ids=POSTBOX_CHECKS)
-def test_a_process_alone_passes(check):
+@pytest.mark.parametrize("check", MAILBOX_CHECKS.values(), ids=MAILBOX_CHECKS)
+def test_world_of_one_passes(check):
     check(LocalComm())
 
 
-def test_servers_come_after_the_workers():
+def test_servers_are_numbered_after_the_workers():
     worker, server = virtual_world(1, servers=1)
     inbox, outbox = server.mailbox(0), worker.mailbox(1)
     outbox.send(1, 0, [5])
@@ -44,7 +44,7 @@ def test_servers_come_after_the_workers():
     assert outbox.fetch().sender == 1
 
 
-def test_bodies_may_be_changed_once_they_have_left():
+def test_bodies_may_change_after_they_have_left():
     (comm,) = virtual_world(1)
     box, body = comm.mailbox(0), np.ones(3, np.uint8)
     box.send(0, 0, [], body)

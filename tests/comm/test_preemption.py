@@ -1,4 +1,4 @@
-"""Who hears a signal when those that listened are gone."""
+"""Preemption signals with several listeners, after the last listener, and in forked children."""
 
 import gc
 import multiprocessing
@@ -22,7 +22,7 @@ def handlers():
         signal.signal(number, handler)
 
 
-def test_all_that_listen_hear_it_and_the_last_gives_it_back():
+def test_all_listeners_receive_a_signal_and_the_last_restores_the_handlers():
     first, second = PreemptionListener(), PreemptionListener()
     assert first.listen()
     assert second.listen()
@@ -34,19 +34,19 @@ def test_all_that_listen_hear_it_and_the_last_gives_it_back():
     assert [signal.getsignal(number) for number in ENDINGS] == [signal.SIG_DFL, signal.SIG_DFL]
 
 
-def test_listeners_that_were_dropped_leave_the_signal_to_the_handler_before():
-    heard = []
-    signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+def test_signal_reaches_the_previous_handler_after_listeners_are_dropped():
+    handled = []
+    signal.signal(signal.SIGUSR1, lambda number, frame: handled.append(number))
     dropped = PreemptionListener()
     dropped.listen()
     del dropped
     gc.collect()
     signal.raise_signal(signal.SIGUSR1)
     signal.raise_signal(signal.SIGUSR1)
-    assert heard == [signal.SIGUSR1, signal.SIGUSR1]
+    assert handled == [signal.SIGUSR1, signal.SIGUSR1]
 
 
-def test_who_listens_later_hears_what_came_until_it_is_obeyed():
+def test_later_listener_receives_a_signal_until_it_is_acknowledged():
     first = PreemptionListener()
     first.listen()
     signal.raise_signal(signal.SIGUSR1)
@@ -61,7 +61,7 @@ def test_who_listens_later_hears_what_came_until_it_is_obeyed():
     third.close()
 
 
-def test_forked_children_end_when_they_are_told_to():
+def test_forked_children_end_on_sigterm():
     listener = PreemptionListener()
     listener.listen()
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))

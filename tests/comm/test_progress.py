@@ -1,4 +1,4 @@
-"""What is noted of a rank, and what is made of the notes of several."""
+"""Recorded positions of a rank, and the diagnosis of a stall from the reports of several ranks."""
 
 import threading
 import time
@@ -12,7 +12,7 @@ from hvdx.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
-def nowhere():
+def reset_progress():
     yield
     progress.step("")
     progress.leave()
@@ -27,7 +27,7 @@ def trains(step, idle=60.0, **more):
     return Report("b", f"step {step} of epoch 1", (0, step - 1), idle=idle, **more)
 
 
-def test_here_tells_step_collective_and_line():
+def test_here_reports_step_collective_and_line():
     progress.step("step 3 of epoch 2", (1, 2))
     assert not progress.here().collective
     progress.enter("the updates")
@@ -39,12 +39,12 @@ def test_here_tells_step_collective_and_line():
     assert not progress.here().collective
 
 
-def test_every_note_is_a_move():
-    notes = (lambda: progress.step("a"), lambda: progress.enter("b"), progress.leave)
-    for note in notes:
+def test_every_record_restarts_the_idle_time():
+    records = (lambda: progress.step("a"), lambda: progress.enter("b"), progress.leave)
+    for record in records:
         time.sleep(0.05)
         assert progress.idle() >= 0.05
-        note()
+        record()
         assert progress.idle() < 0.05
 
 
@@ -73,7 +73,7 @@ def load_from_a_slow_disk(go):
     go.wait(10)
 
 
-def test_line_of_another_thread_is_told():
+def test_line_of_another_thread_is_reported():
     go = threading.Event()
     thread = threading.Thread(target=load_from_a_slow_disk, args=(go,))
     thread.start()
@@ -112,11 +112,11 @@ def test_report_is_small_and_survives_a_message():
         ([trains(5), trains(4), trains(5)], [], [1]),
         ([trains(1), trains(1)], [], []),
         ([trains(5), None], [], [1]),
-        ([trains(3, idle=0.2), trains(5), trains(8, idle=1.0)], [], [1]),  # nobody waits for anybody
+        ([trains(3, idle=0.2), trains(5), trains(8, idle=1.0)], [], [1]),  # no rank waits for another
         ([trains(5), Report("c", "the end of epoch 1", idle=60.0)], [], []),
     ],
 )
-def test_verdict_names_who_is_waited_for(reports, gone, ranks):
+def test_diagnosis_names_the_missing_ranks(reports, gone, ranks):
     assert diagnose(dict(enumerate(reports)), gone)[0] == ranks
 
 
@@ -130,9 +130,9 @@ def test_message_has_a_line_for_each_rank():
     ]
 
 
-def test_message_where_all_wait_blames_nobody():
+def test_message_names_no_missing_rank_if_all_wait():
     text = message({0: waits(), 1: waits(), 2: Report("b", serves=True)}, [], 60)
-    assert text.startswith("hvdx: no progress for 60 s: all workers wait in the updates, and nobody is missing.")
+    assert text.startswith("hvdx: no progress for 60 s: all workers wait in the updates, and none is missing.")
     assert "rank 2 (b): serves the others" in text
 
 
@@ -140,7 +140,7 @@ def compiles(idle=60.0, what="the training step", **more):
     return Report("c", "step 1 of epoch 1", (0, 0), idle=idle, compiling=what, **more)
 
 
-def test_ranks_that_compile_are_told_of_and_blamed_for_nothing():
+def test_compiling_ranks_are_reported_and_not_called_missing():
     text = message({0: waits(), 1: compiles(what="the kernels of Threshold"), 2: waits()}, [], 60)
     assert text == "hvdx: rank 1 (c) has been compiling the kernels of Threshold for 60 s, which takes long only once."
     text = message({0: compiles(), 1: compiles()}, [], 120)
@@ -150,24 +150,24 @@ def test_ranks_that_compile_are_told_of_and_blamed_for_nothing():
 @pytest.mark.parametrize(
     ("reports", "gone", "ranks"),
     [
-        ([waits(), compiles(), trains(4)], [], "ranks 1 (c), 2 (b) have"),  # one of those that are awaited trains
+        ([waits(), compiles(), trains(4)], [], "ranks 1 (c), 2 (b) have"),  # one of the missing ranks trains
         ([compiles(), trains(1), compiles()], [], "rank 1 (b) has"),
         ([compiles(), None], [], "rank 1 has"),
         ([compiles(), waits()], [1], "all ranks are at"),
     ],
 )
-def test_stall_beside_ranks_that_compile_is_a_stall(reports, gone, ranks):
+def test_stall_is_reported_although_other_ranks_compile(reports, gone, ranks):
     assert message(dict(enumerate(reports)), gone, 60).startswith(f"hvdx: no progress for 60 s: {ranks}")
 
 
-def test_here_tells_what_is_compiled():
+def test_here_names_the_object_that_is_compiled():
     with progress.compiling("the kernels of Threshold"):
         assert progress.here().compiling == "the kernels of Threshold"
         assert "compiles the kernels of Threshold" in progress.here().describe()
     assert progress.here().compiling == ""
 
 
-def test_here_tells_a_function_that_is_traced_and_one_that_runs_for_the_first_time():
+def test_here_reports_tracing_and_the_first_run_of_a_function():
     tf = pytest.importorskip("tensorflow")
     seen = []
 
@@ -191,20 +191,20 @@ def test_here_tells_a_function_that_is_traced_and_one_that_runs_for_the_first_ti
     traced, first, later = seen
     assert traced == "the training step"
     assert later == ""
-    # The look comes from a thread of TensorFlow's, while the main thread runs the function.
+    # `look` runs in a thread of TensorFlow, while the main thread runs the function.
     assert first == "the training step"
 
 
-def test_message_about_many_ranks_shows_those_that_are_waited_for():
+def test_message_about_many_ranks_lists_the_missing_ones():
     reports = {r: waits() for r in range(500)} | {499: trains(4)}
     lines = message(reports, [], 60).splitlines()
     assert len(lines) < 20
     assert any(line.startswith("  rank 499 (b): step 4") for line in lines)
-    assert lines[-1] == "  and 484 more ranks, for which nobody waits"
+    assert lines[-1] == "  and 484 more ranks, none of which is missing"
 
 
 @pytest.mark.parametrize("text", ["soon", "-1", "inf", "nan"])
-def test_stall_limit_refuses_what_is_no_time(monkeypatch, text):
+def test_stall_limit_refuses_invalid_times(monkeypatch, text):
     monkeypatch.setenv("HVDX_STALL_WARNING", text)
     with pytest.raises(ConfigError, match="HVDX_STALL_WARNING: expected seconds"):
         stall_limit()

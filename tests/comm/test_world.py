@@ -1,4 +1,4 @@
-"""The choice of what carries tensors in the graph."""
+"""Choice of the engine for tensors in the graph."""
 
 import pytest
 
@@ -7,15 +7,15 @@ from tests.strategies.virtual import on_all
 
 
 @pytest.mark.parametrize(
-    ("there", "chosen", "said"),
+    ("installed", "chosen", "said"),
     [
         ((True, True, True), "horovod", ""),
         ((True, False, True), "mpi", "not installed on rank 1, so"),
         ((False, False, False), "mpi", "not installed, so"),
     ],
 )
-def test_one_rank_without_horovod_decides_for_all_and_rank_0_says_so(there, chosen, said, capsys):
-    assert on_all(3, lambda comm: world._choose(comm, there[comm.rank])) == [chosen] * 3
+def test_all_ranks_choose_mpi_if_one_lacks_horovod_and_rank_0_prints_it(installed, chosen, said, capsys):
+    assert on_all(3, lambda comm: world._choose(comm, installed[comm.rank])) == [chosen] * 3
     text = capsys.readouterr().err
     assert said in text
     assert text.count("\n") == text.count("hvdx build-horovod") == int(chosen == "mpi")

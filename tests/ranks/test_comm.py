@@ -1,7 +1,7 @@
 import pytest
 
 from hvdx import comm as world
-from tests.checks import COMM_CHECKS, GRAPH_CHECKS, POSTBOX_CHECKS
+from tests.checks import COMM_CHECKS, GRAPH_CHECKS, MAILBOX_CHECKS
 
 
 @pytest.mark.sizes(1, 2, 4)
@@ -26,6 +26,6 @@ def test_graph_comm_without_horovod_passes(check):
 
 
 @pytest.mark.sizes(1, 2, 4)
-@pytest.mark.parametrize("check", POSTBOX_CHECKS.values(), ids=POSTBOX_CHECKS)
+@pytest.mark.parametrize("check", MAILBOX_CHECKS.values(), ids=MAILBOX_CHECKS)
 def test_messages_pass(check):
     check(world.start())
