@@ -91,7 +91,7 @@ class Safetensors(OneFile):
             tensors[name] = self._file.tensor(name, shape, dtype, offsets[name])
             if begin != end or stop - begin != tensors[name].nbytes:
                 raise AverageError(
-                    f"{self.path}: {name}: expected {tensors[name].nbytes} bytes at {end}, got the place from {begin} "
+                    f"{self.path}: {name}: expected {tensors[name].nbytes} bytes at {end}, got the range from {begin} "
                     f"to {stop}. It is damaged: copy or save it again."
                 )
             end = stop

@@ -1,4 +1,4 @@
-"""What training scripts save beside tensors: the first network's is copied, and nothing is called to read it."""
+"""Objects that training scripts save beside tensors: copied from the first network, and read without executing code."""
 
 import argparse
 import collections
@@ -22,7 +22,7 @@ def torch():
 
 
 def beside(seed):
-    """Values of all kinds, equal for equal seeds."""
+    """Return values of all kinds, equal for equal seeds."""
     generator = np.random.RandomState(seed)
     return {
         "counts": collections.Counter(a=seed, b=2),
@@ -45,7 +45,7 @@ def beside(seed):
 
 
 def described(value):
-    """The same text for the same content."""
+    """Return a text that is the same for the same content."""
     if isinstance(value, np.random.Generator):
         return repr(value.bit_generator.state)
     if isinstance(value, np.random.RandomState):
