@@ -159,7 +159,7 @@ def opened(paths: Sequence[Path]) -> Iterator[list[Network]]:
     """Open networks of one architecture until the block ends.
 
     Raises:
-        AverageError: if there are fewer than two, or if they differ or are damaged.
+        AverageError: if there are fewer than two, if they differ or are damaged, or if they have no tensors.
         ConfigError: if the system allows too few open files.
     """
     if len(paths) < 2:

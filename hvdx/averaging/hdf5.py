@@ -128,15 +128,15 @@ class Content:
             self._placed[self.begin + offset] = tensor
         self.tensors = {tensor.name: tensor for tensor in [*self._placed.values(), *scattered]}
         self.scattered = [tensor.name for tensor in scattered]
-        # A scattered tensor is read whole: its shape decides how much memory it takes, however little the file stores.
+        # Scattered tensors are read whole: the shape decides how much memory they take, not the size in the file.
         for tensor in scattered:
             check_unpacked(f"{self.file.path}: {tensor.name}", tensor.nbytes, self.end - self.begin)
 
     def _check_is_tensor(self, name: str, item: Any) -> None:
         if item.external or item.is_virtual:
             raise AverageError(
-                f"{self.file.path}: {name}: expected its elements in this file, got a reference to another. Save it "
-                "again in one file."
+                f"{self.file.path}: {name}: expected its elements in this file, got a reference to another file. "
+                "Save it again in one file."
             )
 
     def _scattered_tensor(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> Tensor:

@@ -21,7 +21,7 @@ _DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, OSError, struct.error, NotI
 
 
 class KerasArchive(Network):
-    """`.keras` file, including optimiser state.
+    """`.keras` file, with the optimiser state if it was saved.
 
     The configuration and the assets are copied from the first network.
 
@@ -156,12 +156,12 @@ class KerasArchive(Network):
                 self._content.write_placed(values, sink.write)
             return
         # HDF5 chooses the place of compressed tensors, and the new file may be larger: it is written separately first.
-        beside = out.with_name(f"{out.name}.h5")
-        self._content.write(beside, values)
-        entry.file_size = beside.stat().st_size
-        with beside.open("rb") as source, target.open(entry, "w") as sink:
+        temporary = out.with_name(f"{out.name}.h5")
+        self._content.write(temporary, values)
+        entry.file_size = temporary.stat().st_size
+        with temporary.open("rb") as source, target.open(entry, "w") as sink:
             shutil.copyfileobj(source, sink, 1 << 22)
-        beside.unlink()
+        temporary.unlink()
 
     def close(self) -> None:
         self._content.close()

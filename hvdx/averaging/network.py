@@ -61,7 +61,7 @@ class Network(abc.ABC):
         tensors: tensors by name, in the order in which `write` requests their values.
         architecture: further properties that must be equal in networks that are averaged, as a JSON value; None if
             the file does not describe them.
-        normalises: presence of batch normalisation, whose statistics are stale after averaging.
+        normalises: True if it has batch normalisation, whose statistics are stale after averaging.
     """
 
     #: Name of the format for users, such as "PyTorch".

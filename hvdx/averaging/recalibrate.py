@@ -74,8 +74,8 @@ def recalibrate(model: Any, inputs: Inputs, batch_size: int = _BATCH) -> None:
         batch_size: maximum number of examples per batch.
 
     Raises:
-        AverageError: if there is no such layer, if a channel has fewer than two values in a batch, or if statistics
-            are NaN or infinite.
+        AverageError: if there is no such layer, if there are fewer than two examples, if a channel has fewer than two
+            values in a batch, or if statistics are NaN or infinite.
 
     Examples are shuffled, in the same order each time, since batches of data that are sorted by class vary less than
     the data do. Variances are unbiased, as in PyTorch; Keras stores biased ones.
@@ -287,9 +287,9 @@ def _replace(path: Path, before: Path, after: Path) -> None:
         for network in (archive, old, new):
             stack.callback(network.close)
         changed = {name for name, t in new.tensors.items() if not _same(t.array(), old.tensors[name].array())}
-        beside = path.with_name(f"{path.name}.recalibrated")
-        archive.write(beside, _merged(archive, new, changed))
-    os.replace(beside, path)
+        temporary = path.with_name(f"{path.name}.recalibrated")
+        archive.write(temporary, _merged(archive, new, changed))
+    os.replace(temporary, path)
 
 
 def _merged(archive: Network, new: Network, changed: set[str]) -> Values:

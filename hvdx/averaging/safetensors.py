@@ -58,7 +58,7 @@ class Safetensors(OneFile):
 
     @classmethod
     def recognises(cls, path: Path, head: bytes) -> bool:
-        """Compare the name, or check that a header of a valid length follows."""
+        """Compare the name, or check for a header of a valid length."""
         named = path.name.endswith(cls.suffixes) and path.is_file()
         return named or (head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= _MOST_HEADER)
 

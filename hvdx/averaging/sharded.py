@@ -24,7 +24,7 @@ class Sharded(Network):
     """Folder from `model.save_pretrained`, given by its path or by that of its index.
 
     The result has the shards of the first network; the shards of the others may differ. Other files in the folder, such
-    as configuration and tokenizer, are copied from the first network. Weights in other formats and subfolders are left
+    as configuration and tokenizer, are copied from the first network. Subfolders and weights in other formats are left
     out.
 
     Source: the documentation of Hugging Face Transformers, "Sharded checkpoints".
@@ -77,9 +77,9 @@ class Sharded(Network):
 
     def write(self, out: Path, values: Values) -> None:
         out.mkdir()
-        for beside in sorted(self._folder.iterdir()):
-            if beside.is_file() and not beside.name.endswith(_WEIGHTS):
-                shutil.copyfile(beside, out / beside.name)
+        for file in sorted(self._folder.iterdir()):
+            if file.is_file() and not file.name.endswith(_WEIGHTS):
+                shutil.copyfile(file, out / file.name)
         if self._index.name not in self._shards:
             shutil.copyfile(self._index, out / self._index.name)
         for name, shard in self._shards.items():

@@ -92,9 +92,10 @@ class TensorFlowCheckpoint(Network):
         return {a.checkpoint_key: a.full_name for node in graph.nodes for a in node.attributes}
 
     def _original(self, key: str, shapes: dict[str, Any], names: dict[str, str]) -> str | None:
-        """Return the key in the first list with the same content as `key`, if an export of Keras has it in both lists.
+        """Return the key of the same variable in the first list, for a key in the second list of a Keras export.
 
-        The order of the second list varies, so its keys mean different variables in different files.
+        The order of the second list varies, so its keys mean different variables in different files. Other keys have no
+        original, and the result is None.
         """
         if not key.startswith(_UNORDERED):
             return None
@@ -151,7 +152,7 @@ class TensorFlowCheckpoint(Network):
             raise OSError(_reason(error)) from error
 
     def _write_shards(self, tf: Any, out: Path, values: Values) -> list[Path]:
-        """Write several checkpoints of a few megabytes, or of one tensor, to save memory; return their prefixes."""
+        """Write checkpoints of at most `_SHARD_BYTES`, or of one larger tensor, to save memory; return the prefixes."""
 
         def save(content: dict[str, Any]) -> Path:
             shard = out.with_name(f"{out.name}.part-{next(number)}")

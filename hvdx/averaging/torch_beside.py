@@ -71,8 +71,8 @@ def _default_dictionary(factory: Any = None) -> Dictionary:
     return Dictionary()
 
 
-def _names(modules: str, names: str, stands: Any) -> dict[tuple[str, str], Any]:
-    return {(module, name): stands for module in modules.split() for name in names.split()}
+def _names(modules: str, names: str, stand_in: Any) -> dict[tuple[str, str], Any]:
+    return {(module, name): stand_in for module in modules.split() for name in names.split()}
 
 
 _BUILTINS = "builtins __builtin__"

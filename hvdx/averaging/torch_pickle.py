@@ -96,8 +96,8 @@ class _Unpickler(_InPython):
     def _refuse(self) -> NoReturn:
         raise ValueError("an opcode that torch.save does not write")
 
-    # Opcodes that call or set state; that set keys; for sets, which would hash their items. Refused are buffers of any
-    # size, extension registries, and calls with keywords.
+    # Checked are opcodes that call, set state or set keys, and those of sets, which would hash their items. Refused are
+    # buffers of any size, extension registries, and calls with keywords.
     dispatch |= {pickle.REDUCE[0]: _reduce, pickle.NEWOBJ[0]: _reduce, pickle.BUILD[0]: _build}
     dispatch |= {
         pickle.SETITEM[0]: _set_item,
@@ -133,7 +133,8 @@ def read_pickle(content: bytes, where: str) -> Any:
         where: name of the file, for error messages.
 
     Raises:
-        AverageError: if the pickle is damaged, or contains a name that is not allowed. Nothing was executed.
+        AverageError: if the pickle is damaged, or contains objects that `hvdx.averaging.torch_names` does not allow.
+            Nothing was executed.
 
     Example:
         >>> read_pickle(pickle.dumps({"epoch": 3}), "model.pt")
@@ -183,7 +184,7 @@ class _Walk:
 
     def __init__(self, where: str, most: int):
         self.found: list[tuple[str, View]] = []
-        self._where, self._entries, self._letters = where, most, _MOST_NAMES
+        self._where, self._entries, self._characters = where, most, _MOST_NAMES
 
     def enter(self, value: Any, keys: tuple[str, ...], above: frozenset[int]) -> None:
         self._entries -= 1
@@ -209,9 +210,9 @@ class _Walk:
             self.enter(item, (*keys, key), above | {id(value)})
 
     def _add(self, keys: tuple[str, ...], view: View) -> None:
-        self._letters -= sum(len(key) for key in keys)
-        if self._letters < 0:
-            self._stop(f"names of at most {_MOST_NAMES} letters in all, got more")
+        self._characters -= sum(len(key) for key in keys)
+        if self._characters < 0:
+            self._stop(f"names of at most {_MOST_NAMES} characters in all, got more")
         self.found.append((".".join(keys) or "tensor", view))
 
     def _stop(self, reason: str) -> NoReturn:

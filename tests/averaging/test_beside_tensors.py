@@ -21,7 +21,7 @@ def torch():
     return pytest.importorskip("torch")
 
 
-def beside(seed):
+def other_values(seed):
     """Return values of all kinds, equal for equal seeds."""
     generator = np.random.RandomState(seed)
     return {
@@ -56,14 +56,14 @@ def described(value):
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_values_beside_tensors_are_the_first_networks(protocol, torch, tmp_path):
     for i in range(2):
-        nest = beside(3 + i) | {"w": torch.full((2,), float(i))}
+        nest = other_values(3 + i) | {"w": torch.full((2,), float(i))}
         torch.save(nest, tmp_path / f"{i}.pt", pickle_protocol=protocol)
     average([tmp_path / "0.pt", tmp_path / "1.pt"], tmp_path / "mean.pt")
     result = torch.load(tmp_path / "mean.pt", weights_only=False)
     assert result.pop("w").tolist() == [0.5, 0.5]
     for name, value in result.items():
-        assert type(value) is type(beside(3)[name]), name
-        assert described(value) == described(beside(3)[name]), name
+        assert type(value) is type(other_values(3)[name]), name
+        assert described(value) == described(other_values(3)[name]), name
 
 
 def test_tensors_in_namespaces_and_default_dictionaries_are_averaged(torch, tmp_path):

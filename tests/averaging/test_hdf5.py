@@ -254,7 +254,7 @@ def test_overlapping_tensors_are_refused(tmp_path):
     content = a.read_bytes()
     assert content.count(places[1]) == 1
     (tmp_path / "b.h5").write_bytes(content.replace(places[1], places[0]))
-    with pytest.raises(AverageError, match=r"b\.h5: [uw]: expected 512 bytes for itself"):
+    with pytest.raises(AverageError, match=r"b\.h5: [uw]: expected 512 bytes of its own"):
         average([a, tmp_path / "b.h5"], tmp_path / "mean.h5")
 
 

@@ -15,7 +15,7 @@ from hvdx.averaging.sharded import Sharded
 from hvdx.errors import AverageError
 
 
-def folder(path, shards, value, **beside):
+def folder(path, shards, value, **files):
     """Write a checkpoint whose shards hold the given lists of tensors; return its path."""
     path.mkdir()
     places = {}
@@ -25,7 +25,7 @@ def folder(path, shards, value, **beside):
         places |= dict.fromkeys(names, file)
     index = {"metadata": {"total_size": 36}, "weight_map": places}
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    for name, text in beside.items():
+    for name, text in files.items():
         (path / name.replace("_", ".")).write_text(text)
     return path
 
