@@ -297,7 +297,7 @@ def test_class_that_is_not_registered_is_refused(tmp_path):
     keras.saving.get_custom_objects().pop("hvdx-tests>Unknown")
     write(tmp_path / "data.npz", X)
     with pytest.raises(
-        AverageError, match=r"recalibrate: expected a model that Keras can load, got .*Register classes"
+        AverageError, match=r"recalibrate: expected a model that Keras can load, got .*Register custom classes"
     ):
         average([tmp_path / "0.keras", tmp_path / "1.keras"], tmp_path / "m.keras", recalibrate=tmp_path / "data.npz")
     assert not (tmp_path / "m.keras").exists()
