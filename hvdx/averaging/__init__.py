@@ -1,4 +1,4 @@
-"""Averages networks: saved ones file by file, whatever framework wrote them, and models in memory."""
+"""Averages of saved networks, in the file formats of several frameworks, and of models in memory."""
 
 from hvdx.averaging.api import average, average_weights, compare
 from hvdx.averaging.distance import Distance

@@ -1,4 +1,4 @@
-"""Are these networks of one architecture?"""
+"""Comparison of networks before they are averaged: tensors, and architecture."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,20 +10,20 @@ _OTHER = "Only networks of the same architecture have a mean."
 
 
 def check_alike(networks: Sequence[Network]) -> None:
-    """Stop unless all networks have the same tensors.
+    """Check that all networks have the same tensors and the same architecture.
 
     Args:
-        networks: open.
+        networks: open networks.
 
     Raises:
-        AverageError: with the file and the tensor, or the setting, that is different.
+        AverageError: if two networks differ; the message names the file, and the tensor or the setting.
     """
     first = networks[0]
     for other in networks[1:]:
         if other.format != first.format:
             raise AverageError(
-                f"{other.path}: expected {first.format}, as {first.path} is, got {other.format}. Give networks of one "
-                "format."
+                f"{other.path}: expected {first.format}, the format of {first.path}, got {other.format}. Give networks "
+                "of one format."
             )
         _check_tensors(first, other)
         if first.architecture is not None and other.architecture is not None:
@@ -34,7 +34,8 @@ def check_alike(networks: Sequence[Network]) -> None:
 
 
 def _check_tensors(first: Network, other: Network) -> None:
-    # What two architectures differ in says most where it comes first, not in the order of either file's names.
+    # Tensors are compared in the order of the first file: its first difference says more about two architectures than
+    # the first in alphabetical order.
     for name, tensor in first.tensors.items():
         theirs = other.tensors.get(name)
         if theirs is None:
@@ -57,7 +58,7 @@ def _check_tensors(first: Network, other: Network) -> None:
 
 
 def _difference(a: Any, b: Any, place: str = "") -> tuple[str, Any, Any] | None:
-    """Where two nests of JSON differ first, and what stands there."""
+    """Return the place of the first difference between two JSON values, and both values there; None if equal."""
     if isinstance(a, dict) and isinstance(b, dict):
         for key in [*a, *(k for k in b if k not in a)]:
             found = _difference(a.get(key), b.get(key), f"{place}.{key}" if place else str(key))

@@ -1,4 +1,4 @@
-"""`hvdx.average` and `hvdx.average_weights`: the mean of saved networks, and of networks in memory."""
+"""`hvdx.average` and `hvdx.average_weights`: the mean of saved networks and of models in memory."""
 
 import contextlib
 import os
@@ -32,34 +32,34 @@ def average(
     force: bool = False,
     progress: Progress | None = None,
 ) -> None:
-    """Average saved networks of one architecture, and save the result in the format of the first.
+    """Average saved networks of one architecture, and save the result in their format.
 
-    Sums are float64, each tensor keeps its dtype, and no more than a few blocks of a tensor are in memory at a time.
-    What is no tensor (configuration, metadata) is the first network's.
+    Sums are computed in float64, and each tensor keeps its dtype. Most formats need memory for a few blocks of one
+    tensor at a time. Everything that is not a tensor (configuration, metadata) is copied from the first network.
 
     Args:
-        paths: two networks or more, of one format: Keras `.keras` and `.weights.h5`, TensorFlow checkpoints (their
+        paths: two or more networks of one format: Keras `.keras` and `.weights.h5`, TensorFlow checkpoints (their
             prefix) and SavedModels, PyTorch `.pt`, `.pth` and `.safetensors`, MXNet Gluon `.params`, directories of
             Hugging Face checkpoints.
-        out: where to write; the folder has to be there.
-        weights: one number a network; only ratios matter, as in [600, 400].
-        ema: decay of an exponential moving average over the networks, the oldest first.
-        swa: stochastic weight averaging: the networks are snapshots of one run, the oldest first, and count alike.
-        integers: what becomes of integer and boolean tensors: "equal" (they have to be), or those of the "first" or
-            "last" network. By default "equal"; with `ema` and `swa`, where counters go on from snapshot to snapshot,
-            "last".
-        recalibrate: a `.npz` or `.npy` file of inputs, on which a `.keras` model computes its batch normalisation
-            statistics anew.
-        force: replace an existing file, or an existing SavedModel by a SavedModel. Links are followed.
-        progress: called with the bytes that were read, and those that there are to read.
+        out: path of the result; its folder has to exist.
+        weights: one number per network; only ratios matter, e.g. [600, 400].
+        ema: decay of an exponential moving average over the networks, oldest first.
+        swa: stochastic weight averaging: equal weights for the snapshots of one run, oldest first.
+        integers: rule for integer and boolean tensors and for step counters of optimisers: they must be "equal", or
+            the values of the "first" or "last" network are taken. The default is "equal"; with `ema` and `swa`, where
+            counters grow from snapshot to snapshot, it is "last".
+        recalibrate: `.npz` or `.npy` file of inputs, on which the batch normalisation statistics of a `.keras` model
+            are recomputed.
+        force: permission to replace an existing file, or an existing SavedModel by a SavedModel. Links are followed.
+        progress: function that is called with the number of bytes read so far, and their total number.
 
     Raises:
-        ConfigError: options that do not go together.
-        AverageError: networks that differ, or are damaged, with file and tensor; or the result cannot be written.
-            What was there is as it was.
+        ConfigError: if an option is invalid or contradicts another.
+        AverageError: if networks differ or are damaged (the message names file and tensor), or if the result cannot be
+            written. Existing files then stay unchanged.
 
     Warns:
-        UserWarning: batch normalisation whose statistics are stale; a mean that is not a number, or infinite.
+        UserWarning: if batch normalisation statistics are stale, or if a mean is NaN or infinite.
 
     Example:
         >>> import tempfile, pathlib
@@ -104,16 +104,16 @@ def average(
 
 
 def compare(paths: Sequence[str | os.PathLike[str]], progress: Progress | None = None) -> list[Distance]:
-    """How far saved networks of one architecture are from each other.
+    """Measure the distances between saved networks of one architecture.
 
     Args:
         paths, progress: see `average`.
 
     Returns:
-        One entry a tensor, in the order of the file, and one for all together.
+        One `Distance` per tensor, in the order of the file, and one for all floating point tensors together.
 
     Raises:
-        AverageError: see `average`.
+        AverageError: if networks differ or are damaged.
     """
     with opened([Path(p) for p in paths]) as networks:
         total = sum(t.nbytes for n in networks for t in n.tensors.values())
@@ -121,18 +121,18 @@ def compare(paths: Sequence[str | os.PathLike[str]], progress: Progress | None =
 
 
 def average_weights(models: Sequence[Any], weights: Sequence[float] | None = None) -> list[np.ndarray]:
-    """The mean of the weights of models in memory.
+    """Return the mean of the weights of models in memory.
 
     Args:
-        models: Keras models of one architecture, or lists of arrays as `model.get_weights()` returns them.
-        weights: one number a model; only ratios matter.
+        models: Keras models of one architecture, or lists of arrays from `model.get_weights()`.
+        weights: one number per model; only ratios matter.
 
     Returns:
-        Arrays for `model.set_weights`, in the dtypes of the first model's. Integers and booleans have to be equal.
+        Arrays for `model.set_weights`, in the dtypes of the first model.
 
     Raises:
-        AverageError: models of different architectures.
-        ConfigError: see `resolve_weights`.
+        AverageError: if there is no model, or if architectures, integers or booleans differ.
+        ConfigError: if `weights` is invalid.
 
     Example:
         >>> [a.tolist() for a in average_weights([[np.zeros(2)], [np.ones(2)]], weights=[1, 3])]
@@ -142,7 +142,7 @@ def average_weights(models: Sequence[Any], weights: Sequence[float] | None = Non
 
     networks = [InMemory(model, f"model {i}") for i, model in enumerate(models)]
     if not networks:
-        raise AverageError("average_weights: expected a model or more, got none.")
+        raise AverageError("average_weights: expected one model or more, got none.")
     check_alike(networks)
     mean = Mean(networks, resolve_weights(len(networks), weights))
     try:
@@ -156,14 +156,11 @@ def average_weights(models: Sequence[Any], weights: Sequence[float] | None = Non
 
 @contextlib.contextmanager
 def opened(paths: Sequence[Path]) -> Iterator[list[Network]]:
-    """Networks of one architecture, open until the block ends.
-
-    Args:
-        paths: two or more.
+    """Open networks of one architecture until the block ends.
 
     Raises:
-        AverageError: see `average`.
-        ConfigError: there are more than the system allows open files.
+        AverageError: if there are fewer than two, if they differ or are damaged, or if they have no tensors.
+        ConfigError: if the system allows too few open files.
     """
     if len(paths) < 2:
         raise AverageError(f"expected two networks or more, got {len(paths)}.")
@@ -174,12 +171,12 @@ def opened(paths: Sequence[Path]) -> Iterator[list[Network]]:
             stack.callback(networks[-1].close)
         check_alike(networks)
         if not networks[0].tensors:
-            raise AverageError(f"{paths[0]}: expected a tensor or more, found none.")
+            raise AverageError(f"{paths[0]}: expected one tensor or more, found none.")
         yield networks
 
 
 def _check_suffix(out: Path, network: Network) -> None:
-    """A PyTorch file called model.keras would be found out late, and far from here."""
+    """Reject an output name with the ending of another format, such as a PyTorch file called model.keras."""
     for kind in known():
         if out.name.endswith(kind.suffixes) and not out.name.endswith(network.suffixes):
             ending = f"End it in {network.suffixes[0]}." if network.suffixes else "Leave out the ending."
@@ -190,20 +187,20 @@ def _check_suffix(out: Path, network: Network) -> None:
 
 
 def _check_recalibrates(network: Network, data: Path) -> None:
-    """What is asked for in the end should be possible from the beginning."""
+    """Check, before anything is averaged, that the result can be recalibrated."""
     from hvdx.averaging.keras_archive import KerasArchive
     from hvdx.averaging.recalibrate import read_inputs
 
     if not isinstance(network, KerasArchive):
         raise ConfigError(
-            f"recalibrate: expected .keras models, which hold what is needed to run them, got {network.format}. Load "
-            "the result into its model, and let it see training data in training mode."
+            f"recalibrate: expected .keras models, which include their architecture, got {network.format}. Load the "
+            "result into its model, and run the model on training data in training mode."
         )
     read_inputs(data)
 
 
 class _Counter:
-    """Adds up what was read."""
+    """Sum of the bytes that were read, for `progress`."""
 
     def __init__(self, total: int, progress: Progress | None):
         self._read, self._total, self._progress = 0, total, progress
@@ -222,7 +219,7 @@ def _warn(network: Network, mean: Mean, recalibrated: bool) -> None:
         warnings.warn(f"the mean of {mean.infinite[0]} holds infinity: one of the networks does.", stacklevel=3)
     if network.normalises and not recalibrated:
         warnings.warn(
-            "the networks have batch normalisation: its statistics are those of no network now. Compute them anew on "
-            "training data: --recalibrate (recalibrate=) for .keras models; else run the model in training mode.",
+            "the networks have batch normalisation, whose statistics do not fit the averaged weights. Recompute them "
+            "on training data: --recalibrate (recalibrate=) for .keras models; else run the model in training mode.",
             stacklevel=3,
         )

@@ -1,4 +1,4 @@
-"""The limit on open files, where there are many networks."""
+"""Limit on open files, raised for many networks."""
 
 import contextlib
 import os
@@ -9,14 +9,14 @@ from pathlib import Path
 from hvdx.averaging.sharded import INDEX_ENDING
 from hvdx.errors import ConfigError
 
-# An archive of Keras takes two descriptors, and its unpacked weights take one.
+# A Keras archive takes two descriptors, and its unpacked weights take one.
 _PER_NETWORK = 3
 # Descriptors for output, temporary files and libraries.
 _OTHERS = 64
 
 
 def _open_now() -> int:
-    """Files that this process has open already."""
+    """Return the number of files that this process has open."""
     try:
         return len(os.listdir("/dev/fd"))
     except OSError:
@@ -24,24 +24,24 @@ def _open_now() -> int:
 
 
 def _files(path: Path) -> int:
-    """Files of one network; those of a folder, or beside an index, may be its shards."""
+    """Return the maximum number of open files of a network; those in its folder, or beside its index, may be shards."""
     folder = path if path.is_dir() else path.parent if path.name.endswith(INDEX_ENDING) else None
     try:
         return _PER_NETWORK + (len(os.listdir(folder)) if folder is not None else 0)
     except OSError:
-        # `open_network` reports it.
+        # `open_network` reports the error.
         return _PER_NETWORK
 
 
 @contextlib.contextmanager
 def room_for(paths: Sequence[Path]) -> Iterator[None]:
-    """Have the system allow enough open files, until the block ends.
+    """Raise the limit on open files, if necessary, until the block ends.
 
     Args:
-        paths: networks that will be open at a time.
+        paths: networks that will be open at the same time.
 
     Raises:
-        ConfigError: the system does not.
+        ConfigError: if the system does not allow enough open files.
     """
     needed = sum(map(_files, paths)) + _open_now() + _OTHERS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,4 +1,4 @@
-"""How far networks are from each other, tensor by tensor."""
+"""Distances between networks, tensor by tensor."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -14,14 +14,14 @@ _BLOCK = 1 << 18
 
 @dataclass(frozen=True)
 class Distance:
-    """Of one tensor, or of all.
+    """Distances between networks in one tensor, or in all tensors together.
 
     Attributes:
-        name: the tensor's.
-        shape: its shape.
-        norm: root of the sum of squares, the mean over the networks.
-        pairs: by two indices of networks, their distance (2-norm) in units of `norm`; where that is zero, 0 for
-            tensors that are alike.
+        name: name of the tensor, or "all".
+        shape: shape of the tensor; () for "all".
+        norm: 2-norm of the tensor, mean over the networks.
+        pairs: distance (2-norm of the difference, in units of `norm`) by the indices of two networks; 0 if `norm` is
+            zero.
     """
 
     name: str
@@ -30,32 +30,32 @@ class Distance:
     pairs: dict[tuple[int, int], float]
 
 
-# Of networks that hold infinity or NaN the table says so; warnings beside it would say nothing more.
+# The table shows infinity and NaN; warnings of NumPy would add nothing.
 @np.errstate(over="ignore", invalid="ignore")
 def distances(networks: Sequence[Network], progress: Callable[[int], Any] | None = None) -> list[Distance]:
-    """The distances between networks.
+    """Measure the distances between networks.
 
     Args:
-        networks: alike (see `check_alike`).
-        progress: told the number of bytes that were just read.
+        networks: networks of one architecture (see `check_alike`).
+        progress: function that is called with the number of bytes that were just read.
 
     Returns:
-        One entry a tensor, in the order of the file, and one called "all" for the floating point tensors together.
+        One entry per tensor, in the order of the file, and one called "all" for the floating point tensors together.
     """
     pairs = list(itertools.combinations(range(len(networks)), 2))
-    rows, squares, apart = [], np.zeros(len(networks)), np.zeros(len(pairs))
+    rows, squares, differences = [], np.zeros(len(networks)), np.zeros(len(pairs))
     for name, tensor in networks[0].tensors.items():
         own, between = _sums([n.tensors[name] for n in networks], pairs, progress or (lambda count: None))
         rows.append(_distance(name, tensor.shape, own, between, pairs))
         if native(tensor.dtype).kind not in "iub":
-            squares, apart = squares + own, apart + between
-    return [*rows, _distance("all", (), squares, apart, pairs)]
+            squares, differences = squares + own, differences + between
+    return [*rows, _distance("all", (), squares, differences, pairs)]
 
 
 def _sums(
     tensors: Sequence[Tensor], pairs: Sequence[tuple[int, int]], progress: Callable[[int], Any]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Sums of squares of each network's tensor, and of each pair's difference."""
+    """Return the sums of squares of each network's tensor, and of the difference between each pair."""
     own, between = np.zeros(len(tensors)), np.zeros(len(pairs))
     wide = np.complex128 if np.issubdtype(native(tensors[0].dtype), np.complexfloating) else np.float64
     for start in range(0, tensors[0].size, _BLOCK):
@@ -81,11 +81,11 @@ def _distance(
 
 
 def table(rows: Sequence[Distance], paths: Sequence[str]) -> str:
-    """The distances for people.
+    """Format distances as a table.
 
     Args:
-        rows: what `distances` returned.
-        paths: the networks' names.
+        rows: result of `distances`.
+        paths: names of the networks.
     """
     letters = [_letter(i) for i in range(len(paths))]
     legend = [f"{letter}  {path}" for letter, path in zip(letters, paths, strict=True)]

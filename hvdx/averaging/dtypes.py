@@ -1,4 +1,4 @@
-"""The floating point types that NumPy does not have of itself."""
+"""Floating point dtypes that NumPy lacks."""
 
 from pathlib import Path
 
@@ -8,14 +8,14 @@ from hvdx.errors import AverageError
 
 
 def small_float(name: str, path: Path) -> np.dtype:
-    """bfloat16, or one of the float8 types.
+    """Return bfloat16, or one of the float8 dtypes.
 
     Args:
-        name: as `ml_dtypes` calls it: "bfloat16", "float8_e4m3fn", "float8_e5m2" and others.
-        path: the file that has it, for the message.
+        name: name of the dtype in `ml_dtypes`: "bfloat16", "float8_e4m3fn", "float8_e5m2" and others.
+        path: file with such tensors, for the error message.
 
     Raises:
-        AverageError: `ml_dtypes` is not installed.
+        AverageError: if `ml_dtypes` is not installed.
     """
     try:
         import ml_dtypes

@@ -1,4 +1,4 @@
-"""Tensors that lie in one piece in a file: read where they are, and written into a copy of the rest."""
+"""Contiguous tensors in files: reads at their offsets, and copies of a file with new values for its tensors."""
 
 import abc
 import io
@@ -18,13 +18,10 @@ _WINDOW_BYTES = 1 << 25
 
 
 class File:
-    """A file that is read at offsets, by several threads at once.
-
-    Args:
-        path: the file.
+    """File that several threads may read at offsets at the same time.
 
     Raises:
-        AverageError: it cannot be opened.
+        AverageError: if it cannot be opened.
     """
 
     def __init__(self, path: Path):
@@ -36,15 +33,15 @@ class File:
         self.size = os.fstat(self._handle).st_size
 
     def read_into(self, offset: int, out: Any, what: str) -> None:
-        """Fill a buffer.
+        """Fill a buffer from the file.
 
         Args:
-            offset: in bytes.
-            out: contiguous and writable.
-            what: what is read, for the message.
+            offset: offset in the file, in bytes.
+            out: contiguous, writable buffer.
+            what: name of the part that is read, for error messages.
 
         Raises:
-            AverageError: the file ends before the buffer is full.
+            AverageError: if the file ends before the buffer is full.
         """
         view = memoryview(out).cast("B") if not isinstance(out, np.ndarray) else out.view(np.uint8).data
         while view:
@@ -60,7 +57,7 @@ class File:
             view, offset = view[got:], offset + got
 
     def read(self, offset: int, count: int, what: str) -> bytes:
-        """Some bytes; see `read_into`."""
+        """Return `count` bytes from `offset` on; see `read_into`."""
         if count > self.size - offset:
             raise AverageError(
                 f"{self.path}: {what}: expected {count} bytes at {offset}, and the file ends after {self.size}. It was "
@@ -71,7 +68,7 @@ class File:
         return bytes(buffer)
 
     def crc32(self, offset: int, count: int, what: str) -> int:
-        """The CRC-32 of some bytes, as zip archives hold it; see `read_into`."""
+        """Return the CRC-32 (as in zip archives) of `count` bytes from `offset` on; see `read_into`."""
         buffer, end, crc = bytearray(min(_COPY_BYTES, count)), offset + count, 0
         while offset < end:
             block = memoryview(buffer)[: min(len(buffer), end - offset)]
@@ -80,14 +77,14 @@ class File:
         return crc
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: np.dtype, offset: int) -> Tensor:
-        """A tensor that lies in one piece.
+        """Return a contiguous tensor of the file.
 
         Args:
             name, shape, dtype: see `Tensor`.
-            offset: of its first byte.
+            offset: offset of its first byte.
 
         Raises:
-            AverageError: it does not lie within the file.
+            AverageError: if it does not lie within the file.
         """
 
         def read(start: int, out: np.ndarray) -> None:
@@ -102,7 +99,7 @@ class File:
         return tensor
 
     def copy(self, begin: int, end: int, write: Callable[[Any], Any]) -> None:
-        """Hand on the bytes from `begin` to `end`, a few megabytes at a time."""
+        """Pass the bytes from `begin` to `end` to `write`, a few megabytes at a time."""
         buffer = bytearray(min(_COPY_BYTES, max(end - begin, 0)))
         while begin < end:
             piece = memoryview(buffer)[: end - begin]
@@ -111,17 +108,17 @@ class File:
             begin += len(piece)
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the file."""
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
 
 
 class OneFile(Network):
-    """A format whose networks are one file each, in which tensors lie where `_scan` finds them.
+    """Base class of formats with one file per network.
 
     Raises:
-        AverageError: the file cannot be opened, or is damaged; it is closed again.
+        AverageError: if the file cannot be opened or is damaged.
     """
 
     def __init__(self, path: Path):
@@ -134,26 +131,24 @@ class OneFile(Network):
 
     @abc.abstractmethod
     def _scan(self) -> None:
-        """Find the tensors, and what else is to be known of the file."""
+        """Set `tensors` and the other attributes of `Network` from the file."""
 
     @classmethod
     def open(cls, path: Path) -> Network:
-        """See `Network.open`."""
         return cls(path)
 
     def close(self) -> None:
-        """Let go of the file."""
         self._file.close()
 
 
 class Output(io.FileIO):
-    """A new file whose content goes to the disk while it is written, and leaves the page cache to others.
+    """New file that goes to disk while it is written, and is dropped from the page cache.
 
-    The disk works beside the arithmetic, so that little is left for fsync in the end; and pages that are used again
-    cost less than fresh ones, which virtual machines may have to ask their host for.
+    The disk writes during the arithmetic, which leaves little for fsync. Reused pages of the page cache cost less than
+    new ones, which a virtual machine may have to request from its host.
 
     Args:
-        path: does not exist yet.
+        path: path that does not exist yet.
     """
 
     def __init__(self, path: Path):
@@ -161,14 +156,14 @@ class Output(io.FileIO):
         self._handed_over = 0
 
     def write(self, data: Any) -> int:
-        """Write all of it."""
+        """Write all of `data`; return its size in bytes."""
         whole = memoryview(data).cast("B")
         left = whole
         while left:
             left = left[super().write(left) or 0 :]
         end = self.tell()
         if end - self._handed_over >= _WINDOW_BYTES:
-            # What is not on the disk yet is sent there by this, and what is there is let go of.
+            # Linux starts to write pages that are not on disk yet, and drops those that are.
             begin = max(self._handed_over - _WINDOW_BYTES, 0)
             os.posix_fadvise(self.fileno(), begin, end - begin, os.POSIX_FADV_DONTNEED)
             self._handed_over = end
@@ -178,15 +173,14 @@ class Output(io.FileIO):
 def splice(
     file: File, placed: Mapping[int, Tensor], values: Values, write: Callable[[Any], Any], begin: int = 0, end: int = -1
 ) -> None:
-    """Hand on a file with other values in the places of its tensors.
+    """Write a copy of a file with new values for its tensors.
 
     Args:
-        file: what is copied.
-        placed: the tensors by the offsets of their first bytes; `values` is asked in the order of the offsets. Tensors
-            without elements are left out.
-        values: the new content.
-        write: takes the bytes, in order.
-        begin, end: the part of the file that is meant; all of it by default.
+        file: source of the copy.
+        placed: tensors that have elements, by the offsets of their first bytes.
+        values: new values of the tensors; called in the order of the offsets.
+        write: function that receives the bytes of the copy, in order.
+        begin, end: range of the file that is copied, in bytes; the whole file by default.
     """
     at = begin
     for offset in sorted(placed):

@@ -1,4 +1,4 @@
-"""Which file formats there are, and which one a path is of."""
+"""List of file formats, and detection of the format of a path."""
 
 from importlib import import_module
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from hvdx.averaging.network import Network
 from hvdx.errors import AverageError
 
-# Modules with their classes, in the order in which they are asked. Importing one imports no framework.
+# Modules and their classes, in the order of detection. Importing them imports no framework.
 _FORMATS = {
     "hvdx.averaging.sharded": "Sharded",
     "hvdx.averaging.safetensors": "Safetensors",
@@ -21,25 +21,25 @@ _HEAD_BYTES = 64
 
 
 def known() -> list[type[Network]]:
-    """The classes of all formats."""
+    """Return the classes of all formats."""
     return [getattr(import_module(module), name) for module, name in _FORMATS.items()]
 
 
 def open_network(path: Path) -> Network:
-    """Open a saved network of whatever format it is.
+    """Open a saved network of any known format.
 
     Args:
-        path: a file, a directory, or the prefix of a TensorFlow checkpoint.
+        path: file, directory, or prefix of a TensorFlow checkpoint.
 
     Raises:
-        AverageError: it is not there, of no format that hvdx knows, or damaged.
+        AverageError: if the network does not exist, has an unknown format, or is damaged.
     """
     kind = format_of(path)
     return kind.open(path)
 
 
 def format_of(path: Path) -> type[Network]:
-    """The format that a path is of; see `open_network`."""
+    """Return the class of the format of a path; see `open_network`."""
     head = b""
     try:
         if path.is_file():
@@ -54,6 +54,6 @@ def format_of(path: Path) -> type[Network]:
         raise AverageError(f"{path}: there is no such file.")
     formats = ", ".join(f"{kind.format} ({kind.suffixes[0]})" if kind.suffixes else kind.format for kind in known())
     raise AverageError(
-        f"{path}: expected a saved network, got something else, or one that was cut short at its very beginning. Give "
+        f"{path}: expected a saved network, got something else, or a file that was cut short near its beginning. Give "
         f"one of: {formats}."
     )

@@ -1,4 +1,4 @@
-"""HDF5 files: the weights of Keras models, and whole models as Keras 2 saved them."""
+"""HDF5 files: the weights of Keras models, and whole models saved by Keras 2."""
 
 import io
 import re
@@ -17,15 +17,15 @@ from hvdx.averaging.network import Network, Tensor, Values, gather
 from hvdx.errors import AverageError
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
-# What h5py raises over a file that is damaged depends on what is damaged.
+# Exceptions of h5py for damaged files; which one it raises depends on the damage.
 _DAMAGE = (OSError, RuntimeError, KeyError, ValueError, TypeError, OverflowError)
 
 
 class Hdf5(Network):
-    """An HDF5 file.
+    """HDF5 file.
 
-    Tensors that lie in one piece, as all that Keras writes do, are read and written where they lie. The state of
-    random number generators, which has no mean, stays the first network's.
+    Contiguous tensors, which include all that Keras writes, are read and written in place. The state of random number
+    generators has no mean and is copied from the first network.
     """
 
     format = "Keras weights (HDF5)"
@@ -40,12 +40,11 @@ class Hdf5(Network):
 
     @classmethod
     def recognises(cls, path: Path, head: bytes) -> bool:
-        """By its first bytes, or by its name: a file that was cut short or overwritten is to be called damaged."""
+        """Compare the first bytes and the name: a damaged file is recognised by its name."""
         return head.startswith(_SIGNATURE) or (path.is_file() and path.name.endswith((*cls.suffixes, ".weights.json")))
 
     @classmethod
     def open(cls, path: Path) -> Network:
-        """See `Network.open`."""
         if path.name.endswith(".weights.json"):
             raise AverageError(
                 f"{path}: expected weights in one file, got the index of several. Save them in one: "
@@ -54,31 +53,28 @@ class Hdf5(Network):
         return cls(path)
 
     def write(self, out: Path, values: Values) -> None:
-        """See `Network.write`."""
         self._content.write(out, values)
 
     def close(self) -> None:
-        """Let go of the file."""
         self._content.close()
 
 
 class Content:
-    """An HDF5 file, which may lie within another file.
+    """Content of an HDF5 file, which may lie within another file.
 
     Args:
-        file: where it is; closed along with this.
-        begin, end: the bytes that are it.
-        what: what it is within the other file, for messages.
+        file: file that contains it; `close` closes it.
+        begin, end: range of the HDF5 file, in bytes; the whole file by default.
+        what: its name within the other file, for error messages.
 
     Attributes:
-        file, begin, end: as given.
-        tensors: first those that lie in one piece, in the order of their places; then all others.
-        attributes: of its root.
-        scattered: names of the tensors that are compressed, in chunks, or otherwise not in one piece.
+        tensors: tensors by name: contiguous ones in the order of their offsets, then scattered ones.
+        attributes: attributes of the root group.
+        scattered: names of the tensors that are compressed, in chunks, or otherwise not contiguous NumPy elements.
         normalises: see `Network`.
 
     Raises:
-        AverageError: it is damaged, or h5py is not installed.
+        AverageError: if it is damaged, or h5py is not installed.
     """
 
     def __init__(self, file: File, begin: int = 0, end: int = -1, what: str = ""):
@@ -108,7 +104,7 @@ class Content:
         scattered: list[Tensor] = []
 
         def visit(name: str, item: Any) -> None:
-            # A layer's own name, which Keras keeps as an attribute: its group may be called after anything.
+            # Keras stores the name of a layer as an attribute; the name of its group may be unrelated.
             self.normalises |= _is_normalisation(name) or _is_normalisation(str(item.attrs.get("name", "")))
             if not _is_array(item) or item.dtype.kind in "SUO" or _is_random_state(name):
                 return
@@ -126,26 +122,26 @@ class Content:
         for (offset, tensor), following in zip(found, ends, strict=False):
             if offset + tensor.nbytes > following:
                 raise AverageError(
-                    f"{self.file.path}: {tensor.name}: expected {tensor.nbytes} bytes for itself, got some that are "
-                    "another's too. The file is damaged: save it again."
+                    f"{self.file.path}: {tensor.name}: expected {tensor.nbytes} bytes of its own, got bytes that "
+                    "another tensor shares. The file is damaged: save it again."
                 )
             self._placed[self.begin + offset] = tensor
         self.tensors = {tensor.name: tensor for tensor in [*self._placed.values(), *scattered]}
         self.scattered = [tensor.name for tensor in scattered]
-        # In memory each is whole, and takes as much as its shape says, whatever there is of it in the file.
+        # Scattered tensors are read whole: the shape decides how much memory they take, not the size in the file.
         for tensor in scattered:
             check_unpacked(f"{self.file.path}: {tensor.name}", tensor.nbytes, self.end - self.begin)
 
     def _check_is_tensor(self, name: str, item: Any) -> None:
         if item.external or item.is_virtual:
             raise AverageError(
-                f"{self.file.path}: {name}: expected its elements in this file, and they are in another. Save it again "
-                "in one file."
+                f"{self.file.path}: {name}: expected its elements in this file, got a reference to another file. "
+                "Save it again in one file."
             )
 
     def _scattered_tensor(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> Tensor:
         def read(start: int, out: np.ndarray) -> None:
-            # h5py is one at a time, and blocks of a tensor are asked for one after the other.
+            # h5py is used by one thread at a time. The array is kept for the next blocks of the same tensor.
             with self._lock:
                 if self._kept[0] != name:
                     self._kept = ("", np.empty(0))
@@ -163,7 +159,7 @@ class Content:
         return Tensor(name, shape, dtype, read)
 
     def write(self, out: Path, values: Values) -> None:
-        """Write a file of its own with other values; see `Network.write`."""
+        """Write it as a separate file with new values; see `Network.write`."""
         with out.open("xb") as target:
             self.write_placed(values, target.write)
         if not self.scattered:
@@ -180,11 +176,11 @@ class Content:
             raise OSError(_first_line(error)) from error
 
     def write_placed(self, values: Values, write: Callable[[Any], Any]) -> None:
-        """Hand on the file with other values for the tensors that lie in one piece."""
+        """Pass the file to `write`, with new values for the contiguous tensors."""
         splice(self.file, self._placed, values, write, self.begin, self.end)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         if hasattr(self, "_h5"):
             self._h5.close()
         self._kept = ("", np.empty(0))
@@ -192,7 +188,7 @@ class Content:
 
 
 class _Region(io.RawIOBase):
-    """Some of a file's bytes, as a file of their own."""
+    """Byte range of a file, as a file object."""
 
     def __init__(self, file: File, begin: int, end: int):
         self._file, self._begin, self._size, self._at = file, begin, end - begin, 0
@@ -228,7 +224,7 @@ def _h5py(path: Path) -> Any:
 
 
 def _dtype(path: Path, name: str, item: Any) -> np.dtype:
-    """Of the elements. HDF5 has no bfloat16: Keras writes two opaque bytes, and mostly an attribute beside them."""
+    """Return the dtype of the elements. HDF5 lacks bfloat16: Keras writes two opaque bytes, and mostly an attribute."""
     if item.dtype.kind != "V":
         return item.dtype
     if item.dtype.names is not None or item.dtype.itemsize != 2 or item.attrs.get("dtype", "bfloat16") != "bfloat16":
@@ -242,7 +238,7 @@ def _is_array(item: Any) -> bool:
 
 
 def _as_stored(item: Any) -> bool:
-    """Whether the bytes in the file are those of NumPy's elements, with nothing for HDF5 to convert."""
+    """Return whether the file stores the bytes of NumPy's elements, so that HDF5 need not convert them."""
     from h5py import h5t
 
     return item.id.get_storage_size() == item.size * item.dtype.itemsize and (
@@ -259,7 +255,7 @@ def _is_random_state(name: str) -> bool:
 
 
 def _model_config(content: Content) -> Any:
-    """The architecture that Keras 2 put in the attributes of a file with a whole model."""
+    """Return the architecture from the attributes of a whole model that Keras 2 saved, else None."""
     text = content.attributes.get("model_config")
     return None if text is None else parse_config(text, f"{content.file.path}: model_config")[1]
 

@@ -1,4 +1,4 @@
-"""Keras 3's own format: a zip archive of the configuration, the weights as HDF5, and what else there is."""
+"""Keras 3 archives: zip files with the configuration, the weights as HDF5, and other entries such as assets."""
 
 import json
 import shutil
@@ -21,9 +21,9 @@ _DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, OSError, struct.error, NotI
 
 
 class KerasArchive(Network):
-    """A `.keras` file, with optimizer state if it has some.
+    """`.keras` file, with the optimiser state if it was saved.
 
-    The configuration and the assets of an average are the first network's.
+    The configuration and the assets are copied from the first network.
 
     Source: the documentation of `keras.saving.save_model`, Keras 3.
     """
@@ -50,7 +50,7 @@ class KerasArchive(Network):
             raise
         self.tensors = self._content.tensors
         if isinstance(self.architecture, dict):
-            # Vocabularies and the like are part of what the network computes.
+            # Assets, such as vocabularies, change the output of the network.
             self.architecture["assets"] = {
                 entry.filename: f"{entry.file_size} bytes with CRC {entry.CRC:08x}"
                 for entry in self._archive.infolist()
@@ -60,7 +60,7 @@ class KerasArchive(Network):
 
     @classmethod
     def recognises(cls, path: Path, head: bytes) -> bool:
-        """By its name, or by what is in it."""
+        """Compare the name, or the entries of the archive."""
         if not path.is_file() or path.suffix in cls.suffixes:
             return path.is_file()
         if not head.startswith(b"PK\x03\x04"):
@@ -73,7 +73,6 @@ class KerasArchive(Network):
 
     @classmethod
     def open(cls, path: Path) -> Network:
-        """See `Network.open`."""
         return cls(path)
 
     def _entry(self, name: str) -> zipfile.ZipInfo:
@@ -87,7 +86,7 @@ class KerasArchive(Network):
             ) from None
 
     def _config(self) -> tuple[Any, Any]:
-        """Read the configuration of the model, and the part of it that a comparison uses."""
+        """Return the configuration of the model, and the part of it that is compared."""
         try:
             with self._archive.open(self._entry(_CONFIG)) as entry:
                 text = entry.read(MOST_BYTES + 1)
@@ -100,23 +99,23 @@ class KerasArchive(Network):
         if entry.compress_type != zipfile.ZIP_STORED:
             return Content(self._unpacked(entry), what=_WEIGHTS)
         try:
-            # The name that stands before the content has to be this one too.
+            # Opening the entry checks that the name in its local header is the same.
             self._archive.open(entry).close()
         except _DAMAGE as error:
             raise AverageError(f"{self.path}: {_WEIGHTS}: it is damaged ({error}). Copy or save it again.") from None
         file = File(self.path)
-        # The central directory says where the entry's header is, and only that header how long itself is.
+        # The central directory gives the offset of the local header; only that header gives its own length.
         name, extra = struct.unpack("<HH", file.read(entry.header_offset + 26, 4, _WEIGHTS))
         begin = entry.header_offset + 30 + name + extra
         if file.crc32(begin, entry.file_size, _WEIGHTS) != entry.CRC:
             raise AverageError(
-                f"{self.path}: {_WEIGHTS}: its checksum is not the one in the archive: it is damaged. Copy or save it "
-                "again."
+                f"{self.path}: {_WEIGHTS}: its checksum differs from the one in the archive: it is damaged. Copy or "
+                "save it again."
             )
         return Content(file, begin, begin + entry.file_size, _WEIGHTS)
 
     def _unpacked(self, entry: zipfile.ZipInfo) -> File:
-        """The weights of an archive that somebody compressed."""
+        """Return the weights of a compressed archive, unpacked."""
         with tempfile.NamedTemporaryFile(prefix="hvdx-", suffix=".h5") as unpacked:
             try:
                 with self._archive.open(entry) as source:
@@ -127,12 +126,11 @@ class KerasArchive(Network):
                     f"{self.path}: {_WEIGHTS}: it cannot be unpacked ({error}). Copy or save the file again."
                 ) from None
             file = File(Path(unpacked.name))
-        # It goes on after its name is gone; messages are to name what the user gave.
+        # The open file outlives its name. Error messages name the path that the user gave.
         file.path = self.path
         return file
 
     def write(self, out: Path, values: Values) -> None:
-        """See `Network.write`."""
         with zipfile.ZipFile(out, "x") as target:
             for entry in self._archive.infolist():
                 fresh = zipfile.ZipInfo(entry.filename, entry.date_time)
@@ -157,15 +155,14 @@ class KerasArchive(Network):
             with target.open(entry, "w") as sink:
                 self._content.write_placed(values, sink.write)
             return
-        # HDF5 puts compressed tensors where there is room, and may need more of it than before.
-        beside = out.with_name(f"{out.name}.h5")
-        self._content.write(beside, values)
-        entry.file_size = beside.stat().st_size
-        with beside.open("rb") as source, target.open(entry, "w") as sink:
+        # HDF5 chooses the place of compressed tensors, and the new file may be larger: it is written separately first.
+        temporary = out.with_name(f"{out.name}.h5")
+        self._content.write(temporary, values)
+        entry.file_size = temporary.stat().st_size
+        with temporary.open("rb") as source, target.open(entry, "w") as sink:
             shutil.copyfileobj(source, sink, 1 << 22)
-        beside.unlink()
+        temporary.unlink()
 
     def close(self) -> None:
-        """Let go of the file."""
         self._content.close()
         self._archive.close()

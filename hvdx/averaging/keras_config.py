@@ -1,4 +1,4 @@
-"""What two Keras configurations have to agree on for their weights to have a mean."""
+"""Comparison of Keras configurations: the parts that must be equal for the weights to have a mean."""
 
 import json
 from collections.abc import Mapping
@@ -6,12 +6,12 @@ from typing import Any
 
 from hvdx.errors import AverageError
 
-# A model within a model is six levels; a configuration of a thousand layers has a megabyte.
+# A model within a model has six levels; the configuration of a thousand layers has a megabyte.
 _MOST_LEVELS = 200
 MOST_BYTES = 1 << 24
 
-# Keys that say how weights came about or are trained, and not what the network computes from them; and names, which
-# Keras counts on from model to model, as in dense_1 and dense_5.
+# Keys that describe initialisation and training and do not change what the network computes; and names, which Keras
+# numbers across models (dense_1 in one, dense_5 in the next).
 _IGNORED = frozenset(
     [
         "backend",
@@ -41,17 +41,17 @@ _REFERENCES = ("inbound_nodes", "input_layers", "output_layers")
 
 
 def parse_config(text: Any, where: str) -> tuple[Any, Any]:
-    """Parse a configuration that a file holds.
+    """Parse the configuration of a saved model.
 
     Args:
-        text: JSON.
-        where: the file and the place in it, for messages.
+        text: JSON text.
+        where: the file and the place in it, for error messages.
 
     Returns:
-        The configuration, and what of it `comparable` leaves.
+        The configuration, and the part of it that `comparable` returns.
 
     Raises:
-        AverageError: it is no JSON, or none that describes a model.
+        AverageError: if the text is not JSON, or does not describe a model.
 
     Example:
         >>> parse_config('{"class_name": "Dense", "name": "dense_7"}', "model.keras")
@@ -66,8 +66,8 @@ def parse_config(text: Any, where: str) -> tuple[Any, Any]:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         reason = f"{error or type(error).__name__}".split("\n")[0]
         raise AverageError(
-            f"{where}: expected JSON that describes a model, got what does not ({reason}). The file is damaged: copy "
-            "or save it again."
+            f"{where}: expected JSON that describes a model, got something else ({reason}). The file is damaged: "
+            "copy or save it again."
         ) from None
 
 
@@ -86,13 +86,13 @@ def _check_levels(config: Any) -> None:
 
 
 def comparable(config: Any, places: Mapping[str, int] | None = None) -> Any:
-    """A configuration without what may be different in networks that are averaged.
+    """Return a configuration without the parts that may differ between networks that are averaged.
 
-    Layers are known by their places: their names may be different too.
+    Layers are identified by their positions, since their names may differ.
 
     Args:
-        config: as `keras.saving.serialize_keras_object` makes it, or Keras 2's `model.to_json`, parsed.
-        places: of the layers, by name, in the model that it is a part of.
+        config: result of `keras.saving.serialize_keras_object`, or the parsed `model.to_json` of Keras 2.
+        places: positions of the layers, by name, in the model that `config` is a part of.
 
     Returns:
         Nested dictionaries and lists.
@@ -119,7 +119,7 @@ def comparable(config: Any, places: Mapping[str, int] | None = None) -> Any:
         if key in _REFERENCES
         else comparable(_without_rate(value) if noise and key == "config" else value, places)
         for key, value in config.items()
-        # Newer versions of Keras write options that older ones do not have, and that are off: None or False.
+        # Newer versions of Keras write options that older ones lack; None or False means that an option is off.
         if key not in _IGNORED and not key.endswith(_IGNORED_ENDINGS) and value is not None and value is not False
     }
 
@@ -136,7 +136,7 @@ def _without_rate(config: Any) -> Any:
 
 
 def _references(value: Any, places: Mapping[str, int]) -> Any:
-    """Connections between layers, with places for names."""
+    """Return connections between layers, with positions in place of names."""
     if isinstance(value, list | tuple):
         return _reference(value, places) if _is_reference(value, places) else [_references(v, places) for v in value]
     if isinstance(value, dict) and "class_name" not in value:
@@ -145,7 +145,7 @@ def _references(value: Any, places: Mapping[str, int]) -> Any:
 
 
 def _is_reference(value: Any, places: Mapping[str, int]) -> bool:
-    """Whether it is [layer, node, tensor], and perhaps what else the layer is called with."""
+    """Return whether a list is [layer, node, tensor], perhaps followed by other arguments of the call."""
     return (
         len(value) >= 3
         and isinstance(value[0], str)

@@ -1,4 +1,4 @@
-"""The arithmetic: weighted means of tensors, block by block, added up in float64."""
+"""Weighted means of tensors, computed block by block in float64."""
 
 import collections
 import functools
@@ -15,12 +15,12 @@ import numpy as np
 from hvdx.averaging.network import Network, Tensor, native
 from hvdx.errors import AverageError, ConfigError
 
-#: What becomes of integers and booleans, which have no mean: they have to be "equal", or one network's are taken.
+#: Rule for values without a mean, such as integers: they must be "equal", or those of one network are taken.
 Integers = Literal["equal", "first", "last"]
 
-# Large enough that calls cost nothing beside the arithmetic, small enough for the caches: elements.
+# Elements per block: enough to make the overhead of calls negligible, few enough for the CPU caches.
 _BLOCK = 1 << 17
-# Steps of optimisers, as PyTorch names them, which keeps them as floats; as TensorFlow does; and as Keras 3 does.
+# Names of step counters of optimisers in PyTorch (which stores them as floats), in TensorFlow, and in Keras 3.
 _STEPS = re.compile(r"(^|\.)state\..+\.step$|(^|/)_?iterations?$|(^|/)optimizer/vars/0$")
 _THREADS = min(4, len(os.sched_getaffinity(0)))
 
@@ -28,19 +28,19 @@ _THREADS = min(4, len(os.sched_getaffinity(0)))
 def resolve_weights(
     count: int, weights: Sequence[float] | None = None, ema: float | None = None, swa: bool = False
 ) -> list[float]:
-    """The weight of each network; only their ratios matter.
+    """Return the weight of each network; only ratios matter.
 
     Args:
         count: number of networks.
-        weights: one number a network, as given.
-        ema: decay of an exponential moving average over the networks, the oldest first.
-        swa: stochastic weight averaging: all alike.
+        weights: one number per network.
+        ema: decay of an exponential moving average over the networks, oldest first.
+        swa: stochastic weight averaging: equal weights.
 
     Returns:
-        One number a network, not negative, not all of them zero.
+        One number per network: none negative, and not all zero.
 
     Raises:
-        ConfigError: more than one was given, or a number that cannot be.
+        ConfigError: if more than one option is given, or a number is invalid.
 
     Example:
         >>> resolve_weights(3), resolve_weights(2, [3, 1]), resolve_weights(3, ema=0.5)
@@ -49,7 +49,7 @@ def resolve_weights(
     Source: Izmailov et al. 2018, "Averaging weights leads to wider optima and better generalization" (swa).
     """
     if (weights is not None) + (ema is not None) + swa > 1:
-        raise ConfigError("weights, ema, swa: expected one of them at most. Leave out the others.")
+        raise ConfigError("weights, ema, swa: expected at most one of them. Leave out the others.")
     if ema is not None:
         if not 0 < ema < 1:
             raise ConfigError(f"ema: expected a number between 0 and 1, such as 0.99, got {ema!r}.")
@@ -58,24 +58,24 @@ def resolve_weights(
         return [1.0] * count
     numbers = [float(w) for w in weights]
     if len(numbers) != count:
-        raise ConfigError(f"weights: expected {count} numbers, one a network, got {len(numbers)}.")
+        raise ConfigError(f"weights: expected {count} numbers, one per network, got {len(numbers)}.")
     if not all(np.isfinite(w) and w >= 0 for w in numbers) or not sum(numbers):
         raise ConfigError(f"weights: expected numbers that are not negative, and one above zero; got {numbers}.")
     return numbers
 
 
 class Mean:
-    """The mean of networks, tensor by tensor.
+    """Weighted mean of networks, tensor by tensor.
 
     Args:
-        networks: with the same tensors (see `hvdx.averaging.alike`).
-        weights: see `resolve_weights`.
+        networks: networks with the same tensors (see `hvdx.averaging.alike`).
+        weights: result of `resolve_weights`.
         integers: see `Integers`.
-        progress: told the number of bytes that were just read.
+        progress: function that is called with the number of bytes that were just read.
 
     Attributes:
         not_a_number: names of tensors whose mean holds NaN.
-        infinite: names of tensors whose mean holds infinity and no NaN, or not in the same block.
+        infinite: names of tensors whose mean has a block with infinity and without NaN.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Mean:
         integers: Integers = "equal",
         progress: Callable[[int], Any] | None = None,
     ):
-        # By a power of two, which changes no result but those that would overflow.
+        # Scaling by a power of two avoids overflow, and changes no other result.
         exponent = math.frexp(max(weights))[1]
         self._weights = [math.ldexp(weight, -exponent) for weight in weights] if set(weights) != {1.0} else weights
         self._networks, self._integers = networks, integers
@@ -96,10 +96,10 @@ class Mean:
         self.infinite: list[str] = []
 
     def values(self, tensor: Tensor) -> Iterator[np.ndarray]:
-        """The mean of one tensor; see `hvdx.averaging.network.Values`.
+        """Yield the mean of one tensor, block by block; see `hvdx.averaging.network.Values`.
 
         Raises:
-            AverageError: integers that have to be equal are not.
+            AverageError: if the tensor has no mean, or if integers differ that must be equal.
         """
         inputs = [network.tensors[tensor.name] for network in self._networks]
         block = self._block_of(tensor)
@@ -114,7 +114,7 @@ class Mean:
             return self._agreed
         if np.issubdtype(kind, np.complexfloating):
             return lambda inputs, start: self._averaged(inputs, start, np.dtype(np.complex128))
-        # NumPy does not know bfloat16 and float8, which ml_dtypes adds, as kinds of floating point numbers.
+        # NumPy does not count the bfloat16 and float8 dtypes of ml_dtypes as floating point numbers.
         if np.issubdtype(kind, np.floating) or kind.name.startswith(("bfloat", "float")):
             return lambda inputs, start: self._averaged(inputs, start, np.dtype(np.float64))
         if kind.kind in "iub":
@@ -124,7 +124,7 @@ class Mean:
     def _averaged(self, inputs: list[Tensor], start: int, wide: np.dtype) -> np.ndarray:
         count = min(_BLOCK, inputs[0].size - start)
         total, term = self._scratch("total", wide, count), self._scratch("term", wide, count)
-        # What does not count may well be infinite.
+        # Networks of weight 0 are left out, since 0 times infinity would be NaN.
         counted = [(t, w) for t, w in zip(inputs, self._weights, strict=True) if w]
         scale = sum(self._weights)
         result = np.empty(count, inputs[0].dtype)
@@ -141,7 +141,7 @@ class Mean:
                 into = term
             if scale != 1.0:
                 np.divide(total, scale, out=total)
-            # A maximum is NaN where an element is, and costs less than asking each.
+            # The maximum is NaN if an element is. It takes less time than a test of each element.
             if not (np.isfinite(total.max()) and np.isfinite(total.min())):
                 if result.itemsize == wide.itemsize:
                     self._divide_first(counted, start, total, scale)
@@ -152,7 +152,7 @@ class Mean:
         return result
 
     def _scratch(self, name: str, dtype: np.dtype, count: int) -> np.ndarray:
-        """An array of this thread: allocating it anew for each block costs as much as the arithmetic."""
+        """Return an array that this thread reuses: allocation for each block would take as long as the arithmetic."""
         kept: dict[str, np.ndarray] = self._local.__dict__
         if name not in kept or kept[name].dtype != dtype:
             kept[name] = np.empty(_BLOCK, dtype)
@@ -195,7 +195,7 @@ class Mean:
         return blocks[taken].astype(inputs[0].dtype, copy=False)
 
     def _in_order(self, tasks: list[Callable[[], np.ndarray]]) -> Iterator[np.ndarray]:
-        """The results of tasks, by several threads, a few tasks ahead."""
+        """Yield the results of tasks in their order; threads compute a few tasks ahead."""
         if len(tasks) < 2 * _THREADS or _THREADS < 2:
             yield from (task() for task in tasks)
             return
@@ -214,7 +214,7 @@ class Mean:
                 future.cancel()
 
     def close(self) -> None:
-        """End its threads."""
+        """Stop the threads."""
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
@@ -224,9 +224,10 @@ def _counts_steps(tensor: Tensor) -> bool:
 
 
 def _keep_equal(inputs: list[Tensor], start: int, result: np.ndarray) -> None:
-    """Elements that are equal in all networks stay as they are.
+    """Set elements that are equal in all networks to exactly that value.
 
-    Narrower types round back to them; of the widest, sums are rounded to the last bit and may overflow.
+    Narrower dtypes need no such step, since their means round to it. Sums of the widest dtypes have rounding errors
+    and may overflow.
     """
     first, equal = inputs[0].array_at(start, result.size), np.ones(result.size, bool)
     for tensor in inputs[1:]:

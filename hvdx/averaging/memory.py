@@ -1,4 +1,4 @@
-"""A network in memory: a Keras model, or its list of arrays."""
+"""Network in memory: a Keras model, or its list of arrays."""
 
 import json
 from pathlib import Path
@@ -12,11 +12,11 @@ from hvdx.errors import AverageError
 
 
 class InMemory(Network):
-    """The weights of a model that is not saved.
+    """Weights of a model in memory.
 
     Args:
-        model: with `get_weights()`, or a list of arrays.
-        name: for messages.
+        model: object with `get_weights()`, or a list of arrays.
+        name: name of the model in error messages.
     """
 
     format = "model in memory"
@@ -24,23 +24,23 @@ class InMemory(Network):
 
     def __init__(self, model: Any, name: str):
         self.path = Path(name)
-        # Names of layers count on from model to model, so tensors are known by their number.
+        # Keras numbers the names of layers across models, so tensors are identified by their position.
         arrays = model.get_weights() if hasattr(model, "get_weights") else model
         self.tensors = {f"weight {i}": _tensor(f"weight {i}", np.asarray(a)) for i, a in enumerate(arrays)}
         self.architecture = _architecture(model)
 
     @classmethod
     def recognises(cls, path: Path, head: bytes) -> bool:
-        """Never: it is no file."""
+        """Return False: a model in memory is not a file."""
         return False
 
     @classmethod
     def open(cls, path: Path) -> Network:
-        """There is nothing to open."""
+        """Raise an error: there is no file to open."""
         raise AverageError(f"{path}: expected a model in memory.")
 
     def write(self, out: Path, values: Values) -> None:
-        """There is nothing to write."""
+        """Raise an error: there is no file format to write."""
         raise AverageError(f"{out}: expected a file format, got a model in memory.")
 
 
@@ -50,7 +50,7 @@ def _architecture(model: Any) -> Any:
     try:
         return comparable(json.loads(model.to_json()))
     except Exception:
-        # A model of the user's own class need not have a configuration.
+        # A model of a custom class need not have a configuration.
         return None
 
 

@@ -1,4 +1,4 @@
-"""MXNet's lists of arrays: what Gluon's `save_parameters` and `mx.nd.save` write.
+"""MXNet lists of arrays, as Gluon's `save_parameters` and `mx.nd.save` write them.
 
 Source: https://github.com/apache/mxnet, src/ndarray/ndarray.cc, `NDArray::Save`.
 """
@@ -14,7 +14,7 @@ from hvdx.averaging.network import Tensor, Values
 from hvdx.errors import AverageError
 
 _LIST = 0x112
-# The versions of one array. The third means shapes as NumPy does: no dimensions are a scalar, not "no array".
+# Versions of the encoding of an array. Without dimensions, V3 means a scalar, like NumPy; V1 and V2 mean "no array".
 _V1, _V2, _V3 = 0xF993FAC8, 0xF993FAC9, 0xF993FACA
 _DTYPES = ["<f4", "<f8", "<f2", "u1", "<i4", "i1", "<i8", "?", "<i2", "<u2", "<u4", "<u8"]
 _BFLOAT16 = 12
@@ -24,7 +24,7 @@ _STATISTICS = ("running_mean", "running_var", "moving_mean", "moving_var")
 
 
 class MXNet(OneFile):
-    """A `.params` file."""
+    """`.params` file."""
 
     format = "MXNet"
     suffixes = (".params",)
@@ -35,11 +35,10 @@ class MXNet(OneFile):
 
     @classmethod
     def recognises(cls, path: Path, head: bytes) -> bool:
-        """By its name, or its first eight bytes."""
+        """Compare the name, or the first eight bytes."""
         return (path.name.endswith(cls.suffixes) and path.is_file()) or head[:8] == struct.pack("<Q", _LIST)
 
     def write(self, out: Path, values: Values) -> None:
-        """See `Network.write`."""
         with Output(out) as file:
             splice(self._file, self._placed, values, file.write)
 
@@ -63,7 +62,7 @@ class MXNet(OneFile):
         return placed, tensors
 
     def _array(self, at: int, what: str) -> tuple[tuple[int, ...], np.dtype, int]:
-        """Shape and dtype of the array at an offset, and where its elements begin."""
+        """Return the shape and dtype of the array at an offset, and the offset of its elements."""
         (magic,) = struct.unpack("<I", self._file.read(at, 4, what))
         at += 4
         if magic not in (_V1, _V2, _V3):
@@ -104,12 +103,12 @@ class MXNet(OneFile):
         )
 
     def _names(self, at: int, count: int) -> list[str]:
-        """The names after the arrays; numbers where `mx.nd.save` was given a list without names."""
+        """Return the names that follow the arrays, or numbered names if `mx.nd.save` was given a list without names."""
         (given,) = struct.unpack("<Q", self._file.read(at, 8, "its names"))
         at += 8
         if given not in (0, count):
             raise AverageError(
-                f"{self.path}: expected {count} names, one an array, got {given}. It is damaged: save it again."
+                f"{self.path}: expected {count} names, one per array, got {given}. It is damaged: save it again."
             )
         names = []
         for _ in range(given):

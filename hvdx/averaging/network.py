@@ -1,4 +1,4 @@
-"""The contract of a saved network: what every file format gives to the averaging, and takes from it."""
+"""Interface of a saved network, which every file format implements."""
 
 import abc
 from collections.abc import Callable, Iterator, Mapping
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-#: Gives the new content of a tensor: one-dimensional blocks of its dtype, in order, all of them once.
+#: Function that yields the new values of a tensor: one-dimensional blocks of its dtype, in order, each once.
 Values = Callable[["Tensor"], Iterator[np.ndarray]]
 
 
@@ -17,11 +17,11 @@ class Tensor:
     """One tensor of a saved network.
 
     Attributes:
-        name: what the file calls it.
-        shape: its shape.
-        dtype: of its elements, in the byte order of the file.
-        read: `read(start, out)` fills the one-dimensional array `out`, of that dtype, with the elements from `start`
-            on of the flattened tensor (last index fastest). Threads may call it side by side.
+        name: name in the file.
+        shape: extents of the dimensions.
+        dtype: dtype of the elements, in the byte order of the file.
+        read: `read(start, out)` fills `out`, a one-dimensional array of this dtype, with elements of the flattened
+            tensor (last index fastest), from `start` on. Several threads may call it at the same time.
     """
 
     name: str
@@ -39,34 +39,34 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """Size of the elements, in bytes."""
         return self.size * self.dtype.itemsize
 
     def array_at(self, start: int, count: int) -> np.ndarray:
-        """Some elements of the flattened tensor."""
+        """Return `count` elements of the flattened tensor, from `start` on."""
         flat = np.empty(count, self.dtype)
         self.read(start, flat)
         return flat
 
     def array(self) -> np.ndarray:
-        """All of it."""
+        """Return all elements."""
         return self.array_at(0, self.size).reshape(self.shape)
 
 
 class Network(abc.ABC):
-    """A saved network that is open for reading.
+    """Saved network that is open for reading.
 
     Attributes:
-        path: where it is.
-        tensors: by name, in the order in which `write` asks for them.
-        architecture: what else has to be alike in networks that are averaged, as nested dictionaries and lists of
-            JSON; None where the file says nothing of it.
-        normalises: whether it has batch normalisation, whose statistics are stale after averaging.
+        path: path of the network.
+        tensors: tensors by name, in the order in which `write` requests their values.
+        architecture: further properties that must be equal in networks that are averaged, as a JSON value; None if
+            the file does not describe them.
+        normalises: True if it has batch normalisation, whose statistics are stale after averaging.
     """
 
-    #: How people call the format, such as "PyTorch".
+    #: Name of the format for users, such as "PyTorch".
     format: str
-    #: Endings of file names that mean this format; the first is the usual one.
+    #: Endings of file names that belong to this format; the first is the usual one.
     suffixes: tuple[str, ...]
 
     path: Path
@@ -77,43 +77,43 @@ class Network(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def recognises(cls, path: Path, head: bytes) -> bool:
-        """Whether `path` is of this format.
+        """Return whether `path` has this format.
 
         Args:
-            path: a file, a directory, or the prefix of several files.
-            head: the first bytes of the file; empty where `path` is no file.
+            path: file, directory, or prefix of several files.
+            head: first bytes of the file; empty if `path` is not a file.
         """
 
     @classmethod
     @abc.abstractmethod
     def open(cls, path: Path) -> "Network":
-        """Read what tensors there are, and not yet their elements.
+        """Open a network and list its tensors; `Tensor.read` reads their elements.
 
         Raises:
-            AverageError: it is damaged, or holds what cannot be averaged; the message names the file.
+            AverageError: if it is damaged or cannot be averaged; the message names the file.
         """
 
     @abc.abstractmethod
     def write(self, out: Path, values: Values) -> None:
-        """Write a network like this one with other values.
+        """Write a copy of this network with new values.
 
         Args:
-            out: a path that does not exist, in the folder where the result will be. What is called `out`, or begins
-                with its name and a dot, is removed should this raise.
-            values: called once for every tensor, in the order of `tensors`.
+            out: path that does not exist, in the folder of the result. If this method raises, the caller removes `out`
+                and all paths that begin with its name and a dot.
+            values: function that is called once for every tensor, in the order of `tensors`.
         """
 
     def close(self) -> None:  # noqa: B027 - not every format keeps its file open
-        """Let go of the file."""
+        """Close the files of the network."""
 
 
 def native(dtype: np.dtype) -> np.dtype:
-    """A dtype in this machine's byte order."""
+    """Return a dtype in the byte order of this machine."""
     return dtype.newbyteorder("=")
 
 
 def gather(tensor: Tensor, values: Values) -> np.ndarray:
-    """The new content of a tensor, all of it."""
+    """Return all new values of a tensor as one array."""
     array, at = np.empty(tensor.size, tensor.dtype), 0
     for block in values(tensor):
         array[at : at + block.size] = block

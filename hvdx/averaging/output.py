@@ -1,4 +1,4 @@
-"""Puts a result in its place when it is complete, and only then."""
+"""Atomic output: a result gets its name once it is complete."""
 
 import glob
 import os
@@ -11,15 +11,15 @@ from hvdx.errors import AverageError
 
 
 def check_free(out: Path, force: bool, inputs: Sequence[Path] = ()) -> None:
-    """Stop if something is called `out` already.
+    """Reject an output path that exists already.
 
     Args:
-        out: a file, a directory, or the prefix of several files.
-        force: it may be replaced: a file, or a directory that is a SavedModel.
+        out: file, directory, or prefix of several files.
+        force: permission to replace a file, or a directory that is a SavedModel.
         inputs: networks that are read; a directory that holds one of them is never replaced.
 
     Raises:
-        AverageError: it is there, or its folder is not; or it is a directory that may not be replaced.
+        AverageError: if `out` exists and may not be replaced, or if its folder does not exist.
     """
     if out.name in ("", ".."):
         raise AverageError(f"{out}: expected the name of the result, got a folder. Add a name, as in {out / 'mean'}.")
@@ -29,7 +29,7 @@ def check_free(out: Path, force: bool, inputs: Sequence[Path] = ()) -> None:
             raise AverageError(f"{out}: it holds the input {inside}, and is kept. Name another output.")
         if not (out / "saved_model.pb").is_file():
             raise AverageError(
-                f"{out}: it is a directory, and no SavedModel, and is kept. Name another output, or remove it first."
+                f"{out}: it is a directory but not a SavedModel, and is kept. Name another output, or remove it first."
             )
     if not out.parent.is_dir():
         raise AverageError(f"{out}: the folder {out.parent} does not exist. Make it first.")
@@ -41,7 +41,7 @@ def check_free(out: Path, force: bool, inputs: Sequence[Path] = ()) -> None:
 
 
 def pieces(out: Path) -> list[Path]:
-    """What is called `out`, or is one of the files of a TensorFlow checkpoint with that prefix."""
+    """Return the existing paths of a result: `out`, and the files of a TensorFlow checkpoint with that prefix."""
     found = [out] if out.exists() or out.is_symlink() else []
     if (out.parent / f"{out.name}.index").exists():
         found += sorted(
@@ -51,16 +51,17 @@ def pieces(out: Path) -> list[Path]:
 
 
 def write_whole(out: Path, needed: int, force: bool, write: Callable[[Path], None]) -> None:
-    """Write a result beside its place, and give it its name when it is complete.
+    """Write a result under a temporary name in the same folder, and rename it when it is complete.
 
     Args:
-        out: its name.
-        needed: bytes it will take.
-        force: what has the name may be replaced.
-        write: writes it to the path it is given, or to several whose names begin with it and a dot.
+        out: path of the result.
+        needed: size of the result, in bytes.
+        force: permission to replace existing files.
+        write: function that writes the result to the path that it gets, or to several paths that begin with this path
+            and a dot.
 
     Raises:
-        AverageError: there is no room, or it could not be written; what was there before still is.
+        AverageError: if there is too little space, or writing fails; existing files then stay unchanged.
     """
     free = shutil.disk_usage(out.parent).free
     if needed > free:
@@ -74,7 +75,7 @@ def write_whole(out: Path, needed: int, force: bool, write: Callable[[Path], Non
         written = _written(partial)
         for path in written:
             sync(path)
-        # Again: averaging may take long, and somebody may have written it in the meantime.
+        # Averaging may take long, and another process may have created `out` in the meantime.
         check_free(out, force)
         _publish(partial, written, out)
     except OSError as error:
@@ -93,12 +94,12 @@ def _written(partial: Path) -> list[Path]:
 
 def _publish(partial: Path, written: list[Path], out: Path) -> None:
     before = pieces(out)
-    # A folder cannot be replaced in one move, nor can the files of a checkpoint; a file can.
+    # One rename can replace a file, but not a folder or the several files of a checkpoint.
     if before == [out] and written == [partial] and not (out.is_dir() or partial.is_dir()):
         os.replace(partial, out)
     else:
         aside = [(path, path.with_name(f".hvdx-replaced-{uuid.uuid4().hex[:8]}-{path.name}")) for path in before]
-        # The index comes last in this order: a checkpoint is one once it has it.
+        # The index comes last, since files without an index are not a checkpoint.
         ordered = sorted(written, key=lambda path: path.suffix == ".index")
         new = [(path, out.with_name(out.name + path.name.removeprefix(partial.name))) for path in ordered]
         _rename_all([*aside, *new])
@@ -108,7 +109,7 @@ def _publish(partial: Path, written: list[Path], out: Path) -> None:
 
 
 def _rename_all(moves: list[tuple[Path, Path]]) -> None:
-    """All of them, or none."""
+    """Rename all paths, or none: if one fails, undo the others."""
     done: list[tuple[Path, Path]] = []
     try:
         for old, new in moves:
@@ -121,7 +122,7 @@ def _rename_all(moves: list[tuple[Path, Path]]) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Wait until a file, or the names in a folder, are on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

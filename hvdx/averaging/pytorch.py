@@ -1,4 +1,4 @@
-"""PyTorch files, as `torch.save` has written them since version 1.6: a pickle and the tensors, in a zip archive."""
+"""PyTorch files of `torch.save` since version 1.6: a zip archive with a pickle and the tensors."""
 
 import itertools
 import struct
@@ -17,27 +17,27 @@ from hvdx.averaging.torch_values import View
 from hvdx.errors import AverageError
 
 _ZIP = b"PK\x03\x04"
-# A pickled integer, which is how files before 1.6 begin.
+# Files before version 1.6 begin with this pickled integer.
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _PICKLE = "data.pkl"
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _ZIP64_EXTRA = 20
-# Where `zipfile` makes room for 64 bits of size by itself, since compressed data may come out larger.
+# Above this size `zipfile` reserves space for 64-bit sizes by itself, since compressed data may be larger.
 _ZIP64_FROM = zipfile.ZIP64_LIMIT / 1.05
-# What torch.save aligns storages to, so that they can be mapped into memory.
+# Alignment of storages by torch.save, in bytes, so that they can be mapped into memory.
 _ALIGNMENT = 64
 _MOST_ALIGNMENT = 1 << 15
-# A hundred thousand tensors take twenty megabytes.
+# The pickle of a hundred thousand tensors takes twenty megabytes.
 _MOST_PICKLE = 1 << 26
 _MOST_TEXT = 64
-# Times that lists, on the average, may be in other lists.
+# Maximum number of entries per byte of the pickle; an entry of a shared list counts wherever the list occurs.
 _MOST_SHARED = 10
 _STATISTICS = ("running_mean", "running_var")
 
 
 @dataclass(frozen=True)
 class _Placed:
-    """A tensor in a storage: offset, shape and stride count elements."""
+    """Tensor in a storage; offset, shape and stride are in elements."""
 
     tensor: Tensor
     offset: int
@@ -46,12 +46,12 @@ class _Placed:
 
     @property
     def end(self) -> int:
-        """One past its last element."""
+        """Offset after the last element."""
         return self.offset + 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
 
     @property
     def contiguous(self) -> bool:
-        """Whether its elements lie one after another, in order."""
+        """True if the elements lie one after another, in order."""
         expected = 1
         for extent, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if extent != 1 and stride != expected:
@@ -60,13 +60,13 @@ class _Placed:
         return True
 
     def within(self, storage: np.ndarray) -> np.ndarray:
-        """The tensor as a view of its storage."""
+        """Return the tensor as a view of its storage."""
         strides = [s * storage.itemsize for s in self.stride]
         return np.lib.stride_tricks.as_strided(storage[self.offset :], self.shape, strides)
 
 
 class PyTorch(OneFile):
-    """A `.pt` or `.pth` file."""
+    """`.pt` or `.pth` file."""
 
     format = "PyTorch"
     suffixes = (".pt", ".pth")
@@ -76,13 +76,16 @@ class PyTorch(OneFile):
         self._root = self._root_of()
         self._expanded: dict[str, list[int]] = {}
         self._storages, self.tensors = self._parse()
-        # Elements that belong to two tensors have one mean only if they are shared in every file.
-        self.architecture = {"tensors that share elements": self._tied(), "shapes of expanded tensors": self._expanded}
+        # Elements that two tensors share have one mean only if every file shares them.
+        self.architecture = {
+            "tensors that share elements": self._overlapping(),
+            "shapes of expanded tensors": self._expanded,
+        }
         self.normalises = any(name.endswith(_STATISTICS) for name in self.tensors)
 
     @classmethod
     def recognises(cls, path: Path, head: bytes) -> bool:
-        """By its name, or by the pickle in its archive."""
+        """Compare the name, the entries of the archive, or the first bytes of a file before version 1.6."""
         if path.name.endswith(cls.suffixes):
             return path.is_file()
         if head.startswith(_ZIP):
@@ -94,7 +97,7 @@ class PyTorch(OneFile):
         return head.startswith(_LEGACY)
 
     def write(self, out: Path, values: Values) -> None:
-        """See `Network.write`; which tensors share a storage, and their strides, stay as they are."""
+        """Write a copy with new values; strides stay the same, and tensors that share a storage still do."""
         with Output(out) as file, zipfile.ZipFile(file, "w") as archive:
             for name, entry in self._entries.items():
                 copy = zipfile.ZipInfo(name, entry.date_time)
@@ -103,14 +106,14 @@ class PyTorch(OneFile):
                 copy.extra = _padding(file.tell(), len(name.encode()), large, self._alignment)
                 with archive.open(copy, "w", force_zip64=large) as target:
                     begin, placed = self._begin(entry), self._storages.get(name, [])
-                    if _apart(placed):
+                    if _disjoint(placed):
                         at = {begin + p.offset * p.tensor.dtype.itemsize: p.tensor for p in placed}
                         splice(self._file, at, values, target.write, begin, begin + entry.file_size)
                     else:
                         target.write(self._rebuilt(entry, placed, values).data)
 
     def _listed(self) -> dict[str, zipfile.ZipInfo]:
-        """The entries of the archive, in the order of the file."""
+        """Return the entries of the archive, in the order of the file."""
         head = self._file.read(0, min(self._file.size, len(_LEGACY)), "its beginning")
         if head == _LEGACY:
             raise AverageError(
@@ -125,25 +128,25 @@ class PyTorch(OneFile):
                 f"{self.path}: expected a zip archive as torch.save writes it, got none ({error}). It was cut short or "
                 "is something else: copy or save it again."
             ) from None
-        self._check_apart(infos)
+        self._check_disjoint(infos)
         entries = {info.filename: info for info in infos}
         if len(entries) < len(infos):
             raise AverageError(f"{self.path}: expected each entry of the archive once. It is damaged: save it again.")
         return entries
 
-    def _check_apart(self, infos: list[zipfile.ZipInfo]) -> None:
-        """Entries, in the order of the file, must not share bytes: a few would unpack to any number of them."""
+    def _check_disjoint(self, infos: list[zipfile.ZipInfo]) -> None:
+        """Reject entries (in the order of the file) that share bytes: a small file could unpack to any size."""
         for info, after in itertools.zip_longest(infos, infos[1:]):
             following = after.header_offset if after else self._file.size
             end = self._begin(info) + info.compress_size
             if end > following:
                 raise AverageError(
-                    f"{self.path}: {info.filename}: expected an entry that ends before {following}, where the next "
-                    f"one or the end of the file is, got {end}. It is damaged: copy or save it again."
+                    f"{self.path}: {info.filename}: expected an entry that ends by {following}, where the next entry "
+                    f"begins or the file ends, got {end}. It is damaged: copy or save it again."
                 )
 
     def _root_of(self) -> str:
-        """The folder within the archive, with a slash."""
+        """Return the root folder of the archive, with a slash."""
         roots = [name.removesuffix(_PICKLE) for name in self._entries if name.endswith(f"/{_PICKLE}")]
         if len(roots) != 1:
             raise AverageError(f"{self.path}: expected an archive as torch.save writes it, got another. {REMEDY}")
@@ -160,7 +163,7 @@ class PyTorch(OneFile):
         return roots[0]
 
     def _parse(self) -> tuple[dict[str, list[_Placed]], dict[str, Tensor]]:
-        """What lies in each storage, in the order of the offsets; and the tensors, in the order of the file."""
+        """Return the tensors of each storage, sorted by offset, and all tensors in the order of the file."""
         order = self._text("byteorder", "little")
         if order not in ("little", "big"):
             raise AverageError(f"{self.path}: byteorder: expected little or big, got {order!r}. It is damaged.")
@@ -210,7 +213,7 @@ class PyTorch(OneFile):
         if place.end * dtype.itemsize > nbytes:
             raise AverageError(
                 f"{self.path}: {name}: expected at most {nbytes // dtype.itemsize} elements, as its storage has, got a "
-                f"place that ends at {place.end}. It is damaged: save it again."
+                f"tensor that ends at {place.end}. It is damaged: save it again."
             )
         if empty.size > nbytes // dtype.itemsize:
             raise AverageError(
@@ -226,7 +229,7 @@ class PyTorch(OneFile):
         return _Placed(tensor, view.offset, shape, view.stride)
 
     def _scattered(self, place: _Placed, begin: int, count: int) -> Tensor:
-        """A tensor whose elements are not in order: mapped, since each block may take all of its storage."""
+        """Return a tensor whose elements are not in order. It is memory-mapped, since a block may span the storage."""
         dtype = place.tensor.dtype
 
         def read(start: int, out: np.ndarray) -> None:
@@ -236,11 +239,11 @@ class PyTorch(OneFile):
         return Tensor(place.tensor.name, place.shape, dtype, read)
 
     def _rebuilt(self, entry: zipfile.ZipInfo, placed: list[_Placed], values: Values) -> np.ndarray:
-        """A storage with the new content of all that lies in it."""
+        """Return the content of a storage with new values for its tensors."""
         dtype = placed[0].tensor.dtype
         storage = np.empty(entry.file_size, np.uint8)
         self._file.read_into(self._begin(entry), storage, entry.filename)
-        # A storage may have some bytes more than whole elements.
+        # The size of a storage need not be a multiple of the element size.
         elements = storage[: storage.size // dtype.itemsize * dtype.itemsize].view(dtype)
         for place in _distinct(placed):
             view, at = place.within(elements), 0
@@ -249,8 +252,8 @@ class PyTorch(OneFile):
                 at += block.size
         return storage
 
-    def _tied(self) -> list[list[str]]:
-        """Names of tensors that overlap."""
+    def _overlapping(self) -> list[list[str]]:
+        """Return groups of names of tensors that overlap."""
         groups = []
         for placed in self._storages.values():
             group: list[_Placed] = []
@@ -263,11 +266,11 @@ class PyTorch(OneFile):
         return sorted(sorted(p.tensor.name for p in group) for group in groups if len(group) > 1)
 
     def _begin(self, entry: zipfile.ZipInfo) -> int:
-        """Where the content of an entry begins."""
+        """Return the offset of the content of an entry."""
         header = self._file.read(entry.header_offset, _LOCAL_HEADER.size, entry.filename)
         magic, name, extra = _LOCAL_HEADER.unpack(header)
         at = entry.header_offset + _LOCAL_HEADER.size
-        # Which of two names counts is different from reader to reader.
+        # If the two names of an entry differ, some readers use one and some the other.
         if magic != _ZIP or not _is_called(entry, self._file.read(at, name, entry.filename)):
             raise AverageError(
                 f"{self.path}: {entry.filename}: expected an entry of a zip archive with this name, got another. It is "
@@ -288,7 +291,7 @@ class PyTorch(OneFile):
 
 
 def _stored(view: View) -> tuple[int, ...]:
-    """The shape without repetitions: an expanded tensor has one element in the place of many."""
+    """Return the shape without repetitions: a dimension with stride 0 stores one element."""
     if 0 in view.shape:
         return view.shape
     return tuple(1 if stride == 0 else extent for extent, stride in zip(view.shape, view.stride, strict=True))
@@ -299,7 +302,7 @@ def _is_called(entry: zipfile.ZipInfo, name: bytes) -> bool:
 
 
 def _distinct(placed: list[_Placed]) -> Iterator[_Placed]:
-    """Without tensors that are the same elements as another."""
+    """Yield tensors, except those with the same elements as an earlier one."""
     seen = set()
     for place in placed:
         key = (place.offset, place.shape, place.stride)
@@ -308,15 +311,15 @@ def _distinct(placed: list[_Placed]) -> Iterator[_Placed]:
             yield place
 
 
-def _apart(placed: list[_Placed]) -> bool:
-    """Whether tensors lie in one piece each, and none overlaps another."""
+def _disjoint(placed: list[_Placed]) -> bool:
+    """Return whether all tensors are contiguous, and those with different elements do not overlap."""
     if not all(place.contiguous for place in placed):
         return False
     return all(a.end <= b.offset for a, b in itertools.pairwise(_distinct(placed)))
 
 
 def _padding(at: int, name: int, large: bool, alignment: int) -> bytes:
-    """An extra field, as torch.save makes it, after which the content begins at a multiple of the alignment."""
+    """Return an extra field, like that of torch.save, which aligns the content that follows it."""
     header = _LOCAL_HEADER.size + name + (_ZIP64_EXTRA if large else 0) + 4
     fill = -(at + header) % alignment
     return struct.pack("<2sH", b"FB", fill) + b"Z" * fill

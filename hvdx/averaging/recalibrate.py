@@ -1,4 +1,4 @@
-"""Batch normalisation after averaging: its statistics, computed anew on data."""
+"""Batch normalisation after averaging: recomputation of its statistics on data."""
 
 import contextlib
 import itertools
@@ -25,20 +25,21 @@ Inputs = np.ndarray | Mapping[str, np.ndarray]
 
 
 def recalibrate_archive(path: Path, data: Path, batch_size: int = _BATCH) -> None:
-    """Replace the batch normalisation statistics of a `.keras` file by those of data; all else stays.
+    """Replace the batch normalisation statistics of a `.keras` file by those of data, and nothing else.
 
     Args:
-        path: the file, by whatever name.
-        data: a `.npy` file, or a `.npz` one with `x`, `x_train` or a single array, or one array an input, by its name.
-        batch_size: at most so many examples go through the model at a time.
+        path: `.keras` file; its name may have any ending.
+        data: `.npy` file; or `.npz` file with `x`, `x_train` or a single array, or with one array per input of the
+            model, under its name.
+        batch_size: maximum number of examples per batch.
 
     Raises:
-        AverageError: the data do not fit the model, or it has no batch normalisation.
+        AverageError: if Keras cannot load the model, the data do not fit it, or it has no batch normalisation.
     """
     import keras
 
     with tempfile.TemporaryDirectory(prefix="hvdx-") as folder:
-        # Keras goes by the ending of the name.
+        # Keras recognises the format by the ending of the name.
         named = Path(folder, "model.keras")
         named.symlink_to(path.resolve())
         try:
@@ -46,7 +47,7 @@ def recalibrate_archive(path: Path, data: Path, batch_size: int = _BATCH) -> Non
         except Exception as error:
             raise AverageError(
                 f"recalibrate: expected a model that Keras can load, got {type(error).__name__}: {_first(error)}. "
-                "Register classes of your own, and call hvdx.average(...) in a program that imports them."
+                "Register custom classes, and call hvdx.average(...) in a program that imports them."
             ) from error
         inputs = _fitted(model, data, read_inputs(data))
         before, after = Path(folder, "before.weights.h5"), Path(folder, "after.weights.h5")
@@ -62,26 +63,26 @@ def recalibrate_archive(path: Path, data: Path, batch_size: int = _BATCH) -> Non
 
 
 def recalibrate(model: Any, inputs: Inputs, batch_size: int = _BATCH) -> None:
-    """Set the moving means and variances of a Keras model to the means over batches of those of the batches.
+    """Set the moving means and variances of a Keras model to the averages of the means and variances of batches.
 
-    Nothing else in the model changes: no other variable, and no layer that is frozen (`trainable=False`), which uses
-    the statistics it has in training too.
+    Other variables do not change. Frozen layers (`trainable=False`), which use their statistics in training too, keep
+    them.
 
     Args:
-        model: with `BatchNormalization` layers, at any depth.
-        inputs: what it takes, [n, ...].
-        batch_size: at most so many examples go through the model at a time.
+        model: model with `BatchNormalization` layers, at any depth.
+        inputs: inputs of the model, [n, ...].
+        batch_size: maximum number of examples per batch.
 
     Raises:
-        AverageError: it has no such layers; or there are fewer than two examples, or NaN or infinity in what a layer
-            sees.
+        AverageError: if there is no such layer, if there are fewer than two examples, if a channel has fewer than two
+            values in a batch, or if statistics are NaN or infinite.
 
-    Examples go through the model in a shuffled order, the same each time: batches of data that are sorted by class vary
-    less than the data do. Variances are the unbiased ones, as PyTorch keeps them; Keras keeps biased ones.
+    Examples are shuffled, in the same order each time, since batches of data that are sorted by class vary less than
+    the data do. Variances are unbiased, as in PyTorch; Keras stores biased ones.
 
     Source: Izmailov et al. 2018, "Averaging weights leads to wider optima and better generalization", section 3.2.
-        PyTorch's `update_bn` counts a short last batch as much as others; here batches are of one size, give or take
-        one example.
+        PyTorch's `update_bn` gives a short last batch the weight of a full one; here the sizes of batches differ by at
+        most one example.
     """
     layers = _normalisations(model)
     if not layers:
@@ -100,13 +101,13 @@ def recalibrate(model: Any, inputs: Inputs, batch_size: int = _BATCH) -> None:
     kept = [(v, v.numpy()) for v in model.variables if not any(v is s for layer in layers for s in _statistics(layer))]
     with _watched(layers) as sums:
         for begin, end in itertools.pairwise(edges):
-            # Sorted, since the file is read from the disk on demand.
+            # Sorted indices read a memory-mapped file from front to back.
             model(_batch(model, inputs, np.sort(order[begin:end])), training=True)
     for layer in layers:
         _check_finite(layer, sums[id(layer)][1])
     for layer in layers:
         calls, totals = sums[id(layer)]
-        # A layer that the model did not call has no other statistics than it had.
+        # A layer that the model did not call has no new statistics.
         for variable, total in zip(_statistics(layer), totals, strict=True):
             if calls:
                 variable.assign(total / calls)
@@ -115,7 +116,7 @@ def recalibrate(model: Any, inputs: Inputs, batch_size: int = _BATCH) -> None:
 
 
 def shuffled(count: int) -> np.ndarray:
-    """The order in which examples go through the model, the same for each call.
+    """Return the order of the examples, a permutation that is the same for each call.
 
     Args:
         count: number of examples.
@@ -136,10 +137,10 @@ def _check_finite(layer: Any, totals: list[np.ndarray]) -> None:
 
 
 def read_inputs(data: Path) -> Inputs:
-    """The inputs that a file holds; see `recalibrate_archive`.
+    """Return the inputs in a file; see `recalibrate_archive`.
 
     Raises:
-        AverageError: it is not there, or holds no arrays.
+        AverageError: if the file does not exist, is damaged, or contains no arrays of examples.
     """
     try:
         content = np.load(data, mmap_mode="r")
@@ -153,7 +154,7 @@ def read_inputs(data: Path) -> Inputs:
             f"{data}: expected a .npz or .npy file of numbers, which it is not, or it is damaged ({_first(error)})."
         ) from None
     if not arrays:
-        raise AverageError(f"{data}: expected an array or more, found none.")
+        raise AverageError(f"{data}: expected one array or more, found none.")
     for name, array in arrays.items():
         if array.ndim == 0 or not len(array):
             raise AverageError(f"{data}: {name or 'array'}: expected examples, got the shape {list(array.shape)}.")
@@ -161,7 +162,7 @@ def read_inputs(data: Path) -> Inputs:
 
 
 def _fitted(model: Any, data: Path, inputs: Inputs) -> Inputs:
-    """Those arrays of a file that are the model's inputs, checked."""
+    """Return the arrays that are inputs of the model, after a check of names, lengths and shapes."""
     wanted = {tensor.name: tensor for tensor in _inputs(model)}
     if isinstance(inputs, np.ndarray):
         inputs = {"array": inputs}
@@ -170,12 +171,12 @@ def _fitted(model: Any, data: Path, inputs: Inputs) -> Inputs:
         missing = [name for name in wanted if name not in inputs]
         if missing:
             raise AverageError(
-                f"{data}: {missing[0]}: is missing; expected one array an input ({', '.join(wanted)}), got {there}."
+                f"{data}: {missing[0]}: is missing; expected one array per input ({', '.join(wanted)}), got {there}."
             )
         chosen: dict[str, np.ndarray] = {name: inputs[name] for name in wanted}
         lengths = {name: len(array) for name, array in chosen.items()}
         if len(set(lengths.values())) > 1:
-            raise AverageError(f"{data}: expected as many examples of each input, got {lengths}.")
+            raise AverageError(f"{data}: expected the same number of examples for each input, got {lengths}.")
         for name, tensor in wanted.items():
             _check_shape(data, name, chosen[name], tensor)
         return chosen
@@ -203,7 +204,7 @@ def _check_shape(data: Path, name: str, array: np.ndarray, tensor: Any) -> None:
 
 
 def _inputs(model: Any) -> list[Any]:
-    """A model's symbolic inputs; none where it is a class of its own."""
+    """Return the symbolic inputs of a model; a subclassed model has none."""
     try:
         return list(model.inputs or [])
     except (AttributeError, ValueError):
@@ -221,7 +222,7 @@ def _batch(model: Any, inputs: Inputs, chosen: np.ndarray) -> Any:
 def _normalisations(model: Any) -> list[Any]:
     import keras
 
-    # _flatten_layers is what Keras itself goes through nested layers with; it has no public name.
+    # Keras lists nested layers with this method; it has no public counterpart.
     layers = model._flatten_layers(include_self=False, recursive=True)
     return [
         layer
@@ -231,7 +232,7 @@ def _normalisations(model: Any) -> list[Any]:
 
 
 def _unbiased(layer: Any, inputs: Any, training: Any = None, mask: Any = None) -> float:
-    """Bessel's correction n / (n - 1), for the n values that a channel has in a batch."""
+    """Return Bessel's correction n / (n - 1), for the n values of a channel in a batch."""
     count = np.prod(inputs.shape) / inputs.shape[layer.axis]
     if mask is not None:
         count *= np.mean(np.asarray(mask))
@@ -249,7 +250,7 @@ def _statistics(layer: Any) -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def _watched(layers: list[Any]) -> Iterator[dict[int, tuple[int, list[np.ndarray]]]]:
-    """Count the calls of layers, and add up the statistics of what they are called with, until the block ends."""
+    """Count the calls of layers, and sum the statistics of their input batches, until the block ends."""
     sums: dict[int, tuple[int, list[np.ndarray]]] = {}
     momenta = [layer.momentum for layer in layers]
     calls = [layer.call for layer in layers]
@@ -268,7 +269,7 @@ def _watched(layers: list[Any]) -> Iterator[dict[int, tuple[int, list[np.ndarray
     try:
         for layer, call in zip(layers, calls, strict=True):
             sums[id(layer)] = (0, [np.zeros(s.shape) for s in _statistics(layer)])
-            # Without momentum, what moves is the statistic of the last call and of nothing before it.
+            # With momentum 0, the moving statistics are those of the last call alone.
             layer.momentum = 0.0
             layer.call = watch(layer, call)
             for statistic in _statistics(layer):
@@ -280,15 +281,15 @@ def _watched(layers: list[Any]) -> Iterator[dict[int, tuple[int, list[np.ndarray
 
 
 def _replace(path: Path, before: Path, after: Path) -> None:
-    """Put those tensors that recalibration changed into an archive."""
+    """Copy the tensors that recalibration changed into an archive."""
     with contextlib.ExitStack() as stack:
         archive, old, new = KerasArchive.open(path), Hdf5.open(before), Hdf5.open(after)
         for network in (archive, old, new):
             stack.callback(network.close)
         changed = {name for name, t in new.tensors.items() if not _same(t.array(), old.tensors[name].array())}
-        beside = path.with_name(f"{path.name}.recalibrated")
-        archive.write(beside, _merged(archive, new, changed))
-    os.replace(beside, path)
+        temporary = path.with_name(f"{path.name}.recalibrated")
+        archive.write(temporary, _merged(archive, new, changed))
+    os.replace(temporary, path)
 
 
 def _merged(archive: Network, new: Network, changed: set[str]) -> Values:

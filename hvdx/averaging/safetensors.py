@@ -1,4 +1,4 @@
-"""Safetensors files: eight bytes of length, a header in JSON, and the tensors one after another.
+"""Safetensors files: the length of the header in eight bytes, the header in JSON, and the tensors one after another.
 
 Source: https://github.com/huggingface/safetensors, "Format".
 """
@@ -16,7 +16,7 @@ from hvdx.averaging.extents import OneFile, Output, splice
 from hvdx.averaging.network import Tensor, Values
 from hvdx.errors import AverageError
 
-# What the library accepts.
+# Limit of the safetensors library, in bytes.
 _MOST_HEADER = 100_000_000
 _MOST_EXTENT = (1 << 63) - 1
 _MOST_DIMENSIONS = 64
@@ -47,7 +47,7 @@ _STATISTICS = ("running_mean", "running_var", "moving_mean", "moving_variance")
 
 
 class Safetensors(OneFile):
-    """A `.safetensors` file."""
+    """`.safetensors` file."""
 
     format = "safetensors"
     suffixes = (".safetensors",)
@@ -58,12 +58,12 @@ class Safetensors(OneFile):
 
     @classmethod
     def recognises(cls, path: Path, head: bytes) -> bool:
-        """By its name, or by a header of a length that can be."""
+        """Compare the name, or check for a header of a valid length."""
         named = path.name.endswith(cls.suffixes) and path.is_file()
         return named or (head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= _MOST_HEADER)
 
     def write(self, out: Path, values: Values) -> None:
-        """See `Network.write`; the header, metadata included, stays as it is."""
+        """Write a copy with new values; the header stays the same, including its metadata."""
         with Output(out) as file:
             placed = {self._offsets[name]: t for name, t in self.tensors.items() if t.size}
             splice(self._file, placed, values, file.write)
@@ -81,8 +81,8 @@ class Safetensors(OneFile):
             entries = {name: _entry(value) for name, value in header.items() if name != _METADATA}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise AverageError(
-                f"{self.path}: its header: expected JSON that describes tensors, got what is none ({error}). It is "
-                "damaged: copy or save it again."
+                f"{self.path}: its header: expected JSON that describes tensors, got something else ({error}). It "
+                "is damaged: copy or save it again."
             ) from None
         offsets, tensors, end = {}, {}, 0
         for name, (kind, shape, begin, stop) in sorted(entries.items(), key=lambda item: item[1][2:]):
@@ -91,7 +91,7 @@ class Safetensors(OneFile):
             tensors[name] = self._file.tensor(name, shape, dtype, offsets[name])
             if begin != end or stop - begin != tensors[name].nbytes:
                 raise AverageError(
-                    f"{self.path}: {name}: expected {tensors[name].nbytes} bytes at {end}, got the place from {begin} "
+                    f"{self.path}: {name}: expected {tensors[name].nbytes} bytes at {end}, got the range from {begin} "
                     f"to {stop}. It is damaged: copy or save it again."
                 )
             end = stop
@@ -116,19 +116,19 @@ class Safetensors(OneFile):
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
-        raise ValueError("a name stands there twice")
+        raise ValueError("a name occurs twice")
     return made
 
 
 def _entry(value: Any) -> tuple[str, tuple[int, ...], int, int]:
-    """Dtype, shape, begin and end of one tensor."""
+    """Return dtype, shape, begin and end of one tensor."""
     begin, end = value["data_offsets"]
     shape = tuple(value["shape"])
     extents = (*shape, begin, end)
     if not isinstance(value["dtype"], str) or not all(type(n) is int and 0 <= n <= _MOST_EXTENT for n in extents):
-        raise ValueError("shape and data_offsets that are no numbers of elements and bytes")
+        raise ValueError("an invalid dtype, shape or data_offsets")
     if len(shape) > _MOST_DIMENSIONS:
-        raise ValueError(f"{len(shape)} dimensions, and there are at most {_MOST_DIMENSIONS}")
+        raise ValueError(f"{len(shape)} dimensions, the maximum is {_MOST_DIMENSIONS}")
     return value["dtype"], shape, begin, end
 
 
@@ -138,12 +138,12 @@ def save(
     """Write arrays to a `.safetensors` file.
 
     Args:
-        path: what is there is replaced.
-        arrays: by name, in any dtype that the format has; bfloat16 and float8 are those of `ml_dtypes`.
-        metadata: texts that go into the header.
+        path: path of the file; an existing file is replaced.
+        arrays: arrays by name, in any dtype of the format; bfloat16 and float8 are those of `ml_dtypes`.
+        metadata: texts for the header.
 
     Raises:
-        AverageError: an array whose dtype the format does not have.
+        AverageError: if the format lacks the dtype of an array.
 
     Example:
         >>> import tempfile, pathlib
@@ -154,7 +154,7 @@ def save(
         [0.0, 1.0, 2.0]
     """
     header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
-    # As the library does: elements of the largest types first, so that all are aligned.
+    # Like the library, put the largest dtypes first, so that all tensors are aligned.
     placed = sorted(((n, np.asarray(a)) for n, a in arrays.items()), key=lambda item: (-item[1].itemsize, item[0]))
     end = 0
     for name, array in placed:

@@ -1,4 +1,4 @@
-"""TensorFlow's SavedModels: a folder with a program, and a checkpoint of its variables."""
+"""TensorFlow SavedModels: folders with a program and a checkpoint of its variables."""
 
 import shutil
 from pathlib import Path
@@ -12,9 +12,9 @@ _PROGRAMS = ("saved_model.pb", "saved_model.pbtxt")
 
 
 class SavedModel(Network):
-    """A SavedModel, by its folder; what `model.export` and `tf.saved_model.save` make.
+    """Folder with a SavedModel, from `model.export` or `tf.saved_model.save`.
 
-    Its variables are averaged; the program, with the constants in it, and the assets are the first network's.
+    The variables are averaged. The program, with its constants, and the assets are copied from the first network.
     """
 
     format = "TensorFlow SavedModel"
@@ -32,23 +32,20 @@ class SavedModel(Network):
 
     @classmethod
     def recognises(cls, path: Path, head: bytes) -> bool:
-        """By the program in it."""
+        """Look for the program in the folder."""
         return path.is_dir() and any((path / name).is_file() for name in _PROGRAMS)
 
     @classmethod
     def open(cls, path: Path) -> Network:
-        """See `Network.open`."""
         return cls(path)
 
     def write(self, out: Path, values: Values) -> None:
-        """See `Network.write`."""
-        # The fingerprint is a hash of the variables too, so it would be wrong.
+        # The fingerprint is left out, since it is also a hash of the variables.
         shutil.copytree(self.path, out, ignore=_except_variables(self.path))
         (out / "variables").mkdir()
         self._variables.write(out / "variables" / "variables", values)
 
     def close(self) -> None:
-        """Let go of the files."""
         self._variables.close()
 
 
@@ -60,7 +57,7 @@ def _except_variables(root: Path) -> Any:
 
 
 def _signatures(path: Path) -> Any:
-    """What its functions take and give, and which operations they are made of."""
+    """Return inputs, outputs and operations of the signatures."""
     tensorflow(path)
     from google.protobuf import message, text_format
     from tensorflow.core.protobuf import saved_model_pb2
@@ -81,7 +78,7 @@ def _signatures(path: Path) -> Any:
 
 def _signature(graph: Any, signature: Any) -> Any:
     def described(tensors: Any) -> Any:
-        # Not by their names: Keras counts on in those of inputs.
+        # Without names, since Keras numbers the names of inputs across models.
         return sorted([info.dtype, [d.size for d in info.tensor_shape.dim]] for info in tensors.values())
 
     operations = sorted(_operations(graph.graph_def, [info.name for info in signature.outputs.values()]))
@@ -93,7 +90,7 @@ def _signature(graph: Any, signature: Any) -> Any:
 
 
 def _operations(graph: Any, outputs: list[str]) -> set[str]:
-    """The kinds of operations that outputs are computed with, in functions that are called too."""
+    """Return the kinds of operations that compute the outputs, including those in called functions."""
     functions = {f.signature.name: f.node_def for f in graph.library.function}
     nodes = {node.name: node for node in graph.node}
     waiting = [nodes[name.split(":")[0]] for name in outputs if name.split(":")[0] in nodes]

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints: a folder with the weights in one file or in shards, an index, and configuration."""
+"""Hugging Face checkpoints: folders with the weights in one file or in shards, an index, and a configuration."""
 
 import itertools
 import json
@@ -11,21 +11,21 @@ from hvdx.averaging.pytorch import PyTorch
 from hvdx.averaging.safetensors import Safetensors
 from hvdx.errors import AverageError
 
-#: How the name of an index of shards ends.
+#: Ending of the name of an index of shards.
 INDEX_ENDING = ".index.json"
-# By what the index is called, and the file where there is only one; safetensors are loaded where there are both.
+# Names of a single file of weights; the index of shards adds its ending. The first is used if a folder has both.
 _USUAL = ("model.safetensors", "pytorch_model.bin")
 _MOST_INDEX = 100_000_000
-# Weights in other formats, and states of trainers: they are not those of the mean.
+# Weights in other formats and states of trainers, which do not belong to the mean.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", INDEX_ENDING)
 
 
 class Sharded(Network):
-    """A folder as `model.save_pretrained` makes it, by its name or by that of its index.
+    """Folder from `model.save_pretrained`, given by its path or by that of its index.
 
-    The result is a folder in shards like the first network's; others may be in shards of other sizes. What else is in
-    the folder, such as configuration and tokenizer, is the first network's, except for weights in other formats and
-    folders, which are left out.
+    The result has the shards of the first network; the shards of the others may differ. Other files in the folder, such
+    as configuration and tokenizer, are copied from the first network. Subfolders and weights in other formats are left
+    out.
 
     Source: the documentation of Hugging Face Transformers, "Sharded checkpoints".
     """
@@ -53,7 +53,7 @@ class Sharded(Network):
         self.architecture = _joined([shard.architecture for shard in self._shards.values()])
 
     def _check_places(self, places: dict[str, str]) -> None:
-        """Each tensor has to be where the index says, and nowhere else."""
+        """Check that each tensor is in the file that the index names, and in no other."""
         found = [(tensor, name) for name, shard in self._shards.items() for tensor in shard.tensors]
         wrong = sorted(set(found) ^ set(places.items()))
         if wrong:
@@ -66,29 +66,26 @@ class Sharded(Network):
 
     @classmethod
     def recognises(cls, path: Path, head: bytes) -> bool:
-        """By the index, or the usual name of the only file."""
+        """Look for an index, or for a single file with the usual name."""
         if path.is_dir():
             return any((path / name).is_file() for name in _candidates())
         return path.name.endswith(INDEX_ENDING) and path.is_file()
 
     @classmethod
     def open(cls, path: Path) -> Network:
-        """See `Network.open`."""
         return cls(path)
 
     def write(self, out: Path, values: Values) -> None:
-        """See `Network.write`."""
         out.mkdir()
-        for beside in sorted(self._folder.iterdir()):
-            if beside.is_file() and not beside.name.endswith(_WEIGHTS):
-                shutil.copyfile(beside, out / beside.name)
+        for file in sorted(self._folder.iterdir()):
+            if file.is_file() and not file.name.endswith(_WEIGHTS):
+                shutil.copyfile(file, out / file.name)
         if self._index.name not in self._shards:
             shutil.copyfile(self._index, out / self._index.name)
         for name, shard in self._shards.items():
             shard.write(out / name, values)
 
     def close(self) -> None:
-        """Let go of the files."""
         for shard in self._shards.values():
             shard.close()
 
@@ -102,14 +99,14 @@ def _index_of(folder: Path) -> Path:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """The file of each tensor."""
+    """Return the name of the file of each tensor."""
     try:
         if index.stat().st_size > _MOST_INDEX:
             raise ValueError(f"more than {_MOST_INDEX} bytes")
         places = json.loads(index.read_bytes())["weight_map"]
-        # A path would lead out of the folder, when it is written too.
+        # A path could lead out of the folder, also when the result is written.
         if not places or not all(isinstance(name, str) and Path(name).name == name for name in places.values()):
-            raise ValueError("a weight_map whose values are no names of files")
+            raise ValueError("a weight_map with values that are not names of files")
         return dict(places)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError) as error:
         raise AverageError(
@@ -118,7 +115,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _joined(architectures: list[Any]) -> Any:
-    """Merge the shards' architectures, so that networks cut into other shards compare as equal."""
+    """Merge the shards' architectures, so that networks with different shards compare as equal."""
     known = [architecture for architecture in architectures if architecture is not None]
     if not known:
         return None

@@ -17,17 +17,17 @@ from hvdx.errors import AverageError
 _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
 _SHARD_BYTES = 1 << 25
-# The lists in which an export of a Keras model has its variables.
+# Lists of variables in an export of a Keras model.
 _ORDERED, _UNORDERED = "variables/", "_all_variables/"
-# What Keras and tf.random.Generator call the variables in which random number generators keep their state.
+# Names of variables with the state of random number generators, in Keras and in tf.random.Generator.
 _RANDOM_STATES = ("seed_generator_state", "StateVar")
 
 
 class TensorFlowCheckpoint(Network):
-    """A checkpoint as `tf.train.Checkpoint` saves it, known by its prefix, such as `folder/ckpt-3`.
+    """Checkpoint from `tf.train.Checkpoint`, given by its prefix, such as `folder/ckpt-3`.
 
-    Text, the object graph, and the state of random number generators are the first network's. No `checkpoint` file is
-    written: `tf.train.Checkpoint(...).restore(prefix)` needs none.
+    Text, the object graph and the state of random number generators are copied from the first network. No `checkpoint`
+    file is written, since `tf.train.Checkpoint(...).restore(prefix)` needs none.
     """
 
     format = "TensorFlow checkpoint"
@@ -44,7 +44,7 @@ class TensorFlowCheckpoint(Network):
             shapes = self._reader.get_variable_to_shape_map()
             dtypes = self._reader.get_variable_to_dtype_map()
             names = self._full_names()
-        # What TensorFlow raises over a damaged file depends on what is damaged, and on its version.
+        # The exceptions of TensorFlow for damaged files depend on the damage and on its version.
         except Exception as error:
             raise AverageError(
                 f"{path}: expected a TensorFlow checkpoint, got one that is damaged or was cut short "
@@ -54,7 +54,7 @@ class TensorFlowCheckpoint(Network):
         self._keys: dict[str, str] = {}
         self._copies: dict[str, list[str]] = collections.defaultdict(list)
         self._others: list[str] = []
-        # The order in which they lie in the file, which is that of their keys.
+        # The file stores tensors in the order of their keys.
         for key in sorted(shapes):
             original = self._original(key, shapes, names)
             if dtypes[key] == tf.string or names.get(key, "").endswith(_RANDOM_STATES):
@@ -67,14 +67,13 @@ class TensorFlowCheckpoint(Network):
 
     @classmethod
     def recognises(cls, path: Path, head: bytes) -> bool:
-        """By the files there are."""
+        """Look for an index file of this prefix, or for a `checkpoint` file in a folder."""
         if path.is_dir():
             return (path / "checkpoint").is_file()
         return _prefix(path) != path or Path(f"{path}.index").is_file()
 
     @classmethod
     def open(cls, path: Path) -> Network:
-        """See `Network.open`."""
         if path.is_dir():
             prefixes = ", ".join(sorted(str(p)[: -len(".index")] for p in path.glob("*.index"))) or "none"
             raise AverageError(
@@ -84,7 +83,7 @@ class TensorFlowCheckpoint(Network):
         return cls(path)
 
     def _full_names(self) -> dict[str, str]:
-        """By key, what variables are called in the program: keys such as variables/7 say nothing."""
+        """Return the names of variables in the program, by key: keys such as variables/7 do not identify them."""
         from tensorflow.core.protobuf import trackable_object_graph_pb2
 
         if not self._reader.has_tensor(_GRAPH):
@@ -93,9 +92,10 @@ class TensorFlowCheckpoint(Network):
         return {a.checkpoint_key: a.full_name for node in graph.nodes for a in node.attributes}
 
     def _original(self, key: str, shapes: dict[str, Any], names: dict[str, str]) -> str | None:
-        """The key that has the same content as `key`, where an export of Keras has variables twice.
+        """Return the key of the same variable in the first list, for a key in the second list of a Keras export.
 
-        Its second list is in another order each time, so that its keys mean other variables in other files.
+        The order of the second list varies, so its keys mean different variables in different files. Other keys have no
+        original, and the result is None.
         """
         if not key.startswith(_UNORDERED):
             return None
@@ -113,15 +113,15 @@ class TensorFlowCheckpoint(Network):
         name = f"{_UNORDERED}{names.get(key, key)}" if key.startswith(_UNORDERED) else key.removesuffix(_VALUE)
         if name in self.tensors:
             raise AverageError(
-                f"{self.path}: {name}: expected one variable of this name, got two, and nothing else tells them apart. "
-                "Give the layers names of their own."
+                f"{self.path}: {name}: expected one variable of this name, got two, and nothing else distinguishes "
+                "them. Give the layers different names."
             )
         self._keys[name] = key
         self.tensors[name] = self._tensor(name, shape, dtype)
 
     def _tensor(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> Tensor:
         def read(start: int, out: np.ndarray) -> None:
-            # TensorFlow reads a tensor as a whole.
+            # TensorFlow reads whole tensors, so the array is kept for the next blocks.
             with self._lock:
                 if self._kept[0] != name:
                     self._kept = ("", np.empty(0))
@@ -132,7 +132,7 @@ class TensorFlowCheckpoint(Network):
         return Tensor(name, shape, dtype, read)
 
     def _read(self, key: str) -> Any:
-        """A NumPy array or scalar, or bytes, which may end in zeros that an array would lose."""
+        """Return a NumPy array or scalar, or bytes: a NumPy array would lose zeros at the end of bytes."""
         try:
             return self._reader.get_tensor(key)
         except Exception as error:
@@ -142,7 +142,6 @@ class TensorFlowCheckpoint(Network):
             ) from error
 
     def write(self, out: Path, values: Values) -> None:
-        """See `Network.write`."""
         tf = tensorflow(self.path)
         try:
             shards = [str(shard) for shard in self._write_shards(tf, out, values)]
@@ -153,7 +152,7 @@ class TensorFlowCheckpoint(Network):
             raise OSError(_reason(error)) from error
 
     def _write_shards(self, tf: Any, out: Path, values: Values) -> list[Path]:
-        """Some files, each with tensors of a few megabytes or with one, so that no more are in memory at a time."""
+        """Write checkpoints of at most `_SHARD_BYTES`, or of one larger tensor, to save memory; return the prefixes."""
 
         def save(content: dict[str, Any]) -> Path:
             shard = out.with_name(f"{out.name}.part-{next(number)}")
@@ -167,7 +166,7 @@ class TensorFlowCheckpoint(Network):
 
         number, written = itertools.count(), []
         before: Future[Path] | None = None
-        # One file is written while the content of the next is computed.
+        # One checkpoint is written while the content of the next is computed.
         with ThreadPoolExecutor(1, "hvdx-average-save") as pool:
             for content in self._shards(values):
                 if before is not None:
@@ -176,7 +175,7 @@ class TensorFlowCheckpoint(Network):
         return [*written, before.result()] if before is not None else []
 
     def _shards(self, values: Values) -> Iterator[dict[str, Any]]:
-        """The new tensors by key, some at a time, and with the first of them what is no tensor."""
+        """Yield the new tensors by key, in groups; the first group includes everything that is not a tensor."""
         content: dict[str, Any] = {key: self._read(key) for key in self._others}
         held = 0
         for name, tensor in self.tensors.items():
@@ -189,13 +188,12 @@ class TensorFlowCheckpoint(Network):
         yield content
 
     def close(self) -> None:
-        """Let go of the file."""
         self._reader = None
         self._kept = ("", np.empty(0))
 
 
 def tensorflow(path: Path) -> Any:
-    """TensorFlow, or an error that says how to get it."""
+    """Return TensorFlow; raise an error that says how to install it if it is missing."""
     try:
         import tensorflow as tf
     except ImportError:
@@ -206,7 +204,7 @@ def tensorflow(path: Path) -> Any:
 
 
 def _prefix(path: Path) -> Path:
-    """The prefix, of which `path` may be one of the files."""
+    """Return the prefix of a checkpoint; `path` may be the prefix or one of the files."""
     prefix = Path(re.sub(r"\.(index|data-\d{5}-of-\d{5})$", "", str(path)))
     return prefix if Path(f"{prefix}.index").is_file() else path
 

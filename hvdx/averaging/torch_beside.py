@@ -1,6 +1,6 @@
-"""Names of what training scripts save beside tensors, with what stands for them while a pickle is read.
+"""Stand-ins for objects that training scripts save beside tensors, used while a pickle is read.
 
-What is made here is no tensor and is not written: a result has the bytes of the first network's pickle.
+Stand-ins are not written: the result contains the bytes of the first network's pickle.
 
 Source: the `__reduce__` methods of Python's standard library and of NumPy.
 """
@@ -9,15 +9,15 @@ from typing import Any
 
 from hvdx.averaging.torch_values import Dictionary, Function, Opaque, UnsupportedError, View, not_callable
 
-# Kinds of NumPy's dtypes whose arrays have no mean: integers, booleans, text, times.
+# Kinds of NumPy dtypes whose arrays have no mean and are copied: integers, booleans, bytes, text, times.
 _COPIED_KINDS = "iubSUMm"
 
 
 class Attributes:
-    """An object with nothing but attributes, such as a namespace.
+    """Stand-in for an object with only attributes, such as a namespace.
 
     Attributes:
-        content: they, by name.
+        content: attributes by name.
     """
 
     __slots__ = ("content",)
@@ -51,7 +51,7 @@ class _NumPyArray(Opaque):
 
 
 def copied(*arguments: Any) -> Opaque:
-    """An object that nothing looks into; it must not hold a tensor, which would not be averaged."""
+    """Return a stand-in for an object that is only copied; reject a tensor in it, which would not be averaged."""
     for argument in arguments:
         inside = argument if isinstance(argument, (list, tuple)) else [argument]
         if any(isinstance(value, View) for value in inside):
@@ -61,18 +61,18 @@ def copied(*arguments: Any) -> Opaque:
 
 def _counter(items: Any = None) -> Any:
     if not isinstance(items, (dict, type(None))):
-        raise ValueError("a counter of what is no dictionary")
+        raise ValueError("a counter of something that is not a dictionary")
     return items if items is not None else Dictionary()
 
 
 def _default_dictionary(factory: Any = None) -> Dictionary:
     if not isinstance(factory, (Function, Opaque, type(None))):
-        raise ValueError("a default that nothing makes")
+        raise ValueError("a defaultdict with an invalid factory")
     return Dictionary()
 
 
-def _names(modules: str, names: str, stands: Any) -> dict[tuple[str, str], Any]:
-    return {(module, name): stands for module in modules.split() for name in names.split()}
+def _names(modules: str, names: str, stand_in: Any) -> dict[tuple[str, str], Any]:
+    return {(module, name): stand_in for module in modules.split() for name in names.split()}
 
 
 _BUILTINS = "builtins __builtin__"
@@ -88,7 +88,7 @@ BESIDE: dict[tuple[str, str], Any] = {
     **_names("pathlib pathlib._local", _PATHS, Function(copied)),
     **_names("datetime", "date datetime time timedelta timezone", Function(copied)),
     **_names(_BUILTINS, "complex set frozenset", Function(copied)),
-    # Only what makes the values of a defaultdict, which nobody calls while it is read.
+    # Factories of default values, which are not called while the pickle is read.
     **_names(_BUILTINS, "bool bytes dict float int list long str tuple unicode", Function(not_callable)),
     **_names("numpy", "dtype", Function(lambda name, *_: _NumPyDtype(name))),
     **_names("numpy", "ndarray", Function(not_callable)),

@@ -1,4 +1,4 @@
-"""The names in the pickle of a PyTorch file, each with something harmless that stands for it.
+"""Allowed names in the pickle of a PyTorch file, each with a harmless stand-in.
 
 Source: `torch.serialization` and `torch._utils` say what `torch.save` writes.
 """
@@ -17,7 +17,7 @@ from hvdx.averaging.torch_values import (
     View,
 )
 
-# What `dtypes.py` or NumPy calls the elements of each kind of storage.
+# Dtype of the elements of each kind of storage, as named by `dtypes.py` or NumPy.
 _STORAGES = {
     "DoubleStorage": "f8",
     "FloatStorage": "f4",
@@ -53,7 +53,7 @@ _DTYPES = {
     "complex64": "c8",
     "complex128": "c16",
 }
-# Whatever these make, no tensor comes of it.
+# Names whose results are not tensors.
 _NO_TENSORS = {
     ("torch", "device"),
     ("torch", "strided"),
@@ -83,15 +83,15 @@ def _tensor_v3(
 
 
 def _size(shape: Any = ()) -> tuple[Any, ...]:
-    # It is copied, and a pickle may ask for that as often as it likes.
+    # The shape is copied, and a hostile pickle could request many large copies.
     if len(shape) > MOST_DIMENSIONS:
-        raise ValueError(f"a shape of {len(shape)} dimensions, and there are at most {MOST_DIMENSIONS}")
+        raise ValueError(f"a shape of {len(shape)} dimensions, the maximum is {MOST_DIMENSIONS}")
     return tuple(shape)
 
 
 def _parameter(tensor: View, needs_gradient: Any = None, hooks: Any = None, state: Any = None) -> View:
     if not isinstance(tensor, View):
-        raise ValueError("a parameter that is no tensor")
+        raise ValueError("a parameter that is not a tensor")
     return tensor
 
 

@@ -1,7 +1,7 @@
-"""Reads the pickle in a PyTorch file without executing any of it.
+"""Reader of the pickle in a PyTorch file that executes none of it.
 
-A pickle is a program: it names functions and calls them. Here every name stands for something harmless of
-`hvdx.averaging.torch_names`, names that are not on its list are refused, and PyTorch is not imported.
+A pickle is a program that names functions and calls them. Here every allowed name has a harmless stand-in from
+`hvdx.averaging.torch_names`, other names are refused, and PyTorch is not imported.
 """
 
 import io
@@ -14,11 +14,11 @@ from hvdx.averaging.torch_names import CANNOT, FUNCTIONS
 from hvdx.averaging.torch_values import Dtype, Function, Opaque, Storage, UnsupportedError, View
 from hvdx.errors import AverageError
 
-#: What to do instead, wherever a file holds more than tensors.
+#: Advice in error messages about files that hold more than tensors.
 REMEDY = "Save the tensors alone: torch.save(model.state_dict(), path)."
 
 
-# Checkpoints have a dozen levels. Names join the keys of all levels, so that few bytes may make many.
+# Checkpoints have a dozen levels. A name joins the keys of all levels, so a short pickle may have long names.
 _MOST_LEVELS = 100
 _MOST_NAMES = 100_000_000
 _MOST_PARTS = 16
@@ -26,13 +26,13 @@ _MOST_BITS = 64
 _MOST_REASON = 300
 
 
-# The unpickler that is written in Python, since the other one hashes and calls before anybody can look. Type checkers
-# do not know its methods.
+# The unpickler in Python: the one in C hashes and calls before a subclass can check. Type checkers do not know its
+# methods.
 _InPython: Any = pickle._Unpickler
 
 
 class _Unpickler(_InPython):
-    """Calls nothing but what stands for a name, and makes keys of nothing but text and numbers."""
+    """Unpickler that calls only stand-ins, and checks the keys of dictionaries."""
 
     dispatch: ClassVar[dict[int, Callable[["_Unpickler"], None]]] = dict(_InPython.dispatch)
 
@@ -48,12 +48,12 @@ class _Unpickler(_InPython):
         what, kind, key, _, count = pid
         known = what == "storage" and isinstance(kind, Dtype) and isinstance(key, str)
         if not known or type(count) is not int or count.bit_length() > _MOST_BITS:
-            raise ValueError("a storage that is none")
+            raise ValueError("an invalid storage")
         return Storage(key, kind.name, count)
 
     def _call(self, function: Any, arguments: Any) -> None:
         if not isinstance(function, (Function, Opaque)):
-            raise ValueError("a call of what is no function")
+            raise ValueError("a call of something that is not a function")
         self.append(function(*arguments))
 
     def _instantiate(self, kind: Any, arguments: Any) -> None:
@@ -94,9 +94,10 @@ class _Unpickler(_InPython):
         self.append(copied(*self.pop_mark()))
 
     def _refuse(self) -> NoReturn:
-        raise ValueError("what torch.save does not write")
+        raise ValueError("an opcode that torch.save does not write")
 
-    # Calls; what has keys; sets, which would hash; buffers of any size and objects that other modules keep.
+    # Checked are opcodes that call, set state or set keys, and those of sets, which would hash their items. Refused are
+    # buffers of any size, extension registries, and calls with keywords.
     dispatch |= {pickle.REDUCE[0]: _reduce, pickle.NEWOBJ[0]: _reduce, pickle.BUILD[0]: _build}
     dispatch |= {
         pickle.SETITEM[0]: _set_item,
@@ -116,24 +117,24 @@ class _Unpickler(_InPython):
 
 
 def _check_key(key: Any) -> None:
-    """Refuse keys whose hash or text takes long: tuples of tuples, and integers of any length."""
+    """Reject keys whose hash or text takes long to compute: nested tuples, and integers of any length."""
     for part in key if type(key) is tuple and len(key) <= _MOST_PARTS else [key]:
         if not isinstance(part, (str, bytes, float, int, Opaque, Function, type(None))) or (
             isinstance(part, int) and part.bit_length() > _MOST_BITS
         ):
-            raise ValueError(f"a key that is no text and no number ({type(part).__name__})")
+            raise ValueError(f"a key that is neither text nor a number ({type(part).__name__})")
 
 
 def read_pickle(content: bytes, where: str) -> Any:
-    """What a PyTorch file holds, with a `View` in place of each tensor.
+    """Return the content of a PyTorch file, with a `View` in place of each tensor.
 
     Args:
-        content: the pickle.
-        where: the file, for messages.
+        content: bytes of the pickle.
+        where: name of the file, for error messages.
 
     Raises:
-        AverageError: it is damaged, or holds anything but tensors, dictionaries, lists, numbers and text. Nothing of
-            it was executed.
+        AverageError: if the pickle is damaged, or contains objects that `hvdx.averaging.torch_names` does not allow.
+            Nothing was executed.
 
     Example:
         >>> read_pickle(pickle.dumps({"epoch": 3}), "model.pt")
@@ -145,7 +146,7 @@ def read_pickle(content: bytes, where: str) -> Any:
         raise AverageError(
             f"{where}: expected tensors, dictionaries, lists and numbers, got {_brief(error)}. {REMEDY}"
         ) from None
-    # A damaged pickle fails in as many ways as there are opcodes.
+    # A damaged pickle may raise any exception.
     except Exception as error:
         raise AverageError(
             f"{where}: expected a pickle as torch.save writes it, got {_brief(error) or type(error).__name__}. {REMEDY}"
@@ -153,21 +154,21 @@ def read_pickle(content: bytes, where: str) -> Any:
 
 
 def _brief(error: Exception) -> str:
-    """A message in one line, whatever the file made it quote."""
+    """Return a message in one line of limited length, since it may quote the file."""
     text = " ".join(str(error).split())
     return text if len(text) <= _MOST_REASON else f"{text[:_MOST_REASON]}..."
 
 
 def tensors_of(value: Any, where: str, most: int) -> list[tuple[str, View]]:
-    """The tensors in a nest of dictionaries and lists, each with its keys joined by dots.
+    """Return the tensors in nested dictionaries and lists, each with its keys joined by dots.
 
     Args:
-        value: see `read_pickle`.
-        where: the file, for messages.
-        most: entries in all; a list that is in several lists counts in each.
+        value: result of `read_pickle`.
+        where: name of the file, for error messages.
+        most: maximum number of entries; a list that is in several lists counts in each.
 
     Raises:
-        AverageError: there are more entries, or levels, or names that are longer, than a checkpoint can have.
+        AverageError: if there are more entries or levels, or longer names, than a checkpoint can have.
 
     Example:
         >>> tensors_of({"epoch": 3}, "model.pt", most=10)
@@ -179,16 +180,16 @@ def tensors_of(value: Any, where: str, most: int) -> list[tuple[str, View]]:
 
 
 class _Walk:
-    """Goes through a nest, with limits: lists that hold the same list several times multiply."""
+    """Traversal of nested values with limits: lists that contain the same list several times multiply its entries."""
 
     def __init__(self, where: str, most: int):
         self.found: list[tuple[str, View]] = []
-        self._where, self._entries, self._letters = where, most, _MOST_NAMES
+        self._where, self._entries, self._characters = where, most, _MOST_NAMES
 
     def enter(self, value: Any, keys: tuple[str, ...], above: frozenset[int]) -> None:
         self._entries -= 1
         if self._entries < 0:
-            self._stop("as many entries as it has bytes, got far more, in lists that are in several lists")
+            self._stop("no more entries than bytes, got far more, in lists that are in several lists")
         if isinstance(value, View):
             self._add(keys, value)
             return
@@ -200,7 +201,7 @@ class _Walk:
             inside = ((str(i), item) for i, item in enumerate(value))
         else:
             return
-        # A pickle may hold a list that holds itself.
+        # A list in a pickle may contain itself.
         if id(value) in above:
             return
         if len(keys) == _MOST_LEVELS:
@@ -209,9 +210,9 @@ class _Walk:
             self.enter(item, (*keys, key), above | {id(value)})
 
     def _add(self, keys: tuple[str, ...], view: View) -> None:
-        self._letters -= sum(len(key) for key in keys)
-        if self._letters < 0:
-            self._stop(f"names of at most {_MOST_NAMES} letters in all, got more")
+        self._characters -= sum(len(key) for key in keys)
+        if self._characters < 0:
+            self._stop(f"names of at most {_MOST_NAMES} characters in all, got more")
         self.found.append((".".join(keys) or "tensor", view))
 
     def _stop(self, reason: str) -> NoReturn:

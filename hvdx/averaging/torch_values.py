@@ -1,4 +1,4 @@
-"""The values that a pickle of PyTorch is made of while it is read: tensors, storages, and stand-ins for all else."""
+"""Values in a PyTorch pickle while it is read: tensors, storages, and stand-ins for everything else."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,13 +9,14 @@ _MOST_EXTENT = (1 << 63) - 1
 
 
 class View:
-    """A tensor of the pickle: part of a storage.
+    """Tensor of the pickle: part of a storage.
 
     Attributes:
-        storage: name of the entry that holds its elements.
-        dtype: of the elements, as `hvdx.averaging.dtypes` or NumPy calls it.
-        count: bytes of the storage, or its elements, as `in_bytes` says.
-        offset, shape, stride: in elements.
+        storage: name of the entry with its elements.
+        dtype: dtype of the elements, as named by `hvdx.averaging.dtypes` or NumPy.
+        count: size of the storage, in bytes or elements.
+        in_bytes: unit of `count`: True for bytes, False for elements.
+        offset, shape, stride: position in the storage, in elements.
     """
 
     __slots__ = ("count", "dtype", "in_bytes", "offset", "shape", "storage", "stride")
@@ -24,7 +25,7 @@ class View:
         self.storage, self.count, self.in_bytes = storage.key, storage.count, not storage.dtype
         self.dtype = dtype or storage.dtype
         if len(shape) > MOST_DIMENSIONS:
-            raise ValueError(f"a tensor of {len(shape)} dimensions, and there are at most {MOST_DIMENSIONS}")
+            raise ValueError(f"a tensor of {len(shape)} dimensions, the maximum is {MOST_DIMENSIONS}")
         self.offset, self.shape, self.stride = offset, tuple(shape), tuple(stride)
         whole = (self.offset, *self.shape, *self.stride)
         if not self.dtype or len(self.shape) != len(self.stride) or not all(map(_is_extent, whole)):
@@ -40,10 +41,10 @@ def _is_extent(number: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """The bytes that a tensor is part of: an entry of the archive."""
+    """Storage of tensors: an entry of the archive."""
 
     key: str
-    dtype: str  # "" where it holds bytes
+    dtype: str  # "" for a storage of bytes
     count: int
 
     def __setstate__(self, state: Any) -> NoReturn:
@@ -51,7 +52,7 @@ class Storage:
 
 
 class Opaque:
-    """A value that is no tensor and that nothing looks into."""
+    """Stand-in for a value that is not a tensor and is only copied."""
 
     __slots__ = ()
 
@@ -63,14 +64,14 @@ class Opaque:
 
 
 class Dictionary(dict):
-    """In place of OrderedDict, whose state is the versions of the modules."""
+    """Stand-in for OrderedDict; its state, the versions of modules, is ignored."""
 
     def __setstate__(self, state: Any) -> None:
         pass
 
 
 class Function:
-    """What a name of the pickle stands for. No class and no function, so that nothing can be set on it."""
+    """Stand-in for a name in the pickle. It is neither a class nor a Python function, so nothing can be set on it."""
 
     __slots__ = ("_body",)
     _body: Callable[..., Any]
@@ -89,7 +90,7 @@ class Function:
 
 
 class Dtype(Function):
-    """A dtype, or a kind of storage."""
+    """Stand-in for a dtype or a kind of storage."""
 
     __slots__ = ("name",)
     name: str
@@ -100,9 +101,9 @@ class Dtype(Function):
 
 
 def not_callable(*args: Any) -> NoReturn:
-    """The body of a name that stands for no function."""
-    raise ValueError("a call of what is no function")
+    """Reject a call of a name that is not a function."""
+    raise ValueError("a call of something that is not a function")
 
 
 class UnsupportedError(Exception):
-    """Something that is right, and cannot be averaged."""
+    """Valid content that cannot be averaged."""

@@ -1,4 +1,4 @@
-"""A network of arrays, for what does not depend on files."""
+"""Network of arrays, for tests without files."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from hvdx.averaging.network import Network, Tensor
 
 
 class Arrays(Network):
-    """Arrays by name."""
+    """Network of arrays in memory."""
 
     format = "arrays"
     suffixes = (".arrays",)
@@ -41,7 +41,7 @@ def tensor(name, array):
 
 
 def mean_of(arrays, weights=None, integers="equal", progress=None):
-    """The mean of arrays, in the dtype of the first; and the object that computed it."""
+    """Return the mean of arrays, in the dtype of the first, and the `Mean` that computed it."""
     networks = [Arrays(f"{i}.arrays", w=array) for i, array in enumerate(arrays)]
     mean = Mean(networks, resolve_weights(len(arrays), weights), integers, progress)
     try:
@@ -50,5 +50,5 @@ def mean_of(arrays, weights=None, integers="equal", progress=None):
     finally:
         mean.close()
     assert all(block.ndim == 1 and block.dtype == first.dtype for block in blocks)
-    # np.concatenate would turn the bytes into this machine's order.
+    # np.concatenate would convert to the byte order of this machine.
     return np.frombuffer(b"".join(b.tobytes() for b in blocks), first.dtype).reshape(first.shape), mean

@@ -1,4 +1,4 @@
-"""What the tests of averaging share."""
+"""Fixtures of the tests of averaging."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ from tests.launch import ROOT
 
 @pytest.fixture
 def untouched():
-    """A context in which nothing in a folder may change: no output, not even a part of one."""
+    """Context in which nothing in a folder may change."""
 
     @contextlib.contextmanager
     def check(folder):
@@ -26,13 +26,13 @@ def untouched():
 
 
 def contents(folder):
-    """Every file below a folder, hidden ones included, and what is in it."""
+    """Return the content of every file below a folder, hidden files included."""
     return {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
 
 
 @pytest.fixture
 def on_a_full_disk():
-    """Runs `hvdx average`; a limit on the size of files stands for the disk: writing fails in the middle."""
+    """Function that runs `hvdx average` with a limit on the size of files, so that writing fails in the middle."""
 
     def run(paths, out, *options):
         return subprocess.run(
@@ -50,7 +50,7 @@ def on_a_full_disk():
 
 @pytest.fixture(scope="session")
 def mxnet_python():
-    """The Python of an environment that has MXNet, whose wheel goes with no NumPy of today."""
+    """Python of an environment with MXNet, whose wheel needs an old NumPy."""
     python = Path(os.environ.get("HVDX_MXNET_PYTHON", ROOT / ".venv-mxnet" / "bin" / "python"))
     if not python.exists():
         pytest.skip(f"{python}: no such file; `make test` makes the environment, or HVDX_MXNET_PYTHON names one")

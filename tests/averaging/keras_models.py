@@ -1,4 +1,4 @@
-"""Small Keras models of all kinds, trained a little, and the mean that their averages are held to."""
+"""Small trained Keras models of several kinds, and the mean that tests compare averages with."""
 
 import os
 
@@ -12,7 +12,7 @@ N = 24
 
 
 def mlp(activation="relu", units=6, dtype=None):
-    """Batch normalisation, dropout, and Adam with its state."""
+    """Return a model with batch normalisation and dropout."""
     return keras.Sequential(
         [
             keras.Input((4,)),
@@ -33,7 +33,7 @@ def cnn():
 
 
 def two_inputs():
-    """Also a layer that is used twice, an operation that is no layer, and a model as a layer."""
+    """Return a model with a layer that is used twice, an operation that is not a layer, and a model as a layer."""
     a, b = keras.Input((4,), name="left"), keras.Input((4,), name="right")
     shared = layers.Dense(5)
     inner = mlp()
@@ -43,7 +43,7 @@ def two_inputs():
 
 @keras.saving.register_keras_serializable("hvdx-tests")
 class OwnClass(keras.Model):
-    """A model of the user's own class, with a layer of the user's own class."""
+    """Subclassed model with layers in attributes."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -59,7 +59,7 @@ class OwnClass(keras.Model):
 
 
 def mixed():
-    """Variables of float16, bfloat16, float32 and float64, and LSTM and embedding layers."""
+    """Return a model with variables of float16, bfloat16, float32 and float64, and LSTM and embedding layers."""
     inputs = keras.Input((6,), dtype="int32")
     x = layers.Embedding(7, 3)(inputs)
     x = layers.LSTM(4)(x)
@@ -72,7 +72,7 @@ MODELS = {"mlp": mlp, "cnn": cnn, "two_inputs": two_inputs, "own_class": OwnClas
 
 
 def data_for(kind, seed=0):
-    """Inputs for a model of that kind."""
+    """Return inputs for a model of a kind."""
     rng = np.random.default_rng(seed)
     if kind == "cnn":
         return rng.standard_normal((N, 8, 8, 3), np.float32)
@@ -83,7 +83,7 @@ def data_for(kind, seed=0):
 
 
 def trained(kind, seed):
-    """A model that was trained for a few steps, from a start of its own."""
+    """Return a model that was trained for a few steps; the seed determines its initial weights and data."""
     keras.utils.set_random_seed(seed)
     model = MODELS[kind]()
     model.compile("adam", "mse", run_eagerly=True)
@@ -92,19 +92,19 @@ def trained(kind, seed):
 
 
 def exact_mean(arrays, weights=None):
-    """The mean of arrays by the obvious formula, in float64."""
+    """Return the mean of arrays by the obvious formula, in float64."""
     weights = weights or [1.0] * len(arrays)
     total = sum(w * np.asarray(a).astype(np.float64) for w, a in zip(weights, arrays, strict=True))
     return (total / sum(weights)).astype(np.asarray(arrays[0]).dtype)
 
 
 def assert_same(got, expected, what=""):
-    """Bit for bit, and of one dtype."""
+    """Check that two arrays have the same dtype, shape and bytes."""
     got, expected = np.asarray(got), np.asarray(expected)
     assert (got.dtype, got.shape) == (expected.dtype, expected.shape), what
     assert got.tobytes() == expected.tobytes(), what
 
 
 def listing(folder):
-    """What is in a folder, to the byte."""
+    """Return the content of every file in a folder, by relative path."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}

@@ -1,4 +1,4 @@
-"""Networks that differ, and how they are told."""
+"""Errors about networks that differ."""
 
 import numpy as np
 import pytest
@@ -66,4 +66,4 @@ def test_other_architecture_is_named_where_it_differs(other, words):
 def test_other_format_is_named():
     other = Arrays("b.other", **BASE)
     other.format = "other"
-    assert refused(Arrays(**BASE), other).startswith("b.other: expected arrays, as a.arrays is, got other.")
+    assert refused(Arrays(**BASE), other).startswith("b.other: expected arrays, the format of a.arrays, got other.")

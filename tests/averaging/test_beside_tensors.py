@@ -1,4 +1,4 @@
-"""What training scripts save beside tensors: the first network's is copied, and nothing is called to read it."""
+"""Objects that training scripts save beside tensors: copied from the first network, and read without executing code."""
 
 import argparse
 import collections
@@ -21,8 +21,8 @@ def torch():
     return pytest.importorskip("torch")
 
 
-def beside(seed):
-    """Values of all kinds, equal for equal seeds."""
+def other_values(seed):
+    """Return values of all kinds, equal for equal seeds."""
     generator = np.random.RandomState(seed)
     return {
         "counts": collections.Counter(a=seed, b=2),
@@ -45,7 +45,7 @@ def beside(seed):
 
 
 def described(value):
-    """The same text for the same content."""
+    """Return a text that is the same for the same content."""
     if isinstance(value, np.random.Generator):
         return repr(value.bit_generator.state)
     if isinstance(value, np.random.RandomState):
@@ -56,14 +56,14 @@ def described(value):
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_values_beside_tensors_are_the_first_networks(protocol, torch, tmp_path):
     for i in range(2):
-        nest = beside(3 + i) | {"w": torch.full((2,), float(i))}
+        nest = other_values(3 + i) | {"w": torch.full((2,), float(i))}
         torch.save(nest, tmp_path / f"{i}.pt", pickle_protocol=protocol)
     average([tmp_path / "0.pt", tmp_path / "1.pt"], tmp_path / "mean.pt")
     result = torch.load(tmp_path / "mean.pt", weights_only=False)
     assert result.pop("w").tolist() == [0.5, 0.5]
     for name, value in result.items():
-        assert type(value) is type(beside(3)[name]), name
-        assert described(value) == described(beside(3)[name]), name
+        assert type(value) is type(other_values(3)[name]), name
+        assert described(value) == described(other_values(3)[name]), name
 
 
 def test_tensors_in_namespaces_and_default_dictionaries_are_averaged(torch, tmp_path):

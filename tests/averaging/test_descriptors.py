@@ -1,4 +1,4 @@
-"""Hundreds of networks, each of which is open while they are averaged."""
+"""Averages of hundreds of networks, all of which are open at the same time."""
 
 import resource
 import subprocess

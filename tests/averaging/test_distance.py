@@ -1,4 +1,4 @@
-"""How far networks are from each other."""
+"""Distances between networks."""
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ def test_all_is_the_floating_point_tensors_together(networks):
     assert found.pairs[1, 2] == pytest.approx(np.linalg.norm(flat[1] - flat[2]) / norm)
 
 
-def test_identical_networks_are_at_zero_even_if_they_are_zero():
+def test_distance_of_identical_networks_is_zero_even_if_they_are_zero():
     zero = [Arrays(w=np.zeros(3), e=np.zeros((0, 2)), b=np.array([True])) for _ in range(2)]
     assert [row.pairs[0, 1] for row in distances(zero)] == [0, 0, 0, 0]
 
@@ -51,7 +51,7 @@ def test_complex_numbers_count_with_both_parts():
 
 
 @pytest.mark.filterwarnings("error")
-def test_infinity_and_nan_are_shown_and_not_warned_of():
+def test_infinity_and_nan_are_shown_without_a_warning():
     rows = distances(
         [Arrays(w=np.array([np.inf]), v=np.array([np.nan], "f2")), Arrays(w=np.ones(1), v=np.ones(1, "f2"))]
     )
@@ -61,9 +61,9 @@ def test_infinity_and_nan_are_shown_and_not_warned_of():
 
 
 def test_progress_counts_every_byte(networks):
-    told = []
-    distances(networks, told.append)
-    assert sum(told) == sum(t.nbytes for n in networks for t in n.tensors.values())
+    counts = []
+    distances(networks, counts.append)
+    assert sum(counts) == sum(t.nbytes for n in networks for t in n.tensors.values())
 
 
 def test_table_of_a_few_has_every_pair(networks):

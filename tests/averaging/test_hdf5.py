@@ -1,4 +1,4 @@
-"""HDF5 weights: averaged, loaded by Keras, and held to the mean of what Keras and h5py themselves read."""
+"""Averages of HDF5 weights, compared with means of what Keras and h5py read."""
 
 import json
 import resource
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the networks have batch normalis
 
 
 def write(path, content, **options):
-    """A file with datasets by name."""
+    """Write a file with the given datasets; return its path."""
     with h5py.File(path, "w", **options) as h5:
         for name, value in content.items():
             h5[name] = value
@@ -32,7 +32,7 @@ def test_average_is_what_keras_computes(tmp_path, kind):
     paths = [tmp_path / f"{i}.weights.h5" for i in range(3)]
     for model, path in zip(models, paths, strict=True):
         model.save_weights(path)
-    # Adam has counted the same steps in each, so nothing disagrees.
+    # The step counters of Adam are equal, since each model was trained for the same number of steps.
     average(paths, tmp_path / "mean.weights.h5", [0.5, 0.3, 0.2])
     result = trained(kind, 7)
     result.load_weights(tmp_path / "mean.weights.h5")
@@ -41,7 +41,7 @@ def test_average_is_what_keras_computes(tmp_path, kind):
         assert_same(variables[0].numpy(), expected, variables[0].path)
 
 
-def test_whole_model_as_keras_2_saved_it(tmp_path):
+def test_whole_model_of_keras_2(tmp_path):
     paths, models = [], []
     for seed in range(2):
         keras.backend.clear_session()
@@ -115,7 +115,7 @@ def test_sizes_of_all_kinds(tmp_path):
             assert_same(h5[name][()], np.asarray(value) * 1.5, name)
 
 
-def test_dataset_without_elements_in_the_file_reads_as_its_fill_value(tmp_path):
+def test_dataset_without_elements_in_the_file_is_read_as_its_fill_value(tmp_path):
     for i in range(2):
         with h5py.File(tmp_path / f"{i}.h5", "w") as h5:
             h5.create_dataset("w", (4,), "f4", fillvalue=2.0 * i)
@@ -124,8 +124,8 @@ def test_dataset_without_elements_in_the_file_reads_as_its_fill_value(tmp_path):
         assert h5["w"][()].tolist() == [1.0] * 4
 
 
-def test_type_that_hdf5_converts_is_not_read_as_it_lies(tmp_path):
-    """A 32-bit float with another exponent is a float in h5py, and other bits in the file."""
+def test_type_that_hdf5_converts_is_not_read_in_place(tmp_path):
+    """h5py reads a 32-bit float with another exponent bias as float32, but its bits in the file differ."""
     kind = h5py.h5t.IEEE_F32LE.copy()
     kind.set_ebias(100)
     for i in range(2):
@@ -146,7 +146,7 @@ def test_user_block_before_the_file(tmp_path):
         assert h5["w"][()].tolist() == [0.5] * 5
 
 
-def test_integers_and_booleans_are_equal_or_named(tmp_path):
+def test_unequal_integers_and_booleans_are_named(tmp_path):
     for i in range(3):
         write(tmp_path / f"{i}.h5", {"count": np.array([1, 2 + (i == 2)]), "mask": np.array([True, False])})
     average([tmp_path / "0.h5", tmp_path / "1.h5"], tmp_path / "mean.h5")
@@ -178,7 +178,7 @@ def test_state_of_random_generators_is_the_first_networks(tmp_path):
         ({"w": np.ones((3, 2)), "b": np.ones(3, "V1")}, r"b: expected numbers, got \|V1"),
     ],
 )
-def test_files_that_do_not_go_together(tmp_path, other, message):
+def test_files_that_differ_are_refused(tmp_path, other, message):
     a = write(tmp_path / "a.h5", {"w": np.ones((3, 2)), "b": np.ones(3)})
     b = write(tmp_path / "b.h5", other)
     before = listing(tmp_path)
@@ -223,8 +223,8 @@ def test_damaged_chunk_is_named(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.h5", "b.h5"]
 
 
-def test_damage_anywhere_is_an_error_of_hvdx_or_no_error(tmp_path):
-    """No other exception comes out, whichever byte of the structure is another."""
+def test_damage_anywhere_raises_no_other_error(tmp_path):
+    """A changed byte raises an AverageError or goes unnoticed."""
     a = write(tmp_path / "a.h5", {"layers/dense/vars/0": np.ones(4), "layers/dense/vars/1": np.ones(2)})
     content, messages = a.read_bytes(), []
     rng = np.random.default_rng(0)
@@ -240,7 +240,7 @@ def test_damage_anywhere_is_an_error_of_hvdx_or_no_error(tmp_path):
     assert all("b.h5" in message or "layers" in message for message in messages)
 
 
-def test_index_of_several_files_says_what_to_do(tmp_path):
+def test_index_of_several_files_is_refused_with_the_remedy(tmp_path):
     model = mlp()
     model.save_weights(tmp_path / "m.weights.json", max_shard_size=1e-6)
     with pytest.raises(AverageError, match=r"m\.weights\.json: expected weights in one file"):
@@ -254,11 +254,11 @@ def test_overlapping_tensors_are_refused(tmp_path):
     content = a.read_bytes()
     assert content.count(places[1]) == 1
     (tmp_path / "b.h5").write_bytes(content.replace(places[1], places[0]))
-    with pytest.raises(AverageError, match=r"b\.h5: [uw]: expected 512 bytes for itself"):
+    with pytest.raises(AverageError, match=r"b\.h5: [uw]: expected 512 bytes of its own"):
         average([a, tmp_path / "b.h5"], tmp_path / "mean.h5")
 
 
-def test_without_h5py_it_says_what_to_install(tmp_path, monkeypatch):
+def test_missing_h5py_is_reported_with_the_remedy(tmp_path, monkeypatch):
     a = write(tmp_path / "a.h5", {"w": np.ones(3)})
     monkeypatch.setitem(sys.modules, "h5py", None)
     with pytest.raises(AverageError, match=r"a\.h5: .*h5py.*pip install h5py"):

@@ -1,4 +1,4 @@
-"""Files that somebody made to hang or to crash who reads them: one line, soon, and little memory."""
+"""Hostile files, made to hang or crash their reader: a one-line error, in little time and memory."""
 
 import io
 import json
@@ -34,7 +34,7 @@ def pytorch_with(pickle_bytes):
 
 
 def keras_with(config=b"{}", compression=zipfile.ZIP_STORED):
-    """Makes a Keras archive with this configuration and no weights."""
+    """Return a function that writes a Keras archive with this configuration and without weights."""
 
     def make(path):
         with zipfile.ZipFile(path, "w", compression) as file:
@@ -45,7 +45,7 @@ def keras_with(config=b"{}", compression=zipfile.ZIP_STORED):
 
 
 def declared(path, size):
-    """A Keras archive whose weights unpack to so many bytes, by its directory."""
+    """Write a Keras archive whose directory gives `size` as the unpacked size of the weights, in bytes."""
     keras_with(compression=zipfile.ZIP_DEFLATED)(path)
     content = bytearray(path.read_bytes())
     place = content.rindex(b"PK\x01\x02") + 24
@@ -54,7 +54,7 @@ def declared(path, size):
 
 
 def hdf5_with(fill):
-    """Makes a file; `fill` gets it open."""
+    """Return a function that writes an HDF5 file; `fill` receives the open file."""
 
     def make(path):
         with h5py.File(path, "w") as h5:
@@ -69,7 +69,7 @@ def unwritten(h5):
 
 
 def packed(h5):
-    """About 1000 to 1."""
+    """Add a dataset that is compressed about 1000 to 1."""
     data = h5.create_dataset("huge", (1 << 28,), "f4", chunks=(1 << 22,), compression="gzip")
     block = io.BytesIO()
     with h5py.File(block, "w") as other:
@@ -80,7 +80,7 @@ def packed(h5):
 
 
 def renamed_locally(path):
-    """An entry that has another name where it lies than in the directory of the archive."""
+    """Write an archive with an entry whose local name differs from its name in the directory."""
     archive(path, pickled({"w": tensor()}), {"0": bytes(24)})
     path.write_bytes(path.read_bytes().replace(b"a/data/0", b"a/data/1", 1))
 
@@ -91,7 +91,7 @@ def keras_renamed_locally(path):
 
 
 def overlapping(path):
-    """Two entries whose content is the same bytes: a small file that holds as much as one likes."""
+    """Write an archive with two entries that share their bytes: a small file could unpack to any size."""
     value = {"v": tensor(key="0"), "w": tensor(key="1")}
     archive(path, pickled(value), {"0": bytes(24), "1": bytes(24)})
     content = bytearray(path.read_bytes())
@@ -101,12 +101,12 @@ def overlapping(path):
 
 
 LISTS = deep(lambda inner: [inner, inner], [], 60)
-# Each tuple holds the one before it twice, and the last is a key.
+# Each tuple holds the previous one twice, and the last is a key.
 TUPLES = b"\x80\x02})" + b"2\x86" * 60 + b"Ns."
-# Bytes of a pickle: with pickle.dumps, nests as deep as these are a RecursionError of their own.
+# Bytes of a pickle, since pickle.dumps raises RecursionError for such deep lists.
 DEEP = b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b"."
 
-# What takes long or much memory where nothing limits it: in a process of its own.
+# Files that take much time or memory without limits; each is read in a separate process.
 EXPENSIVE = {
     "lists in lists": ("pt", pytorch_with(pickle.dumps(LISTS, 2)), "data.pkl: expected"),
     "tuples as a key": ("pt", pytorch_with(TUPLES), "data.pkl: expected"),
@@ -135,7 +135,7 @@ EXPENSIVE = {
 
 
 @pytest.mark.parametrize("case", EXPENSIVE, ids=lambda case: case.replace(" ", "-"))
-def test_little_time_and_memory(case, tmp_path):
+def test_hostile_file_takes_little_time_and_memory(case, tmp_path):
     ending, make, words = EXPENSIVE[case]
     path = tmp_path / f"bad.{ending}"
     make(path)
@@ -158,8 +158,8 @@ MALFORMED = {
     "deep lists": ("pt", pytorch_with(DEEP), "data.pkl: expected"),
     "long integer as a key": ("pt", pytorch_with(pickle.dumps({10**5000: []}, 2)), "data.pkl: expected"),
     "long integer as an offset": ("pt", pytorch_with(pickled(tensor(offset=10**5000))), "a tensor without a shape"),
-    "long count": ("pt", pytorch_with(pickled(tensor(count=10**5000))), "a storage that is none"),
-    "65 dimensions": ("pt", pytorch_with(pickled(tensor(shape=(1,) * 65, stride=(1,) * 65))), "there are at most 64"),
+    "long count": ("pt", pytorch_with(pickled(tensor(count=10**5000))), "an invalid storage"),
+    "65 dimensions": ("pt", pytorch_with(pickled(tensor(shape=(1,) * 65, stride=(1,) * 65))), "the maximum is 64"),
     "bytes that are not there": ("pt", pytorch_with(b"\x80\x05\x96" + b"\xff" * 6 + b"\0\0."), "data.pkl: expected"),
     "long alignment": (
         "pt",
@@ -217,10 +217,10 @@ def headed(path, header):
 
 
 @pytest.mark.parametrize("case", MALFORMED, ids=lambda case: case.replace(" ", "-"))
-def test_malformed_is_one_line(case, tmp_path, capsys):
+def test_malformed_file_is_reported_in_one_line(case, tmp_path, capsys):
     ending, make, words = MALFORMED[case]
     path = tmp_path / f"bad.{ending}"
-    # Python refuses to write such numbers in decimal; in a pickle they are bytes.
+    # Python refuses to print such long integers in decimal, but pickles store them as bytes.
     make(path)
     assert main(["average", str(path), str(path), "-o", str(tmp_path / f"mean.{ending}")]) == 2
     error = capsys.readouterr().err
@@ -231,7 +231,7 @@ def test_malformed_is_one_line(case, tmp_path, capsys):
 
 
 def test_expanded_tensor_is_read_once(tmp_path):
-    """Elements that stand for billions cost what is stored of them."""
+    """An expanded tensor costs only its stored elements."""
     for i in range(2):
         value = {"w": tensor(count=2, shape=(1 << 40, 2), stride=(0, 1))}
         archive(tmp_path / f"{i}.pt", pickled(value), {"0": np.full(2, i, "<f4").tobytes()})
@@ -243,7 +243,7 @@ def test_expanded_tensor_is_read_once(tmp_path):
         average([tmp_path / "0.pt", tmp_path / "2.pt"], tmp_path / "other.pt")
 
 
-def test_what_is_no_tensor_in_hdf5_is_copied(tmp_path):
+def test_objects_in_hdf5_that_are_not_tensors_are_copied(tmp_path):
     def fill(h5):
         h5["nothing"] = h5py.Empty("f4")
         h5["kind"] = np.dtype("f4")

@@ -1,4 +1,4 @@
-"""Keras archives: averaged, loaded by Keras, and held to the mean of what Keras itself loads."""
+"""Averages of Keras archives, compared with means of what Keras loads."""
 
 import io
 import json
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the networks have batch normalis
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Three archives of a kind of model, trained apart."""
+    """Function that returns three archives of a kind of model, trained separately."""
     folder, made = tmp_path_factory.mktemp("archives"), {}
 
     def save(kind):
@@ -47,7 +47,7 @@ def saved(tmp_path_factory):
 
 
 def rewritten(path, target, change, compression=zipfile.ZIP_STORED):
-    """An archive with other entries: `change(name, content)` gives the new content, or None for no such entry."""
+    """Write a changed copy of an archive: `change(name, content)` returns the new content, or None to omit it."""
     with zipfile.ZipFile(path) as old, zipfile.ZipFile(target, "w", compression) as new:
         for name in old.namelist():
             content = change(name, old.read(name))
@@ -57,7 +57,7 @@ def rewritten(path, target, change, compression=zipfile.ZIP_STORED):
 
 
 def edited_h5(edit):
-    """A change for `rewritten`: edit the weights with h5py."""
+    """Return a change for `rewritten` that edits the weights with h5py."""
 
     def change(name, content):
         if name != "model.weights.h5":
@@ -71,7 +71,7 @@ def edited_h5(edit):
 
 
 def all_variables(model):
-    """Weights and optimizer state; the state of random number generators is not saved."""
+    """Return weights and optimiser state; the state of random number generators is not saved."""
     return [*model.weights, *model.optimizer.variables]
 
 
@@ -183,7 +183,7 @@ def test_snapshots_of_one_run_with_swa_keep_the_last_counter(tmp_path):
     assert int(keras.saving.load_model(tmp_path / "mean.keras").optimizer.iterations) == 2
 
 
-def test_any_name_is_recognised_by_content(saved, tmp_path):
+def test_archive_of_any_name_is_recognised_by_its_content(saved, tmp_path):
     paths = [shutil.copy(p, tmp_path / f"net{i}.bin") for i, p in enumerate(saved("mlp"))]
     average(paths, tmp_path / "mean.bin")
     network = open_network(tmp_path / "mean.bin")
@@ -316,11 +316,11 @@ def test_flipped_byte_is_refused(saved, tmp_path):
     content = bytearray(paths[1].read_bytes())
     with zipfile.ZipFile(paths[1]) as archive:
         entry = archive.getinfo("model.weights.h5")
-        # In the last tensor, whose bytes HDF5 does not look at.
+        # This byte is in the last tensor, whose bytes HDF5 does not check.
         content[entry.header_offset + entry.file_size - 100] ^= 1
     damaged = tmp_path / "damaged.keras"
     damaged.write_bytes(content)
-    with pytest.raises(AverageError, match=r"damaged\.keras: model\.weights\.h5: its checksum is not the one"):
+    with pytest.raises(AverageError, match=r"damaged\.keras: model\.weights\.h5: its checksum differs from the one"):
         average([paths[0], damaged], tmp_path / "mean.keras")
     assert not (tmp_path / "mean.keras").exists()
 

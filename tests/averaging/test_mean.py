@@ -1,4 +1,4 @@
-"""The arithmetic of averaging."""
+"""Arithmetic of averaging."""
 
 import ml_dtypes
 import numpy as np
@@ -21,7 +21,7 @@ def dtype_of(name):
 
 
 def drawn(name, shape, seed):
-    """Values of any dtype, negative and positive."""
+    """Return random values of any dtype, negative and positive."""
     dtype = dtype_of(name)
     values = np.random.default_rng(seed).normal(size=shape) * 3
     if dtype.kind == "c":
@@ -31,13 +31,13 @@ def drawn(name, shape, seed):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Tensors of a few elements cross block borders, and go through threads."""
+    """Blocks so small that tensors of a few elements cross their borders and are computed by threads."""
     monkeypatch.setattr(mean_module, "_BLOCK", 7)
     monkeypatch.setattr(mean_module, "_THREADS", 3)
 
 
 @pytest.mark.parametrize("name", FLOATS)
-def test_mean_is_that_of_float64_rounded_once(name, small_blocks):
+def test_mean_is_the_float64_mean_rounded_once(name, small_blocks):
     arrays = [drawn(name, (10, 11), seed) for seed in range(3)]
     wide = "c16" if dtype_of(name).kind == "c" else "f8"
     result, _ = mean_of(arrays)
@@ -49,7 +49,7 @@ def test_mean_is_that_of_float64_rounded_once(name, small_blocks):
 
 @pytest.mark.parametrize("name", FLOATS + OTHERS)
 @pytest.mark.parametrize("weights", [None, (0.5, 0.3, 0.2), (1e-3, 7, 2), (0, 1, 0)])
-def test_identical_inputs_come_back_bit_for_bit(name, weights, small_blocks):
+def test_mean_of_identical_inputs_is_that_input_bit_for_bit(name, weights, small_blocks):
     array = drawn(name, (6, 9), 0)
     result, _ = mean_of([array] * 3, weights)
     assert result.tobytes() == array.tobytes()
@@ -61,7 +61,7 @@ def test_identical_inputs_come_back_bit_for_bit(name, weights, small_blocks):
     hnp.arrays(st.sampled_from(["<f4", "<f8", "<f2"]), st.integers(0, 40), elements={"allow_nan": False}),
     st.lists(st.floats(0, 1e6), min_size=1, max_size=5).filter(lambda w: sum(w) > 1e-3),
 )
-def test_identical_inputs_come_back_whatever_they_are(array, weights):
+def test_mean_of_identical_inputs_of_any_value_is_that_input(array, weights):
     result, mean = mean_of([array] * len(weights), weights)
     assert result.tobytes() == array.tobytes()
     assert not mean.not_a_number
@@ -110,7 +110,7 @@ def test_ema_is_the_recurrence(decay, count):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"weights": [1]}, "expected 2 numbers, one a network, got 1"),
+        ({"weights": [1]}, "expected 2 numbers, one per network, got 1"),
         ({"weights": [1, -1]}, "not negative"),
         ({"weights": [0, 0]}, "one above zero"),
         ({"weights": [1, float("nan")]}, "not negative"),
@@ -122,7 +122,7 @@ def test_ema_is_the_recurrence(decay, count):
         ({"weights": [1, 1], "ema": 0.5}, "one of them"),
     ],
 )
-def test_weights_that_cannot_be(options, words):
+def test_invalid_weights_are_refused(options, words):
     with pytest.raises(ConfigError, match=words):
         resolve_weights(2, **options)
 
@@ -159,7 +159,7 @@ def test_widest_floats_do_not_overflow_where_they_are_equal():
     assert mean_of([np.array([1e308, 1.0]), np.array([1e308, 2.0])])[0].tolist() == [1e308, 1.5]
 
 
-def test_nan_is_noticed_and_infinity_is_not_nan():
+def test_nan_is_reported_and_infinity_is_not_nan():
     assert mean_of([np.array([1.0, np.nan], "f4"), np.ones(2, "f4")])[1].not_a_number == ["w"]
     assert mean_of([np.array([np.inf, -np.inf], "f4"), np.ones(2, "f4")])[1].not_a_number == []
     assert mean_of([np.array([np.inf], "f4"), np.array([-np.inf], "f4")])[1].not_a_number == ["w"]
@@ -167,7 +167,7 @@ def test_nan_is_noticed_and_infinity_is_not_nan():
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf])
-def test_infinity_is_noticed(value):
+def test_infinity_is_reported(value):
     result, mean = mean_of([np.array([value, 1.0], "f4"), np.ones(2, "f4")])
     assert result.tolist() == [value, 1.0]
     assert (mean.infinite, mean.not_a_number) == (["w"], [])
@@ -189,19 +189,19 @@ def test_only_ratios_of_weights_matter_however_large(scale):
 
 
 def test_progress_adds_up_to_all_that_was_read(small_blocks):
-    told = []
-    mean_of([np.ones(100, "f4")] * 3, progress=told.append)
-    assert len(told) > 1
-    assert sum(told) == 3 * 400
+    counts = []
+    mean_of([np.ones(100, "f4")] * 3, progress=counts.append)
+    assert len(counts) > 1
+    assert sum(counts) == 3 * 400
 
 
-def test_what_cannot_be_averaged_is_named():
+def test_tensor_without_a_mean_is_named():
     with pytest.raises(AverageError, match=r"0\.arrays: w: .*cannot be averaged"):
         mean_of([np.array(["a"]), np.array(["b"])])
 
 
 def test_threads_end_when_the_reader_stops(small_blocks):
-    """A generator that is closed early leaves nothing running."""
+    """No thread is left running after a generator is closed early."""
     from hvdx.averaging.mean import Mean
     from tests.averaging.arrays import Arrays
 

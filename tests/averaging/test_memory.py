@@ -1,4 +1,4 @@
-"""Models in memory: their mean is the mean of what `get_weights` gives."""
+"""Averages of models in memory, compared with means of `get_weights`."""
 
 import keras
 import ml_dtypes
@@ -53,7 +53,7 @@ def test_arrays_of_any_shape_and_layout():
         assert_same(got, np.ascontiguousarray(array).reshape(np.shape(array)))
 
 
-def test_arguments_are_left_alone():
+def test_arguments_are_not_changed():
     arrays = [np.ones(3), np.zeros(3)]
     (got,) = average_weights([[a] for a in arrays])
     got[:] = 9
@@ -93,7 +93,7 @@ def test_integers_have_to_agree():
 
 
 def test_wrong_numbers_of_models_and_weights():
-    with pytest.raises(AverageError, match="expected a model or more, got none"):
+    with pytest.raises(AverageError, match="expected one model or more, got none"):
         average_weights([])
-    with pytest.raises(ConfigError, match="weights: expected 2 numbers, one a network, got 1"):
+    with pytest.raises(ConfigError, match="weights: expected 2 numbers, one per network, got 1"):
         average_weights([[np.ones(1)]] * 2, [1.0])

@@ -1,4 +1,4 @@
-"""MXNet's lists of arrays: made by Gluon, averaged, read by Gluon."""
+"""Averages of MXNet lists of arrays, written and read by Gluon."""
 
 import struct
 import subprocess
@@ -75,7 +75,7 @@ def run(python, program, *words):
 
 @pytest.mark.mxnet
 @pytest.mark.filterwarnings("ignore:the networks have batch normalisation")
-def test_mean_of_gluons_files_is_mxnets(mxnet_python, tmp_path):
+def test_mean_of_gluon_files_is_that_of_mxnet(mxnet_python, tmp_path):
     run(mxnet_python, MAKE, tmp_path)
     for name in ("", "list"):
         average([tmp_path / f"{name}{seed}.params" for seed in range(3)], tmp_path / f"{name}mean.params")
@@ -89,11 +89,11 @@ def test_scalars_and_empty_arrays_are_kept(mxnet_python, tmp_path):
     run(mxnet_python, NUMPY_SHAPES, tmp_path, "check")
 
 
-# From here on MXNet is not needed: files are made by hand.
+# The tests below write files by hand and do not need MXNet.
 
 
 def written(array, version=V2, storage=0, flag=None):
-    """One array as MXNet writes it."""
+    """Return the bytes of one array in the encoding of MXNet."""
     kinds = [np.dtype(kind) for kind in FLAGS]
     head = struct.pack("<I", version)
     if version != V1:
@@ -103,7 +103,7 @@ def written(array, version=V2, storage=0, flag=None):
 
 
 def params(path, arrays, names=None, magic=0x112):
-    """A list of arrays: bytes that were written already, with their names."""
+    """Write a list of arrays, given as encoded bytes by name; return its path."""
     names = [name.encode() for name in (arrays if names is None else names)]
     text = b"".join(struct.pack("<Q", len(name)) + name for name in names)
     content = (
@@ -133,12 +133,12 @@ def test_every_type_and_version_is_averaged(tmp_path):
     assert first.size == mean.size
 
 
-def test_format_is_known_by_its_content(tmp_path):
+def test_format_is_recognised_by_its_content(tmp_path):
     assert isinstance(open_network(params(tmp_path / "model-0001", {"w": written(np.ones(2))})), MXNet)
 
 
 @pytest.mark.parametrize("name", ["batchnorm0_running_mean", "bn.running_var", "aux:bn_moving_mean", "bn_moving_var"])
-def test_batch_normalisation_is_known_by_its_names(name, tmp_path):
+def test_batch_normalisation_is_recognised_by_its_names(name, tmp_path):
     assert MXNet.open(params(tmp_path / "a.params", {name: written(np.ones(2))})).normalises
     assert not MXNet.open(params(tmp_path / "b.params", {"weight": written(np.ones(2))})).normalises
 
@@ -156,18 +156,18 @@ def test_batch_normalisation_is_known_by_its_names(name, tmp_path):
         (struct.pack("<Iiiqiii", V2, 0, 1, 1 << 60, 1, 0, 0), "array 0: expected .* the file ends"),
     ],
 )
-def test_damaged_arrays_are_told(array, words, tmp_path):
+def test_damaged_arrays_are_reported(array, words, tmp_path):
     path = params(tmp_path / "bad.params", {"w": array})
     with pytest.raises(AverageError, match=words) as caught:
         MXNet.open(path)
     assert str(path) in str(caught.value)
 
 
-def test_damaged_lists_are_told(tmp_path):
+def test_damaged_lists_are_reported(tmp_path):
     path, one = tmp_path / "bad.params", {"w": written(np.ones(2))}
     for options, words in (
         ({"magic": 0x113}, "expected the number 0x112 at its beginning, got 0x113"),
-        ({"names": ["a", "b"]}, "expected 1 names, one an array, got 2"),
+        ({"names": ["a", "b"]}, "expected 1 names, one per array, got 2"),
     ):
         with pytest.raises(AverageError, match=words):
             MXNet.open(params(path, one, **options))
@@ -175,7 +175,7 @@ def test_damaged_lists_are_told(tmp_path):
         MXNet.open(params(path, one | {"v": written(np.ones(2))}, ["w", "w"]))
 
 
-def test_truncated_anywhere_is_told(tmp_path, untouched):
+def test_truncated_anywhere_is_reported(tmp_path, untouched):
     whole = params(tmp_path / "a.params", {"w": written(np.ones(3)), "v": written(np.ones((2, 2), "f4"))})
     content = whole.read_bytes()
     for length in range(len(content)):

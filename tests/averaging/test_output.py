@@ -1,4 +1,4 @@
-"""The result is there when it is complete, and what was there before is kept until then."""
+"""Atomic output: the result appears when it is complete, and existing files are kept until then."""
 
 import collections
 import os
@@ -19,7 +19,7 @@ from tests.launch import ROOT
 
 @pytest.fixture
 def pair(tmp_path):
-    """Two networks of half a megabyte, with the mean 1."""
+    """Two networks of half a megabyte whose mean is 1."""
     paths = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
     for path, value in zip(paths, (0, 2), strict=True):
         save(path, {"w": np.full((256, 512), value, "f4")})
@@ -40,7 +40,7 @@ def test_existing_output_is_kept(pair, tmp_path, untouched):
 
 
 @pytest.mark.parametrize("make", [lambda p: p.mkdir(), lambda p: p.symlink_to("nowhere")], ids=["folder", "dead link"])
-def test_whatever_has_the_name_is_kept(make, pair, tmp_path):
+def test_existing_folder_or_link_is_kept(make, pair, tmp_path):
     out = tmp_path / "mean.safetensors"
     make(out)
     with pytest.raises(AverageError, match="it exists"):
@@ -50,7 +50,7 @@ def test_whatever_has_the_name_is_kept(make, pair, tmp_path):
 def test_directory_is_not_replaced_by_a_file(pair, tmp_path, untouched):
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "notes.txt").write_text("precious")
-    with untouched(tmp_path), pytest.raises(AverageError, match="is a directory, and no SavedModel, and is kept"):
+    with untouched(tmp_path), pytest.raises(AverageError, match="is a directory but not a SavedModel, and is kept"):
         average(pair, tmp_path / "runs", force=True)
 
 
@@ -95,7 +95,7 @@ def test_output_may_be_an_input_with_force(pair, tmp_path):
     assert names(tmp_path) == ["a.safetensors", "b.safetensors"]
 
 
-def test_no_room_is_told_before_anything_is_written(pair, tmp_path, monkeypatch, untouched):
+def test_too_little_space_is_reported_before_anything_is_written(pair, tmp_path, monkeypatch, untouched):
     usage = collections.namedtuple("Usage", "total used free")
     monkeypatch.setattr(output.shutil, "disk_usage", lambda path: usage(10, 9, 500_000))
     with untouched(tmp_path), pytest.raises(AverageError, match=r"mean\.safetensors: expected 0\.00 GB of free space"):
@@ -114,7 +114,7 @@ def test_disk_that_fills_up_leaves_nothing(force, pair, tmp_path, untouched, on_
 
 
 def test_full_file_system_leaves_nothing(pair, tmp_path, untouched):
-    """The real thing, where this user may mount one."""
+    """Fill a real file system, if this user may mount one."""
     folder = tmp_path / "full"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(folder)]
@@ -147,7 +147,7 @@ def test_killed_in_the_middle_leaves_one_hidden_file(pair, tmp_path):
 
 
 def test_terminated_in_the_middle_leaves_nothing(pair, tmp_path, untouched):
-    """SIGTERM comes while tensors are read, and again while the temporary file is removed."""
+    """Send SIGTERM while tensors are read, and again while the temporary file is removed."""
     program = (
         "import os, signal, sys\nfrom hvdx.averaging import output\nfrom hvdx.cli import average, main\n"
         "average.Progress.__call__ = lambda *_: os.kill(os.getpid(), signal.SIGTERM)\nremove = output._remove\n"
@@ -179,7 +179,7 @@ def test_input_that_shrinks_while_it_is_read_leaves_nothing(pair, tmp_path, monk
     assert names(tmp_path) == ["a.safetensors", "b.safetensors"]
 
 
-def test_output_that_appears_meanwhile_is_kept(pair, tmp_path):
+def test_output_that_another_process_created_meanwhile_is_kept(pair, tmp_path):
     out = tmp_path / "mean.safetensors"
     with pytest.raises(AverageError, match="it exists"):
         average(pair, out, progress=lambda *_: out.write_text("precious"))
@@ -208,7 +208,7 @@ def test_pieces_of_a_checkpoint_are_replaced_together(tmp_path):
 
 
 @pytest.mark.parametrize("failing", [1, 2, 3, 4])
-def test_pieces_come_back_when_the_new_cannot_get_their_names(failing, tmp_path, monkeypatch, untouched):
+def test_old_pieces_are_restored_if_new_ones_cannot_be_renamed(failing, tmp_path, monkeypatch, untouched):
     checkpoint(tmp_path / "ck", "old")
     real, calls = type(tmp_path).rename, []
 

@@ -1,4 +1,4 @@
-"""PyTorch files: made by torch.save, averaged, read by torch.load; and pickles that hold code."""
+"""Averages of PyTorch files, written by torch.save and read by torch.load; and pickles that contain code."""
 
 import collections
 import contextlib
@@ -28,7 +28,7 @@ def torch():
 
 
 def flat(value, prefix=()):
-    """(keys, tensor) for every tensor in a nest."""
+    """Yield (keys, tensor) for every tensor in nested dictionaries and lists."""
     if isinstance(value, (dict, list, tuple)):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from flat(item, (*prefix, key))
@@ -45,7 +45,7 @@ def expected_mean(torch, tensors):
 
 
 def assert_mean(torch, inputs, result):
-    """Every tensor of a nest is the mean that PyTorch computes, bit for bit."""
+    """Check that every tensor in `result` is the mean that PyTorch computes, bit for bit."""
     found, given = dict(flat(result)), [dict(flat(i)) for i in inputs]
     assert list(found) == list(given[0])
     for keys, got in found.items():
@@ -58,7 +58,7 @@ def assert_mean(torch, inputs, result):
 
 
 def averaged(torch, tmp_path, nests, **options):
-    """The mean of some nests, loaded by PyTorch in both of its ways."""
+    """Return the mean of saved values, after a check that PyTorch loads it the same with and without mmap."""
     paths = [tmp_path / f"{i}.pt" for i in range(len(nests))]
     for path, nest in zip(paths, nests, strict=True):
         torch.save(nest, path)
@@ -71,7 +71,7 @@ def averaged(torch, tmp_path, nests, **options):
 
 
 @pytest.mark.filterwarnings("ignore:the networks have batch normalisation")
-def test_mean_of_state_dictionaries_is_torchs(torch, tmp_path):
+def test_mean_of_state_dictionaries_is_that_of_torch(torch, tmp_path):
     def network():
         return torch.nn.Sequential(
             torch.nn.Conv2d(3, 8, 3),
@@ -91,7 +91,7 @@ def test_mean_of_state_dictionaries_is_torchs(torch, tmp_path):
     assert networks[0].load_state_dict(result).missing_keys == []
 
 
-def test_mean_of_a_training_checkpoint_is_torchs(torch, tmp_path):
+def test_mean_of_a_training_checkpoint_is_that_of_torch(torch, tmp_path):
     def checkpoint(epoch):
         net = torch.nn.Linear(30, 20)
         optimizer = torch.optim.Adam(net.parameters())
@@ -112,7 +112,7 @@ def test_mean_of_a_training_checkpoint_is_torchs(torch, tmp_path):
     assert "optimizer.state.0.exp_avg" in open_network(tmp_path / "mean.pt").tensors
 
 
-def test_mean_of_every_dtype_is_torchs(torch, tmp_path):
+def test_mean_of_every_dtype_is_that_of_torch(torch, tmp_path):
     kinds = ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128"]
     whole = ["int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64", "bool"]
     nests = []
@@ -148,7 +148,7 @@ def test_strides_offsets_and_shared_storages_are_kept(torch, tmp_path):
     assert_mean(torch, nests, result)
     assert result["tied"].data_ptr() == result["again"].data_ptr()
     assert result["left"].data_ptr() + 40 == result["right"].data_ptr()
-    # What no tensor covers is the first file's.
+    # Elements that no tensor covers are copied from the first file.
     given = torch.load(tmp_path / "0.pt")
     for name, (shape, stride, offset) in {"part": ((3,), (1,), 0), "columns": ((6, 2), (4, 2), 1)}.items():
         between = [nest[name].as_strided(shape, stride, offset) for nest in (result, given)]
@@ -156,7 +156,7 @@ def test_strides_offsets_and_shared_storages_are_kept(torch, tmp_path):
         assert between[0].abs().sum() > 0
 
 
-def test_tied_tensors_have_to_be_tied_in_all(torch, tmp_path, untouched):
+def test_tied_tensors_must_be_tied_in_all_files(torch, tmp_path, untouched):
     tied = torch.ones(3)
     torch.save({"a": tied, "b": tied}, tmp_path / "0.pt")
     torch.save({"a": tied, "b": tied.clone()}, tmp_path / "1.pt")
@@ -183,13 +183,13 @@ def test_parameters_and_attributes_are_read(torch, tmp_path):
     assert result["m"].mark == result["t"].mark == "m"
 
 
-def test_a_lone_tensor_is_averaged(torch, tmp_path):
+def test_single_tensor_is_averaged(torch, tmp_path):
     result = averaged(torch, tmp_path, [torch.ones(3), torch.zeros(3)], weights=[1, 3])
     assert result.tolist() == [0.25] * 3
 
 
-def test_archive_is_as_torch_makes_it(torch, tmp_path):
-    """The same entries in the same order, right checksums, and storages aligned for mmap."""
+def test_archive_has_the_layout_of_torch_save(torch, tmp_path):
+    """The result has the same entries in the same order, correct checksums, and entries aligned for mmap."""
     averaged(torch, tmp_path, [{str(i): torch.randn(i + 1) for i in range(12)} for _ in range(2)])
     with zipfile.ZipFile(tmp_path / "mean.pt") as mean, zipfile.ZipFile(tmp_path / "0.pt") as given:
         assert mean.testzip() is None
@@ -208,7 +208,7 @@ def test_large_entries_are_zip64(torch, tmp_path, monkeypatch):
     assert all(opened._begin(info) % 64 == 0 for info in opened._entries.values())
 
 
-def test_weights_bin_is_known_by_its_content(torch, tmp_path):
+def test_weights_bin_is_recognised_by_its_content(torch, tmp_path):
     torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model.bin")
     assert isinstance(open_network(tmp_path / "pytorch_model.bin"), PyTorch)
 
@@ -237,7 +237,7 @@ class Net:
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-def test_what_is_no_state_dictionary_is_refused_with_the_remedy(torch, tmp_path):
+def test_other_values_than_state_dictionaries_are_refused_with_the_remedy(torch, tmp_path):
     remedy = "torch.save(model.state_dict(), path)"
     text = refused(torch, tmp_path, torch.nn.Linear(1, 1))
     assert "torch.nn.modules.linear.Linear" in text
@@ -260,10 +260,10 @@ def test_torchscript_is_refused_with_the_remedy(torch, tmp_path):
         PyTorch.open(path)
 
 
-# From here on PyTorch is not needed: archives are made by hand.
+# The tests below write archives by hand and do not need PyTorch.
 
 
-def test_big_endian_files_are_averaged_as_they_are(tmp_path):
+def test_big_endian_files_keep_their_byte_order(tmp_path):
     for i in range(2):
         array = (np.arange(6) * (i + 1)).astype(">f4")
         archive(tmp_path / f"{i}.pt", pickled({"w": tensor()}), {"0": array.tobytes()}, b"big")
@@ -274,7 +274,7 @@ def test_big_endian_files_are_averaged_as_they_are(tmp_path):
 
 
 def evil(marker):
-    """Pickles that would make a folder, or change something in this process, if any of it were executed."""
+    """Return values whose pickles would make a folder, or change this process, if any of it were executed."""
     make = f"__import__('os').mkdir({str(marker)!r})"
     setter = Calls(Name("builtins", "setattr"), REBUILD, "x", 1)
     return {
@@ -311,7 +311,7 @@ def test_code_in_a_pickle_is_refused_and_not_executed(case, tmp_path, untouched)
     assert "torch.save(model.state_dict(), path)" in str(caught.value)
 
 
-def test_refused_name_is_told(tmp_path):
+def test_refused_name_is_reported(tmp_path):
     bad = archive(tmp_path / "bad.pt", pickle.dumps({"w": Calls(os.system, "true")}, 2))
     with pytest.raises(AverageError, match=r"(posix|os)\.system, which loading would execute \(it was not\)"):
         PyTorch.open(bad)
@@ -320,8 +320,8 @@ def test_refused_name_is_told(tmp_path):
 @pytest.mark.parametrize(
     "name", [("torch._utils", "_rebuild_tensor_v2"), ("torch", "FloatStorage"), ("collections", "OrderedDict")]
 )
-def test_state_cannot_be_set_on_what_names_stand_for(name):
-    """BUILD writes into the object it is given; the names are the same objects for every file."""
+def test_state_cannot_be_set_on_stand_ins(name):
+    """The opcode BUILD sets the state of an object, and all files share the stand-ins."""
     reference = pickle.GLOBAL + "\n".join(name).encode() + b"\n"
     for state in ({"_body": 1, "name": "x"}, (None, {"_body": 1, "name": "x"})):
         content = b"\x80\x02" + reference + pickle.dumps(state, 2)[2:-1] + pickle.BUILD + pickle.STOP
@@ -332,7 +332,7 @@ def test_state_cannot_be_set_on_what_names_stand_for(name):
     assert read_pickle(content, "good.pt")["w"].dtype == "f4"
 
 
-def test_new_objects_of_what_names_stand_for_are_refused():
+def test_new_objects_of_stand_ins_are_refused():
     for make in (pickle.NEWOBJ, pickle.REDUCE + pickle.EMPTY_TUPLE + pickle.REDUCE):
         content = b"\x80\x02" + pickle.GLOBAL + b"torch\nFloatStorage\n" + pickle.EMPTY_TUPLE + make + pickle.STOP
         with pytest.raises(AverageError):
@@ -345,7 +345,7 @@ def test_memo_takes_no_more_memory_than_its_entries(put):
 
 
 def test_state_of_a_dictionary_cannot_hide_its_items(tmp_path):
-    """torch.save keeps the versions of modules in the dictionary's attributes; nothing else may come of them."""
+    """torch.save stores the versions of modules as attributes of the dictionary; these have no other effect."""
 
     class Hiding(collections.OrderedDict):
         def __reduce__(self):
@@ -361,15 +361,15 @@ def test_state_of_a_dictionary_cannot_hide_its_items(tmp_path):
         (tensor(count=7), "tensor: expected 28 bytes in the entry data/0, got 24"),
         (tensor(key="9"), "tensor: expected 24 bytes in the entry data/9, got none"),
         (tensor(key="../byteorder"), "expected 24 bytes"),
-        (tensor(offset=1), "expected at most 6 elements, as its storage has, got a place that ends at 7"),
-        (tensor(shape=(3, 3)), "got a place that ends at 9"),
-        (tensor(stride=(30, 1)), "got a place that ends at 33"),
+        (tensor(offset=1), "expected at most 6 elements, as its storage has, got a tensor that ends at 7"),
+        (tensor(shape=(3, 3)), "got a tensor that ends at 9"),
+        (tensor(stride=(30, 1)), "got a tensor that ends at 33"),
         (tensor(stride=(-3, 1)), "a tensor without a shape"),
         (tensor(offset=-1), "a tensor without a shape"),
         (tensor(shape=(2, 3, 1)), "a tensor without a shape"),
         (tensor(shape=(2.0, 3)), "a tensor without a shape"),
         (tensor(shape=7), "expected a pickle"),
-        (tensor(kind="FloatStorage"), "a storage that is none"),
+        (tensor(kind="FloatStorage"), "an invalid storage"),
         (tensor(kind=Name("torch.storage", "UntypedStorage")), "a tensor without a shape"),
         ({"a.b": tensor(), "a": {"b": tensor()}}, "a.b: two tensors have this name"),
         (
@@ -378,7 +378,7 @@ def test_state_of_a_dictionary_cannot_hide_its_items(tmp_path):
         ),
     ],
 )
-def test_damaged_tensors_are_told(value, words, tmp_path):
+def test_damaged_tensors_are_reported(value, words, tmp_path):
     path = archive(tmp_path / "bad.pt", pickled(value), {"0": bytes(24)})
     with pytest.raises(AverageError) as caught:
         PyTorch.open(path)
@@ -386,14 +386,14 @@ def test_damaged_tensors_are_told(value, words, tmp_path):
     assert str(path) in str(caught.value)
 
 
-def test_list_that_holds_itself_ends(tmp_path):
+def test_list_that_contains_itself_is_read_once(tmp_path):
     loop = [tensor()]
     loop.append(loop)
     path = archive(tmp_path / "loop.pt", pickled(loop), {"0": bytes(24)})
     assert list(PyTorch.open(path).tensors) == ["0"]
 
 
-def test_truncated_anywhere_is_told(tmp_path, untouched):
+def test_truncated_anywhere_is_reported(tmp_path, untouched):
     whole = archive(tmp_path / "a.pt", pickled({"w": tensor()}), {"0": bytes(24)})
     content = whole.read_bytes()
     for length in range(0, len(content), 7):
@@ -402,8 +402,8 @@ def test_truncated_anywhere_is_told(tmp_path, untouched):
             average([whole, tmp_path / "b.pt"], tmp_path / "mean.pt")
 
 
-def test_flipped_bytes_never_end_in_another_error(tmp_path):
-    """Damage anywhere is an AverageError, or goes unnoticed; it is never a crash."""
+def test_flipped_bytes_never_raise_another_error(tmp_path):
+    """A changed byte raises an AverageError or goes unnoticed."""
     content = archive(tmp_path / "a.pt", pickled({"w": tensor()}), {"0": bytes(24)}).read_bytes()
     path = tmp_path / "b.pt"
     rng = np.random.default_rng(0)
@@ -415,7 +415,7 @@ def test_flipped_bytes_never_end_in_another_error(tmp_path):
 
 
 def test_disk_that_fills_up_leaves_nothing(tmp_path, untouched, on_a_full_disk):
-    """An archive is closed, and its directory written, on the way out of an error."""
+    """After an error the archive is closed, which writes its directory."""
     whole = tensor(count=100_000, shape=(100_000,), stride=(1,))
     scattered = tensor(count=100_000, shape=(2, 50_000), stride=(1, 2))
     for value in (whole, scattered):
@@ -441,7 +441,7 @@ def test_disk_that_fills_up_leaves_nothing(tmp_path, untouched, on_a_full_disk):
         (lambda p: p.write_bytes(b""), "expected a zip archive"),
     ],
 )
-def test_other_archives_are_told(make, words, tmp_path):
+def test_other_archives_are_refused(make, words, tmp_path):
     make(tmp_path / "bad.pt")
     with pytest.raises(AverageError, match=words):
         open_network(tmp_path / "bad.pt")

@@ -1,4 +1,4 @@
-"""Batch normalisation after averaging: statistics as one computes them by hand, and all else as it was."""
+"""Recalibration of batch normalisation: statistics equal those computed by hand, and nothing else changes."""
 
 import shutil
 
@@ -16,7 +16,7 @@ from tests.averaging.keras_models import MODELS, OwnClass, assert_same, data_for
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Two archives of a kind of model, trained apart."""
+    """Function that returns two archives of a kind of model, trained separately."""
     folder, made = tmp_path_factory.mktemp("archives"), {}
 
     def save(kind):
@@ -30,7 +30,7 @@ def saved(tmp_path_factory):
 
 
 def write(path, inputs):
-    """Data for a model, as a file."""
+    """Write inputs for a model to a file; return its path."""
     if isinstance(inputs, list):
         np.savez(path, left=inputs[0], right=inputs[1])
     else:
@@ -39,15 +39,15 @@ def write(path, inputs):
 
 
 def tensors(path):
-    """All tensors of an archive."""
+    """Return all tensors of an archive."""
     network = open_network(path)
     content = {name: tensor.array() for name, tensor in network.tensors.items()}
     network.close()
     return content
 
 
-def dense_then_norm(model, x):
-    """What the first batch normalisation of `mlp` sees."""
+def input_of_norm(model, x):
+    """Return the input of the batch normalisation of `mlp`."""
     return np.asarray(model.layers[0](x), np.float64)
 
 
@@ -57,7 +57,7 @@ def test_statistics_are_means_over_batches(batch_size):
     recalibrate(model, x, batch_size)
     count = -(-len(x) // batch_size)
     edges = [len(x) * i // count for i in range(1, count)]
-    pieces = np.split(dense_then_norm(model, x)[shuffled(len(x))], edges)
+    pieces = np.split(input_of_norm(model, x)[shuffled(len(x))], edges)
     norm = model.layers[1]
     np.testing.assert_allclose(norm.moving_mean, np.mean([p.mean(0) for p in pieces], 0), rtol=1e-5, atol=1e-6)
     variance = np.mean([p.var(0, ddof=1) for p in pieces], 0)
@@ -65,7 +65,7 @@ def test_statistics_are_means_over_batches(batch_size):
     assert norm.momentum == 0.99
 
 
-def test_layers_behind_one_another_see_normalised_values():
+def test_second_layer_has_statistics_of_normalised_values():
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((4,)), *(layers.BatchNormalization() for _ in range(2))])
     x = np.random.default_rng(0).normal(3, 5, (64, 4)).astype(np.float32)
@@ -77,7 +77,7 @@ def test_layers_behind_one_another_see_normalised_values():
 
 
 def test_order_of_the_data_does_not_matter():
-    """Batches of one class each would vary a hundredth of what the data do."""
+    """Batches of one class each would have about a hundredth of the variance of the data."""
     model = keras.Sequential([keras.Input((4,)), layers.BatchNormalization()])
     x = np.random.default_rng(0).normal(0, 1, (400, 4)) + np.repeat([0, 20], 200)[:, None]
     recalibrate(model, x.astype(np.float32), 40)
@@ -114,7 +114,7 @@ def test_data_without_a_variance_are_refused(x, batch_size, message):
         recalibrate(model, x.astype(np.float32), batch_size)
 
 
-def test_layer_that_is_used_twice_counts_both_uses():
+def test_layer_that_is_used_twice_has_statistics_of_both_uses():
     a = keras.Input((3,))
     norm = layers.BatchNormalization()
     model = keras.Model(a, layers.Concatenate()([norm(a), norm(a * 3.0)]))
@@ -149,7 +149,7 @@ def test_no_warning_of_stale_statistics(saved, tmp_path, recwarn):
     assert not [w for w in recwarn if "batch normalisation" in str(w.message)]
 
 
-def test_other_variables_that_move_in_training_are_put_back():
+def test_other_variables_that_change_in_training_are_restored():
     class Counting(layers.Layer):
         def build(self, shape):
             self.count = self.add_weight(shape=(), initializer="zeros", trainable=False)
@@ -176,7 +176,7 @@ def test_frozen_layers_keep_their_statistics():
         recalibrate(model, data_for("mlp"))
 
 
-def test_accuracy_of_an_average_comes_back(tmp_path):
+def test_recalibration_restores_the_accuracy_of_an_average(tmp_path):
     rng = np.random.default_rng(0)
     centres = rng.normal(0, 1, (3, 8))
     labels = rng.integers(0, 3, 600)
@@ -199,7 +199,7 @@ def test_accuracy_of_an_average_comes_back(tmp_path):
         model = network()
         model.set_weights(start.get_weights())
         model.compile(keras.optimizers.Adam(0.01), "sparse_categorical_crossentropy")
-        # Each sees other data, in other units: their statistics have a mean that is nobody's.
+        # The models are trained on data in different units, so the mean of their statistics fits neither.
         model.fit(x[i::2] * (1 + 9 * i), labels[i::2], epochs=8, batch_size=50, verbose=0)
         paths.append(tmp_path / f"{i}.keras")
         model.save(paths[-1])
@@ -223,7 +223,7 @@ def test_file_without_the_usual_ending(saved, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["data.npz", "partial"]
 
 
-def test_data_by_all_the_names_it_may_have(saved, tmp_path):
+def test_data_under_every_accepted_name(saved, tmp_path):
     x, results = data_for("mlp"), []
     inputs = keras.saving.load_model(saved("mlp")[0]).inputs[0].name
     np.save(tmp_path / "a.npy", x)
@@ -250,16 +250,16 @@ X = np.zeros((5, 4), np.float32)
         ("mlp", {"x": X[:, :, None]}, r"x: expected the shape \['n', 4\]"),
         ("mlp", {"x": X[:0]}, r"x: expected examples, got the shape \[0, 4\]"),
         ("mlp", {"x": np.float32(3)}, r"x: expected examples, got the shape \[\]"),
-        ("mlp", {}, "expected an array or more, found none"),
-        ("two_inputs", {"left": X}, r"right: is missing; expected one array an input \(left, right\), got left"),
-        ("two_inputs", {"left": X, "right": X[:4]}, "expected as many examples of each input, got"),
+        ("mlp", {}, "expected one array or more, found none"),
+        ("two_inputs", {"left": X}, r"right: is missing; expected one array per input \(left, right\), got left"),
+        ("two_inputs", {"left": X, "right": X[:4]}, "expected the same number of examples for each input, got"),
         ("two_inputs", {"left": X, "right": X[:, :2]}, r"right: expected the shape \['n', 4\]"),
         ("own_class", {"x": X[:, :2]}, "the model does not run on it"),
         ("own_class", {"x": np.array(["a"] * 5)}, "the model does not run on it"),
         ("mlp", {"x": np.array([{}] * 5)}, "expected a .npz or .npy file of numbers"),
     ],
 )
-def test_data_that_do_not_fit(saved, tmp_path, kind, content, message):
+def test_data_that_do_not_fit_are_refused(saved, tmp_path, kind, content, message):
     np.savez(tmp_path / "data.npz", **content)
     before = listing(tmp_path)
     with pytest.raises(AverageError, match=rf"data\.npz: {message}"):
@@ -268,7 +268,7 @@ def test_data_that_do_not_fit(saved, tmp_path, kind, content, message):
 
 
 @pytest.mark.parametrize("content", [b"", b"text", b"PK\x03\x04", b"\x93NUMPY\x01\x00"])
-def test_data_file_that_is_damaged(tmp_path, content):
+def test_damaged_data_file_is_refused(tmp_path, content):
     (tmp_path / "data.npz").write_bytes(content)
     with pytest.raises(AverageError, match=r"data\.npz: expected a \.npz or \.npy file"):
         read_inputs(tmp_path / "data.npz")
@@ -276,7 +276,7 @@ def test_data_file_that_is_damaged(tmp_path, content):
         read_inputs(tmp_path / "none.npz")
 
 
-def test_model_without_batch_normalisation(tmp_path):
+def test_model_without_batch_normalisation_is_refused(tmp_path):
     for i in range(2):
         keras.Sequential([keras.Input((4,)), layers.Dense(2)]).save(tmp_path / f"{i}.keras")
     write(tmp_path / "data.npz", X)
@@ -285,7 +285,7 @@ def test_model_without_batch_normalisation(tmp_path):
     assert not (tmp_path / "m.keras").exists()
 
 
-def test_class_that_keras_does_not_know(tmp_path):
+def test_class_that_is_not_registered_is_refused(tmp_path):
     @keras.saving.register_keras_serializable("hvdx-tests")
     class Unknown(OwnClass):
         pass
@@ -297,12 +297,12 @@ def test_class_that_keras_does_not_know(tmp_path):
     keras.saving.get_custom_objects().pop("hvdx-tests>Unknown")
     write(tmp_path / "data.npz", X)
     with pytest.raises(
-        AverageError, match=r"recalibrate: expected a model that Keras can load, got .*Register classes"
+        AverageError, match=r"recalibrate: expected a model that Keras can load, got .*Register custom classes"
     ):
         average([tmp_path / "0.keras", tmp_path / "1.keras"], tmp_path / "m.keras", recalibrate=tmp_path / "data.npz")
     assert not (tmp_path / "m.keras").exists()
 
 
-def test_models_are_of_the_kinds_that_matter():
+def test_models_of_the_other_tests_have_the_expected_kinds():
     assert set(MODELS) >= {"mlp", "cnn", "two_inputs", "own_class"}
     assert mlp().layers[1].__class__ is layers.BatchNormalization

@@ -1,4 +1,4 @@
-"""Safetensors files: made by the library, averaged, read by the library."""
+"""Averages of safetensors files, written and read by the library."""
 
 import json
 
@@ -13,7 +13,7 @@ from hvdx.errors import AverageError
 
 
 def damaged(tmp_path, header, data=b"", length=None):
-    """A file with a header of one's own."""
+    """Write a file with the given header; return its path."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path = tmp_path / "bad.safetensors"
     path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)
@@ -24,7 +24,7 @@ def entry(dtype="F32", shape=(2,), begin=0, end=8):
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
 
 
-def test_mean_of_the_librarys_files_is_torchs(tmp_path):
+def test_mean_of_files_of_the_library_is_that_of_torch(tmp_path):
     torch = pytest.importorskip("torch")
     library = pytest.importorskip("safetensors.torch")
     from safetensors import safe_open
@@ -52,7 +52,7 @@ def test_mean_of_the_librarys_files_is_torchs(tmp_path):
         assert file.metadata() == {"format": "pt", "run": "0"}
 
 
-def test_weighted_mean_is_numpys(tmp_path):
+def test_weighted_mean_is_that_of_numpy(tmp_path):
     library = pytest.importorskip("safetensors.numpy")
     rng = np.random.default_rng(0)
     arrays = [rng.normal(size=(50, 40)).astype("f4") for _ in range(3)]
@@ -101,7 +101,7 @@ def test_order_of_the_tensors_may_differ(tmp_path):
     assert open_network(tmp_path / "mean.safetensors").tensors["x"].array().tolist() == [0, 1.5]
 
 
-def test_format_is_known_by_its_content(tmp_path):
+def test_format_is_recognised_by_its_content(tmp_path):
     save(tmp_path / "model.bin", {"w": np.ones(2)})
     assert isinstance(open_network(tmp_path / "model.bin"), Safetensors)
 
@@ -121,7 +121,7 @@ def test_batch_normalisation_warns(tmp_path):
         (b"[]", b"", "its header: expected JSON"),
         (b"\xff\xfe", b"", "its header: expected JSON"),
         (b'{"w":' * 3000, b"", "its header: expected JSON"),
-        (b'{"w": {}, "w": {}}', b"", "a name stands there twice"),
+        (b'{"w": {}, "w": {}}', b"", "a name occurs twice"),
         ({"w": {"dtype": "F32", "shape": [2]}}, b"", "its header: expected JSON"),
         ({"w": entry(shape=[2.0])}, b"x" * 8, "its header: expected JSON"),
         ({"w": entry(shape=[-2])}, b"x" * 8, "its header: expected JSON"),
@@ -130,14 +130,14 @@ def test_batch_normalisation_warns(tmp_path):
         ({"w": entry(begin=-8, end=0)}, b"x" * 8, "its header: expected JSON"),
         ({"w": entry(dtype="F4")}, b"x" * 8, "w: expected one of BOOL.*got F4"),
         ({"w": entry(end=4)}, b"x" * 4, "w: expected 8 bytes"),
-        ({"w": entry(end=9)}, b"x" * 9, "w: expected 8 bytes at 0, got the place from 0 to 9"),
-        ({"w": entry(begin=8, end=16)}, b"x" * 16, "w: expected 8 bytes at 0, got the place from 8 to 16"),
+        ({"w": entry(end=9)}, b"x" * 9, "w: expected 8 bytes at 0, got the range from 0 to 9"),
+        ({"w": entry(begin=8, end=16)}, b"x" * 16, "w: expected 8 bytes at 0, got the range from 8 to 16"),
         ({"w": entry(), "v": entry(begin=4, end=12)}, b"x" * 12, "v: expected 8 bytes at 8"),
         ({"w": entry(shape=[1 << 60], end=1 << 62)}, b"x" * 8, "w: expected .* the file ends"),
         ({"w": entry()}, b"x" * 12, "expected .* bytes, got"),
     ],
 )
-def test_damaged_headers_are_told(header, data, words, tmp_path):
+def test_damaged_headers_are_reported(header, data, words, tmp_path):
     path = damaged(tmp_path, header, data)
     with pytest.raises(AverageError, match=words) as caught:
         Safetensors.open(path)
@@ -151,7 +151,7 @@ def test_length_of_the_header_is_limited(tmp_path):
         Safetensors.open(damaged(tmp_path, b"{}", length=99))
 
 
-def test_truncated_anywhere_is_told(tmp_path, untouched):
+def test_truncated_anywhere_is_reported(tmp_path, untouched):
     whole = tmp_path / "a.safetensors"
     save(whole, {"w": np.ones(3, "f4"), "v": np.ones((2, 2), "f2")})
     content = whole.read_bytes()
@@ -162,12 +162,12 @@ def test_truncated_anywhere_is_told(tmp_path, untouched):
             average([whole, short], tmp_path / "mean.safetensors")
 
 
-def test_dtype_that_the_format_lacks_is_told(tmp_path):
+def test_dtype_that_the_format_lacks_is_reported(tmp_path):
     with pytest.raises(AverageError, match="w: safetensors has no complex128"):
         save(tmp_path / "w.safetensors", {"w": np.ones(1, "c16")})
 
 
-def test_missing_ml_dtypes_is_told(tmp_path, monkeypatch):
+def test_missing_ml_dtypes_is_reported(tmp_path, monkeypatch):
     path = damaged(tmp_path, {"w": entry("BF16", end=4)}, b"x" * 4)
     monkeypatch.setitem(__import__("sys").modules, "ml_dtypes", None)
     with pytest.raises(AverageError, match=r"bad\.safetensors: .*pip install ml_dtypes"):

@@ -1,4 +1,4 @@
-"""Folders of Hugging Face checkpoints: in shards, cut anywhere, and in one file."""
+"""Averages of Hugging Face checkpoints, in any shards and in one file."""
 
 import contextlib
 import json
@@ -15,8 +15,8 @@ from hvdx.averaging.sharded import Sharded
 from hvdx.errors import AverageError
 
 
-def folder(path, shards, value, **beside):
-    """A checkpoint whose tensors, by lists of names, are in shards."""
+def folder(path, shards, value, **files):
+    """Write a checkpoint whose shards hold the given lists of tensors; return its path."""
     path.mkdir()
     places = {}
     for i, names in enumerate(shards, 1):
@@ -25,7 +25,7 @@ def folder(path, shards, value, **beside):
         places |= dict.fromkeys(names, file)
     index = {"metadata": {"total_size": 36}, "weight_map": places}
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    for name, text in beside.items():
+    for name, text in files.items():
         (path / name.replace("_", ".")).write_text(text)
     return path
 
@@ -51,7 +51,7 @@ def test_mean_is_a_folder_like_the_first(by, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "mean"]
 
 
-def test_folder_with_one_file(tmp_path):
+def test_folder_with_one_file_is_averaged(tmp_path):
     for i in range(2):
         (tmp_path / str(i)).mkdir()
         save(tmp_path / str(i) / "model.safetensors", {"w": np.full(3, i, "f4")})
@@ -61,7 +61,7 @@ def test_folder_with_one_file(tmp_path):
     assert sorted(p.name for p in (tmp_path / "mean").iterdir()) == ["config.json", "model.safetensors"]
 
 
-def test_shards_that_hold_a_tensor_twice_are_told(tmp_path):
+def test_shards_that_hold_a_tensor_twice_are_reported(tmp_path):
     a = folder(tmp_path / "a", [["x"], ["y"]], 1)
     save(a / "model-00002-of-00002.safetensors", {name: np.zeros(3, "f4") for name in "xy"})
     with pytest.raises(AverageError, match=r"x: expected it in model-00001.*, got it in model-00001.*, model-00002"):
@@ -70,7 +70,7 @@ def test_shards_that_hold_a_tensor_twice_are_told(tmp_path):
 
 @pytest.mark.parametrize("others", [0, 200])
 def test_shards_count_as_open_files(others, tmp_path):
-    """Shards that are open, and what the process has open beside them, raise a soft limit that is below."""
+    """The soft limit on open files is raised for shards and for files that the process has open already."""
     for i in range(2):
         folder(tmp_path / str(i), [[f"w{k}"] for k in range(60)], i)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -84,7 +84,7 @@ def test_shards_count_as_open_files(others, tmp_path):
 
 
 @pytest.mark.parametrize("index", ["pytorch_model", "pytorch_model.fp16"])
-def test_shards_of_pytorch(index, tmp_path):
+def test_shards_of_pytorch_are_averaged(index, tmp_path):
     torch = pytest.importorskip("torch")
     for i in range(2):
         path = tmp_path / str(i)
@@ -106,14 +106,14 @@ def test_shards_of_pytorch(index, tmp_path):
             r"w: expected it in model-.*, got it in none",
         ),
         (lambda index: index["weight_map"].pop("x"), "x: expected it in no file, got it in model-"),
-        (lambda index: index["weight_map"].update(x="../a/x.safetensors"), "no names of files"),
+        (lambda index: index["weight_map"].update(x="../a/x.safetensors"), "not names of files"),
         (lambda index: index["weight_map"].update(x="gone.safetensors"), r"gone\.safetensors: No such file"),
-        (lambda index: index["weight_map"].update(x=3), "no names of files"),
+        (lambda index: index["weight_map"].update(x=3), "not names of files"),
         (lambda index: index.update(weight_map=[["x", "y"]]), "expected an index with a weight_map"),
         (lambda index: index.pop("weight_map"), "expected an index with a weight_map"),
     ],
 )
-def test_damaged_indices_are_told(change, message, tmp_path, untouched):
+def test_damaged_indices_are_reported(change, message, tmp_path, untouched):
     a = folder(tmp_path / "a", [["x", "y"]], 1)
     path = a / "model.safetensors.index.json"
     index = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""TensorFlow checkpoints and SavedModels: averaged, restored by TensorFlow, and held to the mean of what it reads."""
+"""Averages of TensorFlow checkpoints and SavedModels, compared with means of what TensorFlow reads."""
 
 import resource
 import shutil
@@ -23,7 +23,7 @@ DTYPES = ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"
 
 
 class Everything(tf.Module):
-    """Variables of all dtypes and sizes, a counter, text, and a random number generator."""
+    """Module with variables of all dtypes and sizes, a counter, text, and a random number generator."""
 
     def __init__(self, seed, count=3):
         super().__init__()
@@ -39,7 +39,7 @@ class Everything(tf.Module):
 
 
 def saved(folder, seed, **options):
-    """The prefix of a checkpoint, with what is in it."""
+    """Save a checkpoint; return its prefix, and the module in it."""
     module = Everything(seed, **options)
     return Path(tf.train.Checkpoint(module=module).save(str(folder / f"c{seed}"))), module
 
@@ -80,7 +80,7 @@ def test_checkpoint_of_a_keras_model(tmp_path, kind):
 
 
 @pytest.mark.parametrize("ending", ["", ".index", ".data-00000-of-00001"])
-def test_checkpoint_by_any_of_its_files(tmp_path, ending):
+def test_checkpoint_is_found_by_any_of_its_files(tmp_path, ending):
     prefixes = [Path(f"{saved(tmp_path, seed)[0]}{ending}") for seed in range(2)]
     average(prefixes, tmp_path / "mean")
     network = open_network(tmp_path / f"mean{ending}" if ending != ".data-00000-of-00001" else tmp_path / "mean.index")
@@ -133,7 +133,7 @@ def test_folder_of_checkpoints_names_the_prefixes(tmp_path):
         average([tmp_path, tmp_path], tmp_path / "mean")
 
 
-def test_checkpoints_counters_have_to_agree(tmp_path):
+def test_counters_of_checkpoints_must_be_equal(tmp_path):
     prefixes = [saved(tmp_path, 0)[0], saved(tmp_path, 1, count=4)[0]]
     with pytest.raises(AverageError, match=r"c1-1: module/count: expected 3, as in .*c0-1, got 4"):
         average(prefixes, tmp_path / "mean")
@@ -150,7 +150,7 @@ def test_checkpoints_counters_have_to_agree(tmp_path):
         ({"a": np.ones((2, 3)), "b": np.ones(4), "c": np.ones(1)}, "c-1: c: is in .*d-1, and missing here"),
     ],
 )
-def test_checkpoints_that_do_not_go_together(tmp_path, other, message):
+def test_checkpoints_that_differ_are_refused(tmp_path, other, message):
     def save(name, content):
         values = {key: tf.Variable(value) for key, value in content.items()}
         return tf.train.Checkpoint(**values).save(str(tmp_path / name))
@@ -208,7 +208,7 @@ def test_full_disk_leaves_nothing(tmp_path):
     assert listing(tmp_path) == before
 
 
-def test_without_tensorflow_it_says_what_to_install(tmp_path, monkeypatch):
+def test_missing_tensorflow_is_reported_with_the_remedy(tmp_path, monkeypatch):
     prefix = saved(tmp_path, 0)[0]
     monkeypatch.setitem(sys.modules, "tensorflow", None)
     with pytest.raises(AverageError, match=r"c0-1: .*TensorFlow.*pip install tensorflow"):
@@ -232,7 +232,7 @@ def test_export_of_keras_models(tmp_path):
     result = tf.saved_model.load(str(tmp_path / "mean"))
     means = [exact_mean([v.numpy() for v in vs]) for vs in zip(*(m.weights for m in models), strict=True)]
     by_name = {w.path: mean for w, mean in zip(models[0].weights, means, strict=True)}
-    # Keras lists them twice, and the second time in any order.
+    # Keras lists variables twice; the order of the second list varies.
     assert {v.name.split(":")[0] for v in result.variables} > set(by_name)
     assert {v.name.split(":")[0] for v in result._all_variables} == set(by_name)
     for variable in [*result.variables, *result._all_variables]:
@@ -249,7 +249,7 @@ def test_export_of_keras_models(tmp_path):
 
 
 class Scale(tf.Module):
-    """With an asset, and a random number generator."""
+    """Module with an asset and a random number generator."""
 
     def __init__(self, seed, vocabulary):
         super().__init__()
@@ -285,7 +285,7 @@ def test_saved_model_of_a_module(tmp_path):
         ({"units": 7}, r"b/variables/variables: \S+: expected the shape|b: \S+: expected the shape"),
     ],
 )
-def test_saved_models_of_different_architectures(tmp_path, options, message):
+def test_saved_models_of_different_architectures_are_refused(tmp_path, options, message):
     exported(tmp_path / "a", 0)
     exported(tmp_path / "b", 1, **options)
     before = listing(tmp_path)
@@ -308,7 +308,7 @@ def test_damaged_saved_model_is_refused(tmp_path, name):
     assert listing(tmp_path) == before
 
 
-def test_saved_model_without_variables(tmp_path):
+def test_saved_model_without_variables_is_refused(tmp_path):
     tf.saved_model.save(tf.Module(), str(tmp_path / "m"))
     shutil.rmtree(tmp_path / "m" / "variables")
     with pytest.raises(AverageError, match=r"m: .*variables\.index: is missing"):

@@ -1,4 +1,4 @@
-"""PyTorch files made by hand, for what torch.save does not write."""
+"""PyTorch files made by hand, with content that torch.save does not write."""
 
 import io
 import pickle
@@ -6,7 +6,7 @@ import zipfile
 
 
 def archive(path, pickled, storages=None, byteorder=b"little", compress=zipfile.ZIP_STORED):
-    """A PyTorch file with a pickle of one's own."""
+    """Write a PyTorch file with the given pickle; return its path."""
     with zipfile.ZipFile(path, "w", compress) as file:
         file.writestr("a/data.pkl", pickled)
         file.writestr("a/byteorder", byteorder)
@@ -16,7 +16,7 @@ def archive(path, pickled, storages=None, byteorder=b"little", compress=zipfile.
 
 
 class Calls:
-    """Pickles as a call of something."""
+    """Object whose pickle is a call of a function."""
 
     def __init__(self, function, *args):
         self.call = function, args
@@ -26,7 +26,7 @@ class Calls:
 
 
 class Name:
-    """Pickles as a name of PyTorch's."""
+    """Object whose pickle is a name in a module."""
 
     def __init__(self, module, name):
         self.module, self.name = module, name
@@ -36,7 +36,7 @@ class Name:
 
 
 class Pickler(pickle._Pickler):
-    """Writes names of modules that need not be installed, and references to storages."""
+    """Pickler for names in modules that need not be installed, and for references to storages."""
 
     def save_global(self, obj, name=None):
         if isinstance(obj, Name):
