@@ -142,7 +142,7 @@ def test_slurm_of_a_site(slurm, doctor):
         "name": "batch system",
         "status": "warning",
         "value": "Slurm of unknown version: srun, scontrol, sinfo, squeue, scancel; without sbatch",
-        "remedy": "these belong to it and are not on PATH; a module may bring them",
+        "remedy": "these commands of the batch system are not on PATH; loading a module may add them",
     }
     assert found["default partition"]["value"] == "day, time limit 1:00:00, 4 nodes"
     assert found["srun --mpi"]["value"] == "pmix, none, pmi2; none by default"
@@ -153,7 +153,7 @@ def test_no_default_partition_says_how_to_name_one(slurm, doctor):
     slurm.srun(*echo(GOOD))
     slurm.put("sinfo", *echo(["day|1:00:00|4"]))
     assert doctor()[1]["default partition"]["status"] == "warning"
-    assert doctor("--partition", "day")[1]["default partition"]["value"] == "none; day is asked for"
+    assert doctor("--partition", "day")[1]["default partition"]["value"] == "none; day is requested"
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_singletons_of_srun_are_a_problem(slurm, doctor):
     assert code == 1
     assert check["status"] == "problem"
     assert check["value"] == "2 tasks, each 'rank 0 of 1', on n1, n2; Open MPI 5.0.8"
-    assert check["remedy"].startswith("srun --mpi=pmix (this MPI may speak it); or start the ranks with mpirun")
+    assert check["remedy"].startswith("srun --mpi=pmix (this MPI may support it); or start the ranks with mpirun")
     assert "--no-binary mpi4py" in check["remedy"]
 
 
@@ -281,7 +281,7 @@ def test_batch_timeout_is_a_time(text):
 @pytest.mark.parametrize(
     ("said", "remedy"),
     [
-        ("slurmstepd: error: execve(): /home/me/python: No such file or directory", "file system they share"),
+        ("slurmstepd: error: execve(): /home/me/python: No such file or directory", "file system that they share"),
         (
             "srun: error: Unable to allocate resources: Invalid account or account/partition combination",
             "--account NAME",
@@ -305,7 +305,7 @@ def test_mpi4py_without_a_library_on_the_nodes(slurm, doctor):
     told = json.dumps({"host": "n1", "rank": None, "size": None, "library": "", "failure": failure})
     slurm.srun(*echo([f"HVDX {told}"] * 2))
     check = doctor()[1]["srun --mpi=pmix"]
-    assert check["value"] == f"mpi4py does not come up on n1: {failure}"
+    assert check["value"] == f"mpi4py cannot be imported on n1: {failure}"
     assert "load its module in the job" in check["remedy"]
 
 
@@ -490,7 +490,7 @@ def test_job_that_cannot_be_cancelled_is_named(slurm, doctor):
     slurm.put("scancel", "exit 1")
     slurm.srun(*FOREVER)
     value = doctor("--batch-timeout", "1")[1]["srun --mpi=pmix"]["value"]
-    assert "still to be cancelled by you: scancel --name=hvdx-" in value
+    assert "could not be cancelled, do: scancel --name=hvdx-" in value
 
 
 def test_pbs_job_is_cancelled_by_its_id(pbs, doctor):

@@ -434,7 +434,7 @@ def test_refused_requeue_is_told(system, script, place):
     job = Job(place, system, script(system, command=training(place, "end", "75")), STAND_IN_CODE="1")
     assert job.end() == 75
     assert "invalid account" in job.out
-    assert "to go on" in job.out
+    assert "submit it again to resume" in job.out
 
 
 def test_pbs_has_a_clock(script, place):
@@ -463,7 +463,8 @@ def test_signals_do_not_change_the_code(system, code, script, place):
 def test_signal_before_the_launcher_is_not_lost(system, script, place):
     """It may find a launcher that does not listen yet, and end it; but the job does not run on into its limit."""
     text = script(system, "--env-setup", "export PREPARED=1", command=training(place, "save"))
-    text = text.replace("\n# In the background", "\nkill -USR1 $$\n# In the background", 1)
+    line = "\n# The launcher runs in the background"
+    text = text.replace(line, f"\nkill -USR1 $${line}", 1)
     begin = time.monotonic()
     assert Job(place, system, text).end() == 75
     assert time.monotonic() - begin < 15

@@ -1,4 +1,4 @@
-"""SIGTERM as an exception, so that a command cleans up before it ends."""
+"""SIGTERM as an exception, so that a command can clean up before it ends."""
 
 import signal
 from collections.abc import Iterator
@@ -10,15 +10,15 @@ TERMINATED = 128 + signal.SIGTERM
 
 
 class TerminatedError(BaseException):
-    """SIGTERM came. No Exception, so that nothing takes it for a damaged file."""
+    """Raised when SIGTERM arrives. Not an Exception, so that `except Exception` does not catch it."""
 
 
 @contextmanager
 def sigterm_raises() -> Iterator[list[int]]:
-    """Raise TerminatedError in the block when SIGTERM comes; ignore further ones until the block has ended.
+    """Raise TerminatedError in the block when SIGTERM arrives; ignore further SIGTERMs until the block has ended.
 
     Yields:
-        The signals that came: a library inside the block may turn the exception into one of its own.
+        A list that holds the signal after it arrived, since a library inside the block may replace the exception.
 
     Example:
         >>> with sigterm_raises() as came:
