@@ -211,7 +211,7 @@ def _submit(system: str, text: str, path: Path | None) -> str:
     except FileNotFoundError:
         raise ConfigError(
             f"job: --submit: expected {command[0]} on PATH, found none. "
-            "Do: run this on a login node of the cluster, or leave out --submit and copy the script there."
+            "Do: run it on a login node of the cluster, or leave out --submit and copy the script there."
         ) from None
     except subprocess.TimeoutExpired:
         raise ConfigError(

@@ -30,7 +30,7 @@ export OMP_NUM_THREADS=@{threads}
 @{before_launch}
 
 # The launcher runs in the background, because bash runs no trap while it waits for a command in the foreground.
-# `timeout` is the timer: it sends USR1 before the time limit, passes on USR1 from this shell, and ends with mpirun's code.
+# `timeout` is the timer: it sends USR1 before the time limit, passes on USR1 from this shell, returns mpirun's code.
 timer=$((walltime - save_before - SECONDS)) # SECONDS: run time of this shell so far
 timeout --foreground --preserve-status --signal=USR1 "$((timer > 0 ? timer : 1))" \
     mpirun -n @{tasks} @{hostfile_option} "$PBS_NODEFILE" \
