@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-# Some variants do not communicate, which hvdx would otherwise report as an error.
+# Turns off hvdx's warning about the variants that do not communicate.
 os.environ.setdefault("HVDX_ALLOW_SEPARATE", "1")
 
 import keras
