@@ -76,13 +76,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Report, average, or both. Return 0, or 143 after SIGTERM."""
-    came: list[int] = []
+    received: list[int] = []
     try:
-        with sigterm_raises() as came:
+        with sigterm_raises() as received:
             return _run(args)
     except (TerminatedError, HvdxError):
         # A library in between may have turned TerminatedError into an error of its own.
-        if not came:
+        if not received:
             raise
     print("hvdx: terminated", file=sys.stderr)
     return TERMINATED

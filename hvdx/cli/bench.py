@@ -25,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the benchmarks. Each benchmark declares its own options in `run`."""
     listed = "\n".join(f"  {name:<9} {summary}" for name, summary in _SUMMARIES.items())
     parser.usage = "hvdx bench {wire,kernels} [options]"
-    parser.epilog = f"benchmarks:\n{listed}\n\n`hvdx bench wire --help` lists the options of one.\n\n{parser.epilog}"
+    parser.epilog = (
+        f"benchmarks:\n{listed}\n\n`hvdx bench wire --help` shows the options of one benchmark.\n\n{parser.epilog}"
+    )
     parser.add_argument("benchmark", choices=list(BENCHMARKS), help="the benchmark to run")
     parser.add_argument("options", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
     defaults = Request()
-    batch = parser.add_argument_group("the batch system of a cluster, with --batch")
+    batch = parser.add_argument_group("check of a cluster's batch system")
     batch.add_argument(
         "--batch", action="store_true", help="check the batch system instead of this machine; submits short jobs"
     )

@@ -17,8 +17,8 @@ HELP = "write the script of a batch job: Slurm, PBS, LSF, or plain hosts"
 EXAMPLE = "hvdx job slurm --nodes 4 --gpus-per-node 4 --time 12:00:00 -- python train.py"
 DETAILS = """\
 The script is short, has comments, and is yours to keep and edit. It is printed; -o writes it to a file, --submit
-submits it to the batch system. Shortly before its time limit, the job saves a checkpoint and goes back into the queue.
-When it runs again, it resumes from that checkpoint.
+submits it to the batch system. Shortly before its time limit, the job gets a signal to save. With the callback
+hvdx.keras.Checkpoint, training then saves, the job goes back into the queue, and training resumes when it runs again.
 
 systems:
   slurm        sbatch; ranks by srun, or mpirun             pbs       PBS Professional, OpenPBS; ranks by mpirun
@@ -109,7 +109,7 @@ def _add_queue(parser: argparse.ArgumentParser, system: str) -> None:
         "--signal",
         type=int,
         metavar="SECONDS",
-        help=f"time before the limit at which training is told to save (default: {DEFAULTS['signal']})",
+        help=f"time before the limit at which training gets the signal to save (default: {DEFAULTS['signal']})",
     )
     add(
         "--max-restarts",

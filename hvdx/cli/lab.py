@@ -32,7 +32,7 @@ files, cores and memory bandwidth, and cannot reach the internet. When the comma
 its processes and interfaces end with it. See also docs/lab.md.
 
   hvdx lab --check --bandwidth 1gbit            measure latency and bandwidth of a link
-  hvdx lab -n 8 --bandwidth none -- python ...  links as fast as the machine allows, still with counters
+  hvdx lab -n 8 --bandwidth none -- python ...  no limit of the bandwidth, with the same counters
 
 """
 
@@ -60,9 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--latency", type=float, default=0.0, metavar="MS", help="added latency between hosts, one way; needs netem")
     add("--threads", type=int, default=1, metavar="K", help="compute threads of each rank (default: 1)")
-    add(
-        "--timeout", type=float, metavar="SECONDS", help=f"time limit of the job; it ends with exit code {_OUT_OF_TIME}"
-    )
+    add("--timeout", type=float, metavar="SECONDS", help=f"time limit of the job; exit code {_OUT_OF_TIME}")
     add("--json", type=Path, metavar="FILE", help="also write the table to FILE")
     add("--check", action="store_true", help="measure latency and bandwidth between two hosts; takes no COMMAND")
     add("program", nargs=argparse.REMAINDER, metavar="COMMAND", help="command of every rank")

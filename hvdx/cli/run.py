@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvdx.cli.common.mpi_tools import HANDED_ON, HANDED_ON_PREFIXES, Mpi, find_mpi, mpirun_command
+from hvdx.cli.common.mpi_tools import EXPORTED, EXPORTED_PREFIXES, Mpi, find_mpi, mpirun_command
 from hvdx.cli.common.processes import program_of, search_path
 from hvdx.errors import LaunchError
 
@@ -91,8 +91,8 @@ def _host_options(mpi: Mpi, hosts: dict[str, int]) -> list[str]:
     listed = ",".join(f"{host}:{count}" for host, count in hosts.items())
     if mpi.launcher_vendor != "Open MPI":
         return ["-hosts", listed]
-    handed_on = sorted(name for name in os.environ if name in HANDED_ON or name.startswith(HANDED_ON_PREFIXES))
-    return ["--host", listed, *(word for name in handed_on for word in ("-x", name))]
+    exported = sorted(name for name in os.environ if name in EXPORTED or name.startswith(EXPORTED_PREFIXES))
+    return ["--host", listed, *(word for name in exported for word in ("-x", name))]
 
 
 def _found(words: Sequence[str]) -> list[str]:

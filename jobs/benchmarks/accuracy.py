@@ -175,7 +175,7 @@ def host_step(network: Any, strategy: Any, workers: int) -> tuple[Callable[..., 
     pool = ThreadPoolExecutor(workers)
     exchanges = list(pool.map(lambda c: strategy.open(c, specs, momentum_of(own[0])), virtual_world(workers)))
 
-    def wanted(optimizer: Any) -> Callable[[list[Any]], list[Any]]:
+    def make_update(optimizer: Any) -> Callable[[list[Any]], list[Any]]:
         @tf.function
         def update(given: list[Any]) -> list[Any]:
             def step() -> None:
@@ -187,7 +187,7 @@ def host_step(network: Any, strategy: Any, workers: int) -> tuple[Callable[..., 
 
         return update
 
-    updates = [wanted(optimizer) for optimizer in own]
+    updates = [make_update(optimizer) for optimizer in own]
     rank_local = strategy.placement == "update"
 
     def step(batches: Sequence[Any]) -> None:

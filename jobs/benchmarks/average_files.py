@@ -86,7 +86,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
                 seconds.append(_read(paths, how))
             runs.append(_averaged(paths, out))
             print(f"{name}: round {number + 1}: {runs[-1]['seconds']:.2f} s, read whole in {reads['whole'][-1]:.2f} s")
-        _forget(paths)
+        _drop_from_cache(paths)
         cold_read = _read(paths, "whole")
         cold = _averaged(paths, out, cold=True)
     seconds, plain = median(run["seconds"] for run in runs), median(reads["whole"])
@@ -133,7 +133,7 @@ def average_once(paths: Sequence[Path], cold: bool) -> dict[str, float]:
 
     os.fsync = timed
     if cold:
-        _forget(paths[:-1])
+        _drop_from_cache(paths[:-1])
     before = harness.memory("VmRSS")
     begin = time.perf_counter()
     average(paths[:-1], paths[-1])
@@ -241,7 +241,7 @@ def _averaged(paths: Sequence[Path], out: Path, cold: bool = False) -> dict[str,
             piece.unlink(missing_ok=True)
 
 
-def _forget(paths: Sequence[Path]) -> None:
+def _drop_from_cache(paths: Sequence[Path]) -> None:
     """Drop the files from the page cache, so that the next read comes from the disk."""
     for piece in (piece for path in paths for piece in _pieces(path)):
         handle = os.open(piece, os.O_RDONLY)

@@ -51,14 +51,18 @@ def main(argv: list[str] | None = None) -> int:
         dense, row = train(name, hvdx.AllReduce(), options)
         rows.append({"optimizer": name, "way": "gradients", "from_dense": 0.0} | row)
         weights, row = train(name, hvdx.AllReduce(gradient_predivide_factor=3.0), options)
-        rows.append({"optimizer": name, "way": "gradients, rounded otherwise", "from_dense": far(weights, dense)} | row)
+        rows.append(
+            {"optimizer": name, "way": "gradients, rounded otherwise", "from_dense": relative_distance(weights, dense)}
+            | row
+        )
         for period in options.periods:
             for state in (True, False) if name != "sgd" else (True,):
                 way = hvdx.ParameterAveraging(period, average_optimizer=state)
                 weights, row = train(name, way, options)
                 kept = "" if name == "sgd" else ", averaged state" if state else ", own state"
                 rows.append(
-                    {"optimizer": name, "way": f"every {period}{kept}", "from_dense": far(weights, dense)} | row
+                    {"optimizer": name, "way": f"every {period}{kept}", "from_dense": relative_distance(weights, dense)}
+                    | row
                 )
                 if hvdx.rank() == 0:
                     print(rows[-1], file=sys.stderr, flush=True)
@@ -93,7 +97,7 @@ def train(optimizer: str, strategy: Any, options: argparse.Namespace) -> tuple[l
     return model.get_weights(), {"accuracy": 100 * history["val_accuracy"][-1], "apart": float(apart)}
 
 
-def far(weights: list[Any], others: list[Any]) -> float:
+def relative_distance(weights: list[Any], others: list[Any]) -> float:
     """Return the 2-norm of the difference, divided by the norm of `others`."""
     difference = sum(np.sum(np.square(a - b, dtype=np.float64)) for a, b in zip(weights, others, strict=True))
     return float(np.sqrt(difference / sum(np.sum(np.square(b, dtype=np.float64)) for b in others)))

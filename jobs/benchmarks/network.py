@@ -74,7 +74,7 @@ def compare(options: argparse.Namespace) -> int:
         # The fastest network first, since it gives the number of steps that a strategy needs.
         for bandwidth in sorted(options.bandwidth, key=harness.bits, reverse=True):
             for name, spelling in chosen.items():
-                row = one(name, spelling, hosts, bandwidth, learnt, options)
+                row = run_strategy(name, spelling, hosts, bandwidth, learnt, options)
                 rows.append(row)
                 print(line(row), flush=True)
             show([r for r in rows if (r["hosts"], r["bandwidth"]) == (hosts, bandwidth)], options)
@@ -82,7 +82,7 @@ def compare(options: argparse.Namespace) -> int:
     return 0
 
 
-def one(
+def run_strategy(
     name: str, spelling: str, hosts: int, bandwidth: str, learnt: dict[str, int], options: argparse.Namespace
 ) -> dict[str, Any]:
     """Run one strategy on one network: in full, or, if that would take too long, for some steps."""

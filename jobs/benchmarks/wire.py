@@ -117,16 +117,16 @@ def measure_recorded(path: str) -> dict:
             total = np.zeros(sum(sizes), np.float32)
             total[np.cumsum(saved[f"gaps{i}"], dtype=np.int64)] = saved[f"values{i}"]
             layers, tau = np.split(total, np.cumsum(sizes)[:-1]), float(saved[f"tau{i}"])
-            everything.append({"density": density} | against_entropy(layers, tau))
+            everything.append({"density": density} | compare_with_entropy(layers, tau))
             if density == LAYERS_AT:
                 by_layer = [
-                    {"layer": name, "elements": layer.size} | against_entropy([layer], tau)
+                    {"layer": name, "elements": layer.size} | compare_with_entropy([layer], tau)
                     for name, layer in zip(names, layers, strict=True)
                 ]
     return {"what": what, "elements": sum(sizes), "all": everything, "layers": by_layer}
 
 
-def against_entropy(update: list[np.ndarray], tau: float) -> dict[str, float]:
+def compare_with_entropy(update: list[np.ndarray], tau: float) -> dict[str, float]:
     """Return the entries, the share of entries of at least 2 tau, and bits per entry compared with the entropy."""
     size = np.abs(np.concatenate(update))
     entries = int((size >= tau).sum())

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from hvdx.cli import run as command
-from hvdx.cli.common.mpi_tools import HANDED_ON, HANDED_ON_PREFIXES, Mpi
+from hvdx.cli.common.mpi_tools import EXPORTED, EXPORTED_PREFIXES, Mpi
 from hvdx.cli.main import main
 
 OPEN_MPI = Mpi("Open MPI", "5.0.11", mpirun="/opt/mpirun", launcher_vendor="Open MPI")
@@ -37,8 +37,8 @@ def test_one_machine(dry):
 
 
 def test_hosts_and_exported_variables(dry, monkeypatch):
-    for name in (*os.environ, *HANDED_ON):
-        if name != "PATH" and (name in HANDED_ON or name.startswith(HANDED_ON_PREFIXES)):
+    for name in (*os.environ, *EXPORTED):
+        if name != "PATH" and (name in EXPORTED or name.startswith(EXPORTED_PREFIXES)):
             monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HVDX_STRATEGY", "threshold")
     words = dry(OPEN_MPI, "--hosts", "a:2,b", sys.executable)

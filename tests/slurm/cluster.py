@@ -65,9 +65,9 @@ SlurmdTimeout=300
 PartitionName=main Nodes={names} Default=YES DefaultTime=10 MaxTime=60 State=UP
 """
 
-# Each node has its own host name and shared memory: otherwise Open MPI would treat ranks on two nodes as ranks on one
-# host, and they would overwrite each other's shared memory. It also has its own processes, so that a test can kill the
-# whole node. Files and network are those of the machine.
+# Each node has its own host name and shared memory. Otherwise Open MPI would assume that ranks of two nodes are on one
+# host, and they would overwrite each other's shared memory. Each node also has its own processes, so that a test can
+# kill a whole node. Files and network are those of the machine.
 _NAMESPACES = ("unshare", "--mount", "--uts", "--pid", "--mount-proc", "--fork", "--kill-child")
 _NODE = """\
 mount -t tmpfs tmpfs /dev/shm
@@ -341,7 +341,7 @@ def obstacle() -> str | None:
     if sys.platform != "linux":
         return f"Slurm: expected Linux, got {sys.platform}"
     if os.geteuid() != 0:
-        return "Slurm: expected root, who can start its daemons, got another user"
+        return "Slurm: expected root, which its daemons require, got another user"
     path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
     missing = [program for program in _PROGRAMS if shutil.which(program, path=path) is None]
     if missing:

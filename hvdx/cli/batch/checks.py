@@ -96,10 +96,10 @@ def ways(attempts: list[Attempt], request: Request, site: SlurmSite, mpi: Mpi) -
     works = next((check.name for check in found if check.status == "ok"), None)
     if works is None:
         return found
-    return [check if check.status == "ok" else _beside_another(check, works, request) for check in found]
+    return [check if check.status == "ok" else _beside_working_way(check, works, request) for check in found]
 
 
-def _beside_another(check: Check, works: str, request: Request) -> Check:
+def _beside_working_way(check: Check, works: str, request: Request) -> Check:
     chosen = request.mpi and check.name.startswith("srun")
     remedy = f"{works} works: use that. Otherwise: {check.remedy}"
     return Check(check.name, "problem" if chosen else "warning", check.value, remedy)
@@ -119,12 +119,12 @@ def way(attempt: Attempt, request: Request, site: SlurmSite, mpi: Mpi) -> Check:
     if len(tasks) > 1 and all(task.size == 1 for task in tasks):
         hosts = ", ".join(dict.fromkeys(task.host for task in tasks))
         value = f"{len(tasks)} tasks, each 'rank 0 of 1', on {hosts}; {libraries}"
-        return Check(attempt.way, "problem", value, _against_singletons(attempt, site, libraries, mpi))
+        return Check(attempt.way, "problem", value, _singletons_remedy(attempt, site, libraries, mpi))
     if [(task.rank, task.size) for task in tasks] == [(0, 2), (1, 2)] and not attempt.failure:
         seen = ", ".join(f"rank {task.rank} of {task.size} on {task.host}" for task in tasks)
         if len({task.host for task in tasks}) < request.nodes:
             value = f"expected tasks on {request.nodes} hosts, got {seen}; {libraries}"
-            return Check(attempt.way, "problem", value, _against_too_few_hosts(attempt, mpi))
+            return Check(attempt.way, "problem", value, _too_few_hosts_remedy(attempt, mpi))
         return Check(attempt.way, "ok", f"{seen}; {libraries}")
     return _failed(attempt, request, site)
 
@@ -142,7 +142,7 @@ def _over_time(attempt: Attempt, request: Request) -> Check:
     return Check(attempt.way, "problem", value + left, remedy)
 
 
-def _against_singletons(attempt: Attempt, site: SlurmSite, libraries: str, mpi: Mpi) -> str:
+def _singletons_remedy(attempt: Attempt, site: SlurmSite, libraries: str, mpi: Mpi) -> str:
     """Return the remedy for ranks that did not connect, because the launcher does not fit the MPI library."""
     steps = []
     if attempt.way.startswith("srun"):
@@ -159,7 +159,7 @@ def _against_singletons(attempt: Attempt, site: SlurmSite, libraries: str, mpi: 
     return "; or ".join([*steps, _REBUILD_MPI4PY])
 
 
-def _against_too_few_hosts(attempt: Attempt, mpi: Mpi) -> str:
+def _too_few_hosts_remedy(attempt: Attempt, mpi: Mpi) -> str:
     """Return the remedy for two connected tasks that ran on one host of two."""
     if "mpirun" in attempt.way:
         step = f"{mpi.mpirun} leaves a host of the job idle: load an MPI that was built for this site's batch system"

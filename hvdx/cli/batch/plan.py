@@ -46,7 +46,7 @@ class Plan:
         cpus_per_task: cores for each rank; None leaves the choice to the system.
         threads: value of OMP_NUM_THREADS; None leaves the choice to hvdx.
         seconds: time limit; 0 for none.
-        signal: seconds before the time limit at which training is told to save.
+        signal: seconds before the time limit at which training gets the signal to save.
         max_restarts: number of times that the job may go back into the queue.
         account, queue, output, array, strategy, hosts: options of the same names (`queue` is Slurm's partition), or
             None.

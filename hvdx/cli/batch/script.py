@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 
 from hvdx.cli.batch.plan import BATCH, Plan
 from hvdx.cli.batch.template import Value, fill, shell_words, template
-from hvdx.cli.common.mpi_tools import HANDED_ON, HANDED_ON_PREFIXES
+from hvdx.cli.common.mpi_tools import EXPORTED, EXPORTED_PREFIXES
 from hvdx.errors import ConfigError
 
 _PARTS = ("before_launch", "after_launch")
@@ -58,8 +58,8 @@ def _mpi_options(plan: Plan) -> str:
 def _exports(plan: Plan) -> tuple[str, ...]:
     """Return the lines that collect the -x options, only for variables that are set: Open MPI warns about others."""
     # Without --threads, OMP_NUM_THREADS may be set by the batch system, to a number that does not fit.
-    names = " ".join(name for name in HANDED_ON if plan.threads is not None or name != "OMP_NUM_THREADS")
-    prefixes = " ".join(f'"${{!{prefix}@}}"' for prefix in HANDED_ON_PREFIXES)
+    names = " ".join(name for name in EXPORTED if plan.threads is not None or name != "OMP_NUM_THREADS")
+    prefixes = " ".join(f'"${{!{prefix}@}}"' for prefix in EXPORTED_PREFIXES)
     return (
         "# Variables that mpirun passes on to other hosts. Add the names of variables that you export above.",
         "exports=()",

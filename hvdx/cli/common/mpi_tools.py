@@ -24,8 +24,8 @@ _SIGNATURES = (
 
 #: Names and prefixes of the variables that ranks on other hosts receive. Open MPI's mpirun passes only variables that
 #: -x names; the other vendors pass all.
-HANDED_ON = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
-HANDED_ON_PREFIXES = ("HVDX_", "TF_")
+EXPORTED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
+EXPORTED_PREFIXES = ("HVDX_", "TF_")
 
 
 @dataclass(frozen=True)

@@ -21,20 +21,20 @@ def sigterm_raises() -> Iterator[list[int]]:
         A list that holds the signal after it arrived, since a library inside the block may replace the exception.
 
     Example:
-        >>> with sigterm_raises() as came:
+        >>> with sigterm_raises() as received:
         ...     pass
-        >>> came
+        >>> received
         []
     """
-    came: list[int] = []
+    received: list[int] = []
 
     def terminate(number: int, _: object) -> NoReturn:
         signal.signal(number, signal.SIG_IGN)
-        came.append(number)
+        received.append(number)
         raise TerminatedError
 
     before = signal.signal(signal.SIGTERM, terminate)
     try:
-        yield came
+        yield received
     finally:
         signal.signal(signal.SIGTERM, before)

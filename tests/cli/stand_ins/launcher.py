@@ -24,10 +24,10 @@ def main(name, words):
     ranks = int(options.get("-n", options.get("-np", options.get("--nrs", [os.environ.get("SLURM_NTASKS", "0")])))[0])
     hosts = [Path(f).read_text() for o in ("--hostfile", "-f") for f in options.get(o, [])]
     record = {"name": name, "words": words, "options": options, "ranks": ranks, "hosts": hosts, "program": rest}
-    children, came = [], []
+    children, received = [], []
 
     def pass_on(number, frame):
-        came.append(number)
+        received.append(number)
         for child in children:
             child.send_signal(number)
 
@@ -40,7 +40,7 @@ def main(name, words):
     codes = [child.wait() for child in children]
     # Python restores default handlers before it exits, but an ignored signal stays ignored.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    record |= {"codes": codes, "signals": len(came)}
+    record |= {"codes": codes, "signals": len(received)}
     with open(os.environ["STAND_IN_RECORD"], "a") as file:
         file.write(json.dumps(record) + "\n")
     return max(128 - code if code < 0 else code for code in codes)
