@@ -119,7 +119,7 @@ def print_survey(found: needs.Survey) -> None:
 
 
 def _variables(env: dict[str, str], settings: dict[str, str], gpu: str | None, gloo: bool) -> dict[str, str]:
-    """Return the build's environment variables, without Horovod's build options from the user's shell."""
+    """Return the build's environment variables, without settings of the user's shell that choose what is built."""
     stale = ("HOROVOD_WITH_", "HOROVOD_WITHOUT_", "HOROVOD_GPU_")
     kept = {name: value for name, value in env.items() if not name.startswith(stale)}
     # The build imports TensorFlow, possibly on a login node without a GPU.

@@ -14,12 +14,9 @@ while [ -n "$signalled" ] && [ "$code" -gt 128 ]; do
 done
 trap '' USR1 @{ends} # the launcher has ended; this shell must still report the result
 
-# Set `why` to the reason for a requeue:
-# - Code 75: training saved a checkpoint, and asks for a requeue.
-# - An end by a signal after USR1: a rank did not listen yet, or did not end in time. (MPICH's mpirun returns the number
-#   of the signal, 9 to 15, or a mixture.)
-# - A host that does not answer: its ranks are lost, which @{system} may take minutes to notice.
-# All other codes are the result of the job.
+# Reasons for a requeue. Code 75: training saved, and asks for it. An end by a signal after USR1: a rank did not listen
+# yet, or did not end in time (MPICH's mpirun returns the signal's number, 9 to 15, or a mixture). A host that does not
+# answer: its ranks are lost, which @{system} may take minutes to notice. All other codes are the job's result.
 ask() { timeout 60 @{on_host}"$1" true >/dev/null 2>&1; }
 why='' hosts=''
 if [ "$code" -eq 75 ]; then

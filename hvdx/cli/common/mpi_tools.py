@@ -173,7 +173,7 @@ def _launcher_version(mpirun: str) -> tuple[str, str]:
 def _library_version(mpicc: str) -> tuple[str, str]:
     """Ask the compiler wrapper, then the information tool beside it, for vendor and version.
 
-    Not with --version, which MPICH's wrapper passes to the compiler.
+    No single option works for all wrappers: MPICH's passes --version on to the compiler, and Open MPI's passes -v on.
     """
     beside = Path(mpicc).parent
     questions = (
