@@ -225,7 +225,7 @@ def _array(text: str | None, system: str) -> str | None:
 
 
 def _name(name: str | None, command: Sequence[str]) -> str:
-    """Return the given name, or 15 characters (the limit of older PBS) of the name of the script in the command."""
+    """Return the given name, or the first 15 characters (the limit of older PBS) of the name of the script."""
     if name is not None:
         return plain_word("--name", name)
     script = next((word for word in command if word.endswith((".py", ".sh"))), command[0])
