@@ -139,12 +139,7 @@ class Cluster:
         return done.out
 
     def sbatch(self, script: Path, *options: str) -> int:
-        """Submit a script and return the job's id.
-
-        Args:
-            script: the batch script.
-            options: options of sbatch, such as "-N2" or "--signal=B:USR1@30".
-        """
+        """Submit a script with options of sbatch, such as "-N2" or "--signal=B:USR1@30"; return the job's id."""
         answer = self.ask("sbatch", "--parsable", *options, str(script))
         return int(answer.split(";")[0])
 
@@ -197,11 +192,7 @@ class Cluster:
         self.ask("scontrol", "update", f"NodeName={name}", "State=DOWN", "Reason=test")
 
     def node_resume(self, name: str, timeout: float = 30) -> None:
-        """Restart a lost node, and wait until Slurm can allocate it again.
-
-        Args:
-            name: name of the node.
-            timeout: seconds for each of the two waits.
+        """Start a lost node again, and wait until Slurm can allocate it; `timeout` seconds apply to each of two waits.
 
         Raises:
             ClusterError: if a wait takes longer.

@@ -135,10 +135,7 @@ def make_plan(args: argparse.Namespace, site: Mapping[str, Any], words: Sequence
 
 
 def parse_time(text: str) -> int:
-    """Return the seconds of a time limit.
-
-    Args:
-        text: HH:MM:SS or DAYS-HH:MM:SS.
+    """Return the seconds of a time limit HH:MM:SS or DAYS-HH:MM:SS.
 
     Raises:
         ConfigError: if the text has neither form, or the time is zero.

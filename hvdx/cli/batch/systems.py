@@ -89,11 +89,7 @@ def find_batch_system() -> BatchSystem | None:
 
 
 def job_of(name: str, environ: Mapping[str, str] | None = None) -> str:
-    """Return the id of the job that this process runs in; "" outside of a job.
-
-    Args:
-        name: name of the batch system.
-        environ: environment variables; by default those of this process.
+    """Return the id of the job of batch system `name` that this process runs in; "" outside of a job.
 
     Example:
         >>> job_of("Slurm", {"SLURM_JOB_ID": "7"})
@@ -103,11 +99,7 @@ def job_of(name: str, environ: Mapping[str, str] | None = None) -> str:
 
 
 def hosts_of_job(name: str, environ: Mapping[str, str] | None = None) -> int:
-    """Return the number of hosts of the job that this process runs in; 1 if unknown.
-
-    Args:
-        name: name of the batch system.
-        environ: environment variables; by default those of this process.
+    """Return the number of hosts of the job of batch system `name` that this process runs in; 1 if unknown.
 
     Example:
         >>> hosts_of_job("Slurm", {"SLURM_JOB_NUM_NODES": "4"})

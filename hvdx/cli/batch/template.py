@@ -25,10 +25,7 @@ class Script(string.Template):
 
 
 def template(name: str) -> str:
-    """Return the text of a template of hvdx.
-
-    Args:
-        name: file name of the template.
+    """Return the text of the template with this file name.
 
     Example:
         >>> template("slurm.sh").splitlines()[0]
@@ -74,10 +71,7 @@ def _filled(line: str, values: Mapping[str, Value]) -> list[str]:
 
 
 def shell_words(words: Sequence[str]) -> str:
-    """Quote words for a shell, which still expands `$NAME` and `${NAME}` in them.
-
-    Args:
-        words: a command and its arguments.
+    """Quote the words of a command for a shell, which still expands `$NAME` and `${NAME}` in them.
 
     Example:
         >>> print(shell_words(["python", "train.py", "--seed=$SLURM_ARRAY_TASK_ID", "a b", "$(date)"]))
@@ -100,11 +94,7 @@ def _escaped(text: str) -> str:
 
 
 def plain_word(what: str, text: str) -> str:
-    """Return the text if it is one word without quotes or shell characters, which a directive can hold.
-
-    Args:
-        what: name of the option, for the message.
-        text: value of the option.
+    """Return the value `text` of the option `what` if a directive can hold it: one word without shell characters.
 
     Raises:
         ConfigError: if it is not such a word.
@@ -122,11 +112,7 @@ def plain_word(what: str, text: str) -> str:
 
 
 def plain_line(what: str, text: str) -> str:
-    """Return the text if it is one line of a script.
-
-    Args:
-        what: name of the option, for the message.
-        text: the line.
+    """Return the value `text` of the option `what` if it is one line of a script.
 
     Raises:
         ConfigError: if it is empty, or more than one line.

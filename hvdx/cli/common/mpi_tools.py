@@ -147,13 +147,7 @@ def host_options(mpi: Mpi, each: int, hostfile: str = "") -> list[str]:
 
 
 def launch(n: int, program: Sequence[str], timeout: float, mpi: Mpi | None = None) -> Outcome:
-    """Run `program` on `n` ranks of this host with a time limit.
-
-    Args:
-        n: number of ranks.
-        program: command of one rank.
-        timeout: seconds.
-        mpi: the MPI tools; by default those of `find_mpi()`.
+    """Run `program`, the command of one rank, on `n` ranks of this host with a time limit of `timeout` seconds.
 
     Raises:
         LaunchError: if there is no mpirun.

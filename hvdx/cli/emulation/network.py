@@ -137,11 +137,7 @@ def parse_rate(text: str) -> int | None:
 
 
 def build(count: int, shape: Shape) -> list[Host]:
-    """Make the hosts, their links and the switch, in the namespaces of this process.
-
-    Args:
-        count: number of hosts.
-        shape: rate and delay of every link.
+    """Make `count` hosts, the switch, and links of this `shape`, in the namespaces of this process.
 
     Raises:
         LaunchError: if a step fails; the message includes the tool's error.

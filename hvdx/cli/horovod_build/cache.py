@@ -60,12 +60,7 @@ def root() -> Path:
 
 
 def get(key: Key, folder: Path) -> Path | None:
-    """Return the cached wheel for a key, or None if there is none or its digest is wrong.
-
-    Args:
-        key: settings of the build.
-        folder: folder of the cache, `root()`.
-    """
+    """Return the wheel for a key from the cache `folder`, or None if there is none or its digest is wrong."""
     metadata = _metadata(folder / key.name)
     wheel = folder / key.name / str(metadata.get("wheel", ""))
     if not wheel.is_file():
@@ -74,13 +69,7 @@ def get(key: Key, folder: Path) -> Path | None:
 
 
 def put(key: Key, wheel: Path, folder: Path) -> Path:
-    """Copy a wheel into the cache, and return its new path. The entry appears only when it is complete.
-
-    Args:
-        key: settings of the build.
-        wheel: the file.
-        folder: folder of the cache, `root()`.
-    """
+    """Copy a wheel into the cache `folder`, and return its new path. An entry appears only when complete."""
     folder.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=folder))
     try:

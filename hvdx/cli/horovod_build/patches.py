@@ -71,11 +71,7 @@ inline GpuStreamHandle AsGpuStreamValue(Stream* stream) {
 
 
 def apply(source: Path, patches: Sequence[Patch] = PATCHES) -> None:
-    """Apply patches to an unpacked source folder.
-
-    Args:
-        source: the folder that holds setup.py.
-        patches: the patches, in order.
+    """Apply patches, in order, to the unpacked source folder, which holds setup.py.
 
     Raises:
         HvdxError: if a file is missing, or does not contain the text exactly once.
