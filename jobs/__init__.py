@@ -1,1 +1,1 @@
-"""Training jobs to run and to read first; installed as `hvdx.jobs`. Benchmarks are in benchmarks/."""
+"""Example training jobs, installed as `hvdx.jobs`. Benchmarks are in benchmarks/."""

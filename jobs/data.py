@@ -1,4 +1,4 @@
-"""The data of the jobs: Fashion-MNIST from a folder, or scikit-learn's digits, which need no file."""
+"""Data sets of the jobs: Fashion-MNIST from a folder, or scikit-learn's digits, which need no file."""
 
 import gzip
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-# Debian's and Ubuntu's package dataset-fashion-mnist, and what Keras keeps after its own download.
+# Folders of the package dataset-fashion-mnist of Debian and Ubuntu, and of Keras' own download.
 _FOLDERS = (
     Path("/usr/share/datasets/fashion-mnist"),
     Path(os.environ.get("KERAS_HOME", "~/.keras")).expanduser() / "datasets" / "fashion-mnist",
@@ -20,12 +20,12 @@ _FILES = {
 
 @dataclass(frozen=True)
 class Data:
-    """Pictures and their classes.
+    """Images and their classes.
 
     Attributes:
-        name: of the data set.
-        train_x, test_x: float32[n, height, width, 1], from 0 to 1.
-        train_y, test_y: int64[n], from 0 to 9.
+        name: name of the data set.
+        train_x, test_x: images, float32[n, height, width, 1] from 0 to 1.
+        train_y, test_y: classes, int64[n] from 0 to 9.
     """
 
     name: str
@@ -40,11 +40,11 @@ def load(name: str, folder: str | None = None) -> Data:
 
     Args:
         name: "digits" or "fashion-mnist".
-        folder: where Fashion-MNIST's four .gz files are; looked for where Debian and Keras put them by default.
+        folder: folder of Fashion-MNIST's four .gz files; by default those of Debian and Keras are searched.
 
     Raises:
-        FileNotFoundError: Fashion-MNIST is not there; the message says how to get it.
-        ValueError: a file that is not what its name says.
+        FileNotFoundError: if Fashion-MNIST is missing; the message says how to get it.
+        ValueError: if a file is no IDX file, or is cut short.
 
     Example:
         >>> load("digits").train_x.shape
@@ -57,7 +57,7 @@ def _digits() -> Data:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise ImportError(f"digits: {error}. They come with scikit-learn: pip install '.[jobs]'") from None
+        raise ImportError(f"digits: {error}. The data come with scikit-learn: pip install '.[jobs]'") from None
 
     bundle = load_digits()
     order = np.random.default_rng(0).permutation(len(bundle.target))
@@ -83,7 +83,7 @@ def _fashion_mnist(folder: str | None) -> Data:
             )
     raise FileNotFoundError(
         f"Fashion-MNIST: expected {_FILES['train'][0]} and its three companions in "
-        f"{' or '.join(map(str, candidates))}. Install it (apt install dataset-fashion-mnist), name its folder with "
+        f"{' or '.join(map(str, candidates))}. Install it (apt install dataset-fashion-mnist), give its folder with "
         "--folder, or use --data digits."
     )
 

@@ -1,10 +1,10 @@
-"""Train a small network on pictures, on as many processes as you start.
+"""Train a small network on images, on one or more processes.
 
     python jobs/fashion_mnist.py                              one process
-    mpirun -n 2 python jobs/fashion_mnist.py                  two, averaging their gradients
+    mpirun -n 2 python jobs/fashion_mnist.py                  two processes that average their gradients
     HVDX_STRATEGY=all_reduce:compression=fp16 mpirun -n 2 python jobs/fashion_mnist.py --data fashion-mnist
 
-The batch size is per process: two processes with 64 take the steps of one with 128.
+The batch size is per process: a step of two processes with batch 64 uses 128 samples, like one process with batch 128.
 """
 
 import argparse
@@ -23,23 +23,23 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    what = parser.add_argument_group("what to train")
+    what = parser.add_argument_group("data and model")
     what.add_argument(
         "--data",
         choices=["digits", "fashion-mnist"],
         default="digits",
-        help="digits: 1,797 pictures of 8x8 that come with scikit-learn (default); fashion-mnist: 70,000 of 28x28",
+        help="digits: 1,797 images of 8x8 from scikit-learn (default); fashion-mnist: 70,000 images of 28x28",
     )
     what.add_argument(
         "--folder",
         metavar="DIR",
-        help="where Fashion-MNIST's four .gz files are, if not where Debian or Keras put them",
+        help="folder of Fashion-MNIST's four .gz files (default: those of Debian and Keras)",
     )
     what.add_argument(
         "--model",
         choices=["mlp", "cnn"],
         default="mlp",
-        help="a dense or a convolutional network (default: mlp)",
+        help="dense or convolutional network (default: mlp)",
     )
     what.add_argument(
         "--hidden",
@@ -48,58 +48,62 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="N",
         help="units in each of the MLP's two hidden layers (default: 128 for digits, 1024 for fashion-mnist)",
     )
-    how = parser.add_argument_group("how to train")
+    how = parser.add_argument_group("training")
     how.add_argument(
         "--strategy",
         metavar="SPEC",
-        help="how the processes combine their work, such as all_reduce:compression=fp16 "
+        help="strategy that combines the processes' work, such as all_reduce:compression=fp16 "
         "(default: $HVDX_STRATEGY, else all_reduce)",
     )
     how.add_argument("--epochs", type=int, default=3, metavar="N", help="passes over the data (default: 3)")
-    how.add_argument("--batch", type=int, default=64, metavar="N", help="samples a step on each process (default: 64)")
+    how.add_argument("--batch", type=int, default=64, metavar="N", help="samples per step and process (default: 64)")
     how.add_argument(
-        "--optimizer", choices=["sgd", "adam", "adamw"], default="sgd", help="default: sgd, with momentum 0.9"
+        "--optimizer",
+        choices=["sgd", "adam", "adamw"],
+        default="sgd",
+        help="optimiser (default: sgd, with momentum 0.9)",
     )
     how.add_argument(
         "--learning-rate",
         type=float,
         default=None,
         metavar="X",
-        help="default: 0.05 for sgd, 0.001 for the others",
+        help="learning rate (default: 0.05 for sgd, 0.001 for the others)",
     )
     how.add_argument(
         "--seed",
         type=int,
         default=0,
         metavar="N",
-        help="of weights and of the order of the data (default: 0)",
+        help="seed of the weights and of the order of the data (default: 0)",
     )
-    how.add_argument("--samples", type=int, default=None, metavar="N", help="train on the first N samples only")
-    out = parser.add_argument_group("what to keep and to show")
+    how.add_argument("--samples", type=int, default=None, metavar="N", help="train only on the first N samples")
+    out = parser.add_argument_group("output")
     out.add_argument(
         "--save",
         metavar="FILE.keras",
-        help="write the trained model; a plain Keras model, loadable without hvdx",
+        help="write the trained model as a plain Keras model, which loads without hvdx",
     )
     out.add_argument(
         "--checkpoint",
         metavar="DIR",
-        help="save here as it goes, and go on from what is there; SIGUSR1 or SIGTERM saves, and ends with code 75",
+        help="save checkpoints in DIR, and resume from the newest one there; "
+        "on SIGUSR1 or SIGTERM, save and end with code 75",
     )
     out.add_argument(
         "--every",
         default="1 epoch",
         metavar="HOW_OFTEN",
-        help='how often it saves: "2 epochs", "500 steps", "10 minutes" (default: 1 epoch)',
+        help='interval of checkpoints: "2 epochs", "500 steps", "10 minutes" (default: 1 epoch)',
     )
-    out.add_argument("--history", metavar="FILE.json", help="write loss and accuracy of each epoch")
-    out.add_argument("--digest", action="store_true", help="have every process print a digest of its final weights")
-    out.add_argument("--quiet", action="store_true", help="no progress bar")
+    out.add_argument("--history", metavar="FILE.json", help="write loss and accuracy of each epoch to FILE.json")
+    out.add_argument("--digest", action="store_true", help="print a digest of the final weights of every process")
+    out.add_argument("--quiet", action="store_true", help="show no progress bar")
     return parser.parse_args(argv)
 
 
 def build(data, model: str, hidden: int | None, optimizer: str, learning_rate: float | None):
-    """Make and compile the network."""
+    """Build and compile the network."""
     import keras
     from keras import layers
 
@@ -137,14 +141,14 @@ def build(data, model: str, hidden: int | None, optimizer: str, learning_rate: f
 
 
 def costs(counters) -> list[tuple[str, str]]:
-    """Rows about compressed updates, about averages, or about servers, where there were any."""
+    """Return rows about compressed updates, averages and servers, if there were any."""
     rows = []
     for cost in counters.telemetry:
         averages = getattr(cost, "averages", 0)
         if averages:
             rows += [
                 ("averages of the weights", f"{averages}, {1e3 * cost.exchanging / averages:.0f} ms each"),
-                ("apart before the last one", f"{100 * cost.apart:.2g} %"),
+                ("divergence before the last average", f"{100 * cost.apart:.2g} %"),
             ]
         if getattr(cost, "staleness", None):
             parts = ("computing", "encoding", "waiting", "exchanging")
@@ -173,7 +177,7 @@ def costs(counters) -> list[tuple[str, str]]:
 
 
 def summary(strategy, counters, history, seconds: float, samples: int, ranks: int) -> str:
-    """The table at the end of a run."""
+    """Return the table that is printed at the end of a run."""
     from hvdx.report.bars import bars
     from hvdx.report.table import quantity, render
 
@@ -199,7 +203,7 @@ def summary(strategy, counters, history, seconds: float, samples: int, ranks: in
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the job; see `--help`."""
+    """Run the job, and return its exit code."""
     args = arguments(argv)
     import hvdx
     from hvdx.jobs.data import load

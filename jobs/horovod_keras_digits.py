@@ -1,23 +1,23 @@
-"""A Keras script written for Horovod, run by hvdx: one import differs.
+"""Keras script for Horovod that runs under hvdx with one changed import.
 
 Horovod's own scripts begin with
 
     import horovod.tensorflow.keras as hvd
 
-Under Keras 3 such a script ends without an error and its workers never average anything. Here the line reads
+Under Keras 3, such a script ends without an error, but its workers never average their gradients. Here the line reads
 
     import hvdx.keras as hvd
 
-and everything below it is as Horovod's documentation teaches it: `init`, a GPU a process, the learning rate times the
-number of workers, `DistributedOptimizer`, the callbacks, checkpoints and output on rank 0 only. The data are
-scikit-learn's pictures of handwritten digits, which need no download (pip install scikit-learn).
+and the rest follows Horovod's documentation: `init`, one GPU per process, the learning rate times the number of
+workers, `DistributedOptimizer`, the callbacks, and checkpoints and output on rank 0 only. The data are scikit-learn's
+images of handwritten digits, which need no download (pip install scikit-learn).
 
     python jobs/horovod_keras_digits.py
     mpirun -n 2 python jobs/horovod_keras_digits.py
     horovodrun -np 2 python jobs/horovod_keras_digits.py
 
-Open MPI 5 wants `horovodrun --binding-args="--bind-to none --map-by slot" -np 2 ...`. A new script says the same in
-one line, see jobs/fashion_mnist.py.
+Open MPI 5 needs `horovodrun --binding-args="--bind-to none --map-by slot" -np 2 ...`. A new script needs only one line
+for all of this: see jobs/fashion_mnist.py.
 """
 
 import argparse
@@ -34,28 +34,28 @@ import hvdx.keras as hvd
 
 parser = argparse.ArgumentParser(
     description="Handwritten digits with a small convolutional network, in the style of a Horovod script.",
-    epilog="Start it with mpirun -n 2 (or horovodrun -np 2) in front for two workers.",
+    epilog="For two workers, start it with mpirun -n 2 or horovodrun -np 2.",
     formatter_class=argparse.ArgumentDefaultsHelpFormatter,
 )
-parser.add_argument("--epochs", type=int, default=8, help="passes over the data, by all workers together")
-parser.add_argument("--batch-size", type=int, default=32, help="pictures a step on each worker")
+parser.add_argument("--epochs", type=int, default=8, help="passes over the data by all workers together")
+parser.add_argument("--batch-size", type=int, default=32, help="images per step and worker")
 parser.add_argument(
-    "--learning-rate", type=float, default=0.01, help="for one worker; it is multiplied by their number"
+    "--learning-rate", type=float, default=0.01, help="learning rate of one worker; multiplied by the number of workers"
 )
 parser.add_argument("--warmup-epochs", type=int, default=2, help="epochs over which the learning rate rises")
-parser.add_argument("--checkpoints", metavar="FOLDER", help="where rank 0 writes a model after every epoch")
+parser.add_argument("--checkpoints", metavar="FOLDER", help="folder in which rank 0 writes a model after every epoch")
 arguments = parser.parse_args()
 
 hvd.init()
 
-# One GPU for each process on a host; nothing to do where there is none.
+# One GPU for each process on a host, if there are GPUs.
 gpus = tf.config.list_physical_devices("GPU")
 for gpu in gpus:
     tf.config.experimental.set_memory_growth(gpu, True)
 if gpus:
     tf.config.set_visible_devices(gpus[hvd.local_rank()], "GPU")
 
-# The same split on every rank; of the training part each rank shuffles for itself, and takes its share of steps.
+# All ranks use the same split. Each rank shuffles the whole training part itself, and takes its share of the steps.
 digits = load_digits()
 images = (digits.images / 16.0).astype(np.float32)[..., np.newaxis]
 labels = digits.target.astype(np.int64)
@@ -88,12 +88,12 @@ model.compile(optimizer=optimizer, loss="sparse_categorical_crossentropy", metri
 callbacks = [
     # All ranks start from rank 0's weights.
     hvd.callbacks.BroadcastGlobalVariablesCallback(0),
-    # Before any callback that reads the metrics.
+    # Stands before any callback that reads the metrics.
     hvd.callbacks.MetricAverageCallback(),
-    # Large batches diverge at their full learning rate in the first epochs.
+    # Avoids divergence in the first epochs, which the full learning rate of a large batch can cause.
     hvd.callbacks.LearningRateWarmupCallback(initial_lr=scaled_rate, warmup_epochs=arguments.warmup_epochs, verbose=1),
 ]
-# Other ranks would write over the same files.
+# Only on rank 0, since all ranks would write the same files.
 if hvd.rank() == 0 and arguments.checkpoints:
     path = os.path.join(arguments.checkpoints, "digits-{epoch}.keras")
     callbacks.append(keras.callbacks.ModelCheckpoint(path))
@@ -108,10 +108,10 @@ model.fit(
 )
 
 _, accuracy = model.evaluate(images[test], labels[test], verbose=0)
-# Not part of a Horovod script: show that it did what it says. All weights of each rank.
+# Not part of a Horovod script: check that all ranks have the same weights.
 weights = np.concatenate([w.ravel() for w in model.get_weights()])
-everyone = np.stack(hvd.allgather_object(weights))
+gathered = np.stack(hvd.allgather_object(weights))
 if hvd.rank() == 0:
-    alike = "the same" if (everyone == everyone[0]).all() else "NOT the same"
-    print(f"test accuracy {accuracy:.4f} on {len(test)} pictures, {hvd.size()} worker{'s' * (hvd.size() > 1)}")
-    print(f"the weights are {alike} on all ranks")
+    result = "the same" if (gathered == gathered[0]).all() else "NOT the same"
+    print(f"test accuracy {accuracy:.4f} on {len(test)} images, {hvd.size()} worker{'s' * (hvd.size() > 1)}")
+    print(f"the weights are {result} on all ranks")

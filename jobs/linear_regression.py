@@ -1,19 +1,19 @@
-"""Linear regression by map-reduce: the sum of partial gradients is the gradient of one machine.
+"""Linear regression by map-reduce: the sum of the workers' gradients equals the gradient of one machine.
 
 Batch gradient descent on m examples (400 by default) takes the step
 
     theta := theta - alpha / m * sum over i of (h(x_i) - y_i) * x_i,    h(x) = theta . x
 
-K workers hold m / K examples each. Every worker sums over its own examples (map), the K partial sums are added up
-(reduce), and every worker takes the same step. One machine then repeats the training with all examples, in NumPy,
-and the two parameter vectors are compared: in double precision only the order of the additions tells them apart.
+K workers hold m / K examples each. Every worker sums over its own examples (map), the K partial sums are added
+(reduce), and every worker takes the same step. Then every worker also trains alone with all examples, in NumPy, and
+compares the two parameter vectors: in double precision they differ only by the order of the additions.
 
     python jobs/linear_regression.py                         # one worker
-    mpirun -n 4 python jobs/linear_regression.py             # four workers of 100 examples
+    mpirun -n 4 python jobs/linear_regression.py             # four workers with 100 examples each
     horovodrun -np 4 python jobs/linear_regression.py        # the same
-    mpirun -n 3 python jobs/linear_regression.py             # 134, 133 and 133: sums need no equal shares
+    mpirun -n 3 python jobs/linear_regression.py             # 134, 133 and 133 examples: shares may differ
 
-Open MPI 5 wants `horovodrun --binding-args="--bind-to none --map-by slot" -np 4 ...`. The exit status is 1 when the
+Open MPI 5 needs `horovodrun --binding-args="--bind-to none --map-by slot" -np 4 ...`. The exit status is 1 if the
 parameters differ by more than `--tolerance`.
 """
 
@@ -31,7 +31,7 @@ from hvdx.report import table
 
 
 def main() -> int:
-    """Train on all workers, train on one, compare."""
+    """Train on all workers and on one machine, and compare; return 1 if the parameters differ."""
     options = parse_arguments()
     hvd.init()
     x, y = make_examples(options.examples, options.features, options.seed)
@@ -40,7 +40,7 @@ def main() -> int:
     together = train_together(x[mine], y[mine], options.examples, options.steps, options.learning_rate)
     alone = train_alone(x, y, options.steps, options.learning_rate)
 
-    # Every worker compares its own copy; the worst of them counts.
+    # Every worker compares its own copy; the largest difference counts.
     differences = hvd.allgather_object(np.abs(together - alone).max())
     largest = float(np.max(differences))
     same = largest <= options.tolerance
@@ -49,23 +49,23 @@ def main() -> int:
         names = [f"theta[{j}]" for j in range(len(alone))]
         rows = [[n, f"{a:.12f}", f"{b:.12f}"] for n, a, b in zip(names, alone, together, strict=True)]
         print(table.render(rows, header=["", "one machine", "all workers"]))
-        verdict = "same parameters as one machine" if same else "NOT the parameters of one machine"
-        print(f"{verdict}: largest difference {largest:.1e} (tolerance {options.tolerance:.0e})")
+        result = "same parameters as one machine" if same else "NOT the parameters of one machine"
+        print(f"{result}: largest difference {largest:.1e} (tolerance {options.tolerance:.0e})")
     return 0 if same else 1
 
 
 def train_together(x: np.ndarray, y: np.ndarray, examples: int, steps: int, rate: float) -> np.ndarray:
-    """Gradient descent over all workers.
+    """Run gradient descent over all workers.
 
     Args:
-        x: float64[n, j], this worker's examples.
-        y: float64[n], what they should give.
-        examples: examples on all workers.
-        steps: how many steps to take.
-        rate: alpha, the learning rate.
+        x: inputs of this worker's examples, float64[n, j].
+        y: targets of this worker's examples, float64[n].
+        examples: number of examples on all workers.
+        steps: number of steps.
+        rate: learning rate alpha.
 
     Returns:
-        float64[j], theta.
+        The parameters theta, float64[j].
     """
     x, y = tf.constant(x), tf.constant(y)
     theta = tf.Variable(tf.zeros(x.shape[1], tf.float64))
@@ -73,8 +73,8 @@ def train_together(x: np.ndarray, y: np.ndarray, examples: int, steps: int, rate
     @tf.function
     def step() -> None:
         with hvd.DistributedGradientTape(tf.GradientTape(), op=hvd.Sum) as tape:
-            # Half a square, because its derivative is (h(x) - y) x; and a sum, so that workers with
-            # fewer examples weigh less.
+            # Half of the square, since its derivative is (h(x) - y) x. A sum and no mean, so that every example has the
+            # same weight on every worker.
             loss = 0.5 * tf.reduce_sum(tf.square(tf.linalg.matvec(x, theta) - y))
         (gradient,) = tape.gradient(loss, [theta])
         theta.assign_sub(rate / examples * gradient)
@@ -85,7 +85,7 @@ def train_together(x: np.ndarray, y: np.ndarray, examples: int, steps: int, rate
 
 
 def train_alone(x: np.ndarray, y: np.ndarray, steps: int, rate: float) -> np.ndarray:
-    """The formula as it stands, with all examples: float64[m, j] and float64[m] to theta, float64[j]."""
+    """Run gradient descent with all examples: x float64[m, j] and y float64[m] give theta, float64[j]."""
     theta = np.zeros(x.shape[1])
     for _ in range(steps):
         theta -= rate / len(x) * ((x @ theta - y) @ x)
@@ -93,7 +93,7 @@ def train_alone(x: np.ndarray, y: np.ndarray, steps: int, rate: float) -> np.nda
 
 
 def make_examples(examples: int, features: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Points around a plane: x is float64[m, 1 + features] with ones in its first column, y is float64[m]."""
+    """Make points near a plane: x, float64[m, 1 + features] with ones in its first column, and y, float64[m]."""
     random = np.random.default_rng(seed)
     x = np.column_stack([np.ones(examples), random.normal(size=(examples, features))])
     plane = random.uniform(-3, 3, size=1 + features)
@@ -101,7 +101,7 @@ def make_examples(examples: int, features: int, seed: int) -> tuple[np.ndarray, 
 
 
 def describe_shares(examples: int, workers: int) -> str:
-    """Say who holds how much.
+    """Describe the workers' shares of the examples.
 
     Example:
         >>> describe_shares(400, 3)
@@ -116,15 +116,15 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
         description="Linear regression on several workers, checked against one machine.",
-        epilog="Start it with mpirun -n 4 (or horovodrun -np 4) in front for four workers.",
+        epilog="For four workers, start it with mpirun -n 4 or horovodrun -np 4.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--examples", type=int, default=400, help="examples on all workers together")
-    parser.add_argument("--features", type=int, default=3, help="inputs of an example, besides the constant 1")
+    parser.add_argument("--examples", type=int, default=400, help="number of examples on all workers together")
+    parser.add_argument("--features", type=int, default=3, help="inputs of an example, not counting the constant 1")
     parser.add_argument("--steps", type=int, default=200, help="steps of gradient descent")
     parser.add_argument("--learning-rate", type=float, default=0.1, help="alpha in the formula")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the made-up examples")
-    parser.add_argument("--tolerance", type=float, default=1e-9, help="largest difference that still passes")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random examples")
+    parser.add_argument("--tolerance", type=float, default=1e-9, help="largest accepted difference")
     options = parser.parse_args()
     for name in ("examples", "features", "steps"):
         if getattr(options, name) < 1:

@@ -1,16 +1,16 @@
-"""Synchronous training of a tiny network on a parabola: one added line, the same loss curve.
+"""Synchronous training of a tiny network on a parabola: one added line, and the loss curve of one process.
 
-Fifty points of y = x^2 with a little noise, a network with one hidden layer of five tanh units, 2000 steps of batch
-gradient descent. K workers hold 50 / K points each, compute gradients from their own points, and every step uses the
-sum of all of them. Then rank 0 trains a copy on its own, from the same first weights and with all the points, and
-the two loss curves are compared.
+The data are fifty points of y = x^2 with a little noise. The network has one hidden layer of five tanh units, and
+trains for 2000 steps of batch gradient descent. K workers hold 50 / K points each and compute gradients from their own
+points; every step uses the sum of these gradients. Then rank 0 trains a copy alone, with the same initial weights and
+all points, and compares the two loss curves.
 
     python jobs/parabola.py                       # one worker
     mpirun -n 4 python jobs/parabola.py           # four workers: 13, 13, 12 and 12 points
     horovodrun -np 4 python jobs/parabola.py      # the same
-    python jobs/parabola.py --plot parabola.png   # a picture as well; needs matplotlib
+    python jobs/parabola.py --plot parabola.png   # also draw the curves; needs matplotlib
 
-Open MPI 5 wants `horovodrun --binding-args="--bind-to none --map-by slot" -np 4 ...`. The exit status is 1 when the
+Open MPI 5 needs `horovodrun --binding-args="--bind-to none --map-by slot" -np 4 ...`. The exit status is 1 if the
 curves differ by more than `--tolerance`.
 """
 
@@ -35,11 +35,13 @@ _SHOWN = 8
 
 
 def main() -> int:
-    """Train on all workers, train on one, compare."""
+    """Train on all workers and on rank 0 alone, and compare; return 1 if the curves differ."""
     options = parse_arguments()
     hvdx.init()
     if hvdx.size() > options.points:
-        raise SystemExit(f"parabola: {options.points} points for {hvdx.size()} workers: expected one each at least.")
+        raise SystemExit(
+            f"parabola: --points: expected at least one for each of the {hvdx.size()} workers, got {options.points}."
+        )
     x, y = make_points(options.points, options.noise, options.seed)
     keras.utils.set_random_seed(options.seed)
     model = build_network(options.points, options.learning_rate)
@@ -47,9 +49,9 @@ def main() -> int:
     copy.set_weights(model.get_weights())
 
     mine = np.array_split(np.arange(options.points), hvdx.size())[hvdx.rank()]
-    # Keras and Horovod average over workers unless told otherwise, and the mean of four means is not the mean of all
-    # the points when the shares are 13, 13, 12 and 12. So each worker's loss is a sum divided by all 50 points (see
-    # build_network), and the gradients are added up.
+    # By default, Keras averages the loss over a worker's points, and hvdx averages gradients over workers. If shares
+    # have 13, 13, 12 and 12 points, the mean of these means is not the mean over all points. So each worker's loss is a
+    # sum divided by all 50 points (see build_network), and the gradients are summed.
     added_line = hvdx.keras.Distribute(hvdx.AllReduce(op="sum"))
     together = train(model, x[mine], y[mine], options, (x, y), [added_line])
 
@@ -60,17 +62,17 @@ def main() -> int:
         largest = float(differences.max())
         print(f"{options.points} points on {hvdx.size()} worker{'s' * (hvdx.size() > 1)}, {options.steps} steps")
         show(np.arange(1, len(alone) + 1) * options.every, alone, together, differences)
-        verdict = "same loss curve as one process" if largest <= options.tolerance else "NOT one process's loss curve"
-        print(f"{verdict}: largest relative difference {largest:.1e} (tolerance {options.tolerance:.0e})")
+        result = "same loss curve as one process" if largest <= options.tolerance else "NOT one process's loss curve"
+        print(f"{result}: largest relative difference {largest:.1e} (tolerance {options.tolerance:.0e})")
         if options.plot:
             plot(options.plot, x, y, model, alone, together, options.every)
             print(f"wrote {options.plot}")
-    # Every worker ends with the same exit status.
+    # Gives every worker the same exit status.
     return int(hvdx.keras.broadcast_object(largest > options.tolerance, 0))
 
 
 def build_network(points: int, learning_rate: float) -> keras.Model:
-    """One input, five tanh units, one output; the loss is the sum of the squared errors over `points`."""
+    """Build a network with one input, five tanh units and one output; its loss is the sum of squares over `points`."""
     normal = {"kernel_initializer": keras.initializers.RandomNormal(stddev=1.0)}
     normal |= {"bias_initializer": keras.initializers.RandomNormal(stddev=1.0)}
     network = keras.Sequential(
@@ -92,17 +94,17 @@ def train(
     everything: tuple[np.ndarray, np.ndarray],
     callbacks: Sequence[Any],
 ) -> np.ndarray:
-    """Batch gradient descent: every step sees all of `x`.
+    """Run batch gradient descent: every step uses all of `x`.
 
     Args:
-        model: trained in place.
-        x, y: float32[n, 1], the points of this worker.
-        options: steps, and how often the loss is taken.
-        everything: the points of all workers, for the loss curve.
-        callbacks: of `fit`.
+        model: compiled model, trained in place.
+        x, y: points of this worker, float32[n, 1].
+        options: `steps`, and `every`, the steps between two losses.
+        everything: points of all workers, for the loss curve.
+        callbacks: callbacks of `fit`.
 
     Returns:
-        float64[steps / every], the loss over all points after each `every` steps.
+        The loss over all points after each `every` steps, float64[steps / every].
     """
     history = model.fit(
         tf.data.Dataset.from_tensors((x, y)).repeat(),
@@ -118,7 +120,7 @@ def train(
 
 
 def make_points(points: int, noise: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """A noisy parabola: float32[n, 1] from -2 to 2, and float32[n, 1]."""
+    """Make a noisy parabola: x, float32[n, 1] from -2 to 2, and y, float32[n, 1]."""
     x = np.linspace(-2, 2, points)[:, None]
     y = np.square(x) + np.random.default_rng(seed).normal(scale=noise, size=x.shape)
     return x.astype(np.float32), y.astype(np.float32)
@@ -142,7 +144,7 @@ def plot(
     together: np.ndarray,
     every: int,
 ) -> None:
-    """Draw the loss curves, and the points with what the network makes of them."""
+    """Draw the loss curves, and the points with the fitted network."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -165,16 +167,16 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
         description="Train a tiny network on y = x^2 on several workers, checked against one process.",
-        epilog="Start it with mpirun -n 4 (or horovodrun -np 4) in front for four workers.",
+        epilog="For four workers, start it with mpirun -n 4 or horovodrun -np 4.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--steps", type=int, default=2000, help="steps of gradient descent, a multiple of --every")
     parser.add_argument("--every", type=int, default=50, help="steps between two points of the loss curve")
-    parser.add_argument("--learning-rate", type=float, default=1e-2, help="of plain gradient descent")
-    parser.add_argument("--points", type=int, default=50, help="points on all workers together")
+    parser.add_argument("--learning-rate", type=float, default=1e-2, help="learning rate of gradient descent")
+    parser.add_argument("--points", type=int, default=50, help="number of points on all workers together")
     parser.add_argument("--noise", type=float, default=0.05, help="standard deviation of the noise on y")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the noise and of the first weights")
-    parser.add_argument("--tolerance", type=float, default=1e-5, help="largest relative difference that still passes")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the noise and of the initial weights")
+    parser.add_argument("--tolerance", type=float, default=1e-5, help="largest accepted relative difference")
     parser.add_argument("--plot", metavar="FILE.png", help="draw both curves and the fit; needs matplotlib")
     options = parser.parse_args()
     if options.every < 1 or options.steps < 1 or options.steps % options.every:

@@ -1,8 +1,8 @@
-"""The `hvdx` command: one sub-command a file, found by `main.py`; what belongs to a subject lies in its folder.
+"""The `hvdx` command. `main.py` lists the sub-commands, one a file; their longer parts are in folders.
 
-batch/           batch systems: the scripts of `hvdx job`, and the jobs that `hvdx doctor --batch` tries
+batch/           batch systems: the scripts of `hvdx job`, and the test jobs of `hvdx doctor --batch`
 diagnosis/       the checks of `hvdx doctor`
 emulation/       the hosts and links of `hvdx lab`
 horovod_build/   the parts of `hvdx build-horovod`
-common/          what several commands use
+common/          helpers that several commands share
 """

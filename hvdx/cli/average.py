@@ -18,27 +18,27 @@ NAME = "average"
 HELP = "average saved networks: Keras, TensorFlow, PyTorch, safetensors, MXNet"
 EXAMPLE = "hvdx average rank0.keras rank1.keras -o mean.keras"
 DETAILS = """\
-formats, each read and written as its own framework does, which need not be installed:
+formats, read and written as their own frameworks do; those frameworks need not be installed:
   Keras         .keras, .weights.h5                 TensorFlow    checkpoints (the prefix), SavedModel folders
   PyTorch       .pt and .pth; nothing is executed   safetensors   .safetensors        MXNet Gluon   .params
-  Hugging Face  checkpoint folders, in shards or not, or their .index.json
+  Hugging Face  checkpoint folders with or without shards, or their .index.json
 
-The networks have to be of one architecture: the same tensors, with the same shapes and dtypes. Sums are float64, and
-every tensor keeps its dtype. All that is no tensor (configuration, metadata, epoch numbers) is the first network's.
-Integers and booleans have no mean: they have to be equal, or --integers says whose are taken.
+All networks must have one architecture: the same tensors, with the same shapes and dtypes. Sums are computed in
+float64, and every tensor keeps its dtype. Everything else (configuration, metadata, epoch numbers) is copied from the
+first network. Integers and booleans have no mean: they must be equal, or --integers says which network's are copied.
 
 Batch normalisation: the mean of the networks' statistics is not the mean network's statistics. --recalibrate computes
-them anew on inputs you give (.keras only); without it there is a warning.
+the latter on inputs that you give (.keras only); without it, hvdx prints a warning.
 
-An existing output is kept unless --force is given, and no output is ever half written.
+An existing output is kept unless --force is given. The output appears under its name only when it is complete.
 
   hvdx average a.pt b.pt c.pt -o mean.pt --weights 0.5,0.3,0.2     only the ratios of the weights matter
   hvdx average epoch_*.weights.h5 -o swa.weights.h5 --swa          snapshots of one run, the oldest first
-  hvdx average step_*.safetensors -o ema.safetensors --ema 0.99    each new one counts 0.01, what was before it 0.99
-  hvdx average a.keras b.keras -o mean.keras --recalibrate x.npz   inputs as model.fit takes them
-  hvdx average a.params b.params --report                          how far apart they are, and nothing else
+  hvdx average step_*.safetensors -o ema.safetensors --ema 0.99    mean = 0.99 * mean + 0.01 * next network
+  hvdx average a.keras b.keras -o mean.keras --recalibrate x.npz   inputs in the form that model.fit takes
+  hvdx average a.params b.params --report                          print the distances, write nothing
 
-Exit code 0: written; 2: it was not, and the message names file and tensor; 143: SIGTERM came, and nothing is left.
+Exit code 0: success; 2: an error, and the message names file and tensor; 143: ended by SIGTERM, no file is left behind.
 
 """
 
@@ -48,36 +48,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "hvdx average NETWORK NETWORK [NETWORK ...] -o OUT [options]"
     add = parser.add_argument
     add("networks", nargs="+", type=Path, metavar="NETWORK", help="two saved networks or more, of one format")
-    add("-o", "--output", type=Path, metavar="OUT", help="where to write; may be left out with --report")
+    add("-o", "--output", type=Path, metavar="OUT", help="file or folder to write; may be left out with --report")
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--weights", type=_numbers, metavar="W,W,...", help="a number a network; all alike by default")
+    how.add_argument(
+        "--weights", type=_numbers, metavar="W,W,...", help="one number for each network; equal by default"
+    )
     how.add_argument("--ema", type=float, metavar="DECAY", help="exponential moving average, the oldest network first")
-    how.add_argument("--swa", action="store_true", help="stochastic weight averaging: snapshots of one run, all alike")
+    how.add_argument(
+        "--swa", action="store_true", help="stochastic weight averaging: snapshots of one run, equal weights"
+    )
     add(
         "--integers",
         choices=("equal", "first", "last"),
-        help="integers and booleans: have to be equal (default), or are one network's (--swa, --ema: the last's)",
+        help="integers and booleans: must be equal (default), or come from the first or last network "
+        "(--swa, --ema: last by default)",
     )
     add(
         "--recalibrate",
         type=Path,
         metavar="DATA",
-        help="compute batch normalisation anew on the inputs in a .npz or .npy file",
+        help="recompute the batch normalisation statistics on the inputs in a .npz or .npy file",
     )
-    add("--report", action="store_true", help="print how far the networks are from each other, tensor by tensor")
-    add("--force", action="store_true", help="replace OUT if it exists; a link is followed")
-    add("--quiet", action="store_true", help="no progress, and no line at the end; warnings and errors stay")
+    add("--report", action="store_true", help="print the distances between the networks, tensor by tensor")
+    add("--force", action="store_true", help="replace OUT if it exists; links are followed")
+    add("--quiet", action="store_true", help="print no progress and no final line")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Report, average, or both; 0 unless an error or SIGTERM stops it."""
-    came: list[int] = []
+    """Report, average, or both. Return 0, or 143 after SIGTERM."""
+    received: list[int] = []
     try:
-        with sigterm_raises() as came:
+        with sigterm_raises() as received:
             return _run(args)
     except (TerminatedError, HvdxError):
-        # A library that is called in between may make an error of its own of it.
-        if not came:
+        # A library in between may have turned TerminatedError into an error of its own.
+        if not received:
             raise
     print("hvdx: terminated", file=sys.stderr)
     return TERMINATED
@@ -86,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     if args.output is None and not args.report:
         raise ConfigError(f"average: -o: expected where to write the mean, got nothing. Do: {EXAMPLE}")
-    # What was opened and checked for the report should not have been for nothing.
+    # Before the report, which opens and checks all inputs: an output that cannot be written fails at once.
     if args.output is not None:
         from hvdx.averaging.output import check_free
 
@@ -129,7 +134,7 @@ def _average(args: argparse.Namespace) -> None:
         if issubclass(warning.category, UserWarning):
             print(f"hvdx: warning: {warning.message}", file=sys.stderr)
     if not args.quiet:
-        # Read back what was written: the line tells of the result, not of the intention.
+        # Open the output again, so that the line describes the file that was written.
         written = open_network(args.output)
         sizes = [tensor.nbytes for tensor in written.tensors.values()]
         written.close()
@@ -141,7 +146,7 @@ def _average(args: argparse.Namespace) -> None:
 
 @contextmanager
 def _shown(what: str, quiet: bool) -> Iterator[Any]:
-    """A progress line that is gone in the end; None where nobody wants one."""
+    """Yield a progress line that is erased at the end, or None if `quiet`."""
     progress = None if quiet else Progress(what)
     try:
         yield progress

@@ -1,4 +1,4 @@
-"""`hvdx bench`: what the parts cost on this machine, against what they could cost at best."""
+"""`hvdx bench`: sizes and speeds on this machine, compared with the best possible ones."""
 
 import argparse
 from importlib import import_module
@@ -9,24 +9,26 @@ NAME = "bench"
 HELP = "measure the codec: bits on the wire against entropy, kernels against memory speed"
 EXAMPLE = "hvdx bench wire"
 DETAILS = """\
-Exit code 0: all goals that the figures have were met; 1: some were not (the last lines say which).
+Exit code 0: every goal was met; 1: some were missed (the last lines name them).
 
 """
 
-#: What can be measured, and the module that does it: add_arguments(parser), run(args) -> exit code.
+#: Name of each benchmark, and its module, which has add_arguments(parser) and run(args) -> exit code.
 BENCHMARKS = {"wire": "hvdx.jobs.benchmarks.wire", "kernels": "hvdx.jobs.benchmarks.kernels"}
 _SUMMARIES = {
-    "wire": "bits an entry on the wire, against entropy, Elias-Fano, zstd and plain int32",
-    "kernels": "speed of encoding and decoding, against np.add, on one core and on all",
+    "wire": "bits per entry on the wire, compared with entropy, Elias-Fano, zstd and plain int32",
+    "kernels": "speed of encoding and decoding, compared with np.add, on one core and on all",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what can be measured; each benchmark declares its own options once it is chosen."""
+    """Declare the benchmarks. Each benchmark declares its own options in `run`."""
     listed = "\n".join(f"  {name:<9} {summary}" for name, summary in _SUMMARIES.items())
     parser.usage = "hvdx bench {wire,kernels} [options]"
-    parser.epilog = f"benchmarks:\n{listed}\n\n`hvdx bench wire --help` tells the options of one.\n\n{parser.epilog}"
-    parser.add_argument("benchmark", choices=list(BENCHMARKS), help="what to measure")
+    parser.epilog = (
+        f"benchmarks:\n{listed}\n\n`hvdx bench wire --help` shows the options of one benchmark.\n\n{parser.epilog}"
+    )
+    parser.add_argument("benchmark", choices=list(BENCHMARKS), help="the benchmark to run")
     parser.add_argument("options", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
@@ -41,6 +43,6 @@ def run(args: argparse.Namespace) -> int:
         description=module.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", metavar="FILE", help="write the figures to a file too; - for standard output alone")
+    parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE; - prints only JSON")
     module.add_arguments(parser)
     return module.run(parser.parse_args(args.options))

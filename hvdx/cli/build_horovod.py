@@ -1,4 +1,4 @@
-"""`hvdx build-horovod`: builds Horovod for this environment's TensorFlow and MPI, installs it, proves it."""
+"""`hvdx build-horovod`: build Horovod for this environment's TensorFlow and MPI, install it and test it."""
 
 import argparse
 import os
@@ -15,12 +15,12 @@ NAME = "build-horovod"
 HELP = "build Horovod for the TensorFlow and the MPI of this environment, and install it"
 EXAMPLE = "hvdx build-horovod"
 DETAILS = f"""\
-Horovod {source.VERSION} is published as source only and does not compile on current TensorFlow; this
-command mends it, builds it (a few minutes, once), keeps the wheel, installs it and runs an
-all-reduce on two workers. GPU builds (--gpu) are untested in this release: please report how yours went.
+Horovod {source.VERSION} is published only as source, which does not compile with current TensorFlow. This command
+patches the source, builds a wheel (a few minutes, once), keeps it, installs it and runs an all-reduce on two
+workers. GPU builds (--gpu) are untested in this release: please report your result.
 
 environment:
-  HVDX_CACHE   where wheels are kept (default: hvdx in $XDG_CACHE_HOME or ~/.cache)
+  HVDX_CACHE   folder of the wheels (default: hvdx in $XDG_CACHE_HOME or ~/.cache)
 
 """
 
@@ -32,9 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("nccl", "mpi"),
         help="reduce GPU tensors with NCCL or with a CUDA-aware MPI (untested); default: a CPU build",
     )
-    parser.add_argument("--gloo", action="store_true", help="build Gloo in as well, for Horovod's elastic mode")
-    parser.add_argument("--force", action="store_true", help="build again even where a wheel is kept")
-    parser.add_argument("--jobs", type=int, metavar="N", help="compilers at once (default: by cores and memory)")
+    parser.add_argument("--gloo", action="store_true", help="also build Gloo, for Horovod's elastic mode")
+    parser.add_argument("--force", action="store_true", help="build again even if a wheel is kept")
+    parser.add_argument("--jobs", type=int, metavar="N", help="parallel compilers (default: by cores and memory)")
     parser.add_argument("--no-test", action="store_true", help="skip the all-reduce on two workers")
     parser.add_argument(
         "--wheel-only", type=Path, metavar="DIR", help="put the wheel into DIR and leave the environment alone"
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Build, install and prove; 0 when Horovod works, 1 when something is missing or fails."""
+    """Build, install and test. Return 0 if Horovod works, 1 if something is missing or fails."""
     if args.jobs is not None and args.jobs < 1:
         raise ConfigError(f"--jobs: expected 1 or more, got {args.jobs}. Do: leave it out for the default.")
     found = needs.survey(args.gpu)
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace, found: needs.Survey, key: cache.Key) -> int:
     kept = None if args.force else cache.get(key, cache.root())
     if kept is not None and args.wheel_only is None and install.is_installed(kept):
-        _say(f"Horovod {key.horovod} for exactly this is installed already (--force builds it again)")
+        _say(f"Horovod {key.horovod} for this TensorFlow and MPI is installed already (--force builds it again)")
         return 0
     if kept is not None:
         _say(f"using the wheel kept in {kept.parent}")
@@ -80,15 +80,15 @@ def build_wheel(key: cache.Key, settings: dict[str, str], jobs: int | None = Non
     """Download, patch, build and keep a wheel.
 
     Args:
-        key: what it is built for.
-        settings: variables that lead the build to CUDA and NCCL.
-        jobs: compilers at once; by cores and memory by default.
+        key: TensorFlow, MPI and options of the build.
+        settings: environment variables with the folders of CUDA and NCCL.
+        jobs: number of parallel compilers; by cores and memory by default.
 
     Returns:
         The wheel, in the cache.
 
     Raises:
-        HvdxError: the source could not be fetched, is not the expected one, or does not compile.
+        HvdxError: if the source cannot be fetched, differs from the pinned one, or does not compile.
     """
     root = cache.root()
     root.mkdir(parents=True, exist_ok=True)
@@ -99,7 +99,7 @@ def build_wheel(key: cache.Key, settings: dict[str, str], jobs: int | None = Non
     with tempfile.TemporaryDirectory(prefix="hvdx-horovod-") as temporary:
         unpacked = source.unpack(archive, Path(temporary))
         patches.apply(unpacked)
-        _say(f"building Horovod {key.horovod} with {jobs} compilers at once; log: {log}")
+        _say(f"building Horovod {key.horovod} with {jobs} parallel compilers; log: {log}")
         start = time.monotonic()
         built = wheel.build(unpacked, Path(temporary), _variables(env, settings, key.gpu, key.gloo), jobs, log)
         _say(f"built in {time.monotonic() - start:.0f} s")
@@ -107,8 +107,8 @@ def build_wheel(key: cache.Key, settings: dict[str, str], jobs: int | None = Non
 
 
 def print_survey(found: needs.Survey) -> None:
-    """Print what was found, and every missing thing with its remedy."""
-    _say(f"looking around in {sys.prefix}")
+    """Print every requirement: the path or version found, or the remedy if it is missing."""
+    _say(f"checking the environment {sys.prefix}")
     width = max(len(need.name) for need in found.needs)
     for need in found.needs:
         print(f"  {'ok' if need.found else 'MISSING':<8} {need.name:<{width}}  {need.found or need.remedy}")
@@ -119,20 +119,20 @@ def print_survey(found: needs.Survey) -> None:
 
 
 def _variables(env: dict[str, str], settings: dict[str, str], gpu: str | None, gloo: bool) -> dict[str, str]:
-    """The build's environment, without choices that an older build left in the shell."""
+    """Return the build's environment variables, without settings of the user's shell that choose what is built."""
     stale = ("HOROVOD_WITH_", "HOROVOD_WITHOUT_", "HOROVOD_GPU_")
     kept = {name: value for name, value in env.items() if not name.startswith(stale)}
-    # The build imports TensorFlow, on a login node perhaps.
+    # The build imports TensorFlow, possibly on a login node without a GPU.
     return {**kept, **settings, **wheel.switches(gpu, gloo), "CUDA_VISIBLE_DEVICES": "-1"}
 
 
 def _prove(found: needs.Survey) -> int:
     if found.mpi.mpirun is None:
-        _say("no mpirun to try it with; try `srun -n 2` with the cluster's launcher, or --no-test")
+        _say("not tested, as there is no mpirun; test it with the cluster's launcher, such as `srun -n 2`")
         return 0
     start = time.monotonic()
     command = install.prove(found.mpi)
-    _say(f"two workers summed their ranks with it ({time.monotonic() - start:.0f} s): {command} ...")
+    _say(f"tested: two workers ran an all-reduce ({time.monotonic() - start:.0f} s): {command} ...")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`hvdx build-kernels`: compiles the kernels of the threshold codec before the first training does."""
+"""`hvdx build-kernels`: compile the kernels of the threshold codec before the first training."""
 
 import argparse
 import sys
@@ -10,31 +10,31 @@ NAME = "build-kernels"
 HELP = "compile the kernels of Threshold for this machine's processor, and keep them"
 EXAMPLE = "hvdx build-kernels"
 DETAILS = """\
-The first training with Threshold compiles them too, and later ones load them. Kernels
-belong to one version of hvdx, Numba and Python and to one type of processor: on a cluster, run this
-on a compute node, once for each type. Machines may share the folder. Whoever can write to it can
-run code as whoever loads from it.
+Without this command, the first training with Threshold compiles the kernels, and later ones load them. Compiled
+kernels fit one version of hvdx, Numba and Python and one type of processor: on a cluster, run this on a compute
+node, once for each type. Machines may share the folder. Keep it writable by trusted users only: anyone who can
+write to it can run code as the users who load from it.
 
 environment:
-  HVDX_CACHE   where they are kept, in kernels/ (default: hvdx in $XDG_CACHE_HOME or ~/.cache)
+  HVDX_CACHE   parent folder of kernels/ (default: hvdx in $XDG_CACHE_HOME or ~/.cache)
 
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options: none."""
+    """Declare no options."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compile, unless it is done; 0 when the kernels are kept, 1 when they cannot be."""
-    # Imported here, since it brings Numba.
+    """Compile the kernels unless they are kept already. Return 1 if they cannot be kept, else 0."""
+    # Imported here because it imports Numba.
     from hvdx import codec
 
     threshold, begin = codec.Threshold(), time.monotonic()
     if threshold.prepared:
         print(f"hvdx: the kernels are compiled already, in {kernels_folder()}")
         return 0
-    print(f"hvdx: compiling the kernels: about {threshold.compile_seconds} s of an idle core", flush=True)
+    print(f"hvdx: compiling the kernels: about {threshold.compile_seconds} s on an idle core", flush=True)
     why = threshold.prepare()
     if why:
         print(f"hvdx: cannot keep the kernels in {kernels_folder()}: {why}. Set HVDX_CACHE to a folder that can be "

@@ -1,4 +1,4 @@
-"""`hvdx doctor`: whether training on several workers would work here, and what to do where it would not."""
+"""`hvdx doctor`: check that training on several workers would work here, and print a remedy for each problem."""
 
 import argparse
 import json
@@ -19,8 +19,8 @@ EXAMPLE = "hvdx doctor"
 DETAILS = """\
 Exit code 0: training would work (there may be notes and warnings); 1: it would not.
 
-On the login node of a cluster, `hvdx doctor --batch` starts two tasks through Slurm, PBS or LSF, for two minutes at
-the most, and says whether they see each other.
+On the login node of a cluster, `hvdx doctor --batch` starts two tasks through Slurm, PBS or LSF and checks that they
+see each other. Its jobs have a time limit of two minutes.
 
 """
 
@@ -32,23 +32,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
     defaults = Request()
-    batch = parser.add_argument_group("the batch system of a cluster, with --batch")
-    batch.add_argument("--batch", action="store_true", help="check it in place of this machine: submits short jobs")
+    batch = parser.add_argument_group("check of a cluster's batch system")
+    batch.add_argument(
+        "--batch", action="store_true", help="check the batch system instead of this machine; submits short jobs"
+    )
     batch.add_argument(
         "--batch-timeout", type=_seconds, default=defaults.timeout, metavar="SECONDS",
-        help="how long to wait in the queue; then the job is cancelled (default: %(default).0f)",
+        help="time for all jobs, waiting in the queue included; then the job is cancelled (default: %(default).0f)",
     )  # fmt: skip
-    batch.add_argument("--account", default="", metavar="NAME", help="the account or project that jobs are booked on")
-    batch.add_argument("--partition", default="", metavar="NAME", help="the partition or queue")
-    batch.add_argument("--mpi", default="", metavar="NAME", help="the plugin for srun --mpi (default: pmix, if there)")
+    batch.add_argument("--account", default="", metavar="NAME", help="account or project that is charged")
+    batch.add_argument("--partition", default="", metavar="NAME", help="partition or queue")
+    batch.add_argument(
+        "--mpi", default="", metavar="NAME", help="plugin for srun --mpi (default: pmix, if srun has it)"
+    )
     batch.add_argument(
         "--nodes", type=int, choices=(1, 2), default=defaults.nodes,
-        help="over how many nodes the two tasks are spread (default: %(default)s)",
+        help="number of nodes for the two tasks (default: %(default)s)",
     )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run all checks and print them; 0 when training would work, 1 otherwise."""
+    """Run all checks and print them. Return 0 if training would work, else 1."""
     if args.batch:
         request = Request(args.account, args.partition, args.mpi, args.nodes, args.batch_timeout)
         found = diagnose_batch(request, _say)
@@ -64,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def diagnose() -> list[Check]:
-    """Run every check, in the order in which they are shown."""
+    """Run every check of this machine, in the order of the table."""
     mpi = find_mpi()
     findings, (ranks, failure) = probe_all(mpi)
     frameworks, mpi4py = findings["frameworks"], findings["mpi4py"]
@@ -91,13 +95,13 @@ def _say(line: str) -> None:
 
 
 def as_json(found: list[Check]) -> str:
-    """All checks as one JSON document."""
+    """Return all checks as one JSON document."""
     ok = all(check.status != "problem" for check in found)
     return json.dumps({"ok": ok, "checks": [check.as_dict() for check in found]}, indent=2)
 
 
 def as_table(found: list[Check], colour: bool = False) -> str:
-    """All checks as a table, each remedy below the line it belongs to, and a verdict."""
+    """Return all checks as a table, with each remedy below its check, and a last line with the result."""
     width = max(len(check.name) for check in found)
     lines = []
     for check in found:
@@ -110,5 +114,5 @@ def as_table(found: list[Check], colour: bool = False) -> str:
             break_long_words=False, break_on_hyphens=False,
         )  # fmt: skip
     problems = [check.name for check in found if check.status == "problem"]
-    verdict = f"Training would not work yet: {', '.join(problems)}." if problems else "Ready to train."
-    return "\n".join([*lines, "", verdict])
+    result = f"Training would not work yet: {', '.join(problems)}." if problems else "Ready to train."
+    return "\n".join([*lines, "", result])

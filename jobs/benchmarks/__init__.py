@@ -1,1 +1,1 @@
-"""Benchmarks: each is run as `python jobs/benchmarks/NAME.py`; docs/benchmarks/NAME.json holds its figures."""
+"""Benchmarks. `python jobs/benchmarks/NAME.py` runs one; docs/benchmarks holds the recorded figures."""

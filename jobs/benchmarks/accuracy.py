@@ -1,13 +1,13 @@
-"""What compression does to accuracy: several workers on Fashion-MNIST, strategy by strategy, seed by seed.
+"""Accuracy under compression: several workers train on Fashion-MNIST, with each strategy and several seeds.
 
     python jobs/benchmarks/accuracy.py --json accuracy.json               4 workers, 2 networks, 3 seeds: hours
-    python jobs/benchmarks/accuracy.py --models mlp --seeds 1 --epochs 3  one quick look
-    python jobs/benchmarks/accuracy.py --json accuracy.json --show        the table of what is there
+    python jobs/benchmarks/accuracy.py --models mlp --seeds 1 --epochs 3  a short run
+    python jobs/benchmarks/accuracy.py --json accuracy.json --show        print the table of the recorded runs
 
-The workers are virtual ranks in one process: the same codec, exchange and optimisers as under mpirun, on one copy of
-the weights, which real ranks hold to the bit as well. Only batch normalisation differs: its statistics are updated by
-the workers in turn, and not averaged at the end of an epoch. Runs that are in the file already are not repeated, so a
-comparison that was stopped goes on.
+The workers are virtual ranks in one process. They use the same codec, exchange and optimisers as under mpirun, but
+share one copy of the weights; the copies of real ranks are equal to the bit. Only batch normalisation differs: the
+workers update its statistics in turn, and do not average them at the end of an epoch. Runs that are in the JSON file
+are not repeated, so an interrupted comparison can be resumed.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import numpy as np
 
 from hvdx.jobs.benchmarks import harness
 
-#: What is compared: a name, and the strategy.
+#: Compared strategies by name.
 STRATEGIES = {
     "dense": "all_reduce",
     "fp16": "all_reduce:compression=fp16",
@@ -42,7 +42,7 @@ _BATCH = 64
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run what is missing, and print the table; see `--help`."""
+    """Run the missing trainings, and print the table."""
     options = arguments(argv)
     file = Path(options.json) if options.json else None
     runs: list[dict[str, Any]] = json.loads(file.read_text())["runs"] if file and file.exists() else []
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     missing = [w for w in wanted if not any(w.items() <= run.items() for run in runs)]
     for number, run in enumerate([] if options.show else missing, 1):
         begin = time.perf_counter()
-        # A process of its own, since TensorFlow keeps what a run leaves behind.
+        # In a new process, since TensorFlow keeps memory and state of earlier runs.
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
             runs.append(run | process.submit(train, run).result())
         last = runs[-1]
@@ -71,14 +71,14 @@ def main(argv: list[str] | None = None) -> int:
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = harness.parser(__doc__)
-    parser.add_argument("--models", type=harness.several(str), default="mlp,cnn", help="mlp, cnn or both")
-    parser.add_argument("--seeds", type=int, default=3, help="how many")
+    parser.add_argument("--models", type=harness.several(str), default="mlp,cnn", help="networks: mlp, cnn or both")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
     parser.add_argument("--epochs", type=int, default=10, help="passes over the data")
-    parser.add_argument("--workers", type=int, default=4, help="virtual ranks")
+    parser.add_argument("--workers", type=int, default=4, help="number of virtual ranks")
     parser.add_argument(
         "--strategies", help=f"names separated by semicolons; all of them by default: {'; '.join(STRATEGIES)}"
     )
-    parser.add_argument("--show", action="store_true", help="print the table of the runs in --json, and run nothing")
+    parser.add_argument("--show", action="store_true", help="only print the table of the runs in the --json file")
     options = parser.parse_args(argv)
     options.strategies = [s.strip() for s in options.strategies.split(";")] if options.strategies else list(STRATEGIES)
     unknown = set(options.strategies) - set(STRATEGIES)
@@ -91,7 +91,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def train(run: dict[str, Any]) -> dict[str, Any]:
-    """Train one network under one strategy: accuracies and bytes."""
+    """Train one network under one strategy; return accuracies and bytes."""
     import keras
 
     import hvdx
@@ -121,7 +121,7 @@ def train(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def gradients_of(network: Any) -> Callable[[Any, Any], list[Any]]:
-    """The training pass of one worker, as a graph."""
+    """Return a graph function that computes one worker's gradients."""
     import tensorflow as tf
 
     @tf.function(reduce_retracing=True)
@@ -134,7 +134,7 @@ def gradients_of(network: Any) -> Callable[[Any, Any], list[Any]]:
 
 
 def dense_step(network: Any, strategy: Any, workers: int) -> tuple[Callable[..., None], Callable[[], float]]:
-    """Mean gradients, in float32 or rounded to float16 on the way; and the bytes of one worker's messages."""
+    """Return a step with mean gradients, exchanged in float32 or float16, and a function for one worker's bytes."""
     import tensorflow as tf
 
     half, gradients = strategy.compression == "fp16", gradients_of(network)
@@ -159,7 +159,7 @@ def dense_step(network: Any, strategy: Any, workers: int) -> tuple[Callable[...,
 
 
 def host_step(network: Any, strategy: Any, workers: int) -> tuple[Callable[..., None], Callable[[], float]]:
-    """Every worker's own optimiser and exchange, on shared weights; and the bytes of one worker's messages."""
+    """Return a step with an optimiser and exchange for each worker, and a function for one worker's mean bytes."""
     import keras
     import tensorflow as tf
 
@@ -175,7 +175,7 @@ def host_step(network: Any, strategy: Any, workers: int) -> tuple[Callable[..., 
     pool = ThreadPoolExecutor(workers)
     exchanges = list(pool.map(lambda c: strategy.open(c, specs, momentum_of(own[0])), virtual_world(workers)))
 
-    def wanted(optimizer: Any) -> Callable[[list[Any]], list[Any]]:
+    def make_update(optimizer: Any) -> Callable[[list[Any]], list[Any]]:
         @tf.function
         def update(given: list[Any]) -> list[Any]:
             def step() -> None:
@@ -187,7 +187,7 @@ def host_step(network: Any, strategy: Any, workers: int) -> tuple[Callable[..., 
 
         return update
 
-    updates = [wanted(optimizer) for optimizer in own]
+    updates = [make_update(optimizer) for optimizer in own]
     rank_local = strategy.placement == "update"
 
     def step(batches: Sequence[Any]) -> None:
@@ -209,7 +209,7 @@ def host_step(network: Any, strategy: Any, workers: int) -> tuple[Callable[..., 
 
 
 def show(runs: Sequence[dict[str, Any]]) -> None:
-    """Print mean and spread over the seeds, in Markdown."""
+    """Print a Markdown table of means and standard deviations over the seeds."""
     print("\n| network | strategy | seeds | after 3 epochs | last 3 | after all | against dense | bytes | of dense |")
     print("|---|---|---|---|---|---|---|---|---|")
     for model in dict.fromkeys(r["model"] for r in runs):
@@ -228,14 +228,14 @@ def show(runs: Sequence[dict[str, Any]]) -> None:
                 f"| {model} | {name} | {len(mine)} | {spread(early)} | {spread(calm)} | {spread(late)} | "
                 f"{against} | {size:,.1f} MB | 1/{ratio:.0f} |"
             )
-    print("\nbytes: one worker's messages, each counted once; test accuracy in %: mean over seeds, and its spread;")
     print(
-        "last 3: mean of the last three epochs, which a single evaluation at a constant learning rate scatters around"
+        "\nbytes: messages of one worker, each counted once; test accuracy in %: mean over seeds ± standard deviation;"
     )
+    print("last 3: mean of the last three epochs, which varies less than the accuracy of a single epoch")
 
 
 def spread(values: Sequence[float]) -> str:
-    """Mean and standard deviation.
+    """Format mean and standard deviation.
 
     Example:
         >>> spread([1.0, 3.0])

@@ -1,13 +1,13 @@
-"""How fast `hvdx average` is against plain reads of its inputs, and what memory it takes.
+"""Speed of `hvdx average` compared with plain reads of its inputs, and its memory.
 
     python jobs/benchmarks/average_files.py --json docs/benchmarks/average-files.json
 
-Three files are made in each format, by the framework itself where the table says so, and averaged by a fresh process
-each time. In turn with that they are read in two plain ways: whole, with Python's file.read(), which is what the goal
-is held against, and block by block into one buffer that stays in the cache, which nobody could work with and be faster.
-Both times with the files in memory (medians over the rounds), and once from the disk. Averaging includes writing the
-result and bringing it to the disk (fsync); "no sync" is without the latter. Memory is the largest resident size of the
-averaging process, above what it was when the format's modules were imported.
+Three files are made in each format (by the framework that the table names) and averaged by a new process in each round.
+In turns with that, the files are read in two plain ways: whole, with Python's file.read(), which is the yardstick of
+the goal; and block by block into one buffer that stays in the cache, which is a lower bound of the time. In the rounds
+the files are in memory, and the table shows medians; a last run reads them from the disk. Averaging includes writing
+the result and fsync; "no sync" excludes fsync. Memory is the peak resident size of the averaging process, above its
+size after the imports.
 """
 
 import argparse
@@ -28,7 +28,7 @@ import numpy as np
 from hvdx.jobs.benchmarks import harness
 from hvdx.report.table import render
 
-#: What is hoped for: speed against plain reads of whole files, and megabytes above the imports.
+#: Goals: least ratio of the speed to plain reads of whole files, and largest memory above the imports in MB.
 GOALS = {"ratio": 0.5, "memory_MB": 1500.0}
 _FILES = 3
 _SIDE = 2048
@@ -36,17 +36,17 @@ _BLOCK = 1 << 20
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure every format, and print the table; see `--help`."""
+    """Run the benchmark, or one of its worker processes."""
     parser = harness.parser(__doc__)
-    parser.add_argument("--formats", default=",".join(MAKERS), metavar="F,F,...", help="what is measured")
-    parser.add_argument("--size", type=float, default=1.0, metavar="GB", help="of each file")
-    parser.add_argument("--rounds", type=int, default=5, help="how often each is measured")
-    parser.add_argument("--folder", metavar="DIR", help="where the files are made; a temporary folder by default")
+    parser.add_argument("--formats", default=",".join(MAKERS), metavar="F,F,...", help="formats to measure")
+    parser.add_argument("--size", type=float, default=1.0, metavar="GB", help="size of each file")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each format")
+    parser.add_argument("--folder", metavar="DIR", help="folder for the files; a temporary folder by default")
     return harness.run(parser, compare, work, argv)
 
 
 def work(given: argparse.Namespace) -> dict[str, float]:
-    """Make a file, or average, in a process of its own."""
+    """Make a file, or average files, in a worker process."""
     if hasattr(given, "make"):
         make_one(given.make, Path(given.path), given.size)
         return {}
@@ -54,12 +54,12 @@ def work(given: argparse.Namespace) -> dict[str, float]:
 
 
 def compare(options: argparse.Namespace) -> int:
-    """Measure every format, and print the table; 1 where a goal is missed."""
+    """Measure every format, and print the table; return 1 if a goal is missed or nothing was measured."""
     rows = [row for name in options.formats.split(",") if (row := measure(name, options))]
     if not rows:
         return 1
     print(f"\n{_table(rows)}\n")
-    met = _verdicts(rows)
+    met = _check_goals(rows)
     versions = {"python": platform.python_version(), "numpy": np.__version__, "kernel": platform.release()}
     sizes = {"GB": options.size, "files": _FILES, "rounds": options.rounds}
     harness.write(options.json, versions | sizes | {"rows": rows})
@@ -67,12 +67,12 @@ def compare(options: argparse.Namespace) -> int:
 
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
-    """Make the files of one format, and measure; None where its framework is missing."""
+    """Make the files of one format, and measure; return None if its framework is missing."""
     if name not in MAKERS:
-        raise SystemExit(f"average_files: --formats: expected some of {', '.join(MAKERS)}, got {name}.")
+        raise SystemExit(f"average_files: --formats: expected some of {', '.join(MAKERS)}; got {name}.")
     suffix, framework, _ = MAKERS[name]
     if framework and importlib.util.find_spec(framework) is None:
-        print(f"{name}: left out, {framework} is not installed")
+        print(f"{name}: skipped, {framework} is not installed")
         return None
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="hvdx-bench-") as folder:
         paths = [Path(folder) / f"{i}{suffix}" for i in range(_FILES)]
@@ -86,7 +86,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
                 seconds.append(_read(paths, how))
             runs.append(_averaged(paths, out))
             print(f"{name}: round {number + 1}: {runs[-1]['seconds']:.2f} s, read whole in {reads['whole'][-1]:.2f} s")
-        _forget(paths)
+        _drop_from_cache(paths)
         cold_read = _read(paths, "whole")
         cold = _averaged(paths, out, cold=True)
     seconds, plain = median(run["seconds"] for run in runs), median(reads["whole"])
@@ -113,16 +113,16 @@ def average_once(paths: Sequence[Path], cold: bool) -> dict[str, float]:
     """Average in this process.
 
     Args:
-        paths: the inputs, and the output.
-        cold: from the disk.
+        paths: inputs, and the output as the last one.
+        cold: True drops the inputs from the page cache first.
 
     Returns:
-        Seconds in all and in fsync, megabytes above the imports.
+        Total seconds, seconds in fsync, and peak memory above the imports in MB.
     """
     from hvdx.averaging import average
     from hvdx.averaging.formats import open_network
 
-    # Opening imports what the format takes.
+    # Imports the modules of the format.
     open_network(paths[0]).close()
     synced, real = [0.0], os.fsync
 
@@ -133,7 +133,7 @@ def average_once(paths: Sequence[Path], cold: bool) -> dict[str, float]:
 
     os.fsync = timed
     if cold:
-        _forget(paths[:-1])
+        _drop_from_cache(paths[:-1])
     before = harness.memory("VmRSS")
     begin = time.perf_counter()
     average(paths[:-1], paths[-1])
@@ -142,7 +142,7 @@ def average_once(paths: Sequence[Path], cold: bool) -> dict[str, float]:
 
 
 def make_one(name: str, path: Path, size: float) -> None:
-    """Make one file of about `size` GB, with values of its own."""
+    """Make one file of about `size` GB, with a seed from its name."""
     seed = int(path.name.split(".")[0])
     count = max(round(size * 1e9 / (4 * _SIDE * _SIDE)), 1)
     generator = np.random.default_rng(seed)
@@ -169,7 +169,7 @@ def _make_mxnet(path: Path, array: Callable[[], Any], count: int) -> None:
     with path.open("wb") as file:
         file.write(struct.pack("<QQQ", 0x112, 0, count))
         for _ in range(count):
-            # Version 2, dense, two dimensions; on the CPU, float32.
+            # Version 2, dense storage, two dimensions, on the CPU, float32.
             file.write(struct.pack("<Iiiqqiii", 0xF993FAC9, 0, 2, _SIDE, _SIDE, 1, 0, 0))
             file.write(array().data)
         file.write(struct.pack("<Q", count))
@@ -202,7 +202,7 @@ def _make_checkpoint(path: Path, array: Callable[[], Any], count: int) -> None:
     tf.train.Checkpoint(layers=[tf.Variable(array()) for _ in range(count)]).write(str(path))
 
 
-#: By name: the ending of the files, the framework that makes them ("": hvdx itself), and how.
+#: By format: suffix of the files, framework that makes them ("" for hvdx), and the function that makes one.
 MAKERS: dict[str, tuple[str, str, Callable[[Path, Callable[[], Any], int], None]]] = {
     "safetensors": (".safetensors", "", _make_safetensors),
     "pt": (".pt", "torch", _make_pytorch),
@@ -214,12 +214,12 @@ MAKERS: dict[str, tuple[str, str, Callable[[Path, Callable[[], Any], int], None]
 
 
 def _pieces(path: Path) -> list[Path]:
-    """The file, or the files of a checkpoint."""
+    """Return the file, or the files of a checkpoint."""
     return [path] if path.exists() else sorted(path.parent.glob(f"{path.name}.*"))
 
 
 def _read(paths: Sequence[Path], how: str) -> float:
-    """Seconds of reading all that the networks are made of."""
+    """Return the seconds for a plain read of all files; `how` is "whole" or "blocks"."""
     begin = time.perf_counter()
     for piece in (piece for path in paths for piece in _pieces(path)):
         if how == "whole":
@@ -241,8 +241,8 @@ def _averaged(paths: Sequence[Path], out: Path, cold: bool = False) -> dict[str,
             piece.unlink(missing_ok=True)
 
 
-def _forget(paths: Sequence[Path]) -> None:
-    """Have the next read come from the disk."""
+def _drop_from_cache(paths: Sequence[Path]) -> None:
+    """Drop the files from the page cache, so that the next read comes from the disk."""
     for piece in (piece for path in paths for piece in _pieces(path)):
         handle = os.open(piece, os.O_RDONLY)
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -261,11 +261,12 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
         ]
         for row in rows
     ]
-    note = "ratio: read whole / average; cold: that from the disk; blocks: in blocks / no sync; MB: above the imports."
+    note = "ratio: read whole / average; cold: the same from disk; blocks: in blocks / no sync; MB: above the imports."
     return f"{render(cells, header)}\n\n{note}"
 
 
-def _verdicts(rows: Sequence[dict[str, Any]]) -> bool:
+def _check_goals(rows: Sequence[dict[str, Any]]) -> bool:
+    """Print whether each format meets its goals; return True if all do."""
     met = True
     for row in rows:
         good = row["ratio"] >= GOALS["ratio"] and row["memory_MB"] < GOALS["memory_MB"]

@@ -1,14 +1,15 @@
-"""Parameter averaging on a slow network: accuracy against bytes and seconds, for several periods.
+"""Parameter averaging on a slow network: accuracy, bytes and seconds for several periods.
 
     python jobs/benchmarks/averaging_network.py                                      four hosts at 100mbit
-    python jobs/benchmarks/averaging_network.py --periods 1,16 --epochs 1 --hosts 2  shorter
-    python jobs/benchmarks/averaging_network.py --json averaging.json                and keep the figures
+    python jobs/benchmarks/averaging_network.py --periods 1,16 --epochs 1 --hosts 2  a short run
+    python jobs/benchmarks/averaging_network.py --json averaging.json                also write the figures
 
 Emulated hosts (`hvdx lab`) train a dense network of 1.86 million parameters on Fashion-MNIST, 64 pictures a step on
-each, SGD with momentum, the same seed. What a network learns does not depend on its bandwidth, so each way learns once,
-between fast links, and its steps are timed between slow ones: whole periods, of which the first does not count. Seconds
-are steps times the mean step. "Sent" is what hvdx counts, "auto" what the interface of rank 0 counted, and "dense" what
-a ring all-reduce of the weights sends in a step; with momenta, twice that travels.
+each, SGD with momentum, the same seed. Accuracy does not depend on bandwidth, so each way trains once in full over fast
+links, and its steps are timed over slow links: whole periods without the first one. Seconds are the number of steps
+times the mean step. "Sent" are the bytes that hvdx counts, "link" ("auto" in the JSON file) those that the interface of
+rank 0 counts, and "dense" those that a ring all-reduce of the weights sends in a step; with momenta, twice as many are
+expected.
 """
 
 import argparse
@@ -21,20 +22,26 @@ from typing import Any
 from hvdx.jobs.benchmarks import harness
 from hvdx.report.table import quantity, render
 
-# Between links that do not hold anybody up.
+# Bandwidth of the fast links, which do not delay the workers.
 _FAST = "10gbit"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the comparison; see `--help`."""
+    """Run the comparison, or one of its workers."""
     parser = harness.parser(__doc__)
     parser.add_argument("--hosts", type=int, default=4, help="number of emulated hosts")
-    parser.add_argument("--bandwidth", default="100mbit", help="of each link")
-    parser.add_argument("--periods", type=harness.several(int), default="1,4,16,64", metavar="K,K,...", help="in steps")
+    parser.add_argument("--bandwidth", default="100mbit", help="bandwidth of each slow link")
+    parser.add_argument(
+        "--periods",
+        type=harness.several(int),
+        default="1,4,16,64",
+        metavar="K,K,...",
+        help="steps between two averages",
+    )
     parser.add_argument("--epochs", type=int, default=3, help="passes over the data")
-    parser.add_argument("--target", type=float, default=85.0, help="test accuracy, in %%")
+    parser.add_argument("--target", type=float, default=85.0, help="test accuracy to reach, in %%")
     parser.add_argument("--hidden", type=int, default=1024, help="units in each of two hidden layers")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and data")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and data")
     return harness.run(parser, compare, train, argv)
 
 
@@ -42,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def ways(periods: list[int]) -> list[dict[str, Any]]:
-    """What is compared: the dense baseline, and each period with and without the optimiser's state."""
+    """List the compared ways: the dense baseline, and each period with and without the optimiser's state."""
     found = [{"name": "all_reduce", "spelling": "all_reduce", "period": 1, "state": False}]
     for period in periods:
         for state in (True, False):
@@ -53,13 +60,13 @@ def ways(periods: list[int]) -> list[dict[str, Any]]:
 
 
 def compare(options: argparse.Namespace) -> int:
-    """Let each way learn between fast links, time it between slow ones, and print the table."""
+    """Train each way over fast links, time its steps over slow ones, and print the table."""
     rows: list[dict[str, Any]] = []
     for way in ways(options.periods):
         learnt = launch(way["spelling"], _FAST, options)
         steps = max(2 * way["period"], 12)
         timed = launch(way["spelling"], options.bandwidth, options, steps)
-        # Of whole periods, and not of the first, in which everything is compiled.
+        # Whole periods, without the first one, in which everything is compiled.
         begin = max(way["period"], steps // 2 // way["period"] * way["period"])
         milliseconds = 1e3 * mean(timed["seconds"][begin:])
         rows.append(way | {key: learnt[key] for key in ("curve", "sent", "auto", "steps")} | {"ms": milliseconds})
@@ -71,13 +78,13 @@ def compare(options: argparse.Namespace) -> int:
 
 
 def launch(spelling: str, bandwidth: str, options: argparse.Namespace, steps: int = 0) -> dict[str, Any]:
-    """Train on emulated hosts; the figures of rank 0."""
+    """Train on emulated hosts, and return the figures of rank 0."""
     given = {"spelling": spelling, "steps": steps, "epochs": options.epochs, "hidden": options.hidden}
     return harness.launch(__file__, given | {"seed": options.seed}, options.hosts, bandwidth).ranks[0]
 
 
 def parameters(options: argparse.Namespace) -> int:
-    """Weights and biases of the network."""
+    """Return the number of weights and biases of the network."""
     sizes = (784, options.hidden, options.hidden, 10)
     return sum((a + 1) * b for a, b in itertools.pairwise(sizes))
 
@@ -115,14 +122,14 @@ def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     ]
     print(f"\n{options.hosts} hosts, {options.bandwidth} a link; dense: {quantity(dense, 'B')} a step")
     print(render(cells, header=header))
-    print("expected: dense / period, twice that with momenta; averages at the ends of epochs come on top")
+    print("expected: dense / period, twice that with momenta; averages at the ends of epochs are not included")
 
 
 # -- one rank ---------------------------------------------------------------------------------------------------------
 
 
 def train(given: argparse.Namespace) -> dict[str, Any]:
-    """Train all epochs with validation, or some steps without."""
+    """Train all epochs with validation, or, if `steps` is given, that number of steps without validation."""
     import hvdx
 
     hvdx.init()
@@ -142,7 +149,7 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_watch() -> Any:
-    """A callback that times steps, and notes the accuracy and the bytes of the link after each epoch."""
+    """Make a callback that times steps, and records the accuracy and the bytes of the link after each epoch."""
     import keras
 
     class Watch(keras.callbacks.Callback):

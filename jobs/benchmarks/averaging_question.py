@@ -1,15 +1,16 @@
-"""Is averaging networks the same as averaging gradients? The figures behind docs/averaging.md.
+"""Comparison of averaging networks with averaging gradients; the figures are in docs/averaging.md.
 
-    mpirun -n 4 python jobs/benchmarks/averaging_question.py                       a table, in some minutes
-    mpirun -n 4 python jobs/benchmarks/averaging_question.py --json question.json  and keep the figures
+    mpirun -n 4 python jobs/benchmarks/averaging_question.py                       a table, within minutes
+    mpirun -n 4 python jobs/benchmarks/averaging_question.py --json question.json  also write the figures
     mpirun -n 2 python jobs/benchmarks/averaging_question.py --steps 64 --periods 1,8 --optimizers sgd,adam
 
-Every way starts from the same weights and sees the same batches. "From dense" is how far its weights end from those of
-all-reduced gradients: the 2-norm of the difference, in units of the norm of the weights. "Apart" is how far a worker
-had gone from the mean when the last period ended, on average over the workers: what averaging takes back.
+Every way starts from the same weights and trains on the same batches. "From dense" is the 2-norm of the difference
+between its final weights and those of all-reduced gradients, divided by the norm of the latter. "Apart" is the distance
+of a worker's weights from the mean at the end of the last period, averaged over the workers.
 
-Training multiplies differences, those of rounding too: "rounded otherwise" are all-reduced gradients that are divided
-by 3 before they are added up, and multiplied by it afterwards. What is no farther from dense than that is the same.
+Training amplifies differences, even those of rounding. The way "rounded otherwise" shows their size: it divides the
+gradients by 3 before the all-reduce, and multiplies them by 3 afterwards. A way that is no farther from dense than this
+one is the same as dense, up to rounding.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import numpy as np
 from hvdx.jobs.benchmarks import harness
 from hvdx.report.table import render
 
-#: Learning rates at which each of them trains well here.
+#: Optimisers, each with a learning rate at which it trains well here.
 OPTIMIZERS = {
     "sgd": ("SGD", {"learning_rate": 0.1}),
     "momentum": ("SGD", {"learning_rate": 0.05, "momentum": 0.9}),
@@ -30,9 +31,9 @@ OPTIMIZERS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train in every way, and print the table; see `--help`."""
+    """Train in every way, and print the table."""
     parser = harness.parser(__doc__)
-    parser.add_argument("--optimizers", type=harness.several(str), default=",".join(OPTIMIZERS), help="some of these")
+    parser.add_argument("--optimizers", type=harness.several(str), default=",".join(OPTIMIZERS), help="optimisers")
     parser.add_argument("--periods", type=harness.several(int), default="1,4,16,64", help="steps between averages")
     parser.add_argument("--steps", type=int, default=192, help="steps of each training")
     parser.add_argument("--hidden", type=int, default=256, help="units in each of two hidden layers")
@@ -50,14 +51,18 @@ def main(argv: list[str] | None = None) -> int:
         dense, row = train(name, hvdx.AllReduce(), options)
         rows.append({"optimizer": name, "way": "gradients", "from_dense": 0.0} | row)
         weights, row = train(name, hvdx.AllReduce(gradient_predivide_factor=3.0), options)
-        rows.append({"optimizer": name, "way": "gradients, rounded otherwise", "from_dense": far(weights, dense)} | row)
+        rows.append(
+            {"optimizer": name, "way": "gradients, rounded otherwise", "from_dense": relative_distance(weights, dense)}
+            | row
+        )
         for period in options.periods:
             for state in (True, False) if name != "sgd" else (True,):
                 way = hvdx.ParameterAveraging(period, average_optimizer=state)
                 weights, row = train(name, way, options)
                 kept = "" if name == "sgd" else ", averaged state" if state else ", own state"
                 rows.append(
-                    {"optimizer": name, "way": f"every {period}{kept}", "from_dense": far(weights, dense)} | row
+                    {"optimizer": name, "way": f"every {period}{kept}", "from_dense": relative_distance(weights, dense)}
+                    | row
                 )
                 if hvdx.rank() == 0:
                     print(rows[-1], file=sys.stderr, flush=True)
@@ -68,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def train(optimizer: str, strategy: Any, options: argparse.Namespace) -> tuple[list[Any], dict[str, Any]]:
-    """Train one way; the weights at its end, and its figures."""
+    """Train in one way, and return the final weights and the figures."""
     import keras
 
     import hvdx
@@ -92,8 +97,8 @@ def train(optimizer: str, strategy: Any, options: argparse.Namespace) -> tuple[l
     return model.get_weights(), {"accuracy": 100 * history["val_accuracy"][-1], "apart": float(apart)}
 
 
-def far(weights: list[Any], others: list[Any]) -> float:
-    """2-norm of the difference, in units of the norm of the second."""
+def relative_distance(weights: list[Any], others: list[Any]) -> float:
+    """Return the 2-norm of the difference, divided by the norm of `others`."""
     difference = sum(np.sum(np.square(a - b, dtype=np.float64)) for a, b in zip(weights, others, strict=True))
     return float(np.sqrt(difference / sum(np.sum(np.square(b, dtype=np.float64)) for b in others)))
 

@@ -1,13 +1,14 @@
-"""What a checkpoint costs: beside writing the same bytes once, and for a training that goes on meanwhile.
+"""Time of a checkpoint compared with one plain write of the same bytes, and the time that training waits for it.
 
     python jobs/benchmarks/checkpoint.py                           20 million parameters, with momenta
     python jobs/benchmarks/checkpoint.py --parameters 1e6 --json out.json
 
-Three things are timed in turn, several times:
+Four times are measured in turns, several times each:
 
-    once        the same bytes, written to one file, and on the disk (fsync)
-    checkpoint  from the decision to save until the checkpoint has its name, everything on the disk
-    waited      of that, what the training waits for; beside a copy of the same bytes in memory
+    once        write the same bytes to one file, with fsync
+    copy        copy the same bytes in memory
+    checkpoint  from the decision to save until the checkpoint has its final name, all on the disk
+    waited      the part of that for which training waits
 """
 
 import os
@@ -22,7 +23,7 @@ from hvdx.jobs.benchmarks import harness
 
 
 def model_of(parameters: int):
-    """A network of about so many parameters, with momenta."""
+    """Build a network of about this number of parameters, with momenta."""
     import keras
 
     units = max(round((parameters / 4) ** 0.5), 1)
@@ -34,7 +35,7 @@ def model_of(parameters: int):
 
 
 def write_once(folder: Path, arrays) -> float:
-    """Seconds for the same bytes in one file."""
+    """Return the seconds for a write of the arrays to one file."""
     path = folder / "once"
     begin = time.perf_counter()
     with path.open("wb") as file:
@@ -48,7 +49,7 @@ def write_once(folder: Path, arrays) -> float:
 
 
 def copy_once(arrays) -> float:
-    """Seconds for a copy in memory, into pages that are not there yet, as a checkpoint's are not."""
+    """Return the seconds for a copy of the arrays into newly allocated memory, as a checkpoint uses."""
     begin = time.perf_counter()
     copies = [array.copy() for array in arrays]
     seconds = time.perf_counter() - begin
@@ -57,7 +58,7 @@ def copy_once(arrays) -> float:
 
 
 def save_once(writer, folder: Path, model) -> tuple[float, float]:
-    """Seconds that a training waits, and until the checkpoint has its name."""
+    """Return the seconds that training waits, and the seconds until the checkpoint has its final name."""
     from hvdx.keras.checkpoint.contents import Data, snapshot
     from hvdx.keras.checkpoint.folder import Position
 
@@ -71,11 +72,11 @@ def save_once(writer, folder: Path, model) -> tuple[float, float]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure; see `--help`."""
+    """Measure all times, and print the table."""
     parser = harness.parser(__doc__)
-    parser.add_argument("--parameters", type=float, default=20e6, metavar="N", help="of the model")
-    parser.add_argument("--repeat", type=int, default=7, metavar="N", help="times each is measured")
-    parser.add_argument("--folder", metavar="DIR", help="where to write; a temporary folder by default")
+    parser.add_argument("--parameters", type=float, default=20e6, metavar="N", help="parameters of the model")
+    parser.add_argument("--repeat", type=int, default=7, metavar="N", help="measurements of each time")
+    parser.add_argument("--folder", metavar="DIR", help="folder for the files; a temporary folder by default")
     args = parser.parse_args(argv)
     from hvdx.keras.checkpoint.folder import Folder
     from hvdx.keras.checkpoint.writer import Writer
@@ -91,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         for turn in range(args.repeat + 1):
             measured = write_once(folder, arrays), copy_once(arrays), *save_once(writer, folder, model)
-            if turn:  # the first warms up
+            if turn:  # the first turn is a warm-up
                 for values, value in zip((once, copies, waits, wholes), measured, strict=True):
                     values.append(value)
     finally:

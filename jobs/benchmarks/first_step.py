@@ -1,12 +1,12 @@
-"""Time the first training step of a process under Threshold, and the same step of plain Keras.
+"""Time of a process's first training step under Threshold, and of the same step in plain Keras.
 
     python jobs/benchmarks/first_step.py            # five starts of each, about two minutes on two cores
-    python jobs/benchmarks/first_step.py --empty    # one start more, of two workers on an empty cache of kernels
+    python jobs/benchmarks/first_step.py --empty    # also a start with an empty cache of kernels
 
-Two workers are started anew for each figure, in turns with and without hvdx, after the kernels have been compiled
-(`hvdx build-kernels`). The time is rank 0's, from the line that makes the callback to the end of the first step of
-`model.fit`: importing Numba, loading the kernels, opening the exchange and tracing are in it, importing TensorFlow is
-not. The network is an MLP of 0.4 million parameters.
+Two new workers are started for each figure, in turns with and without hvdx, after `hvdx build-kernels` has compiled the
+kernels. The time is that of rank 0, from the line that makes the callback to the end of the first step of `model.fit`.
+It includes importing Numba, loading the kernels, opening the exchange and tracing, but not importing TensorFlow. The
+network is an MLP of 0.4 million parameters.
 """
 
 import argparse
@@ -19,21 +19,21 @@ from hvdx.cli.main import main as command
 from hvdx.jobs.benchmarks import harness
 from hvdx.report.table import render
 
-#: Seconds that the first step may take more under Threshold than without it.
+#: Seconds by which the first step may be slower under Threshold than without it.
 GOAL = 1.0
 _LIMIT = 300  # seconds
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Start the workers, and print the table; exit code 1 where the goal is missed."""
+    """Run the benchmark, or one of its workers."""
     parser = harness.parser(__doc__)
-    parser.add_argument("--starts", type=int, default=5, metavar="N", help="of each")
-    parser.add_argument("--empty", action="store_true", help="measure a start on an empty cache, too")
+    parser.add_argument("--starts", type=int, default=5, metavar="N", help="starts with and without hvdx, each")
+    parser.add_argument("--empty", action="store_true", help="also measure a start with an empty cache")
     return harness.run(parser, compare, train, argv)
 
 
 def compare(options: argparse.Namespace) -> int:
-    """Start the workers in turns, and print the table."""
+    """Start the workers in turns, and print the table; return 1 if the goal is missed."""
     command(["build-kernels"])
     seconds: dict[str, list[float]] = {"plain": [], "threshold": []}
     for number in range(options.starts):
@@ -56,13 +56,13 @@ def compare(options: argparse.Namespace) -> int:
 
 
 def start(kind: str, **env: str) -> tuple[float, str]:
-    """Start two workers: seconds of rank 0's first step, and all that was printed."""
+    """Start two workers; return the seconds of rank 0's first step, and the output."""
     ended = harness.launch(__file__, {"kind": kind}, ranks=2, limit=_LIMIT, **env)
     return ended.ranks[0]["seconds"], ended.out
 
 
 def train(given: argparse.Namespace) -> dict[str, float]:
-    """Take one step, as a worker."""
+    """Train on one worker, and return the seconds until the end of the first step."""
     import keras
     import numpy as np
 

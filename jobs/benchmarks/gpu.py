@@ -1,13 +1,14 @@
-"""What the threshold kernels cost on a GPU, beside a plain kernel that moves the same memory, in one run.
+"""Time of the threshold kernels on a GPU, compared in the same run with a plain kernel that moves the same memory.
 
     python jobs/benchmarks/gpu.py                                       # 256 million elements: about a minute
     python jobs/benchmarks/gpu.py --elements 16M,1G --json gpu.json
-    python jobs/benchmarks/gpu.py --rounds 50                           # a smaller spread
+    python jobs/benchmarks/gpu.py --rounds 50                           # more rounds, for a smaller spread
 
-An encoder has to read the update and the residual and to write the residual: 12 bytes an element. The yardstick is a
-Numba kernel that does just that, out = a + b; a ratio of 0.9 says that the encoder took 1 / 0.9 of its time. In every
-round yardstick, copy and encoder take turns, and a ratio is the median over the rounds. `check` reads the update once
-more before; `trusted` leaves that out. CUDA events measure; they include what the launches cost on the host.
+An encoder must read the update and the residual, and write the residual: 12 bytes per element. The yardstick is a Numba
+kernel with the same traffic, out = a + b. A ratio of 0.9 means that the encoder took 1 / 0.9 of the yardstick's time.
+In every round, yardstick, copy and encoder take turns; a ratio is the median over the rounds. "checked" reads the
+update once more to check it; "trusted" omits the check. Times come from CUDA events and include the launch overhead of
+the host.
 """
 
 import datetime
@@ -23,20 +24,22 @@ from hvdx.jobs.benchmarks import harness
 from hvdx.report import table
 
 _DENSITIES = (1e-4, 1e-3, 1e-2, 1 / 16, 0.1)
-#: Decoding is measured up to this density: the messages' entries are held on the GPU, 12 bytes each.
+#: Largest density at which decoding is measured, since each decoded entry takes 12 bytes of GPU memory.
 _DENSEST_DECODED = 1e-2
 _MESSAGES = 16
 _THREADS = 256
-#: Calls before the first that is timed: they compile, and fill the scratch.
+#: Untimed calls at the start, which compile the kernels and allocate the scratch memory.
 _WARM_UP = 2
 _TAU = 1.0
 
 
 def main() -> int:
-    """Measure every size, print a table of each."""
-    parser = harness.parser(f"{__doc__}\nIt takes about 17 bytes of the GPU's memory an element.")
-    parser.add_argument("--elements", type=harness.several(harness.size), default="256M", help="of the update: 16M,1G")
-    parser.add_argument("--rounds", type=int, default=20, help="how often everything is timed")
+    """Measure every size, and print a table for each."""
+    parser = harness.parser(f"{__doc__}\nThe benchmark needs about 17 bytes of GPU memory per element.")
+    parser.add_argument(
+        "--elements", type=harness.several(harness.size), default="256M", help="elements of the update, such as 16M,1G"
+    )
+    parser.add_argument("--rounds", type=int, default=20, help="timed rounds")
     options = parser.parse_args()
     if options.rounds < 1:
         parser.error("--rounds: expected 1 or more")
@@ -48,7 +51,7 @@ def main() -> int:
         print(f"gpu: {error}", file=sys.stderr)
         return 1
     if not cuda.is_available():
-        print("gpu: expected a GPU and its driver, numba.cuda finds none. Run it where nvidia-smi lists one.",
+        print("gpu: expected a GPU and its driver, numba.cuda finds none. Run it on a machine with a GPU.",
               file=sys.stderr)  # fmt: skip
         return 1
     about = describe(cuda)
@@ -66,7 +69,7 @@ def main() -> int:
 
 
 class Bench:
-    """The arrays of one size, and what is measured with them."""
+    """Arrays of one size, and the measurements with them."""
 
     def __init__(self, cuda: Any, kernels: Any, elements: int, rounds: int) -> None:
         self.cuda, self.kernels, self.elements, self.rounds = cuda, kernels, elements, rounds
@@ -77,7 +80,7 @@ class Bench:
         self.start, self.stop = cuda.event(), cuda.event()
 
     def encode(self, density: float) -> dict[str, Any]:
-        """One row: encoding an update of which this share of the elements crosses tau."""
+        """Measure the encoding of an update of which this share of the elements reaches tau; return a row."""
         self.prepare(density, seed=0)
         variants = {
             "plain": self.run_add,
@@ -89,7 +92,7 @@ class Bench:
         message = None
         for number in range(-_WARM_UP, self.rounds):
             for name, function in variants.items():
-                # The yardstick and the encoder overwrite it; its density must not change from round to round.
+                # Yardstick and encoder overwrite the residual, but the density must be the same in every round.
                 self.residual.copy_to_device(self.saved)
                 elapsed, result = self.time(function)
                 message = result or message
@@ -99,7 +102,7 @@ class Bench:
         return row | {"sent": int(message.sent.sum()), "message_bytes": message.tiles.size}
 
     def decode(self, density: float) -> dict[str, Any]:
-        """One row: adding up the messages of many ranks, from the host's memory."""
+        """Measure the decoding and summing of many ranks' messages from host memory; return a row."""
         messages = []
         for seed in range(_MESSAGES):
             self.prepare(density, seed)
@@ -120,20 +123,20 @@ class Bench:
         return row | {"message_bytes": sum(tiles.size for tiles, _ in messages)}
 
     def prepare(self, density: float, seed: int) -> None:
-        """Fill the update, and `saved` with the residual that it meets."""
+        """Fill the update, and `saved`, the residual before it."""
         blocks = -(-self.elements // _THREADS)
         self.fill[blocks, _THREADS](self.update, self.saved, density, seed)
 
     def run_add(self) -> None:
-        """The yardstick."""
+        """Run the yardstick."""
         self.add[-(-self.elements // _THREADS), _THREADS](self.update, self.saved, self.residual)
 
     def run_encode(self, trusted: bool) -> Any:
-        """One call of the encoder, with memory of its own as a training run would have it."""
+        """Call the encoder once, with scratch memory that is reused as in training; return the message."""
         return self.kernels.encode([self.update], self.residual, self.runs, trusted=trusted, scratch=self.scratch)
 
     def time(self, function: Any) -> tuple[float, Any]:
-        """(milliseconds that the GPU and the host took for it, its result)."""
+        """Return the milliseconds of a call on GPU and host, and its result."""
         self.cuda.synchronize()
         self.start.record()
         result = function()
@@ -142,7 +145,7 @@ class Bench:
         return self.start.elapsed_time(self.stop), result
 
     def row(self, what: str, density: float, times: dict[str, list[float]]) -> dict[str, Any]:
-        """Medians, quartiles, and ratios to the yardstick and to a copy, of the rounds."""
+        """Return medians and quartiles over the rounds, of times and of ratios to the yardstick and to a copy."""
         row: dict[str, Any] = {"what": what, "elements": self.elements, "density": density, "rounds": self.rounds}
         for name, measured in times.items():
             low, median, high = harness.spread(measured)
@@ -155,13 +158,13 @@ class Bench:
 
 
 def make_kernels(cuda: Any) -> tuple[Any, Any]:
-    """The kernel that makes data, and the yardstick."""
+    """Return the kernel that generates data, and the yardstick."""
 
     @cuda.jit
     def fill(update, residual, density, seed):
         i = cuda.grid(1)
         if i < update.size:
-            # splitmix64: its halves are two uniform numbers.
+            # splitmix64; its two halves are uniform random numbers.
             x = (np.uint64(i) + np.uint64(seed) * np.uint64(update.size)) * np.uint64(0x9E3779B97F4A7C15)
             x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
             x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -169,7 +172,7 @@ def make_kernels(cuda: Any) -> tuple[Any, Any]:
             first = np.float64(x >> np.uint64(32)) / 2.0**32
             second = np.float64(x & np.uint64(0xFFFFFFFF)) / 2.0**32
             residual[i] = np.float32(0.98 * (2.0 * first - 1.0) * _TAU)
-            # Away from zero, so that the sum crosses whatever the residual is.
+            # With the sign of the residual, so that the sum reaches tau for every residual.
             sign = -1.0 if first < 0.5 else 1.0
             update[i] = np.float32(sign * _TAU if second < density else -sign * 0.001 * _TAU)
 
@@ -209,7 +212,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def describe(cuda: Any) -> dict[str, Any]:
-    """What the numbers were measured with."""
+    """Return the GPU, driver and package versions of this run."""
     device = cuda.get_current_device()
     name = device.name.decode() if isinstance(device.name, bytes) else device.name
     return {
@@ -223,7 +226,7 @@ def describe(cuda: Any) -> dict[str, Any]:
 
 
 def driver_version() -> str:
-    """The driver's version, or "unknown"."""
+    """Return the version of the GPU driver, or "unknown"."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split()

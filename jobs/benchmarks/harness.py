@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, the file of figures, statistics, and workers that are started and report back."""
+"""Helpers of the benchmarks: options, JSON files, statistics, and workers that report their figures."""
 
 import argparse
 import json
@@ -29,7 +29,7 @@ _DIGITS = 6
 
 
 class _Format(argparse.RawDescriptionHelpFormatter):
-    """Shows a description as it is written, and the defaults of options."""
+    """Help formatter that keeps the layout of the description, and shows the defaults of options."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         shown = action.help and not any(action.default is none for none in (None, False, argparse.SUPPRESS))
@@ -37,18 +37,18 @@ class _Format(argparse.RawDescriptionHelpFormatter):
 
 
 def parser(text: str | None) -> argparse.ArgumentParser:
-    """A parser with the option --json.
+    """Return a parser with the option --json.
 
     Args:
-        text: the description: the module's docstring.
+        text: description, the docstring of the benchmark's module.
     """
     made = argparse.ArgumentParser(description=text, formatter_class=_Format, allow_abbrev=False)
-    made.add_argument("--json", metavar="FILE", help="write the figures there")
+    made.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     return made
 
 
 def size(text: str) -> int:
-    """Read a number of elements or parameters, the type of an option.
+    """Parse a number of elements or parameters; the type of an option.
 
     Example:
         >>> size("16M")
@@ -61,7 +61,7 @@ def size(text: str) -> int:
 
 
 def several(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """The type of an option that takes several values, separated by commas.
+    """Return the type of an option with several values, separated by commas.
 
     Example:
         >>> several(int)("1,4")
@@ -76,7 +76,7 @@ def several(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
 
 
 def bits(bandwidth: str) -> float:
-    """Bits a second of a rate such as 100mbit; infinity for none.
+    """Return the bits per second of a rate such as 100mbit; infinity for "none".
 
     Example:
         >>> bits("100mbit")
@@ -87,15 +87,15 @@ def bits(bandwidth: str) -> float:
 
 
 def write(path: str | None, figures: dict[str, Any], ranks: int = 1) -> None:
-    """Write figures, with the command that made them.
+    """Write figures to a JSON file, with the command that made them.
 
     Args:
-        path: the file; nothing is written where it is None.
-        figures: what JSON can hold.
-        ranks: how many ranks the command was started on.
+        path: path of the file; None or "" writes nothing.
+        figures: values that JSON can represent.
+        ranks: number of ranks of the command.
 
     Raises:
-        ConfigError: the file cannot be written.
+        ConfigError: if the file cannot be written.
     """
     if not path:
         return
@@ -105,16 +105,18 @@ def write(path: str | None, figures: dict[str, Any], ranks: int = 1) -> None:
     try:
         Path(path).write_text(dump(document))
     except OSError as error:
-        raise ConfigError(f"bench: --json {path}: {error.strerror}. Name a file in a folder that exists.") from error
+        raise ConfigError(
+            f"bench: --json {path}: {error.strerror}. Do: name a file in a folder that exists."
+        ) from error
 
 
 def show(path: str | None, document: dict[str, Any], as_text: Callable[[dict[str, Any]], str]) -> None:
-    """Print figures as text, and write them; or print them as JSON.
+    """Print figures as text, and write them as JSON; with path "-", print only the JSON.
 
     Args:
-        path: as in `write`; "-" for JSON on standard output, and no text.
+        path: as in `write`, or "-".
         document: the figures.
-        as_text: makes the text.
+        as_text: function that formats the figures as text.
     """
     if path != "-":
         write(path, document)
@@ -122,7 +124,7 @@ def show(path: str | None, document: dict[str, Any], as_text: Callable[[dict[str
 
 
 def dump(document: dict[str, Any]) -> str:
-    """A document as compact JSON: a line for each key, and for each row of a list of rows.
+    """Return a document as compact JSON, with a line for each key, and for each row of a list of rows.
 
     Example:
         >>> print(dump({"cores": 2, "rows": [{"ms": 0.123456789}, {"ms": 2.0}]}), end="")
@@ -152,7 +154,7 @@ def _rounded(value: Any) -> Any:
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:
-    """Median and quartiles: low, median, high.
+    """Return the lower quartile, the median and the upper quartile.
 
     Example:
         >>> spread([1.0, 2.0, 3.0])
@@ -163,13 +165,13 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def memory(which: str) -> int:
-    """Bytes of this process's memory.
+    """Return the bytes of this process's resident memory.
 
     Args:
-        which: VmRSS for now, VmHWM for the most so far; unlike ru_maxrss, the latter is not inherited from a parent.
+        which: "VmRSS" for the present size, "VmHWM" for the peak, which a child does not inherit, unlike ru_maxrss.
 
     Raises:
-        OSError: this system does not tell.
+        OSError: if this system does not report it.
     """
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{which}:"):
@@ -182,12 +184,12 @@ def memory(which: str) -> int:
 
 @dataclass(frozen=True)
 class Ended:
-    """What came of workers.
+    """Results of workers that have ended.
 
     Attributes:
-        ranks: the figures of each rank that has some, by rank.
-        out: what was printed.
-        lab: the table of `hvdx lab`; empty without it.
+        ranks: figures of each rank that reported some, in the order of ranks.
+        out: standard output and standard error.
+        lab: JSON document of `hvdx lab`; empty without it.
     """
 
     ranks: list[dict[str, Any]]
@@ -201,13 +203,13 @@ def run(
     work: Callable[[argparse.Namespace], dict[str, Any] | None],
     argv: Sequence[str] | None = None,
 ) -> int:
-    """Run a benchmark, or in a process of `launch` one of its workers.
+    """Run a benchmark; or, in a process that `launch` started, one of its workers.
 
     Args:
-        options: the parser.
-        compare: given the options; returns the exit code.
-        work: given what `launch` was given; returns the figures of this rank, or None.
-        argv: the command line; this process's by default.
+        options: parser of the benchmark's options.
+        compare: function of the benchmark: takes the options, returns the exit code.
+        work: function of a worker: takes the values given to `launch`, returns the figures of this rank, or None.
+        argv: command line; by default that of this process.
     """
     options.add_argument("--worker", help=argparse.SUPPRESS)
     chosen = options.parse_args(argv)
@@ -227,15 +229,15 @@ def launch(
     """Run workers of a benchmark to their end.
 
     Args:
-        file: the benchmark's file.
-        given: what `work` is given.
-        ranks: how many workers.
-        bandwidth: of the links between emulated hosts, such as 100mbit; "" for workers on this machine.
-        limit: seconds.
-        env: variables of the workers.
+        file: file of the benchmark.
+        given: values for `work`.
+        ranks: number of workers.
+        bandwidth: bandwidth of the links between emulated hosts, such as 100mbit; "" for workers without emulation.
+        limit: time limit in seconds.
+        env: additional environment variables of the workers.
 
     Raises:
-        SystemExit: they failed, or none has figures; with all that they printed.
+        SystemExit: if the workers fail, or none reports figures; the message has their output.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -245,25 +247,25 @@ def launch(
             worker = [sys.executable, "-m", "hvdx", *lab, "--", *worker]
         elif ranks > 1:
             worker = [*mpirun_command(ranks), *worker]
-        # The strategy is what the benchmark says.
+        # The benchmark chooses the strategy.
         inherited = {name: value for name, value in os.environ.items() if name != "HVDX_STRATEGY"}
         ended = processes.run(worker, limit, inherited | env)
         files = sorted(folder.glob("*.json"), key=lambda path: int(path.stem))
         if ended.code != 0 or not files:
-            sys.exit(f"{' '.join(worker)}\nended badly ({ended.reason()}):\n{ended.text}")
+            sys.exit(f"{' '.join(worker)}\nfailed ({ended.reason()}):\n{ended.text}")
         table = json.loads((folder / "lab").read_text()) if bandwidth else {}
         return Ended([json.loads(path.read_text()) for path in files], ended.text, table)
 
 
 def mlp(given: argparse.Namespace, data: str = "fashion-mnist") -> tuple[Any, Any, Any, Any]:
-    """The network of the comparisons, and its data, on a rank of a started job.
+    """Build the network of the comparisons, and load its data, on a rank of a running job.
 
     Args:
-        given: `hidden` units of each layer, and the `seed`; perhaps a `learning_rate`.
-        data: as in `hvdx.jobs.data.load`.
+        given: `hidden`, the units of each layer; `seed`; and optionally `learning_rate`.
+        data: name of the data set, as in `hvdx.jobs.data.load`.
 
     Returns:
-        The compiled model, training batches of 64 a rank, test batches, and the data.
+        The compiled model, training batches of 64 on each rank, test batches, and the data set.
     """
     import keras
 
@@ -279,10 +281,10 @@ def mlp(given: argparse.Namespace, data: str = "fashion-mnist") -> tuple[Any, An
 
 
 def link_bytes(way: str) -> int:
-    """Bytes that the link of an emulated host has carried; 0 elsewhere.
+    """Return the bytes that the link of an emulated host has carried; 0 if there is no such link.
 
     Args:
-        way: "tx" for sent, "rx" for received.
+        way: "tx" for sent bytes, "rx" for received bytes.
     """
     counter = Path(f"/sys/class/net/eth0/statistics/{way}_bytes")
     return int(counter.read_text()) if counter.exists() else 0

@@ -1,11 +1,12 @@
-"""How fast the threshold kernels are on this machine's cores, beside the traffic that they cannot avoid.
+"""Speed of the threshold kernels on this machine's cores, compared with their minimal memory traffic.
 
     hvdx bench kernels
 
-Encoding reads a residual and an update and writes the residual: 12 bytes an element, as np.add(r, g, out=r) does. That
-is the baseline, measured in turns with the codec, on as many threads. What is held against the goals is what a training
-step calls: the codec's `encode`, which reads the update once more to check it, and its `decode`, checksums included.
-Sums reach tau at random places, and the residual is set back before each turn, so that each meets the same.
+Encoding reads a residual and an update, and writes the residual: 12 bytes per element, like np.add(r, g, out=r). This
+np.add is the baseline, measured in turns with the codec on the same number of threads. The goals apply to the functions
+that a training step calls: the codec's `encode`, which reads the update once more to check it, and its `decode`,
+including checksums. Sums reach tau at random places. Before each turn the residual is reset, so that all turns have
+equal inputs.
 """
 
 import argparse
@@ -29,25 +30,26 @@ from hvdx.kernels.tiles import Runs
 from hvdx.report.table import render
 
 DENSITIES = (1e-4, 1e-3, 1e-2, 1 / 16, 0.1)
-#: Ratios to np.add that encoding is to reach, by the largest density each is about.
+#: Goals for the speed of encoding relative to np.add, by the largest density of each goal.
 GOALS = {1e-3: 0.90, 1e-2: 0.60}
-#: This many messages of this density are to take no longer to decode than one takes to encode.
+#: Goal: decoding this number of messages at this density takes no longer than encoding one.
 MESSAGES, MESSAGES_AT = 16, 1e-3
+#: Bytes per element that encoding and np.add move.
 BYTES = 12
-#: Memory beside the message, as a share of the update's.
+#: Goal: memory in addition to the message, as a fraction of the update's size.
 MEMORY = 0.01
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--elements", type=int, default=1 << 24, metavar="N", help="float32 elements of an update")
-    parser.add_argument("--densities", type=float, nargs="+", default=list(DENSITIES), metavar="P", help="share sent")
-    parser.add_argument("--threads", type=int, nargs="+", metavar="T", help="numbers of threads; 1 and all by default")
-    parser.add_argument("--rounds", type=int, default=15, help="turns that each kernel takes")
+    parser.add_argument("--densities", type=float, nargs="+", default=list(DENSITIES), metavar="P", help="shares sent")
+    parser.add_argument("--threads", type=int, nargs="+", metavar="T", help="numbers of threads (default: 1 and all)")
+    parser.add_argument("--rounds", type=int, default=15, help="timed turns of each kernel")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, and print a table or JSON: 0, or 1 where a goal is missed."""
+    """Measure, and print a table or JSON; return 1 if a goal is missed, else 0."""
     import hvdx
 
     if min(args.elements, args.rounds, *(args.threads or [1])) < 1 or not all(0 <= p < 1 for p in args.densities):
@@ -75,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Case:
-    """An update of which a share reaches tau, and the codec and state that it meets."""
+    """Update of which a given share reaches tau, with a codec and its state."""
 
     def __init__(self, n: int, p: float) -> None:
         rng = np.random.default_rng(0)
@@ -89,31 +91,31 @@ class Case:
         self.begin(1)
 
     def begin(self, threads: int) -> None:
-        """Make the codec and its state anew, for this number of threads."""
+        """Make a new codec and state for this number of threads."""
         self.codec = Threshold(tau=1.0, threads=threads)
         self.state = self.codec.init([self.n])
         self.residual = self.state.residual
 
     def encode(self) -> np.ndarray:
-        """Encode as a training step does: the message."""
+        """Encode as a training step does, and return the message."""
         message, self.state = self.codec.encode([self.update], self.state)
         return message
 
     def decode(self, messages: list[np.ndarray]) -> None:
-        """Decode as a training step does: add the mean of the messages to `out`."""
+        """Decode as a training step does, adding the mean of the messages to `out`."""
         self.codec.decode(messages, [self.out], 1 / len(messages))
 
     def encode_trusted(self, work: cpu.Workspace) -> None:
-        """Encode as nothing in a training does: without the check."""
+        """Encode without the check of the update, which training never does."""
         cpu.encode([self.update], self.residual, self.runs, trusted=True, threads=work.threads, workspace=work)
 
     def reset(self) -> None:
-        """Put the residual back to what it was."""
+        """Reset the residual to its initial values."""
         self.residual[:] = self.start
 
 
 def measure(case: Case, threads: int, rounds: int) -> dict:
-    """Time all kernels at one density and number of threads, in turns."""
+    """Time all kernels in turns, at one density and number of threads."""
     case.begin(threads)
     work, borders = cpu.Workspace(case.n, 1, threads=threads), cut(case.n, threads, 64)
 
@@ -134,8 +136,8 @@ def measure(case: Case, threads: int, rounds: int) -> dict:
         "decode_many": lambda: case.decode([message] * MESSAGES),
     }
     seconds = take_turns(turns, case, rounds)
-    # NumPy's way is slow enough to be timed a few times only.
-    seconds |= take_turns({"numpy": lambda: numpy_way(case)}, case, min(rounds, 3)) if threads == 1 else {}
+    # Encoding in NumPy is so slow that three rounds must do.
+    seconds |= take_turns({"numpy": lambda: encode_in_numpy(case)}, case, min(rounds, 3)) if threads == 1 else {}
     base = np.array(seconds["add"])
     figure = {
         "density": case.density,
@@ -159,7 +161,7 @@ def measure(case: Case, threads: int, rounds: int) -> dict:
 
 
 def take_turns(turns: dict[str, Callable[[], object]], case: Case, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each turn, round by round; the first round is not counted."""
+    """Return the seconds of each turn, round by round, without the first round."""
     seconds: dict[str, list[float]] = {name: [] for name in turns}
     for r in range(rounds + 1):
         for name, turn in turns.items():
@@ -171,8 +173,8 @@ def take_turns(turns: dict[str, Callable[[], object]], case: Case, rounds: int) 
     return seconds
 
 
-def numpy_way(case: Case) -> tuple[np.ndarray, np.ndarray]:
-    """Encoding as it is done without kernels: positions by flatnonzero, 32 bits each."""
+def encode_in_numpy(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """Encode with NumPy only: positions from flatnonzero, 32 bits each."""
     r = case.residual
     r += case.update
     index = np.flatnonzero(np.abs(r) >= 1)
@@ -186,17 +188,17 @@ _THP_DISABLE = 41
 
 
 def extra_memory(case: Case) -> int | None:
-    """Bytes of memory that encoding touches at its peak beside its arguments: scratch, buffers and the message.
+    """Return the peak bytes of memory that encoding uses besides its arguments: scratch, buffers and the message.
 
-    The kernel's own count of this process's resident memory, the least of three turns, without huge pages, of which it
-    gives 2 MB to whoever touches a byte; None where there is no such count.
+    It is the growth of this process's resident memory, the minimum of three turns. Huge pages are turned off, since
+    each adds 2 MB when a byte of it is touched. None if the system does not report resident memory.
     """
     peaks, library = [], ctypes.CDLL(None)
     try:
         library.prctl(_THP_DISABLE, 1, 0, 0, 0)
         for _ in range(3):
             case.reset()
-            # What the allocator kept of earlier turns would hide what this one needs.
+            # Free memory that the allocator kept from earlier turns, which would hide the need of this one.
             case.state.scratch.clear()
             library.malloc_trim(0)
             Path("/proc/self/clear_refs").write_text("5")
@@ -213,7 +215,7 @@ def extra_memory(case: Case) -> int | None:
 
 
 def shortfalls(figure: dict) -> list[str]:
-    """The goals that a figure misses, in words."""
+    """Describe the goals that a figure misses."""
     p, t = figure["density"], figure["threads"]
     missed = []
     for most, goal in GOALS.items():
@@ -229,7 +231,7 @@ def shortfalls(figure: dict) -> list[str]:
 
 
 def as_text(document: dict) -> str:
-    """The figures as a table."""
+    """Return the figures as a table."""
     n = document["elements"]
     rows = []
     for f in document["figures"]:
@@ -255,8 +257,8 @@ def as_text(document: dict) -> str:
     header += ["decode", "ns an entry", f"{MESSAGES} decoded / encode", "memory beside message"]
     lines = [
         f"{document['machine']}; {n:,} float32; medians of {document['rounds']} rounds.",
-        "encode and decode are what a training step calls, with the check of the update and the checksums.",
-        f"np.add and encode in GB/s of {BYTES} bytes an element, decode in GB/s of message,",
+        "encode and decode are the functions that a training step calls, with update check and checksums.",
+        f"np.add and encode in GB/s of {BYTES} bytes per element, decode in GB/s of message,",
         "memory as a share of the update.",
         "",
         render(rows, header),
@@ -270,14 +272,14 @@ def as_text(document: dict) -> str:
 
 
 def memory(figure: dict, n: int) -> str:
-    """Memory beside the message, as a share of the update's."""
+    """Return the memory in addition to the message, in percent of the update's size."""
     if figure["extra_memory_bytes"] is None:
         return "-"
     return f"{100 * max(figure['extra_memory_bytes'] - figure['message_bytes'], 0) / (4 * n):.2f} %"
 
 
 def _processor() -> str:
-    """The processor's name."""
+    """Return the name of the processor."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()

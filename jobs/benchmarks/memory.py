@@ -1,10 +1,10 @@
-"""How many copies of the weights a strategy holds, above plain all-reduce.
+"""Number of copies of the weights that each strategy holds, compared with all-reduce.
 
     python jobs/benchmarks/memory.py
 
-Two workers train a small and a large dense network under each strategy, in processes of their own. What the larger one
-takes more, divided by what its weights take more, is the number of copies: code, libraries and compilers cancel out. It
-is the resident memory of rank 0 at its largest.
+Two workers train a small and a large dense network under each strategy, in new processes. The number of copies is the
+difference of the two runs' memory divided by the difference of the weights' sizes, so that code, libraries and
+compilers cancel out. Memory is the peak resident size of rank 0.
 """
 
 import sys
@@ -12,7 +12,7 @@ import sys
 from hvdx.jobs.benchmarks import harness, network
 from hvdx.report.table import render
 
-#: What is compared: a name, and the strategy.
+#: Compared strategies by name.
 STRATEGIES = {
     "AllReduce": "all_reduce",
     "Threshold": "threshold:target_density=0.01",
@@ -23,9 +23,11 @@ _STEPS = 20
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure every strategy, and print the table; see `--help`."""
+    """Measure every strategy, and print the table."""
     parser = harness.parser(__doc__)
-    parser.add_argument("--hidden", type=int, nargs=2, default=(1024, 5120), metavar="N", help="units of both networks")
+    parser.add_argument(
+        "--hidden", type=int, nargs=2, default=(1024, 5120), metavar="N", help="units of the two networks' layers"
+    )
     options = parser.parse_args(argv)
     weights = [4 * (785 * h + (h + 1) * h + (h + 1) * 10) / 1e6 for h in options.hidden]
     rows = []
@@ -44,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(spelling: str, hidden: int) -> float:
-    """Megabytes of rank 0 after some steps."""
+    """Return the peak megabytes of rank 0 in a short training."""
     given = {"spelling": spelling, "hidden": hidden, "seed": 0, "steps": _STEPS, "target": 101.0}
     return harness.launch(network.__file__, given, ranks=2).ranks[0]["memory_MB"]
 

@@ -1,15 +1,15 @@
-"""What each way of combining work costs on a network: milliseconds a step, and seconds until a network has learnt.
+"""Cost of each strategy on a slow network: milliseconds per step, and seconds to reach a test accuracy.
 
     python jobs/benchmarks/network.py                                   two hosts at 100mbit, short
     python jobs/benchmarks/network.py --hosts 2,4 --bandwidth 100mbit,1gbit --json network.json
 
 Emulated hosts (`hvdx lab`) train a dense network of 1.86 million parameters on Fashion-MNIST, 64 pictures a step on
-each, SGD with momentum, the same seed under every strategy; each in processes of its own, since Horovod's thread would
-slow down what comes after it. "Alone" is the same training with nobody to talk to. The time to an accuracy is that of
-the training steps, without evaluation, and without the first two steps, in which everything is compiled.
+each, SGD with momentum, with the same seed under every strategy. Each strategy runs in new processes, since Horovod's
+thread would slow down the next one. "Alone" is the same training without communication. The time to an accuracy counts
+only training steps, without evaluation and without the first two steps, in which everything is compiled.
 
-The training itself does not depend on the bandwidth: where a step is so slow that reaching the accuracy would take more
-than --patience seconds, only some steps are timed there, and their number is taken from the fastest network.
+Accuracy does not depend on bandwidth. If a step is so slow that reaching the accuracy would take more than --patience
+seconds, only some steps are timed, and the number of steps is taken from the fastest network.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import numpy as np
 from hvdx.jobs.benchmarks import harness
 from hvdx.report.table import quantity, render
 
-#: What is compared, by default: a name, and the strategy; "alone" is no strategy at all.
+#: Strategies that are compared by default, by name; "alone" stands for no strategy.
 STRATEGIES = {
     "alone": "alone",
     "Horovod fp32": "all_reduce",
@@ -33,23 +33,29 @@ STRATEGIES = {
 }
 #: Steps between two evaluations.
 _EVERY = 20
-# Steps that are not counted: tracing, compiling.
+# Uncounted first steps, which trace and compile.
 _COMPILING = 2
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the comparison; see `--help`."""
+    """Run the comparison, or one of its workers."""
     parser = harness.parser(__doc__)
     add, numbers, words = parser.add_argument, harness.several(int), harness.several(str)
     add("--hosts", type=numbers, default="2", metavar="N,N,...", help="numbers of emulated hosts")
-    add("--bandwidth", type=words, default="100mbit", metavar="RATE,...", help="of each link, such as 100mbit,1gbit")
-    add("--strategies", help="in place of the default ones, each as `name=spelling`, separated by semicolons")
+    add(
+        "--bandwidth",
+        type=words,
+        default="100mbit",
+        metavar="RATE,...",
+        help="bandwidths of the links, such as 100mbit,1gbit",
+    )
+    add("--strategies", help="strategies instead of the default ones: `name=spelling`, separated by semicolons")
     add("--target", type=float, default=85.0, help="test accuracy to reach, in %%")
-    add("--most-steps", type=int, default=1500, metavar="N", help="give up after so many steps")
-    add("--timed-steps", type=int, default=40, metavar="N", help="steps that are timed where it is only about time")
+    add("--most-steps", type=int, default=1500, metavar="N", help="largest number of steps of a training")
+    add("--timed-steps", type=int, default=40, metavar="N", help="number of steps of a run that only measures time")
     add("--patience", type=float, default=60.0, metavar="SECONDS", help="longest training that is run in full")
     add("--hidden", type=int, default=1024, help="units in each of two hidden layers")
-    add("--seed", type=int, default=0, help="of weights and data")
+    add("--seed", type=int, default=0, help="seed of weights and data")
     return harness.run(parser, compare, train, argv)
 
 
@@ -65,10 +71,10 @@ def compare(options: argparse.Namespace) -> int:
     rows: list[dict[str, Any]] = []
     for hosts in options.hosts:
         learnt: dict[str, int] = {}
-        # The fastest first: it tells how many steps a strategy needs.
+        # The fastest network first, since it gives the number of steps that a strategy needs.
         for bandwidth in sorted(options.bandwidth, key=harness.bits, reverse=True):
             for name, spelling in chosen.items():
-                row = one(name, spelling, hosts, bandwidth, learnt, options)
+                row = run_strategy(name, spelling, hosts, bandwidth, learnt, options)
                 rows.append(row)
                 print(line(row), flush=True)
             show([r for r in rows if (r["hosts"], r["bandwidth"]) == (hosts, bandwidth)], options)
@@ -76,10 +82,10 @@ def compare(options: argparse.Namespace) -> int:
     return 0
 
 
-def one(
+def run_strategy(
     name: str, spelling: str, hosts: int, bandwidth: str, learnt: dict[str, int], options: argparse.Namespace
 ) -> dict[str, Any]:
-    """One strategy on one network: in full, or where that takes too long, some steps of it."""
+    """Run one strategy on one network: in full, or, if that would take too long, for some steps."""
     row = {"strategy": name, "spelling": spelling, "hosts": hosts, "bandwidth": bandwidth}
 
     def launch(steps: int, target: float) -> dict[str, Any]:
@@ -99,7 +105,7 @@ def one(
 
 
 def line(row: dict[str, Any]) -> str:
-    """One run, while others are still going."""
+    """Return the progress line of a finished run."""
     return f"{row['hosts']} hosts, {row['bandwidth']}: {row['strategy']}: {row['milliseconds']:.1f} ms a step"
 
 
@@ -135,7 +141,7 @@ def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     print(f"\n{rows[0]['hosts']} hosts, {rows[0]['bandwidth']} a link")
     print(render(cells, header=header))
     print(
-        "MB: resident memory of rank 0 at its largest; *: steps from the fastest network, times ms a step\n", flush=True
+        "MB: peak resident memory of rank 0; *: number of steps from the fastest network, times ms a step\n", flush=True
     )
 
 
@@ -143,7 +149,7 @@ def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
 
 
 def train(given: argparse.Namespace) -> dict[str, Any]:
-    """Train under one strategy until the target is reached, or the steps are over."""
+    """Train under one strategy until the target accuracy or the number of steps is reached."""
     import hvdx
 
     hvdx.init()
@@ -163,7 +169,7 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_watch(target: float, distribute: Any) -> Any:
-    """A callback that times the steps, notes the accuracies, holds the link's counter against hvdx' own, and stops."""
+    """Make a callback that times steps, compares the link's counter with hvdx', and stops at the target accuracy."""
     import keras
 
     class Watch(keras.callbacks.Callback):
@@ -176,7 +182,7 @@ def make_watch(target: float, distribute: Any) -> Any:
             self._end = time.perf_counter()
 
         def sent(self) -> np.ndarray:
-            """Bytes that the interface has sent, and that hvdx says it has."""
+            """Return the bytes sent according to the interface, and according to hvdx."""
             return np.array([harness.link_bytes("tx"), distribute.cost().sent if distribute else 0], float)
 
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -202,8 +208,8 @@ def make_watch(target: float, distribute: Any) -> Any:
 
 
 def result(watch: Any, distribute: Any) -> dict[str, Any]:
-    """The figures of a run."""
-    # The first step of each epoch waits for ranks that were still evaluating.
+    """Return the figures of a run."""
+    # Without the first step of each epoch, which waits for ranks that are still evaluating.
     timed = [s for i, s in enumerate(watch.steps) if i >= _EVERY and i % _EVERY] or watch.steps[_COMPILING:]
     figures = {
         "milliseconds": 1e3 * median(timed),

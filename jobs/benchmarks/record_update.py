@@ -1,10 +1,10 @@
-"""Record what a threshold codec meets in a training step: residual plus update, layer by layer.
+"""Record the input of a threshold codec in a training step: residual plus update, layer by layer.
 
     python jobs/benchmarks/record_update.py --step 300 --output update.npz
     hvdx bench wire --update update.npz
 
-One process trains the network of jobs/fashion_mnist.py once for each density, with every update going through the codec
-as it would in decentralised training. What is saved of the chosen step is what reaches tau, as float32.
+One process trains the network of jobs/fashion_mnist.py once for each density. It passes every update through the codec,
+as in decentralised training. In the chosen step it saves the elements that reach tau, as float32.
 """
 
 import argparse
@@ -20,20 +20,22 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         description="Record residual plus update of one training step, for `hvdx bench wire`.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--data", choices=("fashion-mnist", "digits"), default="fashion-mnist", help="what to train on")
-    parser.add_argument("--data-folder", help="where the files of fashion-mnist lie, if not in the usual place")
+    parser.add_argument("--data", choices=("fashion-mnist", "digits"), default="fashion-mnist", help="data set")
+    parser.add_argument("--data-folder", help="folder of Fashion-MNIST's files, if not one of the usual ones")
     parser.add_argument("--hidden", type=int, default=1024, help="units of each hidden layer")
-    parser.add_argument("--optimizer", choices=("sgd", "adam", "adamw"), default="sgd", help="what makes the updates")
-    parser.add_argument("--batch", type=int, default=64, help="samples a step")
-    parser.add_argument("--step", type=int, default=300, help="the step to record")
-    parser.add_argument("--densities", type=float, nargs="+", default=[1e-3, 1e-2, 1 / 16], metavar="P", help="to send")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the samples")
-    parser.add_argument("--output", default="update.npz", help="the file to write")
+    parser.add_argument("--optimizer", choices=("sgd", "adam", "adamw"), default="sgd", help="optimiser of the updates")
+    parser.add_argument("--batch", type=int, default=64, help="samples per step")
+    parser.add_argument("--step", type=int, default=300, help="step to record")
+    parser.add_argument(
+        "--densities", type=float, nargs="+", default=[1e-3, 1e-2, 1 / 16], metavar="P", help="target densities"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the order of the samples")
+    parser.add_argument("--output", default="update.npz", help="file to write")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train up to the step, once for each density, and save what was sent in it."""
+    """Train up to the step, once for each density, and save the elements that were sent in it."""
     args = arguments(argv)
     if args.step < 1:
         print(f"record_update: --step: expected at least 1, got {args.step}", file=sys.stderr)
@@ -55,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def record(data, density: float, args: argparse.Namespace):
-    """Train with this density: residual plus update of the last step, its tau, the variables' sizes and names."""
+    """Train with this density; return the last step's residual plus update and tau, and variables' sizes and names."""
     import keras
     import numpy as np
 

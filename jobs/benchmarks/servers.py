@@ -1,15 +1,16 @@
-"""How many servers does a parameter server need? Steps a second on a slow network, for several numbers of servers.
+"""Steps per second of a parameter server on a slow network, for several numbers of servers.
 
-    python jobs/benchmarks/servers.py                       four hosts at 100mbit, of which 1, 2 and 4 serve too
-    python jobs/benchmarks/servers.py --dedicated           four workers, and hosts of their own for the servers
-    python jobs/benchmarks/servers.py --json servers.json   and keep the figures
+    python jobs/benchmarks/servers.py                       four hosts at 100mbit, of which 1, 2 and 4 also serve
+    python jobs/benchmarks/servers.py --dedicated           four workers, and separate hosts for the servers
+    python jobs/benchmarks/servers.py --json servers.json   also write the figures
 
 Emulated hosts (`hvdx lab`) train a dense network of 1.86 million parameters on Fashion-MNIST, 64 pictures a step on
-each, SGD with momentum, asynchronously, as many steps on each. Steps a second are those of all workers, from the time
-when the first has warmed up until the last has finished: a worker whose server is in its own process needs no link, and
-is through before the others. How busy a link was: the bits that its interface counted while its worker took steps, in
-the fuller direction, over what it can carry; of the busiest server, and of the workers on average. Links that are used
-in both directions at once do not get to 100 %: TCP's acknowledgements wait behind the data.
+each, SGD with momentum, asynchronously, with the same number of steps on each. Steps per second count all workers, from
+the end of the first worker's warm-up to the end of the last worker: a worker with a server in its own process needs no
+link for it, and finishes earlier. The load of a link is the number of bits that its interface counted during its
+worker's steps, in the busier direction, divided by its capacity. The table shows the load of the busiest server's link,
+and the workers' mean. Links that are used in both directions at once do not reach 100 %, because TCP's acknowledgements
+wait behind the data.
 """
 
 import argparse
@@ -20,20 +21,20 @@ from typing import Any
 from hvdx.jobs.benchmarks import harness
 from hvdx.report.table import render
 
-# Steps that are not counted: tracing, compiling, opening connections.
-_WARM = 3
+# Uncounted first steps, which trace, compile and open connections.
+_WARM_UP = 3
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the comparison; see `--help`."""
+    """Run the comparison, or one of its workers."""
     parser = harness.parser(__doc__)
     add = parser.add_argument
-    add("--workers", type=int, default=4, metavar="N", help="how many")
+    add("--workers", type=int, default=4, metavar="N", help="number of workers")
     add("--servers", type=harness.several(int), default="1,2,4", metavar="N,N,...", help="numbers of servers")
-    add("--dedicated", action="store_true", help="servers on hosts of their own")
-    add("--bandwidth", default="100mbit", help="of each link")
-    add("--codec", default="none", help="of the updates")
-    add("--steps", type=int, default=20, help="steps that each worker is timed for")
+    add("--dedicated", action="store_true", help="run the servers on separate hosts")
+    add("--bandwidth", default="100mbit", help="bandwidth of each link")
+    add("--codec", default="none", help="codec of the updates")
+    add("--steps", type=int, default=20, help="timed steps of each worker")
     add("--hidden", type=int, default=1024, help="units in each of two hidden layers")
     return harness.run(parser, compare, train, argv)
 
@@ -50,7 +51,7 @@ def compare(options: argparse.Namespace) -> int:
 
 
 def launch(servers: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Train on emulated hosts, and put the workers' figures together."""
+    """Train on emulated hosts, and combine the workers' figures."""
     where = str(servers) if options.dedicated else f"colocated:{servers}"
     hosts = options.workers + (servers if options.dedicated else 0)
     strategy = f"parameter_server:servers={where},codec={options.codec}"
@@ -84,16 +85,16 @@ def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
         ]
         for row in rows
     ]
-    where = "on hosts of their own" if options.dedicated else "on the workers' hosts"
+    where = "on separate hosts" if options.dedicated else "on the workers' hosts"
     print(f"\n{options.workers} workers, {options.bandwidth} a link, servers {where}")
     header = ["servers", "steps/s", f"/ {rows[0]['servers']}", "busiest server's link", "workers' links", "staleness"]
     print(render(cells, header=header))
     if options.dedicated:
-        print("*: over the whole run, start and end included: nothing runs on those hosts that could read a clock")
+        print("*: over the whole run, including start and end, since no worker on those hosts measures the time")
 
 
 def server_link(row: dict[str, Any], options: argparse.Namespace) -> str:
-    """How busy the busiest server's link was."""
+    """Return the load of the busiest server's link."""
     if row["busiest"] is not None:
         return f"{100 * row['busiest']:.0f} %"
     return f"{100 * max(row['whole_run'][options.workers :]):.0f} %*"
@@ -103,19 +104,19 @@ def server_link(row: dict[str, Any], options: argparse.Namespace) -> str:
 
 
 def train(given: argparse.Namespace) -> dict[str, Any]:
-    """Train, and count what the interface of this rank carried meanwhile."""
+    """Train, and count the bytes on the interface of this rank."""
     import hvdx
 
     hvdx.init(strategy=given.strategy)
     from hvdx.keras.adapters.optimizer import adapter_of
 
     model, data, _, _ = harness.mlp(given)
-    # Without `Distribute`, which would deal out the steps to whoever is ready.
+    # Without `Distribute`, which would hand out the steps of an epoch to workers that are ready.
     optimizer = hvdx.keras.DistributedOptimizer(model.optimizer)
-    watch = make_watch(given.steps + _WARM)
+    watch = make_watch(given.steps + _WARM_UP)
     model.fit(
         data.repeat(),
-        steps_per_epoch=given.steps + _WARM,
+        steps_per_epoch=given.steps + _WARM_UP,
         shuffle=False,
         verbose=0,
         callbacks=[hvdx.keras.callbacks.BroadcastGlobalVariablesCallback(0), watch],
@@ -124,7 +125,7 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_watch(last: int) -> Any:
-    """A callback that counts seconds and bytes, from the first steps to the last."""
+    """Make a callback that counts seconds and bytes, from the end of the warm-up to step `last`."""
     import keras
 
     class Watch(keras.callbacks.Callback):
@@ -137,12 +138,12 @@ def make_watch(last: int) -> Any:
             return [time.time(), *map(harness.link_bytes, ("tx", "rx"))]
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            if batch + 1 == _WARM:
+            if batch + 1 == _WARM_UP:
                 self._begin = self.now()
             elif batch + 1 == last:
                 end = self.now()
                 seconds, sent, received = (b - a for a, b in zip(self._begin, end, strict=True))
-                self.figures = {"begin": self._begin[0], "end": end[0], "steps": last - _WARM}
+                self.figures = {"begin": self._begin[0], "end": end[0], "steps": last - _WARM_UP}
                 self.figures |= {"seconds": seconds, "sent": sent, "received": received}
 
     return Watch()

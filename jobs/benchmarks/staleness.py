@@ -1,16 +1,17 @@
-"""With one worker ten times slower than the others: how soon does each way of combining work learn?
+"""Time to a test accuracy under each strategy, if one worker is ten times slower than the others.
 
     python jobs/benchmarks/staleness.py                               four workers on this machine, a quarter of an hour
-    python jobs/benchmarks/staleness.py --json staleness.json         and keep the figures
+    python jobs/benchmarks/staleness.py --json staleness.json         also write the figures
     python jobs/benchmarks/staleness.py --ways all_reduce,plain --equal plain --hidden 256
 
-Workers train a dense network on Fashion-MNIST, 64 pictures a step on each, SGD with momentum. In every step each sleeps
-for 20 ms (--pause), as if an accelerator were computing: workers that share a machine's cores would measure those. The
-last one sleeps for nine times as long as a step of the others takes (measured beforehand, pause included). Every so
-often worker 0 puts its weights aside; what they can do is found out after the training, so that nobody waits for it.
-Seconds begin with the third step, when everything is compiled.
+Workers train a dense network on Fashion-MNIST, 64 pictures a step on each, SGD with momentum. In every step each worker
+sleeps for 20 ms (--pause), in place of the computation on an accelerator: otherwise the figures would show how workers
+on one machine compete for its cores. The last worker also sleeps for nine times the duration of a step (measured
+before, pause included). Every half second worker 0 stores its weights; they are evaluated after the training, so that
+evaluation does not delay it. Seconds count from the third step, when everything is compiled.
 
-The first table is with the slow worker, the second without: there the mean staleness should be the number of workers.
+The first table is with the slow worker, the second without. In the second, the mean staleness should equal the number
+of workers.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from hvdx.jobs.benchmarks import harness
 from hvdx.report.table import render
 
 _SERVER = "parameter_server:servers=colocated"
-#: What is compared: a name, the strategy, the factor on the learning rate ("N": number of workers).
+#: Compared ways: name, strategy, and factor of the learning rate ("N" is the number of workers).
 WAYS: dict[str, tuple[str, str, str]] = {
     "all_reduce": ("all-reduce", "all_reduce", "1"),
     "all_reduce_n": ("all-reduce, learning rate times N", "all_reduce", "N"),
@@ -35,29 +36,29 @@ WAYS: dict[str, tuple[str, str, str]] = {
     "bound": ("bounded, 4 steps ahead", f"{_SERVER},staleness=bound,max_staleness=4", "1"),
     "bound_far": ("bounded, 64 steps ahead", f"{_SERVER},staleness=bound,max_staleness=64", "1"),
 }
-# Steps that are not counted: tracing, compiling.
+# Uncounted first steps, which trace and compile.
 _COMPILING = 2
-# No training takes so long.
+# Time limit of a training, in seconds.
 _MOST_SECONDS = 1800
-# Seconds between two looks at the weights.
-_LOOK = 0.5
+# Seconds between two stored copies of the weights.
+_STORE_SECONDS = 0.5
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the comparison; see `--help`."""
+    """Run the comparison, or one of its workers."""
     parser = harness.parser(__doc__)
     add, words = parser.add_argument, harness.several(str)
-    add("--workers", type=int, default=4, metavar="N", help="how many")
-    add("--ways", type=words, default=",".join(WAYS), metavar="WAY,...", help="what is compared")
-    add("--pause", type=float, default=20.0, metavar="MS", help="of every worker")
-    add("--equal", type=words, default="all_reduce,plain,soft", metavar="WAY,...", help="of the second table")
-    add("--slower", type=float, default=10.0, help="times that the last one is slower")
-    add("--steps", type=int, default=500, help="steps of each training and worker")
-    add("--target", type=float, default=85.0, help="test accuracy, in %%")
+    add("--workers", type=int, default=4, metavar="N", help="number of workers")
+    add("--ways", type=words, default=",".join(WAYS), metavar="WAY,...", help="ways of the first table")
+    add("--pause", type=float, default=20.0, metavar="MS", help="sleep of every worker in each step")
+    add("--equal", type=words, default="all_reduce,plain,soft", metavar="WAY,...", help="ways of the second table")
+    add("--slower", type=float, default=10.0, help="duration of the slow worker's step, relative to the others'")
+    add("--steps", type=int, default=500, help="steps of each worker in a training")
+    add("--target", type=float, default=85.0, help="test accuracy to reach, in %%")
     add("--hidden", type=int, default=512, help="units in each of two hidden layers")
-    add("--learning-rate", type=float, default=0.05, metavar="X", help="before the factor of a way")
-    add("--seeds", type=harness.several(int), default="0", metavar="N,N,...", help="of weights and data")
-    add("--data", default="fashion-mnist", help="fashion-mnist or digits")
+    add("--learning-rate", type=float, default=0.05, metavar="X", help="learning rate without the factor of a way")
+    add("--seeds", type=harness.several(int), default="0", metavar="N,N,...", help="seeds of weights and data")
+    add("--data", default="fashion-mnist", help="data set: fashion-mnist or digits")
     return harness.run(parser, compare, train, argv)
 
 
@@ -65,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def compare(options: argparse.Namespace) -> int:
-    """Run every way with the slow worker and without, and print two tables."""
+    """Run the ways with and without a slow worker, and print two tables."""
     step = median(run("alone", 1, 0.0, 0, options)[0]["steps"][_COMPILING:])
     delay = (options.slower - 1) * step
     print(f"a step takes {1e3 * step:.1f} ms; the slow worker sleeps for {1e3 * delay:.0f} ms more", flush=True)
@@ -84,7 +85,7 @@ def compare(options: argparse.Namespace) -> int:
 
 
 def run(spelling: str, factor: int, delay: float, seed: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Train once; the figures of every worker."""
+    """Train once, and return the figures of every worker."""
     chosen = {key: getattr(options, key) for key in ("hidden", "target", "data", "pause")}
     chosen |= {"spelling": spelling, "learning_rate": factor * options.learning_rate, "delay": delay, "seed": seed}
     chosen["steps"] = 30 if spelling == "alone" else options.steps
@@ -93,7 +94,7 @@ def run(spelling: str, factor: int, delay: float, seed: int, options: argparse.N
 
 
 def figures(ranks: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
-    """One run's figures, of what its workers wrote."""
+    """Combine the workers' figures of one run."""
     from hvdx.strategies.telemetry import StalenessHistogram
 
     curve = ranks[0]["curve"]
@@ -113,14 +114,14 @@ def figures(ranks: list[dict[str, Any]], options: argparse.Namespace) -> dict[st
 
 
 def line(row: dict[str, Any], options: argparse.Namespace) -> str:
-    """One run, while others are still going."""
+    """Return the progress line of a finished run."""
     reached = f"{row['seconds']:.1f} s" if row["seconds"] else "not reached"
     where = "one slow worker" if row["slow"] else "equal workers"
     return f"{where}: {row['name']}: {options.target:g} %: {reached}; steps of the workers: {row['steps']}"
 
 
 def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    """Print a table: medians over the seeds."""
+    """Print a table of medians over the seeds."""
 
     def middle(key: str, way: str) -> float | None:
         values = [row[key] for row in rows if row["way"] == way]
@@ -149,7 +150,7 @@ def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
         "times sooner",
         "steps/s",
         "mean staleness",
-        "the last one's steps",
+        "last worker's steps",
         "% at the end",
     ]
     print(render(cells, header=header))
@@ -159,7 +160,7 @@ def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
 
 
 def train(given: argparse.Namespace) -> dict[str, Any]:
-    """Train, and tell what this worker saw."""
+    """Train, and return the figures of this worker."""
     import hvdx
 
     alone = given.spelling == "alone"
@@ -176,12 +177,12 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
         callbacks=[watch] if distribute is None else [distribute, watch],
     )
     end = time.perf_counter() - watch.start
-    if watch.keeps:
-        watch.kept.append((end, model.get_weights()))
+    if watch.stores:
+        watch.stored.append((end, model.get_weights()))
     curve: list[tuple[float, float]] = []
-    for i, (seconds, weights) in enumerate(watch.kept):
-        # Once there, only the end is still of interest.
-        if i < len(watch.kept) - 1 and any(accuracy >= given.target for _, accuracy in curve):
+    for i, (seconds, weights) in enumerate(watch.stored):
+        # After the target is reached, only the final weights are evaluated.
+        if i < len(watch.stored) - 1 and any(accuracy >= given.target for _, accuracy in curve):
             continue
         model.set_weights(weights)
         curve.append((seconds, 100 * model.evaluate(data.test_x, data.test_y, 2000, verbose=0)[1]))
@@ -189,31 +190,31 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
     return {"steps": watch.steps, "curve": curve, "end": end, "staleness": getattr(cost, "staleness", {})}
 
 
-def make_watch(delay: float, keeps: bool) -> Any:
-    """A callback that sleeps before each step, times the steps, and puts weights aside."""
+def make_watch(delay: float, stores: bool) -> Any:
+    """Make a callback that sleeps before each step, times the steps, and stores weights."""
     import keras
 
     class Watch(keras.callbacks.Callback):
         def __init__(self) -> None:
             super().__init__()
-            self.keeps = keeps
+            self.stores = stores
             self.steps: list[float] = []
-            self.kept: list[tuple[float, Any]] = []
-            self.start = self._looked = self._begin = time.perf_counter()
+            self.stored: list[tuple[float, Any]] = []
+            self.start = self._last = self._begin = time.perf_counter()
 
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
             self._begin = time.perf_counter()
             if batch == _COMPILING:
-                self.start = self._looked = self._begin
+                self.start = self._last = self._begin
             if delay:
                 time.sleep(delay)
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             now = time.perf_counter()
             self.steps.append(now - self._begin)
-            if keeps and now - self._looked > _LOOK and batch >= _COMPILING:
-                self._looked = now
-                self.kept.append((now - self.start, self.model.get_weights()))
+            if stores and now - self._last > _STORE_SECONDS and batch >= _COMPILING:
+                self._last = now
+                self.stored.append((now - self.start, self.model.get_weights()))
 
     return Watch()
 

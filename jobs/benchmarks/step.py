@@ -1,19 +1,19 @@
-"""What a training step costs through hvdx, beside a hand-written Horovod loop, in one run.
+"""Time of a training step through hvdx, compared in one run with a hand-written Horovod loop.
 
-Every variant trains the same network on the same made-up batches. The variants take turns in rounds of a few steps
-each, in a new order every round, so that whatever else the machine does hits all of them alike. A variant's ratio is
-the median over the rounds of (its median step) / (the median step of the hand-written Horovod loop in that round).
-Horovod's thread looks for work in the steps over MPI too; without Horovod there is none.
+Every variant trains the same network on the same random batches. The variants take turns of a few steps in rounds, in a
+new order in every round, so that other load on the machine affects all of them equally. A variant's ratio is the median
+over the rounds of (its median step) / (median step of the hand-written Horovod loop in the same round). Horovod's
+thread also polls during the steps over MPI; with --without-horovod there is no such thread.
 
     mpirun -n 2 python jobs/benchmarks/step.py                    # four to five minutes on two cores
     mpirun -n 2 python jobs/benchmarks/step.py --quick            # about half of that; the spread is larger
     mpirun -n 2 python jobs/benchmarks/step.py --sizes 500k --json steps.json
-    mpirun -n 2 python jobs/benchmarks/step.py --without-horovod  # ratios are to steps that exchange nothing
+    mpirun -n 2 python jobs/benchmarks/step.py --without-horovod  # ratios to steps without communication
     horovodrun -np 2 python jobs/benchmarks/step.py
-    python jobs/benchmarks/step.py                                # one worker: what hvdx costs where nothing travels
+    python jobs/benchmarks/step.py                                # one worker: the cost of hvdx without communication
 
-Open MPI 5 wants `horovodrun --binding-args="--bind-to none --map-by slot" -np 2 ...`. Ranks that share the cores of
-one machine measure the software and not a network. `hvdx.init` gives each rank its share of the cores.
+Open MPI 5 needs `horovodrun --binding-args="--bind-to none --map-by slot" -np 2 ...`. If ranks share one machine, the
+figures show the cost of the software and not of a network. `hvdx.init` gives each rank its share of the cores.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-# Some variants exchange nothing.
+# Turns off hvdx's warning about the variants that do not communicate.
 os.environ.setdefault("HVDX_ALLOW_SEPARATE", "1")
 
 import keras
@@ -42,9 +42,9 @@ _INPUTS, _CLASSES, _BATCHES = 784, 10, 8
 _RAW = "Horovod, hand-written loop"
 _OPTIMIZER = "hvdx, DistributedOptimizer"
 _LOOP_ALONE = "no communication, hand-written loop"
-# Steps that make the training functions and size Horovod's buffers, before anything is timed.
+# Untimed first steps, which trace the training functions and allocate Horovod's buffers.
 _WARM_UP = 3
-# Below these a median says little.
+# Smallest numbers for a meaningful median.
 _FEWEST_ROUNDS, _FEWEST_STEPS = 5, 2
 
 
@@ -53,10 +53,10 @@ class Variant:
     """One way to take a step.
 
     Attributes:
-        name: for the table.
-        wire: what a gradient is on the network.
-        step: takes one step; returns when the loss is there.
-        close: called after the last step.
+        name: name in the table.
+        wire: dtype of the gradients on the network.
+        step: function that takes one step, and returns when the loss is computed.
+        close: function to call after the last step.
         rounds: seconds of each timed step, round by round.
     """
 
@@ -68,9 +68,9 @@ class Variant:
 
 
 def main() -> int:
-    """Measure every size, print a table of each."""
+    """Measure every size, and print a table for each."""
     options = parse_arguments()
-    # Every variant is a function of its own, which TensorFlow takes for one that is traced too often.
+    # TensorFlow would warn about retracing, because every variant has its own training function.
     tf.get_logger().setLevel("ERROR")
     hvdx.init()
     rows: list[dict[str, Any]] = []
@@ -85,19 +85,19 @@ def main() -> int:
 
 
 def measure(size: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time all variants with a network of about `size` parameters; one row a variant, the same on all ranks."""
+    """Time all variants with a network of about `size` parameters; return a row for each, the same on all ranks."""
     keras.utils.set_random_seed(0)
     network = build_network(size)
     data = make_data(options.batch)
     variants = make_variants(network, data, not options.without_horovod)
     for variant in variants:
-        meet()
+        wait_for_all_ranks()
         for _ in range(_WARM_UP):
             variant.step()
-    rounds, steps = agree_on_turns(variants, options)
+    rounds, steps = choose_rounds(variants, options)
     say(f"\n{network.count_params():,} parameters: {rounds} rounds of {steps} steps, {len(variants)} variants")
     for number in range(rounds):
-        # Seeded, since all ranks must take the variants in the same order.
+        # Seeded, so that all ranks take the variants in the same order.
         for variant in random.Random(number).sample(variants, len(variants)):
             variant.rounds.append(time_steps(variant.step, steps))
     for variant in variants:
@@ -107,11 +107,11 @@ def measure(size: int, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def make_variants(network: keras.Model, data: tf.data.Dataset, horovod: bool) -> list[Variant]:
-    """All variants; they share the network's weights, and each has an optimiser of its own.
+    """Make all variants, which share the network's weights; each has its own optimiser.
 
     Args:
-        network, data: what is trained.
-        horovod: False leaves out those that need Horovod.
+        network, data: network and batches.
+        horovod: False omits the variants that need Horovod.
     """
     by_fit = FitSteps(share_weights(network), data, [hvdx.keras.Distribute(default_strategy(horovod))])
     variants = [Variant("hvdx, model.fit with Distribute", "float32", by_fit, by_fit.close)]
@@ -140,18 +140,18 @@ def make_variants(network: keras.Model, data: tf.data.Dataset, horovod: bool) ->
 
 
 def default_strategy(horovod: bool) -> str:
-    """What `Distribute()` trains with, where Horovod is there or is not."""
+    """Return the default strategy of `Distribute()` with or without Horovod."""
     return f"all_reduce:engine={'horovod' if horovod else 'mpi'}"
 
 
 def hvdx_loop(network: keras.Model, data: tf.data.Dataset, strategy: str) -> Callable[[], Any]:
-    """A hand-written loop with hvdx's optimiser."""
+    """Make a hand-written loop with hvdx's optimiser."""
     optimizer = hvdx.keras.DistributedOptimizer(make_optimizer(), strategy=strategy)
     return hand_loop(network, data, optimizer, lambda gradients: gradients)
 
 
 def horovod_loop(network: keras.Model, data: tf.data.Dataset, compression: str) -> Callable[[], Any]:
-    """A hand-written loop with Horovod's own collective: the yardstick."""
+    """Make a hand-written loop with Horovod's own collective, the yardstick."""
     import horovod.tensorflow as hvd
 
     def average(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -172,7 +172,7 @@ def hand_loop(
     optimizer: keras.optimizers.Optimizer,
     combine: Callable[[list[tf.Tensor]], list[tf.Tensor]],
 ) -> Callable[[], float]:
-    """The training loop that people write by hand; returns a function that takes one step."""
+    """Return a function that takes one step of a custom training loop, as users write it."""
     loss_of = make_loss()
     variables = network.trainable_variables
     optimizer.build(variables)
@@ -190,14 +190,14 @@ def hand_loop(
 
 
 class FitSteps:
-    """`Model.fit` one step at a time, so that it can take turns with the others.
+    """`Model.fit` in single steps, so that it can take turns with other variants.
 
-    It calls what `fit` calls, in the same order: the callbacks' hooks, and the training function on an iterator.
+    It makes the calls of `fit` in the same order: the callbacks' hooks, and the training function on an iterator.
 
     Args:
-        model: compiled.
-        data: batches without end.
-        callbacks: of the fit.
+        model: compiled model.
+        data: endless batches.
+        callbacks: callbacks of `fit`.
     """
 
     def __init__(self, model: keras.Model, data: tf.data.Dataset, callbacks: Sequence[keras.callbacks.Callback]):
@@ -226,19 +226,19 @@ class FitSteps:
 
 
 class StepTimer(keras.callbacks.Callback):
-    """Notes when each step of a real `fit` ends."""
+    """Callback that records the time at the end of each step of a real `fit`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ends: list[float] = []
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Keras: after every step."""
+        """Record the time."""
         self.ends.append(time.perf_counter())
 
 
 def check_against_fit(network: keras.Model, data: tf.data.Dataset, stepped: Variant, steps: int, strategy: str) -> None:
-    """Run a real `fit`, and say how its steps compare with those that were taken one at a time."""
+    """Run a real `fit`, and print its step time beside that of `FitSteps`."""
     timer = StepTimer()
     share_weights(network).fit(
         data,
@@ -249,15 +249,15 @@ def check_against_fit(network: keras.Model, data: tf.data.Dataset, stepped: Vari
     )
     real = np.diff(timer.ends)[_WARM_UP:]
     say(
-        f"  a real fit of {len(timer.ends)} steps, afterwards: median {1e3 * np.median(real):.1f} ms a step; "
-        f"fit step by step in the rounds: {1e3 * np.median(np.concatenate(stepped.rounds)):.1f} ms"
+        f"  a real fit of {len(timer.ends)} steps after the rounds: median {1e3 * np.median(real):.1f} ms a step; "
+        f"fit in single steps in the rounds: {1e3 * np.median(np.concatenate(stepped.rounds)):.1f} ms"
     )
 
 
-def agree_on_turns(variants: Sequence[Variant], options: argparse.Namespace) -> tuple[int, int]:
-    """Rounds, and timed steps a turn, that fit into the time there is; rank 0's clock decides for all."""
+def choose_rounds(variants: Sequence[Variant], options: argparse.Namespace) -> tuple[int, int]:
+    """Return the numbers of rounds and of timed steps per turn that fit into the time limit, as measured by rank 0."""
     once = sum(float(np.median(time_steps(variant.step, _WARM_UP))) for variant in variants)
-    # One more step a turn is taken and not timed.
+    # Less one, since each turn begins with an untimed step.
     rounds, steps = options.rounds, min(options.steps, round(options.seconds / (options.rounds * once)) - 1)
     if steps < _FEWEST_STEPS:
         steps = _FEWEST_STEPS
@@ -266,8 +266,8 @@ def agree_on_turns(variants: Sequence[Variant], options: argparse.Namespace) -> 
 
 
 def time_steps(step: Callable[[], Any], steps: int) -> list[float]:
-    """Seconds of each of `steps` steps, after one that is not timed."""
-    meet()
+    """Return the seconds of each of `steps` steps, after an untimed one."""
+    wait_for_all_ranks()
     step()
     seconds = []
     for _ in range(steps):
@@ -277,13 +277,13 @@ def time_steps(step: Callable[[], Any], steps: int) -> list[float]:
     return seconds
 
 
-def meet() -> None:
+def wait_for_all_ranks() -> None:
     """Wait for all ranks."""
     hvdx.keras.allgather_object(None)
 
 
 def summarise(variants: Sequence[Variant], parameters: int, batch: int) -> list[dict[str, Any]]:
-    """Medians, quartiles and ratios of one size."""
+    """Return rows with medians, quartiles and ratios of one size."""
     yardstick = (_RAW, "float32") if any(v.name == _RAW for v in variants) else (_LOOP_ALONE, "-")
     (base,) = (v for v in variants if (v.name, v.wire) == yardstick)
     reference = np.array([np.median(r) for r in base.rounds])
@@ -343,15 +343,15 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
         "its quartiles",
     ]
     print(table.render(cells, header=header))
-    print(f"batch {rows[0]['batch']} a rank, SGD with momentum; IQR: spread of the middle half of the steps; 10 %: the")
+    print(f"batch {rows[0]['batch']} on each rank, SGD with momentum; IQR: interquartile range of the steps, in ms;")
     print(
-        f"step that a tenth of them beat, which a busy machine disturbs least; ratio to: {rows[0]['yardstick']}",
+        f"10 %: 10th percentile in ms, which other load disturbs least; ratio to: {rows[0]['yardstick']}",
         flush=True,
     )
 
 
 def build_network(size: int) -> keras.Model:
-    """A network with three equal hidden layers and about `size` parameters."""
+    """Build a network with three equal hidden layers and about `size` parameters."""
     # size = 2 w^2 + (inputs + classes + 3) w + classes
     linear = _INPUTS + _CLASSES + 3
     width = max(1, round((-linear + (linear**2 + 8 * (size - _CLASSES)) ** 0.5) / 4))
@@ -360,24 +360,24 @@ def build_network(size: int) -> keras.Model:
 
 
 def share_weights(network: keras.Model) -> keras.Model:
-    """A compiled model on the layers of another, so that `fit` can keep its optimiser and functions apart."""
+    """Return a new compiled model on the layers of another, with its own optimiser and training function."""
     model = keras.Model(network.inputs, network.outputs)
     model.compile(optimizer=make_optimizer(), loss=make_loss(), jit_compile=False)
     return model
 
 
 def make_optimizer() -> keras.optimizers.Optimizer:
-    """SGD with momentum; so slow that the work of a step does not change in the course of the run."""
+    """Return SGD with momentum; its small learning rate keeps the work of a step constant during the run."""
     return keras.optimizers.SGD(1e-5, momentum=0.9)
 
 
 def make_loss() -> keras.losses.Loss:
-    """The loss of all variants."""
+    """Return the loss of all variants."""
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 def make_data(batch: int) -> tf.data.Dataset:
-    """Batches without end, in memory: float32[batch, inputs] and int64[batch]; other ones on each rank."""
+    """Return endless batches in memory, float32[batch, inputs] and int64[batch], different on each rank."""
     made = np.random.default_rng(hvdx.rank())
     x = made.normal(size=(_BATCHES, batch, _INPUTS)).astype(np.float32)
     y = made.integers(_CLASSES, size=(_BATCHES, batch))
@@ -385,7 +385,7 @@ def make_data(batch: int) -> tf.data.Dataset:
 
 
 def say(text: str) -> None:
-    """Print on rank 0, at once."""
+    """Print a line on rank 0, and flush."""
     if hvdx.rank() == 0:
         print(text, flush=True)
 
@@ -395,19 +395,19 @@ def parse_arguments() -> argparse.Namespace:
     parser = harness.parser(__doc__)
     add = parser.add_argument
     add("--sizes", type=harness.several(harness.size), default="2M,20M", help="parameters of the networks")
-    add("--batch", type=int, default=64, help="examples a step on each rank")
-    add("--rounds", type=int, default=15, help="how often every variant has its turn")
-    add("--steps", type=int, default=10, help="timed steps a turn; fewer where the time is short")
+    add("--batch", type=int, default=64, help="samples per step and rank")
+    add("--rounds", type=int, default=15, help="rounds, in each of which every variant takes a turn")
+    add("--steps", type=int, default=10, help="timed steps per turn; fewer if --seconds is too short")
     add("--seconds", type=float, default=30, help="time for the rounds of one size; at least 5 rounds of 2 steps")
-    add("--quick", action="store_true", help="5 rounds in 8 seconds a size")
-    add("--without-horovod", action="store_true", help="leave out what needs Horovod, which then is not started")
+    add("--quick", action="store_true", help="5 rounds in 8 seconds for each size")
+    add("--without-horovod", action="store_true", help="do not start Horovod, and omit the variants that need it")
     options = parser.parse_args()
     if options.quick:
         options.rounds, options.seconds = 5, 8.0
     if min(options.batch, options.rounds, options.steps) < 1:
         parser.error("--batch, --rounds, --steps: expected 1 or more")
     if min(options.sizes) < _INPUTS:
-        parser.error(f"--sizes: expected numbers from {_INPUTS} up such as 500k,2M")
+        parser.error(f"--sizes: expected numbers of at least {_INPUTS}, such as 500k,2M")
     return options
 
 

@@ -1,10 +1,10 @@
-"""How many bits an entry takes on the wire, against the entropy of its position and sign.
+"""Bits per entry on the wire, compared with the entropy of an entry's position and sign.
 
     hvdx bench wire
 
-For independent positions of density p no code spends less than H(p) / p bits on a position, H being the binary entropy,
-and 1 on a sign. Real updates are not independent: rows of a layer that see no input send nothing, others much, and a
-code that follows may spend less.
+For independent positions of density p, every code needs at least H(p) / p bits per position and 1 bit per sign, where H
+is the binary entropy. The positions of real updates are not independent: rows of a layer without input send nothing,
+other rows much. A code that adapts to this may need fewer bits.
 """
 
 import argparse
@@ -17,11 +17,11 @@ from hvdx.errors import ConfigError
 from hvdx.jobs.benchmarks import harness
 from hvdx.report.table import render
 
-#: Densities and sizes that the goals are about.
+#: Default densities and sizes; and the goals, for independent positions at GOAL_SIZE and for the recorded step.
 DENSITIES = (1e-4, 1e-3, 1e-2, 1 / 16, 0.1)
 SIZES = (1_000_000, 10_000_000)
 GOAL_SIZE, GOAL, GOAL_REAL = 10_000_000, 1.02, 1.00
-#: The density at which the layers of the recorded step are looked at one by one.
+#: Density at which the layers of the recorded step are also measured separately.
 LAYERS_AT = 1e-2
 RECORDED = Path(__file__).with_name("recorded_update.npz")
 
@@ -29,15 +29,15 @@ RECORDED = Path(__file__).with_name("recorded_update.npz")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), metavar="N", help="elements of an update")
-    parser.add_argument("--densities", type=float, nargs="+", default=list(DENSITIES), metavar="P", help="share sent")
+    parser.add_argument("--densities", type=float, nargs="+", default=list(DENSITIES), metavar="P", help="shares sent")
     parser.add_argument(
-        "--update", default=str(RECORDED), metavar="FILE", help="what jobs/benchmarks/record_update.py saved"
+        "--update", default=str(RECORDED), metavar="FILE", help="file that jobs/benchmarks/record_update.py saved"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the random positions")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random positions")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, and print tables or JSON: 0, or 1 where a goal is missed."""
+    """Measure, and print tables or JSON; return 1 if a goal is missed, else 0."""
     import hvdx
 
     if min(args.sizes) < 1 or not all(0 < p < 1 for p in args.densities):
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def entropy(p: float) -> float:
-    """Bits an entry for independent positions of density p and an even sign.
+    """Return the bits per entry for independent positions of density p and random signs.
 
     Example:
         >>> round(entropy(0.01), 2)
@@ -67,7 +67,7 @@ def entropy(p: float) -> float:
 
 
 def measure_independent(n: int, p: float, seed: int) -> dict[str, float | None]:
-    """Bits an entry of one message with p * n entries at random positions."""
+    """Measure the bits per entry of one message with p * n entries at random positions."""
     rng = np.random.default_rng(seed)
     index = np.sort(rng.choice(n, max(round(p * n), 1), replace=False))
     update = np.zeros(n, np.float32)
@@ -88,19 +88,19 @@ def measure_independent(n: int, p: float, seed: int) -> dict[str, float | None]:
 
 
 def message_size(update: list[np.ndarray], tau: float, coding: str = "rice") -> int:
-    """Bytes of the whole message of an update."""
+    """Return the bytes of the whole message of an update."""
     codec = Threshold(tau=tau, index_coding=coding)  # type: ignore[arg-type]
     return len(codec.encode(update, codec.init([u.size for u in update]))[0])
 
 
 def elias_fano(entries: int, n: int) -> float:
-    """Bits an entry of an Elias-Fano list of positions below n, and a sign (Elias 1974; Fano 1971)."""
+    """Return the bits per entry of an Elias-Fano code of positions below n, plus a sign (Elias 1974; Fano 1971)."""
     low = max(int(np.floor(np.log2(n / entries))), 0)
     return low + (entries + (n >> low) + 1) / entries + 1
 
 
 def zstd(index: np.ndarray) -> float | None:
-    """Bits an entry of zstd's default over the int32 positions, and a sign; None where zstandard is not installed."""
+    """Return the bits per entry of zstd (default level) on int32 positions, plus a sign; None without zstandard."""
     try:
         import zstandard
     except ImportError:
@@ -109,7 +109,7 @@ def zstd(index: np.ndarray) -> float | None:
 
 
 def measure_recorded(path: str) -> dict:
-    """Bits an entry of a recorded step at its densities, all of it in one message, and layer by layer."""
+    """Measure the bits per entry of a recorded step at each density, in one message and layer by layer."""
     everything, by_layer = [], []
     with np.load(path) as saved:
         sizes, names, what = saved["sizes"].tolist(), saved["names"].tolist(), str(saved["what"])
@@ -117,17 +117,17 @@ def measure_recorded(path: str) -> dict:
             total = np.zeros(sum(sizes), np.float32)
             total[np.cumsum(saved[f"gaps{i}"], dtype=np.int64)] = saved[f"values{i}"]
             layers, tau = np.split(total, np.cumsum(sizes)[:-1]), float(saved[f"tau{i}"])
-            everything.append({"density": density} | against_entropy(layers, tau))
+            everything.append({"density": density} | compare_with_entropy(layers, tau))
             if density == LAYERS_AT:
                 by_layer = [
-                    {"layer": name, "elements": layer.size} | against_entropy([layer], tau)
+                    {"layer": name, "elements": layer.size} | compare_with_entropy([layer], tau)
                     for name, layer in zip(names, layers, strict=True)
                 ]
     return {"what": what, "elements": sum(sizes), "all": everything, "layers": by_layer}
 
 
-def against_entropy(update: list[np.ndarray], tau: float) -> dict[str, float]:
-    """Entries, the share of them with more than one tau, and bits an entry against independent positions."""
+def compare_with_entropy(update: list[np.ndarray], tau: float) -> dict[str, float]:
+    """Return the entries, the share of entries of at least 2 tau, and bits per entry compared with the entropy."""
     size = np.abs(np.concatenate(update))
     entries = int((size >= tau).sum())
     if not entries:
@@ -139,7 +139,7 @@ def against_entropy(update: list[np.ndarray], tau: float) -> dict[str, float]:
 
 
 def as_text(document: dict) -> str:
-    """The figures as tables."""
+    """Return the figures as tables."""
 
     def number(value: float | None) -> str:
         return "-" if value is None else f"{value:.2f}"
@@ -166,7 +166,7 @@ def as_text(document: dict) -> str:
     layers = [[r["layer"], f"{r['elements']:,}", *cells(r)] for r in recorded["layers"]]
     return "\n".join(
         [
-            "Bits an entry, sign and every header included.",
+            "Bits per entry, including sign and all headers.",
             "",
             "independent positions:",
             render(rows, header),
@@ -174,16 +174,16 @@ def as_text(document: dict) -> str:
             f"a recorded step ({recorded['what']}; {recorded['elements']:,} elements):",
             render([[f"{r['density']:.4g}", *cells(r)] for r in recorded["all"]], ["density aimed at", *columns]),
             "",
-            f"its layers at density {LAYERS_AT}, each alone in a message:",
+            f"its layers at density {LAYERS_AT}, each in its own message:",
             render(layers, ["layer", "elements", *columns]),
             "",
-            verdict(document),
+            goals_line(document),
         ]
     )
 
 
-def verdict(document: dict) -> str:
-    """Whether the goals were met, as far as the figures are about them."""
+def goals_line(document: dict) -> str:
+    """Return a line about the goals that the figures cover."""
     missed = document["goals_missed"]
     reached = "met" if not missed else f"{missed} missed"
     asked = [f"< {GOAL_REAL:.2f} for the whole recorded step"]

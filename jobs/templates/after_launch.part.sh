@@ -1,7 +1,7 @@
-# It came before there was a launcher; one that has only just been started would not hear it.
+# The signal came before the launcher started: give the launcher a second to start listening, and pass the signal on.
 if [ -n "$signalled" ]; then sleep 1; pass_on; fi
 
-# A signal ends `wait` early, with a code above 128, while the launcher still runs: wait again for its own code.
+# A signal ends `wait` early with a code above 128, while the launcher still runs: wait again for the launcher's code.
 signalled=''
 wait "$launcher"
 code=$?
@@ -9,23 +9,23 @@ while [ -n "$signalled" ] && [ "$code" -gt 128 ]; do
     signalled=''
     wait "$launcher" 2>/dev/null
     again=$?
-    # 127: there is nothing left to wait for, so the code before was the launcher's own.
+    # 127: the launcher had ended already, so the previous code was its own.
     if [ "$again" -ne 127 ]; then code=$again; fi
 done
-trap '' USR1 @{ends} # nothing is left to signal, and this shell has yet to say how it ended
+trap '' USR1 @{ends} # the launcher has ended; this shell must still report the result
 
-# Another turn? 75: training saved, and wants one. An end by a signal after USR1: a rank did not listen yet, or did not
-# end in time (MPICH's mpirun tells the signals' numbers, 9 to 15, or a mixture). And a host that answers no more has
-# lost its ranks, which @{system} may take minutes to notice. All else is the job's own.
+# Reasons for a requeue. Code 75: training saved, and asks for it. An end by a signal after USR1: a rank did not listen
+# yet, or did not end in time (MPICH's mpirun returns the signal's number, 9 to 15, or a mixture). A host that does not
+# answer: its ranks are lost, which @{system} may take minutes to notice. All other codes are the job's result.
 ask() { timeout 60 @{on_host}"$1" true >/dev/null 2>&1; }
 why='' hosts=''
 if [ "$code" -eq 75 ]; then
     why='saved'
 elif [ -n "$announced" ] && { [ "$code" -gt 128 ] || [[ $code =~ ^(9|1[0-5])$ ]]; }; then
-    why="ended by a signal after USR1 (exit code $code), on from what hvdx.keras.Checkpoint last saved, if anything"
+    why="ended by a signal after USR1 (exit code $code), resuming from the last save of hvdx.keras.Checkpoint, if any"
 elif [ "$code" -ne 0 ] && [ -z "$terminated" ]; then
     hosts=$(@{all_hosts})
-    # Where not even this host answers, it is the question that does not work here.
+    # If not even this host answers, `ask` does not work here, and no host counts as lost.
     lost=$(if ask "@{this_host}"; then for host in $hosts; do { ask "$host" || echo "$host"; } & done; wait; fi)
     if [ -n "$lost" ]; then why="lost ${lost//$'\n'/, } (exit code $code)"; fi
 fi

@@ -2,7 +2,7 @@ launcher='' signalled='' announced='' terminated=''
 pass_on() {
     signalled=yes announced=yes
     if [ -z "$launcher" ]; then return; fi
-    trap '' USR1 # once is enough
+    trap '' USR1 # pass it on only once
     kill -USR1 "$launcher" 2>/dev/null
 }
 trap pass_on USR1

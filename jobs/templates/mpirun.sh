@@ -1,7 +1,7 @@
 #!/bin/bash
 # @{made_by}
-# Start it on the first host. Keep it, and change what you like: nothing but what stands here happens.
-# The other hosts are reached by ssh without a password, and have the same files at the same places.
+# Start it on the first host. Keep it and edit it: the job does only what this file says.
+# The other hosts must accept ssh without a password, and have the same files at the same paths.
 
 @{env_setup}
 export HVDX_STRATEGY=@{strategy}
@@ -9,9 +9,9 @@ export OMP_NUM_THREADS=@{threads}
 
 @{exports}
 
-# In place of this shell, so that signals reach mpirun, which passes USR1 on to all ranks: training saves, and the exit
-# code is 75. No loop starts it again: no time limit ends a job here, so whoever sends USR1 wants it to stop.
-# Start this file again to go on.
+# exec: mpirun replaces this shell, so that signals reach it. It passes USR1 on to all ranks: training saves and ends
+# with code 75. Nothing restarts the job: it has no time limit, so USR1 means that it should stop.
+# Start this file again to resume training.
 exec mpirun -n @{tasks} @{hostfile_option} @{hosts} \
     @{mpi_options} \
     @{command}

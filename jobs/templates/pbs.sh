@@ -1,6 +1,6 @@
 #!/bin/bash
 # @{made_by}
-# Submit with qsub. Keep it, and change what you like: nothing but what stands here happens.
+# Submit with qsub. Keep it and edit it: the job does only what this file says.
 #PBS -N @{name}
 #PBS -A @{account}
 #PBS -q @{queue}
@@ -12,9 +12,9 @@
 #PBS -r y
 #PBS @{directives}
 
-# PBS sends no signal in good time, so this script has a clock of its own.
+# PBS sends no signal early enough to save, so this script has its own timer.
 walltime=@{seconds}   # seconds; the same as above
-save_before=@{signal} # seconds before the end
+save_before=@{signal} # seconds before the time limit
 # How often the job may submit itself again.
 max_restarts=@{max_restarts}
 
@@ -25,28 +25,28 @@ export OMP_NUM_THREADS=@{threads}
 
 @{exports}
 
-# USR1 (from `qsig -s USR1 JOB`, or the clock) goes to all ranks: training saves, and ends with code 75.
-# TERM means the same, but it comes from qdel, or when the time is over: the job is not submitted again after it.
+# On USR1, from the timer or from `qsig -s USR1 JOB`, all ranks get USR1: training saves and ends with code 75.
+# On TERM, from qdel or at the time limit, they get it too, but the job is not submitted again.
 @{before_launch}
 
-# In the background: bash runs a trap only when it is not waiting for a command in the foreground.
-# `timeout` is the clock: it sends USR1 when time is short, passes on those of above, and ends with mpirun's code.
-clock=$((walltime - save_before - SECONDS)) # SECONDS: how long this shell has been running
-timeout --foreground --preserve-status --signal=USR1 "$((clock > 0 ? clock : 1))" \
+# The launcher runs in the background, because bash runs no trap while it waits for a command in the foreground.
+# `timeout` is the timer: it sends USR1 before the time limit, passes on USR1 from this shell, returns mpirun's code.
+timer=$((walltime - save_before - SECONDS)) # SECONDS: run time of this shell so far
+timeout --foreground --preserve-status --signal=USR1 "$((timer > 0 ? timer : 1))" \
     mpirun -n @{tasks} @{hostfile_option} "$PBS_NODEFILE" \
     @{mpi_options} \
     @{command} &
 launcher=$!
 @{after_launch}
-# Only operators may qrerun, so the job submits itself: $0 is the copy of this file that PBS keeps while the job runs.
-# What was said on qsub's command line, and not in this file, is not said again.
+# Only operators may call qrerun, so the job submits itself: $0 is PBS's copy of this file, kept while the job runs.
+# Options from qsub's command line are not repeated.
 if [ -n "$why" ] && [ -z "$terminated" ]; then
     code=75
     if [ "${HVDX_RESTARTS:-0}" -lt "$max_restarts" ]; then
         echo "$why; submitting the job again"
-        qsub -v HVDX_RESTARTS="$((${HVDX_RESTARTS:-0} + 1))" "$0" || echo "not submitted; do it by hand to go on" >&2
+        qsub -v HVDX_RESTARTS="$((${HVDX_RESTARTS:-0} + 1))" "$0" || echo "not submitted; submit it again to resume" >&2
     else
-        echo "$why; not submitted, as there were $max_restarts restarts; submit it again to go on" >&2
+        echo "$why; not submitted, as there were $max_restarts restarts; submit it again to resume" >&2
     fi
 fi
 exit "$code"

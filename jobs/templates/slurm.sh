@@ -1,6 +1,6 @@
 #!/bin/bash
 # @{made_by}
-# Submit with sbatch. Keep it, and change what you like: nothing but what stands here happens.
+# Submit with sbatch. Keep it and edit it: the job does only what this file says.
 #SBATCH --job-name=@{name}
 #SBATCH --account=@{account}
 #SBATCH --partition=@{partition}
@@ -11,20 +11,20 @@
 #SBATCH --time=@{time}
 #SBATCH --array=@{array}
 #SBATCH --output=@{output}
-# After a requeue the output goes on in the same file.
+# After a requeue, append the output to the same file.
 #SBATCH --open-mode=append
 #SBATCH --requeue
-# USR1 to this shell alone (B:), so many seconds before the end: time to save.
+# Send USR1 to this shell only (B:), this many seconds before the time limit, so that training saves.
 #SBATCH --signal=B:USR1@@{signal}
 #SBATCH @{directives}
 
-# To this file's folder, from wherever it was submitted: what runs is a copy of it.
+# Change to the folder of this file, wherever it was submitted from. Slurm runs a copy, so $0 does not name it.
 folder=$(scontrol show job "$SLURM_JOB_ID" | sed -n '/^ *Command=\//{s|^[^/]*\(/.*\)/[^/]*$|\1|p;q}')
 cd "${folder:-.}" || exit 1
-# After `sbatch --export=NONE` srun would hand on nothing of what is exported below.
+# After `sbatch --export=NONE`, this variable would keep srun from passing on the variables exported below.
 unset SLURM_EXPORT_ENV
 
-# How often the job may put itself back into the queue.
+# How often the job may go back into the queue.
 max_restarts=@{max_restarts}
 
 @{env_setup}
@@ -33,12 +33,12 @@ export OMP_NUM_THREADS=@{threads}
 
 @{exports}
 
-# USR1 goes on to the launcher, and from there to all ranks: training saves, and ends with code 75.
-# TERM means the same, but it comes from scancel, or when the time is over: no requeue after it.
+# On USR1, this shell sends USR1 to the launcher, and the launcher to all ranks: training saves and ends with code 75.
+# On TERM, from scancel or at the time limit, it does the same, but the job is not requeued.
 @{before_launch}
 
-# In the background: bash runs a trap only when it is not waiting for a command in the foreground.
-# `srun --mpi=list` tells what there is besides @{mpi_plugin}. Since 22.05 srun has to be told --cpus-per-task again.
+# The launcher runs in the background, because bash runs no trap while it waits for a command in the foreground.
+# `srun --mpi=list` lists the alternatives to @{mpi_plugin}. Since Slurm 22.05, srun needs --cpus-per-task again.
 srun --mpi=@{mpi_plugin} --kill-on-bad-exit=1 ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} \
 mpirun -n @{mpirun_tasks} \
     @{mpi_options} \
@@ -47,13 +47,13 @@ launcher=$!
 @{after_launch}
 if [ -n "$why" ] && [ -z "$terminated" ]; then
     code=75
-    # The task alone, where this is one of an array.
+    # In a job array, requeue only this task.
     job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
     if [ "${SLURM_RESTART_COUNT:-0}" -lt "$max_restarts" ]; then
         echo "$why; job $job goes back into the queue"
-        scontrol requeue "$job" || echo "job $job was not requeued; submit it again to go on" >&2
+        scontrol requeue "$job" || echo "job $job was not requeued; submit it again to resume" >&2
     else
-        echo "$why; not requeued, as there were $max_restarts restarts; submit it again to go on" >&2
+        echo "$why; not requeued, as there were $max_restarts restarts; submit it again to resume" >&2
     fi
 fi
 exit "$code"

@@ -1,4 +1,4 @@
-"""`hvdx average` as people call it."""
+"""`hvdx average`, called through the command line."""
 
 import re
 import subprocess
@@ -17,7 +17,7 @@ from hvdx.cli.main import main
 
 @pytest.fixture
 def three(tmp_path, monkeypatch):
-    """Networks a, b and c in the working folder, with the values 0, 1 and 4."""
+    """Write networks a, b and c with the values 0, 1 and 4 into the working folder; return their names."""
     monkeypatch.chdir(tmp_path)
     for name, value in zip("abc", (0, 1, 4), strict=True):
         save(f"{name}.safetensors", {"w": np.full(3, value, "f4"), "n": np.array([7])})
@@ -52,7 +52,7 @@ def test_weights(options, expected, three):
     assert value() == np.float32(expected)
 
 
-def test_integers_go_by_the_rule(three, capsys):
+def test_integers_follow_the_option(three, capsys):
     save("c.safetensors", {"w": np.zeros(3, "f4"), "n": np.array([8])})
     assert main(["average", *three, "-o", "mean.safetensors"]) == 2
     assert capsys.readouterr().err.startswith("hvdx: c.safetensors: n: expected 7, as in a.safetensors, got 8.")
@@ -75,7 +75,7 @@ def test_report_alone_writes_nothing(three, tmp_path, capsys):
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_report_comes_with_the_mean(three, capsys):
+def test_report_is_printed_before_the_mean(three, capsys):
     assert main(["average", *three, "--report", "-o", "mean.safetensors"]) == 0
     text = capsys.readouterr().out
     assert text.index("A-C") < text.index("mean of 3 networks")
@@ -117,7 +117,7 @@ def test_warnings_are_lines(three, capsys):
     ],
 )
 def test_bad_calls_are_one_line_and_write_nothing(words, message, three, tmp_path, capsys):
-    (tmp_path / "text").write_text("nothing of the kind, and long enough to be looked at")
+    (tmp_path / "text").write_text("no saved network, but long enough to be examined")
     before = sorted(tmp_path.iterdir())
     assert main(["average", *words]) == 2
     error = capsys.readouterr().err
@@ -129,14 +129,14 @@ def test_bad_calls_are_one_line_and_write_nothing(words, message, three, tmp_pat
 @pytest.mark.parametrize(
     "words", [["--weights", "1,x"], ["--ema", "0.9", "--swa"], ["--weights", "1,1", "--swa"], ["--integers", "mean"]]
 )
-def test_options_that_do_not_go_are_errors(words, three, capsys):
+def test_invalid_options_are_errors(words, three, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["average", *three[:2], "-o", "mean.safetensors", *words])
     assert stopped.value.code == 2
     assert words[0] in capsys.readouterr().err
 
 
-def test_help_teaches(capsys):
+def test_help_shows_examples(capsys):
     with pytest.raises(SystemExit):
         main(["average", "--help"])
     text = capsys.readouterr().out
@@ -157,7 +157,7 @@ def test_command_imports_no_framework():
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Seconds that pass when the test says so."""
+    """Replace the clock by a list of one number, which the test advances."""
     now = [100.0]
     monkeypatch.setattr(progress_module.time, "monotonic", lambda: now[0])
     return now
@@ -172,7 +172,7 @@ def test_progress_is_silent_for_a_second(clock, capsys, monkeypatch):
     assert capsys.readouterr().err == ""
 
 
-def test_progress_renews_its_line_on_a_terminal(clock, capsys, monkeypatch):
+def test_progress_updates_one_line_on_a_terminal(clock, capsys, monkeypatch):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     progress = Progress("averaging")
     for done in (1e9, 2e9):
@@ -188,7 +188,7 @@ def test_progress_renews_its_line_on_a_terminal(clock, capsys, monkeypatch):
     assert text.endswith(" \r")
 
 
-def test_progress_is_a_line_now_and_then_in_a_log(clock, capsys):
+def test_progress_is_a_line_every_ten_seconds_in_a_log(clock, capsys):
     progress = Progress("averaging")
     for _ in range(25):
         clock[0] += 1

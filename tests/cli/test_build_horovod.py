@@ -1,4 +1,4 @@
-"""`hvdx build-horovod`, with everything but the compiler: no test here builds Horovod."""
+"""`hvdx build-horovod`, without the build itself: no test here compiles Horovod."""
 
 import dataclasses
 import io
@@ -62,7 +62,7 @@ def test_altered_archive_is_refused(tmp_path):
 
 @pytest.fixture(params=["with filters", "without"])
 def tar_filters(request, monkeypatch):
-    """Python before 3.11.4 has none."""
+    """Run a test with tar filters and without them, as in Python before 3.11.4."""
     if request.param == "without":
         monkeypatch.delattr(tarfile, "data_filter", raising=False)
         extract = tarfile.TarFile.extractall
@@ -70,7 +70,7 @@ def tar_filters(request, monkeypatch):
 
 
 @pytest.mark.usefixtures("tar_filters")
-def test_archive_that_leads_out_is_refused(tmp_path):
+def test_archive_with_an_outside_path_is_refused(tmp_path):
     archive = _archive(tmp_path / "evil.tar.gz", "../outside")
     with pytest.raises(HvdxError, match="expected files below one folder"):
         source.unpack(archive, tmp_path / "in")
@@ -79,7 +79,7 @@ def test_archive_that_leads_out_is_refused(tmp_path):
 
 @pytest.mark.usefixtures("tar_filters")
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE])
-def test_link_that_leads_out_is_refused(tmp_path, kind):
+def test_archive_with_an_outside_link_is_refused(tmp_path, kind):
     archive = tmp_path / "evil.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
         member = tarfile.TarInfo("horovod-0.28.1/x")
@@ -111,16 +111,16 @@ OTHERS = {
 }
 
 
-def test_every_ingredient_of_the_key_is_varied_below():
+def test_every_field_of_the_key_is_varied():
     assert set(OTHERS) == {field.name for field in dataclasses.fields(cache.Key)}
 
 
 @pytest.mark.parametrize(("field", "value"), OTHERS.items(), ids=OTHERS)
-def test_key_changes_with_each_ingredient(field, value):
+def test_key_name_changes_with_each_field(field, value):
     assert dataclasses.replace(KEY, **{field: value}).name != KEY.name
 
 
-def test_key_name_tells_what_it_is_for():
+def test_key_name_is_readable():
     assert KEY.name.startswith("0.28.1-")
     assert "-tf2.21.0-OpenMPI5.0.11-" in KEY.name
     assert "/" not in dataclasses.replace(KEY, mpi="Odd/MPI").name
@@ -132,7 +132,7 @@ def _wheel(tmp_path, content=b"a wheel"):
     return path
 
 
-def test_cache_gives_back_what_was_put(tmp_path):
+def test_cache_returns_a_stored_wheel(tmp_path):
     folder = tmp_path / "cache"
     assert cache.get(KEY, folder) is None
     kept = cache.put(KEY, _wheel(tmp_path), folder)
@@ -144,7 +144,7 @@ def test_cache_gives_back_what_was_put(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["truncated", "no metadata", "bad metadata", "no wheel"])
-def test_cache_forgets_a_damaged_entry(tmp_path, damage):
+def test_cache_ignores_a_damaged_entry(tmp_path, damage):
     kept = cache.put(KEY, _wheel(tmp_path), tmp_path / "cache")
     metadata = kept.parent / "metadata.json"
     actions: dict[str, Callable[[], object]] = {
@@ -166,10 +166,10 @@ def test_cache_folder_follows_the_environment(monkeypatch):
     assert str(cache.root()) == "/xdg/hvdx/horovod"
 
 
-# --- what is missing
+# --- requirements
 
 
-def test_empty_path_names_all_that_is_missing_at_once(monkeypatch, tmp_path, capsys):
+def test_survey_names_all_missing_requirements_at_once(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(needs, "search_path", lambda: str(tmp_path))
     monkeypatch.setattr(needs, "find_mpi", Mpi)
     monkeypatch.setattr(needs.importlib.util, "find_spec", lambda name: None)
@@ -187,7 +187,7 @@ def test_empty_path_names_all_that_is_missing_at_once(monkeypatch, tmp_path, cap
         assert any(name in line and "MISSING" in line and remedy in line for line in captured.out.splitlines())
 
 
-def test_gpu_build_wants_cuda_and_nccl(monkeypatch, tmp_path):
+def test_gpu_build_requires_cuda_and_nccl(monkeypatch, tmp_path):
     monkeypatch.setattr(needs, "_cuda_home", lambda: None)
     monkeypatch.setattr(needs, "_header", lambda home, name: False)
     monkeypatch.setattr(needs, "_tensorflow", lambda gpu: ("2.21.0", needs.Need("TensorFlow", "2.21.0", "")))
@@ -197,7 +197,7 @@ def test_gpu_build_wants_cuda_and_nccl(monkeypatch, tmp_path):
     assert any("NCCL" in name for name in names)
 
 
-def test_two_mpis_are_a_missing_thing(monkeypatch):
+def test_mpirun_of_another_vendor_is_missing(monkeypatch):
     mixed = Mpi("MPICH", "4.2.1", "/a/mpicc", "/a/mpicxx", "/b/mpirun", "Open MPI", "5.0.11")
     assert [need.name for need in needs._mpi(mixed) if not need.found] == ["mpirun of the same MPI"]
     same = dataclasses.replace(mixed, launcher_vendor="MPICH")
@@ -227,7 +227,7 @@ def test_unmet_requirements():
 
 @pytest.fixture
 def bench(monkeypatch, tmp_path):
-    """Records what the command does; nothing is downloaded, built or installed."""
+    """Replace downloads, build and installation; return a list that records builds and installations."""
     done = []
     installed = {"digest": ""}
 
@@ -255,7 +255,7 @@ def _run(*arguments):
     return main(["build-horovod", "--no-test", *arguments])
 
 
-def test_first_run_builds_second_says_so_force_builds_again(bench, capsys):
+def test_build_runs_once_and_again_with_force(bench, capsys):
     assert _run() == 0
     assert bench == ["build", "install"]
     capsys.readouterr()
@@ -309,7 +309,7 @@ def test_failed_proof_exits_1(bench, monkeypatch, capsys):
     assert "expected the sum 3" in capsys.readouterr().err
 
 
-def test_bad_jobs_is_an_error_in_the_call(bench, capsys):
+def test_invalid_jobs_option_is_an_error(bench, capsys):
     assert _run("--jobs", "0") == 2
     assert "--jobs" in capsys.readouterr().err
 
@@ -332,7 +332,7 @@ def test_proof_fails_on_singletons_and_on_crashes(tmp_path, script, message):
         install.prove(Mpi(mpirun=str(mpirun)))
 
 
-def test_proof_reads_ranks_that_share_a_line(tmp_path):
+def test_proof_reads_ranks_on_one_line(tmp_path):
     mpirun = tmp_path / "mpirun"
     mpirun.write_text("#!/bin/sh\necho 'HVDX 1 of 2: 3;HVDX 0 of 2: 3;'\n")
     mpirun.chmod(0o755)
@@ -370,7 +370,7 @@ def test_switches(gpu, gloo, name, value):
     assert ("HOROVOD_WITHOUT_GLOO" in chosen) is not gloo
 
 
-def test_choices_left_in_the_shell_do_not_reach_the_build():
+def test_build_ignores_horovod_options_of_the_shell():
     stale = {"HOROVOD_WITHOUT_MPI": "1", "HOROVOD_GPU_ALLREDUCE": "NCCL", "HOROVOD_NCCL_LIB": "/opt/nccl", "HOME": "/"}
     chosen = build_horovod._variables(stale, {}, None, False)
     assert "HOROVOD_WITHOUT_MPI" not in chosen

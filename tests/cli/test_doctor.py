@@ -1,4 +1,4 @@
-"""`hvdx doctor`: what it concludes from what its probes find."""
+"""`hvdx doctor`: its probes, and its conclusions from their findings."""
 
 import json
 
@@ -28,11 +28,11 @@ def _statuses(found):
     return {check.name: check.status for check in found}
 
 
-# --- probes, in child processes as doctor runs them
+# --- probes, in child processes
 
 
 def _stub(tmp_path, monkeypatch, **packages):
-    """Put packages that hold the given code in front of the real ones."""
+    """Put packages with the given code before the real ones on the search path; return their folder."""
     for name, code in packages.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(code)
@@ -54,7 +54,7 @@ def test_probe_reads_what_horovod_was_built_against(tmp_path, monkeypatch):
     assert all("hvdx build-horovod" in check.remedy for check in problems)
 
 
-def test_probe_survives_a_crash_and_keeps_what_came_before(tmp_path, monkeypatch):
+def test_probe_keeps_the_facts_before_a_crash(tmp_path, monkeypatch):
     crash = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
     _stub(tmp_path, monkeypatch, numpy="__version__ = '2.4'", tensorflow=crash)
     found = probes.probe("frameworks")
@@ -81,7 +81,7 @@ def test_launch_probe_sees_singletons(tmp_path):
     assert "mpi4py" in check.remedy
 
 
-def test_facts_are_read_where_ranks_share_a_line_and_where_one_is_cut():
+def test_facts_are_read_from_shared_and_truncated_lines():
     outcome = Outcome(0, 'noise HVDX {"rank": 0}HVDX {"size": 2}\nHVDX {"ra')
     assert probes.read(outcome) == Finding({"rank": 0, "size": 2})
 
@@ -95,7 +95,7 @@ def test_failure_of_a_probe_is_its_key_line():
     assert probes.read(outcome) == Finding({"numpy": "2.4"}, "ImportError: libfoo.so: cannot open")
 
 
-# --- judgements
+# --- checks
 
 
 def test_horovod_absent_is_a_note_that_names_the_command(tmp_path, monkeypatch):
@@ -105,7 +105,7 @@ def test_horovod_absent_is_a_note_that_names_the_command(tmp_path, monkeypatch):
         assert check.remedy.startswith("optional: hvdx build-horovod")
 
 
-def test_horovod_well_built():
+def test_horovod_for_the_installed_tensorflow_is_ok():
     assert _statuses(checks.horovod(Finding(GOOD_HOROVOD), "2.21.0")) == {"Horovod": "ok"}
 
 
@@ -138,7 +138,7 @@ def test_tensorflow_outside_the_range_is_a_problem():
     assert checks.tensorflow(Finding({**GOOD_FRAMEWORKS, "tensorflow": "2.15.0"})).status == "problem"
 
 
-def test_threads_below_multiple_are_a_problem():
+def test_thread_level_below_multiple_is_a_problem():
     found = checks.mpi4py(Finding({**GOOD_MPI4PY, "threads": "THREAD_SERIALIZED"}))
     assert _statuses(found) == {"mpi4py": "ok", "MPI library": "ok", "MPI threads": "problem"}
 
@@ -149,7 +149,7 @@ def test_mpirun_of_another_vendor_is_a_problem():
     assert "mpi4py uses MPICH" in check.remedy
 
 
-def test_horovodrun_under_open_mpi_5_tells_the_options(tmp_path, monkeypatch):
+def test_horovodrun_under_open_mpi_5_shows_the_options(tmp_path, monkeypatch):
     (tmp_path / "horovodrun").write_text("#!/bin/sh\n")
     (tmp_path / "horovodrun").chmod(0o755)
     monkeypatch.setattr(checks, "search_path", lambda: str(tmp_path))
@@ -176,7 +176,7 @@ def test_small_shared_memory_is_a_warning():
 
 @pytest.fixture
 def machine(monkeypatch):
-    """All probes answer from here; a test changes what it is about."""
+    """Replace all probes by findings, which a test may change."""
     findings = {
         "frameworks": Finding(GOOD_FRAMEWORKS),
         "horovod": Finding(GOOD_HOROVOD),
@@ -197,7 +197,7 @@ def test_notes_and_warnings_do_not_fail(machine, capsys, found):
     assert "\033[" not in text
 
 
-def test_a_problem_fails_and_the_verdict_names_it(machine, capsys):
+def test_a_problem_fails_and_the_last_line_names_it(machine, capsys):
     machine["horovod"] = Finding({**GOOD_HOROVOD, "parts": ["gloo"]})
     assert main(["doctor"]) == 1
     assert capsys.readouterr().out.rstrip().endswith("Training would not work yet: Horovod.")
@@ -214,7 +214,7 @@ def test_json_is_one_document(machine, capsys):
     assert all(check["remedy"] for check in document["checks"] if check["status"] != "ok")
 
 
-def test_nothing_importable_is_all_problems_and_no_traceback(machine, capsys):
+def test_failed_imports_are_problems_without_a_traceback(machine, capsys):
     for name in machine:
         machine[name] = Finding({}, f"ModuleNotFoundError: No module named '{name}'")
     assert main(["doctor", "--json"]) == 1

@@ -1,4 +1,4 @@
-"""`hvdx doctor --batch` before commands that stand in for those of Slurm, PBS and LSF."""
+"""`hvdx doctor --batch` with stand-ins for the commands of Slurm, PBS and LSF."""
 
 import json
 import shlex
@@ -28,7 +28,7 @@ def echo(lines):
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
-    """A PATH with nothing but what a test puts there; `site.calls("srun")` are the arguments it was called with."""
+    """Make a PATH that holds only the test's own commands; `site.calls("srun")` returns the arguments of its calls."""
 
     class Site:
         def __init__(self):
@@ -64,7 +64,7 @@ def site(tmp_path, monkeypatch):
 
 @pytest.fixture
 def slurm(site):
-    """A Slurm whose srun says what `site.srun(...)` is given; without sbatch."""
+    """Make a Slurm without sbatch, whose srun runs the lines given to `site.srun(...)`."""
 
     def srun(*lines):
         listed = r"printf 'MPI plugin types are...\n\tpmix\n\tnone\n\tpmi2\n'; exit 0"
@@ -80,7 +80,7 @@ def slurm(site):
 
 @pytest.fixture
 def pbs(site):
-    """A PBS that runs the script at once."""
+    """Make a PBS that runs a submitted script at once."""
     _runs_its_script(site, "qsub", '[ "$1" = --version ] && echo "pbs_version = 23.06.06" && exit 0', "12.server")
     for name in ("qstat", "pbsnodes", "qdel"):
         site.put(name)
@@ -89,7 +89,7 @@ def pbs(site):
 
 @pytest.fixture
 def lsf(site):
-    """An LSF that runs the script at once."""
+    """Make an LSF that runs a submitted script at once."""
     _runs_its_script(site, "bsub", "", "Job <77> is submitted to queue <normal>.")
     site.put("lsid", *echo(["IBM Spectrum LSF Standard 10.1.0.12, Jun 10 2022"]))
     for name in ("bjobs", "bkill"):
@@ -104,7 +104,7 @@ def _runs_its_script(site, name, version, submitted):
 
 @pytest.fixture
 def doctor(capsys):
-    """Exit code and checks by name of `hvdx doctor --batch --json` with more options."""
+    """Return a function that runs `hvdx doctor --batch --json`; it returns exit code and checks by name."""
 
     def ask(*options):
         code = main(["doctor", "--batch", "--json", *options])
@@ -113,7 +113,7 @@ def doctor(capsys):
     return ask
 
 
-# --- what is here
+# --- detection
 
 
 def test_no_batch_system_is_a_problem_with_a_remedy(site, doctor):
@@ -124,7 +124,7 @@ def test_no_batch_system_is_a_problem_with_a_remedy(site, doctor):
     assert "login node" in found["batch system"]["remedy"]
 
 
-def test_batch_system_that_does_not_answer_is_asked_no_more(slurm, doctor):
+def test_batch_system_that_does_not_answer_gets_no_job(slurm, doctor):
     slurm.put("sbatch", "echo 'sbatch: error: failed to fetch config' >&2", "exit 1")
     slurm.srun(*echo(GOOD))
     code, found = doctor()
@@ -134,7 +134,7 @@ def test_batch_system_that_does_not_answer_is_asked_no_more(slurm, doctor):
     assert slurm.calls("srun") == ""
 
 
-def test_slurm_of_a_site(slurm, doctor):
+def test_slurm_settings_are_reported(slurm, doctor):
     slurm.srun(*echo(GOOD))
     code, found = doctor()
     assert code == 0
@@ -142,7 +142,7 @@ def test_slurm_of_a_site(slurm, doctor):
         "name": "batch system",
         "status": "warning",
         "value": "Slurm of unknown version: srun, scontrol, sinfo, squeue, scancel; without sbatch",
-        "remedy": "these belong to it and are not on PATH; a module may bring them",
+        "remedy": "these commands of the batch system are not on PATH; loading a module may add them",
     }
     assert found["default partition"]["value"] == "day, time limit 1:00:00, 4 nodes"
     assert found["srun --mpi"]["value"] == "pmix, none, pmi2; none by default"
@@ -153,7 +153,7 @@ def test_no_default_partition_says_how_to_name_one(slurm, doctor):
     slurm.srun(*echo(GOOD))
     slurm.put("sinfo", *echo(["day|1:00:00|4"]))
     assert doctor()[1]["default partition"]["status"] == "warning"
-    assert doctor("--partition", "day")[1]["default partition"]["value"] == "none; day is asked for"
+    assert doctor("--partition", "day")[1]["default partition"]["value"] == "none; day is requested"
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_plugins_in_each_version_of_srun(text, names):
     assert plugins(text) == names
 
 
-def test_default_partition_of_nodes_in_unlike_states():
+def test_default_partition_adds_nodes_in_all_states():
     assert default_partition("a*|1:00:00|2\nb|infinite|1\na*|1:00:00|3\n") == ("a", "1:00:00", 5)
     assert default_partition("") == ("", "", 0)
 
@@ -183,10 +183,10 @@ def test_job_of(name, variable):
     assert job_of(name, {}) == ""
 
 
-# --- what is asked
+# --- request
 
 
-def test_options_come_before_the_environment_and_that_before_the_site_file(tmp_path):
+def test_options_override_the_environment_which_overrides_the_site_file(tmp_path):
     site = tmp_path / "site.toml"
     site.write_text('account = "biology"\n[slurm]\npartition = "gpu"\nmpi_plugin = "pmix_v4"\n[pbs]\nqueue = "workq"\n')
     said = {"HVDX_SITE": str(site)}
@@ -194,7 +194,7 @@ def test_options_come_before_the_environment_and_that_before_the_site_file(tmp_p
     environ = said | {"SBATCH_ACCOUNT": "physics", "SBATCH_PARTITION": "long", "SLURM_MPI_TYPE": "pmi2"}
     assert request_from(environ, Request()) == Request("physics", "long", "pmi2")
     assert request_from(environ, Request("maths", "short", "none")) == Request("maths", "short", "none")
-    # What is said to Slurm is not said to PBS.
+    # Slurm's variables do not apply to PBS.
     assert request_from(environ, Request(), "pbs") == Request("biology", "workq", "")
 
 
@@ -204,7 +204,7 @@ def _no_site_file(monkeypatch, tmp_path):
     monkeypatch.delenv("HVDX_SITE", raising=False)
 
 
-def test_plugin_is_the_wanted_one_then_pmix_then_the_default():
+def test_plugin_is_the_wanted_one_or_pmix_or_the_default():
     assert choose_plugin("pmi2", SlurmSite(plugins=("pmix",))) == "pmi2"
     assert choose_plugin("", SlurmSite(plugins=("pmix", "pmi2"))) == "pmix"
     assert choose_plugin("", SlurmSite(plugins=("pmi2",))) == ""
@@ -219,7 +219,7 @@ def test_srun_gets_account_partition_nodes_and_a_time_limit(slurm, doctor, monke
     assert "--ntasks-per-node=2" in asked
 
 
-def test_inside_a_job_srun_asks_for_no_other(slurm, doctor, monkeypatch):
+def test_inside_a_job_srun_requests_no_new_job(slurm, doctor, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     slurm.srun(*echo(GOOD))
     slurm.mpirun(GOOD)
@@ -230,7 +230,7 @@ def test_inside_a_job_srun_asks_for_no_other(slurm, doctor, monkeypatch):
     assert slurm.calls("srun").splitlines()[1].startswith("--mpi=pmix -n 2 --nodes=1 ")
 
 
-# --- what the tasks see
+# --- reports of the tasks
 
 
 def test_singletons_of_srun_are_a_problem(slurm, doctor):
@@ -240,11 +240,11 @@ def test_singletons_of_srun_are_a_problem(slurm, doctor):
     assert code == 1
     assert check["status"] == "problem"
     assert check["value"] == "2 tasks, each 'rank 0 of 1', on n1, n2; Open MPI 5.0.8"
-    assert check["remedy"].startswith("srun --mpi=pmix (this MPI may speak it); or start the ranks with mpirun")
+    assert check["remedy"].startswith("srun --mpi=pmix (this MPI may support it); or start the ranks with mpirun")
     assert "--no-binary mpi4py" in check["remedy"]
 
 
-def test_singletons_under_the_only_plugin_that_might_fit(slurm, doctor):
+def test_singletons_under_the_only_fitting_plugin(slurm, doctor):
     slurm.srun(*echo(SINGLETONS))
     remedy = doctor()[1]["srun --mpi=pmix"]["remedy"]
     assert remedy.startswith("none of srun's plugins (pmix, none, pmi2) fits Open MPI 5.0.8; or start the ranks")
@@ -257,7 +257,7 @@ def test_singletons_of_mpich_lead_to_pmi2():
     assert "srun --mpi=pmi2" in check.remedy
 
 
-def test_a_way_that_works_makes_another_a_warning():
+def test_failure_beside_a_working_way_is_a_warning():
     good = Attempt("mpirun in a job", tasks_in("\n".join(GOOD)))
     bad = Attempt("srun", tasks_in("\n".join(SINGLETONS)))
     checks = ways([bad, good], Request(), SlurmSite(), Mpi())
@@ -265,7 +265,7 @@ def test_a_way_that_works_makes_another_a_warning():
     assert checks[0].remedy.startswith("mpirun in a job works: use that.")
 
 
-def test_a_plugin_the_user_has_chosen_stays_a_problem():
+def test_failure_of_a_chosen_plugin_stays_a_problem():
     good = Attempt("mpirun in a job", tasks_in("\n".join(GOOD)))
     bad = Attempt("srun --mpi=pmi2", tasks_in("\n".join(SINGLETONS)))
     statuses = [check.status for check in ways([bad, good], Request(mpi="pmi2"), SlurmSite(), Mpi())]
@@ -281,7 +281,7 @@ def test_batch_timeout_is_a_time(text):
 @pytest.mark.parametrize(
     ("said", "remedy"),
     [
-        ("slurmstepd: error: execve(): /home/me/python: No such file or directory", "file system they share"),
+        ("slurmstepd: error: execve(): /home/me/python: No such file or directory", "file system that they share"),
         (
             "srun: error: Unable to allocate resources: Invalid account or account/partition combination",
             "--account NAME",
@@ -305,7 +305,7 @@ def test_mpi4py_without_a_library_on_the_nodes(slurm, doctor):
     told = json.dumps({"host": "n1", "rank": None, "size": None, "library": "", "failure": failure})
     slurm.srun(*echo([f"HVDX {told}"] * 2))
     check = doctor()[1]["srun --mpi=pmix"]
-    assert check["value"] == f"mpi4py does not come up on n1: {failure}"
+    assert check["value"] == f"mpi4py cannot be imported on n1: {failure}"
     assert "load its module in the job" in check["remedy"]
 
 
@@ -314,7 +314,7 @@ def test_one_task_of_two_is_a_problem(slurm, doctor):
     assert doctor()[1]["srun --mpi=pmix"]["value"] == "expected ranks 0 and 1 of 2, got [(0, 2)]"
 
 
-def test_tasks_that_share_a_line_and_one_that_is_cut():
+def test_tasks_are_read_from_shared_and_truncated_lines():
     assert [task.rank for task in tasks_in(GOOD[1] + "noise" + GOOD[0] + "HVDX {'a")] == [0, 1]
     assert tasks_in('HVDX {"other": 1}') == ()
 
@@ -359,7 +359,7 @@ def test_mpirun_of_another_mpi_gives_singletons(pbs, doctor):
     assert "mpirun does not belong to Open MPI 5.0.8" in found["mpirun in a job"]["remedy"]
 
 
-def test_failure_in_a_job_is_told_in_its_own_words(pbs, doctor):
+def test_failure_in_a_job_is_described_by_its_output(pbs, doctor):
     pbs.put("mpirun", "echo 'mpirun: error: no slots today' >&2", "exit 5")
     assert doctor()[1]["mpirun in a job"]["value"] == "mpirun: error: no slots today"
 
@@ -371,7 +371,7 @@ def test_without_mpirun_nothing_is_submitted(pbs, doctor):
     assert "-W" not in pbs.calls("qsub")
 
 
-# --- on how many hosts
+# --- number of hosts
 
 
 @pytest.mark.parametrize(
@@ -386,7 +386,7 @@ def test_mpirun_is_given_the_hosts_of_the_job(
     site.vendor = vendor
     site.mpirun(GOOD)
     path.write_text("n1\nn1\nn2\nn2\n")
-    monkeypatch.setenv(variable, str(path))  # for the job that is submitted, whose script has its name alone
+    monkeypatch.setenv(variable, str(path))  # for the submitted job, whose script contains only the variable's name
     assert doctor()[0] == 0
     assert f" {options.format(path)} " in site.calls("mpirun")
     monkeypatch.setenv({"pbs": "PBS_JOBID", "lsf": "LSB_JOBID"}[system], "7")
@@ -424,7 +424,7 @@ def test_two_tasks_of_srun_on_one_host_of_two_are_a_problem(slurm, doctor):
     assert doctor("--nodes", "1")[0] == 0
 
 
-def test_both_ways_of_slurm_have_to_use_two_hosts(slurm, doctor):
+def test_both_ways_of_slurm_must_use_two_hosts(slurm, doctor):
     slurm.srun(*echo(ONE_HOST))
     slurm.mpirun(ONE_HOST)
     take = "for word; do case $word in --output=*) out=${word#*=};; esac; last=$word; done"
@@ -438,7 +438,7 @@ def test_both_ways_of_slurm_have_to_use_two_hosts(slurm, doctor):
 
 
 @pytest.mark.parametrize(("hosts", "status"), [("1", "ok"), ("2", "problem"), ("4", "problem")])
-def test_inside_a_job_as_many_hosts_are_expected_as_it_has(hosts, status, slurm, doctor, monkeypatch):
+def test_inside_a_job_its_number_of_hosts_is_expected(hosts, status, slurm, doctor, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", hosts)
     slurm.srun(*echo(ONE_HOST))
@@ -449,7 +449,7 @@ def test_inside_a_job_as_many_hosts_are_expected_as_it_has(hosts, status, slurm,
     assert f"--map-by ppr:{2 // min(int(hosts), 2)}:node" in slurm.calls("mpirun")
 
 
-def test_intel_mpi_is_not_to_follow_the_tasks_of_the_job(pbs, doctor, monkeypatch):
+def test_intel_mpi_ignores_the_task_layout_of_the_job(pbs, doctor, monkeypatch):
     monkeypatch.setenv("PBS_JOBID", "7")
     pbs.put("mpirun", '[ "$I_MPI_JOB_RESPECT_PROCESS_PLACEMENT" = 0 ] || exit 1', *echo(GOOD))
     assert doctor()[1]["mpirun"]["status"] == "ok"
@@ -467,7 +467,7 @@ def test_hosts_of_job(tmp_path, site):
 # --- waiting
 
 
-def test_srun_that_waits_is_ended_and_its_job_cancelled(slurm, doctor):
+def test_waiting_srun_is_ended_and_its_job_cancelled(slurm, doctor):
     slurm.srun(*FOREVER)
     code, found = doctor("--batch-timeout", "1")
     name = next(word for word in slurm.calls("srun").split() if word.startswith("--job-name="))
@@ -478,7 +478,7 @@ def test_srun_that_waits_is_ended_and_its_job_cancelled(slurm, doctor):
     assert code == 1
 
 
-def test_job_that_runs_without_end_is_another_matter(slurm, doctor):
+def test_job_that_does_not_end_has_its_own_remedy(slurm, doctor):
     slurm.put("squeue", *echo(["RUNNING (None)"]))
     slurm.srun(*FOREVER)
     check = doctor("--batch-timeout", "1")[1]["srun --mpi=pmix"]
@@ -490,7 +490,7 @@ def test_job_that_cannot_be_cancelled_is_named(slurm, doctor):
     slurm.put("scancel", "exit 1")
     slurm.srun(*FOREVER)
     value = doctor("--batch-timeout", "1")[1]["srun --mpi=pmix"]["value"]
-    assert "still to be cancelled by you: scancel --name=hvdx-" in value
+    assert "could not be cancelled, do: scancel --name=hvdx-" in value
 
 
 def test_pbs_job_is_cancelled_by_its_id(pbs, doctor):
@@ -529,7 +529,7 @@ def test_interrupt_cancels_the_job(slurm, monkeypatch):
     assert "--name=hvdx-" in slurm.calls("scancel")
 
 
-def test_no_second_job_waits_once_the_time_is_over(slurm, doctor):
+def test_no_second_job_after_the_time_limit(slurm, doctor):
     slurm.put("sbatch", "echo slurm 23.11.1")
     slurm.mpirun(GOOD)
     slurm.srun(*FOREVER)
@@ -537,7 +537,7 @@ def test_no_second_job_waits_once_the_time_is_over(slurm, doctor):
     assert slurm.calls("sbatch") == "--version\n"
 
 
-def test_waiting_is_said_apart_from_the_report(slurm, capsys):
+def test_waiting_is_reported_on_standard_error(slurm, capsys):
     slurm.srun(*echo(GOOD))
     assert main(["doctor", "--batch"]) == 0
     said = capsys.readouterr()

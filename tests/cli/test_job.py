@@ -1,4 +1,4 @@
-"""`hvdx job`: its options, what it writes, and how it submits. The scripts are run by test_job_templates.py."""
+"""`hvdx job`: options, output and submission. test_job_templates.py runs the scripts."""
 
 import json
 import os
@@ -19,7 +19,7 @@ SLURM = ["job", "slurm", "--nodes", "2", "--time", "1:00:00"]
 
 @pytest.fixture(autouse=True)
 def place(tmp_path, monkeypatch):
-    """An empty folder to work in, without a site file."""
+    """Change to an empty folder, without a site file."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.delenv("HVDX_SITE", raising=False)
@@ -28,7 +28,7 @@ def place(tmp_path, monkeypatch):
 
 @pytest.fixture
 def queue(place, monkeypatch):
-    """Stand-ins for sbatch, qsub and bsub; returns a function that tells what they were given."""
+    """Install stand-ins for sbatch, qsub and bsub; return a function that reads their records."""
     (place / "bin").mkdir()
     for name in ("sbatch", "qsub", "bsub"):
         path = place / "bin" / name
@@ -52,7 +52,7 @@ def test_help_has_an_example(words, capsys):
     assert " -- python train.py" in text.split("example:")[1]
 
 
-def test_strategy_is_understood_without_tensorflow():
+def test_strategy_is_checked_without_tensorflow():
     code = (
         "import sys\nfrom hvdx.cli.main import main\n"
         "main('job slurm --time 1:00:00 --strategy threshold -- x'.split())\n"
@@ -110,7 +110,7 @@ def test_errors_name_the_option_and_the_remedy(words, message, capsys):
     assert captured.out == ""
 
 
-# --- where the script goes
+# --- output
 
 
 def test_printed_and_written_are_the_same(capsys, place):
@@ -135,7 +135,7 @@ def test_file_is_kept_without_force(capsys, place):
     assert main([*SLURM, "-o", "no/folder/train.sh", "--", "x"]) == 2
 
 
-def test_first_lines_tell_the_command(capsys):
+def test_first_lines_show_the_command(capsys):
     line = ["--directive=--mem=0", "--", "python", "a b.py", "two\nlines\n$(touch bad)"]
     assert main([*SLURM, *line]) == 0
     text = capsys.readouterr().out.splitlines()
@@ -162,7 +162,7 @@ def test_submit(system, command, queue, capsys):
         assert filed["files"] == [piped["stdin"]]
 
 
-def test_refused_submission_is_told(queue, capsys, monkeypatch):
+def test_refused_submission_is_reported(queue, capsys, monkeypatch):
     monkeypatch.setenv("STAND_IN_CODE", "3")
     assert main([*SLURM, "--submit", "--", "x"]) == 2
     error = capsys.readouterr().err
@@ -176,7 +176,7 @@ def test_submission_without_the_command(capsys, monkeypatch, place):
     assert "expected sbatch on PATH, found none. Do: run it on a login node" in capsys.readouterr().err
 
 
-# --- pieces
+# --- helpers
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("12:00:00", 43200), ("0:00:01", 1), ("2-01:00:00", 176400)])

@@ -1,4 +1,4 @@
-"""The scripts of `hvdx job`, read by bash and shellcheck, and run with stand-ins for launchers and batch systems."""
+"""The scripts of `hvdx job`, checked by bash and shellcheck, and run with stand-ins for launchers and batch systems."""
 
 import json
 import os
@@ -21,7 +21,7 @@ BATCH = ("sbatch", "scontrol", "qsub", "bsub")
 ASKS = ("pbs_tmrsh", "blaunch")
 LIMIT = 40  # seconds for one script
 
-# Each system: the least it takes, and the ranks that come of it.
+# The options that each system requires here; each gives RANKS ranks.
 LEAST = {
     "slurm": ["--nodes", "2", "--tasks-per-node", "2", "--time", "1:00:00"],
     "pbs": ["--nodes", "2", "--tasks-per-node", "2", "--time", "1:00:00"],
@@ -50,7 +50,7 @@ COMMAND = ["python", "train.py", "--seed", "$SLURM_ARRAY_TASK_ID", "a b", "it's"
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """An empty folder to work in, with stand-ins first on PATH, a host file, and no site file."""
+    """Change to an empty folder with a host file, with stand-ins first on PATH, and without a site file."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.delenv("HVDX_SITE", raising=False)
@@ -68,7 +68,7 @@ def place(tmp_path, monkeypatch):
 
 @pytest.fixture
 def script(place, capsys):
-    """A function that has `hvdx job` print a script, and returns it."""
+    """Return a function that calls `hvdx job` and returns the printed script."""
 
     def make(system, *options, command=("python", "train.py")):
         assert main(["job", system, *LEAST[system], *options, "--", *command]) == 0
@@ -78,14 +78,14 @@ def script(place, capsys):
 
 
 def records(place, name=None):
-    """What the stand-ins noted, in order."""
+    """Return the records of the stand-ins, in order."""
     path = place / "record"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return [line for line in lines if name in (None, line["name"])]
 
 
 class Job:
-    """A script that runs as its batch system would run it: from a copy elsewhere, with the system's variables."""
+    """A script that runs as under its batch system: from a copy in another folder, with the system's variables."""
 
     def __init__(self, place, system, text, **more):
         nodefile = place / "nodefile"
@@ -102,12 +102,12 @@ class Job:
         }.get(system, {})
         kept = {k: v for k, v in os.environ.items() if not re.match("(SLURM|PBS|LSB|HVDX|OMP|TF)_", k)}
         environment = {k: v for k, v in (kept | variables | more).items() if v is not None}
-        # PBS starts a job in the home folder, the others where it was submitted.
+        # PBS starts a job in the home folder, the others in the folder of its submission.
         cwd = spool if system == "pbs" else place
         self.process = start_group(["bash", str(self.copy)], environment, cwd, merged=True)
 
     def listening(self, ranks=RANKS):
-        """Wait until all ranks would notice a signal."""
+        """Wait until all ranks handle or ignore the signal."""
         end = time.monotonic() + LIMIT
         while len(list(self.place.glob("listening.*"))) < ranks:
             assert self.process.poll() is None, self.process.communicate()[0]
@@ -120,7 +120,7 @@ class Job:
         return self
 
     def end(self):
-        """The exit code; `out` is what it printed."""
+        """Wait for the end, set `out` to the output, and return the exit code."""
         try:
             self.out, _ = self.process.communicate(timeout=LIMIT)
         except subprocess.TimeoutExpired:
@@ -132,7 +132,7 @@ class Job:
 
 
 def training(place, *what):
-    """The command of the stand-in for a training."""
+    """Return the command of the stand-in for a training."""
     return [sys.executable, str(STAND_INS / "training.py"), str(place), *what]
 
 
@@ -140,7 +140,7 @@ def training(place, *what):
 
 
 @pytest.mark.parametrize("system", list(LEAST))
-def test_scripts_are_clean(system, script, place):
+def test_scripts_pass_shellcheck(system, script, place):
     files = []
     for number, options in enumerate(OPTIONS[system]):
         files.append(place / f"{number}.sh")
@@ -254,9 +254,7 @@ def test_site_file_fills_in_and_options_win(script, place, monkeypatch):
         ([], 8, 8),
     ],
 )
-def test_cores_are_those_of_the_option_then_the_threads_then_the_site(
-    options, cores, ompthreads, script, place, monkeypatch
-):
+def test_cores_come_from_the_option_or_the_threads_or_the_site(options, cores, ompthreads, script, place, monkeypatch):
     monkeypatch.setenv("HVDX_SITE", str(place / "site.toml"))
     (place / "site.toml").write_text("cpus_per_task = 8\n")
     assert f"#SBATCH --cpus-per-task={cores}\n" in script("slurm", *options)
@@ -311,7 +309,7 @@ def test_everything_reaches_the_ranks(system, options, launcher, script, place):
     if launcher == "mpirun" and not {"mpich", "intel"} & set(options):
         assert {"HVDX_STRATEGY", "OMP_NUM_THREADS", "PATH"} <= set(passed)
         assert launch["options"]["--bind-to"] == ["none"]
-        # A host has its ranks, whatever the slots are that Open MPI counts in the file.
+        # The number of ranks on a host does not depend on Open MPI's count of slots.
         assert launch["options"].get("--map-by", []) == ["ppr:2:node"] * (system in ("pbs", "lsf"))
     else:
         assert not passed
@@ -342,7 +340,7 @@ def test_open_mpi_passes_on_what_is_set(system, environ, lines, names, script, p
     assert records(place, "mpirun")[0]["options"]["-x"] == names
 
 
-def test_srun_is_told_its_options(script, place):
+def test_srun_gets_its_options(script, place):
     job = Job(place, "slurm", script("slurm", command=training(place, "end", "0")), SLURM_CPUS_PER_TASK="8")
     assert job.end() == 0, job.out
     options = {"--mpi": ["pmix"], "--kill-on-bad-exit": ["1"], "--cpus-per-task": ["8"]}
@@ -360,14 +358,14 @@ def test_other_codes_are_passed_on(system, code, script, place):
 
 
 @pytest.mark.parametrize("system", QUEUES)
-def test_death_of_a_rank_is_passed_on(system, script, place):
+def test_code_of_a_killed_rank_is_passed_on(system, script, place):
     job = Job(place, system, script(system, command=training(place, "die", "9")))
     assert job.end() == 137, job.out
 
 
 @pytest.mark.parametrize("system", [*QUEUES, "mpirun"])
 def test_usr1_saves(system, script, place):
-    """The signal reaches every rank once; a batch job asks for another turn, in which training goes on."""
+    """The signal reaches every rank once. A batch job is requeued, and training resumes."""
     text = script(system, command=training(place, "save"))
     job = Job(place, system, text).listening().signal(signal.SIGUSR1)
     assert job.end() == 75, job.out
@@ -385,18 +383,18 @@ def test_usr1_saves(system, script, place):
         assert again["files"] == [text]
         turn = {"HVDX_RESTARTS": "1"}
     else:
-        # LSF requeues by the exit code; plain hosts stop.
+        # LSF requeues on the exit code; jobs without a queue stop.
         assert asked == []
     job = Job(place, system, text, **turn)
     assert job.end() == 0, job.out
-    assert [r["went_on"] for r in records(place, "training")] == [False] * RANKS + [True] * RANKS
+    assert [r["resumed"] for r in records(place, "training")] == [False] * RANKS + [True] * RANKS
     assert len([r for r in records(place) if r["name"] in BATCH]) == len(asked)
     assert not list(place.glob(".restarts*"))
 
 
 @pytest.mark.parametrize("system", QUEUES)
-def test_cancelled_job_saves_and_stays_away(system, script, place):
-    """TERM: somebody wants the job to end. Requeueing it would bring a cancelled job back to life."""
+def test_cancelled_job_saves_and_is_not_requeued(system, script, place):
+    """TERM means that the job was cancelled, so the script must not requeue it."""
     job = Job(place, system, script(system, command=training(place, "save"))).listening().signal(signal.SIGTERM)
     assert job.end() == (143 if system == "lsf" else 75), job.out
     assert [r["codes"] for r in records(place) if r["name"] in LAUNCHERS] == [[75] * RANKS]
@@ -404,7 +402,7 @@ def test_cancelled_job_saves_and_stays_away(system, script, place):
 
 
 @pytest.mark.parametrize("system", QUEUES)
-def test_restarts_have_an_end(system, script, place):
+def test_restarts_are_limited(system, script, place):
     text = script(system, "--max-restarts", "2", command=training(place, "end", "75"))
     if system == "lsf":
         codes = [Job(place, system, text).end() for _ in range(3)]
@@ -420,7 +418,7 @@ def test_restarts_have_an_end(system, script, place):
 
 
 def test_slurm_requeues_one_task_of_an_array(script, place):
-    """The last task of an array has the array's own number as SLURM_JOB_ID, which stands for all of its tasks."""
+    """SLURM_JOB_ID of an array's last task is the id of the whole array, so the script names the task."""
     job = Job(
         place, "slurm", script("slurm", "--array", "0-3", command=training(place, "end", "75")),
         SLURM_ARRAY_JOB_ID="17", SLURM_ARRAY_TASK_ID="2",
@@ -430,14 +428,14 @@ def test_slurm_requeues_one_task_of_an_array(script, place):
 
 
 @pytest.mark.parametrize("system", ["slurm", "pbs"])
-def test_refused_requeue_is_told(system, script, place):
+def test_refused_requeue_is_reported(system, script, place):
     job = Job(place, system, script(system, command=training(place, "end", "75")), STAND_IN_CODE="1")
     assert job.end() == 75
     assert "invalid account" in job.out
-    assert "to go on" in job.out
+    assert "submit it again to resume" in job.out
 
 
-def test_pbs_has_a_clock(script, place):
+def test_pbs_script_has_a_timer(script, place):
     text = script("pbs", command=training(place, "save"))
     text = text.replace("\nwalltime=3600 ", "\nwalltime=304 ")
     begin = time.monotonic()
@@ -451,7 +449,7 @@ def test_pbs_has_a_clock(script, place):
 @pytest.mark.parametrize("system", QUEUES)
 @pytest.mark.parametrize("code", [0, 3])
 def test_signals_do_not_change_the_code(system, code, script, place):
-    """`wait` is cut short again and again, while the launcher runs and when it ends."""
+    """Signals interrupt `wait` many times, while the launcher runs and when it ends."""
     job = Job(place, system, script(system, command=training(place, "after", "0.5", str(code)))).listening()
     while job.process.poll() is None:
         job.signal(signal.SIGUSR1)
@@ -461,23 +459,24 @@ def test_signals_do_not_change_the_code(system, code, script, place):
 
 @pytest.mark.parametrize("system", QUEUES)
 def test_signal_before_the_launcher_is_not_lost(system, script, place):
-    """It may find a launcher that does not listen yet, and end it; but the job does not run on into its limit."""
+    """The signal may kill a launcher that does not listen yet, but the job never runs on until its time limit."""
     text = script(system, "--env-setup", "export PREPARED=1", command=training(place, "save"))
-    text = text.replace("\n# In the background", "\nkill -USR1 $$\n# In the background", 1)
+    line = "\n# The launcher runs in the background"
+    text = text.replace(line, f"\nkill -USR1 $${line}", 1)
     begin = time.monotonic()
     assert Job(place, system, text).end() == 75
     assert time.monotonic() - begin < 15
 
 
 def requeued(place, system):
-    """Whether the job asked for another turn; LSF is asked by its exit code."""
+    """Return whether the script requeued the job; under LSF, the exit code does that."""
     return system == "lsf" or [r["name"] for r in records(place) if r["name"] in BATCH] != []
 
 
 @pytest.mark.parametrize("system", QUEUES)
 @pytest.mark.parametrize("code", [137, 138, 11])
-def test_signal_that_nobody_heard_gets_another_turn(system, code, script, place):
-    """Training had not begun, has no `Checkpoint`, or did not end in time after it had saved."""
+def test_job_killed_by_the_signal_is_requeued(system, code, script, place):
+    """Training had not begun, has no `Checkpoint`, or did not end in time after saving."""
     job = Job(place, system, script(system, command=training(place, "after", "0.5", str(code))))
     assert job.listening().signal(signal.SIGUSR1).end() == 75, job.out
     assert f"after USR1 (exit code {code})" in job.out
@@ -486,7 +485,7 @@ def test_signal_that_nobody_heard_gets_another_turn(system, code, script, place)
 
 
 @pytest.mark.parametrize("system", QUEUES)
-def test_lost_host_gets_another_turn_and_is_named(system, script, place):
+def test_job_with_a_lost_host_is_requeued_and_names_it(system, script, place):
     job = Job(place, system, script(system, command=training(place, "end", "1")), STAND_IN_LOST="two")
     assert job.end() == 75, job.out
     assert "lost two (exit code 1)" in job.out
@@ -494,13 +493,13 @@ def test_lost_host_gets_another_turn_and_is_named(system, script, place):
 
 
 @pytest.mark.parametrize("system", QUEUES)
-def test_where_no_host_can_be_asked_none_is_lost(system, script, place):
+def test_no_host_is_lost_if_none_answers(system, script, place):
     job = Job(place, system, script(system, command=training(place, "end", "1")), STAND_IN_LOST="one two")
     assert job.end() == 1, job.out
     assert "lost" not in job.out
 
 
-def test_slurm_job_runs_in_its_scripts_folder_wherever_it_was_submitted(script, place):
+def test_slurm_job_runs_in_the_folder_of_its_script(script, place):
     (place / "a folder").mkdir()
     job = Job(place, "slurm", script("slurm", command=training(place, "end", "0")),
               STAND_IN_SCRIPT=f"{place}/a folder/train.sh", SLURM_EXPORT_ENV="NONE")  # fmt: skip

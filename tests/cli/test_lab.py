@@ -1,4 +1,4 @@
-"""`hvdx lab`: its words everywhere; the hosts, links and counters themselves where this machine allows it."""
+"""`hvdx lab`: options and messages; and hosts, links and counters, if this machine supports them."""
 
 import json
 import os
@@ -28,7 +28,7 @@ _REASON = obstacle()
 needs_lab = pytest.mark.skipif(_REASON is not None, reason=f"no lab here: {_REASON}")
 
 
-# --- words
+# --- options and messages
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_rate_is_read_as_tc_reads_it(text, rate):
     assert parse_rate(text) == rate
 
 
-# tc takes "mbps" for megabytes a second, which is not what people mean by it.
+# To tc, "mbps" means megabytes per second, which users may not expect.
 @pytest.mark.parametrize("text", ["100mbps", "100m", "fast", "", "-1mbit", "0mbit", "1kbit", "1e9bit", "1000gbit"])
 def test_rate_spelled_otherwise_is_an_error(text):
     with pytest.raises(ConfigError, match=rf"--bandwidth: expected .*got '{re.escape(text)}'.* Do: "):
@@ -47,13 +47,13 @@ def test_rate_spelled_otherwise_is_an_error(text):
 
 
 @pytest.mark.parametrize("rate", [10**7, 10**8, 10**9])
-def test_burst_leaves_small_messages_to_the_limit(rate):
+def test_burst_is_small_enough_to_limit_small_messages(rate):
     shape = Shape(rate)
     assert 2 * 1514 <= shape.burst <= max(2 * 1514, rate / 8 / 1000)
     assert 1514 <= shape.segment < shape.burst
 
 
-def test_delay_stands_above_the_limit_of_the_rate():
+def test_delay_rule_precedes_the_rate_rule():
     shape = Shape(10**8, delay=0.005)
     assert [rule.split(" rate")[0] for rule in shape.at_host()] == [
         "root handle 1: netem delay 5000us limit 200000",
@@ -79,15 +79,15 @@ def test_delay_stands_above_the_limit_of_the_rate():
         (["--", "--bandwith", "1gbit", "true"], "expected a command after the options, got --bandwith"),
     ],
 )
-def test_wrong_call_is_told_before_anything_starts(words, told, capsys, monkeypatch):
-    monkeypatch.setattr(lab, "find_mpi", lambda: pytest.fail("went on"))
+def test_wrong_options_are_errors_before_anything_starts(words, told, capsys, monkeypatch):
+    monkeypatch.setattr(lab, "find_mpi", lambda: pytest.fail("continued"))
     assert main(["lab", *words]) == 2
     error = capsys.readouterr().err
     assert told in error
     assert "Do: " in error
 
 
-def test_other_mpi_is_told_that_the_lab_takes_open_mpi(capsys, monkeypatch):
+def test_other_mpi_is_an_error_that_names_open_mpi(capsys, monkeypatch):
     monkeypatch.setattr(
         lab, "find_mpi", lambda: Mpi(mpirun="/b/mpirun", launcher_vendor="MPICH", launcher_version="4.2")
     )
@@ -127,7 +127,7 @@ def test_user_without_root_gets_a_user_namespace(monkeypatch):
     assert "--user" not in namespaces.enter()
 
 
-# --- the real thing
+# --- emulated hosts
 
 _GATHER = """
 import os, socket, sys, time
@@ -147,7 +147,7 @@ print(f"rank {comm.rank} on {socket.gethostname()}: sent {sent}, {seconds} s, {t
 
 
 @needs_lab
-def test_links_carry_what_an_allgather_sends_at_the_rate_asked_for(tmp_path):
+def test_links_carry_an_allgather_at_the_requested_rate(tmp_path):
     each, file = 4_000_000, tmp_path / "links.json"
     options = ["-n", "2", "--bandwidth", "100mbit", "--threads", "3", "--json", str(file)]
     done = run_command([*LAB, *options, "--", sys.executable, "-c", _GATHER, str(each)], timeout=60)
@@ -160,7 +160,12 @@ def test_links_carry_what_an_allgather_sends_at_the_rate_asked_for(tmp_path):
         assert link["sent"] == pytest.approx(each, rel=0.1)
         assert link["received"] == pytest.approx(each, rel=0.1)
         assert f"\n{link['host']} " in done.out
-    for _, _, sent, seconds in told:  # what a rank itself reads; a busy machine may be slower, none is faster
+    for (
+        _,
+        _,
+        sent,
+        seconds,
+    ) in told:  # measured by the rank; a busy machine may be slower than the rate, but none is faster
         assert int(sent) == pytest.approx(each, rel=0.1)
         assert 0.95 < float(seconds) / (8 * each / 1e8) < 4
 
@@ -181,7 +186,7 @@ def test_exit_code_is_that_of_the_job():
 
 
 @needs_lab
-def test_programs_that_end_at_once_end_on_many_hosts_too():
+def test_short_programs_end_on_many_hosts():
     done = run_command([*LAB, "-n", "9", "--", "hostname"], timeout=30)
     assert done.code == 0, done
     assert {f"host{i}" for i in range(1, 10)} <= set(done.out.split())
@@ -196,7 +201,7 @@ def test_killed_rank_ends_the_job_and_is_named():
     )
     done = run_command([*LAB, "-n", "3", "--", sys.executable, "-c", program], timeout=50)
     ended = time.time()
-    # Open MPI's ranks end the job too where they lose the connection before the launcher hears of the death.
+    # If other ranks lose the connection before the launcher notices the death, they end the job themselves.
     if "Socket closed" not in done.out:
         assert done.code == 128 + signal.SIGKILL, done
         assert "rank 1" in done.out
@@ -206,7 +211,7 @@ def test_killed_rank_ends_the_job_and_is_named():
 
 
 def _sleepers(word):
-    """The processes, anywhere on this machine, that have a word of their command line."""
+    """Return the ids of all processes on this machine with this word on their command line."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -226,9 +231,9 @@ def _wait_for(condition, seconds=20):
 
 @contextmanager
 def _sleeping_lab(word, log):
-    """A lab that writes to `log`, from when its two ranks sleep, each with `word` on its command line."""
+    """Start a lab that writes to `log`, and yield it once its two ranks sleep, each with `word` on its command line."""
     program = [sys.executable, "-c", "import time; time.sleep(60)", word]
-    with open(log, "w") as file:  # not a pipe: what stays behind would hold that open
+    with open(log, "w") as file:  # not a pipe, which remaining processes would keep open
         command = [*LAB, "-n", "2", "--", *program]
         process = subprocess.Popen(
             command,
@@ -236,11 +241,11 @@ def _sleeping_lab(word, log):
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
-            # Tests that a shell started in the background ignore it, and so would what they start.
+            # If a shell runs the tests in the background, they ignore SIGINT, and child processes inherit that.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
         )
     try:
-        # In four networks: the machine's (hvdx), the switch's (mpirun), and those of both ranks.
+        # In four network namespaces: the machine's (hvdx), the switch's (mpirun), and those of the two ranks.
         assert _wait_for(lambda: len({_network_of(pid) for pid in _sleepers(word)} - {None}) >= 4)
         yield process
     finally:
@@ -280,7 +285,7 @@ def test_time_limit_ends_the_job():
 
 
 @needs_lab
-def test_two_labs_at_once_do_not_meet(tmp_path):
+def test_two_labs_at_once_are_separate(tmp_path):
     word = f"sleeper-other-{os.getpid()}"
     with _sleeping_lab(word, tmp_path / "log") as other:
         done = run_command([*LAB, "--", sys.executable, "-c", _GATHER, "100000"], timeout=40)

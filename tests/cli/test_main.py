@@ -12,7 +12,7 @@ from hvdx.errors import ConfigError
 from hvdx.version import __version__
 
 
-def test_no_arguments_teaches_every_command(capsys):
+def test_no_arguments_lists_every_command(capsys):
     assert main([]) == 0
     text = capsys.readouterr().out
     for words in ("hvdx doctor", "hvdx build-horovod", "hvdx run -n 2", "e.g."):

@@ -1,4 +1,4 @@
-"""Recognising the MPI that is installed, and starting ranks with it."""
+"""Detection of the installed MPI, and command lines that start ranks."""
 
 import pytest
 

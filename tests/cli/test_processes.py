@@ -1,4 +1,4 @@
-"""Child processes whose crash or hang is a finding."""
+"""Child processes with a time limit."""
 
 import os
 import sys

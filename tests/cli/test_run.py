@@ -1,4 +1,4 @@
-"""`hvdx run`: the command that it makes, and what a rank finds."""
+"""`hvdx run`: the mpirun command, and the environment and output of a rank."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from hvdx.cli import run as command
-from hvdx.cli.common.mpi_tools import HANDED_ON, HANDED_ON_PREFIXES, Mpi
+from hvdx.cli.common.mpi_tools import EXPORTED, EXPORTED_PREFIXES, Mpi
 from hvdx.cli.main import main
 
 OPEN_MPI = Mpi("Open MPI", "5.0.11", mpirun="/opt/mpirun", launcher_vendor="Open MPI")
@@ -17,7 +17,7 @@ RANK = [sys.executable, "-I", "-S", str(command._RANK)]
 
 @pytest.fixture
 def dry(monkeypatch, capsys):
-    """The words of the command that would be started, for an MPI and options."""
+    """Return a function that gives the words of the mpirun command for an MPI and options."""
 
     def words(mpi, *options, root=False):
         monkeypatch.setattr(command, "find_mpi", lambda: mpi)
@@ -36,9 +36,9 @@ def test_one_machine(dry):
     assert dry(MPICH, "-n", "4", "--all", "--", *program) == ["/opt/mpirun", "-n", "4", *RANK, "all", *program]
 
 
-def test_hosts_and_what_is_handed_on(dry, monkeypatch):
-    for name in (*os.environ, *HANDED_ON):
-        if name != "PATH" and (name in HANDED_ON or name.startswith(HANDED_ON_PREFIXES)):
+def test_hosts_and_exported_variables(dry, monkeypatch):
+    for name in (*os.environ, *EXPORTED):
+        if name != "PATH" and (name in EXPORTED or name.startswith(EXPORTED_PREFIXES)):
             monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HVDX_STRATEGY", "threshold")
     words = dry(OPEN_MPI, "--hosts", "a:2,b", sys.executable)
@@ -73,7 +73,7 @@ def rank(number, *program, output="first", **more):
     )
 
 
-def test_ranks_have_their_threads_and_one_of_them_speaks():
+def test_ranks_have_their_threads_and_only_the_first_prints():
     code = "import os, sys; print({k: v for k, v in os.environ.items() if k[:3] == 'TF_'}); print('E', file=sys.stderr)"
     first, second = (rank(number, sys.executable, "-c", code) for number in (0, 1))
     share = str(max(1, (os.cpu_count() or 1) // 2))
@@ -85,7 +85,7 @@ def test_ranks_have_their_threads_and_one_of_them_speaks():
     assert "'TF_NUM_INTRAOP_THREADS': '7'" in said
 
 
-def test_exit_code_is_the_jobs():
+def test_exit_code_is_that_of_the_job():
     words = [sys.executable, "-m", "hvdx", "run", "-n", "2", "python", "-c", "import sys; sys.exit(7)"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 7, done

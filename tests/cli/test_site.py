@@ -1,4 +1,4 @@
-"""The site file of `hvdx job`: where it lies, what it may say, and what it says of a slip."""
+"""The site file of `hvdx job`: path, settings, and errors."""
 
 import re
 import tomllib
@@ -13,7 +13,7 @@ from hvdx.errors import ConfigError
 
 @pytest.fixture
 def write(tmp_path):
-    """A function that writes the site file, and returns an environment that names it."""
+    """Return a function that writes the site file, and returns an environment with its path."""
 
     def put(text):
         (tmp_path / "site.toml").write_text(text)
@@ -29,11 +29,11 @@ def test_location_follows_the_environment():
         assert site.location(environ) == Path.home() / ".config/hvdx/site.toml"
 
 
-def test_no_file_is_no_settings(tmp_path):
+def test_missing_file_gives_no_settings(tmp_path):
     assert site.settings("slurm", {"XDG_CONFIG_HOME": str(tmp_path)}) == {}
 
 
-def test_file_that_was_named_has_to_be_there(tmp_path):
+def test_file_of_the_variable_must_exist(tmp_path):
     with pytest.raises(ConfigError, match=r"expected to read .*nothing\.toml.*Do: hvdx job site"):
         site.settings("slurm", {"HVDX_SITE": str(tmp_path / "nothing.toml")})
 
@@ -42,7 +42,7 @@ def test_table_of_the_system_wins(write):
     environ = write('account = "all"\nenv_setup = "one line"\n[slurm]\naccount = "mine"\n[pbs]\nqueue = "q"\n')
     assert site.settings("slurm", environ) == {"account": "mine", "env_setup": ["one line"]}
     assert site.settings("pbs", environ) == {"account": "all", "env_setup": ["one line"], "queue": "q"}
-    # A host file knows no account.
+    # Systems without a queue have no account.
     assert site.settings("mpirun", environ) == {"env_setup": ["one line"]}
 
 
@@ -62,14 +62,14 @@ def test_table_of_the_system_wins(write):
         ("account = ", "expected TOML"),
     ],
 )
-def test_slips_are_told(text, message, write):
+def test_mistakes_are_errors(text, message, write):
     with pytest.raises(ConfigError, match=message) as raised:
         site.settings("lsf", write(text))
     assert "Do: " in str(raised.value)
     assert "site.toml" in str(raised.value)
 
 
-def test_example_has_every_key_and_is_right(write):
+def test_example_has_every_key_and_is_valid(write):
     text = site.example()
     assert tomllib.loads(text) == {}
     bare = "\n".join(re.sub("^# ", "", line) for line in text.splitlines() if re.match(r"# (\w+ = |\[)", line))

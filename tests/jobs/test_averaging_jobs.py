@@ -1,11 +1,11 @@
-"""The jobs about averaging networks, in small."""
+"""Short runs of the jobs about averaging networks."""
 
 import json
 
 from tests.launch import run
 
 
-def test_comparison_finds_what_is_the_same_and_what_is_not(tmp_path):
+def test_comparison_separates_period_1_from_longer_periods(tmp_path):
     figures = tmp_path / "question.json"
     small = ["--data", "digits", "--hidden", "32", "--steps", "16", "--periods", "1,8", "--optimizers", "sgd"]
     done = run(2, ["jobs/benchmarks/averaging_question.py", *small, "--json", str(figures)], timeout=400)
@@ -16,7 +16,7 @@ def test_comparison_finds_what_is_the_same_and_what_is_not(tmp_path):
     assert "gradients, rounded otherwise" in done.out
 
 
-def test_main_job_averages_networks_when_told_from_outside():
+def test_main_job_averages_networks_under_the_variable():
     strategy = "parameter_averaging:period=1@0/8@20,weighted=true"
     done = run(2, ["jobs/fashion_mnist.py", "--epochs", "2", "--quiet", "--digest"], 240, {"HVDX_STRATEGY": strategy})
     assert done.code == 0, done

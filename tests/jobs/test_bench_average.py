@@ -1,4 +1,4 @@
-"""The benchmark of averaging runs, and its figures add up."""
+"""The benchmark of averaging files runs, and its figures are consistent."""
 
 import json
 
@@ -21,6 +21,6 @@ def test_figures_of_small_files(tmp_path, capsys):
     assert "of the speed of plain reads" in capsys.readouterr().out
 
 
-def test_unknown_format_is_told():
+def test_unknown_format_is_an_error():
     with pytest.raises(SystemExit, match="expected some of safetensors, pt"):
         average_files.main(["--formats", "docx"])

@@ -1,4 +1,4 @@
-"""The benchmarks of the codec: that they run, and that the bits on the wire meet their goals."""
+"""The benchmarks of the codec run, and the bits on the wire meet their goals."""
 
 import json
 from typing import ClassVar
@@ -12,7 +12,7 @@ from hvdx.jobs.benchmarks import kernels, wire
 
 
 def report(capsys, *words):
-    """Exit code and JSON document of `hvdx bench`."""
+    """Run `hvdx bench`; return its exit code and JSON document."""
     code = main(["bench", *words, "--json", "-"])
     return code, json.loads(capsys.readouterr().out)
 
@@ -35,7 +35,7 @@ def test_wire_says_which_goal_is_missed(monkeypatch, capsys):
     assert "3 missed" in capsys.readouterr().out
 
 
-def test_entropies_are_those_of_the_literature():
+def test_entropies_equal_published_values():
     known = {0.1: 5.69, 1 / 16: 6.40, 1e-2: 9.08, 1e-3: 12.41, 1e-4: 15.73}
     assert {p: round(wire.entropy(p), 2) for p in known} == known
     # Elias-Fano: 2 + log2(n / entries) bits, at most, and the sign.
@@ -55,7 +55,7 @@ def test_kernels_reports_every_density_and_thread(tmp_path, capsys):
 
 
 class Recorder(Threshold):
-    """Notes what the codec is asked for, and how many arrays or messages it is given."""
+    """Codec that records its calls, with the number of arrays or messages."""
 
     called: ClassVar[list[tuple[str, int]]] = []
 
@@ -68,15 +68,15 @@ class Recorder(Threshold):
         super().decode(messages, out, scale)
 
 
-def test_kernels_are_held_to_their_goals_by_what_a_step_calls(monkeypatch):
-    """`encode` and `decode` of the figures are the codec's; nothing in a training leaves the check out."""
+def test_goals_apply_to_the_functions_that_a_step_calls(monkeypatch):
+    """`encode` and `decode` of the figures are the codec's functions, which training calls, with the check."""
     turns = {}
 
-    def take_none(given, *_):
+    def record_turns(given, *_):
         turns.update(given)
         return {name: [1.0] for name in given}
 
-    monkeypatch.setattr(kernels, "take_turns", take_none)
+    monkeypatch.setattr(kernels, "take_turns", record_turns)
     monkeypatch.setattr(kernels, "Threshold", Recorder)
     case = kernels.Case(1000, 0.1)
     figure = kernels.measure(case, threads=1, rounds=1)
@@ -98,11 +98,11 @@ def test_kernels_take_little_memory():
         message = len(case.encode())
         extra = kernels.extra_memory(case)
         if extra is None:
-            pytest.skip("this system does not count a process's peak memory")
+            pytest.skip("this system does not report a process's peak memory")
         assert extra <= message + 0.01 * 4 * n
 
 
-def test_recorded_update_is_whole():
+def test_recorded_update_is_complete():
     with np.load(wire.RECORDED) as saved:
         assert len(saved["densities"]) == 3
         assert len(saved["sizes"]) == 6
@@ -125,6 +125,6 @@ def test_bad_options_are_named(words, text, capsys):
     assert text.lower() in capsys.readouterr().err.lower()
 
 
-def test_wire_claims_no_goal_that_it_did_not_measure(capsys):
+def test_wire_reports_only_measured_goals(capsys):
     main(["bench", "wire", "--sizes", "1000", "--densities", "0.1"])
     assert "10,000,000" not in capsys.readouterr().out

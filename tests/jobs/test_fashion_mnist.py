@@ -1,4 +1,4 @@
-"""The main job: replicas that are alike, and the curve of one process."""
+"""The main job: equal replicas, and the loss curve of one process."""
 
 import gzip
 import json
@@ -12,8 +12,8 @@ from tests.launch import ROOT, run
 
 JOB = str(ROOT / "jobs" / "fashion_mnist.py")
 
-# Largest relative difference of the loss curve of 4 workers with a quarter of the batch each from that of one
-# process: seen 1.1e-7, where one unit in the last place of float32 is 1.2e-7; see docs/benchmarks.
+# Largest relative difference between the loss curves of one process and of 4 workers with a quarter of the batch each.
+# The measured one is 1.1e-7, where one unit in the last place of float32 is 1.2e-7; see docs/benchmarks.
 CURVE_TOLERANCE = 5e-6
 
 
@@ -28,7 +28,7 @@ def train(ranks, *options, timeout=300, **env):
     return done.out
 
 
-# On 1 and 4 ranks: the test after this one.
+# The next test covers 1 and 4 ranks.
 @pytest.mark.parametrize(("ranks", "network"), [(2, "mlp"), (2, "cnn")])
 def test_three_epochs_leave_identical_weights(ranks, network, tmp_path):
     model = tmp_path / "model.keras"
@@ -57,7 +57,7 @@ def test_four_workers_follow_the_curve_of_one_process(tmp_path, record_property)
     assert difference < CURVE_TOLERANCE
 
 
-def test_checkpoint_goes_on_where_it_was(tmp_path):
+def test_checkpoint_resumes_training(tmp_path):
     options = ("--checkpoint", str(tmp_path / "ckpt"), "--every", "5 steps")
     straight = train(2, "--epochs", "2")
     assert "going on" not in train(2, "--epochs", "1", *options)
@@ -93,13 +93,13 @@ print(f"weights of rank {{hvd.rank()}}: {{hashlib.sha256(bits).hexdigest()[:16]}
 
 @pytest.mark.parametrize(("module", "different"), [("hvdx.keras", 1), ("horovod.tensorflow.keras", 2)])
 def test_negative_control_stock_horovod_does_not_average(module, different):
-    """One script, two imports: under Keras 3 stock Horovod ends cleanly with weights that differ."""
+    """One script, two imports: under Keras 3, stock Horovod ends without an error, but with different weights."""
     done = run(2, ["-c", NEGATIVE.format(module=module)])
     assert done.code == 0, done
     assert len(set(digests(done.out))) == different, done
 
 
-def test_fashion_mnist_itself():
+def test_fashion_mnist_trains():
     try:
         data.load("fashion-mnist")
     except FileNotFoundError as error:
@@ -109,7 +109,7 @@ def test_fashion_mnist_itself():
     assert float(re.search(r"test accuracy\s+([\d.]+) %", out).group(1)) > 65
 
 
-def test_files_that_are_not_there_or_not_whole_are_named(tmp_path):
+def test_missing_and_damaged_files_are_errors(tmp_path):
     done = run(2, [JOB, "--data", "fashion-mnist", "--folder", str(tmp_path)])
     assert done.code == 2, done
     assert done.out.count("apt install dataset-fashion-mnist") == 1
@@ -123,7 +123,7 @@ def test_files_that_are_not_there_or_not_whole_are_named(tmp_path):
             data.load("fashion-mnist", str(tmp_path))
 
 
-def test_help_teaches():
+def test_help_shows_examples():
     out = run(1, [JOB, "--help"]).out
     assert "mpirun -n 2 python jobs/fashion_mnist.py" in out
     assert "HVDX_STRATEGY" in out

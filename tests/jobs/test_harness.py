@@ -1,4 +1,4 @@
-"""What the benchmarks share."""
+"""The helpers of the benchmarks."""
 
 import json
 import sys
@@ -31,7 +31,7 @@ sys.exit(harness.run(parser, compare, work))
 
 @pytest.fixture
 def benchmark(tmp_path):
-    """Run a benchmark of two workers, with options."""
+    """Return a function that runs a benchmark of two workers with options."""
     file = tmp_path / "benchmark.py"
     file.write_text(BENCHMARK)
     env = environment({"HVDX_STRATEGY": "threshold"})
@@ -46,20 +46,20 @@ def test_workers_report_by_rank(benchmark, tmp_path):
     assert figures["command"].endswith("figures.json")
 
 
-def test_workers_that_fail_end_the_benchmark_with_their_words(benchmark):
+def test_failed_workers_end_the_benchmark_with_their_output(benchmark):
     done = benchmark("--fails")
     assert done.code == 1
     assert "a worker failed" in done.err
 
 
-def test_workers_that_take_too_long_end_the_benchmark(tmp_path):
+def test_time_limit_ends_the_benchmark(tmp_path):
     file = tmp_path / "benchmark.py"
     file.write_text("import time; time.sleep(60)")
     with pytest.raises(SystemExit, match="no answer within the time limit"):
         harness.launch(str(file), {}, limit=0.5)
 
 
-def test_kept_figures_are_compact():
+def test_recorded_figures_are_compact():
     files = sorted((ROOT / "docs" / "benchmarks").glob("*.json"))
     assert len(files) > 10
     for file in files:

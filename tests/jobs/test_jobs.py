@@ -1,4 +1,4 @@
-"""The small jobs, run as their docstrings say: alone, on several ranks, under horovodrun."""
+"""The small jobs, run as their docstrings show: on one rank, on several ranks, and under horovodrun."""
 
 import json
 import os
@@ -11,12 +11,12 @@ import pytest
 from hvdx.cli.common.mpi_tools import find_mpi
 from tests.launch import Run, run, run_command
 
-# Outside a launch's own limit nothing waits: a hang fails, and fails soon.
+# Time limit of a job in seconds, so that a hang fails.
 _SECONDS = 240
 
 
 def number_after(words: str, result: Run) -> float:
-    """The number that a job printed after `words`."""
+    """Return the number that a job printed after `words`."""
     found = re.search(re.escape(words) + r" ([\d.e+-]+)", result.out)
     assert found, f"no {words!r} in: {result}"
     return float(found.group(1))
@@ -48,13 +48,13 @@ def test_parabola_has_the_loss_curve_of_one_process(ranks):
 
 
 @pytest.mark.parametrize("ranks", [2])
-def test_horovod_script_learns_and_keeps_its_ranks_alike(ranks, tmp_path):
+def test_horovod_script_learns_and_keeps_ranks_equal(ranks, tmp_path):
     script = ["jobs/horovod_keras_digits.py", "--epochs", "5", "--checkpoints", str(tmp_path)]
     result = run(ranks, script, timeout=_SECONDS)
     assert result.code == 0, result
     assert number_after("test accuracy", result) > 0.8
     assert "the weights are the same on all ranks" in result.out
-    # Rank 0 alone talks and writes.
+    # Only rank 0 prints and writes.
     assert result.out.count("Epoch 1/5") == 1
     assert len(list(tmp_path.iterdir())) == 5
 

@@ -1,4 +1,4 @@
-"""The jobs about the parameter server, in small; and the main job under it."""
+"""Short runs of the jobs about the parameter server, and of the main job under it."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from tests.launch import ROOT, run
 
 MAIN = "jobs/fashion_mnist.py"
 
-# As in test_fashion_mnist.py, and ten times that: each worker's step is rounded before the mean is taken.
+# Ten times that of test_fashion_mnist.py, since each worker's step is rounded before the mean is taken.
 CURVE_TOLERANCE = 5e-5
 
 
@@ -44,11 +44,11 @@ def test_main_job_shows_how_stale_updates_were():
     assert re.search(r"staleness of this worker's updates\n1 +\d+ +#", done.out)
 
 
-def test_comparison_finds_that_a_slow_worker_holds_up_those_who_wait_for_it(tmp_path):
+def test_slow_worker_delays_synchronous_workers_only(tmp_path):
     figures = tmp_path / "staleness.json"
     small = ["--workers", "2", "--data", "digits", "--hidden", "32", "--steps", "40", "--target", "30", "--pause", "5"]
     small += ["--ways", "all_reduce,plain", "--equal", "plain", "--json", str(figures)]
-    # What is compared is what the job says.
+    # The job must ignore this strategy.
     other = {"HVDX_STRATEGY": "parameter_server:servers=1"}
     done = run(1, ["jobs/benchmarks/staleness.py", *small], 300, other)
     assert done.code == 0, done
@@ -60,7 +60,7 @@ def test_comparison_finds_that_a_slow_worker_holds_up_those_who_wait_for_it(tmp_
     assert rows["all_reduce", True]["mean_staleness"] is None
     assert 1.0 <= rows["plain", False]["mean_staleness"] <= 2.5
     for row in rows.values():
-        # The last look is at the end.
+        # The last stored weights are those at the end.
         end = (sum(row["steps"]) - 4) / row["updates_per_second"]
         assert row["end"] == pytest.approx(end, rel=0.1)
     assert "2 workers, one of them 10 times slower" in done.out
@@ -75,14 +75,14 @@ def test_servers_are_timed_between_emulated_hosts(tmp_path):
     rows = json.loads(figures.read_text())["rows"]
     assert [row["servers"] for row in rows] == [1, 2]
     for row in rows:
-        # Pushed and pulled by the worker that is not at its server, or half of that by each of both.
+        # With one server, only the worker in another process sends updates; with two, each worker sends half of them.
         parameters = 784 * 64 + 65 * 64 + 64 + 65 * 10
         expected = 4 * parameters * 6 * (1 if row["servers"] == 1 else 0.5)
         assert row["ranks"][1]["sent"] > 0.9 * expected
         assert row["steps_per_second"] > 0
 
 
-def test_help_of_the_jobs_teaches():
+def test_help_of_the_jobs_shows_examples():
     for job in ("staleness", "servers"):
         out = run(1, [str(ROOT / "jobs" / "benchmarks" / f"{job}.py"), "--help"]).out
         assert f"python jobs/benchmarks/{job}.py" in out

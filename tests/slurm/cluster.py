@@ -1,6 +1,6 @@
-"""A Slurm cluster of three nodes on this one machine: its own controller, key and ports, gone when it is left.
+"""A Slurm cluster of three nodes on one machine, with its own controller, key and ports.
 
-Nothing of it lies outside its folder, so that several can run at once and none meets a Slurm that is installed here.
+All its files are in one folder, so that several clusters can run at once, and beside a Slurm of the machine.
 """
 
 import contextlib
@@ -19,21 +19,21 @@ from pathlib import Path
 from hvdx.cli.common.processes import Outcome, run, search_path
 
 NODES = ("hvdx1", "hvdx2", "hvdx3")
-#: Of each node, whatever the machine has.
+#: Configured CPUs of each node, independent of the machine.
 CPUS = 4
-#: States that a job does not leave by itself.
+#: Final states of a job.
 ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "scancel", "squeue", "sinfo")
 _PROGRAMS += ("hostname", "mount", "setpriv", "unshare")
 _START_LIMIT = 60.0  # seconds until all nodes are idle; it takes two on an idle machine
 _STOP_LIMIT = 10.0  # seconds for the daemons to end
-_COMMAND_LIMIT = 30.0  # seconds for one question to the controller
+_COMMAND_LIMIT = 30.0  # seconds for one command
 _POLL = 0.2  # seconds
-_LONGEST_FOLDER = 70  # characters; the sockets below it may have 107
+_LONGEST_FOLDER = 70  # characters; the paths of its sockets may have 107
 
-# cred_expire: a requeued job waits this long (120 s by default) before it may start again.
-# config_overrides: a node has the CPUs written here, where Slurm would drain it for having fewer.
+# cred_expire: seconds before a requeued job may start again (120 by default).
+# config_overrides: nodes have the CPUs of this file; otherwise Slurm would drain a node on a machine with fewer.
 _SLURM_CONF = """\
 ClusterName=hvdx
 SlurmctldHost={host}(127.0.0.1)
@@ -65,9 +65,9 @@ SlurmdTimeout=300
 PartitionName=main Nodes={names} Default=YES DefaultTime=10 MaxTime=60 State=UP
 """
 
-# A node has a host name and shared memory of its own: Open MPI would take the ranks of two nodes for neighbours,
-# and let them write over one another. And processes of its own, so that a node can be lost whole. Its files and
-# network are those of the machine.
+# Each node has its own host name and shared memory. Otherwise Open MPI would assume that ranks of two nodes are on one
+# host, and they would overwrite each other's shared memory. Each node also has its own processes, so that a test can
+# kill a whole node. Files and network are those of the machine.
 _NAMESPACES = ("unshare", "--mount", "--uts", "--pid", "--mount-proc", "--fork", "--kill-child")
 _NODE = """\
 mount -t tmpfs tmpfs /dev/shm
@@ -79,16 +79,16 @@ exit
 
 
 class ClusterError(Exception):
-    """The cluster, or a command on it, did not do what was asked; the message ends with the logs."""
+    """Raised when the cluster, or a command on it, fails; the message ends with the logs."""
 
 
 class Cluster:
     """Three nodes, `hvdx1` to `hvdx3`, of 4 CPUs each in the partition `main`.
 
-    A job's environment is the submitter's; `environment` puts this Python's folder first on its PATH.
+    A job has the environment of its submitter; `environment` puts this Python's folder first on PATH.
 
     Args:
-        folder: where configuration, state and logs go; a short path.
+        folder: folder for configuration, state and logs; its path must be short.
 
     Example:
         >>> with Cluster(tmp_path) as cluster:  # doctest: +SKIP
@@ -102,14 +102,14 @@ class Cluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """For subprocesses: this process's, with this cluster in it and no other Slurm's job."""
+        """Environment of commands: that of this process, with this cluster, and without the job of another Slurm."""
         kept = {name: value for name, value in os.environ.items() if not re.match("(SLURM|SBATCH|SRUN)_", name)}
         return kept | {
             "SLURM_CONF": str(self.folder / "slurm.conf"),
             "PATH": search_path(),
-            # PMIx would look for munge where the system has it, and complain.
+            # Otherwise PMIx looks for the system's munge, and prints a warning.
             "PMIX_MCA_psec": "native",
-            # These nodes' jobs belong to root, as the cluster does.
+            # Jobs run as root, like the cluster.
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         }
@@ -121,19 +121,16 @@ class Cluster:
 
         Args:
             command: the program and its arguments.
-            timeout: seconds; then it is killed with its children. A job it submitted goes on.
-            more: added to the environment.
-
-        Returns:
-            `code` (None at the time limit), `out`, `err`, `text`.
+            timeout: seconds until it is killed with its children; a submitted job continues.
+            more: additional environment variables.
         """
         return run(list(command), timeout, self.environment | more)
 
     def ask(self, *command: str) -> str:
-        """Run one of Slurm's commands that has to succeed, and return what it printed.
+        """Run a Slurm command, and return its standard output.
 
         Raises:
-            ClusterError: it failed.
+            ClusterError: if it fails.
         """
         done = self.run(command)
         if done.code != 0:
@@ -142,38 +139,30 @@ class Cluster:
         return done.out
 
     def sbatch(self, script: Path, *options: str) -> int:
-        """Submit a script and return the job's id.
-
-        Args:
-            script: the batch script; `options` go before it.
-            options: of sbatch, such as "-N2" or "--signal=B:USR1@30".
-        """
+        """Submit a script with options of sbatch, such as "-N2" or "--signal=B:USR1@30"; return the job's id."""
         answer = self.ask("sbatch", "--parsable", *options, str(script))
         return int(answer.split(";")[0])
 
     def show(self, job: int) -> dict[str, str]:
-        """What `scontrol show job` says of a job, by name: JobState, Reason, Restarts, ExitCode, NodeList, ..."""
+        """Return the fields of `scontrol show job` by name: JobState, Reason, Restarts, ExitCode, NodeList, ..."""
         return dict(
             pair.split("=", 1) for pair in self.ask("scontrol", "-o", "show", "job", str(job)).split() if "=" in pair
         )
 
     def state(self, job: int) -> str:
-        """A job's state: PENDING, RUNNING, COMPLETING, COMPLETED, FAILED, TIMEOUT, CANCELLED, NODE_FAIL, ..."""
+        """Return a job's state: PENDING, RUNNING, COMPLETING, COMPLETED, FAILED, TIMEOUT, CANCELLED, NODE_FAIL, ..."""
         return self.show(job)["JobState"]
 
     def wait(self, job: int, states: str | Iterable[str] = ENDED, timeout: float = 60) -> str:
-        """Wait until a job is in one of some states.
+        """Wait until a job is in one of the states, and return its state.
 
         Args:
-            job: its id.
-            states: one name or several; any end of it by default.
+            job: id of the job.
+            states: one name or several; by default all final states.
             timeout: seconds.
 
-        Returns:
-            The state it is in.
-
         Raises:
-            ClusterError: it was in none of them in time.
+            ClusterError: if the time limit is reached.
         """
         wanted = (states,) if isinstance(states, str) else tuple(states)
         end = time.monotonic() + timeout
@@ -188,40 +177,36 @@ class Cluster:
     # --- nodes
 
     def node_state(self, name: str) -> str:
-        """A node's state: idle, mixed, allocated, down, drained, ...; with a * where its slurmd does not answer."""
+        """Return a node's state: idle, mixed, allocated, down, drained, ...; with a * if its slurmd does not answer."""
         return self.ask("sinfo", "-h", "-N", "-n", name, "-o", "%T").strip()
 
     def node_lost(self, name: str) -> None:
-        """Let a node fail: all its processes are killed at once, its slurmd too.
+        """Make a node fail by killing all its processes, including slurmd.
 
-        Slurm is not told. By itself it notices after SlurmdTimeout, 300 s here and by default.
+        Slurm gets no message. It notices the failure after SlurmdTimeout, 300 s here and by default.
         """
         self._cut_power(name)
 
     def node_down(self, name: str) -> None:
-        """Tell Slurm that a node is down, which requeues batch jobs that ran on it."""
+        """Tell Slurm that a node is down, so that it requeues the batch jobs on it."""
         self.ask("scontrol", "update", f"NodeName={name}", "State=DOWN", "Reason=test")
 
     def node_resume(self, name: str, timeout: float = 30) -> None:
-        """Bring a node back that was lost, and wait until Slurm gives it out again.
-
-        Args:
-            name: of the node.
-            timeout: seconds.
+        """Start a lost node again, and wait until Slurm can allocate it; `timeout` seconds apply to each of two waits.
 
         Raises:
-            ClusterError: it is not up in time.
+            ClusterError: if a wait takes longer.
         """
         log = self.folder / f"{name}.log"
         before = log.read_text(errors="replace").count("slurmd started")
         self._start_node(name)
-        # A node that is resumed before it answers may wait for half a minute to be asked again.
+        # If a node is resumed before its slurmd answers, Slurm may ask it again only after half a minute.
         answers = f"the slurmd of {name} to start"
         self._until(lambda: log.read_text(errors="replace").count("slurmd started") > before, timeout, answers)
         self.ask("scontrol", "update", f"NodeName={name}", "State=RESUME")
         self._until(lambda: self.node_state(name) in ("idle", "mixed", "allocated"), timeout, f"{name} to be up")
 
-    # --- begin and end
+    # --- start and end
 
     def __enter__(self) -> "Cluster":
         try:
@@ -235,7 +220,7 @@ class Cluster:
         self._stop()
 
     def logs(self, lines: int = 15) -> str:
-        """The last lines that each daemon wrote."""
+        """Return the last lines of each daemon's log."""
         parts = []
         for path in sorted(self.folder.glob("*.log")):
             text = path.read_text(errors="replace").splitlines()[-lines:]
@@ -245,7 +230,7 @@ class Cluster:
     def _start(self) -> None:
         self._write_configuration()
         munge = self.folder / "munge"
-        # --force: the folder above belongs to a test, and others may write in some above that.
+        # --force: otherwise munged refuses a folder below one that other users can write to.
         self._daemon(
             "munged", "--foreground", "--force", f"--socket={munge}/socket", f"--key-file={munge}/key",
             f"--pid-file={munge}/pid", f"--log-file={munge}/log", f"--seed-file={munge}/seed",
@@ -276,21 +261,21 @@ class Cluster:
             own = self.folder / node
             own.mkdir()
             (own / "slurm.conf").write_text(text)
-            # All nodes' PMIx clients would share one folder, as no two nodes of a real cluster do.
+            # A separate folder for the PMIx clients of each node, as on a real cluster.
             (own / "mpi.conf").write_text(f"PMIxCliTmpDirBase={own}/tmp\n")
 
     def _start_node(self, node: str) -> None:
-        # Nothing is left of steps that a failure of the node ended: they would be taken for running ones.
+        # Delete the files of steps that a failure of the node ended, which slurmd would take for running ones.
         for name in ("spool", "tmp"):
             shutil.rmtree(self.folder / node / name, ignore_errors=True)
             (self.folder / node / name).mkdir()
         start = _NODE.format(hosts=shlex.quote(f"{self.folder}/hosts"), node=node)
         slurmd = ("slurmd", "-D", "-c", "-N", node, "-f", str(self.folder / node / "slurm.conf"))
-        # Its first process is the shell, which buries the orphans of jobs.
+        # The first process of the node is the shell, which reaps orphaned processes of jobs.
         self._daemon(*_NAMESPACES, "sh", "-ec", start, "sh", *slurmd, log=node)
 
     def _daemon(self, program: str, *options: str, log: str = "") -> None:
-        """Start a daemon in the foreground; it ends with this process, however this process ends."""
+        """Start a daemon in the foreground. The kernel kills it when this process ends."""
         with (self.folder / f"{log or program}.log").open("ab") as output:
             self._daemons[log or program] = subprocess.Popen(
                 ["setpriv", "--pdeathsig", "KILL", program, *options],
@@ -319,7 +304,7 @@ class Cluster:
     def _stop(self) -> None:
         for node in NODES:
             self._cut_power(node)
-        # munged last: the controller signs with it.
+        # In reverse order: the controller needs munged until its end.
         for daemon in reversed(self._daemons.values()):
             daemon.terminate()
             try:
@@ -330,7 +315,7 @@ class Cluster:
         self._daemons.clear()
 
     def _cut_power(self, node: str) -> None:
-        """Kill all that runs on a node: with the first process of its namespace the kernel ends every other."""
+        """Kill the first process of a node's namespaces, so that the kernel kills all others."""
         unshare = self._daemons.pop(node, None)
         if unshare is None:
             return
@@ -343,11 +328,11 @@ class Cluster:
 
 
 def obstacle() -> str | None:
-    """Say why there can be no cluster here; None where it can be tried."""
+    """Return the reason why no cluster can run here; None if it can be tried."""
     if sys.platform != "linux":
         return f"Slurm: expected Linux, got {sys.platform}"
     if os.geteuid() != 0:
-        return "Slurm: expected root, who alone starts its daemons, got another user"
+        return "Slurm: expected root, which its daemons require, got another user"
     path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
     missing = [program for program in _PROGRAMS if shutil.which(program, path=path) is None]
     if missing:

@@ -1,4 +1,4 @@
-"""The cluster that this folder's tests share, and its logs beside a failure."""
+"""The cluster that this folder's tests share, and its logs in reports of failures."""
 
 import contextlib
 
@@ -9,7 +9,7 @@ from tests.slurm.cluster import Cluster, ClusterError, obstacle
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory):
-    """A Slurm of three nodes, hvdx1 to hvdx3, for the whole session; see `Cluster`."""
+    """Start a Slurm of three nodes, hvdx1 to hvdx3, for the whole session; see `Cluster`."""
     why = obstacle()
     if why is not None:
         pytest.skip(why)
@@ -23,7 +23,7 @@ def cluster(tmp_path_factory):
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item):
-    """Put what the daemons wrote below a failed test."""
+    """Add the daemons' logs to the report of a failed test."""
     report = (yield).get_result()
     running = getattr(item, "funcargs", {}).get("cluster")
     if report.failed and isinstance(running, Cluster):

@@ -1,4 +1,4 @@
-"""The cluster that the tests of this folder run on does what a Slurm does."""
+"""The test cluster behaves like a real Slurm cluster."""
 
 import sys
 import tempfile
@@ -20,14 +20,14 @@ print("rank", world.rank, "of", world.size, "on", MPI.Get_processor_name(), "sum
 
 @pytest.fixture
 def short():
-    """A folder with a short name, for sockets; pytest's own are long where tests run side by side."""
+    """Make a folder with a short path for sockets, since pytest's own paths are long if tests run in parallel."""
     with tempfile.TemporaryDirectory(prefix="hvdx-") as folder:
         yield Path(folder)
 
 
 @pytest.fixture
 def script(tmp_path):
-    """Write a batch script that begins in the test's folder, and return its path."""
+    """Return a function that writes a batch script for the test's folder, and returns its path."""
 
     def write(*lines):
         path = tmp_path / "job.sh"
@@ -60,7 +60,7 @@ def test_mpirun_in_a_job_uses_its_nodes(cluster, script, tmp_path):
     assert sorted((tmp_path / "out.txt").read_text().splitlines()) == expected
 
 
-def test_nodes_have_their_cpus_whatever_the_machine_has(cluster):
+def test_nodes_have_the_configured_cpus(cluster):
     assert cluster.ask("sinfo", "-h", "-N", "-o", "%N %c %T").splitlines() == [f"{node} {CPUS} idle" for node in NODES]
 
 
@@ -72,7 +72,7 @@ def test_sbatch_runs_a_script_with_this_python_first_on_path(cluster, script, tm
     assert nodes == "2"
 
 
-def test_wait_says_in_which_state_a_job_is_when_time_is_over(cluster, script):
+def test_wait_reports_the_state_at_its_time_limit(cluster, script):
     job = cluster.sbatch(script("exit 3"))
     assert cluster.wait(job) == "FAILED"
     assert cluster.show(job)["ExitCode"] == "3:0"
@@ -80,7 +80,7 @@ def test_wait_says_in_which_state_a_job_is_when_time_is_over(cluster, script):
         cluster.wait(job, "RUNNING", timeout=1)
 
 
-def test_requeue_starts_again_soon_and_counts(cluster, script, tmp_path):
+def test_requeued_job_starts_soon_and_is_counted(cluster, script, tmp_path):
     job = cluster.sbatch(script('touch started.$SLURM_RESTART_COUNT; [ -n "$SLURM_RESTART_COUNT" ] || sleep 100'))
     cluster.wait(job, "RUNNING")
     _appears(tmp_path / "started.")
@@ -92,8 +92,8 @@ def test_requeue_starts_again_soon_and_counts(cluster, script, tmp_path):
     assert cluster.show(job)["Restarts"] == "1"
 
 
-def test_job_is_warned_before_its_limit(cluster, script, tmp_path):
-    # Slurm looks at its limits twice a minute, so a warning 60 s ahead of one minute comes at once or soon.
+def test_job_gets_a_signal_before_its_limit(cluster, script, tmp_path):
+    # The signal is due 60 s before a limit of one minute. Slurm checks limits twice a minute, so it comes soon.
     job = cluster.sbatch(
         script("trap 'echo warned; exit 0' USR1", "sleep 100 &", "wait $!"), "--signal=B:USR1@60", "--time=1"
     )
@@ -116,7 +116,7 @@ def test_node_that_fails_requeues_its_job(cluster, script, tmp_path):
     assert cluster.show(job)["Restarts"] == "1"
 
 
-def test_cluster_that_cannot_start_says_why_and_leaves_nothing(tmp_path, short, monkeypatch, cluster):
+def test_failed_start_gives_the_reason_and_leaves_nothing(tmp_path, short, monkeypatch, cluster):
     (tmp_path / "bin").mkdir()
     broken = tmp_path / "bin" / "slurmctld"
     broken.write_text("#!/bin/sh\necho no controller today; exit 7\n")
@@ -135,7 +135,7 @@ def test_obstacle_names_what_is_missing(monkeypatch):
     assert "expected slurmd, found none. Do: apt install slurmctld slurmd" in obstacle()
 
 
-def test_cluster_ends_jobs_that_do_not_want_to(tmp_path, short, cluster, script):
+def test_cluster_ends_jobs_that_ignore_signals(tmp_path, short, cluster, script):
     with Cluster(short / "c") as second:
         assert second.folder != cluster.folder
         job = second.sbatch(script("trap '' TERM INT", "touch running", "while true; do sleep 987; done"))

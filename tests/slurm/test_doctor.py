@@ -11,7 +11,7 @@ DOCTOR = [*HVDX, "doctor", "--batch", "--json"]
 
 @pytest.fixture
 def doctor(cluster, tmp_path):
-    """Run `hvdx doctor --batch --json` with more options on the login node: exit code, and checks by name."""
+    """Return a function that runs `hvdx doctor --batch --json` with options; it returns outcome and checks by name."""
 
     def ask(*options, timeout=120):
         done = cluster.run([*DOCTOR, *options], timeout, XDG_CACHE_HOME=str(tmp_path))
@@ -37,7 +37,7 @@ def test_good_cluster(doctor):
     assert "waiting for the batch system" in done.err
 
 
-def test_singletons_are_seen_and_pmix_is_named(doctor):
+def test_singletons_are_found_and_the_remedy_names_pmix(doctor):
     done, found = doctor("--mpi", "pmi2")
     check = found["srun --mpi=pmi2"]
     if not check["value"].split("; ")[1].startswith("Open MPI"):
@@ -50,7 +50,7 @@ def test_singletons_are_seen_and_pmix_is_named(doctor):
     assert done.code == 1
 
 
-def test_inside_a_job_steps_are_started_in_it(cluster, tmp_path):
+def test_doctor_inside_a_job_starts_steps(cluster, tmp_path):
     salloc = ["salloc", "-N2", "-n2", "--time=2", "--quiet"]
     done = cluster.run([*salloc, *DOCTOR], 120, XDG_CACHE_HOME=str(tmp_path))
     found = {check["name"]: check for check in json.loads(done.out)["checks"]}
@@ -60,14 +60,14 @@ def test_inside_a_job_steps_are_started_in_it(cluster, tmp_path):
     assert cluster.ask("squeue", "-h", "-t", "PD,R") == ""
 
 
-def test_partition_that_is_not_there(doctor):
+def test_unknown_partition_is_a_problem(doctor):
     done, found = doctor("--partition", "nowhere")
     assert done.code == 1
     assert "nvalid partition" in found["srun --mpi=pmix"]["value"]
     assert "--partition NAME" in found["srun --mpi=pmix"]["remedy"]
 
 
-def test_queue_that_is_full_ends_the_wait_and_cancels(cluster, doctor, tmp_path):
+def test_job_in_a_full_queue_is_cancelled_at_the_time_limit(cluster, doctor, tmp_path):
     script = tmp_path / "full.sh"
     script.write_text("#!/bin/sh\nsleep 100\n")
     job = cluster.sbatch(script, "-N2", "--exclusive", "--time=2", f"--output={tmp_path}/out")

@@ -1,4 +1,4 @@
-"""Jobs that `hvdx job slurm` writes, on a real Slurm: the time limit, a lost node, an array."""
+"""Scripts of `hvdx job slurm` on a real Slurm: time limit, lost node, early signal, job array."""
 
 import shlex
 import sys
@@ -12,13 +12,13 @@ from tests.launch import run
 
 SCRIPT = str(Path(__file__).with_name("train_digits.py"))
 RANKS, EPOCHS, STEPS_AN_EPOCH = 2, 14, 11
-# The tests' ranks share a machine.
+# Settings for quiet ranks.
 QUIET = "export TF_CPP_MIN_LOG_LEVEL=3 PMIX_MCA_psec=native"
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    """The weights of a training that nobody interrupts."""
+    """Return the weights of an uninterrupted training."""
     folder = tmp_path_factory.mktemp("straight")
     done = run(RANKS, [SCRIPT, str(folder), str(EPOCHS), "0"], timeout=120)
     assert done.code == 0, done
@@ -26,20 +26,20 @@ def straight(tmp_path_factory):
 
 
 def weights(folder):
-    """Of all ranks, which are the same."""
+    """Return the digest of the weights, which must be the same on all ranks."""
     (digest,) = {path.read_text() for path in folder.glob("weights-*.txt")}
     assert len(list(folder.glob("weights-*.txt"))) == RANKS
     return digest
 
 
 def steps(folder):
-    """That rank 0 has taken, the same ones twice where it had to."""
+    """Return the number of steps that rank 0 has taken, including repeated ones."""
     path = folder / "steps-0.txt"
     return len(path.read_text().split()) if path.exists() else 0
 
 
 def job(folder, *options, seconds=0.0, target=None, program=sys.executable):
-    """Write a script that trains; its path."""
+    """Write the script of a training, and return its path."""
     path = folder / "train.sh"
     given = ["--nodes", "2", "--tasks-per-node", "1", "--cpus-per-task", "1", "--output", str(folder / "out-%a.txt")]
     command = [program, SCRIPT, str(folder) if target is None else target, str(EPOCHS), str(seconds)]
@@ -49,10 +49,10 @@ def job(folder, *options, seconds=0.0, target=None, program=sys.executable):
 
 
 def until(what, limit=90):
-    """Wait for something to become true."""
+    """Wait until a condition is true."""
     end = time.monotonic() + limit
     while not what():
-        assert time.monotonic() < end, "it did not come"
+        assert time.monotonic() < end, "the condition did not become true"
         time.sleep(0.2)
 
 
@@ -60,8 +60,8 @@ def output(folder):
     return "\n".join(path.read_text() for path in folder.glob("out-*.txt"))
 
 
-def test_time_limit_is_announced_and_the_requeued_job_ends_with_the_very_weights(cluster, tmp_path, straight):
-    # The steps alone take 70 seconds; USR1 comes after 30 to 60, as Slurm likes, when the ranks have long started.
+def test_job_requeued_before_its_time_limit_ends_with_the_same_weights(cluster, tmp_path, straight):
+    # The steps take 70 seconds. Slurm sends USR1 after 30 to 60 seconds, when the ranks have started.
     number = cluster.sbatch(job(tmp_path, "--time", "0:03:00", "--signal", "120", seconds=0.45))
     assert cluster.wait(number, timeout=400) == "COMPLETED", output(tmp_path)
     said = output(tmp_path)
@@ -69,19 +69,20 @@ def test_time_limit_is_announced_and_the_requeued_job_ends_with_the_very_weights
     assert "SIGUSR1 on rank" in said
     assert "goes back into the queue" in said
     assert "going on after" in said
-    assert steps(tmp_path) == EPOCHS * STEPS_AN_EPOCH, "a step was taken twice, or never"
+    assert steps(tmp_path) == EPOCHS * STEPS_AN_EPOCH, "a step was repeated or omitted"
     assert weights(tmp_path) == straight
 
 
-def test_node_that_is_lost_in_mid_run_costs_the_steps_since_the_last_checkpoint(cluster, tmp_path, straight):
-    # Slurm would notice after five minutes: the job's script finds out, and names the host.
+def test_lost_node_repeats_only_the_steps_since_the_last_checkpoint(cluster, tmp_path, straight):
+    # Slurm itself would notice after five minutes; the job's script notices earlier, and names the host.
     number = cluster.sbatch(job(tmp_path, "--time", "0:10:00", seconds=0.1))
     until(lambda: steps(tmp_path) > 50, limit=90)
     cluster.node_lost("hvdx2")
     try:
         until(lambda: "goes back into the queue" in output(tmp_path), limit=150)
-        # Slurm starts it anew once it has noticed too, on another node. (One that came back so soon would get Slurm's
-        # retries of the kill.) That takes minutes, by which the job's credential has expired: see `cred_expire`.
+        # Once Slurm notices the loss, it restarts the job on another node. (On a node that came back so soon, it would
+        # repeat its kill of the job.) Noticing takes minutes, in which the job's credential expires: see `cred_expire`.
+        # Here the test waits for that, and then tells Slurm.
         time.sleep(10)
         cluster.node_down("hvdx2")
         assert cluster.wait(number, timeout=180) == "COMPLETED", output(tmp_path)
@@ -95,12 +96,12 @@ def test_node_that_is_lost_in_mid_run_costs_the_steps_since_the_last_checkpoint(
     assert weights(tmp_path) == straight
 
 
-def test_job_without_an_environment_submitted_from_elsewhere_and_signalled_too_early(cluster, tmp_path, straight):
+def test_job_without_environment_in_another_folder_survives_an_early_signal(cluster, tmp_path, straight):
     script = job(tmp_path, "--time", "0:10:00", "--env-setup", f"export PATH={Path(sys.executable).parent}:$PATH",
                  program="python", target=".")  # fmt: skip
     number = cluster.sbatch(script, "--export=NONE")
     until(lambda: cluster.state(number) == "RUNNING")
-    time.sleep(2)  # TensorFlow is being imported: nobody listens yet
+    time.sleep(2)  # the ranks are still importing TensorFlow, and do not handle the signal yet
     cluster.ask("scancel", "--batch", "--signal=USR1", str(number))
     assert cluster.wait(number, timeout=180) == "COMPLETED", output(tmp_path)
     assert "after USR1 (exit code 138)" in output(tmp_path)
@@ -108,7 +109,7 @@ def test_job_without_an_environment_submitted_from_elsewhere_and_signalled_too_e
     assert weights(tmp_path) == straight
 
 
-def test_task_of_an_array_that_saved_is_requeued_and_no_other(cluster, tmp_path, straight):
+def test_only_the_saved_task_of_an_array_is_requeued(cluster, tmp_path, straight):
     for task in (0, 1):
         (tmp_path / f"task-{task}").mkdir()
     target = f"{tmp_path}/task-$SLURM_ARRAY_TASK_ID"

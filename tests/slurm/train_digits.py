@@ -1,8 +1,8 @@
-"""What the jobs of these tests run: the main job on the digits, slowed down, so that there is time to interrupt it.
+"""Training of the Slurm tests: the main job's network on the digits, slowed down so that tests can interrupt it.
 
     python train_digits.py FOLDER EPOCHS SECONDS_A_STEP
 
-Leaves a digest of the final weights in FOLDER/weights-RANK.txt, and how many steps it took in FOLDER/steps-RANK.txt.
+It writes a digest of the final weights to FOLDER/weights-RANK.txt, and a line for each step to FOLDER/steps-RANK.txt.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ hvdx.init()
 
 
 class Slow(keras.callbacks.Callback):
-    """Takes its time, and says how far it is."""
+    """Callback that sleeps after each step, and records it."""
 
     def on_train_batch_end(self, batch, logs=None):
         time.sleep(seconds)

@@ -1,1 +1,1 @@
-"""Batch systems: the scripts of `hvdx job`, and the jobs that `hvdx doctor --batch` tries."""
+"""Batch systems: the scripts of `hvdx job`, and the test jobs of `hvdx doctor --batch`."""

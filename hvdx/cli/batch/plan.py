@@ -1,4 +1,4 @@
-"""What a batch job is to be: the options of `hvdx job` and the site file put together, and checked."""
+"""Plan of a batch job: the options of `hvdx job` combined with the site file, and checked."""
 
 import argparse
 import re
@@ -11,7 +11,7 @@ from hvdx.cli.batch.template import plain_line, plain_word
 from hvdx.cli.common.processes import program_of
 from hvdx.errors import ConfigError
 
-#: system: its launchers, the default first.
+#: Launchers of each system, the default first.
 LAUNCHERS = {
     "slurm": ("srun", "mpirun"),
     "pbs": ("mpirun",),
@@ -19,37 +19,38 @@ LAUNCHERS = {
     "mpirun": ("mpirun",),
     "horovodrun": ("horovodrun",),
 }
-#: Systems with a queue; the others start at once, on the hosts of a file.
+#: Systems with a queue; jobs of the others start at once, on the hosts of a file.
 BATCH = ("slurm", "pbs", "lsf")
-#: Whose mpirun: it decides how hosts, cores and variables are spelled.
+#: Vendors of mpirun, which differ in their options for hosts, cores and variables.
 VENDORS = ("openmpi", "mpich", "intel")
 
-#: What holds where neither an option nor the site file says anything. 300 seconds: room to save a large network on a
-#: busy file system, small against the hours of a job. 100 restarts: no run that gets on needs as many, and a run that
-#: does not is stopped some time.
+#: Values for options that neither the command line nor the site file gives. 300 seconds are enough to save a large
+#: network on a busy file system, and short compared with the hours of a job. 100 restarts are more than a training that
+#: makes progress needs, and stop one that does not.
 DEFAULTS = {"signal": 300, "max_restarts": 100, "mpi": "openmpi", "mpi_plugin": "pmix"}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One job.
+    """Checked settings of one job.
 
     Attributes:
         system: one of `LAUNCHERS`.
-        name: of the job.
-        command: what every rank runs.
-        made_by: the command line that asked for the script.
-        launcher, mpi, mpi_plugin: how ranks are started.
-        nodes, tasks_per_node: hosts, and ranks on each; for host files `tasks` alone counts.
-        tasks: all ranks.
-        gpus_per_node: 0 for none.
-        cpus_per_task: cores for each rank; None leaves it to the system.
-        threads: OMP_NUM_THREADS; None leaves it to hvdx.
-        seconds: how long the job may run; 0 without a limit.
-        signal: seconds before the end at which training is told to save.
-        max_restarts: how often the job may go back into the queue.
-        account, queue, output, array, strategy, hosts: None where not given.
-        env_setup, directives: lines.
+        name: name of the job.
+        command: command of every rank.
+        made_by: command line that made the script.
+        launcher, mpi, mpi_plugin: launcher, vendor of mpirun, and plugin of srun.
+        nodes, tasks_per_node: number of hosts, and of ranks on each; unused for host files.
+        tasks: number of ranks.
+        gpus_per_node: number of GPUs on each host, 0 for none.
+        cpus_per_task: cores for each rank; None leaves the choice to the system.
+        threads: value of OMP_NUM_THREADS; None leaves the choice to hvdx.
+        seconds: time limit; 0 for none.
+        signal: seconds before the time limit at which training gets the signal to save.
+        max_restarts: number of times that the job may go back into the queue.
+        account, queue, output, array, strategy, hosts: options of the same names (`queue` is Slurm's partition), or
+            None.
+        env_setup, directives: lines for the shell and for the batch system.
     """
 
     system: str
@@ -79,15 +80,15 @@ class Plan:
 
 
 def make_plan(args: argparse.Namespace, site: Mapping[str, Any], words: Sequence[str]) -> Plan:
-    """Put options, site file and defaults together; options win.
+    """Combine options, site file and defaults, in this order of precedence, and check them.
 
     Args:
-        args: the options; None, or not there, where not given.
-        site: what `site.settings` found.
-        words: the command line that asked, for the script's first lines.
+        args: the options; None or absent if not given.
+        site: settings of the site file, from `site.settings`.
+        words: the command line, for the script's first lines.
 
     Raises:
-        ConfigError: something that is missing, or not what it should be.
+        ConfigError: if a setting is missing or wrong.
     """
     options = {key: value for key, value in vars(args).items() if value is not None}
     given = {**DEFAULTS, **site, **options}
@@ -100,7 +101,7 @@ def make_plan(args: argparse.Namespace, site: Mapping[str, Any], words: Sequence
     threads = _count("--threads", given.get("threads"), 1)
     cores = _count("--cpus-per-task", given.get("cpus_per_task"), 1)
     if "cpus_per_task" not in options:
-        # What the site file says for all jobs is no match for threads that this one asks for.
+        # --threads on the command line outranks cpus_per_task in the site file.
         cores = options.get("threads") or cores or threads
     seconds = parse_time(given.get("time") or "") if batch else 0
     hosts = None if batch else given.get("hosts")
@@ -108,7 +109,7 @@ def make_plan(args: argparse.Namespace, site: Mapping[str, Any], words: Sequence
         system=system,
         name=_name(given.get("name"), command),
         command=tuple(command),
-        # In a comment: it has to stay one line.
+        # It becomes a comment of the script, so it must be one line.
         made_by=" ".join(" ".join(words).split()),
         launcher=_one_of("--launcher", given.get("launcher", LAUNCHERS[system][0]), LAUNCHERS[system]),
         mpi=_one_of("--mpi", given["mpi"], VENDORS),
@@ -134,13 +135,10 @@ def make_plan(args: argparse.Namespace, site: Mapping[str, Any], words: Sequence
 
 
 def parse_time(text: str) -> int:
-    """Seconds of a time limit.
-
-    Args:
-        text: HH:MM:SS or DAYS-HH:MM:SS.
+    """Return the seconds of a time limit HH:MM:SS or DAYS-HH:MM:SS.
 
     Raises:
-        ConfigError: it is neither, or no time at all.
+        ConfigError: if the text has neither form, or the time is zero.
 
     Example:
         >>> parse_time("1-12:00:00")
@@ -158,13 +156,13 @@ def parse_time(text: str) -> int:
 
 
 def count_slots(text: str) -> int:
-    """How many ranks a host file has room for.
+    """Return the number of slots in a host file.
 
     Args:
-        text: its content: `host slots=4` (Open MPI, Horovod), `host:4` (MPICH, Intel), or `host`, one a line.
+        text: content of the file; each line is `host slots=4` (Open MPI, Horovod), `host:4` (MPICH, Intel) or `host`.
 
     Example:
-        >>> count_slots("node1 slots=4  # the new one\\nnode2:2\\nnode3\\n")
+        >>> count_slots("node1 slots=4  # comment\\nnode2:2\\nnode3\\n")
         7
     """
     total = 0
@@ -183,7 +181,7 @@ def _command(words: Sequence[str], system: str) -> list[str]:
     if command[0].startswith("-"):
         raise ConfigError(
             f"job: expected a command after the options, got {command[0]}. "
-            f"Do: hvdx job {system} --help, which lists the options."
+            f"Do: check the options with hvdx job {system} --help."
         )
     return command
 
@@ -219,12 +217,12 @@ def _array(text: str | None, system: str) -> str | None:
     if not re.fullmatch(r"\d+(-\d+(:[1-9]\d*)?)?(,\d+(-\d+(:[1-9]\d*)?)?)*(%[1-9]\d*)?", text):
         raise ConfigError(f"job: --array: expected numbers such as 1-4 or 1,3,7, got {text!r}. Do: --array 1-4")
     if system == "lsf" and any(int(number) == 0 for number in re.findall(r"(?:^|,)(\d+)", text)):
-        raise ConfigError(f"job: --array: expected numbers from 1 on, which LSF wants, got {text}. Do: --array 1-4")
+        raise ConfigError(f"job: --array: expected numbers from 1 on, as LSF requires, got {text}. Do: --array 1-4")
     return text
 
 
 def _name(name: str | None, command: Sequence[str]) -> str:
-    """The one given, or that of the script; 15 characters of it, since older PBS takes no more."""
+    """Return the given name, or the first 15 characters (the limit of older PBS) of the name of the script."""
     if name is not None:
         return plain_word("--name", name)
     script = next((word for word in command if word.endswith((".py", ".sh"))), command[0])
@@ -232,7 +230,7 @@ def _name(name: str | None, command: Sequence[str]) -> str:
 
 
 def _strategy(text: str | None) -> str | None:
-    """The spelling, once hvdx has understood it: better now than after a night in the queue."""
+    """Return the text, after a check that hvdx can parse it."""
     if text is not None:
         from hvdx.strategies import resolve
 
@@ -241,7 +239,7 @@ def _strategy(text: str | None) -> str | None:
 
 
 def _ranks(ranks: int | None, hosts: str | None, system: str) -> int:
-    """All ranks of a job with a host file."""
+    """Return the number of ranks of a job with a host file."""
     if not hosts:
         raise ConfigError(
             f"job: --hosts: expected a host file, got nothing. Do: hvdx job {system} --hosts hosts.txt ..."
@@ -255,6 +253,6 @@ def _ranks(ranks: int | None, hosts: str | None, system: str) -> int:
     if not slots:
         raise ConfigError(
             f"job: --hosts: expected a file with a host on each line, got {hosts}. "
-            "Do: write it, or say with -n how many ranks there will be."
+            "Do: write the file, or give the number of ranks with -n."
         )
     return slots

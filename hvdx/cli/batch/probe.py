@@ -1,4 +1,4 @@
-"""What a job of two tasks sees: started through the batch system, waited for so long, and cancelled after that."""
+"""Test jobs of two tasks, started through the batch system and cancelled at a time limit."""
 
 import contextlib
 import os
@@ -21,9 +21,9 @@ from hvdx.cli.common.processes import Outcome, child_environment, parse_reports,
 
 _MINUTES = 2  # the job's own time limit, short enough for a gap between larger jobs
 _CANCEL_TIMEOUT = 30.0  # seconds
-_STEP_TIMEOUT = 60.0  # seconds for a launch that has its nodes already
+_STEP_TIMEOUT = 60.0  # seconds for a launch inside a job
 
-# One line a task, told at its end: a task that MPI ends tells nothing, and what it wrote says why.
+# Each task prints one line, at its end. A task that MPI aborts prints none; its other output says why.
 _TASK = """
 import json, os, socket
 seen = {"host": socket.gethostname(), "rank": None, "size": None, "library": "", "failure": ""}
@@ -39,14 +39,14 @@ os.write(1, ("HVDX " + json.dumps(seen) + "\\n").encode())
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of the batch system.
+    """Options of the test jobs.
 
     Attributes:
-        account: whom it is booked on; "" for the user's default.
+        account: account that is charged; "" for the user's default.
         partition: partition or queue; "" for the default.
-        mpi: the plugin for `srun --mpi`; "" chooses.
-        nodes: over how many the two tasks are spread, 1 or 2.
-        timeout: seconds for the wait in the queue and the run, all jobs together.
+        mpi: plugin for `srun --mpi`; "" for the choice of `choose_plugin`.
+        nodes: number of nodes for the two tasks, 1 or 2.
+        timeout: seconds for the waits in the queue and the runs of all jobs together.
     """
 
     account: str = ""
@@ -58,13 +58,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Task:
-    """What one task saw.
+    """Report of one task.
 
     Attributes:
-        host: its host name.
-        rank, size: its rank and its world's size; None where MPI did not come up.
+        host: host name.
+        rank, size: rank and world size; None if MPI did not start.
         library: MPI vendor and version.
-        failure: why mpi4py did not import; "" where it did.
+        failure: the exception of the import of mpi4py; "" if it succeeded.
     """
 
     host: str
@@ -76,14 +76,15 @@ class Task:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One way to start two tasks, and what came of it.
+    """Result of one way to start two tasks.
 
     Attributes:
-        way: "srun --mpi=pmix", "mpirun in a job", ...
-        tasks: what they told, by rank.
-        failure: why it failed; "" for exit code 0.
-        queued: the job's state when the time was over, such as "PENDING (Priority)"; "" when it was not.
-        left: the command that cancels a job that could not be cancelled; "" where there is none.
+        way: name of the way, such as "srun --mpi=pmix" or "mpirun in a job".
+        tasks: reports of the tasks, by rank.
+        failure: reason of a failure; "" for exit code 0.
+        queued: state of the job at the time limit, such as "PENDING (Priority)"; "" if it ended before or its state is
+            not known.
+        left: command that the user must run to cancel the job, if hvdx could not; else "".
     """
 
     way: str
@@ -94,15 +95,15 @@ class Attempt:
 
 
 def request_from(environ: Mapping[str, str], request: Request, system: str = "slurm") -> Request:
-    """Fill what a request leaves open from the variables that Slurm's commands read, then from the site file.
+    """Fill the empty options of a request from the variables of Slurm's commands, then from the site file.
 
     Args:
-        environ: the environment.
-        request: what the user asked for, which comes first.
-        system: "slurm", "pbs" or "lsf".
+        environ: environment variables.
+        request: the user's options, which take precedence.
+        system: "slurm", "pbs" or "lsf"; only "slurm" reads the variables.
 
     Raises:
-        ConfigError: the site file cannot be read.
+        ConfigError: if the site file cannot be read or is wrong.
 
     Example:
         >>> request_from({"SBATCH_ACCOUNT": "physics", "HVDX_SITE": os.devnull}, Request()).account
@@ -127,18 +128,18 @@ def request_from(environ: Mapping[str, str], request: Request, system: str = "sl
 
 
 def choose_plugin(wanted: str, site: SlurmSite) -> str:
-    """The plugin to try: the wanted one, else pmix where srun has it, else "" for Slurm's default."""
+    """Return the plugin to try: the wanted one, else pmix if srun has it, else "" for Slurm's default."""
     return wanted or ("pmix" if "pmix" in site.plugins else "")
 
 
 def try_slurm(request: Request, site: SlurmSite, mpi: Mpi, say: Callable[[str], None]) -> list[Attempt]:
-    """Start two tasks with srun, from here, and with mpirun inside a job.
+    """Start two tasks with srun, then two with mpirun inside a job.
 
     Args:
-        request: account, partition, plugin, nodes, time.
-        site: what `ask_slurm()` found.
-        mpi: what `find_mpi()` found.
-        say: told what is being waited for.
+        request: options of the jobs.
+        site: settings of this Slurm, from `ask_slurm()`.
+        mpi: the MPI tools, from `find_mpi()`.
+        say: prints a line about the current wait.
     """
     end = time.monotonic() + request.timeout
     plugin = choose_plugin(request.mpi, site)
@@ -150,7 +151,7 @@ def try_slurm(request: Request, site: SlurmSite, mpi: Mpi, say: Callable[[str], 
     name = _job_name()
     options = _slurm_options(request, name)
     srun = _attempt_slurm(way, ["srun", *options, *flag, *_task()], name, end, say)
-    # No second wait in a queue that has taken all the time there is.
+    # No second job if the first has used up the time.
     if mpi.mpirun is None or shutil.which("sbatch") is None or time.monotonic() > end:
         return [srun]
     with _shared_folder() as folder:
@@ -162,7 +163,7 @@ def try_slurm(request: Request, site: SlurmSite, mpi: Mpi, say: Callable[[str], 
 
 
 def try_pbs(request: Request, mpi: Mpi, say: Callable[[str], None]) -> list[Attempt]:
-    """Start two tasks with mpirun inside a PBS job; arguments as `try_slurm`."""
+    """Start two tasks with mpirun inside a PBS job. Arguments as in `try_slurm`."""
     if job_of("PBS"):
         return _mpirun_here("PBS", mpi, request, say)
     if mpi.mpirun is None:
@@ -182,7 +183,7 @@ def try_pbs(request: Request, mpi: Mpi, say: Callable[[str], None]) -> list[Atte
 
 
 def try_lsf(request: Request, system: BatchSystem, mpi: Mpi, say: Callable[[str], None]) -> list[Attempt]:
-    """Start two tasks inside an LSF job, with jsrun where it is, else with mpirun; arguments as `try_slurm`."""
+    """Start two tasks inside an LSF job, with jsrun if it exists, else with mpirun. Arguments as in `try_slurm`."""
     jsrun = "jsrun" in system.commands
     if job_of("LSF") and not jsrun:
         return _mpirun_here("LSF", mpi, request, say)
@@ -195,7 +196,7 @@ def try_lsf(request: Request, system: BatchSystem, mpi: Mpi, say: Callable[[str]
     launch = [*launch, "-r", str(2 // request.nodes)] if jsrun else _mpirun(mpi, request, f"${HOSTFILE['LSF']}")
     with _shared_folder() as folder:
         out, name = folder / "out.txt", _job_name()
-        # Where jsrun is, whole nodes are given out, and asked for by their number.
+        # With jsrun, LSF allocates whole nodes, and the request names their number.
         size = ["-nnodes", str(request.nodes)] if jsrun else ["-n", "2", "-R", f"span[ptile={2 // request.nodes}]"]
         command = [
             "bsub", "-K", "-J", name, *size, "-W", str(_MINUTES), "-o", str(out),
@@ -214,7 +215,7 @@ def _task() -> list[str]:
 
 
 def _job_name() -> str:
-    # PBS takes 15 characters.
+    # PBS allows 15 characters.
     return f"hvdx-{secrets.token_hex(5)}"
 
 
@@ -235,7 +236,7 @@ def _mpirun(mpi: Mpi, request: Request, hostfile: str = "") -> list[str]:
 
 
 def _script(folder: Path, launch: list[str]) -> Path:
-    """A job that starts the tasks; `$NAME` in `launch` is left for the job to fill in."""
+    """Write the script of a job that starts the tasks; the job's shell expands `$NAME` in `launch`."""
     path = folder / "job.sh"
     path.write_text(f"#!/bin/sh\n{shell_words(launch)} {shlex.join(_task())}\n")
     path.chmod(0o755)
@@ -244,10 +245,10 @@ def _script(folder: Path, launch: list[str]) -> Path:
 
 @contextlib.contextmanager
 def _shared_folder() -> Iterator[Path]:
-    """A folder for a script and its output, below the home folder: on a cluster its nodes see that too."""
+    """Yield a temporary folder for a script and its output, below the home folder, which compute nodes can see."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvdx"
     home.mkdir(parents=True, exist_ok=True)
-    # Slurm may hold the output open for a moment after it has cancelled a job.
+    # Slurm may keep the output open for a moment after a job was cancelled.
     with tempfile.TemporaryDirectory(prefix="doctor-", dir=home, ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 
@@ -263,9 +264,9 @@ def _mpirun_here(system: str, mpi: Mpi, request: Request, say: Callable[[str], N
 
 
 def _run_here(way: str, command: list[str], request: Request, say: Callable[[str], None]) -> Attempt:
-    """Inside a job already: no queue."""
+    """Start two tasks in the job that this process runs in."""
     say(f"{way}: starting two tasks in this job")
-    # Intel MPI would follow the job's own tasks on each host, and put both on the first.
+    # Otherwise Intel MPI follows the job's task layout, and puts both tasks on the first host.
     environment = child_environment() | {"I_MPI_JOB_RESPECT_PROCESS_PLACEMENT": "0"}
     done = run(command, min(_STEP_TIMEOUT, request.timeout), environment)
     return Attempt(way, tasks_in(done.text), "" if done.code == 0 else done.reason())
@@ -275,7 +276,7 @@ def _attempt_slurm(
     way: str, command: list[str], name: str, end: float, say: Callable[[str], None], out: Path | None = None
 ) -> Attempt:
     def cancel(_: str) -> tuple[str, str]:
-        # By name: an srun that was killed may have told no id.
+        # By name, since a killed srun may not have printed the job's id.
         states = run(["squeue", "-h", f"--name={name}", "-o", "%T (%r)"], _CANCEL_TIMEOUT).out.strip()
         done = run(["scancel", f"--name={name}"], _CANCEL_TIMEOUT)
         return states.partition("\n")[0], "" if done.code == 0 else f"scancel --name={name}"
@@ -291,16 +292,16 @@ def _attempt(
     cancel: Callable[[str], tuple[str, str]],
     out: Path | None = None,
 ) -> Attempt:
-    """Run a command that waits for its job, and cancel the job when the time is over or the user has enough.
+    """Run a command that waits for its job; cancel the job at the time limit or on an interrupt.
 
     Args:
-        way: what to call it.
+        way: name of the attempt.
         command: the command.
         timeout: seconds.
-        say: told what is being waited for.
-        cancel: given what the command wrote, cancels the job; returns its state before, and the command that the user
-            has to give where it failed ("" otherwise).
-        out: the file that the job's output goes to; None where the command passes it on.
+        say: prints a line about the current wait.
+        cancel: cancels the job, given the command's output; returns the job's state before, and the command that the
+            user must run if cancelling failed ("" if not).
+        out: file of the job's output; None if the command prints the output itself.
     """
     say(f"{way}: waiting for the batch system, {timeout:.0f} s at the most")
     written = ""
@@ -316,14 +317,14 @@ def _attempt(
     text = written + ("" if out is None or done.timed_out else _output(out))
     failure = "" if done.code == 0 else done.reason()
     if out is not None and failure and not done.timed_out:
-        # The job's own words say more than those of the command that waited for it.
+        # The job's output explains more than that of the command that waited for it.
         failure = Outcome(done.code, text).reason()
     return Attempt(way, tasks_in(text), failure, queued, left)
 
 
 def _cancel_pbs(name: str) -> Callable[[str], tuple[str, str]]:
     def cancel(written: str) -> tuple[str, str]:
-        # qsub writes the id at once, and then waits; what an interrupted one wrote is lost.
+        # qsub prints the id at once, and then waits. After an interrupt its output is lost, so search by name.
         found = re.search(r"^\d\S*", written, re.MULTILINE)
         job = found.group() if found else run(["qselect", "-N", name], _CANCEL_TIMEOUT).out.strip()
         done = run(["qdel", job], _CANCEL_TIMEOUT)
@@ -341,7 +342,7 @@ def _cancel_lsf(name: str) -> Callable[[str], tuple[str, str]]:
 
 
 def _output(out: Path) -> str:
-    """What a job wrote into its file, which a network file system may show a moment late."""
+    """Return the content of a job's output file. Wait up to 5 s, since a network file system may show it late."""
     end = time.monotonic() + 5
     while time.monotonic() < end:
         with contextlib.suppress(OSError):
@@ -353,7 +354,7 @@ def _output(out: Path) -> str:
 
 
 def tasks_in(text: str) -> tuple[Task, ...]:
-    """Collect what the tasks told out of a job's output, by rank and host.
+    """Read the tasks' reports from a job's output, sorted by rank and host.
 
     Example:
         >>> tasks_in('noise HVDX {"host": "a", "rank": 0, "size": 1}')

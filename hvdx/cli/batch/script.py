@@ -1,31 +1,27 @@
-"""How each system spells a job: the values for the placeholders of its template."""
+"""Job scripts: the template of each system, filled with the values of a plan in the system's spelling."""
 
 import shlex
 from collections.abc import Callable, Mapping
 
 from hvdx.cli.batch.plan import BATCH, Plan
 from hvdx.cli.batch.template import Value, fill, shell_words, template
-from hvdx.cli.common.mpi_tools import HANDED_ON, HANDED_ON_PREFIXES
+from hvdx.cli.common.mpi_tools import EXPORTED, EXPORTED_PREFIXES
 from hvdx.errors import ConfigError
 
 _PARTS = ("before_launch", "after_launch")
 
 
 def script(plan: Plan) -> str:
-    """The whole script of a job.
-
-    Args:
-        plan: what it is to be.
-    """
+    """Return the script of a job."""
     values = _common(plan) | _SPELLINGS[plan.system](plan)
     if plan.system in BATCH:
-        # The same in all scripts with a queue: signals are passed on, and the end may ask for another turn.
+        # Scripts with a queue share these parts, which pass signals on and decide on a requeue at the end.
         values |= {part: fill(template(f"{part}.part.sh"), values).splitlines() for part in _PARTS}
     return fill(template(f"{plan.system}.sh"), values)
 
 
 def _common(plan: Plan) -> dict[str, Value]:
-    """What all templates call the same."""
+    """Return the values of the placeholders that all templates share."""
     return {
         "made_by": plan.made_by,
         "name": plan.name,
@@ -40,29 +36,32 @@ def _common(plan: Plan) -> dict[str, Value]:
         "command": shell_words(plan.command),
         "mpi_options": _mpi_options(plan) if _by_open_mpi(plan) else None,
         "exports": _exports(plan) if _by_open_mpi(plan) else None,
-        # Hydra's processes take -f; Open MPI takes --hostfile.
+        # Hydra, the launcher of MPICH and Intel MPI, takes -f.
         "hostfile_option": "--hostfile" if plan.mpi == "openmpi" else "-f",
     }
 
 
 def _by_open_mpi(plan: Plan) -> bool:
-    """Open MPI binds a rank to a core, and hands on few variables; MPICH's and Intel's mpirun need no telling."""
+    """Return whether the script needs options that only Open MPI's mpirun needs.
+
+    Open MPI binds ranks to cores and passes few variables to other hosts; MPICH and Intel MPI do not.
+    """
     return plan.launcher == "mpirun" and plan.mpi == "openmpi"
 
 
 def _mpi_options(plan: Plan) -> str:
-    # The files of PBS and LSF name a host once for each rank; one named once is to Open MPI 5 a slot for each core.
+    # The host files of PBS and LSF name a host once for each rank. Open MPI 5 gives a host named once a slot per core.
     spread = f"--map-by ppr:{plan.tasks_per_node}:node " if plan.system in ("pbs", "lsf") else ""
     return f'--bind-to none {spread}"${{exports[@]}}"'
 
 
 def _exports(plan: Plan) -> tuple[str, ...]:
-    """Lines that gather the -x options: Open MPI complains of a variable that is not set."""
-    # A batch system may set OMP_NUM_THREADS too, and to other numbers.
-    names = " ".join(name for name in HANDED_ON if plan.threads is not None or name != "OMP_NUM_THREADS")
-    prefixes = " ".join(f'"${{!{prefix}@}}"' for prefix in HANDED_ON_PREFIXES)
+    """Return the lines that collect the -x options, only for variables that are set: Open MPI warns about others."""
+    # Without --threads, OMP_NUM_THREADS may be set by the batch system, to a number that does not fit.
+    names = " ".join(name for name in EXPORTED if plan.threads is not None or name != "OMP_NUM_THREADS")
+    prefixes = " ".join(f'"${{!{prefix}@}}"' for prefix in EXPORTED_PREFIXES)
     return (
-        "# What mpirun passes on to other hosts. Add the names of variables that you export above.",
+        "# Variables that mpirun passes on to other hosts. Add the names of variables that you export above.",
         "exports=()",
         f"for variable in {names} {prefixes}; do",
         '    if [ -n "$(printenv "$variable")" ]; then exports+=(-x "$variable"); fi',
@@ -94,7 +93,7 @@ def _slurm(plan: Plan) -> dict[str, Value]:
 
 def _pbs(plan: Plan) -> dict[str, Value]:
     cores = plan.cpus_per_task or 1
-    # ompthreads always: without it PBS sets OMP_NUM_THREADS to ncpus, which is the whole chunk's.
+    # Always set ompthreads: without it, PBS sets OMP_NUM_THREADS to ncpus, the cores of all ranks on a host.
     chunk = f"ncpus={cores * plan.tasks_per_node}:mpiprocs={plan.tasks_per_node}:ompthreads={plan.threads or cores}"
     gpus = f":ngpus={plan.gpus_per_node}" if plan.gpus_per_node else ""
     return {
@@ -116,7 +115,7 @@ def _lsf(plan: Plan) -> dict[str, Value]:
     minutes = -(-plan.seconds // 60)
     return {
         "name": _lsf_name(plan),
-        # With jsrun a job gets whole nodes, otherwise a slot a rank.
+        # With jsrun, a job gets whole nodes; otherwise one slot for each rank.
         "tasks_by_slot": None if jsrun else plan.tasks,
         "ptile": None if jsrun else plan.tasks_per_node,
         "cores_by_slot": None if jsrun else plan.cpus_per_task,
@@ -134,7 +133,7 @@ def _lsf(plan: Plan) -> dict[str, Value]:
         "ends": "INT TERM",
         "on_host": "blaunch ",
         "this_host": '$(head -n 1 "$LSB_DJOB_HOSTFILE")',
-        # The hosts of jsrun are not reached by blaunch.
+        # blaunch cannot reach the hosts of jsrun.
         "all_hosts": None if jsrun else 'sort -u "$LSB_DJOB_HOSTFILE"',
     }
 
@@ -175,11 +174,11 @@ _SPELLINGS: Mapping[str, Callable[[Plan], dict[str, Value]]] = {
 
 
 def _hours(seconds: int) -> str:
-    """HH:MM:SS, with as many hours as there are."""
+    """Format a time as HH:MM:SS; hours may exceed 24."""
     return f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 
 def _days(seconds: int) -> str:
-    """As Slurm writes it: DAYS-HH:MM:SS from a day on."""
+    """Format a time for Slurm: HH:MM:SS, or DAYS-HH:MM:SS from 24 hours on."""
     days, rest = divmod(seconds, 86400)
     return f"{days}-{_hours(rest)}" if days else _hours(rest)

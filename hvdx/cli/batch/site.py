@@ -1,4 +1,4 @@
-"""The user's site file: what is the same in all batch jobs of a cluster, such as the account and the modules."""
+"""The user's site file: settings that all batch jobs on a cluster share, such as account and modules."""
 
 import difflib
 import os
@@ -10,10 +10,10 @@ from typing import Any
 from hvdx.cli.batch.template import template
 from hvdx.errors import ConfigError
 
-#: The environment variable that names another site file.
+#: Environment variable with the path of another site file.
 VARIABLE = "HVDX_SITE"
 
-# Keys and what they hold; `list` is lines, and one line may be written as a string.
+# Type of each key's value; `list` stands for lines, and a single line may be a string.
 _GENERAL: dict[str, type] = {
     "account": str,
     "env_setup": list,
@@ -25,7 +25,7 @@ _GENERAL: dict[str, type] = {
 _BATCH: dict[str, type] = {**_GENERAL, "tasks_per_node": int, "directives": list}
 _BY_HOSTS: dict[str, type] = {"env_setup": list, "mpi": str, "hosts": str}
 
-#: system: the keys that its table may have.
+#: Keys that the table of each system may have.
 TABLES: dict[str, dict[str, type]] = {
     "slurm": {**_BATCH, "partition": str, "launcher": str, "mpi_plugin": str},
     "pbs": {**_BATCH, "queue": str},
@@ -37,10 +37,10 @@ _IN_WORDS = {str: 'a text, such as "name"', int: "a whole number", list: 'lines,
 
 
 def location(environ: Mapping[str, str] | None = None) -> Path:
-    """Where the site file belongs; it need not be there.
+    """Return the path of the site file, which need not exist.
 
     Args:
-        environ: where to look for HVDX_SITE and XDG_CONFIG_HOME; the process environment by default.
+        environ: variables with HVDX_SITE and XDG_CONFIG_HOME; by default those of this process.
 
     Example:
         >>> location({"XDG_CONFIG_HOME": "/home/me/config"})
@@ -50,23 +50,23 @@ def location(environ: Mapping[str, str] | None = None) -> Path:
     if environ.get(VARIABLE):
         return Path(environ[VARIABLE]).expanduser()
     folder = environ.get("XDG_CONFIG_HOME")
-    # The specification: a path that is not absolute is to be ignored.
+    # The XDG specification says to ignore a relative path.
     base = Path(folder) if folder and Path(folder).is_absolute() else Path("~/.config").expanduser()
     return base / "hvdx" / "site.toml"
 
 
 def settings(system: str, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """What the site file says for one system; nothing where there is no file.
+    """Return the settings of the site file for one system; none if there is no file.
 
     Args:
         system: one of `TABLES`.
-        environ: see `location`.
+        environ: as in `location`.
 
     Returns:
-        key: value; lines are always lists.
+        Values by key; lines are always lists.
 
     Raises:
-        ConfigError: a file that cannot be read, an unknown key, or a value of the wrong kind.
+        ConfigError: if the file cannot be read, a key is unknown, or a value has the wrong type.
 
     Example:
         >>> settings("slurm", {"XDG_CONFIG_HOME": "/nowhere"})
@@ -79,7 +79,7 @@ def settings(system: str, environ: Mapping[str, str] | None = None) -> dict[str,
     tables = _read(path)
     general = {key: value for key, value in tables.items() if not isinstance(value, dict)}
     found = {key: _checked(path, "", key, value, _GENERAL) for key, value in general.items()}
-    # All tables are checked, not only the one in use: a slip shows when the file is written.
+    # Check all tables, so that a mistake shows at once and not only when its table is used.
     for table, content in tables.items():
         if isinstance(content, dict):
             if table not in TABLES:
@@ -91,7 +91,7 @@ def settings(system: str, environ: Mapping[str, str] | None = None) -> dict[str,
 
 
 def example() -> str:
-    """A site file with everything in it, as comments."""
+    """Return a site file that shows every key in comments."""
     return template("site.toml")
 
 
@@ -105,12 +105,12 @@ def _read(path: Path) -> dict[str, Any]:
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"site file {path}: expected TOML, got: {error}. Do: hvdx job site, which prints an example."
+            f"site file {path}: expected TOML, got: {error}. Do: compare it with the example of hvdx job site."
         ) from None
 
 
 def _checked(path: Path, where: str, key: str, value: Any, known: Mapping[str, type]) -> Any:
-    """The value, where key and kind are right."""
+    """Return the value if its key is known and its type is right; turn a single line into a list."""
     if key not in known:
         raise ConfigError(_unknown(path, f"{where}{key}", list(known), key))
     kind = known[key]
@@ -122,7 +122,7 @@ def _checked(path: Path, where: str, key: str, value: Any, known: Mapping[str, t
     if not right:
         raise ConfigError(
             f"site file {path}: {where}{key}: expected {_IN_WORDS[kind]}, got {value!r}. "
-            "Do: hvdx job site, which prints an example."
+            "Do: compare it with the example of hvdx job site."
         )
     return value
 
@@ -135,5 +135,5 @@ def _unknown(path: Path, where: str, known: list[str], word: str) -> str:
     elif close:
         remedy = f"did you mean {close[0]}?"
     else:
-        remedy = "hvdx job site prints an example."
+        remedy = "compare it with the example of hvdx job site."
     return f"site file {path}: {where}: expected one of {', '.join(sorted(known))}, got {word!r}. Do: {remedy}"

@@ -1,4 +1,4 @@
-"""The batch system of a cluster: which one is here, what it says of itself, and whether this runs inside a job."""
+"""Detection of the cluster's batch system, its settings, and the job that this process runs in."""
 
 import os
 import re
@@ -11,36 +11,36 @@ from hvdx.cli.common.processes import run
 
 _TIMEOUT = 20.0  # seconds; a busy controller has taken several
 
-# What each system is known by (the first commands), and asked with.
+# Commands that identify each system, and its other commands.
 _COMMANDS = {
     "Slurm": (("sbatch", "srun"), ("scontrol", "sinfo", "squeue", "scancel")),
     "PBS": (("qsub",), ("qstat", "pbsnodes", "qdel")),
     "LSF": (("bsub",), ("lsid", "bjobs", "bkill", "jsrun")),
 }
 
-# The command whose answer holds the version.
+# Command that prints the version, and the pattern of the version.
 _VERSION = {
     "Slurm": (["sbatch", "--version"], r"slurm\S*\s+(\d\S*)"),
     "PBS": (["qsub", "--version"], r"(?:pbs_version\s*=\s*|Version:\s*|PBSPro_)(\d\S*)"),
     "LSF": (["lsid"], r"LSF\D*(\d[\d.]*)"),
 }
 
-# Set inside a job.
+# Variable with the job's id, set inside a job.
 _JOB = {"Slurm": "SLURM_JOB_ID", "PBS": "PBS_JOBID", "LSF": "LSB_JOBID"}
-#: Name a job's file of hosts, a line for each task; Slurm has none.
+#: Variable with the path of the job's host file, which has a line for each task; Slurm has none.
 HOSTFILE = {"PBS": "PBS_NODEFILE", "LSF": "LSB_DJOB_HOSTFILE"}
 
 
 @dataclass(frozen=True)
 class BatchSystem:
-    """A batch system.
+    """A batch system and its commands.
 
     Attributes:
         name: "Slurm", "PBS" or "LSF".
-        version: as it says; "" where it does not.
-        failure: why it does not answer; "" where it does.
-        commands: those of it that are on PATH.
-        missing: those that belong to it and are not.
+        version: version, "" if unknown.
+        failure: reason of a failed version query; "" if it succeeded.
+        commands: its commands on PATH.
+        missing: its commands that are not on PATH, except jsrun.
     """
 
     name: str
@@ -52,15 +52,15 @@ class BatchSystem:
 
 @dataclass(frozen=True)
 class SlurmSite:
-    """What a Slurm tells of its site.
+    """Settings of a Slurm installation.
 
     Attributes:
-        partition: the default one; "" where there is none.
-        limit: its time limit, as Slurm writes it.
-        nodes: how many nodes the default partition has, down ones included.
-        plugins: what `srun --mpi` takes.
-        mpi: what it takes when nothing is said.
-        failure: why something could not be asked; "" where all answered.
+        partition: default partition; "" if there is none.
+        limit: time limit of the default partition, in Slurm's format.
+        nodes: number of nodes of the default partition, including nodes that are down.
+        plugins: MPI plugins that `srun --mpi` accepts.
+        mpi: default MPI plugin; "" if unknown.
+        failure: reason of the first query that failed; "" if all succeeded.
     """
 
     partition: str = ""
@@ -72,9 +72,9 @@ class SlurmSite:
 
 
 def find_batch_system() -> BatchSystem | None:
-    """Look for the batch system on PATH; None where there is none.
+    """Find the batch system by its commands on PATH; None if there is none.
 
-    Slurm comes first: it has commands named like those of PBS, for people who come from there.
+    Slurm is tried first, because it may provide commands with the names of PBS commands.
 
     Example:
         >>> find_batch_system()  # doctest: +SKIP
@@ -89,11 +89,7 @@ def find_batch_system() -> BatchSystem | None:
 
 
 def job_of(name: str, environ: Mapping[str, str] | None = None) -> str:
-    """The id of the job that this process runs in; "" outside of one.
-
-    Args:
-        name: of the batch system.
-        environ: where to look; the process environment by default.
+    """Return the id of the job of batch system `name` that this process runs in; "" outside of a job.
 
     Example:
         >>> job_of("Slurm", {"SLURM_JOB_ID": "7"})
@@ -103,11 +99,7 @@ def job_of(name: str, environ: Mapping[str, str] | None = None) -> str:
 
 
 def hosts_of_job(name: str, environ: Mapping[str, str] | None = None) -> int:
-    """How many hosts the job has that this process runs in; 1 where nothing tells.
-
-    Args:
-        name: of the batch system.
-        environ: where to look; the process environment by default.
+    """Return the number of hosts of the job of batch system `name` that this process runs in; 1 if unknown.
 
     Example:
         >>> hosts_of_job("Slurm", {"SLURM_JOB_NUM_NODES": "4"})
@@ -118,7 +110,7 @@ def hosts_of_job(name: str, environ: Mapping[str, str] | None = None) -> int:
         number = environ.get("SLURM_JOB_NUM_NODES", "")
         return int(number) if number.isdigit() else 1
     if shutil.which("jsrun"):
-        return 1  # the file has the host of the script too, on which jsrun starts nothing
+        return 1  # the host file also names the host of the script, where jsrun starts nothing
     try:
         return max(1, len(set(Path(environ.get(HOSTFILE[name], "")).read_text().split())))
     except OSError:
@@ -126,7 +118,7 @@ def hosts_of_job(name: str, environ: Mapping[str, str] | None = None) -> int:
 
 
 def ask_slurm() -> SlurmSite:
-    """Ask a Slurm for its default partition and for what `srun --mpi` takes."""
+    """Query Slurm for its default partition and its MPI plugins."""
     limits = run(["sinfo", "-h", "-o", "%P|%l|%D"], _TIMEOUT)
     listed = run(["srun", "--mpi=list"], _TIMEOUT)
     config = run(["scontrol", "show", "config"], _TIMEOUT)
@@ -139,7 +131,7 @@ def ask_slurm() -> SlurmSite:
 
 
 def default_partition(text: str) -> tuple[str, str, int]:
-    """Read the default partition, its time limit and its number of nodes out of `sinfo -h -o "%P|%l|%D"`.
+    """Read the default partition, its time limit and its number of nodes from `sinfo -h -o "%P|%l|%D"`.
 
     Example:
         >>> default_partition("long|7-00:00:00|4\\nshort*|1:00:00|2")
@@ -147,12 +139,12 @@ def default_partition(text: str) -> tuple[str, str, int]:
     """
     rows = [line.split("|") for line in text.split() if line.count("|") == 2]
     chosen = [(name[:-1], limit, int(nodes)) for name, limit, nodes in rows if name.endswith("*")]
-    # Nodes in unlike states stand in lines of their own.
+    # sinfo prints one line for each state of the nodes.
     return (chosen[0][0], chosen[0][1], sum(nodes for _, _, nodes in chosen)) if chosen else ("", "", 0)
 
 
 def plugins(text: str) -> tuple[str, ...]:
-    """Read the names out of `srun --mpi=list`, which writes them in one line each, with more words in some versions.
+    """Read the plugin names from `srun --mpi=list`: one in each line, in some versions with further words.
 
     Example:
         >>> plugins("MPI plugin types are...\\n\\tpmix\\n\\tnone\\nspecific pmix plugin versions available: pmix_v4")
@@ -167,7 +159,7 @@ def plugins(text: str) -> tuple[str, ...]:
 
 
 def _version(name: str) -> tuple[str, str]:
-    """The version, "" where it says none; and why it does not answer, if so."""
+    """Return the version, "" if unknown, and the reason of a failed query, "" if it succeeded."""
     command, pattern = _VERSION[name]
     if shutil.which(command[0]) is None:
         return "", ""

@@ -1,4 +1,4 @@
-"""Batch scripts from the templates in `jobs/templates`: how they are filled in, and how words become shell words."""
+"""Templates of batch scripts, from `jobs/templates`: filling in values, and quoting for the shell."""
 
 import re
 import shlex
@@ -8,27 +8,24 @@ from importlib import resources
 
 from hvdx.errors import ConfigError
 
-#: What a placeholder may stand for: text, a number, several lines, or nothing.
+#: Value of a placeholder: text, a number, several lines, or nothing.
 Value = str | int | Sequence[str] | None
 
 _VARIABLE = re.compile(r"\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})")
-# Inside double quotes these four mean something to the shell.
+# The characters that are special to the shell inside double quotes.
 _SPECIAL = re.compile(r'[\\"`$]')
 
 
 class Script(string.Template):
-    """A shell script with placeholders `@{name}`, so that `$name`, `"$@"` and `$(...)` stay the shell's."""
+    """A shell script with placeholders `@{name}`; `$name`, `"$@"` and `$(...)` are left for the shell."""
 
     delimiter = "@"
-    # Braces are needed, and no other @ is special: `--signal=B:USR1@300` needs no escape.
+    # Only @ with braces is special, so that `--signal=B:USR1@300` needs no escape.
     pattern = r"@\{(?P<braced>[a-z_]+)\}|(?P<named>(?!))|(?P<escaped>(?!))|(?P<invalid>(?!))"  # type: ignore[assignment]
 
 
 def template(name: str) -> str:
-    """The text of a template that came with hvdx.
-
-    Args:
-        name: its file name.
+    """Return the text of the template with this file name.
 
     Example:
         >>> template("slurm.sh").splitlines()[0]
@@ -38,17 +35,17 @@ def template(name: str) -> str:
 
 
 def fill(text: str, values: Mapping[str, Value]) -> str:
-    """Put values into a template.
+    """Fill values into a template.
 
-    A line with a placeholder that has no value (None, or an empty list) is left out; a list repeats its line. Where
-    lines were left out, one empty line is enough.
+    A line is left out if one of its placeholders is None or an empty list. A list repeats its line. Several empty lines
+    in a row become one.
 
     Args:
         text: the template.
-        values: one for each placeholder.
+        values: values by placeholder.
 
     Raises:
-        KeyError: a placeholder that `values` does not have.
+        KeyError: if `values` lacks a placeholder.
 
     Example:
         >>> fill("a=@{a}\\nb=@{b}\\nc=@{c}\\n", {"a": 1, "b": None, "c": ["2", "3"]})
@@ -56,7 +53,7 @@ def fill(text: str, values: Mapping[str, Value]) -> str:
     """
     lines: list[str] = []
     for line in text.splitlines():
-        # Looked at here, not in the result: an empty line in a user's word is none of the template's.
+        # Drop empty lines here and not in the result, because a user's word may contain empty lines.
         if line or (lines and lines[-1]):
             lines += _filled(line, values)
     return "\n".join(lines) + "\n"
@@ -74,10 +71,7 @@ def _filled(line: str, values: Mapping[str, Value]) -> list[str]:
 
 
 def shell_words(words: Sequence[str]) -> str:
-    """Words as a shell reads them back; `$NAME` and `${NAME}` are left for the shell of the job to expand.
-
-    Args:
-        words: a command and its arguments.
+    """Quote the words of a command for a shell, which still expands `$NAME` and `${NAME}` in them.
 
     Example:
         >>> print(shell_words(["python", "train.py", "--seed=$SLURM_ARRAY_TASK_ID", "a b", "$(date)"]))
@@ -87,7 +81,7 @@ def shell_words(words: Sequence[str]) -> str:
 
 
 def _expanding(word: str) -> str:
-    """A word in double quotes, in which variables are all that expands."""
+    """Put a word in double quotes, in which the shell expands only variables."""
     text, end = "", 0
     for variable in _VARIABLE.finditer(word):
         text += _escaped(word[end : variable.start()]) + variable.group()
@@ -100,14 +94,10 @@ def _escaped(text: str) -> str:
 
 
 def plain_word(what: str, text: str) -> str:
-    """Let through what a batch system's directive can hold: one word, without quotes or signs of the shell.
-
-    Args:
-        what: the option, for the message.
-        text: its value.
+    """Return the value `text` of the option `what` if a directive can hold it: one word without shell characters.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: if it is not such a word.
 
     Example:
         >>> plain_word("--account", "project-7")
@@ -116,20 +106,16 @@ def plain_word(what: str, text: str) -> str:
     if not re.fullmatch(r"[\w.,:%/@+=~^-]+", text):
         raise ConfigError(
             f"job: {what}: expected one word of letters, digits and . , : % / @ + = ~ ^ - _, got {text!r}. "
-            "Do: edit the script by hand where it has to be something else."
+            "Do: use such a word, and edit the script by hand if it needs another value."
         )
     return text
 
 
 def plain_line(what: str, text: str) -> str:
-    """Let through what stays one line of a script.
-
-    Args:
-        what: the option, for the message.
-        text: the line.
+    """Return the value `text` of the option `what` if it is one line of a script.
 
     Raises:
-        ConfigError: it is empty, or more than one line.
+        ConfigError: if it is empty, or more than one line.
 
     Example:
         >>> plain_line("--env-setup", "module load cuda")

@@ -1,4 +1,4 @@
-"""The MPI that is installed: its compilers, its launcher, and how to start ranks with it."""
+"""The installed MPI: its compiler wrappers, its launcher, and command lines that start ranks."""
 
 import os
 import re
@@ -13,8 +13,8 @@ from hvdx.errors import LaunchError
 
 _TIMEOUT = 20.0  # seconds; a cold mpirun on a network file system has taken several
 
-# What each vendor prints of itself, through mpirun --version, mpicc --showme:version, mpicc -v,
-# ompi_info or mpichversion. Intel's is built on MPICH, so it is asked for first.
+# Vendor and version in the output of mpirun --version, mpicc --showme:version, mpicc -v, ompi_info or mpichversion.
+# Intel MPI and MVAPICH derive from MPICH, so their patterns come first.
 _SIGNATURES = (
     ("Intel MPI", r"Intel\(R\) MPI Library[^\d]*([\d.]+\d)?"),
     ("MVAPICH", r"MVAPICH2?(?: Version:?)?\s*([\d.]+\d)?"),
@@ -22,10 +22,10 @@ _SIGNATURES = (
     ("MPICH", r"(?:MPICH(?: Version:?| version)?|HYDRA build details:\s*Version:)\s*([\d.]+\d)?"),
 )
 
-#: Variables that ranks on other hosts take over, by name and by prefix: Open MPI's mpirun hands on what -x names, the
-#: others hand on all.
-HANDED_ON = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
-HANDED_ON_PREFIXES = ("HVDX_", "TF_")
+#: Names and prefixes of the variables that ranks on other hosts receive. Open MPI's mpirun passes only variables that
+#: -x names; the other vendors pass all.
+EXPORTED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
+EXPORTED_PREFIXES = ("HVDX_", "TF_")
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Mpi:
     """The MPI tools found.
 
     Attributes:
-        vendor, version: of the library that mpicc links, or of mpirun where there is no mpicc;
-            "" where unknown.
-        mpicc, mpicxx, mpirun: full paths; None where absent.
-        launcher_vendor, launcher_version: what mpirun says of itself.
+        vendor, version: vendor and version of the library that mpicc links, or of mpirun if there is no mpicc;
+            "" if unknown.
+        mpicc, mpicxx, mpirun: full paths; None if absent.
+        launcher_vendor, launcher_version: vendor and version of mpirun; "" if unknown.
     """
 
     vendor: str = ""
@@ -49,18 +49,18 @@ class Mpi:
 
     @property
     def name(self) -> str:
-        """Vendor and version in words."""
+        """Vendor and version, or "unknown MPI"."""
         return f"{self.vendor} {self.version}".strip() or "unknown MPI"
 
     @property
     def major(self) -> int:
-        """The first number of the version; 0 where unknown."""
+        """First number of the version; 0 if unknown."""
         first = self.version.split(".")[0]
         return int(first) if first.isdigit() else 0
 
     @property
     def home(self) -> str:
-        """The folder above mpicc's bin, or "" for an MPI that lies in this Python environment."""
+        """Folder above the bin folder of mpicc or mpirun; "" for an MPI in this Python environment."""
         tool = self.mpicc or self.mpirun
         if tool is None or same_folder(Path(tool).parent, Path(sys.executable).parent):
             return ""
@@ -68,7 +68,7 @@ class Mpi:
 
 
 def find_mpi() -> Mpi:
-    """Look for the MPI beside this Python and on PATH.
+    """Find the MPI beside this Python or on PATH.
 
     Example:
         >>> find_mpi().name  # doctest: +SKIP
@@ -84,7 +84,7 @@ def find_mpi() -> Mpi:
 
 
 def recognise(text: str) -> tuple[str, str]:
-    """Read vendor and version out of what an MPI tool prints of itself; ("", "") for neither.
+    """Read vendor and version from the output of an MPI tool; ("", "") if there are none.
 
     Example:
         >>> recognise("mpirun (Open MPI) 5.0.11")
@@ -98,14 +98,14 @@ def recognise(text: str) -> tuple[str, str]:
 
 
 def mpirun_command(n: int, mpi: Mpi | None = None) -> list[str]:
-    """The start of a command line that runs `n` ranks on this host.
+    """Return the first words of a command line that runs `n` ranks on this host.
 
     Args:
-        n: ranks; more than there are cores is fine.
-        mpi: what `find_mpi()` found; looked for by default.
+        n: number of ranks; it may exceed the number of cores.
+        mpi: the MPI tools; by default those of `find_mpi()`.
 
     Raises:
-        LaunchError: there is no mpirun.
+        LaunchError: if there is no mpirun.
 
     Example:
         >>> mpirun_command(2) + ["python", "train.py"]  # doctest: +SKIP
@@ -119,7 +119,7 @@ def mpirun_command(n: int, mpi: Mpi | None = None) -> list[str]:
         )
     command = [mpi.mpirun, "-n", str(n)]
     if mpi.launcher_vendor == "Open MPI":
-        # Its defaults refuse more ranks than cores and root, and bind each rank to one core.
+        # By default Open MPI refuses root and more ranks than cores, and binds each rank to one core.
         command += ["--oversubscribe", "--bind-to", "none"]
         if os.geteuid() == 0:
             command.append("--allow-run-as-root")
@@ -127,22 +127,19 @@ def mpirun_command(n: int, mpi: Mpi | None = None) -> list[str]:
 
 
 def host_options(mpi: Mpi, each: int, hostfile: str = "") -> list[str]:
-    """What tells mpirun to start `each` ranks on every host.
+    """Return the options that make mpirun start `each` ranks on every host; none for an unknown vendor.
 
     Args:
-        mpi: what `find_mpi()` found.
-        each: ranks on a host.
-        hostfile: a file of hosts; by default mpirun asks the batch system.
-
-    Returns:
-        Options in the vendor's spelling; none for a vendor that is not known.
+        mpi: the MPI tools.
+        each: number of ranks on a host.
+        hostfile: path of a host file; by default mpirun asks the batch system.
 
     Example:
         >>> host_options(Mpi(launcher_vendor="Open MPI"), 1, "hosts.txt")
         ['--map-by', 'ppr:1:node', '--hostfile', 'hosts.txt']
     """
     if mpi.launcher_vendor == "Open MPI":
-        # Not by slot: to Open MPI 5 a host that a file names once has as many slots as it has cores.
+        # Not by slot: Open MPI 5 gives a host that the file names once one slot for each core.
         return ["--map-by", f"ppr:{each}:node", *(["--hostfile", hostfile] if hostfile else [])]
     if mpi.launcher_vendor in ("Intel MPI", "MVAPICH", "MPICH"):
         return ["-ppn", str(each), *(["-f", hostfile] if hostfile else [])]
@@ -150,22 +147,16 @@ def host_options(mpi: Mpi, each: int, hostfile: str = "") -> list[str]:
 
 
 def launch(n: int, program: Sequence[str], timeout: float, mpi: Mpi | None = None) -> Outcome:
-    """Run `program` on `n` ranks of this host with an outer time limit.
-
-    Args:
-        n: ranks.
-        program: the command of one rank.
-        timeout: seconds.
-        mpi: what `find_mpi()` found; looked for by default.
+    """Run `program`, the command of one rank, on `n` ranks of this host with a time limit of `timeout` seconds.
 
     Raises:
-        LaunchError: there is no mpirun.
+        LaunchError: if there is no mpirun.
     """
     return run([*mpirun_command(n, mpi), *program], timeout)
 
 
 def same_folder(first: Path, second: Path) -> bool:
-    """Whether two paths lead to one folder."""
+    """Return whether two paths lead to the same folder."""
     return first.resolve() == second.resolve()
 
 
@@ -174,8 +165,10 @@ def _launcher_version(mpirun: str) -> tuple[str, str]:
 
 
 def _library_version(mpicc: str) -> tuple[str, str]:
-    """Ask the compiler wrapper, then the information tool beside it: MPICH's wrapper passes
-    --version on to the compiler, Open MPI's does so with -v."""
+    """Ask the compiler wrapper, then the information tool beside it, for vendor and version.
+
+    No single option works for all wrappers: MPICH's passes --version on to the compiler, and Open MPI's passes -v on.
+    """
     beside = Path(mpicc).parent
     questions = (
         [mpicc, "--showme:version"],

@@ -1,4 +1,4 @@
-"""Child processes whose crash or hang is an answer: output, exit code, time limit, an end for all their children."""
+"""Child processes with a time limit. A crash or a hang is a result; at the limit all their children are killed too."""
 
 import json
 import os
@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# TensorFlow's start-up notes and PMIx's complaint about munge would bury the line that matters.
+# Silences TensorFlow's start-up notes and PMIx's warning about munge, which would hide the line that matters.
 _QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0", "PMIX_MCA_psec": "native"}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a child process ended.
+    """Exit code and output of a child process.
 
     Attributes:
-        code: its exit code; negative for a signal, None when it could not start or ran out of time.
-        out, err: its standard output and standard error.
-        timed_out: True when the time limit ended it.
+        code: exit code; negative for a signal, None if the process could not start or reached its time limit.
+        out, err: standard output and standard error.
+        timed_out: True if the process was killed at its time limit.
     """
 
     code: int | None
@@ -32,11 +32,11 @@ class Outcome:
 
     @property
     def text(self) -> str:
-        """Both outputs, the normal one first."""
+        """Standard output followed by standard error."""
         return self.out + self.err
 
     def reason(self) -> str:
-        """Say in one line why the process failed: its time limit, its signal, or the key line it wrote."""
+        """Say in one line why the process failed: its time limit, its signal, or the key line of its output."""
         if self.timed_out:
             return "no answer within the time limit"
         if self.code is None:
@@ -55,13 +55,12 @@ def run(
 ) -> Outcome:
     """Run a command to its end, or kill it and all its children at the time limit.
 
+    A failure of the command raises nothing; the outcome describes it.
+
     Args:
         command: the program and its arguments.
         timeout: seconds.
-        env, cwd, merged: as in `start_group`.
-
-    Returns:
-        What it wrote and how it ended; never raises for what the command does.
+        env, cwd, merged: see `start_group`.
 
     Example:
         >>> run(["echo", "hello"], timeout=5).out
@@ -84,7 +83,7 @@ def run(
 def process_group(
     command: Sequence[str], env: Mapping[str, str] | None = None, cwd: Path | None = None, merged: bool = False
 ) -> Iterator["subprocess.Popen[str]"]:
-    """Start a process group for a block; an exception in the block kills all of it. Arguments as in `start_group`."""
+    """Start a process group for a `with` block, and kill it if the block raises. Arguments as in `start_group`."""
     with start_group(command, env, cwd, merged) as process:
         try:
             yield process
@@ -96,16 +95,16 @@ def process_group(
 def start_group(
     command: Sequence[str], env: Mapping[str, str] | None = None, cwd: Path | None = None, merged: bool = False
 ) -> "subprocess.Popen[str]":
-    """Start a command in a session of its own, so that `kill_group` reaches its children: mpirun's ranks.
+    """Start a command in a new session, so that `kill_group` also reaches its children, such as mpirun's ranks.
 
     Args:
         command: the program and its arguments.
         env: the environment; `child_environment()` by default.
         cwd: the working directory; that of this process by default.
-        merged: whether standard error goes to the pipe of standard output.
+        merged: True sends standard error to the pipe of standard output.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: if the command cannot be started.
     """
     return subprocess.Popen(
         command,
@@ -121,15 +120,15 @@ def start_group(
 
 
 def kill_group(process: "subprocess.Popen[str]") -> None:
-    """Kill a process of `start_group` and its children."""
+    """Kill a process that `start_group` started, and its children."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def parse_reports(text: str) -> list[Any]:
-    """Collect the JSON documents that programs told, each behind the word HVDX.
+    """Return the JSON documents in an output, each after the word HVDX.
 
-    Launchers run the lines of several ranks together, so they are found wherever they stand.
+    A document need not begin a line, because launchers may join the lines of several ranks.
 
     Example:
         >>> parse_reports('noise HVDX {"rank": 0}HVDX {"rank": 1}')
@@ -143,7 +142,7 @@ def parse_reports(text: str) -> list[Any]:
 
 
 def program_of(words: Sequence[str]) -> list[str]:
-    """The program behind a command's options, without the "--" that may stand before it.
+    """Return the words after a command's options, without a leading "--".
 
     Example:
         >>> program_of(["--", "python", "train.py"])
@@ -153,10 +152,10 @@ def program_of(words: Sequence[str]) -> list[str]:
 
 
 def search_path() -> str:
-    """PATH, with this Python's own bin folder in front when it is not on it.
+    """Return PATH, with this Python's bin folder in front if PATH lacks it.
 
-    A virtual environment called by its full path is not on PATH, and its mpirun and cmake lie beside
-    its python. Where the folder is on PATH already the user's order stands.
+    If a virtual environment's Python is called by its full path, its bin folder is not on PATH, though its mpirun and
+    cmake are there.
     """
     path = os.environ.get("PATH", "")
     here = str(Path(sys.executable).parent)
@@ -164,12 +163,12 @@ def search_path() -> str:
 
 
 def child_environment(**more: str) -> dict[str, str]:
-    """This process's environment with `search_path()` and quiet libraries, then `more`."""
+    """Return this process's environment with `search_path()`, settings for quiet libraries, and `more`."""
     return {**_QUIET, **os.environ, "PATH": search_path(), **more}
 
 
 def key_line(text: str) -> str:
-    """The line that says what went wrong: the last one that names an error, else the last one written."""
+    """Return the line that names the failure: the last one with "Error" or "error:", else the last one."""
     lines = [line.strip() for line in text.splitlines() if line.strip(" -*=\t")]
     named = [line for line in lines if "Error" in line or "error:" in line]
     chosen = (named or lines or [""])[-1]

@@ -1,4 +1,4 @@
-"""How far a long piece of work is, on standard error: one line on a terminal, a line now and then elsewhere."""
+"""Progress of long work on standard error: one line that updates on a terminal, a line every 10 s elsewhere."""
 
 import sys
 import time
@@ -11,10 +11,10 @@ _PLAIN_SECONDS = 10.0
 
 
 class Progress:
-    """Call it with the bytes that are done and those there are; nothing is shown of work that is over in a second.
+    """Progress line, updated by calls with the bytes done and the total. Work of less than a second shows nothing.
 
     Args:
-        what: what the line begins with.
+        what: first words of the line.
     """
 
     def __init__(self, what: str):
@@ -24,7 +24,7 @@ class Progress:
         self._width = 0
 
     def __call__(self, done: int, total: int) -> None:
-        """Show it, if it is time to."""
+        """Show the progress if the last line is old enough."""
         now = time.monotonic()
         if now < self._next or not done:
             return
@@ -43,7 +43,7 @@ class Progress:
         sys.stderr.flush()
 
     def close(self) -> None:
-        """Take the line away."""
+        """Erase the line."""
         if self._width:
             sys.stderr.write(f"\r{' ' * self._width}\r")
             sys.stderr.flush()

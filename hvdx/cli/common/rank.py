@@ -1,6 +1,6 @@
-"""`hvdx run` starts this on each rank: it sets the rank's environment and output, and then executes the program.
+"""Start of one rank under `hvdx run`: set environment and output, then execute the program.
 
-It imports nothing of hvdx but `comm/launcher.py`, by its path: a start of milliseconds.
+For a start within milliseconds it imports only `comm/launcher.py` of hvdx, by its path.
 
     python rank.py all|first PROGRAM [ARGUMENT ...]
 """
@@ -12,16 +12,16 @@ from typing import Any
 
 
 def main(argv: list[str]) -> None:
-    """Set the environment, and execute the program in this process; see the module."""
+    """Set the environment, and execute the program in this process."""
     output, *program = argv
     launcher = _launcher()
     found = launcher.detect()
     rank, here = (found.rank, found.local_size) if found is not None else (0, None)
-    # TensorFlow reads these whenever it starts; a script need not call hvdx.init() before.
+    # TensorFlow reads these when it starts, even if the script has not called hvdx.init() before.
     share = launcher.threads_for(here or 1, chosen_by=launcher.TENSORFLOW_THREADS)
     os.environ.setdefault("TF_NUM_INTRAOP_THREADS", str(share.threads))
     os.environ.setdefault("TF_NUM_INTEROP_THREADS", str(share.threads))
-    # What TensorFlow says of the machine when it starts, twenty lines a rank. Its errors stay.
+    # Hides TensorFlow's start-up notes, about twenty lines on each rank. Rank 0 still shows errors.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2" if rank == 0 else "3")
     if rank and output == "first":
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -1,4 +1,4 @@
-"""SIGTERM as an exception, so that a command cleans up before it ends."""
+"""SIGTERM as an exception, so that a command can clean up before it ends."""
 
 import signal
 from collections.abc import Iterator
@@ -10,31 +10,31 @@ TERMINATED = 128 + signal.SIGTERM
 
 
 class TerminatedError(BaseException):
-    """SIGTERM came. No Exception, so that nothing takes it for a damaged file."""
+    """Raised when SIGTERM arrives. Not an Exception, so that `except Exception` does not catch it."""
 
 
 @contextmanager
 def sigterm_raises() -> Iterator[list[int]]:
-    """Raise TerminatedError in the block when SIGTERM comes; ignore further ones until the block has ended.
+    """Raise TerminatedError in the block when SIGTERM arrives; ignore further SIGTERMs until the block has ended.
 
     Yields:
-        The signals that came: a library inside the block may turn the exception into one of its own.
+        A list that holds the signal after it arrived, since a library inside the block may replace the exception.
 
     Example:
-        >>> with sigterm_raises() as came:
+        >>> with sigterm_raises() as received:
         ...     pass
-        >>> came
+        >>> received
         []
     """
-    came: list[int] = []
+    received: list[int] = []
 
     def terminate(number: int, _: object) -> NoReturn:
         signal.signal(number, signal.SIG_IGN)
-        came.append(number)
+        received.append(number)
         raise TerminatedError
 
     before = signal.signal(signal.SIGTERM, terminate)
     try:
-        yield came
+        yield received
     finally:
         signal.signal(signal.SIGTERM, before)

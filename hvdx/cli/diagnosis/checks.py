@@ -1,4 +1,4 @@
-"""The judgements of `hvdx doctor`: what a probe found, whether that is well, and what to do where it is not."""
+"""Checks of `hvdx doctor`: the status of each finding of a probe, and a remedy if it is not good."""
 
 import importlib.metadata
 import os
@@ -25,7 +25,7 @@ _BUILD = "hvdx build-horovod"
 _REBUILD = "hvdx build-horovod --force"
 _OPTIONAL = f"optional: {_BUILD} brings collectives inside the TensorFlow graph, and horovodrun"
 
-#: Open MPI 5 takes no options with one dash, which is how Horovod 0.28 writes these two.
+#: Horovod 0.28 writes these two options with one dash, which Open MPI 5 rejects.
 HOROVODRUN_BINDING = 'horovodrun --binding-args="--bind-to none --map-by slot" -np 2 python train.py'
 
 
@@ -34,11 +34,10 @@ class Check:
     """One line of the report.
 
     Attributes:
-        name: what was looked at.
-        status: "ok"; "note" on something that training can do without; "warning"; or "problem", with which training
-            would not work.
-        value: what was found.
-        remedy: what to do; "" where there is nothing to do.
+        name: subject of the check.
+        status: "ok"; "note" if something optional is missing; "warning"; or "problem" if training would not work.
+        value: the finding.
+        remedy: the action to take; "" if there is none.
     """
 
     name: str
@@ -47,12 +46,12 @@ class Check:
     remedy: str = ""
 
     def as_dict(self) -> dict[str, str]:
-        """For JSON."""
+        """Return the fields as a dictionary, for JSON."""
         return asdict(self)
 
 
 def software(frameworks: Finding, numba: Finding) -> list[Check]:
-    """Python, hvdx, NumPy, TensorFlow, Keras, Numba, compiled kernels."""
+    """Check Python, hvdx, NumPy, TensorFlow, Keras, Numba and the compiled kernels."""
     return [
         Check("Python", "ok", f"{platform.python_version()} ({sys.executable})"),
         Check("hvdx", "ok", __version__),
@@ -70,25 +69,25 @@ def _numpy(found: Finding) -> Check:
 
 
 def tensorflow(found: Finding) -> Check:
-    """TensorFlow imports and is one that Horovod can be built for."""
+    """Check that TensorFlow can be imported, and that its version is supported."""
     version = found.facts.get("tensorflow")
     if version is None:
         why = found.failure if "numpy" in found.facts else "not tried, as NumPy fails"
         return Check("TensorFlow", "problem", _absent(why, "tensorflow"), _INSTALL_TENSORFLOW)
     if not is_supported(version):
-        return Check("TensorFlow", "problem", f"{version}; hvdx takes 2.16 to 2.21", _INSTALL_TENSORFLOW)
+        return Check("TensorFlow", "problem", f"{version}; hvdx requires 2.16 to 2.21", _INSTALL_TENSORFLOW)
     return Check("TensorFlow", "ok", version + (", with CUDA" if found.facts.get("cuda") else ", CPU"))
 
 
 def keras(found: Finding) -> Check:
-    """Keras is 3.6 or later and computes with TensorFlow."""
+    """Check that Keras is 3.6 or later and uses the TensorFlow backend."""
     version = found.facts.get("keras")
     if version is None:
         why = found.failure if "tensorflow" in found.facts else "not tried, as TensorFlow fails"
         return Check("Keras", "problem", _absent(why, "keras"), "pip install 'keras>=3.6'")
     numbers = [int(number) for number in re.findall(r"\d+", version)[:2]]
     if numbers < [3, 6]:
-        return Check("Keras", "problem", f"{version}; hvdx takes 3.6 and later", "pip install 'keras>=3.6'")
+        return Check("Keras", "problem", f"{version}; hvdx requires 3.6 or later", "pip install 'keras>=3.6'")
     backend = found.facts.get("backend")
     if backend != "tensorflow":
         remedy = "export KERAS_BACKEND=tensorflow, or set it in ~/.keras/keras.json"
@@ -111,36 +110,37 @@ def _kernels(found: Finding) -> Check:
     if found.facts["kernels"]:
         return Check("Kernels", "ok", f"compiled, in {folder}")
     return Check(
-        "Kernels", "warning", f"none compiled for this machine in {folder}: the first training with Threshold will",
+        "Kernels", "warning",
+        f"none compiled for this machine in {folder}: the first training with Threshold will compile them",
         "hvdx build-kernels",
     )  # fmt: skip
 
 
 def mpi4py(found: Finding) -> list[Check]:
-    """mpi4py imports, finds its MPI library, and that library takes calls from several threads."""
+    """Check that mpi4py can be imported, finds its MPI library, and that the library allows calls from any thread."""
     version = found.facts.get("version")
     if version is None:
         return [Check("mpi4py", "problem", _absent(found.failure, "mpi4py"), _INSTALL_MPI4PY)]
     library = found.facts.get("library")
     if library is None:
-        remedy = f"mpi4py found no MPI library that it can use. {_INSTALL_MPI}; then {_INSTALL_MPI4PY}"
+        remedy = f"mpi4py found no usable MPI library. {_INSTALL_MPI}; then {_INSTALL_MPI4PY}"
         return [Check("mpi4py", "problem", f"{version}: {found.failure}", remedy)]
     checks = [Check("mpi4py", "ok", version), Check("MPI library", "ok", library)]
     threads = found.facts.get("threads", found.failure)
     if threads == "THREAD_MULTIPLE":
         return [*checks, Check("MPI threads", "ok", threads)]
     remedy = (
-        "Horovod calls MPI from a thread of its own, which takes THREAD_MULTIPLE. Unset MPI4PY_RC_THREAD_LEVEL "
-        "and MPI4PY_RC_THREADS, or use an MPI built with it"
+        "Horovod calls MPI from a thread of its own, which requires THREAD_MULTIPLE. Unset MPI4PY_RC_THREAD_LEVEL "
+        "and MPI4PY_RC_THREADS, or use an MPI that was built with thread support"
     )
     return [*checks, Check("MPI threads", "problem", threads, remedy)]
 
 
 def mpirun(mpi: Mpi, found: Finding) -> Check:
-    """The launcher exists and belongs to the library that mpi4py uses."""
+    """Check that mpirun exists and belongs to the MPI library of mpi4py."""
     if mpi.mpirun is None:
         if shutil.which("srun"):
-            return Check("mpirun", "warning", "none, but srun", "srun --mpi=pmix -n 2 python train.py")
+            return Check("mpirun", "warning", "none, but there is srun", "srun --mpi=pmix -n 2 python train.py")
         return Check("mpirun", "problem", "none beside this Python or on PATH", _INSTALL_MPI)
     value = f"{mpi.mpirun} ({mpi.launcher_vendor or 'unknown MPI'} {mpi.launcher_version})"
     library = found.facts.get("vendor")
@@ -154,29 +154,29 @@ def mpirun(mpi: Mpi, found: Finding) -> Check:
 
 
 def two_ranks(ranks: list[tuple[int, int]], failure: str) -> Check:
-    """Two processes that were started together see each other."""
+    """Check that two processes that mpirun started together are ranks of one world."""
     if ranks == [(0, 2), (1, 2)] and not failure:
         return Check("two ranks", "ok", "started by mpirun, each sees the other")
     if ranks and all(size == 1 for _, size in ranks):
         remedy = (
-            "mpirun and the MPI library in mpi4py do not belong together: use the mpirun of that library, "
-            f"or rebuild mpi4py for this mpirun's: {_REBUILD_MPI4PY}"
+            "mpirun and the MPI library of mpi4py do not belong together: use the mpirun of that library, "
+            f"or rebuild mpi4py for the MPI of this mpirun: {_REBUILD_MPI4PY}"
         )
         return Check("two ranks", "problem", f"{len(ranks)} processes, each 'rank 0 of 1'", remedy)
-    remedy = "the lines above on mpi4py and mpirun come first; then try: mpirun -n 2 python -m mpi4py.bench helloworld"
+    remedy = "solve the problems of mpi4py and mpirun above; then try: mpirun -n 2 python -m mpi4py.bench helloworld"
     return Check("two ranks", "problem", failure or f"expected ranks 0 and 1 of 2, got {ranks}", remedy)
 
 
 def horovod(found: Finding, installed_tensorflow: str) -> list[Check]:
-    """Horovod was built for the installed TensorFlow, and imports with MPI in it; training can do without it.
+    """Check that Horovod, if installed, can be imported, contains MPI, and was built for the installed TensorFlow.
 
     Args:
-        found: the probe's finding.
-        installed_tensorflow: the version installed now, "" where it does not import.
+        found: finding of the probe.
+        installed_tensorflow: version of the installed TensorFlow; "" if its import fails.
     """
     facts = found.facts
     if not facts.get("present"):
-        return [Check("Horovod", "note", "not installed; MPI alone trains under every strategy", _OPTIONAL)]
+        return [Check("Horovod", "note", "not installed; every strategy also works without it, over MPI", _OPTIONAL)]
     version = facts.get("version", "unknown version")
     checks = []
     against = facts.get("built_against", "")
@@ -184,17 +184,18 @@ def horovod(found: Finding, installed_tensorflow: str) -> list[Check]:
         value = f"built against TensorFlow {against}, installed is {installed_tensorflow}"
         checks.append(Check("Horovod's TensorFlow", "problem", value, _BUILD))
     if not facts.get("imports"):
-        value = f"{version} does not import: {found.failure}"
-        return [Check("Horovod", "problem", value, _REBUILD if installed_tensorflow else "TensorFlow first"), *checks]
+        value = f"{version} cannot be imported: {found.failure}"
+        remedy = _REBUILD if installed_tensorflow else "repair TensorFlow first"
+        return [Check("Horovod", "problem", value, remedy), *checks]
     parts = facts.get("parts", [])
     value = f"{version}, built with {', '.join(parts) or 'neither MPI nor Gloo'}"
     if "mpi" not in parts:
-        return [Check("Horovod", "problem", f"{value}: no MPI in it", _REBUILD), *checks]
+        return [Check("Horovod", "problem", f"{value}: MPI is missing", _REBUILD), *checks]
     return [Check("Horovod", "ok", value), *checks]
 
 
 def horovodrun(mpi: Mpi) -> Check:
-    """Horovod's own launcher, which not every MPI understands. mpirun does the same."""
+    """Check that horovodrun, if installed, works with this MPI."""
     path = shutil.which("horovodrun", path=search_path())
     if path is None:
         return Check("horovodrun", "note", "none; hvdx run and mpirun do the same", _OPTIONAL)
@@ -206,7 +207,7 @@ def horovodrun(mpi: Mpi) -> Check:
 
 
 def machine(frameworks: Finding) -> list[Check]:
-    """GPUs, cores, shared memory, locked memory."""
+    """Check GPUs, cores, shared memory and locked memory."""
     cores = len(os.sched_getaffinity(0))
     shared = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0
     return [_gpus(frameworks), threads(cores, os.environ), shared_memory(shared), *_locked_memory()]
@@ -218,49 +219,54 @@ def _gpus(frameworks: Finding) -> Check:
     listed = run([smi, "-L"], 20).out.count("GPU ") if smi else 0
     if listed and not seen:
         remedy = "pip install 'tensorflow[and-cuda]>=2.16,<2.22' of the installed version"
-        return Check("GPUs", "warning", f"{listed} in the machine, none that TensorFlow uses", remedy)
+        return Check("GPUs", "warning", f"{listed} in the machine, none usable by TensorFlow", remedy)
     return Check("GPUs", "ok", f"{seen} for TensorFlow" if seen else "none; training runs on the CPU")
 
 
 def threads(cores: int, environ: Mapping[str, str]) -> Check:
-    """Ranks that share a host must share its cores.
+    """Check that the thread counts do not exceed the cores.
 
     Args:
-        cores: how many this process may use.
-        environ: where the thread counts are set.
+        cores: number of cores that this process may use.
+        environ: environment variables with the thread counts.
     """
     names = ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
     chosen = {name: environ[name] for name in names if environ.get(name)}
-    value = f"{cores}; " + (", ".join(f"{n}={v}" for n, v in chosen.items()) or "each rank's TensorFlow takes all")
-    share = f"export TF_NUM_INTRAOP_THREADS to cores / ranks on the host ({max(1, cores // 2)} for 2 ranks here)"
+    value = f"{cores}; " + (
+        ", ".join(f"{n}={v}" for n, v in chosen.items()) or "TensorFlow uses all of them on each rank"
+    )
+    share = f"set TF_NUM_INTRAOP_THREADS to cores / ranks on the host ({max(1, cores // 2)} for 2 ranks here)"
     if any(count.isdigit() and int(count) > cores for count in chosen.values()):
         return Check("cores", "warning", value, f"more threads than cores in one rank: {share}")
     return Check("cores", "ok", value, "" if chosen or cores == 1 else share)
 
 
 def shared_memory(total: int) -> Check:
-    """Ranks on one host exchange through /dev/shm; `total` is its size in bytes."""
+    """Check the size of /dev/shm, `total` bytes, through which ranks on one host exchange data."""
     value = f"{total / 2**20:.0f} MiB"
-    # Containers get 64 MiB unless told otherwise, and a full one ends ranks with a bus error.
+    # The default in containers is 64 MiB. If /dev/shm is full, ranks end with a bus error.
     if total < 256 * 2**20:
-        remedy = "give the container more: docker run --shm-size=2g; a few ranks with small messages do with this"
+        remedy = (
+            "give the container more: docker run --shm-size=2g; "
+            "the present size is enough for a few ranks with small messages"
+        )
         return Check("/dev/shm", "warning", value, remedy)
     return Check("/dev/shm", "ok", value)
 
 
 def _locked_memory() -> list[Check]:
-    """InfiniBand pins its buffers; elsewhere the limit does not matter."""
+    """Check the limit of locked memory, if there is InfiniBand, which pins its buffers."""
     if not Path("/sys/class/infiniband").is_dir():
         return []
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit == resource.RLIM_INFINITY:
         return [Check("locked memory", "ok", "unlimited")]
-    remedy = "InfiniBand wants it unlimited: ulimit -l unlimited, or ask the cluster's administrators"
+    remedy = "InfiniBand requires no limit: ulimit -l unlimited, or ask the cluster's administrators"
     return [Check("locked memory", "warning", f"{limit // 1024} KiB", remedy)]
 
 
 def _absent(failure: str, package: str) -> str:
-    """Say "not installed" for a package that is not there, else the key line of its failure."""
+    """Return "not installed" if the package is not installed, else the failure."""
     if f"No module named '{package}'" not in failure:
         return failure
     try:

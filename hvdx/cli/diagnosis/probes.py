@@ -1,4 +1,4 @@
-"""What `hvdx doctor` asks in child processes, so that a crash or a hang is a finding and not its end."""
+"""Probes of `hvdx doctor`: programs in child processes, so that a crash or a hang is a finding."""
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +11,7 @@ from hvdx.cli.common.processes import Outcome, child_environment, parse_reports,
 _TIMEOUT = 60.0  # seconds; a cold TensorFlow on a network file system has taken most of this
 _LAUNCH_TIMEOUT = 30.0  # seconds
 
-# Every program tells what it knows as soon as it knows it: what came before a crash is kept.
+# A program prints each fact at once, so that facts before a crash are kept.
 _TELL = """
 import json
 def tell(**facts):
@@ -81,14 +81,14 @@ _PROGRAMS = {"horovod": _HOROVOD, "frameworks": _FRAMEWORKS, "mpi4py": _MPI4PY, 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a probe told: the facts up to its end, and why it ended early ("" when it did not)."""
+    """Facts that a probe printed, and the reason of its failure ("" if it succeeded)."""
 
     facts: dict[str, Any] = field(default_factory=dict)
     failure: str = ""
 
 
 def read(outcome: Outcome) -> Finding:
-    """Collect the facts out of a probe's output."""
+    """Read the facts from a probe's output."""
     facts: dict[str, Any] = {}
     for some in parse_reports(outcome.out):
         facts.update(some)
@@ -101,7 +101,7 @@ def probe(name: str) -> Finding:
 
 
 def probe_launch(mpi: Mpi) -> tuple[list[tuple[int, int]], str]:
-    """Start two ranks and ask each for its rank and the world's size; with it why that failed, if it did."""
+    """Start two ranks; return each one's rank and world size, and the reason of a failure ("" if none)."""
     if mpi.mpirun is None:
         return [], "no mpirun"
     outcome = launch(2, [sys.executable, "-c", _TELL + _RANK], _LAUNCH_TIMEOUT, mpi)
@@ -110,7 +110,7 @@ def probe_launch(mpi: Mpi) -> tuple[list[tuple[int, int]], str]:
 
 
 def probe_all(mpi: Mpi) -> tuple[dict[str, Finding], tuple[list[tuple[int, int]], str]]:
-    """Run all probes, two at a time: each is one process busy importing, and small machines have two cores."""
+    """Run all probes, two at a time, since each keeps one core busy and small machines have two."""
     with ThreadPoolExecutor(max_workers=2) as pool:
         running = {name: pool.submit(probe, name) for name in _PROGRAMS}
         launched = pool.submit(probe_launch, mpi)

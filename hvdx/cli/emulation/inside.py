@@ -1,7 +1,7 @@
-"""The process that is the lab: the first one in its namespaces, so that the kernel ends all others when it ends.
+"""First process in the lab's namespaces. When it ends, the kernel kills all other processes there.
 
-Started by `hvdx lab` as `python -m hvdx.cli.emulation.inside PLAN`. It hears on one pipe (the end of it means that
-`hvdx lab` is dead, whatever killed it; a byte means "wind up") and answers on another.
+`hvdx lab` starts it as `python -m hvdx.cli.emulation.inside PLAN`. It reads a control pipe (a byte means "end the job";
+end-of-file means that `hvdx lab` is dead) and writes its answer to another pipe.
 """
 
 import json
@@ -16,25 +16,24 @@ from dataclasses import asdict, dataclass
 from hvdx.cli.emulation import network
 from hvdx.errors import HvdxError
 
-#: Seconds that mpirun has to end its ranks when it is told to.
+#: Seconds that mpirun has to end its ranks after SIGTERM.
 GRACE = 5.0
 
-# Open MPI 5 waits for ever when programs on 8 hosts or more end before all of them have started: `hostname` does.
+# Open MPI 5 hangs if programs on 8 or more hosts end before all have started, as `hostname` does.
 _PAUSE = ["sh", "-c", 'sleep 0.3; exec "$@"', "sh"]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What `hvdx lab` asks for.
+    """Settings of a lab, which `hvdx lab` passes to its first process.
 
     Attributes:
-        hosts: how many.
-        rate, delay: of each link, as in `network.Shape`.
-        mpirun: the launcher and its options, up to the list of hosts.
-        program: the command of one rank.
-        hears, answers: file descriptors of the two pipes.
-
-    In `mpirun`, the word AGENT stands for the path of the script, HOSTS for the list of hosts with their slots.
+        hosts: number of hosts.
+        rate, delay: rate and delay of each link, as in `network.Shape`.
+        mpirun: launcher and options. The word AGENT stands for the path of the script that replaces ssh, HOSTS for the
+            list of hosts with their slots.
+        program: command of one rank.
+        control, answers: file descriptors of the two pipes.
     """
 
     hosts: int
@@ -42,23 +41,23 @@ class Plan:
     delay: float
     mpirun: list[str]
     program: list[str]
-    hears: int
+    control: int
     answers: int
 
     def dump(self) -> str:
-        """As one word of a command line."""
+        """Return the plan as one word of a command line."""
         return json.dumps(asdict(self))
 
 
 def main(text: str) -> int:
-    """Build the hosts, run the program on them, answer with what the links carried."""
+    """Build the hosts, run the program on them, and answer with the bytes that each link carried."""
     plan = Plan(**json.loads(text))
-    # mpirun gets a terminal's Ctrl-C as well; this process stays until mpirun is through with it.
-    # (A handler, not SIG_IGN: the ranks would inherit that.)
+    # mpirun gets a terminal's Ctrl-C too; this process waits for it to end its ranks.
+    # A handler and not SIG_IGN, which the ranks would inherit.
     signal.signal(signal.SIGINT, lambda *_: None)
     signal.signal(signal.SIGTERM, lambda *_: None)
     running: list[subprocess.Popen] = []
-    threading.Thread(target=_listen, args=(plan.hears, running), daemon=True).start()
+    threading.Thread(target=_listen, args=(plan.control, running), daemon=True).start()
     began = time.monotonic()
     try:
         hosts = network.build(plan.hosts, network.Shape(plan.rate, plan.delay))
@@ -90,7 +89,7 @@ def _answer(plan: Plan, facts: dict) -> None:
 
 
 def _listen(pipe: int, running: list[subprocess.Popen]) -> None:
-    """Wind up when told to; end at once, and everything with it, when `hvdx lab` is gone."""
+    """Terminate mpirun on a byte, and kill everything after GRACE seconds; kill everything at once on end-of-file."""
     while os.read(pipe, 1):
         for process in running:
             process.terminate()

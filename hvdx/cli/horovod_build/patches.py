@@ -1,4 +1,4 @@
-"""What changes in Horovod's source before it is built. Each patch: a file, a text in it, another text."""
+"""Patches of Horovod's source. Each one replaces a text in a file."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,13 +6,13 @@ from pathlib import Path
 
 from hvdx.errors import HvdxError
 
-#: Part of a cached wheel's name. Raise it with every change below.
+#: Part of a cached wheel's key. Raise it with every change below.
 REVISION = 1
 
 
 @dataclass(frozen=True)
 class Patch:
-    """Replace `old`, which stands exactly once in `file`, by `new`; `why` is for the person who reads it."""
+    """Replacement of `old`, which must occur exactly once in `file`, by `new`; `why` explains it to the reader."""
 
     file: str
     old: str
@@ -25,8 +25,8 @@ PATCHES = (
         "horovod/tensorflow/xla_mpi_ops.cc",
         "#if TENSORFLOW_VERSION >= 2006000000\n\n#include",
         "#if TENSORFLOW_VERSION >= 2006000000 && TENSORFLOW_VERSION < 2017000000 && HAVE_GPU\n\n#include",
-        "The XLA operations exist in GPU builds only, yet a CPU build includes their headers, which later "
-        "TensorFlow moved. hvdx keeps its exchanges out of XLA, so newer GPU builds do without the file as well.",
+        "The XLA operations exist only in GPU builds, but a CPU build includes their headers, which later releases of "
+        "TensorFlow moved. hvdx does not exchange inside XLA, so newer GPU builds can omit the file too.",
     ),
     Patch(
         "horovod/tensorflow/mpi_ops.cc",
@@ -57,28 +57,24 @@ inline GpuStreamHandle AsGpuStreamValue(Stream* stream) {
 } // namespace gpu
 } // namespace stream_executor
 """,
-        "GPU builds: the header moved, and TensorFlow's libraries no longer export AsGpuStreamValue; the stream "
-        "itself hands out the same handle from 2.16 on.",
+        "GPU builds: the header moved, and TensorFlow's libraries no longer export AsGpuStreamValue. From 2.16 on, "
+        "the stream itself returns the same handle.",
     ),
     Patch(
         "CMakeLists.txt",
         "\nproject(horovod CXX)\n",
         '\nproject(horovod CXX)\nset(CMAKE_BUILD_RPATH "$ORIGIN/../../../..;$ORIGIN/../../../../../lib")\n',
-        "An MPI installed by pip lies in the environment's lib folder. A path relative to the library finds it "
-        "there after the wheel has moved to another environment.",
+        "An MPI installed by pip is in the environment's lib folder. A path relative to the library also finds it "
+        "after the wheel is installed into another environment.",
     ),
 )
 
 
 def apply(source: Path, patches: Sequence[Patch] = PATCHES) -> None:
-    """Apply patches to an unpacked source folder.
-
-    Args:
-        source: the folder that holds setup.py.
-        patches: what to change, in order.
+    """Apply patches, in order, to the unpacked source folder, which holds setup.py.
 
     Raises:
-        HvdxError: a file is missing, or does not hold the text to replace exactly once.
+        HvdxError: if a file is missing, or does not contain the text exactly once.
     """
     for patch in patches:
         path = source / patch.file
@@ -89,8 +85,8 @@ def apply(source: Path, patches: Sequence[Patch] = PATCHES) -> None:
         count = text.count(patch.old)
         if count != 1:
             first = patch.old.strip().splitlines()[0]
-            raise HvdxError(f"{patch.file}: expected the text at {first!r} once, got it {count} times. {_ADVICE}")
+            raise HvdxError(f"{patch.file}: expected the text at {first!r} once, found it {count} times. {_ADVICE}")
         path.write_text(text.replace(patch.old, patch.new), encoding="utf-8")
 
 
-_ADVICE = "Do: build the pinned release of Horovod; for another one the patches have to be looked at again."
+_ADVICE = "Do: build the pinned release of Horovod; another release needs other patches."

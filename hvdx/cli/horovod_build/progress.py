@@ -1,4 +1,4 @@
-"""Shows how far a build is: one line that updates itself on a terminal, a line now and then elsewhere."""
+"""Progress of a build: one line that updates on a terminal, a line every 15 s elsewhere."""
 
 import re
 import sys
@@ -13,11 +13,11 @@ _PLAIN_INTERVAL = 15.0  # seconds
 
 
 class Progress:
-    """Follows a build's output and reports on it until the `with` block ends.
+    """Progress line of a build, updated from the build's output until the `with` block ends.
 
     Args:
-        what: what is being built, for the line.
-        stream: where to report; standard output by default.
+        what: first words of the line.
+        stream: stream for the line; standard output by default.
 
     Example:
         >>> with Progress("Horovod", sys.stderr) as progress:
@@ -37,14 +37,14 @@ class Progress:
         self._ticker = threading.Thread(target=self._tick, daemon=True)
 
     def feed(self, line: str) -> None:
-        """Take one line of the build's output."""
+        """Read the progress from one line of the build's output."""
         match = _PERCENT.match(line)
         if match:
             self.percent = max(self.percent, int(match.group(1)))
             self.step = match.group(2).split("/")[-1].removesuffix(".o") or self.step
 
     def line(self) -> str:
-        """The report as it would be shown now."""
+        """Return the current progress line."""
         elapsed = int(time.monotonic() - self._start)
         return f"hvdx: {self.what}  {self.percent:3d} %  {elapsed // 60}:{elapsed % 60:02d}  {self.step}"
 

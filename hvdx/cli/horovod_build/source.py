@@ -12,7 +12,7 @@ from pathlib import Path
 from hvdx.cli.common.processes import run
 from hvdx.errors import HvdxError
 
-#: The only release that hvdx builds, and the digest of its source archive.
+#: The Horovod release that hvdx builds, and the digest of its source archive.
 VERSION = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 
@@ -21,14 +21,14 @@ _TIMEOUT = 600.0  # seconds
 
 
 def fetch(folder: Path, env: Mapping[str, str]) -> Path:
-    """Bring the source archive into `folder`, unless a good copy lies there.
+    """Download the source archive into `folder`, unless a good copy is there, and return its path.
 
     Args:
-        folder: where source archives are kept.
-        env: variables under which pip finds setuptools.
+        folder: folder of source archives.
+        env: environment variables with which pip finds setuptools.
 
     Raises:
-        HvdxError: pip could not download it, or its digest is not the pinned one.
+        HvdxError: if pip cannot download the archive, or its digest is not the pinned one.
     """
     archive = folder / _ARCHIVE
     if archive.exists() and digest(archive) == SHA256:
@@ -36,7 +36,7 @@ def fetch(folder: Path, env: Mapping[str, str]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     print(f"hvdx: downloading the source of Horovod {VERSION}", flush=True)
     with tempfile.TemporaryDirectory(prefix=".new-", dir=folder) as temporary:
-        # pip runs the archive's setup.py to learn its name, which takes the build's setuptools.
+        # pip runs the archive's setup.py to read its name, which needs setuptools.
         options = ["--quiet", "--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--dest", temporary]
         command = [sys.executable, "-m", "pip", "download", *options, f"horovod=={VERSION}"]
         outcome = run(command, _TIMEOUT, env)
@@ -44,7 +44,7 @@ def fetch(folder: Path, env: Mapping[str, str]) -> Path:
         if outcome.code != 0 or not downloaded.exists():
             raise HvdxError(
                 f"build-horovod: expected pip to download horovod {VERSION}, got: {outcome.reason()}. "
-                f"Do: put {_ARCHIVE} into {folder} by hand, or run this where there is a network."
+                f"Do: put {_ARCHIVE} into {folder} by hand, or run this on a machine with network access."
             )
         check(downloaded)
         os.replace(downloaded, archive)
@@ -55,13 +55,13 @@ def check(archive: Path) -> None:
     """Compare an archive's digest with the pinned one.
 
     Raises:
-        HvdxError: they differ.
+        HvdxError: if they differ.
     """
     found = digest(archive)
     if found != SHA256:
         raise HvdxError(
             f"{archive.name}: expected sha256 {SHA256}, got {found}. "
-            "Do: find out which package index or proxy serves the altered file; nothing was unpacked."
+            "Do: find the package index or proxy that serves the altered file; nothing was unpacked."
         )
 
 
@@ -69,7 +69,7 @@ def unpack(archive: Path, folder: Path) -> Path:
     """Unpack the source archive into `folder` and return the folder that holds its setup.py.
 
     Raises:
-        HvdxError: a member would land outside `folder`, or there is no setup.py.
+        HvdxError: if a member would be written outside `folder`, or there is no setup.py.
     """
     with tarfile.open(archive) as tar:
         try:
@@ -86,11 +86,11 @@ def unpack(archive: Path, folder: Path) -> Path:
 
 
 def _extract(tar: tarfile.TarFile, folder: Path) -> None:
-    """Extract all; TarError for absolute names, "..", links that lead out, and devices."""
+    """Extract all members; raise TarError for absolute names, "..", links that lead out, and devices."""
     if hasattr(tarfile, "data_filter"):
         tar.extractall(folder, filter="data")
         return
-    # Python before 3.11.4, such as Debian 12's own, has no filters.
+    # Python before 3.11.4, such as that of Debian 12, has no filters.
     for member in tar:
         target = os.path.join(os.path.dirname(member.name), member.linkname) if member.issym() else member.linkname
         paths = [member.name, *([target] if member.issym() or member.islnk() else [])]
@@ -101,6 +101,6 @@ def _extract(tar: tarfile.TarFile, folder: Path) -> None:
 
 
 def digest(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
+    """Return the SHA-256 of a file in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

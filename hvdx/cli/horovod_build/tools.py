@@ -1,4 +1,4 @@
-"""The Python packages that Horovod's build uses: those of the environment, or a private copy of them."""
+"""Python packages that Horovod's build uses: those of the environment, or a separate copy."""
 
 import hashlib
 import importlib.metadata
@@ -17,10 +17,10 @@ _TIMEOUT = 900.0  # seconds; cmake is a large download
 
 
 def build_requirements() -> list[str]:
-    """The `build` extra of hvdx, as pip takes it.
+    """Return the requirements of hvdx's `build` extra, in pip's format.
 
     Raises:
-        HvdxError: hvdx runs from a folder that was not installed, so it has no metadata.
+        HvdxError: if hvdx is not installed, so that it has no metadata.
 
     Example:
         >>> "wheel" in build_requirements()
@@ -37,7 +37,7 @@ def build_requirements() -> list[str]:
 
 
 def unmet(requirements: Sequence[str]) -> list[str]:
-    """Those requirements that this environment does not meet."""
+    """Return the requirements that this environment does not meet."""
     try:
         from packaging.requirements import Requirement
     except ImportError:
@@ -56,16 +56,16 @@ def unmet(requirements: Sequence[str]) -> list[str]:
 
 
 def build_environment(root: Path) -> dict[str, str]:
-    """The variables under which a child process finds all build requirements.
+    """Return environment variables with which a child process finds all build requirements.
 
-    Where the environment lacks some, all are installed into a folder of their own below `root`. The
-    environment stays as it is: a newer setuptools that something else needs is not replaced.
+    If the environment lacks some, all are installed into a separate folder below `root`. The environment itself is not
+    changed, so that a newer setuptools that another package needs is not replaced.
 
     Args:
-        root: the cache folder for Horovod.
+        root: cache folder of Horovod.
 
     Raises:
-        HvdxError: pip could not install them.
+        HvdxError: if pip cannot install them.
     """
     requirements = build_requirements()
     missing = unmet(requirements)
@@ -74,7 +74,7 @@ def build_environment(root: Path) -> dict[str, str]:
     digest = hashlib.sha256("\n".join(requirements).encode()).hexdigest()[:8]
     folder = root / "tools" / f"{sys.implementation.cache_tag}-{digest}"
     if not folder.exists():
-        print(f"hvdx: fetching the build's own packages ({', '.join(missing)}) into {folder}", flush=True)
+        print(f"hvdx: installing build packages ({', '.join(missing)} missing) into {folder}", flush=True)
         _install(requirements, folder)
     plain = child_environment()
     old_path = plain.get("PYTHONPATH")
@@ -86,7 +86,7 @@ def build_environment(root: Path) -> dict[str, str]:
 
 
 def _install(requirements: Sequence[str], folder: Path) -> None:
-    """Fill `folder` under another name first, so that an interrupted download leaves nothing half done."""
+    """Install into a temporary folder and rename it to `folder`, so that `folder` is never incomplete."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
     try:
@@ -95,7 +95,7 @@ def _install(requirements: Sequence[str], folder: Path) -> None:
         if outcome.code != 0:
             raise HvdxError(
                 f"build-horovod: expected pip to install {', '.join(requirements)}, got: {outcome.reason()}. "
-                "Do: pip install 'hvdx[build]' where there is a network, then try again."
+                "Do: pip install 'hvdx[build]' with network access, then try again."
             )
         if not folder.exists():
             os.rename(temporary, folder)

@@ -1,4 +1,4 @@
-"""Runs Horovod's build: patched source in, wheel out, everything it says in a log."""
+"""Build of a Horovod wheel from the patched source, with all output in a log."""
 
 import os
 import re
@@ -11,17 +11,17 @@ from hvdx.cli.horovod_build.progress import Progress
 from hvdx.errors import HvdxError
 
 _ERROR = re.compile(r"error: |CMake Error|undefined reference|ld returned|[A-Z]\w+Error: |Killed|\*\*\* ")
-# pip wraps whatever goes wrong into an "error: subprocess-exited-with-error" that says nothing.
+# pip adds its own "error: subprocess-exited-with-error", which does not name the cause.
 _NOISE = re.compile(r"subprocess-exited-with-error|-Werror|\bwarning: ")
 _TAIL = 30  # lines
 
 
 class BuildError(HvdxError):
-    """Horovod's build failed; the message holds the lines that matter and where the log is."""
+    """Raised when Horovod's build fails; the message has the relevant lines and the path of the log."""
 
 
 def switches(gpu: str | None, gloo: bool) -> dict[str, str]:
-    """The variables that choose what is built into Horovod.
+    """Return the environment variables that select the parts of Horovod to build.
 
     Example:
         >>> switches(None, gloo=False)["HOROVOD_WITHOUT_GLOO"]
@@ -36,28 +36,25 @@ def switches(gpu: str | None, gloo: bool) -> dict[str, str]:
 
 
 def default_jobs() -> int:
-    """Compilers to run at once: a core each, and no more than memory allows."""
+    """Return the number of parallel compilers: one for each core, limited by memory."""
     cores = len(os.sched_getaffinity(0))
-    # Horovod's TensorFlow operations take close to 2 GB to compile.
+    # A compiler needs almost 2 GB for Horovod's TensorFlow operations.
     gigabytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     return max(1, min(cores, int(gigabytes / 2)))
 
 
 def build(source: Path, folder: Path, env: Mapping[str, str], jobs: int, log: Path) -> Path:
-    """Build a wheel.
+    """Build a wheel, and return its path.
 
     Args:
-        source: the patched source.
-        folder: where the wheel is put.
-        env: the environment of the build, with `switches()` in it.
-        jobs: compilers to run at once.
-        log: the file for all output.
-
-    Returns:
-        The wheel.
+        source: folder of the patched source.
+        folder: folder for the wheel.
+        env: environment variables of the build, including `switches()`.
+        jobs: number of parallel compilers.
+        log: file for all output.
 
     Raises:
-        BuildError: with the lines that matter.
+        BuildError: if the build fails.
     """
     options = ["--verbose", "--no-deps", "--no-build-isolation", "--no-cache-dir", "--wheel-dir", str(folder)]
     command = [sys.executable, "-m", "pip", "wheel", *options, str(source)]
@@ -65,7 +62,7 @@ def build(source: Path, folder: Path, env: Mapping[str, str], jobs: int, log: Pa
         **env,
         "MAKEFLAGS": f"-j{jobs}",
         "CMAKE_GENERATOR": "Unix Makefiles",  # its lines carry the percentage
-        # The source lies in a new folder every time; without these ccache would never hit.
+        # Each build has a new source folder; without these settings, ccache would miss every time.
         "CCACHE_BASEDIR": env.get("CCACHE_BASEDIR", str(source)),
         "CCACHE_NOHASHDIR": env.get("CCACHE_NOHASHDIR", "1"),
     }
@@ -76,13 +73,13 @@ def build(source: Path, folder: Path, env: Mapping[str, str], jobs: int, log: Pa
         raise BuildError(
             f"building Horovod: expected a wheel, got exit code {code}:\n"
             + "\n".join(f"    {line}" for line in lines)
-            + f"\n  Do: mend what the lines above name and run it again. The whole log: {log}"
+            + f"\n  Do: repair the cause that these lines name, and run the command again. The whole log: {log}"
         )
     return wheels[0]
 
 
 def relevant_lines(log: str) -> list[str]:
-    """At most 30 lines of a log: those from the first error on, else the last ones.
+    """Return at most 30 lines of a log: those from the first error on, else the last ones.
 
     Example:
         >>> relevant_lines("[ 1%] Building\\na.cc:1: fatal error: mpi.h: No such file\\nmake: *** [all] Error 2")[0]

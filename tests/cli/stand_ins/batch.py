@@ -1,6 +1,7 @@
-"""Stands in for sbatch, scontrol, qsub and bsub: notes what it was given, answers, and runs nothing.
+"""Stand-in for sbatch, scontrol, qsub and bsub: records its arguments, prints an answer, and runs nothing.
 
-And for `scontrol show`, and what asks whether a host answers (pbs_tmrsh, blaunch): those are not noted.
+It also stands in for `scontrol show`, and for pbs_tmrsh and blaunch, which check that a host answers; it does not
+record these.
 """
 
 import json
@@ -16,7 +17,7 @@ def main(name, words):
         print(words[2].replace(",", "\n"))
         return 0
     if words[:2] == ["show", "job"]:
-        # As Slurm does for the last task of an array, whose number stands for all of them.
+        # For the last task of an array, Slurm prints all tasks, because they share this job id.
         for number in (18, 17):
             print(f"JobId={number}\n   Command={os.environ.get('STAND_IN_SCRIPT', '(null)')}\n   WorkDir=/\n")
         return 0

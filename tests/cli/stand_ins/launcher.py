@@ -1,4 +1,4 @@
-"""Stands in for srun, mpirun, jsrun and horovodrun: starts the ranks on this machine, passes USR1 on to them."""
+"""Stand-in for srun, mpirun, jsrun and horovodrun: starts the ranks on this machine, and passes USR1 on to them."""
 
 import json
 import os
@@ -19,28 +19,28 @@ def main(name, words):
         option, equals, value = rest.pop(0).partition("=")
         value = value if equals else rest.pop(0) if option in VALUED else ""
         options[option] = [*options.get(option, []), value]
-    if "--nodelist" in options:  # does this host answer?
+    if "--nodelist" in options:  # the script checks that this host answers
         return int(options["--nodelist"][0] in os.environ.get("STAND_IN_LOST", "").split())
     ranks = int(options.get("-n", options.get("-np", options.get("--nrs", [os.environ.get("SLURM_NTASKS", "0")])))[0])
     hosts = [Path(f).read_text() for o in ("--hostfile", "-f") for f in options.get(o, [])]
     record = {"name": name, "words": words, "options": options, "ranks": ranks, "hosts": hosts, "program": rest}
-    children, came = [], []
+    children, received = [], []
 
     def pass_on(number, frame):
-        came.append(number)
+        received.append(number)
         for child in children:
             child.send_signal(number)
 
-    # TERM ends it, as it would end the real one. The real horovodrun passes no signal on.
+    # Like the real launchers, it ends on TERM. The real horovodrun passes no signal on.
     if name != "horovodrun":
         signal.signal(signal.SIGUSR1, pass_on)
     for rank in range(ranks):
         environment = os.environ | {"STAND_IN_RANK": str(rank)}
         children.append(subprocess.Popen(rest, env=environment))
     codes = [child.wait() for child in children]
-    # Python gives signals back before it ends; what is ignored stays ignored.
+    # Python restores default handlers before it exits, but an ignored signal stays ignored.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    record |= {"codes": codes, "signals": len(came)}
+    record |= {"codes": codes, "signals": len(received)}
     with open(os.environ["STAND_IN_RECORD"], "a") as file:
         file.write(json.dumps(record) + "\n")
     return max(128 - code if code < 0 else code for code in codes)

@@ -1,9 +1,9 @@
-"""Stands in for a training: says what reached it, and ends as it is told.
+"""Stand-in for a training: records its arguments and environment, and ends as its arguments say.
 
-training.py FOLDER end CODE       ends at once
-training.py FOLDER after SECONDS CODE   deaf to USR1, ends after some time
-training.py FOLDER die SIGNAL     kills itself
-training.py FOLDER save           saves at USR1, and ends with 75; at its next start it goes on, and ends with 0
+training.py FOLDER end CODE             ends at once
+training.py FOLDER after SECONDS CODE   ignores USR1, ends after some seconds
+training.py FOLDER die SIGNAL           kills itself
+training.py FOLDER save                 saves on USR1, and ends with 75; at its next start it resumes, and ends with 0
 """
 
 import json
@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-LIMIT = 20  # seconds; then no signal came, which is code 9
+LIMIT = 20  # seconds; without a signal until then, the code is 9
 
 
 def main(folder, what, *more):
@@ -21,7 +21,7 @@ def main(folder, what, *more):
     names = ("HVDX_STRATEGY", "HVDX_CPUS_PER_TASK", "OMP_NUM_THREADS", "PREPARED")
     record = {"name": "training", "rank": int(rank), "words": [what, *more], "cwd": os.getcwd()}
     record["environment"] = {name: os.environ[name] for name in names if name in os.environ}
-    record["went_on"] = (folder / f"saved.{rank}").exists()
+    record["resumed"] = (folder / f"saved.{rank}").exists()
     with open(os.environ["STAND_IN_RECORD"], "a") as file:
         file.write(json.dumps(record) + "\n")
     if what == "end":
@@ -33,15 +33,15 @@ def main(folder, what, *more):
         (folder / f"listening.{rank}").touch()
         time.sleep(float(more[0]))
         return int(more[1])
-    if record["went_on"]:
+    if record["resumed"]:
         return 0
-    heard = []
-    signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+    received = []
+    signal.signal(signal.SIGUSR1, lambda number, frame: received.append(number))
     (folder / f"listening.{rank}").touch()
     end = time.monotonic() + LIMIT
-    while not heard and time.monotonic() < end:
+    while not received and time.monotonic() < end:
         time.sleep(0.02)
-    if not heard:
+    if not received:
         return 9
     (folder / f"saved.{rank}").touch()
     return 75
