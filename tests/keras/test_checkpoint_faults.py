@@ -64,9 +64,9 @@ each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def plain_and_quick(monkeypatch):
     """Arrays in place of variables and of a model; no waiting for a disk or a network."""
     monkeypatch.setattr(writer, "value_of", np.asarray)
-    monkeypatch.setattr(writer, "_LOOK_SECONDS", 0.001)
-    monkeypatch.setattr(writer, "_PATIENCE_SECONDS", 0.05)
-    monkeypatch.setattr(restoring, "_Reading", Reading)
+    monkeypatch.setattr(writer, "_POLL_SECONDS", 0.001)
+    monkeypatch.setattr(writer, "_GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(restoring, "_LoadedCheckpoint", Reading)
     monkeypatch.setattr("os.fsync", lambda handle: None)
 
 
@@ -282,7 +282,7 @@ def test_disk_that_fails_at_any_operation_is_an_error_and_spoils_nothing(begun, 
             assert {type(error) for error in done.errors} == {ReplicaError}, done
             (text,) = {str(error) for error in done.errors}
             assert re.search(rf"saving {case.new}: .*rank [01]: OSError: .*(No space left|Input/output)", text), text
-            assert text.endswith(". The checkpoints before it are as they were.")
+            assert text.endswith(". Earlier checkpoints are unchanged.")
             assert bytes_of(folder) == before, done
         else:
             # What could not be removed is no reason to stop.

@@ -49,14 +49,14 @@ def hold(tmp_path, monkeypatch):
 
 def free(folder):
     """Take a folder, and give it back, which leaves nothing there."""
-    Owner(folder, patience=0).release()
+    Owner(folder, wait=0).release()
     return not (folder / owner.NAME).exists()
 
 
 def test_second_job_is_refused_and_told_of_the_first(tmp_path, hold):
     hold()
     with pytest.raises(ConfigError) as refused:
-        Owner(tmp_path, patience=0.2)
+        Owner(tmp_path, wait=0.2)
     said = "Slurm job 17 (ada, process 4711 on node3, since 2026-11-22) is using"
     assert said in str(refused.value)
     assert f"remove {tmp_path / owner.NAME}" in str(refused.value)
@@ -73,7 +73,7 @@ def test_what_a_job_that_was_killed_held_is_free(tmp_path, hold):
 
 def test_job_that_is_about_to_end_is_waited_for(tmp_path, hold):
     hold(seconds=0.5)
-    Owner(tmp_path, patience=30).release()
+    Owner(tmp_path, wait=30).release()
 
 
 @pytest.mark.parametrize(
@@ -90,12 +90,12 @@ def test_requeued_job_takes_what_its_dead_host_holds(tmp_path, hold, monkeypatch
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     if free_:
-        taken = Owner(tmp_path, patience=5)
+        taken = Owner(tmp_path, wait=5)
         assert json.loads((tmp_path / owner.NAME).read_text())["pid"] == os.getpid()
         taken.release()
     else:
         with pytest.raises(ConfigError):
-            Owner(tmp_path, patience=0.2)
+            Owner(tmp_path, wait=0.2)
 
 
 def test_file_system_without_locks_is_told(tmp_path, monkeypatch):
@@ -103,20 +103,20 @@ def test_file_system_without_locks_is_told(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "lockf", lock)
-    assert not Owner(tmp_path, patience=0).locked
+    assert not Owner(tmp_path, wait=0).locked
 
 
 def test_next_training_of_this_process_takes_what_one_that_failed_held(tmp_path):
-    Owner(tmp_path, patience=0)
+    Owner(tmp_path, wait=0)
     assert owner.holds(tmp_path)
-    Owner(tmp_path, patience=0)
+    Owner(tmp_path, wait=0)
     assert free(tmp_path)
     assert not owner.holds(tmp_path)
 
 
 def test_refusal_reaches_all_ranks_and_what_the_first_job_is_writing_stays(tmp_path, hold, monkeypatch):
     hold()
-    monkeypatch.setattr(owner, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(owner, "WAIT_SECONDS", 0.2)
     (tmp_path / ".hvdx-saving-0a1b").mkdir()
 
     def both(comm):

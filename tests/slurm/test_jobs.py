@@ -68,7 +68,7 @@ def test_time_limit_is_announced_and_the_requeued_job_ends_with_the_very_weights
     assert int(cluster.show(number)["Restarts"]) >= 1, said
     assert "SIGUSR1 on rank" in said
     assert "goes back into the queue" in said
-    assert "going on after" in said
+    assert "resuming after" in said
     assert steps(tmp_path) == EPOCHS * STEPS_AN_EPOCH, "a step was taken twice, or never"
     assert weights(tmp_path) == straight
 
@@ -90,7 +90,7 @@ def test_node_that_is_lost_in_mid_run_costs_the_steps_since_the_last_checkpoint(
     said = output(tmp_path)
     assert "lost hvdx2 (exit code" in said
     assert cluster.show(number)["Restarts"] == "1"
-    assert "going on after" in said
+    assert "resuming after" in said
     assert EPOCHS * STEPS_AN_EPOCH < steps(tmp_path) < EPOCHS * STEPS_AN_EPOCH + 50
     assert weights(tmp_path) == straight
 
@@ -120,5 +120,5 @@ def test_task_of_an_array_that_saved_is_requeued_and_no_other(cluster, tmp_path,
         assert weights(tmp_path / f"task-{task}") == straight
         assert steps(tmp_path / f"task-{task}") == EPOCHS * STEPS_AN_EPOCH
     said = {task: (tmp_path / f"out-{task}.txt").read_text() for task in (0, 1)}
-    assert "going on after" in said[1]
-    assert "going on after" not in said[0]
+    assert "resuming after" in said[1]
+    assert "resuming after" not in said[0]
