@@ -109,10 +109,10 @@ class InTurn(Writer):
         self._waits = waits
         self.written, self.ended = threading.Event(), threading.Event()
 
-    def _write(self, position, what):
+    def _write(self, position, content):
         if self.after is not None:
             self.after.written.wait()
-        super()._write(position, what)
+        super()._write(position, content)
         self.written.set()
         self.ended.set()
 

@@ -59,7 +59,7 @@ def test_every_cut_and_every_changed_byte_is_detected(tmp_path):
         changed = bytearray(content)
         changed[i] ^= 64
         path.write_bytes(changed)
-        with pytest.raises(CheckpointError, match="is not what was written"):
+        with pytest.raises(CheckpointError, match="does not match its checksum"):
             read()
     for i in range(header):
         # In the header, a change may affect only a name, or nothing, such as a space.

@@ -58,7 +58,7 @@ class Checkpoint(keras.callbacks.Callback):
         every: number of epochs between checkpoints, or an interval such as "500 steps" or "10 minutes".
         keep: number of newest checkpoints to keep.
         resume: whether `fit` begins from the newest checkpoint, if there is one.
-        on_signal: whether to handle SIGUSR1 and SIGTERM, from now to the end of training.
+        on_signal: whether to handle SIGUSR1 and SIGTERM, from the creation of this callback to the end of training.
 
     Raises:
         ConfigError: if a number is not positive or a unit is unknown; or, when training begins, if another job saves to
@@ -184,23 +184,23 @@ class Checkpoint(keras.callbacks.Callback):
         Returns:
             The position, and the number of batches to skip.
         """
-        position, was = restored.position, restored.data
-        share = data.samples_per_step(was.share) if was.samples else None
-        known = self._comm.all_gather_object((self._steps_an_epoch, share), "the steps of an epoch")
-        steps, samples = min((steps for steps, _ in known if steps), default=None), known[0][1]
-        pace = Fraction(restored.ranks, self._comm.size)
-        if was.samples and samples:
-            pace = Fraction(was.samples, samples)
-        # Except for a step that is not full, both ratios agree, unless the data have changed.
-        if self._one_pass and was.steps and steps and abs(pace * was.steps - steps) > max(pace, 1):
-            pace = Fraction(steps, was.steps)
+        position, saved = restored.position, restored.data
+        share = data.samples_per_step(saved.share) if saved.samples else None
+        everyone = self._comm.all_gather_object((self._steps_an_epoch, share), "the steps of an epoch")
+        steps, samples = min((steps for steps, _ in everyone if steps), default=None), everyone[0][1]
+        ratio = Fraction(restored.ranks, self._comm.size)
+        if saved.samples and samples:
+            ratio = Fraction(saved.samples, samples)
+        # If the data are the same, the numbers of steps have this ratio too, up to an incomplete step.
+        if self._one_pass and saved.steps and steps and abs(ratio * saved.steps - steps) > max(ratio, 1):
+            ratio = Fraction(steps, saved.steps)
         if self._asynchronous:
-            return position, was.skip
-        step, skip = int(position.step * pace), int(was.skip * pace)
-        early = step % self.model.steps_per_execution
-        if position.step and steps and step - early >= steps:
+            return position, saved.skip
+        step, skip = int(position.step * ratio), int(saved.skip * ratio)
+        remainder = step % self.model.steps_per_execution
+        if position.step and steps and step - remainder >= steps:
             return Position(position.epoch + 1), 0 if self._one_pass else skip
-        return Position(position.epoch, step - early), max(skip - early, 0)
+        return Position(position.epoch, step - remainder), max(skip - remainder, 0)
 
     def _restore_metrics(self, values: list[Any], batch: Any) -> None:
         """Restore the metrics of an epoch that had begun."""

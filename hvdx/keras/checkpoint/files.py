@@ -149,7 +149,7 @@ class Arrays(Mapping[str, np.ndarray]):
             begin, end = entry["data_offsets"]
             content = np.fromfile(self._path, np.uint8, end - begin, offset=self._begin + begin)
             if xxhash.xxh3_64_hexdigest(content.data) != self._sums[name]:
-                raise ValueError(f"{name} is not what was written")
+                raise ValueError(f"{name} does not match its checksum")
             return content.view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
 
     def __contains__(self, name: object) -> bool:

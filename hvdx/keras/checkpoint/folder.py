@@ -137,8 +137,10 @@ class Folder:
 
     def fail(self, place: str, problem: Exception | None, failed: Mapping[int, Failure], remedy: str) -> NoReturn:
         """Raise the error of `on_all_ranks` from the problem and failures that `attempt` returned."""
-        alike = len(failed) == self.comm.size and len({_KERAS_NUMBER.sub("", f.text) for f in failed.values()}) == 1
-        if isinstance(problem, HvdxError) and alike:
+        same_error = (
+            len(failed) == self.comm.size and len({_KERAS_NUMBER.sub("", f.text) for f in failed.values()}) == 1
+        )
+        if isinstance(problem, HvdxError) and same_error:
             problem.collective = True
             raise problem
         listed = "; ".join(f"rank {rank}: {failure.text}" for rank, failure in failed.items())

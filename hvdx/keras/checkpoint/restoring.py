@@ -169,10 +169,10 @@ class _LoadedCheckpoint:
         manifest = self._manifest
         data.set_orders(manifest["drawn"])
         position = Position(int(manifest["epoch"]), int(manifest["step"]))
-        was = Data(
+        saved_data = Data(
             random=self._pass, **{name: manifest[name] for name in ("drawn", "skip", "steps", "share", "samples")}
         )
-        return Restored(position, was, self._saved_size, self._metrics, self._random)
+        return Restored(position, saved_data, self._saved_size, self._metrics, self._random)
 
     def _assignments(self) -> Assignments:
         """Pair every variable with its saved value."""
@@ -194,15 +194,15 @@ class _LoadedCheckpoint:
             found += self._rank_local_values(name, {i: v for i, v in enumerate(variables) if i in own})
         return [(variable, self._checked(variable, value)) for variable, value in found]
 
-    def _compare(self, what: str, saved: Sequence[str], variables: Sequence[Any]) -> None:
+    def _compare(self, group: str, saved: Sequence[str], variables: Sequence[Any]) -> None:
         """Compare shapes and dtypes with the manifest; names are not compared, since they differ between processes."""
         present = [described(v) for v in variables]
         for i, (a, b) in enumerate(zip(saved, present, strict=False)):
             if a.split(" ")[0] != b.split(" ")[0]:
-                raise ConfigError(f"{self._saved.path}: {what}: expected {a}, got {b} (number {i}). {_OTHER_MODEL}")
+                raise ConfigError(f"{self._saved.path}: {group}: expected {a}, got {b} (number {i}). {_OTHER_MODEL}")
         if len(saved) != len(present):
             raise ConfigError(
-                f"{self._saved.path}: {what}: expected {len(saved)} variables, got {len(present)}. {_OTHER_MODEL}"
+                f"{self._saved.path}: {group}: expected {len(saved)} variables, got {len(present)}. {_OTHER_MODEL}"
             )
 
     def _build_optimizers(self) -> None:

@@ -58,14 +58,14 @@ class Writer:
         """Error of this rank in one line; "" if there was none so far."""
         return "" if self._problem is None else one_line(self._problem)
 
-    def start(self, position: Position, what: Snapshot) -> None:
+    def start(self, position: Position, content: Snapshot) -> None:
         """Finish the previous checkpoint, and begin to write another. Collective.
 
         Training may continue when this method returns.
 
         Args:
             position: position of the training.
-            what: contents of the checkpoint.
+            content: contents of the checkpoint.
 
         Raises:
             ReplicaError: on all ranks, if one could not write the previous checkpoint.
@@ -78,13 +78,15 @@ class Writer:
         self._all_written.clear()
         self._saving = True
         try:
-            self._copy(what.shared)
+            self._copy(content.shared)
         except Exception as error:  # on rank 0 alone; `finish` raises it on all ranks
             self._problem = error
             self._report_failure(error)
             self._own_written.set()
             return
-        self._thread = threading.Thread(target=self._write, args=(position, what), name="hvdx-checkpoint", daemon=True)
+        self._thread = threading.Thread(
+            target=self._write, args=(position, content), name="hvdx-checkpoint", daemon=True
+        )
         _writing.add(self._thread)
         self._thread.start()
 
@@ -130,9 +132,9 @@ class Writer:
 
     # -- in the thread ------------------------------------------------------------------------------------------------
 
-    def _write(self, position: Position, what: Snapshot) -> None:
+    def _write(self, position: Position, content: Snapshot) -> None:
         try:
-            self._write_own(position, what)
+            self._write_own(position, content)
             self._own_written.set()
             if self._folder.comm.rank == 0:
                 self._await_others()
@@ -143,10 +145,10 @@ class Writer:
         finally:
             self._own_written.set()
 
-    def _write_own(self, position: Position, what: Snapshot) -> None:
+    def _write_own(self, position: Position, content: Snapshot) -> None:
         rank, partial = self._folder.comm.rank, self._partial
         partial.mkdir(parents=True, exist_ok=True)
-        contents = {partial / of_rank(rank): lambda file: files.write_arrays(file, what.mine)}
+        writes = {partial / of_rank(rank): lambda file: files.write_arrays(file, content.mine)}
         if rank == 0:
             manifest = {
                 "format": FORMAT,
@@ -154,12 +156,12 @@ class Writer:
                 "epoch": position.epoch,
                 "step": position.step,
             }
-            text = json.dumps(manifest | what.manifest, indent=1)
-            contents |= {
+            text = json.dumps(manifest | content.manifest, indent=1)
+            writes |= {
                 partial / SHARED: lambda file: files.write_arrays(file, self._copies),
                 partial / "manifest.json": lambda file: file.write(text.encode()),
             }
-        files.write(contents)
+        files.write(writes)
 
     def _await_others(self) -> None:
         """Wait until the files of all ranks exist.
