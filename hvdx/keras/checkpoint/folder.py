@@ -6,7 +6,7 @@
     ckpt/epoch-0003-step-00000120/...     checkpoint after 120 steps of the fourth epoch
     ckpt/damaged-epoch-0002/...           checkpoint that was found damaged and renamed
     ckpt/.hvdx-owner                      job that saves here now, see `owner`
-    ckpt/.hvdx-...                        temporary; the next job removes what a killed job leaves
+    ckpt/.hvdx-...                        temporary; the next job removes or restores what a killed job left
 
 A checkpoint is written under a temporary name and renamed to epoch-... when it is complete.
 """
@@ -137,19 +137,17 @@ class Folder:
 
     def fail(self, place: str, problem: Exception | None, failed: Mapping[int, Failure], remedy: str) -> NoReturn:
         """Raise the error of `on_all_ranks` from the problem and failures that `attempt` returned."""
-        same_error = (
-            len(failed) == self.comm.size and len({_KERAS_NUMBER.sub("", f.text) for f in failed.values()}) == 1
-        )
-        if isinstance(problem, HvdxError) and same_error:
+        same = len(failed) == self.comm.size and len({_KERAS_NUMBER.sub("", f.text) for f in failed.values()}) == 1
+        if isinstance(problem, HvdxError) and same:
             problem.collective = True
             raise problem
         listed = "; ".join(f"rank {rank}: {failure.text}" for rank, failure in failed.items())
         raise ReplicaError(f"{self.path}: {place}: {listed}. {remedy}") from problem
 
     def check(self) -> None:
-        """Check that every rank can write to the folder, own it, and tidy it. Collective.
+        """Check that every rank can write to the folder, and own it until `release`. Collective.
 
-        Temporary files of a killed job are removed. `release` ends the ownership.
+        Temporary files of a killed job are removed.
 
         Raises:
             ConfigError: on all ranks, if another job is using the folder; the message names the job.

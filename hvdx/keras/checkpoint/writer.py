@@ -1,4 +1,4 @@
-"""Writing of checkpoints while training continues: every rank writes its own file, and rank 0 publishes all."""
+"""Writing of checkpoints while training continues: every rank writes its file, and rank 0 publishes the checkpoint."""
 
 import json
 import os
@@ -24,8 +24,8 @@ from hvdx.keras.fit.sync_callback import all_gather_at
 from hvdx.keras.joining import join
 
 _REMEDY = "Earlier checkpoints are unchanged."
-# Seconds between two looks of rank 0 for the other ranks' files; and seconds for which it looks after all ranks have
-# reported that they are done: a network file system may show new files late.
+# Seconds between two polls of rank 0 for the other ranks' files; and seconds for which it still polls after all ranks
+# have written: a network file system may show new files late.
 _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 3.0
 
@@ -191,7 +191,7 @@ class Writer:
             time.sleep(_POLL_SECONDS)
 
     def _report_failure(self, error: Exception) -> None:
-        """Write a file by which rank 0 learns of the failure at once, if the disk still allows it."""
+        """Write a file by which rank 0 notices the failure at once; ignore an error of the disk."""
         try:
             self._partial.mkdir(parents=True, exist_ok=True)
             (self._partial / f"rank-{self._folder.comm.rank}.failed").write_text(one_line(error))

@@ -45,7 +45,7 @@ class SyncCallback(keras.callbacks.Callback):
 
     Args:
         comm: the ranks.
-        agree: called on several ranks after `on_train_begin` of all other callbacks.
+        agree: called after `on_train_begin` of all other callbacks, if there are several ranks.
     """
 
     def __init__(self, comm: Comm, agree: Callable[[], None]):
