@@ -46,9 +46,9 @@ def shard(
 ) -> tf.data.Dataset:
     """Return this rank's share of the data: disjoint from the other shares, in a new order each epoch.
 
-    All shares have the same number of steps, unless `drop_remainder` is False. All ranks draw the same
-    order, which depends on the seed and the number of the epoch. Step t of N ranks with batches of b therefore holds
-    the same samples as step t of one process with batches of N*b.
+    All shares have the same number of steps, unless `drop_remainder` is False. All ranks draw the same order, which
+    depends on the seed and the number of the epoch. Step t of N ranks with batches of b therefore holds the same
+    samples as step t of one process with batches of N*b.
 
     Args:
         data: an array; a tuple or dictionary of arrays of one length, such as `(x, y)`; or a `tf.data.Dataset`.

@@ -41,7 +41,7 @@ class Distribute(keras.callbacks.Callback):
     Args:
         strategy: a strategy, its one-line spelling, or None for the value of `HVDX_STRATEGY`, by default `AllReduce()`.
         check_every: interval of the comparison of all weights over the ranks, bit by bit: "epoch", or a number of
-            steps (the end of each epoch is then included), or None for no comparison.
+            steps (then also at the end of each epoch), or None for no comparison.
 
     Raises:
         ConfigError: if a strategy or option is unknown.
@@ -167,8 +167,8 @@ class Distribute(keras.callbacks.Callback):
         self._steps_before = -self._sync.steps_done
         model._initial_epoch = everyone[0]["initial_epoch"]
         if model.built:
-            # Rank-local optimiser state is not broadcast, so that it still matches the rank's residual. In mid-epoch,
-            # non-trainable weights are rank-local too.
+            # Rank-local state from an earlier fit or a checkpoint is not broadcast, so that a rank's momenta match its
+            # residual. In mid-epoch, non-trainable weights are rank-local too.
             self._broadcast_state(
                 rank_local_ids(model, bool(self._sync.steps_done), of=lambda _, adapter: adapter.has_state)
             )
@@ -275,11 +275,11 @@ class Distribute(keras.callbacks.Callback):
         self.model.make_train_function(force=True)
 
     def cost(self) -> Telemetry:
-        """Return the time and bytes that the exchanges of this fit have taken so far on this rank."""
+        """Return the telemetry of the exchanges of this fit so far, on this rank."""
         return merged(self.counters.telemetry or self._costs())
 
     def _costs(self) -> list[Telemetry]:
-        """Return the costs of each optimiser, including steps under an earlier strategy of this fit."""
+        """Return the telemetry of each optimiser, including steps under an earlier strategy of this fit."""
         now = [adapter.cost() for adapter in self._adapters]
         if not self._earlier_costs:
             # Copies, since the exchanges continue to count in the originals.
