@@ -95,7 +95,7 @@ def test_each_rank_in_turn_is_killed_and_every_resume_works(tmp_path):
     folder, newest = tmp_path / "ckpt", (0, 0)
     for kill in range(KILLS):
         said = kill_one(folder, kill % RANKS)
-        assert ("going on after" in said) == (kill > 0)
+        assert ("resuming after" in said) == (kill > 0)
         assert "damaged" not in said
         # A checkpoint with its final name is complete at any moment.
         there = sorted(read_whole(path) for path in folder.glob("epoch-*"))

@@ -62,7 +62,7 @@ def test_checkpoint_resumes_training(tmp_path):
     straight = train(2, "--epochs", "2")
     assert "going on" not in train(2, "--epochs", "1", *options)
     out = train(2, "--epochs", "2", *options)
-    assert "going on after epoch 1" in out
+    assert "resuming after epoch 1" in out
     assert set(digests(out)) == set(digests(straight))
     done = run(1, [JOB, "--quiet", "--epochs", "2", *options], timeout=100)
     assert done.code == 0

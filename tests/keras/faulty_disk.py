@@ -1,4 +1,4 @@
-"""A disk that fails at a chosen operation: with an error, or as if the process had been killed there."""
+"""Disk that fails at a chosen operation, by an error or as if the process had been killed there."""
 
 import errno
 import functools
@@ -19,17 +19,17 @@ from hvdx.keras.checkpoint import files
 
 _TAKES_SPACE = {"create", "write", "mkdir"}
 _CHILD_SECONDS = 120
-# A rank that waits for others looks at the folder every millisecond in these tests.
+# Polls of a waiting rank before a kill, and seconds to wait for them; in these tests ranks poll every millisecond.
 _LOOKS, _LOOKS_SECONDS = 2, 0.2
 
 
 class Operation(NamedTuple):
-    """One call that changes a folder, or makes a change of it durable.
+    """Call that changes a folder or makes a change durable.
 
     Attributes:
-        what: create, open (of what is there), write, fsync, rename, mkdir, remove or rmdir.
-        path: of what.
-        to: the new path of what is renamed.
+        what: create, open (for reading), write, fsync, rename, mkdir, remove or rmdir.
+        path: path of the file or folder.
+        to: new path, for a rename.
     """
 
     what: str
@@ -41,21 +41,22 @@ class Operation(NamedTuple):
 
 
 class Disk:
-    """Counts the operations of this process on a folder, and fails at one of them.
+    """Counter of the operations of this process on a folder, which fails at one of them.
 
-    Python announces its file operations to audit hooks, and those stay for good: make a disk in a child, see `forked`.
+    It observes file operations by an audit hook of Python, which cannot be removed: make a disk only in a child process
+    of `forked`.
 
     Attributes:
-        operations: those that have begun, in order.
-        outputs: files that were opened through `Output`, whose writes are seen.
-        killed: set when the operation is reached that a kill is meant for.
+        operations: operations that have begun, in order.
+        outputs: paths of the files that were opened through `Output`, whose writes are counted.
+        killed: event that is set when a kill takes place.
     """
 
     def __init__(self) -> None:
         self._lock, self._dead = threading.Lock(), set[Path]()
         self.watch(Path("/nowhere"))
         sys.addaudithook(self._audit)
-        # Pages that are not on the disk survive the end of a process: there is nothing to wait for.
+        # Only a crash of the host loses pages that are not on the disk, so the tests need no real fsync.
         os.fsync = self._fsync  # type: ignore[assignment]
         files.Output = functools.partial(_Watched, self)  # type: ignore[misc, assignment]
 
@@ -63,11 +64,10 @@ class Disk:
         """Begin to count.
 
         Args:
-            folder: operations elsewhere are not looked at.
-            at: the operation that fails, counted from 0; None for no fault.
-            kill: each thread stands still for good from that operation on, before it does another: no handler, no
-                `finally` and no destructor runs. Otherwise the operation raises an OSError; if it takes space, the disk
-                is full from then on.
+            folder: folder whose operations are counted.
+            at: number of the operation that fails, counted from 0; None for no fault.
+            kill: whether each thread stops forever at its next operation from then on, so that no handler, `finally` or
+                destructor runs. Otherwise the operation raises an OSError; if it takes space, the disk stays full.
         """
         self.operations: list[Operation] = []
         self.outputs: list[Path] = []
@@ -76,7 +76,7 @@ class Disk:
         self._full, self._looks, self._waiting = False, 0, 0
 
     def waits(self) -> None:
-        """This thread begins to look for what others write."""
+        """Record that this thread begins to wait for files of other ranks."""
         self._waiting = threading.get_ident()
 
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
@@ -93,7 +93,7 @@ class Disk:
         self.begin("fsync", os.readlink(f"/proc/self/fd/{handle}"))
 
     def _is_watched(self, path: Any) -> bool:
-        """Whether it lies in the folder; if it lies in one whose ranks were killed, there is no answer."""
+        """Return whether a path is in the folder; never return in a folder whose ranks were killed."""
         if not isinstance(path, str | os.PathLike):
             return False
         within = {Path(path), *Path(path).parents}
@@ -102,10 +102,10 @@ class Disk:
         return self._folder in within
 
     def begin(self, what: str, path: Any, to: Any = None) -> None:
-        """Take note of an operation, before it is done; see `Operation`.
+        """Record an operation before it is done; see `Operation`.
 
         Raises:
-            OSError: it is the one that fails.
+            OSError: if the operation fails.
         """
         if not self._is_watched(path):
             return
@@ -125,7 +125,7 @@ class Disk:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     def _let_others_look(self) -> None:
-        """Have a rank that waits see what this one leaves, and go on if it is misled by it."""
+        """Let a waiting rank see the files that this one leaves, so that the test covers its reaction to them."""
         if self._waiting in (0, threading.get_ident()):
             return
         wanted, end = self._looks + _LOOKS, time.monotonic() + _LOOKS_SECONDS
@@ -134,7 +134,7 @@ class Disk:
 
 
 class _Watched(Output):
-    """Each write is two operations, so that a file can end in the middle of it."""
+    """Output whose writes are two operations each, so that a file can be cut in the middle of a write."""
 
     def __init__(self, disk: Disk, path: Path):
         self._disk = disk
@@ -151,36 +151,36 @@ class _Watched(Output):
 
 
 def _resolved(path: Any, folder: int) -> str:
-    """A path that may be relative to an open folder."""
+    """Return a path that may be relative to the descriptor of a folder."""
     return os.fspath(path) if folder == -1 else os.path.join(os.readlink(f"/proc/self/fd/{folder}"), path)
 
 
 def forked(work: Callable[[], Any]) -> Any:
-    """Do something in a child of this process, which ends without waiting for its threads.
+    """Run a function in a forked child process, which ends without waiting for its threads.
 
     Args:
-        work: what it returns has to be picklable.
+        work: function whose result is picklable.
 
     Returns:
-        What it returned.
+        The result of the function.
     """
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         signal.alarm(_CHILD_SECONDS)
-        gc.disable()  # it would have the child copy all memory
+        gc.disable()  # a collection would write to most pages of memory, and so copy them
         try:
-            said = True, pickle.dumps(work())
+            result = True, pickle.dumps(work())
         except BaseException:
-            said = False, traceback.format_exc()
+            result = False, traceback.format_exc()
         with os.fdopen(writer, "wb") as pipe:
-            pickle.dump(said, pipe)
+            pickle.dump(result, pipe)
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
         content = pipe.read()
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert status == 0, f"the child ended with {status}"
-    done, said = pickle.loads(content)
-    assert done, said
-    return pickle.loads(said)
+    done, result = pickle.loads(content)
+    assert done, result
+    return pickle.loads(result)

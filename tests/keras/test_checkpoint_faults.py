@@ -1,7 +1,8 @@
-"""Faults at each file operation of a save: the checkpoints that were there stay whole, and the next job goes on.
+"""Faults at each file operation of a save: existing checkpoints stay intact, and the next job resumes.
 
 Two virtual ranks save in a forked child, one after the other, so that the operations come in a known order. A first
-save counts them; then there is one save for each, in which the ranks are killed there, or the disk fails there.
+save counts the operations. One more save follows for each operation, in which the ranks are killed or the disk fails at
+that operation.
 """
 
 import itertools
@@ -30,17 +31,17 @@ MANIFEST = dict.fromkeys(("drawn", "skip", "steps", "share", "samples", "weights
 
 
 class Case(NamedTuple):
-    """A save that is disturbed.
+    """Save with a fault.
 
     Attributes:
-        there: the checkpoints before it.
-        new: what is saved.
-        left: the checkpoints after it.
-        first: the rank that writes its files first.
-        only_publishing: faults before all files are written are not tried: they are those of another case.
+        existing: positions of the checkpoints before the save.
+        new: position of the checkpoint that is saved.
+        left: positions of the checkpoints after the save, without a fault.
+        first: rank that writes its files first.
+        only_publishing: whether only faults after all files are written are tried; another case tries the others.
     """
 
-    there: list[Position]
+    existing: list[Position]
     new: Position
     left: list[Position]
     first: int = 1
@@ -55,37 +56,37 @@ CASES = {
         [Position(1), Position(1, 9)], Position(1, 5), [Position(1), Position(1, 5)], only_publishing=True
     ),
 }
-# From Python 3.12 on, a fork beside threads is warned of; TensorFlow's are of no use to the children.
+# Python 3.12 and later warn of a fork in a process with threads. The children do not use those of TensorFlow.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
 
 @pytest.fixture(autouse=True)
 def plain_and_quick(monkeypatch):
-    """Arrays in place of variables and of a model; no waiting for a disk or a network."""
+    """Use arrays for variables and for the model, and do not wait for a disk or a network."""
     monkeypatch.setattr(writer, "value_of", np.asarray)
-    monkeypatch.setattr(writer, "_LOOK_SECONDS", 0.001)
-    monkeypatch.setattr(writer, "_PATIENCE_SECONDS", 0.05)
-    monkeypatch.setattr(restoring, "_Reading", Reading)
+    monkeypatch.setattr(writer, "_POLL_SECONDS", 0.001)
+    monkeypatch.setattr(writer, "_GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(restoring, "_LoadedCheckpoint", StandIn)
     monkeypatch.setattr("os.fsync", lambda handle: None)
 
 
 def content(value, rank):
-    """What a rank saves, all of it made of one value."""
+    """Return the contents that a rank saves; all elements have one value."""
     shared = {"weights.0": np.full((3, 2), value), "weights.1": np.full(2, value, "f4")} if rank == 0 else {}
     return Snapshot(MANIFEST, shared, {"random": np.full(4, value), "flag": np.full((), value, "f2")})
 
 
 def value_in(saved):
-    """Read all of a checkpoint against its checksums; the value that all of it is made of."""
+    """Read a whole checkpoint, with its checksums, and return the value of all elements."""
     files = [saved.shared(), *map(saved.rank, range(saved.manifest["ranks"]))]
     assert all(len(file) == 2 for file in files)
     (value,) = {float(v) for file in files for array in file.values() for v in array.ravel()}
     return value
 
 
-class Reading:
-    """In place of what a model takes from a checkpoint: all of it."""
+class StandIn:
+    """Stand-in for `_LoadedCheckpoint` that reads the whole checkpoint."""
 
     def __init__(self, model, saved, rank, size):
         self._found = Position(saved.manifest["epoch"], saved.manifest["step"]), value_in(saved)
@@ -95,11 +96,11 @@ class Reading:
 
 
 class InTurn(Writer):
-    """Writes its files once another writer has written its own.
+    """Writer that writes its files after another writer.
 
     Args:
-        folder, keep: see `Writer`.
-        waits: called when this rank begins to wait for the files of others.
+        folder, keep: as for `Writer`.
+        waits: called when this rank begins to wait for the files of other ranks.
     """
 
     def __init__(self, folder: Folder, keep: int, waits: Callable[[], None]):
@@ -108,10 +109,10 @@ class InTurn(Writer):
         self._waits = waits
         self.written, self.ended = threading.Event(), threading.Event()
 
-    def _write(self, position, what):
+    def _write(self, position, content):
         if self.after is not None:
             self.after.written.wait()
-        super()._write(position, what)
+        super()._write(position, content)
         self.written.set()
         self.ended.set()
 
@@ -122,12 +123,12 @@ class InTurn(Writer):
 
 
 class Done(NamedTuple):
-    """What became of a save.
+    """Outcome of a save.
 
     Attributes:
-        errors: of each rank; none where they were killed.
-        operations: on the disk.
-        outputs: files that were opened by what writes checkpoints.
+        errors: error of each rank, or None; empty if the ranks were killed.
+        operations: operations on the disk.
+        outputs: paths of the files that were opened through `Output`.
     """
 
     errors: list[Exception | None]
@@ -136,15 +137,15 @@ class Done(NamedTuple):
 
 
 def save(case: Case, *faults: tuple[Path, int | None], kill: bool = False) -> list[Done]:
-    """Save on two ranks, in a child.
+    """Save on two ranks in a child process, once for each fault.
 
     Args:
-        case: what is saved.
-        faults: a folder, and the operation on it that fails; one save for each.
-        kill: the ranks are killed at that operation.
+        case: case of the save.
+        faults: pairs of a folder and the number of the operation that fails, or None for no fault.
+        kill: whether the ranks are killed at that operation.
 
     Returns:
-        What became of each save.
+        The outcome of each save.
     """
 
     def in_child() -> list[Done]:
@@ -153,7 +154,7 @@ def save(case: Case, *faults: tuple[Path, int | None], kill: bool = False) -> li
             disk.watch(folder, at, kill)
             if kill:
                 threading.Thread(target=on_ranks, args=(folder, case, disk), daemon=True).start()
-                assert disk.killed.wait(LIMIT), f"it never came to operation {at}"
+                assert disk.killed.wait(LIMIT), f"operation {at} was not reached"
                 errors = []
             else:
                 errors = on_ranks(folder, case, disk)
@@ -164,7 +165,7 @@ def save(case: Case, *faults: tuple[Path, int | None], kill: bool = False) -> li
 
 
 def on_ranks(folder: Path, case: Case, disk: Disk) -> list[Exception | None]:
-    """Save on two virtual ranks; the error of each."""
+    """Save on two virtual ranks, and return the error of each."""
     writers: dict[int, InTurn] = {}
     ready = threading.Barrier(RANKS)
 
@@ -177,7 +178,7 @@ def on_ranks(folder: Path, case: Case, disk: Disk) -> list[Exception | None]:
             if comm.rank > 0:
                 mine.ended.wait()
                 if not mine.problem:
-                    # Rank 0 sees the files before it hears that they are written, and then looks no further.
+                    # Rank 0 sees all files before it is told that they are written, so it makes no last look.
                     writers[0].ended.wait()
             mine.finish()
         except HvdxError as error:
@@ -188,20 +189,20 @@ def on_ranks(folder: Path, case: Case, disk: Disk) -> list[Exception | None]:
 
 
 def save_alone(folder: Path, position: Position, value: float) -> None:
-    """Save in this process, a world of one, as a job that goes on."""
+    """Save in this process, a world of one, as the next job does."""
     alone = Writer(Folder(str(folder), LocalComm()), KEEP)
     alone.start(position, content(value, 0))
     alone.finish()
 
 
 @pytest.fixture
-def begun(tmp_path):
-    """Make a folder as it is before the disturbed save."""
+def make_folder(tmp_path):
+    """Return a function that makes a folder with the checkpoints before the save."""
 
     def make(case: Case, name: object = None) -> Path:
         base, folder = tmp_path / "base", tmp_path / f"at-{name}"
         if not base.exists():
-            for position in case.there:
+            for position in case.existing:
                 save_alone(base, position, OLD)
         shutil.copytree(base, folder)
         return folder
@@ -210,7 +211,7 @@ def begun(tmp_path):
 
 
 def points(folder: Path, case: Case) -> dict[int, str]:
-    """The operations at which faults are tried, by their numbers."""
+    """Return the operations at which faults are tried, by their numbers."""
     (done,) = save(case, (folder, None))
     assert done.errors == [None] * RANKS
     assert names(folder) == names_of(folder, case.left)
@@ -220,10 +221,10 @@ def points(folder: Path, case: Case) -> dict[int, str]:
     return {at: what for at, what in enumerate(whats) if at >= written or not case.only_publishing}
 
 
-def with_faults(begun: Callable[..., Path], case: Case, kill: bool = False) -> list[tuple[Path, Done]]:
-    """One save for each point, with its folder; see `save`."""
-    expected = points(begun(case), case)
-    folders = [begun(case, at) for at in expected]
+def with_faults(make_folder: Callable[..., Path], case: Case, kill: bool = False) -> list[tuple[Path, Done]]:
+    """Save once for each operation with a fault; return each folder and outcome."""
+    expected = points(make_folder(case), case)
+    folders = [make_folder(case, at) for at in expected]
     saves = save(case, *zip(folders, expected, strict=True), kill=kill)
     assert [done.operations[at].what for done, at in zip(saves, expected, strict=True)] == list(expected.values())
     return list(zip(folders, saves, strict=True))
@@ -238,24 +239,24 @@ def names_of(folder: Path, positions: list[Position]) -> list[str]:
 
 
 def bytes_of(folder: Path) -> dict[Path, bytes | None]:
-    """Of all files; None of folders."""
+    """Return the content of each file, and None for each folder."""
     return {path.relative_to(folder): None if path.is_dir() else path.read_bytes() for path in folder.rglob("*")}
 
 
-def assert_named_are_whole(folder: Path) -> None:
+def assert_published_are_intact(folder: Path) -> None:
     for path in folder.glob("epoch-*"):
         assert value_in(Saved(path)) in (OLD, NEW)
 
 
-def go_on(folder: Path, case: Case, capsys: pytest.CaptureFixture[str]) -> float:
-    """Begin the next job: it restores, saves, and leaves nothing but checkpoints. The value that it found."""
+def resume(folder: Path, case: Case, capsys: pytest.CaptureFixture[str]) -> float:
+    """Run the next job, which restores, saves, and leaves only checkpoints; return the restored value."""
     again = Folder(str(folder), LocalComm())
     again.check()
     again.release()
     assert not list(folder.glob(".*"))
-    assert_named_are_whole(folder)
+    assert_published_are_intact(folder)
     position, value = restoring.restore_newest(again, None)
-    assert (position, value) in [(case.there[-1], OLD), (case.new, NEW)]
+    assert (position, value) in [(case.existing[-1], OLD), (case.new, NEW)]
     save_alone(folder, LATER, NEXT)
     assert names(folder) == names_of(folder, [position, LATER])
     assert value_in(Saved(again.at(LATER))) == NEXT
@@ -264,37 +265,37 @@ def go_on(folder: Path, case: Case, capsys: pytest.CaptureFixture[str]) -> float
 
 
 @each_case
-def test_kill_at_any_operation_leaves_the_old_or_the_new_checkpoint(begun, capsys, case):
+def test_kill_at_any_operation_leaves_the_old_or_the_new_checkpoint(make_folder, capsys, case):
     found = []
-    for folder, _ in with_faults(begun, case, kill=True):
-        assert_named_are_whole(folder)
-        found.append(go_on(folder, case, capsys))
+    for folder, _ in with_faults(make_folder, case, kill=True):
+        assert_published_are_intact(folder)
+        found.append(resume(folder, case, capsys))
     assert [value for value, _ in itertools.groupby(found)] == [OLD, NEW], found
 
 
 @each_case
-def test_disk_that_fails_at_any_operation_is_an_error_and_spoils_nothing(begun, capsys, case):
-    before = bytes_of(begun(case, "before"))
+def test_disk_failure_at_any_operation_is_an_error_and_changes_nothing(make_folder, capsys, case):
+    before = bytes_of(make_folder(case, "before"))
     outcomes = set()
-    for folder, done in with_faults(begun, case):
+    for folder, done in with_faults(make_folder, case):
         outcomes.add(any(done.errors))
         if any(done.errors):
             assert {type(error) for error in done.errors} == {ReplicaError}, done
             (text,) = {str(error) for error in done.errors}
             assert re.search(rf"saving {case.new}: .*rank [01]: OSError: .*(No space left|Input/output)", text), text
-            assert text.endswith(". The checkpoints before it are as they were.")
+            assert text.endswith(". Earlier checkpoints are unchanged.")
             assert bytes_of(folder) == before, done
         else:
-            # What could not be removed is no reason to stop.
+            # A failed removal of an old checkpoint is not an error.
             assert value_in(Saved(folder / names_of(folder, [case.new])[0])) == NEW, done
-            assert_named_are_whole(folder)
-        go_on(folder, case, capsys)
+            assert_published_are_intact(folder)
+        resume(folder, case, capsys)
     assert outcomes == {True, False}
 
 
 @each_case
-def test_names_are_given_only_to_what_is_on_the_disk(begun, case):
-    folder = begun(case)
+def test_files_are_on_the_disk_before_they_are_renamed(make_folder, case):
+    folder = make_folder(case)
     (done,) = save(case, (folder, None))
     operations = done.operations
     (final,) = (folder / name for name in names_of(folder, [case.new]))
@@ -302,7 +303,7 @@ def test_names_are_given_only_to_what_is_on_the_disk(begun, case):
     partial = operations[published].path
 
     created = [o.path for o in operations if o.what == "create"]
-    assert sorted(created) == sorted(done.outputs), "a file is written in a way that these tests do not see"
+    assert sorted(created) == sorted(done.outputs), "a file was not written through Output"
     assert sorted(path.name for path in created) == sorted(
         f"{name}.partial" for name in (SHARED, "manifest.json", *map(of_rank, range(RANKS)))
     )
@@ -310,7 +311,7 @@ def test_names_are_given_only_to_what_is_on_the_disk(begun, case):
         of_file = [o.what for o in operations if o.path == path]
         assert of_file == ["create", *["write"] * (len(of_file) - 3), "fsync", "rename"], path
         assert Operation("rename", path, path.with_suffix("")) in operations[:published]
-    # The names in the folder come after its files, the folder's own name after those, and what is removed comes last.
+    # Order: the files of the checkpoint, the name of its folder, then removals.
     within = [i for i, o in enumerate(operations) if o.what == "rename" and o.path.parent == partial]
     gone = [i for i, o in enumerate(operations) if o.what in ("remove", "rmdir")]
     assert max(within) < operations.index(Operation("fsync", partial)) < published

@@ -1,4 +1,4 @@
-"""The files of checkpoints: a known format, read back to the bit, and never half of one."""
+"""Files of checkpoints: their format, exact reading, detection of damage, and atomic writes."""
 
 import ml_dtypes
 import numpy as np
@@ -23,7 +23,7 @@ def written(path, arrays=ARRAYS):
     return path
 
 
-def test_arrays_come_back_as_they_were(tmp_path):
+def test_arrays_are_read_back_exactly(tmp_path):
     found = Arrays.of(written(tmp_path / "a.safetensors"))
     assert list(found) == list(ARRAYS)
     for name, array in ARRAYS.items():
@@ -34,7 +34,7 @@ def test_arrays_come_back_as_they_were(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["a.safetensors"]
 
 
-def test_safetensors_reads_them(tmp_path):
+def test_safetensors_reads_the_files(tmp_path):
     library = pytest.importorskip("safetensors.numpy")
     arrays = {k: v for k, v in ARRAYS.items() if k != "small"}
     found = library.load_file(written(tmp_path / "a.safetensors", arrays))
@@ -42,7 +42,7 @@ def test_safetensors_reads_them(tmp_path):
         np.testing.assert_array_equal(found[name], array)
 
 
-def test_every_cut_and_every_changed_byte_is_found(tmp_path):
+def test_every_cut_and_every_changed_byte_is_detected(tmp_path):
     path = written(tmp_path / "a.safetensors")
     content = path.read_bytes()
     header = 8 + int.from_bytes(content[:8], "little")
@@ -50,7 +50,7 @@ def test_every_cut_and_every_changed_byte_is_found(tmp_path):
     def read():
         return {name: array.tobytes() for name, array in Arrays.of(path).items()}
 
-    whole = read()
+    intact = read()
     for length in [0, 5, 8, header - 1, header, len(content) - 1]:
         path.write_bytes(content[:length])
         with pytest.raises(CheckpointError, match=r"a.safetensors is damaged"):
@@ -59,10 +59,10 @@ def test_every_cut_and_every_changed_byte_is_found(tmp_path):
         changed = bytearray(content)
         changed[i] ^= 64
         path.write_bytes(changed)
-        with pytest.raises(CheckpointError, match="is not what was written"):
+        with pytest.raises(CheckpointError, match="does not match its checksum"):
             read()
     for i in range(header):
-        # In the header a change may be one of a name, or of nothing, such as a space.
+        # In the header, a change may affect only a name, or nothing, such as a space.
         changed = bytearray(content)
         changed[i] ^= 1
         path.write_bytes(changed)
@@ -70,19 +70,19 @@ def test_every_cut_and_every_changed_byte_is_found(tmp_path):
             found = read()
         except CheckpointError:
             continue
-        assert {k: v for k, v in found.items() if k in whole} == {k: v for k, v in whole.items() if k in found}
+        assert {k: v for k, v in found.items() if k in intact} == {k: v for k, v in intact.items() if k in found}
     path.unlink()
     with pytest.raises(CheckpointError, match="missing"):
         read()
 
 
-def test_what_cannot_be_saved_is_said(tmp_path):
+def test_dtype_that_the_format_lacks_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="expected numbers"):
         written(tmp_path / "a.safetensors", {"words": np.array(["a"])})
     assert not (tmp_path / "a.safetensors").exists()
 
 
-def test_disk_that_fails_in_the_end_leaves_no_file(tmp_path, monkeypatch):
+def test_failed_fsync_leaves_no_file(tmp_path, monkeypatch):
     def failing(handle):
         raise OSError(5, "Input/output error")
 

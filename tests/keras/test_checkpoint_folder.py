@@ -1,4 +1,4 @@
-"""Errors of several ranks in a folder of checkpoints: one where they are alike, else all of them."""
+"""Errors of several ranks in a folder of checkpoints: one error if all are the same, else a list of them."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.strategies.virtual import on_all
 
 
 def errors(folder, text):
-    """What both ranks raise, where each failed with `text(rank)`."""
+    """Return the errors that two ranks raise if each fails with `text(rank)`."""
 
     def fail(comm):
         def work():
@@ -21,13 +21,13 @@ def errors(folder, text):
     return on_all(2, fail)
 
 
-def test_numbers_that_keras_gave_to_names_make_no_difference(tmp_path):
+def test_errors_that_differ_in_keras_numbers_only_are_one_error(tmp_path):
     found = errors(tmp_path, lambda rank: f"sequential_{rank}/dense_{rank + 5}/kernel: expected float32[6x8]")
     assert [type(error) for error in found] == [ConfigError] * 2
     assert all(error.collective for error in found)
 
 
-def test_ranks_that_failed_in_different_ways_are_listed(tmp_path):
+def test_different_errors_of_ranks_are_listed(tmp_path):
     found = errors(tmp_path, lambda rank: f"dense/kernel: got float32[{rank}]")
     assert [type(error) for error in found] == [ReplicaError] * 2
     assert "rank 0: dense/kernel: got float32[0]; rank 1: dense/kernel: got float32[1]" in str(found[0])

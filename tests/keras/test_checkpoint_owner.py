@@ -1,4 +1,4 @@
-"""Two jobs on one directory of checkpoints: the second is refused, and removes nothing."""
+"""Two jobs that save to one directory of checkpoints: the second is refused, and removes nothing."""
 
 import errno
 import fcntl
@@ -17,7 +17,7 @@ from hvdx.keras.checkpoint.owner import Owner
 from tests.strategies.virtual import on_all
 
 WHO = {"job": "Slurm job 17", "restarts": "0", "user": "ada", "host": "node3", "pid": 4711, "since": "2026-11-22"}
-# Another process with the lock; it lets go after some seconds.
+# Program of another process, which holds the lock for some seconds.
 HOLD = """
 import fcntl, os, sys, time
 file = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
@@ -30,7 +30,7 @@ time.sleep(float(sys.argv[3]))
 
 @pytest.fixture
 def hold(tmp_path, monkeypatch):
-    """A function that has another process hold the folder."""
+    """Return a function that starts a process which holds the folder."""
     for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "PBS_JOBID", "LSB_JOBID"):
         monkeypatch.delenv(name, raising=False)
     others = []
@@ -47,76 +47,76 @@ def hold(tmp_path, monkeypatch):
         other.wait()
 
 
-def free(folder):
-    """Take a folder, and give it back, which leaves nothing there."""
-    Owner(folder, patience=0).release()
+def is_free(folder):
+    """Own a folder and release it; return whether nothing is left there."""
+    Owner(folder, wait=0).release()
     return not (folder / owner.NAME).exists()
 
 
-def test_second_job_is_refused_and_told_of_the_first(tmp_path, hold):
+def test_error_of_the_second_job_names_the_first(tmp_path, hold):
     hold()
     with pytest.raises(ConfigError) as refused:
-        Owner(tmp_path, patience=0.2)
-    said = "Slurm job 17 (ada, process 4711 on node3, since 2026-11-22) is using"
-    assert said in str(refused.value)
+        Owner(tmp_path, wait=0.2)
+    owner_named = "Slurm job 17 (ada, process 4711 on node3, since 2026-11-22) is using"
+    assert owner_named in str(refused.value)
     assert f"remove {tmp_path / owner.NAME}" in str(refused.value)
     (tmp_path / owner.NAME).unlink()
-    assert free(tmp_path)
+    assert is_free(tmp_path)
 
 
-def test_what_a_job_that_was_killed_held_is_free(tmp_path, hold):
+def test_folder_of_a_killed_job_is_free(tmp_path, hold):
     other = hold()
     other.send_signal(signal.SIGKILL)
     other.wait()
-    assert free(tmp_path)
+    assert is_free(tmp_path)
 
 
-def test_job_that_is_about_to_end_is_waited_for(tmp_path, hold):
+def test_second_job_waits_for_the_end_of_the_first(tmp_path, hold):
     hold(seconds=0.5)
-    Owner(tmp_path, patience=30).release()
+    Owner(tmp_path, wait=30).release()
 
 
 @pytest.mark.parametrize(
-    ("variables", "free_"),
+    ("variables", "allowed"),
     [
         ({"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": "1"}, True),
         ({"SLURM_JOB_ID": "17"}, False),  # two trainings of one job
         ({"SLURM_JOB_ID": "18", "SLURM_RESTART_COUNT": "1"}, False),
     ],
 )
-def test_requeued_job_takes_what_its_dead_host_holds(tmp_path, hold, monkeypatch, variables, free_):
-    """A server of files may take a host's locks for held until the host is back."""
+def test_requeued_job_takes_the_folder_of_its_failed_host(tmp_path, hold, monkeypatch, variables, allowed):
+    """A file server may keep the locks of a failed host until the host is back."""
     hold()
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    if free_:
-        taken = Owner(tmp_path, patience=5)
+    if allowed:
+        taken = Owner(tmp_path, wait=5)
         assert json.loads((tmp_path / owner.NAME).read_text())["pid"] == os.getpid()
         taken.release()
     else:
         with pytest.raises(ConfigError):
-            Owner(tmp_path, patience=0.2)
+            Owner(tmp_path, wait=0.2)
 
 
-def test_file_system_without_locks_is_told(tmp_path, monkeypatch):
+def test_file_system_without_locks_is_detected(tmp_path, monkeypatch):
     def lock(descriptor, how):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "lockf", lock)
-    assert not Owner(tmp_path, patience=0).locked
+    assert not Owner(tmp_path, wait=0).locked
 
 
-def test_next_training_of_this_process_takes_what_one_that_failed_held(tmp_path):
-    Owner(tmp_path, patience=0)
+def test_next_training_of_this_process_takes_the_folder_of_a_failed_one(tmp_path):
+    Owner(tmp_path, wait=0)
     assert owner.holds(tmp_path)
-    Owner(tmp_path, patience=0)
-    assert free(tmp_path)
+    Owner(tmp_path, wait=0)
+    assert is_free(tmp_path)
     assert not owner.holds(tmp_path)
 
 
-def test_refusal_reaches_all_ranks_and_what_the_first_job_is_writing_stays(tmp_path, hold, monkeypatch):
+def test_refusal_reaches_all_ranks_and_keeps_the_files_of_the_first_job(tmp_path, hold, monkeypatch):
     hold()
-    monkeypatch.setattr(owner, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(owner, "WAIT_SECONDS", 0.2)
     (tmp_path / ".hvdx-saving-0a1b").mkdir()
 
     def both(comm):
@@ -132,7 +132,7 @@ def test_refusal_reaches_all_ranks_and_what_the_first_job_is_writing_stays(tmp_p
     assert (tmp_path / ".hvdx-saving-0a1b").is_dir()
 
 
-def test_what_a_killed_job_left_is_removed_by_who_reads_too(tmp_path):
+def test_check_to_read_removes_the_files_of_a_killed_job(tmp_path):
     (tmp_path / ".hvdx-saving-0a1b").mkdir()
     on_all(2, lambda comm: Folder(str(tmp_path), comm).check_to_read())
     assert os.listdir(tmp_path) == []

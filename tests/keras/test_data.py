@@ -1,4 +1,4 @@
-"""Shares of data, of any rank and size, seen from one process."""
+"""Shares of data for any rank and size, tested in one process."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def test_array_shares_are_disjoint_equal_and_those_of_one_process(size, shuffle)
     assert int(shares[0].cardinality()) == len(epoch[0])
 
 
-def test_array_epoch_is_decided_by_seed_and_number():
+def test_array_order_depends_on_seed_and_number_of_the_epoch():
     data = np.arange(32)
     first = hvdx.shard(data, 4, seed=5, rank=0, size=2)
     assert [batches(first), batches(first)][1] == batches(hvdx.shard(data, 4, seed=5, rank=0, size=2, initial_epoch=1))
@@ -45,8 +45,8 @@ def test_global_random_seed_does_not_matter():
     assert orders[0] == orders[1]
 
 
-def test_nothing_is_tuned_behind_a_share_of_arrays():
-    """Where something is, the end of a fit may wait up to a minute for the thread that tunes."""
+def test_autotuning_is_off_for_a_share_of_arrays():
+    """Otherwise the end of a fit may wait up to a minute for the tuning thread."""
     assert hvdx.shard((np.zeros((8, 2)), np.zeros(8)), 2, rank=0, size=2).options().autotune.enabled is False
 
 
@@ -105,6 +105,6 @@ def test_dataset_of_unknown_size_needs_steps():
         (lambda: hvdx.shard(tf.data.Dataset.range(3), 1, steps=2, rank=0, size=2), "steps=2"),
     ],
 )
-def test_shard_refuses_what_cannot_be_dealt_out(call, named):
+def test_shard_refuses_bad_arguments(call, named):
     with pytest.raises(ConfigError, match=named):
         call()

@@ -327,7 +327,7 @@ def test_rank_that_cannot_write_stops_all_and_leaves_the_last_checkpoint(folder,
 
     if hvdx.rank() == last:
         monkeypatch.setattr(files, "write", write)
-    with pytest.raises(ReplicaError, match=rf"epoch 3.*rank {last}: OSError.*No space.*are as they were") as caught:
+    with pytest.raises(ReplicaError, match=rf"epoch 3.*rank {last}: OSError.*No space.*are unchanged") as caught:
         checkpoint.save(folder, model, 3)
     assert "rank 0: OSError" not in str(caught.value) or last == 0
     monkeypatch.undo()
@@ -551,7 +551,7 @@ def test_orders_are_restored_to_the_newest_shares():
     drawn = shards.state()[0]
     assert drawn[-2:] == [-1, 1]
     third = [y.numpy().tolist() for _, y in new]
-    shards.go_on(drawn[-1:])
+    shards.set_orders(drawn[-1:])
     assert [y.numpy().tolist() for _, y in new] == third
     assert shards.state()[0][-2:] == [-1, 2]
     del old

@@ -412,7 +412,7 @@ def test_full_disk_stops_all_ranks_soon(folder, monkeypatch):
         def on_train_batch_end(self, batch, logs=None):
             time.sleep(0.05)
 
-    with pytest.raises(Exception, match=rf"rank {hvdx.size() - 1}: OSError.*No space.*as they were"):
+    with pytest.raises(Exception, match=rf"rank {hvdx.size() - 1}: OSError.*No space.*are unchanged"):
         train(plain(), folder, taken, Slow(), epochs=200, every="3 steps")
     assert taken.taken < 100
     # This process still owns the directory.
@@ -464,15 +464,15 @@ def test_position_in_a_share_after_several_passes():
     held = hvdx.shard(models.data(), BATCH, rank=0, size=1)
     other = hvdx.shard(models.data(), BATCH, rank=0, size=1)
     drawn = shards.state()[0]
-    assert shards.begun(drawn) is None
-    assert shards.after(drawn, 30, None) == (drawn, 0)
+    assert shards.started_share(drawn) is None
+    assert shards.position_after(drawn, 30, None) == (drawn, 0)
     iterator = iter(held.repeat())
     for _ in range(STEPS * hvdx.size() + 3):
         batch = next(iterator)
-    assert shards.begun(drawn) == len(drawn) - 2
-    begun, rest = shards.after(drawn, STEPS * hvdx.size() + 3, len(drawn) - 2)
+    assert shards.started_share(drawn) == len(drawn) - 2
+    begun, rest = shards.position_after(drawn, STEPS * hvdx.size() + 3, len(drawn) - 2)
     assert (begun[-2:], rest) == ([0, -1], 3)
-    shards.go_on(begun)
+    shards.set_orders(begun)
     again = list(held)[rest - 1]
     np.testing.assert_array_equal(again[0], batch[0])
     del other

@@ -320,9 +320,9 @@ def test_partial_last_execution_does_not_count_as_full():
         model.fit(batches, steps_per_epoch=8, verbose=0, shuffle=False, callbacks=[hvd.Distribute()])
     elif hvdx.rank() == hvdx.size() - 1:
         callback = hvd.Distribute()
-        callback._last.params = {"steps": 8}
+        callback._sync.params = {"steps": 8}
         with pytest.raises(HvdxError, match="ran out of data after 6 of 8"):
-            callback._last.check_enough(6)
+            callback._sync.check_enough(6)
 
 
 @pytest.mark.graph

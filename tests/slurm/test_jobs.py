@@ -68,7 +68,7 @@ def test_job_requeued_before_its_time_limit_ends_with_the_same_weights(cluster, 
     assert int(cluster.show(number)["Restarts"]) >= 1, said
     assert "SIGUSR1 on rank" in said
     assert "goes back into the queue" in said
-    assert "going on after" in said
+    assert "resuming after" in said
     assert steps(tmp_path) == EPOCHS * STEPS_AN_EPOCH, "a step was repeated or omitted"
     assert weights(tmp_path) == straight
 
@@ -91,7 +91,7 @@ def test_lost_node_repeats_only_the_steps_since_the_last_checkpoint(cluster, tmp
     said = output(tmp_path)
     assert "lost hvdx2 (exit code" in said
     assert cluster.show(number)["Restarts"] == "1"
-    assert "going on after" in said
+    assert "resuming after" in said
     assert EPOCHS * STEPS_AN_EPOCH < steps(tmp_path) < EPOCHS * STEPS_AN_EPOCH + 50
     assert weights(tmp_path) == straight
 
@@ -121,5 +121,5 @@ def test_only_the_saved_task_of_an_array_is_requeued(cluster, tmp_path, straight
         assert weights(tmp_path / f"task-{task}") == straight
         assert steps(tmp_path / f"task-{task}") == EPOCHS * STEPS_AN_EPOCH
     said = {task: (tmp_path / f"out-{task}.txt").read_text() for task in (0, 1)}
-    assert "going on after" in said[1]
-    assert "going on after" not in said[0]
+    assert "resuming after" in said[1]
+    assert "resuming after" not in said[0]

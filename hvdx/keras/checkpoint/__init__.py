@@ -1,11 +1,12 @@
-"""Checkpoints of a training on several workers: what is alike on all of them, and what belongs to each.
+"""Checkpoints of a training on several workers, with the state that the ranks share and the state of each rank.
 
-folder      the checkpoints of one training: which there are, which are whole
-files       files that are whole or not there
-writer      writes one, while the training goes on
-contents    what is saved of a model
-restoring   how a model goes on from it
-moments     when to save, and whether the job is about to end
+folder      folder with the checkpoints of one training
+owner       lock that allows one job at a time to save to a folder
+files       atomic file writes, and arrays in files
+writer      writing of checkpoints while training continues
+contents    contents of a checkpoint
+restoring   restoring of a model
+schedule    times to save, and polls of the ranks
 callback    `Checkpoint`
 """
 

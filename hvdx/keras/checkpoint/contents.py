@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a model: what is alike on all ranks, and what belongs to one."""
+"""Contents of a checkpoint: the shared variables of a model, and the state of each rank."""
 
 import importlib
 import random
@@ -19,15 +19,15 @@ from hvdx.version import __version__
 
 @dataclass(frozen=True)
 class Data:
-    """Where a training is in its data.
+    """Position of a training in its data.
 
     Attributes:
-        drawn: of each share that `hvdx.shard` shuffles, the number of the order before the one that comes first.
-        skip: batches of that order that were trained.
-        steps: of an epoch; None where nobody knows.
-        share: which of those is trained on, counted from the newest: -1, -2, ...; None where nobody knows.
-        samples: of a step of all ranks together, where the share is known.
-        random: what `random_states` said when the pass through the data began.
+        drawn: for each share of arrays that `hvdx.shard` shuffles, the number of the order before the next one.
+        skip: number of batches of the next order that were trained.
+        steps: number of steps in an epoch, or None if unknown.
+        share: index of the share that is trained on, counted from the newest (-1, -2, ...), or None if unknown.
+        samples: number of samples in a step of all ranks together, or None if the share is unknown.
+        random: result of `random_states` when the pass through the data began.
     """
 
     drawn: Sequence[int]
@@ -40,12 +40,13 @@ class Data:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All that is saved.
+    """Contents of a checkpoint that this rank writes.
 
     Attributes:
-        manifest: what the checkpoint says of itself, apart from the arrays; for people as well.
-        shared: variables that are alike on all ranks, to be copied before the training goes on; empty but on rank 0.
-        mine: copies of what is this rank's.
+        manifest: description of the checkpoint and its arrays, in JSON types.
+        shared: variables with the same values on all ranks, to be copied before training continues; empty on other
+            ranks than 0.
+        mine: copies of the rank-local arrays.
     """
 
     manifest: dict[str, Any]
@@ -54,14 +55,14 @@ class Snapshot:
 
 
 def snapshot(model: Any, rank: int, data: Data, within_epoch: bool = False) -> Snapshot:
-    """What is to be saved of a model.
+    """Collect the contents of a checkpoint.
 
     Args:
-        model: with its optimisers, whose adapters have nothing on its way.
+        model: model with its optimisers, whose adapters have no update in flight.
         rank: this rank.
-        data: where it is in its data.
-        within_epoch: metrics are half-way, and weights that no gradient reaches differ from rank to rank: they become
-            one at the end of an epoch.
+        data: position in the data.
+        within_epoch: whether the checkpoint is made in mid-epoch. The metrics of the epoch are then saved too, and
+            non-trainable weights as rank-local ones, since they are averaged only at the end of an epoch.
     """
     own = rank_local_ids(model, within_epoch)
     groups = {"weights": model.weights, "optimizer": replicas.optimizer_state_of(model)}
@@ -88,7 +89,7 @@ def _manifest(
         "share": data.share,
         "samples": data.samples,
         **{name: [described(v) for v in variables] for name, variables in groups.items()},
-        # Of which every rank has its own.
+        # Indices of the rank-local variables.
         "own": {name: [i for i in range(len(vs)) if f"{name}.{i}" in mine] for name, vs in groups.items()},
         "optimizers": [
             _optimizer_manifest(optimizer, model, any(name.startswith(f"strategy.{i}.") for name in mine))
@@ -97,21 +98,21 @@ def _manifest(
     }
 
 
-def _optimizer_manifest(optimizer: Any, model: Any, remembers: bool) -> dict[str, Any]:
+def _optimizer_manifest(optimizer: Any, model: Any, has_state: bool) -> dict[str, Any]:
     adapter, trained = adapter_of(optimizer), innermost(optimizer)._trainable_variables
-    says: dict[str, Any] = {
+    entry: dict[str, Any] = {
         "class": type(optimizer).__name__,
         "trains": _positions(trained, model) if optimizer.built else None,
         "kind": None if adapter is None else adapter.state_key,
         "strategy": None,
     }
-    if adapter is not None and remembers:
-        says |= {"strategy": repr(adapter.strategy), "exchanges": _positions(adapter.exchanged, model)}
-    return says
+    if adapter is not None and has_state:
+        entry |= {"strategy": repr(adapter.strategy), "exchanges": _positions(adapter.exchanged, model)}
+    return entry
 
 
 def _own_arrays(model: Any) -> dict[str, np.ndarray]:
-    """What belongs to this rank, but for the private state of its optimisers."""
+    """Copy the rank-local arrays other than weights and variables of the optimisers."""
     own = _numbered("generators", generators(model)) | _numbered("accumulated", accumulated(model))
     common = common_generator()
     if common is not None:
@@ -120,7 +121,7 @@ def _own_arrays(model: Any) -> dict[str, np.ndarray]:
     for i, optimizer in enumerate(optimizers_of(model)):
         adapter = adapter_of(optimizer)
         if adapter is not None:
-            # Copies, since an exchange goes on with its own.
+            # Copies, since the exchange continues to change the originals.
             own |= {f"strategy.{i}.{name}": np.array(array) for name, array in adapter.state_dict().items()}
     return own
 
@@ -135,10 +136,10 @@ def _numbered(
 
 
 def value_of(variable: Any) -> np.ndarray:
-    """A variable's value; a view of it, where that can be had, so copy it before anything changes the variable.
+    """Return a variable's value. It may be a view: copy it before the variable changes.
 
     Raises:
-        ConfigError: it holds no numbers.
+        ConfigError: if the variable holds no numbers.
     """
     array = np.asarray(tf.convert_to_tensor(variable))
     if array.dtype == object:
@@ -147,22 +148,22 @@ def value_of(variable: Any) -> np.ndarray:
 
 
 def array_of(variable: Any) -> np.ndarray:
-    """A copy of a variable's value.
+    """Return a copy of a variable's value.
 
     Raises:
-        ConfigError: see `value_of`.
+        ConfigError: if the variable holds no numbers.
     """
     return np.array(value_of(variable))
 
 
 def described(variable: Any) -> str:
-    """Dtype, shape and name of a variable."""
+    """Describe a variable by dtype, shape and name, such as "float32[6x8] dense/kernel"."""
     extents = "x".join(str(extent) for extent in variable.shape)
     return f"{tf.as_dtype(variable.dtype).name}[{extents}] {getattr(variable, 'path', variable.name)}"
 
 
 def _positions(variables: Sequence[Any], model: Any) -> list[int] | None:
-    """Where a model holds some weights; None if it does not hold them all."""
+    """Return the indices of variables among a model's weights, or None unless all of them are there."""
     places = {id(v): i for i, v in enumerate(model.weights)}
     found = [places.get(id(v)) for v in variables]
     return None if None in found else found  # type: ignore[return-value]
@@ -172,14 +173,14 @@ def _positions(variables: Sequence[Any], model: Any) -> list[int] | None:
 
 
 def generators(model: Any) -> list[Any]:
-    """States of the random generators that layers hold."""
+    """Return the states of the random generators that layers hold."""
     found = [g.state for layer in model._flatten_layers() for g in getattr(layer, "_seed_generators", ())]
     return list({id(state): state for state in found}.values())
 
 
 def common_generator(make: bool = False) -> Any:
-    """The generator behind `keras.random` where no seed is given; None before it was used, unless it is to be made."""
-    # Keras has no public way to it.
+    """Return the generator that `keras.random` uses without a seed; None if it does not exist and `make` is False."""
+    # Keras has no public access to this generator.
     module = importlib.import_module("keras.src.random.seed_generator")
     held = importlib.import_module("keras.src.backend.common.global_state")
     name = getattr(module, "GLOBAL_SEED_GENERATOR", "global_seed_generator")
@@ -187,7 +188,7 @@ def common_generator(make: bool = False) -> Any:
 
 
 def random_states() -> dict[str, np.ndarray]:
-    """The states of Python's and NumPy's common generators, which data pipelines draw from."""
+    """Return the states of the global generators of Python and NumPy, which data pipelines use."""
     _, words, gauss = random.getstate()
     name, keys, *rest = np.random.get_state()
     states = {
@@ -200,10 +201,10 @@ def random_states() -> dict[str, np.ndarray]:
 
 
 def set_random_states(states: Mapping[str, np.ndarray]) -> None:
-    """Have Python's and NumPy's common generators go on.
+    """Set the states of the global generators of Python and NumPy.
 
     Args:
-        states: what `random_states` gave.
+        states: result of `random_states`.
     """
     gauss = float(states["python.gauss"])
     random.setstate((3, tuple(int(word) for word in states["python"]), None if np.isnan(gauss) else gauss))

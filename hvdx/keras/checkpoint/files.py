@@ -1,8 +1,8 @@
-"""Files that are whole or not there, and arrays in them.
+"""Atomic file writes, and arrays in files.
 
-Arrays lie in a file as safetensors has them: eight bytes of length, a header in JSON, and one array after another. The
-header's metadata hold a checksum of each, so that whoever reads one knows whether it is what was written. (A zip, as
-`numpy.savez` makes it, takes a checksum that costs as much as the writing.)
+The layout of a file is that of safetensors: the length of the header in eight bytes, the header in JSON, and the arrays
+one after another. The header's metadata hold a checksum of each array, which is compared when the array is read. (A zip
+file of `numpy.savez` needs a checksum that takes as long as the writing.)
 
 Source of the layout: https://github.com/huggingface/safetensors, "Format".
 """
@@ -26,22 +26,22 @@ _DTYPES = {code: np.dtype(text) for code, text in DTYPES.items()}
 _DTYPES |= {code: small_float(name, Path("a checkpoint")) for code, name in SMALL_FLOATS.items()}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _METADATA, _CHECKSUM = "__metadata__", "xxh3_64 of "
-# A chunk that was summed up is still in the cache when it is written.
+# Chunk in bytes: small enough to stay in the cache between its checksum and its write.
 _CHUNK = 1 << 22
 
 
 def write(contents: Mapping[Path, Callable[[Any], Any]]) -> None:
-    """Write files that are there, as a whole and on the disk, or not at all.
+    """Write files; each gets its name only when all of them are complete and on the disk.
 
     Args:
-        contents: for each file, what writes it, given the open file.
+        contents: for each path, a function that writes the content to an open file.
     """
     with contextlib.ExitStack() as stack:
         partial = {path.with_name(f"{path.name}.partial"): path for path in contents}
         opened = {name: stack.enter_context(Output(name)) for name in partial}
         for name, file in opened.items():
             contents[partial[name]](file)
-        # Once all are written: the first brings most of what the others need to the disk as well.
+        # After all writes: the first fsync brings most of the other files to the disk as well.
         for file in opened.values():
             os.fsync(file.fileno())
     for name, path in partial.items():
@@ -49,14 +49,14 @@ def write(contents: Mapping[Path, Callable[[Any], Any]]) -> None:
 
 
 def write_arrays(file: Any, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write arrays, and a checksum of each.
+    """Write arrays, with a checksum of each.
 
     Args:
-        file: open for writing, binary.
-        arrays: by their names.
+        file: binary file, open for writing.
+        arrays: arrays by their names.
 
     Raises:
-        ConfigError: a dtype that the format does not have.
+        ConfigError: if the format does not have the dtype of an array.
     """
     sums = dict.fromkeys(arrays, "0" * 16)
     file.write(_header(arrays, sums))
@@ -73,29 +73,29 @@ def write_arrays(file: Any, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def _header(arrays: Mapping[str, np.ndarray], sums: Mapping[str, str]) -> bytes:
-    """As long for any sums."""
-    says: dict[str, Any] = {_METADATA: {f"{_CHECKSUM}{name}": total for name, total in sums.items()}}
+    """Encode the header; its length does not depend on the values of the checksums."""
+    header: dict[str, Any] = {_METADATA: {f"{_CHECKSUM}{name}": total for name, total in sums.items()}}
     begin = 0
     for name, array in arrays.items():
         if array.dtype not in _CODES:
             raise ConfigError(f"{name}: expected numbers, got {array.dtype}, which is not saved.")
         end = begin + array.nbytes
-        says[name] = {"dtype": _CODES[array.dtype], "shape": list(array.shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": _CODES[array.dtype], "shape": list(array.shape), "data_offsets": [begin, end]}
         begin = end
-    text = json.dumps(says).encode()
+    text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
 @contextlib.contextmanager
-def whole(path: Path) -> Iterator[None]:
-    """Tell a damaged file from all else that may go wrong.
+def as_checkpoint_error(path: Path) -> Iterator[None]:
+    """Convert the errors of reading a damaged file to `CheckpointError`.
 
     Args:
-        path: what is read.
+        path: file that is read inside the context.
 
     Raises:
-        CheckpointError: it is cut off, altered or missing.
+        CheckpointError: if the file is cut off, altered or missing.
     """
     try:
         yield
@@ -106,14 +106,14 @@ def whole(path: Path) -> Iterator[None]:
 
 
 class Arrays(Mapping[str, np.ndarray]):
-    """The arrays of one file, read one by one when they are asked for, each against its checksum.
+    """Arrays of one file; each is read, and compared with its checksum, when it is accessed.
 
     Args:
-        path: of the file.
-        entries: what its header says of each array.
-        sums: the checksums, by the arrays' names.
-        begin: where the first array is, in bytes.
-        prefix: only names that begin so; they are known by what follows.
+        path: path of the file.
+        entries: header's entry for each array.
+        sums: checksums by the arrays' names.
+        begin: offset of the first array in bytes.
+        prefix: prefix of the arrays' names; it is left out of the keys, and other arrays are not included.
     """
 
     def __init__(self, path: Path, entries: Mapping[str, Any], sums: Mapping[str, str], begin: int, prefix: str = ""):
@@ -121,12 +121,12 @@ class Arrays(Mapping[str, np.ndarray]):
 
     @classmethod
     def of(cls, path: Path) -> "Arrays":
-        """Those of a file.
+        """Open a file and read its header.
 
         Raises:
-            CheckpointError: it is damaged.
+            CheckpointError: if the file is damaged.
         """
-        with whole(path), path.open("rb") as file:
+        with as_checkpoint_error(path), path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             size = os.fstat(file.fileno()).st_size
             if not 2 <= length <= size - 8:
@@ -135,21 +135,21 @@ class Arrays(Mapping[str, np.ndarray]):
             sums = entries.pop(_METADATA)
             end = 8 + length + max((e["data_offsets"][1] for e in entries.values()), default=0)
             if size != end:
-                raise EOFError(f"{size} bytes, and not {end}")
+                raise EOFError(f"expected {end} bytes, got {size}")
             return cls(path, entries, {k.removeprefix(_CHECKSUM): v for k, v in sums.items()}, 8 + length)
 
     def part(self, prefix: str) -> "Arrays":
-        """Those whose names begin with `prefix`."""
+        """Return the arrays whose names begin with `prefix`."""
         return Arrays(self._path, self._entries, self._sums, self._begin, f"{self._prefix}{prefix}")
 
     def __getitem__(self, name: str) -> np.ndarray:
         name = f"{self._prefix}{name}"
-        with whole(self._path):
+        with as_checkpoint_error(self._path):
             entry = self._entries[name]
             begin, end = entry["data_offsets"]
             content = np.fromfile(self._path, np.uint8, end - begin, offset=self._begin + begin)
             if xxhash.xxh3_64_hexdigest(content.data) != self._sums[name]:
-                raise ValueError(f"{name} is not what was written")
+                raise ValueError(f"{name} does not match its checksum")
             return content.view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
 
     def __contains__(self, name: object) -> bool:

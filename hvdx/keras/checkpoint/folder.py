@@ -1,14 +1,14 @@
-"""A folder of checkpoints: which there are, and which of them are whole.
+"""Folder with the checkpoints of one training.
 
-    ckpt/epoch-0003/manifest.json         what the others hold
-    ckpt/epoch-0003/shared.safetensors    what is alike on all ranks
-    ckpt/epoch-0003/rank-0.safetensors    what belongs to rank 0; one a rank
-    ckpt/epoch-0003-step-00000120/...     after 120 steps of the fourth epoch
-    ckpt/damaged-epoch-0002/...           found damaged, and set aside
-    ckpt/.hvdx-owner                      which job saves here now, see `owner`
-    ckpt/.hvdx-...                        on its way in or out; what a killed job leaves is removed by the next
+    ckpt/epoch-0003/manifest.json         description of the other files
+    ckpt/epoch-0003/shared.safetensors    variables with the same values on all ranks
+    ckpt/epoch-0003/rank-0.safetensors    arrays of rank 0; one file for each rank
+    ckpt/epoch-0003-step-00000120/...     checkpoint after 120 steps of the fourth epoch
+    ckpt/damaged-epoch-0002/...           checkpoint that was found damaged and renamed
+    ckpt/.hvdx-owner                      job that saves here now, see `owner`
+    ckpt/.hvdx-...                        temporary; the next job removes or restores what a killed job left
 
-A checkpoint gets its name when it is complete, so whatever is called epoch-... was whole when it got it.
+A checkpoint is written under a temporary name and renamed to epoch-... when it is complete.
 """
 
 import contextlib
@@ -28,25 +28,25 @@ from hvdx.averaging.output import sync
 from hvdx.comm import Comm
 from hvdx.errors import CheckpointError, ConfigError, HvdxError, ReplicaError
 from hvdx.keras.checkpoint import owner
-from hvdx.keras.checkpoint.files import Arrays, whole
+from hvdx.keras.checkpoint.files import Arrays, as_checkpoint_error
 from hvdx.keras.checkpoint.owner import Owner
 from hvdx.keras.fit.sync_callback import all_gather_at
 
 T = TypeVar("T")
 
-#: Of the files, not of hvdx.
+#: Version of the file format.
 FORMAT = 3
-#: The file of what is alike on all ranks.
+#: Name of the file with the shared variables.
 SHARED = "shared.safetensors"
-# How long a rank looks for what rank 0 has made: file systems of a network take a moment.
-_PATIENCE_SECONDS = 2.0
+# Seconds to wait for a folder that rank 0 has made: a network file system may show it late.
+_WAIT_SECONDS = 2.0
 _NAME = re.compile(r"epoch-(\d+)(?:-step-(\d+))?")
-_AWAY = ".hvdx-"
-# Keras counts the names of layers in each process, and a rank may have made more of them: dense_5/kernel.
+_TEMPORARY = ".hvdx-"
+# Number that Keras appends to names, as in dense_5/kernel. It counts the layers of a process, so ranks may differ.
 _KERAS_NUMBER = re.compile(r"(?<=[a-z])_\d+(?=[/_ ,.;:')]|$)")
-# What is said of where a rank is.
+# Name of the place for `all_gather_at`.
 _PLACE = "the folder of checkpoints"
-# What a manifest of this format says.
+# Keys of a manifest of this format.
 _KEYS = (
     *("ranks", "epoch", "step", "drawn", "skip", "steps", "share", "samples"),
     *("weights", "optimizer", "own", "optimizers"),
@@ -54,16 +54,16 @@ _KEYS = (
 
 
 def of_rank(rank: int) -> str:
-    """The file of what belongs to a rank."""
+    """Return the name of the file with the arrays of a rank."""
     return f"rank-{rank}.safetensors"
 
 
 class Position(NamedTuple):
-    """How far a training has come.
+    """Position of a training.
 
     Attributes:
-        epoch: whole epochs.
-        step: steps of the next one.
+        epoch: number of complete epochs.
+        step: number of steps in the next epoch.
     """
 
     epoch: int
@@ -74,11 +74,11 @@ class Position(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """What went wrong on a rank.
+    """Failure of one rank.
 
     Attributes:
-        text: for people.
-        damaged: whether it is the checkpoint's fault.
+        text: error in one line.
+        damaged: whether the checkpoint is damaged.
     """
 
     text: str
@@ -86,10 +86,10 @@ class Failure(NamedTuple):
 
 
 class Folder:
-    """Where the checkpoints of one training are.
+    """Folder with the checkpoints of one training.
 
     Args:
-        path: the folder, which all ranks see; made if it is not there.
+        path: path of the folder, which all ranks share; it need not exist yet.
         comm: the ranks.
     """
 
@@ -98,36 +98,37 @@ class Folder:
         self._owner: Owner | None = None
 
     def attempt(self, place: str, work: Callable[[], T]) -> tuple[T | None, Exception | None, dict[int, Failure]]:
-        """Work that may fail on any rank. Collective.
+        """Run work that may fail on any rank, and gather the failures. Collective.
 
         Args:
-            place: what is done, for people; alike on all ranks, which paths need not be.
-            work: this rank's part; it exchanges nothing with a part of the ranks.
+            place: name of the work for messages; the same on all ranks, so without paths, which may differ.
+            work: this rank's part; if it exchanges data, then with all ranks.
 
         Returns:
-            What this rank's part returned, the error it raised, and what went wrong on which rank.
+            The result of this rank's part, the error that it raised, and the failure of each rank that failed.
         """
         problem, result = None, None
         try:
             result = work()
-        except Exception as error:  # whatever it is, the others have to hear of it
+        except Exception as error:  # any error must reach the other ranks
             problem = error
         mine = None if problem is None else Failure(one_line(problem), isinstance(problem, CheckpointError))
         everyone = all_gather_at(self.comm, place, mine)
         return result, problem, {rank: failure for rank, failure in enumerate(everyone) if failure is not None}
 
     def on_all_ranks(self, place: str, work: Callable[[], T], remedy: str) -> T:
-        """Work that may fail on any rank, and then fails on all. Collective.
+        """Run work that may fail on any rank; if it fails on one, raise an error on all. Collective.
 
         Args:
-            place, work: see `attempt`.
-            remedy: what to do about a failure.
+            place, work: as for `attempt`.
+            remedy: advice for the error message.
 
         Returns:
-            What this rank's part returned.
+            The result of this rank's part.
 
         Raises:
-            ReplicaError: on all ranks, with the ranks that failed and why; or the error itself, if all had the same.
+            ReplicaError: on all ranks, if some failed; the message lists them. If all raised the same `HvdxError`,
+                that error is raised instead.
         """
         result, problem, failed = self.attempt(place, work)
         if failed:
@@ -135,22 +136,22 @@ class Folder:
         return result  # type: ignore[return-value]
 
     def fail(self, place: str, problem: Exception | None, failed: Mapping[int, Failure], remedy: str) -> NoReturn:
-        """Raise what `on_all_ranks` raises, for what `attempt` returned."""
-        alike = len(failed) == self.comm.size and len({_KERAS_NUMBER.sub("", f.text) for f in failed.values()}) == 1
-        if isinstance(problem, HvdxError) and alike:
+        """Raise the error of `on_all_ranks` from the problem and failures that `attempt` returned."""
+        same = len(failed) == self.comm.size and len({_KERAS_NUMBER.sub("", f.text) for f in failed.values()}) == 1
+        if isinstance(problem, HvdxError) and same:
             problem.collective = True
             raise problem
         listed = "; ".join(f"rank {rank}: {failure.text}" for rank, failure in failed.items())
         raise ReplicaError(f"{self.path}: {place}: {listed}. {remedy}") from problem
 
     def check(self) -> None:
-        """Make sure that every rank sees and can write the folder, and have it for this job alone. Collective.
+        """Check that every rank can write to the folder, and own it until `release`. Collective.
 
-        What a killed job left is removed. `release` gives the folder back.
+        Temporary files of a killed job are removed.
 
         Raises:
-            ConfigError: on all ranks, with the job that is using it.
-            ReplicaError: on all ranks, with those that cannot.
+            ConfigError: on all ranks, if another job is using the folder; the message names the job.
+            ReplicaError: on all ranks, if some cannot write to the folder; the message lists them.
         """
         self._probe()
         self.own()
@@ -158,33 +159,33 @@ class Folder:
             self._tidy()
 
     def check_to_read(self) -> None:
-        """Make sure that every rank sees and can write the folder. Collective.
+        """Check that every rank can write to the folder. Collective.
 
-        What a killed job left is removed, unless a job is saving there now.
+        Temporary files of a killed job are removed, unless a job is saving there now.
 
         Raises:
-            ReplicaError: on all ranks, with those that cannot.
+            ReplicaError: on all ranks, if some cannot write to the folder; the message lists them.
         """
         self._probe()
         if self.comm.rank == 0 and not owner.holds(self.path):
             with contextlib.suppress(ConfigError, OSError):
-                reader = Owner(self.path, patience=0.0)
+                reader = Owner(self.path, wait=0.0)
                 self._tidy()
                 reader.release()
 
     def own(self) -> None:
-        """Have the folder for this job alone, until `release`. Collective.
+        """Own the folder until `release`, so that no other job saves there. Collective.
 
         Raises:
-            ConfigError: on all ranks, with the job that is using it.
-            ReplicaError: on all ranks, where rank 0 cannot write there.
+            ConfigError: on all ranks, if another job is using the folder; the message names the job.
+            ReplicaError: on all ranks, if rank 0 cannot write to the folder.
         """
 
         def take() -> str:
             if self.comm.rank == 0:
                 self.path.mkdir(parents=True, exist_ok=True)
                 try:
-                    self._owner = Owner(self.path, owner.PATIENCE_SECONDS)
+                    self._owner = Owner(self.path, owner.WAIT_SECONDS)
                 except ConfigError as error:
                     return str(error)
             return ""
@@ -192,19 +193,19 @@ class Folder:
         taken = self.on_all_ranks(_PLACE, take, "Give a directory that can be written to.")
         refusal = all_gather_at(self.comm, _PLACE, taken)[0]
         if refusal:
-            raise alike(refusal)
+            raise collective_error(refusal)
         if self._owner is not None and not self._owner.locked:
-            said = f"hvdx: {self.path}: this file system has no locks: a second job that saves here goes unnoticed."
-            print(said, file=sys.stderr, flush=True)
+            message = f"hvdx: {self.path}: this file system has no locks: a second job that saves here is not detected."
+            print(message, file=sys.stderr, flush=True)
 
     def release(self) -> None:
-        """Let another job have the folder."""
+        """Release the folder for other jobs."""
         if self._owner is not None:
             self._owner.release()
 
     def _probe(self) -> None:
         token = all_gather_at(self.comm, _PLACE, uuid.uuid4().hex[:8])[0]
-        probe = self.path / f"{_AWAY}probe-{token}"
+        probe = self.path / f"{_TEMPORARY}probe-{token}"
 
         def make() -> None:
             if self.comm.rank == 0:
@@ -219,7 +220,7 @@ class Folder:
                 shutil.rmtree(probe, ignore_errors=True)
 
     def _write_probe(self, probe: Path) -> None:
-        end = time.monotonic() + _PATIENCE_SECONDS
+        end = time.monotonic() + _WAIT_SECONDS
         while not probe.is_dir() and time.monotonic() < end:
             time.sleep(0.05)
         if not probe.is_dir():
@@ -227,10 +228,10 @@ class Folder:
         (probe / str(self.comm.rank)).write_text("")
 
     def _tidy(self) -> None:
-        for left in self.path.glob(f"{_AWAY}*"):
+        for left in self.path.glob(f"{_TEMPORARY}*"):
             if left.name == owner.NAME:
                 continue
-            replaced = left.name.removeprefix(f"{_AWAY}replaced-")
+            replaced = left.name.removeprefix(f"{_TEMPORARY}replaced-")
             if _NAME.fullmatch(replaced) and not (self.path / replaced).exists():
                 left.rename(self.path / replaced)
             else:
@@ -239,41 +240,42 @@ class Folder:
     # -- the checkpoints ----------------------------------------------------------------------------------------------
 
     def positions(self) -> list[Position]:
-        """Where the checkpoints are in the training, as rank 0 sees them, the newest last. Collective."""
+        """Return the positions of the checkpoints that rank 0 sees, the newest last. Collective."""
         return all_gather_at(self.comm, _PLACE, self._listed() if self.comm.rank == 0 else None)[0]
 
     def _listed(self) -> list[Position]:
         return positions_in(self.path)
 
     def at(self, position: Position) -> Path:
-        """The folder of one checkpoint."""
+        """Return the path of a checkpoint."""
         step = f"-step-{position.step:08d}" if position.step else ""
         return self.path / f"epoch-{position.epoch:04d}{step}"
 
     def partial(self, token: str) -> Path:
-        """Where a checkpoint is while it is written."""
-        return self.path / f"{_AWAY}saving-{token}"
+        """Return the temporary path of a checkpoint that is being written."""
+        return self.path / f"{_TEMPORARY}saving-{token}"
 
     def publish(self, partial: Path, position: Position, keep: int) -> None:
-        """Give a complete checkpoint its name, and remove those that are too many. On rank 0 alone.
+        """Give a complete checkpoint its name, and remove surplus checkpoints. On rank 0 alone.
 
-        Those that seem to be later were made before it, by more or fewer ranks, whose steps are of other sizes.
+        Checkpoints at later positions are older: another number of ranks made them, with steps of another size. They
+        are removed.
 
         Args:
-            partial: where it is.
-            position: of it.
-            keep: how many checkpoints may stay, this one included.
+            partial: temporary path of the checkpoint.
+            position: position of the checkpoint.
+            keep: number of checkpoints to keep, this one included.
 
         Raises:
-            OSError: the checkpoint was not published; the existing checkpoints are unchanged.
+            OSError: if the checkpoint was not published; the existing checkpoints are unchanged.
         """
         sync(partial)
         final = self.at(position)
-        replaced = self.path / f"{_AWAY}replaced-{final.name}"
+        replaced = self.path / f"{_TEMPORARY}replaced-{final.name}"
         taken = final.exists()
         if taken:
             shutil.rmtree(replaced, ignore_errors=True)
-            # A job that is killed before the next rename finds it again: see _tidy.
+            # If the job is killed before the next rename, `_tidy` of the next job restores this name.
             final.rename(replaced)
         try:
             partial.rename(final)
@@ -285,52 +287,52 @@ class Folder:
                 replaced.rename(final)
             raise
         shutil.rmtree(replaced, ignore_errors=True)
-        there = self._listed()
-        self._remove([p for p in there if p > position])
-        self._remove([p for p in there if p <= position][:-keep])
+        present = self._listed()
+        self._remove([p for p in present if p > position])
+        self._remove([p for p in present if p <= position][:-keep])
 
     def _remove(self, positions: Sequence[Position]) -> None:
         for position in positions:
-            away = self.path / f"{_AWAY}removed-{uuid.uuid4().hex[:8]}"
-            with contextlib.suppress(OSError):  # too many are no reason to stop
+            away = self.path / f"{_TEMPORARY}removed-{uuid.uuid4().hex[:8]}"
+            with contextlib.suppress(OSError):  # surplus checkpoints do no harm
                 self.at(position).rename(away)
             shutil.rmtree(away, ignore_errors=True)
 
     def set_aside(self, position: Position) -> None:
-        """Take a damaged checkpoint out of the way, so that its name can be used again. On rank 0 alone."""
+        """Rename a damaged checkpoint, so that its name can be used again. On rank 0 alone."""
         name = f"damaged-{self.at(position).name}"
         free = next(n for n in (name, *(f"{name}-{i}" for i in range(2, 1000))) if not (self.path / n).exists())
         self.at(position).rename(self.path / free)
 
 
 def positions_in(path: str | os.PathLike[str]) -> list[Position]:
-    """Where the checkpoints of a folder are in the training, as this rank sees them, the newest last."""
+    """Return the positions of the checkpoints that this rank sees in a folder, the newest last."""
     entries = os.listdir(path) if os.path.isdir(path) else ()
     found = (_NAME.fullmatch(entry) for entry in entries)
     return sorted(Position(int(match[1]), int(match[2] or 0)) for match in found if match)
 
 
 class Saved:
-    """A checkpoint that is there.
+    """Checkpoint in a folder.
 
     Args:
-        path: its folder.
+        path: path of the checkpoint.
 
     Attributes:
-        manifest: what it holds.
+        manifest: content of its manifest.json.
 
     Raises:
-        CheckpointError: it is damaged.
-        ConfigError: it was written by another version.
+        CheckpointError: if the manifest is damaged.
+        ConfigError: if another version of hvdx wrote the checkpoint in another format.
     """
 
     def __init__(self, path: Path):
         self.path = path
-        with whole(path / "manifest.json"):
+        with as_checkpoint_error(path / "manifest.json"):
             self.manifest: dict[str, Any] = dict(json.loads((path / "manifest.json").read_text()))
             missing = [key for key in _KEYS if self.manifest["format"] == FORMAT and key not in self.manifest]
             if missing:
-                raise ValueError(f"it does not say {missing}")
+                raise ValueError(f"keys {missing} are missing")
         if self.manifest.get("format") != FORMAT:
             raise ConfigError(
                 f"{path}: expected format {FORMAT}, got {self.manifest.get('format')!r}. It was saved by another "
@@ -339,11 +341,11 @@ class Saved:
         self._files: dict[str, Arrays] = {}
 
     def shared(self) -> Arrays:
-        """What is alike on all ranks."""
+        """Return the shared arrays."""
         return self._of(SHARED)
 
     def rank(self, rank: int) -> Arrays:
-        """What belonged to one rank."""
+        """Return the arrays of one rank."""
         return self._of(of_rank(rank))
 
     def _of(self, name: str) -> Arrays:
@@ -353,12 +355,12 @@ class Saved:
 
 
 def one_line(error: Exception) -> str:
-    """An error in one line, for other ranks."""
+    """Format an error in one line, for other ranks."""
     return str(error) if isinstance(error, HvdxError) else f"{type(error).__name__}: {error}"
 
 
-def alike(message: str) -> ConfigError:
-    """An error that all ranks find."""
+def collective_error(message: str) -> ConfigError:
+    """Make a `ConfigError` that all ranks raise."""
     error = ConfigError(message)
     error.collective = True
     return error

@@ -1,7 +1,8 @@
-"""Which job a folder of checkpoints belongs to while it trains: two that save there would remove each other's work.
+"""Lock that allows one job at a time to save to a folder: two jobs would remove each other's checkpoints.
 
-The folder has a file that says who it is, and that process holds a lock on it. The kernel, or the server of the file
-system, gives the lock back however the process ends, so what is locked is in use, and what is not may be taken.
+The folder holds a file that describes the job, and a process of the job holds a lock on that file. The kernel, or the
+server of the file system, releases the lock when the process ends in any way. A locked folder is therefore in use, and
+an unlocked one is free.
 """
 
 import contextlib
@@ -18,30 +19,30 @@ from typing import Any
 from hvdx.comm.waiting import until
 from hvdx.errors import ConfigError
 
-#: The file, inside the folder.
+#: Name of the file inside the folder.
 NAME = ".hvdx-owner"
-#: A job that was requeued may begin while its processes of before are about to end.
-PATIENCE_SECONDS = 15.0
-# What a file system without locks answers.
+#: Seconds to wait for the lock: a requeued job may begin before its earlier processes have ended.
+WAIT_SECONDS = 15.0
+# Errors of a file system without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 _JOBS = {"Slurm": "SLURM_JOB_ID", "PBS": "PBS_JOBID", "LSF": "LSB_JOBID"}
-# Folders that this process holds, and the files' descriptors: its locks do not keep itself out.
+# Folders that this process holds, with the descriptors of their files: a process's own lock does not exclude it.
 _held: dict[Path, int] = {}
 
 
 class Owner:
-    """Holds a folder for this process.
+    """Ownership of a folder by this process.
 
     Args:
-        folder: which has to exist.
-        patience: seconds to wait for another job that is about to end.
+        folder: existing folder.
+        wait: seconds to wait for another job that is about to end.
 
     Raises:
-        ConfigError: another job is using the folder; the message names it.
-        OSError: the file cannot be written.
+        ConfigError: if another job is using the folder; the message names the job.
+        OSError: if the file cannot be written.
 
     Attributes:
-        locked: False where the file system has no locks, and another job would not be noticed.
+        locked: False if the file system has no locks; another job is then not detected.
 
     Example:
         >>> import tempfile
@@ -52,22 +53,22 @@ class Owner:
         []
     """
 
-    def __init__(self, folder: Path, patience: float = PATIENCE_SECONDS):
+    def __init__(self, folder: Path, wait: float = WAIT_SECONDS):
         self._folder, self._path = folder.resolve(), folder.resolve() / NAME
         self.locked = True
         before = _held.pop(self._folder, None)
-        if before is not None:  # of a `fit` that did not come to its end
+        if before is not None:  # an earlier `fit` was interrupted
             os.close(before)
-        until(self._take, patience)
+        until(self._take, wait)
         if self._folder not in _held:
             raise ConfigError(
                 f"Checkpoint: {folder}: expected a directory for this training alone, got one that "
                 f"{_described(self._path)} is using. Do: give another directory, or wait for the end of that job. "
-                f"If there is no such job any more, its host went down with the lock: remove {self._path}."
+                f"If that job has ended, its host failed and the lock remained: remove {self._path}."
             )
 
     def release(self) -> None:
-        """Let others have the folder; may be called twice."""
+        """Release the folder; a second call does nothing."""
         descriptor = _held.pop(self._folder, None)
         if descriptor is not None:
             with contextlib.suppress(OSError):
@@ -75,11 +76,11 @@ class Owner:
             os.close(descriptor)
 
     def _take(self) -> bool:
-        """Lock the file and write into it who this is; whether that was possible."""
+        """Lock the file and write a description of this job to it; return whether that was possible."""
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             taken = self._lock(descriptor)
-            # It may have been removed in between, by who had it.
+            # The previous owner may have removed the file between open and lock.
             if not taken or not _same(descriptor, self._path):
                 time.sleep(0.1)
                 os.close(descriptor)
@@ -102,7 +103,7 @@ class Owner:
                 return True
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 raise
-            # A host that died may keep its locks for ever; its job goes on elsewhere.
+            # The locks of a host that failed may remain, while its job was requeued to another host.
             if _restarted(_read(self._path)):
                 self._path.unlink(missing_ok=True)
             return False
@@ -110,7 +111,7 @@ class Owner:
 
 
 def holds(folder: Path) -> bool:
-    """Whether this process holds a folder."""
+    """Return whether this process holds a folder."""
     return folder.resolve() in _held
 
 
@@ -122,7 +123,7 @@ def _same(descriptor: int, path: Path) -> bool:
 
 
 def _restarted(who: dict[str, Any]) -> bool:
-    """Whether a requeued job was this very one."""
+    """Return whether `who` describes an earlier run of this job, which was requeued since."""
     return bool(_job()) and who.get("job") == _job() and who.get("restarts") != _restarts()
 
 
@@ -131,7 +132,7 @@ def _restarts() -> str:
 
 
 def _job() -> str:
-    """The batch system's name of this job, the task of an array included; "" outside of one."""
+    """Return the batch system and number of this job, with the task of an array; "" outside a batch system."""
     for system, variable in _JOBS.items():
         number = os.environ.get(variable)
         if number:

@@ -1,4 +1,4 @@
-"""How a model goes on from a checkpoint."""
+"""Restoring of a model from a checkpoint."""
 
 import os
 import sys
@@ -32,14 +32,14 @@ _OTHER_MODEL = "It is of another model: give another directory, or the model tha
 
 @dataclass(frozen=True)
 class Restored:
-    """Where a training goes on.
+    """State from which a training resumes.
 
     Attributes:
-        position: in the training.
-        data: where it was in its data.
-        ranks: how many had come there.
-        metrics: of the epoch that was begun; empty between two.
-        random: what `random_states` said.
+        position: position in the training.
+        data: position in the data.
+        ranks: number of ranks that saved the checkpoint.
+        metrics: values of the metrics' variables in mid-epoch; empty between two epochs.
+        random: result of `random_states` when the checkpoint was made.
     """
 
     position: Position
@@ -50,17 +50,17 @@ class Restored:
 
 
 def restore(directory: str | os.PathLike[str], model: Any) -> int | None:
-    """Have a model go on where its newest checkpoint was made, in a loop of your own. Collective.
+    """Restore a model from its newest checkpoint in a custom training loop. Collective.
 
     Args:
-        directory: what `save` was given.
-        model: built, and compiled or given its optimisers as it was when it was saved.
+        directory: directory of `save`.
+        model: built model with the same optimisers that were saved: compiled, or given to it.
 
     Returns:
-        The number of epochs it was trained; None where there is no checkpoint.
+        Number of epochs that the model was trained, or None without a checkpoint.
 
     Raises:
-        ConfigError: the checkpoint is of another model or optimiser.
+        ConfigError: if the checkpoint is of another model or optimiser.
         ReplicaError: on all ranks, if one cannot see the directory, or if all checkpoints are damaged.
     """
     folder = Folder(os.fspath(directory), join())
@@ -70,41 +70,44 @@ def restore(directory: str | os.PathLike[str], model: Any) -> int | None:
 
 
 def restore_newest(folder: Folder, model: Any) -> Restored | None:
-    """Take the newest checkpoint that is whole, and set those that are not aside. Collective.
+    """Restore a model from the newest intact checkpoint, and set newer, damaged ones aside. Collective.
 
     Args:
-        folder: the checkpoints.
-        model: see `restore`.
+        folder: folder of the checkpoints.
+        model: as for `restore`.
 
     Returns:
-        Where the model goes on; None where there is no checkpoint.
+        The restored state, or None without a checkpoint.
 
     Raises:
-        ConfigError, ReplicaError: see `restore`.
+        ConfigError: if the checkpoint is of another model or optimiser.
+        ReplicaError: on all ranks, if all checkpoints are damaged, or if reading fails on some ranks.
     """
     positions = folder.positions()
     for position in reversed(positions):
-        restored = _restore_whole(folder, position, model)
+        restored = _restore_or_set_aside(folder, position, model)
         if restored is not None:
             return restored
     if positions:
         raise ReplicaError(
             f"{folder.path}: all checkpoints are damaged: {', '.join(map(str, positions))}. They were set aside as "
-            "damaged-...; start again to begin anew."
+            "damaged-...; start again to train from the beginning."
         )
     return None
 
 
-def _restore_whole(folder: Folder, position: Position, model: Any) -> Restored | None:
-    """Take a checkpoint, or set it aside, if it is damaged. Collective."""
+def _restore_or_set_aside(folder: Folder, position: Position, model: Any) -> Restored | None:
+    """Restore a checkpoint, or set it aside and return None if it is damaged. Collective."""
     comm, path, place = folder.comm, folder.at(position), f"restoring {position}"
-    reading, problem, failed = folder.attempt(place, lambda: _Reading(model, Saved(path), comm.rank, comm.size))
+    reading, problem, failed = folder.attempt(
+        place, lambda: _LoadedCheckpoint(model, Saved(path), comm.rank, comm.size)
+    )
     if reading is not None and not failed:
         return reading.apply(folder, place)
     if not all(failure.damaged for failure in failed.values()):
         folder.fail(place, problem, failed, "Nothing was changed.")
     listed = "; ".join(f"rank {rank}: {failure.text}" for rank, failure in failed.items())
-    say(f"{path}: {listed}. It is set aside, and the checkpoint before it is taken")
+    print_on_rank_0(f"{path}: {listed}. It is set aside, and the checkpoint before it is used")
 
     def set_aside() -> None:
         if comm.rank == 0:
@@ -114,42 +117,44 @@ def _restore_whole(folder: Folder, position: Position, model: Any) -> Restored |
     return None
 
 
-class _Reading:
-    """All that one rank takes from a checkpoint, read and checked before any of it is assigned; it exchanges nothing.
+class _LoadedCheckpoint:
+    """State of one rank, read from a checkpoint and checked before any of it is assigned.
+
+    The constructor exchanges nothing with other ranks.
 
     Args:
-        model: what is to go on.
-        saved: the checkpoint.
-        rank, size: this rank, and the number of ranks now.
+        model: model to restore.
+        saved: checkpoint to read.
+        rank, size: this rank, and the number of ranks in this job.
 
     Raises:
-        CheckpointError: the checkpoint is damaged.
-        ConfigError: it is of another model.
+        CheckpointError: if the checkpoint is damaged.
+        ConfigError: if it is of another model.
     """
 
     def __init__(self, model: Any, saved: Saved, rank: int, size: int):
         self._model, self._saved, self._manifest = model, saved, saved.manifest
-        self._rank, self._size, self._ranks = rank, size, int(saved.manifest["ranks"])
+        self._rank, self._size, self._saved_size = rank, size, int(saved.manifest["ranks"])
         self._remarks: list[str] = []
-        self._variables = self._values()
+        self._variables = self._assignments()
         self._adapters = self._states()
-        mine = self._mine()
+        mine = self._rank_file()
         self._random, self._pass = dict(mine.part("random.")), dict(mine.part("pass."))
-        metrics = mine.part("metrics.") if size == self._ranks else {}
+        metrics = mine.part("metrics.") if size == self._saved_size else {}
         self._metrics = [metrics[str(i)] for i in range(len(metrics))]
 
     def apply(self, folder: Folder, place: str) -> Restored:
-        """Have the model go on from it. Collective, on ranks that have all read theirs.
+        """Assign the state to the model. Collective; every rank must have read its state.
 
         Args:
-            folder: tells the others of what goes wrong.
-            place: what is done, for people.
+            folder: folder of the checkpoint, which gathers failures.
+            place: name of the work for messages.
 
         Raises:
-            ConfigError, ReplicaError: a strategy's state is of something else.
+            ConfigError, ReplicaError: if the saved state of a strategy does not fit the strategy.
         """
         for remark in self._remarks:
-            say(remark)
+            print_on_rank_0(remark)
         for variable, value in self._variables:
             variable.assign(value)
         for adapter, _, weights in self._adapters:
@@ -162,15 +167,15 @@ class _Reading:
 
         folder.on_all_ranks(place, restore_states, "Give another directory, or the strategy that it was saved with.")
         manifest = self._manifest
-        data.go_on(manifest["drawn"])
+        data.set_orders(manifest["drawn"])
         position = Position(int(manifest["epoch"]), int(manifest["step"]))
-        was = Data(
+        saved_data = Data(
             random=self._pass, **{name: manifest[name] for name in ("drawn", "skip", "steps", "share", "samples")}
         )
-        return Restored(position, was, self._ranks, self._metrics, self._random)
+        return Restored(position, saved_data, self._saved_size, self._metrics, self._random)
 
-    def _values(self) -> Assignments:
-        """Every variable with its value."""
+    def _assignments(self) -> Assignments:
+        """Pair every variable with its saved value."""
         model, manifest = self._model, self._manifest
         if not model.built:
             raise ConfigError(
@@ -186,115 +191,122 @@ class _Reading:
         for name, variables in (("weights", model.weights), ("optimizer", state)):
             own = set(manifest["own"][name])
             found += [(v, shared[f"{name}.{i}"]) for i, v in enumerate(variables) if i not in own]
-            found += self._of_ranks(name, {i: v for i, v in enumerate(variables) if i in own})
-        return [(variable, self._fitting(variable, value)) for variable, value in found]
+            found += self._rank_local_values(name, {i: v for i, v in enumerate(variables) if i in own})
+        return [(variable, self._checked(variable, value)) for variable, value in found]
 
-    def _compare(self, what: str, there: Sequence[str], variables: Sequence[Any]) -> None:
-        """Shapes and dtypes decide; names differ from one process to the next."""
-        here = [described(v) for v in variables]
-        for i, (a, b) in enumerate(zip(there, here, strict=False)):
+    def _compare(self, group: str, saved: Sequence[str], variables: Sequence[Any]) -> None:
+        """Compare shapes and dtypes with the manifest; names are not compared, since they differ between processes."""
+        present = [described(v) for v in variables]
+        for i, (a, b) in enumerate(zip(saved, present, strict=False)):
             if a.split(" ")[0] != b.split(" ")[0]:
-                raise ConfigError(f"{self._saved.path}: {what}: expected {a}, got {b} (number {i}). {_OTHER_MODEL}")
-        if len(there) != len(here):
+                raise ConfigError(f"{self._saved.path}: {group}: expected {a}, got {b} (number {i}). {_OTHER_MODEL}")
+        if len(saved) != len(present):
             raise ConfigError(
-                f"{self._saved.path}: {what}: expected {len(there)} variables, got {len(here)}. {_OTHER_MODEL}"
+                f"{self._saved.path}: {group}: expected {len(saved)} variables, got {len(present)}. {_OTHER_MODEL}"
             )
 
     def _build_optimizers(self) -> None:
-        there, here = self._manifest["optimizers"], optimizers_of(self._model)
-        names = [o["class"] for o in there], [type(o).__name__ for o in here]
+        saved, present = self._manifest["optimizers"], optimizers_of(self._model)
+        names = [o["class"] for o in saved], [type(o).__name__ for o in present]
         if names[0] != names[1]:
             raise ConfigError(f"{self._saved.path}: expected optimizers {names[0]}, got {names[1]}. {_OTHER_MODEL}")
         weights = self._model.weights
-        for says, optimizer in zip(there, here, strict=True):
-            if says["trains"] is not None and not optimizer.built:
-                optimizer.build([weights[i] for i in says["trains"]])
+        for entry, optimizer in zip(saved, present, strict=True):
+            if entry["trains"] is not None and not optimizer.built:
+                optimizer.build([weights[i] for i in entry["trains"]])
 
-    def _of_ranks(self, name: str, variables: Mapping[int, Any]) -> Assignments:
-        """This rank's own values; the mean over the ranks, where their number was another or they are shared now."""
-        kinds = [says["kind"] for says in self._manifest["optimizers"]]
+    def _rank_local_values(self, name: str, variables: Mapping[int, Any]) -> Assignments:
+        """Pair rank-local variables with their saved values.
+
+        If the number of ranks has changed, or if the variables are shared now, the values are means over the ranks.
+        """
+        kinds = [entry["kind"] for entry in self._manifest["optimizers"]]
         still = rank_local_ids(
             self._model, bool(self._manifest["step"]), now=False, of=lambda i, b: b.state_key == kinds[i]
         )
-        if self._size == self._ranks and all(id(v) in still for v in variables.values()):
+        if self._size == self._saved_size and all(id(v) in still for v in variables.values()):
             mine = self._saved.rank(self._rank)
             return [(v, mine[f"{name}.{i}"]) for i, v in variables.items()]
-        files = [self._saved.rank(rank) for rank in range(self._ranks)] if variables else []
+        files = [self._saved.rank(rank) for rank in range(self._saved_size)] if variables else []
         return [(v, _mean([file[f"{name}.{i}"] for file in files], v)) for i, v in variables.items()]
 
     def _accumulated(self) -> Assignments:
-        """Gradients that were half-accumulated."""
-        here = accumulated(self._model)
-        there = len(self._mine().part("accumulated."))
-        if there != len(here):
+        """Pair the variables of half-accumulated gradients with their saved values."""
+        present = accumulated(self._model)
+        saved = len(self._rank_file().part("accumulated."))
+        if saved != len(present):
             raise ConfigError(
-                f"{self._saved.path}: expected {there} variables of accumulated gradients, got {len(here)}. Give the "
-                "optimizer the gradient_accumulation_steps it was saved with."
+                f"{self._saved.path}: expected {saved} variables of accumulated gradients, got {len(present)}. Give "
+                "the optimizer the gradient_accumulation_steps it was saved with."
             )
-        return self._of_ranks("accumulated", dict(enumerate(here)))
+        return self._rank_local_values("accumulated", dict(enumerate(present)))
 
     def _generators(self) -> Assignments:
-        """States of random generators: this rank's, or those of a rank that was."""
-        mine, here = self._mine(), generators(self._model)
-        there = len(mine.part("generators."))
-        if there != len(here):
+        """Pair the states of random generators with their saved values."""
+        mine, present = self._rank_file(), generators(self._model)
+        saved = len(mine.part("generators."))
+        if saved != len(present):
             self._remarks.append(
-                f"{self._saved.path} holds {there} random generators, the model {len(here)}: they begin anew"
+                f"{self._saved.path} holds {saved} random generators, the model {len(present)}: they are not restored"
             )
-        found = [(v, mine[f"generators.{i}"]) for i, v in enumerate(here)] if there == len(here) else []
+        found = [(v, mine[f"generators.{i}"]) for i, v in enumerate(present)] if saved == len(present) else []
         if "generator" in mine:
             found.append((common_generator(make=True).state, mine["generator"]))
         return found
 
-    def _mine(self) -> Arrays:
-        return self._saved.rank(self._rank % self._ranks)
+    def _rank_file(self) -> Arrays:
+        """Return the saved arrays of this rank; rank r reads those of rank r mod the saved number of ranks."""
+        return self._saved.rank(self._rank % self._saved_size)
 
-    def _fitting(self, variable: Any, value: np.ndarray) -> np.ndarray:
-        """The value, if it is one of the variable's dtype and shape."""
+    def _checked(self, variable: Any, value: np.ndarray) -> np.ndarray:
+        """Return the value if it has the dtype and shape of the variable."""
         dtype = tf.as_dtype(variable.dtype).as_numpy_dtype
         if value.shape != tuple(variable.shape) or value.dtype != dtype:
             raise CheckpointError(
                 f"{self._saved.path}: {variable.path}: expected {described(variable)}, got {value.dtype}"
-                f"{list(value.shape)}: its files do not belong together"
+                f"{list(value.shape)}: its files are from different checkpoints"
             )
         return value
 
     def _states(self) -> list[tuple[Adapter, dict[str, np.ndarray], list[Any]]]:
-        """Each adapter that goes on, with what its strategy remembered and the weights that it exchanged."""
+        """Return each adapter to restore, with the saved state of its strategy and the weights that it exchanges."""
         found, weights = [], self._model.weights
-        for i, (says, optimizer) in enumerate(
+        for i, (entry, optimizer) in enumerate(
             zip(self._manifest["optimizers"], optimizers_of(self._model), strict=True)
         ):
             adapter = adapter_of(optimizer)
-            if says["strategy"] is None:
+            if entry["strategy"] is None:
                 continue
-            if adapter is None or adapter.state_key != says["kind"] or says["exchanges"] is None:
-                now = "one process trains alone" if adapter is None else f"this is {adapter.strategy!r}"
-                self._remarks.append(f"{self._saved.path}: what {says['strategy']} remembered is dropped, since {now}")
+            if adapter is None or adapter.state_key != entry["kind"] or entry["exchanges"] is None:
+                now = "one process trains alone" if adapter is None else f"the strategy is {adapter.strategy!r}"
+                self._remarks.append(f"{self._saved.path}: the state of {entry['strategy']} is dropped, since {now}")
                 continue
-            found.append((adapter, self._state(i, adapter), [weights[k] for k in says["exchanges"]]))
+            found.append((adapter, self._state(i, adapter), [weights[k] for k in entry["exchanges"]]))
         return found
 
     def _state(self, i: int, adapter: Adapter) -> dict[str, np.ndarray]:
         prefix = f"strategy.{i}."
-        if self._size == self._ranks:
-            return dict(self._mine().part(prefix))
-        saved = [self._saved.rank(rank).part(prefix) for rank in range(self._ranks)]
+        if self._size == self._saved_size:
+            return dict(self._rank_file().part(prefix))
+        saved = [self._saved.rank(rank).part(prefix) for rank in range(self._saved_size)]
         return adapter.merge([dict(arrays) for arrays in saved], self._rank, self._size)
 
 
-def say(what: str) -> None:
-    """Have rank 0 tell people."""
+def print_on_rank_0(message: str) -> None:
+    """Print a message to stderr on rank 0."""
     if join().rank == 0:
-        print(f"hvdx: {what}.", file=sys.stderr, flush=True)
+        print(f"hvdx: {message}.", file=sys.stderr, flush=True)
 
 
 def _mean(values: Sequence[np.ndarray], variable: Any) -> np.ndarray:
-    """Rank 0's where a mean would be none of the values' kind, such as a loss scale, which is a power of two."""
+    """Return the mean over the ranks.
+
+    For non-floating-point variables, and for a loss scale (a power of two), return the value of rank 0.
+    """
     if not tf.as_dtype(variable.dtype).is_floating or variable.path.endswith("dynamic_scale"):
         return values[0]
     odd = [v for v in values if v.shape != tuple(variable.shape)]
     if odd:
-        return odd[0]  # which is going to be found not to fit
+        return odd[0]  # `_checked` raises the error
     dtype = tf.as_dtype(variable.dtype).as_numpy_dtype
     return np.mean([v.astype(np.float64) for v in values], axis=0).astype(dtype)

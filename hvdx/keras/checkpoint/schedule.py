@@ -1,4 +1,4 @@
-"""When to save, and how the ranks find out that the job is about to end, without asking each other at every step."""
+"""Times of checkpoints, and of the polls by which the ranks learn of a preemption signal."""
 
 import re
 import time
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from hvdx.errors import ConfigError
 
-# How long a signal may go unnoticed, beside the step during which it came.
+# Seconds between two polls, which delay the response to a signal, in addition to the current step.
 _SECONDS_BETWEEN_POLLS = 1.0
-# And at most so many steps: they may become slower.
+# Largest number of steps between two polls, since steps may become slower.
 _MOST_STEPS = 64
 
 _UNITS = {"epoch": "epochs", "step": "steps", "minute": "minutes", "min": "minutes"}
@@ -17,11 +17,11 @@ _UNITS = {"epoch": "epochs", "step": "steps", "minute": "minutes", "min": "minut
 
 @dataclass(frozen=True)
 class Every:
-    """How often a checkpoint is made; one of the three is above 0.
+    """Interval between checkpoints; exactly one of the attributes is above 0.
 
     Attributes:
-        epochs, steps: so many.
-        minutes: by rank 0's clock.
+        epochs, steps: numbers of epochs and steps.
+        minutes: minutes by the clock of rank 0.
     """
 
     epochs: int = 0
@@ -33,10 +33,10 @@ def parse(every: int | str) -> Every:
     """Read the option `every`.
 
     Args:
-        every: a number of epochs, or such as "500 steps", "10 minutes", "2 epochs".
+        every: a number of epochs, or a text such as "500 steps", "10 minutes" or "2 epochs".
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: if it is neither.
 
     Example:
         >>> parse(2).epochs, parse("500 steps").steps, parse("2.5 minutes").minutes
@@ -51,15 +51,15 @@ def parse(every: int | str) -> Every:
     if isinstance(every, int) and not isinstance(every, bool) and every > 0:
         return Every(epochs=every)
     raise ConfigError(
-        f"Checkpoint: every: expected 1 or more epochs, or such as '500 steps' or '10 minutes', got {every!r}."
+        f"Checkpoint: every: expected 1 or more epochs, or a text such as '500 steps' or '10 minutes', got {every!r}."
     )
 
 
 class Polls:
-    """At which steps the ranks ask each other, about once a second: what they say is all that decides.
+    """Steps at which the ranks poll each other, about once a second; the same steps on all ranks.
 
     Args:
-        clock: seconds, from anywhere.
+        clock: returns seconds since any fixed time.
 
     Example:
         >>> polls = Polls()
@@ -72,22 +72,22 @@ class Polls:
         self._since = clock()
 
     def due(self) -> bool:
-        """A step is over: whether to ask now; the same on all ranks that have taken as many steps."""
+        """Count a step, and return whether to poll now; the same on all ranks after the same number of steps."""
         self._calls += 1
         return self._calls >= self._next
 
     @property
     def pace(self) -> float:
-        """Seconds a step since the last poll."""
+        """Mean seconds a step since the last poll."""
         return (self._clock() - self._since) / max(self._calls - self._last, 1)
 
     def adjust(self, paces: Sequence[float]) -> None:
-        """The others have answered.
+        """Choose the step of the next poll.
 
         Args:
-            paces: of all ranks.
+            paces: `pace` of each rank.
         """
-        # At most twice as many as before: the first steps are slow, since they are traced and compiled.
+        # The interval at most doubles: the first steps, which are traced and compiled, say little about later steps.
         wanted = min(int(_SECONDS_BETWEEN_POLLS / max(*paces, 1e-9)), _MOST_STEPS)
         self._pause = max(1, min(2 * self._pause, wanted))
         self._last, self._next, self._since = self._calls, self._calls + self._pause, self._clock()

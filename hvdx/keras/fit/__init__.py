@@ -1,1 +1,1 @@
-"""What `fit` needs on several ranks: callbacks, data, metrics, replicas."""
+"""Support for `fit` on several ranks: callbacks, data, metrics, replicas."""

@@ -1,4 +1,4 @@
-"""The other callbacks of a `fit`: their order, and which of them speak on rank 0 only."""
+"""Order of the callbacks of a `fit`, callbacks that run on rank 0 only, and access to the data iterator of `fit`."""
 
 import inspect
 from collections.abc import Callable
@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from hvdx.errors import ConfigError
 
-# These write files or lines that one rank should write for all. Everything else runs on every rank, since it acts
-# on the training (early stopping, learning rates) and sees the same metrics there.
+# These write files or lines that one rank should write for all. All other callbacks run on every rank: they act on the
+# training (early stopping, learning rates), and receive the same metrics on every rank.
 RANK_0_ONLY = tuple(
     getattr(keras.callbacks, name)
     for name in (
@@ -22,14 +22,14 @@ RANK_0_ONLY = tuple(
         "RemoteMonitor",
         "ProgbarLogger",
     )
-    if hasattr(keras.callbacks, name)  # some came in later versions of Keras
+    if hasattr(keras.callbacks, name)  # older versions of Keras lack some
 )
 
 
 def find(callback: Any) -> Any:
-    """The `CallbackList` that is calling `callback.set_model`, or None.
+    """Return the `CallbackList` that is calling `callback.set_model`, or None.
 
-    Keras hands a callback the model and never its callbacks, so the caller's own frame is asked.
+    Keras gives a callback the model but not the list, so this function searches the frames of the callers.
     """
     frame = inspect.currentframe()
     for _ in range(4):
@@ -41,19 +41,19 @@ def find(callback: Any) -> Any:
 
 
 def arrange(callbacks: Any, first: Any, last: Any, replaced: type, rank: int) -> list[Any]:
-    """Put `first` in front and `last` behind all others, and leave out what only rank 0 should do.
+    """Put `first` before and `last` after all other callbacks; on other ranks than 0, remove those of rank 0 only.
 
     Args:
         callbacks: the `CallbackList`.
         first, last: callbacks; `first` is in the list already.
-        replaced: callbacks of this class do what `first` does, and are left out.
-        rank: of this process.
+        replaced: class of callbacks that `first` replaces; they are removed.
+        rank: this rank.
 
     Returns:
-        Callbacks that were kept from hearing of the model, which `unmute` sets right again.
+        The callbacks whose `set_model` was disabled; `unmute` enables it again.
 
     Raises:
-        ConfigError: there is another callback of the class of `first`.
+        ConfigError: if the list holds another callback of the class of `first`.
     """
     # A new list: Keras is iterating over the old one.
     others = [c for c in callbacks.callbacks if c is not first and c is not last and not isinstance(c, replaced)]
@@ -63,7 +63,7 @@ def arrange(callbacks: Any, first: Any, last: Any, replaced: type, rank: int) ->
     if rank != 0:
         muted = [c for c in others if isinstance(c, RANK_0_ONLY)]
         for callback in muted:
-            # TensorBoard opens its files here, and Keras may still come to it.
+            # TensorBoard opens its files in set_model, which Keras may still call.
             callback.set_model = lambda model: None
         others = [c for c in others if not isinstance(c, RANK_0_ONLY)]
         for callback in others:
@@ -73,22 +73,20 @@ def arrange(callbacks: Any, first: Any, last: Any, replaced: type, rank: int) ->
     return muted
 
 
-def prolong_epochs(callback: Any, steps: int) -> bool:
-    """Let the `fit` that is beginning take up to so many steps an epoch, going through its data as often as it takes.
-
-    Keras hands a callback nothing of the data, so the frame of `fit` is asked.
+def extend_epochs(callback: Any, steps: int) -> bool:
+    """Let each epoch of the current `fit` take up to `steps` steps, and repeat its data if necessary.
 
     Args:
-        callback: in its `on_train_begin`.
-        steps: an epoch; it ends sooner when `model.stop_training` is set.
+        callback: a callback, in its `on_train_begin`.
+        steps: largest number of steps in an epoch; an epoch ends earlier if `model.stop_training` is set.
 
     Returns:
-        Whether that was possible.
+        True if the data of the `fit` can be repeated.
     """
     iterator = _epoch_iterator(callback)
     dataset: Any = getattr(iterator, "_distributed_dataset", None)
     if hasattr(dataset, "repeat"):
-        # What TensorFlow prefetches by itself would begin the next pass, and draw its order, before this one is over.
+        # The prefetch that TensorFlow injects would start the next pass, and draw its order, before this pass ends.
         options = tf.data.Options()
         options.experimental_optimization.inject_prefetch = False
         repeated = dataset.prefetch(tf.data.AUTOTUNE).repeat().with_options(options)
@@ -98,29 +96,29 @@ def prolong_epochs(callback: Any, steps: int) -> bool:
     return False
 
 
-def goes_through(callback: Any) -> bool:
-    """Whether an epoch of the `fit` that is beginning goes through its data once, and the next begins anew.
+def epoch_is_one_pass(callback: Any) -> bool:
+    """Return whether each epoch of the current `fit` is one pass through the data.
 
     Args:
-        callback: in its `on_train_begin`.
+        callback: a callback, in its `on_train_begin`.
     """
     return getattr(_epoch_iterator(callback), "steps_per_epoch", None) is None
 
 
-def begin_later(callback: Any, step: int, skip: int, ready: Callable[[Any], None]) -> bool:
-    """Let the first epoch of the `fit` that is beginning start with a later step.
+def start_at_step(callback: Any, step: int, skip: int, ready: Callable[[Any], None]) -> bool:
+    """Let the first epoch of the current `fit` start at a later step.
 
     Args:
-        callback: in its `on_train_begin`.
-        step: the number of the first step, from 0.
-        skip: batches to take out of the data before it.
-        ready: called right before the first step, with the batch before it; None where there is none.
+        callback: a callback, in its `on_train_begin`.
+        step: number of the first step, counted from 0.
+        skip: number of batches to discard before the first step.
+        ready: called right before the first step, with the last discarded batch, or None if none was discarded.
 
     Returns:
-        Whether that was possible.
+        True if this version of Keras allows it.
     """
     iterator = _epoch_iterator(callback)
-    # What `fit` goes through, in Keras of late and before.
+    # The generator of the steps of `fit`, as newer and as older versions of Keras name it.
     name = next((n for n in ("_enumerate_iterator", "enumerate_epoch") if hasattr(iterator, n)), None)
     if name is None:
         return False
@@ -133,7 +131,7 @@ def begin_later(callback: Any, step: int, skip: int, ready: Callable[[Any], None
             if item[0] == 0:
                 for _ in range(skip):
                     batch = next(item[-1], batch)
-                # It counts what it hands out.
+                # The iterator counts each step as a batch: `step` of them, but `skip` batches were taken.
                 iterator._steps_seen += skip - step
             if item[0] >= step:
                 ready(batch)
@@ -146,33 +144,36 @@ def begin_later(callback: Any, step: int, skip: int, ready: Callable[[Any], None
 
 
 def _epoch_iterator(callback: Any) -> Any:
-    """What hands the batches out: Keras gives a callback nothing of the data, so the frame of `fit` is asked."""
+    """Return the iterator over the batches of `fit`, or None.
+
+    Keras gives a callback no access to the data, so this function searches the frames of the callers for `fit`.
+    """
     frame = inspect.currentframe()
     while frame is not None and frame.f_locals.get("self") is not callback.model:
         frame = frame.f_back
     return None if frame is None else frame.f_locals.get("epoch_iterator")
 
 
-def show_all(callbacks: Any, taken: Callable[[], int], steps: int) -> None:
-    """Have the progress bar show the steps of all ranks together.
+def show_steps_of_all_ranks(callbacks: Any, taken: Callable[[], int], steps: int) -> None:
+    """Make the progress bar show the steps of all ranks together.
 
     Args:
         callbacks: the `CallbackList`.
-        taken: so many of an epoch's steps are over.
-        steps: in an epoch.
+        taken: returns the number of steps of this epoch that all ranks have taken.
+        steps: number of steps of all ranks in an epoch.
     """
     for bar in [c for c in callbacks.callbacks if isinstance(c, keras.callbacks.ProgbarLogger)]:
         bar.target = steps
-        bar.on_train_batch_end = _shows_all(bar, taken)
+        bar.on_train_batch_end = _batch_end_for_all_ranks(bar, taken)
 
 
-def show_own(callbacks: Any) -> None:
-    """Have the progress bar show its rank's steps again."""
+def show_steps_of_this_rank(callbacks: Any) -> None:
+    """Make the progress bar show the steps of this rank again."""
     for bar in [c for c in callbacks.callbacks if isinstance(c, keras.callbacks.ProgbarLogger)]:
         vars(bar).pop("on_train_batch_end", None)
 
 
-def _shows_all(bar: Any, taken: Callable[[], int]) -> Callable[..., None]:
+def _batch_end_for_all_ranks(bar: Any, taken: Callable[[], int]) -> Callable[..., None]:
     def on_train_batch_end(batch: int, logs: Any = None) -> None:
         # Keras counts from 0.
         type(bar).on_train_batch_end(bar, max(taken() - 1, 0), logs)
@@ -181,12 +182,12 @@ def _shows_all(bar: Any, taken: Callable[[], int]) -> Callable[..., None]:
 
 
 def append_to_logs(callbacks: list[Any]) -> None:
-    """Have files of metrics go on, which Keras empties where it is not told that a training does."""
+    """Make `CSVLogger` append to its file; by default Keras empties the file when training begins."""
     for logger in [c for c in callbacks if isinstance(c, keras.callbacks.CSVLogger)]:
         logger.append = True
 
 
 def unmute(callbacks: list[Any]) -> None:
-    """Let callbacks hear of models again."""
+    """Enable `set_model` of the callbacks that `arrange` returned."""
     for callback in callbacks:
         vars(callback).pop("set_model", None)

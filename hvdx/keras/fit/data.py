@@ -9,22 +9,22 @@ import tensorflow as tf
 from hvdx.errors import ConfigError, ReplicaError
 from hvdx.keras.joining import join
 
-# Elements held back for shuffling a dataset of unknown or large size.
+# Size of the shuffle buffer, in elements, for a dataset of unknown or large size.
 _BUFFER = 10_000
 
-# What decides the order of this process's shuffled shares: the epoch counters of arrays, and for datasets the pair of
-# TensorFlow's global seed and ours.
-_epochs: list["_Share"] = []
+# The orders of this process's shuffled shares depend on these: for arrays the epoch counter of each share, for datasets
+# the pair of TensorFlow's global seed and the seed of `shard`.
+_shares: list["_Share"] = []
 _seeds: list[tuple[int, int]] = []
 
 
 class _Share(NamedTuple):
-    """A share of arrays that is shuffled.
+    """A shuffled share of arrays.
 
     Attributes:
-        epoch: the number of the order that was drawn last.
-        steps: of a pass.
-        samples: of a step of all ranks together.
+        epoch: int64 variable, number of the last order that was drawn.
+        steps: number of steps in a pass.
+        samples: number of samples in a step of all ranks together.
     """
 
     epoch: weakref.ref[tf.Variable]
@@ -44,28 +44,30 @@ def shard(
     rank: int | None = None,
     size: int | None = None,
 ) -> tf.data.Dataset:
-    """This rank's share of the data: disjoint from the others', of as many steps, in a new order each epoch.
+    """Return this rank's share of the data: disjoint from the other shares, in a new order each epoch.
 
-    All ranks draw the same order from the seed and the number of the epoch, and step t of N ranks with batches of b
-    holds the samples that step t of one process with batches of N*b would.
+    All shares have the same number of steps, unless `drop_remainder` is False. All ranks draw the same order, which
+    depends on the seed and the number of the epoch. Step t of N ranks with batches of b therefore holds the same
+    samples as step t of one process with batches of N*b.
 
     Args:
-        data: an array, or a tuple or dictionary of arrays with one length, `(x, y)` say; or a `tf.data.Dataset`.
-        batch_size: samples a step on this rank; needed for arrays. A dataset without it keeps its elements.
-        shuffle: draw a new order each epoch. For a dataset a number is the size of the shuffle buffer (10,000 by
-            default, or all of a smaller one); it is shuffled before it is dealt out, so every rank reads all of it.
-        seed: alike on all ranks.
-        drop_remainder: leave out samples that do not fill a step on all ranks; False keeps every sample, for
-            validation, and the ranks may then differ by a step.
-        steps: steps an epoch; needed for a dataset that does not know its size.
-        initial_epoch: arrays only: the number of the first epoch, which decides its order.
-        rank, size: another rank's share; this one's by default.
+        data: an array; a tuple or dictionary of arrays of one length, such as `(x, y)`; or a `tf.data.Dataset`.
+        batch_size: samples a step on this rank; required for arrays. A dataset without it keeps its elements.
+        shuffle: draw a new order each epoch. For a dataset, a number is the size of the shuffle buffer (by default
+            10,000, or the size of a smaller dataset). A dataset is shuffled before it is sharded, so every rank reads
+            all of it.
+        seed: seed of the orders; the same on all ranks.
+        drop_remainder: leave out samples that do not fill a step on all ranks. False keeps every sample, for
+            validation; the numbers of steps may then differ by one between ranks.
+        steps: steps an epoch; required for a dataset of unknown size.
+        initial_epoch: number of the first epoch, on which its order depends; arrays only.
+        rank, size: rank whose share is returned, and number of ranks; by default those of this process.
 
     Returns:
         A dataset of known size, for `fit`.
 
     Raises:
-        ConfigError: lengths that differ, too few samples, an unknown size.
+        ConfigError: if lengths differ, if there are too few samples, or if the size is unknown.
 
     Example:
         >>> x, y = tf.range(8.0), tf.range(8)
@@ -112,7 +114,7 @@ def _shard_arrays(
         )
     epochs = tf.Variable(initial_epoch - 1, dtype=tf.int64, trainable=False)
     if shuffle:
-        _epochs.append(_Share(weakref.ref(epochs), steps, whole))
+        _shares.append(_Share(weakref.ref(epochs), steps, whole))
 
     def batch_of(step: Any, epoch: Any) -> Any:
         begin = step * whole
@@ -135,11 +137,11 @@ def _shard_arrays(
 def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Turn off TensorFlow's tuning of a dataset that has nothing to tune.
 
-    The thread that tunes can delay the end of an iteration by up to a minute: TensorFlow waits for the thread's next
-    turn, and turns become rare in a long training.
+    The tuning thread can delay the end of an iteration by up to a minute: TensorFlow waits until the thread wakes up
+    next, and it wakes up rarely in a long training.
 
     Args:
-        dataset: whose parallelism and buffers are numbers.
+        dataset: a dataset whose parallelism and buffer sizes are all fixed numbers.
     """
     options = tf.data.Options()
     options.autotune.enabled = False
@@ -147,7 +149,7 @@ def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def _steps_with_remainder(count: int, batch: int, rank: int, size: int) -> int:
-    """Steps of a rank when the samples of the last step are dealt out as evenly as they can be."""
+    """Return the number of steps of a rank if the samples of the last step are distributed evenly."""
     if count < size:
         raise ConfigError(f"shard: {count} samples for {size} ranks: expected at least one for each.")
     full, rest = divmod(count, batch * size)
@@ -167,7 +169,7 @@ def _shard_dataset(
     count = int(data.cardinality())
     if count < 0 and steps is None:
         raise ConfigError(
-            "shard: the dataset does not know its size, so the ranks might take different numbers of steps. Give "
+            "shard: the size of the dataset is unknown, so the ranks might take different numbers of steps. Give "
             "steps=, the steps an epoch on each rank."
         )
     per_step = size * (batch or 1)
@@ -194,88 +196,92 @@ def _shard_dataset(
 
 
 def state() -> tuple[list[int], list[tuple[int, int]]]:
-    """What decides the order of this process's shares that are shuffled: epochs, and pairs of seeds."""
-    return [int(share.epoch().numpy()) for share in _alive()], list(_seeds)  # type: ignore[union-attr]
-
-
-def _alive() -> list[_Share]:
-    _epochs[:] = [share for share in _epochs if share.epoch() is not None]
-    return _epochs
-
-
-def samples_a_step(share: int | None) -> int | None:
-    """How many samples all ranks together take a step from a share that is shuffled.
-
-    Args:
-        share: its number; a negative one counts from the newest, as lists do.
+    """Return the state on which the orders of this process's shuffled shares depend.
 
     Returns:
-        So many; None where there is no such share.
+        The epoch of each share of arrays, and the pair of seeds of each dataset.
     """
-    alive = _alive()
+    return [int(share.epoch().numpy()) for share in _living_shares()], list(_seeds)  # type: ignore[union-attr]
+
+
+def _living_shares() -> list[_Share]:
+    _shares[:] = [share for share in _shares if share.epoch() is not None]
+    return _shares
+
+
+def samples_per_step(share: int | None) -> int | None:
+    """Return the number of samples that all ranks together take in a step from a shuffled share.
+
+    Args:
+        share: index of the share, or None; a negative index counts from the newest share.
+
+    Returns:
+        Number of samples, or None if the share does not exist.
+    """
+    alive = _living_shares()
     return alive[share].samples if share is not None and -len(alive) <= share < len(alive) else None
 
 
-def begun(drawn: Sequence[int]) -> int | None:
-    """Which share was gone into; its number, or None where that is not exactly one.
+def started_share(drawn: Sequence[int]) -> int | None:
+    """Return the index of the share whose next pass has begun, or None unless there is exactly one such share.
 
     Args:
-        drawn: what `state` said of the epochs before.
+        drawn: earlier epochs of the shares, from `state`.
     """
     now, _ = state()
     found = [i for i, (epoch, before) in enumerate(zip(now, drawn, strict=False)) if epoch > before]
     return found[0] if len(now) == len(drawn) and len(found) == 1 else None
 
 
-def after(drawn: Sequence[int], batches: int, share: int | None) -> tuple[list[int], int]:
-    """Where a training is that goes through a share again and again, and not once an epoch.
+def position_after(drawn: Sequence[int], batches: int, share: int | None) -> tuple[list[int], int]:
+    """Return the position in the data of a training whose epochs are not single passes through a share.
 
     Args:
-        drawn: what `state` said of the epochs when it began.
-        batches: that it has trained since.
-        share: which share, by its number; None where nobody knows.
+        drawn: epochs of the shares when the training began, from `state`.
+        batches: number of batches trained since.
+        share: index of the share, or None if unknown.
 
     Returns:
-        What to `go_on` from, and how many batches of the order that then comes have been trained. Where the share is
-        not known, or not there any more, the orders that come next, and 0.
+        Epochs for `set_orders`, and the number of batches of the following order that were trained. If the share is
+        unknown, or the number of shares has changed, the current epochs and 0.
     """
     now, _ = state()
     if share is None or len(now) != len(drawn):
         return now, 0
-    passes, rest = divmod(batches, _epochs[share].steps)
-    # The others have gone on by themselves.
+    passes, rest = divmod(batches, _shares[share].steps)
+    # The passes of the other shares are not counted in batches: they keep their current epochs.
     return [drawn[i] + passes if i == share else epoch for i, epoch in enumerate(now)], rest
 
 
-def agree(states: list[tuple[list[int], list[tuple[int, int]]]]) -> None:
-    """Have the ranks draw the same orders, so that their shares stay disjoint.
+def agree_on_orders(states: list[tuple[list[int], list[tuple[int, int]]]]) -> None:
+    """Make all ranks draw the same orders, so that their shares stay disjoint.
 
     Args:
-        states: what `state` says on each rank.
+        states: result of `state` on each rank.
 
     Raises:
-        ReplicaError: on all ranks, if their datasets were shuffled with different seeds.
+        ReplicaError: on all ranks, if they shuffle a dataset with different seeds.
     """
     if any(seeds != states[0][1] for _, seeds in states):
         raise ReplicaError(
             "hvdx.shard: the ranks shuffle a dataset with different seeds, so their shares overlap. "
-            "tf.random.set_seed and keras.utils.set_random_seed count: give every rank the same, or call them "
-            "after hvdx.shard."
+            "tf.random.set_seed and keras.utils.set_random_seed change these seeds: call them with the same seed on "
+            "every rank, or after hvdx.shard."
         )
-    # A look into a dataset on one rank, next(iter(...)) say, takes it an epoch ahead of the others.
+    # If one rank iterates over its share alone, for example by next(iter(...)), its epoch is ahead of the others.
     if len({len(epochs) for epochs, _ in states}) == 1:
-        for share, *epochs in zip(_epochs, *(epochs for epochs, _ in states), strict=True):
+        for share, *epochs in zip(_shares, *(epochs for epochs, _ in states), strict=True):
             variable = share.epoch()
             if variable is not None and len(set(epochs)) > 1:
                 variable.assign(max(epochs))
 
 
-def go_on(epochs: Sequence[int]) -> None:
-    """Have this process's shuffled shares draw the orders that come after those which were drawn already.
+def set_orders(epochs: Sequence[int]) -> None:
+    """Set the epochs of this process's shuffled shares, so that each draws the following order next.
 
     Args:
-        epochs: what `state` said of them then. The newest share goes with the last: a notebook may hold older ones.
+        epochs: saved epochs, from `state`. The last one is that of the newest share: a notebook may hold older shares.
     """
-    alive = [variable for variable in (share.epoch() for share in _epochs) if variable is not None]
+    alive = [variable for variable in (share.epoch() for share in _shares) if variable is not None]
     for variable, epoch in zip(reversed(alive), reversed(epochs), strict=False):
         variable.assign(epoch)

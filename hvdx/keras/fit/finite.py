@@ -1,4 +1,4 @@
-"""NaN and infinity: which rank had it first, in which step, in the gradient of which variable."""
+"""Detection of NaN and infinity, with the rank, step and gradient where they first occurred."""
 
 import sys
 from collections.abc import Sequence
@@ -9,16 +9,16 @@ import tensorflow as tf
 from hvdx.comm import Comm
 from hvdx.errors import ReplicaError
 
-# tfdbg's cheapest summary of a tensor, one pass and no copy: [an id, whether there is NaN or infinity].
+# The cheapest tensor summary of tfdbg, in one pass without a copy: [an id, whether the tensor holds NaN or infinity].
 _HEALTH = 2
-_LOOKED_AT = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
+_FLOAT_DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 
 
 class FirstBad:
-    """Remembers the first step in which a gradient of this rank held NaN or infinity; part of the training function.
+    """Record of the first step in which a gradient of this rank held NaN or infinity; part of the training function.
 
     Attributes:
-        found: int64[2] variable: the step, counted from 1, and which of the gradients; 0 and 0 while there is none.
+        found: int64[2] variable: number of the step, counted from 1, and index of the gradient; [0, 0] if none.
 
     Example:
         >>> first = FirstBad()
@@ -32,32 +32,32 @@ class FirstBad:
             self.found = tf.Variable([0, 0], dtype=tf.int64, trainable=False)
 
     def reset(self) -> None:
-        """None has been found."""
+        """Clear the record."""
         self.found.assign([0, 0])
 
     def look(self, values: Sequence[Any], step: Any) -> None:
-        """Look at the gradients of a step.
+        """Record the step if one of its gradients is the first to hold NaN or infinity.
 
         Args:
-            values: tensors; those that are not of floating point count as good.
-            step: int64, the number of the step.
+            values: gradients as tensors; those that are not floating-point count as finite.
+            step: int64 scalar, number of the step.
         """
         if not values:
             return
-        bad = _bad(values)
+        bad = _bad_flags(values)
         with tf.device("CPU:0"):
             now = tf.stack([step, tf.argmax(bad, output_type=tf.int64)])
             first = tf.logical_and(tf.reduce_any(bad > 0), self.found[0] == 0)
             self.found.assign(tf.where(first, now, self.found))
 
 
-def _bad(values: Sequence[Any]) -> Any:
-    """float32[n]: 1 for each tensor that holds NaN or infinity, 0 for the others."""
+def _bad_flags(values: Sequence[Any]) -> Any:
+    """Return float32[n]: 1 for each tensor that holds NaN or infinity, 0 for the others."""
     return tf.stack([_health(value) for value in values])[:, 1]
 
 
 def _health(value: Any) -> Any:
-    if value.dtype not in _LOOKED_AT:
+    if value.dtype not in _FLOAT_DTYPES:
         return tf.zeros(2)
     return tf.raw_ops.DebugNumericSummaryV2(
         input=value, output_dtype=tf.float32, tensor_debug_mode=_HEALTH, tensor_id=0
@@ -65,19 +65,19 @@ def _health(value: Any) -> Any:
 
 
 def check(weights: Sequence[Any], firsts: Sequence[tuple[int, str]], comm: Comm, when: str) -> None:
-    """Stop if weights hold NaN or infinity, and say where it began. Collective.
+    """Stop if weights hold NaN or infinity; print a warning if only a gradient held them. Collective.
 
     Args:
-        weights: Keras variables, those that are trained.
-        firsts: of each optimiser that looks for it: the step in which a gradient of this rank was the first to be bad,
-            0 for none, and the name of the variable.
+        weights: trainable Keras variables.
+        firsts: for each optimiser, the step in which a gradient of this rank first held NaN or infinity (0 if none),
+            and the name of the gradient's variable.
         comm: the ranks.
-        when: for the message, such as "after epoch 3".
+        when: time of the check for the message, such as "after epoch 3".
 
     Raises:
-        ReplicaError: on every rank.
+        ReplicaError: on every rank, if weights of a rank hold NaN or infinity.
     """
-    bad_here = _bad([tf.convert_to_tensor(v) for v in weights]).numpy() if weights else []
+    bad_here = _bad_flags([tf.convert_to_tensor(v) for v in weights]).numpy() if weights else []
     mine = (
         next((v.path for v, bad in zip(weights, bad_here, strict=True) if bad), ""),
         min((first for first in firsts if first[0]), default=(0, "")),
@@ -97,9 +97,9 @@ def check(weights: Sequence[Any], firsts: Sequence[tuple[int, str]], comm: Comm,
         which = "all ranks" if len(bad) == comm.size else f"rank{'s' * (len(bad) > 1)} {', '.join(map(str, bad))}"
         raise ReplicaError(
             f"the weights hold NaN or infinity {when}: {everyone[bad[0]][0]} on {which}. "
-            + (f"{source}: look at what that rank was given. " if source else "")
-            + "A lower learning rate, or gradients that are clipped, help where no input holds it. Training was "
-            "stopped; no checkpoint of these weights should be used."
+            + (f"{source}: check the input of that rank. " if source else "")
+            + "If no input holds NaN or infinity, lower the learning rate or clip the gradients. Training was stopped; "
+            "no checkpoint of these weights should be used."
         )
     if source and comm.rank == 0:
         print(f"hvdx: warning: a gradient held NaN or infinity. {source}; the weights are finite {when}.",

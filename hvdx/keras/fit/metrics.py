@@ -1,8 +1,8 @@
 """Metrics over all ranks.
 
-A Keras metric is a handful of variables that add up what it saw (a total and a count, a confusion matrix, counts at
-each threshold). Adding those over the ranks and asking for the result again gives the metric over all samples: a
-mean weighted by sample counts, and an AUC that no average of AUCs would give.
+A Keras metric sums its samples in a few variables (a total and a count, a confusion matrix, counts at each threshold).
+If these variables are summed over the ranks, the metric's result is that over all samples: a mean weighted by sample
+counts, or the AUC of all samples, which differs from the mean of the ranks' AUCs.
 """
 
 from collections.abc import Callable
@@ -14,19 +14,19 @@ import tensorflow as tf
 from hvdx.comm import Comm
 
 
-def are_of(model: Any, logs: dict[str, Any]) -> bool:
-    """Whether `logs` are the values of the model's metrics, by Keras' own rule: the names are the same.
+def are_metrics_of(model: Any, logs: dict[str, Any]) -> bool:
+    """Return whether `logs` are the values of the model's metrics, by Keras' own rule: the names are the same.
 
-    A custom `train_step` may return what it likes, under names that metrics have as well.
+    A custom `train_step` may return other values, even under some of the metrics' names.
     """
     return set(logs) == set(model.get_metrics_result())
 
 
 def over_all_samples(model: Any, comm: Comm) -> dict[str, Any]:
-    """The values of the model's metrics over the samples of all ranks.
+    """Return the values of the model's metrics over the samples of all ranks. Collective.
 
     Args:
-        model: compiled; its metrics' variables are left holding the combined counts.
+        model: compiled model; its metrics' variables hold the combined counts afterwards.
         comm: the ranks.
     """
     _combine_states(model, comm)
@@ -34,11 +34,14 @@ def over_all_samples(model: Any, comm: Comm) -> dict[str, Any]:
 
 
 def mean_over_ranks(logs: dict[str, Any], comm: Comm) -> dict[str, Any]:
-    """The mean over ranks of whatever is a number on all of them; the rest stays as it is.
+    """Replace each value that is a number on all ranks by its mean over the ranks. Collective.
 
     Args:
-        logs: this rank's values.
+        logs: values of this rank.
         comm: the ranks.
+
+    Returns:
+        The means, and the other values of this rank unchanged.
     """
     numbers = {k: number for k, v in logs.items() if (number := _number(v)) is not None}
     everyone = comm.all_gather_object(numbers, "logs")
@@ -46,21 +49,21 @@ def mean_over_ranks(logs: dict[str, Any], comm: Comm) -> dict[str, Any]:
 
 
 def over_all_ranks(model: Any, logs: dict[str, Any], comm: Comm) -> dict[str, Any]:
-    """The values of `logs` over all ranks: over all samples for metrics, else the mean over ranks.
+    """Combine the values of `logs` over all ranks: metrics over all samples, else the mean over ranks. Collective.
 
     Args:
-        model: compiled.
-        logs: this rank's values.
+        model: compiled model.
+        logs: values of this rank.
         comm: the ranks.
     """
-    return over_all_samples(model, comm) if are_of(model, logs) else mean_over_ranks(logs, comm)
+    return over_all_samples(model, comm) if are_metrics_of(model, logs) else mean_over_ranks(logs, comm)
 
 
 class EpochLogs:
-    """The logs of one epoch after another over all ranks, fed by a callback's hooks.
+    """Logs of an epoch over all ranks; a callback's hooks call its methods.
 
-    Validation overwrites the state of the training metrics, so they are combined before it; a custom `train_step`'s
-    values, which have no state, at the end of the epoch.
+    Validation overwrites the state of the training metrics, so they are combined before validation. The values of a
+    custom `train_step` have no such state; they are combined at the end of the epoch.
 
     Args:
         comm: the ranks.
@@ -74,33 +77,33 @@ class EpochLogs:
 
     @property
     def validated(self) -> bool:
-        """True once this epoch's validation is over."""
+        """Whether validation has run in this epoch."""
         return bool(self._test)
 
     def begin(self) -> None:
-        """Nothing of this epoch is combined yet."""
+        """Begin an epoch: discard the combined values of the last one."""
         self._train, self._test = None, {}
 
     def see_step(self, logs: dict[str, Any] | None) -> None:
-        """Remember what the training step returns."""
+        """Store the values that the training step returned."""
         self._step = dict(logs or {})
 
     def before_validation(self, model: Any) -> None:
-        """Combine the training metrics, if the step's logs are theirs."""
-        if self._step and are_of(model, self._step):
+        """Combine the training metrics, if the values of the step are theirs. Collective."""
+        if self._step and are_metrics_of(model, self._step):
             self._train = over_all_samples(model, self._comm)
 
     def after_validation(self, model: Any, logs: dict[str, Any]) -> None:
-        """Replace this rank's validation metrics, in place."""
+        """Replace the validation metrics of this rank by those of all ranks, in place. Collective."""
         self._test = over_all_ranks(model, logs, self._comm)
         logs.update(self._test)
 
     def finish(self, model: Any, logs: dict[str, Any]) -> None:
-        """Replace what this rank saw in the epoch by what all ranks saw, in place."""
+        """Replace the values of this rank by those of all ranks, in place. Collective."""
         if self._train is None:
             own = {k: v for k, v in logs.items() if k in self._step}
             self._train = mean_over_ranks(own, self._comm) if self._test else over_all_ranks(model, own, self._comm)
-        # Keras copies the logs of a validation before it shows them to callbacks, so they are mended here again.
+        # Keras copies the logs of a validation before it passes them to callbacks, so they are replaced here again.
         combined = self._train | {f"val_{k}": v for k, v in self._test.items()}
         logs.update({k: v for k, v in combined.items() if k in logs})
 
@@ -110,7 +113,7 @@ def _combine_states(model: Any, comm: Comm) -> None:
     if not variables:
         return
     local = [np.asarray(tf.convert_to_tensor(v).numpy(), dtype=np.float64) for v in variables]
-    mine = [_share(v)(x, comm) for v, x in zip(variables, local, strict=True)]
+    mine = [_contribution(v)(x, comm) for v, x in zip(variables, local, strict=True)]
     total = comm.all_reduce_sum(np.concatenate([np.ravel(x) for x in mine]), "metrics")
     pieces = np.split(total, np.cumsum([x.size for x in mine])[:-1])
     for variable, piece in zip(variables, pieces, strict=True):
@@ -118,8 +121,8 @@ def _combine_states(model: Any, comm: Comm) -> None:
         variable.assign(piece.reshape(variable.shape).astype(dtype))
 
 
-def _share(variable: Any) -> Callable[[np.ndarray, Comm], np.ndarray]:
-    """What this rank adds to the sum, by the aggregation that the metric declared for its variable."""
+def _contribution(variable: Any) -> Callable[[np.ndarray, Comm], np.ndarray]:
+    """Return this rank's contribution to the sum, by the aggregation that the metric declared for its variable."""
     aggregation = getattr(variable, "aggregation", "sum")
     if aggregation == "sum":
         return lambda x, comm: x
@@ -129,7 +132,7 @@ def _share(variable: Any) -> Callable[[np.ndarray, Comm], np.ndarray]:
 
 
 def _plain(value: Any) -> Any:
-    """A float, or an array for a metric of several values."""
+    """Convert a metric's result to a float, or to an array if it has several values."""
     array = np.asarray(value)
     return float(array) if array.ndim == 0 else array
 

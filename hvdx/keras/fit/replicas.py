@@ -1,4 +1,4 @@
-"""The replicas of a model: are they alike, make them alike, prove that they are."""
+"""Comparison, broadcast and averaging of the replicas of a model."""
 
 import hashlib
 from collections.abc import Collection, Sequence
@@ -12,20 +12,20 @@ from hvdx.errors import ReplicaError
 from hvdx.keras.adapters.optimizer import optimizers_of
 from hvdx.keras.adapters.optimizer_state import local_variables
 
-# How many differing variables an error lists; the rest is counted.
+# Largest number of differing variables that an error lists.
 _LISTED = 5
 
 
 def state_of(model: Any) -> list[Any]:
-    """Weights and optimiser variables of a model.
+    """Return the weights and optimiser variables of a model.
 
-    What belongs to a rank is left out: metrics, the states of random generators, half-accumulated gradients.
+    Metrics, states of random generators and half-accumulated gradients are not included, since they are rank-local.
     """
     return [*model.weights, *optimizer_state_of(model)]
 
 
 def optimizer_state_of(model: Any) -> list[Any]:
-    """The variables of a model's optimisers, but for gradients that they are still accumulating."""
+    """Return the variables of a model's optimisers, without half-accumulated gradients."""
     optimizers = optimizers_of(model)
     local = {id(v) for optimizer in optimizers for v in local_variables(optimizer)}
     variables = {id(v): v for optimizer in optimizers for v in optimizer.variables}
@@ -33,7 +33,11 @@ def optimizer_state_of(model: Any) -> list[Any]:
 
 
 def build_optimizers(model: Any, comm: Comm) -> None:
-    """Make the variables of each optimiser that has them on some rank already; the others come with the first step."""
+    """Build each optimiser that is built on another rank; the first step builds the others. Collective.
+
+    Raises:
+        ReplicaError: on every rank, if the numbers of optimisers differ.
+    """
     optimizers = optimizers_of(model)
     everyone = comm.all_gather_object([o.built for o in optimizers], "optimizers")
     if any(len(built) != len(optimizers) for built in everyone):
@@ -47,14 +51,14 @@ def build_optimizers(model: Any, comm: Comm) -> None:
 
 
 def check_alike(variables: Sequence[Any], comm: Comm) -> None:
-    """Compare shapes and dtypes over the ranks.
+    """Compare shapes and dtypes over the ranks. Collective.
 
     Args:
         variables: Keras variables.
         comm: the ranks.
 
     Raises:
-        ReplicaError: on every rank, with the first variables that differ.
+        ReplicaError: on every rank, if they differ; the message names the first variable that differs.
     """
     mine = [(tuple(v.shape), str(v.dtype)) for v in variables]
     everyone = comm.all_gather_object(mine, "shapes of the model")
@@ -75,11 +79,11 @@ def _shape_message(first: list[Any], theirs: list[Any], rank: int, variables: Se
 
 
 def broadcast(variables: Sequence[Any], root: int, comm: Comm) -> None:
-    """Overwrite variables with those of one rank.
+    """Overwrite variables with those of one rank. Collective.
 
     Args:
-        variables: Keras or TensorFlow variables, alike in number, shape and dtype on all ranks.
-        root: the rank whose values all get.
+        variables: Keras or TensorFlow variables; their number, shapes and dtypes are the same on all ranks.
+        root: rank whose values all ranks receive.
         comm: the ranks.
     """
     values = comm.broadcast([tf.convert_to_tensor(v) for v in variables], root, "weights")
@@ -87,26 +91,26 @@ def broadcast(variables: Sequence[Any], root: int, comm: Comm) -> None:
         variable.assign(value)
 
 
-def broadcast_state(model: Any, root: int, comm: Comm, but: Collection[int] = ()) -> None:
-    """Start all ranks from one rank's weights and optimiser state.
+def broadcast_state(model: Any, root: int, comm: Comm, excluded: Collection[int] = ()) -> None:
+    """Overwrite the weights and optimiser state of all ranks with those of one rank. Collective.
 
     Args:
-        model: built.
-        root: the rank whose values all get.
+        model: built model.
+        root: rank whose values all ranks receive.
         comm: the ranks.
-        but: `id` of variables that stay as they are on each rank.
+        excluded: `id` of each variable that stays unchanged on each rank.
 
     Raises:
         ReplicaError: on every rank, if the models differ.
     """
     build_optimizers(model, comm)
-    variables = [v for v in state_of(model) if id(v) not in but]
+    variables = [v for v in state_of(model) if id(v) not in excluded]
     check_alike(variables, comm)
     broadcast(variables, root, comm)
 
 
 def digests(variables: Sequence[Any]) -> list[bytes]:
-    """One 8-byte digest a variable, of its very bits."""
+    """Return a digest of 8 bytes of each variable's bits; b"" for an empty variable."""
     return [
         hashlib.blake2b(np.ascontiguousarray(tf.convert_to_tensor(v).numpy()).data, digest_size=8).digest()
         if 0 not in v.shape
@@ -116,14 +120,14 @@ def digests(variables: Sequence[Any]) -> list[bytes]:
 
 
 def differing(variables: Sequence[Any], comm: Comm) -> dict[int, list[int]]:
-    """Which variables differ from rank 0's.
+    """Find the variables whose bits differ from those of rank 0. Collective.
 
     Args:
-        variables: Keras variables, alike in number on all ranks.
+        variables: Keras variables; their number is the same on all ranks.
         comm: the ranks.
 
     Returns:
-        The index of each that differs, with the ranks where it does; the same on every rank.
+        The index of each variable that differs, with the ranks where it differs; the same on every rank.
     """
     everyone = comm.all_gather_object(digests(variables), "digests of the weights")
     found: dict[int, list[int]] = {}
@@ -135,15 +139,15 @@ def differing(variables: Sequence[Any], comm: Comm) -> dict[int, list[int]]:
 
 
 def check_identical(variables: Sequence[Any], comm: Comm, when: str) -> None:
-    """Stop unless all ranks hold the same bits.
+    """Stop unless the variables have the same bits on all ranks. Collective.
 
     Args:
-        variables: Keras variables, alike in number on all ranks.
+        variables: Keras variables; their number is the same on all ranks.
         comm: the ranks.
-        when: for the message, such as "after epoch 3".
+        when: time of the check for the message, such as "after epoch 3".
 
     Raises:
-        ReplicaError: on every rank, with the first variables that differ.
+        ReplicaError: on every rank, if variables differ; the message names the first of them.
     """
     found = differing(variables, comm)
     if not found:
@@ -159,10 +163,10 @@ def check_identical(variables: Sequence[Any], comm: Comm, when: str) -> None:
 
 
 def average_state(model: Any, comm: Comm) -> None:
-    """Make the weights that no gradient reaches (moving averages and the like) the same on all ranks.
+    """Make the non-trainable weights (such as moving averages) the same on all ranks. Collective.
 
-    Floating-point ones that differ become the mean over ranks, without ranks where they hold NaN or infinity; others
-    those of rank 0.
+    Floating-point weights that differ become the mean over the ranks where they hold no NaN or infinity. Other weights
+    that differ become those of rank 0.
     """
     variables = [v for v in model.non_trainable_weights if 0 not in v.shape]
     found = [variables[i] for i in differing(variables, comm)] if variables else []

@@ -1,4 +1,4 @@
-"""Counts the samples of each training step, for averages that are weighted by them."""
+"""Sample counts of training steps, for averages that are weighted by them."""
 
 from typing import Any
 
@@ -12,10 +12,13 @@ _MARK = "_hvdx_counts"
 
 
 def count_samples_of(model: Any) -> None:
-    """Have a model tell its optimisers of how many samples each of its training steps is made.
+    """Make each training step of a model pass its number of samples to the model's optimisers.
 
     Args:
-        model: compiled, before its training function is made.
+        model: compiled model, before its training function is made.
+
+    Raises:
+        ConfigError: in the training step, if the first input has no samples to count.
     """
     restore_train_step(model)
     own_step = model.train_step
@@ -38,11 +41,11 @@ def count_samples_of(model: Any) -> None:
 
 
 def restore_train_step(model: Any) -> None:
-    """Give a model its own training step back, if it does not have it."""
+    """Undo `count_samples_of`; do nothing if the model has its own training step."""
     step = vars(model).get("train_step")
     if hasattr(step, _MARK):
-        before = getattr(step, _MARK)
-        if before is None:
+        original = getattr(step, _MARK)
+        if original is None:
             del model.train_step
         else:
-            model.train_step = before
+            model.train_step = original

@@ -1,4 +1,4 @@
-"""Notices a `fit` whose ranks train apart: there are several, and nothing combines what they learn."""
+"""Warning about a `fit` on several ranks that train separately: nothing combines their gradients or weights."""
 
 import functools
 import os
@@ -11,19 +11,18 @@ import keras
 from hvdx.comm import Comm, graph_calls
 from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
 
-#: Set to 1 by those who mean it.
+#: Environment variable; 1 turns the warning off.
 VARIABLE = "HVDX_ALLOW_SEPARATE"
 
-# Models that nothing need be said of: a first step has combined something, or it has been said.
-_settled: "weakref.WeakSet[Any]" = weakref.WeakSet()
+# Models whose first step was checked, with or without a warning.
+_checked: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _watching = False
 
 
 def watch(comm: Comm) -> None:
-    """Look at each `fit` of this process from now on, where there are several ranks.
+    """Check the first step of each model's `fit` in this process from now on, if there are several ranks.
 
-    A model's `fit` is told apart by what its callbacks and its optimisers are: no callback has to be given, which is
-    the point. Keras has one place that every `fit` goes through, `CallbackList.on_train_begin`.
+    The check needs no callback from the script: it wraps `CallbackList.on_train_begin`, which every `fit` calls.
 
     Args:
         comm: the ranks that train.
@@ -32,25 +31,25 @@ def watch(comm: Comm) -> None:
     if comm.size == 1 or _watching:
         return
     _watching = True
-    plain = keras.callbacks.CallbackList.on_train_begin
+    original = keras.callbacks.CallbackList.on_train_begin
 
-    @functools.wraps(plain)
+    @functools.wraps(original)
     def on_train_begin(self: Any, logs: Any = None) -> None:
-        plain(self, logs)
+        original(self, logs)
         model = next((c.model for c in self.callbacks if getattr(c, "model", None) is not None), None)
-        if model is not None and model not in _settled and not _combined(model):
+        if model is not None and model not in _checked and not _is_distributed(model):
             self.callbacks.append(_FirstStep(model, comm, self))
 
     keras.callbacks.CallbackList.on_train_begin = on_train_begin
 
 
-def _combined(model: Any) -> bool:
-    """Whether an optimiser of a model is tied to the other ranks, by `Distribute` or by the script."""
+def _is_distributed(model: Any) -> bool:
+    """Return whether `Distribute` or the script attached an optimiser of the model; True without an optimiser."""
     return model.optimizer is None or any(adapter_of(optimizer) is not None for optimizer in optimizers_of(model))
 
 
 class _FirstStep(keras.callbacks.Callback):
-    """Did the first step of a `fit` combine anything: by a `DistributedGradientTape`, or a collective of its own?"""
+    """Check whether the first step of a `fit` ran a collective, such as that of a `DistributedGradientTape`."""
 
     def __init__(self, model: Any, comm: Comm, callbacks: Any):
         super().__init__()
@@ -58,18 +57,18 @@ class _FirstStep(keras.callbacks.Callback):
         self._comm, self._callbacks, self._before = comm, callbacks, graph_calls()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Say so if it did not, and look no further."""
+        """Warn if the first step ran no collective, and remove this callback."""
         self._callbacks.callbacks = [c for c in self._callbacks.callbacks if c is not self]
-        _settled.add(self.model)
-        if graph_calls() > self._before or _combined(self.model) or os.environ.get(VARIABLE) == "1":
+        _checked.add(self.model)
+        if graph_calls() > self._before or _is_distributed(self.model) or os.environ.get(VARIABLE) == "1":
             return
         if self._comm.rank == 0:
             print(
-                f"\nhvdx: WARNING: {self._comm.size} ranks each train a model of their own: nothing combines what they "
-                "learn, and in the end their weights differ. Add the callback, model.fit(..., "
+                f"\nhvdx: WARNING: {self._comm.size} ranks each train a model of their own: nothing combines their "
+                "gradients or weights, and their weights will differ. Add the callback, model.fit(..., "
                 "callbacks=[hvdx.keras.Distribute()]), or compile the model with "
-                "hvdx.keras.DistributedOptimizer(optimizer); an optimizer that was made anew from a configuration or "
-                f"a file has to be distributed again. {VARIABLE}=1 says that this is meant.",
+                "hvdx.keras.DistributedOptimizer(optimizer); an optimizer that was made again from a configuration or "
+                f"a file has to be distributed again. Set {VARIABLE}=1 if this is intended.",
                 file=sys.stderr,
                 flush=True,
             )

@@ -1,4 +1,4 @@
-"""Keeps the ranks' `fit` in step: the half of `Distribute` that runs after all other callbacks."""
+"""Synchronisation of the ranks' `fit`: the part of `Distribute` that runs after all other callbacks."""
 
 import sys
 from collections.abc import Callable
@@ -13,18 +13,21 @@ from hvdx.strategies import StepClient, Strategy
 
 
 def all_gather_at(comm: Comm, place: str, payload: Any = None) -> list[Any]:
-    """Call the roll before ranks exchange anything in a hook, so that two hooks never wait for each other. Collective.
+    """Gather a payload from all ranks, and check that they are in the same hook. Collective.
+
+    Every hook that exchanges data begins with this call. If two ranks are in different hooks, they receive an error
+    and do not deadlock.
 
     Args:
         comm: the ranks.
-        place: where this rank is, for people.
-        payload: picklable; what the others get to see.
+        place: name of the place for messages, such as "the end of epoch 3".
+        payload: any picklable object.
 
     Returns:
         The payloads in rank order.
 
     Raises:
-        ReplicaError: on all ranks, if they are in different places.
+        ReplicaError: on all ranks, if their places differ.
     """
     everyone = comm.all_gather_object((place, payload), place)
     places = [where for where, _ in everyone]
@@ -34,15 +37,15 @@ def all_gather_at(comm: Comm, place: str, payload: Any = None) -> list[Any]:
             f"the ranks are in different places: {listed}. Give fit the same arguments on every rank: validation "
             "data, epochs and initial_epoch too."
         )
-    return [said for _, said in everyone]
+    return [theirs for _, theirs in everyone]
 
 
 class SyncCallback(keras.callbacks.Callback):
-    """Agrees over the ranks on where they are, how long an epoch is, and when to stop.
+    """Callback by which the ranks agree on the length of an epoch and on the end of training.
 
     Args:
         comm: the ranks.
-        agree: called when every other callback has restored what it wanted to restore.
+        agree: called after `on_train_begin` of all other callbacks, if there are several ranks.
     """
 
     def __init__(self, comm: Comm, agree: Callable[[], None]):
@@ -51,41 +54,42 @@ class SyncCallback(keras.callbacks.Callback):
         self._agree = agree
         self._limit: int | None = None
         self._step_client: StepClient | None = None
-        self._endless = False
-        self._cut = False
+        self._repeats = False
+        self._cut_short = False
         self._stop_wanted = False
-        self.renew()
+        self.reset()
 
-    def renew(self) -> None:
-        """A fit begins, and nothing is known of it yet."""
-        #: Steps of the first epoch that were taken before.
-        self.begun = 0
-        #: Whether this rank wants the steps that are dealt out to end, so that all can save; and what all do then.
-        self.ending: Callable[[], bool] = bool
-        self.save: Callable[[int], None] = lambda steps: None
+    def reset(self) -> None:
+        """Reset the attributes that belong to one fit."""
+        #: Number of steps of the first epoch that were taken before this fit.
+        self.steps_done = 0
+        #: Returns True once this rank received a preemption signal; no more steps are then handed out to any rank.
+        self.preempted: Callable[[], bool] = bool
+        #: Called on each rank after that, with the number of steps that all ranks took in the epoch.
+        self.save_and_leave: Callable[[int], None] = lambda steps: None
 
     @property
     def steps(self) -> int | None:
-        """Steps that each rank takes in an epoch; None where nobody knows."""
+        """Number of steps of each rank in an epoch, or None if unknown."""
         return self._limit or self.params.get("steps")
 
     def all_gather_at(self, place: str, payload: Any = None) -> list[Any]:
-        """See `hvdx.keras.fit.sync_callback.all_gather_at`."""
+        """Call `all_gather_at` with the ranks of this callback. Collective."""
         return all_gather_at(self._comm, place, payload)
 
     def limit_steps(self, steps: list[int | None], steps_per_execution: int) -> None:
-        """Have every epoch end where the rank with the fewest batches ends.
+        """End every epoch when the rank with the fewest batches has no more.
 
         Args:
-            steps: batches an epoch on each rank; None where nobody knows.
-            steps_per_execution: as compiled.
+            steps: number of batches in an epoch on each rank, or None if unknown.
+            steps_per_execution: `steps_per_execution` of the compiled model.
 
         Raises:
-            ReplicaError: on all ranks, if a number is not known, or too small.
+            ReplicaError: on all ranks, if a number is unknown or too small.
         """
         self._limit = self._step_client = None
-        self._cut = self._stop_wanted = False
-        known = self._known(steps)
+        self._cut_short = self._stop_wanted = False
+        known = self._require_known(steps)
         if len(set(known)) == 1:
             return
         fewest = min(known) // steps_per_execution * steps_per_execution
@@ -97,34 +101,34 @@ class SyncCallback(keras.callbacks.Callback):
         if self._comm.rank == 0:
             print(
                 f"hvdx: the ranks have {min(known)} to {max(known)} steps; every epoch ends after {fewest}. "
-                "hvdx.shard deals the data out evenly.",
+                "hvdx.shard distributes the data evenly.",
                 file=sys.stderr,
             )
 
     def share_steps(self, steps: list[int | None], steps_per_execution: int, strategy: Strategy) -> StepClient:
-        """Have every epoch end when the ranks together have taken their steps: a fast one takes more of them.
+        """End every epoch when the ranks together have taken their steps: a fast rank takes more of them. Collective.
 
         Args:
-            steps, steps_per_execution: see `limit_steps`.
-            strategy: deals the steps out.
+            steps, steps_per_execution: as for `limit_steps`.
+            strategy: asynchronous strategy that hands out the steps.
 
         Returns:
-            What deals them out; a ticket is for one execution.
+            The client that requests steps; each of its steps is one execution, of `steps_per_execution` steps.
 
         Raises:
-            ReplicaError: see `limit_steps`.
+            ReplicaError: on all ranks, if a number is unknown or 0.
         """
         self._limit = None
-        self._cut = self._stop_wanted = False
-        known = self._known(steps)
+        self._cut_short = self._stop_wanted = False
+        known = self._require_known(steps)
         if min(known) == 0:
             raise ReplicaError(f"fit: a rank has no step: {known} steps on the ranks. Give each its share of data.")
         total = sum(-(-number // steps_per_execution) for number in known)
-        self._step_client = strategy.deal_out(self._comm, total, self.begun // steps_per_execution)
-        self._endless = callback_list.prolong_epochs(self, total * steps_per_execution)
+        self._step_client = strategy.deal_out(self._comm, total, self.steps_done // steps_per_execution)
+        self._repeats = callback_list.extend_epochs(self, total * steps_per_execution)
         return self._step_client
 
-    def _known(self, steps: list[int | None]) -> list[int]:
+    def _require_known(self, steps: list[int | None]) -> list[int]:
         unknown = [rank for rank, number in enumerate(steps) if number is None]
         if unknown:
             raise ReplicaError(
@@ -135,40 +139,43 @@ class SyncCallback(keras.callbacks.Callback):
         return [number for number in steps if number is not None]
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Every other callback has had its say."""
+        """Call `agree`, since all other callbacks have run their `on_train_begin`."""
         if self._comm.size > 1:
             self._agree()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """All its steps are to be dealt out."""
+        """Begin to hand out the steps of an epoch, if the strategy does so."""
         if self._step_client is not None:
             self._step_client.begin()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """A stop in mid-epoch on one rank would leave the others waiting: keep it for the end of the epoch."""
+        """Postpone a stop to the end of the epoch, and end an epoch whose steps are taken.
+
+        If one rank stopped in mid-epoch, the others would wait for it.
+        """
         if self.model.stop_training:
             self._stop_wanted = True
             self.model.stop_training = False
         over = self._limit is not None and batch + 1 >= self._limit
-        if over or (self._step_client is not None and not self._step_client.another(self.ending())):
-            self._cut = self.model.stop_training = True
+        if over or (self._step_client is not None and not self._step_client.another(self.preempted())):
+            self._cut_short = self.model.stop_training = True
         if self._step_client is not None and self._step_client.stopped:
-            self.save(self._step_client.taken * self.model.steps_per_execution)
+            self.save_and_leave(self._step_client.taken * self.model.steps_per_execution)
 
     def check_enough(self, taken: int) -> None:
-        """End the job if this rank's data ran out: the others are in mid-epoch, waiting for it.
+        """End the job if this rank ran out of data, since the others wait for it in mid-epoch.
 
         Args:
-            taken: steps of this epoch.
+            taken: number of steps that this rank took in this epoch.
 
         Raises:
-            HvdxError: on this rank.
+            HvdxError: on this rank alone.
         """
         if self._step_client is not None:
-            if self._endless and not self._step_client.over and not self._stop_wanted:
+            if self._repeats and not self._step_client.over and not self._stop_wanted:
                 raise HvdxError(
                     f"rank {self._comm.rank} of {self._comm.size} ran out of data after {taken} steps of an epoch, in "
-                    "which others may be slower. Give fit a dataset that can be gone through again, not a generator."
+                    "which others may be slower. Give fit a dataset that can be iterated again, not a generator."
                 )
             return
         expected = self._limit or self.params.get("steps")
@@ -179,16 +186,16 @@ class SyncCallback(keras.callbacks.Callback):
             )
 
     @property
-    def stops(self) -> bool:
+    def wants_stop(self) -> bool:
         """Whether this rank wants to end the training with this epoch."""
-        return bool(self.model.stop_training and not self._cut) or self._stop_wanted
+        return bool(self.model.stop_training and not self._cut_short) or self._stop_wanted
 
-    def restart_timer(self) -> None:
-        """The epoch that was cut short is over; go on with the next."""
-        if self._cut:
-            self._cut = self.model.stop_training = False
+    def reset_cut(self) -> None:
+        """Reset the stop by which this callback ended an epoch, so that training continues."""
+        if self._cut_short:
+            self._cut_short = self.model.stop_training = False
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """All ranks stop, or none."""
+        """Stop all ranks if one wants to stop. Collective."""
         wanted = bool(self.model.stop_training or self._stop_wanted)
         self.model.stop_training = any(self.all_gather_at(f"the end of epoch {epoch + 1}", wanted))
