@@ -84,8 +84,8 @@ class AveragingAdapter(Adapter):
         """
         if self.strategy.counts_samples and not self._counted:
             raise ConfigError(
-                "ParameterAveraging: weighted=True: expected a count of samples, got none. Use the Distribute callback, "
-                "or call hvdx.keras.count_samples(optimizer, batch_size) before each step of your own loop."
+                "ParameterAveraging: weighted=True: expected a count of samples, got none. Use the Distribute "
+                "callback, or call hvdx.keras.count_samples(optimizer, batch_size) before each step of your own loop."
             )
         with tf.device("CPU:0"):
             # Ranks that skip steps have different counts; only right after an average are the counts the same.
