@@ -26,7 +26,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     Args:
         root_rank: rank whose values are broadcast.
         device: not supported; weights are sent from the device that holds them.
-        local_variables: a Keras or TensorFlow variable, or several, that each rank keeps unchanged.
+        local_variables: a Keras or TensorFlow variable, or several, to exclude from the broadcast.
 
     Raises:
         ConfigError: if an argument is not supported, or `local_variables` holds something other than variables.

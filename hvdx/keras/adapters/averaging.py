@@ -239,7 +239,7 @@ class AveragingAdapter(Adapter):
         """Do nothing: each rank saves its own weights, and training continues unchanged."""
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Return the position in the period; right after an average, only if momenta are rank-local."""
+        """Return the position in the period; right after an average it is empty, unless momenta are rank-local."""
         if not self.strategy.rank_local_state and not int(self.since.numpy()):
             return {}
         return {name: variable.numpy() for name, variable in self._period_variables().items()}

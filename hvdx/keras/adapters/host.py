@@ -192,11 +192,12 @@ class HostAdapter(Adapter):
             One tensor per variable.
         """
         # TensorFlow keeps `host` until the process ends; weak references free the adapter and its arrays earlier.
-        me, them, rank_local = weakref.ref(self), [weakref.ref(v) for v in variables], self.rank_local
+        adapter_ref, variable_refs = weakref.ref(self), [weakref.ref(v) for v in variables]
+        rank_local = self.rank_local
 
         def host(bad: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
             try:
-                adapter, alive = me(), [v() for v in them]
+                adapter, alive = adapter_ref(), [ref() for ref in variable_refs]
                 if adapter is None:
                     raise HvdxError("a training function was called after its optimiser was deleted. Trace it again.")
                 exchange = adapter._opened(alive)

@@ -38,8 +38,8 @@ def init(comm: Any = None, process_sets: Any = None, strategy: Strategy | str | 
         comm: not supported; the world is all processes that were started.
         process_sets: list of `ProcessSet`, which are added; or "dynamic", after which `add_process_set` works at any
             time. By default it works only before the first collective in a graph.
-        strategy: default of callbacks and optimisers; if None, `HVDX_STRATEGY` is. If it is a `ParameterServer` whose
-            servers are ranks of their own, these ranks serve in this call and do not return.
+        strategy: default strategy of callbacks and optimisers; by default, that of `HVDX_STRATEGY`. If it is a
+            `ParameterServer` whose servers are ranks of their own, these ranks serve in this call and do not return.
 
     Raises:
         ConfigError: if an argument is not supported.

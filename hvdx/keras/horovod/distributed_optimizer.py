@@ -45,7 +45,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     Unlike Horovod's function, it attaches the given optimiser in place, and keeps its state and class.
 
     Args:
-        optimizer: Keras 3 optimiser; unused so far if `backward_passes_per_step` is above 1.
+        optimizer: Keras 3 optimiser; it must be unused if `backward_passes_per_step` is above 1.
         name: name of the exchange, the same on all ranks; by default, the number of the optimiser.
         device_dense, device_sparse: devices of the collectives.
         compression: Compression.none, .fp16 or .bf16.
@@ -62,7 +62,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
 
     Returns:
         The same optimiser; under the policy "mixed_float16", a loss-scale optimiser around it. Keras would otherwise
-        add one later, with which ranks cannot agree to skip a step. The optimiser's method
+        add one later, and ranks could not agree to skip a step. The optimiser's method
         `register_local_var(variables)` takes a Keras or TensorFlow variable, or several, before the first step; each
         rank then trains those alone.
 

@@ -83,7 +83,7 @@ def allow() -> None:
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Make a process set ready for use. Collective: all ranks add the same sets in the same order.
+    """Make a process set ready for use, and return it. Collective: all ranks add the same sets in the same order.
 
     Args:
         process_set: set, or its ranks.
@@ -165,7 +165,7 @@ def comm_or_none(process_set: Any, function: str, engine: Engine = "horovod") ->
 
     Args:
         process_set, function: see `comm_of`.
-        engine: what carries tensors if the set is all ranks; Horovod carries those of smaller sets.
+        engine: engine of the set of all ranks; Horovod carries the tensors of smaller sets.
     """
     if not is_partial(process_set):
         return world.graph(engine=engine)
