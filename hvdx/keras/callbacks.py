@@ -108,7 +108,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self._logs = metrics.EpochLogs(join())
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Remove what an `evaluate` that ended by an exception has left on the model."""
+        """Restore the model, in case an exception ended an `evaluate`."""
         _restore_result(self.model)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

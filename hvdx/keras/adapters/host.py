@@ -96,7 +96,7 @@ class HostAdapter(Adapter):
             exchange.restart_timer()
 
     def rank_local_variables(self, now: bool = True) -> list[Any]:
-        """Return the momenta if they are made of this rank's gradients, whatever `now` is."""
+        """Return the optimiser's state, such as momenta, if it is rank-local; `now` has no effect."""
         return slots(self._optimizer()) if self.rank_local else []
 
     @property

@@ -9,7 +9,7 @@ import tensorflow as tf
 from hvdx.errors import ConfigError
 
 # The weights of these optimisers are a function of their state, which is rank-local here: the next step would undo
-# whatever was added to the weights from outside.
+# any other change of the weights.
 _ASSIGN_WEIGHTS = ("Ftrl", "ScheduleFreeAdamW")
 
 

@@ -11,7 +11,7 @@ def refuse() -> None:
     """Raise if the function that is being traced is for XLA.
 
     Raises:
-        ConfigError: if so; the message says how to turn XLA off.
+        ConfigError: if it is; the message says how to turn XLA off.
 
     Example:
         >>> refuse()

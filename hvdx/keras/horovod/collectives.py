@@ -250,11 +250,11 @@ def _tensor(value: Any) -> tf.Tensor:
     return tf.convert_to_tensor(value.value if isinstance(value, keras.Variable) else value)
 
 
-def name_of(what: str, *tensors: tf.Tensor) -> str:
+def name_of(function: str, *tensors: tf.Tensor) -> str:
     """Return the name of a collective; in a graph, where two may be in flight, add the tensor's name like Horovod."""
     if tf.executing_eagerly() or not tensors:
-        return what
-    return f"{what}.{re.sub(r'[^0-9A-Za-z]+', '_', tensors[0].name)}"
+        return function
+    return f"{function}.{re.sub(r'[^0-9A-Za-z]+', '_', tensors[0].name)}"
 
 
 def _host_comm(process_set: Any, function: str) -> Comm:

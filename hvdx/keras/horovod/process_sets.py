@@ -172,7 +172,7 @@ def comm_or_none(process_set: Any, function: str, engine: Engine = "horovod") ->
     if not isinstance(process_set, ProcessSet) or process_set.process_set_id is None:
         raise ConfigError(
             f"{function}: process_set: expected a set that was added, got {process_set}. "
-            "Do: call hvdx.keras.add_process_set(ranks) on all ranks, and give what it returns."
+            "Do: call hvdx.keras.add_process_set(ranks) on all ranks, and give the set that it returns."
         )
     if process_set._world is not world.current():
         raise ConfigError(
