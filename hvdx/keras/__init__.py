@@ -1,4 +1,4 @@
-"""Keras 3 on several workers: the `Distribute` callback, and the names of `horovod.tensorflow.keras`."""
+"""Keras 3 on several workers: the `Distribute` callback and the names of `horovod.tensorflow.keras`."""
 
 from typing import NoReturn
 

@@ -13,22 +13,23 @@ from hvdx.keras.adapters.rank_local import rank_local_ids
 from hvdx.keras.fit import metrics, replicas
 from hvdx.keras.joining import join
 
-# The method of a Keras model that turns the state of its metrics into values.
+# Method of a Keras model that turns the state of its metrics into values.
 _RESULT = "_get_metrics_result_or_logs"
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Start all ranks from one rank's weights and optimiser state.
 
-    At the end of each epoch it has strategies that let ranks train apart bring them together. Put it first, as usual.
+    Before validation, and at the end of each epoch and of training, it flushes the optimisers, so that all ranks hold
+    the same weights. Put it first in the list of callbacks.
 
     Args:
-        root_rank: the rank whose values all get.
-        device: not supported; the weights travel from where they are.
-        local_variables: a variable of Keras or TensorFlow, or several, that stay as they are on each rank.
+        root_rank: rank whose values are broadcast.
+        device: not supported; weights are sent from the device that holds them.
+        local_variables: a Keras or TensorFlow variable, or several, to exclude from the broadcast.
 
     Raises:
-        ConfigError: an argument that is not supported, or something else than variables.
+        ConfigError: if an argument is not supported, or `local_variables` holds something other than variables.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None):
@@ -41,43 +42,43 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._done = False
 
     def register_local_var(self, var: Any) -> None:
-        """Leave a variable as it is on each rank.
+        """Exclude variables from the broadcast.
 
         Args:
-            var: of Keras or TensorFlow, or several.
+            var: a Keras or TensorFlow variable, or several.
         """
         self._local.add(var)
 
     def set_model(self, model: Any) -> None:
-        """Keras: before the training function is made. XLA cannot compile collectives, so it is turned off here."""
+        """Turn XLA off before Keras makes the training function, because XLA cannot compile collectives."""
         super().set_model(model)
         if join().size > 1 and any(adapter_of(o) for o in optimizers_of(model)):
             model.jit_compile = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Another fit: nothing of it is broadcast yet."""
+        """Broadcast again in this fit."""
         self._done = False
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Broadcast before the first step, if the layers have their weights: no callback will restore others now."""
+        """Broadcast before the first step if layers are built; all callbacks have restored their weights by then."""
         if not self._done and self.model.built:
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Broadcast after the first step, if layers built themselves in it."""
+        """Broadcast after the first step if layers were built in it."""
         if not self._done:
             self._broadcast()
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Validation has to see the same weights everywhere."""
+        """Flush, so that validation uses the same weights on all ranks."""
         self._flush()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """So have those who save."""
+        """Flush, so that all ranks save the same weights."""
         self._flush()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """And those who go on with the model."""
+        """Flush, so that all ranks return the same weights."""
         self._flush()
 
     def _flush(self) -> None:
@@ -92,9 +93,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """Make the metrics of an epoch, and of `evaluate`, those over all ranks. Put it before callbacks that read them.
+    """Combine the metrics of an epoch and of `evaluate` over all ranks. Put it before callbacks that read metrics.
 
-    All ranks call `evaluate`; their data may differ in length.
+    All ranks must call `evaluate`; their data may differ in length.
 
     Args:
         device: not supported.
@@ -107,25 +108,25 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self._logs = metrics.EpochLogs(join())
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """An `evaluate` that an exception ended leaves nothing behind."""
-        _give_back(self.model)
+        """Restore the model, in case an exception ended an `evaluate`."""
+        _restore_result(self.model)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Nothing of this epoch is combined yet."""
+        """Start to combine the metrics of another epoch."""
         self._logs.begin()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Remember what the training step returns."""
+        """Record the logs of the training step."""
         self._logs.see_step(logs)
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Validation is about to overwrite the training metrics, and `evaluate` to return its own."""
+        """Combine the training metrics before validation overwrites them, and have `evaluate` return combined ones."""
         self._logs.before_validation(self.model)
         model = self.model
 
-        # What `evaluate` returns it takes from here, and callbacks get a copy.
+        # `evaluate` returns the result of this method, and gives callbacks a copy.
         def over_all_ranks(logs: Any) -> Any:
-            _give_back(model)
+            _restore_result(model)
             result = dict(getattr(model, _RESULT)(logs))
             if result:
                 self._logs.after_validation(model, result)
@@ -135,42 +136,42 @@ class MetricAverageCallback(keras.callbacks.Callback):
             setattr(model, _RESULT, over_all_ranks)
 
     def on_test_end(self, logs: Any = None) -> None:
-        """Combine the validation metrics, where `evaluate` has not asked for them."""
+        """Combine the validation metrics, unless `evaluate` has combined them already."""
         if logs and not self._logs.validated:
             self._logs.after_validation(self.model, logs)
-        _give_back(self.model)
+        _restore_result(self.model)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Replace what this rank saw by what all ranks saw."""
+        """Replace this rank's metrics by those over all ranks."""
         if logs is not None:
             self._logs.finish(self.model, logs)
 
 
-def _give_back(model: Any) -> None:
-    """Let a model make values of its metrics by itself again."""
+def _restore_result(model: Any) -> None:
+    """Give a model its own method for the values of its metrics again."""
     model.__dict__.pop(_RESULT, None)
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
     """Set the learning rate to `initial_lr * multiplier` between two epochs.
 
-    With momentum the velocity is scaled by new / old rate whenever the rate changes, which is what Horovod's
-    correction of the momentum coefficient comes to (Goyal et al. 2017, section 2.1), and works inside a graph. With
-    Nesterov's momentum Horovod's step looks ahead by the corrected coefficient too: after the step the weights get the
-    difference, (new / old - 1) times momentum times velocity. Under a strategy that leaves each rank its own velocity,
-    which no weights of all ranks may follow, that difference is left out.
+    When the rate changes, the velocity of an optimiser with momentum is scaled by new / old rate. This is equivalent to
+    Horovod's correction of the momentum coefficient (Goyal et al. 2017, section 2.1), and works inside a graph. With
+    Nesterov momentum, Horovod also applies the corrected coefficient to the lookahead: after the step, the difference,
+    (new / old - 1) times momentum times velocity, is added to the weights. The difference is left out if velocities are
+    rank-local and weights are not, because the weights of the ranks would diverge.
 
     Args:
-        initial_lr: the learning rate that is multiplied; None takes the optimiser's.
-        multiplier: a function of the epoch, or a number m for `m ** (epoch - start_epoch)`.
-        start_epoch: the first epoch that is touched.
-        end_epoch: the first that is no longer; None for no end.
-        staircase: change it at the start of an epoch; else at every batch, with fractions of epochs.
-        momentum_correction: scale the velocity with it.
-        steps_per_epoch: needed where Keras does not know it and `staircase` is False.
+        initial_lr: learning rate that is multiplied; None for the optimiser's.
+        multiplier: function of the epoch, or a number m for `m ** (epoch - start_epoch)`.
+        start_epoch: first epoch in which the rate is changed.
+        end_epoch: first epoch after those; None for no end.
+        staircase: change the rate at the start of an epoch; else at every batch, with fractions of epochs.
+        momentum_correction: scale the velocity with the rate.
+        steps_per_epoch: number of batches; needed if `staircase` is False and Keras cannot derive it.
 
     Raises:
-        ConfigError: the optimiser's learning rate is a schedule of its own.
+        ConfigError: if the optimiser's learning rate is a schedule, or the number of batches is missing.
     """
 
     def __init__(
@@ -192,10 +193,11 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self.momentum_correction = momentum_correction
         self.steps_per_epoch = steps_per_epoch
         self.current_epoch = 0
+        # Ratio of the last change of the rate and the optimiser's step count at that time, for Nesterov momentum.
         self._ahead: tuple[float, int] | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Find the learning rate and the length of an epoch."""
+        """Look up the learning rate and the length of an epoch, if they were not given."""
         optimizer = self._optimizer()
         if not isinstance(optimizer._learning_rate, keras.Variable):
             raise ConfigError(
@@ -207,14 +209,17 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         if not self.staircase and not self.steps_per_epoch:
             self.steps_per_epoch = self.params.get("steps")
             if not self.steps_per_epoch:
-                raise ConfigError(f"{type(self).__name__}: steps_per_epoch: Keras does not know it here. Give it.")
+                raise ConfigError(
+                    f"{type(self).__name__}: steps_per_epoch: expected a number where Keras cannot derive it, got "
+                    "None. Give it."
+                )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Remember the epoch."""
+        """Record the epoch."""
         self.current_epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Set the rate, if this is the moment."""
+        """Set the rate in the scheduled epochs: at the first batch of each, or at every batch without `staircase`."""
         past = self.end_epoch is not None and self.current_epoch >= self.end_epoch
         if self.current_epoch < self.start_epoch or past:
             return
@@ -225,7 +230,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             self._set(self.multiplier(self.current_epoch + batch / float(self.steps_per_epoch or 1)))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Put the rate into the logs."""
+        """Add the rate to the logs."""
         if logs is not None:
             logs["lr"] = self._rate()
 
@@ -247,14 +252,14 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
                 self._ahead = (new / old, int(optimizer.iterations))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Look ahead by the corrected momentum, if the rate changed and a step was taken."""
+        """Add the Nesterov difference to the weights, if the rate changed and a step was taken."""
         ahead, self._ahead = self._ahead, None
         optimizer = self._optimizer()
         if ahead is None or int(optimizer.iterations) == ahead[1]:
             return
-        own = rank_local_ids(self.model)
+        local = rank_local_ids(self.model)
         for weight, velocity in zip(optimizer._trainable_variables, optimizer.momentums, strict=True):
-            if (id(weight) in own) == (id(velocity) in own):
+            if (id(weight) in local) == (id(velocity) in local):
                 weight.assign_add((ahead[0] - 1.0) * optimizer.momentum * velocity)
 
 
@@ -262,10 +267,10 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     """Raise the learning rate from `initial_lr / size` to `initial_lr` over the first epochs.
 
     Args:
-        initial_lr: the rate to arrive at.
-        warmup_epochs: how long it takes.
+        initial_lr: learning rate after the warm-up.
+        warmup_epochs: number of epochs of the warm-up.
         momentum_correction, steps_per_epoch: see `LearningRateScheduleCallback`.
-        verbose: 1 prints the rate at the end.
+        verbose: 1 to print the rate at the end.
 
     Source: Goyal et al. 2017, "Accurate, Large Minibatch SGD".
     """
@@ -280,7 +285,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     ):
         def multiplier(epoch: float) -> float:
             size = join().size
-            # One step further, so that the last step of the warm-up has the full rate.
+            # One step is added, so that the last step of the warm-up has the full rate.
             epoch += 1.0 / float(self.steps_per_epoch or 1)
             return (epoch * (size - 1) / warmup_epochs + 1) / size
 
@@ -295,7 +300,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         self.verbose = verbose
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Say when the warm-up is over."""
+        """Add the rate to the logs, and print it at the end of the warm-up if `verbose`."""
         super().on_epoch_end(epoch, logs)
         if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose and join().rank == 0:
             print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {self._rate():g}.")
@@ -306,7 +311,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
 
     Args:
         monitor, verbose, save_weights_only, mode, save_freq: as for `keras.callbacks.ModelCheckpoint`.
-        filepath: where to; may be set later as an attribute, before training starts.
+        filepath: path of the file; may also be set as an attribute before training starts.
     """
 
     def __init__(
@@ -318,13 +323,13 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         save_freq: Any = "epoch",
         filepath: Any = None,
     ):
-        # Keras checks the ending at once; the real path may come later.
+        # Keras checks the suffix here, and the path may be set later.
         placeholder = "unset.weights.h5" if save_weights_only else "unset.keras"
         super().__init__(placeholder, monitor, verbose, True, save_weights_only, mode, save_freq)
         self.filepath = filepath
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Check that there is a place to save to."""
+        """Check that the path is set."""
         if self.filepath is None:
             raise ConfigError("BestModelCheckpoint: filepath: expected a path before training starts, got None.")
         super().on_train_begin(logs)

@@ -1,4 +1,4 @@
-"""Joining the world from Keras: cores and GPUs are shared out, and every `fit` is watched from then on."""
+"""Joining the world from Keras, which also assigns cores and GPUs and starts to watch every `fit`."""
 
 import weakref
 
@@ -12,13 +12,13 @@ _joined: "weakref.WeakSet[Comm]" = weakref.WeakSet()
 
 
 def join(strategy: Strategy | str | None = None) -> Comm:
-    """Join the world, the first time; later calls return the same communicator. Collective.
+    """Join the world in the first call; later calls return the same communicator. Collective.
 
     Args:
         strategy: see `hvdx.strategies.join`.
 
     Returns:
-        The communicator of the ranks that train; the others never return.
+        The communicator of the ranks that train; ranks that serve do not return.
 
     Raises:
         ConfigError, LaunchError, HorovodError: see `hvdx.strategies.join`.

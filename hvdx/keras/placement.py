@@ -1,4 +1,4 @@
-"""Which cores and which GPU a rank takes: decided once, when the world is joined."""
+"""Placement of ranks: the cores and the GPU of each, chosen once when the world is joined."""
 
 import os
 import re
@@ -15,11 +15,11 @@ from hvdx.comm.launcher import TENSORFLOW_THREADS, detect, threads_for
 
 @dataclass(frozen=True)
 class Gpu:
-    """Which GPU a rank takes.
+    """GPU of a rank.
 
     Attributes:
-        index: among those that it sees; None where it sees none.
-        shared: whether other ranks have to take the same.
+        index: index among the GPUs that the rank sees; None if it sees none.
+        shared: True if other ranks use the same GPU.
     """
 
     index: int | None = None
@@ -27,16 +27,16 @@ class Gpu:
 
 
 def choose_gpu(visible: int, local_rank: int, local_size: int, environs: Sequence[Mapping[str, str]]) -> Gpu:
-    """One GPU a rank.
+    """Choose one GPU for a rank.
 
     Args:
-        visible: how many GPUs this rank sees.
-        local_rank, local_size: this rank among those on its host.
-        environs: of the ranks on this host, in the order of their local ranks: what tells whether each sees others.
+        visible: number of GPUs that this rank sees.
+        local_rank, local_size: index of this rank on its host, and number of ranks there.
+        environs: environment variables of the ranks on this host; see `has_own_gpus`.
 
     Returns:
-        Where each has GPUs of its own, the first of them; else one after the other, and shared where there are not
-        enough.
+        The first GPU if each rank has its own; else the GPU `local_rank` modulo `visible`, which is shared if
+        there are more ranks than GPUs.
 
     Example:
         >>> choose_gpu(4, 1, 4, [{}] * 4)
@@ -52,16 +52,16 @@ def choose_gpu(visible: int, local_rank: int, local_size: int, environs: Sequenc
 
 
 def has_own_gpus(visible: int, environs: Sequence[Mapping[str, str]]) -> bool:
-    """Whether the launcher has given each rank on a host GPUs that the others do not see.
+    """Return whether each rank on a host has GPUs that the other ranks do not see.
 
-    The lists in CUDA_VISIBLE_DEVICES say so where they have no GPU in common. Behind a container or a control group
-    every rank's GPU is number 0: then it takes the word of whoever dealt them out. srun(1) sets SLURM_GPUS_PER_TASK
-    where `--gpus-per-task` was asked for, and jsrun gives each resource set its own. Slurm's word counts where a rank
-    sees no more GPUs than it says: with `--gpu-bind=none`, and under mpirun in such a job, every rank sees all.
+    They do if the lists in CUDA_VISIBLE_DEVICES have no GPU in common. In a container or a control group every rank's
+    GPU has the number 0, and only the launcher's variables tell: srun(1) sets SLURM_GPUS_PER_TASK if `--gpus-per-task`
+    was given, and jsrun gives each resource set its own GPUs. SLURM_GPUS_PER_TASK counts only if a rank sees no more
+    GPUs than it states: with `--gpu-bind=none`, and under mpirun in such a job, every rank sees all GPUs.
 
     Args:
-        visible: how many GPUs this rank sees.
-        environs: of the ranks on this host.
+        visible: number of GPUs that this rank sees.
+        environs: environment variables of the ranks on this host.
 
     Example:
         >>> has_own_gpus(1, [{"SLURM_GPUS_PER_TASK": "a100:1"}] * 4)
@@ -76,36 +76,42 @@ def has_own_gpus(visible: int, environs: Sequence[Mapping[str, str]]) -> bool:
 
 
 def _gpus_of_a_task(environ: Mapping[str, str]) -> int:
-    """What `--gpus-per-task` asked for: "2", or "a100:2", or "a100:1,v100:1"; 0 where nothing did."""
+    """Return the number in SLURM_GPUS_PER_TASK ("2", "a100:2" or "a100:1,v100:1"); 0 if it is not set."""
     return sum(map(int, re.findall(r"(?:^|[:,])(\d+)(?=,|$)", environ.get("SLURM_GPUS_PER_TASK", ""))))
 
 
-_ASKED = ("CUDA_VISIBLE_DEVICES", "SLURM_GPUS_PER_TASK", "JSM_NAMESPACE_RANK")
+# Environment variables that `has_own_gpus` reads.
+_GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "SLURM_GPUS_PER_TASK", "JSM_NAMESPACE_RANK")
 
 
 def place(comm: Comm) -> None:
-    """Share the host's cores and GPUs among its ranks, and say so in one line. Collective.
+    """Assign the host's cores and GPUs to its ranks, and print one line about it. Collective.
 
-    What TensorFlow has started already stays as it is, and so does what the script has chosen.
+    Choices of the script are kept. If TensorFlow has started already, its settings are kept, too.
 
     Args:
-        comm: the ranks that train.
+        comm: communicator of the ranks that train.
     """
     if comm.size == 1:
         return
     threads = _set_threads(comm.local_size)
-    mine = {name: os.environ[name] for name in _ASKED if name in os.environ}
-    said = [(socket.gethostname(), comm.local_size, mine)] * comm.local_size
-    if not isinstance(comm, GraphComm):  # Horovod's would start TensorFlow, and nothing could be chosen any more
-        said = comm.all_gather_object(said[0], "who sees which GPUs")
-    gpu = _set_gpu(comm, [environ for host, _, environ in said if host == socket.gethostname()])
+    mine = {name: os.environ[name] for name in _GPU_VARIABLES if name in os.environ}
+    ranks = [(socket.gethostname(), comm.local_size, mine)] * comm.local_size
+    if not isinstance(comm, GraphComm):  # An all-gather by Horovod would start TensorFlow before its GPU is chosen.
+        ranks = comm.all_gather_object(ranks[0], "the GPUs of each rank")
+    gpu = _set_gpu(comm, [environ for host, _, environ in ranks if host == socket.gethostname()])
     if comm.rank == 0:
-        sizes = sorted(size for _, size, _ in said)
-        print(f"hvdx: {_who(comm, sizes)}; {threads} and {gpu} a worker.", file=sys.stderr, flush=True)
+        sizes = sorted(size for _, size, _ in ranks)
+        print(f"hvdx: {_describe_ranks(comm, sizes)}; {threads} and {gpu} a worker.", file=sys.stderr, flush=True)
 
 
-def _who(comm: Comm, sizes: list[int]) -> str:
-    """How many ranks where, and by whom; `sizes` are the ranks on each rank's host."""
+def _describe_ranks(comm: Comm, sizes: list[int]) -> str:
+    """Describe the numbers of workers and hosts, and the launcher.
+
+    Args:
+        comm: communicator of the ranks that train.
+        sizes: number of ranks on the host of each rank, ascending.
+    """
     launch = detect()
     by = f", started by {launch.launcher}" if launch is not None else ""
     if comm.cross_size == 1:
@@ -115,36 +121,36 @@ def _who(comm: Comm, sizes: list[int]) -> str:
 
 
 def _set_threads(ranks: int) -> str:
-    """Have TensorFlow use this rank's share of the cores: what there is to say of it."""
+    """Give TensorFlow this rank's share of the cores; return the number of threads and its source, in words."""
     share, threading = threads_for(ranks, chosen_by=TENSORFLOW_THREADS), tf.config.threading
-    said = f"{share.threads} thread{'s' * (share.threads != 1)}" + f" ({share.source})" * bool(share.source)
+    text = f"{share.threads} thread{'s' * (share.threads != 1)}" + f" ({share.source})" * bool(share.source)
     if share.source == TENSORFLOW_THREADS[0]:
-        return said  # TensorFlow has read it
+        return text  # TensorFlow reads this variable itself.
     setters = [
         (threading.get_intra_op_parallelism_threads, threading.set_intra_op_parallelism_threads),
         (threading.get_inter_op_parallelism_threads, threading.set_inter_op_parallelism_threads),
     ]
     found = [get() for get, _ in setters]
     if found[0]:
-        said = f"{found[0]} thread{'s' * (found[0] != 1)} (set by the script)"
+        text = f"{found[0]} thread{'s' * (found[0] != 1)} (set by the script)"
     try:
         for (_, choose), number in zip(setters, found, strict=True):
             if number == 0:
                 choose(share.threads)
     except RuntimeError:
-        return "TensorFlow's own number of threads (it started before hvdx; `hvdx run` tells it, or hvdx.init() first)"
-    return said
+        return "TensorFlow's own number of threads (it started before hvdx: use `hvdx run`, or call hvdx.init() first)"
+    return text
 
 
 def _set_gpu(comm: Comm, environs: Sequence[Mapping[str, str]]) -> str:
-    """Have TensorFlow see one GPU: what there is to say of it."""
+    """Let TensorFlow see one GPU; return a description of the choice."""
     gpus = tf.config.list_physical_devices("GPU")
     if not gpus:
         return "no GPU"
     if tf.config.get_visible_devices("GPU") != gpus:
         return "the GPU that the script chose"
     chosen = choose_gpu(len(gpus), comm.local_rank, comm.local_size, environs)
-    assert chosen.index is not None  # there are some
+    assert chosen.index is not None  # `gpus` is not empty
     try:
         tf.config.set_visible_devices(gpus[chosen.index], "GPU")
         tf.config.experimental.set_memory_growth(gpus[chosen.index], True)
@@ -154,7 +160,7 @@ def _set_gpu(comm: Comm, environs: Sequence[Mapping[str, str]]) -> str:
         if comm.local_rank == 0:
             print(
                 f"hvdx: warning: {comm.local_size} workers on this host share {len(gpus)} "
-                f"GPU{'s' * (len(gpus) != 1)}. Start one a GPU.",
+                f"GPU{'s' * (len(gpus) != 1)}. Start one worker per GPU.",
                 file=sys.stderr,
                 flush=True,
             )

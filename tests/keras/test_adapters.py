@@ -14,7 +14,7 @@ from tests.strategies.virtual import on_all
 
 
 def stepped(comm, strategy, steps=3):
-    """A weight after some steps, in which the gradient of rank r is r + 1."""
+    """Take steps in which the gradient of rank r is r + 1; return the weight and the adapter."""
     weight, optimizer = keras.Variable(np.zeros(4, np.float32)), keras.optimizers.SGD(1.0)
     adapter = attach(optimizer, strategy, "adapters", comm=comm)
     for _ in range(steps):
@@ -25,22 +25,22 @@ def stepped(comm, strategy, steps=3):
 
 
 @pytest.mark.parametrize("placement", ["gradient", "update", "weights"])
-def test_adapter_of_each_place_combines_over_the_ranks_that_it_is_given(placement):
+def test_adapter_of_each_placement_combines_over_the_given_ranks(placement):
     for weight, adapter in on_all(2, lambda comm: stepped(comm, Mean(placement))):
         np.testing.assert_allclose(weight, -4.5)
         assert isinstance(adapter, WeightsAdapter) == (placement == "weights")
 
 
 @pytest.mark.parametrize("strategy", [hvdx.AllReduce(), hvdx.ParameterAveraging(2)], ids=lambda s: s.name)
-def test_strategies_in_the_graph_do_without_horovod(strategy):
+def test_strategies_in_the_graph_run_without_horovod(strategy):
     for weight, adapter in on_all(2, lambda comm: stepped(HostGraphComm(comm), strategy)):
         np.testing.assert_allclose(weight, -4.5)
-        # Two averages of 3 steps, the last by the flush.
+        # 3 steps have two averages, the last of which is by the flush.
         assert adapter.cost().sent == {"all_reduce": 3 * 16, "parameter_averaging": 2 * 16}[strategy.name]
 
 
 @pytest.mark.parametrize(("scaled", "expected"), [(False, (3, "w")), (True, (0, ""))])
-def test_nan_is_named_without_horovod_and_an_overflow_is_skipped_by_all(scaled, expected):
+def test_nan_is_reported_without_horovod_and_all_ranks_skip_an_overflow(scaled, expected):
     def run(comm):
         weight, optimizer = keras.Variable(np.zeros(4, np.float32), name="w"), keras.optimizers.SGD(1.0)
         if scaled:
@@ -68,7 +68,7 @@ def test_rows_of_an_embedding_are_gathered_without_horovod():
         np.testing.assert_allclose(table, [[-1, -1], [-0.5, -0.5], [0, 0]])
 
 
-def test_auto_is_tied_like_the_others():
+def test_auto_is_attached_like_other_strategies():
     for weight, adapter in on_all(2, lambda comm: stepped(comm, hvdx.Auto(), 5)):
         np.testing.assert_allclose(weight, -7.5)
         assert adapter.strategy.ready([adapter.exchange])

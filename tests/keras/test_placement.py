@@ -1,4 +1,4 @@
-"""Which GPU and how many threads a rank takes; no GPU is needed for it."""
+"""The GPU and the number of threads of a rank, tested without a GPU."""
 
 import socket
 from types import SimpleNamespace
@@ -22,24 +22,24 @@ def lists(*each):
         (4, 3, 4, [{}] * 4, Gpu(3)),
         (8, 3, 4, [{}] * 4, Gpu(3)),
         (4, 3, 4, lists(*["0,1,2,3"] * 4), Gpu(3)),
-        # Each sees its own.
+        # Each rank sees its own GPUs.
         (1, 3, 4, lists("0", "1", "2", "3"), Gpu(0)),
         (2, 1, 2, lists("0,1", "2,3"), Gpu(0)),
         (1, 3, 4, [{"SLURM_GPUS_PER_TASK": "1", "CUDA_VISIBLE_DEVICES": "0"}] * 4, Gpu(0)),
         (1, 1, 2, [{"JSM_NAMESPACE_RANK": "0", "CUDA_VISIBLE_DEVICES": "0"}] * 2, Gpu(0)),
         (1, 1, 2, lists("GPU-5a", "GPU-77"), Gpu(0)),
-        # Fewer than ranks.
+        # Fewer GPUs than ranks.
         (1, 3, 4, [{}] * 4, Gpu(0, shared=True)),
         (1, 1, 2, lists("0", "0"), Gpu(0, shared=True)),
         (2, 3, 4, [{}] * 4, Gpu(1, shared=True)),
         (1, 1, 2, [{"SLURM_GPUS_PER_TASK": "1"}, {}], Gpu(0, shared=True)),
-        # Slurm gave each its own, and all see all: --gpu-bind=none, or mpirun in the job.
+        # Slurm gave each rank its own GPUs, but all ranks see all: --gpu-bind=none, or mpirun in the job.
         (4, 3, 4, [{"SLURM_GPUS_PER_TASK": "1", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}] * 4, Gpu(3)),
         (4, 1, 2, [{"SLURM_GPUS_PER_TASK": "a100:2", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}] * 2, Gpu(1)),
         (2, 1, 2, [{"SLURM_GPUS_PER_TASK": "a100:2", "CUDA_VISIBLE_DEVICES": "0,1"}] * 2, Gpu(0)),
         (2, 1, 2, [{"SLURM_GPUS_PER_TASK": "a100:1,v100:1"}] * 2, Gpu(0)),
         (2, 1, 2, [{"SLURM_GPUS_PER_TASK": "a100"}] * 2, Gpu(1)),
-        # Alone on its host.
+        # One rank on its host.
         (4, 0, 1, [{}], Gpu(0)),
     ],
 )
@@ -48,7 +48,7 @@ def test_choose_gpu(visible, local_rank, local_size, environs, gpu):
 
 
 class Config:
-    """What of `tf.config` is used, with some GPUs."""
+    """The used part of `tf.config`, with a given number of GPUs."""
 
     def __init__(self, gpus, started=False):
         self.gpus = self.visible = [f"GPU:{i}" for i in range(gpus)]
@@ -79,7 +79,7 @@ class Config:
 
 
 def ranks(size, rank=0, host=None):
-    """A communicator of which every rank says what this one does."""
+    """Return a communicator whose ranks all gather the value of this one."""
     host = host or socket.gethostname()
     gather = lambda value, what: [value] * size  # noqa: E731
     return SimpleNamespace(
@@ -90,7 +90,7 @@ def ranks(size, rank=0, host=None):
 @pytest.fixture
 def environment(monkeypatch):
     given = ("HVDX_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE", "PBS_JOBID", "LSB_MCPU_HOSTS")
-    for name in (*placement.TENSORFLOW_THREADS, *placement._ASKED, *given):
+    for name in (*placement.TENSORFLOW_THREADS, *placement._GPU_VARIABLES, *given):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("hvdx.comm.launcher._fair", 3)
 
@@ -105,20 +105,20 @@ def test_a_worker_gets_one_gpu_and_its_share_of_threads(environment, capsys):
     config = environment(Config(4))
     place(ranks(4, rank=2))
     assert (config.visible, config.grows, config.threads) == (["GPU:2"], ["GPU:2"], {"intra": 3, "inter": 3})
-    assert capsys.readouterr().err == "", "rank 0 speaks"
+    assert capsys.readouterr().err == "", "only rank 0 prints"
     environment(Config(4))
     place(ranks(4))
     assert capsys.readouterr().err == "hvdx: 4 workers on one host; 3 threads and one GPU a worker.\n"
 
 
-def test_workers_that_share_a_gpu_are_told(environment, capsys):
+def test_workers_that_share_a_gpu_print_a_warning(environment, capsys):
     config = environment(Config(1))
     place(ranks(2))
     assert config.visible == config.grows == ["GPU:0"]
-    assert "hvdx: warning: 2 workers on this host share 1 GPU. Start one a GPU." in capsys.readouterr().err
+    assert "hvdx: warning: 2 workers on this host share 1 GPU. Start one worker per GPU." in capsys.readouterr().err
 
 
-def test_what_the_script_chose_stays(environment, monkeypatch, capsys):
+def test_choices_of_the_script_are_kept(environment, monkeypatch, capsys):
     config = environment(Config(4))
     config.visible, config.threads = ["GPU:3"], {"intra": 7, "inter": 2}
     place(ranks(2))
@@ -126,7 +126,7 @@ def test_what_the_script_chose_stays(environment, monkeypatch, capsys):
     assert "7 threads (set by the script) and the GPU that the script chose a worker." in capsys.readouterr().err
 
 
-def test_what_the_environment_chose_stays(environment, monkeypatch, capsys):
+def test_threads_of_the_environment_are_kept(environment, monkeypatch, capsys):
     monkeypatch.setenv("TF_NUM_INTRAOP_THREADS", "5")
     config = environment(Config(0))
     place(ranks(2))
@@ -134,7 +134,7 @@ def test_what_the_environment_chose_stays(environment, monkeypatch, capsys):
     assert "5 threads (TF_NUM_INTRAOP_THREADS) and no GPU a worker." in capsys.readouterr().err
 
 
-def test_what_the_job_asked_for_is_said(environment, monkeypatch, capsys):
+def test_threads_of_the_job_are_used_and_printed(environment, monkeypatch, capsys):
     monkeypatch.setenv("HVDX_CPUS_PER_TASK", "2")
     config = environment(Config(0))
     place(ranks(2))
@@ -142,7 +142,7 @@ def test_what_the_job_asked_for_is_said(environment, monkeypatch, capsys):
     assert "2 threads (HVDX_CPUS_PER_TASK) and no GPU a worker." in capsys.readouterr().err
 
 
-def test_workers_that_all_see_all_gpus_take_one_each(environment, monkeypatch):
+def test_workers_that_all_see_all_gpus_use_one_each(environment, monkeypatch):
     monkeypatch.setenv("SLURM_GPUS_PER_TASK", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     config = environment(Config(4))
@@ -150,14 +150,14 @@ def test_workers_that_all_see_all_gpus_take_one_each(environment, monkeypatch):
     assert config.visible == ["GPU:2"]
 
 
-def test_tensorflow_that_has_started_is_left_alone(environment, capsys):
+def test_started_tensorflow_is_left_unchanged(environment, capsys):
     config = environment(Config(2, started=True))
     place(ranks(2))
     assert (config.visible, config.grows) == (config.gpus, [])
     assert capsys.readouterr().err.count("it started before hvdx") == 1
 
 
-def test_a_process_alone_is_left_alone(environment, capsys):
+def test_single_process_is_left_unchanged(environment, capsys):
     config = environment(Config(2))
     place(ranks(1))
     assert (config.visible, config.threads, capsys.readouterr().err) == (config.gpus, {"intra": 0, "inter": 0}, "")

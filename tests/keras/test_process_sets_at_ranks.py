@@ -1,4 +1,4 @@
-"""Process sets, in jobs of their own: Horovod has to know of them when it is started."""
+"""Process sets, in jobs of their own, because Horovod must be started with support for them."""
 
 from tests.launch import run
 
@@ -40,7 +40,7 @@ print("DONE")
 """
 
 
-def test_sets_of_ranks_have_collectives_of_their_own():
+def test_process_sets_have_their_own_collectives():
     done = run(3, ["-c", PROGRAM], timeout=100)
     assert done.code == 0, done
     assert done.out.count("DONE") == 3

@@ -68,5 +68,5 @@ def test_strategy_combines_what_its_placement_says(placement):
 def test_place_without_an_adapter_is_refused():
     strategy = Mean("update")
     strategy.runs = "graph"
-    with pytest.raises(ConfigError, match=r"strategy Mean\(placement='update'\): expected one of"):
+    with pytest.raises(ConfigError, match=r"strategy Mean\(placement='update'\): expected \(runs, placement\)"):
         attach(keras.optimizers.SGD(), strategy, "nowhere")

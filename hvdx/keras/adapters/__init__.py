@@ -1,1 +1,1 @@
-"""Adapters: what stands between an optimiser's step and a strategy's exchange."""
+"""Adapters between an optimiser's step and a strategy's exchange."""

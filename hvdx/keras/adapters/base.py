@@ -1,4 +1,4 @@
-"""The contract of an adapter, which ties one optimiser to a strategy, as part of the training function."""
+"""The contract of an adapter, which connects one optimiser to a strategy inside the training function."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -14,27 +14,27 @@ from hvdx.strategies.telemetry import Telemetry
 
 
 class Adapter:
-    """What ties one optimiser to a strategy.
+    """Adapter between one optimiser and a strategy.
 
     Attributes:
-        strategy: what combines the gradients or updates.
-        name: alike on all ranks and different for each optimiser of a model.
-        gain: factor on the combined gradients.
-        variables: those that were exchanged; empty before the first step is traced.
-        specs: name, shape and size of each.
-        reached: True once a training step went through the optimiser.
-        exchange: on the host, what the strategy opened for the variables that were exchanged last; None before that.
-        local: variables whose gradients stay on their rank; None where the adapter cannot do that.
-        owner: the callback that tied it and will untie it; None where a script did.
-        holds_loss_scale: True where a loss-scale optimiser is tied, and steps that it skips are dealt with.
-        steps: int64 variable, number of steps that reached the optimiser, skipped and accumulated ones too.
+        strategy: strategy that combines the gradients, updates or weights.
+        name: name of the exchange; the same on all ranks, different for each optimiser of a model.
+        gain: factor on the gradients that the optimiser applies.
+        variables: variables that the optimiser trains; empty before the first step is traced.
+        specs: `TensorSpec` of each variable.
+        stepped: True once a training step went through the optimiser.
+        exchange: for a strategy on the host, the exchange that was used or opened last; None if none is open.
+        local: `LocalVariables`, whose gradients stay on their rank; None if the adapter does not support them.
+        owner: callback that attached the adapter and will detach it; None if a script did.
+        holds_loss_scale: True if the attached optimiser is a loss-scale one and the adapter handles its skipped steps.
+        steps: int64 variable, number of steps that reached the optimiser, including skipped and accumulated ones.
     """
 
     strategy: Strategy
-    #: Whether what it costs is worth a place beside the metrics.
+    #: True if the logs report `cost` beside the metrics.
     reports = False
-    #: Whether it stands around the whole of the optimiser's `apply`, by `before_step` and `after_step`.
-    stands_around = False
+    #: True if `before_step` and `after_step` enclose the whole of the optimiser's `apply`.
+    wraps_apply = False
     exchange: Any = None
     local: Any = None
 
@@ -50,17 +50,21 @@ class Adapter:
             self.steps = tf.Variable(0, dtype=tf.int64, trainable=False)
 
     def reset(self) -> None:
-        """Count from zero."""
+        """Reset the counters to zero."""
         self.steps.assign(0)
 
     def count_step(self) -> None:
-        """One more step has reached the optimiser."""
+        """Count a step that has reached the optimiser."""
         self.stepped = True
         with tf.device("CPU:0"):
             self.steps.assign_add(1)
 
     def record_variables(self, variables: Sequence[Any]) -> None:
-        """Note the variables whose gradients come next."""
+        """Record the variables whose gradients come next.
+
+        Raises:
+            ConfigError: if a variable holds a float8 scale.
+        """
         for variable in variables:
             if getattr(variable, "overwrite_with_gradient", False):
                 raise ConfigError(
@@ -72,132 +76,139 @@ class Adapter:
         self.specs = [describe(v) for v in variables]
 
     def gradients(self, gradients: Sequence[Any]) -> list[Any]:
-        """The gradients that the optimiser is to clip and apply.
+        """Return the gradients that the optimiser clips and applies.
 
         Args:
-            gradients: one tensor or `IndexedSlices` a variable, none of them None.
+            gradients: `tf.Tensor` or `tf.IndexedSlices`, one per variable; none is None.
         """
         raise NotImplementedError
 
     def apply(self, optimizer: Any, step: Callable[[], Any], variables: Sequence[Any]) -> None:
-        """Change the weights; by default the optimiser's own step does.
+        """Change the weights; by default, take the optimiser's own update step.
 
         Args:
-            optimizer: the one that is tied.
+            optimizer: optimiser that changes the weights, not a loss-scale one.
             step: its own update step.
-            variables: the weights.
+            variables: weights.
         """
         step()
 
     def before_step(self) -> None:
-        """Every call of the optimiser begins so, where the adapter stands around it."""
+        """Prepare a call of the optimiser, if `wraps_apply`."""
 
     def after_step(self) -> None:
-        """Every call of the optimiser ends so, where the adapter stands around it."""
+        """Finish a call of the optimiser, if `wraps_apply`."""
 
     def count_samples(self, count: Any) -> None:
-        """This rank sees so many samples in the step that comes.
+        """Count the samples of this rank's next step.
 
         Args:
-            count: a whole number, or a scalar tensor.
+            count: number of samples, an integer or a scalar tensor.
         """
 
     def any_overflow(self, overflowed: Any) -> Any:
-        """float32: above 0 where a rank's loss scale overflowed, the same on all ranks."""
+        """Return float32: above 0 if the loss scale overflowed on any rank; the same on all ranks.
+
+        Args:
+            overflowed: float32, 1 if it overflowed on this rank, else 0.
+        """
         raise NotImplementedError
 
     def restart_timer(self) -> None:
-        """Restart the clock of computing before a run of steps."""
+        """Restart the compute timer before a run of steps."""
 
     def renew(self) -> None:
-        """Begin anew with other weights, after an exception perhaps; what was not sent yet stays.
+        """Prepare for new weights, for example after an exception; residuals are kept.
 
-        The next step has to be one that is traced.
+        The next step must be traced again.
         """
 
     def flush(self) -> None:
-        """Others are about to look at the weights: add what is still on its way. Collective."""
+        """Apply every update in flight, so that the weights can be read. Collective."""
 
     def prepare_broadcast(self) -> None:
-        """The weights are about to become those of rank 0: have nothing on its way to them. Collective."""
+        """Leave no update in flight before rank 0's weights are broadcast. Collective."""
         self.flush()
 
     def first_bad(self) -> tuple[int, str]:
-        """The first step since it was asked last in which a gradient of this rank held NaN or infinity, and was used.
+        """Find the first step since the last call that applied a gradient with NaN or infinity on this rank.
 
         Returns:
-            The number of the step, and the name of the variable; 0 and "" where there was none.
+            Number of the step, from 1, and name of the variable; (0, "") if there was none.
         """
         return 0, ""
 
     def cost(self) -> Telemetry:
-        """What the exchanges cost since `reset`."""
+        """Return the cost of the exchanges since `reset`."""
         raise NotImplementedError
 
-    # -- what belongs to a rank, and goes on from fit to fit and from checkpoint to checkpoint ------------------------
+    # -- rank-local state, which fits and checkpoints keep ------------------------------------------------------------
 
     def rank_local_variables(self, now: bool = True) -> list[Any]:
-        """Weights and variables of the optimiser that are this rank's own.
+        """Return the weights and optimiser variables that belong to this rank alone.
 
         Args:
-            now: those that are at this moment; else those that may become so.
+            now: True for the variables that are rank-local at this moment; False for those that may become so.
         """
         return []
 
     @property
     def has_state(self) -> bool:
-        """Whether the optimiser has a state of its rank from an earlier fit, or from a checkpoint."""
+        """True if the optimiser has rank-local state from an earlier fit or a checkpoint."""
         return False
 
     def before_saving(self) -> None:
-        """A checkpoint is about to be written. Collective."""
+        """Prepare for a checkpoint; by default, flush. Collective."""
         self.flush()
 
     def drain(self) -> None:
-        """A checkpoint is about to be written in mid-epoch, and steps go on as if none had been. Collective."""
+        """Prepare for a checkpoint in mid-epoch without an effect on the steps that follow. Collective."""
 
     @property
     def state_key(self) -> str:
-        """What a strategy must have in common with another to go on from its state."""
+        """Key that two adapters must share if one is to resume from the state of the other."""
         return self.strategy.name
 
     @property
     def exchanged(self) -> list[Any]:
-        """The weights that `arrays` is about."""
+        """Weights that the state in `state_dict` belongs to."""
         return []
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """What it remembers, for a checkpoint; after `before_saving`."""
+        """Return the adapter's state for a checkpoint, after `before_saving` or `drain`."""
         return {}
 
     def merge(self, saved: Sequence[Mapping[str, np.ndarray]], rank: int, size: int) -> dict[str, np.ndarray]:
-        """What a rank restores of what the ranks saved, where their number was another; see `Strategy.merge`."""
+        """Return the state of one rank, made from that of another number of ranks; see `Strategy.merge`."""
         return self.strategy.merge(saved, rank, size)
 
     def reopen(self, variables: Sequence[Any]) -> None:
-        """Begin anew, before the first step. Collective.
+        """Discard open exchanges before a checkpoint is loaded and the first step is taken. Collective.
 
         Args:
-            variables: the weights that were `exchanged`.
+            variables: weights that `exchanged` listed when the checkpoint was saved.
         """
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        """Go on from a checkpoint, after `reopen`.
+        """Resume from a checkpoint, after `reopen`.
 
         Args:
-            arrays: what `state` or `merge` gave.
+            state: result of `state_dict` or `merge`.
         """
 
 
 def describe(variable: Any) -> TensorSpec:
-    """Name, shape, size and constraint of a Keras or TensorFlow variable."""
+    """Return the name, shape, element size and constraint of a Keras or TensorFlow variable."""
     dtype, constraint = tf.as_dtype(variable.dtype), getattr(variable, "constraint", None)
-    held_to = "" if constraint is None else type(constraint).__name__
-    return TensorSpec(getattr(variable, "path", variable.name), tuple(variable.shape), dtype.size, held_to)
+    constraint_name = "" if constraint is None else type(constraint).__name__
+    return TensorSpec(getattr(variable, "path", variable.name), tuple(variable.shape), dtype.size, constraint_name)
 
 
 def refuse_local_skip() -> None:
-    """A loss-scale optimiser made around a tied one skips a step on its rank alone; the others would wait."""
+    """Refuse a loss-scale optimiser made around an attached one.
+
+    It would skip a step on its rank alone, and the other ranks would wait.
+    """
     frame = inspect.currentframe()
     while frame is not None:
         if isinstance(frame.f_locals.get("self"), keras.optimizers.LossScaleOptimizer):
@@ -210,24 +221,24 @@ def refuse_local_skip() -> None:
 
 
 def apply_constraints(variables: Sequence[Any]) -> None:
-    """Keras applies constraints in the optimiser's step; this is for what changes weights after it."""
+    """Apply the constraints of variables that changed after the optimiser's step, in which Keras applies them."""
     for variable in variables:
         if getattr(variable, "constraint", None) is not None:
             variable.assign(variable.constraint(variable))
 
 
 def values_of(gradient: Any) -> Any:
-    """The numbers of a gradient, dense or of rows."""
+    """Return the values of a dense gradient or of `tf.IndexedSlices`."""
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
 def with_values(gradient: Any, values: Any) -> Any:
-    """A gradient of the same rows with other numbers."""
+    """Return a gradient of the same rows with other values."""
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     return values
 
 
 def scaled(gradient: Any, gain: float) -> Any:
-    """A gradient times a factor."""
+    """Return a gradient times a factor."""
     return gradient if gain == 1.0 else with_values(gradient, values_of(gradient) * gain)

@@ -1,4 +1,4 @@
-"""Ties an optimiser to a strategy that combines gradients inside the graph."""
+"""Adapter for strategies that combine gradients inside the graph."""
 
 import weakref
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ from hvdx.strategies.telemetry import Telemetry
 
 
 class GraphAdapter(Adapter):
-    """Ties an optimiser to a strategy whose exchange is part of the graph.
+    """Adapter between an optimiser and a strategy whose exchange is part of the graph.
 
     Attributes:
-        seconds: float64 variable, time between the last gradient and the last combined gradient, summed over steps.
+        seconds: float64 variable, seconds from the last gradient to the last combined gradient, summed over steps.
         exchanges: int64 variable, number of exchanges.
         local: variables whose gradients stay on their rank.
     """
@@ -38,19 +38,18 @@ class GraphAdapter(Adapter):
             self.exchanges = tf.Variable(0, dtype=tf.int64, trainable=False)
 
     def reset(self) -> None:
-        """See `Adapter.reset`."""
         super().reset()
         for variable in (self.seconds, self.exchanges):
             variable.assign(tf.zeros_like(variable))
         self._first_bad.reset()
 
     def gradients(self, gradients: Sequence[Any]) -> list[Any]:
-        """Combine gradients over the ranks, and count the time it takes."""
+        """Combine gradients over the ranks, and measure the time."""
         if not self.holds_loss_scale:
             refuse_local_skip()
-            # Where a loss scale is at work an overflow is nothing to speak of, and the step is skipped.
+            # Not with a loss scale: there an overflow is normal, and the step is skipped.
             self._first_bad.look([values_of(g) for g in gradients], self.steps)
-        # The clock waits for all gradients; the exchange does not, so that groups may leave one by one.
+        # The timer waits for all gradients. The exchange does not, so that each group is sent when it is complete.
         with tf.control_dependencies([values_of(g) for g in gradients]):
             begin = tf.timestamp()
         combined = self.local.exchange_others(
@@ -65,6 +64,7 @@ class GraphAdapter(Adapter):
 
     @property
     def _shared(self) -> list[TensorSpec]:
+        """Specs of the variables that are not local."""
         return [s for s, v in zip(self.specs, self.variables, strict=True) if not self.local.holds(v)]
 
     def _opened(self) -> Exchange:
@@ -73,29 +73,25 @@ class GraphAdapter(Adapter):
         return exchange
 
     def any_overflow(self, overflowed: Any) -> Any:
-        """See `Adapter.any_overflow`."""
         (anywhere,) = self.comm.all_reduce([overflowed], Reduction(average=False), f"{self.name}.overflow")
         return anywhere
 
     def first_bad(self) -> tuple[int, str]:
-        """See `Adapter.first_bad`."""
         step, variable = self._first_bad.found.numpy().tolist()
         self._first_bad.reset()
         return (step, self.specs[variable].name) if step else (0, "")
 
     def rank_local_variables(self, now: bool = True) -> list[Any]:
-        """See `Adapter.rank_local_variables`: local variables, and the optimiser's state for them."""
         optimizer = self._optimizer()
         return [] if optimizer is None else self.local.of(optimizer)
 
     @property
     def has_state(self) -> bool:
-        """See `Adapter.has_state`: local variables have been trained."""
+        """True if local variables have been trained."""
         optimizer = self._optimizer()
         return optimizer is not None and bool(self.local.of(optimizer)) and int(optimizer._iterations.numpy()) > 0
 
     def cost(self) -> Telemetry:
-        """See `Adapter.cost`."""
         exchanges = int(self.exchanges.numpy())
         sent = exchanges * (self._exchange.sent if self._exchange is not None else 0)
         elements = sum(s.elements for s in self._shared)

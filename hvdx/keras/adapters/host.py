@@ -1,4 +1,4 @@
-"""Ties an optimiser to a strategy that combines arrays on the host, between two parts of the graph."""
+"""Adapter for strategies that combine arrays on the host, between two parts of the graph."""
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -23,12 +23,12 @@ from hvdx.keras.adapters.optimizer_state import innermost, slots
 from hvdx.strategies import HostExchange, Strategy
 from hvdx.strategies.telemetry import Telemetry, merged
 
-# What a strategy remembers for an optimiser from one fit to the next, by the variables it is about.
+# Open exchanges of an optimiser and their variables, by the `id` of each variable.
 _Open = dict[tuple[int, ...], tuple[HostExchange, list[Any]]]
 
 
 class _Memory(NamedTuple):
-    """What was opened for an optimiser, and by whom: in a world that was left it is of no use in the next."""
+    """Exchanges that an optimiser keeps from fit to fit, valid for one strategy and one communicator."""
 
     strategy: str
     comm: Comm
@@ -39,10 +39,10 @@ _remembered: "weakref.WeakKeyDictionary[Any, _Memory]" = weakref.WeakKeyDictiona
 
 
 class HostAdapter(Adapter):
-    """Ties an optimiser to a strategy that works on the host's arrays.
+    """Adapter between an optimiser and a strategy that combines arrays on the host.
 
     Attributes:
-        rank_local: True where each rank's optimiser has a state of its own.
+        rank_local: True if each rank's optimiser has a state of its own.
     """
 
     reports = True
@@ -57,88 +57,80 @@ class HostAdapter(Adapter):
         if self.rank_local:
             updates.check_kind(inner)
         self._momentum = updates.momentum_of(inner) if self.rank_local else 0.0
-        # An optimiser may serve several lists of variables, and other ones after some were frozen.
+        # One optimiser may train several lists of variables; freezing some of them makes another list.
         self._open: _Open = {}
         before = _remembered.get(inner)
         if before is not None and before.strategy == repr(strategy) and before.comm is comm:
             self._open = before.opened
         if strategy.remembers:
             _remembered[inner] = _Memory(repr(strategy), comm, self._open)
-        # The lists of variables that this adapter has seen; what is open besides them is of earlier fits.
+        # Lists of variables that this adapter has exchanged; other open exchanges are from earlier fits.
         self._used: set[tuple[int, ...]] = set()
-        # The first gradient of a step that holds NaN or infinity; -1 if none does.
+        # int32, index of the first gradient of a step that holds NaN or infinity; -1 if none does.
         self._first_bad: Any = -1
         self._last: tuple[HostExchange, list[Any]] | None = None
 
     @property
     def exchange(self) -> HostExchange | None:
-        """See `Adapter`."""
         return self._latest()[0]
 
     @property
     def exchanged(self) -> list[Any]:
-        """See `Adapter.exchanged`: the variables of `exchange`."""
         return self._latest()[1]
 
     def _latest(self) -> tuple[HostExchange | None, list[Any]]:
+        """Return the exchange that was used last, else the one opened last, and its variables."""
         return self._last or next(reversed(self._open.values()), (None, []))
 
     @property
     def has_state(self) -> bool:
-        """See `Adapter.has_state`."""
         return self.rank_local and bool(self._open)
 
     def reset(self) -> None:
-        """See `Adapter.reset`."""
         super().reset()
         for exchange, _ in self._open.values():
             exchange.telemetry = type(exchange.telemetry)(elements=exchange.telemetry.elements)
 
     def restart_timer(self) -> None:
-        """See `Adapter.restart_timer`."""
         for exchange, _ in self._open.values():
             exchange.restart_timer()
 
     def rank_local_variables(self, now: bool = True) -> list[Any]:
-        """See `Adapter.rank_local_variables`: momenta that were made of this rank's gradients."""
+        """Return the optimiser's state, such as momenta, if it is rank-local; `now` has no effect."""
         return slots(self._optimizer()) if self.rank_local else []
 
     @property
     def state_key(self) -> str:
-        """See `Adapter.state_key`."""
         return f"{self.strategy.name}, {self.strategy.placement}"
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """See `Adapter.state_dict`."""
         return {} if self.exchange is None else self.exchange.state_dict()
 
     def reopen(self, variables: Sequence[Any]) -> None:
-        """See `Adapter.reopen`."""
         self.variables = list(variables)
-        # Of an exchange that an exception ended a message may still be on its way.
+        # If an exception ended an exchange, its last message may still be in flight.
         for exchange, _ in self._open.values():
             exchange.close()
         self._open.clear()
         self._opened(list(variables))
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        """See `Adapter.load_state_dict`."""
         assert self.exchange is not None
         self.exchange.load_state_dict(state)
 
     def gradients(self, gradients: Sequence[Any]) -> list[Any]:
-        """See `Adapter.gradients`: combined here, or made fit for this rank's optimiser."""
+        """Return the combined gradients; with rank-local state, this rank's, or zeros if one of them is not finite."""
         if not self.holds_loss_scale:
             refuse_local_skip()
         if not self.rank_local:
             combined = self._call([tf.convert_to_tensor(g) for g in gradients], -1, self.variables)
             return [scaled(tf.cast(c, g.dtype), self.gain) for c, g in zip(combined, gradients, strict=True)]
-        # One NaN makes the sum NaN, and reading the gradients once is all that it costs.
+        # NaN or infinity in a gradient makes its sum non-finite, so one pass over the gradients finds it.
         sums = [tf.reduce_sum(tf.cast(values_of(g), tf.float32)) for g in gradients]
         bad = tf.cast(tf.logical_not(tf.math.is_finite(tf.stack(sums))), tf.int32)
         self._first_bad = tf.where(tf.reduce_max(bad) > 0, tf.argmax(bad, output_type=tf.int32), -1)
         finite = self._first_bad < 0
-        # NaN would stay in this rank's momentum for good.
+        # NaN would stay in the momenta of this rank's optimiser.
         clean = [
             tf.cond(finite, lambda g=g: tf.identity(values_of(g)), lambda g=g: tf.zeros_like(values_of(g)))
             for g in gradients
@@ -146,7 +138,7 @@ class HostAdapter(Adapter):
         return [scaled(with_values(g, c), self.gain) for g, c in zip(gradients, clean, strict=True)]
 
     def apply(self, optimizer: Any, step: Callable[[], Any], variables: Sequence[Any]) -> None:
-        """See `Adapter.apply`."""
+        """Take the optimiser's step; with rank-local state, combine its updates and add the result to the weights."""
         if not self.rank_local:
             step()
             return
@@ -154,7 +146,6 @@ class HostAdapter(Adapter):
         _add(variables, self._call(wanted, self._first_bad, variables))
 
     def flush(self) -> None:
-        """See `Adapter.flush`."""
         for exchange, variables in self._open.values():
             late = exchange.flush()
             if late is not None:
@@ -162,12 +153,10 @@ class HostAdapter(Adapter):
                 apply_constraints(variables)
 
     def drain(self) -> None:
-        """See `Adapter.drain`."""
         for exchange, _ in self._open.values():
             exchange.drain()
 
     def any_overflow(self, overflowed: Any) -> Any:
-        """See `Adapter.any_overflow`."""
         comm = self.comm
 
         def ask(mine: np.ndarray) -> np.float32:
@@ -179,7 +168,6 @@ class HostAdapter(Adapter):
         return anywhere
 
     def cost(self) -> Telemetry:
-        """See `Adapter.cost`."""
         costs = [exchange.telemetry for exchange, _ in self._open.values()]
         return merged([cost for cost in costs if cost.steps] or costs)
 
@@ -191,15 +179,27 @@ class HostAdapter(Adapter):
         work: Callable[[Any, list[np.ndarray], bool], list[np.ndarray]] | None = None,
         dtype: tf.DType = tf.float32,
     ) -> list[Any]:
-        """What the exchange of some variables does, by default in a step, as an operation of the graph."""
-        # TensorFlow keeps what it may call for as long as the process lives: not the adapter and its arrays.
-        me, them, rank_local = weakref.ref(self), [weakref.ref(v) for v in variables], self.rank_local
+        """Call the exchange of some variables from an operation of the graph.
+
+        Args:
+            tensors: arguments of `work`.
+            first_bad: int32, index of the first variable whose gradient is not finite; -1 for none.
+            variables: variables of the exchange.
+            work: method of the exchange; by default, `step`.
+            dtype: dtype in which the exchange works.
+
+        Returns:
+            One tensor per variable.
+        """
+        # TensorFlow keeps `host` until the process ends; weak references free the adapter and its arrays earlier.
+        adapter_ref, variable_refs = weakref.ref(self), [weakref.ref(v) for v in variables]
+        rank_local = self.rank_local
 
         def host(bad: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
             try:
-                adapter, alive = me(), [v() for v in them]
+                adapter, alive = adapter_ref(), [ref() for ref in variable_refs]
                 if adapter is None:
-                    raise HvdxError("a training function outlived the optimiser it was made for. Trace it anew.")
+                    raise HvdxError("a training function was called after its optimiser was deleted. Trace it again.")
                 exchange = adapter._opened(alive)
                 given = [np.asarray(a, order="C") for a in arrays]
                 exchange.blamed = describe(alive[bad]).name if bad >= 0 else ""
@@ -207,19 +207,19 @@ class HostAdapter(Adapter):
             except BaseException as error:
                 failure.remember(error)
                 raise
-            # A copy of gradients: an optimiser may keep one, and the next step writes to the same place.
+            # Gradients are copied, because an optimiser may keep one and the next step overwrites the array.
             return combined if rank_local else [a.copy() for a in combined]
 
         with tf.device("CPU:0"):
             given = [tf.cast(first_bad, tf.int32), *(tf.cast(t, dtype) for t in tensors)]
-            # Outside of a graph a list of one comes as the one.
+            # In eager mode, TensorFlow returns a list of one result as that result.
             results = tf.nest.flatten(tf.numpy_function(host, given, [dtype] * len(variables)))
         for result, variable in zip(results, variables, strict=True):
             result.set_shape(variable.shape)
         return results
 
     def _opened(self, variables: list[Any]) -> HostExchange:
-        """The exchange for these variables, with what others have not sent yet of the same ones."""
+        """Return the exchange for these variables; the first call opens it and takes over residuals of earlier fits."""
         key = tuple(id(v) for v in variables)
         if key not in self._open:
             specs = [describe(v) for v in variables]
@@ -227,29 +227,34 @@ class HostAdapter(Adapter):
             self._open[key] = exchange, list(variables)
         if key not in self._used:
             self._used.add(key)
-            self._take_over(key)
+            self._move_residuals(key)
         self._last = self._open[key]
         return self._last[0]
 
-    def _take_over(self, key: tuple[int, ...]) -> None:
-        """Have an exchange send what those of earlier fits have not sent of its variables."""
+    def _move_residuals(self, key: tuple[int, ...]) -> None:
+        """Move the residuals of an exchange's variables to it from the exchanges of earlier fits."""
         new, variables = self._open[key]
         for other in [k for k in self._open if k not in self._used]:
-            _hand_over(*self._open[other], new, variables)
+            _move_residual(*self._open[other], new, variables)
             if set(other) <= set(key):
                 self._open.pop(other)[0].close()
 
 
-def _hand_over(old: HostExchange, its: Sequence[Any], new: HostExchange, variables: Sequence[Any]) -> None:
-    """Have `new` send what `old` has not sent of the variables that both exchange."""
-    there, here = {id(v): i for i, v in enumerate(its)}, {id(v) for v in variables}
-    unsent = old.residuals
-    nothing = [np.zeros(tuple(v.shape), np.float32) for v in variables]
+def _move_residual(
+    old: HostExchange, old_variables: Sequence[Any], new: HostExchange, new_variables: Sequence[Any]
+) -> None:
+    """Move the residuals of variables that two exchanges share from `old` to `new`."""
+    old_index, shared = {id(v): i for i, v in enumerate(old_variables)}, {id(v) for v in new_variables}
+    residuals = old.residuals
+    zeros = [np.zeros(tuple(v.shape), np.float32) for v in new_variables]
     new.add_to_residual(
-        [unsent[there[id(v)]] if id(v) in there else zero for v, zero in zip(variables, nothing, strict=True)]
+        [
+            residuals[old_index[id(v)]] if id(v) in old_index else zero
+            for v, zero in zip(new_variables, zeros, strict=True)
+        ]
     )
     old.add_to_residual(
-        [-array if id(v) in here else np.zeros_like(array) for v, array in zip(its, unsent, strict=True)]
+        [-array if id(v) in shared else np.zeros_like(array) for v, array in zip(old_variables, residuals, strict=True)]
     )
 
 

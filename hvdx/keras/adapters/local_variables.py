@@ -12,13 +12,13 @@ from hvdx.keras.adapters.optimizer_state import innermost, slots
 
 
 def listed(variables: Any) -> list[Any]:
-    """One variable, or several, as a list.
+    """Return one variable, or several, as a list.
 
     Args:
         variables: None, a Keras or TensorFlow variable, or a collection of them.
 
     Raises:
-        ConfigError: something in it is no variable.
+        ConfigError: if an element is not a variable.
 
     Example:
         >>> len(listed(tf.Variable(1.0))), len(listed([keras.Variable(1.0), tf.Variable(1.0)])), listed(None)
@@ -38,13 +38,13 @@ def listed(variables: Any) -> list[Any]:
 
 
 def trained_by(layers: Any) -> list[Any]:
-    """The trainable weights of one layer or several.
+    """Return the trainable weights of one layer or several.
 
     Args:
         layers: None, a built `keras.layers.Layer`, or a collection of them.
 
     Raises:
-        ConfigError: something in it is no layer, or is not built.
+        ConfigError: if an element is not a layer, or not built.
     """
     found = [layers] if isinstance(layers, keras.layers.Layer) else list(layers or ())
     for layer in found:
@@ -59,11 +59,11 @@ def trained_by(layers: Any) -> list[Any]:
 
 
 class LocalVariables:
-    """A set of local variables, in which a Keras variable and the TensorFlow variable inside it are the same.
+    """Set of local variables, in which a Keras variable and the TensorFlow variable inside it are the same.
 
     Args:
-        scale: divide their gradients by the number of ranks, as Horovod does, so that they are of the size that the
-            averaged gradients of one loss over all ranks have.
+        scale: divide their gradients by the number of ranks, like Horovod, so that they match the size of averaged
+            gradients of one loss over all ranks.
 
     Example:
         >>> weight = keras.Variable(1.0)
@@ -82,7 +82,7 @@ class LocalVariables:
         self._refs |= {_ref(v) for v in listed(variables)}
 
     def holds(self, variable: Any) -> bool:
-        """Whether a variable is one of them; a tensor is not."""
+        """Return whether a variable is in the set; False for a tensor."""
         return isinstance(variable, keras.Variable | tf.Variable) and _ref(variable) in self._refs
 
     def exchange_others(
@@ -91,10 +91,10 @@ class LocalVariables:
         """Combine the gradients of all other variables, and scale those of the local ones.
 
         Args:
-            variables: what the gradients belong to.
-            gradients: `tf.Tensor` or `tf.IndexedSlices`, one a variable.
+            variables: variables of the gradients.
+            gradients: `tf.Tensor` or `tf.IndexedSlices`, one per variable.
             size: number of ranks.
-            exchange: combines gradients over the ranks.
+            exchange: function that combines gradients over the ranks.
         """
         if not self._refs:
             return exchange(list(gradients))
@@ -105,16 +105,16 @@ class LocalVariables:
         return [scaled(g, factor) if own else next(combined) for g, own in zip(gradients, here, strict=True)]
 
     def of(self, optimizer: Any) -> list[Any]:
-        """The local variables that an optimiser trains, and its state for them."""
+        """Return the local variables that an optimiser trains, and its state for them."""
         inner = innermost(optimizer)
         if not self._refs or not inner.built:
             return []
         own = [v for v in inner._trainable_variables if self.holds(v)]
-        # Keras keeps no other link from a slot to its weight than this name.
+        # In Keras, only its name links a slot to its weight.
         names = tuple(f"{v.path.replace('/', '_')}_" for v in own)
         return own + [slot for slot in slots(inner) if own and slot.name.startswith(names)]
 
 
 def _ref(variable: Any) -> Any:
-    # Not `value`, which is a cast copy where a layer computes in another precision.
+    # Not `value`: it is a cast copy if a layer computes in another precision.
     return (variable._value if isinstance(variable, keras.Variable) else variable).ref()

@@ -1,11 +1,11 @@
-"""Attach a Keras optimiser to a strategy in place, and detach it.
+"""Attaching a Keras optimiser to a strategy, in place, and detaching it.
 
 Keras applies gradients in this order: skip the step if the loss scale overflowed, accumulate, clip, decay, update.
-The ranks' gradients have to be combined after the accumulation, so that nothing travels in micro-steps, and before the
-clipping, so that the norm is that of the combined gradient, as it would be in one process with the whole batch. The
-one method that runs exactly there is `_clip_gradients`; what combines updates stands around `_backend_update_step`,
-after it. Averaging weights stands around the whole of `apply`. Methods of the instance are replaced; its class stays
-as it is, so that Keras saves, compares and copies a plain optimiser.
+The ranks' gradients must be combined after accumulation, so that micro-steps send nothing, and before clipping, so
+that the norm is that of the combined gradient, the same as in one process with the whole batch. `_clip_gradients` is
+the one method that runs exactly there. To combine updates, an adapter wraps `_backend_update_step`, which runs later.
+To average weights, it wraps the whole of `apply`. Methods are replaced on the instance. Its class stays the same, so
+that Keras saves, compares and copies a plain optimiser.
 """
 
 import types
@@ -27,7 +27,7 @@ from hvdx.keras.adapters.weights import WeightsAdapter
 from hvdx.strategies import Strategy
 from hvdx.strategies.base import EACH_STEP
 
-# The adapters, by where a strategy's exchange runs and what it combines.
+# Adapters by `Strategy.runs` and `Strategy.placement`.
 _ADAPTERS: dict[tuple[str, str], Any] = {
     ("graph", "gradient"): GraphAdapter,
     ("graph", "weights"): AveragingAdapter,
@@ -43,30 +43,30 @@ def attach(optimizer: Any, strategy: Strategy, name: str, gain: float = 1.0, com
     """Make an optimiser combine its gradients over the ranks, in place.
 
     Args:
-        optimizer: a `keras.optimizers.Optimizer`; a `LossScaleOptimizer` is followed to the one it holds.
-        strategy: how to combine.
-        name: alike on all ranks and different for each optimiser of a model.
-        gain: factor on the combined gradients.
-        comm: the ranks that take part: a `GraphComm` where the strategy runs in the graph. By default all.
+        optimizer: a `keras.optimizers.Optimizer`; of a `LossScaleOptimizer`, the inner optimiser is attached.
+        strategy: strategy that combines gradients, updates or weights.
+        name: name of the exchange; the same on all ranks, different for each optimiser of a model.
+        gain: factor on the gradients that the optimiser applies.
+        comm: ranks that take part, by default all; a `GraphComm` if the strategy runs in the graph.
 
     Returns:
-        The adapter. An optimiser that is attached already keeps its own.
+        The adapter; if the optimiser is attached already, the one that it has.
 
     Raises:
-        ConfigError: it is attached to another strategy, or is no Keras 3 optimiser.
+        ConfigError: if the optimiser is attached to another strategy, or is not a Keras 3 optimiser.
     """
     present = adapter_of(optimizer)
     if present is not None:
         if repr(present.strategy) != repr(strategy):
             raise ConfigError(
-                f"optimizer {optimizer.name}: it is distributed by {present.strategy!r} already, and {strategy!r} was "
+                f"optimizer {optimizer.name}: it is already distributed by {present.strategy!r}, and {strategy!r} was "
                 "asked for. Use one of the two."
             )
         return present
     _check_kind(innermost(optimizer))
     adapter = _make_adapter(strategy, optimizer, name, gain, comm)
-    if adapter.stands_around:
-        _watch_steps(optimizer, adapter)
+    if adapter.wraps_apply:
+        _wrap_apply(optimizer, adapter)
     elif isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         _agree_on_overflow(optimizer, adapter)
     _replace_methods(innermost(optimizer), adapter)
@@ -74,12 +74,12 @@ def attach(optimizer: Any, strategy: Strategy, name: str, gain: float = 1.0, com
 
 
 def _make_adapter(strategy: Strategy, optimizer: Any, name: str, gain: float, comm: Comm | None) -> Adapter:
-    """Make the adapter that a strategy needs; starts the engine of those that run in the graph."""
+    """Make the adapter for a strategy; start the engine if the strategy runs in the graph."""
     kind = _ADAPTERS.get((strategy.runs, strategy.placement))
     if kind is None or (strategy.schedule != EACH_STEP and kind is not AveragingAdapter):
         raise ConfigError(
-            f"strategy {strategy!r}: expected one of {sorted(_ADAPTERS)} for where it runs and what it combines, and "
-            f"a schedule for weights in the graph only, got {(strategy.runs, strategy.placement)} with the schedule "
+            f"strategy {strategy!r}: expected (runs, placement) to be one of {sorted(_ADAPTERS)}, and a schedule only "
+            f"with ('graph', 'weights'), got {(strategy.runs, strategy.placement)} with the schedule "
             f"{strategy.schedule}. Do: change its traits."
         )
     if strategy.runs == "graph":
@@ -87,12 +87,12 @@ def _make_adapter(strategy: Strategy, optimizer: Any, name: str, gain: float, co
     else:
         comm = comm or world.start()
         if isinstance(comm, GraphComm) and comm.size > 1:
-            comm.channel("what this strategy sends")  # refuses, and says what can
+            comm.channel("what this strategy sends")  # raises: Horovod's own launcher starts no MPI
     return kind(strategy, comm, optimizer, name, gain)
 
 
 def detach(optimizer: Any) -> None:
-    """Make an optimiser a plain one again; one that is plain already stays as it is."""
+    """Make an optimiser a plain one again; leave a plain one unchanged."""
     for part in (optimizer, innermost(optimizer)):
         for attribute in (*_REPLACED, "apply", "check_finite", "register_local_var", _ADAPTER):
             if attribute in vars(part):
@@ -100,16 +100,16 @@ def detach(optimizer: Any) -> None:
 
 
 def flush(optimizer: Any) -> None:
-    """Make the weights those of all ranks: add what is still on its way, or average what each has trained alone.
+    """Apply the updates in flight, or average weights that ranks have trained separately. Collective.
 
-    Call it on all ranks before looking at the weights in a loop of your own, and at its end. `Distribute` does. Weights
-    that no gradient reaches (batch normalisation's statistics) stay as they are.
+    In a training loop of your own, call it on all ranks before you read the weights, and at the end. `Distribute` does
+    this for you. Weights that no gradient reaches (batch normalisation's statistics) do not change.
 
     Args:
-        optimizer: a distributed one, or a plain one.
+        optimizer: distributed optimiser; nothing is done for a plain one.
 
     Raises:
-        ReplicaError: on all ranks, if they have not taken as many steps.
+        ReplicaError: on all ranks, if they have taken different numbers of steps.
 
     Example:
         >>> flush(keras.optimizers.SGD(0.1))
@@ -120,11 +120,11 @@ def flush(optimizer: Any) -> None:
 
 
 def count_samples(optimizer: Any, count: Any) -> None:
-    """Tell `ParameterAveraging(weighted=True)` how many samples the next step is made of; `Distribute` does.
+    """Count the samples of the next step for `ParameterAveraging(weighted=True)`; `Distribute` does this for you.
 
     Args:
-        optimizer: a distributed one, or a plain one, for which nothing is done.
-        count: a whole number, or a scalar tensor.
+        optimizer: distributed optimiser; nothing is done for a plain one.
+        count: number of samples, an integer or a scalar tensor.
 
     Example:
         >>> count_samples(keras.optimizers.SGD(0.1), 64)
@@ -135,12 +135,12 @@ def count_samples(optimizer: Any, count: Any) -> None:
 
 
 def adapter_of(optimizer: Any) -> Adapter | None:
-    """The adapter of an optimiser, or None for a plain one."""
+    """Return the adapter of an optimiser, or None for a plain one."""
     return vars(innermost(optimizer)).get(_ADAPTER)
 
 
 def optimizers_of(model: Any) -> list[Any]:
-    """Every optimiser that a model or one of its layers holds, in lists and dictionaries too; its own first."""
+    """Return all optimisers of a model and its layers, also those in lists and dictionaries; the model's own first."""
     held = [model.optimizer]
     for layer in model._flatten_layers():
         for value in vars(layer).values():
@@ -151,7 +151,7 @@ def optimizers_of(model: Any) -> list[Any]:
 
 
 def _leaves(value: Any) -> list[Any]:
-    """What a nest of lists and dictionaries holds; anything else holds itself."""
+    """Return the leaves of nested lists and dictionaries; any other value is its own leaf."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list | tuple):
@@ -160,12 +160,12 @@ def _leaves(value: Any) -> list[Any]:
 
 
 def _check_kind(optimizer: Any) -> None:
-    """Refuse an optimiser that would go past the methods that are replaced."""
+    """Refuse an optimiser that lacks the replaced methods or bypasses them."""
     kind = type(optimizer)
-    ours = all(hasattr(optimizer, method) for method in _REPLACED)
-    if not ours or (kind.__module__.startswith("keras.") and kind.apply is not keras.optimizers.Optimizer.apply):
+    has_methods = all(hasattr(optimizer, method) for method in _REPLACED)
+    if not has_methods or (kind.__module__.startswith("keras.") and kind.apply is not keras.optimizers.Optimizer.apply):
         raise ConfigError(
-            f"optimizer: expected a single one of Keras 3.6 or later, got {kind.__name__}, which hvdx cannot "
+            f"optimizer: expected a single optimizer of Keras 3.6 or later, got {kind.__name__}, which hvdx cannot "
             "distribute. Give the model one optimizer, or several in a custom train_step."
         )
 
@@ -195,7 +195,7 @@ def _replace_methods(optimizer: Any, adapter: Adapter) -> None:
 
 
 def _agree_on_overflow(optimizer: Any, adapter: Adapter) -> None:
-    """Have all ranks skip a step together if one of them overflowed."""
+    """Let the adapter decide on an overflow, so that ranks can skip a step together."""
     kind = type(optimizer)
 
     def check_finite(self: Any, grads: Any) -> Any:
@@ -207,8 +207,8 @@ def _agree_on_overflow(optimizer: Any, adapter: Adapter) -> None:
     adapter.holds_loss_scale = True
 
 
-def _watch_steps(optimizer: Any, adapter: Adapter) -> None:
-    """Have weights averaged after a step, outside of all that only some ranks do, such as skipping it."""
+def _wrap_apply(optimizer: Any, adapter: Adapter) -> None:
+    """Call the adapter before and after each step, also on ranks that skip the step."""
     kind = type(optimizer)
 
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:

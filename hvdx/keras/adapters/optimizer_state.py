@@ -1,4 +1,4 @@
-"""The variables of a Keras optimiser, by what they are."""
+"""The variables of a Keras optimiser, by kind."""
 
 from typing import Any
 
@@ -6,24 +6,24 @@ import keras
 
 
 def innermost(optimizer: Any) -> Any:
-    """The optimiser that changes weights: the one inside a loss-scale optimiser, else the one given."""
+    """Return the optimiser that changes weights: the one inside a loss-scale optimiser, else the given one."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return optimizer.inner_optimizer
     return optimizer
 
 
 def local_variables(optimizer: Any) -> list[Any]:
-    """What an optimiser keeps that belongs to its rank: gradients that it is still accumulating."""
+    """Return the gradients that an optimiser is still accumulating; they belong to its rank."""
     return list(getattr(innermost(optimizer), "_accumulated_gradients", ()))
 
 
 def moving_averages(optimizer: Any) -> list[Any]:
-    """Moving averages of the weights, of an optimiser with `use_ema`."""
+    """Return the moving averages of the weights that an optimiser with `use_ema` keeps."""
     return [v for v in getattr(innermost(optimizer), "_model_variables_moving_average", None) or () if v is not None]
 
 
 def slots(optimizer: Any) -> list[Any]:
-    """The state that an optimiser makes of gradients, such as momenta, but not the count of steps."""
+    """Return the state that an optimiser derives from gradients, such as momenta, without the step counter."""
     inner = innermost(optimizer)
     shared = [inner._iterations, inner._learning_rate, *moving_averages(inner)]
     known = {id(v) for v in (*shared, *local_variables(inner))}

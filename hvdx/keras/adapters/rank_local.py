@@ -1,4 +1,4 @@
-"""Which variables belong to a rank: one answer for the broadcast, the guard, checkpoints and what is restored."""
+"""Rank-local variables: one definition for the broadcast, the comparison of replicas, and checkpoints."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from hvdx.keras.adapters.optimizer_state import local_variables
 
 
 def accumulated(model: Any) -> list[Any]:
-    """Gradients that a model's optimisers are still accumulating."""
+    """Return the gradients that a model's optimisers are still accumulating."""
     return [v for optimizer in optimizers_of(model) for v in local_variables(optimizer)]
 
 
@@ -19,14 +19,16 @@ def rank_local_ids(
     now: bool = True,
     of: Callable[[int, Adapter], bool] = lambda i, adapter: True,
 ) -> set[int]:
-    """`id` of the variables of a model and its optimisers that belong to this rank; all others are alike on all ranks.
+    """Return the `id` of each variable of a model and its optimisers that is rank-local.
+
+    All other variables are the same on all ranks.
 
     Args:
-        model: with its optimisers.
-        within_epoch: weights that no gradient reaches (moving averages and the like) count as well: they become one at
-            the end of an epoch.
-        now: variables that belong to this rank at this moment; else those that may come to.
-        of: which of the adapters count, by the number of the optimiser.
+        model: model with its optimisers.
+        within_epoch: include weights that no gradient reaches (moving averages and the like), which ranks combine only
+            at the end of an epoch.
+        now: True for variables that are rank-local at this moment; False for those that may become so.
+        of: filter that takes the index of an optimiser and its adapter, and returns whether the adapter counts.
     """
     found = accumulated(model) + (list(model.non_trainable_weights) if within_epoch else [])
     for i, optimizer in enumerate(optimizers_of(model)):

@@ -1,4 +1,4 @@
-"""What an optimiser would add to the weights, without adding it."""
+"""Updates that an optimiser would add to the weights, obtained without adding them."""
 
 import types
 from collections.abc import Callable, Sequence
@@ -8,51 +8,51 @@ import tensorflow as tf
 
 from hvdx.errors import ConfigError
 
-# Their weights are a function of their state, which belongs to one rank here: nothing that was added to the weights
-# from outside would last.
-_ABSOLUTE = ("Ftrl", "ScheduleFreeAdamW")
+# The weights of these optimisers are a function of their state, which is rank-local here: the next step would undo
+# any other change of the weights.
+_ASSIGN_WEIGHTS = ("Ftrl", "ScheduleFreeAdamW")
 
 
 def check_kind(optimizer: Any) -> None:
-    """Refuse optimisers whose updates cannot be combined.
+    """Refuse an optimiser whose updates cannot be combined.
 
     Args:
-        optimizer: a Keras optimiser; not a loss-scale one.
+        optimizer: Keras optimiser, not a loss-scale one.
 
     Raises:
-        ConfigError: it computes weights from its state, not updates.
+        ConfigError: if the optimiser computes weights from its state, not updates.
     """
     if assigns_weights(optimizer):
         raise ConfigError(
-            f"optimizer {type(optimizer).__name__}: it computes weights from its own state and no updates, so those "
-            "cannot be combined. Use AllReduce(), or Threshold(placement='gradient')."
+            f"optimizer {type(optimizer).__name__}: it computes weights from its own state, so it has no updates to "
+            "combine. Use AllReduce(), or Threshold(placement='gradient')."
         )
 
 
 def assigns_weights(optimizer: Any) -> bool:
-    """Whether an optimiser computes weights from its state, and has no update to send."""
-    return any(cls.__name__ in _ABSOLUTE for cls in type(optimizer).__mro__)
+    """Return whether an optimiser computes weights from its state and has no update to send."""
+    return any(cls.__name__ in _ASSIGN_WEIGHTS for cls in type(optimizer).__mro__)
 
 
 def updates_of(optimizer: Any, step: Callable[[], Any], variables: Sequence[Any]) -> list[Any]:
-    """Let an optimiser take a step with its own state, and collect what it wants to add to the weights.
+    """Take an optimiser's step with its own state, and return the updates without applying them.
 
     Args:
-        optimizer: a Keras optimiser, built.
+        optimizer: Keras optimiser, built.
         step: its own update step, which assigns to `variables`.
-        variables: the weights; they are left as they were.
+        variables: weights; the step leaves them unchanged.
 
     Returns:
-        One dense tensor a variable, of its shape and dtype.
+        One dense tensor per variable, of the variable's shape and dtype.
     """
-    return _collected(optimizer, step, variables) if _is_keras(optimizer) else _measured(step, variables)
+    return _divert_updates(optimizer, step, variables) if _is_keras(optimizer) else _measure_updates(step, variables)
 
 
 def momentum_of(optimizer: Any) -> float:
-    """How much of an update an optimiser carries on into the next, beyond what it leads by itself.
+    """Return the share of an update that an optimiser carries over into the next: `momentum` or `beta_1`, else 0.
 
     Args:
-        optimizer: a Keras optimiser.
+        optimizer: Keras optimiser.
 
     Example:
         >>> import keras
@@ -67,29 +67,29 @@ def momentum_of(optimizer: Any) -> float:
 
 
 def _is_keras(optimizer: Any) -> bool:
-    """Whether its update step is one of Keras' own, which change variables by `optimizer.assign...` alone."""
+    """Return whether the update step is Keras' own; those change variables only by `optimizer.assign...`."""
     return next(c for c in type(optimizer).__mro__ if "update_step" in vars(c)).__module__.startswith("keras.")
 
 
-def _collected(optimizer: Any, step: Callable[[], Any], variables: Sequence[Any]) -> list[Any]:
-    """Divert the assignments: no copy of the weights, and nothing to subtract afterwards."""
+def _divert_updates(optimizer: Any, step: Callable[[], Any], variables: Sequence[Any]) -> list[Any]:
+    """Divert the step's assignments, which needs no copy of the weights and no subtraction."""
     kind, found = type(optimizer), {optimizer._var_key(v): i for i, v in enumerate(variables)}
     total: list[Any] = [None] * len(variables)
 
-    def divert(method: str, delta_of: Callable[[Any, Any], Any], afresh: bool) -> None:
+    def divert(method: str, delta_of: Callable[[Any, Any], Any], replaces: bool) -> None:
         def diverted(self: Any, variable: Any, value: Any) -> None:
             i = found.get(self._var_key(variable))
             if i is None:
                 getattr(kind, method)(self, variable, value)
                 return
             delta = delta_of(tf.cast(_dense(value), variables[i].dtype), variables[i])
-            total[i] = delta if afresh or total[i] is None else total[i] + delta
+            total[i] = delta if replaces or total[i] is None else total[i] + delta
 
         setattr(optimizer, method, types.MethodType(diverted, optimizer))
 
-    divert("assign", lambda value, variable: value - tf.convert_to_tensor(variable), afresh=True)
-    divert("assign_add", lambda value, _: value, afresh=False)
-    divert("assign_sub", lambda value, _: -value, afresh=False)
+    divert("assign", lambda value, variable: value - tf.convert_to_tensor(variable), replaces=True)
+    divert("assign_add", lambda value, _: value, replaces=False)
+    divert("assign_sub", lambda value, _: -value, replaces=False)
     try:
         step()
     finally:
@@ -98,8 +98,8 @@ def _collected(optimizer: Any, step: Callable[[], Any], variables: Sequence[Any]
     return [tf.zeros(v.shape, v.dtype) if t is None else t for t, v in zip(total, variables, strict=True)]
 
 
-def _measured(step: Callable[[], Any], variables: Sequence[Any]) -> list[Any]:
-    """Let the step happen, see what changed, and take it back."""
+def _measure_updates(step: Callable[[], Any], variables: Sequence[Any]) -> list[Any]:
+    """Take the step, measure the change of the weights, and undo it."""
     before = [tf.identity(tf.convert_to_tensor(v)) for v in variables]
     with tf.control_dependencies(before):
         step()

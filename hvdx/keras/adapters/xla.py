@@ -1,4 +1,4 @@
-"""XLA cannot compile what talks to other ranks: say so where it is asked to."""
+"""A check for XLA, which cannot compile communication between ranks."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ from hvdx.errors import ConfigError
 
 
 def refuse() -> None:
-    """Raise if a function that XLA is to compile is being traced.
+    """Raise if the function that is being traced is for XLA.
 
     Raises:
-        ConfigError: always there; it names what turns XLA off.
+        ConfigError: if it is; the message says how to turn XLA off.
 
     Example:
         >>> refuse()
@@ -23,7 +23,7 @@ def refuse() -> None:
             if context.IsXLAContext():
                 raise ConfigError(
                     "jit_compile: expected False where gradients are combined over ranks, got True: XLA cannot compile "
-                    "what talks to other ranks. Do: model.compile(..., jit_compile=False), or add the callback "
+                    "communication between ranks. Do: model.compile(..., jit_compile=False), or add the callback "
                     "Distribute or BroadcastGlobalVariablesCallback, which turn it off."
                 )
             context = context.outer_context

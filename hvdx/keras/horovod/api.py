@@ -1,4 +1,4 @@
-"""Who this process is, and the arguments of `horovod.tensorflow.keras`; what travels is in `collectives`."""
+"""Start, ranks and constants of `horovod.tensorflow.keras`; the collectives are in `collectives`."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from hvdx.keras.joining import join
 from hvdx.strategies import Strategy, leave
 from hvdx.strategies.registry import set_default
 
-#: Reductions. Horovod's own constants are understood as well.
+#: Reductions. Horovod's own constants are accepted as well.
 Average = "average"
 Sum = "sum"
 Adasum = "adasum"
@@ -19,7 +19,7 @@ Product = "product"
 
 
 class Compression:
-    """What a gradient becomes on the network. Horovod's own classes are understood as well."""
+    """Data types of gradients on the network. Horovod's own classes are accepted as well."""
 
     none = "none"
     fp16 = "fp16"
@@ -27,22 +27,22 @@ class Compression:
 
 
 def init(comm: Any = None, process_sets: Any = None, strategy: Strategy | str | None = None) -> None:
-    """Join the world, and share the cores and GPUs of a host among its ranks: see `hvdx.keras.placement`.
+    """Join the world, and assign the cores and GPUs of a host to its ranks; see `hvdx.keras.placement`.
 
-    Call it before TensorFlow does anything, so that the number of threads and the GPU can still be chosen: as many
-    threads as the batch system gives a task, or a share of the cores, unless `TF_NUM_INTRAOP_THREADS`,
-    `OMP_NUM_THREADS` or `tf.config.threading` says otherwise; and one GPU, unless `tf.config.set_visible_devices` has
-    chosen some.
+    Call it before TensorFlow starts, because the number of threads and the GPU cannot change later. A rank gets the
+    number of threads that the batch system gives a task, or a share of the cores, unless `TF_NUM_INTRAOP_THREADS`,
+    `OMP_NUM_THREADS` or `tf.config.threading` sets another number. It gets one GPU, unless
+    `tf.config.set_visible_devices` has chosen some.
 
     Args:
         comm: not supported; the world is all processes that were started.
-        process_sets: a list of `ProcessSet`, which are added, or "dynamic" for `add_process_set` to work at any time;
-            by default it works before anything else that travels inside a graph.
-        strategy: what callbacks and optimisers use that are told nothing else; by default what `HVDX_STRATEGY` says.
-            Under a `ParameterServer` whose servers are ranks of their own, those serve here, and never return.
+        process_sets: list of `ProcessSet`, which are added; or "dynamic", after which `add_process_set` works at any
+            time. By default it works only before the first collective in a graph.
+        strategy: default strategy of callbacks and optimisers; by default, that of `HVDX_STRATEGY`. If it is a
+            `ParameterServer` whose servers are ranks of their own, these ranks serve in this call and do not return.
 
     Raises:
-        ConfigError: an argument that is not supported.
+        ConfigError: if an argument is not supported.
         LaunchError, HorovodError: see `hvdx.comm.start`.
     """
     unsupported("init", comm=comm)
@@ -65,47 +65,47 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """True after `init`, or after anything else that asked about ranks."""
+    """Return whether this process has joined the world, by `init` or by another function that needs ranks."""
     return world.current() is not None
 
 
 def rank() -> int:
-    """This process among all, from 0."""
+    """Return the number of this process among all, from 0."""
     return join().rank
 
 
 def size() -> int:
-    """Number of processes."""
+    """Return the number of processes."""
     return join().size
 
 
 def local_rank() -> int:
-    """This process among those on its host, from 0."""
+    """Return the number of this process among those on its host, from 0."""
     return join().local_rank
 
 
 def local_size() -> int:
-    """Number of processes on this host."""
+    """Return the number of processes on this host."""
     return join().local_size
 
 
 def cross_rank() -> int:
-    """This host among the hosts that have a process of this local rank."""
+    """Return the number of this host among the hosts that have a process of this local rank, from 0."""
     return join().cross_rank
 
 
 def cross_size() -> int:
-    """Number of hosts that have a process of this local rank."""
+    """Return the number of hosts that have a process of this local rank."""
     return join().cross_size
 
 
 def operation(op: Any) -> str:
-    """ "average" or "sum", of whatever spelling Horovod or hvdx has for it; None means average."""
+    """Return "average" or "sum" for a reduction of hvdx or Horovod; None means "average"."""
     if op is None or op == Average:
         return Average
     if op == Sum:
         return Sum
-    # Horovod's constants are small integers that only its library knows.
+    # Horovod's constants are small integers, which its library defines.
     named = _horovod_constants()
     known = {named.get("Average"): Average, named.get("Sum"): Sum}
     if not isinstance(op, str) and op in known:
@@ -114,7 +114,7 @@ def operation(op: Any) -> str:
 
 
 def wire(compression: Any) -> Any:
-    """ "none", "fp16" or "bf16", of whatever spelling Horovod or hvdx has for it."""
+    """Return "none", "fp16" or "bf16" for a compression of hvdx or Horovod."""
     if isinstance(compression, str) and compression in ("none", "fp16", "bf16"):
         return compression
     known = {"NoneCompressor": "none", "FP16Compressor": "fp16"}
@@ -134,7 +134,7 @@ def _horovod_constants() -> dict[str, Any]:
 
 
 def unsupported(function: str, **arguments: Any) -> None:
-    """Raise for arguments that are neither None nor False."""
+    """Raise ConfigError if an argument is neither None nor False."""
     given = [k for k, v in arguments.items() if v is not None and v is not False]
     if given:
         raise ConfigError(f"{function}: {', '.join(given)}: not supported by hvdx. Leave it out.")

@@ -13,27 +13,28 @@ from hvdx.keras.horovod.collectives import name_of
 
 @keras.saving.register_keras_serializable("hvdx")
 class SyncBatchNormalization(keras.layers.BatchNormalization):
-    """Batch normalisation whose mean and variance in training are those over the batches of all ranks.
+    """Batch normalisation with mean and variance over the batches of all ranks in training.
 
     Mean and variance of rank r over its n_r samples, m_r and v_r, become m = sum n_r m_r / n and
     v = sum n_r (v_r + (m_r - m)^2) / n, with n = sum n_r. The gradient passes through them on all ranks, so that an
-    optimiser which averages gradients takes the step of one process with the whole batch. Every rank calls the layer
-    as often as the others; XLA cannot compile it.
+    optimiser which averages gradients takes the step of one process with the whole batch. Every rank must call the
+    layer the same number of times. XLA cannot compile it.
 
     Args:
-        fused: must stay False.
-        options: as for `keras.layers.BatchNormalization`.
+        fused: must be False.
+        options: arguments of `keras.layers.BatchNormalization`.
 
     Raises:
-        ValueError: fused.
+        ValueError: if `fused` is not False.
 
     Example:
         >>> layer = SyncBatchNormalization()
         >>> layer(tf.constant([[1.0], [3.0]]), training=True).numpy().round(1).tolist()  # in a world of one
         [[-1.0], [1.0]]
 
-    Source: Horovod 0.28, `horovod.tensorflow.SyncBatchNormalization`, which weights all ranks alike; the formula is
-    Chan, Golub and LeVeque 1983, "Algorithms for Computing the Sample Variance", which does not cancel.
+    Source: Horovod 0.28, `horovod.tensorflow.SyncBatchNormalization`, which gives all ranks the same weight. The
+    formula, which avoids cancellation, is from Chan, Golub and LeVeque 1983, "Algorithms for Computing the Sample
+    Variance".
     """
 
     def __init__(self, fused: bool = False, **options: Any):
@@ -59,15 +60,15 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
 
 def _count(inputs: Any, mask: Any, axes: Any, dtype: Any) -> Any:
-    """How many values of a channel this rank has."""
+    """Return the number of values of a channel on this rank."""
     if mask is not None:
-        # A mask has all dimensions but the channels, and is spread over those that it lacks.
+        # A mask has all dimensions except the channels; Keras broadcasts it over those that it lacks.
         return tf.reduce_sum(tf.cast(mask, dtype))
     return tf.cast(tf.reduce_prod(tf.gather(tf.shape(inputs), list(axes))), dtype)
 
 
 def _gathered(row: Any, comm: GraphComm) -> Any:
-    """Every rank's row; the gradient of a row is the sum of what the ranks make of it."""
+    """Gather the rows of all ranks; the gradient of a row is summed over the ranks."""
 
     @tf.custom_gradient
     def gather(row: Any) -> Any:

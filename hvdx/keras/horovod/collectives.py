@@ -1,4 +1,4 @@
-"""The collectives of `horovod.tensorflow`: on values, tensors and variables, in eager code and inside graphs."""
+"""The collectives of `horovod.tensorflow`, for eager code and graphs."""
 
 import re
 from collections.abc import Sequence
@@ -29,13 +29,13 @@ def allreduce(
     """Sum or average a value over the ranks.
 
     Args:
-        value: anything that becomes a tensor; one shape and dtype on all ranks.
-        name: pairs up what the ranks send; not needed outside graphs.
-        average: Horovod's older way to say `op`.
+        value: tensor or convertible to one; of the same shape and dtype on all ranks.
+        name: name that identifies the collective on all ranks; not needed in eager code.
+        average: Horovod's older form of `op`: True for Average, False for Sum.
         prescale_factor, postscale_factor: factors before and after the sum.
         op: Average (the default) or Sum.
-        compression: what the value becomes on the network.
-        process_set: the ranks that take part, of which this is one; by default all.
+        compression: data type on the network; see `Compression`.
+        process_set: ranks that take part, including this one; by default all.
 
     Returns:
         A tensor like the value, the same on all ranks.
@@ -55,20 +55,19 @@ def allgather(value: Any, name: str | None = None, process_set: Any = None) -> t
     """Concatenate the ranks' values along their first dimension.
 
     Args:
-        value: anything that becomes a tensor with at least one dimension; all but the first alike on all ranks.
-        name: pairs up what the ranks send; not needed outside graphs.
-        process_set: see `allreduce`.
+        value: tensor or convertible to one, with one dimension or more; all but the first are the same on all ranks.
+        name, process_set: see `allreduce`.
     """
     tensor = _tensor(value)
     return comm_of(process_set, "allgather").all_gather(tensor, name or name_of("allgather", tensor))
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: Any = None) -> list[Any]:
-    """Every rank's picklable object, in the order of the ranks.
+    """Return the objects of all ranks, in rank order.
 
     Args:
-        obj: picklable.
-        name: for messages.
+        obj: picklable object of this rank.
+        name: name of the collective in error messages.
         process_set: see `allreduce`.
     """
     return _host_comm(process_set, "allgather_object").all_gather_object(obj, name or "gathering of objects")
@@ -85,9 +84,8 @@ def grouped_allreduce(
     """Sum or average several values over the ranks, in one exchange.
 
     Args:
-        tensors: anything that becomes tensors; shapes and dtypes alike on all ranks.
-        average, op, compression, name: see `allreduce`.
-        process_set: see `allreduce`.
+        tensors: tensors or values convertible to them; of the same shapes and dtypes on all ranks.
+        average, op, compression, name, process_set: see `allreduce`.
     """
     how = _reduction("grouped_allreduce", average, op, compression)
     given = [_tensor(value) for value in tensors]
@@ -96,12 +94,11 @@ def grouped_allreduce(
 
 
 def grouped_allgather(tensors: Sequence[Any], name: str | None = None, process_set: Any = None) -> list[Any]:
-    """Concatenate the ranks' values along their first dimension, for each of several.
+    """Concatenate the ranks' values along the first dimension, for each of several values.
 
     Args:
-        tensors: see `allgather`.
-        name: see `allgather`.
-        process_set: see `allreduce`.
+        tensors: values; see `allgather`.
+        name, process_set: see `allreduce`.
     """
     return [allgather(v, None if name is None else f"{name}.{i}", process_set) for i, v in enumerate(tensors)]
 
@@ -109,13 +106,12 @@ def grouped_allgather(tensors: Sequence[Any], name: str | None = None, process_s
 def reducescatter(value: Any, op: Any = Average, name: str | None = None, process_set: Any = None) -> tf.Tensor:
     """Sum or average a value over the ranks, and keep this rank's part of its first dimension.
 
-    The first ranks have a row more where the rows do not come out even. It travels as an all-reduce does.
+    If the number of ranks does not divide the rows, the first ranks get one row more. It is sent as an all-reduce.
 
     Args:
-        value: anything that becomes a tensor with at least one dimension; alike in shape and dtype on all ranks.
+        value: tensor or convertible to one, with one dimension or more; of the same shape and dtype on all ranks.
         op: Average or Sum.
-        name: see `allreduce`.
-        process_set: see `allreduce`.
+        name, process_set: see `allreduce`.
     """
     comm = comm_of(process_set, "reducescatter")
     whole = allreduce(value, name=name, op=op, process_set=process_set)
@@ -130,27 +126,26 @@ def grouped_reducescatter(
     """Sum or average several values over the ranks, and keep this rank's part of the first dimension of each.
 
     Args:
-        tensors: see `reducescatter`.
+        tensors: values; see `reducescatter`.
         op, name, process_set: see `reducescatter`.
     """
     return [reducescatter(v, op, None if name is None else f"{name}.{i}", process_set) for i, v in enumerate(tensors)]
 
 
 def alltoall(value: Any, splits: Any = None, name: str | None = None, process_set: Any = None) -> Any:
-    """Give every rank a part of this rank's value, and receive a part from each.
+    """Send each rank a part of this rank's value, and receive a part from each.
 
     Args:
-        value: anything that becomes a tensor with at least one dimension; all but the first alike on all ranks.
-        splits: int32[size], how many rows go to each rank; by default as many to each.
-        name: see `allreduce`.
-        process_set: see `allreduce`.
+        value: tensor or convertible to one, with one dimension or more; all but the first are the same on all ranks.
+        splits: int32[size], number of rows for each rank; by default, the same number for all.
+        name, process_set: see `allreduce`.
 
     Returns:
-        What came from the ranks, in their order, one after the other; where `splits` is given, also int32[size], the
-        number of rows from each.
+        The received parts, concatenated in rank order; if `splits` is given, also int32[size], the number of rows from
+        each rank.
 
     Raises:
-        ConfigError: the splits, or equal parts, do not fit the first dimension.
+        ConfigError: if the splits, or equal parts, do not fit the first dimension.
 
     Example:
         >>> received, rows = alltoall([3.0, 4.0], splits=[2])  # in a world of one
@@ -180,13 +175,12 @@ def alltoall(value: Any, splits: Any = None, name: str | None = None, process_se
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: Any = None) -> tf.Tensor:
-    """Give every rank the value of one.
+    """Return the value of one rank on all ranks.
 
     Args:
-        value: anything that becomes a tensor; one shape and dtype on all ranks.
-        root_rank: the rank whose value it is, among all.
-        name: pairs up what the ranks send; not needed outside graphs.
-        process_set: see `allreduce`.
+        value: tensor or convertible to one; of the same shape and dtype on all ranks.
+        root_rank: rank whose value is sent, numbered among all ranks.
+        name, process_set: see `allreduce`.
     """
     tensor, comm = _tensor(value), comm_of(process_set, "broadcast")
     (result,) = comm.broadcast([tensor], root_in(process_set, root_rank), name or name_of("broadcast", tensor))
@@ -194,15 +188,15 @@ def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: 
 
 
 def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: Any = None) -> None:
-    """Overwrite variables with those of one rank; inside a `tf.function` too, as Horovod's examples do.
+    """Overwrite variables with those of one rank. It may be called inside a `tf.function`, like in Horovod's examples.
 
     Args:
         variables: Keras or TensorFlow variables, such as `model.variables` or `optimizer.variables`.
-        root_rank: the rank whose values all get, among all.
+        root_rank: rank whose values are sent, numbered among all ranks.
         process_set: see `allreduce`.
 
     Raises:
-        ReplicaError: the ranks' variables differ in number, shape or dtype.
+        ReplicaError: if the ranks' variables differ in number, shape or dtype.
     """
     variables = list(variables() if callable(variables) else variables)
     comm, root = _host_comm(process_set, "broadcast_variables"), root_in(process_set, root_rank)
@@ -219,12 +213,12 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: A
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None, process_set: Any = None) -> Any:
-    """Give every rank one rank's picklable object.
+    """Return the object of one rank on all ranks.
 
     Args:
-        obj: picklable; what the other ranks give is ignored.
-        root_rank: the rank whose object it is, among all.
-        name: for messages.
+        obj: picklable object; it is ignored on other ranks than `root_rank`.
+        root_rank: rank whose object is sent, numbered among all ranks.
+        name: name of the collective in error messages.
         process_set: see `allreduce`.
     """
     root = root_in(process_set, root_rank)
@@ -233,10 +227,10 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None, proc
 
 
 def broadcast_global_variables(root_rank: int) -> None:
-    """Not supported: TensorFlow 2 keeps no list of global variables.
+    """Raise an error: TensorFlow 2 has no list of global variables.
 
     Raises:
-        ConfigError: always; it names what to call instead.
+        ConfigError: always; the message names functions to call instead.
     """
     raise ConfigError(
         "broadcast_global_variables: TensorFlow 2 has no global variables. Use broadcast_variables(model.variables, "
@@ -245,7 +239,7 @@ def broadcast_global_variables(root_rank: int) -> None:
 
 
 def _reduction(function: str, average: bool | None, op: Any, compression: Any) -> Reduction:
-    """What Horovod's arguments mean; `average` is its older way to say `op`."""
+    """Return the reduction for Horovod's arguments."""
     if average is not None and op is not None:
         raise ConfigError(f"{function}: give average or op, not both.")
     op = Sum if average is False else op
@@ -256,13 +250,13 @@ def _tensor(value: Any) -> tf.Tensor:
     return tf.convert_to_tensor(value.value if isinstance(value, keras.Variable) else value)
 
 
-def name_of(what: str, *tensors: tf.Tensor) -> str:
-    """The name of a collective: in a graph after its tensor, as Horovod's, since two may be on their way at once."""
+def name_of(function: str, *tensors: tf.Tensor) -> str:
+    """Return the name of a collective; in a graph, where two may be in flight, add the tensor's name like Horovod."""
     if tf.executing_eagerly() or not tensors:
-        return what
-    return f"{what}.{re.sub(r'[^0-9A-Za-z]+', '_', tensors[0].name)}"
+        return function
+    return f"{function}.{re.sub(r'[^0-9A-Za-z]+', '_', tensors[0].name)}"
 
 
 def _host_comm(process_set: Any, function: str) -> Comm:
-    """What carries objects between ranks: for all of them, the communicator that is there from the start."""
+    """Return the communicator for objects; for all ranks, the one that `join` returns, which starts no engine."""
     return comm_of(process_set, function) if is_partial(process_set) else join()

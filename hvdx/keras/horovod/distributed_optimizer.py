@@ -1,4 +1,4 @@
-"""`DistributedOptimizer` and `DistributedGradientTape`: Horovod's two doors to the same averaging."""
+"""`DistributedOptimizer` and `DistributedGradientTape`: Horovod's two interfaces to averaged gradients."""
 
 import collections
 import itertools
@@ -19,7 +19,7 @@ from hvdx.keras.horovod.process_sets import comm_or_none, is_partial
 from hvdx.keras.joining import join
 from hvdx.strategies import AllReduce, Strategy, agree_on_strategy, resolve
 
-# Of each process set, so that its members agree on names, whatever others make.
+# Optimisers are numbered per process set, so that its ranks agree on names even if other ranks make more optimisers.
 _numbers: dict[int, Any] = collections.defaultdict(itertools.count)
 
 
@@ -42,31 +42,32 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
 ) -> Any:
     """Make an optimiser combine its gradients over the ranks.
 
-    Unlike Horovod's this ties the optimiser that is given, and keeps its state and its class.
+    Unlike Horovod's function, it attaches the given optimiser in place, and keeps its state and class.
 
     Args:
-        optimizer: a Keras 3 optimiser, not yet used where `backward_passes_per_step` is above 1.
-        name: pairs up what the ranks send; chosen for you by default.
+        optimizer: Keras 3 optimiser; it must be unused if `backward_passes_per_step` is above 1.
+        name: name of the exchange, the same on all ranks; by default, the number of the optimiser.
         device_dense, device_sparse: devices of the collectives.
         compression: Compression.none, .fp16 or .bf16.
         sparse_as_dense: send the gradients of embeddings as whole tables.
-        gradient_predivide_factor: splits the averaging before and after the sum.
+        gradient_predivide_factor: factor that splits the averaging into divisions before and after the sum.
         op: Average or Sum.
-        backward_passes_per_step: accumulate this many gradients before they are combined and applied.
+        backward_passes_per_step: number of gradients to accumulate before they are combined and applied.
         average_aggregated_gradients: divide the accumulated gradient by `backward_passes_per_step`.
-        num_groups, groups: number of collectives a step; or, `groups` only, lists of indices into the gradients.
-        process_set: the ranks that take part; by default all. On the others the optimiser stays a plain one.
+        num_groups, groups: number of collectives per step; `groups` may also be lists of indices into the gradients.
+        process_set: ranks that take part, by default all. On other ranks the optimiser stays a plain one.
         scale_local_gradients: divide the gradients of local variables by the number of ranks.
-        strategy: hvdx's own way to say all of this: a strategy or its one-line spelling. By default the other
-            arguments decide, and where they are at their defaults `HVDX_STRATEGY` does.
+        strategy: strategy or its one-line spelling, in place of Horovod's arguments for the all-reduce. By default
+            those arguments decide; if they have their default values, `HVDX_STRATEGY` does.
 
     Returns:
-        The same optimiser; under the policy "mixed_float16" a loss-scale optimiser around it, which Keras would
-        otherwise add where the ranks cannot agree on skipping a step. Its `register_local_var(variables)` takes a
-        variable of Keras or TensorFlow, or several, before the first step: each rank trains those alone.
+        The same optimiser; under the policy "mixed_float16", a loss-scale optimiser around it. Keras would otherwise
+        add one later, and ranks could not agree to skip a step. The optimiser's method
+        `register_local_var(variables)` takes a Keras or TensorFlow variable, or several, before the first step; each
+        rank then trains those alone.
 
     Raises:
-        ConfigError: an argument that is not supported.
+        ConfigError: if an argument is not supported.
 
     Example:
         >>> join().size
@@ -83,36 +84,38 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         optimizer = _loss_scaled(optimizer)
     partial = is_partial(process_set)
     if partial and (not _in_graph(chosen) or chosen.engine == "mpi"):
-        raise ConfigError(f"process_set: expected it with AllReduce() only, got {chosen!r}. Do: leave one of them out.")
+        raise ConfigError(
+            f"process_set: expected it with AllReduce() only, got {chosen!r}. Do: leave one of the two out."
+        )
     some = comm_or_none(process_set, "DistributedOptimizer") if partial else None
     joined = some if partial else join()
     adapter = None
     if joined is not None and joined.size > 1:
         if chosen.provisional:
             raise ConfigError(
-                f"strategy {chosen!r}: it has to see the steps of a fit before it can choose. Use the Distribute "
+                f"strategy {chosen!r}: it measures the steps of a fit before it chooses. Use the Distribute "
                 "callback, or name a strategy: hvdx.AllReduce(), hvdx.Threshold()."
             )
         agree_on_strategy(chosen, joined)
         number = next(_numbers[process_set.process_set_id if partial else 0])
         adapter = attach(optimizer, chosen, name or f"optimizer.{number}", gain, some)
-    _let_register(optimizer, chosen, adapter, scale_local_gradients)
+    _add_register_local_var(optimizer, chosen, adapter, scale_local_gradients)
     return optimizer
 
 
 def PartialDistributedOptimizer(optimizer: Any, *, local_layers: Any = None, **options: Any) -> Any:  # noqa: N802
-    """Make an optimiser combine its gradients over the ranks, but for those of some layers.
+    """Make an optimiser combine its gradients over the ranks, except those of local layers.
 
     Args:
         optimizer: see `DistributedOptimizer`.
         local_layers: a built `keras.layers.Layer`, or several, whose weights each rank trains alone.
-        options: as for `DistributedOptimizer`.
+        options: arguments of `DistributedOptimizer`.
 
     Returns:
         See `DistributedOptimizer`.
 
     Raises:
-        ConfigError: an option that is not supported, or a layer that is not built.
+        ConfigError: if an option is not supported, or a layer is not built.
 
     Example:
         >>> layer = keras.layers.Dense(1)
@@ -128,13 +131,13 @@ def PartialDistributedOptimizer(optimizer: Any, *, local_layers: Any = None, **o
 
 
 class DistributedGradientTape:
-    """A gradient tape whose gradients are those of all ranks.
+    """Gradient tape whose gradients are combined over the ranks.
 
     Args:
         gradtape: a `tf.GradientTape`.
         device_dense, device_sparse, compression, sparse_as_dense, op, gradient_predivide_factor, num_groups, groups:
             see `DistributedOptimizer`.
-        process_set: the ranks that take part; by default all. On the others gradients stay as they are.
+        process_set: ranks that take part, by default all. On other ranks gradients stay unchanged.
         scale_local_gradients: see `DistributedOptimizer`.
         strategy: see `DistributedOptimizer`.
 
@@ -167,8 +170,8 @@ class DistributedGradientTape:
         chosen = _choose(strategy, given)
         if not _in_graph(chosen):
             raise ConfigError(
-                f"DistributedGradientTape: {chosen!r} remembers what it has not sent from one step to the next, and "
-                "a tape is gone after one. Give it to DistributedOptimizer in its place."
+                f"DistributedGradientTape: expected a strategy that combines gradients in the graph, got {chosen!r}, "
+                "whose state would be lost with the tape after each step. Give it to DistributedOptimizer instead."
             )
         self._strategy = chosen
         self._local = LocalVariables(scale_local_gradients)
@@ -186,35 +189,35 @@ class DistributedGradientTape:
         return getattr(self._tape, name)
 
     def register_local_source(self, source: Any) -> None:
-        """Keep the gradients of a source to each rank.
+        """Exclude sources from the exchange: each rank keeps its own gradients of them.
 
         Args:
-            source: a variable of Keras or TensorFlow, or several.
+            source: a Keras or TensorFlow variable, or several.
         """
         self._local.add(source)
 
     def get_local_and_global_gradients(
         self, target: Any, sources: Sequence[Any], output_gradients: Any = None
     ) -> tuple[list[Any], list[Any]]:
-        """The pairs (source, gradient) of local sources, and those of all others.
+        """Return the pairs (source, gradient) of local sources, and those of all others.
 
         Args:
             target, output_gradients: see `gradient`.
-            sources: a list of variables.
+            sources: list of variables.
         """
         pairs = list(zip(sources, self.gradient(target, sources, output_gradients), strict=True))
         return [p for p in pairs if self._local.holds(p[0])], [p for p in pairs if not self._local.holds(p[0])]
 
     def gradient(self, target: Any, sources: Any, output_gradients: Any = None, **options: Any) -> Any:
-        """The gradient of `target` over all ranks.
+        """Return the gradient of `target`, combined over the ranks.
 
         Args:
-            target: as for `tf.GradientTape.gradient`.
-            sources: a variable of Keras or TensorFlow, or a nested structure of them.
-            output_gradients, options: as for `tf.GradientTape.gradient`.
+            target: see `tf.GradientTape.gradient`.
+            sources: a Keras or TensorFlow variable, or a nested structure of them.
+            output_gradients, options: see `tf.GradientTape.gradient`.
 
         Returns:
-            Gradients in the structure of `sources`; None where there is none.
+            Gradients in the structure of `sources`; None for a source without a gradient.
         """
         variables = tf.nest.flatten(sources)
         plain = tf.nest.map_structure(lambda v: v.value if isinstance(v, keras.Variable) else v, sources)
@@ -239,12 +242,12 @@ class DistributedGradientTape:
 def PartialDistributedGradientTape(  # noqa: N802 (Horovod's name)
     gradtape: tf.GradientTape, *, local_layers: Any = None, **options: Any
 ) -> DistributedGradientTape:
-    """A gradient tape whose gradients are those of all ranks, but for some layers.
+    """Return a gradient tape whose gradients are combined over the ranks, except those of local layers.
 
     Args:
         gradtape: a `tf.GradientTape`.
         local_layers: a built `keras.layers.Layer`, or several, whose gradients stay on each rank.
-        options: as for `DistributedGradientTape`.
+        options: arguments of `DistributedGradientTape`.
 
     Example:
         >>> layer = keras.layers.Dense(1, kernel_initializer="ones")
@@ -268,17 +271,14 @@ def load_model(
     compression: Any = Compression.none,
     legacy_opts: bool = False,
 ) -> Any:
-    """Load a saved model and distribute its optimiser, whose state goes on where it was.
+    """Load a saved model and distribute its optimiser, which resumes from its saved state.
 
     Args:
-        filepath: what `keras.models.load_model` takes.
-        custom_optimizers: optimiser classes of your own that the model was saved with.
-        custom_objects: as for `keras.models.load_model`.
+        filepath: see `keras.models.load_model`.
+        custom_optimizers: classes of your own, one of which is the saved optimiser's.
+        custom_objects: see `keras.models.load_model`.
         compression: see `DistributedOptimizer`.
         legacy_opts: not supported; Keras 3 has no legacy optimisers.
-
-    Returns:
-        The model, compiled.
     """
     unsupported("load_model", legacy_opts=legacy_opts)
     objects = {cls.__name__: cls for cls in custom_optimizers or ()} | (custom_objects or {})
@@ -289,12 +289,12 @@ def load_model(
 
 
 def _in_graph(strategy: Strategy) -> bool:
-    """Whether a strategy combines gradients in the graph, and remembers nothing."""
+    """Return whether a strategy combines gradients in the graph, and therefore has no state."""
     return (strategy.runs, strategy.placement) == ("graph", "gradient")
 
 
-def _let_register(optimizer: Any, strategy: Strategy, adapter: Adapter | None, scale: bool) -> None:
-    """Give an optimiser `register_local_var`."""
+def _add_register_local_var(optimizer: Any, strategy: Strategy, adapter: Adapter | None, scale: bool) -> None:
+    """Add the method `register_local_var` to an optimiser."""
     local = (adapter.local if adapter is not None else None) or LocalVariables()
     local.scale = scale
 
@@ -325,7 +325,7 @@ def _all_reduce(
     num_groups: int,
     groups: Any,
 ) -> AllReduce:
-    """The strategy that Horovod's arguments describe."""
+    """Return the strategy for Horovod's arguments."""
     return AllReduce(
         op=operation(op),  # type: ignore[arg-type]
         compression=wire(compression),
@@ -338,7 +338,7 @@ def _all_reduce(
 
 
 def _choose(strategy: Strategy | str | None, given: AllReduce) -> Strategy:
-    """What Horovod's arguments say, or hvdx's; what the environment says where both are silent."""
+    """Return the strategy of Horovod's arguments or of `strategy`; by default, that of the environment."""
     if repr(given) == "AllReduce()":
         return resolve(strategy)
     if strategy is not None:
@@ -355,12 +355,12 @@ def _groups(num_groups: int, groups: Any) -> int | Sequence[Sequence[int]]:
         return groups
     raise ConfigError(
         "groups: expected a positive number or lists of indices into the trainable variables. Lists of variables are "
-        "not supported: their gradients are known by position."
+        "not supported: gradients are identified by position."
     )
 
 
 def _accumulate(optimizer: Any, passes: int, average: bool) -> float:
-    """Have Keras accumulate over `passes` micro-steps; return the factor that turns its mean into what was asked."""
+    """Make Keras accumulate over `passes` micro-steps; return the factor from its mean to the mean or sum asked for."""
     if not isinstance(passes, int) or passes < 1:
         raise ConfigError(f"backward_passes_per_step: expected 1 or more, got {passes!r}.")
     if passes == 1:
@@ -372,7 +372,7 @@ def _accumulate(optimizer: Any, passes: int, average: bool) -> float:
             "steps already (gradient_accumulation_steps). Use one of the two."
         )
     if inner.built:
-        raise ConfigError("backward_passes_per_step: the optimizer has been used already. Give a fresh one.")
+        raise ConfigError("backward_passes_per_step: the optimizer has been used already. Give a new one.")
     inner.gradient_accumulation_steps = passes
     return 1.0 if average else float(passes)
 

@@ -1,14 +1,14 @@
-"""The names of `horovod.tensorflow` and `horovod.tensorflow.keras` that hvdx does not have, each with its remedy."""
+"""Names of `horovod.tensorflow` and `horovod.tensorflow.keras` that hvdx does not have, each with a remedy."""
 
 from hvdx.errors import ConfigError
 
 _INTERNAL = "It is a part of Horovod that scripts do not need. Do: leave it out, or import it from horovod.tensorflow."
 
-#: What to do instead, by name.
+#: Remedies by name.
 REMEDIES = {
     "elastic": (
-        "Ranks do not come and go while a job runs. Do: hvdx.keras.Checkpoint saves, and `hvdx job` puts a job that "
-        "lost a rank back into the queue; it goes on with as many ranks as it gets."
+        "The number of ranks is fixed while a job runs. Do: save with hvdx.keras.Checkpoint and start with `hvdx job`. "
+        "It puts a job that lost a rank back into the queue, and the job resumes with the number of ranks that it gets."
     ),
     "start_timeline": "Do: set HOROVOD_TIMELINE=FILE in the environment of the job.",
     "stop_timeline": "Do: set HOROVOD_TIMELINE=FILE in the environment of the job; the file ends with it.",
@@ -20,7 +20,7 @@ REMEDIES = {
     "size_op": "Do: call size(), which does not change while a job runs.",
     "local_size_op": "Do: call local_size(), which does not change while a job runs.",
     "process_set_included_op": "Do: call process_set.included().",
-    "keras": "Do: import hvdx.keras as hvd; the names stand there directly.",
+    "keras": "Do: import hvdx.keras as hvd; it has the names directly.",
     "compression": "Do: take Compression.none, .fp16 or .bf16 from hvdx.keras.",
     "functions": "Do: take broadcast_object, allgather_object and broadcast_variables from hvdx.keras.",
     "mpi_ops": "Do: take the functions from hvdx.keras.",
@@ -42,18 +42,18 @@ REMEDIES = {
         _INTERNAL,
     ),
     "join": (
-        "Horovod's own join shuts down under the grouped collectives that hvdx sends gradients with. Do: give every "
-        "rank as many steps, by hvdx.shard(data, batch_size), or train with the callback Distribute, which ends an "
-        "epoch of uneven data on all ranks together."
+        "It shuts Horovod down under grouped collectives, which hvdx uses for gradients. Do: give every rank the same "
+        "number of steps with hvdx.shard(data, batch_size), or train with the callback Distribute, which ends an epoch "
+        "of uneven data on all ranks together."
     ),
 }
 
 
 def error_for(name: str) -> Exception:
-    """The error of a name that `hvdx.keras` does not have: one with a remedy, where Horovod has the name.
+    """Return the error for a name that `hvdx.keras` does not have, with a remedy if Horovod has it.
 
     Args:
-        name: an attribute that was asked for.
+        name: name of the missing attribute.
 
     Example:
         >>> type(error_for("elastic")).__name__, type(error_for("nonsense")).__name__

@@ -1,4 +1,4 @@
-"""Process sets: some of the ranks, which run collectives of their own."""
+"""Process sets: subsets of the ranks, with collectives of their own."""
 
 import os
 from collections.abc import Sequence
@@ -13,17 +13,17 @@ from hvdx.keras.joining import join
 
 
 class ProcessSet:
-    """Some of the ranks; `add_process_set` on all ranks makes it ready for use.
+    """Subset of the ranks; it can be used after `add_process_set` on all ranks.
 
     Args:
-        ranks: int[n], different ones.
+        ranks: int[n], distinct ranks.
 
     Attributes:
-        ranks: in ascending order.
-        process_set_id: its number, from 1, once it was added; else None.
+        ranks: ranks in ascending order.
+        process_set_id: number of the set, from 1; None before it is added.
 
     Raises:
-        ConfigError: no ranks, one of them twice, or something else.
+        ConfigError: if `ranks` is not a list of distinct ranks, or is empty.
 
     Example:
         >>> ProcessSet([2, 0]).ranks
@@ -45,15 +45,15 @@ class ProcessSet:
         self._world: Comm | None = None
 
     def included(self) -> bool:
-        """Whether this rank is one of them."""
+        """Return whether this rank is in the set."""
         return join().rank in self.ranks
 
     def size(self) -> int | None:
-        """Number of ranks; None before it was added."""
+        """Return the number of ranks; None before the set is added."""
         return None if self.process_set_id is None else len(self.ranks)
 
     def rank(self) -> int | None:
-        """This rank among them, from 0; None before it was added, and on a rank that is not included."""
+        """Return this rank's number in the set, from 0; None before the set is added, and on a rank outside of it."""
         return None if self.process_set_id is None or not self.included() else self.ranks.index(join().rank)
 
     def __str__(self) -> str:
@@ -61,7 +61,7 @@ class ProcessSet:
 
 
 class _AllRanks(ProcessSet):
-    """The set of all ranks, which nobody has to add."""
+    """Set of all ranks, which need not be added."""
 
     def __init__(self) -> None:
         self.process_set_id = 0
@@ -72,29 +72,26 @@ class _AllRanks(ProcessSet):
         return list(range(join().size))
 
 
-#: The set of all ranks; what a `process_set` of None means.
+#: The set of all ranks; the same as a `process_set` of None.
 global_process_set = _AllRanks()
 _sets: list[ProcessSet] = []
 
 
 def allow() -> None:
-    """Have Horovod, which is not started yet, take process sets later."""
+    """Let Horovod accept process sets later; call it before Horovod starts."""
     os.environ[PROCESS_SETS] = "1"
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Make a process set ready for use. Collective: all ranks add the same sets in the same order.
+    """Make a process set ready for use, and return it. Collective: all ranks add the same sets in the same order.
 
     Args:
-        process_set: a set, or its ranks.
-
-    Returns:
-        The set.
+        process_set: set, or its ranks.
 
     Raises:
-        ConfigError: ranks that there are not, all ranks, a set that was added already, or Horovod was started without
+        ConfigError: if a rank does not exist, the set has all ranks or was added before, or Horovod was started without
             process sets.
-        ReplicaError: on every rank, if they add different ones.
+        ReplicaError: on all ranks, if they add different sets.
 
     Example:
         >>> add_process_set([0, 1])  # doctest: +IGNORE_EXCEPTION_DETAIL
@@ -108,13 +105,13 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         if theirs != everyone[0]:
             raise ReplicaError(
                 f"add_process_set: expected one set on all ranks, got {everyone[0]} on rank 0, {theirs} on "
-                f"rank {rank}. Do: add every set on every rank, in the same order, those that a rank is no part of too."
+                f"rank {rank}. Do: add every set on every rank, in the same order, also on ranks outside of the set."
             )
-    there = [s.ranks for s in _sets if s._world is joined]
-    if added.ranks[-1] >= joined.size or len(added.ranks) == joined.size or added.ranks in there:
+    present = [s.ranks for s in _sets if s._world is joined]
+    if added.ranks[-1] >= joined.size or len(added.ranks) == joined.size or added.ranks in present:
         raise ConfigError(
-            f"add_process_set: expected some of the ranks 0 to {joined.size - 1}, in a set that is not there yet, got "
-            f"{added.ranks}. Do: use global_process_set for all ranks, and the set that was added before."
+            f"add_process_set: expected some of the ranks 0 to {joined.size - 1}, in a set that was not added before, "
+            f"got {added.ranks}. Do: use global_process_set for all ranks, or the set that was added before."
         )
     if not world.graph_calls():
         allow()
@@ -125,13 +122,13 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Have no more use for a process set; another of the same ranks may be added then.
+    """Remove a process set, after which another set of the same ranks may be added.
 
     Args:
-        process_set: of `add_process_set`.
+        process_set: set that `add_process_set` has returned.
 
     Returns:
-        Whether it was there.
+        True if the set was removed; False if it had not been added.
 
     Example:
         >>> remove_process_set(global_process_set)
@@ -145,49 +142,54 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def comm_of(process_set: Any, function: str) -> GraphComm:
-    """The communicator of a process set that this rank is part of.
+    """Return the communicator of a process set that includes this rank.
 
     Args:
-        process_set: None and Horovod's own global set mean all ranks.
-        function: for messages.
+        process_set: set of hvdx; None and Horovod's own global set mean all ranks.
+        function: name of the calling function, for error messages.
 
     Raises:
-        ConfigError: it is no set of hvdx, was not added, or this rank is no part of it.
+        ConfigError: if it is not a set of hvdx, was not added, or does not include this rank.
     """
     found = comm_or_none(process_set, function)
     if found is None:
         raise ConfigError(
-            f"{function}: process_set: expected a set that rank {join().rank} is part of, got {process_set}. "
+            f"{function}: process_set: expected a set that includes rank {join().rank}, got {process_set}. "
             "Do: call it where process_set.included()."
         )
     return found
 
 
 def comm_or_none(process_set: Any, function: str, engine: Engine = "horovod") -> GraphComm | None:
-    """See `comm_of`; None where this rank is no part of the set. All ranks may have another engine than Horovod."""
+    """Return the communicator of a process set, or None on a rank outside of it; see `comm_of`.
+
+    Args:
+        process_set, function: see `comm_of`.
+        engine: engine of the set of all ranks; Horovod carries the tensors of smaller sets.
+    """
     if not is_partial(process_set):
         return world.graph(engine=engine)
     if not isinstance(process_set, ProcessSet) or process_set.process_set_id is None:
         raise ConfigError(
             f"{function}: process_set: expected a set that was added, got {process_set}. "
-            "Do: call hvdx.keras.add_process_set(ranks) on all ranks, and give what it returns."
+            "Do: call hvdx.keras.add_process_set(ranks) on all ranks, and give the set that it returns."
         )
     if process_set._world is not world.current():
         raise ConfigError(
-            f"{function}: process_set: expected a set of this world, got one added before shutdown(). Do: add it anew."
+            f"{function}: process_set: expected a set of this world, got one added before shutdown(). Do: add it again."
         )
     return process_set._comm
 
 
 def root_in(process_set: Any, root_rank: int) -> int:
-    """The number, in its set, of a rank of the world.
+    """Return the number of a rank in its process set.
 
     Args:
         process_set: see `comm_of`.
-        root_rank: among all ranks.
+        root_rank: rank, numbered among all ranks.
 
     Raises:
-        ConfigError: it is no rank of the set.
+        ConfigError: if the set does not include the rank.
     """
     ranks = process_set.ranks if is_partial(process_set) else list(range(join().size))
     if root_rank not in ranks:
@@ -196,5 +198,5 @@ def root_in(process_set: Any, root_rank: int) -> int:
 
 
 def is_partial(process_set: Any) -> bool:
-    """Whether it is a set of some ranks only; Horovod's set of all ranks has the number 0, and None means it too."""
+    """Return whether a set has only some of the ranks; None, and a set with the number 0, have all."""
     return process_set is not None and getattr(process_set, "process_set_id", None) != 0
