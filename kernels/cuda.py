@@ -175,7 +175,7 @@ class Scratch:
         if key != self._key:
             self._arrays = None
             regions, chunks = -(-n // layout.region), layout.region // math.gcd(CHUNK, layout.region)
-            # A region makes its full tiles and one smaller tile. A shared tile may end before them, and one after.
+            # A region has full tiles and one smaller tile. One shared tile may end before them, and another after them.
             most = min(n, regions * (layout.region // layout.tile_max + 3) + 1)
             shapes = _Arrays(
                 summary=(TALLIES + PER_RUN * runs, np.int64),

@@ -93,8 +93,8 @@ def recalibrate(model: Any, inputs: Inputs, batch_size: int = _BATCH) -> None:
     count = len(arrays[0])
     if count < _FEWEST:
         raise AverageError(
-            f"recalibrate: expected {_FEWEST} examples or more, got {count}: a variance takes two. Give it some "
-            "hundreds of training data."
+            f"recalibrate: expected {_FEWEST} examples or more, got {count}: a variance needs two. Give some "
+            "hundreds of training examples."
         )
     batches, order = -(-count // batch_size), shuffled(count)
     edges = [count * i // batches for i in range(batches + 1)]

@@ -25,8 +25,8 @@ from hvdx.kernels.tiles import Encoded, Malformed, Runs, limit
 
 #: tau if neither tau nor a density is given: that of Strom and Deeplearning4j, as a power of two.
 DEFAULT_TAU = 2.0**-10
-#: Updates without entries after which tau is checked against the next update. A tau at its floor may fall below it, and
-#: so be checked, once in this many updates.
+#: Interval in updates: between two searches for a smaller tau while a run sends no entries, and between two updates at
+#: which tau may fall below its floor, which leads to a search.
 _QUIET = 8
 _USED_UP = (
     "state: encode has used it up. Use the state that encode returned; if encode was interrupted, restore a checkpoint."
@@ -35,7 +35,7 @@ _USED_UP = (
 
 @dataclass(frozen=True, repr=False, eq=False)
 class ThresholdState(State):
-    """State of the threshold encoder: the residual, and tau of each run with the counts that it follows.
+    """State of the threshold encoder: the residual, and tau of each run with the counts that adapt it.
 
     Attributes:
         sizes: number of elements of each array of an update.

@@ -133,7 +133,7 @@ def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
         "ms a step",
         "/ alone",
         "sent a step",
-        "link / that",
+        "link / sent",
         f"steps to {options.target:g} %",
         "seconds",
         "MB",
