@@ -114,7 +114,8 @@ def find_fault(update, summary, first, limit):
 def accumulate(update, residual, masks, summary, tally, first, tau):
     """Add an update of one run to residual[first:], set the mask bits of entries, and count from summary[tally] on.
 
-    An element that reaches tau keeps its whole sum until its tile is written, but the counts are of the later residual.
+    An element that reaches tau keeps its whole sum until its tile is written, but the counts are those of the residual
+    after that.
     If there is a fault, nothing is changed.
     """
     if summary[FAULT] != NO_FAULT:

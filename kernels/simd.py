@@ -48,7 +48,7 @@ def _store(builder: Any, value: Any, address: Any, offset: int) -> None:
 
 
 def _bits(builder: Any, lanes: Any) -> Any:
-    """Return a mask of one bit a lane, as i64."""
+    """Return a mask of one bit per lane, as i64."""
     return builder.zext(builder.bitcast(lanes, _I16), _I64)
 
 

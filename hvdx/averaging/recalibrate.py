@@ -25,7 +25,7 @@ Inputs = np.ndarray | Mapping[str, np.ndarray]
 
 
 def recalibrate_archive(path: Path, data: Path, batch_size: int = _BATCH) -> None:
-    """Replace the batch normalisation statistics of a `.keras` file by those of data, and nothing else.
+    """Recompute the batch normalisation statistics of a `.keras` file on data. The rest of the file stays the same.
 
     Args:
         path: `.keras` file; its name may have any ending.

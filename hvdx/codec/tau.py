@@ -1,6 +1,6 @@
 """Search for the threshold tau that sends a given density of the elements.
 
-tau moves on a grid of `steps` values an octave: (1 + i / steps) * 2**e. Such a value has few significant bits, so
+tau moves on a grid of `steps` values per octave: (1 + i / steps) * 2**e. Such a value has few significant bits, so
 m * tau is exact in float32 for every m below 2**23 / steps. With `steps=1` the grid holds the powers of two.
 """
 
@@ -11,7 +11,7 @@ import numpy as np
 from hvdx.kernels.tiles import SHARES
 
 #: Right shift from the bits of a float32 to its bin in the histogram. The exponent and three bits of the fraction
-#: remain: eight bins an octave.
+#: remain: eight bins per octave.
 BIN_SHIFT = 20
 #: Lower bound of tau, as a share of the largest element. A smaller tau would hardly send more elements, only larger m.
 SPAN = 2.0**-12

@@ -43,7 +43,7 @@ class ThresholdState(State):
         lengths: int64[R], number of elements of each run, which share a tau.
         taus: float32[R], tau of each run for the next update.
         found: bool[R], False while a run with a target density has no tau yet.
-        floors: float32[R], lower bound of tau between two passes over an update.
+        floors: float32[R], lower bound of tau until the next histogram of an update.
         quiet: int64[R], number of updates in a row without entries.
         means: float64[R], running mean of the number of entries of an update; -1 before the first update.
         step: number of updates encoded.
@@ -334,7 +334,7 @@ class Threshold(Codec[ThresholdState]):
                 self.target_density or 0.0,
                 self.tau_steps,
             )
-            # A tau below its floor costs a pass over the next update, so it falls below only every _QUIET updates.
+            # A tau below its floor costs a histogram of the next update, so it falls below only every _QUIET updates.
             taus[i] = after if state.step % _QUIET == 0 else max(after, min(floors[i], taus[i]))
         return taus, means
 

@@ -83,7 +83,7 @@ class HostGraphComm(TensorComm):
         return [tf.reshape(tf.cast(r, t.dtype), tf.shape(t)) for r, t in zip(received, tensors, strict=True)]
 
     def _sums(self, vectors: Sequence[np.ndarray], scale: float) -> list[np.ndarray]:
-        """Sum vectors over the ranks, with one collective a dtype."""
+        """Sum vectors over the ranks, with one collective per dtype."""
         result = list(vectors)
         for dtype in sorted({v.dtype for v in vectors}, key=str):
             members = [i for i, v in enumerate(vectors) if v.dtype == dtype]

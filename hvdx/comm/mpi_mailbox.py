@@ -1,4 +1,4 @@
-"""Mailbox on MPI's two-sided messages, with two tags a box: one for headers, one for bodies.
+"""Mailbox on MPI's two-sided messages, with two tags per box: one for headers, one for bodies.
 
 A message is a header of fixed size and, if it has a body, the body in pieces. A matched probe finds headers. Several
 bodies are received at the same time, so that a slow sender does not delay the others.

@@ -7,7 +7,7 @@ Four durations are measured in turns, in several rounds:
 
     once        write the same bytes to one file, with fsync
     copy        copy the same bytes in memory
-    checkpoint  from the decision to save until the checkpoint has its final name, all on the disk
+    checkpoint  from the decision to save until the checkpoint has its final name and is on the disk
     waited      the part of "checkpoint" for which training waits
 """
 

@@ -4,7 +4,7 @@
     python jobs/benchmarks/staleness.py --json staleness.json         also write the figures
     python jobs/benchmarks/staleness.py --ways all_reduce,plain --equal plain --hidden 256
 
-Workers train a dense network on Fashion-MNIST, 64 pictures a step on each, SGD with momentum. In every step each worker
+Workers train a dense network on Fashion-MNIST, 64 images per step on each, SGD with momentum. In every step each worker
 sleeps for 20 ms (--pause), in place of the computation on an accelerator: otherwise the figures would show how workers
 on one machine compete for its cores. The last worker also sleeps for nine times the duration of a step (measured
 before, pause included). Every half second worker 0 stores its weights; they are evaluated after the training, so that
