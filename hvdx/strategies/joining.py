@@ -1,4 +1,4 @@
-"""Joining the world. It separates workers and servers before any code asks for a rank."""
+"""Joining the world: workers and servers are separated before a script can read its rank."""
 
 import sys
 
@@ -33,7 +33,7 @@ def join(strategy: Strategy | str | None = None) -> Comm:
         chosen.serve(joined)
         sys.exit(0)
     if joined.servers:
-        # Servers wait until every worker has disconnected, even one that does not train.
+        # Servers wait until every worker has disconnected. Even a worker that never trains needs a client for that.
         client_of(joined)
     return joined
 

@@ -77,12 +77,12 @@ def test_other_servers_are_refused(servers):
         ({"staleness_exponent": float("nan")}, "staleness_exponent: "),
         ({"staleness_exponent": True}, "staleness_exponent: "),
         ({"staleness_exponent": "1"}, "staleness_exponent: "),
-        ({"staleness": "bound", "max_staleness": -1}, "max_staleness: expected a number from 0 on, got -1"),
+        ({"staleness": "bound", "max_staleness": -1}, "max_staleness: expected 0 or more, got -1"),
         ({"staleness": "bound", "max_staleness": 1.0}, "max_staleness: "),
         ({"staleness": "bound", "max_staleness": False}, "max_staleness: "),
         ({"max_staleness": 3}, "max_staleness=3 is for staleness='bound' or 'scale.bound', got 'none'"),
         ({"staleness": "scale", "max_staleness": 0}, "max_staleness=0 is for"),
-        ({"aggregate": 0}, "aggregate: expected a number from 1 on, got 0"),
+        ({"aggregate": 0}, "aggregate: expected 1 or more, got 0"),
         ({"aggregate": "2"}, "aggregate: "),
         ({"codec": "zip"}, "codec: expected 'none', 'fp16', 'bf16', 'threshold'"),
         ({"codec": "threshold:1.5"}, "codec: .*1.5"),
@@ -102,7 +102,7 @@ def test_other_options_are_refused(options, match):
         ("parameter_server:server=2", "did you mean servers"),
         ("parameter_server:aggregate=2.5", "whole number"),
         ("parameter_server:staleness_exponent=much", "expected a number"),
-        ("parameter_server:staleness=bound,max_staleness=x", "max_staleness: expected a number from 0 on, got 'x'"),
+        ("parameter_server:staleness=bound,max_staleness=x", "max_staleness: expected 0 or more, got 'x'"),
     ],
 )
 def test_spelling_mistakes_are_explained(text, match):
