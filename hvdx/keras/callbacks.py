@@ -153,7 +153,7 @@ def _restore_result(model: Any) -> None:
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
-    """Set the learning rate to `initial_lr * multiplier` between two epochs.
+    """Set the learning rate to `initial_lr * multiplier` in a range of epochs.
 
     When the rate changes, the velocity of an optimiser with momentum is scaled by new / old rate. This is equivalent to
     Horovod's correction of the momentum coefficient (Goyal et al. 2017, section 2.1), and works inside a graph. With
@@ -164,8 +164,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     Args:
         initial_lr: learning rate that is multiplied; None for the optimiser's rate when training begins.
         multiplier: function of the epoch, or a number m for `m ** (epoch - start_epoch)`.
-        start_epoch: first epoch in which the rate is changed.
-        end_epoch: first epoch in which the rate is not changed any more; None for no end.
+        start_epoch: first epoch of the range.
+        end_epoch: first epoch after the range; None for no end.
         staircase: change the rate at the start of each epoch; if False, at every batch, with fractions of epochs.
         momentum_correction: scale the velocity with the rate.
         steps_per_epoch: number of batches; needed if `staircase` is False and Keras cannot derive it.

@@ -17,7 +17,7 @@ from hvdx.strategies.driver import HostExchange
 from hvdx.strategies.telemetry import Telemetry
 from hvdx.strategies.threshold import Threshold
 
-#: Number of steps to measure. The first step of an epoch is not measured, because it may include compiling.
+#: Number of steps to measure. The first step of an epoch is not measured: its time may include compiling.
 TRIAL_STEPS = 3
 # Smallest saving for which a lossy strategy is chosen, as a share of a step: fp16 over float32, threshold over both.
 _WORTH_FP16, _WORTH_THRESHOLD = 0.03, 0.1

@@ -15,7 +15,7 @@ def join(strategy: Strategy | str | None = None) -> Comm:
     A rank that the strategy needs as a server serves here until all workers have disconnected, and then exits.
 
     Args:
-        strategy: default strategy of the workers; None for that of `HVDX_STRATEGY`.
+        strategy: strategy that determines the number of ranks that only serve; for None see `hvdx.strategies.resolve`.
 
     Returns:
         The communicator of the workers.

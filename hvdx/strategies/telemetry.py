@@ -36,7 +36,7 @@ class Telemetry:
         sent, received: bytes that this rank gave to the network, and received from it.
         computing: seconds from the end of one exchange to the beginning of the next.
         encoding: seconds spent on encoding messages.
-        waiting: seconds until all ranks had come to the exchange.
+        waiting: seconds until all ranks had begun the exchange.
         exchanging: seconds from then until all messages had arrived; with overlap, the part of an exchange that the
             computation did not hide.
         decoding: seconds spent on adding up the messages.

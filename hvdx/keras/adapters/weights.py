@@ -119,7 +119,7 @@ class WeightsAdapter(HostAdapter):
         return self._begun[key]
 
     def _opened(self, variables: list[Any]) -> Any:
-        """Return the exchange for these variables; renew one of an earlier fit, as an exception may have ended it."""
+        """Return the exchange for these variables; renew that of an earlier fit, which an exception may have ended."""
         key = tuple(id(v) for v in variables)
         opens = key not in self._used
         earlier = opens and key in self._open

@@ -39,7 +39,8 @@ class Distribute(keras.callbacks.Callback):
     data: see `hvdx.shard`.
 
     Args:
-        strategy: a strategy, its one-line spelling, or None for the value of `HVDX_STRATEGY`, by default `AllReduce()`.
+        strategy: a strategy or its one-line spelling. None means the strategy of `hvdx.init`; if there is none, that of
+            `HVDX_STRATEGY`; if that is not set, `AllReduce()`.
         check_every: interval of the comparison of all weights over the ranks, bit by bit: "epoch", or a number of
             steps (then also at the end of each epoch), or None for no comparison.
 

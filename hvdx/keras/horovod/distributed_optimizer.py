@@ -62,8 +62,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             used.
 
     Returns:
-        The same optimiser; under the policy "mixed_float16", a loss-scale optimiser around it. Keras would otherwise
-        add one later, and ranks could not agree to skip a step. The optimiser's method
+        The same optimiser; under the policy "mixed_float16", a loss-scale optimiser around it. If Keras added it later,
+        ranks could not agree to skip a step. The optimiser's method
         `register_local_var(variables)` takes a Keras or TensorFlow variable, or several, before the first step; each
         rank then trains those alone.
 
