@@ -75,7 +75,7 @@ class Distribute(keras.callbacks.Callback):
         self._adapters: list[Adapter] = []
         self._earlier_costs: list[Telemetry] = []
         self._jit_compile: Any = None
-        self._broadcast_done = False
+        self._first_step, self._weights_broadcast = True, 0
         self._epoch = 0
         self._steps_before = 0
         self._logs = metrics.EpochLogs(self._comm)
@@ -105,7 +105,7 @@ class Distribute(keras.callbacks.Callback):
         if self._comm.size == 1:
             return
         progress.first_step(True)
-        self._broadcast_done = False
+        self._first_step, self._weights_broadcast = True, 0
         self._steps_before = 0
         self._earlier_costs = []
         agree_on_strategy(self.strategy, self._comm)
@@ -188,7 +188,7 @@ class Distribute(keras.callbacks.Callback):
 
     def _broadcast_state(self, excluded: Collection[int] = ()) -> None:
         replicas.broadcast_state(self.model, 0, self._comm, excluded)
-        self._broadcast_done = True
+        self._weights_broadcast = len(self.model.weights)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Detach the optimisers that this callback attached, and undo its changes to the model."""
@@ -237,11 +237,12 @@ class Distribute(keras.callbacks.Callback):
         if self._comm.size == 1:
             return
         self._logs.see_step(logs)
-        if not self._broadcast_done:
+        if self._first_step and len(self.model.weights) > self._weights_broadcast:
             # Layers that are built in the first step had no weights to broadcast before it.
             for adapter in self._adapters:
                 adapter.prepare_broadcast()
             self._broadcast_state()
+        self._first_step = False
         if not any(b.stepped for b in self._adapters) and self.model.trainable_weights:
             raise NotDistributedError(
                 "the training step did not go through the optimizer, so the ranks would train separately. In a custom "
