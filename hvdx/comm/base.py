@@ -112,18 +112,18 @@ class Channel(abc.ABC):
         for begin in range(0, vector.size, most):
             block = vector[begin : begin + most]
             bounds = np.arange(self.size + 1) * block.size // self.size
-            pieces = self.deal(block, bounds)
+            pieces = self.scatter_pieces(block, bounds)
             # A sum that float16 cannot hold becomes infinity, which checks of the result find.
             with np.errstate(over="ignore", invalid="ignore"):
                 total = pieces[0].astype(wide)
                 for piece in pieces[1:]:
                     total += piece.astype(wide, copy=False)
                 mine = (total * scale if scale != 1.0 else total).astype(vector.dtype, copy=False)
-            self.join(mine, bounds, result[begin : begin + most])
+            self.gather_pieces(mine, bounds, result[begin : begin + most])
         return result
 
     @abc.abstractmethod
-    def deal(self, vector: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+    def scatter_pieces(self, vector: np.ndarray, bounds: np.ndarray) -> np.ndarray:
         """Send every rank its piece of this rank's vector (an all-to-all).
 
         Args:
@@ -138,12 +138,12 @@ class Channel(abc.ABC):
         """
 
     @abc.abstractmethod
-    def join(self, piece: np.ndarray, bounds: np.ndarray, into: np.ndarray) -> None:
+    def gather_pieces(self, piece: np.ndarray, bounds: np.ndarray, into: np.ndarray) -> None:
         """Gather the pieces of all ranks into one vector (an all-gather).
 
         Args:
             piece: piece of this rank, [bounds[rank + 1] - bounds[rank]].
-            bounds: int64[size + 1], bounds of the pieces; see `deal`.
+            bounds: int64[size + 1], bounds of the pieces; see `scatter_pieces`.
             into: contiguous [n], the output.
 
         Raises:

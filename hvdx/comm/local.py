@@ -153,11 +153,11 @@ class VirtualChannel(Channel):
         for other in everyone[1:]:
             vector += other
 
-    def deal(self, vector: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+    def scatter_pieces(self, vector: np.ndarray, bounds: np.ndarray) -> np.ndarray:
         mine = slice(bounds[self.rank], bounds[self.rank + 1])
         return np.stack([theirs[mine] for theirs in self._table.swap(self.rank, vector.copy())])
 
-    def join(self, piece: np.ndarray, bounds: np.ndarray, into: np.ndarray) -> None:
+    def gather_pieces(self, piece: np.ndarray, bounds: np.ndarray, into: np.ndarray) -> None:
         into[:] = np.concatenate(self._table.swap(self.rank, piece))
 
     def close(self) -> None:

@@ -248,7 +248,7 @@ class MpiChannel(Channel):
         """Sum a vector of float32 or float64 over the ranks, in place."""
         self._wait(self._comm.Iallreduce(self._mpi.IN_PLACE, vector))
 
-    def deal(self, vector: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+    def scatter_pieces(self, vector: np.ndarray, bounds: np.ndarray) -> np.ndarray:
         ends = bounds * vector.itemsize
         mine = ends[self.rank + 1] - ends[self.rank]
         self._reserve(self.size * mine)
@@ -258,7 +258,7 @@ class MpiChannel(Channel):
         self._wait(self._comm.Ialltoallv(sent, into))
         return got.view(vector.dtype).reshape(self.size, bounds[self.rank + 1] - bounds[self.rank])
 
-    def join(self, piece: np.ndarray, bounds: np.ndarray, into: np.ndarray) -> None:
+    def gather_pieces(self, piece: np.ndarray, bounds: np.ndarray, into: np.ndarray) -> None:
         ends = bounds * into.itemsize
         received = [into.view(np.uint8), np.diff(ends), ends[:-1], self._mpi.BYTE]
         self._wait(self._comm.Iallgatherv([piece.view(np.uint8), self._mpi.BYTE], received))

@@ -60,8 +60,8 @@ class Strategy(abc.ABC):
             which is Horovod if it is installed on all ranks, else MPI.
         schedule: steps at which the exchange runs, as pairs (first step, period) in increasing order of the steps; the
             first pair begins at step 0. Only exchanges of weights in the graph may differ from `EACH_STEP`.
-        asynchronous: whether a rank exchanges without waiting for the others. `deal_out` then returns the client that
-            requests each step of an epoch.
+        asynchronous: whether a rank exchanges without waiting for the others. `step_client` then returns the client
+            that requests each step of an epoch.
         dedicated: number of ranks that only serve the others, by `serve`.
         counts_samples: whether the adapter needs the number of samples in each step.
         provisional: whether `successor` replaces the strategy after some steps.
@@ -134,7 +134,7 @@ class Strategy(abc.ABC):
         """
         return
 
-    def deal_out(self, comm: Comm, steps: int, begun: int = 0) -> "StepClient":
+    def step_client(self, comm: Comm, steps: int, begun: int = 0) -> "StepClient":
         """Return this rank's client for the steps of each epoch, for `asynchronous` strategies. Collective.
 
         Args:
@@ -142,7 +142,7 @@ class Strategy(abc.ABC):
             steps: steps in an epoch, of all ranks together; each rank takes its first step without a request.
             begun: steps of the first epoch that were taken before this fit.
         """
-        raise NotImplementedError(f"{type(self).__name__}: an asynchronous strategy must implement deal_out.")
+        raise NotImplementedError(f"{type(self).__name__}: an asynchronous strategy must implement step_client.")
 
     def ready(self, exchanges: Sequence[Any]) -> bool:
         """Return whether a `provisional` strategy can choose its successor; the same on all ranks.

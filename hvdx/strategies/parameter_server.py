@@ -151,7 +151,7 @@ class ParameterServer(Strategy):
         PreemptionListener.ignore()
         serve(comm.mailbox(SERVER_BOX), RequestHandler(comm.workers, threads=kernel_threads(comm.local_size)))
 
-    def deal_out(self, comm: Comm, steps: int, begun: int = 0) -> StepClient:
+    def step_client(self, comm: Comm, steps: int, begun: int = 0) -> StepClient:
         """Return the client of the first server, which hands out the steps."""
         return StepClient(comm, self.server_ranks(comm)[0], steps, begun)
 

@@ -27,8 +27,8 @@ from hvdx.report.table import quantity, render
 #: Strategies that are compared by default, by name; "alone" stands for no strategy.
 STRATEGIES = {
     "alone": "alone",
-    "Horovod fp32": "all_reduce",
-    "Horovod fp16": "all_reduce:compression=fp16",
+    "Horovod fp32": "all_reduce:engine=horovod",
+    "Horovod fp16": "all_reduce:engine=horovod,compression=fp16",
     "threshold": "threshold",
 }
 #: Steps between two evaluations.

@@ -13,7 +13,7 @@ from hvdx.comm.base import Reduction
 from hvdx.errors import ConfigError
 from hvdx.keras.adapters import updates
 from hvdx.keras.adapters.base import Adapter, apply_constraints, describe, refuse_local_skip, scaled
-from hvdx.keras.adapters.optimizer_state import innermost, local_variables, moving_averages, slots
+from hvdx.keras.adapters.optimizer_state import accumulated_gradients, innermost, moving_averages, slots
 from hvdx.strategies import Strategy, TensorSpec
 from hvdx.strategies.telemetry import AveragingTelemetry, Telemetry
 
@@ -203,7 +203,7 @@ class AveragingAdapter(Adapter):
         count, *scale = tf.unstack(those)
         for variable, value in zip(counters, [count // micro * micro, *scale], strict=True):
             variable.assign(tf.cast(value, variable.dtype))
-        for variable in local_variables(inner):
+        for variable in accumulated_gradients(inner):
             variable.assign(tf.zeros_like(tf.convert_to_tensor(variable)))
 
     def cost(self) -> Telemetry:
@@ -227,7 +227,7 @@ class AveragingAdapter(Adapter):
         if now and not int(self.since.numpy()):
             return slots(self._inner) if self.strategy.rank_local_state else []
         outer, inner = self._outer, self._inner
-        local = {id(v) for v in local_variables(inner)}
+        local = {id(v) for v in accumulated_gradients(inner)}
         state = {id(v): v for v in (*outer.variables, *inner.variables) if id(v) not in local}
         return [*inner._trainable_variables, *state.values()]
 

@@ -12,7 +12,7 @@ def innermost(optimizer: Any) -> Any:
     return optimizer
 
 
-def local_variables(optimizer: Any) -> list[Any]:
+def accumulated_gradients(optimizer: Any) -> list[Any]:
     """Return the gradients that an optimiser is still accumulating; they belong to its rank."""
     return list(getattr(innermost(optimizer), "_accumulated_gradients", ()))
 
@@ -26,5 +26,5 @@ def slots(optimizer: Any) -> list[Any]:
     """Return the state that an optimiser derives from gradients, such as momenta, without the step counter."""
     inner = innermost(optimizer)
     shared = [inner._iterations, inner._learning_rate, *moving_averages(inner)]
-    known = {id(v) for v in (*shared, *local_variables(inner))}
+    known = {id(v) for v in (*shared, *accumulated_gradients(inner))}
     return [v for v in inner.variables if id(v) not in known]

@@ -5,12 +5,12 @@ from typing import Any
 
 from hvdx.keras.adapters.base import Adapter
 from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
-from hvdx.keras.adapters.optimizer_state import local_variables
+from hvdx.keras.adapters.optimizer_state import accumulated_gradients
 
 
 def accumulated(model: Any) -> list[Any]:
     """Return the gradients that a model's optimisers are still accumulating."""
-    return [v for optimizer in optimizers_of(model) for v in local_variables(optimizer)]
+    return [v for optimizer in optimizers_of(model) for v in accumulated_gradients(optimizer)]
 
 
 def rank_local_ids(

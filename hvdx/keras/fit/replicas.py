@@ -10,7 +10,7 @@ import tensorflow as tf
 from hvdx.comm import Comm
 from hvdx.errors import ReplicaError
 from hvdx.keras.adapters.optimizer import optimizers_of
-from hvdx.keras.adapters.optimizer_state import local_variables
+from hvdx.keras.adapters.optimizer_state import accumulated_gradients
 
 # Largest number of differing variables that an error lists.
 _LISTED = 5
@@ -27,7 +27,7 @@ def state_of(model: Any) -> list[Any]:
 def optimizer_state_of(model: Any) -> list[Any]:
     """Return the variables of a model's optimisers, without half-accumulated gradients."""
     optimizers = optimizers_of(model)
-    local = {id(v) for optimizer in optimizers for v in local_variables(optimizer)}
+    local = {id(v) for optimizer in optimizers for v in accumulated_gradients(optimizer)}
     variables = {id(v): v for optimizer in optimizers for v in optimizer.variables}
     return [v for i, v in variables.items() if i not in local]
 

@@ -124,7 +124,7 @@ class SyncCallback(keras.callbacks.Callback):
         if min(known) == 0:
             raise ReplicaError(f"fit: a rank has no step: {known} steps on the ranks. Give each its share of data.")
         total = sum(-(-number // steps_per_execution) for number in known)
-        self._step_client = strategy.deal_out(self._comm, total, self.steps_done // steps_per_execution)
+        self._step_client = strategy.step_client(self._comm, total, self.steps_done // steps_per_execution)
         self._repeats = callback_list.extend_epochs(self, total * steps_per_execution)
         return self._step_client
 
