@@ -31,8 +31,8 @@ WAYS: dict[str, tuple[str, str, str]] = {
     "full": ("asynchronous, updates in full", f"{_SERVER},op=sum", "1"),
     "plain": ("asynchronous", _SERVER, "1"),
     "scaled": ("asynchronous, scaled by 1/s", f"{_SERVER},staleness=scale", "1"),
-    "soft": ("soft sync, 2 collected", f"{_SERVER},aggregate=2", "1"),
-    "soft_scaled": ("soft sync, 2 collected, scaled", f"{_SERVER},aggregate=2,staleness=scale", "1"),
+    "soft": ("soft sync, 2 aggregated", f"{_SERVER},aggregate=2", "1"),
+    "soft_scaled": ("soft sync, 2 aggregated, scaled", f"{_SERVER},aggregate=2,staleness=scale", "1"),
     "bound": ("bounded, 4 steps ahead", f"{_SERVER},staleness=bound,max_staleness=4", "1"),
     "bound_far": ("bounded, 64 steps ahead", f"{_SERVER},staleness=bound,max_staleness=64", "1"),
 }
