@@ -34,7 +34,8 @@ class MessageType(IntEnum):
         GRANT: [granted, steps handed out, stopped]
         WAIT_NOTICE: this worker still has to wait; the body names the ranks it waits for (JSON). It may come at any
             time.
-        ERROR: the body says why the last message was refused; nothing of that message was applied.
+        ERROR: [damaged] the body says why the last message was refused; nothing of that message was applied. `damaged`
+            is 1 if the update could not be decoded.
     """
 
     OPEN = 1
