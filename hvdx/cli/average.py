@@ -25,7 +25,7 @@ formats, read and written as their own frameworks do; those frameworks need not 
 
 All networks must have one architecture: the same tensors, with the same shapes and dtypes. Sums are computed in
 float64, and every tensor keeps its dtype. Everything else (configuration, metadata, epoch numbers) is copied from the
-first network. Integers and booleans have no mean: they must be equal, or --integers says which network's are copied.
+first network. Integers and booleans have no mean: they must be equal, or --integers names the network to copy.
 
 Batch normalisation: the mean of the networks' statistics is not the mean network's statistics. --recalibrate computes
 the latter on inputs that you give (.keras only); without it, hvdx prints a warning.
@@ -90,8 +90,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     if args.output is None and not args.report:
-        raise ConfigError(f"average: -o: expected where to write the mean, got nothing. Do: {EXAMPLE}")
-    # Before the report, which opens and checks all inputs: an output that cannot be written fails at once.
+        raise ConfigError(f"average: -o: expected a path for the mean, got nothing. Do: {EXAMPLE}")
+    # Check the output before the report, which reads all inputs, so that a wrong path fails at once.
     if args.output is not None:
         from hvdx.averaging.output import check_free
 

@@ -17,9 +17,9 @@ NAME = "run"
 HELP = "start a script on several workers"
 EXAMPLE = "hvdx run -n 4 python train.py"
 DETAILS = """\
-It calls the mpirun beside this Python or on PATH, with options that allow root, allow more workers than cores, and do
-not bind a worker to one core. Each worker gets its share of the cores and the variables HVDX_*. The exit code is that
-of the job.
+This command calls the mpirun beside this Python or on PATH, with options that allow root, allow more workers than
+cores, and do not bind a worker to one core. Each worker gets its share of the cores and the variables HVDX_*. The
+exit code is that of the job.
 
   hvdx run -n 4 python train.py                        four workers on this machine
   hvdx run --hosts node1:2,node2:2 python train.py     two workers on each of two machines that ssh reaches
