@@ -35,7 +35,8 @@ class MessageType(IntEnum):
         GRANT: [granted, steps handed out, stopped] granted is 0 if the worker takes no more steps in this round.
         WAIT_NOTICE: this worker still has to wait; the body names the ranks that it waits for (JSON). It may arrive
             before any answer.
-        ERROR: the body says why the last message was refused; nothing of that message was applied.
+        ERROR: [damaged] the body says why the last message was refused; nothing of that message was applied. `damaged`
+            is 1 if the update could not be decoded.
     """
 
     OPEN = 1
