@@ -148,7 +148,7 @@ def costs(counters) -> list[tuple[str, str]]:
         if averages:
             rows += [
                 ("averages of the weights", f"{averages}, {1e3 * cost.exchanging / averages:.0f} ms each"),
-                ("divergence before the last average", f"{100 * cost.apart:.2g} %"),
+                ("divergence before the last average", f"{100 * cost.divergence:.2g} %"),
             ]
         if getattr(cost, "staleness", None):
             parts = ("computing", "encoding", "waiting", "exchanging")

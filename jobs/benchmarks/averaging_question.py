@@ -4,13 +4,14 @@
     mpirun -n 4 python jobs/benchmarks/averaging_question.py --json question.json  also write the figures
     mpirun -n 2 python jobs/benchmarks/averaging_question.py --steps 64 --periods 1,8 --optimizers sgd,adam
 
-Every way starts from the same weights and trains on the same batches. "From dense" is the 2-norm of the difference
-between its final weights and those of all-reduced gradients, divided by the norm of the latter. "Apart" is the distance
-of a worker's weights from the mean at the end of the last period, averaged over the workers.
+Every variant starts from the same weights and trains on the same batches. "From dense" is the 2-norm of the difference
+between its final weights and those of all-reduced gradients, divided by the norm of the latter. "Divergence" is the
+distance of a worker's weights from the mean before the last average, divided by the norm of the mean, and averaged over
+the workers.
 
-Training amplifies differences, even those of rounding. The way "rounded otherwise" shows their size: it divides the
-gradients by 3 before the all-reduce, and multiplies them by 3 afterwards. A way that is no farther from dense than this
-one is the same as dense, up to rounding.
+Training amplifies differences, even those of rounding. The variant "rounded otherwise" shows their size: it divides the
+gradients by 3 before the all-reduce, and multiplies them by 3 afterwards. A variant that is no farther from dense than
+this one equals dense, up to rounding.
 """
 
 import argparse
@@ -93,8 +94,8 @@ def train(optimizer: str, strategy: Any, options: argparse.Namespace) -> tuple[l
         callbacks=[distribute],
     ).history
     (cost,) = distribute.counters.telemetry or [None]
-    apart = hvdx.keras.allreduce(np.float32(getattr(cost, "apart", 0.0)), name="apart")
-    return model.get_weights(), {"accuracy": 100 * history["val_accuracy"][-1], "apart": float(apart)}
+    divergence = hvdx.keras.allreduce(np.float32(getattr(cost, "divergence", 0.0)), name="divergence")
+    return model.get_weights(), {"accuracy": 100 * history["val_accuracy"][-1], "divergence": float(divergence)}
 
 
 def relative_distance(weights: list[Any], others: list[Any]) -> float:
@@ -106,11 +107,11 @@ def relative_distance(weights: list[Any], others: list[Any]) -> float:
 def show(rows: list[dict[str, Any]], size: int, options: argparse.Namespace) -> None:
     """Print the table."""
     cells = [
-        [row["optimizer"], row["way"], f"{row['from_dense']:.2g}", f"{row['apart']:.2g}", f"{row['accuracy']:.2f}"]
+        [row["optimizer"], row["way"], f"{row['from_dense']:.2g}", f"{row['divergence']:.2g}", f"{row['accuracy']:.2f}"]
         for row in rows
     ]
     print(f"{size} workers, {options.steps} steps of 64 samples on each")
-    print(render(cells, header=["optimizer", "averaged", "from dense", "apart", "accuracy, %"]))
+    print(render(cells, header=["optimizer", "averaged", "from dense", "divergence", "accuracy, %"]))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ def test_comparison_separates_period_1_from_longer_periods(tmp_path):
     assert done.code == 0, done
     rows = {(r["optimizer"], r["way"]): r for r in json.loads(figures.read_text())["rows"]}
     assert rows["sgd", "every 1"]["from_dense"] < 1e-5 < 1e-3 < rows["sgd", "every 8"]["from_dense"]
-    assert rows["sgd", "every 1"]["apart"] < rows["sgd", "every 8"]["apart"]
+    assert rows["sgd", "every 1"]["divergence"] < rows["sgd", "every 8"]["divergence"]
     assert "gradients, rounded otherwise" in done.out
 
 
