@@ -6,9 +6,9 @@
 
 Workers train a dense network on Fashion-MNIST, 64 pictures a step on each, SGD with momentum. In every step each worker
 sleeps for 20 ms (--pause), which simulates the computation on an accelerator. Otherwise the figures would show how
-workers on one machine compete for its cores. The last worker also sleeps for nine times the duration of a step (measured
-before, pause included). Every half second worker 0 stores its weights; they are evaluated after the training, so that
-evaluation does not delay it. Seconds count from the third step, when everything is compiled.
+workers on one machine compete for its cores. The last worker also sleeps for nine times the duration of a step
+(measured before, pause included). Every half second worker 0 stores its weights; they are evaluated after the training,
+so that evaluation does not delay it. Seconds count from the third step, when everything is compiled.
 
 The first table shows the variants with the slow worker (--ways), the second those without it (--equal). In the second,
 the mean staleness should equal the number of workers.
