@@ -156,7 +156,7 @@ def costs(counters) -> list[tuple[str, str]]:
                 ("mean staleness, this worker", f"{cost.staleness.mean:.2f}"),
                 ("updates a second, each server", f"{sum(cost.updates_per_second) / len(cost.servers):.1f}"),
                 ("updates refused", str(cost.skipped)),
-                ("s waiting at ends of epochs", f"{cost.ending:.1f}"),
+                ("seconds waiting at ends of epochs", f"{cost.ending:.1f}"),
                 (
                     "ms " + ", ".join(parts),
                     ", ".join(f"{1e3 * getattr(cost, part) / cost.steps:.1f}" for part in parts),

@@ -88,9 +88,9 @@ model.compile(optimizer=optimizer, loss="sparse_categorical_crossentropy", metri
 callbacks = [
     # All ranks start from rank 0's weights.
     hvd.callbacks.BroadcastGlobalVariablesCallback(0),
-    # Stands before any callback that reads the metrics.
+    # This callback stands before any other that reads the metrics.
     hvd.callbacks.MetricAverageCallback(),
-    # Avoids divergence in the first epochs, which the full learning rate of a large batch can cause.
+    # A warm-up avoids divergence in the first epochs, which the full learning rate of a large batch can cause.
     hvd.callbacks.LearningRateWarmupCallback(initial_lr=scaled_rate, warmup_epochs=arguments.warmup_epochs, verbose=1),
 ]
 # Only on rank 0, since all ranks would write the same files.

@@ -67,7 +67,7 @@ def main() -> int:
         if options.plot:
             plot(options.plot, x, y, model, alone, together, options.every)
             print(f"wrote {options.plot}")
-    # Gives every worker the same exit status.
+    # Give every worker the same exit status.
     return int(hvdx.keras.broadcast_object(largest > options.tolerance, 0))
 
 

@@ -91,7 +91,7 @@ class _Entry(_Cache):
 
 
 _entries: dict[str, Any] = {}
-# Compiled code by kernel and signature: loaded from the file, and collected for it while `prepare` compiles.
+# Compiled code by kernel and signature: loaded from the file, or, while `prepare` compiles, kept for the file.
 _loaded: dict[str, dict[Any, bytes]] = {}
 _collected: dict[str, dict[Any, bytes]] | None = None
 _ready: dict[Path, Ready] = {}
@@ -236,7 +236,7 @@ def _version(path: Path) -> tuple[int, int]:
 
 def _compile(path: Path, call_all: Callable[[], None]) -> Ready:
     global _collected
-    # Kernels that this process has already compiled would not be compiled again, and so not be collected.
+    # Kernels that this process has already compiled would not be compiled again, and the file would lack them.
     if any(dispatcher.overloads for dispatcher in _entries.values()):
         return Ready("not kept", path, "this process had compiled some kernels before")
     _collected = {}

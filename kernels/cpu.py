@@ -235,8 +235,8 @@ def _scratch(layout: Layout) -> tuple[np.ndarray, ...]:
 def _buffer(size: int) -> np.ndarray:
     """Return uint8[size] of which only the written pages take memory. The system gets the memory back when it is freed.
 
-    An allocator would keep freed memory, and may return memory that was advised to use pages of 2 MiB. It is faster for
-    small buffers, so those come from it.
+    An allocator would keep freed memory, and may return memory that was advised to use pages of 2 MiB. An allocator
+    is faster for small buffers, so those come from it.
     """
     if size < _SMALL:
         return np.empty(size, np.uint8)

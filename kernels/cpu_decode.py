@@ -15,9 +15,9 @@ from hvdx.kernels.denormals import keep_denormals, restore_mode
 from hvdx.kernels.table import ENTRIES, FIRST, LAST, LENGTH, MULTIPLE, START
 from hvdx.kernels.tiles import BLOCK, ESCAPE, M_MAX
 
-#: Largest z + k of a number in the gap code: the bit length of N_MAX.
+#: Largest z + k of a number in the gap code (see `docs/wire-format.md`): the bit length of N_MAX.
 _BITS = 49
-#: Number of entries that are decoded before they are added: more than one core can have in flight from memory.
+#: Number of entries that are decoded before they are added: more loads from memory than a core can have in flight.
 _READY = 256
 _u64, _i64 = np.uint64, np.int64
 
@@ -44,7 +44,7 @@ def take(address, bit, size, length):
 
 @njit(nogil=True, error_model="numpy")
 def take_code(address, bit, size, k):
-    """Read the next number in the gap code; return it and the position of its end. It is -1 if z + k exceeds _BITS."""
+    """Read the next number in the gap code; return it, or -1 if z + k exceeds _BITS, and the position of its end."""
     ones = simd.trailing_zeros(~peek(address, bit, size))
     bit += ones + 1
     if ones < ESCAPE:

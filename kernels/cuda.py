@@ -142,7 +142,7 @@ class _Arrays(NamedTuple):
         summary: int64[TALLIES + PER_RUN * R], results for the host.
         ends: int64[R], ends of the runs.
         taus: float32[R], taus of the runs.
-        masks: uint32[ceil(n / 32)], one bit an element, 1 if it has an entry.
+        masks: uint32[ceil(n / 32)], one bit per element, 1 if it has an entry.
         prefixes: int64[regions * (chunks of a region + 1)], number of entries before each chunk of a region.
         starts: int64[regions], number of entries before each region.
         tiles: int64[largest possible number of tiles, COLUMNS], table of tiles.
@@ -175,7 +175,7 @@ class Scratch:
         if key != self._key:
             self._arrays = None
             regions, chunks = -(-n // layout.region), layout.region // math.gcd(CHUNK, layout.region)
-            # A region makes its full tiles and one smaller tile. A shared tile may end before them, and one after.
+            # A region has full tiles and one smaller tile. One shared tile may end before them, and another after them.
             most = min(n, regions * (layout.region // layout.tile_max + 3) + 1)
             shapes = _Arrays(
                 summary=(TALLIES + PER_RUN * runs, np.int64),
@@ -334,7 +334,7 @@ def decode(messages: Sequence[tuple[Any, Runs]], scale: float, out: Any, rice: b
             the GPU.
         scale: float32 factor.
         out: C-contiguous float32 array on the GPU, or a list of them that is read as one vector; changed in place. Each
-            message takes one launch an array, so one long array is fastest.
+            message takes one launch per array, so one long array is fastest.
         rice: True if gaps are entropy-coded, False for plain positions.
         stream: stream of numba.cuda; None for the default stream.
 

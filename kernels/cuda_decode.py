@@ -1,4 +1,4 @@
-"""CUDA kernels of the decoder: read and check tiles, one a thread, then add their entries.
+"""CUDA kernels of the decoder: read and check tiles, one per thread, then add their entries.
 
 One kernel scales and stores the values, and another one adds them, so that no compiler can contract the multiplication
 and the addition.
@@ -196,7 +196,7 @@ def store(at, where, negative, m, run, final, ends, taus, scale, index, value):
 
 @cuda.jit
 def read_tiles(words, rows, spans, ends, taus, scale, index, value, status, rice):
-    """Read tiles, one a thread, and set status[0] to the first error.
+    """Read tiles, one per thread, and set status[0] to the first error.
 
     `spans` has the first run and the end of the runs of each message.
     """

@@ -22,9 +22,9 @@ BANK = 128
 #: Elements for each prefix sum; gcd(CHUNK, region) is used, so that a region has a whole number of them.
 CHUNK = 2048
 
-#: Columns of a tile on the device: rank of its first entry among all entries, number of entries, first and last region,
-#: indices of the first and the last entry, offset of its bytes, length of the payload in bytes, and number of entries
-#: with m above 1.
+#: Columns of a tile on the device: position of its first entry among all entries, number of entries, first and last
+#: region, indices of the first and the last entry, offset of its bytes, length of the payload in bytes, and number of
+#: entries with m above 1.
 RANK, ENTRIES, FROM, TO, FIRST, LAST, START, PAYLOAD, LARGER = range(9)
 COLUMNS = 9
 
@@ -114,7 +114,8 @@ def find_fault(update, summary, first, limit):
 def accumulate(update, residual, masks, summary, tally, first, tau):
     """Add an update of one run to residual[first:], set the mask bits of entries, and count from summary[tally] on.
 
-    An element that reaches tau keeps its whole sum until its tile is written, but the counts are of the later residual.
+    An element that reaches tau keeps its whole sum until its tile is written, but the counts are those of the residual
+    after that.
     If there is a fault, nothing is changed.
     """
     if summary[FAULT] != NO_FAULT:
@@ -177,7 +178,7 @@ def accumulate(update, residual, masks, summary, tally, first, tau):
                 else:
                     masks[(first + start) >> 5] |= bits
                 bank[side * WORDS + w] = np.uint32(0)
-        # The next iteration fills the other half, so one barrier an iteration is enough.
+        # The next iteration fills the other half, so one barrier per iteration is enough.
         side = 1 - side
     cuda.atomic.add(sums, 0, np.int64(sent))
     cuda.atomic.add(sums, 1, np.int64(near_0))
@@ -230,7 +231,7 @@ def emit(tiles, tile, rank, entries, first, final):
 
 @cuda.jit
 def plan_tiles(prefixes, starts, tiles, summary, chunks, tile_max, tile_min, group, group_regions):
-    """Plan the tiles like `tiles.plan`, and set starts[r] to the rank of region r's first entry. One block works.
+    """Plan the tiles like `tiles.plan`, and set starts[r] to the position of region r's first entry. Launch one block.
 
     Each step of the plan depends on the region before, so one thread computes it; all threads load the counts.
     """
@@ -239,7 +240,7 @@ def plan_tiles(prefixes, starts, tiles, summary, chunks, tile_max, tile_min, gro
     if cuda.blockIdx.x > 0 or summary[FAULT] != NO_FAULT:
         return
     tile = rank = waiting = regions = np.int64(0)
-    # Rank and region of the first entry that waits for a shared tile.
+    # Position and region of the first entry that waits for a shared tile.
     wait_rank = wait_from = np.int64(0)
     for begin in range(0, starts.size, THREADS):
         if begin + tid < starts.size:
@@ -292,7 +293,7 @@ def skipped_inside(tiles, tile):
 
 @cuda.jit
 def place(tiles, summary):
-    """Set the offset of each tile's bytes, and the number of all bytes in the summary. One block works."""
+    """Set the offset of each tile's bytes, and the number of all bytes in the summary. Launch one block."""
     sums = cuda.shared.array(THREADS, np.int64)
     tid = cuda.threadIdx.x
     if cuda.blockIdx.x > 0:

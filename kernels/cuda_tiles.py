@@ -129,7 +129,7 @@ def collect(masks, prefixes, starts, tiles, tile, region, chunk, places):
     for c in range(cuda.threadIdx.x, (tiles[tile, TO] - first + 1) * chunks, cuda.blockDim.x):
         r = first + c // chunks
         at = r * (chunks + 1) + c % chunks
-        # Ranks within the tile. Entries of tiles before have negative ranks.
+        # Positions within the tile. Entries of tiles before have negative positions.
         before = starts[r] + prefixes[at] - rank
         after = starts[r] + prefixes[at + 1] - rank
         if after > before and after > 0 and before < entries:

@@ -136,7 +136,7 @@ def tile(index: np.ndarray, negative: np.ndarray, m: np.ndarray, last: int, rice
 
 
 def varint(value: int) -> bytes:
-    """Return a number in LEB128: seven bits a byte, the lowest first; the top bit is 1 if another byte follows."""
+    """Return a number in LEB128: seven bits per byte, the lowest first; the top bit is 1 if another byte follows."""
     out = bytearray()
     while value >= 0x80:
         out.append(value & 0x7F | 0x80)

@@ -48,7 +48,7 @@ def _store(builder: Any, value: Any, address: Any, offset: int) -> None:
 
 
 def _bits(builder: Any, lanes: Any) -> Any:
-    """Return a mask of one bit a lane, as i64."""
+    """Return a mask of one bit per lane, as i64."""
     return builder.zext(builder.bitcast(lanes, _I16), _I64)
 
 
@@ -90,10 +90,10 @@ def accumulate(
     """Add blocks of 64 float32 at `update` to those at `residual`, and subtract +-tau from each sum that reaches tau.
 
     The new residual has the sign of the sum, also if it is zero. A sum that would still reach tau after the subtraction
-    is stored whole, without it. For each block from `block` to `end` with a sum that reaches tau, a uint64 mask with
-    one bit an element is appended to the `found` masks at `masks`, and the block's number to the int64 at `where`. The
-    int64 at `near` increase by the number of new residuals that reach each of SHARES of tau; a sum that is stored whole
-    counts for each share.
+    is stored whole, without the subtraction. For each block from `block` to `end` with a sum that reaches tau, a uint64
+    mask with one bit per element is appended to the `found` masks at `masks`, and the block's number to the int64 at
+    `where`. The int64 at `near` increase by the number of new residuals that reach each of SHARES of tau; a sum that is
+    stored whole counts for each share.
 
     Returns two int64: the new number of masks, and 1 if some sum was stored whole.
     """

@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdx.comm import Comm, GraphComm, Mailbox, Message
-from hvdx.comm.base import HEAD_WORDS, Reduction
+from hvdx.comm.base import HEADER_WORDS, Reduction
 from hvdx.comm.waiting import until
 
 # Time limit of a check for a message.
@@ -119,7 +119,7 @@ def check_messages_come_in_order(comm: Comm) -> None:
     for message in _messages(box, comm.size * len(sizes)):
         i = expected[message.sender]
         expected[message.sender] += 1
-        assert message.header == (i, message.sender, -(2**62), comm.rank, *[0] * (HEAD_WORDS - 4))
+        assert message.header == (i, message.sender, -(2**62), comm.rank, *[0] * (HEADER_WORDS - 4))
         if sizes[i] is None:
             assert message.body is None
         else:

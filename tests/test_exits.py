@@ -61,13 +61,16 @@ def test_ranks_that_all_exit_end_with_their_status():
 
 
 def test_sys_exit_that_is_caught_ends_nothing():
+    """The other rank still works when the rank that caught its exit has ended."""
     code = """
-import sys, hvdx
+import sys, time, hvdx
 hvdx.init()
 try:
     sys.exit(4)
 except SystemExit:
     pass
+if hvdx.rank() == 1:
+    time.sleep(8)
 print("WENT ON", flush=True)
 """
     done = run(2, ["-c", code], timeout=START)

@@ -230,7 +230,7 @@ class Late(keras.callbacks.Callback):
             time.sleep(30 * (rank == 1))
 network().fit(x, y, batch_size=4, verbose=0, callbacks=[hvdx.keras.Distribute("threshold:tau=0.1"), Late()])
 """
-    fails(2, code, "ExchangeError", "Rank 1 did not come", "HVDX_TIMEOUT", env={"HVDX_TIMEOUT": "5"})
+    fails(2, code, "ExchangeError", "Rank 1 did not join", "HVDX_TIMEOUT", env={"HVDX_TIMEOUT": "5"})
 
 
 def test_slow_rank_delays_others_without_an_error():

@@ -62,7 +62,7 @@ def test_rank_that_sleeps_is_named_by_one_of_the_others():
     done = stall(3, BARE + "progress.step('step 5 of epoch 1')\ntime.sleep(5 * (rank == 2))\nmeet()")
     assert done.code == 0, done
     (headline,) = stalls(done)[:1]
-    assert re.search(rf"for [234] s: rank 2 \({HOST}\) has not come to the updates\.", headline), done
+    assert re.search(rf"for [234] s: rank 2 \({HOST}\) has not reached the updates\.", headline), done
     for rank in (0, 1):
         assert re.search(rf"  rank {rank} \({HOST}\): waits in the updates, step 5 of epoch 1, for \d s", done.out), (
             done
@@ -75,7 +75,7 @@ def test_rank_that_sleeps_is_named_by_one_of_the_others():
 def test_rank_0_that_sleeps_is_named_too():
     done = stall(3, BARE + "time.sleep(5 * (rank == 0))\nmeet()")
     assert done.code == 0, done
-    assert f"rank 0 ({HOST}) has not come to the updates" in stalls(done)[0], done
+    assert f"rank 0 ({HOST}) has not reached the updates" in stalls(done)[0], done
     assert f"rank 0 ({HOST}): in no training step, for" in done.out, done
     assert len(stalls(done)) <= 2, done
 
@@ -100,7 +100,7 @@ def test_training_names_rank_host_step_and_line(strategy):
     assert done.code == 0, done
     assert done.out.count("trained") == 2, done
     said = done.out[done.out.rindex("NOW") :]
-    behind = "has not come to the updates" if "threshold" in strategy else "has not come as far as the others"
+    behind = "has not reached the updates" if "threshold" in strategy else "has fallen behind the others"
     assert re.search(rf"no progress for \d s: rank 1 \({HOST}\) {behind}", said), done
     line = r"at <string>:\d+ in load_the_next_file < <string>:\d+ in on_train_batch_end"
     assert re.search(rf"  rank 1 \({HOST}\): step 4 of epoch 1, for \d s; {line}", said), done
@@ -118,7 +118,7 @@ print("on again", flush=True)
     done = stall(2, BARE + code)
     assert done.code == 0, done
     assert done.out.count("on again") == 2, done
-    assert f"rank 1 ({HOST}) has not come to the updates" in stalls(done)[0], done
+    assert f"rank 1 ({HOST}) has not reached the updates" in stalls(done)[0], done
     assert f"rank 1 ({HOST}): does not answer: its process is stopped or gone" in done.out, done
 
 
@@ -127,14 +127,14 @@ def test_ranks_in_different_collectives_are_distinguished():
     done = stall(3, BARE + code, HVDX_TIMEOUT="7")
     assert done.code not in (None, 0), done
     (headline,) = stalls(done)[:1]
-    assert f"rank 1 ({HOST}) has not come to the metrics, but to another collective" in headline, done
+    assert f"rank 1 ({HOST}) has joined another collective in place of the metrics" in headline, done
     assert f"rank 1 ({HOST}): waits in the flags" in done.out, done
 
 
 def test_rank_that_has_left_is_named():
     done = stall(2, BARE + "if rank == 0: gather()", HVDX_TIMEOUT="6")
     assert done.code not in (None, 0), done
-    assert f"rank 1 ({HOST}) has not come to the updates" in stalls(done)[0], done
+    assert f"rank 1 ({HOST}) has not reached the updates" in stalls(done)[0], done
     assert f"rank 1 ({HOST}): has left: its program has ended" in done.out, done
 
 
@@ -142,7 +142,7 @@ def test_error_of_the_time_limit_says_where_the_absent_rank_was():
     code = "progress.step('step 5 of epoch 1')\ntime.sleep(15 * (rank == 1))\nmeet()"
     done = stall(2, BARE + code, seconds=60, HVDX_TIMEOUT="2")
     assert done.code not in (None, 0), done
-    found = rf"Rank 1 did not come\. Last known: rank 1 \({HOST}\): step 5 of epoch 1, for \d s; at <string>:\d+"
+    found = rf"Rank 1 did not join\. Last known: rank 1 \({HOST}\): step 5 of epoch 1, for \d s; at <string>:\d+"
     assert re.search(found, done.out), done
     assert not stalls(done), done
 
@@ -178,7 +178,7 @@ comm.all_gather_object(0, "the updates")
     assert done.code == 0, done
     idle, late = done.out.split("NOW", 1)
     assert "hvdx" not in idle, done
-    assert f"rank 1 ({HOST}) has not come to the updates" in late, done
+    assert f"rank 1 ({HOST}) has not reached the updates" in late, done
     assert f"rank 2 ({HOST}): serves the others" in late, done
 
 
@@ -186,7 +186,7 @@ def test_rejoined_world_is_watched():
     code = "world.stop()\ncomm = world.start()\nmeet()\ntime.sleep(4 * (rank == 1))\nmeet()"
     done = stall(2, BARE + code)
     assert done.code == 0, done
-    assert f"rank 1 ({HOST}) has not come to the updates" in stalls(done)[0], done
+    assert f"rank 1 ({HOST}) has not reached the updates" in stalls(done)[0], done
 
 
 def test_stall_warning_that_is_no_number_is_refused():

@@ -40,7 +40,7 @@ def _check_tensors(first: Network, other: Network) -> None:
         theirs = other.tensors.get(name)
         if theirs is None:
             extra = [n for n in other.tensors if n not in first.tensors]
-            hint = f" It has {extra[0]} in its place?" if len(extra) == 1 else ""
+            hint = f" Is {extra[0]} its name here?" if len(extra) == 1 else ""
             raise AverageError(f"{other.path}: {name}: is in {first.path}, and missing here.{hint} {_OTHER}")
         if theirs.shape != tensor.shape:
             raise AverageError(

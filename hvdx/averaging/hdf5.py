@@ -219,12 +219,14 @@ def _h5py(path: Path) -> Any:
     try:
         import h5py
     except ImportError:
-        raise AverageError(f"{path}: reading HDF5 takes h5py, which is not installed. Do: pip install h5py.") from None
+        raise AverageError(
+            f"{path}: reading HDF5 requires h5py, which is not installed. Do: pip install h5py."
+        ) from None
     return h5py
 
 
 def _dtype(path: Path, name: str, item: Any) -> np.dtype:
-    """Return the dtype of the elements. HDF5 lacks bfloat16: Keras writes two opaque bytes, and mostly an attribute."""
+    """Return the dtype of the elements. For bfloat16, which HDF5 lacks, Keras writes two opaque bytes."""
     if item.dtype.kind != "V":
         return item.dtype
     if item.dtype.names is not None or item.dtype.itemsize != 2 or item.attrs.get("dtype", "bfloat16") != "bfloat16":

@@ -25,7 +25,7 @@ Inputs = np.ndarray | Mapping[str, np.ndarray]
 
 
 def recalibrate_archive(path: Path, data: Path, batch_size: int = _BATCH) -> None:
-    """Replace the batch normalisation statistics of a `.keras` file by those of data, and nothing else.
+    """Recompute the batch normalisation statistics of a `.keras` file on data. The rest of the file stays the same.
 
     Args:
         path: `.keras` file; its name may have any ending.
@@ -93,8 +93,8 @@ def recalibrate(model: Any, inputs: Inputs, batch_size: int = _BATCH) -> None:
     count = len(arrays[0])
     if count < _FEWEST:
         raise AverageError(
-            f"recalibrate: expected {_FEWEST} examples or more, got {count}: a variance takes two. Give it some "
-            "hundreds of training data."
+            f"recalibrate: expected {_FEWEST} examples or more, got {count}: a variance needs two. Give some "
+            "hundreds of training examples."
         )
     batches, order = -(-count // batch_size), shuffled(count)
     edges = [count * i // batches for i in range(batches + 1)]

@@ -198,7 +198,7 @@ def tensorflow(path: Path) -> Any:
         import tensorflow as tf
     except ImportError:
         raise AverageError(
-            f"{path}: reading it takes TensorFlow, which is not installed. Do: pip install tensorflow."
+            f"{path}: reading it requires TensorFlow, which is not installed. Do: pip install tensorflow."
         ) from None
     return tf
 

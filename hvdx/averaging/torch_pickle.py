@@ -96,8 +96,8 @@ class _Unpickler(_InPython):
     def _refuse(self) -> NoReturn:
         raise ValueError("an opcode that torch.save does not write")
 
-    # Checked are opcodes that call, set state or set keys, and those of sets, which would hash their items. Refused are
-    # buffers of any size, extension registries, and calls with keywords.
+    # The first opcodes are checked: those that call, set state or set keys, and those of sets, which would hash their
+    # items. The last ones are refused: buffers of any size, extension registries, and calls with keywords.
     dispatch |= {pickle.REDUCE[0]: _reduce, pickle.NEWOBJ[0]: _reduce, pickle.BUILD[0]: _build}
     dispatch |= {
         pickle.SETITEM[0]: _set_item,

@@ -1,4 +1,4 @@
-"""The `hvdx` command. `main.py` lists the sub-commands, one a file; their longer parts are in folders.
+"""The `hvdx` command. `main.py` lists the sub-commands. Each has its own file, and its longer parts are in a folder.
 
 batch/           batch systems: the scripts of `hvdx job`, and the test jobs of `hvdx doctor --batch`
 diagnosis/       the checks of `hvdx doctor`

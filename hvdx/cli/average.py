@@ -90,8 +90,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     if args.output is None and not args.report:
-        raise ConfigError(f"average: -o: expected where to write the mean, got nothing. Do: {EXAMPLE}")
-    # Before the report, which opens and checks all inputs: an output that cannot be written fails at once.
+        raise ConfigError(f"average: -o: expected a path for the mean, got nothing. Do: {EXAMPLE}")
+    # Check the output before the report, which reads all inputs, so that a wrong path fails at once.
     if args.output is not None:
         from hvdx.averaging.output import check_free
 

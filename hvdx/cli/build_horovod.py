@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="reduce GPU tensors with NCCL or with a CUDA-aware MPI (untested); default: a CPU build",
     )
     parser.add_argument("--gloo", action="store_true", help="also build Gloo, for Horovod's elastic mode")
-    parser.add_argument("--force", action="store_true", help="build again even if a wheel is kept")
+    parser.add_argument("--force", action="store_true", help="build again even if a wheel is cached")
     parser.add_argument("--jobs", type=int, metavar="N", help="parallel compilers (default: by cores and memory)")
     parser.add_argument("--no-test", action="store_true", help="skip the all-reduce on two workers")
     parser.add_argument(
@@ -63,7 +63,7 @@ def _run(args: argparse.Namespace, found: needs.Survey, key: cache.Key) -> int:
         _say(f"Horovod {key.horovod} for this TensorFlow and MPI is installed already (--force builds it again)")
         return 0
     if kept is not None:
-        _say(f"using the wheel kept in {kept.parent}")
+        _say(f"using the cached wheel in {kept.parent}")
     file = kept or build_wheel(key, found.settings, args.jobs)
     if args.wheel_only is not None:
         args.wheel_only.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ def _run(args: argparse.Namespace, found: needs.Survey, key: cache.Key) -> int:
 
 
 def build_wheel(key: cache.Key, settings: dict[str, str], jobs: int | None = None) -> Path:
-    """Download, patch, build and keep a wheel.
+    """Download, patch, build and cache a wheel.
 
     Args:
         key: TensorFlow, MPI and options of the build.
@@ -119,7 +119,7 @@ def print_survey(found: needs.Survey) -> None:
 
 
 def _variables(env: dict[str, str], settings: dict[str, str], gpu: str | None, gloo: bool) -> dict[str, str]:
-    """Return the build's environment variables, without settings of the user's shell that choose what is built."""
+    """Return the build's environment variables, without those of the user's shell that select the parts to build."""
     stale = ("HOROVOD_WITH_", "HOROVOD_WITHOUT_", "HOROVOD_GPU_")
     kept = {name: value for name, value in env.items() if not name.startswith(stale)}
     # The build imports TensorFlow, possibly on a login node without a GPU.

@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     reason = obstacle(delay=shape.delay > 0)
     if reason:
         raise LaunchError(f"lab: {reason}.")
-    _say(f"{args.hosts} hosts, {_in_words(shape)}, threads a rank: {args.threads}")
+    _say(f"{args.hosts} hosts, {_in_words(shape)}, threads per rank: {args.threads}")
     code, answer = _run_inside(args, shape, launcher, program)
     if answer:
         facts = _facts(args, shape, program, code, answer)
@@ -177,7 +177,7 @@ def _end_job(process: subprocess.Popen, control: Any, cause: BaseException, limi
     code = _INTERRUPTED
     if isinstance(cause, subprocess.TimeoutExpired):
         code = _OUT_OF_TIME
-        _say(f"{limit:g} seconds are over, ending the job")
+        _say(f"time limit of {limit:g} s reached, ending the job")
     elif isinstance(cause, TerminatedError):
         code = TERMINATED
     try:
@@ -221,7 +221,7 @@ def _in_words(shape: Shape) -> str:
     if shape.rate is None:
         text = "links without a limit"
     else:
-        text = f"{quantity(shape.rate, 'bit/s')} a link"
+        text = f"{quantity(shape.rate, 'bit/s')} per link"
     return text + (f", {shape.delay * 1000:g} ms from host to host" if shape.delay else "")
 
 

@@ -1,4 +1,4 @@
-"""Codecs: formats of an update as bytes. One codec a file; `registry` finds them by name."""
+"""Codecs: formats of an update as bytes. Each codec has its own file; `registry` finds them by name."""
 
 from hvdx.codec.base import Codec, State
 from hvdx.codec.dense import Bfloat16, Float16, Raw

@@ -1,6 +1,6 @@
 """Search for the threshold tau that sends a given density of the elements.
 
-tau moves on a grid of `steps` values an octave: (1 + i / steps) * 2**e. Such a value has few significant bits, so
+tau moves on a grid of `steps` values per octave: (1 + i / steps) * 2**e. Such a value has few significant bits, so
 m * tau is exact in float32 for every m below 2**23 / steps. With `steps=1` the grid holds the powers of two.
 """
 
@@ -11,7 +11,7 @@ import numpy as np
 from hvdx.kernels.tiles import SHARES
 
 #: Right shift from the bits of a float32 to its bin in the histogram. The exponent and three bits of the fraction
-#: remain: eight bins an octave.
+#: remain: eight bins per octave.
 BIN_SHIFT = 20
 #: Lower bound of tau, as a share of the largest element. A smaller tau would hardly send more elements, only larger m.
 SPAN = 2.0**-12
@@ -75,8 +75,9 @@ def next_tau(
     """Return tau for the next update, and the running mean of the number of entries.
 
     Too many entries raise tau by one step of the grid, or by a factor of up to 4 if this update has more than four
-    times the wanted number. Too few entries lower tau by at least one step, down to the smallest of SHARES times tau
-    that at most the wanted number of residuals reaches: a lower tau sends at once all residuals that reach it.
+    times the wanted number. Too few entries lower tau by at least one step. The next update sends all residuals that
+    reach the new tau, so tau falls no further than to the smallest of SHARES times tau that the wanted number of
+    residuals or fewer reach.
 
     Args:
         tau: tau of this update.
@@ -88,7 +89,7 @@ def next_tau(
         steps: values of the grid in an octave.
     """
     if sent == 0:
-        # An idle phase, or a step that only accumulates. A lower tau would send many residuals at once later.
+        # This is an idle phase, or a step that only accumulates. A lower tau would later send many residuals at once.
         return tau, mean
     wanted = max(density * elements, 1.0)
     mean = float(sent) if mean < 0 else mean + _MEMORY * (sent - mean)

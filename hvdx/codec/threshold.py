@@ -25,8 +25,8 @@ from hvdx.kernels.tiles import Encoded, Malformed, Runs, limit
 
 #: tau if neither tau nor a density is given: that of Strom and Deeplearning4j, as a power of two.
 DEFAULT_TAU = 2.0**-10
-#: Updates without entries after which tau is checked against the next update. A tau at its floor may fall below it, and
-#: so be checked, once in this many updates.
+#: Interval in updates: between two searches for a smaller tau while a run sends no entries, and between two updates at
+#: which tau may fall below its floor, which leads to a search.
 _QUIET = 8
 _USED_UP = (
     "state: encode has used it up. Use the state that encode returned; if encode was interrupted, restore a checkpoint."
@@ -35,7 +35,7 @@ _USED_UP = (
 
 @dataclass(frozen=True, repr=False, eq=False)
 class ThresholdState(State):
-    """State of the threshold encoder: the residual, and tau of each run with the counts that it follows.
+    """State of the threshold encoder: the residual, and tau of each run with the counts that adapt it.
 
     Attributes:
         sizes: number of elements of each array of an update.
@@ -43,7 +43,7 @@ class ThresholdState(State):
         lengths: int64[R], number of elements of each run, which share a tau.
         taus: float32[R], tau of each run for the next update.
         found: bool[R], False while a run with a target density has no tau yet.
-        floors: float32[R], lower bound of tau between two passes over an update.
+        floors: float32[R], lower bound of tau until the next histogram of an update.
         quiet: int64[R], number of updates in a row without entries.
         means: float64[R], running mean of the number of entries of an update; -1 before the first update.
         step: number of updates encoded.
@@ -334,7 +334,7 @@ class Threshold(Codec[ThresholdState]):
                 self.target_density or 0.0,
                 self.tau_steps,
             )
-            # A tau below its floor costs a pass over the next update, so it falls below only every _QUIET updates.
+            # A tau below its floor costs a histogram of the next update, so it falls below only every _QUIET updates.
             taus[i] = after if state.step % _QUIET == 0 else max(after, min(floors[i], taus[i]))
         return taus, means
 

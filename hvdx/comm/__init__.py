@@ -1,4 +1,4 @@
-"""Communicators: the rank of this process and its connections to the other ranks. One communication library a file."""
+"""Communicators: the rank of this process and its connections to the other ranks, a file for each library."""
 
 from hvdx.comm.base import Channel, Comm, GraphComm, Mailbox, Message, Received
 from hvdx.comm.local import LocalComm

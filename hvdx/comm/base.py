@@ -51,7 +51,7 @@ class Received:
         headers: int64[size, k], the headers of all ranks, in rank order.
         messages: uint8[bytes] each, in rank order; views that the next exchange overwrites.
         waited: seconds until the headers of all ranks had arrived.
-        seconds: seconds that the messages took after that.
+        seconds: seconds from then until all messages had arrived.
     """
 
     headers: np.ndarray
@@ -161,7 +161,7 @@ class Message:
 
     Attributes:
         sender: rank of the sender; server ranks are numbered after the workers.
-        header: HEAD_WORDS integers.
+        header: HEADER_WORDS integers.
         body: uint8[bytes], or None.
     """
 
@@ -171,7 +171,7 @@ class Message:
 
 
 #: Number of integers in the header of a message; those that are not given are 0.
-HEAD_WORDS = 10
+HEADER_WORDS = 10
 #: Function that returns the buffer, uint8[bytes], for the body of a message, from its sender, header and size in bytes.
 #: If it returns None, the mailbox allocates a buffer.
 Place = Callable[[int, tuple[int, ...], int], np.ndarray | None]
@@ -192,7 +192,7 @@ class Mailbox(abc.ABC):
         Args:
             to: rank of the receiver, which may be this rank.
             box: number of the receiver's box.
-            header: integers, at most HEAD_WORDS.
+            header: integers, at most HEADER_WORDS.
             body: uint8[bytes], contiguous; it must not change until `left` returns True.
         """
 

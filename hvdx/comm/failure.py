@@ -14,14 +14,17 @@ from typing import Any, NoReturn
 from hvdx.comm import mpi, progress, watchdog
 from hvdx.errors import HvdxError
 
-# Time for another rank to print a shared error, or for all ranks to end by themselves, before this rank ends the job.
+# Seconds that this rank waits before it ends the job, so that another rank can print a shared error, or all ranks can
+# end by themselves.
 _COURTESY_SECONDS = 3.0
-# Text of Horovod's error on the remaining ranks after one has ended; and their time limit for learning which.
-_SHUT_DOWN, _DEPARTURE_SECONDS = "Horovod has been shut down", 4.0
+# Text of Horovod's error on the other ranks after one rank has ended.
+_SHUT_DOWN = "Horovod has been shut down"
+# Time limit for finding out which rank has ended.
+_DEPARTURE_SECONDS = 4.0
 
 
 _remembered: list[BaseException] = []
-# Rank and size.
+# Rank and world size, set by `install`.
 _place = (0, 0)
 
 
@@ -112,9 +115,10 @@ def find_user_error(text: str) -> str:
 
 
 class _Exit(SystemExit):
-    """Exception that `sys.exit` raises; notes whether it ends the process.
+    """Exception that `sys.exit` raises; it records its argument if it ends the process.
 
-    Python drops the last reference to it with no Python frame on the stack only if it has ended the interpreter.
+    If the exception has ended the interpreter, and only then, Python drops the last reference to it while no Python
+    frame is on the stack.
     """
 
     def __del__(self) -> None:
@@ -144,8 +148,8 @@ def _at_exit() -> None:
     code = _ending[0] if _ending else None
     status = (code & 0xFF if isinstance(code, int) else 1) if code is not None else 0
     how = f"sys.exit({code!r})" if _ending else ""
-    # During a training the other ranks need this one, whatever its status. (A saved training raises SystemExit
-    # itself, without `sys.exit`.)
+    # During a training the other ranks need this one, even if its status is 0. After a preemption, all ranks end: they
+    # raise SystemExit without `sys.exit`, and `_ending` stays empty.
     hurry = bool(status) or (bool(_ending) and progress.training())
     if watchdog.leave(status, how, hurry, _COURTESY_SECONDS):
         return

@@ -24,7 +24,7 @@ from hvdx.errors import ConfigError, HorovodError
 PROCESS_SETS = "HOROVOD_DYNAMIC_PROCESS_SETS"
 # Time after which a rank gives up waiting for another. By default Horovod warns after 60 s and waits without limit.
 _STALL_SECONDS = "600"
-# The same if most steps have no collective: the slowest rank falls behind in every step between two collectives.
+# The same time if most steps have no collective: the slowest rank falls behind in every step between two collectives.
 _RARE_STALL_SECONDS = "3600"
 # Polling interval of Horovod's thread, in milliseconds, if most steps have no collective. Horovod's default is 1 ms. On
 # two cores, steps of 8 ms took 14 ms with a poll every 1 ms, and 10 ms with a poll every 5 ms.
@@ -70,7 +70,7 @@ class HorovodComm(TensorComm):
 
     Args:
         launch: rank and size from the launcher; checked against Horovod's.
-        rarely: True if most steps have no collective, during the whole life of the process.
+        rarely: True if most steps have no collective. Horovod reads this when it starts; it cannot change later.
         group: `MPI.Comm` of the ranks, if they are not the whole world.
 
     Raises:

@@ -31,8 +31,8 @@ class HostGraphComm(TensorComm):
         self.cross_rank, self.cross_size = comm.cross_rank, comm.cross_size
         self._channel = comm.channel("the all-reduce")
         self._flat = np.empty(0, np.uint8)
-        # Written before and after each collective: TensorFlow keeps the order of operations on one variable, also
-        # inside conditions and loops.
+        # Each collective writes this variable before and after its work: TensorFlow keeps the order of operations on
+        # one variable, also inside conditions and loops.
         with tf.init_scope(), tf.device("CPU:0"):
             self._sequence = tf.Variable(0, dtype=tf.int64, trainable=False)
 
@@ -83,7 +83,7 @@ class HostGraphComm(TensorComm):
         return [tf.reshape(tf.cast(r, t.dtype), tf.shape(t)) for r, t in zip(received, tensors, strict=True)]
 
     def _sums(self, vectors: Sequence[np.ndarray], scale: float) -> list[np.ndarray]:
-        """Sum vectors over the ranks, with one collective a dtype."""
+        """Sum vectors over the ranks, with one collective per dtype."""
         result = list(vectors)
         for dtype in sorted({v.dtype for v in vectors}, key=str):
             members = [i for i, v in enumerate(vectors) if v.dtype == dtype]

@@ -186,7 +186,7 @@ TENSORFLOW_THREADS = ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
 def threads_for(
     ranks: int, environ: Mapping[str, str] | None = None, chosen_by: Sequence[str] = ("OMP_NUM_THREADS",)
 ) -> Share:
-    """Return the number of threads for one of several ranks on a host. All callers get their number here.
+    """Return the number of threads for one of several ranks on a host: the one rule for kernels and TensorFlow.
 
     A number that the user has set is used, regardless of the cores. Otherwise a rank gets the batch system's number for
     a task, but at most its share of the cores that it may run on, so that ranks do not compete for cores.

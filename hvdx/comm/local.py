@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdx.comm.base import HEAD_WORDS, Channel, Comm, GraphComm, Mailbox, Message, Place, Received, Reduction
+from hvdx.comm.base import HEADER_WORDS, Channel, Comm, GraphComm, Mailbox, Message, Place, Received, Reduction
 
 # Time limit of a virtual rank for the others.
 _LIMIT_SECONDS = 60.0
@@ -180,7 +180,7 @@ class VirtualMailbox(Mailbox):
         self.rank, self._mine, self._boxes, self._place = rank, table.boxes[rank, box], table.boxes, place
 
     def send(self, to: int, box: int, header: Sequence[int], body: np.ndarray | None = None) -> None:
-        words = (*map(int, header), *[0] * (HEAD_WORDS - len(header)))
+        words = (*map(int, header), *[0] * (HEADER_WORDS - len(header)))
         self._boxes[to, box].append(Message(self.rank, words, None if body is None else body.copy()))
 
     def fetch(self) -> Message | None:

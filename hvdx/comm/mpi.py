@@ -1,7 +1,7 @@
 """Communicator and channels on MPI (mpi4py), for exchanges on the host.
 
-Collectives are non-blocking and polled with back-off, so ranks that share cores leave them to each other, and every
-wait has a time limit.
+Collectives are non-blocking and polled with back-off, so a waiting rank leaves its core to other ranks. Every wait has
+a time limit.
 """
 
 import pickle
@@ -19,8 +19,8 @@ from hvdx.comm.mpi_mailbox import MpiMailbox
 from hvdx.comm.waiting import LIMIT_VARIABLE, time_limit, until
 from hvdx.errors import ExchangeError, LaunchError
 
-# Time limit for the sign of life by which ranks that timed out find out which ranks are missing.
-_ROLL_CALL_SECONDS = 2.0
+# Time limit of the exchange in which the ranks that timed out find the missing ranks.
+_SEARCH_SECONDS = 2.0
 _ABSENT_TAG = 7
 # Maximum number of missing ranks whose position an error reports.
 _MAX_REPORTED = 4
@@ -107,7 +107,7 @@ class MpiComm(Comm):
         self.servers, self.serves = servers, everyone.Get_rank() >= everyone.Get_size() - servers
         progress.serve(self.serves)
         self._workers = everyone.Get_size() - servers
-        self._post: Any = everyone.Dup() if servers else None
+        self._mailbox_group: Any = everyone.Dup() if servers else None
         self.group = everyone.Split(int(self.serves), everyone.Get_rank()) if servers else everyone
         self._channel = MpiChannel(self.group, "a collective")
         self._flags: Channel | None = None
@@ -116,9 +116,9 @@ class MpiComm(Comm):
         here = [host for host, _ in places]
         mine = [rank for rank, host in enumerate(here) if host == here[self.rank]]
         launcher.set_fair_cores(launcher.fair_cores([places[rank][1] for rank in mine], mine.index(self.rank)))
-        told = launch.local_rank is not None and launch.local_size is not None and not servers
-        self.local_rank = launch.local_rank if told else mine.index(self.rank)  # type: ignore[assignment]
-        self.local_size = launch.local_size if told else len(mine)  # type: ignore[assignment]
+        known = launch.local_rank is not None and launch.local_size is not None and not servers
+        self.local_rank = launch.local_rank if known else mine.index(self.rank)  # type: ignore[assignment]
+        self.local_size = launch.local_size if known else len(mine)  # type: ignore[assignment]
         peers = [rank for rank, other in enumerate(self.all_gather_object(self.local_rank, "places")) if
                  other == self.local_rank]  # fmt: skip
         self.cross_rank, self.cross_size = peers.index(self.rank), len(peers)
@@ -149,12 +149,14 @@ class MpiComm(Comm):
         return MpiChannel(self.group, what)
 
     def mailbox(self, box: int, place: Place | None = None) -> Mailbox:
-        if self._post is None:
-            post, request = self.group.Idup()
-            self._post = post
+        if self._mailbox_group is None:
+            group, request = self.group.Idup()
+            self._mailbox_group = group
             if not until(request.Test, time_limit()):
-                raise ExchangeError(f"opening a mailbox: not all ranks came within {LIMIT_VARIABLE}.")
-        return MpiMailbox(self._post, box, place)
+                raise ExchangeError(
+                    f"opening a mailbox: not all ranks joined within {time_limit():.0f} s ({LIMIT_VARIABLE})."
+                )
+        return MpiMailbox(self._mailbox_group, box, place)
 
     def any_true(self, mine: bool) -> bool:
         if self._flags is None:
@@ -174,11 +176,11 @@ def _agree(everyone: Any, servers: int, stall: float) -> float:
     Returns:
         Rank 0's `stall`, in seconds. All ranks use it, because a stall warning asks all ranks.
     """
-    told = np.empty((everyone.Get_size(), 2), np.float64)
-    request = everyone.Iallgather(np.array([servers, stall], np.float64), told)
+    gathered = np.empty((everyone.Get_size(), 2), np.float64)
+    request = everyone.Iallgather(np.array([servers, stall], np.float64), gathered)
     if not until(request.Test, time_limit()):
-        raise ExchangeError(f"joining the world: not all ranks came within {time_limit():.0f} s ({LIMIT_VARIABLE}).")
-    first, *_ = numbers = told[:, 0].astype(int).tolist()
+        raise ExchangeError(f"joining the world: not all ranks joined within {time_limit():.0f} s ({LIMIT_VARIABLE}).")
+    first, *_ = numbers = gathered[:, 0].astype(int).tolist()
     for rank, others in enumerate(numbers):
         if others != first:
             error = LaunchError(
@@ -188,7 +190,7 @@ def _agree(everyone: Any, servers: int, stall: float) -> float:
             )
             error.collective = True
             raise error
-    return float(told[0, 1])
+    return float(gathered[0, 1])
 
 
 class MpiChannel(Channel):
@@ -221,9 +223,9 @@ class MpiChannel(Channel):
         mine = np.array([*header, 0 if message is None else message.size], np.int64)
         headers = np.empty((self.size, mine.size), np.int64)
         self._wait(self._comm.Iallgather(mine, headers))
-        met = time.perf_counter()
+        arrived = time.perf_counter()
         messages = [] if message is None else self._gather(message, headers[:, -1])
-        return Received(headers[:, :-1], messages, met - begin, time.perf_counter() - met)
+        return Received(headers[:, :-1], messages, arrived - begin, time.perf_counter() - arrived)
 
     def _gather(self, message: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
         ends = np.cumsum(sizes)
@@ -280,7 +282,7 @@ class MpiChannel(Channel):
         if not done:
             raise ExchangeError(
                 f"{self._what}: waited {self._limit:.0f} s on rank {self.rank} of {self.size}. "
-                f"{self._describe_missing()} Look at the last output of that rank. {LIMIT_VARIABLE}=seconds changes "
+                f"{self._describe_missing()} Look at the last output of that rank. {LIMIT_VARIABLE}=seconds sets "
                 "the time limit."
             )
 
@@ -295,13 +297,13 @@ class MpiChannel(Channel):
             here.update(r for r in others if r not in here and answers[r].Test())
             return len(here) == self.size
 
-        until(all_answered, _ROLL_CALL_SECONDS)
+        until(all_answered, _SEARCH_SECONDS)
         for request in sent:
             request.Test()
         missing = sorted(set(range(self.size)) - here)
         if not missing:
             return "All ranks were waiting: the network lost a message, or they were in different exchanges."
-        said = f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} did not come."
+        said = f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} did not join."
         # The watchdog expects ranks of the world. The channel's ranks equal those, except on server ranks.
         reports = "; ".join(filter(None, map(watchdog.last_report, missing[:_MAX_REPORTED])))
         return f"{said} Last known: {reports}." if reports else said

@@ -1,4 +1,4 @@
-"""Mailbox on MPI's two-sided messages, with two tags a box: one for headers, one for bodies.
+"""Mailbox on MPI's two-sided messages, with two tags per box: one for headers, one for bodies.
 
 A message is a header of fixed size and, if it has a body, the body in pieces. A matched probe finds headers. Several
 bodies are received at the same time, so that a slow sender does not delay the others.
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdx.comm.base import HEAD_WORDS, Mailbox, Message, Place
+from hvdx.comm.base import HEADER_WORDS, Mailbox, Message, Place
 
 # MPI counts in a C int.
 _PIECE = 1 << 30
@@ -36,7 +36,7 @@ class MpiMailbox(Mailbox):
 
     def send(self, to: int, box: int, header: Sequence[int], body: np.ndarray | None = None) -> None:
         # The last word is the size of the body, or -1 for no body, which differs from an empty one.
-        words = np.zeros(HEAD_WORDS + 1, np.int64)
+        words = np.zeros(HEADER_WORDS + 1, np.int64)
         words[: len(header)] = header
         words[-1] = -1 if body is None else body.size
         self._leaving.append((self._comm.Isend(words, to, 2 * box), words))
@@ -74,7 +74,7 @@ class MpiMailbox(Mailbox):
             found = self._comm.Improbe(self._mpi.ANY_SOURCE, 2 * self._box, status)
             if found is None:
                 return
-            words = np.empty(HEAD_WORDS + 1, np.int64)
+            words = np.empty(HEADER_WORDS + 1, np.int64)
             found.Recv(words)
             *header, size = words.tolist()
             sender = status.Get_source()

@@ -1,6 +1,7 @@
 """Position of this rank (training step, collective, line of the program), and the diagnosis of a stall.
 
-Code that trains or waits records its position here, in two assignments; the thread of `hvdx.comm.watchdog` reads it.
+Code that trains or waits records its position here, at the cost of two assignments. The thread of `hvdx.comm.watchdog`
+reads it.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Any
 
-# Maximum number of stack lines and of characters a text in a report, which has to fit into one small message.
+# Maximum number of stack lines in a report, and of characters in each of its texts: a report is one small message.
 _MAX_LINES, _MAX_TEXT = 2, 100
 # Maximum number of ranks that a message lists.
 _MAX_ROWS = 16
@@ -26,15 +27,15 @@ _LIBRARIES = ("hvdx", "keras", "tensorflow")
 _STANDARD = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 
 _place: tuple[str, tuple[int, ...]] = ("", ())
-# By thread, since several may wait at once: name of the collective, and whether it needs every rank.
+# Name of the collective, and whether it needs every rank; by thread, since several threads may wait at once.
 _waits: dict[int, tuple[str, bool]] = {}
 _moved = time.monotonic()
 _serves = False
-# By thread: name of the object that is being compiled.
+# Name of the object that is being compiled, by thread.
 _compiles: dict[int, str] = {}
 _first = False
-# TensorFlow traces a function in the first of these and runs it in the second. The first run optimises the graph and
-# compiles with XLA. Python cannot tell that from waiting, so a first run counts as compiling for at most 600 s.
+# Functions in which TensorFlow traces a graph and runs it, and a time limit. The first run optimises the graph and
+# compiles with XLA. On Python's stack it looks like a wait, so it counts as compiling until the time limit.
 _TRACES, _RUNS, _FIRST_RUN_SECONDS = "func_graph_from_py_func", "quick_execute", 600.0
 
 
@@ -203,12 +204,12 @@ def diagnose(reports: Mapping[int, Report | None], gone: Sequence[int] = ()) -> 
         gone: ranks that have left the world.
 
     Returns:
-        The ranks, which may be none, and the reason. If there are ranks, it continues a sentence that begins "rank 1
-        has"; otherwise it is a clause of its own.
+        The ranks, and the reason. If there are ranks, the reason continues a sentence that begins "rank 1 has"; if
+        there are none, it is a complete clause.
 
     Example:
         >>> diagnose({0: Report("a", collective="the updates"), 1: Report("b", place="step 3 of epoch 1")})
-        ([1], 'not come to the updates')
+        ([1], 'not reached the updates')
     """
     silent = [r for r, report in reports.items() if report is None and r not in gone]
     there = {r: report for r, report in reports.items() if report is not None and r not in gone}
@@ -219,13 +220,13 @@ def diagnose(reports: Mapping[int, Report | None], gone: Sequence[int] = ()) -> 
         absent = [r for r, report in there.items() if not report.collective and not report.serves]
         missing = sorted({*silent, *gone, *absent})
         if missing:
-            return missing, f"not come to {most}"
+            return missing, f"not reached {most}"
         if not others:
             who = "workers" if len(there) > count else "ranks"
             return [], f"all {who} wait in {most}, and none is missing"
         if others[0][1] < count:
             elsewhere = sorted(r for r, name in waiting.items() if name != most)
-            return elsewhere, f"not come to {most}, but to another collective"
+            return elsewhere, f"joined another collective in place of {most}"
         return [], "the ranks are in different collectives"
     if silent:
         return silent, "not answered"
@@ -233,14 +234,14 @@ def diagnose(reports: Mapping[int, Report | None], gone: Sequence[int] = ()) -> 
     longest = max((report.idle for report in still.values()), default=0.0)
     stuck = [r for r, report in still.items() if not report.compiling]
     if 0 < len(stuck) < len(still):
-        return stuck, "not come as far as the others"
+        return stuck, "fallen behind the others"
     stuck = [r for r, report in still.items() if report.idle > _MOVING * longest]
     if len(stuck) < len(still):
         return stuck, "stood still, while others continue"
     if len({report.place for report in still.values()}) > 1 and all(report.order for report in still.values()):
         last = min(report.order for report in still.values())
         behind = [r for r, report in still.items() if report.order == last]
-        return behind, "not come as far as the others"
+        return behind, "fallen behind the others"
     places = sorted({report.place for report in still.values()})
     return [], f"all ranks are at {places[0]}" if len(places) == 1 else "no rank waits for another"
 
@@ -276,7 +277,7 @@ def message(
         headline += f"{names(missing)} {why}."
     else:
         headline += f"{why}."
-    # If there are too many ranks, list the missing ones.
+    # If there are too many ranks for a list, the missing ones come first.
     rows = sorted(sorted(reports, key=lambda r: (r not in missing, r))[:_MAX_ROWS])
     lines = [headline, *(f"  rank {name(r)}: {_row(reports[r], r in gone)}" for r in rows)]
     if len(reports) > len(rows):
@@ -299,7 +300,7 @@ def _row(report: Report | None, gone: bool) -> str:
     if gone:
         return "has left: its program has ended, or is ending"
     if report is None:
-        return "does not answer: its process is stopped or gone, or a library holds Python up"
+        return "does not answer: its process is stopped or gone, or a library blocks Python"
     return report.describe()
 
 

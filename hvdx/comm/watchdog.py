@@ -23,17 +23,18 @@ from hvdx.errors import ConfigError, ExchangeError
 #: Seconds without progress after which a rank prints the position of all ranks; 0 for never.
 STALL_VARIABLE = "HVDX_STALL_WARNING"
 _STALL_SECONDS = 60.0
-# Seconds between two checks: at most, at least, and while answers are awaited.
+# Seconds between two checks: maximum, minimum, and the value while answers are awaited.
 _TICK, _MIN_TICK, _BUSY_TICK = 1.0, 0.1, 0.05
-# Unsuccessful probes before a check ends: one may only make MPI fetch the message for the next. Sockets need the most.
+# Number of unsuccessful probes that end a check. A probe may only make MPI fetch a message, which a later probe finds;
+# MPI over sockets needs the most probes.
 _PROBES = 10
-# Time limit for answers; the other ranks check for questions once in a tick.
+# Time limit for answers; the other ranks check for questions once per tick.
 _ANSWER_SECONDS = 3.0
 # Delay of a question per rank, and its maximum: low ranks ask first, and the ranks they asked stay quiet. So not all
 # ranks ask all others.
 _TURN, _LAST_TURN = 0.1, 10.0
-# Number of the lowest ranks that are told of an end with status 0: one of them will ask about a stall.
-_TOLD_OF_LEAVING = 8
+# Number of low ranks that are notified of an end with status 0: one of them will ask about a stall.
+_NOTIFIED = 8
 # Seconds after which a rank that waits in a collective for an ended rank ends the job; further delay per rank, and its
 # maximum: low ranks act first.
 _DOOMED_SECONDS, _DOOMED_TURN, _LAST_DOOMED = 5.0, 1.5, 6.0
@@ -76,7 +77,7 @@ class Watchdog:
         from mpi4py import MPI
 
         self._mpi, self._limit = MPI, limit
-        # Never freed: a late message would be taken for one of the next communicator.
+        # The duplicate is never freed: a late message would be taken for one of the next communicator.
         self._comm, request = world.Idup()
         _await(request)
         self._rank, self._size = self._comm.Get_rank(), self._comm.Get_size()
@@ -118,9 +119,9 @@ class Watchdog:
         """Tell the other ranks that this process ends.
 
         Args:
-            status: exit status; unless it is 0, all ranks are told.
+            status: exit status; if it is 0, only the lowest ranks are notified, else all.
             how: the call that ends the process; "" if unknown.
-            hurry: tell them at once and continue to watch; otherwise tell them when the thread ends.
+            hurry: True notifies them at once, and the thread continues; False notifies them when the thread ends.
         """
         self._own_end, self._hurry = (status, how), hurry
         self._wake.set()
@@ -156,7 +157,7 @@ class Watchdog:
         try:
             # A script may finalise MPI itself.
             while not self._stop.is_set() and not self._mpi.Is_finalized():
-                # Unless in a hurry, the end is announced when the thread ends, shortly before MPI is finalised.
+                # Without `hurry`, the end is announced when the thread ends, shortly before MPI is finalised.
                 if self._hurry:
                     self._announce_end()
                 self._receive()
@@ -174,7 +175,7 @@ class Watchdog:
             return
         self._end_announced = True
         status, how = self._own_end or (0, "")
-        for rank in range(self._size if status else min(self._size, _TOLD_OF_LEAVING)):
+        for rank in range(self._size if status else min(self._size, _NOTIFIED)):
             if rank != self._rank:
                 self._send(rank, _LEAVE, {"status": status, "how": how})
 
@@ -282,14 +283,14 @@ def print_end(said: str) -> None:
 
 def _await(request: Any) -> None:
     if not until(request.Test, time_limit()):
-        raise ExchangeError(f"joining the world: not all ranks came within {time_limit():.0f} s ({LIMIT_VARIABLE}).")
+        raise ExchangeError(f"joining the world: not all ranks joined within {time_limit():.0f} s ({LIMIT_VARIABLE}).")
 
 
 _running: list[Watchdog] = []
 
 
 def ask() -> None:
-    """Have this process's watchdog, if any, ask all ranks for their position; `last_report` returns it later."""
+    """Have this process's watchdog, if any, ask all ranks for their position; `last_report` returns the answers."""
     for watchdog in _running:
         watchdog.ask()
 

@@ -18,11 +18,11 @@ from hvdx.comm.launcher import Launch, detect, usable_cores
 from hvdx.comm.local import LocalComm
 from hvdx.errors import LaunchError
 
-# Ranks that poll for messages starve each other. With more ranks a core, a step takes minutes, which looks like a hang.
+# Ranks that poll for messages starve each other. With more ranks per core, a step takes minutes and looks like a hang.
 _RANKS_PER_CORE = 4
 
 _comm: Comm | None = None
-# By engine; "auto" is not a key.
+# Communicators for the graph, by engine; "auto" is not a key.
 _graphs: dict[str, GraphComm] = {}
 # The engine that "auto" stands for in this world; None until it is chosen.
 _chosen: Engine | None = None
@@ -72,7 +72,7 @@ def graph(rarely: bool = False, engine: Engine = "horovod") -> GraphComm:
 
     Args:
         rarely: True if most steps exchange nothing in the graph; Horovod's thread then polls less often.
-        engine: transport of the tensors; see `Engine`. Under Horovod's own launcher it is always Horovod.
+        engine: transport of the tensors; see `Engine`. Under Horovod's own launcher, "auto" is Horovod.
 
     Raises:
         LaunchError, HorovodError: see `start`.

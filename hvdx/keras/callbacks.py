@@ -120,7 +120,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self._logs.see_step(logs)
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Combine the training metrics before validation overwrites them, and have `evaluate` return combined ones."""
+        """Combine the training metrics before validation overwrites them; make `evaluate` return combined metrics."""
         self._logs.before_validation(self.model)
         model = self.model
 
@@ -148,25 +148,25 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
 
 def _restore_result(model: Any) -> None:
-    """Give a model its own method for the values of its metrics again."""
+    """Restore a model's own method for the values of its metrics."""
     model.__dict__.pop(_RESULT, None)
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
-    """Set the learning rate to `initial_lr * multiplier` between two epochs.
+    """Set the learning rate to `initial_lr * multiplier` in a range of epochs.
 
     When the rate changes, the velocity of an optimiser with momentum is scaled by new / old rate. This is equivalent to
     Horovod's correction of the momentum coefficient (Goyal et al. 2017, section 2.1), and works inside a graph. With
-    Nesterov momentum, Horovod also applies the corrected coefficient to the lookahead: after the step, the difference,
-    (new / old - 1) times momentum times velocity, is added to the weights. The difference is left out if velocities are
+    Nesterov momentum, Horovod uses the corrected coefficient in the lookahead as well. For the same result, this
+    callback adds (new / old - 1) * momentum * velocity to the weights after the step. It does not if velocities are
     rank-local and weights are not, because the weights of the ranks would diverge.
 
     Args:
-        initial_lr: learning rate that is multiplied; None for the optimiser's.
+        initial_lr: learning rate that is multiplied; None for the optimiser's rate when training begins.
         multiplier: function of the epoch, or a number m for `m ** (epoch - start_epoch)`.
-        start_epoch: first epoch in which the rate is changed.
-        end_epoch: first epoch after those; None for no end.
-        staircase: change the rate at the start of an epoch; else at every batch, with fractions of epochs.
+        start_epoch: first epoch of the range.
+        end_epoch: first epoch after the range; None for no end.
+        staircase: change the rate at the start of each epoch; if False, at every batch, with fractions of epochs.
         momentum_correction: scale the velocity with the rate.
         steps_per_epoch: number of batches; needed if `staircase` is False and Keras cannot derive it.
 
@@ -193,7 +193,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self.momentum_correction = momentum_correction
         self.steps_per_epoch = steps_per_epoch
         self.current_epoch = 0
-        # Ratio of the last change of the rate and the optimiser's step count at that time, for Nesterov momentum.
+        # For Nesterov momentum: new / old of the last change of the rate, and the optimiser's step count at that time.
         self._ahead: tuple[float, int] | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -252,7 +252,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
                 self._ahead = (new / old, int(optimizer.iterations))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Add the Nesterov difference to the weights, if the rate changed and a step was taken."""
+        """Correct the weights for Nesterov momentum, if the rate changed and a step was taken."""
         ahead, self._ahead = self._ahead, None
         optimizer = self._optimizer()
         if ahead is None or int(optimizer.iterations) == ahead[1]:

@@ -1,4 +1,4 @@
-"""Joining the world from Keras, which also assigns cores and GPUs and starts to watch every `fit`."""
+"""Joining the world from Keras: also assign cores and GPUs, and warn about a `fit` that is not distributed."""
 
 import weakref
 

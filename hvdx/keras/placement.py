@@ -54,10 +54,11 @@ def choose_gpu(visible: int, local_rank: int, local_size: int, environs: Sequenc
 def has_own_gpus(visible: int, environs: Sequence[Mapping[str, str]]) -> bool:
     """Return whether each rank on a host has GPUs that the other ranks do not see.
 
-    They do if the lists in CUDA_VISIBLE_DEVICES have no GPU in common. In a container or a control group every rank's
-    GPU has the number 0, and only the launcher's variables tell: srun(1) sets SLURM_GPUS_PER_TASK if `--gpus-per-task`
-    was given, and jsrun gives each resource set its own GPUs. SLURM_GPUS_PER_TASK counts only if a rank sees no more
-    GPUs than it states: with `--gpu-bind=none`, and under mpirun in such a job, every rank sees all GPUs.
+    The answer is True if the lists in CUDA_VISIBLE_DEVICES have no GPU in common. In a container or a control group,
+    every rank's GPU has the number 0, and only the launcher's variables give the answer: srun(1) sets
+    SLURM_GPUS_PER_TASK if `--gpus-per-task` was given, and jsrun gives each resource set its own GPUs.
+    SLURM_GPUS_PER_TASK counts only if a rank sees no more GPUs than this number: with `--gpu-bind=none`, and under
+    mpirun in such a job, every rank sees all GPUs.
 
     Args:
         visible: number of GPUs that this rank sees.
@@ -87,7 +88,7 @@ _GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "SLURM_GPUS_PER_TASK", "JSM_NAMESPACE_
 def place(comm: Comm) -> None:
     """Assign the host's cores and GPUs to its ranks, and print one line about it. Collective.
 
-    Choices of the script are kept. If TensorFlow has started already, its settings are kept, too.
+    Settings that the script has made stay. If TensorFlow has started already, its settings stay, too.
 
     Args:
         comm: communicator of the ranks that train.

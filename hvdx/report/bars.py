@@ -13,7 +13,7 @@ def bars(counts: Mapping[int, int], width: int = 40) -> str:
         width: length of the longest bar, in characters.
 
     Returns:
-        One line a bar: the integers, their count and the bar; "" for empty `counts`.
+        One line for each bar: the integers, their count and the bar; "" for empty `counts`.
 
     Example:
         >>> print(bars({1: 2, 2: 8, 4: 4}, width=8))

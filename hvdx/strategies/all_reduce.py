@@ -22,9 +22,9 @@ class AllReduce(Strategy):
         compression: type of float32 values on the network: "none", "fp16" or "bf16". "fp16" halves the bytes, and its
             largest number is 65504. "bf16" halves them too, has float32's range and 8 bits of precision, and is added
             up in float32.
-        groups: number of collectives per step. 1 fuses all gradients into one; with more, Horovod sends the first ones
-            while the rest is still being computed. Or lists of indices into the gradients, in the order of the
-            trainable variables that have one.
+        groups: number of collectives per step. 1 fuses all gradients into one collective; with more, Horovod sends the
+            first gradients while the rest are still being computed. Or lists of indices, one list for each collective;
+            gradients are numbered in the order of the trainable variables that have one.
         sparse: exchange of `tf.IndexedSlices` (gradients of embeddings): "gather" the rows, or "dense" for the whole
             table.
         gradient_predivide_factor: with "average", divide by this factor before the sum and by size / factor after it.
@@ -91,7 +91,7 @@ class AllReduce(Strategy):
     def open(
         self, comm: GraphComm, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = ""
     ) -> "AllReduceExchange":
-        # Embeddings count as dense.
+        # The gradients of embeddings are counted as dense.
         payload = sum(s.elements * (s.itemsize if self.compression == "none" else 2) for s in specs)
         return AllReduceExchange(comm, self._how, name, ring_bytes(payload, comm.size))
 

@@ -1,4 +1,4 @@
-"""Automatic choice of a strategy: measure a few steps and the network, estimate each strategy, take the fastest."""
+"""Automatic choice of a strategy, by a measurement of a few steps and of the network."""
 
 import sys
 import time
@@ -17,7 +17,7 @@ from hvdx.strategies.driver import HostExchange
 from hvdx.strategies.telemetry import Telemetry
 from hvdx.strategies.threshold import Threshold
 
-#: Number of steps to measure. The first step of an epoch is not measured: the time before it includes compiling.
+#: Number of steps to measure. The first step of an epoch is not measured: its time may include compiling.
 TRIAL_STEPS = 3
 # Smallest saving for which a lossy strategy is chosen, as a share of a step: fp16 over float32, threshold over both.
 _WORTH_FP16, _WORTH_THRESHOLD = 0.03, 0.1
@@ -61,7 +61,11 @@ class Measured:
         return rounds * (self.network.latency + part / self.network.bandwidth) + casting
 
     def density(self, overhead: float) -> float:
-        """Return the density whose messages take this share of a step's computing time."""
+        """Return the density whose messages take a share of a step's computing time.
+
+        Args:
+            overhead: the share.
+        """
         return link.affordable_density(self.network, self.size, self.elements, overhead * self.computing)
 
     def threshold_seconds(self, density: float, coding: float) -> float:
@@ -78,8 +82,8 @@ class Measured:
 class Auto(Strategy):
     """Automatic choice of a strategy: measure the network and a few steps, then train with the fastest strategy.
 
-    The first steps are dense: mean gradients over MPI, without Horovod. Compression can cost accuracy, so the threshold
-    strategy is chosen only if it saves a tenth of a step.
+    The first steps are dense: mean gradients over MPI, without Horovod. Compression can cost accuracy, so `Threshold`
+    is chosen only if it saves a tenth of a step, and fp16 only if it saves 3 %.
 
     Args:
         overhead: share of a step's computing time that a threshold message may take; see `Threshold`.
@@ -108,7 +112,7 @@ class Auto(Strategy):
 
     def successor(self, exchanges: Sequence["TrialExchange"], comm: Comm, updates: bool) -> Strategy:
         """Choose the successor on rank 0, which prints the reason. Collective."""
-        # The largest, because the time between two exchanges of one optimiser includes those of the others.
+        # The largest time, because the time between two exchanges of one optimiser includes the other optimisers' work.
         everyone = comm.all_gather_object(max(e.seconds for e in exchanges), "the choice of a strategy")
         chosen = None
         if comm.rank == 0:
@@ -117,7 +121,7 @@ class Auto(Strategy):
             chosen, reason = self.decide(Measured(comm.size, elements, max(everyone), exchanges[0].network, threads))
             if isinstance(chosen, Threshold) and not updates:
                 chosen = Threshold(placement="gradient", overhead=chosen.overhead)
-                reason += f" This optimiser has no updates to send: {chosen}."
+                reason += f" This optimiser has no updates, so its gradients are compressed: {chosen}."
             print(f"hvdx: auto: {reason}", file=sys.stderr, flush=True)
         strategy: Strategy = comm.all_gather_object(chosen, "the strategy")[0]
         return strategy
@@ -133,7 +137,7 @@ class Auto(Strategy):
         saving = _WORTH_THRESHOLD * (measured.computing + min(exact, half))
         coding = 16 * measured.elements / _MEMORY
         if measured.threshold_seconds(density, coding) + saving < min(exact, half):
-            # The threshold strategy may be faster, so compiling and timing the codec is worth some seconds.
+            # `Threshold` may be faster, so it is worth some seconds to compile and time the codec.
             coding = coding_seconds(measured.elements, measured.size, density, measured.threads)
         sparse = measured.threshold_seconds(density, coding)
         chosen: Strategy = AllReduce()
@@ -141,12 +145,12 @@ class Auto(Strategy):
             chosen = AllReduce(compression="fp16")
         if sparse + saving < min(exact, half):
             chosen = self.threshold
-        conclusion = "Compression does not pay here" if isinstance(chosen, AllReduce) else "It pays"
+        pays = "does not pay here" if isinstance(chosen, AllReduce) else "pays"
         reason = (
             f"{measured.size} workers, {measured.network}, {measured.elements:,} parameters: a step computes "
-            f"{1e3 * measured.computing:.3g} ms; to combine it should take {1e3 * exact:.3g} ms in float32, "
-            f"{1e3 * half:.3g} in fp16, {1e3 * sparse:.3g} by threshold at density {density:.2g}. "
-            f"{conclusion}: training with {chosen}."
+            f"{1e3 * measured.computing:.3g} ms; an exchange should take {1e3 * exact:.3g} ms in float32, "
+            f"{1e3 * half:.3g} ms in fp16, {1e3 * sparse:.3g} ms by threshold at density {density:.2g}. "
+            f"Threshold compression {pays}: training with {chosen}."
         )
         return chosen, reason
 
@@ -212,7 +216,7 @@ def coding_seconds(elements: int, size: int, density: float, threads: int | None
     update = np.random.default_rng(0).normal(size=timed).astype(np.float32)
     threshold = codec.Threshold(target_density=density, threads=threads)
     if not threshold.prepared:
-        announce(threshold, "Threshold", ", whose speed decides")
+        announce(threshold, "Threshold", " to measure their speed")
     threshold.prepare()
     state, out, seconds = threshold.init([timed]), [np.zeros(timed, np.float32)], []
     for _ in range(3):

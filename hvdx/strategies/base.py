@@ -60,8 +60,8 @@ class Strategy(abc.ABC):
             which is Horovod if it is installed on all ranks, else MPI.
         schedule: steps at which the exchange runs, as pairs (first step, period) in increasing order of the steps; the
             first pair begins at step 0. Only exchanges of weights in the graph may differ from `EACH_STEP`.
-        asynchronous: whether a rank exchanges without waiting for the others. `deal_out` then distributes the steps of
-            an epoch over the ranks.
+        asynchronous: whether a rank exchanges without waiting for the others. `deal_out` then returns the client that
+            requests each step of an epoch.
         dedicated: number of ranks that only serve the others, by `serve`.
         counts_samples: whether the adapter needs the number of samples in each step.
         provisional: whether `successor` replaces the strategy after some steps.
@@ -109,7 +109,7 @@ class Strategy(abc.ABC):
         """Return the state that a rank restores, made from the states of another number of ranks. The default is empty.
 
         Args:
-            saved: `Exchange.state_dict` of every rank that saved.
+            saved: results of `Exchange.state_dict`, one for each rank that saved.
             rank: rank that restores.
             size: number of ranks that restore.
         """
@@ -135,12 +135,12 @@ class Strategy(abc.ABC):
         return
 
     def deal_out(self, comm: Comm, steps: int, begun: int = 0) -> "StepClient":
-        """Return the client that hands out the steps of each epoch, for `asynchronous` strategies. Collective.
+        """Return this rank's client for the steps of each epoch, for `asynchronous` strategies. Collective.
 
         Args:
             comm: the ranks that train.
             steps: steps in an epoch, of all ranks together; each rank takes its first step without a request.
-            begun: steps of the first epoch that were taken before.
+            begun: steps of the first epoch that were taken before this fit.
         """
         raise NotImplementedError(f"{type(self).__name__}: an asynchronous strategy must implement deal_out.")
 
@@ -173,7 +173,7 @@ class Strategy(abc.ABC):
 
 
 class StepClient(Protocol):
-    """Distribution of an epoch's steps, one step at a time.
+    """Client that requests the steps of an epoch, one at a time.
 
     Attributes:
         steps: steps in an epoch, of all ranks together.
@@ -191,7 +191,7 @@ class StepClient(Protocol):
         """Begin an epoch, on all ranks."""
 
     def another(self, stop: bool = False) -> bool:
-        """Return whether this rank is to take another step.
+        """Request another step; return whether this rank may take it.
 
         Args:
             stop: end the epoch for all ranks.
@@ -215,8 +215,8 @@ class Exchange(abc.ABC):
             tensors: tensors in the order of the specs. On the host: contiguous arrays, float32 (weights also float64).
                 In the graph: `tf.Tensor`, or for gradients also `tf.IndexedSlices`.
             finite: False if this rank's gradients held NaN or infinity. All ranks then skip the step; if the exchange
-                is not collective, only this rank does. Exchanges of weights in the graph take this rank's weight in the
-                mean instead: a scalar for each dtype of the tensors.
+                is not collective, only this rank skips it. An exchange of weights in the graph receives this rank's
+                factor in the mean in this place: a mapping from each dtype of the tensors to a scalar.
 
         Returns:
             The tensors that the optimiser uses instead; for collective exchanges the same bits on every rank. On the
@@ -232,7 +232,7 @@ class Exchange(abc.ABC):
         return None
 
     def close(self) -> None:
-        """Release resources that others hold for this exchange, after the last step. Every rank calls it."""
+        """Release resources that other ranks hold for this exchange, after the last step. Every rank calls it."""
         return
 
     def state_dict(self) -> dict[str, np.ndarray]:
@@ -240,10 +240,13 @@ class Exchange(abc.ABC):
         return {}
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        """Restore the state that `state_dict` returned.
+        """Restore a saved state. The default accepts only an empty one.
+
+        Args:
+            state: result of `state_dict` or `Strategy.merge`.
 
         Raises:
-            ConfigError: if the state belongs to other tensors or other options.
+            ConfigError: if the state does not fit the tensors or the options of this exchange.
         """
         if state:
             raise ConfigError(f"{type(self).__name__}: expected no saved state, got {sorted(state)}.")

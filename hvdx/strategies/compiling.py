@@ -37,7 +37,7 @@ def announce(codec: "Codec[Any]", what: str, where: str = "") -> None:
     Args:
         codec: codec of the kernels.
         what: owner of the kernels.
-        where: ranks that compile.
+        where: text to add after `what`, such as " on 2 of 4 ranks".
     """
     _say(
         f"compiling the kernels of {what}{where}: about {codec.compile_seconds} s of an idle core, once on each "

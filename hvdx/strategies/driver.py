@@ -1,7 +1,7 @@
-"""Common parts of exchanges on the host.
+"""Base classes of exchanges on the host.
 
-`HostExchange` measures the time of each step and reports skipped steps. `MessageExchange` adds the parts that are
-common to strategies that send every rank's message to every rank: the vote on NaN, skipping, overlap, byte counts.
+`HostExchange` measures the time of each step and reports skipped steps. `MessageExchange` is for strategies that send
+every rank's message to every rank: it adds the vote on NaN, skipped steps, overlap and byte counts.
 """
 
 import abc
@@ -31,14 +31,14 @@ MAX_SKIPPED_STEPS = 100
 
 
 class HostExchange(Exchange):
-    """Exchange that runs on the host. A subclass implements `combine`, and overrides other methods where it differs.
+    """Exchange that runs on the host. A subclass implements `combine`, and may override the other methods.
 
     Args:
         specs: the tensors.
         telemetry: counters of the exchange.
 
     Attributes:
-        telemetry: cost up to now.
+        telemetry: counters of the exchange; a caller may replace them.
         blamed: for a step that is not finite, the variable whose gradient held NaN or infinity; "" if unknown.
     """
 
@@ -68,18 +68,18 @@ class HostExchange(Exchange):
 
     @property
     def is_open(self) -> bool:
-        """True if the next step may come. If not, and if the placement is "weights", `begin` must be called first."""
+        """True if `step` may be called. An exchange of weights may be closed: `begin` must then be called first."""
         return True
 
     def begin(self, weights: Sequence[np.ndarray]) -> None:
-        """Start from the given weights, if the placement is "weights" and the exchange is not open. Collective.
+        """Open an exchange of weights with the given weights. Collective.
 
         Args:
             weights: arrays of the shapes of the specs; those of rank 0 are used.
         """
 
     def renew(self) -> None:
-        """Discard a session that an exception ended, on some ranks perhaps before it had begun. Collective."""
+        """Discard a session that an exception ended. Some ranks may not have begun the session. Collective."""
 
     @property
     def residuals(self) -> list[np.ndarray]:
@@ -109,7 +109,7 @@ class HostExchange(Exchange):
 
         Args:
             reports: whether this rank prints the report.
-            report: function from a text about the length of the series to the report.
+            report: function that returns the report; its argument is "" or a text such as ", 4 in a row".
             error: function that returns the message of the error that ends the training.
 
         Raises:
@@ -210,7 +210,7 @@ class MessageExchange(HostExchange):
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def combine(self, tensors: Sequence[np.ndarray], finite: bool) -> list[np.ndarray]:
-        # First, because skipping that step restores the residual, to which the next update is added.
+        # The late step comes first: if all ranks skip it, the residual is restored before the next update is added.
         late = self._take_pending()
         sent = self._clock("encoding", lambda: self._encode(tensors, finite))
         header = [sent.status, round(1e9 * self._computed), round(1e9 * (self._last.seconds if self._last else 0))]
@@ -219,7 +219,7 @@ class MessageExchange(HostExchange):
             late = (sent, received) if self._count(sent, received) else None
         result = self._clock("decoding", lambda: self._decode(late))
         if self._thread is not None:
-            # Only now, because the exchange overwrites the messages of the late step.
+            # The next exchange begins after decoding, because it overwrites the messages of the late step.
             self._pending = sent, self._thread.submit(self._channel.exchange, header, sent.message)
         self._step += 1
         return result
@@ -228,7 +228,7 @@ class MessageExchange(HostExchange):
         codec, active = self.codec(), self.active()
         sent = _Sent(np.zeros(0, np.uint8), codec, active, _FINE, self._step)
         if self._rank >= active:
-            return sent  # does not count, so its NaN does not count either
+            return sent  # this rank's message does not count, so its NaN does not count either
         try:
             sent.message = self.encode(tensors, codec)
         except UpdateError as error:
@@ -237,7 +237,7 @@ class MessageExchange(HostExchange):
             sent.status = _REFUSED
             return sent
         sent.status = _FINE if finite else _NOT_FINITE
-        # With overlap the update is needed after the step, and TensorFlow's arrays end with the step.
+        # With overlap the update is needed after the step, when TensorFlow may have overwritten its arrays.
         sent.update = tensors if self._thread is None else [t.copy() for t in tensors]
         return sent
 
@@ -262,7 +262,7 @@ class MessageExchange(HostExchange):
         return (sent, received) if self._count(sent, received, time.perf_counter() - begin) else None
 
     def _decode(self, arrived: tuple[_Sent, Received] | None) -> list[np.ndarray]:
-        """Return the sum of the messages that arrived and of the drained step."""
+        """Return the sum of the messages that arrived and of the drained result."""
         self._flat.fill(0)
         if arrived is not None:
             sent, received = arrived
@@ -304,10 +304,10 @@ class MessageExchange(HostExchange):
         return True
 
     def _take_back(self, sent: _Sent) -> None:
-        """Restore the residual of before a step that all ranks skip.
+        """Restore the residual to its value before a step that all ranks skip.
 
-        The update is dropped everywhere. Otherwise the updates of a run of skipped steps, all computed at the same
-        weights, would be added at once after it.
+        The update is dropped on every rank. If the residual kept it, the updates of several skipped steps, all computed
+        from the same weights, would later be applied together.
         """
         if sent.message.size and self.residual is not None:
             sent.codec.decode([sent.message], [self.residual])
@@ -336,17 +336,17 @@ class MessageExchange(HostExchange):
                 np.add(residual, tensor, out=residual)
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Return the number of the step and the drained step; a subclass adds its own state."""
+        """Return the number of steps and the result that `drain` kept; a subclass adds its own state."""
         if self._pending is not None:
-            raise HvdxError("a step is still in flight: flush before saving.")
+            raise HvdxError("state_dict: expected no step in flight, got one. Call flush or drain first.")
         return ({} if self._drained is None else {"late": self._drained}) | {"step": np.array(self._step)}
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        """Restore the state of `state_dict`; a subclass restores its own state."""
+        """Restore the number of steps and the drained result; a subclass restores its own state."""
         if "step" not in state:
-            raise ConfigError(f"expected a saved state with a step, got {sorted(state)}.")
+            raise ConfigError(f"the saved state: expected a step, got {sorted(state)}.")
         late = state.get("late")
         if late is not None and late.size != self._n:
-            raise ConfigError(f"the saved state: expected a step of {self._n} elements, got {late.size}.")
+            raise ConfigError(f"the saved state: expected a drained result of {self._n} elements, got {late.size}.")
         self._step = int(state["step"])
         self._drained = None if late is None else np.array(late, np.float32)

@@ -1,4 +1,4 @@
-"""Joining the world. It separates workers and servers before any code asks for a rank."""
+"""Joining the world: workers and servers are separated before a script can read its rank."""
 
 import sys
 
@@ -15,7 +15,7 @@ def join(strategy: Strategy | str | None = None) -> Comm:
     A rank that the strategy needs as a server serves here until all workers have disconnected, and then exits.
 
     Args:
-        strategy: default strategy of the workers; None for that of `HVDX_STRATEGY`.
+        strategy: strategy that determines the number of ranks that only serve; for None see `hvdx.strategies.resolve`.
 
     Returns:
         The communicator of the workers.
@@ -33,7 +33,7 @@ def join(strategy: Strategy | str | None = None) -> Comm:
         chosen.serve(joined)
         sys.exit(0)
     if joined.servers:
-        # Servers wait until every worker has disconnected, even one that does not train.
+        # Servers wait until every worker has disconnected. Even a worker that never trains needs a client for that.
         client_of(joined)
     return joined
 

@@ -10,7 +10,7 @@ import numpy as np
 from hvdx.comm import Channel
 from hvdx.strategies.telemetry import entropy
 
-#: Range of automatic densities. Above 1/8 an entry costs the same as in a bitmap; below 1e-4 residuals grow old.
+#: Range of automatic densities. Below 1e-4 an element would wait for thousands of steps in the residual.
 MIN_DENSITY, MAX_DENSITY = 1e-4, 1 / 8
 # Messages of the probe grow from the first size until one takes longer than this time, or has the largest size.
 _PROBE_SECONDS = 0.05
@@ -38,7 +38,7 @@ class Link:
 
 
 def probe(channel: Channel) -> Link:
-    """Measure the link with messages of growing length. Collective; takes about a tenth of a second.
+    """Measure the link with messages of growing length, in a fraction of a second. Collective.
 
     Args:
         channel: channel between the ranks.
@@ -67,10 +67,10 @@ def _slowest(channel: Channel, message: np.ndarray) -> float:
 
 
 class Estimate:
-    """Running estimate of the link and of a step's length. Its input must be the same on all ranks.
+    """Running estimate of the link and of a step's computing time. Its input must be the same on all ranks.
 
     Args:
-        link: result of `probe`.
+        link: result of `probe`, the first estimate.
     """
 
     def __init__(self, link: Link):
@@ -84,7 +84,7 @@ class Estimate:
         Args:
             computing: seconds of computing in the step.
             received: bytes that a rank received.
-            seconds: duration of that transfer on the slowest rank.
+            seconds: duration of the transfer of these bytes on the slowest rank.
         """
         self._steps.append(computing)
         if received >= _MIN_TRANSFER_BYTES:

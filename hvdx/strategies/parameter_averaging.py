@@ -1,4 +1,4 @@
-"""Parameter averaging (local SGD): each worker trains alone, and every `period` steps the weights become their mean."""
+"""Parameter averaging, also known as local SGD."""
 
 import itertools
 import re
@@ -98,7 +98,7 @@ class AveragingExchange(Exchange):
             The weighted means, the same bits on every rank; NaN on all ranks if all are left out.
         """
         means: dict[int, Any] = {}
-        # A grouped all-reduce has one dtype, and all ranks must call them in the same order.
+        # Each dtype needs an all-reduce of its own; all ranks must call these all-reduces in the same order.
         for dtype in sorted({t.dtype for t in tensors}, key=lambda d: d.name):
             members = [i for i, t in enumerate(tensors) if t.dtype == dtype]
             shares = [weights[dtype], *(tensors[i] for i in members)]

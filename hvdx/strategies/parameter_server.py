@@ -1,4 +1,4 @@
-"""Asynchronous SGD with parameter servers: each worker pushes updates and pulls weights, and waits only for servers."""
+"""Asynchronous SGD with parameter servers."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -28,15 +28,17 @@ _MAX_STALENESS = 4
 class ParameterServer(Strategy):
     """Weights on servers: each worker pushes an update after each of its steps, and pulls the current weights.
 
-    An update is the change that the worker's own step made: after learning rate, momentum and weight decay. The weights
-    are cut into equal parts, one or more for each server; large variables are cut too.
+    A worker waits for the servers' answers and not for other workers. An update is the change that the worker's own
+    step made: after learning rate, momentum and weight decay. The weights are cut into equal parts, one or more for
+    each server; large variables are cut too.
 
-    If s - 1 updates were applied after the worker pulled its weights, its next update has staleness s. With N workers
-    the mean staleness is N.
+    If a server changed the weights s - 1 times after a worker pulled them, the worker's next update has staleness s.
+    With N workers the mean staleness is N; with `aggregate=n` it is (N + n - 1) / n.
 
     Args:
-        servers: number of servers; they are ranks of their own, the last that were started, and end with the training.
-            Or "colocated": every worker's process serves a part; "colocated:2": those of the first two workers do.
+        servers: number of servers. They are ranks of their own, the last ranks of the job, and end with the training.
+            Or "colocated": every worker's process serves a part; "colocated:2": the processes of the first two workers
+            serve.
         staleness: "none": all updates count the same. "scale": an update of staleness s counts 1 / s^exponent. "bound":
             a worker that is more than `max_staleness` steps ahead of the slowest waits. "scale+bound": both.
         staleness_exponent: exponent of "scale" (lambda).
@@ -45,8 +47,8 @@ class ParameterServer(Strategy):
         aggregate: soft synchronisation: number of updates, from any workers, that a server waits for and applies
             together.
         op: "mean": an update counts 1 / N, so that a learning rate has the same meaning as under `AllReduce`; if
-            updates are scaled by their staleness, (N / aggregate)^exponent / N, since the staleness is about N /
-            aggregate. "sum": an update counts in full.
+            updates are also scaled by their staleness, the factor before the scaling is (N / aggregate)^exponent / N,
+            since the staleness is about N / aggregate. "sum": an update counts in full.
         codec: codec of the updates: "none", "fp16", "bf16", or "threshold:0.01" with the share of elements to send; the
             rest stays in a residual. Weights are not encoded.
 
@@ -95,11 +97,11 @@ class ParameterServer(Strategy):
         exponent = staleness_exponent
         if isinstance(exponent, bool) or not isinstance(exponent, int | float) or not 0 < exponent <= 10:
             raise ConfigError(
-                f"ParameterServer: staleness_exponent: expected a number above 0, 10 at most, got {exponent!r}."
+                f"ParameterServer: staleness_exponent: expected a number above 0 and at most 10, got {exponent!r}."
             )
         for option, value, least in (("max_staleness", max_staleness, 0), ("aggregate", aggregate, 1)):
             if value is not None and (type(value) is not int or value < least):
-                raise ConfigError(f"ParameterServer: {option}: expected a number from {least} on, got {value!r}.")
+                raise ConfigError(f"ParameterServer: {option}: expected {least} or more, got {value!r}.")
         if max_staleness is not None and "bound" not in staleness:
             raise ConfigError(
                 f"ParameterServer: max_staleness={max_staleness} is for staleness='bound' or 'scale+bound', got "
@@ -111,7 +113,7 @@ class ParameterServer(Strategy):
         make_codec(codec)  # checks it
 
     def server_ranks(self, comm: Comm) -> list[int]:
-        """Return the ranks that serve, as mailboxes number them.
+        """Return the ranks that serve. As in mailboxes, ranks that only serve are numbered after the workers.
 
         Args:
             comm: the workers.
@@ -120,7 +122,7 @@ class ParameterServer(Strategy):
             ConfigError: on all ranks, if the job has other servers, or too few workers.
         """
         if isinstance(comm, GraphComm) and comm.size > 1:
-            comm.channel("the traffic of this strategy")  # raises an error that names a suitable communicator
+            comm.channel("the data of this strategy")  # raises: Horovod's own launcher starts no MPI
         if comm.servers != self.dedicated and comm.size + comm.servers > 1:
             found = f"{comm.servers} of the ranks only serve" if comm.servers else "all ranks were made workers"
             error = ConfigError(
@@ -145,7 +147,7 @@ class ParameterServer(Strategy):
         self.server_ranks(comm)
 
     def serve(self, comm: Comm) -> None:
-        # A signal that all ranks receive must not end a server before its workers have ended.
+        # A preemption signal reaches all ranks; it must not end a server before its workers have ended.
         PreemptionListener.ignore()
         serve(comm.mailbox(SERVER_BOX), RequestHandler(comm.workers, threads=kernel_threads(comm.local_size)))
 
@@ -170,7 +172,7 @@ class ParameterServer(Strategy):
         exponent, share = 0.0, 1 / workers
         if "scale" in self.staleness:
             exponent = self.staleness_exponent
-            # Exactly 1 / aggregate for an exponent of 1.
+            # In this form the share is exactly 1 / aggregate for an exponent of 1.
             share = workers ** (exponent - 1) / min(self.aggregate, workers) ** exponent
         if self.op == "sum":
             share = 1.0
@@ -185,7 +187,7 @@ class ParameterServer(Strategy):
         return ServerExchange(self, comm, specs)
 
     def merge(self, saved: Sequence[Mapping[str, np.ndarray]], rank: int, size: int) -> dict[str, np.ndarray]:
-        """Distribute the saved residuals over the ranks, so that their sum is preserved."""
+        """Distribute the saved residuals over the ranks, so that their sum stays the same."""
         if not saved or not joined_residual(saved[0])[0]:
             return {}
         mine = [joined_residual(saved[other])[1] for other in range(rank, len(saved), size)]
@@ -193,7 +195,7 @@ class ParameterServer(Strategy):
         return {"residual": np.sum([nothing, *mine], axis=0).astype(np.float32)}
 
     def _defaults(self) -> dict[str, Any]:
-        # If no bound is given, it is 4.
+        # With "bound", the default of `max_staleness` is 4.
         return super()._defaults() | ({"max_staleness": _MAX_STALENESS} if "bound" in self.staleness else {})
 
 

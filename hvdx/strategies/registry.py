@@ -1,6 +1,6 @@
 """Strategies by name, also those of other packages.
 
-A one-line spelling holds a name and options: `all_reduce:compression=fp16,op=sum`.
+A one-line spelling is a name, with or without options: `all_reduce:compression=fp16,op=sum`.
 """
 
 import ast
@@ -117,7 +117,7 @@ def set_default(strategy: Strategy | str | None) -> None:
     """Set the strategy that `resolve` returns for None.
 
     Args:
-        strategy: see `resolve`; None restores the choice by the environment.
+        strategy: a strategy or its one-line spelling; None restores the choice by `HVDX_STRATEGY`.
 
     Raises:
         ConfigError: see `resolve`.
@@ -127,10 +127,11 @@ def set_default(strategy: Strategy | str | None) -> None:
 
 
 def resolve(strategy: Strategy | str | None) -> Strategy:
-    """Return the given strategy; for None that of `set_default`, else that of the environment, else `AllReduce`.
+    """Return a strategy.
 
     Args:
-        strategy: a strategy, its one-line spelling, or None.
+        strategy: a strategy, its one-line spelling, or None. None means the strategy of `set_default`; if there is
+            none, that of `HVDX_STRATEGY`; if that is not set, `AllReduce()`.
 
     Raises:
         ConfigError: if it is anything else, or the spelling is wrong.

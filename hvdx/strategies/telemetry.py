@@ -36,8 +36,9 @@ class Telemetry:
         sent, received: bytes that this rank gave to the network, and received from it.
         computing: seconds from the end of one exchange to the beginning of the next.
         encoding: seconds spent on encoding messages.
-        waiting: seconds until all ranks had come to the exchange.
-        exchanging: seconds from then until all messages had arrived.
+        waiting: seconds until all ranks had begun the exchange.
+        exchanging: seconds from then until all messages had arrived; with overlap, the part of an exchange that the
+            computation did not hide.
         decoding: seconds spent on adding up the messages.
         density, tau: density and tau of the last step; tau is 0 if none is used.
         residual: root mean square of the residual in units of tau, from the last measurement, which is not taken in
@@ -99,7 +100,7 @@ class Telemetry:
 
 @dataclass
 class AveragingTelemetry(Telemetry):
-    """Counters of one optimiser under parameter averaging; `steps` are those of the training.
+    """Counters of one optimiser under parameter averaging; `steps` counts its steps, not the averages.
 
     Attributes:
         averages: number of averages of the weights.
@@ -161,12 +162,13 @@ class ServerTelemetry(Telemetry):
     """Counters of one worker under a parameter server; `skipped` counts its updates that were refused.
 
     Attributes:
-        staleness: histogram of this worker's updates, at each server.
-        ending: seconds that it waited for the others at the ends of epochs.
+        staleness: staleness of this worker's updates; an update is counted once for each part of the weights.
+        waiting: seconds for which a server held answers back because of `max_staleness`.
+        ending: seconds for which this worker waited for the others in flushes.
         refused: refused updates of all workers, as the servers counted them until the last flush.
         servers: report of the last flush, for each part of the weights: the rank that serves the part, its version,
-            updates accepted, updates applied, updates refused, seconds of work on updates, seconds since the previous
-            flush.
+            updates accepted, updates applied, updates refused, seconds of work on updates, seconds since the session
+            was opened.
 
     Example:
         >>> ServerTelemetry(steps=2, sent=10, staleness=StalenessHistogram({4: 2})).live()
@@ -180,7 +182,7 @@ class ServerTelemetry(Telemetry):
 
     @property
     def updates_per_second(self) -> list[float]:
-        """Updates per second that each server has applied since the session was opened."""
+        """Updates per second that each server applied in the session that the last flush ended."""
         return [applied / max(seconds, 1e-9) for _, _, _, applied, _, _, seconds in self.servers]
 
     def live(self) -> dict[str, float]:
@@ -191,7 +193,7 @@ class ServerTelemetry(Telemetry):
         return self.live() | {
             "MB_received": self.received / 1e6,
             "max_staleness": float(max(self.staleness, default=0)),
-            # The servers report all workers' refusals at a flush; this worker's own are known before.
+            # The servers report the refused updates of all workers in a flush; a worker knows its own earlier.
             "refused_updates": float(max(self.refused, self.skipped)),
             "updates_per_second": sum(rates) / len(rates) if rates else 0.0,
             "ms_computing": 1e3 * self.computing / steps,
@@ -203,7 +205,7 @@ class ServerTelemetry(Telemetry):
 
 
 def merged(costs: Sequence[Telemetry]) -> Telemetry:
-    """Return the total cost of several exchanges that take turns.
+    """Return the total cost of the exchanges of one training, such as those of several optimisers.
 
     Counts are added up; `steps`, `density` and other values that cannot be added are those of the largest exchange.
 

@@ -25,9 +25,9 @@ class Threshold(Strategy):
     Args:
         tau: fixed threshold, in units of the update. If neither tau nor `target_density` is given, the density is
             "auto".
-        target_density: share of elements to send, in (0, 1); or "auto": the density whose messages take a tenth of a
-            step's computing time (see `overhead`) on the measured network, between 1e-4 and 1/8, adjusted when
-            either drifts.
+        target_density: share of elements to send, in (0, 1); or "auto": the density, between 1e-4 and 1/8, whose
+            messages take the share `overhead` of a step's computing time on the measured network. It is adjusted when
+            the network or the computing time changes.
         placement: "update": compress the update that this rank's optimiser computes. "gradient": compress the
             gradients, before the optimiser.
         lookahead: extrapolation of the update u before it is sent: u + lookahead * (u - previous u) is added to the
@@ -111,7 +111,8 @@ class Threshold(Strategy):
             raise ConfigError(
                 "threshold: both tau and target_density are given. Give one: a density finds its own tau."
             )
-        self.make_codec(None if isinstance(target_density, str) else target_density, threads)  # checks the rest
+        # Checks the options of the codec.
+        self.make_codec(None if isinstance(target_density, str) else target_density, threads)
 
     def make_codec(self, density: float | None, threads: int | None) -> Any:
         """Make the codec of these options.
@@ -155,7 +156,7 @@ class Threshold(Strategy):
         return round(min(momentum / max(1 - momentum, 1e-9) / 3, 5.0), 9)
 
     def merge(self, saved: Sequence[Mapping[str, np.ndarray]], rank: int, size: int) -> dict[str, np.ndarray]:
-        """Distribute the saved residuals over the ranks, so that their sum is preserved."""
+        """Distribute the saved residuals over the ranks, so that their sum stays the same."""
         mine = {k: np.array(v) for k, v in saved[rank % len(saved)].items()}
         residual = np.zeros_like(mine["codec.residual"], dtype=np.float64)
         for other in range(rank, len(saved), size):
@@ -164,7 +165,7 @@ class Threshold(Strategy):
         return mine
 
     def _defaults(self) -> dict[str, Any]:
-        # If no density is given, it is "auto".
+        # Without tau, the default of `target_density` is "auto".
         return super()._defaults() | ({"target_density": "auto"} if self.tau is None else {})
 
 

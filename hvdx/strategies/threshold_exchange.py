@@ -18,7 +18,7 @@ from hvdx.strategies.warmup import Warmup
 
 # target_density="auto": step of the first review, steps between reviews, and the smallest factor of a change.
 _FIRST_REVIEW, _REVIEW_EVERY, _MIN_CHANGE = 8, 64, 1.15
-# Density before the link and the length of a step are known.
+# Density before the link and a step's computing time are known.
 _INITIAL_DENSITY = 1 / 32
 # Steps between measurements of the residual, each of which reads all of it.
 _RESIDUAL_EVERY = 64
@@ -65,7 +65,7 @@ class ThresholdExchange(MessageExchange):
         self._last_received = 0
 
     def _compile(self, comm: Comm) -> None:
-        """Compile and call the kernels before anything is timed, and wait until all ranks have."""
+        """Compile and call the kernels before anything is timed, and wait until all ranks have done so."""
         prepare_together(self._codec, comm, "Threshold")
         trial, out = np.ones(1, np.float32), np.zeros(1, np.float32)
         message, _ = self._codec.encode([trial], self._codec.init([1]))
@@ -116,7 +116,7 @@ class ThresholdExchange(MessageExchange):
         if size > 4 * self._n + 1000 and not self._warned:
             self._warned = True
             print(
-                f"hvdx: rank {self._rank}: a message of {size:,} bytes, where float32 takes {4 * self._n:,}: "
+                f"hvdx: rank {self._rank}: a message has {size:,} bytes, the update in float32 only {4 * self._n:,}: "
                 f"tau={self._strategy.tau} is too small for these updates. Raise it, or give target_density instead.",
                 file=sys.stderr,
                 flush=True,
@@ -159,7 +159,7 @@ class ThresholdExchange(MessageExchange):
             counts.residual = self.residual_norm()
         if self._estimate is not None:
             sizes = [m.size for m in received.messages]
-            # A header holds the time of the previous transfer, because a rank measures a transfer after sending it.
+            # A header has the time of the previous transfer: that of its own transfer is known only afterwards.
             computing = float(np.median(received.headers[:, 1])) / 1e9
             seconds = link.slowest(received.headers[:, 2].tolist())
             self._estimate.observe(computing, self._last_received, seconds)

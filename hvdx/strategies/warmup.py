@@ -1,4 +1,4 @@
-"""Warm-up of the threshold strategy: in the first steps of a training, unsent residuals do the most harm."""
+"""Warm-up of the threshold strategy: the delay by a residual does the most harm in the first steps of a training."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -21,7 +21,7 @@ class Warmup:
             "Deep Gradient Compression", lower it every epoch). "dense": everything is sent as bfloat16, and the
             residual keeps the rounding errors (Vogels et al. 2019, "PowerSGD", do so for a tenth of the training).
             "workers": the updates of 1, 2, 4, ... workers count, and those of the others are dropped (Strom 2015).
-            "none".
+            "none": no warm-up.
         steps: number of steps.
     """
 

@@ -3,11 +3,11 @@
     python jobs/benchmarks/average_files.py --json docs/benchmarks/average-files.json
 
 Three files are made in each format (by the framework that the table names) and averaged by a new process in each round.
-In turns with that, the files are read in two plain ways: whole, with Python's file.read(), which is the yardstick of
-the goal; and block by block into one buffer that stays in the cache, which is a lower bound of the time. In the rounds
-the files are in memory, and the table shows medians; a last run reads them from the disk. Averaging includes writing
-the result and fsync; "no sync" excludes fsync. Memory is the peak resident size of the averaging process, above its
-size after the imports.
+Between two averages, the files are read in two plain ways. Reading them whole, with Python's file.read(), is the
+yardstick of the goal. Reading them block by block, into one buffer that stays in the cache, gives a lower bound of the
+time. In these rounds the files are in the page cache, and the table shows medians; a last run reads them from the disk.
+Averaging includes writing the result and fsync; "no sync" excludes fsync. Memory is the peak resident size of the
+averaging process, above its size after the imports.
 """
 
 import argparse

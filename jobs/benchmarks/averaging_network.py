@@ -4,7 +4,7 @@
     python jobs/benchmarks/averaging_network.py --periods 1,16 --epochs 1 --hosts 2  a short run
     python jobs/benchmarks/averaging_network.py --json averaging.json                also write the figures
 
-Emulated hosts (`hvdx lab`) train a dense network of 1.86 million parameters on Fashion-MNIST, 64 pictures a step on
+Emulated hosts (`hvdx lab`) train a dense network of 1.86 million parameters on Fashion-MNIST, 64 images per step on
 each, SGD with momentum, the same seed. Accuracy does not depend on bandwidth, so each variant trains once in full over
 fast links, and its steps are timed over slow links: whole periods without the first one. Seconds are the number of
 steps times the mean step. "Sent" is the number of bytes that hvdx counts, "link" ("auto" in the JSON file) the number

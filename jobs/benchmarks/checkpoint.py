@@ -3,12 +3,12 @@
     python jobs/benchmarks/checkpoint.py                           20 million parameters, with momenta
     python jobs/benchmarks/checkpoint.py --parameters 1e6 --json out.json
 
-Four times are measured in turns, several times each:
+Four durations are measured in turns, in several rounds:
 
     once        write the same bytes to one file, with fsync
     copy        copy the same bytes in memory
-    checkpoint  from the decision to save until the checkpoint has its final name, all on the disk
-    waited      the part of that for which training waits
+    checkpoint  from the decision to save until the checkpoint has its final name and is on the disk
+    waited      the part of "checkpoint" for which training waits
 """
 
 import os

@@ -123,7 +123,7 @@ class Bench:
         return row | {"message_bytes": sum(tiles.size for tiles, _ in messages)}
 
     def prepare(self, density: float, seed: int) -> None:
-        """Fill the update, and `saved`, the residual before it."""
+        """Fill the update, and `saved`, the residual that each round begins with."""
         blocks = -(-self.elements // _THREADS)
         self.fill[blocks, _THREADS](self.update, self.saved, density, seed)
 

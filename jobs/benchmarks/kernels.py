@@ -136,7 +136,7 @@ def measure(case: Case, threads: int, rounds: int) -> dict:
         "decode_many": lambda: case.decode([message] * MESSAGES),
     }
     seconds = take_turns(turns, case, rounds)
-    # Encoding in NumPy is so slow that three rounds must do.
+    # Encoding in NumPy is slow, so it gets only three rounds.
     seconds |= take_turns({"numpy": lambda: encode_in_numpy(case)}, case, min(rounds, 3)) if threads == 1 else {}
     base = np.array(seconds["add"])
     figure = {
@@ -191,7 +191,7 @@ def extra_memory(case: Case) -> int | None:
     """Return the peak bytes of memory that encoding uses besides its arguments: scratch, buffers and the message.
 
     It is the growth of this process's resident memory, the minimum of three turns. Huge pages are turned off, since
-    each adds 2 MB when a byte of it is touched. None if the system does not report resident memory.
+    each adds 2 MB when a byte of it is touched. The result is None if the system does not report resident memory.
     """
     peaks, library = [], ctypes.CDLL(None)
     try:

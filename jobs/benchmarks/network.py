@@ -3,7 +3,7 @@
     python jobs/benchmarks/network.py                                   two hosts at 100mbit, short
     python jobs/benchmarks/network.py --hosts 2,4 --bandwidth 100mbit,1gbit --json network.json
 
-Emulated hosts (`hvdx lab`) train a dense network of 1.86 million parameters on Fashion-MNIST, 64 pictures a step on
+Emulated hosts (`hvdx lab`) train a dense network of 1.86 million parameters on Fashion-MNIST, 64 images per step on
 each, SGD with momentum, with the same seed under every strategy. Each strategy runs in new processes, since Horovod's
 thread would slow down the next one. "Alone" is the same training without communication. The time to an accuracy counts
 only training steps, without evaluation and without the first two steps, in which everything is compiled.
@@ -139,7 +139,7 @@ def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
         "ms a step",
         "/ alone",
         "sent a step",
-        "link / that",
+        "link / sent",
         f"steps to {options.target:g} %",
         "seconds",
         "MB",

@@ -4,10 +4,10 @@
     python jobs/benchmarks/servers.py --dedicated           four workers, and separate hosts for the servers
     python jobs/benchmarks/servers.py --json servers.json   also write the figures
 
-Emulated hosts (`hvdx lab`) train a dense network of 1.86 million parameters on Fashion-MNIST, 64 pictures a step on
+Emulated hosts (`hvdx lab`) train a dense network of 1.86 million parameters on Fashion-MNIST, 64 images per step on
 each, SGD with momentum, asynchronously, with the same number of steps on each. Steps per second count all workers, from
-the end of the first worker's warm-up to the end of the last worker: a worker with a server in its own process needs no
-link for it, and finishes earlier. The load of a link is the number of bits that its interface counted during its
+the end of the first worker's warm-up to the end of the last worker. A worker whose process also serves needs no link to
+that server, and finishes earlier. The load of a link is the number of bits that its interface counted during its
 worker's steps, in the busier direction, divided by its capacity. The table shows the load of the busiest server's link,
 and the workers' mean. Links that are used in both directions at once do not reach 100 %, because TCP's acknowledgements
 wait behind the data.

@@ -4,7 +4,7 @@
     python jobs/benchmarks/staleness.py --json staleness.json         also write the figures
     python jobs/benchmarks/staleness.py --ways all_reduce,plain --equal plain --hidden 256
 
-Workers train a dense network on Fashion-MNIST, 64 pictures a step on each, SGD with momentum. In every step each worker
+Workers train a dense network on Fashion-MNIST, 64 images per step on each, SGD with momentum. In every step each worker
 sleeps for 20 ms (--pause), which simulates the computation on an accelerator. Otherwise the figures would show how
 workers on one machine compete for its cores. The last worker also sleeps for nine times the duration of a step
 (measured before, pause included). Every half second worker 0 stores its weights; they are evaluated after the training,
@@ -31,8 +31,8 @@ WAYS: dict[str, tuple[str, str, str]] = {
     "full": ("asynchronous, updates in full", f"{_SERVER},op=sum", "1"),
     "plain": ("asynchronous", _SERVER, "1"),
     "scaled": ("asynchronous, scaled by 1/s", f"{_SERVER},staleness=scale", "1"),
-    "soft": ("soft sync, 2 collected", f"{_SERVER},aggregate=2", "1"),
-    "soft_scaled": ("soft sync, 2 collected, scaled", f"{_SERVER},aggregate=2,staleness=scale", "1"),
+    "soft": ("soft sync, 2 updates", f"{_SERVER},aggregate=2", "1"),
+    "soft_scaled": ("soft sync, 2 updates, scaled", f"{_SERVER},aggregate=2,staleness=scale", "1"),
     "bound": ("bounded, 4 steps ahead", f"{_SERVER},staleness=bound,max_staleness=4", "1"),
     "bound_far": ("bounded, 64 steps ahead", f"{_SERVER},staleness=bound,max_staleness=64", "1"),
 }

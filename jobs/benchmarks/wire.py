@@ -3,8 +3,8 @@
     hvdx bench wire
 
 For independent positions of density p, every code needs at least H(p) / p bits per position and 1 bit per sign, where H
-is the binary entropy. The positions of real updates are not independent: rows of a layer without input send nothing,
-other rows much. A code that adapts to this may need fewer bits.
+is the binary entropy. The positions of real updates are not independent: rows of a layer without input send no
+entries, and other rows send many. A code that adapts to this may need fewer bits.
 """
 
 import argparse

@@ -31,7 +31,7 @@ def test_missing_tensor_is_named_with_the_file_that_lacks_it():
 
 def test_renamed_tensor_is_guessed():
     text = refused(Arrays(**BASE), Arrays("b.arrays", kernel=BASE["kernel"], beta=BASE["bias"]))
-    assert text.startswith("b.arrays: bias: is in a.arrays, and missing here. It has beta in its place?")
+    assert text.startswith("b.arrays: bias: is in a.arrays, and missing here. Is beta its name here?")
 
 
 def test_third_network_is_compared_as_well():

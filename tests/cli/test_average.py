@@ -105,7 +105,7 @@ def test_warnings_are_lines(three, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["a.safetensors", "b.safetensors"], "hvdx: average: -o: expected where to write the mean"),
+        (["a.safetensors", "b.safetensors"], "hvdx: average: -o: expected a path for the mean"),
         (["a.safetensors", "-o", "m.safetensors"], "hvdx: expected two networks or more, got 1."),
         (["a.safetensors", "no.pt", "-o", "m.safetensors"], "hvdx: no.pt: there is no such file."),
         (["a.safetensors", "text", "-o", "m.safetensors"], "hvdx: text: expected a saved network"),

@@ -281,7 +281,7 @@ def test_nothing_stays_behind_when_the_lab_is_ended(name, code, tmp_path):
 def test_time_limit_ends_the_job():
     done = run_command([*LAB, "--timeout", "1.5", "--", "sleep", "100"], timeout=30)
     assert done.code == 124
-    assert "1.5 seconds are over" in done.out
+    assert "time limit of 1.5 s reached" in done.out
 
 
 @needs_lab

@@ -123,10 +123,10 @@ def test_diagnosis_names_the_missing_ranks(reports, gone, ranks):
 def test_message_has_a_line_for_each_rank():
     text = message({0: waits(), 1: trains(4, lines=("train.py:42 in load",)), 2: None}, [], 60.4, "abc")
     assert text.splitlines() == [
-        "hvdx: no progress for 60 s: ranks 1 (b), 2 (c) have not come to the updates.",
+        "hvdx: no progress for 60 s: ranks 1 (b), 2 (c) have not reached the updates.",
         "  rank 0 (a): waits in the updates, step 5 of epoch 1, for 60 s",
         "  rank 1 (b): step 4 of epoch 1, for 60 s; at train.py:42 in load",
-        "  rank 2 (c): does not answer: its process is stopped or gone, or a library holds Python up",
+        "  rank 2 (c): does not answer: its process is stopped or gone, or a library blocks Python",
     ]
 
 

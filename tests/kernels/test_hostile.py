@@ -95,7 +95,7 @@ def accept(decode, messages, scale, out, rice, threads):
         (add_to_first, "the output has changed"),
         (write_beside, "the output"),
         (allocate, "bytes were taken"),
-        (accept, "another opinion"),
+        (accept, "another result"),
     ],
 )
 def test_fuzzer_notices_what_a_decoder_does_wrong(wrong, text, tmp_path, monkeypatch):

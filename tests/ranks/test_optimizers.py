@@ -242,12 +242,20 @@ def test_variable_without_gradient_is_left_alone():
 
 
 @pytest.mark.graph
-def test_custom_train_step_with_two_optimizers_in_an_unbuilt_model():
+@pytest.mark.parametrize("marked_as_built", [False, True])
+def test_custom_train_step_with_two_optimizers_in_an_unbuilt_model(marked_as_built):
+    """Keras marks a subclass as built by `build` even where its layers get their weights in the first step."""
+
     class Pairs(models.TwoPlayers):
         def apply_other(self, gradients, variables):
             self.other_optimizer.apply_gradients(zip(gradients, variables, strict=True))
 
+    keras.utils.set_random_seed(hvdx.rank())
     model = Pairs()
+    if marked_as_built:
+        model.build((None, models.FEATURES))
+        assert model.built
+        assert not model.weights
     model.compile()
     history = models.fit(model, [hvd.Distribute()], epochs=3).history["my_loss"]
     models.assert_identical(model)

@@ -26,15 +26,16 @@ def test_slow_network_gets_compression_and_the_reason():
 def test_fast_network_trains_dense_and_says_so():
     strategy, reason = decide(SHARED_MEMORY)
     assert repr(strategy) == "AllReduce()"
-    assert "Compression does not pay here" in reason
+    assert "Threshold compression does not pay here: training with AllReduce()" in reason
 
 
 def test_large_model_on_a_fast_network_takes_fp16(monkeypatch):
     """Half the bytes save enough time, and a slow codec does not."""
     monkeypatch.setattr(auto, "coding_seconds", lambda *_: 0.4)
-    strategy, _ = decide(Link(5e-5, 1e9), size=2, elements=200_000_000, computing=3.0)
+    strategy, reason = decide(Link(5e-5, 1e9), size=2, elements=200_000_000, computing=3.0)
     assert isinstance(strategy, AllReduce)
     assert strategy.compression == "fp16"
+    assert "Threshold compression does not pay here: training with AllReduce(compression='fp16')" in reason
 
 
 def test_many_workers_train_dense(monkeypatch):

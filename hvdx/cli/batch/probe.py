@@ -299,8 +299,8 @@ def _attempt(
         command: the command.
         timeout: seconds.
         say: prints a line about the current wait.
-        cancel: cancels the job, given the command's output; returns the job's state before, and the command that the
-            user must run if cancelling failed ("" if not).
+        cancel: cancels the job, given the command's output; returns the job's last state, and the command that the user
+            must run if cancelling failed ("" if it did not).
         out: file of the job's output; None if the command prints the output itself.
     """
     say(f"{way}: waiting for the batch system, {timeout:.0f} s at the most")

@@ -50,7 +50,8 @@ def _by_open_mpi(plan: Plan) -> bool:
 
 
 def _mpi_options(plan: Plan) -> str:
-    # The host files of PBS and LSF name a host once for each rank. Open MPI 5 gives a host named once a slot per core.
+    # The host files of PBS and LSF name a host once for each rank. If a file names a host only once, Open MPI 5 gives
+    # the host one slot per core.
     spread = f"--map-by ppr:{plan.tasks_per_node}:node " if plan.system in ("pbs", "lsf") else ""
     return f'--bind-to none {spread}"${{exports[@]}}"'
 

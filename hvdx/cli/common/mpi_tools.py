@@ -139,7 +139,7 @@ def host_options(mpi: Mpi, each: int, hostfile: str = "") -> list[str]:
         ['--map-by', 'ppr:1:node', '--hostfile', 'hosts.txt']
     """
     if mpi.launcher_vendor == "Open MPI":
-        # Not by slot: Open MPI 5 gives a host that the file names once one slot for each core.
+        # Not by slot: if the file names a host only once, Open MPI 5 gives the host one slot per core.
         return ["--map-by", f"ppr:{each}:node", *(["--hostfile", hostfile] if hostfile else [])]
     if mpi.launcher_vendor in ("Intel MPI", "MVAPICH", "MPICH"):
         return ["-ppn", str(each), *(["-f", hostfile] if hostfile else [])]

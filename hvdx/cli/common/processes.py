@@ -1,4 +1,4 @@
-"""Child processes with a time limit. A crash or a hang is a result; at the limit all their children are killed too."""
+"""Child processes with a time limit. Crashes and timeouts are results; a timeout also kills all their children."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Silences TensorFlow's start-up notes and PMIx's warning about munge, which would hide the line that matters.
+# Silences TensorFlow's start-up notes and PMIx's warning about munge, which would hide the line that names a failure.
 _QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0", "PMIX_MCA_psec": "native"}
 
 

@@ -39,7 +39,7 @@ if spec is not None:
     tell(present=True, version=version)
     folder = (list(spec.submodule_search_locations or []) or [""])[0]
     try:
-        # Written by Horovod's build, with a comma too many in some builds.
+        # Written by Horovod's build, with a superfluous comma in some builds.
         text = open(os.path.join(folder, "metadata.json")).read().replace(",\\n}", "\\n}")
         tell(built_against=json.loads(text).get("tensorflow", ""))
     except (OSError, ValueError):

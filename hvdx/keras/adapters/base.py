@@ -22,11 +22,13 @@ class Adapter:
         gain: factor on the gradients that the optimiser applies.
         variables: variables that the optimiser trains; empty before the first step is traced.
         specs: `TensorSpec` of each variable.
-        stepped: True once a training step went through the optimiser.
-        exchange: for a strategy on the host, the exchange that was used or opened last; None if none is open.
+        stepped: True once a training step has gone through the optimiser, or has been traced through it.
+        exchange: for a strategy on the host, the exchange that was used or opened last; None if none is open, and for
+            strategies in the graph.
         local: `LocalVariables`, whose gradients stay on their rank; None if the adapter does not support them.
         owner: callback that attached the adapter and will detach it; None if a script did.
-        holds_loss_scale: True if the attached optimiser is a loss-scale one and the adapter handles its skipped steps.
+        holds_loss_scale: True if the attached optimiser is a loss-scale optimiser, whose skipped steps the adapter
+            handles.
         steps: int64 variable, number of steps that reached the optimiser, including skipped and accumulated ones.
     """
 
@@ -60,7 +62,7 @@ class Adapter:
             self.steps.assign_add(1)
 
     def record_variables(self, variables: Sequence[Any]) -> None:
-        """Record the variables whose gradients come next.
+        """Record the variables of the step that begins; `gradients` then receives their gradients.
 
         Raises:
             ConfigError: if a variable holds a float8 scale.
@@ -79,7 +81,7 @@ class Adapter:
         """Return the gradients that the optimiser clips and applies.
 
         Args:
-            gradients: `tf.Tensor` or `tf.IndexedSlices`, one per variable; none is None.
+            gradients: `tf.Tensor` or `tf.IndexedSlices`, one for each variable; no element is None.
         """
         raise NotImplementedError
 
@@ -87,9 +89,9 @@ class Adapter:
         """Change the weights; by default, take the optimiser's own update step.
 
         Args:
-            optimizer: optimiser that changes the weights, not a loss-scale one.
-            step: its own update step.
-            variables: weights.
+            optimizer: optimiser that changes the weights, not a loss-scale optimiser.
+            step: function that takes the optimiser's own update step.
+            variables: weights that the step changes.
         """
         step()
 
@@ -107,10 +109,13 @@ class Adapter:
         """
 
     def any_overflow(self, overflowed: Any) -> Any:
-        """Return float32: above 0 if the loss scale overflowed on any rank; the same on all ranks.
+        """Agree on a step whose gradients overflow under a loss scale.
 
         Args:
-            overflowed: float32, 1 if it overflowed on this rank, else 0.
+            overflowed: float32, 1 if gradients overflowed on this rank, else 0.
+
+        Returns:
+            float32, above 0 if this rank is to skip the step: the same on all ranks, unless they are asynchronous.
         """
         raise NotImplementedError
 
@@ -120,14 +125,14 @@ class Adapter:
     def renew(self) -> None:
         """Prepare for new weights, for example after an exception; residuals are kept.
 
-        The next step must be traced again.
+        The training function must be traced again before the next step.
         """
 
     def flush(self) -> None:
         """Apply every update in flight, so that the weights can be read. Collective."""
 
     def prepare_broadcast(self) -> None:
-        """Leave no update in flight before rank 0's weights are broadcast. Collective."""
+        """Prepare for a broadcast of rank 0's weights; by default, flush. Collective."""
         self.flush()
 
     def first_bad(self) -> tuple[int, str]:
@@ -162,16 +167,16 @@ class Adapter:
         self.flush()
 
     def drain(self) -> None:
-        """Prepare for a checkpoint in mid-epoch without an effect on the steps that follow. Collective."""
+        """Prepare for a checkpoint in mid-epoch, without a change to the later steps. Collective."""
 
     @property
     def state_key(self) -> str:
-        """Key that two adapters must share if one is to resume from the state of the other."""
+        """Kind of the state; an adapter can resume only from a state with the same key."""
         return self.strategy.name
 
     @property
     def exchanged(self) -> list[Any]:
-        """Weights that the state in `state_dict` belongs to."""
+        """Weights to which the state in `state_dict` belongs."""
         return []
 
     def state_dict(self) -> dict[str, np.ndarray]:
@@ -183,7 +188,7 @@ class Adapter:
         return self.strategy.merge(saved, rank, size)
 
     def reopen(self, variables: Sequence[Any]) -> None:
-        """Discard open exchanges before a checkpoint is loaded and the first step is taken. Collective.
+        """Replace open exchanges by a new one, before a checkpoint is loaded. Collective.
 
         Args:
             variables: weights that `exchanged` listed when the checkpoint was saved.
@@ -205,9 +210,9 @@ def describe(variable: Any) -> TensorSpec:
 
 
 def refuse_local_skip() -> None:
-    """Refuse a loss-scale optimiser made around an attached one.
+    """Refuse a loss-scale optimiser that was made around an attached optimiser.
 
-    It would skip a step on its rank alone, and the other ranks would wait.
+    The loss-scale optimiser would skip a step on its rank alone, and the other ranks would wait.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -221,7 +226,7 @@ def refuse_local_skip() -> None:
 
 
 def apply_constraints(variables: Sequence[Any]) -> None:
-    """Apply the constraints of variables that changed after the optimiser's step, in which Keras applies them."""
+    """Apply the constraints of variables that have changed since the optimiser's step, in which Keras applies them."""
     for variable in variables:
         if getattr(variable, "constraint", None) is not None:
             variable.assign(variable.constraint(variable))

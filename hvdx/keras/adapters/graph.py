@@ -47,9 +47,9 @@ class GraphAdapter(Adapter):
         """Combine gradients over the ranks, and measure the time."""
         if not self.holds_loss_scale:
             refuse_local_skip()
-            # Not with a loss scale: there an overflow is normal, and the step is skipped.
+            # With a loss scale this check is left out: an overflow is normal there, and the step is skipped.
             self._first_bad.look([values_of(g) for g in gradients], self.steps)
-        # The timer waits for all gradients. The exchange does not, so that each group is sent when it is complete.
+        # The timer waits for all gradients. The exchange sends each group when the group is complete.
         with tf.control_dependencies([values_of(g) for g in gradients]):
             begin = tf.timestamp()
         combined = self.local.exchange_others(

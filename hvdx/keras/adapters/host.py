@@ -28,7 +28,7 @@ _Open = dict[tuple[int, ...], tuple[HostExchange, list[Any]]]
 
 
 class _Memory(NamedTuple):
-    """Exchanges that an optimiser keeps from fit to fit, valid for one strategy and one communicator."""
+    """Exchanges that stay open from one fit of an optimiser to the next, with the same strategy and communicator."""
 
     strategy: str
     comm: Comm
@@ -119,7 +119,11 @@ class HostAdapter(Adapter):
         self.exchange.load_state_dict(state)
 
     def gradients(self, gradients: Sequence[Any]) -> list[Any]:
-        """Return the combined gradients; with rank-local state, this rank's, or zeros if one of them is not finite."""
+        """Return the gradients to apply.
+
+        Without rank-local state they are the combined gradients. With it, they are this rank's own gradients, or zeros
+        if one of them is not finite.
+        """
         if not self.holds_loss_scale:
             refuse_local_skip()
         if not self.rank_local:
@@ -191,7 +195,7 @@ class HostAdapter(Adapter):
         Returns:
             One tensor per variable.
         """
-        # TensorFlow keeps `host` until the process ends; weak references free the adapter and its arrays earlier.
+        # TensorFlow keeps `host` until the process ends. With weak references the adapter can be freed earlier.
         adapter_ref, variable_refs = weakref.ref(self), [weakref.ref(v) for v in variables]
         rank_local = self.rank_local
 
@@ -207,19 +211,19 @@ class HostAdapter(Adapter):
             except BaseException as error:
                 failure.remember(error)
                 raise
-            # Gradients are copied, because an optimiser may keep one and the next step overwrites the array.
+            # Gradients are copied, because an optimiser may keep a gradient, and the next step overwrites the array.
             return combined if rank_local else [a.copy() for a in combined]
 
         with tf.device("CPU:0"):
             given = [tf.cast(first_bad, tf.int32), *(tf.cast(t, dtype) for t in tensors)]
-            # In eager mode, TensorFlow returns a list of one result as that result.
+            # In eager mode, TensorFlow returns a single result without a list around it.
             results = tf.nest.flatten(tf.numpy_function(host, given, [dtype] * len(variables)))
         for result, variable in zip(results, variables, strict=True):
             result.set_shape(variable.shape)
         return results
 
     def _opened(self, variables: list[Any]) -> HostExchange:
-        """Return the exchange for these variables; the first call opens it and takes over residuals of earlier fits."""
+        """Return the exchange for these variables; the first call opens it and moves earlier residuals to it."""
         key = tuple(id(v) for v in variables)
         if key not in self._open:
             specs = [describe(v) for v in variables]

@@ -62,8 +62,8 @@ class LocalVariables:
     """Set of local variables, in which a Keras variable and the TensorFlow variable inside it are the same.
 
     Args:
-        scale: divide their gradients by the number of ranks, like Horovod, so that they match the size of averaged
-            gradients of one loss over all ranks.
+        scale: divide the gradients of local variables by the number of ranks, as Horovod does. Their size then
+            equals that of averaged gradients of one loss over all ranks.
 
     Example:
         >>> weight = keras.Variable(1.0)
@@ -88,7 +88,7 @@ class LocalVariables:
     def exchange_others(
         self, variables: Sequence[Any], gradients: Sequence[Any], size: int, exchange: Callable[[list[Any]], list[Any]]
     ) -> list[Any]:
-        """Combine the gradients of all other variables, and scale those of the local ones.
+        """Combine the gradients of all other variables, and scale those of the local variables.
 
         Args:
             variables: variables of the gradients.
@@ -110,11 +110,11 @@ class LocalVariables:
         if not self._refs or not inner.built:
             return []
         own = [v for v in inner._trainable_variables if self.holds(v)]
-        # In Keras, only its name links a slot to its weight.
+        # Keras links a slot to its weight by the slot's name only.
         names = tuple(f"{v.path.replace('/', '_')}_" for v in own)
         return own + [slot for slot in slots(inner) if own and slot.name.startswith(names)]
 
 
 def _ref(variable: Any) -> Any:
-    # Not `value`: it is a cast copy if a layer computes in another precision.
+    # `value` would be a cast copy if a layer computes in another precision.
     return (variable._value if isinstance(variable, keras.Variable) else variable).ref()

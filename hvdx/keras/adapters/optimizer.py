@@ -3,9 +3,9 @@
 Keras applies gradients in this order: skip the step if the loss scale overflowed, accumulate, clip, decay, update.
 The ranks' gradients must be combined after accumulation, so that micro-steps send nothing, and before clipping, so
 that the norm is that of the combined gradient, the same as in one process with the whole batch. `_clip_gradients` is
-the one method that runs exactly there. To combine updates, an adapter wraps `_backend_update_step`, which runs later.
-To average weights, it wraps the whole of `apply`. Methods are replaced on the instance. Its class stays the same, so
-that Keras saves, compares and copies a plain optimiser.
+the only method that runs at this point. To combine updates, an adapter wraps `_backend_update_step`, which runs later.
+To average weights, it wraps the whole of `apply`. Methods are replaced on the optimiser object. Its class stays the
+same, so that Keras saves, compares and copies a plain optimiser.
 """
 
 import types
@@ -40,7 +40,7 @@ _REPLACED = ("_backend_apply_gradients", "_clip_gradients", "_backend_update_ste
 
 
 def attach(optimizer: Any, strategy: Strategy, name: str, gain: float = 1.0, comm: Comm | None = None) -> Adapter:
-    """Make an optimiser combine its gradients over the ranks, in place.
+    """Attach an optimiser to a strategy, in place.
 
     Args:
         optimizer: a `keras.optimizers.Optimizer`; of a `LossScaleOptimizer`, the inner optimiser is attached.
@@ -50,7 +50,7 @@ def attach(optimizer: Any, strategy: Strategy, name: str, gain: float = 1.0, com
         comm: ranks that take part, by default all; a `GraphComm` if the strategy runs in the graph.
 
     Returns:
-        The adapter; if the optimiser is attached already, the one that it has.
+        The adapter; if the optimiser is attached already, its present adapter.
 
     Raises:
         ConfigError: if the optimiser is attached to another strategy, or is not a Keras 3 optimiser.
@@ -59,8 +59,8 @@ def attach(optimizer: Any, strategy: Strategy, name: str, gain: float = 1.0, com
     if present is not None:
         if repr(present.strategy) != repr(strategy):
             raise ConfigError(
-                f"optimizer {optimizer.name}: it is already distributed by {present.strategy!r}, and {strategy!r} was "
-                "asked for. Use one of the two."
+                f"optimizer {optimizer.name}: it is already distributed by {present.strategy!r}, so it cannot be "
+                f"distributed by {strategy!r}. Use one of the two."
             )
         return present
     _check_kind(innermost(optimizer))
@@ -87,7 +87,7 @@ def _make_adapter(strategy: Strategy, optimizer: Any, name: str, gain: float, co
     else:
         comm = comm or world.start()
         if isinstance(comm, GraphComm) and comm.size > 1:
-            comm.channel("what this strategy sends")  # raises: Horovod's own launcher starts no MPI
+            comm.channel("the data of this strategy")  # raises: Horovod's own launcher starts no MPI
     return kind(strategy, comm, optimizer, name, gain)
 
 

@@ -1,4 +1,4 @@
-"""Updates that an optimiser would add to the weights, obtained without adding them."""
+"""Computation of the updates that an optimiser would add to the weights."""
 
 import types
 from collections.abc import Callable, Sequence
@@ -17,10 +17,10 @@ def check_kind(optimizer: Any) -> None:
     """Refuse an optimiser whose updates cannot be combined.
 
     Args:
-        optimizer: Keras optimiser, not a loss-scale one.
+        optimizer: Keras optimiser, not a loss-scale optimiser.
 
     Raises:
-        ConfigError: if the optimiser computes weights from its state, not updates.
+        ConfigError: if the optimiser computes weights from its state, and no updates.
     """
     if assigns_weights(optimizer):
         raise ConfigError(
@@ -39,7 +39,7 @@ def updates_of(optimizer: Any, step: Callable[[], Any], variables: Sequence[Any]
 
     Args:
         optimizer: Keras optimiser, built.
-        step: its own update step, which assigns to `variables`.
+        step: function that takes the optimiser's own update step, which assigns to `variables`.
         variables: weights; the step leaves them unchanged.
 
     Returns:
@@ -67,12 +67,12 @@ def momentum_of(optimizer: Any) -> float:
 
 
 def _is_keras(optimizer: Any) -> bool:
-    """Return whether the update step is Keras' own; those change variables only by `optimizer.assign...`."""
+    """Return whether the update step is one of Keras' own, which change variables only by `optimizer.assign...`."""
     return next(c for c in type(optimizer).__mro__ if "update_step" in vars(c)).__module__.startswith("keras.")
 
 
 def _divert_updates(optimizer: Any, step: Callable[[], Any], variables: Sequence[Any]) -> list[Any]:
-    """Divert the step's assignments, which needs no copy of the weights and no subtraction."""
+    """Intercept the assignments of the step, which needs no copy of the weights and no subtraction."""
     kind, found = type(optimizer), {optimizer._var_key(v): i for i, v in enumerate(variables)}
     total: list[Any] = [None] * len(variables)
 

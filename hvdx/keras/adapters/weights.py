@@ -15,17 +15,18 @@ from hvdx.strategies import Strategy
 
 
 class WeightsAdapter(HostAdapter):
-    """Adapter that takes the optimiser's own step and exchanges the weights for those with which training continues.
+    """Adapter that takes the optimiser's own step, sends the weights, and continues with the weights that it receives.
 
     The exchange sees every change of the weights since the last exchange, such as decay, constraints, or clipping by a
-    script. If ranks are asynchronous, servers hold the weights from the first step after a flush to the next flush.
-    They do not add up changes that are made between a flush and the next step.
+    script. If ranks are asynchronous, servers hold the weights from the first step after a flush to the next flush. Of
+    changes that scripts make between a flush and the next step, only those of rank 0 count.
 
     Args:
-        strategy, comm, optimizer, name, gain: see `HostAdapter`; the optimiser may be a loss-scale one.
+        strategy, comm, optimizer, name, gain: see `HostAdapter`; the optimiser may be a loss-scale optimiser.
 
     Raises:
-        ConfigError: if the optimiser's steps cannot be added up; in a step, if those of its variables cannot.
+        ConfigError: if the optimiser has no updates that servers can add up; in a step, if a variable is stored in less
+            than 32 bits, or is in two lists of variables between two flushes.
         ReplicaError: in a step or a flush, if some workers take their first step and others flush without one.
     """
 
@@ -41,12 +42,12 @@ class WeightsAdapter(HostAdapter):
         self._scaler = optimizer if optimizer is not inner else None
         # For each list of variables: True once the exchange has its initial weights.
         self._begun: dict[tuple[int, ...], tf.Variable] = {}
-        # Lists of variables that have been exchanged since the last flush.
+        # Lists of variables that this rank has exchanged since the last flush, each by the `id` of its variables.
         self._current: set[tuple[int, ...]] = set()
 
     def gradients(self, gradients: Sequence[Any]) -> list[Any]:
         """Return this rank's own gradients."""
-        # All ranks trace the step, but some may skip their first steps: the exchange is opened while tracing.
+        # Some ranks may skip their first steps, but all ranks trace the step. So the exchange is opened while tracing.
         self._opened(list(self.variables))
         return super().gradients(gradients)
 
@@ -55,7 +56,7 @@ class WeightsAdapter(HostAdapter):
         begun, dtype = self._flag(tuple(id(v) for v in variables)), _dtype(variables)
         with tf.device("CPU:0"):
             # One operation begins the session and takes the step. The operations of two optimisers then run in the same
-            # order on all ranks, which an operation inside a condition of the graph would not.
+            # order on all ranks. An operation inside a condition of the graph could run in another order.
             before = tf.cond(
                 begun,
                 lambda: [tf.zeros([0], dtype) for _ in variables],
@@ -89,11 +90,11 @@ class WeightsAdapter(HostAdapter):
         self._agree_on_averages()
 
     def drain(self) -> None:
-        """Flush, because the servers hold the weights."""
+        """Flush, because a checkpoint needs the weights, which the servers hold."""
         self.flush()
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Return the state of the exchange, and "apart", which marks the momenta as rank-local."""
+        """Return the state of the exchange, with an entry "apart": it says that the momenta are rank-local."""
         return {} if self.exchange is None else {"apart": np.ones((), np.int8)} | super().state_dict()
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
@@ -118,7 +119,7 @@ class WeightsAdapter(HostAdapter):
         return self._begun[key]
 
     def _opened(self, variables: list[Any]) -> Any:
-        """Return the exchange for these variables; renew one of an earlier fit, as an exception may have ended it."""
+        """Return the exchange for these variables; renew that of an earlier fit, which an exception may have ended."""
         key = tuple(id(v) for v in variables)
         opens = key not in self._used
         earlier = opens and key in self._open
@@ -185,7 +186,13 @@ class WeightsAdapter(HostAdapter):
 
 
 def _step(exchange: Any, arrays: list[np.ndarray], finite: bool) -> list[np.ndarray]:
-    """Push and pull weights; the first half of `arrays` has initial weights, or is empty after the first step."""
+    """Push and pull weights.
+
+    Args:
+        exchange: exchange of the weights.
+        arrays: weights before the step, or empty arrays if the exchange is open; then the weights after the step.
+        finite: see `Exchange.step`.
+    """
     before, after = arrays[: len(arrays) // 2], arrays[len(arrays) // 2 :]
     if not exchange.is_open:
         exchange.begin(before)
@@ -193,7 +200,7 @@ def _step(exchange: Any, arrays: list[np.ndarray], finite: bool) -> list[np.ndar
 
 
 def _dtype(variables: Sequence[Any]) -> tf.DType:
-    """Return the dtype in which the exchange holds the weights."""
+    """Return the dtype of the weights in the exchange."""
     for variable in variables:
         if tf.as_dtype(variable.dtype).size < 4:
             raise ConfigError(

@@ -98,7 +98,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._epoch = 0
 
     def set_model(self, model: Any) -> None:
-        """Move this callback after all others but `SyncCallback`, since they may change weights and learning rates."""
+        """Move this callback to the end, before `SyncCallback`, since others may change weights and learning rates."""
         super().set_model(model)
         found = callback_list.find(self)
         if found is not None:
@@ -109,7 +109,7 @@ class Checkpoint(keras.callbacks.Callback):
             # A new list: Keras is iterating over the old one.
             found.callbacks = [*(c for c in others if c not in last), self, *last]
             with contextlib.suppress(OSError):  # `Folder.check` reports these errors on all ranks
-                # Loggers open their files before this callback restores a checkpoint.
+                # This must be set here: loggers open their files before this callback restores a checkpoint.
                 if self.resume and positions_in(self.directory):
                     callback_list.append_to_logs(others)
 
@@ -144,7 +144,8 @@ class Checkpoint(keras.callbacks.Callback):
         # Index of the share that this fit trains on.
         self._share: int | None = None
         self._share_checked = False
-        # Batches of this pass that were trained, and those of them before this fit; the same for steps of the epoch.
+        # Of the batches of this pass, `_trained` counts those that were trained, and `_skip` those before this fit. Of
+        # the steps of the epoch, `_step` and `_start_step` count the same.
         self._trained = self._skip = self._step = self._start_step = 0
         if self.resume:
             restored = restore_newest(self._folder, self.model)
@@ -163,7 +164,7 @@ class Checkpoint(keras.callbacks.Callback):
             return
         self._skip, self._start_step = skip, position.step
 
-        # Data pipelines that draw their order when a pass begins draw the same order again.
+        # With these states, data pipelines that draw their order when a pass begins draw the same order again.
         self._random = restored.data.random
         if self._random:
             set_random_states(self._random)
@@ -175,11 +176,11 @@ class Checkpoint(keras.callbacks.Callback):
         if not callback_list.start_at_step(self, position.step, skip, ready):
             raise collective_error(
                 f"{self.directory}: the checkpoint was made in mid-epoch, and this version of Keras does not let an "
-                "epoch begin at a later step. Remove it, and the checkpoint before it is used."
+                "epoch begin at a later step. Remove this checkpoint; the one before it is used then."
             )
 
     def _convert_position(self, restored: Restored) -> tuple[Position, int]:
-        """Convert a saved position to steps of this job, which may have other numbers of samples. Collective.
+        """Convert a saved position to steps of this job, which may have another number of samples. Collective.
 
         Returns:
             The position, and the number of batches to skip.
@@ -191,7 +192,7 @@ class Checkpoint(keras.callbacks.Callback):
         ratio = Fraction(restored.ranks, self._comm.size)
         if saved.samples and samples:
             ratio = Fraction(saved.samples, samples)
-        # If the data are the same, the numbers of steps have this ratio too, up to an incomplete step.
+        # If the data are the same, the steps of an epoch have this ratio too, with a difference below one step.
         if self._one_pass and saved.steps and steps and abs(ratio * saved.steps - steps) > max(ratio, 1):
             ratio = Fraction(steps, saved.steps)
         if self._asynchronous:
@@ -203,7 +204,7 @@ class Checkpoint(keras.callbacks.Callback):
         return Position(position.epoch, step - remainder), max(skip - remainder, 0)
 
     def _restore_metrics(self, values: list[Any], batch: Any) -> None:
-        """Restore the metrics of an epoch that had begun."""
+        """Restore the metrics of an epoch that the saved job had begun."""
         if not values:
             return
         if len(self.model.metrics_variables) != len(values) and batch is not None:
@@ -225,7 +226,8 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Record the position in the data if a pass through them begins."""
-        # Keras has read it. If an exception ends this fit, the next fit uses its own `initial_epoch`.
+        # Keras has read the attribute. It is cleared here, so that the next fit uses its own `initial_epoch` even if an
+        # exception ends this one.
         self.model._initial_epoch = None
         self._epoch, self._step = epoch, self._start_step
         if self._one_pass or self._drawn is None:
@@ -238,9 +240,10 @@ class Checkpoint(keras.callbacks.Callback):
         if self._asynchronous:
             return  # `SyncCallback` calls `_save_and_leave_together`
         if not self._share_checked and self._drawn is not None:
-            # Determine the share before a validation begins a pass through its own.
+            # Determine the share now: a later validation begins a pass through a share of its own.
             self._share, self._share_checked = data.started_share(self._drawn), True
-        # `batch` does not give the count: of steps executed together it is the first or the last, by version of Keras.
+        # `batch` cannot be used as the count: if several steps are executed together, it is the first or the last of
+        # them, depending on the version of Keras.
         executed = self.model.steps_per_execution
         self._trained += executed
         self._steps += executed
@@ -253,7 +256,7 @@ class Checkpoint(keras.callbacks.Callback):
         )
         if due or status.minutes_over or status.signal:
             self._save(Position(self._epoch, self._step))
-        # If training is to end with this epoch anyway, it ends without a request for another job.
+        # If training is to end with this epoch anyway, no other job is needed.
         if status.signal and not status.stops:
             self._leave(status.signal)
 
@@ -317,7 +320,7 @@ class Checkpoint(keras.callbacks.Callback):
         return self.params.get("steps") if self._sync is None else self._sync.steps
 
     def _data(self, position: Position) -> Data:
-        """Return the position in the data, between two passes or within one."""
+        """Return the position in the data, between two passes or within a pass."""
         drawn = data.state()[0]
         share = None if self._share is None or len(drawn) <= self._share else self._share - len(drawn)
         sizes = self._steps_an_epoch, share, data.samples_per_step(share)
@@ -329,7 +332,7 @@ class Checkpoint(keras.callbacks.Callback):
         return self._preemption is not None and bool(self._preemption.received)
 
     def _save_and_leave_together(self, steps: int) -> None:
-        """Save and leave after a rank received a signal and the strategy handed out no more steps. Collective."""
+        """Save and leave, after a signal has made the strategy hand out no more steps. Collective."""
         status = self._exchange_status(f"the end of steps in epoch {self._epoch + 1}")
         self._save(Position(self._epoch, steps))
         if not status.stops:

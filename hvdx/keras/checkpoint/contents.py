@@ -22,8 +22,9 @@ class Data:
     """Position of a training in its data.
 
     Attributes:
-        drawn: for each share of arrays that `hvdx.shard` shuffles, the number of the order before the next one.
-        skip: number of batches of the next order that were trained.
+        drawn: for each share of arrays that `hvdx.shard` shuffles, the number of an order. A training that resumes
+            draws the order after this one.
+        skip: number of batches of that next order that were trained.
         steps: number of steps in an epoch, or None if unknown.
         share: index of the share that is trained on, counted from the newest (-1, -2, ...), or None if unknown.
         samples: number of samples in a step of all ranks together, or None if the share is unknown.
@@ -61,8 +62,8 @@ def snapshot(model: Any, rank: int, data: Data, within_epoch: bool = False) -> S
         model: model with its optimisers, whose adapters have no update in flight.
         rank: this rank.
         data: position in the data.
-        within_epoch: whether the checkpoint is made in mid-epoch. The metrics of the epoch are then saved too, and
-            non-trainable weights as rank-local ones, since they are averaged only at the end of an epoch.
+        within_epoch: whether the checkpoint is made in mid-epoch. The metrics of the epoch are then saved too.
+            Non-trainable weights are then saved for each rank, since they are averaged only at the end of an epoch.
     """
     own = rank_local_ids(model, within_epoch)
     groups = {"weights": model.weights, "optimizer": replicas.optimizer_state_of(model)}
@@ -163,7 +164,7 @@ def described(variable: Any) -> str:
 
 
 def _positions(variables: Sequence[Any], model: Any) -> list[int] | None:
-    """Return the indices of variables among a model's weights, or None unless all of them are there."""
+    """Return the indices of variables among a model's weights; None if one of them is not there."""
     places = {id(v): i for i, v in enumerate(model.weights)}
     found = [places.get(id(v)) for v in variables]
     return None if None in found else found  # type: ignore[return-value]

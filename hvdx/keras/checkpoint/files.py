@@ -1,8 +1,8 @@
 """Atomic file writes, and arrays in files.
 
 The layout of a file is that of safetensors: the length of the header in eight bytes, the header in JSON, and the arrays
-one after another. The header's metadata hold a checksum of each array, which is compared when the array is read. (A zip
-file of `numpy.savez` needs a checksum that takes as long as the writing.)
+one after another. The header's metadata hold a checksum of each array, which is compared when the array is read. The
+files of `numpy.savez` are not used, because the checksum of a zip file takes about the same time as writing the file.
 
 Source of the layout: https://github.com/huggingface/safetensors, "Format".
 """

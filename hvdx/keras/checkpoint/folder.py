@@ -6,7 +6,7 @@
     ckpt/epoch-0003-step-00000120/...     checkpoint after 120 steps of the fourth epoch
     ckpt/damaged-epoch-0002/...           checkpoint that was found damaged and renamed
     ckpt/.hvdx-owner                      job that saves here now, see `owner`
-    ckpt/.hvdx-...                        temporary; the next job removes or restores what a killed job left
+    ckpt/.hvdx-...                        temporary; the next job removes or renames those of a killed job
 
 A checkpoint is written under a temporary name and renamed to epoch-... when it is complete.
 """
@@ -63,7 +63,7 @@ class Position(NamedTuple):
 
     Attributes:
         epoch: number of complete epochs.
-        step: number of steps in the next epoch.
+        step: number of steps that were taken in the following epoch.
     """
 
     epoch: int
@@ -101,8 +101,8 @@ class Folder:
         """Run work that may fail on any rank, and gather the failures. Collective.
 
         Args:
-            place: name of the work for messages; the same on all ranks, so without paths, which may differ.
-            work: this rank's part; if it exchanges data, then with all ranks.
+            place: name of the work for messages. It must be the same on all ranks, so it must not contain a path.
+            work: this rank's part of the work. It must not exchange data with some of the ranks only.
 
         Returns:
             The result of this rank's part, the error that it raised, and the failure of each rank that failed.
@@ -159,7 +159,7 @@ class Folder:
             self._tidy()
 
     def check_to_read(self) -> None:
-        """Check that every rank can write to the folder. Collective.
+        """Check that every rank can see the folder, by writing a small file to it. Collective.
 
         Temporary files of a killed job are removed, unless a job is saving there now.
 
@@ -258,8 +258,8 @@ class Folder:
     def publish(self, partial: Path, position: Position, keep: int) -> None:
         """Give a complete checkpoint its name, and remove surplus checkpoints. On rank 0 alone.
 
-        Checkpoints at later positions are older: another number of ranks made them, with steps of another size. They
-        are removed.
+        Checkpoints at later positions are removed: they are older, and were made by another number of ranks, with steps
+        of another size.
 
         Args:
             partial: temporary path of the checkpoint.

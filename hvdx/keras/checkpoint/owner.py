@@ -26,7 +26,7 @@ WAIT_SECONDS = 15.0
 # Errors of a file system without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 _JOBS = {"Slurm": "SLURM_JOB_ID", "PBS": "PBS_JOBID", "LSF": "LSB_JOBID"}
-# Folders that this process holds, with the descriptors of their files: a process's own lock does not exclude it.
+# Folders that this process holds, with the descriptors of their files. A lock does not exclude its own process.
 _held: dict[Path, int] = {}
 
 

@@ -27,7 +27,7 @@ from hvdx.keras.joining import join
 
 Assignments = list[tuple[Any, np.ndarray]]
 
-_OTHER_MODEL = "It is of another model: give another directory, or the model that was saved."
+_OTHER_MODEL = "The checkpoint is of another model: give another directory, or the model that was saved."
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,12 @@ class Restored:
 
 
 def restore(directory: str | os.PathLike[str], model: Any) -> int | None:
-    """Restore a model from its newest checkpoint in a custom training loop. Collective.
+    """Restore a model from its newest checkpoint, for a training loop of your own. Collective.
 
     Args:
         directory: directory of `save`.
-        model: built model with the same optimisers that were saved: compiled, or given to it.
+        model: built model with optimisers of the saved classes: `model.compile(optimizer)`, or `model.optimizer =
+            optimizer`.
 
     Returns:
         Number of epochs that the model was trained, or None without a checkpoint.
@@ -255,7 +256,7 @@ class _LoadedCheckpoint:
         return found
 
     def _rank_file(self) -> Arrays:
-        """Return the saved arrays of this rank; rank r reads those of rank r mod the saved number of ranks."""
+        """Return the saved arrays of this rank. If n ranks saved, rank r reads those of rank r mod n."""
         return self._saved.rank(self._rank % self._saved_size)
 
     def _checked(self, variable: Any, value: np.ndarray) -> np.ndarray:

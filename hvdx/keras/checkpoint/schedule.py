@@ -9,7 +9,7 @@ from hvdx.errors import ConfigError
 
 # Seconds between two polls, which delay the response to a signal, in addition to the current step.
 _SECONDS_BETWEEN_POLLS = 1.0
-# Largest number of steps between two polls, since steps may become slower.
+# Largest number of steps between two polls: if steps become slower, the next poll is still not far away.
 _MOST_STEPS = 64
 
 _UNITS = {"epoch": "epochs", "step": "steps", "minute": "minutes", "min": "minutes"}
@@ -59,7 +59,7 @@ class Polls:
     """Steps at which the ranks poll each other, about once a second; the same steps on all ranks.
 
     Args:
-        clock: returns seconds since any fixed time.
+        clock: function that returns seconds since any fixed time.
 
     Example:
         >>> polls = Polls()

@@ -24,8 +24,8 @@ from hvdx.keras.fit.sync_callback import all_gather_at
 from hvdx.keras.joining import join
 
 _REMEDY = "Earlier checkpoints are unchanged."
-# Seconds between two polls of rank 0 for the other ranks' files; and seconds for which it still polls after all ranks
-# have written: a network file system may show new files late.
+# Seconds between two polls of rank 0 for the other ranks' files; and seconds for which rank 0 still polls after all
+# ranks have written, because a network file system may show new files late.
 _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 3.0
 
@@ -35,8 +35,8 @@ _writing: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
 class Writer:
     """Writer of the checkpoints of one folder, in a thread beside the training.
 
-    The ranks exchange nothing until a checkpoint is finished: rank 0 waits until the files of all ranks exist. Rank 0
-    also keeps memory for one copy of the shared variables.
+    While the files are written the ranks exchange no messages: rank 0 polls the folder until the files of all ranks
+    exist. Rank 0 also keeps memory for one copy of the shared variables.
 
     Args:
         folder: folder of the checkpoints.
@@ -125,7 +125,7 @@ class Writer:
         try:
             self._folder.on_all_ranks(self._place, raise_problem, _REMEDY)
         except HvdxError as error:
-            # Only if all ranks raise: after an error on one rank alone, rank 0 might be publishing the folder now.
+            # The folder is removed only if all ranks raise: after an error on one rank, rank 0 may be publishing it.
             if error.collective:
                 shutil.rmtree(self._partial, ignore_errors=True)
             raise
@@ -191,7 +191,7 @@ class Writer:
             time.sleep(_POLL_SECONDS)
 
     def _report_failure(self, error: Exception) -> None:
-        """Write a file by which rank 0 notices the failure at once; ignore an error of the disk."""
+        """Write a file by which rank 0 learns of the failure at once; ignore an error of the file system."""
         try:
             self._partial.mkdir(parents=True, exist_ok=True)
             (self._partial / f"rank-{self._folder.comm.rank}.failed").write_text(one_line(error))
@@ -206,11 +206,11 @@ def wait_for_all() -> None:
 
 
 def save(directory: str | os.PathLike[str], model: Any, epoch: int, keep: int = 2) -> None:
-    """Save a model, its optimisers and the rank-local state in a custom training loop. Collective.
+    """Save a model, its optimisers and the rank-local state, for a training loop of your own. Collective.
 
     Args:
         directory: directory that all hosts share.
-        model: model that holds its optimisers: `model.compile(optimizer)`, or `model.optimizer = optimizer`.
+        model: model with its optimisers: `model.compile(optimizer)`, or `model.optimizer = optimizer`.
         epoch: number of epochs that the model was trained.
         keep: number of checkpoints to keep.
 

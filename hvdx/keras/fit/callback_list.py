@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from hvdx.errors import ConfigError
 
-# These write files or lines that one rank should write for all. All other callbacks run on every rank: they act on the
-# training (early stopping, learning rates), and receive the same metrics on every rank.
+# These callbacks write files or lines that one rank should write for all. All other callbacks run on every rank: they
+# act on the training (early stopping, learning rates), and receive the same metrics on every rank.
 RANK_0_ONLY = tuple(
     getattr(keras.callbacks, name)
     for name in (
@@ -41,7 +41,7 @@ def find(callback: Any) -> Any:
 
 
 def arrange(callbacks: Any, first: Any, last: Any, replaced: type, rank: int) -> list[Any]:
-    """Put `first` before and `last` after all other callbacks; on other ranks than 0, remove those of rank 0 only.
+    """Put `first` before and `last` after all other callbacks; on ranks above 0, remove callbacks of `RANK_0_ONLY`.
 
     Args:
         callbacks: the `CallbackList`.
@@ -112,7 +112,8 @@ def start_at_step(callback: Any, step: int, skip: int, ready: Callable[[Any], No
         callback: a callback, in its `on_train_begin`.
         step: number of the first step, counted from 0.
         skip: number of batches to discard before the first step.
-        ready: called right before the first step, with the last discarded batch, or None if none was discarded.
+        ready: function that is called right before the first step, with the last discarded batch, or None if no batch
+            was discarded.
 
     Returns:
         True if this version of Keras allows it.
@@ -131,7 +132,7 @@ def start_at_step(callback: Any, step: int, skip: int, ready: Callable[[Any], No
             if item[0] == 0:
                 for _ in range(skip):
                     batch = next(item[-1], batch)
-                # The iterator counts each step as a batch: `step` of them, but `skip` batches were taken.
+                # The iterator has counted one batch for each step, `step` in all, but `skip` batches were taken.
                 iterator._steps_seen += skip - step
             if item[0] >= step:
                 ready(batch)
@@ -159,7 +160,7 @@ def show_steps_of_all_ranks(callbacks: Any, taken: Callable[[], int], steps: int
 
     Args:
         callbacks: the `CallbackList`.
-        taken: returns the number of steps of this epoch that all ranks have taken.
+        taken: function that returns the number of steps of this epoch that all ranks have taken.
         steps: number of steps of all ranks in an epoch.
     """
     for bar in [c for c in callbacks.callbacks if isinstance(c, keras.callbacks.ProgbarLogger)]:

@@ -52,7 +52,8 @@ def shard(
 
     Args:
         data: an array; a tuple or dictionary of arrays of one length, such as `(x, y)`; or a `tf.data.Dataset`.
-        batch_size: samples a step on this rank; required for arrays. A dataset without it keeps its elements.
+        batch_size: samples a step on this rank; required for arrays. For a dataset, None leaves its elements as they
+            are, and each element is a step.
         shuffle: draw a new order each epoch. For a dataset, a number is the size of the shuffle buffer (by default
             10,000, or the size of a smaller dataset). A dataset is shuffled before it is sharded, so every rank reads
             all of it.
@@ -242,14 +243,14 @@ def position_after(drawn: Sequence[int], batches: int, share: int | None) -> tup
         share: index of the share, or None if unknown.
 
     Returns:
-        Epochs for `set_orders`, and the number of batches of the following order that were trained. If the share is
-        unknown, or the number of shares has changed, the current epochs and 0.
+        Epochs for `set_orders`, and the number of batches of the following order that were trained. These are the
+        current epochs and 0 if the share is unknown, or if the number of shares has changed.
     """
     now, _ = state()
     if share is None or len(now) != len(drawn):
         return now, 0
     passes, rest = divmod(batches, _shares[share].steps)
-    # The passes of the other shares are not counted in batches: they keep their current epochs.
+    # The batches of the other shares are not counted, so these shares keep their current epochs.
     return [drawn[i] + passes if i == share else epoch for i, epoch in enumerate(now)], rest
 
 
@@ -280,7 +281,8 @@ def set_orders(epochs: Sequence[int]) -> None:
     """Set the epochs of this process's shuffled shares, so that each draws the following order next.
 
     Args:
-        epochs: saved epochs, from `state`. The last one is that of the newest share: a notebook may hold older shares.
+        epochs: saved epochs, from `state`. They are assigned from the newest share backwards, since a notebook may have
+            older shares.
     """
     alive = [variable for variable in (share.epoch() for share in _shares) if variable is not None]
     for variable, epoch in zip(reversed(alive), reversed(epochs), strict=False):

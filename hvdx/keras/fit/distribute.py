@@ -39,7 +39,8 @@ class Distribute(keras.callbacks.Callback):
     data: see `hvdx.shard`.
 
     Args:
-        strategy: a strategy, its one-line spelling, or None for the value of `HVDX_STRATEGY`, by default `AllReduce()`.
+        strategy: a strategy or its one-line spelling. None means the strategy of `hvdx.init`; if there is none, that of
+            `HVDX_STRATEGY`; if that is not set, `AllReduce()`.
         check_every: interval of the comparison of all weights over the ranks, bit by bit: "epoch", or a number of
             steps (then also at the end of each epoch), or None for no comparison.
 
@@ -65,8 +66,8 @@ class Distribute(keras.callbacks.Callback):
         self.strategy.check(self._comm)
         if self.strategy.asynchronous and isinstance(check_every, int):
             raise ConfigError(
-                f"check_every={check_every}: workers of a parameter server differ from the first step of an epoch "
-                "to its last. Use check_every='epoch'."
+                f"check_every={check_every}: under a parameter server, workers have different weights until the end of "
+                "an epoch. Use check_every='epoch'."
             )
         self._sync = SyncCallback(self._comm, self._agree)
         self._callback_list: Any = None
@@ -74,7 +75,7 @@ class Distribute(keras.callbacks.Callback):
         self._adapters: list[Adapter] = []
         self._earlier_costs: list[Telemetry] = []
         self._jit_compile: Any = None
-        self._broadcast_done = False
+        self._first_step, self._weights_broadcast = True, 0
         self._epoch = 0
         self._steps_before = 0
         self._logs = metrics.EpochLogs(self._comm)
@@ -104,7 +105,7 @@ class Distribute(keras.callbacks.Callback):
         if self._comm.size == 1:
             return
         progress.first_step(True)
-        self._broadcast_done = False
+        self._first_step, self._weights_broadcast = True, 0
         self._steps_before = 0
         self._earlier_costs = []
         agree_on_strategy(self.strategy, self._comm)
@@ -124,7 +125,7 @@ class Distribute(keras.callbacks.Callback):
             self._sync.on_train_begin(logs)
 
     def _build_optimizer(self) -> None:
-        """Make the optimiser's variables before the first step; TensorFlow would trace that step twice otherwise."""
+        """Make the optimiser's variables before the first step, so that TensorFlow traces that step only once."""
         model = self.model
         # A custom train_step may apply the optimiser to other variables.
         standard = type(model).train_step is keras.Model.train_step and optimizers_of(model) == [model.optimizer]
@@ -134,14 +135,14 @@ class Distribute(keras.callbacks.Callback):
     def _attach(self, optimizer: Any, name: str) -> Adapter:
         attached = adapter_of(optimizer)
         if attached is not None and attached.owner is not None:
-            # An exception ended the fit that attached it.
+            # An exception ended the fit that attached the optimiser.
             self._jit_compile = attached.owner._jit_compile
             detach(optimizer)
         adapter = attach(optimizer, self.strategy, name)
         if adapter is not attached:
             adapter.owner = self
         else:
-            # The script attached it. After an exception, servers may hold other weights than this rank.
+            # The script attached the optimiser. After an exception, servers may have other weights than this rank.
             adapter.renew()
         adapter.reset()
         return adapter
@@ -187,7 +188,7 @@ class Distribute(keras.callbacks.Callback):
 
     def _broadcast_state(self, excluded: Collection[int] = ()) -> None:
         replicas.broadcast_state(self.model, 0, self._comm, excluded)
-        self._broadcast_done = True
+        self._weights_broadcast = len(self.model.weights)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Detach the optimisers that this callback attached, and undo its changes to the model."""
@@ -236,11 +237,12 @@ class Distribute(keras.callbacks.Callback):
         if self._comm.size == 1:
             return
         self._logs.see_step(logs)
-        if not self._broadcast_done:
-            # Layers that are built in the first step have had no weights to broadcast until now.
+        if self._first_step and len(self.model.weights) > self._weights_broadcast:
+            # Layers that are built in the first step had no weights to broadcast before it.
             for adapter in self._adapters:
                 adapter.prepare_broadcast()
             self._broadcast_state()
+        self._first_step = False
         if not any(b.stepped for b in self._adapters) and self.model.trainable_weights:
             raise NotDistributedError(
                 "the training step did not go through the optimizer, so the ranks would train separately. In a custom "

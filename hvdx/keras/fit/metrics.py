@@ -15,7 +15,7 @@ from hvdx.comm import Comm
 
 
 def are_metrics_of(model: Any, logs: dict[str, Any]) -> bool:
-    """Return whether `logs` are the values of the model's metrics, by Keras' own rule: the names are the same.
+    """Return whether `logs` are the values of the model's metrics. Like Keras, compare the names.
 
     A custom `train_step` may return other values, even under some of the metrics' names.
     """

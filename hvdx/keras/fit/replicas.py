@@ -33,7 +33,7 @@ def optimizer_state_of(model: Any) -> list[Any]:
 
 
 def build_optimizers(model: Any, comm: Comm) -> None:
-    """Build each optimiser that is built on another rank; the first step builds the others. Collective.
+    """Build each optimiser that is built on another rank; the first step builds all other optimisers. Collective.
 
     Raises:
         ReplicaError: on every rank, if the numbers of optimisers differ.
@@ -147,7 +147,7 @@ def check_identical(variables: Sequence[Any], comm: Comm, when: str) -> None:
         when: time of the check for the message, such as "after epoch 3".
 
     Raises:
-        ReplicaError: on every rank, if variables differ; the message names the first of them.
+        ReplicaError: on every rank, if variables differ; the message lists the first of them.
     """
     found = differing(variables, comm)
     if not found:

@@ -1,4 +1,4 @@
-"""Warning about a `fit` on several ranks that train separately: nothing combines their gradients or weights."""
+"""Warning about a `fit` on several ranks in which nothing combines gradients or weights."""
 
 import functools
 import os

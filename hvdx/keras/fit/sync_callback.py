@@ -45,7 +45,7 @@ class SyncCallback(keras.callbacks.Callback):
 
     Args:
         comm: the ranks.
-        agree: called after `on_train_begin` of all other callbacks, if there are several ranks.
+        agree: function to call after `on_train_begin` of all other callbacks, if there are several ranks.
     """
 
     def __init__(self, comm: Comm, agree: Callable[[], None]):
@@ -63,9 +63,9 @@ class SyncCallback(keras.callbacks.Callback):
         """Reset the attributes that belong to one fit."""
         #: Number of steps of the first epoch that were taken before this fit.
         self.steps_done = 0
-        #: Returns True once this rank received a preemption signal; no more steps are then handed out to any rank.
+        #: Function that returns True once this rank has received a preemption signal. No rank then receives more steps.
         self.preempted: Callable[[], bool] = bool
-        #: Called on each rank after that, with the number of steps that all ranks took in the epoch.
+        #: Function that each rank then calls, with the number of steps that all ranks took in the epoch.
         self.save_and_leave: Callable[[int], None] = lambda steps: None
 
     @property
@@ -106,7 +106,7 @@ class SyncCallback(keras.callbacks.Callback):
             )
 
     def share_steps(self, steps: list[int | None], steps_per_execution: int, strategy: Strategy) -> StepClient:
-        """End every epoch when the ranks together have taken their steps: a fast rank takes more of them. Collective.
+        """End every epoch when the ranks together have taken all their steps; a fast rank takes more. Collective.
 
         Args:
             steps, steps_per_execution: as for `limit_steps`.
@@ -139,7 +139,7 @@ class SyncCallback(keras.callbacks.Callback):
         return [number for number in steps if number is not None]
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Call `agree`, since all other callbacks have run their `on_train_begin`."""
+        """Call `agree`; all other callbacks have run their `on_train_begin`."""
         if self._comm.size > 1:
             self._agree()
 
@@ -151,7 +151,7 @@ class SyncCallback(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Postpone a stop to the end of the epoch, and end an epoch whose steps are taken.
 
-        If one rank stopped in mid-epoch, the others would wait for it.
+        Without the postponement, a rank would stop in mid-epoch, and the others would wait for it.
         """
         if self.model.stop_training:
             self._stop_wanted = True

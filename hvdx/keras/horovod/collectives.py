@@ -106,7 +106,8 @@ def grouped_allgather(tensors: Sequence[Any], name: str | None = None, process_s
 def reducescatter(value: Any, op: Any = Average, name: str | None = None, process_set: Any = None) -> tf.Tensor:
     """Sum or average a value over the ranks, and keep this rank's part of its first dimension.
 
-    If the number of ranks does not divide the rows, the first ranks get one row more. It is sent as an all-reduce.
+    If the number of ranks does not divide the rows, the first ranks get one row more. The values are sent by an
+    all-reduce.
 
     Args:
         value: tensor or convertible to one, with one dimension or more; of the same shape and dtype on all ranks.
@@ -188,7 +189,7 @@ def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: 
 
 
 def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: Any = None) -> None:
-    """Overwrite variables with those of one rank. It may be called inside a `tf.function`, like in Horovod's examples.
+    """Overwrite variables with those of one rank. The function may be called inside a `tf.function`.
 
     Args:
         variables: Keras or TensorFlow variables, such as `model.variables` or `optimizer.variables`.
@@ -251,12 +252,15 @@ def _tensor(value: Any) -> tf.Tensor:
 
 
 def name_of(function: str, *tensors: tf.Tensor) -> str:
-    """Return the name of a collective; in a graph, where two may be in flight, add the tensor's name like Horovod."""
+    """Return the name of a collective.
+
+    In a graph two collectives may be in flight, so the tensor's name is added, as in Horovod.
+    """
     if tf.executing_eagerly() or not tensors:
         return function
     return f"{function}.{re.sub(r'[^0-9A-Za-z]+', '_', tensors[0].name)}"
 
 
 def _host_comm(process_set: Any, function: str) -> Comm:
-    """Return the communicator for objects; for all ranks, the one that `join` returns, which starts no engine."""
+    """Return the communicator for objects. For all ranks it is that of `join`, so that no engine is started."""
     return comm_of(process_set, function) if is_partial(process_set) else join()

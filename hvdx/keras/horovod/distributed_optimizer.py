@@ -50,7 +50,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         device_dense, device_sparse: devices of the collectives.
         compression: Compression.none, .fp16 or .bf16.
         sparse_as_dense: send the gradients of embeddings as whole tables.
-        gradient_predivide_factor: factor that splits the averaging into divisions before and after the sum.
+        gradient_predivide_factor: divide by this factor before the sum, and by size / factor after it.
         op: Average or Sum.
         backward_passes_per_step: number of gradients to accumulate before they are combined and applied.
         average_aggregated_gradients: divide the accumulated gradient by `backward_passes_per_step`.
@@ -58,11 +58,12 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         process_set: ranks that take part, by default all. On other ranks the optimiser stays a plain one.
         scale_local_gradients: divide the gradients of local variables by the number of ranks.
         strategy: strategy or its one-line spelling, in place of Horovod's arguments for the all-reduce. By default
-            those arguments decide; if they have their default values, `HVDX_STRATEGY` does.
+            those arguments decide. If they have their default values, the strategy of `init` or `HVDX_STRATEGY` is
+            used.
 
     Returns:
-        The same optimiser; under the policy "mixed_float16", a loss-scale optimiser around it. Keras would otherwise
-        add one later, and ranks could not agree to skip a step. The optimiser's method
+        The same optimiser; under the policy "mixed_float16", a loss-scale optimiser around it. If Keras added it later,
+        ranks could not agree to skip a step. The optimiser's method
         `register_local_var(variables)` takes a Keras or TensorFlow variable, or several, before the first step; each
         rank then trains those alone.
 
@@ -338,7 +339,7 @@ def _all_reduce(
 
 
 def _choose(strategy: Strategy | str | None, given: AllReduce) -> Strategy:
-    """Return the strategy of Horovod's arguments or of `strategy`; by default, that of the environment."""
+    """Return the strategy of Horovod's arguments or of `strategy`; if neither is given, see `resolve`."""
     if repr(given) == "AllReduce()":
         return resolve(strategy)
     if strategy is not None:
@@ -360,7 +361,7 @@ def _groups(num_groups: int, groups: Any) -> int | Sequence[Sequence[int]]:
 
 
 def _accumulate(optimizer: Any, passes: int, average: bool) -> float:
-    """Make Keras accumulate over `passes` micro-steps; return the factor from its mean to the mean or sum asked for."""
+    """Make Keras accumulate over `passes` micro-steps; return the factor from Keras' mean to the requested value."""
     if not isinstance(passes, int) or passes < 1:
         raise ConfigError(f"backward_passes_per_step: expected 1 or more, got {passes!r}.")
     if passes == 1:

@@ -78,7 +78,7 @@ _sets: list[ProcessSet] = []
 
 
 def allow() -> None:
-    """Let Horovod accept process sets later; call it before Horovod starts."""
+    """Make Horovod accept process sets at any time; effective only before Horovod starts."""
     os.environ[PROCESS_SETS] = "1"
 
 
@@ -198,5 +198,5 @@ def root_in(process_set: Any, root_rank: int) -> int:
 
 
 def is_partial(process_set: Any) -> bool:
-    """Return whether a set has only some of the ranks; None, and a set with the number 0, have all."""
+    """Return whether a set has only some of the ranks; None, and a set with the number 0, mean all ranks."""
     return process_set is not None and getattr(process_set, "process_set_id", None) != 0

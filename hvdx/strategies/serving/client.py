@@ -24,14 +24,14 @@ from hvdx.strategies.serving.server import BUSY_SLEEP, IDLE_SLEEP, serve_in_thre
 #: Message to a server: rank of the server, header and body.
 Call = tuple[int, list[int], np.ndarray | None]
 
-# Largest number of sends in flight, headers and bodies. With one, each send would wait for another's handshake.
+# Largest number of sends in flight, headers and bodies. If it were 1, each send would wait for the previous handshake.
 _WINDOW = 3
 # Seconds of waiting after which a worker prints the workers that it waits for.
 _WARN_SECONDS = 60.0
 # Seconds after which a rank whose training is over prints that it still serves the others.
 _QUIET_SECONDS = 10.0
-# Seconds that a rank waits at its end for answers to calls that an exception interrupted. A server that has handled the
-# disconnection sends none.
+# Seconds that a rank waits at its end for answers to calls that an exception interrupted. They may never come, because
+# a server that has handled the disconnection sends none.
 _LAST_ANSWERS_SECONDS = 1.0
 
 
@@ -43,15 +43,17 @@ class Receiver(Protocol):
 
 
 class ServerClient:
-    """Worker's messages to servers, and its own server if it has one.
+    """Worker's messages to servers, and the worker's own server if it has one.
+
+    The first client of a communicator opens mailboxes, so all workers must create it together.
 
     Args:
-        comm: the workers. Collective, the first time.
+        comm: the workers.
 
     Attributes:
         exchanges: exchange of each session, by session number; it provides the arrays for received bodies.
-        series: number of series of session numbers that were assigned; each exchange has one.
-        round: number of epochs whose steps were handed out, the same on all workers.
+        series: number of the last series of session numbers. Each exchange uses a series of its own.
+        round: number of the last round; a round is an epoch whose steps the first server hands out.
     """
 
     def __init__(self, comm: Comm):
@@ -70,7 +72,7 @@ class ServerClient:
         self._closed = False
 
     def open_server(self) -> None:
-        """Start this worker's server thread, if it is not running."""
+        """Start this worker's server in a thread, if it is not running."""
         if self._thread is None:
             rank, threads = self._comm.rank, kernel_threads(self._comm.local_size)
             self._handler = RequestHandler(self._comm.size, rank, threads)
@@ -112,7 +114,7 @@ class ServerClient:
             self._box.send(worker, WORKER_BOX, [MessageType.READY, session])
 
     def await_ready(self, session: int) -> None:
-        """Wait for worker 0's message that a session is open. It may have arrived long ago.
+        """Wait for worker 0's message that a session is open. The message may have arrived earlier.
 
         Raises:
             ExchangeError: if it did not come within the time limit.
@@ -124,7 +126,7 @@ class ServerClient:
     def _wait_for_answers(
         self, to_send: deque[Call], servers: dict[int, int], kind: MessageType, awaited: dict[int, list[int]]
     ) -> dict[int, Message]:
-        """Wait for answers, in a section that the watchdog sees."""
+        """Send messages and return their answers; register the wait for reports of a stall."""
         progress.enter("an exchange with the servers", for_all=False)
         try:
             return self._receive_answers(to_send, servers, kind, awaited)
@@ -134,7 +136,7 @@ class ServerClient:
     def _receive_answers(
         self, to_send: deque[Call], servers: dict[int, int], kind: MessageType, awaited: dict[int, list[int]]
     ) -> dict[int, Message]:
-        """Send messages and return their answers; see `call`.
+        """Send messages and return their answers by session.
 
         Args:
             to_send: messages.
@@ -164,7 +166,7 @@ class ServerClient:
             if message.header[1] not in servers:
                 if message.header[0] == MessageType.READY:
                     self._ready.add(message.header[1])
-                continue  # an exception ended its session
+                continue  # an exception ended the session of any other message
             if message.header[0] == MessageType.ERROR:
                 assert message.body is not None
                 text, damaged = message.body.tobytes().decode(errors="replace"), message.header[2]
@@ -198,7 +200,7 @@ class ServerClient:
         self.disconnect()
         begin, limit, backoff, reported, launcher = time.monotonic(), time_limit(), Backoff(), False, os.getppid()
         while True:
-            # A server ends only when its messages are fetched.
+            # A server ends only when all its messages have been fetched.
             while (message := self._box.fetch()) is not None:
                 self._note_answer(message)
             waited = time.monotonic() - begin
@@ -241,12 +243,12 @@ class ServerClient:
 class _IdleTimer:
     """Time without movement in a mailbox: no message has left or been accepted, and none has begun to arrive.
 
-    Wait notices are not counted as movement, because they say that the servers wait as well.
+    Wait notices are not counted as movement, because they report that the servers wait as well.
     """
 
     def __init__(self, box: Mailbox):
         self._box, self._seen, self._since = box, (-1, -1), 0.0
-        # Time from which a part of a message has been here.
+        # Time at which a message began to arrive; None if no message is arriving.
         self._coming: float | None = None
 
     def seconds(self, accepted: int) -> float:
@@ -269,7 +271,7 @@ _clients: "weakref.WeakKeyDictionary[Comm, ServerClient]" = weakref.WeakKeyDicti
 
 
 def client_of(comm: Comm) -> ServerClient:
-    """Return the client of a worker, which the first call opens. Collective.
+    """Return the client of a worker. The first call makes it and is collective.
 
     Args:
         comm: the workers.

@@ -21,10 +21,10 @@ from hvdx.strategies.telemetry import ServerTelemetry
 
 # Bytes of a header on the wire.
 _HEADER_BYTES = 88
-# Smallest size in bytes of the parts of a server's share, and their largest number. Each part is a session of its own:
-# while one is pushed, the answer to the previous one arrives, so that a link is busy in both directions.
+# Smallest size in bytes, and largest number, of the parts of a server's share. Each part is a session of its own: while
+# one part is pushed, the answer for the previous part arrives, so that a link is busy in both directions.
 _MIN_PART_BYTES, _MAX_PARTS = 1 << 19, 4
-# An exchange numbers its sessions from series << _SERIES_BITS on.
+# The sessions of an exchange have the numbers (series << _SERIES_BITS) + 0, 1, 2, ...
 _SERIES_BITS = 32
 
 
@@ -127,7 +127,7 @@ class ServerExchange(HostExchange):
         self._next_session = self._client.series << _SERIES_BITS
 
     def begin(self, weights: Sequence[np.ndarray]) -> None:
-        """Load worker 0's weights into the servers; the other workers wait until that is done.
+        """Load worker 0's weights into the servers; the other workers wait until the servers have them.
 
         Args:
             weights: arrays of the shapes of the specs; those of worker 0 are used.
@@ -135,7 +135,7 @@ class ServerExchange(HostExchange):
         Raises:
             ExchangeError: if worker 0 or a server did not answer within the time limit.
         """
-        self.close()  # a session may be left from an exception
+        self.close()  # an exception may have left a session open
         first = self._next_session
         self._next_session += len(self._parts)
         for session, part in enumerate(self._parts, first):
@@ -161,7 +161,7 @@ class ServerExchange(HostExchange):
         self._client.call(messages, MessageType.READY)
 
     def close(self) -> None:
-        """Close the session: the servers may delete the weights."""
+        """Close the session, so that the servers delete the weights."""
         if not self.is_open:
             return
         for part in self._parts:
@@ -185,7 +185,7 @@ class ServerExchange(HostExchange):
 
         Args:
             tensors: this worker's weights after its own step, of the shapes of the specs.
-            finite: False if its gradients held NaN or infinity: the update is then not sent.
+            finite: False if this worker's gradients held NaN or infinity; the update is then not sent.
 
         Returns:
             The servers' weights: new arrays of the shapes of the specs.
@@ -238,7 +238,7 @@ class ServerExchange(HostExchange):
             try:
                 body, part.state = self._codec.encode([part.of(self._single)], part.state)
             except UpdateError as error:
-                # The whole update is dropped, so the residuals of the parts that were encoded before are restored.
+                # The whole update is dropped, so the residuals of the parts before this one are restored.
                 for encoded, message in zip(self._parts, bodies, strict=False):
                     if hasattr(encoded.state, "residual"):
                         residual = encoded.state.residual
@@ -280,7 +280,8 @@ class ServerExchange(HostExchange):
     def flush(self) -> list[np.ndarray] | None:
         """Wait until all workers have flushed; return the final weights, the same on all workers. Collective.
 
-        They include every update of every worker. The flush ends the session: `begin` must come before the next step.
+        The final weights include every update of every worker. The flush ends the session: `begin` must be called
+        before the next step.
         """
         if not self.is_open:
             return None
@@ -300,7 +301,7 @@ class ServerExchange(HostExchange):
             # Each update was pushed to every part, so the largest count is the number of refused updates.
             self.telemetry.refused += int(max(refused for _, _, _, _, refused, *_ in servers))
         for part in self._parts:
-            # The traffic of this rank's own server with the other ranks.
+            # Add the traffic of this rank's own server with the other ranks.
             sent, received = self._client.traffic(part.session)
             self.telemetry.sent += sent
             self.telemetry.received += received
@@ -332,6 +333,6 @@ class ServerExchange(HostExchange):
             state = {"residual": residual}
         for i, part in enumerate(self._parts if self._codec and parts + ("residual" in state) else ()):
             mine = {k.removeprefix(f"{i}."): v for k, v in state.items() if k.startswith(f"{i}.")}
-            if "residual" in state:  # saved with another division into parts
+            if "residual" in state:  # `merge` made it, or another division into parts saved it
                 mine = self._codec.init([part.elements]).arrays() | {"residual": part.of(state["residual"])}
             part.state = self._codec.restore(mine, [part.elements])

@@ -1,14 +1,15 @@
 """Messages between workers and servers; docs/parameter-server.md lists each request with its answer.
 
 A message has a header of whole numbers, which begins with the type and the session. Some messages have a body. A
-session is one list of variables of one optimiser; its number is the same on all ranks.
+session is the training on one part of the weights at one server, from the first step after a flush to the next flush.
+Its number is the same on all ranks. A round is an epoch whose steps the first server hands out.
 """
 
 import itertools
 from dataclasses import dataclass
 from enum import IntEnum
 
-#: Numbers of a rank's mailboxes: that of its server, and that of its worker.
+#: Numbers of a rank's two mailboxes: one receives messages to its server, the other messages to its worker.
 SERVER_BOX, WORKER_BOX = 0, 1
 
 
@@ -22,18 +23,18 @@ class MessageType(IntEnum):
             body if `finite` is 0, because the update held NaN. Answer: WEIGHTS, when the worker may continue.
         FLUSH: this worker pushes nothing until the answer. Answer: FINAL, when all workers have flushed.
         CLOSE: end the session. From worker 0. No answer.
-        STEP: [round, steps, stop] request for another step of this round, which has that number of steps; or, with
-            `stop`, for the end of the round. Answer: GRANT.
+        STEP: [round, steps, stop] request for another step of a round that has this number of steps; or, with `stop`,
+            for the end of the round. Answer: GRANT.
         DISCONNECT: this worker sends no more messages. No answer.
 
     To a worker:
         READY: the session is open. A server tells worker 0, which tells the other workers.
-        WEIGHTS: [version, staleness, accepted, microseconds held back] the body is the server's part.
-        FINAL: [version, updates, applied, refused, microseconds of work, microseconds open] the body is the server's
-            part, the same for all workers.
-        GRANT: [granted, steps handed out, stopped]
-        WAIT_NOTICE: this worker still has to wait; the body names the ranks it waits for (JSON). It may come at any
-            time.
+        WEIGHTS: [version, staleness, accepted, microseconds since the PUSH] the body is the server's part.
+        FINAL: [version, updates, applied, refused, microseconds of work, microseconds since OPEN] the body is the
+            server's part, the same for all workers.
+        GRANT: [granted, steps handed out, stopped] granted is 0 if the worker takes no more steps in this round.
+        WAIT_NOTICE: this worker still has to wait; the body names the ranks that it waits for (JSON). It may arrive
+            before any answer.
         ERROR: the body says why the last message was refused; nothing of that message was applied.
     """
 
@@ -62,8 +63,9 @@ class SessionConfig:
         dtype: dtype of the weights: "float32" or "float64".
         codec: codec of the updates, as in `ParameterServer`.
         aggregate: number of updates that are applied together.
-        share: factor of an update.
-        staleness_exponent: an update of staleness s counts share / s^staleness_exponent; 0 counts all the same.
+        share: factor of an update of staleness 1.
+        staleness_exponent: an update of staleness s counts share / s^staleness_exponent; with 0 all updates count the
+            same.
         max_staleness: number of steps that a worker may be ahead of the slowest; None sets no limit.
     """
 

@@ -1,4 +1,4 @@
-"""Answers of a server to messages, without the server's waiting and sending."""
+"""Answers of a server to messages; `server` receives the messages and sends the answers."""
 
 import json
 import pickle
@@ -27,7 +27,7 @@ _WAIT_NOTICE_SHARE = 0.25
 
 @dataclass
 class _Session:
-    """Session of a list of variables at this server.
+    """Session at this server: the training on one part of the weights.
 
     Attributes:
         config: configuration of the session.
@@ -52,11 +52,12 @@ class _Session:
 
 
 class RequestHandler:
-    """Server without a mailbox: it returns the answers to each message.
+    """Part of a server that turns each message into answers. It neither waits nor sends.
 
     Args:
         workers: number of workers.
-        rank: rank of the server, if it is a worker too; messages to itself are not counted as traffic.
+        rank: rank of the server if it is a worker too, else -1; messages from this rank to itself are not counted as
+            traffic.
         threads: threads of the codecs' kernels.
         clock: function that returns the time in seconds.
 

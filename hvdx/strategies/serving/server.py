@@ -1,4 +1,4 @@
-"""Server loop: fetch messages, send the handler's answers. A server is a rank of its own, or a thread of a worker."""
+"""Loop of a server, which is a rank of its own or a thread of a worker: fetch messages, and send the answers."""
 
 import sys
 import threading
@@ -11,8 +11,8 @@ from hvdx.strategies.serving.request_handler import RequestHandler
 
 #: Longest sleep between polls of a mailbox, in seconds: while a part of a message is in flight, and otherwise.
 BUSY_SLEEP, IDLE_SLEEP = 1e-4, 1e-3
-# Seconds without a message after which a server polls less often, and the sleep between its polls then. Each poll of a
-# server thread interrupts the worker's Python code, which made tracing a model take many times longer.
+# Seconds without a message after which a server polls less often, and the sleep between its polls from then on. Each
+# poll of a server thread interrupts the worker's Python code; with more polls, tracing a model took many times longer.
 _NAP_AFTER, _NAP = 0.5, 0.02
 # Seconds between checks for workers that have waited long.
 _WAIT_NOTICE_EVERY = 1.0
@@ -31,7 +31,7 @@ def serve(mailbox: Mailbox, handler: RequestHandler, stop: threading.Event | Non
         message = mailbox.fetch()
         if message is None:
             if not handler.present and time.monotonic() - last > limit:
-                return  # workers that left do not receive the messages that are still in flight
+                return  # the workers have left, and will not receive the messages that are still in flight
             if time.monotonic() - last > _NAP_AFTER and not mailbox.coming:
                 time.sleep(_NAP)
             backoff.sleep(BUSY_SLEEP if mailbox.coming else IDLE_SLEEP)
@@ -48,10 +48,10 @@ def serve(mailbox: Mailbox, handler: RequestHandler, stop: threading.Event | Non
 
 
 def serve_in_thread(mailbox: Mailbox, handler: RequestHandler, stop: threading.Event) -> None:
-    """Run `serve` as the target of a thread; an error ends the job where ranks are processes."""
+    """Run `serve` as the target of a thread; an error ends the job."""
     try:
         serve(mailbox, handler, stop)
     except BaseException as error:
-        # The hook ends the job: otherwise the other ranks would wait for this server.
+        # hvdx' exception hook ends the job: otherwise the other ranks would wait for this server.
         sys.excepthook(type(error), error, error.__traceback__)
         raise

@@ -1,6 +1,6 @@
 """One server's part of the weights: the rules by which updates are applied and workers may continue.
 
-It has no clock, no bytes and no ranks' addresses, so that tests can enumerate all small cases.
+The code reads no clock and sends no messages, so that tests can enumerate all small cases.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ class Release:
         worker: rank of the worker.
         staleness: staleness of the update that it pushed.
         accepted: whether that update was accepted.
-        final: whether it has flushed, as have all others.
+        final: whether all workers have flushed, so that the weights are final.
     """
 
     worker: int
@@ -32,14 +32,14 @@ class Release:
 
 
 class Shard:
-    """Part of the weights, and the rule by which updates change it.
+    """Part of the weights, and the rules by which updates change it.
 
     Args:
-        config: the rule.
-        weights: config.dtype[config.elements].
+        config: configuration of the session.
+        weights: initial weights, config.dtype[config.elements].
 
     Attributes:
-        weights: float64[config.elements]: an update that counts 1/N may be below the last bit of a float32.
+        weights: float64[config.elements], because an update that counts 1/N may be below the last bit of a float32.
         version: number of times that updates were applied.
         updates: number of accepted updates.
         applied: number of accepted updates that are in the weights; the others wait to be aggregated.
@@ -78,7 +78,8 @@ class Shard:
         Returns:
             The workers that may continue. This worker may be released later.
         """
-        # The update is applied next, with the other pending ones: 1 means that none was applied since the pull.
+        # The update is applied next, together with all pending updates. A staleness of 1 means that the weights have
+        # not changed since the pull.
         staleness = self.version + 1 - version
         self._clocks[worker] += 1
         self._waiting[worker] = Release(worker, staleness, update is not None)
@@ -94,7 +95,7 @@ class Shard:
         return self._proceed()
 
     def leave(self, worker: int) -> list[Release]:
-        """Remove a worker that has disconnected; no other waits for it any more."""
+        """Remove a worker that has disconnected; no other worker waits for it from now on."""
         self._training.discard(worker)
         self._flushed.discard(worker)
         self._waiting.pop(worker, None)

@@ -1,4 +1,4 @@
-"""Worker's side of the step dispenser: the next step of an epoch goes to the worker that asks first."""
+"""Worker's side of the step dispenser: the next step of an epoch goes to the worker that requests it first."""
 
 from hvdx.comm import Comm
 from hvdx.strategies.serving.client import client_of
@@ -6,13 +6,13 @@ from hvdx.strategies.serving.messages import MessageType
 
 
 class StepClient:
-    """Steps of an epoch, handed out by the first server. Collective.
+    """Client that requests the steps of an epoch from the first server. Creating it is collective.
 
     Args:
         comm: the workers.
-        server: rank that hands out the steps.
-        steps: steps in an epoch, of all workers together; each takes its first without a request.
-        begun: steps of the first epoch that were taken before.
+        server: rank of the first server.
+        steps: steps in an epoch, of all workers together; each worker takes its first step without a request.
+        begun: steps of the first epoch that were taken before this fit.
 
     Attributes:
         taken: steps of this epoch that workers had taken or begun at this worker's last request.
@@ -37,7 +37,7 @@ class StepClient:
         self.taken, self.over, self.stopped = self._before, False, False
 
     def another(self, stop: bool = False) -> bool:
-        """Return whether this worker is to take another step. It waits for the server's answer only.
+        """Request another step; return whether this worker may take it.
 
         Args:
             stop: end the epoch for all workers.
@@ -46,7 +46,7 @@ class StepClient:
             ExchangeError: if there was no answer within the time limit.
         """
         session = -1
-        # The workers' first steps need no request, and may be more than the steps that are left.
+        # The first step of each worker needs no request. If fewer steps than workers remain, none is left to request.
         left = max(self.steps - self._before - self._workers, 0)
         header = [MessageType.STEP, session, self._client.round, left, int(stop)]
         answer = self._client.call([(self._server, header, None)], MessageType.GRANT)[session]

@@ -2,7 +2,7 @@
 
 
 class StepDispenser:
-    """Dispenser of the steps of a round. It hands out each step once, in the order of the requests.
+    """Dispenser of the steps of a round, which is an epoch. It hands out each step once, in the order of the requests.
 
     Example:
         >>> dispenser = StepDispenser()
@@ -18,7 +18,7 @@ class StepDispenser:
         """Request another step, or stop the round.
 
         Args:
-            round_: number of the round. The first request with a higher number begins that round.
+            round_: number of the round. The first request with a higher number begins a new round.
             steps: number of steps in the round; the same in all requests.
             stop: end the round for all workers.
 

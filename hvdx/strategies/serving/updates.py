@@ -1,4 +1,4 @@
-"""Codecs of updates under `ParameterServer`, for workers that encode and servers that add."""
+"""Codecs of updates under `ParameterServer`: workers encode updates, and servers decode and add them."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -84,7 +84,7 @@ def _plain(config: SessionConfig, body: np.ndarray, worker: int) -> Addend | Non
 
 
 def _coded(config: SessionConfig, codec: Any, body: np.ndarray, worker: int) -> Addend:
-    # Decoded now and not in `add`, so that the sender of a damaged update gets the error.
+    # The body is decoded here and not in `add`, so that the sender of a damaged update gets the error.
     dense = np.zeros(config.elements, np.float32)
     try:
         codec.decode([body], [dense])
@@ -118,7 +118,7 @@ def joined_residual(arrays: Mapping[str, np.ndarray]) -> tuple[int, np.ndarray]:
 def is_finite(values: np.ndarray) -> bool:
     """Return whether an array holds neither NaN nor infinity.
 
-    It reads the array once: an element that is not finite makes the sum so.
+    It reads the array once: if an element is not finite, neither is the sum.
 
     Args:
         values: float32 or float64, whose sum is far below the largest value of the dtype.

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hvdx.comm import Message
-from hvdx.comm.base import HEAD_WORDS
+from hvdx.comm.base import HEADER_WORDS
 from hvdx.strategies.serving.messages import MessageType, SessionConfig
 from hvdx.strategies.serving.request_handler import RequestHandler
 from tests.strategies.serving.messages import opening
@@ -338,7 +338,7 @@ def _replay(past: tuple[Note, ...]) -> tuple[RequestHandler, list[Any]]:
     handler = RequestHandler(WORKERS, threads=1, clock=lambda: 0.0)
     answers = []
     for sender, header, body in past:
-        words = (*header, *[0] * (HEAD_WORDS - len(header)))
+        words = (*header, *[0] * (HEADER_WORDS - len(header)))
         fresh = None if body is None else np.frombuffer(body, np.uint8).copy()
         answers.append(handler.handle(Message(sender, words, fresh)))
     return handler, answers
