@@ -18,17 +18,17 @@ NAME = "average"
 HELP = "average saved networks: Keras, TensorFlow, PyTorch, safetensors, MXNet"
 EXAMPLE = "hvdx average rank0.keras rank1.keras -o mean.keras"
 DETAILS = """\
-formats, read and written as their own frameworks do; those frameworks need not be installed:
+formats; most frameworks need not be installed (Keras files need h5py, TensorFlow's formats need TensorFlow):
   Keras         .keras, .weights.h5                 TensorFlow    checkpoints (the prefix), SavedModel folders
   PyTorch       .pt and .pth; nothing is executed   safetensors   .safetensors        MXNet Gluon   .params
   Hugging Face  checkpoint folders with or without shards, or their .index.json
 
 All networks must have one architecture: the same tensors, with the same shapes and dtypes. Sums are computed in
-float64, and every tensor keeps its dtype. Everything else (configuration, metadata, epoch numbers) is copied from the
-first network. Integers and booleans have no mean: they must be equal, or --integers names the network to copy.
+float64, and every tensor keeps its dtype. Everything else (configuration, metadata) is copied from the first network.
+Integers and booleans have no mean: they must be equal, or --integers selects the network from which they are copied.
 
 Batch normalisation: the mean of the networks' statistics is not the mean network's statistics. --recalibrate computes
-the latter on inputs that you give (.keras only); without it, hvdx prints a warning.
+the latter from inputs that you supply (.keras only); without it, hvdx prints a warning.
 
 An existing output is kept unless --force is given. The output appears under its name only when it is complete.
 

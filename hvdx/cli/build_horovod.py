@@ -16,8 +16,8 @@ HELP = "build Horovod for the TensorFlow and the MPI of this environment, and in
 EXAMPLE = "hvdx build-horovod"
 DETAILS = f"""\
 Horovod {source.VERSION} is published only as source, which does not compile with current TensorFlow. This command
-patches the source, builds a wheel (a few minutes, once), caches it, installs it and runs an all-reduce on two
-workers. GPU builds (--gpu) are untested in this release: please report your result.
+patches the source, builds a wheel (about two minutes, once), keeps the wheel, installs it, and runs an all-reduce on
+two workers. GPU builds (--gpu) are untested in this release: please report your result.
 
 environment:
   HVDX_CACHE   folder of the wheels (default: hvdx in $XDG_CACHE_HOME or ~/.cache)

@@ -17,7 +17,7 @@ NAME = "doctor"
 HELP = "check TensorFlow, Keras, MPI, Horovod and this machine, with a remedy for each problem"
 EXAMPLE = "hvdx doctor"
 DETAILS = """\
-Exit code 0: training would work (there may be notes and warnings); 1: it would not.
+Exit code 0: training would work (even if there are notes and warnings); 1: training would not work.
 
 On the login node of a cluster, `hvdx doctor --batch` starts two tasks through Slurm, PBS or LSF and checks that they
 see each other. Its jobs have a time limit of two minutes.

@@ -16,13 +16,13 @@ NAME = "job"
 HELP = "write the script of a batch job: Slurm, PBS, LSF, or plain hosts"
 EXAMPLE = "hvdx job slurm --nodes 4 --gpus-per-node 4 --time 12:00:00 -- python train.py"
 DETAILS = """\
-The script is short, has comments, and is yours to keep and edit. It is printed; -o writes it to a file, --submit
-submits it to the batch system. Shortly before its time limit, the job gets a signal to save. With the callback
-hvdx.keras.Checkpoint, training then saves, the job goes back into the queue, and training resumes when it runs again.
+The script is short, has comments, and is yours to keep and edit. By default it is printed; -o writes it to a file,
+--submit submits it to the batch system. Shortly before its time limit, the job gets a signal. With the callback
+hvdx.keras.Checkpoint, training then saves, the job goes back into the queue, and training resumes in its next run.
 
 systems:
-  slurm        sbatch; ranks by srun, or mpirun             pbs       PBS Professional, OpenPBS; ranks by mpirun
-  lsf          bsub; ranks by mpirun, or jsrun              mpirun    hosts from a file, no queue
+  slurm        sbatch; srun or mpirun starts the ranks      pbs       PBS Professional, OpenPBS; mpirun
+  lsf          bsub; mpirun or jsrun starts the ranks       mpirun    hosts from a file, no queue
   horovodrun   hosts from a file, no queue                  site      prints an example of the site file
 
 Settings that all jobs share (account, partition, modules) belong in a site file; `hvdx job site` prints its path and
@@ -103,7 +103,7 @@ def _add_queue(parser: argparse.ArgumentParser, system: str) -> None:
     else:
         add("--queue", help="queue of the job")
     if system != "pbs":
-        add("--array", metavar="1-4", help="several jobs that differ in their index; each is requeued separately")
+        add("--array", metavar="1-4", help="an array of jobs with these indices; each job is requeued separately")
     add("--output", metavar="FILE", help="file for the job's output")
     add(
         "--signal",
@@ -140,7 +140,7 @@ def _add_start(parser: argparse.ArgumentParser, system: str) -> None:
         add("--launcher", help=f"{' or '.join(LAUNCHERS[system])} (default: the first)")
     if system == "slurm":
         add("--mpi-plugin", metavar="NAME", help=f"plugin for srun --mpi=NAME (default: {DEFAULTS['mpi_plugin']})")
-    add("--mpi", metavar="VENDOR", help=f"vendor of mpirun: {', '.join(VENDORS)} (default: the first)")
+    add("--mpi", metavar="VENDOR", help=f"MPI that mpirun belongs to: {', '.join(VENDORS)} (default: the first)")
 
 
 def _add_output(parser: argparse.ArgumentParser, system: str) -> None:

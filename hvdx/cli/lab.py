@@ -27,12 +27,12 @@ Every host is a network namespace with one rank and one link to a switch. Every 
 direction. All MPI and Horovod traffic crosses the links. At the end, a table shows the bytes on each link, read from
 the counters of its interface. The exit code is that of the job.
 
-Requires Linux, Open MPI, iproute2, and either root or user namespaces, which most distributions allow. Hosts share
-files, cores and memory bandwidth, and cannot reach the internet. When the command ends, even if it is killed, all
-its processes and interfaces end with it. See also docs/lab.md.
+The lab needs Linux, Open MPI, iproute2, and either root or user namespaces, which most distributions allow. Hosts
+share files, cores and memory bandwidth, and cannot reach the internet. When the command ends, even if it is killed,
+all its processes and interfaces end too. See also docs/lab.md.
 
   hvdx lab --check --bandwidth 1gbit            measure latency and bandwidth of a link
-  hvdx lab -n 8 --bandwidth none -- python ...  no limit of the bandwidth, with the same counters
+  hvdx lab -n 8 --bandwidth none -- python ...  links without a limit, with the same counters
 
 """
 
@@ -60,7 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--latency", type=float, default=0.0, metavar="MS", help="added latency between hosts, one way; needs netem")
     add("--threads", type=int, default=1, metavar="K", help="compute threads of each rank (default: 1)")
-    add("--timeout", type=float, metavar="SECONDS", help=f"time limit of the job; exit code {_OUT_OF_TIME}")
+    add(
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        help=f"time limit of the job; exit code {_OUT_OF_TIME} if it is exceeded",
+    )
     add("--json", type=Path, metavar="FILE", help="also write the table to FILE")
     add("--check", action="store_true", help="measure latency and bandwidth between two hosts; takes no COMMAND")
     add("program", nargs=argparse.REMAINDER, metavar="COMMAND", help="command of every rank")

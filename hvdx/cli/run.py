@@ -17,17 +17,18 @@ NAME = "run"
 HELP = "start a script on several workers"
 EXAMPLE = "hvdx run -n 4 python train.py"
 DETAILS = """\
-This command calls the mpirun beside this Python or on PATH, with options that allow root, allow more workers than
-cores, and do not bind a worker to one core. Each worker gets its share of the cores and the variables HVDX_*. The
-exit code is that of the job.
+The command calls the mpirun beside this Python or on PATH. It adds the options that allow root, allow more workers than
+cores, and do not bind a worker to one core. Each worker gets its share of the cores, and the variables HVDX_* and TF_*.
+The exit code is that of the job.
 
   hvdx run -n 4 python train.py                        four workers on this machine
   hvdx run --hosts node1:2,node2:2 python train.py     two workers on each of two machines that ssh reaches
   hvdx run -n 2 --dry-run python train.py              print the mpirun command, to change it or to learn from it
   HVDX_STRATEGY=threshold hvdx run -n 4 python train.py
+                                                       choose a strategy without editing the script
 
-Standard output is shown for the first worker only, standard error for all workers; --all shows everything. On a
-cluster with a batch system, see `hvdx job`.
+The output shows the first worker's standard output and all workers' standard error; --all shows everything. On a
+cluster with a batch system, use `hvdx job`.
 
 """
 
@@ -37,9 +38,7 @@ _RANK = Path(__file__).with_name("common") / "rank.py"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("-n", type=int, metavar="N", help="number of workers (default: the sum of --hosts)")
-    parser.add_argument(
-        "--hosts", metavar="HOST:N,...", help="machines, with the number of workers on each (default: 1)"
-    )
+    parser.add_argument("--hosts", metavar="HOST:N,...", help="hosts, each with its number of workers (default: 1)")
     parser.add_argument("--dry-run", action="store_true", help="print the mpirun command, and start nothing")
     parser.add_argument("--all", action="store_true", help="show the standard output of all workers")
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM ...", help="command of every worker")

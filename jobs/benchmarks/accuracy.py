@@ -5,7 +5,7 @@
     python jobs/benchmarks/accuracy.py --json accuracy.json --show        print the table of the recorded runs
 
 The workers are virtual ranks in one process. They use the same codec, exchange and optimisers as under mpirun, but
-share one copy of the weights; the copies of real ranks are equal to the bit. Only batch normalisation differs: the
+share one copy of the weights; the copies of real ranks are equal, bit for bit. Only batch normalisation differs: the
 workers update its statistics in turn, and do not average them at the end of an epoch. Runs that are in the JSON file
 are not repeated, so an interrupted comparison can be resumed.
 """

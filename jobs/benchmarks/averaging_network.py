@@ -5,11 +5,11 @@
     python jobs/benchmarks/averaging_network.py --json averaging.json                also write the figures
 
 Emulated hosts (`hvdx lab`) train a dense network of 1.86 million parameters on Fashion-MNIST, 64 images per step on
-each, SGD with momentum, the same seed. Accuracy does not depend on bandwidth, so each way trains once in full over fast
-links, and its steps are timed over slow links. Whole periods are timed, without the first. Seconds are the number of
-steps times the mean step. "Sent" are the bytes that hvdx counts, "link" ("auto" in the JSON file) those that the
-interface of rank 0 counts, and "dense" those that a ring all-reduce of the weights sends in a step. With momenta, twice
-that number is expected.
+each, SGD with momentum, the same seed. Accuracy does not depend on bandwidth, so each variant trains once in full over
+fast links, and its steps are timed over slow links: whole periods without the first one. Seconds are the number of
+steps times the mean step. "Sent" is the number of bytes that hvdx counts, "link" ("auto" in the JSON file) the number
+that the network interface of rank 0 counts, and "dense" the number that a ring all-reduce of the weights sends in a
+step. With momenta, twice as many are expected.
 """
 
 import argparse

@@ -4,14 +4,14 @@
     mpirun -n 4 python jobs/benchmarks/averaging_question.py --json question.json  also write the figures
     mpirun -n 2 python jobs/benchmarks/averaging_question.py --steps 64 --periods 1,8 --optimizers sgd,adam
 
-Every way starts from the same weights and trains on the same batches. "From dense" is the 2-norm of the difference
+Every variant starts from the same weights and trains on the same batches. "From dense" is the 2-norm of the difference
 between its final weights and those of all-reduced gradients, divided by the norm of the latter. "Divergence" is the
-distance of a worker's weights from the mean at the end of the last period, divided by their norm, averaged over the
-workers.
+distance of a worker's weights from the mean before the last average, divided by the norm of the mean, and averaged over
+the workers.
 
-Training amplifies differences, even those of rounding. The way "rounded otherwise" shows their size: it divides the
-gradients by 3 before the all-reduce, and multiplies them by 3 afterwards. A way that is no farther from dense than this
-one is the same as dense, up to rounding.
+Training amplifies differences, even those of rounding. The variant "rounded otherwise" shows their size: it divides the
+gradients by 3 before the all-reduce, and multiplies them by 3 afterwards. A variant that is no farther from dense than
+this one equals dense, up to rounding.
 """
 
 import argparse

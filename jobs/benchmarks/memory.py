@@ -1,4 +1,4 @@
-"""Number of copies of the weights that each strategy holds, compared with all-reduce.
+"""Memory of each strategy in copies of the weights, compared with all-reduce.
 
     python jobs/benchmarks/memory.py
 

@@ -49,11 +49,17 @@ def main(argv: list[str] | None = None) -> int:
         metavar="RATE,...",
         help="bandwidths of the links, such as 100mbit,1gbit",
     )
-    add("--strategies", help="strategies instead of the default ones: `name=spelling`, separated by semicolons")
+    add("--strategies", help="strategies to compare: `name=spelling`, separated by semicolons")
     add("--target", type=float, default=85.0, help="test accuracy to reach, in %%")
     add("--most-steps", type=int, default=1500, metavar="N", help="largest number of steps of a training")
     add("--timed-steps", type=int, default=40, metavar="N", help="number of steps of a run that only measures time")
-    add("--patience", type=float, default=60.0, metavar="SECONDS", help="longest training that is run in full")
+    add(
+        "--patience",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="longest expected time of a training that is run in full",
+    )
     add("--hidden", type=int, default=1024, help="units in each of two hidden layers")
     add("--seed", type=int, default=0, help="seed of weights and data")
     return harness.run(parser, compare, train, argv)

@@ -5,13 +5,13 @@
     python jobs/benchmarks/staleness.py --ways all_reduce,plain --equal plain --hidden 256
 
 Workers train a dense network on Fashion-MNIST, 64 images per step on each, SGD with momentum. In every step each worker
-sleeps for 20 ms (--pause), in place of the computation on an accelerator: otherwise the figures would show how workers
-on one machine compete for its cores. The last worker also sleeps for nine times the duration of a step (measured
-before, pause included). Every half second worker 0 stores its weights; they are evaluated after the training, so that
-evaluation does not delay it. Seconds count from the third step, when everything is compiled.
+sleeps for 20 ms (--pause), which simulates the computation on an accelerator. Otherwise the figures would show how
+workers on one machine compete for its cores. The last worker also sleeps for nine times the duration of a step
+(measured before, pause included). Every half second worker 0 stores its weights; they are evaluated after the training,
+so that evaluation does not delay it. Seconds count from the third step, when everything is compiled.
 
-The first table is with the slow worker, the second without. In the second, the mean staleness should equal the number
-of workers.
+The first table shows the variants with the slow worker (--ways), the second those without it (--equal). In the second,
+the mean staleness should equal the number of workers.
 """
 
 import argparse
@@ -49,14 +49,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = harness.parser(__doc__)
     add, words = parser.add_argument, harness.several(str)
     add("--workers", type=int, default=4, metavar="N", help="number of workers")
-    add("--ways", type=words, default=",".join(WAYS), metavar="WAY,...", help="ways of the first table")
+    add("--ways", type=words, default=",".join(WAYS), metavar="WAY,...", help="variants with a slow worker")
     add("--pause", type=float, default=20.0, metavar="MS", help="sleep of every worker in each step")
-    add("--equal", type=words, default="all_reduce,plain,soft", metavar="WAY,...", help="ways of the second table")
+    add("--equal", type=words, default="all_reduce,plain,soft", metavar="WAY,...", help="variants without one")
     add("--slower", type=float, default=10.0, help="duration of the slow worker's step, relative to the others'")
     add("--steps", type=int, default=500, help="steps of each worker in a training")
     add("--target", type=float, default=85.0, help="test accuracy to reach, in %%")
     add("--hidden", type=int, default=512, help="units in each of two hidden layers")
-    add("--learning-rate", type=float, default=0.05, metavar="X", help="learning rate without the factor of a way")
+    add("--learning-rate", type=float, default=0.05, metavar="X", help="learning rate; all_reduce_n multiplies it by N")
     add("--seeds", type=harness.several(int), default="0", metavar="N,N,...", help="seeds of weights and data")
     add("--data", default="fashion-mnist", help="data set: fashion-mnist or digits")
     return harness.run(parser, compare, train, argv)
