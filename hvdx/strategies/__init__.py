@@ -2,12 +2,13 @@
 
 from hvdx.strategies.all_reduce import AllReduce
 from hvdx.strategies.auto import Auto
-from hvdx.strategies.base import Exchange, StepClient, Strategy, TensorSpec, agree_on_strategy
+from hvdx.strategies.base import Exchange, StepClient, Strategy, TensorSpec, agree_on_strategy, views
 from hvdx.strategies.driver import HostExchange, MessageExchange
 from hvdx.strategies.joining import join, leave
 from hvdx.strategies.parameter_averaging import ParameterAveraging
 from hvdx.strategies.parameter_server import ParameterServer
 from hvdx.strategies.registry import names, options, parse, resolve
+from hvdx.strategies.telemetry import Telemetry
 from hvdx.strategies.threshold import Threshold
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "ParameterServer",
     "StepClient",
     "Strategy",
+    "Telemetry",
     "TensorSpec",
     "Threshold",
     "agree_on_strategy",
@@ -29,4 +31,5 @@ __all__ = [
     "options",
     "parse",
     "resolve",
+    "views",
 ]
