@@ -768,14 +768,14 @@ def test_other_servers_and_codecs_resume_from_a_checkpoint(folder):
         model, optimizer = in_a_loop(strategy, seed=seed)
         epoch = checkpoint.restore(folder, model) or 0
         exchange = getattr(adapter_of(optimizer), "exchange", None)
-        unsent = [] if exchange is None else np.concatenate([a.ravel() for a in exchange.residuals])
+        residuals = [] if exchange is None else np.concatenate([a.ravel() for a in exchange.residuals])
         train(model, optimizer, STEPS)
         checkpoint.save(folder, model, epoch + 1)
         after = (
             [] if hvdx.size() == 1 else np.concatenate([a.ravel() for a in adapter_of(optimizer).exchange.residuals])
         )
         assert_identical(model.weights)
-        return epoch, unsent, after
+        return epoch, residuals, after
 
     _, _, after = loop(hvdx.ParameterServer("colocated:1", codec="threshold:0.1"), 3)
     epoch, before, _ = loop(hvdx.ParameterServer("colocated", codec="threshold:0.1"), 4)
@@ -858,7 +858,7 @@ def test_fit_after_an_exception_restarts_a_scripts_own_optimizer(codec):
     with pytest.raises(KeyboardInterrupt):
         fit(model, strategy, data(10), callbacks=[Break()])
     everyone("all were interrupted")
-    unsent = Look.residuals(type("", (), {"model": model}))
+    residuals = Look.residuals(type("", (), {"model": model}))
     wanted = [np.full_like(w, 3 + hvdx.rank()) for w in model.get_weights()]
     model.set_weights(wanted)
     models.compiled(model, optimizer)
@@ -867,10 +867,10 @@ def test_fit_after_an_exception_restarts_a_scripts_own_optimizer(codec):
     _, _, count = fit(model, strategy, callbacks=[look])
     assert count.differing == [{}]
     if hvdx.size() > 1:
-        np.testing.assert_array_equal(look.before, unsent)
-        assert bool(unsent.any()) == (codec != "none")
+        np.testing.assert_array_equal(look.before, residuals)
+        assert bool(residuals.any()) == (codec != "none")
     elif codec != "none":
         return
-    residual = sum(everyone(unsent - look.after)) / hvdx.size() if hvdx.size() > 1 else 0.0
+    residual = sum(everyone(residuals - look.after)) / hvdx.size() if hvdx.size() > 1 else 0.0
     got = np.concatenate([w.ravel() for w in model.get_weights()])
     np.testing.assert_allclose(got, 3 + residual, atol=1e-5)

@@ -60,9 +60,9 @@ def test_updates_and_residuals_keep_their_sum(name, size):
     strategy = Threshold(**OPTIONS[name])
     everyone = on_all(size, steps_of(strategy, 12))
     applied = np.sum(everyone[0][0], axis=0, dtype=np.float64) * (1 if strategy.op == "sum" else size)
-    unsent = np.sum([flat(exchange.residuals) for _, exchange in everyone], axis=0, dtype=np.float64)
+    residuals = np.sum([flat(exchange.residuals) for _, exchange in everyone], axis=0, dtype=np.float64)
     wanted = np.sum([flat(update(r, t)) for r in range(size) for t in range(12)], axis=0, dtype=np.float64)
-    np.testing.assert_allclose(applied + unsent, wanted, atol=2e-6)
+    np.testing.assert_allclose(applied + residuals, wanted, atol=2e-6)
 
 
 def test_lookahead_follows_its_formula():
@@ -102,11 +102,11 @@ def test_nan_on_one_rank_skips_only_that_step_on_all_ranks(size, overlap, capfd)
     assert not everyone[0][0][3 + overlap].any()
     assert everyone[0][0][4 + overlap].any()
     applied = np.sum(everyone[0][0], axis=0, dtype=np.float64) * size
-    unsent = np.sum([flat(exchange.residuals) for _, exchange in everyone], axis=0, dtype=np.float64)
+    residuals = np.sum([flat(exchange.residuals) for _, exchange in everyone], axis=0, dtype=np.float64)
     # The skipped step is dropped on all ranks: otherwise a run of skipped steps would be added at once.
     taken = [t for t in range(8) if t != 3]
     wanted = np.sum([flat(update(r, t)) for r in range(size) for t in taken], axis=0, dtype=np.float64)
-    np.testing.assert_allclose(applied + unsent, wanted, atol=2e-6)
+    np.testing.assert_allclose(applied + residuals, wanted, atol=2e-6)
     printed = capfd.readouterr().err
     assert f"hvdx: step 4: NaN or infinity on rank {bad}; all ranks skipped the step" in printed
 
@@ -259,9 +259,9 @@ def test_merged_residuals_keep_their_sum(before, after):
     def restored(comm):
         exchange = strategy.open(comm, SPECS, 0.9)
         exchange.load_state_dict(strategy.merge(saved, comm.rank, comm.size))
-        unsent = flat(exchange.residuals).astype(np.float64)
+        residuals = flat(exchange.residuals).astype(np.float64)
         exchange.step(update(comm.rank, 9))
-        return unsent
+        return residuals
 
     total = np.sum([s["codec.residual"] for s in saved], axis=0, dtype=np.float64)
     np.testing.assert_allclose(np.sum(on_all(after, restored), axis=0), total, atol=1e-7)

@@ -52,13 +52,13 @@ def check_sum(results, exact=True):
     """Check that weights and residuals add up to the sum of the updates, which is returned."""
     all_fine(results)
     wanted = np.sum([total for total, _, _ in results], axis=0, dtype=np.float64)
-    unsent = np.sum([flat(exchange.residuals) for *_, exchange in results], axis=0, dtype=np.float64)
+    residuals = np.sum([flat(exchange.residuals) for *_, exchange in results], axis=0, dtype=np.float64)
     for _, weights, _ in results:
         assert weights.tobytes() == results[0][1].tobytes()
         if exact:
-            np.testing.assert_array_equal(weights + unsent, wanted)
+            np.testing.assert_array_equal(weights + residuals, wanted)
         else:
-            np.testing.assert_allclose(weights + unsent, wanted, atol=1e-3)
+            np.testing.assert_allclose(weights + residuals, wanted, atol=1e-3)
     return wanted
 
 
@@ -440,7 +440,7 @@ def restored(workers, servers, arrays_of):
 @pytest.mark.parametrize("servers", ["colocated:1", "colocated"])
 def test_residuals_are_restored_bit_for_bit(servers):
     before = saved_by(2, servers)
-    assert all(unsent.any() for _, unsent in before)
+    assert all(residuals.any() for _, residuals in before)
     after = restored(2, servers, lambda comm: before[comm.rank][0])
     for (old, _), (new, _) in zip(before, after, strict=True):
         assert old.keys() == new.keys()
@@ -456,16 +456,16 @@ def test_residuals_are_distributed_over_another_number_of_workers_and_servers(se
     strategy = summing(servers, codec="threshold:0.1")
     arrays = [a for a, _ in before]
     after = restored(workers, servers, lambda comm: strategy.merge(arrays, comm.rank, comm.size))
-    sums = [np.sum([unsent for _, unsent in side], axis=0, dtype=np.float64) for side in (before, after)]
+    sums = [np.sum([residuals for _, residuals in side], axis=0, dtype=np.float64) for side in (before, after)]
     np.testing.assert_allclose(sums[0], sums[1], atol=1e-6)
 
 
 def test_codecs_without_a_residual_have_no_state():
     assert summing().merge([{}, {}], 0, 1) == {}
     assert summing().merge([], 0, 1) == {}
-    ((arrays, unsent),) = saved_by(1, 1, strategy="fp16")
+    ((arrays, residuals),) = saved_by(1, 1, strategy="fp16")
     assert arrays == {}
-    assert not unsent.any()
+    assert not residuals.any()
 
 
 def test_tensors_added_to_the_residual_are_sent_with_the_next_updates():
