@@ -83,6 +83,11 @@ def average(
     with opened(inputs) as networks:
         first = networks[0]
         _check_suffix(target, first)
+        if target.is_dir() and not (inputs[0] / "saved_model.pb").is_file():
+            raise AverageError(
+                f"{target}: it is a SavedModel, which only a SavedModel replaces; the result is a file of format "
+                f"{first.format}. Name another output, or remove it first."
+            )
         if recalibrate is not None:
             _check_recalibrates(first, Path(recalibrate))
         total = sum(t.nbytes for t in first.tensors.values())

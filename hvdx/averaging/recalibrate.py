@@ -253,6 +253,7 @@ def _watched(layers: list[Any]) -> Iterator[dict[int, tuple[int, list[np.ndarray
     """Count the calls of layers, and sum the statistics of their input batches, until the block ends."""
     sums: dict[int, tuple[int, list[np.ndarray]]] = {}
     momenta = [layer.momentum for layer in layers]
+    before = [[s.numpy() for s in _statistics(layer)] for layer in layers]
     calls = [layer.call for layer in layers]
 
     def watch(layer: Any, call: Any) -> Any:
@@ -275,9 +276,16 @@ def _watched(layers: list[Any]) -> Iterator[dict[int, tuple[int, list[np.ndarray
             for statistic in _statistics(layer):
                 statistic.assign(np.zeros(statistic.shape))
         yield sums
+    except BaseException:
+        sums.clear()
+        raise
     finally:
-        for layer, call, momentum in zip(layers, calls, momenta, strict=True):
+        for layer, call, momentum, values in zip(layers, calls, momenta, before, strict=True):
             layer.call, layer.momentum = call, momentum
+            if not sums.get(id(layer), (0, []))[0]:
+                # The model did not call the layer, or an exception ended the pass.
+                for statistic, value in zip(_statistics(layer), values, strict=True):
+                    statistic.assign(value)
 
 
 def _replace(path: Path, before: Path, after: Path) -> None:

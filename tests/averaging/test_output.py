@@ -64,6 +64,14 @@ def test_directory_that_holds_an_input_is_kept(pair, tmp_path, untouched):
         average([inside, pair[1]], out, force=True)
 
 
+def test_saved_model_is_not_replaced_by_a_file(pair, tmp_path, untouched):
+    out = tmp_path / "model"
+    out.mkdir()
+    (out / "saved_model.pb").write_text("old")
+    with untouched(tmp_path), pytest.raises(AverageError, match="only a SavedModel replaces"):
+        average(pair, out, force=True)
+
+
 @pytest.mark.parametrize("name", [".", "..", "/"])
 def test_output_without_a_name_is_refused(name, pair, tmp_path, monkeypatch, untouched):
     monkeypatch.chdir(tmp_path)

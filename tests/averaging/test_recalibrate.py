@@ -1,5 +1,6 @@
 """Recalibration of batch normalisation: statistics equal those computed by hand, and nothing else changes."""
 
+import contextlib
 import shutil
 
 import keras
@@ -163,6 +164,32 @@ def test_other_variables_that_change_in_training_are_restored():
     recalibrate(model, data_for("mlp"), 5)
     moved = [v.path for v, b in zip(model.variables, before, strict=True) if v.numpy().tobytes() != b.tobytes()]
     assert [path.rsplit("/", 1)[1] for path in moved] == ["moving_mean", "moving_variance"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_statistics_without_new_values_are_restored(fails):
+    """A layer that the model holds and does not call; and all layers, if the pass ends early."""
+
+    class Spare(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.spare = layers.BatchNormalization()
+            self.spare.build((None, 4))
+            self.spare.moving_mean.assign([3.0] * 4)
+
+        def call(self, x, training=False):
+            if fails and training:
+                raise ValueError("no such image")
+            return x
+
+    used = layers.BatchNormalization()
+    model = keras.Sequential([keras.Input((4,)), used, Spare()])
+    with contextlib.suppress(ValueError):
+        recalibrate(model, data_for("mlp"))
+    assert model.layers[1].spare.moving_mean.numpy().tolist() == [3.0] * 4
+    assert model.layers[1].spare.moving_variance.numpy().tolist() == [1.0] * 4
+    assert used.moving_mean.numpy().any() != fails
+    assert used.moving_variance.numpy().any()
 
 
 def test_frozen_layers_keep_their_statistics():
