@@ -59,7 +59,7 @@ def stalls(done):
 
 
 def test_rank_that_sleeps_is_named_by_one_of_the_others():
-    done = stall(3, BARE + "progress.step('step 5 of epoch 1')\ntime.sleep(5 * (rank == 2))\nmeet()")
+    done = stall(3, BARE + "progress.step('step 5 of epoch 1')\ntime.sleep(5 * (rank == 2))\ngather()")
     assert done.code == 0, done
     (headline,) = stalls(done)[:1]
     assert re.search(rf"for [234] s: rank 2 \({HOST}\) has not reached the updates\.", headline), done
@@ -73,7 +73,7 @@ def test_rank_that_sleeps_is_named_by_one_of_the_others():
 
 
 def test_rank_0_that_sleeps_is_named_too():
-    done = stall(3, BARE + "time.sleep(5 * (rank == 0))\nmeet()")
+    done = stall(3, BARE + "time.sleep(5 * (rank == 0))\ngather()")
     assert done.code == 0, done
     assert f"rank 0 ({HOST}) has not reached the updates" in stalls(done)[0], done
     assert f"rank 0 ({HOST}): in no training step, for" in done.out, done
@@ -139,7 +139,7 @@ def test_rank_that_has_left_is_named():
 
 
 def test_error_of_the_time_limit_says_where_the_absent_rank_was():
-    code = "progress.step('step 5 of epoch 1')\ntime.sleep(15 * (rank == 1))\nmeet()"
+    code = "progress.step('step 5 of epoch 1')\ntime.sleep(15 * (rank == 1))\ngather()"
     done = stall(2, BARE + code, seconds=60, HVDX_TIMEOUT="2")
     assert done.code not in (None, 0), done
     found = rf"Rank 1 did not join\. Last known: rank 1 \({HOST}\): step 5 of epoch 1, for \d s; at <string>:\d+"
@@ -183,7 +183,7 @@ comm.all_gather_object(0, "the updates")
 
 
 def test_rejoined_world_is_watched():
-    code = "world.stop()\ncomm = world.start()\nmeet()\ntime.sleep(4 * (rank == 1))\nmeet()"
+    code = "world.stop()\ncomm = world.start()\ngather()\ntime.sleep(4 * (rank == 1))\ngather()"
     done = stall(2, BARE + code)
     assert done.code == 0, done
     assert f"rank 1 ({HOST}) has not reached the updates" in stalls(done)[0], done
