@@ -361,7 +361,7 @@ class Run:
         self.outcomes: list[Outcome] = []
 
     def all(self, check_first: bool = True) -> str:
-        """Try all faults; `outcomes` gets each outcome as soon as it is known.
+        """Try all faults, and append the result of each to `outcomes` at once.
 
         Args:
             check_first: run the tests without faults first; they must pass.

@@ -16,6 +16,7 @@ from hvdx.averaging.formats import known, open_network
 from hvdx.averaging.mean import Integers, Mean, resolve_weights
 from hvdx.averaging.network import Network
 from hvdx.averaging.output import check_free, write_whole
+from hvdx.averaging.saved_model import SavedModel
 from hvdx.errors import AverageError, ConfigError
 
 Progress = Callable[[int, int], Any]
@@ -83,7 +84,7 @@ def average(
     with opened(inputs) as networks:
         first = networks[0]
         _check_suffix(target, first)
-        if target.is_dir() and not (inputs[0] / "saved_model.pb").is_file():
+        if target.is_dir() and not isinstance(first, SavedModel):
             raise AverageError(
                 f"{target}: it is a SavedModel, which only a SavedModel replaces; the result is a file of format "
                 f"{first.format}. Name another output, or remove it first."

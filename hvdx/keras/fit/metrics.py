@@ -77,7 +77,7 @@ class EpochLogs:
 
     @property
     def validated(self) -> bool:
-        """Whether validation has run in this epoch."""
+        """True after validation has run in this epoch."""
         return bool(self._test)
 
     def begin(self) -> None:

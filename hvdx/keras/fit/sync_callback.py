@@ -187,7 +187,7 @@ class SyncCallback(keras.callbacks.Callback):
 
     @property
     def wants_stop(self) -> bool:
-        """Whether this rank wants to end the training with this epoch."""
+        """True if this rank asks to end the training after this epoch."""
         return bool(self.model.stop_training and not self._cut_short) or self._stop_wanted
 
     def reset_cut(self) -> None:
