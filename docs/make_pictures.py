@@ -1,9 +1,10 @@
-"""Pictures of the documentation, drawn from the figures in docs/benchmarks.
+"""Pictures of the documentation, drawn from the figures in docs/benchmarks and from formulas.
 
 python docs/make_pictures.py
 """
 
 import json
+import math
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
@@ -15,6 +16,13 @@ BARS = (
     ("threshold", "Threshold()", "#c2410c"),
 )
 LEFT, FULL, ROW = 300, 330, 44
+
+SPLIT_PICTURE = DOCS / "pictures" / "split-bytes.svg"
+# The layer and the ranks of the picture about split layers.
+WIDTH, RANKS = 4096, 4
+# Powers of 2 on the axis of batches, powers of 10 on the axis of bytes, and the frame that they fill.
+BATCHES, BYTES = (0, 12), (4, 10)
+FRAME = {"left": 90, "right": 520, "top": 70, "bottom": 330}
 
 
 def seconds_to_85(network: dict) -> str:
@@ -57,6 +65,73 @@ def seconds_to_85(network: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
+def split_bytes() -> str:
+    """Draw the bytes that a rank sends in a step for a large dense layer, over the batch, split and whole.
+
+    Returns:
+        The picture as SVG.
+    """
+    weights, others = 4 * WIDTH * WIDTH, RANKS - 1
+    lines = (
+        ("whole: all-reduce of its gradients", "#52606d", lambda batch: 2 * others / RANKS * weights),
+        ("split: one layer", "#c2410c", lambda batch: 4 * 2 * others * batch * (WIDTH + WIDTH // RANKS)),
+        ("split: a layer of a pair", "#1d4ed8", lambda batch: 4 * 2 * others * batch * WIDTH),
+    )
+    drawn = [
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 390" font-family="sans-serif" font-size="14"'
+        ' role="img">',
+        "<title>Bytes that a rank sends in a step for a dense layer</title>",
+        '<rect width="720" height="390" fill="#ffffff"/>',
+        '<text x="16" y="28" font-size="17" font-weight="bold" fill="#1f2933">'
+        "Bytes that a rank sends in a step for a dense layer</text>",
+        f'<text x="16" y="50" fill="#52606d">{WIDTH} inputs and units, float32, {RANKS} ranks, forward and backward'
+        "</text>",
+    ]
+    for power in range(BYTES[0], BYTES[1] + 1):
+        y = _y(10**power)
+        label = f"{10 ** (power % 3)} {('B', 'kB', 'MB', 'GB')[power // 3]}"
+        drawn += [
+            f'<path d="M{FRAME["left"]} {y}H{FRAME["right"]}" stroke="#e4e7eb"/>',
+            f'<text x="{FRAME["left"] - 8}" y="{y + 5}" text-anchor="end" fill="#52606d">{label}</text>',
+        ]
+    for power in range(BATCHES[0], BATCHES[1] + 1, 2):
+        x = _x(2**power)
+        drawn.append(f'<text x="{x}" y="{FRAME["bottom"] + 20}" text-anchor="middle" fill="#52606d">{2**power}</text>')
+    drawn.append(f'<rect x="{FRAME["left"] + 8}" y="{FRAME["top"] + 4}" width="290" height="76" fill="#ffffff"/>')
+    middle = (FRAME["left"] + FRAME["right"]) // 2
+    drawn.append(
+        f'<text x="{middle}" y="{FRAME["bottom"] + 42}" text-anchor="middle" fill="#1f2933">samples in the batch of '
+        "each rank</text>"
+    )
+    ends = (2 ** BATCHES[0], 2 ** BATCHES[1])
+    for i, (label, colour, sent) in enumerate(lines):
+        (x1, y1), (x2, y2) = ((_x(batch), _y(sent(batch))) for batch in ends)
+        y = FRAME["top"] + 20 + 26 * i
+        drawn += [
+            f'<path d="M{x1} {y1}L{x2} {y2}" stroke="{colour}" stroke-width="3"/>',
+            f'<path d="M{FRAME["left"] + 16} {y - 5}h24" stroke="{colour}" stroke-width="3"/>',
+            f'<text x="{FRAME["left"] + 48}" y="{y}" fill="#1f2933">{label}</text>',
+        ]
+    for i, batch in enumerate((WIDTH // (RANKS + 1), WIDTH // RANKS)):
+        y = FRAME["top"] + 130 + 44 * i
+        drawn.append(
+            f'<text x="{FRAME["right"] + 16}" y="{y}" fill="{lines[i + 1][1]}">{"pair" if i else "one layer"}: less'
+            f'</text><text x="{FRAME["right"] + 16}" y="{y + 18}" fill="{lines[i + 1][1]}">up to {batch} samples</text>'
+        )
+    return "\n".join([*drawn, "</svg>"]) + "\n"
+
+
+def _x(batch: float) -> int:
+    share = (math.log2(batch) - BATCHES[0]) / (BATCHES[1] - BATCHES[0])
+    return round(FRAME["left"] + share * (FRAME["right"] - FRAME["left"]))
+
+
+def _y(sent: float) -> int:
+    share = (math.log10(sent) - BYTES[0]) / (BYTES[1] - BYTES[0])
+    return round(FRAME["bottom"] - share * (FRAME["bottom"] - FRAME["top"]))
+
+
 if __name__ == "__main__":
     PICTURE.parent.mkdir(exist_ok=True)
     PICTURE.write_text(seconds_to_85(json.loads((DOCS / "benchmarks" / "network.json").read_text())))
+    SPLIT_PICTURE.write_text(split_bytes())

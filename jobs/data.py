@@ -1,7 +1,9 @@
-"""Data sets of the jobs: Fashion-MNIST from a folder, or scikit-learn's digits, which need no file."""
+"""Data sets of the jobs: Fashion-MNIST from a folder, scikit-learn's digits, and the sources of Python's library."""
 
 import gzip
 import os
+import sys
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +18,12 @@ _FILES = {
     "train": ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"),
     "test": ("t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"),
 }
+# Smallest number of Python files; one file of _HELD_OUT is held out from training.
+_FEWEST, _HELD_OUT = 50, 10
+
+#: Number of codes of `encode`: 95 printable ASCII characters, the end of a line, and one for all others.
+VOCABULARY = 97
+_NEWLINE, _OTHER = 95, 96
 
 
 @dataclass(frozen=True)
@@ -99,3 +107,62 @@ def _read_idx(path: Path) -> np.ndarray:
     if data.size != np.prod(shape):
         raise ValueError(f"{path}: expected {np.prod(shape)} bytes of data, got {data.size}. The file is cut short.")
     return data.reshape(shape)
+
+
+@dataclass(frozen=True)
+class Text:
+    """Source files as one text for training and one for validation.
+
+    Attributes:
+        files, held_out_files: number of files in each text.
+        train, held_out: codes of the characters, uint8[n]; `encode` defines them.
+    """
+
+    files: int
+    held_out_files: int
+    train: np.ndarray
+    held_out: np.ndarray
+
+
+def encode(text: str) -> np.ndarray:
+    """Return the codes of characters, uint8[len(text)].
+
+    Example:
+        >>> encode("A b\\n\\té").tolist()
+        [33, 0, 66, 95, 96, 96]
+    """
+    points = np.frombuffer(text.encode("utf-32-le"), "<u4")
+    printable = (points >= ord(" ")) & (points <= ord("~"))
+    codes = np.where(points == ord("\n"), _NEWLINE, np.where(printable, points - ord(" "), _OTHER))
+    return codes.astype(np.uint8)
+
+
+def load_text(folder: str | None = None, characters: int | None = None) -> Text:
+    """Load Python sources. Every tenth file, in the order of their names, is held out from training.
+
+    Args:
+        folder: folder of at least 50 files `*.py`; by default the modules of Python's standard library, but not those
+            in its packages.
+        characters: length to which the training text is cut.
+
+    Raises:
+        FileNotFoundError: if there are fewer files.
+
+    Example:
+        >>> text = load_text(characters=1000)
+        >>> len(text.train), text.files > text.held_out_files > 0
+        (1000, True)
+    """
+    where = Path(folder).expanduser() if folder else Path(sysconfig.get_paths()["stdlib"])
+    # A distribution adds files of its own to this folder, and each build a file of its options.
+    found = [file for file in where.glob("*.py") if folder or file.stem in sys.stdlib_module_names]
+    if len(found) < _FEWEST:
+        raise FileNotFoundError(
+            f"text: expected at least {_FEWEST} Python files in {where}, got {len(found)}. Install the whole standard "
+            "library (apt install libpython3-stdlib), or give a folder of Python files with --folder."
+        )
+    # The order of the names must not depend on the locale or the file system.
+    sources = [file.read_text("utf-8", "replace") for file in sorted(found, key=lambda file: file.name)]
+    held_out = sources[_HELD_OUT - 1 :: _HELD_OUT]
+    train = [source for i, source in enumerate(sources, 1) if i % _HELD_OUT]
+    return Text(len(train), len(held_out), encode("\n".join(train))[:characters], encode("\n".join(held_out)))

@@ -140,73 +140,12 @@ def build(data, model: str, hidden: int | None, optimizer: str, learning_rate: f
     return network
 
 
-def costs(counters) -> list[tuple[str, str]]:
-    """Return rows about compressed updates, averages and servers, if there were any."""
-    rows = []
-    for cost in counters.telemetry:
-        averages = getattr(cost, "averages", 0)
-        if averages:
-            rows += [
-                ("averages of the weights", f"{averages}, {1e3 * cost.exchanging / averages:.0f} ms each"),
-                ("divergence before the last average", f"{100 * cost.divergence:.2g} %"),
-            ]
-        if getattr(cost, "staleness", None):
-            parts = ("computing", "encoding", "waiting", "exchanging")
-            rows += [
-                ("mean staleness, this worker", f"{cost.staleness.mean:.2f}"),
-                ("updates a second, each server", f"{sum(cost.updates_per_second) / len(cost.servers):.1f}"),
-                ("updates refused", str(cost.skipped)),
-                ("seconds waiting at ends of epochs", f"{cost.ending:.1f}"),
-                (
-                    "ms " + ", ".join(parts),
-                    ", ".join(f"{1e3 * getattr(cost, part) / cost.steps:.1f}" for part in parts),
-                ),
-            ]
-        if not cost.entries:
-            continue
-        steps, parts = cost.steps, ("computing", "encoding", "waiting", "exchanging", "decoding")
-        rows += [
-            ("density, tau, at the end", f"{cost.density:.2g}, {cost.tau:.3g}"),
-            ("bits an entry, and their entropy", f"{cost.bits:.2f}, {cost.entropy:.2f}"),
-            ("residual, in tau", f"{cost.residual:.2f}"),
-            ("float32 bytes / message bytes", f"{4 * cost.elements * steps / max(cost.messages, 1):,.0f}"),
-            ("steps skipped", str(cost.skipped)),
-            ("ms " + ", ".join(parts), ", ".join(f"{1e3 * getattr(cost, part) / steps:.1f}" for part in parts)),
-        ]
-    return rows
-
-
-def summary(strategy, counters, history, seconds: float, samples: int, ranks: int) -> str:
-    """Return the table that is printed at the end of a run."""
-    from hvdx.report.bars import bars
-    from hvdx.report.table import quantity, render
-
-    steps = max(counters.exchanges, 1)
-    share = counters.exchange_seconds / counters.seconds if counters.seconds else 0.0
-    rows = [
-        ("workers", str(ranks)),
-        ("strategy", repr(strategy) if ranks > 1 else "none (one process)"),
-        ("test accuracy", f"{100 * history['val_accuracy'][-1]:.2f} %"),
-        ("training loss", f"{history['loss'][-1]:.4f}"),
-        ("seconds", f"{seconds:.1f}"),
-        ("samples a second", f"{samples / seconds:,.0f}"),
-        ("bytes sent a step, each worker", quantity(counters.bytes_per_exchange, "B")),
-        (
-            "time in communication",
-            f"{counters.exchange_seconds:.1f} s, {100 * share:.0f} %, "
-            f"{1000 * counters.exchange_seconds / steps:.1f} ms a step",
-        ),
-        *costs(counters),
-    ]
-    drawn = [bars(cost.staleness) for cost in counters.telemetry if getattr(cost, "staleness", None)]
-    return "\n\n".join([render(rows), *(f"staleness of this worker's updates\n{picture}" for picture in drawn)])
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run the job, and return its exit code."""
     args = arguments(argv)
     import hvdx
     from hvdx.jobs.data import load
+    from hvdx.jobs.summary import summary
 
     hvdx.init()
     import keras
@@ -247,7 +186,12 @@ def main(argv: list[str] | None = None) -> int:
     seconds = time.perf_counter() - begin
     if hvdx.rank() == 0:
         seen = len(history["loss"]) * int(train.cardinality()) * args.batch * hvdx.size()
-        print(summary(distribute.strategy, distribute.counters, history, seconds, seen, hvdx.size()))
+        results = [
+            ("test accuracy", f"{100 * history['val_accuracy'][-1]:.2f} %"),
+            ("training loss", f"{history['loss'][-1]:.4f}"),
+        ]
+        rate = ("samples a second", f"{seen / seconds:,.0f}")
+        print(summary(results, distribute, seconds, rate))
         if args.save:
             model.save(args.save)
         if args.history:

@@ -1,4 +1,4 @@
-"""Links of the documentation resolve, and its picture is drawn from docs/benchmarks."""
+"""Links of the documentation resolve, and its pictures are those that its command draws."""
 
 import importlib.util
 import json
@@ -30,12 +30,13 @@ def test_links_lead_to_files_and_headings(page):
         assert not anchor or anchor in anchors(found), target
 
 
-def test_picture_is_drawn_from_the_benchmark():
+def test_pictures_are_those_of_the_command():
     spec = importlib.util.spec_from_file_location("make_pictures", ROOT / "docs" / "make_pictures.py")
     pictures = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(pictures)
     network = json.loads((ROOT / "docs" / "benchmarks" / "network.json").read_text())
     assert pictures.PICTURE.read_text() == pictures.seconds_to_85(network), "do: python docs/make_pictures.py"
+    assert pictures.SPLIT_PICTURE.read_text() == pictures.split_bytes(), "do: python docs/make_pictures.py"
 
 
 def test_readme_is_one_screen_and_a_half():

@@ -2,7 +2,7 @@
 
 from hvdx.comm.base import Channel, Comm, GraphComm, Mailbox, Message, Received
 from hvdx.comm.local import LocalComm
-from hvdx.comm.world import current, graph, graph_calls, start, stop
+from hvdx.comm.world import current, graph, graph_calls, graph_of_peers, set_split, start, stop
 
 __all__ = [
     "Channel",
@@ -15,6 +15,8 @@ __all__ = [
     "current",
     "graph",
     "graph_calls",
+    "graph_of_peers",
+    "set_split",
     "start",
     "stop",
 ]

@@ -151,6 +151,21 @@ class Channel(abc.ABC):
         """
 
     @abc.abstractmethod
+    def all_to_all(self, parts: Sequence[np.ndarray], sizes: Sequence[int]) -> list[np.ndarray]:
+        """Send each rank its part of this rank's data.
+
+        Args:
+            parts: uint8[bytes] for each rank, in rank order.
+            sizes: bytes of the part that each rank sends to this one.
+
+        Returns:
+            uint8[sizes[r]] of each rank r; views that the next exchange overwrites.
+
+        Raises:
+            ExchangeError: if ranks do not join within the time limit, or if the parts are too large.
+        """
+
+    @abc.abstractmethod
     def close(self) -> None:
         """Free the channel. Collective."""
 
@@ -223,6 +238,10 @@ class Comm(abc.ABC):
         cross_rank, cross_size: rank among the ranks with the same local rank, one per host, and their number.
         servers: number of server ranks outside the group; mailboxes number them from `size` on.
         serves: True if this process is a server rank.
+        hosts: name of each rank's host.
+        mesh: `hvdx.comm.mesh.Mesh` of the ranks, if they split layers; otherwise None.
+        parent: communicator of which `divide` made this one; None if it made none.
+        parent_ranks: rank in the parent of each rank; None if there is no parent.
     """
 
     rank: int
@@ -233,6 +252,10 @@ class Comm(abc.ABC):
     cross_size: int
     servers: int = 0
     serves: bool = False
+    hosts: Sequence[str] = ("",)
+    mesh: Any = None
+    parent: "Comm | None" = None
+    parent_ranks: Sequence[int] | None = None
 
     @property
     def workers(self) -> int:
@@ -285,6 +308,19 @@ class Comm(abc.ABC):
 
         Raises:
             ConfigError: if this communicator has no channels; the error names one that has.
+        """
+
+    @abc.abstractmethod
+    def divide(self, part: int, key: int, what: str) -> "Comm":
+        """Return the communicator of the ranks that give the same `part`. Collective.
+
+        Args:
+            part: number of this rank's part.
+            key: position of this rank in its part; the part's ranks are numbered in the order of their keys.
+            what: purpose of the communicator, for error messages.
+
+        Raises:
+            ConfigError: if this communicator cannot be divided; the error names one that can.
         """
 
     @abc.abstractmethod

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdx.comm import failure, mpi
-from hvdx.comm.base import Channel, Mailbox, Place, Reduction
+from hvdx.comm.base import Channel, Comm, Mailbox, Place, Reduction
 from hvdx.comm.launcher import Launch
 from hvdx.comm.tensors import TensorComm, device_scope
 from hvdx.errors import ConfigError, HorovodError
@@ -161,6 +161,10 @@ class HorovodComm(TensorComm):
             f"{what} travels by MPI, but these processes were started by Horovod's own launcher, without MPI. "
             "Start them with mpirun, or horovodrun --mpi."
         )
+
+    def divide(self, part: int, key: int, what: str) -> Comm:
+        self.channel(what)  # raises the error that names the remedy
+        raise NotImplementedError
 
     def mailbox(self, box: int, place: Place | None = None) -> Mailbox:
         self.channel("a message")  # raises the error that names the remedy

@@ -1,5 +1,6 @@
 """Communicator for the TensorFlow graph without Horovod: each collective calls Python with arrays on the host."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,12 +30,9 @@ class HostGraphComm(TensorComm):
         self.rank, self.size = comm.rank, comm.size
         self.local_rank, self.local_size = comm.local_rank, comm.local_size
         self.cross_rank, self.cross_size = comm.cross_rank, comm.cross_size
+        self.hosts, self.mesh = comm.hosts, comm.mesh
         self._channel = comm.channel("the all-reduce")
         self._flat = np.empty(0, np.uint8)
-        # Each collective writes this variable before and after its work: TensorFlow keeps the order of operations on
-        # one variable, also inside conditions and loops.
-        with tf.init_scope(), tf.device("CPU:0"):
-            self._sequence = tf.Variable(0, dtype=tf.int64, trainable=False)
 
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
         return self._comm.all_gather_object(value, what)
@@ -50,6 +48,9 @@ class HostGraphComm(TensorComm):
 
     def channel(self, what: str) -> Channel:
         return self._comm.channel(what)
+
+    def divide(self, part: int, key: int, what: str) -> Comm:
+        return self._comm.divide(part, key, what)
 
     def mailbox(self, box: int, place: Place | None = None) -> Mailbox:
         return self._comm.mailbox(box, place)
@@ -79,7 +80,7 @@ class HostGraphComm(TensorComm):
         # Cast on the tensor's own device: only half the bytes then leave a GPU, and TensorFlow casts several times
         # faster than NumPy.
         sent = [tf.reshape(_narrow(t / before if before != 1.0 else t, how.wire), [-1]) for t in tensors]
-        received = self._on_host(lambda *vectors: self._sums(vectors, after), sent)
+        received = on_host(lambda *vectors: self._sums(vectors, after), sent, [t.dtype for t in sent])
         return [tf.reshape(tf.cast(r, t.dtype), tf.shape(t)) for r, t in zip(received, tensors, strict=True)]
 
     def _sums(self, vectors: Sequence[np.ndarray], scale: float) -> list[np.ndarray]:
@@ -98,7 +99,7 @@ class HostGraphComm(TensorComm):
         return result
 
     def all_gather(self, tensor: Any, name: str) -> Any:
-        (rows,) = self._on_host(self._gathered, [tensor])
+        (rows,) = on_host(self._gathered, [tensor], [tensor.dtype])
         rows.set_shape([None, *tensor.shape[1:]])
         return rows
 
@@ -115,28 +116,50 @@ class HostGraphComm(TensorComm):
         """Raise HorovodError: this communicator has no process sets."""
         raise _needs_horovod("process sets")
 
-    def _on_host(self, work: Callable[..., list[np.ndarray]], tensors: Sequence[Any]) -> list[Any]:
-        """Call Python code as an operation of the graph, in the program's order.
 
-        Args:
-            work: function from arrays to arrays, the same number with the same dtypes.
-            tensors: arguments of `work`, on any device.
-        """
+def on_host(work: Callable[..., list[np.ndarray]], tensors: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
+    """Call Python code as an operation of the graph, in the order of the program's calls of this function.
 
-        def host(*given: np.ndarray) -> list[np.ndarray]:
-            try:
-                return work(*(np.asarray(a, order="C") for a in given))
-            except BaseException as error:
-                failure.remember(error)
-                raise
+    Args:
+        work: function from arrays to arrays.
+        tensors: arguments of `work`, on any device.
+        dtypes: dtypes of the results.
+    """
 
-        with tf.device("CPU:0"):
-            with tf.control_dependencies([self._sequence.assign_add(1)]):
-                # Outside a graph `numpy_function` returns a list of one as its only element.
-                results = tf.nest.flatten(tf.numpy_function(host, list(tensors), [t.dtype for t in tensors]))
-            with tf.control_dependencies(results):
-                self._sequence.assign_add(1)
-        return results
+    def host(*given: np.ndarray) -> list[np.ndarray]:
+        try:
+            return work(*(np.asarray(a, order="C") for a in given))
+        except BaseException as error:
+            failure.remember(error)
+            raise
+
+    # Outside a graph `numpy_function` returns a list of one as its only element.
+    return in_order(lambda: tf.nest.flatten(tf.numpy_function(host, list(tensors), list(dtypes))))
+
+
+def in_order(operation: Callable[[], list[Any]]) -> list[Any]:
+    """Make an operation that waits for other ranks run in the order of the program, which is the same on all ranks.
+
+    Otherwise two ranks could begin two of them in different orders, and wait for each other.
+
+    Args:
+        operation: function that makes the operation, on the CPU, and returns its results.
+    """
+    sequence = _sequence()
+    with tf.device("CPU:0"):
+        # TensorFlow keeps the order of operations on one variable, also inside conditions and loops.
+        with tf.control_dependencies([sequence.assign_add(1)]):
+            results = operation()
+        with tf.control_dependencies(results):
+            sequence.assign_add(1)
+    return results
+
+
+@functools.cache
+def _sequence() -> Any:
+    """Return the variable that every collective on the host writes before and after its work."""
+    with tf.init_scope(), tf.device("CPU:0"):
+        return tf.Variable(0, dtype=tf.int64, trainable=False)
 
 
 def _narrow(tensor: Any, wire: str) -> Any:

@@ -51,6 +51,9 @@ class LocalComm(GraphComm):
     def channel(self, what: str) -> Channel:
         return virtual_world(1)[0].channel(what)
 
+    def divide(self, part: int, key: int, what: str) -> "LocalComm":
+        return self
+
     def mailbox(self, box: int, place: Place | None = None) -> Mailbox:
         if self._table is None:
             self._table = _Table(1)
@@ -109,6 +112,7 @@ class VirtualComm(Comm):
         self.rank = self.local_rank = rank
         self.size = self.local_size = size
         self.servers, self.serves = servers, rank >= size
+        self.hosts = ["here"] * size
         self._table = table
 
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
@@ -123,6 +127,14 @@ class VirtualComm(Comm):
     def channel(self, what: str) -> Channel:
         shared = self._table.swap(self.rank, _Table(self.size) if self.rank == 0 else None)[0]
         return VirtualChannel(self.rank, self.size, shared)
+
+    def divide(self, part: int, key: int, what: str) -> "VirtualComm":
+        everyone = self._table.swap(self.rank, (part, key, self.rank))
+        ranks = [rank for other, _, rank in sorted(everyone) if other == part]
+        tables = self._table.swap(self.rank, _Table(len(ranks)))
+        some = VirtualComm(ranks.index(self.rank), len(ranks), tables[ranks[0]])
+        some.parent, some.parent_ranks = self, ranks
+        return some
 
     def mailbox(self, box: int, place: Place | None = None) -> Mailbox:
         return VirtualMailbox(self.rank, box, self._table, place)
@@ -159,6 +171,9 @@ class VirtualChannel(Channel):
 
     def gather_pieces(self, piece: np.ndarray, bounds: np.ndarray, into: np.ndarray) -> None:
         into[:] = np.concatenate(self._table.swap(self.rank, piece))
+
+    def all_to_all(self, parts: Sequence[np.ndarray], sizes: Sequence[int]) -> list[np.ndarray]:
+        return [theirs[self.rank] for theirs in self._table.swap(self.rank, [part.copy() for part in parts])]
 
     def close(self) -> None:
         """Do nothing."""

@@ -4,6 +4,7 @@ Collectives are non-blocking and polled with back-off, so a waiting rank leaves 
 a time limit.
 """
 
+import copy
 import pickle
 import sys
 import time
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdx.comm import launcher, progress, watchdog
+from hvdx.comm import launcher, mesh, progress, watchdog
 from hvdx.comm.base import Channel, Comm, Mailbox, Place, Received
 from hvdx.comm.launcher import Launch
 from hvdx.comm.mpi_mailbox import MpiMailbox
@@ -81,10 +82,11 @@ class MpiComm(Comm):
         launch: rank and size from the launcher; checked against MPI.
         servers: number of server ranks, taken from the end of the world. On them this is the communicator of the
             servers.
+        split: number of ranks that split a layer, or "node"; see `hvdx.comm.mesh`.
 
     Raises:
         LaunchError: if MPI's world differs from the launcher's, MPI lacks MPI_THREAD_MULTIPLE, or ranks were given
-            different `servers`.
+            different `servers` or `split`.
         ExchangeError: if ranks do not join within the time limit.
         ConfigError: if `HVDX_STALL_WARNING` is not a number of seconds.
 
@@ -92,7 +94,7 @@ class MpiComm(Comm):
         group: `MPI.Comm` of the ranks in this communicator.
     """
 
-    def __init__(self, launch: Launch, servers: int = 0):
+    def __init__(self, launch: Launch, servers: int = 0, split: int | str = 1):
         check_size("MPI", initialise(), launch)
         from mpi4py import MPI
 
@@ -102,7 +104,7 @@ class MpiComm(Comm):
                 "before whatever starts MPI, or use an MPI that has it."
             )
         everyone = MPI.COMM_WORLD
-        stall = _agree(everyone, servers, watchdog.stall_limit())
+        stall = _agree(everyone, servers, split, watchdog.stall_limit())
         self._watchdog = watchdog.Watchdog(everyone, stall) if stall else None
         self.servers, self.serves = servers, everyone.Get_rank() >= everyone.Get_size() - servers
         progress.serve(self.serves)
@@ -113,7 +115,7 @@ class MpiComm(Comm):
         self._flags: Channel | None = None
         self.rank, self.size = self._channel.rank, self._channel.size
         places = self.all_gather_object((MPI.Get_processor_name(), launcher.core_mask()), "places")
-        here = [host for host, _ in places]
+        self.hosts = here = [host for host, _ in places]
         mine = [rank for rank, host in enumerate(here) if host == here[self.rank]]
         launcher.set_fair_cores(launcher.fair_cores([places[rank][1] for rank in mine], mine.index(self.rank)))
         known = launch.local_rank is not None and launch.local_size is not None and not servers
@@ -122,6 +124,7 @@ class MpiComm(Comm):
         peers = [rank for rank, other in enumerate(self.all_gather_object(self.local_rank, "places")) if
                  other == self.local_rank]  # fmt: skip
         self.cross_rank, self.cross_size = peers.index(self.rank), len(peers)
+        self.mesh = None if self.serves else mesh.make(self, split)
 
     @property
     def workers(self) -> int:
@@ -146,7 +149,19 @@ class MpiComm(Comm):
         return result
 
     def channel(self, what: str) -> Channel:
-        return MpiChannel(self.group, what)
+        return MpiChannel(self.group, what, self.parent_ranks)
+
+    def divide(self, part: int, key: int, what: str) -> "MpiComm":
+        some = copy.copy(self)
+        numbers = self.all_gather_object((part, key, self.rank), what)
+        some.parent, some.parent_ranks = self, [rank for other, _, rank in sorted(numbers) if other == part]
+        some.group = self.group.Split(part, key)
+        some._channel = MpiChannel(some.group, what, some.parent_ranks)
+        some.rank, some.size = some._channel.rank, some._channel.size
+        some.hosts = [self.hosts[rank] for rank in some.parent_ranks]
+        some.servers, some._workers = 0, some.size
+        some._mailbox_group = some._flags = some._watchdog = some.mesh = None
+        return some
 
     def mailbox(self, box: int, place: Place | None = None) -> Mailbox:
         if self._mailbox_group is None:
@@ -164,20 +179,25 @@ class MpiComm(Comm):
         return bool(self._flags.exchange([int(mine)]).headers.any())
 
     def close(self) -> None:
+        if self.mesh is not None:
+            self.mesh.close()
         self._channel.close()
+        if self.parent is not None:
+            return
         launcher.set_fair_cores(None)
         if self._watchdog is not None:
             self._watchdog.stop()
 
 
-def _agree(everyone: Any, servers: int, stall: float) -> float:
-    """Check that all ranks have the same number of servers; otherwise they would form different groups and deadlock.
+def _agree(everyone: Any, servers: int, split: int | str, stall: float) -> float:
+    """Check that all ranks have the same servers and split; otherwise they would form different groups and deadlock.
 
     Returns:
         Rank 0's `stall`, in seconds. All ranks use it, because a stall warning asks all ranks.
     """
-    gathered = np.empty((everyone.Get_size(), 2), np.float64)
-    request = everyone.Iallgather(np.array([servers, stall], np.float64), gathered)
+    gathered = np.empty((everyone.Get_size(), 3), np.float64)
+    mine = np.array([servers, stall, -1 if split == mesh.NODE else split], np.float64)
+    request = everyone.Iallgather(mine, gathered)
     if not until(request.Test, time_limit()):
         raise ExchangeError(f"joining the world: not all ranks joined within {time_limit():.0f} s ({LIMIT_VARIABLE}).")
     first, *_ = numbers = gathered[:, 0].astype(int).tolist()
@@ -190,6 +210,15 @@ def _agree(everyone: Any, servers: int, stall: float) -> float:
             )
             error.collective = True
             raise error
+    splits = [mesh.NODE if value < 0 else str(int(value)) for value in gathered[:, 2].tolist()]
+    for rank, theirs in enumerate(splits):
+        if theirs != splits[0]:
+            error = LaunchError(
+                f"the ranks were given different splits: split={splits[0]} on rank 0, split={theirs} on rank {rank}. "
+                f"Give every rank the same; {mesh.VARIABLE} has to reach all hosts (mpirun -x {mesh.VARIABLE})."
+            )
+            error.collective = True
+            raise error
     return float(gathered[0, 1])
 
 
@@ -199,13 +228,15 @@ class MpiChannel(Channel):
     Args:
         parent: `MPI.Comm`; it is duplicated, which is collective.
         what: content of the channel, for error messages.
+        ranks: number in the world of each rank of the channel, for error messages; None if they are the same.
     """
 
-    def __init__(self, parent: Any, what: str):
+    def __init__(self, parent: Any, what: str, ranks: Sequence[int] | None = None):
         from mpi4py import MPI
 
         self._mpi, self._what, self._limit = MPI, what, time_limit()
         self.rank, self.size = parent.Get_rank(), parent.Get_size()
+        self._ranks = range(self.size) if ranks is None else ranks
         self._buffer = np.empty(0, np.uint8)
         # `_wait` needs a communicator to find missing ranks, so it has the parent's until the duplicate exists.
         self._comm = parent
@@ -263,6 +294,18 @@ class MpiChannel(Channel):
         received = [into.view(np.uint8), np.diff(ends), ends[:-1], self._mpi.BYTE]
         self._wait(self._comm.Iallgatherv([piece.view(np.uint8), self._mpi.BYTE], received))
 
+    def all_to_all(self, parts: Sequence[np.ndarray], sizes: Sequence[int]) -> list[np.ndarray]:
+        ends, sent = np.cumsum(sizes), np.array([part.size for part in parts])
+        if max(ends[-1], sent.sum()) > _MAX_BYTES:
+            raise ExchangeError(
+                f"{self._what}: expected at most {_MAX_BYTES} bytes in one exchange, got {max(ends[-1], sent.sum())} "
+                f"on rank {self._ranks[self.rank]}. Send less: a smaller batch, or more ranks in a group."
+            )
+        self._reserve(ends[-1])
+        out = [np.concatenate(parts), sent, np.cumsum(sent) - sent, self._mpi.BYTE]
+        self._wait(self._comm.Ialltoallv(out, [self._buffer, sizes, ends - sizes, self._mpi.BYTE]))
+        return np.split(self._buffer[: ends[-1]], ends[:-1])
+
     def broadcast(self, data: np.ndarray, root: int) -> None:
         """Overwrite `data`, uint8[n], with the data of the root."""
         for begin in range(0, data.size, _MAX_BYTES):
@@ -281,7 +324,7 @@ class MpiChannel(Channel):
             progress.leave()
         if not done:
             raise ExchangeError(
-                f"{self._what}: waited {self._limit:.0f} s on rank {self.rank} of {self.size}. "
+                f"{self._what}: waited {self._limit:.0f} s on rank {self._ranks[self.rank]} of {self.size}. "
                 f"{self._describe_missing()} Look at the last output of that rank. {LIMIT_VARIABLE}=seconds sets "
                 "the time limit."
             )
@@ -300,7 +343,7 @@ class MpiChannel(Channel):
         until(all_answered, _SEARCH_SECONDS)
         for request in sent:
             request.Test()
-        missing = sorted(set(range(self.size)) - here)
+        missing = [self._ranks[r] for r in sorted(set(range(self.size)) - here)]
         if not missing:
             return "All ranks were waiting: the network lost a message, or they were in different exchanges."
         said = f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} did not join."

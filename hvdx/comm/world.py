@@ -12,11 +12,11 @@ from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
-from hvdx.comm import failure, mpi
+from hvdx.comm import failure, mesh, mpi
 from hvdx.comm.base import Comm, Engine, GraphComm
 from hvdx.comm.launcher import Launch, detect, usable_cores
 from hvdx.comm.local import LocalComm
-from hvdx.errors import LaunchError
+from hvdx.errors import ConfigError, LaunchError
 
 # Ranks that poll for messages starve each other. With more ranks per core, a step takes minutes and looks like a hang.
 _RANKS_PER_CORE = 4
@@ -24,11 +24,15 @@ _RANKS_PER_CORE = 4
 _comm: Comm | None = None
 # Communicators for the graph, by engine; "auto" is not a key.
 _graphs: dict[str, GraphComm] = {}
+# The same for the ranks that hold the same parts of split layers, by class of communicator and groups.
+_peer_graphs: dict[tuple[str, tuple[tuple[int, ...], ...]], GraphComm] = {}
 # The engine that "auto" stands for in this world; None until it is chosen.
 _chosen: Engine | None = None
 _launch: Launch | None = None
 _servers_ended = False
 _graph_calls = 0
+# The option `split` of `init`; None if it was not given.
+_split: Any = None
 
 
 def start(servers: int = 0) -> Comm:
@@ -57,14 +61,42 @@ def start(servers: int = 0) -> Comm:
         if _launch is None or _launch.size == 1:
             _comm = LocalComm()
         else:
+            split = mesh.parse(os.environ.get(mesh.VARIABLE) if _split is None else _split)
             _check_machine(_launch)
             failure.install(_launch.rank, _launch.size or 0)
             if _launch.launcher == "Horovod (Gloo)":
+                if split != 1:
+                    raise ConfigError(
+                        f"split={split}: layers are split by MPI, but these processes were started by Horovod's own "
+                        "launcher, without MPI. Start them with mpirun, or horovodrun --mpi."
+                    )
                 _comm = _horovod(_launch)
             else:
                 _check_servers(servers, _launch.size)
-                _comm = mpi.MpiComm(_launch, servers)
+                _comm = mpi.MpiComm(_launch, servers, split)
     return _comm
+
+
+def set_split(split: Any) -> None:
+    """Set the number of ranks that split a layer, before `start`.
+
+    Args:
+        split: a positive number, "node", or None for the value of `HVDX_SPLIT`.
+
+    Raises:
+        ConfigError: if it is anything else, or if the ranks were joined with another split.
+    """
+    global _split
+    wanted = mesh.parse(split)
+    if split is not None and _comm is not None and _comm.size > 1:
+        groups = mesh.arrange(_comm.hosts, wanted)
+        present = tuple((rank,) for rank in range(_comm.size)) if _comm.mesh is None else _comm.mesh.groups
+        if sorted(groups) != sorted(present):
+            raise ConfigError(
+                f"split={split}: the ranks have been joined in groups of {len(present[0])} already. Call "
+                f"hvdx.init(split={split!r}) before anything else that needs ranks, or set {mesh.VARIABLE}."
+            )
+    _split = split
 
 
 def graph(rarely: bool = False, engine: Engine = "horovod") -> GraphComm:
@@ -92,6 +124,26 @@ def graph(rarely: bool = False, engine: Engine = "horovod") -> GraphComm:
         group = comm.group if isinstance(comm, mpi.MpiComm) and comm.servers else None
         _graphs[engine] = _horovod(_launch, rarely, group) if engine == "horovod" else _host_graph(comm)
     return _graphs[engine]
+
+
+def graph_of_peers(rarely: bool = False, engine: Engine = "horovod") -> GraphComm:
+    """Return the communicator for graphs of the ranks that hold the same parts of split layers. Collective.
+
+    Args:
+        rarely, engine: see `graph`.
+    """
+    comm = start()
+    if comm.mesh.peers.size == 1:
+        return LocalComm()
+    whole = graph(rarely, engine)
+    engine_used = type(whole).__name__
+    key = engine_used, comm.mesh.groups
+    if key not in _peer_graphs:
+        # Horovod makes every process set on all ranks, in the same order.
+        sets = [whole.subset(sorted(ranks)) for ranks in comm.mesh.peer_ranks] if engine_used == "HorovodComm" else []
+        mine = next((s for s in sets if s is not None), None)
+        _peer_graphs[key] = _host_graph(comm.mesh.peers) if mine is None else mine
+    return _peer_graphs[key]
 
 
 def _choose(comm: Comm, has_horovod: bool) -> Engine:
@@ -125,8 +177,10 @@ def graph_calls() -> int:
 
 def _horovod(launch: Launch, rarely: bool = False, group: Any = None) -> GraphComm:
     # Imported here because it imports TensorFlow, which a world of one may never need.
-    from hvdx.comm.horovod import HorovodComm
+    from hvdx.comm.horovod import PROCESS_SETS, HorovodComm
 
+    if _comm is not None and _comm.mesh is not None:
+        os.environ[PROCESS_SETS] = "1"
     return HorovodComm(launch, rarely, group)
 
 
@@ -159,7 +213,8 @@ def stop() -> None:
     for comm in (*_graphs.values(), *(() if _comm is None else (_comm,))):
         comm.close()
     _graphs.clear()
-    _comm = _launch = _chosen = None
+    _peer_graphs.clear()
+    _comm = _launch = _chosen = _split = None
 
 
 def _check_machine(launch: Launch) -> None:

@@ -2,11 +2,13 @@
 
 from typing import NoReturn
 
-from hvdx.keras import callbacks
+from hvdx.keras import callbacks, layers
 from hvdx.keras.adapters.optimizer import count_samples, flush
 from hvdx.keras.checkpoint import Checkpoint
+from hvdx.keras.costs import summary
 from hvdx.keras.fit.data import shard
 from hvdx.keras.fit.distribute import Distribute
+from hvdx.keras.gathering import gather
 from hvdx.keras.horovod.api import (
     Adasum,
     Average,
@@ -96,6 +98,7 @@ __all__ = [
     "cuda_built",
     "ddl_built",
     "flush",
+    "gather",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
@@ -105,6 +108,7 @@ __all__ = [
     "init",
     "is_homogeneous",
     "is_initialized",
+    "layers",
     "load_model",
     "local_rank",
     "local_size",
@@ -119,6 +123,7 @@ __all__ = [
     "shard",
     "shutdown",
     "size",
+    "summary",
 ]
 
 

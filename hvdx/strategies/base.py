@@ -66,6 +66,9 @@ class Strategy(abc.ABC):
         counts_samples: whether the adapter needs the number of samples in each step.
         provisional: whether `successor` replaces the strategy after some steps.
         remembers: whether the state of an exchange is kept from one fit to the next.
+        split_exchange: for strategies on the host, class that presents the exchanges of whole weights and of parts of
+            split layers as one, made like `SplitHostExchange`; None for that class. An asynchronous strategy needs its
+            own: in it, the ranks of a group (`comm.mesh.group`) take or skip each step together.
     """
 
     #: Name of the strategy in `HVDX_STRATEGY` and in one-line spellings.
@@ -82,6 +85,7 @@ class Strategy(abc.ABC):
     counts_samples: bool = False
     provisional: bool = False
     remembers: bool = True
+    split_exchange: ClassVar[Any] = None
 
     @property
     def rank_local_state(self) -> bool:
@@ -104,6 +108,14 @@ class Strategy(abc.ABC):
         Raises:
             ReplicaError: if the ranks were given different strategies.
         """
+
+    def with_overhead(self, share: float) -> "Strategy":
+        """Return this strategy with a share of its overhead, because an optimiser has several exchanges.
+
+        Args:
+            share: above 0, at most 1.
+        """
+        return self
 
     def merge(self, saved: Sequence[Mapping[str, np.ndarray]], rank: int, size: int) -> dict[str, np.ndarray]:
         """Return the state that a rank restores, made from the states of another number of ranks. The default is empty.

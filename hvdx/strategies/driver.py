@@ -24,10 +24,36 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Status of a rank's step, in the header of its message.
-_FINE, _NOT_FINITE, _REFUSED = 0, 1, 2
+# Status of a rank's step, in the header of its message. "Elsewhere": another exchange reports why the step is skipped.
+_FINE, _NOT_FINITE, _REFUSED, _ELSEWHERE = 0, 1, 2, 3
 #: Number of skipped steps in a row after which the training ends with an error, because it has diverged.
 MAX_SKIPPED_STEPS = 100
+
+
+@dataclass
+class Prepared:
+    """Step of one rank that is ready to be exchanged.
+
+    Attributes:
+        update: tensors of this rank.
+        status: status of this rank; it is sent to the others.
+    """
+
+    update: Sequence[np.ndarray]
+    status: int
+
+    @property
+    def is_fine(self) -> bool:
+        """True if this rank can take the step."""
+        return self.status == _FINE
+
+    def skip(self, blamed: bool) -> None:
+        """Skip the step in this exchange because this rank, or another one, skips it in one of its exchanges.
+
+        Args:
+            blamed: whether reports name this rank.
+        """
+        self.status = _NOT_FINITE if blamed else _ELSEWHERE
 
 
 class HostExchange(Exchange):
@@ -55,12 +81,36 @@ class HostExchange(Exchange):
         """Do the work of `Exchange.step`, without the measurement of the time between two steps."""
 
     def step(self, tensors: Sequence[np.ndarray], finite: Any = True) -> list[np.ndarray]:
+        self.stop_timer()
+        result = self.combine(tensors, bool(finite))
+        self.start_timer()
+        return result
+
+    def prepare(self, tensors: Sequence[np.ndarray], finite: bool) -> Any:
+        """Do the part of `combine` that comes before the exchange. Not collective.
+
+        Args:
+            tensors, finite: see `step`.
+
+        Returns:
+            A `Prepared`.
+        """
+        fine = finite and all(bool(np.isfinite(t.sum(dtype=np.float64))) for t in tensors)
+        return Prepared(tensors, _FINE if fine else _NOT_FINITE)
+
+    def deliver(self, prepared: Any) -> list[np.ndarray]:
+        """Exchange what `prepare` returned; return the result of `combine`. Collective, as `step` is."""
+        return self.combine(prepared.update, prepared.is_fine)
+
+    def start_timer(self) -> None:
+        """Start the compute timer at the end of a step."""
+        self._last_end = time.perf_counter()
+
+    def stop_timer(self) -> None:
+        """Stop the compute timer at the begin of a step, and count the time."""
         if self._last_end is not None:
             self._computed = time.perf_counter() - self._last_end
             self.telemetry.computing += self._computed
-        result = self.combine(tensors, bool(finite))
-        self._last_end = time.perf_counter()
-        return result
 
     def restart_timer(self) -> None:
         """Restart the compute timer before a run of steps."""
@@ -125,24 +175,23 @@ class HostExchange(Exchange):
 
 
 @dataclass
-class _Sent:
-    """Encoded update in flight.
+class _Sent(Prepared):
+    """Encoded update, before it is sent or in flight.
 
     Attributes:
+        update: tensors that this rank added to its residual.
         message: uint8[bytes], message of this rank; it must not change before it is decoded.
         codec: codec of the message.
         active: number of ranks whose messages count.
-        status: status of this rank.
         step: number of the step, from 0.
-        update: tensors that this rank added to its residual.
+        late: the step before, if this rank has waited for it, and ranks did not skip it.
     """
 
     message: np.ndarray
     codec: "Codec[Any]"
     active: int
-    status: int
     step: int
-    update: Sequence[np.ndarray] = ()
+    late: "tuple[_Sent, Received] | None" = None
 
 
 class MessageExchange(HostExchange):
@@ -163,6 +212,8 @@ class MessageExchange(HostExchange):
     def __init__(self, comm: Comm, specs: Sequence[TensorSpec], what: str, op: str = "mean", overlap: bool = False):
         super().__init__(specs, Telemetry())
         self._rank, self._size, self._op = comm.rank, comm.size, op
+        # Numbers of the ranks in reports.
+        self._numbers = range(comm.size) if comm.parent_ranks is None else comm.parent_ranks
         self._channel = comm.channel(what)
         # Result of a step; a subclass may use it as a buffer while it encodes.
         self._flat = np.zeros(self._n, np.float32)
@@ -210,9 +261,17 @@ class MessageExchange(HostExchange):
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def combine(self, tensors: Sequence[np.ndarray], finite: bool) -> list[np.ndarray]:
+        return self.deliver(self.prepare(tensors, finite))
+
+    def prepare(self, tensors: Sequence[np.ndarray], finite: bool) -> _Sent:
         # The late step comes first: if all ranks skip it, the residual is restored before the next update is added.
         late = self._take_pending()
         sent = self._clock("encoding", lambda: self._encode(tensors, finite))
+        sent.late = late
+        return sent
+
+    def deliver(self, sent: _Sent) -> list[np.ndarray]:
+        late, sent.late = sent.late, None
         header = [sent.status, round(1e9 * self._computed), round(1e9 * (self._last.seconds if self._last else 0))]
         if self._thread is None:
             received = self._channel.exchange(header, sent.message)
@@ -226,13 +285,13 @@ class MessageExchange(HostExchange):
 
     def _encode(self, tensors: Sequence[np.ndarray], finite: bool) -> _Sent:
         codec, active = self.codec(), self.active()
-        sent = _Sent(np.zeros(0, np.uint8), codec, active, _FINE, self._step)
+        sent = _Sent((), _FINE, np.zeros(0, np.uint8), codec, active, self._step)
         if self._rank >= active:
             return sent  # this rank's message does not count, so its NaN does not count either
         try:
             sent.message = self.encode(tensors, codec)
         except UpdateError as error:
-            where = f"rank {self._rank}, step {self._step + 1}: {self.specs[error.variable].name}"
+            where = f"rank {self._numbers[self._rank]}, step {self._step + 1}: {self.specs[error.variable].name}"
             print(f"hvdx: {where}: {error}", file=sys.stderr, flush=True)
             sent.status = _REFUSED
             return sent
@@ -315,10 +374,10 @@ class MessageExchange(HostExchange):
                 np.subtract(residual, tensor, out=residual)
 
     def _report_skipped(self, statuses: np.ndarray, step: int) -> None:
-        ranks = np.flatnonzero(statuses).tolist()
+        ranks = [self._numbers[i] for i, status in enumerate(statuses) if status not in (_FINE, _ELSEWHERE)]
         listed = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
         self._skipped(
-            self._rank == 0,
+            self._rank == 0 and bool(ranks),  # otherwise another exchange reports
             lambda again: f"step {step + 1}: NaN or infinity on {listed}; all ranks skipped the step{again}.",
             lambda: f"{MAX_SKIPPED_STEPS} steps in a row were skipped: NaN or infinity on {listed}. The training has "
             "diverged: lower the learning rate, clip gradients, or check the data of that rank.",

@@ -15,6 +15,7 @@ from hvdx.strategies.serving.exchange import ServerExchange
 from hvdx.strategies.serving.messages import SERVER_BOX, SessionConfig
 from hvdx.strategies.serving.request_handler import RequestHandler
 from hvdx.strategies.serving.server import serve
+from hvdx.strategies.serving.split_exchange import SplitServerExchange
 from hvdx.strategies.serving.step_client import StepClient
 from hvdx.strategies.serving.updates import joined_residual, make_codec
 
@@ -72,6 +73,7 @@ class ParameterServer(Strategy):
     placement = "weights"
     runs = "host"
     asynchronous = True
+    split_exchange = SplitServerExchange
 
     def __init__(
         self,
@@ -116,11 +118,16 @@ class ParameterServer(Strategy):
         """Return the ranks that serve. As in mailboxes, ranks that only serve are numbered after the workers.
 
         Args:
-            comm: the workers.
+            comm: the workers, or those that hold the same parts of split layers.
 
         Raises:
             ConfigError: on all ranks, if the job has other servers, or too few workers.
         """
+        if comm.parent is not None:
+            everywhere = self.server_ranks(comm.parent)
+            # If all workers serve, each serves what it holds itself.
+            mine: Sequence[int] = comm.parent_ranks or ()
+            return list(mine) if everywhere == list(range(comm.parent.size)) else everywhere
         if isinstance(comm, GraphComm) and comm.size > 1:
             comm.channel("the data of this strategy")  # raises: Horovod's own launcher starts no MPI
         if comm.servers != self.dedicated and comm.size + comm.servers > 1:
@@ -161,22 +168,29 @@ class ParameterServer(Strategy):
         given = [f"{k}={getattr(self, k)}" for k, v in self._defaults().items() if getattr(self, k) != v]
         return f"{self.name}:{','.join(given or [f'servers={self.servers}'])}"
 
-    def config(self, workers: int, elements: int, dtype: str) -> SessionConfig:
+    def config(
+        self, workers: int, elements: int, dtype: str, group: int = 1, ranks: Sequence[int] = ()
+    ) -> SessionConfig:
         """Return the configuration of a session for one server.
 
         Args:
             workers: number of workers.
             elements: number of elements of the server's part.
             dtype: dtype of the weights.
+            group: number of ranks that take each step of the workers together; see `hvdx.comm.mesh`.
+            ranks: ranks of the workers; by default the lowest ranks.
         """
+        aggregate = -(-self.aggregate // group)
         exponent, share = 0.0, 1 / workers
         if "scale" in self.staleness:
             exponent = self.staleness_exponent
             # In this form the share is exactly 1 / aggregate for an exponent of 1.
-            share = workers ** (exponent - 1) / min(self.aggregate, workers) ** exponent
+            share = workers ** (exponent - 1) / min(aggregate, workers) ** exponent
         if self.op == "sum":
             share = 1.0
-        return SessionConfig(workers, elements, dtype, self.codec, self.aggregate, share, exponent, self.max_staleness)
+        return SessionConfig(
+            workers, elements, dtype, self.codec, aggregate, share, exponent, self.max_staleness, tuple(ranks)
+        )
 
     def open(self, comm: Comm, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = "") -> ServerExchange:
         """Open the exchange, whose `begin` must be called next. Collective."""

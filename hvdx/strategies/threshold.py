@@ -5,6 +5,7 @@ Deeplearning4j. There is no server: each worker adds up the messages of all work
 the weights are the same on all workers, to the bit.
 """
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -139,6 +140,11 @@ class Threshold(Strategy):
         agree_on_strategy(self, comm)
         agree_on_tensors(specs, comm)
         return ThresholdExchange(self, comm, specs, self.lookahead_for(momentum))
+
+    def with_overhead(self, share: float) -> "Threshold":
+        other = copy.copy(self)
+        other.overhead = share * self.overhead
+        return other
 
     def lookahead_for(self, momentum: float) -> float:
         """Return the lookahead for an optimiser's momentum.

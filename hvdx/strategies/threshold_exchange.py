@@ -79,8 +79,8 @@ class ThresholdExchange(MessageExchange):
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
-    def combine(self, tensors: Sequence[np.ndarray], finite: bool) -> list[np.ndarray]:
-        result = super().combine(tensors, finite)
+    def deliver(self, sent: Any) -> list[np.ndarray]:
+        result = super().deliver(sent)
         self._update_density()
         return result
 

@@ -61,9 +61,10 @@ def save_once(writer, folder: Path, model) -> tuple[float, float]:
     """Return the seconds that training waits, and the seconds until the checkpoint has its final name."""
     from hvdx.keras.checkpoint.contents import Data, snapshot
     from hvdx.keras.checkpoint.folder import Position
+    from hvdx.keras.joining import join
 
     begin = time.perf_counter()
-    writer.start(Position(1), snapshot(model, 0, Data([])))
+    writer.start(Position(1), snapshot(model, join(), Data([])))
     waited = time.perf_counter() - begin
     writer.finish()
     whole = time.perf_counter() - begin

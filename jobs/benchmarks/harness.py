@@ -23,6 +23,8 @@ from hvdx.errors import ConfigError
 _UNITS = {"k": 1e3, "M": 1e6, "G": 1e9}
 _BITS = {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3, "bit": 1.0}
 _DIGITS = 6
+# Bytes of the headers of a packet: Ethernet 14, IPv4 20, TCP with timestamps 32.
+_HEADERS = 66
 
 
 # -- options and figures ----------------------------------------------------------------------------------------------
@@ -286,5 +288,18 @@ def link_bytes(way: str) -> int:
     Args:
         way: "tx" for sent bytes, "rx" for received bytes.
     """
-    counter = Path(f"/sys/class/net/eth0/statistics/{way}_bytes")
+    return _link_counter(f"{way}_bytes")
+
+
+def link_payload(way: str) -> int:
+    """Return the bytes that the link of an emulated host has carried, without headers; 0 if there is no such link.
+
+    Args:
+        way: as in `link_bytes`.
+    """
+    return link_bytes(way) - _HEADERS * _link_counter(f"{way}_packets")
+
+
+def _link_counter(name: str) -> int:
+    counter = Path(f"/sys/class/net/eth0/statistics/{name}")
     return int(counter.read_text()) if counter.exists() else 0

@@ -8,12 +8,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdx import comm as world
 from hvdx.comm import GraphComm
 from hvdx.comm.base import Reduction
+from hvdx.comm.split_tensors import SplitTensors
 from hvdx.errors import ConfigError
 from hvdx.keras.adapters import updates
 from hvdx.keras.adapters.base import Adapter, apply_constraints, describe, refuse_local_skip, scaled
 from hvdx.keras.adapters.optimizer_state import accumulated_gradients, innermost, moving_averages, slots
+from hvdx.keras.shards import mark_state, shard_of, tensors_of
 from hvdx.strategies import Strategy, TensorSpec
 from hvdx.strategies.telemetry import AveragingTelemetry, Telemetry
 
@@ -108,6 +111,18 @@ class AveragingAdapter(Adapter):
             since = tf.convert_to_tensor(self.since.assign_add(1))
         tf.cond(since >= self._due, self._average, lambda: tf.constant(False))
 
+    def any_overflow(self, overflowed: Any) -> Any:
+        """Return the overflow of this rank, or of its group, which takes the steps of split layers together."""
+        group = self._group()
+        return overflowed if group is None else group.sum(overflowed)
+
+    def _group(self) -> SplitTensors | None:
+        """Return the collectives of the ranks that split layers with this one."""
+        everyone = world.start()
+        if everyone.mesh is None or self.comm.size != everyone.size:
+            return None
+        return tensors_of(everyone.mesh)
+
     def flush(self) -> None:
         """Average now, if there were calls since the last average.
 
@@ -132,6 +147,7 @@ class AveragingAdapter(Adapter):
     def _averaged(self) -> tuple[list[Any], list[Any]]:
         """Return the weights, and the optimiser state that is averaged with them."""
         inner = self._inner
+        mark_state(inner)
         state = [*moving_averages(inner), *(() if self.strategy.rank_local_state else slots(inner))]
         return list(inner._trainable_variables), [v for v in state if tf.as_dtype(v.dtype).is_floating]
 
@@ -143,7 +159,13 @@ class AveragingAdapter(Adapter):
         # NaN or infinity in a tensor makes the sum non-finite, so one pass over the tensors finds it.
         finite = tf.math.is_finite(tf.add_n([tf.cast(tf.reduce_sum(t), tf.float32) for t in tensors]))
         counts = tf.maximum(self.samples, _NO_SAMPLES) if self.strategy.counts_samples else tf.constant(1.0)
-        means = self._means(tensors, tf.where(finite, counts, 0.0))
+        together, group = counts, self._group()
+        if group is not None:
+            # Parts hold the steps of the whole group, so its ranks are left out together, and have the same weight.
+            bad, total = tf.unstack(group.sum(tf.stack([tf.cast(tf.logical_not(finite), tf.float32), counts])))
+            finite, together = tf.equal(bad, 0.0), total / group.size
+        is_part = [shard_of(v) is not None for v in (*weights, *state)]
+        means = self._means(tensors, is_part, *(tf.where(finite, weight, 0.0) for weight in (counts, together)))
         with tf.control_dependencies(means):
             self._seconds.assign_add(tf.timestamp() - begin)
         self._divergence.assign(_relative_distance(tensors[: len(weights)], means[: len(weights)]))
@@ -160,23 +182,26 @@ class AveragingAdapter(Adapter):
             variable.assign(tf.zeros_like(variable))
         return tf.constant(True)
 
-    def _means(self, tensors: Sequence[Any], weight: Any) -> list[Any]:
+    def _means(self, tensors: Sequence[Any], is_part: Sequence[bool], weight: Any, weight_of_parts: Any) -> list[Any]:
         """Return the weighted means over the ranks; NaN on all ranks if every weight is 0.
 
         Args:
             tensors: this rank's tensors; with a weight of 0 they may hold NaN or infinity.
-            weight: float32, this rank's weight in the mean.
+            is_part: whether each tensor is a part of a split layer.
+            weight, weight_of_parts: float32, this rank's weight in the mean, for whole tensors and for parts.
         """
-        weights = {dtype: tf.cast(weight, dtype) for dtype in {t.dtype for t in tensors}}
-        shares = [tf.math.multiply_no_nan(t, weights[t.dtype]) for t in tensors]
-        means: list[Any] = self._opened().step(shares, weights)
+        dtypes = {t.dtype for t in tensors}
+        weights = tuple({dtype: tf.cast(w, dtype) for dtype in dtypes} for w in (weight, weight_of_parts))
+        shares = [tf.math.multiply_no_nan(t, weights[part][t.dtype]) for t, part in zip(tensors, is_part, strict=True)]
+        means: list[Any] = self._opened().step(shares, weights if any(is_part) else weights[0])
         return means
 
     def _opened(self) -> Any:
         """Return the exchange of weights and state; open it again if the optimiser had no variables before."""
         if self._exchange is None or not self._exchange.specs:
             weights, state = self._averaged()
-            self._exchange = self.strategy.open(self.comm, [_sent_spec(v) for v in (*weights, *state)], name=self.name)
+            variables = [*weights, *state]
+            self._exchange = self.open_exchange(variables, [_sent_spec(v) for v in variables])
         return self._exchange
 
     def _clear_nonfinite_state(self) -> Any:

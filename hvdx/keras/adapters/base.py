@@ -8,8 +8,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdx import comm as world
 from hvdx.errors import ConfigError
+from hvdx.keras.shards import shard_of
 from hvdx.strategies import Strategy, TensorSpec
+from hvdx.strategies.split import open_split
 from hvdx.strategies.telemetry import Telemetry
 
 
@@ -18,6 +21,7 @@ class Adapter:
 
     Attributes:
         strategy: strategy that combines the gradients, updates or weights.
+        comm: communicator of the ranks that take part.
         name: name of the exchange; the same on all ranks, different for each optimiser of a model.
         gain: factor on the gradients that the optimiser applies.
         variables: variables that the optimiser trains; empty before the first step is traced.
@@ -33,6 +37,7 @@ class Adapter:
     """
 
     strategy: Strategy
+    comm: Any
     #: True if the logs report `cost` beside the metrics.
     reports = False
     #: True if `before_step` and `after_step` enclose the whole of the optimiser's `apply`.
@@ -50,6 +55,31 @@ class Adapter:
         self.holds_loss_scale = False
         with tf.device("CPU:0"):
             self.steps = tf.Variable(0, dtype=tf.int64, trainable=False)
+
+    def open_exchange(self, variables: Sequence[Any], specs: Sequence[TensorSpec], momentum: float = 0.0) -> Any:
+        """Open the exchange of variables with the ranks that hold the same ones. Collective on the host.
+
+        Args:
+            variables: Keras variables; parts of split layers are exchanged with the ranks that hold the same parts.
+            specs: `TensorSpec` of what is sent of each.
+            momentum: see `Strategy.open`.
+
+        Raises:
+            ConfigError, ReplicaError: see `Strategy.open` and `open_split`.
+        """
+        is_part = [shard_of(v) is not None for v in variables]
+        if not any(is_part):
+            return self.strategy.open(self.comm, specs, momentum, name=self.name)
+        if self.comm.size != world.start().size:
+            raise ConfigError(
+                f"{self.name}: process_set: expected all ranks for a model with split layers, got some of them. Leave "
+                "process_set out."
+            )
+        if self.strategy.runs == "graph":
+            peers: Any = world.graph_of_peers(self.strategy.placement == "weights", self.strategy.engine)
+        else:
+            peers = world.start().mesh.peers
+        return open_split(self.strategy, self.comm, peers, specs, is_part, momentum, self.name)
 
     def reset(self) -> None:
         """Reset the counters to zero."""

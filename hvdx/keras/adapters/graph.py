@@ -68,7 +68,7 @@ class GraphAdapter(Adapter):
         return [s for s, v in zip(self.specs, self.variables, strict=True) if not self.local.holds(v)]
 
     def _opened(self) -> Exchange:
-        exchange: Exchange = self.strategy.open(self.comm, self._shared, name=self.name)
+        exchange: Exchange = self.open_exchange([v for v in self.variables if not self.local.holds(v)], self._shared)
         self._exchange = exchange
         return exchange
 

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from hvdx.comm import Comm, failure
+from hvdx.comm import Comm
+from hvdx.comm.host_graph import on_host
 from hvdx.errors import HvdxError
 from hvdx.keras.adapters import updates
 from hvdx.keras.adapters.base import (
@@ -153,23 +154,16 @@ class HostAdapter(Adapter):
         for exchange, variables in self._open.values():
             late = exchange.flush()
             if late is not None:
-                _add(variables, late)
-                apply_constraints(variables)
+                there = [(v, update) for v, update in zip(variables, late, strict=True) if update is not None]
+                _add([v for v, _ in there], [update for _, update in there])
+                apply_constraints([v for v, _ in there])
 
     def drain(self) -> None:
         for exchange, _ in self._open.values():
             exchange.drain()
 
     def any_overflow(self, overflowed: Any) -> Any:
-        comm = self.comm
-
-        def ask(mine: np.ndarray) -> np.float32:
-            return np.float32(comm.any_true(bool(mine > 0)))
-
-        with tf.device("CPU:0"):
-            anywhere = tf.numpy_function(ask, [overflowed], tf.float32)
-        anywhere.set_shape(())
-        return anywhere
+        return any_rank(self.comm, overflowed)
 
     def cost(self) -> Telemetry:
         costs = [exchange.telemetry for exchange, _ in self._open.values()]
@@ -200,24 +194,18 @@ class HostAdapter(Adapter):
         rank_local = self.rank_local
 
         def host(bad: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
-            try:
-                adapter, alive = adapter_ref(), [ref() for ref in variable_refs]
-                if adapter is None:
-                    raise HvdxError("a training function was called after its optimiser was deleted. Trace it again.")
-                exchange = adapter._opened(alive)
-                given = [np.asarray(a, order="C") for a in arrays]
-                exchange.blamed = describe(alive[bad]).name if bad >= 0 else ""
-                combined = (work or type(exchange).step)(exchange, given, bool(bad < 0))
-            except BaseException as error:
-                failure.remember(error)
-                raise
+            adapter, alive = adapter_ref(), [ref() for ref in variable_refs]
+            if adapter is None:
+                raise HvdxError("a training function was called after its optimiser was deleted. Trace it again.")
+            exchange = adapter._opened(alive)
+            exchange.blamed = describe(alive[bad]).name if bad >= 0 else ""
+            combined = (work or type(exchange).step)(exchange, list(arrays), bool(bad < 0))
             # Gradients are copied, because an optimiser may keep a gradient, and the next step overwrites the array.
             return combined if rank_local else [a.copy() for a in combined]
 
         with tf.device("CPU:0"):
             given = [tf.cast(first_bad, tf.int32), *(tf.cast(t, dtype) for t in tensors)]
-            # In eager mode, TensorFlow returns a single result without a list around it.
-            results = tf.nest.flatten(tf.numpy_function(host, given, [dtype] * len(variables)))
+            results = on_host(host, given, [dtype] * len(variables))
         for result, variable in zip(results, variables, strict=True):
             result.set_shape(variable.shape)
         return results
@@ -227,7 +215,7 @@ class HostAdapter(Adapter):
         key = tuple(id(v) for v in variables)
         if key not in self._open:
             specs = [describe(v) for v in variables]
-            exchange: HostExchange = self.strategy.open(self.comm, specs, self._momentum, self.name)
+            exchange: HostExchange = self.open_exchange(variables, specs, self._momentum)
             self._open[key] = exchange, list(variables)
         if key not in self._used:
             self._used.add(key)
@@ -260,6 +248,22 @@ def _move_residual(
     old.add_to_residual(
         [-array if id(v) in shared else np.zeros_like(array) for v, array in zip(old_variables, residuals, strict=True)]
     )
+
+
+def any_rank(comm: Comm, flag: Any) -> Any:
+    """Return a flag that is 1 if that of any rank is above 0, else 0. Collective, in the graph.
+
+    Args:
+        comm: the ranks.
+        flag: float32, flag of this rank.
+    """
+
+    def ask(mine: np.ndarray) -> list[Any]:
+        return [np.float32(comm.any_true(bool(mine > 0)))]
+
+    (anywhere,) = on_host(ask, [flag], [tf.float32])
+    anywhere.set_shape(())
+    return anywhere
 
 
 def _add(variables: Sequence[Any], combined: Sequence[Any]) -> None:

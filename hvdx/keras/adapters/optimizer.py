@@ -20,6 +20,7 @@ from hvdx.errors import ConfigError
 from hvdx.keras.adapters import xla
 from hvdx.keras.adapters.averaging import AveragingAdapter
 from hvdx.keras.adapters.base import Adapter
+from hvdx.keras.adapters.clipping import clip
 from hvdx.keras.adapters.graph import GraphAdapter
 from hvdx.keras.adapters.host import HostAdapter
 from hvdx.keras.adapters.optimizer_state import innermost
@@ -67,7 +68,7 @@ def attach(optimizer: Any, strategy: Strategy, name: str, gain: float = 1.0, com
     adapter = _make_adapter(strategy, optimizer, name, gain, comm)
     if adapter.wraps_apply:
         _wrap_apply(optimizer, adapter)
-    elif isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         _agree_on_overflow(optimizer, adapter)
     _replace_methods(innermost(optimizer), adapter)
     return adapter
@@ -181,7 +182,8 @@ def _replace_methods(optimizer: Any, adapter: Adapter) -> None:
         return kind._backend_apply_gradients(self, grads, trainable_variables)
 
     def _clip_gradients(self: Any, grads: Any) -> Any:
-        return kind._clip_gradients(self, adapter.gradients(grads))
+        combined = adapter.gradients(grads)
+        return clip(self, combined, adapter.variables, lambda given: kind._clip_gradients(self, given))
 
     def _backend_update_step(self: Any, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
         def step() -> None:

@@ -9,8 +9,9 @@ import tensorflow as tf
 from hvdx.comm import Comm
 from hvdx.errors import ConfigError, ReplicaError
 from hvdx.keras.adapters.base import apply_constraints, describe
-from hvdx.keras.adapters.host import HostAdapter
+from hvdx.keras.adapters.host import HostAdapter, any_rank
 from hvdx.keras.adapters.optimizer_state import innermost, moving_averages
+from hvdx.keras.shards import by_ranks, mark_state
 from hvdx.strategies import Strategy
 
 
@@ -83,9 +84,10 @@ class WeightsAdapter(HostAdapter):
             final = exchange.flush()
             self._flag(key).assign(False)
             if final is not None:
-                for variable, value in zip(variables, final, strict=True):
+                changed = [(v, value) for v, value in zip(variables, final, strict=True) if value is not None]
+                for variable, value in changed:
                     variable.assign(tf.cast(value, variable.dtype))
-                apply_constraints(variables)
+                apply_constraints([v for v, _ in changed])
         self._current.clear()
         self._agree_on_averages()
 
@@ -169,13 +171,20 @@ class WeightsAdapter(HostAdapter):
 
     def _agree_on_averages(self) -> None:
         """Average the moving averages of the weights, so that Keras sets the same weights on all workers at the end."""
-        for variable in moving_averages(self._optimizer()):
-            total = self.comm.all_reduce_sum(np.ravel(variable.numpy()).astype(np.float64), f"{self.name}.averages")
-            variable.assign((total / self.comm.size).reshape(variable.shape).astype(variable.dtype))
+        optimizer = self._optimizer()
+        mark_state(optimizer)
+        for ranks, averages in by_ranks(moving_averages(optimizer), self.comm):
+            for variable in averages:
+                mine = np.ravel(variable.numpy()).astype(np.float64)
+                total = ranks.all_reduce_sum(mine, f"{self.name}.averages")
+                variable.assign((total / ranks.size).reshape(variable.shape).astype(variable.dtype))
 
     def any_overflow(self, overflowed: Any) -> Any:
-        """Return the overflow of any rank; if ranks are asynchronous, of this rank, which skips the step alone."""
-        return overflowed if self.strategy.asynchronous else super().any_overflow(overflowed)
+        """Return the overflow of any rank; if ranks are asynchronous, of this rank's group, which skips the step."""
+        if not self.strategy.asynchronous:
+            return super().any_overflow(overflowed)
+        mesh = self.comm.mesh
+        return overflowed if mesh is None else any_rank(mesh.group, overflowed)
 
     def rank_local_variables(self, now: bool = True) -> list[Any]:
         """Return all optimiser variables except the learning rate and moving averages; step counters differ, too."""

@@ -5,6 +5,7 @@ owner       lock that allows one job at a time to save to a folder
 files       atomic file writes, and arrays in files
 writer      writing of checkpoints while training continues
 contents    contents of a checkpoint
+parts       parts of split layers in a checkpoint
 restoring   restoring of a model
 schedule    times to save, and polls of the ranks
 callback    `Checkpoint`

@@ -47,7 +47,8 @@ class Checkpoint(keras.callbacks.Callback):
     The callback may stand anywhere in the list, with or without `Distribute`. A checkpoint holds the weights, the
     optimiser, the rank-local state (momenta, residual, generators of random numbers) and the position in the data of
     `hvdx.shard`. With the same number of ranks, all of it is restored to the bit. With another number, residuals are
-    redistributed, and the momenta of all ranks become their mean.
+    redistributed, and the momenta of all ranks become their mean. The parts of split layers are joined and cut if the
+    ranks form other groups; residuals are dropped then.
 
     Training waits for a copy in memory, and continues while the copy is written. If a batch system announces the end of
     the job to any rank by SIGUSR1 or SIGTERM, all ranks save at the end of a step and leave with exit code 75
@@ -313,7 +314,7 @@ class Checkpoint(keras.callbacks.Callback):
                 adapter.drain() if position.step else adapter.before_saving()
         self._steps, self._saved_at = 0, time.monotonic()
         assert self._writer is not None
-        self._writer.start(position, snapshot(self.model, self._comm.rank, self._data(position), bool(position.step)))
+        self._writer.start(position, snapshot(self.model, self._comm, self._data(position), bool(position.step)))
 
     @property
     def _steps_an_epoch(self) -> int | None:

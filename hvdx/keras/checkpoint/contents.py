@@ -2,18 +2,21 @@
 
 import importlib
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from hvdx.comm import Comm
 from hvdx.errors import ConfigError
 from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
 from hvdx.keras.adapters.optimizer_state import innermost
 from hvdx.keras.adapters.rank_local import accumulated, rank_local_ids
+from hvdx.keras.checkpoint.parts import PREFIX, Division
 from hvdx.keras.fit import replicas
+from hvdx.keras.shards import shard_of, whole_shape
 from hvdx.version import __version__
 
 
@@ -48,19 +51,21 @@ class Snapshot:
         shared: variables with the same values on all ranks, to be copied before training continues; empty on other
             ranks than 0.
         mine: copies of the rank-local arrays.
+        parts: parts of split layers, to be copied before training continues; empty outside the first group.
     """
 
     manifest: dict[str, Any]
     shared: dict[str, Any]
     mine: dict[str, np.ndarray]
+    parts: dict[str, Any] = field(default_factory=dict)
 
 
-def snapshot(model: Any, rank: int, data: Data, within_epoch: bool = False) -> Snapshot:
+def snapshot(model: Any, comm: Comm, data: Data, within_epoch: bool = False) -> Snapshot:
     """Collect the contents of a checkpoint.
 
     Args:
         model: model with its optimisers, whose adapters have no update in flight.
-        rank: this rank.
+        comm: the ranks.
         data: position in the data.
         within_epoch: whether the checkpoint is made in mid-epoch. The metrics of the epoch are then saved too.
             Non-trainable weights are then saved for each rank, since they are averaged only at the end of an epoch.
@@ -68,19 +73,35 @@ def snapshot(model: Any, rank: int, data: Data, within_epoch: bool = False) -> S
     own = rank_local_ids(model, within_epoch)
     groups = {"weights": model.weights, "optimizer": replicas.optimizer_state_of(model)}
     shared: dict[str, Any] = {}
+    parts: dict[str, Any] = {}
     mine = _own_arrays(model)
     if within_epoch:
         mine |= _numbered("metrics", model.metrics_variables)
     mine |= {f"pass.{name}": array for name, array in data.random.items()}
     for name, variables in groups.items():
-        if rank == 0:
-            shared |= {f"{name}.{i}": v for i, v in enumerate(variables) if id(v) not in own}
-        mine |= _numbered(name, variables, lambda v: id(v) in own)
-    return Snapshot(_manifest(model, groups, mine, data), shared, mine)
+        for i, variable in enumerate(variables):
+            if id(variable) in own:
+                mine[f"{name}.{i}"] = array_of(variable)
+            elif shard_of(variable) is None and comm.rank == 0:
+                shared[f"{name}.{i}"] = variable
+            elif shard_of(variable) is not None and comm.mesh.index == 0:
+                parts[f"{PREFIX}{name}.{i}"] = variable
+    return Snapshot(_manifest(model, groups, mine, data, comm), shared, mine, parts)
+
+
+def division(model: Any, groups: Mapping[str, Sequence[Any]], comm: Comm) -> Division:
+    """Return the division of a model's variables over the ranks.
+
+    Args:
+        model: model with its optimisers.
+        groups: weights and optimiser variables of the model, by the names of their lists.
+        comm: the ranks.
+    """
+    return Division.of({**groups, "accumulated": accumulated(model)}, comm.mesh)
 
 
 def _manifest(
-    model: Any, groups: Mapping[str, Sequence[Any]], mine: Mapping[str, np.ndarray], data: Data
+    model: Any, groups: Mapping[str, Sequence[Any]], mine: Mapping[str, np.ndarray], data: Data, comm: Comm
 ) -> dict[str, Any]:
     return {
         "hvdx": __version__,
@@ -92,6 +113,7 @@ def _manifest(
         **{name: [described(v) for v in variables] for name, variables in groups.items()},
         # Indices of the rank-local variables.
         "own": {name: [i for i in range(len(vs)) if f"{name}.{i}" in mine] for name, vs in groups.items()},
+        "split": division(model, groups, comm).to_manifest(),
         "optimizers": [
             _optimizer_manifest(optimizer, model, any(name.startswith(f"strategy.{i}.") for name in mine))
             for i, optimizer in enumerate(optimizers_of(model))
@@ -130,10 +152,8 @@ def _own_arrays(model: Any) -> dict[str, np.ndarray]:
 # -- variables --------------------------------------------------------------------------------------------------------
 
 
-def _numbered(
-    name: str, variables: Sequence[Any], which: Callable[[Any], bool] = lambda v: True
-) -> dict[str, np.ndarray]:
-    return {f"{name}.{i}": array_of(v) for i, v in enumerate(variables) if which(v)}
+def _numbered(name: str, variables: Sequence[Any]) -> dict[str, np.ndarray]:
+    return {f"{name}.{i}": array_of(v) for i, v in enumerate(variables)}
 
 
 def value_of(variable: Any) -> np.ndarray:
@@ -158,8 +178,8 @@ def array_of(variable: Any) -> np.ndarray:
 
 
 def described(variable: Any) -> str:
-    """Describe a variable by dtype, shape and name, such as "float32[6x8] dense/kernel"."""
-    extents = "x".join(str(extent) for extent in variable.shape)
+    """Describe a whole variable by dtype, shape and name, such as "float32[6x8] dense/kernel"."""
+    extents = "x".join(str(extent) for extent in whole_shape(variable))
     return f"{tf.as_dtype(variable.dtype).name}[{extents}] {getattr(variable, 'path', variable.name)}"
 
 

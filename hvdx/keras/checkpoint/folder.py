@@ -2,7 +2,7 @@
 
     ckpt/epoch-0003/manifest.json         description of the other files
     ckpt/epoch-0003/shared.safetensors    variables with the same values on all ranks
-    ckpt/epoch-0003/rank-0.safetensors    arrays of rank 0; one file for each rank
+    ckpt/epoch-0003/rank-0.safetensors    arrays of rank 0, and its parts of split layers; one file for each rank
     ckpt/epoch-0003-step-00000120/...     checkpoint after 120 steps of the fourth epoch
     ckpt/damaged-epoch-0002/...           checkpoint that was found damaged and renamed
     ckpt/.hvdx-owner                      job that saves here now, see `owner`

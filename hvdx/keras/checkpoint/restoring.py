@@ -17,13 +17,16 @@ from hvdx.keras.checkpoint.contents import (
     Data,
     common_generator,
     described,
+    division,
     generators,
     set_random_states,
 )
 from hvdx.keras.checkpoint.files import Arrays
 from hvdx.keras.checkpoint.folder import Folder, Position, Saved
+from hvdx.keras.checkpoint.parts import PREFIX, Division
 from hvdx.keras.fit import data, replicas
 from hvdx.keras.joining import join
+from hvdx.keras.shards import shard_of, whole_shape
 
 Assignments = list[tuple[Any, np.ndarray]]
 
@@ -137,6 +140,7 @@ class _LoadedCheckpoint:
         self._model, self._saved, self._manifest = model, saved, saved.manifest
         self._rank, self._size, self._saved_size = rank, size, int(saved.manifest["ranks"])
         self._remarks: list[str] = []
+        self._division = Division.from_manifest(self._manifest.get("split", {}))
         self._variables = self._assignments()
         self._adapters = self._states()
         mine = self._rank_file()
@@ -187,13 +191,27 @@ class _LoadedCheckpoint:
         self._build_optimizers()
         state = replicas.optimizer_state_of(model)
         self._compare("optimizer", manifest["optimizer"], state)
-        shared = self._saved.shared()
+        lists = {"weights": model.weights, "optimizer": state}
+        present = division(model, lists, join())
+        # True if each rank has the parts that the rank of the same number saved, or no variable is split.
+        self._same_parts = present == self._division
+        self._is_split = bool(present.parts or self._division.parts)
         found = self._accumulated() + self._generators()
-        for name, variables in (("weights", model.weights), ("optimizer", state)):
+        for name, variables in lists.items():
             own = set(manifest["own"][name])
-            found += [(v, shared[f"{name}.{i}"]) for i, v in enumerate(variables) if i not in own]
+            found += [(v, self._shared_value(f"{name}.{i}", v)) for i, v in enumerate(variables) if i not in own]
             found += self._rank_local_values(name, {i: v for i, v in enumerate(variables) if i in own})
         return [(variable, self._checked(variable, value)) for variable, value in found]
+
+    def _shared_value(self, name: str, variable: Any) -> np.ndarray:
+        """Return the saved value of a variable, or this rank's part of it."""
+
+        def read(position: int) -> np.ndarray:
+            if name not in self._division.parts:
+                return self._saved.shared()[name]
+            return self._saved.rank(self._division.groups[0][position])[f"{PREFIX}{name}"]
+
+        return self._division.assemble(name, whole_shape(variable), shard_of(variable), read)
 
     def _compare(self, group: str, saved: Sequence[str], variables: Sequence[Any]) -> None:
         """Compare shapes and dtypes with the manifest; names are not compared, since they differ between processes."""
@@ -219,17 +237,36 @@ class _LoadedCheckpoint:
     def _rank_local_values(self, name: str, variables: Mapping[int, Any]) -> Assignments:
         """Pair rank-local variables with their saved values.
 
-        If the number of ranks has changed, or if the variables are shared now, the values are means over the ranks.
+        If the number of ranks or the parts have changed, or if the variables are shared now, the values are means over
+        the ranks.
         """
         kinds = [entry["kind"] for entry in self._manifest["optimizers"]]
         still = rank_local_ids(
             self._model, bool(self._manifest["step"]), now=False, of=lambda i, b: b.state_key == kinds[i]
         )
-        if self._size == self._saved_size and all(id(v) in still for v in variables.values()):
+        if self._size == self._saved_size and self._same_parts and all(id(v) in still for v in variables.values()):
             mine = self._saved.rank(self._rank)
             return [(v, mine[f"{name}.{i}"]) for i, v in variables.items()]
-        files = [self._saved.rank(rank) for rank in range(self._saved_size)] if variables else []
-        return [(v, _mean([file[f"{name}.{i}"] for file in files], v)) for i, v in variables.items()]
+        return [(v, self._mean(f"{name}.{i}", v)) for i, v in variables.items()]
+
+    def _mean(self, name: str, variable: Any) -> np.ndarray:
+        """Return the mean of a rank-local variable over the ranks that saved the same part of it.
+
+        For non-floating-point variables, and for a loss scale (a power of two), it is the value of the first of them.
+        """
+        holders = self._division.holders(name, self._saved_size)
+        dtype = tf.as_dtype(variable.dtype)
+        first_counts = not dtype.is_floating or variable.path.endswith("dynamic_scale")
+
+        def read(position: int) -> np.ndarray:
+            values = [self._saved.rank(rank)[name] for rank in holders[position]]
+            if first_counts:
+                return values[0]
+            if any(v.shape != values[0].shape for v in values):
+                raise CheckpointError(f"{name}: its files are from different checkpoints")
+            return np.mean([v.astype(np.float64) for v in values], axis=0).astype(dtype.as_numpy_dtype)
+
+        return self._division.assemble(name, whole_shape(variable), shard_of(variable), read)
 
     def _accumulated(self) -> Assignments:
         """Pair the variables of half-accumulated gradients with their saved values."""
@@ -282,6 +319,12 @@ class _LoadedCheckpoint:
                 now = "one process trains alone" if adapter is None else f"the strategy is {adapter.strategy!r}"
                 self._remarks.append(f"{self._saved.path}: the state of {entry['strategy']} is dropped, since {now}")
                 continue
+            if self._is_split and not (self._same_parts and self._size == self._saved_size):
+                self._remarks.append(
+                    f"{self._saved.path}: the state of {entry['strategy']} is dropped, since the model is split over "
+                    "other ranks now"
+                )
+                continue
             found.append((adapter, self._state(i, adapter), [weights[k] for k in entry["exchanges"]]))
         return found
 
@@ -297,17 +340,3 @@ def print_on_rank_0(message: str) -> None:
     """Print a message to stderr on rank 0."""
     if join().rank == 0:
         print(f"hvdx: {message}.", file=sys.stderr, flush=True)
-
-
-def _mean(values: Sequence[np.ndarray], variable: Any) -> np.ndarray:
-    """Return the mean over the ranks.
-
-    For non-floating-point variables, and for a loss scale (a power of two), return the value of rank 0.
-    """
-    if not tf.as_dtype(variable.dtype).is_floating or variable.path.endswith("dynamic_scale"):
-        return values[0]
-    odd = [v for v in values if v.shape != tuple(variable.shape)]
-    if odd:
-        return odd[0]  # `_checked` raises the error
-    dtype = tf.as_dtype(variable.dtype).as_numpy_dtype
-    return np.mean([v.astype(np.float64) for v in values], axis=0).astype(dtype)

@@ -36,7 +36,8 @@ class Writer:
     """Writer of the checkpoints of one folder, in a thread beside the training.
 
     While the files are written the ranks exchange no messages: rank 0 polls the folder until the files of all ranks
-    exist. Rank 0 also keeps memory for one copy of the shared variables.
+    exist. Rank 0 also keeps memory for one copy of the shared variables, and each rank of the first group for a copy of
+    its parts of split layers.
 
     Args:
         folder: folder of the checkpoints.
@@ -78,7 +79,7 @@ class Writer:
         self._all_written.clear()
         self._saving = True
         try:
-            self._copy(content.shared)
+            self._copy(content.shared | content.parts)
         except Exception as error:  # on rank 0 alone; `finish` raises it on all ranks
             self._problem = error
             self._report_failure(error)
@@ -148,7 +149,9 @@ class Writer:
     def _write_own(self, position: Position, content: Snapshot) -> None:
         rank, partial = self._folder.comm.rank, self._partial
         partial.mkdir(parents=True, exist_ok=True)
-        writes = {partial / of_rank(rank): lambda file: files.write_arrays(file, content.mine)}
+        mine = content.mine | {name: self._copies[name] for name in content.parts}
+        shared = {name: self._copies[name] for name in content.shared}
+        writes = {partial / of_rank(rank): lambda file: files.write_arrays(file, mine)}
         if rank == 0:
             manifest = {
                 "format": FORMAT,
@@ -158,7 +161,7 @@ class Writer:
             }
             text = json.dumps(manifest | content.manifest, indent=1)
             writes |= {
-                partial / SHARED: lambda file: files.write_arrays(file, self._copies),
+                partial / SHARED: lambda file: files.write_arrays(file, shared),
                 partial / "manifest.json": lambda file: file.write(text.encode()),
             }
         files.write(writes)
@@ -227,7 +230,7 @@ def save(directory: str | os.PathLike[str], model: Any, epoch: int, keep: int = 
     folder.own()
     try:
         writer = Writer(folder, keep)
-        writer.start(position, snapshot(model, folder.comm.rank, Data(data.state()[0])))
+        writer.start(position, snapshot(model, folder.comm, Data(data.state()[0])))
         writer.finish()
     finally:
         folder.release()

@@ -83,7 +83,7 @@ def extend_epochs(callback: Any, steps: int) -> bool:
     Returns:
         True if the data of the `fit` can be repeated.
     """
-    iterator = _epoch_iterator(callback)
+    iterator = epoch_iterator(callback)
     dataset: Any = getattr(iterator, "_distributed_dataset", None)
     if hasattr(dataset, "repeat"):
         # The prefetch that TensorFlow injects would start the next pass, and draw its order, before this pass ends.
@@ -102,7 +102,7 @@ def epoch_is_one_pass(callback: Any) -> bool:
     Args:
         callback: a callback, in its `on_train_begin`.
     """
-    return getattr(_epoch_iterator(callback), "steps_per_epoch", None) is None
+    return getattr(epoch_iterator(callback), "steps_per_epoch", None) is None
 
 
 def start_at_step(callback: Any, step: int, skip: int, ready: Callable[[Any], None]) -> bool:
@@ -118,7 +118,7 @@ def start_at_step(callback: Any, step: int, skip: int, ready: Callable[[Any], No
     Returns:
         True if this version of Keras allows it.
     """
-    iterator = _epoch_iterator(callback)
+    iterator = epoch_iterator(callback)
     # The generator of the steps of `fit`, as newer and as older versions of Keras name it.
     name = next((n for n in ("_enumerate_iterator", "enumerate_epoch") if hasattr(iterator, n)), None)
     if name is None:
@@ -144,10 +144,10 @@ def start_at_step(callback: Any, step: int, skip: int, ready: Callable[[Any], No
     return True
 
 
-def _epoch_iterator(callback: Any) -> Any:
-    """Return the iterator over the batches of `fit`, or None.
+def epoch_iterator(callback: Any) -> Any:
+    """Return the iterator over the batches of `fit` or `evaluate`, whichever calls a callback, or None.
 
-    Keras gives a callback no access to the data, so this function searches the frames of the callers for `fit`.
+    Keras gives a callback no access to the data, so this function searches the frames of the callers.
     """
     frame = inspect.currentframe()
     while frame is not None and frame.f_locals.get("self") is not callback.model:

@@ -16,8 +16,11 @@ from hvdx.keras.adapters.optimizer_state import innermost
 from hvdx.keras.adapters.rank_local import rank_local_ids
 from hvdx.keras.callbacks import MetricAverageCallback
 from hvdx.keras.fit import callback_list, data, finite, metrics, replicas, samples
+from hvdx.keras.fit.evaluation import GroupEvaluation
+from hvdx.keras.fit.plain_copies import PlainCopies
 from hvdx.keras.fit.sync_callback import SyncCallback
 from hvdx.keras.joining import join
+from hvdx.keras.shards import by_ranks
 from hvdx.report.counters import Counters
 from hvdx.strategies import Strategy, agree_on_strategy, resolve
 from hvdx.strategies.telemetry import Telemetry, followed, merged
@@ -70,6 +73,8 @@ class Distribute(keras.callbacks.Callback):
                 "an epoch. Use check_every='epoch'."
             )
         self._sync = SyncCallback(self._comm, self._agree)
+        self._evaluation = GroupEvaluation(self._comm)
+        self._copies = PlainCopies()
         self._callback_list: Any = None
         self._muted: list[Any] = []
         self._adapters: list[Adapter] = []
@@ -89,6 +94,7 @@ class Distribute(keras.callbacks.Callback):
         found = callback_list.find(self) if self._comm.size > 1 else None
         self._callback_list = found
         if found is not None:
+            self._copies = PlainCopies(found.callbacks)
             self._muted = callback_list.arrange(found, self, self._sync, MetricAverageCallback, self._comm.rank)
 
     def set_params(self, params: dict[str, Any]) -> None:
@@ -157,6 +163,7 @@ class Distribute(keras.callbacks.Callback):
             "epochs": self.params.get("epochs"),
             "built": model.built,
             "shards": data.state(),
+            "savers": (self._copies.described, self._copies.refused),
         }
         everyone = self._sync.all_gather_at("the start of fit", mine)
         for key in ("steps_per_execution", "epochs", "built"):
@@ -167,6 +174,7 @@ class Distribute(keras.callbacks.Callback):
         self._set_epoch_length([r["steps"] for r in everyone])
         self._steps_before = -self._sync.steps_done
         model._initial_epoch = everyone[0]["initial_epoch"]
+        self._copies.begin(model, *everyone[0]["savers"])
         if model.built:
             # Rank-local state from an earlier fit or a checkpoint is not broadcast, so that a rank's momenta match its
             # residual. In mid-epoch, non-trainable weights are rank-local too.
@@ -258,6 +266,7 @@ class Distribute(keras.callbacks.Callback):
             self._check_replicas(when)
         if logs is not None and self._reports():
             logs.update(self.cost().live())
+        self._copies.after_step(self.model, batch)
         if self._callback_list is None:
             self._sync.on_train_batch_end(batch, logs)
 
@@ -297,13 +306,16 @@ class Distribute(keras.callbacks.Callback):
             return
         if self._adapters:
             self._end_of_steps()
-        self._sync.all_gather_at(f"validation in epoch {self._epoch + 1}")
+        mine = self._evaluation.batches(self)
+        self._evaluation.begin(self._sync.all_gather_at(f"validation in epoch {self._epoch + 1}", mine))
         replicas.average_state(self.model, self._comm)
         if self._adapters:
             self._logs.before_validation(self.model)
 
     def on_test_end(self, logs: Any = None) -> None:
         """Replace this rank's validation metrics by those of all ranks."""
+        if self._comm.size > 1:
+            self._evaluation.finish(self.model)
         if self._comm.size > 1 and logs:
             self._sync.all_gather_at(f"the end of validation in epoch {self._epoch + 1}")
             self._logs.after_validation(self.model, logs)
@@ -323,6 +335,7 @@ class Distribute(keras.callbacks.Callback):
         self._check_finite(f"after epoch {epoch + 1}")
         if self.check_every is not None:
             self._check_replicas(f"after epoch {epoch + 1}")
+        self._copies.after_epoch(self.model)
         if self._callback_list is None:
             self._sync.on_epoch_end(epoch, logs)
 
@@ -345,4 +358,5 @@ class Distribute(keras.callbacks.Callback):
     def _check_replicas(self, when: str) -> None:
         own = rank_local_ids(self.model)
         variables = [*self.model.trainable_weights, *replicas.optimizer_state_of(self.model)]
-        replicas.check_identical([v for v in variables if id(v) not in own], self._comm, when)
+        for ranks, some in by_ranks([v for v in variables if id(v) not in own], self._comm):
+            replicas.check_identical(some, ranks, when)

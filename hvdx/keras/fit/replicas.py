@@ -11,6 +11,7 @@ from hvdx.comm import Comm
 from hvdx.errors import ReplicaError
 from hvdx.keras.adapters.optimizer import optimizers_of
 from hvdx.keras.adapters.optimizer_state import accumulated_gradients
+from hvdx.keras.shards import by_ranks, mark_state, shard_of, whole_shape
 
 # Largest number of differing variables that an error lists.
 _LISTED = 5
@@ -27,6 +28,8 @@ def state_of(model: Any) -> list[Any]:
 def optimizer_state_of(model: Any) -> list[Any]:
     """Return the variables of a model's optimisers, without half-accumulated gradients."""
     optimizers = optimizers_of(model)
+    for optimizer in optimizers:
+        mark_state(optimizer)
     local = {id(v) for optimizer in optimizers for v in accumulated_gradients(optimizer)}
     variables = {id(v): v for optimizer in optimizers for v in optimizer.variables}
     return [v for i, v in variables.items() if i not in local]
@@ -60,7 +63,7 @@ def check_alike(variables: Sequence[Any], comm: Comm) -> None:
     Raises:
         ReplicaError: on every rank, if they differ; the message names the first variable that differs.
     """
-    mine = [(tuple(v.shape), str(v.dtype)) for v in variables]
+    mine = [(whole_shape(v), str(v.dtype)) for v in variables]
     everyone = comm.all_gather_object(mine, "shapes of the model")
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
@@ -106,7 +109,15 @@ def broadcast_state(model: Any, root: int, comm: Comm, excluded: Collection[int]
     build_optimizers(model, comm)
     variables = [v for v in state_of(model) if id(v) not in excluded]
     check_alike(variables, comm)
-    broadcast(variables, root, comm)
+    for ranks, some in by_ranks(variables, comm):
+        broadcast(some, _root_among(ranks, root, comm), ranks)
+
+
+def _root_among(ranks: Comm, root: int, comm: Comm) -> int:
+    """Return the number of the root among all ranks, or of the root's group among the peers."""
+    if ranks is comm:
+        return root
+    return next(i for i, group in enumerate(comm.mesh.groups) if root in group)
 
 
 def digests(variables: Sequence[Any]) -> list[bytes]:
@@ -168,7 +179,7 @@ def average_state(model: Any, comm: Comm) -> None:
     Floating-point weights that differ become the mean over the ranks where they hold no NaN or infinity. Other weights
     that differ become those of rank 0.
     """
-    variables = [v for v in model.non_trainable_weights if 0 not in v.shape]
+    variables = [v for v in model.non_trainable_weights if 0 not in v.shape and shard_of(v) is None]
     found = [variables[i] for i in differing(variables, comm)] if variables else []
     means = [v for v in found if tf.as_dtype(v.dtype).is_floating]
     others = [v for v in found if not tf.as_dtype(v.dtype).is_floating]

@@ -123,7 +123,14 @@ class SyncCallback(keras.callbacks.Callback):
         known = self._require_known(steps)
         if min(known) == 0:
             raise ReplicaError(f"fit: a rank has no step: {known} steps on the ranks. Give each its share of data.")
-        total = sum(-(-number // steps_per_execution) for number in known)
+        numbers = [-(-number // steps_per_execution) for number in known]
+        if self._comm.mesh is not None:
+            # The ranks of a group take their steps together: as many as the one with the fewest batches.
+            for group in self._comm.mesh.groups:
+                fewest = min(numbers[rank] for rank in group)
+                for rank in group:
+                    numbers[rank] = fewest
+        total = sum(numbers)
         self._step_client = strategy.step_client(self._comm, total, self.steps_done // steps_per_execution)
         self._repeats = callback_list.extend_epochs(self, total * steps_per_execution)
         return self._step_client

@@ -26,7 +26,9 @@ class Compression:
     bf16 = "bf16"
 
 
-def init(comm: Any = None, process_sets: Any = None, strategy: Strategy | str | None = None) -> None:
+def init(
+    comm: Any = None, process_sets: Any = None, strategy: Strategy | str | None = None, split: int | str | None = None
+) -> None:
     """Join the world, and assign the cores and GPUs of a host to its ranks; see `hvdx.keras.placement`.
 
     Call it before TensorFlow starts, because the number of threads and the GPU cannot change later. A rank gets the
@@ -40,9 +42,11 @@ def init(comm: Any = None, process_sets: Any = None, strategy: Strategy | str | 
             time. By default it works only before the first collective in a graph.
         strategy: default strategy of callbacks and optimisers; by default, that of `HVDX_STRATEGY`. If it is a
             `ParameterServer` whose servers are ranks of their own, these ranks serve in this call and do not return.
+        split: number M of ranks that share the layers of `hvdx.keras.layers`; or "node" for the ranks of a host. The
+            ranks form groups of M, of ranks of one host where possible. By default, the value of `HVDX_SPLIT`, or 1.
 
     Raises:
-        ConfigError: if an argument is not supported.
+        ConfigError: if an argument is not supported, or `split` does not divide the number of ranks.
         LaunchError, HorovodError: see `hvdx.comm.start`.
     """
     unsupported("init", comm=comm)
@@ -50,6 +54,8 @@ def init(comm: Any = None, process_sets: Any = None, strategy: Strategy | str | 
         allow()
     if strategy is not None:
         set_default(strategy)
+    if split is not None:
+        world.set_split(split)
     join(strategy)
     if isinstance(process_sets, str) and process_sets != "dynamic":
         raise ConfigError(

@@ -62,7 +62,7 @@ class ServerClient:
         self._box = comm.mailbox(WORKER_BOX, self._place)
         self.round = self.series = 0
         self._servers: set[int] = set()
-        # Sessions that worker 0 has opened, and this worker has not begun.
+        # Sessions that another worker has opened, and this worker has not begun.
         self._ready: set[int] = set()
         # Sessions with an unanswered message.
         self._unanswered: set[int] = set()
@@ -108,19 +108,23 @@ class ServerClient:
         """
         return self._wait_for_answers(deque(messages), {header[1]: to for to, header, _ in messages}, kind, {})
 
-    def pass_on_ready(self, session: int) -> None:
-        """Tell the other workers, from worker 0, that a session is open."""
-        for worker in range(1, self._comm.size):
+    def pass_on_ready(self, session: int, workers: Iterable[int]) -> None:
+        """Tell the other workers of a session that it is open."""
+        for worker in workers:
             self._box.send(worker, WORKER_BOX, [MessageType.READY, session])
 
-    def await_ready(self, session: int) -> None:
-        """Wait for worker 0's message that a session is open. The message may have arrived earlier.
+    def await_ready(self, session: int, first: int) -> None:
+        """Wait for the message that a session is open. The message may have arrived earlier.
+
+        Args:
+            session: number of the session.
+            first: rank of its first worker, which sends the message.
 
         Raises:
             ExchangeError: if it did not come within the time limit.
         """
         if session not in self._ready:
-            self._wait_for_answers(deque(), {session: 0}, MessageType.READY, {0: [0]})
+            self._wait_for_answers(deque(), {session: first}, MessageType.READY, {first: [first]})
         self._ready.discard(session)
 
     def _wait_for_answers(

@@ -8,13 +8,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hvdx.comm import Comm
+from hvdx.comm import Comm, Message
 from hvdx.comm.launcher import kernel_threads
 from hvdx.errors import UpdateError
 from hvdx.strategies.base import TensorSpec, views
 from hvdx.strategies.compiling import prepare_together
 from hvdx.strategies.driver import MAX_SKIPPED_STEPS, HostExchange
-from hvdx.strategies.serving.client import client_of
+from hvdx.strategies.serving.client import Call, client_of
 from hvdx.strategies.serving.messages import MessageType, SessionConfig, cut
 from hvdx.strategies.serving.updates import is_finite, joined_residual, make_codec
 from hvdx.strategies.telemetry import ServerTelemetry
@@ -36,7 +36,7 @@ class Options(Protocol):
     def server_ranks(self, comm: Comm) -> list[int]:
         """Return the ranks that serve."""
 
-    def config(self, workers: int, elements: int, dtype: str) -> SessionConfig:
+    def config(self, workers: int, elements: int, dtype: str, group: int, ranks: Sequence[int]) -> SessionConfig:
         """Return the configuration of a session."""
 
 
@@ -81,7 +81,8 @@ class ServerExchange(HostExchange):
 
     Args:
         strategy: options, the same on all workers.
-        comm: the workers.
+        comm: the workers; for parts of split layers, those that hold the same parts. All workers of the job then make
+            exchanges together.
         specs: the variables, of the same shapes on all workers.
 
     Raises:
@@ -93,6 +94,10 @@ class ServerExchange(HostExchange):
     def __init__(self, strategy: Options, comm: Comm, specs: Sequence[TensorSpec]):
         super().__init__(specs, ServerTelemetry())
         self._strategy, self._comm = strategy, comm
+        # The client and the numbers of sessions are those of all workers, of which `comm` may be a part.
+        self._everyone = comm if comm.parent is None else comm.parent
+        self._ranks = tuple(range(comm.size) if comm.parent_ranks is None else comm.parent_ranks)
+        self._rank = self._everyone.rank
         self._dtype = np.dtype(np.float64 if any(s.itemsize > 4 for s in specs) else np.float32)
         self._codec = make_codec(strategy.codec, kernel_threads(comm.local_size))
         if self._codec is not None:
@@ -105,8 +110,8 @@ class ServerExchange(HostExchange):
         self._weight_views, self._update_views = views(self._weights, specs), views(self._update, specs)
         # The update in float32, the dtype of codecs.
         self._single = self._update if self._dtype == np.float32 else np.zeros(self._n, np.float32)
-        self._client = client_of(comm)
-        if any(part.server == comm.rank for part in self._parts):
+        self._client = client_of(self._everyone)
+        if any(part.server == self._rank for part in self._parts):
             self._client.open_server()
         self._client.register_servers(part.server for part in self._parts)
         self._next_session = 0
@@ -123,8 +128,12 @@ class ServerExchange(HostExchange):
     def renew(self) -> None:
         self.close()
         # Each exchange has its own series of session numbers, because workers may begin sessions in different orders.
-        self._client.series = max(self._comm.all_gather_object(self._client.series, "opening an exchange")) + 1
-        self._next_session = self._client.series << _SERIES_BITS
+        mine = self._client.series, self._ranks
+        everyone = self._everyone.all_gather_object(mine, "opening an exchange")
+        sets_of_workers = sorted({ranks for _, ranks in everyone})
+        first = max(series for series, _ in everyone) + 1
+        self._next_session = first + sets_of_workers.index(self._ranks) << _SERIES_BITS
+        self._client.series = first + len(sets_of_workers) - 1
 
     def begin(self, weights: Sequence[np.ndarray]) -> None:
         """Load worker 0's weights into the servers; the other workers wait until the servers have them.
@@ -146,14 +155,15 @@ class ServerExchange(HostExchange):
         # No worker may push before all servers are ready.
         if self._comm.rank == 0:
             self._open_sessions()
-            self._client.pass_on_ready(first)
+            self._client.pass_on_ready(first, self._ranks[1:])
         else:
-            self._client.await_ready(first)
+            self._client.await_ready(first, self._ranks[0])
 
     def _open_sessions(self) -> None:
         messages = []
         for part in self._parts:
-            config = self._strategy.config(self._comm.size, part.elements, self._dtype.name)
+            group, ranks = self._everyone.size // self._comm.size, self._ranks
+            config = self._strategy.config(self._comm.size, part.elements, self._dtype.name, group, ranks)
             body = np.frombuffer(pickle.dumps(config), np.uint8)
             self._client.send(part.server, [MessageType.OPEN, part.session], body)
             messages.append((part.server, [MessageType.LOAD, part.session], part.of(self._weights).view(np.uint8)))
@@ -195,21 +205,36 @@ class ServerExchange(HostExchange):
             WireError: if a server could not decode the update.
             HvdxError: after `MAX_SKIPPED_STEPS` refused updates in a row.
         """
-        begin, counts = time.perf_counter(), self.telemetry
+        calls = self.push(tensors, finite)
+        begin = time.perf_counter()
+        answers = self._client.call(calls, MessageType.WEIGHTS)
+        return self.pull(answers, time.perf_counter() - begin)
+
+    def push(self, tensors: Sequence[np.ndarray], finite: bool) -> list[Call]:
+        """Return the messages that push the update of a step; see `combine` for the arguments."""
+        begin = time.perf_counter()
         for update, now, pulled in zip(self._update_views, tensors, self._weight_views, strict=True):
             np.subtract(now, pulled, out=update)
         valid = finite and is_finite(self._update)
         if not valid:
             self._reason = f"it held NaN or infinity{self._locate_nonfinite(finite)}"
         bodies = self._encode() if valid else None
-        encoded = time.perf_counter()
-        messages = []
+        messages: list[Call] = []
         for i, part in enumerate(self._parts):
             body = None if bodies is None else bodies[i]
             messages.append((part.server, [MessageType.PUSH, part.session, part.version, int(body is not None)], body))
             self._count_bytes(part, 0 if body is None else body.size)
-        answers = self._client.call(messages, MessageType.WEIGHTS)
-        answered = time.perf_counter()
+        self.telemetry.encoding += time.perf_counter() - begin
+        return messages
+
+    def pull(self, answers: Mapping[int, Message], seconds: float) -> list[np.ndarray]:
+        """Return the servers' weights; see `combine`.
+
+        Args:
+            answers: answers to the messages of `push`, by session.
+            seconds: seconds from these messages to the answers.
+        """
+        begin, counts = time.perf_counter(), self.telemetry
         held, all_accepted = 0.0, True
         for part in self._parts:
             _, _, part.version, staleness, accepted, waited, *_ = answers[part.session].header
@@ -220,10 +245,9 @@ class ServerExchange(HostExchange):
         counts.steps += 1
         self._count_outcome(all_accepted)
         result = [w.copy() for w in self._weight_views]
-        counts.encoding += encoded - begin
-        counts.waiting += min(held, answered - encoded)
-        counts.exchanging += max(answered - encoded - held, 0.0)
-        counts.decoding += time.perf_counter() - answered
+        counts.waiting += min(held, seconds)
+        counts.exchanging += max(seconds - held, 0.0)
+        counts.decoding += time.perf_counter() - begin
         return result
 
     def _encode(self) -> list[np.ndarray] | None:
@@ -262,7 +286,7 @@ class ServerExchange(HostExchange):
         if accepted:
             self._skips = 0
             return
-        rank = self._comm.rank
+        rank = self._rank
         self._skipped(
             True,
             lambda again: f"step {self.telemetry.steps} of rank {rank}: its update was refused{again}: {self._reason}.",
@@ -272,7 +296,7 @@ class ServerExchange(HostExchange):
 
     def _count_bytes(self, part: "_Part", sent: int, received: int | None = None) -> None:
         """Count a message to a server and its answer, which holds the part's weights unless `received` is given."""
-        if part.server != self._comm.rank:
+        if part.server != self._rank:
             self.telemetry.sent += sent + _HEADER_BYTES
             self.telemetry.received += _HEADER_BYTES
             self.telemetry.received += part.elements * self._dtype.itemsize if received is None else received
@@ -285,12 +309,24 @@ class ServerExchange(HostExchange):
         """
         if not self.is_open:
             return None
-        messages: list[Any] = [(part.server, [MessageType.FLUSH, part.session], None) for part in self._parts]
+        begin = time.perf_counter()
+        answers = self._client.call(self.finish(), MessageType.FINAL)
+        return self.final(answers, time.perf_counter() - begin)
+
+    def finish(self) -> list[Call]:
+        """Return the messages that tell the servers that this worker has flushed."""
         for part in self._parts:
             self._count_bytes(part, 0)
-        begin = time.perf_counter()
-        answers = self._client.call(messages, MessageType.FINAL)
-        self.telemetry.ending += time.perf_counter() - begin
+        return [(part.server, [MessageType.FLUSH, part.session], None) for part in self._parts]
+
+    def final(self, answers: Mapping[int, Message], seconds: float) -> list[np.ndarray]:
+        """Return the final weights, and close the session; see `flush`.
+
+        Args:
+            answers: answers to the messages of `finish`, by session.
+            seconds: seconds from these messages to the answers.
+        """
+        self.telemetry.ending += seconds
         self.restart_timer()
         servers = tuple(
             (part.server, *answers[part.session].header[2:6], *(t / 1e6 for t in answers[part.session].header[6:8]))

@@ -6,6 +6,7 @@ Its number is the same on all ranks. A round is an epoch whose steps the first s
 """
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -17,18 +18,19 @@ class MessageType(IntEnum):
     """Type of a message. Numbers in brackets follow the type and the session in the header.
 
     To a server:
-        OPEN: begin a session, or restart it, with the pickled `SessionConfig` in the body. From worker 0. No answer.
-        LOAD: the body is the server's part of the weights. From worker 0. Answer: READY.
+        OPEN: begin a session, or restart it, with the pickled `SessionConfig` in the body. From the first worker of the
+            session. No answer.
+        LOAD: the body is the server's part of the weights. From the first worker. Answer: READY.
         PUSH: [version, finite] the body is this worker's update, computed from the weights of that version. There is no
             body if `finite` is 0, because the update held NaN. Answer: WEIGHTS, when the worker may continue.
         FLUSH: this worker pushes nothing until the answer. Answer: FINAL, when all workers have flushed.
-        CLOSE: end the session. From worker 0. No answer.
+        CLOSE: end the session. From the first worker. No answer.
         STEP: [round, steps, stop] request for another step of a round that has this number of steps; or, with `stop`,
             for the end of the round. Answer: GRANT.
         DISCONNECT: this worker sends no more messages. No answer.
 
     To a worker:
-        READY: the session is open. A server tells worker 0, which tells the other workers.
+        READY: the session is open. A server tells the first worker, which tells the other workers of the session.
         WEIGHTS: [version, staleness, accepted, microseconds since the PUSH] the body is the server's part.
         FINAL: [version, updates, applied, refused, microseconds of work, microseconds since OPEN] the body is the
             server's part, the same for all workers.
@@ -56,10 +58,10 @@ class MessageType(IntEnum):
 
 @dataclass(frozen=True)
 class SessionConfig:
-    """Configuration of a session, which worker 0 sends to the servers.
+    """Configuration of a session, which its first worker sends to the servers.
 
     Attributes:
-        workers: number of workers; they have the lowest ranks.
+        workers: number of workers.
         elements: number of elements of the server's part.
         dtype: dtype of the weights: "float32" or "float64".
         codec: codec of the updates, as in `ParameterServer`.
@@ -68,6 +70,7 @@ class SessionConfig:
         staleness_exponent: an update of staleness s counts share / s^staleness_exponent; with 0 all updates count the
             same.
         max_staleness: number of steps that a worker may be ahead of the slowest; None sets no limit.
+        ranks: ranks of the workers; by default the lowest ranks.
     """
 
     workers: int
@@ -78,6 +81,12 @@ class SessionConfig:
     share: float = 1.0
     staleness_exponent: float = 0.0
     max_staleness: int | None = None
+    ranks: Sequence[int] = ()
+
+    @property
+    def members(self) -> Sequence[int]:
+        """Ranks of the workers."""
+        return self.ranks or range(self.workers)
 
 
 def cut(elements: int, parts: int) -> list[tuple[int, int]]:

@@ -155,7 +155,7 @@ class RequestHandler:
             raise ValueError(f"session {number} is not open at this server: the ranks are in different fits.")
         if kind == MessageType.LOAD:
             session.shard = Shard(session.config, _weights(session.config, message.body))
-            for gone in set(range(session.config.workers)) - self.present:
+            for gone in set(session.config.members) - self.present:
                 session.shard.leave(gone)
             return [(message.sender, [MessageType.READY, number], None)]
         assert session.shard is not None

@@ -60,9 +60,9 @@ class Shard:
     def __init__(self, config: SessionConfig, weights: np.ndarray):
         self.config, self.weights = config, weights.astype(np.float64)
         self.version = self.updates = self.applied = self.refused = 0
-        self._clocks = [0] * config.workers
+        self._clocks = dict.fromkeys(config.members, 0)
         # Workers that push; the others have flushed or left.
-        self._training = set(range(config.workers))
+        self._training = set(config.members)
         self._flushed: set[int] = set()
         self._waiting: dict[int, Release] = {}
         self._pending: list[tuple[int, float, Addend | None]] = []
@@ -96,6 +96,8 @@ class Shard:
 
     def leave(self, worker: int) -> list[Release]:
         """Remove a worker that has disconnected; no other worker waits for it from now on."""
+        if worker not in self._clocks:
+            return []  # it pushes to other sessions
         self._training.discard(worker)
         self._flushed.discard(worker)
         self._waiting.pop(worker, None)
@@ -126,7 +128,7 @@ class Shard:
         if all_flushed:
             released += [Release(w, final=True) for w in sorted(self._flushed)]
             self._training, self._flushed = self._flushed, set()
-            self._clocks = [0] * self.config.workers
+            self._clocks = dict.fromkeys(self._clocks, 0)
         return released
 
     def _apply(self) -> None:

@@ -8,6 +8,9 @@ from hvdx.strategies.serving.messages import MessageType
 class StepClient:
     """Client that requests the steps of an epoch from the first server. Creating it is collective.
 
+    Workers that split layers take their steps together. So the first worker of each group requests them, each for all
+    workers of its group. The counts are steps of workers, whether they form groups or not.
+
     Args:
         comm: the workers.
         server: rank of the first server.
@@ -21,8 +24,12 @@ class StepClient:
     """
 
     def __init__(self, comm: Comm, server: int, steps: int, begun: int = 0):
-        self._workers, self.steps, self.taken, self.over, self.stopped = comm.size, steps, 0, False, False
-        self._before, self._begun = 0, begun
+        self._group = None if comm.mesh is None else comm.mesh.group
+        self._together = 1 if self._group is None else self._group.size
+        # From here on a group counts as one worker.
+        self._workers, self._steps = comm.size // self._together, steps // self._together
+        self.steps, self.taken, self.over, self.stopped = self._steps * self._together, 0, False, False
+        self._before, self._begun = 0, begun // self._together
         self._client, self._server = client_of(comm), server
         self._client.register_servers([self._server])
         # Rounds may differ: an exception may have ended a fit on some workers before they began an epoch.
@@ -34,10 +41,10 @@ class StepClient:
         """Begin an epoch, on all workers."""
         self._client.round += 1
         self._before, self._begun = self._begun, 0
-        self.taken, self.over, self.stopped = self._before, False, False
+        self.taken, self.over, self.stopped = self._before * self._together, False, False
 
     def another(self, stop: bool = False) -> bool:
-        """Request another step; return whether this worker may take it.
+        """Request another step; return whether this worker may take it. Collective in a group of workers.
 
         Args:
             stop: end the epoch for all workers.
@@ -45,11 +52,22 @@ class StepClient:
         Raises:
             ExchangeError: if there was no answer within the time limit.
         """
+        if self._group is None:
+            granted, given, stopped = self._ask(stop)
+        else:
+            stop = self._group.any_true(stop)
+            mine = self._ask(stop) if self._group.rank == 0 else None
+            granted, given, stopped = self._group.all_gather_object(mine, "the next step")[0]
+        self.taken = (self._before + self._workers + given) * self._together
+        self.over, self.stopped = not granted, stopped
+        return granted
+
+    def _ask(self, stop: bool) -> tuple[bool, int, bool]:
+        """Return whether a step is granted, the number of steps handed out, and whether the epoch was stopped."""
         session = -1
         # The first step of each worker needs no request. If fewer steps than workers remain, none is left to request.
-        left = max(self.steps - self._before - self._workers, 0)
+        left = max(self._steps - self._before - self._workers, 0)
         header = [MessageType.STEP, session, self._client.round, left, int(stop)]
         answer = self._client.call([(self._server, header, None)], MessageType.GRANT)[session]
         granted, given, stopped = answer.header[2:5]
-        self.taken, self.over, self.stopped = self._before + self._workers + given, not granted, bool(stopped)
-        return bool(granted)
+        return bool(granted), given, bool(stopped)

@@ -1,0 +1,147 @@
+"""Collectives of split layers with their gradients.
+
+Each function is linear in its tensor. The gradient of a linear map is its transpose, so that the gradient of the sum of
+all ranks' losses arrives at each rank: no factor of the number of ranks appears here. `average_gradient` divides the
+gradients of shards once, by the number of batches in the group.
+
+The gradients that Horovod registers for its own collectives average or sum inconsistently; none of them is used.
+Source: https://github.com/horovod/horovod/issues/2654
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvdx.comm.split_tensors import Lookup, SplitTensors
+
+
+def _linear(forward: Callable[[Any], Any], backward: Callable[[Any], Any], tensor: Any) -> Any:
+    """Apply a linear map whose gradient is another."""
+
+    @tf.custom_gradient
+    def apply(given: Any) -> Any:
+        return forward(given), backward
+
+    return apply(tensor)
+
+
+def gather_rows(ranks: SplitTensors, rows: Any) -> tuple[Any, Any]:
+    """Return the rows of the group and the number of rows of each rank; the gradient sums over the ranks.
+
+    Args:
+        ranks: collectives of the group.
+        rows: [rows of this rank, k].
+    """
+
+    @tf.custom_gradient
+    def gather(given: Any) -> Any:
+        gathered, counts = ranks.gather_rows(given)
+        return (gathered, counts), lambda gradient, _: ranks.sum_rows(gradient, counts)
+
+    return gather(rows)
+
+
+def sum_rows(ranks: SplitTensors, terms: Any, counts: Any) -> Any:
+    """Return this rank's rows of the sum over the ranks; the gradient gathers rows.
+
+    Args:
+        ranks: collectives of the group.
+        terms: [rows of the group, k].
+        counts: int64[ranks], number of rows of each rank.
+    """
+    return _linear(lambda t: ranks.sum_rows(t, counts), lambda g: ranks.gather_rows(g)[0], terms)
+
+
+def columns_to_rows(ranks: SplitTensors, columns: Any, counts: Any, bounds: Sequence[int]) -> Any:
+    """Return all columns of this rank's rows; the gradient goes the other way.
+
+    Args:
+        ranks: collectives of the group.
+        columns: [rows of the group, columns of this rank].
+        counts: int64[ranks], number of rows of each rank.
+        bounds: bounds of the ranks' columns.
+    """
+    return _linear(
+        lambda c: ranks.columns_to_rows(c, counts, bounds), lambda g: ranks.rows_to_columns(g, counts, bounds), columns
+    )
+
+
+def rows_of_ids(ranks: SplitTensors, rows: Any, lookup: Lookup) -> Any:
+    """Return the row of each id of this rank; the gradient of each id goes to the rank that holds its row.
+
+    A row travels forwards once to each rank that reads it. Gradients of an id that occurs several times are not added
+    up, as in Keras, whose optimisers and norms square each of them.
+
+    Args:
+        ranks: collectives of the group.
+        rows: [asked, k], the rows `lookup.rows` of this rank's part.
+        lookup: ids of this rank, and rows that the group reads from this rank.
+    """
+
+    def forward(given: Any) -> Any:
+        received = ranks.send_rows(tf.gather(given, lookup.first), lookup.distinct_asked, lookup.distinct)
+        return tf.gather(received, lookup.place)
+
+    def backward(gradient: Any) -> Any:
+        return ranks.send_rows(tf.gather(gradient, lookup.order), lookup.ids, lookup.asked)
+
+    return _linear(forward, backward, rows)
+
+
+def softmax_losses(ranks: SplitTensors, logits: Any, labels: Any, counts: Any, first: Any) -> Any:
+    """Return the cross-entropy of this rank's rows with the softmax over the classes of all ranks.
+
+    The gradient of the logits is that of the sum of all ranks' losses.
+
+    Args:
+        ranks: collectives of the group.
+        logits: [rows of the group, classes of this rank], float32 or float64.
+        labels: int64[rows of the group].
+        counts: int64[ranks], number of rows of each rank.
+        first: int64, first class of this rank.
+
+    Returns:
+        [rows of this rank].
+    """
+    width = tf.shape(logits, tf.int64)[1]
+
+    @tf.custom_gradient
+    def losses(given: Any) -> Any:
+        hot = tf.one_hot(labels - first, tf.cast(width, tf.int32), dtype=given.dtype)
+        # Finite even if all logits of this rank are -infinity.
+        top = tf.maximum(tf.reduce_max(given, axis=1), given.dtype.min)
+        total = tf.reduce_sum(tf.exp(given - top[:, None]), axis=1)
+        target = tf.reduce_sum(tf.where(hot > 0, given, 0), axis=1)
+        gathered, _ = ranks.gather_rows(tf.stack([top, total, target], axis=1))
+        tops, totals, targets = tf.unstack(tf.reshape(gathered, [ranks.size, -1, 3]), axis=2)
+        peak = tf.reduce_max(tops, axis=0)
+        log_total = peak + tf.math.log(tf.reduce_sum(totals * tf.exp(tops - peak), axis=0))
+        begin = tf.reduce_sum(counts[: ranks.rank])
+        mine = (log_total - tf.reduce_sum(targets, axis=0))[begin : begin + counts[ranks.rank]]
+
+        def backward(gradient: Any) -> Any:
+            of_rows, _ = ranks.gather_rows(gradient[:, None])
+            return (tf.exp(given - log_total[:, None]) - hot) * of_rows
+
+        return mine, backward
+
+    return losses(logits)
+
+
+def average_gradient(weight: Any, batches: int) -> Any:
+    """Return a weight unchanged, and divide its gradient.
+
+    Each rank of the group computes a loss of its own batch. The gradient of a shard is the sum over the group's losses;
+    without splitting it would be the mean.
+
+    Args:
+        weight: tensor.
+        batches: number of ranks in the group.
+    """
+
+    @tf.custom_gradient
+    def identity(value: Any) -> Any:
+        return tf.identity(value), lambda gradient: gradient / tf.cast(batches, gradient.dtype)
+
+    return identity(tf.convert_to_tensor(weight))

@@ -1,0 +1,48 @@
+"""The group of ranks that split a layer, as layers see it."""
+
+from typing import Any
+
+from hvdx.comm.mesh import Mesh
+from hvdx.errors import ConfigError
+from hvdx.keras.joining import join
+from hvdx.keras.shards import tensors_of
+
+
+def joined_mesh() -> Mesh | None:
+    """Return the mesh of the joined world; None if layers are not split. The first call joins the world."""
+    mesh: Mesh | None = join().mesh
+    return mesh
+
+
+def bytes_sent() -> int:
+    """Return the bytes that this rank has sent in the collectives of split layers, since the world was joined.
+
+    The bytes of the strategy, which combines gradients, are not included.
+
+    Example:
+        >>> bytes_sent()
+        0
+    """
+    mesh = joined_mesh()
+    return 0 if mesh is None else tensors_of(mesh).sent
+
+
+def refuse_fewer(layer: Any, extent: int, what: str, parts: int) -> None:
+    """Raise ConfigError if a layer has fewer columns or rows than there are ranks in the group."""
+    if extent < parts:
+        error = ConfigError(
+            f"layer {layer.name}: expected at least {parts} {what}, one for each rank of the group, got {extent}. Use "
+            f"keras.layers.{type(layer).__mro__[1].__name__} for small layers, which are not worth splitting."
+        )
+        error.collective = True
+        raise error
+
+
+class Shared:
+    """Value that a deep copy of a layer shares with the layer."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __deepcopy__(self, memo: Any) -> "Shared":
+        return self

@@ -1,0 +1,105 @@
+"""Files of models with split layers: they hold plain layers of Keras with whole weights."""
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+
+from hvdx.errors import ConfigError
+from hvdx.keras.shards import has_parts, mark_state, shard_of
+
+_REMEDY = (
+    "this rank holds one part of its weights, so it cannot save them alone. Call plain = hvdx.keras.gather(model) on "
+    "all ranks, then plain.save(...) on rank 0. During fit, use hvdx.keras.Checkpoint or "
+    "keras.callbacks.ModelCheckpoint with the Distribute callback."
+)
+# Functions of Keras that write a model, their first argument, to a file.
+_SAVING = (
+    *((keras.Model, name) for name in ("save", "save_weights", "export")),
+    *((keras.saving, name) for name in ("save_model", "save_weights")),
+    (keras.models, "save_model"),
+)
+_guarded = False
+
+
+def name_as_plain(split: type, plain: type) -> None:
+    """Make files name the plain class in the place of a split one, so that Keras loads them without hvdx.
+
+    Keras also names layers, and their groups in files, after the class. With the name of the plain class, a split model
+    has the names of the plain one, and each can read the other's weights.
+
+    Args:
+        split: class of a split layer.
+        plain: class of Keras with the same configuration.
+    """
+    split.__name__ = plain.__name__
+    # Keras has no public access to these names.
+    names = importlib.import_module("keras.src.api_export").REGISTERED_OBJS_TO_NAMES
+    names[split] = names[plain]
+
+
+def guard_files() -> None:
+    """Make Keras refuse to save models that hold parts, and cut what it loads into their optimisers, from now on.
+
+    Keras opens a file, and so empties it, before it asks the layers for their weights. So the functions that save are
+    wrapped, which leaves existing files unchanged.
+    """
+    global _guarded
+    if _guarded:
+        return
+    _guarded = True
+    for owner, name in _SAVING:
+        original = getattr(owner, name, None)
+        if original is not None:
+            setattr(owner, name, _refusing(original))
+    keras.optimizers.Optimizer.load_own_variables = _cutting(keras.optimizers.Optimizer.load_own_variables)
+
+
+def _refusing(save: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(save)
+    def guarded(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if has_parts(model):
+            raise ConfigError(f"model {model.name}: {_REMEDY}")
+        return save(model, *args, **kwargs)
+
+    return guarded
+
+
+def _cutting(load: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(load)
+    def guarded(optimizer: Any, store: Mapping[str, Any]) -> Any:
+        mark_state(optimizer)
+        return load(optimizer, cut_saved(store, optimizer.variables))
+
+    return guarded
+
+
+def refuse_to_save(layer: Any, mesh: Any) -> None:
+    """Raise ConfigError if a layer holds a part of its weights.
+
+    Args:
+        layer: layer that is to be saved.
+        mesh: None if the layer holds whole weights.
+    """
+    if mesh is not None:
+        raise ConfigError(f"layer {layer.name}: {_REMEDY}")
+
+
+def cut_saved(store: Mapping[str, Any], variables: list[Any]) -> Mapping[str, Any]:
+    """Return saved values, cut to this rank's parts.
+
+    Args:
+        store: saved values, by the number of the variable.
+        variables: variables in their order; None is left out.
+    """
+    present = [v for v in variables if v is not None]
+    if all(shard_of(v) is None for v in present):
+        return store
+    found = {key: store[key] for key in store.keys()}  # noqa: SIM118 - a store of Keras has no iterator
+    for i, variable in enumerate(present):
+        shard, value = shard_of(variable), found.get(str(i))
+        if shard is not None and value is not None and tuple(value.shape) == shard.shape:
+            found[str(i)] = shard.cut(value)
+    return found

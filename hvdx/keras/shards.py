@@ -1,0 +1,156 @@
+"""Shards: parts of weights that are split over the ranks of a group, and of the optimiser's state for them."""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdx.comm import Comm
+from hvdx.comm.mesh import Mesh
+from hvdx.comm.split_tensors import SplitTensors
+from hvdx.errors import ConfigError
+from hvdx.keras.adapters.optimizer_state import accumulated_gradients, innermost, slots
+
+_ATTRIBUTE = "_hvdx_shard"
+# These optimisers compute norms or statistics of whole weights.
+_NEED_WHOLE_WEIGHTS = ("Adafactor", "Lamb", "Muon")
+_tensors: "weakref.WeakKeyDictionary[Any, SplitTensors]" = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Part of a weight that this rank holds.
+
+    Attributes:
+        shape: shape of the whole weight.
+        axis: axis along which the weight is split.
+        bounds: bounds of the parts along the axis: part i is [bounds[i], bounds[i + 1]).
+        position: number of this rank's part.
+
+    Example:
+        >>> shard = Shard((2, 4), 1, (0, 2, 4), 1)
+        >>> shard.part_shape, shard.cut(np.arange(8).reshape(2, 4)).tolist()
+        ((2, 2), [[2, 3], [6, 7]])
+    """
+
+    shape: tuple[int, ...]
+    axis: int
+    bounds: tuple[int, ...]
+    position: int
+
+    @property
+    def begin(self) -> int:
+        """First index of this rank's part."""
+        return self.bounds[self.position]
+
+    @property
+    def end(self) -> int:
+        """First index after this rank's part."""
+        return self.bounds[self.position + 1]
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Shape of this rank's part."""
+        return (*self.shape[: self.axis], self.end - self.begin, *self.shape[self.axis + 1 :])
+
+    def cut(self, whole: Any) -> Any:
+        """Return this rank's part of an array or tensor of the whole shape."""
+        return whole[(slice(None),) * self.axis + (slice(self.begin, self.end),)]
+
+    def join(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        """Return the whole array of the parts of all positions."""
+        return np.concatenate(parts, axis=self.axis)
+
+
+def tensors_of(mesh: Mesh) -> SplitTensors:
+    """Return the collectives of a mesh's group."""
+    if mesh.channel not in _tensors:
+        _tensors[mesh.channel] = SplitTensors(mesh.channel)
+    return _tensors[mesh.channel]
+
+
+def mark(variable: Any, shard: Shard) -> None:
+    """Register a Keras variable as a part of a whole one."""
+    setattr(variable, _ATTRIBUTE, shard)
+
+
+def shard_of(variable: Any) -> Shard | None:
+    """Return the shard that a variable holds; None for a whole variable."""
+    found: Shard | None = getattr(variable, _ATTRIBUTE, None)
+    return found
+
+
+def has_parts(model: Any) -> bool:
+    """Return whether a model has split layers."""
+    return any(shard_of(v) is not None for v in model.weights)
+
+
+def mark_state(optimizer: Any) -> None:
+    """Register the state that an optimiser keeps for shards; it is split in the same way.
+
+    Args:
+        optimizer: Keras optimiser; nothing is done if it is not built, or trains no shard.
+
+    Raises:
+        ConfigError: if the optimiser needs norms or statistics of whole weights.
+    """
+    inner = innermost(optimizer)
+    trained = list(getattr(inner, "_trainable_variables", ())) if inner.built else []
+    shards = [(i, v, shard_of(v)) for i, v in enumerate(trained) if shard_of(v) is not None]
+    if not shards:
+        return
+    if any(cls.__name__ in _NEED_WHOLE_WEIGHTS for cls in type(inner).__mro__):
+        raise ConfigError(
+            f"optimizer {type(inner).__name__}: it needs norms or statistics of whole weights, and split layers hold "
+            "parts. Use another optimizer, such as Adam or SGD, or keras.layers.Dense in place of SplitDense."
+        )
+    # Keras links a slot to its weight by the slot's name only.
+    by_name = {f"{v.path.replace('/', '_')}_": shard for _, v, shard in shards}
+    for slot in slots(inner):
+        prefix = max((p for p in by_name if slot.name.startswith(p)), key=len, default=None)
+        if prefix is not None and tuple(slot.shape) == by_name[prefix].part_shape:  # type: ignore[union-attr]
+            mark(slot, by_name[prefix])  # type: ignore[arg-type]
+    averages = getattr(inner, "_model_variables_moving_average", None) or ()
+    for i, variable, shard in shards:
+        for parallel in (averages, accumulated_gradients(inner)):
+            if i < len(parallel) and parallel[i] is not None and tuple(parallel[i].shape) == tuple(variable.shape):
+                mark(parallel[i], shard)  # type: ignore[arg-type]
+
+
+def by_ranks(variables: Sequence[Any], comm: Comm) -> Iterator[tuple[Comm, list[Any]]]:
+    """Yield the ranks that hold the same values of variables, with these variables.
+
+    Args:
+        variables: Keras variables.
+        comm: all ranks. They share the whole variables; the peers of this rank share its shards, which are left out
+            if there are no other peers.
+    """
+    yield comm, [v for v in variables if shard_of(v) is None]
+    parts = [v for v in variables if shard_of(v) is not None]
+    if parts and comm.mesh is not None and comm.mesh.peers.size > 1:
+        yield comm.mesh.peers, parts
+
+
+def whole_shape(variable: Any) -> tuple[int, ...]:
+    """Return the shape of the whole variable."""
+    shard = shard_of(variable)
+    return tuple(variable.shape) if shard is None else shard.shape
+
+
+def whole_values(variables: Sequence[Any], group: Comm) -> list[np.ndarray]:
+    """Gather the whole values of variables. Collective over the group.
+
+    Args:
+        variables: Keras variables, the same on all ranks of the group.
+        group: communicator of the group.
+    """
+    values = []
+    for variable in variables:
+        value, shard = np.asarray(tf.convert_to_tensor(variable)), shard_of(variable)
+        if shard is not None:
+            value = shard.join(group.all_gather_object(value, "parts of a split layer"))
+        values.append(np.array(value))
+    return values

@@ -1,0 +1,317 @@
+"""Exchange of an optimiser that trains whole weights and parts of split layers.
+
+All ranks share the whole weights. A part is shared by the ranks that hold the same part, one in each group: its peers.
+So an optimiser has two exchanges of the same strategy, with different ranks, which this module presents as one.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hvdx.comm import Comm
+from hvdx.errors import ConfigError
+from hvdx.strategies.base import Exchange, Strategy, TensorSpec
+from hvdx.strategies.driver import HostExchange
+from hvdx.strategies.telemetry import Telemetry, merged
+
+
+class Share(NamedTuple):
+    """Exchange of some of an optimiser's tensors.
+
+    Attributes:
+        exchange: the exchange.
+        where: indices of its tensors among all tensors.
+        is_parts: whether the tensors are parts of split layers.
+    """
+
+    exchange: Any
+    where: list[int]
+    is_parts: bool
+
+    def of(self, tensors: Sequence[Any]) -> list[Any]:
+        """Return the tensors of this exchange."""
+        return [tensors[i] for i in self.where]
+
+
+def open_split(
+    strategy: Strategy,
+    comm: Any,
+    peers: Any,
+    specs: Sequence[TensorSpec],
+    is_part: Sequence[bool],
+    momentum: float = 0.0,
+    name: str = "",
+) -> Any:
+    """Open the exchange of whole weights and parts. Collective on the host.
+
+    Args:
+        strategy: strategy of both exchanges.
+        comm: all ranks.
+        peers: ranks that hold the same parts; a `GraphComm` if the strategy runs in the graph.
+        specs: the tensors, in their order.
+        is_part: whether each tensor is a part.
+        momentum, name: see `Strategy.open`.
+
+    Raises:
+        ConfigError: if the strategy or one of its options does not support split layers.
+        ReplicaError: if the ranks were given different strategies.
+    """
+    _refuse_options(strategy)
+    whole, parts = ([i for i, part in enumerate(is_part) if part == which] for which in (False, True))
+    if whole and parts and peers.size > 1:
+        # Both exchanges together stay within the overhead that the user allows.
+        strategy = strategy.with_overhead(0.5)
+    shares = []
+    if whole:
+        shares.append(Share(strategy.open(comm, [specs[i] for i in whole], momentum, name), whole, False))
+    if parts:
+        of_parts = [specs[i] for i in parts]
+        if peers.size == 1:
+            exchange: Any = _LocalExchange(of_parts, strategy.placement == "weights" and strategy.runs == "host")
+        else:
+            exchange = strategy.open(peers, of_parts, momentum, f"{name}.parts")
+        shares.append(Share(exchange, parts, True))
+    if strategy.runs == "graph":
+        # The sum over all ranks of the parts' gradients, each of which is the mean over a group.
+        return SplitGraphExchange(specs, shares, comm.size / peers.size if _adds_up(strategy) else 1.0)
+    return (strategy.split_exchange or SplitHostExchange)(comm, specs, shares)
+
+
+def _adds_up(strategy: Strategy) -> bool:
+    return getattr(strategy, "op", "mean") == "sum"
+
+
+def _refuse_options(strategy: Strategy) -> None:
+    """Raise ConfigError if the strategy or one of its options does not support split layers."""
+    problem = ""
+    if strategy.provisional:
+        problem = (
+            "it measures whole gradients, and this model has split layers. Choose one: AllReduce, Threshold, "
+            "ParameterAveraging or ParameterServer."
+        )
+    elif strategy.asynchronous and strategy.split_exchange is None:
+        problem = (
+            "it is asynchronous, and the ranks of a group take the steps of split layers together. Choose another "
+            "strategy, or give this one a split_exchange."
+        )
+    elif _adds_up(strategy) and (strategy.placement != "gradient" or strategy.runs != "graph"):
+        problem = (
+            "op='sum' adds up each rank's own steps, and the ranks of a group take one step of a split layer together. "
+            "Use op='mean'."
+        )
+    elif not isinstance(getattr(strategy, "groups", 1), int):
+        problem = (
+            "groups: expected a number for a model with split layers, whose gradients are exchanged in two sets, got "
+            "lists of gradients. Give groups=1."
+        )
+    if problem:
+        error = ConfigError(f"{strategy!r}: {problem}")
+        error.collective = True
+        raise error
+
+
+class SplitGraphExchange(Exchange):
+    """Exchange in the graph, made of one for whole weights and one for parts.
+
+    Args:
+        specs: all tensors.
+        shares: the exchanges.
+        factor: factor on the results of the exchange of parts.
+    """
+
+    def __init__(self, specs: Sequence[TensorSpec], shares: Sequence[Share], factor: float):
+        self.specs, self._shares, self._factor = list(specs), list(shares), factor
+        self.elements = sum(s.elements for s in specs)
+        self.sent = sum(share.exchange.sent for share in shares)
+
+    def step(self, tensors: Sequence[Any], finite: Any = True) -> list[Any]:
+        """Combine the tensors of both exchanges.
+
+        Args:
+            tensors: see `Exchange.step`.
+            finite: see `Exchange.step`; for weights a pair: the mapping for whole weights, and that for parts.
+        """
+        result: list[Any] = [None] * len(tensors)
+        for share in self._shares:
+            given = finite[share.is_parts] if isinstance(finite, tuple) else finite
+            for i, tensor in zip(share.where, share.exchange.step(share.of(tensors), given), strict=True):
+                result[i] = _times(tensor, self._factor) if share.is_parts and self._factor != 1.0 else tensor
+        return result
+
+    def agree(self, since: int) -> int:
+        """Return the steps since the last average; see `AveragingExchange.agree`. Collective."""
+        found: int = self._shares[0].exchange.agree(since)
+        return found
+
+
+def _times(tensor: Any, factor: float) -> Any:
+    """Return a tensor times a factor; of gathered rows, the rows times the factor."""
+    if hasattr(tensor, "indices"):
+        return type(tensor)(tensor.values * factor, tensor.indices, tensor.dense_shape)
+    return tensor * factor
+
+
+class SplitHostExchange(HostExchange):
+    """Exchange on the host, made of one for whole weights and one for parts.
+
+    Args:
+        comm: all ranks.
+        specs: all tensors.
+        shares: the exchanges.
+    """
+
+    def __init__(self, comm: Comm, specs: Sequence[TensorSpec], shares: Sequence[Share]):
+        self._comm, self._shares = comm, list(shares)
+        super().__init__(specs, Telemetry())
+
+    # `HostExchange` keeps these two; here they are those of the two exchanges.
+    @property
+    def telemetry(self) -> Telemetry:
+        """Counters of both exchanges together, without those of parts that no other rank holds."""
+        costs = [share.exchange.telemetry for share in self._shares]
+        total = merged([c for c, s in zip(costs, self._shares, strict=True) if not _is_local(s)] or costs)
+        if not any(total is cost for cost in costs):
+            # Both exchanges see the same computing, and skip the same steps.
+            total.computing, total.skipped = costs[0].computing, costs[0].skipped
+        return total
+
+    @telemetry.setter
+    def telemetry(self, fresh: Telemetry) -> None:
+        for share in self._shares:
+            counts = share.exchange.telemetry
+            share.exchange.telemetry = type(counts)(elements=counts.elements)
+
+    @property
+    def blamed(self) -> str:
+        """Variable whose gradient held NaN or infinity."""
+        return str(self._shares[0].exchange.blamed)
+
+    @blamed.setter
+    def blamed(self, name: str) -> None:
+        for share in self._shares:
+            share.exchange.blamed = name
+
+    def combine(self, tensors: Sequence[np.ndarray], finite: bool) -> list[np.ndarray]:
+        prepared = [share.exchange.prepare(share.of(tensors), finite) for share in self._shares]
+        mine = all(p.is_fine for p in prepared)
+        if self._comm.any_true(not mine):
+            # A rank that skips one of the exchanges skips the other, and all ranks with it. The first one reports.
+            for k, one in enumerate(prepared):
+                one.skip(blamed=k == 0 and not mine)
+        return self._all(share.exchange.deliver(p) for share, p in zip(self._shares, prepared, strict=True))
+
+    def _all(self, results: Any) -> list[Any]:
+        """Return the results of the exchanges in the order of the specs; None where an exchange has none."""
+        everything: list[Any] = [None] * len(self.specs)
+        for share, arrays in zip(self._shares, results, strict=True):
+            for i, array in zip(share.where, arrays or (), strict=arrays is not None):
+                everything[i] = array
+        return everything
+
+    def start_timer(self) -> None:
+        for share in self._shares:
+            share.exchange.start_timer()
+
+    def stop_timer(self) -> None:
+        for share in self._shares:
+            share.exchange.stop_timer()
+
+    def restart_timer(self) -> None:
+        for share in self._shares:
+            share.exchange.restart_timer()
+
+    @property
+    def is_open(self) -> bool:
+        return all(share.exchange.is_open for share in self._shares)
+
+    def begin(self, weights: Sequence[np.ndarray]) -> None:
+        for share in self._shares:
+            share.exchange.begin(share.of(weights))
+
+    def renew(self) -> None:
+        for share in self._shares:
+            share.exchange.renew()
+
+    @property
+    def residuals(self) -> list[np.ndarray]:
+        return self._all(share.exchange.residuals for share in self._shares)
+
+    def add_to_residual(self, tensors: Sequence[np.ndarray]) -> None:
+        for share in self._shares:
+            share.exchange.add_to_residual(share.of(tensors))
+
+    def flush(self) -> list[Any] | None:
+        """Return the results in flight; None in the place of a tensor without one. Collective."""
+        result = self._all([share.exchange.flush() for share in self._shares])
+        return None if all(r is None for r in result) else result
+
+    def drain(self) -> None:
+        for share in self._shares:
+            share.exchange.drain()
+
+    def close(self) -> None:
+        for share in self._shares:
+            share.exchange.close()
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Return the states of both exchanges, with their number before each name."""
+        states = [share.exchange.state_dict() for share in self._shares]
+        return {f"split{k}.{name}": array for k, state in enumerate(states) for name, array in state.items()}
+
+    def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
+        for k, share in enumerate(self._shares):
+            prefix = f"split{k}."
+            mine = {n.removeprefix(prefix): a for n, a in state.items() if n.startswith(prefix)}
+            share.exchange.load_state_dict(mine)
+
+
+def _is_local(share: Share) -> bool:
+    return isinstance(share.exchange, _LocalExchange)
+
+
+class _LocalExchange(HostExchange):
+    """Exchange of parts that no other rank holds: the tensors stay as they are.
+
+    Args:
+        specs: the parts.
+        takes_weights: whether the tensors are weights, which stay as they were in a step that is skipped; the results
+            of other steps are zeros then.
+    """
+
+    def __init__(self, specs: Sequence[TensorSpec], takes_weights: bool):
+        super().__init__(specs, Telemetry())
+        self.elements, self._takes_weights = self._n, takes_weights
+        # Weights after the last step, between `begin` and `close`.
+        self._weights: list[np.ndarray] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return not self._takes_weights or self._weights is not None
+
+    def close(self) -> None:
+        """Forget the weights."""
+        self._weights = None
+
+    def renew(self) -> None:
+        self.close()
+
+    def begin(self, weights: Sequence[np.ndarray]) -> None:
+        self._weights = [np.array(w) for w in weights]
+
+    def combine(self, tensors: Sequence[Any], finite: bool) -> list[Any]:
+        self.telemetry.steps += 1
+        self.telemetry.skipped += not finite
+        if self._weights is None:
+            return list(tensors) if finite else [np.zeros(s.shape, np.float32) for s in self.specs]
+        if finite:
+            self._weights = [np.array(t) for t in tensors]
+        return [w.copy() for w in self._weights]
+
+    def step(self, tensors: Sequence[Any], finite: Any = True) -> list[Any]:
+        """Return tensors of the graph; those of an average divided by this rank's weight."""
+        return [t / finite[t.dtype] for t in tensors] if isinstance(finite, Mapping) else list(tensors)
+
+    def agree(self, since: int) -> int:
+        """Return the steps since the last average."""
+        return since
