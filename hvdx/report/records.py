@@ -1,0 +1,318 @@
+"""Records of runs: one JSON Lines file for each rank, in one folder for each run.
+
+Each line of `rank-R.jsonl` is one object with a `kind`, and is written by one call, so that a killed job leaves a record
+that is whole up to the last flush:
+
+    fit     begins a fit: the schema's version, the rank, and the environment
+    steps   some steps, one list for each column; times are seconds since the fit began
+    epoch   the end of an epoch, with its metrics
+    end     the end of the fit; absent if the job died
+
+docs/records.md lists the fields.
+"""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvdx.errors import ConfigError
+
+#: Version of the schema. A reader refuses a later one.
+SCHEMA = 1
+#: Parts of a step that an exchange on the host measures; the rest of a step is "other".
+PARTS = ("computing", "encoding", "waiting", "exchanging", "decoding")
+#: Columns of a line of steps, with one value for each call of the training function (`steps_per_execution` steps): steps
+#: since the fit began, seconds since the fit began, seconds of the call, of which the parts, bytes, density of the last
+#: step, mean staleness.
+COLUMNS = ("step", "time", "seconds", *PARTS, "sent", "received", "density", "staleness")
+#: File beside the records in which `hvdx compare` stores the settings and the end of a run.
+OUTCOME = "outcome.json"
+
+_FILE = re.compile(r"rank-(\d+)\.jsonl")
+
+
+class Writer:
+    """Writer of one rank's record. Each line is appended by a single write.
+
+    Args:
+        folder: folder of the run; it is created if it does not exist.
+        rank: rank of this process.
+
+    Raises:
+        ConfigError: if the file cannot be written.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], rank: int):
+        self.path = Path(folder) / f"rank-{rank}.jsonl"
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file: int | None = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            if os.fstat(self._file).st_size:
+                self._end_torn_line()
+        except OSError as error:
+            raise ConfigError(
+                f"the record: expected a folder that can be written, got {folder}: {error.strerror}. "
+                "Set HVDX_RECORD (or Distribute(record=...)) to another folder."
+            ) from error
+
+    def _end_torn_line(self) -> None:
+        # A process that was killed may have left half a line, which would swallow the next one.
+        assert self._file is not None
+        os.write(self._file, b"\n")
+
+    def write(self, kind: str, **values: Any) -> None:
+        """Append one line.
+
+        Args:
+            kind: kind of the line.
+            **values: fields of the line; NaN and infinity are written as null.
+        """
+        if self._file is None:
+            return
+        line = json.dumps({"kind": kind, **_finite(values)}, separators=(",", ":"), default=_plain) + "\n"
+        os.write(self._file, line.encode())
+
+    def close(self) -> None:
+        """Close the file. Later lines are ignored."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def _finite(value: Any) -> Any:
+    """Return a value with None in place of NaN and infinity, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {str(k): _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    if isinstance(value, float | np.floating):
+        return float(value) if np.isfinite(value) else None
+    return value
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else str(value)
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """End of an epoch.
+
+    Attributes:
+        epoch: number of epochs that were completed, from 1.
+        step: steps of this rank since the fit began.
+        time: seconds since the fit began.
+        logs: metrics; None for one that was NaN or infinite.
+    """
+
+    epoch: int
+    step: int
+    time: float
+    logs: dict[str, float | None]
+
+
+@dataclass
+class RankRecord:
+    """Record of one rank in one fit.
+
+    Attributes:
+        header: fields of the line `fit`.
+        steps: columns of the steps: float64[steps] each; the columns of a line that leaves them out are 0.
+        epochs: the epochs.
+        end: fields of the line `end`; None if the job died.
+    """
+
+    header: dict[str, Any]
+    steps: dict[str, np.ndarray] = field(default_factory=dict)
+    epochs: list[Epoch] = field(default_factory=list)
+    end: dict[str, Any] | None = None
+
+
+@dataclass
+class Run:
+    """Record of one fit on all its ranks.
+
+    Attributes:
+        folder: folder of the record.
+        ranks: record of each rank that wrote one.
+        outcome: settings and end of the run from `hvdx compare`; empty without it.
+
+    Example:
+        >>> run = Run(Path("demo"), {0: RankRecord({"strategy": "AllReduce()", "size": 2})})
+        >>> run.strategy, run.size, run.complete
+        ('AllReduce()', 2, False)
+    """
+
+    folder: Path
+    ranks: dict[int, RankRecord]
+    outcome: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def first(self) -> RankRecord:
+        """Record of the lowest rank."""
+        return self.ranks[min(self.ranks)]
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """Header of the lowest rank."""
+        return self.first.header
+
+    @property
+    def strategy(self) -> str:
+        """The strategy, as the call that makes it; "one worker" if the run has one."""
+        return "one worker" if self.size == 1 else str(self.header.get("strategy", ""))
+
+    @property
+    def size(self) -> int:
+        """Number of workers."""
+        return int(self.header.get("size", len(self.ranks)))
+
+    @property
+    def epochs(self) -> list[Epoch]:
+        """The epochs, by the clock of the lowest rank."""
+        return self.first.epochs
+
+    @property
+    def complete(self) -> bool:
+        """True if every rank recorded the end of the fit."""
+        return len(self.ranks) == self.size and all(rank.end is not None for rank in self.ranks.values())
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the beginning of the fit to its end, or to the last line that was written."""
+        times = [0.0]
+        for rank in self.ranks.values():
+            times += [float(rank.end["time"])] if rank.end else []
+            times += [epoch.time for epoch in rank.epochs[-1:]]
+            times += rank.steps["time"][-1:].tolist() if rank.steps else []
+        return max(times)
+
+    def curve(self, metric: str) -> list[tuple[int, float, float | None]]:
+        """Return a metric over the epochs: (epochs completed, seconds, value); None for NaN and infinity.
+
+        Args:
+            metric: name in the logs of Keras, such as "val_accuracy".
+        """
+        return [(e.epoch, e.time, e.logs[metric]) for e in self.epochs if metric in e.logs]
+
+    def step_seconds(self, skip: int = 1) -> float:
+        """Return the median of the seconds of a step, over all ranks and all steps after the first ones.
+
+        Time between two epochs (validation, checkpoints) is outside the steps.
+
+        Args:
+            skip: number of lines of each rank to leave out, whose time includes compiling.
+        """
+        found = [(r.steps["seconds"] / _steps_of_calls(r))[skip:] for r in self.ranks.values() if r.steps]
+        together = np.concatenate(found) if found else np.zeros(0)
+        return float(np.median(together)) if together.size else 0.0
+
+    def parts(self, skip: int = 1) -> dict[str, float]:
+        """Return the mean seconds of each part of a step, over all ranks; "other" is the rest of the step.
+
+        Args:
+            skip: as for `step_seconds`.
+        """
+        names = (*PARTS, "other")
+        rows = []
+        for rank in self.ranks.values():
+            if not rank.steps or rank.steps["step"].size <= skip:
+                continue
+            steps = _steps_of_calls(rank)[skip:].sum()
+            known = {name: rank.steps[name][skip:].sum() / steps for name in PARTS}
+            total = rank.steps["seconds"][skip:].sum() / steps
+            rows.append([*known.values(), max(0.0, total - sum(known.values()))])
+        means = np.mean(rows, axis=0) if rows else np.zeros(len(names))
+        return dict(zip(names, means.tolist(), strict=True))
+
+    def bytes_per_step(self) -> float:
+        """Return the mean bytes that a rank sends in a step."""
+        steps = sum(rank.steps["step"][-1] for rank in self.ranks.values() if rank.steps)
+        return sum(rank.steps["sent"].sum() for rank in self.ranks.values() if rank.steps) / max(steps, 1)
+
+
+def _steps_of_calls(rank: RankRecord) -> np.ndarray:
+    """Return the number of steps in each call of the training function."""
+    return np.diff(rank.steps["step"], prepend=0)
+
+
+def read(folder: str | os.PathLike[str]) -> list[Run]:
+    """Read the records in a folder and in the folders below it, one `Run` for each fit.
+
+    Args:
+        folder: folder of one run, or a folder of such folders.
+
+    Returns:
+        The runs, by folder and by the order of their fits.
+
+    Raises:
+        ConfigError: if there is no record, or one of a later version of hvdx.
+    """
+    root = Path(folder)
+    folders = sorted({path.parent for path in root.rglob("rank-*.jsonl") if _FILE.fullmatch(path.name)})
+    runs = [run for each in folders for run in _read_folder(each)]
+    if not runs:
+        raise ConfigError(
+            f"{folder}: expected records of runs (rank-0.jsonl ...), got none. "
+            "Record a run: HVDX_RECORD=DIR hvdx run -n 2 python train.py"
+        )
+    return runs
+
+
+def _read_folder(folder: Path) -> list[Run]:
+    fits: dict[int, dict[int, RankRecord]] = {}
+    for path in sorted(folder.glob("rank-*.jsonl")):
+        match = _FILE.fullmatch(path.name)
+        for number, record in enumerate(_read_file(path) if match else []):
+            fits.setdefault(number, {})[int(match.group(1))] = record  # type: ignore[union-attr]
+    outcome = read_outcome(folder)
+    return [Run(folder, ranks, outcome) for _, ranks in sorted(fits.items())]
+
+
+def read_outcome(folder: Path) -> dict[str, Any]:
+    """Return the settings and the end of a run that `hvdx compare` started; empty if there are none.
+
+    Args:
+        folder: folder of the run.
+    """
+    try:
+        found = json.loads((folder / OUTCOME).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _read_file(path: Path) -> list[RankRecord]:
+    records: list[RankRecord] = []
+    columns: list[dict[str, list[list[float]]]] = []
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            values = json.loads(line)
+            kind = values.pop("kind")
+        except (ValueError, KeyError, AttributeError, TypeError):
+            continue  # a line that was cut off by a kill
+        if kind == "fit":
+            if int(values.get("schema", 0)) > SCHEMA:
+                raise ConfigError(
+                    f"{path}: expected a record of schema {SCHEMA} or earlier, got {values['schema']}. "
+                    "Read it with the version of hvdx that wrote it, or a later one."
+                )
+            records.append(RankRecord(values))
+            columns.append({})
+        elif records and kind == "steps":
+            for name in COLUMNS:
+                zeros = [0.0] * len(values.get("step", []))
+                columns[-1].setdefault(name, []).append(values.get(name, zeros))
+        elif records and kind == "epoch":
+            records[-1].epochs.append(Epoch(values["epoch"], values["step"], values["time"], values.get("logs", {})))
+        elif records and kind == "end":
+            records[-1].end = values
+    for record, found in zip(records, columns, strict=True):
+        record.steps = {name: np.array(sum(lists, []), np.float64) for name, lists in found.items()}
+    return records
