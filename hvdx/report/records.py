@@ -1,7 +1,7 @@
 """Records of runs: one JSON Lines file for each rank, in one folder for each run.
 
-Each line of `rank-R.jsonl` is one object with a `kind`, and is written by one call, so that a killed job leaves a record
-that is whole up to the last flush:
+Each line of `rank-R.jsonl` is one object with a `kind`. A line is written by one call, so that a killed job leaves a
+record that is whole up to the last flush:
 
     fit     begins a fit: the schema's version, the rank, and the environment
     steps   some steps, one list for each column; times are seconds since the fit began
@@ -27,9 +27,9 @@ from hvdx.errors import ConfigError
 SCHEMA = 1
 #: Parts of a step that an exchange on the host measures; the rest of a step is "other".
 PARTS = ("computing", "encoding", "waiting", "exchanging", "decoding")
-#: Columns of a line of steps, with one value for each call of the training function (`steps_per_execution` steps): steps
-#: since the fit began, seconds since the fit began, seconds of the call, of which the parts, bytes, density of the last
-#: step, mean staleness.
+#: Columns of a line of steps, with one value for each call of the training function (`steps_per_execution` steps):
+#: steps and seconds since the fit began, seconds of the call, its parts, its bytes, density of the last step, mean
+#: staleness.
 COLUMNS = ("step", "time", "seconds", *PARTS, "sent", "received", "density", "staleness")
 #: File beside the records in which `hvdx compare` stores the settings and the end of a run.
 OUTCOME = "outcome.json"
@@ -314,5 +314,5 @@ def _read_file(path: Path) -> list[RankRecord]:
         elif records and kind == "end":
             records[-1].end = values
     for record, found in zip(records, columns, strict=True):
-        record.steps = {name: np.array(sum(lists, []), np.float64) for name, lists in found.items()}
+        record.steps = {name: np.concatenate(lists).astype(np.float64) for name, lists in found.items()}
     return records
