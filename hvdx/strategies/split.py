@@ -106,9 +106,7 @@ def _refuse_options(strategy: Strategy) -> None:
             "lists of gradients. Give groups=1."
         )
     if problem:
-        error = ConfigError(f"{strategy!r}: {problem}")
-        error.collective = True
-        raise error
+        raise ConfigError.on_all_ranks(f"{strategy!r}: {problem}")
 
 
 class SplitGraphExchange(Exchange):
