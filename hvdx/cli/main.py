@@ -15,6 +15,7 @@ COMMANDS = (
     "hvdx.cli.doctor",
     "hvdx.cli.build_horovod",
     "hvdx.cli.build_kernels",
+    "hvdx.cli.advise",
     "hvdx.cli.job",
     "hvdx.cli.bench",
     "hvdx.cli.lab",

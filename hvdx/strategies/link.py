@@ -113,6 +113,16 @@ def message_bytes(elements: int, density: float) -> float:
     return elements * density * entropy(density) / 8
 
 
+def ring_bytes(payload: float, size: int) -> int:
+    """Return the bytes that one rank sends in a ring all-reduce: 2 (N - 1) / N times the payload.
+
+    Args:
+        payload: bytes of the tensors.
+        size: number of ranks.
+    """
+    return round(payload * 2 * (size - 1) / size)
+
+
 def affordable_density(link: Link, size: int, elements: int, seconds: float) -> float:
     """Return the density whose messages all reach a rank within a given time, in [MIN_DENSITY, MAX_DENSITY].
 
