@@ -198,8 +198,8 @@ def advice(answers: Sequence[Answer], command: str, hosts: str = "") -> str:
     split = best.predictions.get(SPLIT)
     if split is not None and split.samples > best.fastest.samples:
         lines.append(
-            f"Split layers would take {best.speedup(SPLIT):.2f} times: replace the dense layers that the table names by "
-            "hvdx.keras.layers.SplitDense (docs/split-layers.md)."
+            f"Split layers would take {best.speedup(SPLIT):.2f} times: replace the dense layers that the table names "
+            "by hvdx.keras.layers.SplitDense (docs/split-layers.md)."
         )
     lines.append(f"Run: HVDX_STRATEGY={best.best} hvdx run{hosts} -n {best.workers} {command}")
     return "\n".join(lines)

@@ -1,15 +1,15 @@
 """Some steps of the user's script on one worker, and what its record says about the training."""
 
+import math
 import os
 import signal
+import statistics
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from hvdx.cli.common.processes import child_environment, key_line, kill_group
 from hvdx.errors import ConfigError, LaunchError
@@ -154,12 +154,14 @@ def read_training(folder: Path) -> Training:
             "the script more data, more epochs, or a lower steps_per_execution."
         )
     model, optimizer = run.header.get("model") or {}, run.header.get("optimizer") or {}
-    low, high = np.percentile(seconds, [15.9, 84.1])
+    # Half the distance between two quantiles is the standard deviation of a normal distribution.
+    quantiles = statistics.quantiles(seconds, n=1000, method="inclusive")
+    low, high = quantiles[158], quantiles[840]
     return Training(
-        computing=float(np.median(seconds)),
-        spread=float(high - low) / 2,
+        computing=statistics.median(seconds),
+        spread=(high - low) / 2,
         steps=len(seconds),
-        tensors=tuple(int(np.prod(shape)) for shape in model.get("tensors", [])),
+        tensors=tuple(math.prod(shape) for shape in model.get("tensors", [])),
         batch=int(run.header.get("batch") or 0),
         slots=float(optimizer.get("slots") or 0.0),
         momentum=float(optimizer.get("momentum") or 0.0),
@@ -169,17 +171,17 @@ def read_training(folder: Path) -> Training:
     )
 
 
-def _computing(run: records.Run) -> np.ndarray:
+def _computing(run: records.Run) -> list[float]:
     """Return the seconds of each measured step without its exchange, which is short on one worker."""
-    columns = run.first.steps
-    if not columns:
-        return np.zeros(0)
-    steps = np.maximum(np.diff(columns["step"], prepend=0), 1)
-    exchange = sum(columns[name] for name in records.PARTS if name != "computing")
-    seconds: np.ndarray = (columns["seconds"] - exchange) / steps
-    # With steps_per_execution, a call has several steps; the first call is skipped at least.
-    skipped = max(1, int(np.searchsorted(columns["step"], _SKIPPED, side="right")))
-    return seconds[skipped:]
+    columns = {name: column.tolist() for name, column in run.first.steps.items()}
+    seconds, before = [], 0.0
+    for row, step in enumerate(columns.get("step", [])):
+        exchange = sum(columns[name][row] for name in records.PARTS if name != "computing")
+        # With steps_per_execution, a call has several steps; at least the first call is skipped.
+        if row and step > _SKIPPED:
+            seconds.append((columns["seconds"][row] - exchange) / max(step - before, 1.0))
+        before = step
+    return seconds
 
 
 def _dense_layers(layers: Sequence[Mapping[str, Any]]) -> list[Layer]:
