@@ -114,12 +114,12 @@ class Auto(Strategy):
     def _declined(self, situation: Situation, best: Prediction) -> str:
         """Return a sentence if one worker alone would be as fast; "" otherwise."""
         ratio = situation.workers * situation.computing / best.seconds
-        if situation.workers == 1 or ratio >= WORTH_WORKERS:
+        if situation.workers == 1 or (ratio >= WORTH_WORKERS and not best.starved):
             return ""
-        return (
-            f" One worker alone would be as fast: {situation.workers} workers take {ratio:.2g} times its samples per "
-            "second. `hvdx advise` shows other strategies."
-        )
+        why = f"{situation.workers} workers take {ratio:.2g} times its samples per second"
+        if best.starved:
+            why = "at the lowest density, the workers hardly learn from each other"
+        return f" One worker alone would be as fast: {why}. `hvdx advise` shows other strategies."
 
 
 class TrialExchange(HostExchange):

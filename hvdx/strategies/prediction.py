@@ -116,6 +116,8 @@ class Prediction:
         samples: samples per second of all workers together; 0 if the batch is unknown.
         period: number of steps over which costs of one exchange were divided.
         note: choice that the strategy made, such as its density; "" for none.
+        starved: True if the link carries so little that the workers hardly learn from each other. Such a step is fast,
+            and no reason to distribute.
 
     Example:
         >>> Prediction({"computing": 0.02, "transfer": 0.01}, 1e6, {"weights": 4.0}, 100.0).bottleneck
@@ -128,6 +130,7 @@ class Prediction:
     samples: float = 0.0
     period: int = 1
     note: str = ""
+    starved: bool = False
 
     @property
     def seconds(self) -> float:

@@ -7,6 +7,7 @@ the weights are the same on all workers, to the bit.
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -188,7 +189,11 @@ class Threshold(Strategy):
         } | {name: value * shown for name, value in exchange.items()}
         others = given.workers - 1
         buffers = {"residual": 4.0 * count, "buffers": 8.0 * count + given.workers * message}
-        return given.prediction(terms, others * (message + HEADER_BYTES), buffers, note=f"density {density:.2g}")
+        made = given.prediction(terms, others * (message + HEADER_BYTES), buffers, note=f"density {density:.2g}")
+        if self.target_density == "auto" and others and density <= link.MIN_DENSITY:
+            # At the lowest density an element waits for thousands of steps.
+            return replace(made, starved=True, note=f"{made.note}, starved")
+        return made
 
     def merge(self, saved: Sequence[Mapping[str, np.ndarray]], rank: int, size: int) -> dict[str, np.ndarray]:
         """Distribute the saved residuals over the ranks, so that their sum stays the same."""

@@ -39,9 +39,10 @@ class Answer:
     def best(self) -> str:
         """Spelling of the strategy with the most samples per second; `ALONE` if none is worth its workers.
 
-        Split layers are left out, because they need a change of the script.
+        Split layers are left out, because they need a change of the script, and starved strategies.
         """
-        fastest = next((spelling for spelling in self.predictions if spelling != SPLIT), ALONE)
+        able = (spelling for spelling, p in self.predictions.items() if spelling != SPLIT and not p.starved)
+        fastest = next(able, ALONE)
         return fastest if self.workers > 1 and self.speedup(fastest) >= WORTH_WORKERS else ALONE
 
     @property
@@ -65,6 +66,7 @@ class Answer:
                 "samples_per_second": p.samples,
                 "speedup": self.speedup(spelling),
                 "note": p.note,
+                "starved": p.starved,
             }
             for spelling, p in self.predictions.items()
         ]
@@ -177,7 +179,8 @@ def advice(answers: Sequence[Answer], command: str, hosts: str = "") -> str:
     worth = [a for a in answers if a.best != ALONE]
     if not worth:
         most = max(answers, key=lambda a: a.workers)
-        least_bad = next((spelling for spelling in most.predictions if spelling != SPLIT), ALONE)
+        able = (spelling for spelling, p in most.predictions.items() if spelling != SPLIT and not p.starved)
+        least_bad = next(able, ALONE)
         why = ""
         if least_bad != ALONE:
             p = most.predictions[least_bad]

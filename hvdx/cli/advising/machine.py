@@ -23,6 +23,8 @@ from hvdx.strategies.link import Link
 from hvdx.strategies.prediction import Codec, Machine
 
 _MODULE = [sys.executable, "-m", "hvdx.cli.advising.machine"]
+#: Command of each rank that measures the link.
+LINK_COMMAND = [*_MODULE, "link"]
 # Seconds for a measurement; most of them are for compiling the codec's kernels, once on a machine.
 _SPEEDS_SECONDS, _LINK_SECONDS = 90.0, 60.0
 
@@ -90,7 +92,7 @@ def probe(hosts: Sequence[str]) -> Link:
     else:
         mpi = find_mpi()
         command = [*mpirun_command(job_size(), mpi), *host_options(mpi, 1, _hostfile())]
-    done = run([*command, *_MODULE, "link"], _LINK_SECONDS)
+    done = run([*command, *LINK_COMMAND], _LINK_SECONDS)
     reports = parse_reports(done.out)
     if not reports:
         raise LaunchError(
