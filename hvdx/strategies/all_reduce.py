@@ -93,7 +93,7 @@ class AllReduce(Strategy):
     def predict(self, situation: Situation) -> Prediction:
         itemsize = 4 if self.compression == "none" else 2
         given = situation.with_engine(self.engine)
-        terms = given.reduction(itemsize, given.elements) | {"waiting": given.slowest}
+        terms = given.reduction(itemsize, given.elements) | {"waiting": given.slowest, "polling": given.polling()}
         buffers = {"buffers": given.reduction_memory(itemsize, given.elements)}
         return given.prediction(terms, ring_bytes(itemsize * given.elements, given.workers), buffers)
 

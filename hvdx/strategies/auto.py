@@ -4,11 +4,12 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from hvdx.comm import Comm
-from hvdx.comm.launcher import kernel_threads
+from hvdx.comm.launcher import kernel_threads, usable_cores
 from hvdx.strategies import link
 from hvdx.strategies.all_reduce import AllReduce
 from hvdx.strategies.base import Strategy, TensorSpec, views
@@ -65,8 +66,9 @@ class Auto(Strategy):
         chosen = None
         if comm.rank == 0:
             tensors = tuple(spec.elements for e in exchanges for spec in e.specs)
+            facts: Any = {"engine": installed_engine(), "cores": usable_cores() / comm.local_size}
             # The link of all ranks was measured with the messages of all, also of those that share a host.
-            situation = Situation(comm.size, tensors, max(everyone), exchanges[0].network, engine=installed_engine())
+            situation = Situation(comm.size, tensors, max(everyone), exchanges[0].network, **facts)
             chosen, reason = self.decide(situation, kernel_threads(comm.local_size))
             if isinstance(chosen, Threshold) and not updates:
                 chosen = Threshold(placement="gradient", overhead=chosen.overhead)

@@ -78,7 +78,8 @@ class ParameterAveraging(Strategy):
         if terms:
             terms["copying"] += given.passes(3 * 8, elements)
         # The times of several steps differ less between workers than those of one step.
-        terms = {name: value / period for name, value in terms.items()} | {"waiting": given.slowest / period**0.5}
+        terms = {name: value / period for name, value in terms.items()}
+        terms |= {"waiting": given.slowest / period**0.5, "polling": given.polling(rarely=period > 1)}
         buffers = {"buffers": given.reduction_memory(4, elements) + 4 * elements * (given.workers > 1)}
         sent = ring_bytes(4 * elements, given.workers) / period
         return given.prediction(terms, sent, buffers, period=period, note=f"averages every {period} steps")

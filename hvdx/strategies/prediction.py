@@ -8,6 +8,7 @@ is fitted to measured steps.
 A step is a sum of terms:
 
     computing   forward pass, backward pass and optimiser, as on one worker
+    polling     computing that is slower because Horovod's thread takes a part of a core
     waiting     for the slowest worker, or for a parameter server that is busy
     copying     passes over the tensors on the host: buffers, casts, sums
     encoding    the codec's encoder, and the lookahead
@@ -16,6 +17,7 @@ A step is a sum of terms:
     decoding    the codec's decoder
 """
 
+import functools
 import importlib.util
 import math
 import socket
@@ -32,7 +34,7 @@ from hvdx.comm.waiting import overshoot
 from hvdx.strategies.link import Link
 
 #: Terms of a step, in their order.
-TERMS = ("computing", "waiting", "copying", "encoding", "latency", "transfer", "decoding")
+TERMS = ("computing", "polling", "waiting", "copying", "encoding", "latency", "transfer", "decoding")
 # Horovod's thread looks for tensors this often, in seconds; with `rarely`, see `hvdx.comm.horovod`.
 _CYCLE, _RARE_CYCLE = 1e-3, 5e-3
 # Bytes of Horovod's fusion buffer.
@@ -43,6 +45,9 @@ _TIMED_ELEMENTS = 1 << 22
 _SPARSE, _DENSE = 1e-3, 1 / 16
 # Repetitions of a measurement, of which the median counts.
 _TIMES = 5
+# Bytes that are written before each measurement. A step displaces the buffers of an exchange from the caches, so
+# measurements with warm caches would be too fast.
+_DISPLACING = 1 << 27
 # Small messages and bytes of the measurement of TCP on this machine.
 _PINGS, _CARRIED = 200, 1 << 24
 
@@ -165,6 +170,7 @@ class Situation:
         spread: standard deviation of `computing`, in seconds.
         layers: dense layers, in the order of the model.
         per_host: number of workers that share a host and its link.
+        cores: cores of each worker; below 1 if workers share cores.
 
     Example:
         >>> situation = Situation(2, (1_000_000,), 0.02, Link(0.0, 1e6))
@@ -184,6 +190,7 @@ class Situation:
     spread: float = 0.0
     layers: tuple[Layer, ...] = ()
     per_host: int = 1
+    cores: float = 1.0
 
     def with_engine(self, wanted: Engine) -> "Situation":
         """Return the same situation with the engine of a strategy; "auto" keeps the engine.
@@ -279,10 +286,24 @@ class Situation:
             return {"copying": copying} | terms
         # Horovod: into and out of the fusion buffer, and one sum. Before that, its thread wakes up and the ranks agree
         # that the tensors are ready, by an all-reduce of a few bytes.
-        terms = self.ring(payload)
-        hop = self.network.latency + self.machine.message
-        terms["latency"] += (_RARE_CYCLE if rarely else _CYCLE) / 2 + math.ceil(math.log2(self.workers)) * hop
+        terms, cycle = self.ring(payload), _RARE_CYCLE if rarely else _CYCLE
+        agreement = math.ceil(math.log2(self.workers)) * (self.network.latency + self.machine.message)
+        terms["latency"] += cycle / 2 + agreement
         return {"copying": self.passes(4 * itemsize + 3 * itemsize, elements) + casts} | terms
+
+    def polling(self, rarely: bool = False) -> float:
+        """Return the seconds by which Horovod's thread makes a step's computing longer.
+
+        In each cycle it sleeps, and then agrees with the other ranks; MPI occupies a core while it waits for them.
+
+        Args:
+            rarely: whether most steps have no all-reduce.
+        """
+        if self.workers == 1 or self.engine != "horovod":
+            return 0.0
+        agreement = math.ceil(math.log2(self.workers)) * (self.network.latency + self.machine.message)
+        share = agreement / (agreement + (_RARE_CYCLE if rarely else _CYCLE))
+        return self.computing * share / self.cores
 
     def reduction_memory(self, itemsize: int, elements: float) -> float:
         """Return the bytes of the buffers of `reduction`."""
@@ -360,8 +381,7 @@ def split_layers(situation: Situation) -> Prediction | None:
     if not chosen:
         return None
     rest = situation.elements - gone
-    for name, value in situation.reduction(4, rest).items():
-        terms[name] = terms.get(name, 0.0) + value
+    terms = added([terms, situation.reduction(4, rest), {"polling": situation.polling()}])
     terms["waiting"] = situation.slowest
     made = situation.prediction(terms, sent + 8.0 * rest * (count - 1) / count, note=f"split {', '.join(chosen)}")
     kept = (rest + gone / count) / max(situation.elements, 1)
@@ -392,13 +412,18 @@ def measure_codec(elements: int, threads: int | None = None) -> Codec:
         threshold = codec.Threshold(target_density=density, threads=threads)
         threshold.prepare()
         state, out = threshold.init([timed]), [np.zeros(timed, np.float32)]
-        encoding, few, many, entries = [], [], [], 0.0
+        encoding: list[float] = []
+        few: list[float] = []
+        many: list[float] = []
+        entries = 0.0
         for _ in range(_TIMES + 2):
+            _displace()
             begin = time.perf_counter()
             message, state = threshold.encode([update], state)
             encoding.append(time.perf_counter() - begin)
-            few.append(_seconds(lambda: threshold.decode([message], out, 0.5)))  # noqa: B023
-            many.append(_seconds(lambda: threshold.decode([message] * 4, out, 0.5)))  # noqa: B023
+            for times, messages in ((few, [message]), (many, [message] * 4)):
+                _displace()
+                times.append(_seconds(lambda: threshold.decode(messages, out, 0.5)))  # noqa: B023
             entries = float(state.sent.sum())
         # The first updates find tau.
         seconds[density] = [entries, *(float(np.median(times[2:])) for times in (encoding, few, many))]
@@ -421,10 +446,9 @@ def measure_memory(elements: int) -> tuple[float, float]:
     """
     n = max(min(elements, _TIMED_ELEMENTS), 1 << 10)
     given, more, narrow = np.ones(n, np.float32), np.ones(n, np.float32), np.ones(n, np.float16)
-    repeat = max(1, (1 << 20) // n)
     # The result is a new array, as in most copies of an exchange.
-    adding = _median(lambda: [given + more for _ in range(repeat)]) / repeat
-    cast = _median(lambda: [narrow.astype(np.float32) for _ in range(repeat)]) / repeat
+    adding = _median(lambda: given + more)
+    cast = _median(lambda: narrow.astype(np.float32))
     return 12 * n / max(adding, 1e-9), cast / n
 
 
@@ -484,9 +508,22 @@ def _seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def _median(work: Callable[[], object], times: int = _TIMES) -> float:
-    work()
-    return float(np.median([_seconds(work) for _ in range(times)]))
+def _median(work: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(_TIMES):
+        _displace()
+        seconds.append(_seconds(work))
+    return float(np.median(seconds))
+
+
+def _displace() -> None:
+    """Displace other arrays from the caches."""
+    _displacing().fill(1)
+
+
+@functools.cache
+def _displacing() -> np.ndarray:
+    return np.zeros(_DISPLACING, np.uint8)
 
 
 def added(terms: Sequence[dict[str, float]], factor: float = 1.0) -> dict[str, float]:

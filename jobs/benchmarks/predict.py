@@ -25,6 +25,7 @@ import numpy as np
 
 from hvdx.cli.advising import answer, machine, script
 from hvdx.cli.common import processes
+from hvdx.comm.launcher import usable_cores
 from hvdx.jobs.benchmarks import harness
 from hvdx.report import records
 from hvdx.report.table import render
@@ -71,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
                 link = _link(done, hosts, bandwidth, options.json)
                 for spelling in spellings:
                     key = f"{model} {hosts} {bandwidth} {spelling}"
-                    situation = answer.situation_of(training, speeds, link, hosts, 1)
+                    situation = answer.situation_of(training, speeds, link, hosts, 1, usable_cores() / hosts)
                     predicted = parse(spelling).predict(situation)
                     assert predicted is not None
                     if key not in done["cases"] and not options.again:

@@ -75,7 +75,16 @@ def test_link_of_a_server_carries_all_workers():
     assert found.samples == pytest.approx(3 * 32 / 12)
     assert ParameterServer(servers=4).predict(BASE) is None
     # Each worker's link carries 3/4 of its pushes and pulls and those of the others to its own part.
-    assert ParameterServer("colocated").predict(BASE).seconds == pytest.approx(6.0)
+    assert ParameterServer("colocated").predict(BASE).terms["transfer"] == pytest.approx(6.0)
+
+
+def test_thread_of_horovod_takes_a_part_of_a_core():
+    # An agreement of two rounds of 1 ms after each sleep of 1 ms, or of 5 ms; MPI on the host has no thread.
+    busy = change(engine="horovod")
+    assert AllReduce().predict(busy).terms["polling"] == pytest.approx(0.02 * 2 / 3)
+    assert ParameterAveraging().predict(busy).terms["polling"] == pytest.approx(0.02 * 2 / 7)
+    assert AllReduce().predict(change(engine="horovod", cores=4.0)).terms["polling"] == pytest.approx(0.02 / 6)
+    assert "polling" not in AllReduce(engine="mpi").predict(busy).terms
 
 
 def test_split_layers_send_activations():

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hvdx.cli.advising.script import Training
+from hvdx.comm.launcher import usable_cores
 from hvdx.report.table import quantity, render
 from hvdx.strategies import names, parse
 from hvdx.strategies.auto import WORTH_WORKERS
@@ -73,7 +74,9 @@ class Answer:
         return {"workers": self.workers, "bandwidth": self.bandwidth, "best": self.best, "strategies": rows}
 
 
-def situation_of(training: Training, machine: Machine, link: Link, workers: int, per_host: int) -> Situation:
+def situation_of(
+    training: Training, machine: Machine, link: Link, workers: int, per_host: int, cores: float | None = None
+) -> Situation:
     """Return the situation of a training on some workers.
 
     Args:
@@ -82,6 +85,7 @@ def situation_of(training: Training, machine: Machine, link: Link, workers: int,
         link: link of each host.
         workers: number of workers.
         per_host: number of workers on each host.
+        cores: cores of each worker; by default its share of this machine's.
     """
     return Situation(
         workers=workers,
@@ -97,6 +101,7 @@ def situation_of(training: Training, machine: Machine, link: Link, workers: int,
         spread=training.spread,
         layers=training.layers,
         per_host=per_host,
+        cores=usable_cores() / per_host if cores is None else cores,
     )
 
 

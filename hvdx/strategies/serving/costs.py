@@ -30,8 +30,13 @@ def predict(situation: Situation, workers: int, servers: int, dedicated: bool, c
     remote = 1.0 if dedicated else 1 - 1 / workers
     parts = servers * parts_of_server(int(weights) // servers)
     push, pull = update / network.bandwidth, weights / network.bandwidth
-    # While one part is pushed, the answer for the previous part arrives.
-    transfer = remote * (max(push, pull) + min(push, pull) / parts)
+    if dedicated:
+        # While one part is pushed, the answer for the previous part arrives.
+        transfer = max(push, pull) + min(push, pull) / parts
+    else:
+        # A worker's link also carries the updates for its server, and the answers, in the other direction each.
+        transfer = remote * (push + pull) * workers / servers
+        transfer *= given.per_host if given.workers > given.per_host else 1
     latency = 2 * (network.latency + parts * given.machine.message)
     # A server checks an update, adds it, and copies the answer.
     serving = (given.passes(4 + 12 + 8) + decoding) / servers
@@ -42,13 +47,8 @@ def predict(situation: Situation, workers: int, servers: int, dedicated: bool, c
         "transfer": transfer,
         "decoding": serving,
     }
-    # A server handles one update at a time. Its link carries the updates and the answers of all workers, in two
-    # directions; that of a worker that serves carries the worker's own messages, too.
-    if dedicated:
-        link = max(push, pull) * workers / servers
-    else:
-        link = remote * (push + pull) * workers / servers
-    link *= given.per_host if given.workers > given.per_host else 1
+    # A server handles one update at a time, and its link carries the updates of all workers, and the answers.
+    link = max(push, pull) * workers / servers * dedicated
     terms["waiting"] = max(0.0, max(link, workers * serving) - given.computing - sum(terms.values()))
     headers = parts * HEADER_BYTES
     sent = remote * (update + headers) + (0.0 if dedicated else remote * (weights + headers))
