@@ -8,6 +8,8 @@ from hvdx.strategies.serving.updates import density_of
 
 # Bytes per element of the codecs that send all elements.
 _ITEMSIZES = {"none": 4, "fp16": 2, "bf16": 2}
+# Trips over the network until the body of a message has arrived: header, answer of MPI, body.
+_TRIPS = 3
 
 
 def predict(situation: Situation, workers: int, servers: int, dedicated: bool, codec: str) -> Prediction | None:
@@ -37,13 +39,15 @@ def predict(situation: Situation, workers: int, servers: int, dedicated: bool, c
         # A worker's link also carries the updates for its server, and the answers, in the other direction each.
         transfer = remote * (push + pull) * workers / servers
         transfer *= given.per_host if given.workers > given.per_host else 1
-    latency = 2 * (network.latency + parts * given.machine.message)
+    # A message's header travels first. Its body follows when the receiver, which polls, has made room for it.
+    trips = 2 * _TRIPS
+    latency = trips * (network.latency + given.machine.message) + 2 * parts * given.machine.message
     # A server checks an update, adds it, and copies the answer.
     serving = (given.passes(4 + 12 + 8) + decoding) / servers
     terms = {
         "copying": given.passes(12 + 4 + 8 + 8 + 8),
         "encoding": encoding,
-        "latency": latency + overshoot(latency + transfer),
+        "latency": latency + trips * overshoot(transfer / trips),
         "transfer": transfer,
         "decoding": serving,
     }
