@@ -72,10 +72,9 @@ def test_calls_of_several_steps_and_several_fits_are_recorded(tmp_path):
 
 
 def test_fit_that_fails_keeps_its_rows(tmp_path):
-    callback = hvd.Distribute(record=tmp_path)
     with pytest.raises(RuntimeError, match="on purpose"):
-        fit(callback, Fails())
-    fit(callback, epochs=1)
+        fit(hvd.Distribute(record=tmp_path), Fails())
+    fit(hvd.Distribute(record=tmp_path), epochs=1)
     first, second = read(tmp_path)
     assert (first.ranks[0].end, first.ranks[0].steps["step"].tolist()) == (None, [1, 2, 3])
     assert second.complete
