@@ -19,7 +19,7 @@ import tensorflow as tf
 from hvdx.comm import Comm
 from hvdx.keras.adapters.optimizer_state import innermost, slots
 from hvdx.keras.adapters.updates import momentum_of
-from hvdx.keras.fit import callback_list
+from hvdx.keras.fit import callback_list, data
 from hvdx.version import __version__
 
 
@@ -94,18 +94,9 @@ def batch_size(callback: Any) -> int | None:
     Args:
         callback: a callback, in one of its hooks during `fit`.
     """
-    dataset = getattr(callback_list.epoch_iterator(callback), "_distributed_dataset", None)
-    specs = tf.nest.flatten(getattr(dataset, "element_spec", ()))
-    shape = getattr(specs[0], "shape", None) if specs else None
-    if shape is not None and shape.rank and shape[0]:
-        return int(shape[0])
-    while dataset is not None:
-        # A dataset whose last batch may be smaller has no fixed size, but its transformation knows it.
-        size = getattr(dataset, "_batch_size", None)
-        if size is not None:
-            return int(size)
-        dataset = getattr(dataset, "_input_dataset", None)
-    return None
+    iterator = callback_list.epoch_iterator(callback)
+    size = getattr(getattr(iterator, "data_adapter", None), "batch_size", None)
+    return int(size) if size else data.batch_size(getattr(iterator, "_distributed_dataset", None))
 
 
 def describe_versions(comm: Comm) -> dict[str, str | None]:

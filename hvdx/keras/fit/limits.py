@@ -72,9 +72,9 @@ def parse(text: str) -> Limit:
         >>> parse("minutes:0.5").minutes
         0.5
     """
-    kind, _, number = text.strip().partition(":")
-    if not kind and not number:
+    if not text.strip():
         return Limit()
+    kind, _, number = text.strip().partition(":")
     try:
         if kind == "minutes" and 0 < float(number) < float("inf"):
             return Limit(text, minutes=float(number))

@@ -30,6 +30,9 @@ _TIMES = ("computing", "encoding", "waiting", "exchanging", "decoding")
 _BYTES = ("sent", "received")
 _GROWING = (*_TIMES, *_BYTES, "staleness", "updates")
 _ZEROS = (0.0,) * (len(_GROWING) + 1)
+# Recordings whose fit has not ended. An exception may have ended it, so their rows are written before another fit
+# begins, which may use the same file, or when the process ends.
+_unfinished: list["Recording"] = []
 
 
 class Recording:
@@ -80,7 +83,7 @@ class Recording:
             adapters: function that returns the adapters of the fit.
             describe: function that returns the header's fields after the first step, when the model is built.
         """
-        self.close()
+        close_all()
         self._clear()
         self._error = ""
         if self._folder is None:
@@ -94,7 +97,7 @@ class Recording:
             self._error = str(error)
             return
         self.on = True
-        atexit.register(self.close)
+        _unfinished.append(self)
 
     @property
     def state(self) -> tuple[bool, str, str]:
@@ -147,6 +150,10 @@ class Recording:
         """Write the rows if the last write is long enough ago."""
         if self._rows and self._rows[-1][1] - self._written > self._interval:
             self._write()
+
+    def write_now(self) -> None:
+        """Let the next `write_if_due` write the rows."""
+        self._written = float("-inf")
 
     def steps_end(self) -> None:
         """Read the counters after the last step of an epoch, before the adapters are flushed."""
@@ -212,7 +219,7 @@ class Recording:
 
     def _stop(self) -> None:
         self.on = False
-        atexit.unregister(self.close)
+        _unfinished[:] = [other for other in _unfinished if other is not self]
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -256,7 +263,7 @@ class Recording:
         at_end, self._at_end = self._at_end, None
         own = rows[:, 3:]
         if not own.size:
-            own = np.linspace(self._before, at_end if live and at_end is not None else now, len(rows) + 1)[1:]
+            own = np.linspace(self._before, at_end if epoch_over and live and at_end else now, len(rows) + 1)[1:]
         if epoch_over and live:
             # Bytes that adapters send in a flush; the time of a flush is not the time of a step.
             for name in _BYTES:
@@ -287,6 +294,13 @@ class Recording:
     def _read(self) -> tuple[float, ...]:
         """Return the counters of all exchanges as they are now."""
         return self._counters() or _sum([adapter.cost() for adapter in self._adapters()])
+
+
+@atexit.register
+def close_all() -> None:
+    """Close the recordings of fits that exceptions have ended."""
+    for recording in list(_unfinished):
+        recording.close()
 
 
 def _of(counts: Telemetry) -> tuple[float, ...]:

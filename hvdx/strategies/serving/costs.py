@@ -53,7 +53,11 @@ def predict(situation: Situation, workers: int, servers: int, dedicated: bool, c
     }
     # A server handles one update at a time, and its link carries the updates of all workers, and the answers.
     link = max(push, pull) * workers / servers * dedicated
-    terms["waiting"] = max(0.0, max(link, workers * serving) - given.computing - sum(terms.values()))
+    # Asynchronous workers that serve wait for each other's messages. Of a closed network of W queues with W customers
+    # (Lazowska et al. 1984, balanced job bounds), each queue is busy for W / (2 W - 1) of the time.
+    queueing = 0.0 if dedicated else transfer * (1 - 1 / workers)
+    idle = max(link, workers * serving) - given.computing - sum(terms.values())
+    terms["waiting"] = max(queueing, idle, 0.0)
     headers = parts * HEADER_BYTES
     sent = remote * (update + headers) + (0.0 if dedicated else remote * (weights + headers))
     buffers = {"buffers": 3 * weights, "server": 0.0 if dedicated else 2 * weights / servers}
