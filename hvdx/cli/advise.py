@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         with sigterm_raises():
             measured = _measure(words, per_host, args.timeout)
-            links = given or _probed(list(hosts))
+            links = given or _probed(list(hosts), measured[0].elements)
     except TerminatedError:
         return TERMINATED
     return _report(args, words, workers, per_host, measured, links)
@@ -139,14 +139,14 @@ def _rate(text: str) -> float:
     return float("inf") if rate is None else float(rate)
 
 
-def _probed(hosts: Sequence[str]) -> dict[str, "Link"]:
+def _probed(hosts: Sequence[str], elements: int) -> dict[str, "Link"]:
     """Measure the link between the hosts, or those of the batch job; without either, assume one."""
     from hvdx.cli.advising import machine
     from hvdx.strategies.link import Link
 
     if hosts or machine.job_size() > 1:
         _say("measuring the link between the hosts")
-        found = machine.probe(hosts)
+        found = machine.probe(hosts, elements)
         return {f"{8e-6 * found.bandwidth:.0f}mbit": found}
     _say(f"no --bandwidth, no --hosts, and no batch job: assuming a link of {ASSUMED}. Give --bandwidth for yours.")
     return {ASSUMED: Link(LATENCY / 1000, _rate(ASSUMED) / 8 * _PAYLOAD)}

@@ -28,10 +28,12 @@ class Link:
     Attributes:
         latency: seconds of an exchange of empty messages.
         bandwidth: bytes per second that one rank receives from all others together.
+        reducing: share of the bandwidth that MPI's blocking all-reduce reaches; 1 if it was not measured.
     """
 
     latency: float
     bandwidth: float
+    reducing: float = 1.0
 
     def __str__(self) -> str:
         return f"{8e-6 * self.bandwidth:,.0f} Mbit/s, {1e3 * self.latency:.2g} ms"

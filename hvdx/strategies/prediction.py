@@ -210,7 +210,7 @@ class Situation:
         """Link as the exchange finds it: no faster than TCP on this machine; within one host, only that."""
         if self.workers <= self.per_host:
             return Link(self.machine.message, min(self.machine.transport, self.machine.memory))
-        return Link(self.link.latency, min(self.link.bandwidth, self.machine.transport))
+        return replace(self.link, bandwidth=min(self.link.bandwidth, self.machine.transport))
 
     @property
     def slowest(self) -> float:
@@ -237,10 +237,10 @@ class Situation:
             payload: bytes of the tensors.
         """
         count, network = self.workers, self.network
-        hop = network.latency + self.machine.message
-        ring = 2 * (count - 1) * hop, 2 * (count - 1) / count * payload / network.bandwidth
+        hop, bandwidth = network.latency + self.machine.message, network.bandwidth * network.reducing
+        ring = 2 * (count - 1) * hop, 2 * (count - 1) / count * payload / bandwidth
         rounds = math.ceil(math.log2(count))
-        doubling = rounds * hop, rounds * payload / network.bandwidth
+        doubling = rounds * hop, rounds * payload / bandwidth
         latency, transfer = min(ring, doubling, key=sum)
         return {"latency": latency, "transfer": transfer}
 

@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
         for hosts in options.hosts:
             training, speeds = _speeds(done, model, hosts, options.json)
             for bandwidth in options.bandwidth:
-                link = _link(done, hosts, bandwidth, options.json)
+                link = _link(done, hosts, bandwidth, training.elements, options.json)
                 for spelling in spellings:
                     key = f"{model} {hosts} {bandwidth} {spelling}"
                     situation = answer.situation_of(training, speeds, link, hosts, 1, usable_cores() / hosts)
@@ -160,17 +160,17 @@ def _speeds(done: dict[str, Any], model: str, hosts: int, path: str | None) -> t
     return script.Training(**given), machine.machine_of(found["speeds"])
 
 
-def _link(done: dict[str, Any], hosts: int, bandwidth: str, path: str | None) -> Link:
+def _link(done: dict[str, Any], hosts: int, bandwidth: str, elements: int, path: str | None) -> Link:
     """Return the link between the hosts of the lab; measure it once."""
-    key = f"{hosts} {bandwidth}"
+    key = f"{hosts} {bandwidth} {elements}"
     if key not in done["links"]:
         lab = [sys.executable, "-m", "hvdx", "lab", "-n", str(hosts), "--bandwidth", bandwidth, "--"]
-        ended = processes.run([*lab, *machine.LINK_COMMAND], _AROUND)
+        ended = processes.run([*lab, *machine.link_command(elements)], _AROUND)
         reports = processes.parse_reports(ended.out)
         if not reports:
             sys.exit(f"the link of {hosts} hosts at {bandwidth} could not be measured: {ended.reason()}")
         done["links"][key] = reports[0]
-        print(f"{key}: {Link(**reports[0])}", flush=True)
+        print(f"{key}: {Link(**reports[0])}, all-reduce {reports[0]['reducing']:.0%}", flush=True)
         _save(path, done)
     return Link(**done["links"][key])
 

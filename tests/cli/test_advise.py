@@ -61,6 +61,16 @@ def test_advise_says_which_link_it_assumes(advise):
     assert document["links"][0]["bandwidth"] == "1gbit"
 
 
+def test_advise_measures_the_link_between_hosts(advise, monkeypatch):
+    asked = []
+    monkeypatch.setattr(machine, "probe", lambda *given: asked.append(given) or Link(2e-4, 5e6, 0.8))
+    _, text, _, document = advise("--hosts", "a:2,b:2", *STAND_IN, "write", "20", "1000")
+    assert asked == [(["a", "b"], 1000)]
+    assert [a["workers"] for a in document["links"][0]["answers"]] == [4]
+    assert document["links"][0]["bandwidth"] == "40mbit"
+    assert "hvdx run --hosts a:2,b:2 -n 4" in text or "Do not distribute" in text
+
+
 def test_advise_measures_copies_that_share_a_host(advise):
     _, text, said, document = advise(
         "--bandwidth", "1gbit", "-n", "4", "--workers-per-host", "2", *STAND_IN, "write", "20", "1000"

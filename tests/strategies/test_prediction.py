@@ -32,6 +32,7 @@ def test_ring_and_doubling_are_those_of_mpi():
     # 2 * 3 rounds of a quarter of the bytes, or 2 rounds of all: MPI takes the faster.
     assert BASE.ring(4e6) == pytest.approx({"latency": 6e-3, "transfer": 6.0})
     assert BASE.ring(4e2) == pytest.approx({"latency": 2e-3, "transfer": 8e-4})
+    assert change(link=Link(1e-3, 1e6, reducing=0.5)).ring(4e6)["transfer"] == pytest.approx(12.0)
 
 
 def test_all_reduce_on_the_host_has_two_exchanges():

@@ -1,7 +1,7 @@
 """Speeds of this machine and of the link, measured in processes of their own.
 
     python -m hvdx.cli.advising.machine speeds ELEMENTS    prints the speeds of this machine
-    python -m hvdx.cli.advising.machine link               on several ranks: rank 0 prints the link between them
+    python -m hvdx.cli.advising.machine link ELEMENTS      on several ranks: rank 0 prints the link between them
 
 A process of its own leaves the cores to the measurement; as many of them as workers share a host measure at once.
 """
@@ -23,8 +23,8 @@ from hvdx.strategies.link import Link
 from hvdx.strategies.prediction import Codec, Machine
 
 _MODULE = [sys.executable, "-m", "hvdx.cli.advising.machine"]
-#: Command of each rank that measures the link.
-LINK_COMMAND = [*_MODULE, "link"]
+# Largest expected time of an all-reduce on the link, in seconds.
+_REDUCING_SECONDS = 4.0
 # Seconds for a measurement; most of them are for compiling the codec's kernels, once on a machine.
 _SPEEDS_SECONDS, _LINK_SECONDS = 90.0, 60.0
 
@@ -78,10 +78,20 @@ def as_speeds(machine: Machine) -> dict[str, float]:
     return speeds | speeds.pop("codec")
 
 
-def probe(hosts: Sequence[str]) -> Link:
+def link_command(elements: int) -> list[str]:
+    """Return the command of each rank that measures the link.
+
+    Args:
+        elements: number of elements of the model.
+    """
+    return [*_MODULE, "link", str(elements)]
+
+
+def probe(hosts: Sequence[str], elements: int) -> Link:
     """Measure the link between hosts, with one rank on each.
 
     Args:
+        elements: number of elements of the model.
         hosts: names of the hosts; empty for those of this batch job.
 
     Raises:
@@ -92,7 +102,7 @@ def probe(hosts: Sequence[str]) -> Link:
     else:
         mpi = find_mpi()
         command = [*mpirun_command(job_size(), mpi), *host_options(mpi, 1, _hostfile())]
-    done = run([*command, *LINK_COMMAND], _LINK_SECONDS)
+    done = run([*command, *link_command(elements)], _LINK_SECONDS)
     reports = parse_reports(done.out)
     if not reports:
         raise LaunchError(
@@ -117,9 +127,17 @@ def _main(words: Sequence[str]) -> None:
         print("HVDX", json.dumps(as_speeds(prediction.measure_machine(int(words[1])))))
         return
     from hvdx import comm
+    from hvdx.comm import mpi
 
     world = comm.start()
     found = link.probe(world.channel("the link"))
+    if world.size > 1:
+        # Not the whole model on a slow link, and the same number on all ranks, because the link is.
+        bytes_in_time = _REDUCING_SECONDS * found.bandwidth * world.size / (2 * (world.size - 1))
+        elements = max(1, min(int(words[1]), int(bytes_in_time / 4)))
+        ideal = prediction.Situation(world.size, (elements,), 0.0, found).ring(4 * elements)
+        spent = mpi.all_reduce_seconds(elements) - ideal["latency"]
+        found = dataclasses.replace(found, reducing=min(1.0, ideal["transfer"] / max(spent, 1e-9)))
     if world.rank == 0:
         print("HVDX", json.dumps(dataclasses.asdict(found)), flush=True)
 
