@@ -46,7 +46,6 @@ _VARIABLES = {
     **{f"#0000{i + 0x20:02x}": f"--{name}" for i, name in enumerate(HATCHES)},
 }
 _COLOURS = {variable: colour for colour, variable in _VARIABLES.items()}
-_LONGEST_NAME = 36
 
 
 @dataclass(frozen=True)
@@ -111,18 +110,11 @@ def lines(found: Sequence[Line], labels: tuple[str, str], summary: str, target: 
             _draw(axes, line)
         if target is not None:
             axes.axhline(target, color=_COLOURS["--muted"], linewidth=1, dashes=(1, 3))
-            axes.annotate(
-                f"target {target:g}",
-                (0, target),
-                (4, 3),
-                xycoords=("axes fraction", "data"),
-                textcoords="offset points",
-                color=_COLOURS["--muted"],
-            )
         axes.margins(x=0.02, y=0.08)
         figure.canvas.draw()
         low, high = axes.get_xlim()
-        axes.set_xlim(low, high + 0.05 * (high - low))
+        start = min(low, 0.0) if labels[0] == "seconds" else low
+        axes.set_xlim(start, high + 0.06 * (high - start))
         _label_ends(axes, [line for line in found if line.letter])
     return answer[0]
 
@@ -151,7 +143,7 @@ def bars(found: Sequence[Bar], summary: str, hatched: bool = False) -> str:
         axes.set_ylim(height, 0)
         for i, bar in enumerate(found):
             top = legend + row * i
-            axes.text(2, top + 12, shortened(bar.name), color=_COLOURS["--ink"])
+            axes.text(2, top + 12, shortened(bar.name, bar.text), color=_COLOURS["--ink"])
             axes.text(_WIDTH - 2, top + 12, bar.text, color=_COLOURS["--ink"], ha="right", weight="bold")
             left = 2.0
             for name, value in bar.parts.items():
@@ -172,14 +164,19 @@ def bars(found: Sequence[Bar], summary: str, hatched: bool = False) -> str:
     return answer[0]
 
 
-def shortened(name: str) -> str:
-    """Cut a long name, and end it in an ellipsis.
+def shortened(name: str, beside: str = "") -> str:
+    """Cut a name that would not fit on a line of a chart, and end it in an ellipsis.
+
+    Args:
+        name: the name.
+        beside: text in bold on the same line.
 
     Example:
-        >>> len(shortened("x" * 100))
-        36
+        >>> shortened("Threshold()", "23.4 ms"), len(shortened("x" * 100, "23.4 ms"))
+        ('Threshold()', 48)
     """
-    return name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 1] + "…"
+    longest = int((_WIDTH - 12 - 7.6 * len(beside)) / 6.9)
+    return name if len(name) <= longest else name[: longest - 1] + "…"
 
 
 def patterns() -> str:
@@ -242,27 +239,39 @@ def _draw(axes: Any, line: Line) -> None:
 
 
 def _label_ends(axes: Any, named: Sequence[Line]) -> None:
-    """Write the letters at the ends of the lines, moved up where they would overlap."""
+    """Write the letters at the ends of the lines, moved apart where they would overlap."""
     ends = []
     for line in named:
         known = [(x, y) for x, y in zip(line.x, line.y, strict=True) if math.isfinite(y)]
         if known:
-            ends.append((*axes.transData.transform(known[-1]), line))
-    placed: list[tuple[float, float]] = []
-    for x, height, line in sorted(ends, key=lambda end: end[1]):
-        y = max(height, axes.bbox.y0 + 4)
-        while any(abs(x - other[0]) < 12 and abs(y - other[1]) < 11 for other in placed):
-            y += 1
-        placed.append((x, y))
-        axes.text(
-            x + 7,
-            y,
-            line.letter,
-            transform=None,
-            color=_COLOURS[f"--s{line.style}" if line.style else "--ink"],
-            weight="bold",
-            va="center",
-        )
+            ends.append((*axes.transData.transform(known[-1]).tolist(), line))
+    ends.sort(key=lambda end: end[1])
+    heights = _apart([end[0] for end in ends], [end[1] for end in ends], axes.bbox.y0 + 6, axes.bbox.y1)
+    for (x, _, line), y in zip(ends, heights, strict=True):
+        colour = _COLOURS[f"--s{line.style}" if line.style else "--ink"]
+        axes.text(x + 7, y, line.letter, transform=None, color=colour, weight="bold", va="center")
+
+
+def _apart(xs: list[float], ys: list[float], low: float, high: float) -> list[float]:
+    """Return heights near `ys`, sorted, such that labels that are close in x do not overlap.
+
+    Example:
+        >>> _apart([5.0, 5.0, 90.0], [50.0, 51.0, 52.0], 0.0, 100.0)
+        [44.0, 57.0, 52.0]
+    """
+    found, height = list(ys), 13.0
+    pairs = [(i, j) for i in range(len(xs)) for j in range(i + 1, len(xs)) if abs(xs[i] - xs[j]) < 14]
+    for _ in range(200):
+        moved = False
+        for i, j in pairs:
+            short = height - (found[j] - found[i])
+            if short > 1e-6:
+                moved = True
+                found[i] = max(low, found[i] - short / 2)
+                found[j] = min(high, max(found[j] + short / 2, found[i] + height))
+        if not moved:
+            break
+    return found
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hvdx.report.charts import DASHES, NAMED, Bar, Line, bars, lines
-from hvdx.report.overview import ONE_WORKER, Group, Overview, Point, Setting
+from hvdx.report.overview import ONE_WORKER, Group, Overview, Point, Setting, fault
 from hvdx.report.table import quantity
 
 #: Most epochs in a table of a metric; the others are in the chart only.
@@ -129,6 +129,8 @@ def _keys(overview: Overview) -> list[Key]:
     others = len(overview.strategies) - len(found)
     if others:
         found.append(Key("", f"{others} other {'strategy' if others == 1 else 'strategies'} (in the table)", "--rest"))
+    if overview.target:
+        found.append(Key("", f"target: {overview.metric} {number(overview.target[1])}", "--muted", "1 3"))
     return found
 
 
@@ -272,7 +274,7 @@ def results(overview: Overview) -> tuple[list[str], list[list[str]]]:
         rows.append(
             [
                 *_head(group),
-                str(len(group.counted)),
+                f"{len(group.counted)}{', incomplete' if any(map(fault, group.counted)) else ''}",
                 *values,
                 duration(group.seconds()),
                 duration(step) if step else "unknown",
