@@ -33,7 +33,7 @@ HATCHES = {
 }
 
 _WIDTH = 400
-_FONT = 11
+_FONT = 12
 _MARKERS = "os^Dvp"
 # Matplotlib writes colours as numbers; these stand for variables of CSS, and are replaced in the SVG.
 _VARIABLES = {
@@ -173,9 +173,9 @@ def shortened(name: str, beside: str = "") -> str:
 
     Example:
         >>> shortened("Threshold()", "23.4 ms"), len(shortened("x" * 100, "23.4 ms"))
-        ('Threshold()', 48)
+        ('Threshold()', 43)
     """
-    longest = int((_WIDTH - 12 - 7.6 * len(beside)) / 6.9)
+    longest = int((_WIDTH - 12 - 8.3 * len(beside)) / 7.5)
     return name if len(name) <= longest else name[: longest - 1] + "…"
 
 

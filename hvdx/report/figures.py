@@ -145,8 +145,8 @@ def _metric(overview: Overview, timed: bool) -> Figure:
                 continue
             style, letter = styles.get(group.strategy, (None, ""))
             xs = [point.seconds if timed else point.epoch for point in points]
-            columns = [[getattr(point, name) for point in points] for name in ("mean", "low", "high")]
-            drawn.append(Line(group.strategy, xs, *columns, style=style, letter=letter))
+            means, lows, highs = ([getattr(p, name) for p in points] for name in ("mean", "low", "high"))
+            drawn.append(Line(group.strategy, xs, means, lows, highs, style, letter))
             ends.append(f"{group.strategy} ends at {number(points[-1].mean)}")
         over = "seconds" if timed else "epochs"
         summary = f"{metric} over {over}, {setting}. {_first(ends)}"
