@@ -105,10 +105,11 @@ class Plan:
         runs differ only in their seeds.
         """
         found = []
+        rates: list[str | None] = [*self.bandwidths] or [None]
         for seed in range(self.seeds):
             found += [Single(ONE_WORKER, 1, None, seed)] if 1 in self.workers else []
             for workers in (n for n in self.workers if n > 1):
-                for bandwidth in self.bandwidths or [None]:
+                for bandwidth in rates:
                     found += [Single(strategy, workers, bandwidth, seed) for strategy in self.strategies]
         return found
 
