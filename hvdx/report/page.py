@@ -161,8 +161,12 @@ def _environment(overview: Overview) -> list[tuple[str, str]]:
 
 def _processor(machine: dict[str, Any]) -> str:
     cores, threads = machine.get("cores"), machine.get("threads")
-    words = [str(machine.get("cpu") or ""), f"{cores} cores" if cores else "", f"{threads} threads" if threads else ""]
+    words = [str(machine.get("cpu") or ""), _count(cores, "core"), _count(threads, "compute thread")]
     return ", ".join(word for word in words if word)
+
+
+def _count(count: Any, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}" if count else ""
 
 
 def _link(link: dict[str, Any]) -> str:
