@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.text:
         page.check(output, args.force)
     overview = load(args.folders, target)
-    verdict = judge(overview.runs, overview.target)
+    verdict = judge(overview.runs, overview.target, overview.troubles)
     print(text(overview, verdict.text()), flush=True)
     if not args.text:
         page.write(page.render(overview, verdict, args.folders[0].resolve().name), output, args.force)

@@ -14,7 +14,7 @@ def verdict(monkeypatch):
     """Replace the verdict by a stand-in; return what it was asked."""
     asked = []
     module = types.ModuleType("hvdx.report.verdict")
-    module.judge = lambda runs, target=None: asked.append((len(runs), target)) or Verdict()
+    module.judge = lambda runs, target, troubles: asked.append((len(runs), target, len(troubles))) or Verdict()
     monkeypatch.setitem(sys.modules, "hvdx.report.verdict", module)
     return asked
 
@@ -25,7 +25,7 @@ def test_text_and_page_of_a_comparison(tmp_path, capsys, verdict):
     write_failure(tmp_path / "runs" / "bad", "ParameterServer()", "rank 1 left")
     assert main(["report", str(tmp_path), "--target", "val_accuracy=0.8"]) == 0
     out = capsys.readouterr().out
-    assert verdict == [(9, ("val_accuracy", 0.8))]
+    assert verdict == [(9, ("val_accuracy", 0.8), 1)]
     assert out.startswith("Threshold trains fastest.")
     for words in ("AllReduce()", "####eeee", "rank 1 left", f"page: {tmp_path / 'report.html'}"):
         assert words in out
