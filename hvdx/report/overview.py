@@ -254,6 +254,7 @@ def load(folders: Sequence[str | os.PathLike[str]], target: tuple[str, float] | 
     runs: list[Run] = []
     troubles: list[Trouble] = []
     comparison: dict[str, Any] = {}
+    seen: set[Path] = set()
     paths = list(dict.fromkeys(Path(folder) for folder in folders))
     for path in paths:
         outcomes = sorted(file.parent for file in path.rglob(OUTCOME))
@@ -263,10 +264,13 @@ def load(folders: Sequence[str | os.PathLike[str]], target: tuple[str, float] | 
             if not outcomes or any(path.rglob("rank-*.jsonl")):
                 raise
             found = []
+        # A folder may be given twice, or together with one that contains it.
         recorded = {run.folder for run in found}
-        runs += [run for run in found if run.folder not in {known.folder for known in runs}]
+        bare = [folder for folder in outcomes if folder not in recorded and folder.resolve() not in seen]
+        troubles += [_trouble(folder, read_outcome(folder), "") for folder in bare]
+        runs += [run for run in found if run.folder.resolve() not in seen]
+        seen |= {folder.resolve() for folder in (*recorded, *bare)}
         comparison = comparison or _comparison(path)
-        troubles += [_trouble(folder, read_outcome(folder), "") for folder in outcomes if folder not in recorded]
     troubles += [_trouble(run.folder, run.outcome, fault(run), run) for run in runs if fault(run)]
     wanted = comparison.get("target")
     if target is None and isinstance(wanted, dict) and {"metric", "value"} <= wanted.keys():

@@ -195,7 +195,9 @@ def test_target_of_the_comparison_is_the_default(tmp_path):
 
 def test_runs_in_nested_folders_count_once(tmp_path):
     write_run(tmp_path / "a", "AllReduce()")
-    assert len(load([tmp_path, tmp_path / "a"]).runs) == 1
+    write_failure(tmp_path / "b", "AllReduce()", "no route to host")
+    found = load([tmp_path, tmp_path / "a", tmp_path / "b", tmp_path / "a" / ".." / "b"])
+    assert (len(found.runs), len(found.troubles)) == (1, 1)
 
 
 def test_folder_without_runs_is_an_error(tmp_path):
