@@ -2,6 +2,7 @@
 
 import os
 import shlex
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 #: What the head of a page says about its origin.
 GENERATOR = "hvdx report"
+#: Most sentences of the verdict at the top of a page; the others open below them.
+SENTENCES = 8
 
 _TEMPLATE = Path(__file__).with_name("templates") / "report.html.j2"
 
@@ -43,11 +46,14 @@ def render(overview: Overview, verdict: "Verdict", name: str = "") -> str:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     header, rows = results(overview)
+    first, others = _sentences(verdict)
     return environment.from_string(_TEMPLATE.read_text()).render(
         generator=GENERATOR,
         name=name,
         subtitle=_subtitle(overview),
-        verdict=verdict,
+        sentences=first,
+        more_sentences=others,
+        criteria=[list(found) for _, found in groupby(verdict.criteria, lambda criterion: criterion.setting)],
         figures=draw(overview),
         patterns=patterns(),
         results_header=header,
@@ -58,6 +64,16 @@ def render(overview: Overview, verdict: "Verdict", name: str = "") -> str:
         environment=_environment(overview),
         commands=_commands(overview),
     )
+
+
+def _sentences(verdict: "Verdict") -> tuple[list[str], list[str]]:
+    """Divide a long verdict: the sentences to begin with, and those that repeat the criteria or are too many."""
+    if len(verdict.sentences) <= SENTENCES:
+        return verdict.sentences, []
+    repeated = {criterion.sentence for criterion in verdict.criteria}
+    own = [sentence for sentence in verdict.sentences if sentence not in repeated]
+    first = (own or verdict.sentences)[:SENTENCES]
+    return first, [sentence for sentence in verdict.sentences if sentence not in first]
 
 
 def write(page: str, path: Path, force: bool = False) -> None:

@@ -95,6 +95,18 @@ def test_page_has_the_verdict_first_and_a_table_for_each_chart(three):
         assert words in html
 
 
+def test_long_verdicts_begin_with_what_the_criteria_do_not_repeat(tmp_path):
+    write_run(tmp_path, "AllReduce()")
+    verdict = Verdict([*(f"Sentence {i}." for i in range(9)), "Fastest training: Threshold(density=0.01)."])
+    verdict.sentences.reverse()
+    html = page.render(load([tmp_path]), verdict)
+    top, rest = re.search(r'<div class="verdict">(.*?)</div>(.*?)</section>', html, re.DOTALL).groups()
+    assert re.findall("<p>(.*?)</p>", top) == [f"Sentence {i}." for i in range(8, 0, -1)]
+    assert "2 more sentences" in rest
+    assert re.findall("<p>(.*?)</p>", rest) == ["Fastest training: Threshold(density=0.01).", "Sentence 0."]
+    assert "more sentences" not in page.render(load([tmp_path]), Verdict())
+
+
 def test_charts_and_tables_have_the_same_numbers(three):
     found = load([three])
     for figure in figures.draw(found):
