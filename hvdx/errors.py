@@ -15,12 +15,26 @@
 Each error message states the expected value, the value found, and the remedy.
 """
 
+from typing import Self
+
 
 class HvdxError(Exception):
     """Base class of the exceptions that hvdx raises on purpose."""
 
     #: True when every rank raises the same error at the same point. Rank 0 then prints it for all ranks.
     collective = False
+
+    @classmethod
+    def on_all_ranks(cls, message: str) -> Self:
+        """Make an error that every rank raises at the same point.
+
+        Example:
+            >>> ConfigError.on_all_ranks("split=3: expected a divisor of 4, got 3.").collective
+            True
+        """
+        error = cls(message)
+        error.collective = True
+        return error
 
 
 class ConfigError(HvdxError, ValueError):

@@ -66,12 +66,10 @@ class HostGraphComm(TensorComm):
             ConfigError: if `how` names a device.
         """
         if how.device or how.device_sparse:
-            error = ConfigError(
+            raise ConfigError.on_all_ranks(
                 f"device: expected none where MPI combines tensors, got {how.device or how.device_sparse!r}. Do: leave "
                 "device and device_sparse out, or build Horovod: hvdx build-horovod"
             )
-            error.collective = True
-            raise error
         return super().all_reduce(tensors, how, name)
 
     def reduce_group(self, tensors: list[Any], how: Reduction, name: str) -> list[Any]:

@@ -118,22 +118,18 @@ def arrange(hosts: Sequence[str], split: int | str) -> tuple[tuple[int, ...], ..
         on_host = {host: [r for r in order if hosts[r] == host] for host in first}
         sizes = {host: len(ranks) for host, ranks in on_host.items()}
         if len(set(sizes.values())) > 1:
-            raise _error(f"split='node': expected the same number of ranks on every host, got {sizes}. Start as many.")
+            raise ConfigError.on_all_ranks(
+                f"split='node': expected the same number of ranks on every host, got {sizes}. Start as many."
+            )
         return tuple(tuple(ranks) for ranks in on_host.values())
     size = int(split)
     if len(hosts) % size:
         divisors = [d for d in range(1, len(hosts) + 1) if len(hosts) % d == 0]
-        raise _error(
+        raise ConfigError.on_all_ranks(
             f"split={size}: expected a divisor of {len(hosts)}, the number of ranks that train, got {size}. Give "
             f"one of {divisors}, or start another number of ranks."
         )
     return tuple(tuple(order[i : i + size]) for i in range(0, len(order), size))
-
-
-def _error(text: str) -> ConfigError:
-    error = ConfigError(text)
-    error.collective = True
-    return error
 
 
 def bounds_of(extent: int, parts: int) -> tuple[int, ...]:

@@ -203,22 +203,18 @@ def _agree(everyone: Any, servers: int, split: int | str, stall: float) -> float
     first, *_ = numbers = gathered[:, 0].astype(int).tolist()
     for rank, others in enumerate(numbers):
         if others != first:
-            error = LaunchError(
+            raise LaunchError.on_all_ranks(
                 f"the ranks were given different strategies: rank 0 has one with {first} server ranks, rank {rank} one "
                 f"with {others}. Give every rank the same strategy; HVDX_STRATEGY has to reach all hosts "
                 "(mpirun -x HVDX_STRATEGY)."
             )
-            error.collective = True
-            raise error
     splits = [mesh.NODE if value < 0 else str(int(value)) for value in gathered[:, 2].tolist()]
     for rank, theirs in enumerate(splits):
         if theirs != splits[0]:
-            error = LaunchError(
+            raise LaunchError.on_all_ranks(
                 f"the ranks were given different splits: split={splits[0]} on rank 0, split={theirs} on rank {rank}. "
                 f"Give every rank the same; {mesh.VARIABLE} has to reach all hosts (mpirun -x {mesh.VARIABLE})."
             )
-            error.collective = True
-            raise error
     return float(gathered[0, 1])
 
 

@@ -193,12 +193,10 @@ def _host_graph(comm: Comm) -> GraphComm:
 
 def _check_servers(servers: int, size: int | None) -> None:
     if size is not None and servers >= size:
-        error = LaunchError(
+        raise LaunchError.on_all_ranks(
             f"{servers} servers and {size} ranks: expected at least one rank more than servers, to do the training. "
             f"Start more (mpirun -n {servers + 2}), or have workers serve: servers='colocated'."
         )
-        error.collective = True
-        raise error
 
 
 def current() -> Comm | None:

@@ -54,7 +54,7 @@ class LayerCosts:
 
     @property
     def present(self) -> Costs:
-        """Costs of the layer as it is."""
+        """Costs of the layer in this model, split or not."""
         return self.split if self.is_split and self.split is not None else self.whole
 
 
@@ -107,7 +107,7 @@ def summary(
         layer          weights     is  sent split  sent whole  held split  held whole  sends less
         -------------  -------  -----  ----------  ----------  ----------  ----------  ----------
         wide             263 k  whole     73.7 kB     1.58 MB      263 kB     1.05 MB       split
-        as it is         263 k                        1.58 MB                 1.05 MB
+        as split         263 k                        1.58 MB                 1.05 MB
         nothing split    263 k                        1.58 MB                 1.05 MB
     """
     setting = setting_of(model, batch, split, ranks)
@@ -126,7 +126,7 @@ def summary(
         for c in costs
     ]
     weights = _number(sum(c.weights for c in costs))
-    for title, chosen in (("as it is", [c.present for c in costs]), ("nothing split", [c.whole for c in costs])):
+    for title, chosen in (("as split", [c.present for c in costs]), ("nothing split", [c.whole for c in costs])):
         sent, held = (quantity(sum(values), "B") for values in zip(*chosen, strict=True)) if chosen else ("0 B", "0 B")
         cells.append([title, weights, "", "", sent, "", held, ""])
     plural = "s" * (setting.ranks > 1)

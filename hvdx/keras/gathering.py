@@ -62,9 +62,7 @@ def gather_to(model: Any, into: Any, keep: bool) -> Any:
     everyone = group.all_gather_object(mine, "gathering a model") if has_parts(model) else [mine]
     problem = next((said for said, _ in everyone if said is not None), None)
     if problem is not None:
-        refusal = ConfigError(problem)
-        refusal.collective = True
-        raise refusal
+        raise ConfigError.on_all_ranks(problem)
     _copy(model.weights, None if plain is None else plain.weights, group)
     if any(wanted for _, wanted in everyone):
         mark_state(model.optimizer)

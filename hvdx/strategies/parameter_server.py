@@ -125,30 +125,27 @@ class ParameterServer(Strategy):
         """
         if comm.parent is not None:
             everywhere = self.server_ranks(comm.parent)
-            # If all workers serve, each serves what it holds itself.
+            # If all workers serve, each serves the parts that it holds.
             mine: Sequence[int] = comm.parent_ranks or ()
             return list(mine) if everywhere == list(range(comm.parent.size)) else everywhere
         if isinstance(comm, GraphComm) and comm.size > 1:
             comm.channel("the data of this strategy")  # raises: Horovod's own launcher starts no MPI
         if comm.servers != self.dedicated and comm.size + comm.servers > 1:
             found = f"{comm.servers} of the ranks only serve" if comm.servers else "all ranks were made workers"
-            error = ConfigError(
+            raise ConfigError.on_all_ranks(
                 f"{self!r}: {found}. The servers must be known before data is divided: call hvdx.init(strategy) "
                 f"with this strategy first, or set HVDX_STRATEGY={self.spelling}; or let workers serve: "
                 "servers='colocated'."
             )
-        elif comm.size > 1 and (self._colocated > comm.size or self.aggregate > comm.size):
+        if comm.size > 1 and (self._colocated > comm.size or self.aggregate > comm.size):
             option = "servers" if self._colocated > comm.size else "aggregate"
-            error = ConfigError(
+            raise ConfigError.on_all_ranks(
                 f"ParameterServer: {option}: expected at most {comm.size}, the number of workers, got "
                 f"{getattr(self, option)!r}."
             )
-        else:
-            count = comm.servers or min(self._colocated or comm.size, comm.size)
-            first = comm.size if comm.servers else 0
-            return list(range(first, first + count))
-        error.collective = True
-        raise error
+        count = comm.servers or min(self._colocated or comm.size, comm.size)
+        first = comm.size if comm.servers else 0
+        return list(range(first, first + count))
 
     def check(self, comm: Comm) -> None:
         self.server_ranks(comm)
@@ -217,9 +214,7 @@ def _refuse_constraints(specs: Sequence[TensorSpec]) -> None:
     """Refuse constraints under op="sum": each of N workers would push a constraint's correction."""
     for spec in specs:
         if spec.constraint:
-            error = ConfigError(
+            raise ConfigError.on_all_ranks(
                 f"variable {spec.name}: expected none with a constraint under op='sum', got {spec.constraint}, whose "
                 "correction every worker pushes. Use op='mean'."
             )
-            error.collective = True
-            raise error

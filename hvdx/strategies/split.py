@@ -106,9 +106,7 @@ def _refuse_options(strategy: Strategy) -> None:
             "lists of gradients. Give groups=1."
         )
     if problem:
-        error = ConfigError(f"{strategy!r}: {problem}")
-        error.collective = True
-        raise error
+        raise ConfigError.on_all_ranks(f"{strategy!r}: {problem}")
 
 
 class SplitGraphExchange(Exchange):
@@ -271,12 +269,12 @@ def _is_local(share: Share) -> bool:
 
 
 class _LocalExchange(HostExchange):
-    """Exchange of parts that no other rank holds: the tensors stay as they are.
+    """Exchange of parts that no other rank holds: it returns the tensors unchanged.
 
     Args:
         specs: the parts.
-        takes_weights: whether the tensors are weights, which stay as they were in a step that is skipped; the results
-            of other steps are zeros then.
+        takes_weights: whether the tensors are weights. A skipped step then returns the weights before it; otherwise it
+            returns zeros.
     """
 
     def __init__(self, specs: Sequence[TensorSpec], takes_weights: bool):

@@ -61,7 +61,7 @@ class Adapter:
 
         Args:
             variables: Keras variables; parts of split layers are exchanged with the ranks that hold the same parts.
-            specs: `TensorSpec` of what is sent of each.
+            specs: `TensorSpec` of the tensor that is sent for each variable.
             momentum: see `Strategy.open`.
 
         Raises:

@@ -63,12 +63,12 @@ class GraphAdapter(Adapter):
         return [scaled(g, self.gain) for g in combined]
 
     @property
-    def _shared(self) -> list[TensorSpec]:
-        """Specs of the variables that are not local."""
-        return [s for s, v in zip(self.specs, self.variables, strict=True) if not self.local.holds(v)]
+    def _shared(self) -> list[tuple[Any, TensorSpec]]:
+        """Variables that are not local, and their specs."""
+        return [(v, s) for v, s in zip(self.variables, self.specs, strict=True) if not self.local.holds(v)]
 
     def _opened(self) -> Exchange:
-        exchange: Exchange = self.open_exchange([v for v in self.variables if not self.local.holds(v)], self._shared)
+        exchange: Exchange = self.open_exchange([v for v, _ in self._shared], [s for _, s in self._shared])
         self._exchange = exchange
         return exchange
 
@@ -94,7 +94,7 @@ class GraphAdapter(Adapter):
     def cost(self) -> Telemetry:
         exchanges = int(self.exchanges.numpy())
         sent = exchanges * (self._exchange.sent if self._exchange is not None else 0)
-        elements = sum(s.elements for s in self._shared)
+        elements = sum(s.elements for _, s in self._shared)
         return Telemetry(
             steps=exchanges, elements=elements, sent=sent, received=sent, exchanging=float(self.seconds.numpy())
         )

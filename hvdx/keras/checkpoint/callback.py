@@ -15,7 +15,7 @@ from hvdx.comm.preemption import REQUEUE_CODE, PreemptionListener, acknowledge
 from hvdx.errors import ConfigError
 from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
 from hvdx.keras.checkpoint.contents import Data, random_states, set_random_states, snapshot
-from hvdx.keras.checkpoint.folder import Folder, Position, collective_error, positions_in
+from hvdx.keras.checkpoint.folder import Folder, Position, positions_in
 from hvdx.keras.checkpoint.restoring import Restored, print_on_rank_0, restore_newest
 from hvdx.keras.checkpoint.schedule import Polls, parse
 from hvdx.keras.checkpoint.writer import Writer, wait_for_all
@@ -133,7 +133,7 @@ class Checkpoint(keras.callbacks.Callback):
         adapters = [adapter_of(o) for o in optimizers_of(self.model)]
         self._asynchronous = any(b is not None and b.strategy.asynchronous for b in adapters)
         if self._asynchronous and not self._every.epochs:
-            raise collective_error(
+            raise ConfigError.on_all_ranks(
                 f"Checkpoint: every={self.every!r}: workers of a parameter server are not at the same step. Give a "
                 "number of epochs; a signal saves in between."
             )
@@ -175,7 +175,7 @@ class Checkpoint(keras.callbacks.Callback):
             self._restore_metrics(restored.metrics, batch)
 
         if not callback_list.start_at_step(self, position.step, skip, ready):
-            raise collective_error(
+            raise ConfigError.on_all_ranks(
                 f"{self.directory}: the checkpoint was made in mid-epoch, and this version of Keras does not let an "
                 "epoch begin at a later step. Remove this checkpoint; the one before it is used then."
             )
@@ -220,7 +220,7 @@ class Checkpoint(keras.callbacks.Callback):
         """Refuse a directory with checkpoints, which would be mixed with those of this training. Collective."""
         existing = self._folder.positions()
         if existing:
-            raise collective_error(
+            raise ConfigError.on_all_ranks(
                 "Checkpoint: resume=False: expected a directory without checkpoints, got "
                 f"{self._folder.at(existing[-1])}. Remove them, or give another directory."
             )

@@ -193,7 +193,7 @@ class Folder:
         taken = self.on_all_ranks(_PLACE, take, "Give a directory that can be written to.")
         refusal = all_gather_at(self.comm, _PLACE, taken)[0]
         if refusal:
-            raise collective_error(refusal)
+            raise ConfigError.on_all_ranks(refusal)
         if self._owner is not None and not self._owner.locked:
             message = f"hvdx: {self.path}: this file system has no locks: a second job that saves here is not detected."
             print(message, file=sys.stderr, flush=True)
@@ -357,10 +357,3 @@ class Saved:
 def one_line(error: Exception) -> str:
     """Format an error in one line, for other ranks."""
     return str(error) if isinstance(error, HvdxError) else f"{type(error).__name__}: {error}"
-
-
-def collective_error(message: str) -> ConfigError:
-    """Make a `ConfigError` that all ranks raise."""
-    error = ConfigError(message)
-    error.collective = True
-    return error

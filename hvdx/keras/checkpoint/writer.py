@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from hvdx.comm.waiting import LIMIT_VARIABLE, time_limit
-from hvdx.errors import HvdxError
+from hvdx.errors import ConfigError, HvdxError
 from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
 from hvdx.keras.checkpoint import files
 from hvdx.keras.checkpoint.contents import Data, Snapshot, snapshot, value_of
-from hvdx.keras.checkpoint.folder import FORMAT, SHARED, Folder, Position, collective_error, of_rank, one_line
+from hvdx.keras.checkpoint.folder import FORMAT, SHARED, Folder, Position, of_rank, one_line
 from hvdx.keras.fit import data
 from hvdx.keras.fit.sync_callback import all_gather_at
 from hvdx.keras.joining import join
@@ -244,7 +244,7 @@ def refuse_older(folder: Folder, position: Position) -> None:
     """
     later = [p for p in folder.positions() if p > position]
     if later:
-        raise collective_error(
+        raise ConfigError.on_all_ranks(
             f"{folder.path}: expected to save after {later[-1]}, which is there already, got {position}. Restore it "
             "before you train, or give another directory."
         )

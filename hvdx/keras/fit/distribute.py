@@ -314,9 +314,10 @@ class Distribute(keras.callbacks.Callback):
 
     def on_test_end(self, logs: Any = None) -> None:
         """Replace this rank's validation metrics by those of all ranks."""
-        if self._comm.size > 1:
-            self._evaluation.finish(self.model)
-        if self._comm.size > 1 and logs:
+        if self._comm.size == 1:
+            return
+        self._evaluation.finish(self.model)
+        if logs:
             self._sync.all_gather_at(f"the end of validation in epoch {self._epoch + 1}")
             self._logs.after_validation(self.model, logs)
 

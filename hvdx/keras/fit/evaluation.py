@@ -51,12 +51,10 @@ class GroupEvaluation:
         if not numbers:
             return
         if min(numbers) < 0:
-            error = ConfigError(
+            raise ConfigError.on_all_ranks(
                 f"evaluation with split layers: expected a known number of batches on all ranks, got none on rank "
                 f"{numbers.index(-1)}. Give fit validation_steps=, or evaluate steps=."
             )
-            error.collective = True
-            raise error
         mine = self._comm.mesh.groups[self._comm.mesh.index]
         self._missing = max(numbers[rank] for rank in mine) - numbers[self._comm.rank]
 

@@ -48,12 +48,10 @@ class PlainCopies:
 
     def _refuse(self, model: Any) -> None:
         if self._to_refuse and has_parts(model):
-            error = ConfigError(
+            raise ConfigError.on_all_ranks(
                 f"callbacks: {self._to_refuse[0]}: it saves and loads on rank 0 alone, which holds a part of the split "
                 "layers. Use hvdx.keras.Checkpoint."
             )
-            error.collective = True
-            raise error
 
     def after_step(self, model: Any, batch: int) -> None:
         """Gather the weights if a callback saves after this step. Collective.

@@ -8,14 +8,14 @@ import tensorflow as tf
 from hvdx.comm.mesh import bounds_of
 from hvdx.errors import ConfigError
 from hvdx.keras.layers import collectives
-from hvdx.keras.layers.group import Shared, joined_mesh, refuse_fewer
-from hvdx.keras.layers.initial import Draw, ShardInitializer
-from hvdx.keras.layers.rules import check_constraint, split_regularizer
-from hvdx.keras.layers.whole import cut_saved, guard_files, name_as_plain, refuse_to_save
-from hvdx.keras.shards import Shard, mark, shard_of, tensors_of
+from hvdx.keras.layers.group import joined_mesh
+from hvdx.keras.layers.initial import Draw
+from hvdx.keras.layers.split_layer import SplitLayer
+from hvdx.keras.layers.whole import name_as_plain
+from hvdx.keras.shards import Shard, shard_of
 
 
-class SplitDense(keras.layers.Dense):
+class SplitDense(SplitLayer, keras.layers.Dense):
     """`keras.layers.Dense` whose kernel is split over the ranks of a group.
 
     Each rank holds 1/M of the kernel and of its momenta, and goes on with its own batch. The layer gathers the batches
@@ -47,7 +47,6 @@ class SplitDense(keras.layers.Dense):
     al. 2019, "Megatron-LM", for pairs of layers.
     """
 
-    #: Class of the layer that `hvdx.keras.gather` puts in the place of this one.
     plain_class = keras.layers.Dense
 
     def __init__(
@@ -61,34 +60,26 @@ class SplitDense(keras.layers.Dense):
     ):
         super().__init__(units, *args, **kwargs)
         self.gather_output, self.input_is_split, self.draw = bool(gather_output), bool(input_is_split), draw
-        self._mesh: Any = None
-        self._ranks: Any = None
 
     def build(self, input_shape: Any) -> None:
         """Make this rank's part of the weights. Not collective."""
-        mesh = joined_mesh()
+        mesh = self._join_group()
         if mesh is None:
             super().build(input_shape)
             return
-        guard_files()
         where = f"layer {self.name}"
-        if self.lora_rank or self.quantization_mode:
-            raise ConfigError(f"{where}: LoRA and quantization need whole weights. Leave them out, or use Dense.")
         if not self.gather_output and self.input_is_split:
             raise ConfigError(
                 f"{where}: expected gather_output=False or input_is_split=True, got both. Two layers form a pair: give "
                 "the first gather_output=False, the second input_is_split=True."
             )
-        self._mesh, self._ranks = Shared(mesh), Shared(tensors_of(mesh))
-        # XLA cannot compile exchanges with other ranks.
-        self.supports_jit = False
         inputs, parts, position = int(input_shape[-1]), mesh.split, mesh.position
         bias: Shard | None = None
         if self.input_is_split:
             inputs *= parts
             kernel = Shard((inputs, self.units), 0, bounds_of(inputs, parts), position)
         else:
-            refuse_fewer(self, self.units, "units", parts)
+            self._refuse_fewer(self.units, "units", parts)
             if not self.gather_output and self.units % parts:
                 raise ConfigError(
                     f"{where}: gather_output=False: expected a multiple of {parts} units, got {self.units}. Give "
@@ -98,33 +89,21 @@ class SplitDense(keras.layers.Dense):
             kernel = Shard((inputs, self.units), 1, bounds, position)
             bias = Shard((self.units,), 0, bounds, position)
         self._kernel = self._add_part("kernel", kernel)
-        self.bias = self._add_part("bias", bias) if self.use_bias else None
+        self.bias = self._add_bias(bias) if self.use_bias else None
         self.input_spec = keras.layers.InputSpec(min_ndim=2, axes={-1: int(input_shape[-1])})
         self.built = True
 
-    def _add_part(self, name: str, shard: Shard | None) -> Any:
-        initializer, regularizer, constraint = (
-            getattr(self, f"{name}_{kind}") for kind in ("initializer", "regularizer", "constraint")
+    def _add_bias(self, shard: Shard | None) -> Any:
+        """Make this rank's part of the bias, or the whole bias if the outputs are not split."""
+        if shard is not None:
+            return self._add_part("bias", shard)
+        return self.add_weight(
+            name="bias",
+            shape=(self.units,),
+            initializer=self.bias_initializer,
+            regularizer=self.bias_regularizer,
+            constraint=self.bias_constraint,
         )
-        if shard is None:
-            return self.add_weight(
-                name=name,
-                shape=(self.units,),
-                initializer=initializer,
-                regularizer=regularizer,
-                constraint=constraint,
-            )
-        where = f"layer {self.name}: {name}"
-        check_constraint(constraint, shard, where)
-        variable = self.add_weight(
-            name=name,
-            shape=shard.part_shape,
-            initializer=ShardInitializer(initializer, shard, self.draw, where),
-            regularizer=split_regularizer(regularizer, self._ranks.value, where),
-            constraint=constraint,
-        )
-        mark(variable, shard)
-        return variable
 
     def call(self, inputs: Any, training: Any = None) -> Any:
         """Return the outputs of this rank's batch, or with `gather_output=False` its columns of the group's batches."""
@@ -167,31 +146,6 @@ class SplitDense(keras.layers.Dense):
         mesh = joined_mesh()
         columns = self.units if mesh is None or self.gather_output else self.units // mesh.split
         return (*input_shape[:-1], columns)
-
-    def save_own_variables(self, store: Any) -> None:
-        """Save the weights of `Dense`; refuse to save a part.
-
-        Raises:
-            ConfigError: if this rank holds a part of the weights.
-        """
-        refuse_to_save(self, self._mesh)
-        super().save_own_variables(store)
-
-    def load_own_variables(self, store: Any) -> None:
-        """Load the weights of `Dense`, and keep this rank's part."""
-        super().load_own_variables(store if self._mesh is None else cut_saved(store, [self._kernel, self.bias]))
-
-    def enable_lora(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse LoRA for split weights."""
-        if self._mesh is not None:
-            raise ConfigError(f"layer {self.name}: LoRA needs whole weights. Use keras.layers.Dense.")
-        super().enable_lora(*args, **kwargs)
-
-    def quantize(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse quantisation of split weights."""
-        if self._mesh is not None:
-            raise ConfigError(f"layer {self.name}: quantization needs whole weights. Use hvdx.keras.gather(model).")
-        super().quantize(*args, **kwargs)
 
 
 name_as_plain(SplitDense, keras.layers.Dense)

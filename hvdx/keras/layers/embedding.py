@@ -9,14 +9,13 @@ import tensorflow as tf
 from hvdx.comm.mesh import bounds_of
 from hvdx.errors import ConfigError
 from hvdx.keras.layers import collectives
-from hvdx.keras.layers.group import Shared, joined_mesh, refuse_fewer
-from hvdx.keras.layers.initial import Draw, ShardInitializer
-from hvdx.keras.layers.rules import check_constraint, split_regularizer
-from hvdx.keras.layers.whole import cut_saved, guard_files, name_as_plain, refuse_to_save
-from hvdx.keras.shards import Shard, mark, shard_of, tensors_of
+from hvdx.keras.layers.initial import Draw
+from hvdx.keras.layers.split_layer import SplitLayer
+from hvdx.keras.layers.whole import name_as_plain
+from hvdx.keras.shards import Shard, shard_of
 
 
-class SplitEmbedding(keras.layers.Embedding):
+class SplitEmbedding(SplitLayer, keras.layers.Embedding):
     """`keras.layers.Embedding` whose table is split over the ranks of a group.
 
     Each rank holds 1/M of the rows and of their momenta, and goes on with its own batch. It sends its ids to the ranks
@@ -44,7 +43,6 @@ class SplitEmbedding(keras.layers.Embedding):
         (TensorShape([2, 2, 3]), TensorShape([10, 3]))
     """
 
-    #: Class of the layer that `hvdx.keras.gather` puts in the place of this one.
     plain_class = keras.layers.Embedding
     built: Any
     _embeddings: Any
@@ -76,8 +74,6 @@ class SplitEmbedding(keras.layers.Embedding):
             **kwargs,
         )
         self.draw = draw
-        self._mesh: Any = None
-        self._ranks: Any = None
         if weights is not None:
             self.build()
             table = np.asarray(weights[0] if isinstance(weights, list) and len(weights) == 1 else weights)
@@ -88,30 +84,13 @@ class SplitEmbedding(keras.layers.Embedding):
         """Make this rank's part of the table. Not collective."""
         if self.built:
             return
-        mesh = joined_mesh()
+        mesh = self._join_group()
         if mesh is None:
             super().build(input_shape)
             return
-        guard_files()
-        if self.lora_rank or self.quantization_mode:
-            raise ConfigError(
-                f"layer {self.name}: LoRA and quantization need whole weights. Leave them out, or use Embedding."
-            )
-        refuse_fewer(self, self.input_dim, "rows (input_dim)", mesh.split)
-        self._mesh, self._ranks = Shared(mesh), Shared(tensors_of(mesh))
-        # XLA cannot compile exchanges with other ranks.
-        self.supports_jit = False
-        where = f"layer {self.name}: embeddings"
+        self._refuse_fewer(self.input_dim, "rows (input_dim)", mesh.split)
         shard = Shard((self.input_dim, self.output_dim), 0, bounds_of(self.input_dim, mesh.split), mesh.position)
-        check_constraint(self.embeddings_constraint, shard, where)
-        self._embeddings = self.add_weight(
-            name="embeddings",
-            shape=shard.part_shape,
-            initializer=ShardInitializer(self.embeddings_initializer, shard, self.draw, where),
-            regularizer=split_regularizer(self.embeddings_regularizer, self._ranks.value, where),
-            constraint=self.embeddings_constraint,
-        )
-        mark(self._embeddings, shard)
+        self._embeddings = self._add_part("embeddings", shard)
         self.built = True
 
     def call(self, inputs: Any) -> Any:
@@ -143,31 +122,6 @@ class SplitEmbedding(keras.layers.Embedding):
         outputs = tf.reshape(vectors, tf.concat([tf.shape(inputs), [self.output_dim]], axis=0))
         outputs.set_shape([*inputs.shape, self.output_dim])
         return outputs
-
-    def save_own_variables(self, store: Any) -> None:
-        """Save the table of `Embedding`; refuse to save a part.
-
-        Raises:
-            ConfigError: if this rank holds a part of the table.
-        """
-        refuse_to_save(self, self._mesh)
-        super().save_own_variables(store)
-
-    def load_own_variables(self, store: Any) -> None:
-        """Load the table of `Embedding`, and keep this rank's part."""
-        super().load_own_variables(store if self._mesh is None else cut_saved(store, [self._embeddings]))
-
-    def enable_lora(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse LoRA for a split table."""
-        if self._mesh is not None:
-            raise ConfigError(f"layer {self.name}: LoRA needs whole weights. Use keras.layers.Embedding.")
-        super().enable_lora(*args, **kwargs)
-
-    def quantize(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse quantisation of a split table."""
-        if self._mesh is not None:
-            raise ConfigError(f"layer {self.name}: quantization needs whole weights. Use hvdx.keras.gather(model).")
-        super().quantize(*args, **kwargs)
 
 
 name_as_plain(SplitEmbedding, keras.layers.Embedding)

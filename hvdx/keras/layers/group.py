@@ -3,7 +3,6 @@
 from typing import Any
 
 from hvdx.comm.mesh import Mesh
-from hvdx.errors import ConfigError
 from hvdx.keras.joining import join
 from hvdx.keras.shards import tensors_of
 
@@ -25,17 +24,6 @@ def bytes_sent() -> int:
     """
     mesh = joined_mesh()
     return 0 if mesh is None else tensors_of(mesh).sent
-
-
-def refuse_fewer(layer: Any, extent: int, what: str, parts: int) -> None:
-    """Raise ConfigError if a layer has fewer columns or rows than there are ranks in the group."""
-    if extent < parts:
-        error = ConfigError(
-            f"layer {layer.name}: expected at least {parts} {what}, one for each rank of the group, got {extent}. Use "
-            f"keras.layers.{type(layer).__mro__[1].__name__} for small layers, which are not worth splitting."
-        )
-        error.collective = True
-        raise error
 
 
 class Shared:

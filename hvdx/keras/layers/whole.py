@@ -41,7 +41,7 @@ def name_as_plain(split: type, plain: type) -> None:
 
 
 def guard_files() -> None:
-    """Make Keras refuse to save models that hold parts, and cut what it loads into their optimisers, from now on.
+    """Make Keras refuse to save models that hold parts, and load only their parts of an optimiser's state, from now on.
 
     Keras opens a file, and so empties it, before it asks the layers for their weights. So the functions that save are
     wrapped, which leaves existing files unchanged.
