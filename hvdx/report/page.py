@@ -164,7 +164,7 @@ def _environment(overview: Overview) -> list[tuple[str, str]]:
         ("hosts", distinct(header.get("host") for header in headers)),
         ("processors", distinct(_processor(machine) for machine in part("machine"))),
         ("memory", distinct(_quantity(machine.get("memory"), "B") for machine in part("machine"))),
-        ("links, as measured", distinct(_link(link) for link in part("link"))),
+        ("links, as measured", _links(overview)),
         ("model", distinct(_model(model) for model in part("model"))),
         ("optimiser", distinct(optimizer.get("name") for optimizer in part("optimizer"))),
         ("samples per step and worker", distinct(header.get("batch") for header in headers)),
@@ -185,13 +185,21 @@ def _count(count: Any, what: str) -> str:
     return f"{count} {what}{'s' * (count != 1)}" if count else ""
 
 
-def _link(link: dict[str, Any]) -> str:
-    bandwidth, latency = link.get("bandwidth"), link.get("latency")
-    words = [
-        _quantity(8 * bandwidth, "bit/s") if isinstance(bandwidth, int | float) else "",
-        f"latency {duration(latency)}" if isinstance(latency, int | float) else "",
-    ]
-    return ", ".join(word for word in words if word)
+def _links(overview: Overview) -> str:
+    """Return the links of each setting as measured, from the slowest to the fastest measurement."""
+    found: dict[str, list[dict[str, float]]] = {}
+    for run in overview.runs:
+        for rank in run.ranks.values():
+            link = rank.header.get("link")
+            if isinstance(link, dict) and all(isinstance(link.get(n), int | float) for n in ("bandwidth", "latency")):
+                found.setdefault(str(setting_of(run)), []).append(link)
+    texts = []
+    for setting, links in found.items():
+        rates = [quantity(8 * end(link["bandwidth"] for link in links), "bit/s") for end in (min, max)]
+        delays = [duration(end(link["latency"] for link in links)) for end in (min, max)]
+        rate, delay = (" to ".join(dict.fromkeys(ends)) for ends in (rates, delays))
+        texts.append(f"{setting}: {rate}, latency {delay}")
+    return "; ".join(texts)
 
 
 def _model(model: dict[str, Any]) -> str:

@@ -91,7 +91,12 @@ def test_page_has_the_verdict_first_and_a_table_for_each_chart(three):
     assert outline.count("article") == 5
     for words in ("no difference that the noise cannot explain", "target: val_accuracy 0.85", "1,863,690 parameters"):
         assert words in html
-    for words in ("100 Mbit/s, latency 0.2 ms", "node0; node1", "hvdx compare -n 2 -- python train.py", "31.5 ms"):
+    for words in (
+        "2 workers: 100 Mbit/s, latency 0.2 ms; 4 workers: 100 Mbit/s",
+        "node0; node1",
+        "hvdx compare -n 2 -- python train.py",
+        "31.5 ms",
+    ):
         assert words in html
 
 
