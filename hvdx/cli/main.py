@@ -18,6 +18,7 @@ COMMANDS = (
     "hvdx.cli.job",
     "hvdx.cli.bench",
     "hvdx.cli.lab",
+    "hvdx.cli.compare",
     "hvdx.cli.report",
     "hvdx.cli.average",
 )

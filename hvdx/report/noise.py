@@ -1,9 +1,9 @@
 """Differences that noise can explain: comparison of a few runs of each strategy.
 
 Values are oriented so that lower is better; infinity stands for a run that failed or did not reach the target, which is
-counted and not dropped. A difference is called if two conditions hold: the exact one-sided Mann-Whitney test gives
-p <= 0.05, which with three runs each means that every run of one strategy is better than every run of the other; and
-the difference of the means exceeds 1.25 times the larger of the two ranges. The second condition is needed because the
+counted and not dropped. A difference is called if two conditions hold: the exact one-sided Mann-Whitney test gives p <=
+0.05, which with three runs each means that every run of one strategy is better than every run of the other; and the
+difference of the means exceeds 1.25 times the larger of the two ranges. The second condition is needed because the
 better strategy is chosen by the same values: among two to five equal strategies with normal noise, and three runs each,
 a winner is called in 2 % of all cases or less (tests/report/test_verdict.py simulates it).
 """
