@@ -19,6 +19,8 @@ COMMANDS = (
     "hvdx.cli.job",
     "hvdx.cli.bench",
     "hvdx.cli.lab",
+    "hvdx.cli.compare",
+    "hvdx.cli.report",
     "hvdx.cli.average",
 )
 

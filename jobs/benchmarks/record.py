@@ -95,13 +95,14 @@ class Recorder:
         from hvdx.strategies.telemetry import Telemetry
 
         self._counters, self._rows, self._step = [Telemetry() for _ in range(exchanges)], rows, 0
-        adapters: Any = [SimpleNamespace(telemetries=[counts]) for counts in self._counters]
+        self._adapters: Any = [SimpleNamespace(telemetries=[counts]) for counts in self._counters]
         self._recording = Recording(folder, interval=1e9)
-        self._recording.begin(0, lambda: adapters, dict)
 
     def turn(self) -> float:
         """Return the seconds for the recording of a step, the write of the line included."""
         recording, total = self._recording, 0.0
+        # One recording at a time: this ends that of the other recorders.
+        recording.begin(0, lambda: self._adapters, dict)
         for number in range(self._rows):
             self._step += 1
             for counts in self._counters:

@@ -23,6 +23,8 @@ from hvdx.strategies.link import Link
 from hvdx.strategies.prediction import Codec, Machine
 
 _MODULE = [sys.executable, "-m", "hvdx.cli.advising.machine"]
+# Measurements of the link, of which the fastest counts.
+_PROBES = 3
 # Largest expected time of an all-reduce on the link, in seconds.
 _REDUCING_SECONDS = 4.0
 # Seconds for a measurement; most of them are for compiling the codec's kernels, once on a machine.
@@ -130,7 +132,9 @@ def _main(words: Sequence[str]) -> None:
     from hvdx.comm import mpi
 
     world = comm.start()
-    found = link.probe(world.channel("the link"))
+    channel = world.channel("the link")
+    # Other traffic and lost packets make a measurement slower, never faster.
+    found = max((link.probe(channel) for _ in range(_PROBES)), key=lambda each: each.bandwidth)
     if world.size > 1:
         # Not the whole model on a slow link, and the same number on all ranks, because the link is.
         bytes_in_time = _REDUCING_SECONDS * found.bandwidth * world.size / (2 * (world.size - 1))

@@ -85,12 +85,10 @@ class Distribute(keras.callbacks.Callback):
                 "an epoch. Use check_every='epoch'."
             )
         if self.strategy.asynchronous and self._limit.steps and self._comm.size > 1:
-            error = ConfigError(
+            raise ConfigError.on_all_ranks(
                 f"{limits.VARIABLE}={self._limit.text}: expected epochs or minutes under {self.strategy!r}, "
                 "whose workers take different numbers of steps. Set another limit, or train with one worker."
             )
-            error.collective = True
-            raise error
         self._sync = SyncCallback(self._comm, self._agree)
         self._evaluation = GroupEvaluation(self._comm)
         self._copies = PlainCopies()

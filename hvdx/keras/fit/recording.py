@@ -124,9 +124,7 @@ class Recording:
         failed = next(((rank, text) for rank, (_, text, _) in enumerate(everyone) if text), None)
         if failed is not None:
             self.close()
-            error = ConfigError(f"rank {failed[0]}: {failed[1]}" if len(everyone) > 1 else failed[1])
-            error.collective = True
-            raise error
+            raise ConfigError.on_all_ranks(f"rank {failed[0]}: {failed[1]}" if len(everyone) > 1 else failed[1])
         if self.on:
             self._header["id"] = everyone[0][2]
 
