@@ -134,3 +134,13 @@ def test_answers_are_sorted_and_the_split_layers_have_no_strategy():
     assert {"all_reduce", "threshold", "parameter_averaging", "parameter_server:servers=colocated"} <= set(
         found.predictions
     )
+
+
+def test_starved_threshold_is_no_reason_to_distribute():
+    """Digits at 10 Mbit/s: steps would be fast, but the workers would hardly learn from each other."""
+    digits = script.Training(7e-4, 0.0, 20, (26_122,), batch=64, slots=1.0)
+    found = answer.answer(answer.situation_of(digits, Machine(), Link(1e-4, 1.2e6), 4, 1), "10mbit")
+    assert found.speedup("threshold") > 1.1
+    assert found.predictions["threshold"].starved
+    assert found.best == answer.ALONE
+    assert "Do not distribute" in answer.advice([found], "python train.py")
