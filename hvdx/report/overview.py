@@ -21,9 +21,11 @@ LOG = "log.txt"
 #: Name of a run without distribution.
 ONE_WORKER = "one worker"
 
+_LOWER = re.compile(r"(^|_)(loss|error|err|mae|mse|rmse|mape|msle|perplexity|wer|cer)(_|$)|_error$|crossentropy")
 _RATE = re.compile(r"(\d+(?:\.\d+)?)([kmgt]?)bit")
 _PREFIXES = {"": ("", 1.0), "k": ("k", 1e3), "m": ("M", 1e6), "g": ("G", 1e9), "t": ("T", 1e12)}
-_METRICS = ("val_accuracy", "val_acc", "val_loss", "accuracy", "acc", "loss")
+#: Metrics by which runs are compared without a target: the first that a run has.
+METRICS = ("val_accuracy", "val_acc", "accuracy", "acc", "val_loss", "loss")
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,7 @@ class Overview:
             found.setdefault((name_of(run), setting_of(run)), []).append(run)
         self.groups = [Group(name, setting, runs) for (name, setting), runs in found.items()]
         self.metric = self._metric()
-        self.rising = "loss" not in self.metric and "error" not in self.metric
+        self.rising = not lower_is_better(self.metric)
         self.strategies = self._ranked()
         self.groups.sort(key=lambda g: (g.setting.order, self.strategies.index(g.strategy)))
 
@@ -209,8 +211,7 @@ class Overview:
                 names.update(dict.fromkeys(epoch.logs))
         if self.target:
             return self.target[0]
-        usual = [*_METRICS[:2], *(n for n in names if n.startswith("val_") and "acc" in n), *_METRICS[2:], *names]
-        return next((name for name in usual if name in names), "")
+        return next((name for name in (*METRICS, *names) if name in names), "")
 
     def _ranked(self) -> list[str]:
         """Return the strategies, best first: by their mean rank in the settings."""
@@ -225,6 +226,16 @@ class Overview:
         values = [point.mean for point in group.curve(self.metric) if math.isfinite(point.mean)]
         value = (-max(values) if self.rising else min(values)) if values else math.inf
         return value, float(np.mean(group.step_seconds()))
+
+
+def lower_is_better(metric: str) -> bool:
+    """Return whether training lowers a metric, by its name.
+
+    Example:
+        >>> lower_is_better("val_loss"), lower_is_better("val_accuracy")
+        (True, False)
+    """
+    return _LOWER.search(metric.lower()) is not None
 
 
 def load(folders: Sequence[str | os.PathLike[str]], target: tuple[str, float] | None = None) -> Overview:
@@ -243,6 +254,7 @@ def load(folders: Sequence[str | os.PathLike[str]], target: tuple[str, float] | 
     runs: list[Run] = []
     troubles: list[Trouble] = []
     comparison: dict[str, Any] = {}
+    seen: set[Path] = set()
     paths = list(dict.fromkeys(Path(folder) for folder in folders))
     for path in paths:
         outcomes = sorted(file.parent for file in path.rglob(OUTCOME))
@@ -252,10 +264,13 @@ def load(folders: Sequence[str | os.PathLike[str]], target: tuple[str, float] | 
             if not outcomes or any(path.rglob("rank-*.jsonl")):
                 raise
             found = []
+        # A folder may be given twice, or together with one that contains it.
         recorded = {run.folder for run in found}
-        runs += [run for run in found if run.folder not in {known.folder for known in runs}]
+        bare = [folder for folder in outcomes if folder not in recorded and folder.resolve() not in seen]
+        troubles += [_trouble(folder, read_outcome(folder), "") for folder in bare]
+        runs += [run for run in found if run.folder.resolve() not in seen]
+        seen |= {folder.resolve() for folder in (*recorded, *bare)}
         comparison = comparison or _comparison(path)
-        troubles += [_trouble(folder, read_outcome(folder), "") for folder in outcomes if folder not in recorded]
     troubles += [_trouble(run.folder, run.outcome, fault(run), run) for run in runs if fault(run)]
     wanted = comparison.get("target")
     if target is None and isinstance(wanted, dict) and {"metric", "value"} <= wanted.keys():

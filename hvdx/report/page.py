@@ -2,6 +2,7 @@
 
 import os
 import shlex
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 #: What the head of a page says about its origin.
 GENERATOR = "hvdx report"
+#: Most sentences of the verdict at the top of a page; the others open below them.
+SENTENCES = 8
 
 _TEMPLATE = Path(__file__).with_name("templates") / "report.html.j2"
 
@@ -43,11 +46,14 @@ def render(overview: Overview, verdict: "Verdict", name: str = "") -> str:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     header, rows = results(overview)
+    first, others = _sentences(verdict)
     return environment.from_string(_TEMPLATE.read_text()).render(
         generator=GENERATOR,
         name=name,
         subtitle=_subtitle(overview),
-        verdict=verdict,
+        sentences=first,
+        more_sentences=others,
+        criteria=[list(found) for _, found in groupby(verdict.criteria, lambda criterion: criterion.setting)],
         figures=draw(overview),
         patterns=patterns(),
         results_header=header,
@@ -58,6 +64,16 @@ def render(overview: Overview, verdict: "Verdict", name: str = "") -> str:
         environment=_environment(overview),
         commands=_commands(overview),
     )
+
+
+def _sentences(verdict: "Verdict") -> tuple[list[str], list[str]]:
+    """Divide a long verdict: the sentences to begin with, and those that repeat the criteria or are too many."""
+    if len(verdict.sentences) <= SENTENCES:
+        return verdict.sentences, []
+    repeated = {criterion.sentence for criterion in verdict.criteria}
+    own = [sentence for sentence in verdict.sentences if sentence not in repeated]
+    first = (own or verdict.sentences)[:SENTENCES]
+    return first, [sentence for sentence in verdict.sentences if sentence not in first]
 
 
 def write(page: str, path: Path, force: bool = False) -> None:
@@ -148,7 +164,7 @@ def _environment(overview: Overview) -> list[tuple[str, str]]:
         ("hosts", distinct(header.get("host") for header in headers)),
         ("processors", distinct(_processor(machine) for machine in part("machine"))),
         ("memory", distinct(_quantity(machine.get("memory"), "B") for machine in part("machine"))),
-        ("links, as measured", distinct(_link(link) for link in part("link"))),
+        ("links, as measured", _links(overview)),
         ("model", distinct(_model(model) for model in part("model"))),
         ("optimiser", distinct(optimizer.get("name") for optimizer in part("optimizer"))),
         ("samples per step and worker", distinct(header.get("batch") for header in headers)),
@@ -161,17 +177,29 @@ def _environment(overview: Overview) -> list[tuple[str, str]]:
 
 def _processor(machine: dict[str, Any]) -> str:
     cores, threads = machine.get("cores"), machine.get("threads")
-    words = [str(machine.get("cpu") or ""), f"{cores} cores" if cores else "", f"{threads} threads" if threads else ""]
+    words = [str(machine.get("cpu") or ""), _count(cores, "core"), _count(threads, "compute thread")]
     return ", ".join(word for word in words if word)
 
 
-def _link(link: dict[str, Any]) -> str:
-    bandwidth, latency = link.get("bandwidth"), link.get("latency")
-    words = [
-        _quantity(8 * bandwidth, "bit/s") if isinstance(bandwidth, int | float) else "",
-        f"latency {duration(latency)}" if isinstance(latency, int | float) else "",
-    ]
-    return ", ".join(word for word in words if word)
+def _count(count: Any, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}" if count else ""
+
+
+def _links(overview: Overview) -> str:
+    """Return the links of each setting as measured, from the slowest to the fastest measurement."""
+    found: dict[str, list[dict[str, float]]] = {}
+    for run in overview.runs:
+        for rank in run.ranks.values():
+            link = rank.header.get("link")
+            if isinstance(link, dict) and all(isinstance(link.get(n), int | float) for n in ("bandwidth", "latency")):
+                found.setdefault(str(setting_of(run)), []).append(link)
+    texts = []
+    for setting, links in found.items():
+        rates = [quantity(8 * end(link["bandwidth"] for link in links), "bit/s") for end in (min, max)]
+        delays = [duration(end(link["latency"] for link in links)) for end in (min, max)]
+        rate, delay = (" to ".join(dict.fromkeys(ends)) for ends in (rates, delays))
+        texts.append(f"{setting}: {rate}, latency {delay}")
+    return "; ".join(texts)
 
 
 def _model(model: dict[str, Any]) -> str:

@@ -6,21 +6,28 @@ worst. docs/compare.md states the rules for users, and `noise` those for differe
 """
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hvdx.report.noise import RUNS, beats, mean, ranking, unbeaten
-from hvdx.report.overview import ONE_WORKER, Setting, Trouble, fault, name_of, seed_of, setting_of
+from hvdx.report.overview import (
+    METRICS,
+    ONE_WORKER,
+    Setting,
+    Trouble,
+    fault,
+    lower_is_better,
+    name_of,
+    seed_of,
+    setting_of,
+)
 from hvdx.report.records import Run
 from hvdx.report.table import render
 
 Target = tuple[str, float]
 
 FASTEST, BEST, IN_TIME, IN_EPOCHS, TO_TARGET = "fastest", "best", "in time", "in epochs", "to target"
-_METRICS = ("val_accuracy", "val_acc", "accuracy", "acc", "val_loss", "loss")
-_LOWER = re.compile(r"(^|_)(loss|error|err|mae|mse|rmse|mape|msle|perplexity|wer|cer)(_|$)|_error$|crossentropy")
 _TIMES = (FASTEST, TO_TARGET)
 
 
@@ -91,16 +98,6 @@ class Verdict:
         return "\n\n".join(block for block in blocks if block)
 
 
-def lower_is_better(metric: str) -> bool:
-    """Return whether a metric is one that training lowers, by its name.
-
-    Example:
-        >>> lower_is_better("val_loss"), lower_is_better("val_accuracy")
-        (True, False)
-    """
-    return _LOWER.search(metric.lower()) is not None
-
-
 def judge(runs: Sequence[Run], target: Target | None = None, troubles: Sequence[Trouble] = ()) -> Verdict:
     """Judge recorded runs.
 
@@ -134,7 +131,7 @@ class _World:
                 self.groups.setdefault(trouble.setting, {}).setdefault(trouble.strategy, []).append(None)
         self.runs = runs
         names = {name for run in runs for epoch in run.epochs for name in epoch.logs}
-        self.metric = target[0] if target else next((name for name in _METRICS if name in names), "")
+        self.metric = target[0] if target else next((name for name in METRICS if name in names), "")
         self.sign = 1.0 if lower_is_better(self.metric) else -1.0
         self.settings = sorted((s for s in self.groups if s.workers > 1), key=lambda s: s.order)
         self.alone = next((runs for s, found in self.groups.items() if s.workers == 1 for runs in found.values()), [])

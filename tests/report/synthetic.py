@@ -20,6 +20,11 @@ class Criterion:
     called: bool = True
     why: str = "3 seeds; the margin is 9 times the spread"
     rows: list = field(default_factory=lambda: [("AllReduce()", "23.4 ms", "23.1 to 23.9 ms")])
+    setting: str = ""
+
+    @property
+    def sentence(self):
+        return f"{self.title}: {self.winner}."
 
 
 @dataclass

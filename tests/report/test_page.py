@@ -91,8 +91,25 @@ def test_page_has_the_verdict_first_and_a_table_for_each_chart(three):
     assert outline.count("article") == 5
     for words in ("no difference that the noise cannot explain", "target: val_accuracy 0.85", "1,863,690 parameters"):
         assert words in html
-    for words in ("100 Mbit/s, latency 0.2 ms", "node0; node1", "hvdx compare -n 2 -- python train.py", "31.5 ms"):
+    for words in (
+        "2 workers: 100 Mbit/s, latency 0.2 ms; 4 workers: 100 Mbit/s",
+        "node0; node1",
+        "hvdx compare -n 2 -- python train.py",
+        "31.5 ms",
+    ):
         assert words in html
+
+
+def test_long_verdicts_begin_with_what_the_criteria_do_not_repeat(tmp_path):
+    write_run(tmp_path, "AllReduce()")
+    verdict = Verdict([*(f"Sentence {i}." for i in range(9)), "Fastest training: Threshold(density=0.01)."])
+    verdict.sentences.reverse()
+    html = page.render(load([tmp_path]), verdict)
+    top, rest = re.search(r'<div class="verdict">(.*?)</div>(.*?)</section>', html, re.DOTALL).groups()
+    assert re.findall("<p>(.*?)</p>", top) == [f"Sentence {i}." for i in range(8, 0, -1)]
+    assert "2 more sentences" in rest
+    assert re.findall("<p>(.*?)</p>", rest) == ["Fastest training: Threshold(density=0.01).", "Sentence 0."]
+    assert "more sentences" not in page.render(load([tmp_path]), Verdict())
 
 
 def test_charts_and_tables_have_the_same_numbers(three):
@@ -195,7 +212,9 @@ def test_target_of_the_comparison_is_the_default(tmp_path):
 
 def test_runs_in_nested_folders_count_once(tmp_path):
     write_run(tmp_path / "a", "AllReduce()")
-    assert len(load([tmp_path, tmp_path / "a"]).runs) == 1
+    write_failure(tmp_path / "b", "AllReduce()", "no route to host")
+    found = load([tmp_path, tmp_path / "a", tmp_path / "b", tmp_path / "a" / ".." / "b"])
+    assert (len(found.runs), len(found.troubles)) == (1, 1)
 
 
 def test_folder_without_runs_is_an_error(tmp_path):
