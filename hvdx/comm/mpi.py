@@ -114,6 +114,7 @@ class MpiComm(Comm):
         self._channel = MpiChannel(self.group, "a collective")
         self._flags: Channel | None = None
         self.rank, self.size = self._channel.rank, self._channel.size
+        self.library = MPI.Get_library_version().strip("\0 \n").splitlines()[0].partition(",")[0]
         places = self.all_gather_object((MPI.Get_processor_name(), launcher.core_mask()), "places")
         self.hosts = here = [host for host, _ in places]
         mine = [rank for rank, host in enumerate(here) if host == here[self.rank]]
