@@ -223,7 +223,7 @@ def _decide(
         open_to = unbeaten(values)
         if len(open_to) > 1:
             shown = ", ".join(f"{name} ({_mean_text(world, kind, values[name])})" for name in open_to)
-            why = f"no difference that the noise cannot explain between {shown}"
+            why = f"no winner; noise can explain the differences between {shown}"
         else:
             winner, second = order[0], order[1]
             margin = _margin(world, kind, values[winner], second, values[second])
