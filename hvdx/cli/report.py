@@ -78,6 +78,6 @@ def parse_target(text: str) -> tuple[str, float]:
             raise ValueError
     except ValueError:
         raise ConfigError(
-            f"report: --target: expected a metric and a number, got {text!r}. Do: --target val_accuracy=0.85"
+            f"--target: expected a metric and a number, got {text!r}. Do: --target val_accuracy=0.85"
         ) from None
     return metric.strip(), number

@@ -111,7 +111,9 @@ def judge(runs: Sequence[Run], target: Target | None = None, troubles: Sequence[
         return Verdict(["There are no runs to judge."])
     criteria = [criterion for setting in world.settings for criterion in _criteria(world, setting)]
     sentences = [*_warnings(world), *_distribution(world), *_flips(criteria)]
-    sentences += [criterion.sentence for criterion in criteria] or _alone(world)
+    for setting in world.settings:
+        sentences += _answers(world, [criterion for criterion in criteria if criterion.setting == setting])
+    sentences += _alone(world)
     return Verdict(sentences + _failures(world), criteria, world.metric)
 
 
@@ -221,7 +223,7 @@ def _decide(
         open_to = unbeaten(values)
         if len(open_to) > 1:
             shown = ", ".join(f"{name} ({_mean_text(world, kind, values[name])})" for name in open_to)
-            why = f"no difference that the noise cannot explain between {shown}"
+            why = f"no winner; noise can explain the differences between {shown}"
         else:
             winner, second = order[0], order[1]
             margin = _margin(world, kind, values[winner], second, values[second])
@@ -232,7 +234,7 @@ def _decide(
 def _open(world: _World, kind: str, values: dict[str, list[float]]) -> str:
     """Return why there can be no winner, before the values are compared; "" if there can be one."""
     if all(math.isinf(value) for found in values.values() for value in found):
-        return "no run reached it" if kind == TO_TARGET else "no run has a result"
+        return "no run with several workers reached it" if kind == TO_TARGET else "no run has a result"
     if len(values) < 2:
         return f"only one strategy, {next(iter(values))}: {_mean_text(world, kind, next(iter(values.values())))}"
     few = {name: len(found) for name, found in values.items() if len(found) < RUNS}
@@ -248,7 +250,7 @@ def _margin(world: _World, kind: str, best: list[float], second: str, other: lis
     text = _mean_text(world, kind, best)
     if math.isinf(mean(other)):
         missing = sum(math.isinf(value) for value in other)
-        what = "did not reach it" if kind == TO_TARGET else "failed"
+        what = "did not reach it" if kind == TO_TARGET else "have no value"
         return f"{text}; {missing} of {len(other)} runs of {second} {what}"
     if kind in _TIMES:
         return f"{text}, {mean(other) / max(mean(best), 1e-9):.2f} times as fast as {second} ({_seconds(mean(other))})"
@@ -258,7 +260,7 @@ def _margin(world: _World, kind: str, best: list[float], second: str, other: lis
 def _mean_text(world: _World, kind: str, values: Sequence[float]) -> str:
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
-        return "not reached" if kind == TO_TARGET else "failed"
+        return "not reached" if kind == TO_TARGET else "no value"
     return _value(world, kind, mean(finite))
 
 
@@ -282,6 +284,14 @@ def _seconds(value: float) -> str:
     return f"{value:.0f} s" if value >= 100 else f"{value:.1f} s" if value >= 10 else f"{value:.3g} s"
 
 
+def _answers(world: _World, criteria: Sequence[Criterion]) -> list[str]:
+    """Return a sentence for each criterion of a setting; one for all if they are open for the same reason."""
+    reasons = {criterion.why for criterion in criteria}
+    if len(criteria) > 1 and len(reasons) == 1 and not any(criterion.called for criterion in criteria):
+        return [f"{world.title('No winner by any criterion', criteria[0].setting)}: {criteria[0].why}."]
+    return [criterion.sentence for criterion in criteria]
+
+
 def _distribution(world: _World) -> list[str]:
     """Say for each setting whether several workers are worth it."""
     sentences = []
@@ -293,14 +303,14 @@ def _distribution(world: _World) -> list[str]:
         reached = _mean_text(world, kind, values[best])
         shown = f"{what}: {_mean_text(world, kind, alone)} on one worker, {reached} with {best}"
         if min(len(alone), len(values[best])) < RUNS:
-            sentences.append(f"Distribute or not, {setting}: not enough runs, {RUNS} seeds are needed. {shown}.")
+            sentences.append(f"Distribute or not, {setting}: not enough runs, {RUNS} seeds are needed ({shown}).")
         elif world.seedless and kind != TO_TARGET:
-            sentences.append(f"Distribute or not, {setting}: open, because the seeds had no effect. {shown}.")
+            sentences.append(f"Distribute or not, {setting}: open, because the seeds had no effect ({shown}).")
         elif beats(values[best], alone):
             sentences.append(f"Distribute, {setting}: {shown}.")
         else:
             faster = "better" if beats(alone, values[best]) else "as well, within the noise"
-            sentences.append(f"Do not distribute, {setting}: one worker learns {faster}. {shown}.")
+            sentences.append(f"Do not distribute, {setting}: one worker learns {faster} ({shown}).")
     return sentences
 
 

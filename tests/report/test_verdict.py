@@ -91,7 +91,9 @@ def test_each_criterion_has_its_winner():
 
 
 def test_two_seeds_are_not_enough():
-    for criterion in judge(runs("a", seeds=2) + runs("b", offset=0.1, second=2)).criteria:
+    verdict = judge(runs("a", seeds=2) + runs("b", offset=0.1, second=2))
+    assert verdict.sentences == ["No winner by any criterion: not enough runs: 3 seeds are needed, a has 2."]
+    for criterion in verdict.criteria:
         assert not criterion.called
         assert criterion.why == "not enough runs: 3 seeds are needed, a has 2"
 
@@ -99,7 +101,7 @@ def test_two_seeds_are_not_enough():
 def test_strategies_within_the_noise_are_named():
     criterion = by_kind(judge(runs("a", second=1.0) + runs("b", second=1.001) + runs("c", second=3.0)))[FASTEST]
     assert not criterion.called
-    assert criterion.why.startswith("no difference that the noise cannot explain between a (")
+    assert criterion.why.startswith("no winner; noise can explain the differences between a (")
     assert "b (" in criterion.why
     assert "c (" not in criterion.why
 
@@ -128,7 +130,7 @@ def test_failed_and_diverged_runs_count_as_the_worst_and_are_told():
 
 def test_nobody_reaches_the_target():
     verdict = judge(runs("a") + runs("b", second=2.0), ("val_accuracy", 0.99))
-    assert by_kind(verdict)[TO_TARGET].why == "no run reached it"
+    assert by_kind(verdict)[TO_TARGET].why == "no run with several workers reached it"
     assert "a, 2 workers: 3 of 3 runs did not reach val_accuracy 0.99." in verdict.sentences
 
 

@@ -123,7 +123,10 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     process.stdin.close()
     try:
         process.wait(_GRACE + 3)
-    except BaseException:
-        kill_group(process)  # type: ignore[arg-type]
-        process.wait()
-        raise
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        # After a second Ctrl-C, too.
+        if process.poll() is None:
+            kill_group(process)  # type: ignore[arg-type]
+            process.wait()

@@ -13,12 +13,11 @@ from pathlib import Path
 from hvdx.cli.comparing.launch import LAB, LOG, End, command, environment, start
 from hvdx.cli.comparing.plan import Plan, Single, write_whole
 from hvdx.errors import ConfigError, LaunchError
-from hvdx.report.overview import ONE_WORKER
+from hvdx.report.overview import METRICS, ONE_WORKER
 from hvdx.report.records import OUTCOME, Run, read, read_outcome
 
 _LOCK = ".lock"
 _LOCK_SECONDS = 20.0
-_METRICS = ("val_accuracy", "val_acc", "accuracy", "acc", "val_loss", "loss")
 
 
 @contextmanager
@@ -153,7 +152,7 @@ def _check_record(plan: Plan, single: Single, record: Run | None, made: dict[str
 def _metric(plan: Plan, single: Single) -> str:
     record = _record(plan.folder(single))
     logs = record.epochs[-1].logs if record and record.epochs else {}
-    wanted = [plan.target[0]] if plan.target else _METRICS
+    wanted = [plan.target[0]] if plan.target else METRICS
     name = next((name for name in wanted if name in logs), None)
     if name is None:
         return "no metric"
