@@ -15,7 +15,7 @@ from hvdx.cli.common.termination import TERMINATED, TerminatedError, sigterm_rai
 from hvdx.cli.emulation import link_check
 from hvdx.cli.emulation.inside import GRACE, Plan
 from hvdx.cli.emulation.namespaces import enter, obstacle
-from hvdx.cli.emulation.network import MAX_HOSTS, SCRATCH, SUBNET, Shape, parse_rate
+from hvdx.cli.emulation.network import MAX_HOSTS, SCRATCH, SUBNET, Shape, parse_burst, parse_rate
 from hvdx.errors import ConfigError, LaunchError
 from hvdx.report.table import quantity, render
 
@@ -57,6 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="1gbit",
         metavar="RATE",
         help="bandwidth of each link: 10mbit, 100mbit, 1gbit (default), or none for no limit",
+    )
+    add(
+        "--burst",
+        metavar="SIZE",
+        help="bytes that a link passes at once after a pause, as clouds allow: 256kB (default: 0.4 ms of the rate)",
     )
     add("--latency", type=float, default=0.0, metavar="MS", help="added latency between hosts, one way; needs netem")
     add("--threads", type=int, default=1, metavar="K", help="compute threads of each rank (default: 1)")
@@ -105,7 +110,10 @@ def _shape(args: argparse.Namespace) -> Shape:
         raise ConfigError(
             f"lab: --json: expected a file that can be written, got {args.json}. Do: create its folder first."
         )
-    return Shape(parse_rate(args.bandwidth), args.latency / 1000)
+    rate = parse_rate(args.bandwidth)
+    if args.burst and rate is None:
+        raise ConfigError("lab: --burst: expected a limited --bandwidth, got none. Do: leave out --burst.")
+    return Shape(rate, args.latency / 1000, parse_burst(args.burst) if args.burst else None)
 
 
 def _program(args: argparse.Namespace, shape: Shape) -> list[str]:
@@ -154,7 +162,7 @@ def _run_inside(
     threads = dict.fromkeys(("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"), str(args.threads))
     control_read, control_write = os.pipe()
     answer_read, answer_write = os.pipe()
-    plan = Plan(args.hosts, shape.rate, shape.delay, launcher, program, control_read, answer_write)
+    plan = Plan(args.hosts, shape.rate, shape.delay, shape.bucket, launcher, program, control_read, answer_write)
     command = [*enter(), sys.executable, "-m", "hvdx.cli.emulation.inside", plan.dump()]
     with os.fdopen(control_write, "wb", buffering=0) as control, os.fdopen(answer_read) as answers:
         process = subprocess.Popen(command, env=child_environment(**threads), pass_fds=(control_read, answer_write))
@@ -222,6 +230,8 @@ def _in_words(shape: Shape) -> str:
         text = "links without a limit"
     else:
         text = f"{quantity(shape.rate, 'bit/s')} per link"
+    if shape.bucket:
+        text += f", bursts of {quantity(shape.bucket, 'B')}"
     return text + (f", {shape.delay * 1000:g} ms from host to host" if shape.delay else "")
 
 

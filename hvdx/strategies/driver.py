@@ -66,7 +66,10 @@ class HostExchange(Exchange):
     Attributes:
         telemetry: counters of the exchange; a caller may replace them.
         blamed: for a step that is not finite, the variable whose gradient held NaN or infinity; "" if unknown.
+        network: `hvdx.strategies.link.Link` between the ranks, if the exchange has measured it; otherwise None.
     """
+
+    network: Any = None
 
     def __init__(self, specs: Sequence[TensorSpec], telemetry: Telemetry):
         self.specs, self.telemetry, self.blamed = list(specs), telemetry, ""

@@ -61,6 +61,7 @@ class ThresholdExchange(MessageExchange):
         self._state: Any = self._codec.init(self._sizes)
         self._compile(comm)
         self._estimate = link.Estimate(link.probe(self._channel)) if given == "auto" else None
+        self.network = self._estimate.link if self._estimate is not None else None
         # Bytes that a rank received in the previous step.
         self._last_received = 0
 

@@ -17,7 +17,7 @@ from hvdx.cli.common.mpi_tools import Mpi
 from hvdx.cli.common.processes import Outcome
 from hvdx.cli.emulation import namespaces
 from hvdx.cli.emulation.namespaces import obstacle
-from hvdx.cli.emulation.network import Shape, parse_rate
+from hvdx.cli.emulation.network import Shape, parse_burst, parse_rate
 from hvdx.cli.main import main
 from hvdx.errors import ConfigError
 from tests.launch import ROOT, run_command
@@ -53,6 +53,15 @@ def test_burst_is_small_enough_to_limit_small_messages(rate):
     assert 1514 <= shape.segment < shape.burst
 
 
+def test_burst_can_be_chosen():
+    assert [parse_burst(text) for text in ("20kB", "1.5MB", "4000B")] == [20_000, 1_500_000, 4000]
+    (rule,) = Shape(10**8, bucket=parse_burst("256kB")).at_switch()
+    assert "burst 256000b" in rule
+    for text in ("256", "1kB", "2GB", "-5kB", "many"):
+        with pytest.raises(ConfigError, match=rf"--burst: expected .*got '{text}'.* Do: "):
+            parse_burst(text)
+
+
 def test_delay_rule_precedes_the_rate_rule():
     shape = Shape(10**8, delay=0.005)
     assert [rule.split(" rate")[0] for rule in shape.at_host()] == [
@@ -72,6 +81,7 @@ def test_delay_rule_precedes_the_rate_rule():
         (["--latency", "-1", "--", "true"], "--latency: expected"),
         (["--timeout", "0", "--", "true"], "--timeout: expected"),
         (["--bandwidth", "100mbps", "--", "true"], "--bandwidth: expected"),
+        (["--bandwidth", "none", "--burst", "20kB", "--", "true"], "--burst: expected a limited"),
         (["--json", "/no/such/folder/x.json", "--", "true"], "--json: expected"),
         (["--check", "--", "true"], "--check: expected no command, got true"),
         (["--check", "-n", "1"], "--check: expected 2 hosts"),

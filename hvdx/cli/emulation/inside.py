@@ -29,7 +29,7 @@ class Plan:
 
     Attributes:
         hosts: number of hosts.
-        rate, delay: rate and delay of each link, as in `network.Shape`.
+        rate, delay, bucket: see `network.Shape`.
         mpirun: launcher and options. The word AGENT stands for the path of the script that replaces ssh, HOSTS for the
             list of hosts with their slots.
         program: command of one rank.
@@ -39,6 +39,7 @@ class Plan:
     hosts: int
     rate: int | None
     delay: float
+    bucket: int | None
     mpirun: list[str]
     program: list[str]
     control: int
@@ -60,7 +61,7 @@ def main(text: str) -> int:
     threading.Thread(target=_listen, args=(plan.control, running), daemon=True).start()
     began = time.monotonic()
     try:
-        hosts = network.build(plan.hosts, network.Shape(plan.rate, plan.delay))
+        hosts = network.build(plan.hosts, network.Shape(plan.rate, plan.delay, plan.bucket))
     except HvdxError as error:
         _answer(plan, {"error": str(error)})
         return 2

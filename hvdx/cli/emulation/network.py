@@ -25,6 +25,7 @@ SCRATCH = Path("/dev/shm")
 _FRAME = 1514  # bytes of a full Ethernet frame
 
 _UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}
+_LARGEST_BURST = 10**9
 _SLOWEST, _FASTEST = 8_000, 100_000_000_000  # bits per second; TCP fails below 8 kbit/s
 
 # Arguments: name of the host, address, segment in bytes, then one string of words after `tc qdisc add dev eth0` for
@@ -54,18 +55,20 @@ class Shape:
     Attributes:
         rate: bits per second; None for no limit.
         delay: seconds from one host to another, added to the machine's own latency.
+        bucket: bytes that may pass at once after a pause; None for `burst`'s default.
     """
 
     rate: int | None = None
     delay: float = 0.0
+    bucket: int | None = None
 
     @property
     def burst(self) -> int:
-        """Bytes that may pass at once after a pause: 0.4 ms of the rate, at least two frames.
+        """Bytes that may pass at once after a pause; by default 0.4 ms of the rate, at least two frames.
 
         With a smaller burst, late timers cost rate; with a larger one, small messages pass as if there were no limit.
         """
-        return max(2 * _FRAME, int((self.rate or 0) / 8 * 0.4e-3))
+        return self.bucket or max(2 * _FRAME, int((self.rate or 0) / 8 * 0.4e-3))
 
     @property
     def segment(self) -> int:
@@ -134,6 +137,32 @@ def parse_rate(text: str) -> int | None:
             "Do: --bandwidth 100mbit, which is 12.5 megabytes per second."
         )
     return rate
+
+
+def parse_burst(text: str) -> int:
+    """Parse the size of a burst.
+
+    Args:
+        text: a number of bytes with B, kB or MB.
+
+    Returns:
+        Bytes.
+
+    Raises:
+        ConfigError: if it has another form, or is not between two Ethernet frames and 1 GB.
+
+    Example:
+        >>> parse_burst("256kB")
+        256000
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([km]?)b", text.lower())
+    size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+    if not 2 * _FRAME <= size <= _LARGEST_BURST:
+        raise ConfigError(
+            f"lab: --burst: expected a size such as 20kB or 256kB ({2 * _FRAME}B to 1000MB), got {text!r}. "
+            "Do: leave it out for 0.4 ms of the rate."
+        )
+    return size
 
 
 def build(count: int, shape: Shape) -> list[Host]:
