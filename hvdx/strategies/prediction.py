@@ -11,7 +11,7 @@ A step is a sum of terms:
     polling     computing that is slower because Horovod's thread takes a part of a core
     waiting     for the slowest worker, or for a parameter server that is busy
     copying     passes over the tensors on the host: buffers, casts, sums
-    encoding    the codec's encoder, and the lookahead
+    encoding    the codec's encoder
     latency     rounds of the exchange, the overhead of each message, and polling
     transfer    bytes on the link
     decoding    the codec's decoder

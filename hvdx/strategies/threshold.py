@@ -177,14 +177,13 @@ class Threshold(Strategy):
         message = link.message_bytes(count, density)
         # Headers travel before the messages.
         exchange = added([given.all_to_all(HEADER_BYTES), given.all_to_all(message)])
-        lookahead = self.placement == "update" and self.lookahead_for(given.momentum) > 0
         hidden = min(given.computing, sum(exchange.values())) if self.overlap else 0.0
         shown = 1 - hidden / max(sum(exchange.values()), 1e-12)
         terms = {
             "waiting": given.slowest,
             # The update is made and read, the result is cleared, returned and added to the weights.
             "copying": given.passes(8 + 4 + 8 + 12),
-            "encoding": codec.encoding(count, density) + given.passes(28 * lookahead),
+            "encoding": codec.encoding(count, density),
             "decoding": codec.decoding(count, density, given.workers),
         } | {name: value * shown for name, value in exchange.items()}
         others = given.workers - 1
