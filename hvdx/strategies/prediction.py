@@ -166,7 +166,6 @@ class Situation:
         engine: library that carries tensors in the graph: "horovod" or "mpi".
         batch: samples in a step of one worker; 0 if unknown.
         slots: values that the optimiser keeps for each weight.
-        momentum: momentum of the optimiser.
         spread: standard deviation of `computing`, in seconds.
         layers: dense layers, in the order of the model.
         per_host: number of workers that share a host and its link.
@@ -186,7 +185,6 @@ class Situation:
     engine: Engine = "horovod"
     batch: int = 0
     slots: float = 0.0
-    momentum: float = 0.0
     spread: float = 0.0
     layers: tuple[Layer, ...] = ()
     per_host: int = 1

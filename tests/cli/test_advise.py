@@ -13,7 +13,7 @@ from hvdx.strategies.link import Link
 from hvdx.strategies.prediction import Machine
 
 STAND_IN = [sys.executable, str(Path(__file__).with_name("stand_ins") / "recorded.py")]
-TRAINING = script.Training(0.02, 0.0, 20, (1_860_000,), batch=64, slots=1.0, momentum=0.9)
+TRAINING = script.Training(0.02, 0.0, 20, (1_860_000,), batch=64, slots=1.0)
 
 
 @pytest.fixture

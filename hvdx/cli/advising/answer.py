@@ -97,7 +97,6 @@ def situation_of(
         # Samples per second are compared, so any batch will do if it is unknown.
         batch=training.batch or 1,
         slots=training.slots,
-        momentum=training.momentum,
         spread=training.spread,
         layers=training.layers,
         per_host=per_host,

@@ -37,7 +37,6 @@ class Training:
         tensors: number of elements of each trained variable.
         batch: samples in a step; 0 if unknown.
         slots: values that the optimiser keeps for each weight.
-        momentum: momentum of the optimiser.
         layers: dense layers.
         name: name of the model and of its optimiser.
         memory: peak resident bytes of a worker; 0 if unknown.
@@ -49,7 +48,6 @@ class Training:
     tensors: tuple[int, ...]
     batch: int = 0
     slots: float = 0.0
-    momentum: float = 0.0
     layers: tuple[Layer, ...] = ()
     name: str = ""
     memory: float = 0.0
@@ -164,7 +162,6 @@ def read_training(folder: Path) -> Training:
         tensors=tuple(math.prod(shape) for shape in model.get("tensors", [])),
         batch=int(run.header.get("batch") or 0),
         slots=float(optimizer.get("slots") or 0.0),
-        momentum=float(optimizer.get("momentum") or 0.0),
         layers=tuple(_dense_layers(model.get("layers", []))),
         name=" with ".join(filter(None, (str(model.get("name") or ""), str(optimizer.get("name") or "")))),
         memory=float((run.first.end or {}).get("memory") or 0.0),
