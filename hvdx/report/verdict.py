@@ -72,7 +72,7 @@ class Criterion:
     @property
     def sentence(self) -> str:
         """The criterion in one sentence."""
-        return f"{self.title}: {self.winner}, {self.margin}." if self.called else f"{self.title}: {self.why}."
+        return f"{self.title}: {self.winner}, {self.margin}." if self.called else f"{self.title}: no winner; {self.why}."
 
 
 @dataclass
@@ -223,7 +223,7 @@ def _decide(
         open_to = unbeaten(values)
         if len(open_to) > 1:
             shown = ", ".join(f"{name} ({_mean_text(world, kind, values[name])})" for name in open_to)
-            why = f"no winner; noise can explain the differences between {shown}"
+            why = f"noise can explain the differences between {shown}"
         else:
             winner, second = order[0], order[1]
             margin = _margin(world, kind, values[winner], second, values[second])

@@ -37,7 +37,7 @@ class Verdict:
     criteria: list = field(
         default_factory=lambda: [
             Criterion(),
-            Criterion("Highest accuracy", called=False, why="no winner; noise can explain the differences"),
+            Criterion("Highest accuracy", called=False, why="noise can explain the differences"),
             Criterion("Highest accuracy in 60 s"),
             Criterion("Highest accuracy in 3 epochs"),
             Criterion("Time to val_accuracy 0.85"),
