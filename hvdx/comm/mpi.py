@@ -5,6 +5,7 @@ a time limit.
 """
 
 import copy
+import os
 import pickle
 import sys
 import time
@@ -25,6 +26,9 @@ _SEARCH_SECONDS = 2.0
 _ABSENT_TAG = 7
 # Maximum number of missing ranks whose position an error reports.
 _MAX_REPORTED = 4
+# Open MPI over TCP imitates PUT for large messages: the receiver asks for each piece, and its requests wait behind the
+# data that it sends itself. If both ends send, that takes up to twice the time. These are its other default flags.
+_TCP_FLAGS, _WITHOUT_PUT = "OMPI_MCA_btl_tcp_flags", "send,inplace,need-ack,need-csum,hetero-rdma"
 # MPI counts bytes in a C int.
 _MAX_BYTES = 2**31 - 1
 
@@ -35,6 +39,7 @@ def initialise() -> int:
     Importing mpi4py starts MPI with MPI_THREAD_MULTIPLE. Horovod needs it because it calls MPI from its own thread; if
     Horovod started MPI, the level would depend on its build.
     """
+    os.environ.setdefault(_TCP_FLAGS, _WITHOUT_PUT)
     from mpi4py import MPI
 
     return MPI.COMM_WORLD.Get_size()
