@@ -122,8 +122,9 @@ def encode_regions(
         place[FAULT] |= fault
         if whole:
             waiting, multiples = list_multiples(
-                found, marks, origin, residual, pieces, taus, scale, back, near, entries, waiting, times, multiples
-            )
+                found, marks, origin, residual, pieces, taus, limits, scale, back, near, entries, waiting, times,
+                multiples,
+            )  # fmt: skip
         else:
             element = 64 * (block + stop)
             p = piece_of(pieces, element)

@@ -183,7 +183,9 @@ def list_entries(found, marks, origin, entries, waiting, blind, next_residual, n
 
 
 @njit(nogil=True, error_model="numpy")
-def list_multiples(found, marks, origin, residual, pieces, taus, scale, back, near, entries, waiting, times, multiples):
+def list_multiples(
+    found, marks, origin, residual, pieces, taus, limits, scale, back, near, entries, waiting, times, multiples
+):
     """Do the work of `list_entries` for records with multiples, and subtract them from the sums that were stored whole.
 
     Returns the new numbers of entries and multiples.
@@ -206,7 +208,10 @@ def list_multiples(found, marks, origin, residual, pieces, taus, scale, back, ne
                     near[run, j] -= left < np.float32(share) * tau
                 left = np.float32(np.copysign(left, total))
                 if back:
-                    left -= simd.load_float(pieces[p, 2] + 4 * (element - pieces[p, 0])) * scale * back
+                    added = simd.load_float(pieces[p, 2] + 4 * (element - pieces[p, 0])) * scale
+                    # `scan` has counted an element above the limit as zero.
+                    if abs(added) <= limits[run]:
+                        left -= added * back
                 residual[element] = left
                 word |= MULTIPLE
                 times[multiples] = m

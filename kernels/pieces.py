@@ -47,6 +47,8 @@ def locate(arrays: Sequence[np.ndarray], what: str, writable: bool = False) -> n
         >>> locate([np.zeros((2, 3), np.float32), np.zeros(1, np.float32)], "update")[:, SIZE]
         array([6, 1])
     """
+    if not isinstance(arrays, list | tuple):  # Others may make arrays that exist only while they are looked at.
+        raise TypeError(f"{what}: expected a list or tuple of arrays, got {type(arrays).__name__}. Do: [array]")
     table = np.empty((len(arrays), 2), np.int64)
     known = np.fromiter(map(id, arrays), np.int64, len(arrays)) if _HEADERS_ARE_KNOWN else table[:0, 0]
     flags, at = _FLAGS | _WRITEABLE if writable else _FLAGS, 0

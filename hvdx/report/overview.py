@@ -21,7 +21,10 @@ LOG = "log.txt"
 #: Name of a run without distribution.
 ONE_WORKER = "one worker"
 
-_LOWER = re.compile(r"(^|_)(loss|error|err|mae|mse|rmse|mape|msle|perplexity|wer|cer)(_|$)|_error$|crossentropy")
+_LOWER = re.compile(
+    r"(^|_)(loss|error|err|mae|mse|rmse|mape|msle|perplexity|ppl|wer|cer|nll|bpc|hinge|huber|poisson|divergence|cosh"
+    r"|logcosh|brier)(_|$)|cross_?entropy"
+)
 _RATE = re.compile(r"(\d+(?:\.\d+)?)([kmgt]?)bit")
 _PREFIXES = {"": ("", 1.0), "k": ("k", 1e3), "m": ("M", 1e6), "g": ("G", 1e9), "t": ("T", 1e12)}
 #: Metrics by which runs are compared without a target: the first that a run has.
@@ -264,10 +267,20 @@ def load(folders: Sequence[str | os.PathLike[str]], target: tuple[str, float] | 
             if not outcomes or any(path.rglob("rank-*.jsonl")):
                 raise
             found = []
+        # A run of a comparison that has no outcome has not ended, and is neither a result nor a failure.
+        running = [run for run in found if not run.outcome and (run.folder.parent.parent / COMPARISON).is_file()]
+        # A script may fit several times; then its last fit counts, and the others are not runs with other seeds.
+        last = {run.folder: run for run in found}
+        found = [run for run in found if run not in running and (not run.outcome or last[run.folder] is run)]
         # A folder may be given twice, or together with one that contains it.
-        recorded = {run.folder for run in found}
+        recorded = {run.folder for run in [*found, *running]}
         bare = [folder for folder in outcomes if folder not in recorded and folder.resolve() not in seen]
         troubles += [_trouble(folder, read_outcome(folder), "") for folder in bare]
+        troubles += [
+            Trouble(name_of(run), Setting(0), seed_of(run, {}), "it has not ended", run.folder)
+            for run in running
+            if run is last[run.folder] and run.folder.resolve() not in seen
+        ]
         runs += [run for run in found if run.folder.resolve() not in seen]
         seen |= {folder.resolve() for folder in (*recorded, *bare)}
         comparison = comparison or _comparison(path)

@@ -72,7 +72,7 @@ class Criterion:
     @property
     def sentence(self) -> str:
         """The criterion in one sentence."""
-        return f"{self.title}: {self.winner}, {self.margin}." if self.called else f"{self.title}: no winner; {self.why}."
+        return f"{self.title}: " + (f"{self.winner}, {self.margin}." if self.called else f"no winner; {self.why}.")
 
 
 @dataclass
@@ -183,7 +183,7 @@ def _limits(world: _World, setting: Setting) -> tuple[float, int]:
     ends: list[float] = []
     counts: list[int] = []
     for runs in world.groups[setting].values():
-        curves = [curve for curve in (_curve(run, world) for run in runs) if curve]
+        curves = [c for c in (_curve(run, world) for run in runs) if c and math.isfinite(c[-1][2])]
         ends += [max(curve[-1][1] for curve in curves)] if curves else []
         counts += [curve[-1][0] for curve in curves]
     return min(ends, default=0.0), min(counts, default=0)
@@ -299,12 +299,13 @@ def _distribution(world: _World) -> list[str]:
         kind, what, alone, values = _against_one(world, setting)
         if not values or all(math.isinf(v) for found in [alone, *values.values()] for v in found):
             continue
-        best = ranking(values)[0]
+        order = ranking(values)
+        best = next((name for name in order if beats(values[name], alone)), order[0])
         reached = _mean_text(world, kind, values[best])
         shown = f"{what}: {_mean_text(world, kind, alone)} on one worker, {reached} with {best}"
         if min(len(alone), len(values[best])) < RUNS:
             sentences.append(f"Distribute or not, {setting}: not enough runs, {RUNS} seeds are needed ({shown}).")
-        elif world.seedless and kind != TO_TARGET:
+        elif world.seedless and kind != FASTEST:
             sentences.append(f"Distribute or not, {setting}: open, because the seeds had no effect ({shown}).")
         elif beats(values[best], alone):
             sentences.append(f"Distribute, {setting}: {shown}.")

@@ -117,7 +117,7 @@ def test_script_that_cannot_be_compared_stops_after_the_first_run(compare, capsy
 
 def test_nobody_reaches_the_target(compare, capsys):
     assert compare("--target", "val_accuracy=0.99", seeds=1, strategies="threshold") == 0
-    assert "Time to val_accuracy 0.99: no run with several workers reached it." in capsys.readouterr().out
+    assert "Time to val_accuracy 0.99: no winner; no run with several workers reached it." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,21 @@ def test_fault_matches_reference(case, data):
     encode_like_reference(case._replace(update=update), 1, data.draw(st.sampled_from([0.0, 3.0])))
 
 
+@pytest.mark.parametrize("lookahead", [0.0, 3.0])
+def test_fault_leaves_a_residual_of_several_tau(lookahead):
+    """The lookahead leaves residuals of several tau, which send multiples where the update has a fault."""
+    n = 300
+    runs = make_runs((n, 1.0))
+    for at, value in ((0, np.nan), (63, np.inf), (64, -np.inf), (130, 1e12), (299, np.nan)):
+        update, residual = np.full(n, 0.25, np.float32), np.zeros(n, np.float32)
+        update[at] = value
+        residual[[at, 1, 200]] = 3.5, -7.25, 2.5
+        before = residual.copy()
+        coded = cpu.encode([update], residual, runs, True, SMALL, threads=1, lookahead=lookahead)
+        assert coded.fault == at
+        np.testing.assert_allclose(residual, before, atol=1e-5)
+
+
 def test_residual_after_a_fault_does_not_depend_on_threads():
     n = 5000
     clean, residual = noise(n, np.full(n, 0.3, np.float32), 0.1, 0)

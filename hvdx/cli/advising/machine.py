@@ -12,12 +12,13 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdx.cli.batch import systems
 from hvdx.cli.common.mpi_tools import find_mpi, host_options, mpirun_command
-from hvdx.cli.common.processes import child_environment, key_line, parse_reports, run, start_group
+from hvdx.cli.common.processes import child_environment, key_line, kill_group, parse_reports, run, start_group
 from hvdx.errors import LaunchError
 from hvdx.strategies.link import Link
 from hvdx.strategies.prediction import Codec, Machine
@@ -44,21 +45,25 @@ def measure(elements: int, copies: int = 1) -> Machine:
     environ = child_environment()
     if copies > 1:
         environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // copies)))
-    started = [start_group([*_MODULE, "speeds", str(elements)], environ, merged=True) for _ in range(copies)]
+    end = time.monotonic() + _SPEEDS_SECONDS
+    started: list[subprocess.Popen[str]] = []
     found: list[dict[str, Any]] = []
-    for process in started:
-        try:
-            out, _ = process.communicate(timeout=_SPEEDS_SECONDS)
-        except subprocess.TimeoutExpired:
-            out = "no answer within the time limit"
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-        reports = parse_reports(out)
-        if not reports:
-            raise LaunchError(f"advise: the speed of this machine: {key_line(out)}. Do: hvdx build-kernels")
-        found.append(reports[0])
+    try:
+        for _ in range(copies):
+            started.append(start_group([*_MODULE, "speeds", str(elements)], environ, merged=True))
+        for process in started:
+            try:
+                out, _ = process.communicate(timeout=max(0.1, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                out = "no answer within the time limit"
+            reports = parse_reports(out)
+            if not reports:
+                raise LaunchError(f"advise: the speed of this machine: {key_line(out)}. Do: hvdx build-kernels")
+            found.append(reports[0])
+    finally:
+        for process in started:
+            kill_group(process)
+            process.wait()
     return machine_of({name: statistics.median(each[name] for each in found) for name in found[0]})
 
 

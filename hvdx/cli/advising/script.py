@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdx.cli.common.processes import child_environment, key_line, kill_group
+from hvdx.cli.common.processes import child_environment, key_line, kill_group, last_of
 from hvdx.errors import ConfigError, LaunchError
 from hvdx.report import records
 from hvdx.strategies.prediction import Layer
@@ -124,7 +124,7 @@ def environment(record: Path, copies: int, environ: Mapping[str, str] | None = N
 
 
 def _last(log: Path) -> str:
-    return key_line(log.read_text(errors="replace")) or "no output"
+    return key_line(last_of(log)) or "no output"
 
 
 def read_training(folder: Path) -> Training:

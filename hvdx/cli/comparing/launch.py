@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdx.cli.common.processes import child_environment, key_line, kill_group
+from hvdx.cli.common.processes import child_environment, key_line, kill_group, last_of
 from hvdx.cli.comparing.plan import Plan, Single
 
 #: Output of a run, in its folder.
@@ -113,7 +113,7 @@ def start(words: Sequence[str], env: Mapping[str, str], folder: Path, timeout: f
         finally:
             _end(process)
     if code and not reason:
-        reason = key_line((folder / LOG).read_text(errors="replace")[-20_000:]) or f"exit code {code}"
+        reason = key_line(last_of(folder / LOG)) or f"exit code {code}"
     return End(code, time.monotonic() - began, reason)
 
 
@@ -126,7 +126,6 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     except subprocess.TimeoutExpired:
         pass
     finally:
-        # After a second Ctrl-C, too.
-        if process.poll() is None:
-            kill_group(process)  # type: ignore[arg-type]
-            process.wait()
+        # After a second Ctrl-C, too; and children that the command left behind.
+        kill_group(process)  # type: ignore[arg-type]
+        process.wait()

@@ -18,6 +18,8 @@ from hvdx.report.records import OUTCOME, Run, read, read_outcome
 
 _LOCK = ".lock"
 _LOCK_SECONDS = 20.0
+# Seconds until the records of all workers must be seen.
+_SHARED_SECONDS = 20.0
 
 
 @contextmanager
@@ -43,13 +45,16 @@ def locked(folder: Path) -> Iterator[int]:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            except OSError:
+            except BlockingIOError:
                 if time.monotonic() > end:
                     raise ConfigError(
                         f"compare: {folder}: expected a folder that no other comparison uses, got one that is in use. "
                         "Do: wait for its end, or choose another folder with --output."
                     ) from None
                 time.sleep(0.2)
+            except OSError as error:
+                _say(f"hvdx compare: {folder} has no locks ({error.strerror}): start no other comparison there\n")
+                break
         yield descriptor
     finally:
         os.close(descriptor)
@@ -105,8 +110,12 @@ def _run(plan: Plan, single: Single, made: dict[str, str], lock: int) -> End:
         raise LaunchError(f"compare: {folder}: {error}. Do: free space there, or choose another --output.") from error
     record = _record(folder)
     if end.code == 0:
+        until = time.monotonic() + _SHARED_SECONDS
+        while record and len(record.ranks) < record.size == single.workers and time.monotonic() < until:
+            time.sleep(1)  # A network file system may show the files of other hosts late.
+            record = _record(folder)
         _check_record(plan, single, record, made, folder)
-    elif record is None and single.asked == ONE_WORKER:
+    elif record is None and single.asked == ONE_WORKER and not any(folder.parent.glob(f"*/{OUTCOME}")):
         raise LaunchError(
             f"compare: expected the script to run on one worker, got: {end.reason} (exit code {end.code}). "
             f"Do: read {folder / LOG}; try the command alone."
@@ -119,7 +128,7 @@ def _run(plan: Plan, single: Single, made: dict[str, str], lock: int) -> End:
 
 def _record(folder: Path) -> Run | None:
     try:
-        return read(folder)[0]
+        return read(folder)[-1]
     except ConfigError:
         return None
 
@@ -134,6 +143,11 @@ def _check_record(plan: Plan, single: Single, record: Run | None, made: dict[str
         raise ConfigError(
             f"compare: {single}: expected {single.workers} workers, got {record.size}. "
             "Do: compare without starting workers in the command itself; the launcher may belong to another MPI."
+        )
+    if len(record.ranks) < record.size:
+        raise ConfigError(
+            f"compare: {single}: expected records of {record.size} workers in {folder}, got {len(record.ranks)}. "
+            "Do: --output in a folder that all hosts share."
         )
     found = str(record.header.get("strategy"))
     if single.workers > 1 and found != made[single.asked]:

@@ -8,7 +8,7 @@ import re
 import resource
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,24 @@ from hvdx.keras.adapters.optimizer_state import innermost, slots
 from hvdx.keras.adapters.updates import momentum_of
 from hvdx.keras.fit import callback_list, data
 from hvdx.version import __version__
+
+
+def attempt(describe: Callable[[Any], dict[str, Any] | None], thing: Any) -> dict[str, Any] | None:
+    """Describe a user's object; return {} if that fails, because training is worth more than its record.
+
+    Args:
+        describe: function of this module.
+        thing: its argument.
+
+    Example:
+        >>> attempt(lambda thing: {"size": thing}, 3)
+        {'size': 3}
+    """
+    try:
+        return describe(thing)
+    except Exception as error:  # Properties of a user's class may raise anything.
+        print(f"hvdx: record: {type(thing).__name__} cannot be described: {error!r}", file=sys.stderr)
+        return {}
 
 
 def describe_model(model: Any) -> dict[str, Any]:

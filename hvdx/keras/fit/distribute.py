@@ -85,7 +85,7 @@ class Distribute(keras.callbacks.Callback):
                 "an epoch. Use check_every='epoch'."
             )
         if self.strategy.asynchronous and self._limit.steps and self._comm.size > 1:
-            raise ConfigError.on_all_ranks(
+            raise ConfigError(
                 f"{limits.VARIABLE}={self._limit.text}: expected epochs or minutes under {self.strategy!r}, "
                 "whose workers take different numbers of steps. Set another limit, or train with one worker."
             )
@@ -170,8 +170,8 @@ class Distribute(keras.callbacks.Callback):
                 "epochs": self.params.get("epochs"),
                 "steps": self._sync.steps,
                 "batch": description.batch_size(self),
-                "model": description.describe_model(self.model),
-                "optimizer": description.describe_optimizer(self.model.optimizer),
+                "model": description.attempt(description.describe_model, self.model),
+                "optimizer": description.attempt(description.describe_optimizer, self.model.optimizer),
                 "versions": description.describe_versions(self._comm),
                 "machine": description.describe_machine(),
                 "link": link,
