@@ -15,7 +15,16 @@ import numpy as np
 from hvdx.comm import Comm
 from hvdx.errors import ConfigError
 from hvdx.strategies import link, warmup
-from hvdx.strategies.base import Exchange, Strategy, TensorSpec, agree_on_strategy, agree_on_tensors, one_of
+from hvdx.strategies.base import (
+    Exchange,
+    Schedule,
+    SecondMoments,
+    Strategy,
+    TensorSpec,
+    agree_on_strategy,
+    agree_on_tensors,
+    one_of,
+)
 from hvdx.strategies.prediction import Prediction, Situation, added
 
 Placement = Literal["update", "gradient"]
@@ -39,6 +48,10 @@ class Threshold(Strategy):
             residual, which over time adds up to the same sum. It compensates for the steps that an element waits in the
             residual. None derives it from the optimiser: a third of momentum / (1 - momentum), at most 5; 3 for a
             momentum of 0.9.
+        second_moments: "mean": the updates of Adam, AdamW and Nadam are scaled, a variable at a time, as if these
+            optimisers divided by the second moment of the ranks' mean gradient. "own": they divide by that of their
+            rank's gradients, which makes the steps too small if gradients are mostly noise. It has no effect on other
+            optimisers, nor with placement="gradient".
         op: "mean" or "sum" of the workers' updates.
         warmup: "none", "density:200" (falls from 1/8 to the target in 200 steps), "dense:50" (sends everything as
             bfloat16), "workers:200" (1, 2, 4, ... workers count).
@@ -69,6 +82,7 @@ class Threshold(Strategy):
         target_density: float | Literal["auto"] | None = None,
         placement: Placement = "update",
         lookahead: float | None = None,
+        second_moments: SecondMoments = "mean",
         op: Op = "mean",
         warmup: str = "none",
         overlap: bool = False,
@@ -86,6 +100,7 @@ class Threshold(Strategy):
             )
         one_of("threshold", "placement", placement, ("update", "gradient"))
         one_of("threshold", "op", op, ("mean", "sum"))
+        one_of("threshold", "second_moments", second_moments, ("mean", "own"))
         if lookahead is not None and (
             isinstance(lookahead, bool) or not isinstance(lookahead, int | float) or not 0 <= lookahead <= 10
         ):
@@ -109,6 +124,7 @@ class Threshold(Strategy):
             overlap,
             float(overhead),
         )
+        self.second_moments = second_moments
         self.warmup, self.index_coding, self.scope = str(warmup), index_coding, scope
         self.tau_steps, self.threads = tau_steps, threads
         self.start = _warmup(self.warmup, tau)
@@ -144,6 +160,9 @@ class Threshold(Strategy):
         agree_on_strategy(self, comm)
         agree_on_tensors(specs, comm)
         return ThresholdExchange(self, comm, specs, self.lookahead_for(momentum))
+
+    def contributors(self, size: int) -> Schedule:
+        return self.start.stages(size)
 
     def with_overhead(self, share: float) -> "Threshold":
         other = copy.copy(self)

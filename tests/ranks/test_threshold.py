@@ -110,6 +110,24 @@ def test_replicas_stay_identical_under_optimizers_of_keras(make):
 
 
 @pytest.mark.sizes(2, 4)
+@pytest.mark.parametrize(("second_moments", "power"), [("mean", 0.0), ("own", -0.5)])
+def test_adam_takes_the_steps_of_the_mean_gradient(second_moments, power):
+    """With gradients of noise, steps that divide by one rank's second moment are shorter by the root of the ranks."""
+    strategy = hvdx.Threshold(target_density=0.1, warmup="dense:30", second_moments=second_moments)
+    distributed = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), strategy=strategy)
+    reference = keras.optimizers.Adam(0.01)
+    mine, whole = (keras.Variable(np.zeros((40, 50), np.float32)) for _ in range(2))
+    random = np.random.default_rng(3)
+    for _ in range(20):
+        gradients = random.normal(size=(hvdx.size(), 40, 50)).astype(np.float32)
+        distributed.apply([tf.constant(gradients[hvdx.rank()])], [mine])
+        reference.apply([tf.constant(gradients.mean(axis=0))], [whole])
+    ratio = np.linalg.norm(mine.numpy()) / np.linalg.norm(whole.numpy())
+    assert ratio == pytest.approx(hvdx.size() ** power, rel=0.1)
+    assert_identical([mine])
+
+
+@pytest.mark.sizes(2, 4)
 def test_nan_on_one_rank_skips_the_step_and_training_continues(capfd):
     x, y = data()
     if hvdx.rank() == hvdx.size() - 1:

@@ -10,7 +10,7 @@ import tensorflow as tf
 from hvdx.comm import Comm
 from hvdx.comm.host_graph import on_host
 from hvdx.errors import HvdxError
-from hvdx.keras.adapters import updates
+from hvdx.keras.adapters import second_moments, updates
 from hvdx.keras.adapters.base import (
     Adapter,
     apply_constraints,
@@ -21,7 +21,9 @@ from hvdx.keras.adapters.base import (
     with_values,
 )
 from hvdx.keras.adapters.optimizer_state import innermost, slots
+from hvdx.keras.shards import shard_of
 from hvdx.strategies import HostExchange, Strategy
+from hvdx.strategies.base import Schedule
 from hvdx.strategies.telemetry import Telemetry, merged
 
 # Open exchanges of an optimiser and their variables, by the `id` of each variable.
@@ -148,7 +150,14 @@ class HostAdapter(Adapter):
             step()
             return
         wanted = updates.updates_of(optimizer, step, variables)
+        if self.strategy.second_moments == "mean" and second_moments.divides(optimizer):
+            wanted = second_moments.corrected(optimizer, wanted, variables, [self._contributors(v) for v in variables])
         _add(variables, self._call(wanted, self._first_bad, variables))
+
+    def _contributors(self, variable: Any) -> Schedule:
+        """Return the number of ranks whose updates of a variable count."""
+        ranks = self.comm if shard_of(variable) is None else self.comm.mesh.peers
+        return self.strategy.contributors(ranks.size)
 
     def flush(self) -> None:
         for exchange, variables in self._open.values():
