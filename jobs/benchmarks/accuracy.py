@@ -36,6 +36,7 @@ STRATEGIES = {
     "1e-2, warm-up dense": "threshold:target_density=0.0075,warmup=dense:4",
     "1e-2, warm-up workers": "threshold:target_density=0.01,warmup=workers:200",
     "1e-2, no lookahead": "threshold:target_density=0.01,lookahead=0",
+    "1e-2, own second moments": "threshold:target_density=0.01,second_moments=own",
     "1e-2, gradients": "threshold:target_density=0.01,placement=gradient",
 }
 _BATCH = 64
@@ -48,9 +49,11 @@ def main(argv: list[str] | None = None) -> int:
     runs: list[dict[str, Any]] = json.loads(file.read_text())["runs"] if file and file.exists() else []
     wanted = [
         {"model": model, "strategy": name, "spelling": STRATEGIES[name], "seed": seed,
-         "workers": options.workers, "epochs": options.epochs}
+         "workers": options.workers, "epochs": options.epochs, "optimizer": options.optimizer}
         for model in options.models for seed in range(options.seeds) for name in options.strategies
     ]  # fmt: skip
+    for run in runs:
+        run.setdefault("optimizer", "sgd")  # a file that was written before there was a choice
     missing = [w for w in wanted if not any(w.items() <= run.items() for run in runs)]
     for number, run in enumerate([] if options.show else missing, 1):
         begin = time.perf_counter()
@@ -64,7 +67,8 @@ def main(argv: list[str] | None = None) -> int:
             flush=True,
         )
         harness.write(options.json, {"runs": runs})
-    show([r for r in runs if r["workers"] == options.workers and r["epochs"] == options.epochs])
+    chosen = {"workers": options.workers, "epochs": options.epochs, "optimizer": options.optimizer}
+    show([r for r in runs if chosen.items() <= r.items()])
     return 0
 
 
@@ -75,6 +79,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
     parser.add_argument("--epochs", type=int, default=10, help="passes over the data")
     parser.add_argument("--workers", type=int, default=4, help="number of virtual ranks")
+    parser.add_argument("--optimizer", default="sgd", choices=("sgd", "adam"), help="optimiser: sgd has momentum 0.9")
     parser.add_argument(
         "--strategies", help=f"names separated by semicolons; all of them by default: {'; '.join(STRATEGIES)}"
     )
@@ -101,7 +106,7 @@ def train(run: dict[str, Any]) -> dict[str, Any]:
 
     workers, data = run["workers"], load("fashion-mnist")
     keras.utils.set_random_seed(run["seed"])
-    network = build(data, run["model"], None, "sgd", None)
+    network = build(data, run["model"], None, run["optimizer"], None)
     shares = [
         iter(hvdx.shard((data.train_x, data.train_y), _BATCH, seed=run["seed"], rank=r, size=workers).repeat())
         for r in range(workers)
@@ -164,6 +169,7 @@ def host_step(network: Any, strategy: Any, workers: int) -> tuple[Callable[..., 
     import tensorflow as tf
 
     from hvdx.comm.local import virtual_world
+    from hvdx.keras.adapters import second_moments
     from hvdx.keras.adapters.base import describe
     from hvdx.keras.adapters.updates import momentum_of, updates_of
 
@@ -182,11 +188,14 @@ def host_step(network: Any, strategy: Any, workers: int) -> tuple[Callable[..., 
                 optimizer._backend_update_step(given, variables, optimizer.learning_rate)
 
             changes = updates_of(optimizer, step, variables)
+            if strategy.second_moments == "mean" and second_moments.divides(optimizer):
+                changes = second_moments.corrected(optimizer, changes, variables, contributors)
             optimizer.iterations.assign_add(1)
             return changes
 
         return update
 
+    contributors = [strategy.contributors(workers)] * len(variables)
     updates = [make_update(optimizer) for optimizer in own]
     rank_local = strategy.placement == "update"
 
