@@ -1,6 +1,5 @@
 """Measurement of the network between the ranks, and the density that it affords."""
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -16,9 +15,6 @@ MIN_DENSITY, MAX_DENSITY = 1e-4, 1 / 8
 _PROBE_SECONDS = 0.05
 _FIRST_BYTES, _LARGEST_BYTES = 1 << 14, 1 << 22
 _PINGS = 9
-# The running estimate uses the last steps. Transfers of fewer bytes are left out: they measure only the latency.
-_WINDOW = 33
-_MIN_TRANSFER_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -64,43 +60,6 @@ def _slowest(channel: Channel, message: np.ndarray) -> float:
     """Return the seconds of an exchange on the rank where it took longest."""
     mine = channel.exchange([], message)
     return slowest(channel.exchange([round(1e9 * mine.seconds)]).headers[:, 0].tolist())
-
-
-class Estimate:
-    """Running estimate of the link and of a step's computing time. Its input must be the same on all ranks.
-
-    Args:
-        link: result of `probe`, the first estimate.
-    """
-
-    def __init__(self, link: Link):
-        self.link = link
-        self._transfers: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
-        self._steps: deque[float] = deque(maxlen=_WINDOW)
-
-    def observe(self, computing: float, received: int, seconds: float) -> None:
-        """Add one step to the estimate.
-
-        Args:
-            computing: seconds of computing in the step.
-            received: bytes that a rank received.
-            seconds: duration of the transfer of these bytes on the slowest rank.
-        """
-        self._steps.append(computing)
-        if received >= _MIN_TRANSFER_BYTES:
-            self._transfers.append((received, seconds))
-
-    @property
-    def computing(self) -> float | None:
-        """Median of the seconds that a step computes; None for fewer than four steps."""
-        return median(self._steps) if len(self._steps) >= 4 else None
-
-    def refresh(self) -> None:
-        """Set the bandwidth to the median of the observed transfers, if there are enough."""
-        if len(self._transfers) < _WINDOW // 2:
-            return
-        rates = [n / max(s - self.link.latency, 0.1 * s, 1e-9) for n, s in self._transfers]
-        self.link = Link(self.link.latency, median(rates))
 
 
 def message_bytes(elements: int, density: float) -> float:
