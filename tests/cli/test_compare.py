@@ -155,7 +155,14 @@ def test_killed_comparison_keeps_its_runs_and_goes_on(compare, tmp_path, number)
     ]
     words += ["--launcher", "env FAKE_SIZE={n}", "--", sys.executable, compare.script]
     env = os.environ | {"FAKE_MARK": str(mark), "FAKE_SLEEP_AT": f"0{asked}"}
-    process = subprocess.Popen([sys.executable, *map(str, words)], env=env, stderr=subprocess.PIPE, text=True)
+    # A job in the background of a shell ignores SIGINT, and so would its children.
+    process = subprocess.Popen(
+        [sys.executable, *map(str, words)],
+        env=env,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
+    )
     end = time.monotonic() + 30
     while not (mark.exists() and mark.read_text()) and process.poll() is None and time.monotonic() < end:
         time.sleep(0.05)
