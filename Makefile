@@ -33,7 +33,7 @@ LAUNCH = $(MPIRUN) -n $(WORKERS) $(strip $(LAUNCH_OPTIONS))
 DEMO = $(LAUNCH) $(BIN)/python jobs/fashion_mnist.py
 
 comma := ,
-EXTRAS := $(TF),build,jobs,dev$(if $(filter system,$(MPI)),,$(comma)mpi)
+EXTRAS := $(TF),build,jobs,report,dev$(if $(filter system,$(MPI)),,$(comma)mpi)
 
 # Named after MPI and TF, so that another choice installs again.
 INSTALLED = $(VENV)/.installed-$(MPI)-$(TF)

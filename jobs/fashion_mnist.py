@@ -73,9 +73,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     how.add_argument(
         "--seed",
         type=int,
-        default=0,
+        default=os.environ.get("HVDX_SEED", "0"),
         metavar="N",
-        help="seed of the weights and of the order of the data (default: 0)",
+        help="seed of the weights and of the order of the data (default: $HVDX_SEED, else 0)",
     )
     how.add_argument("--samples", type=int, default=None, metavar="N", help="train only on the first N samples")
     out = parser.add_argument_group("output")

@@ -41,7 +41,13 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     how.add_argument("--steps", type=int, default=20, metavar="N", help="training steps, 3 or more (default: 20)")
     how.add_argument("--batch", type=int, default=32, metavar="N", help="samples per step and process (default: 32)")
     how.add_argument("--learning-rate", type=float, default=0.01, metavar="X", help="learning rate (default: 0.01)")
-    how.add_argument("--seed", type=int, default=0, metavar="N", help="seed of weights and data (default: 0)")
+    how.add_argument(
+        "--seed",
+        type=int,
+        default=os.environ.get("HVDX_SEED", "0"),
+        metavar="N",
+        help="seed of weights and data (default: $HVDX_SEED, else 0)",
+    )
     how.add_argument(
         "--draw",
         choices=["whole", "shard"],

@@ -66,9 +66,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     how.add_argument(
         "--seed",
         type=int,
-        default=0,
+        default=os.environ.get("HVDX_SEED", "0"),
         metavar="N",
-        help="seed of the weights and of the order of the windows (default: 0)",
+        help="seed of the weights and of the order of the windows (default: $HVDX_SEED, else 0)",
     )
     how.add_argument(
         "--held-out", type=int, default=256, metavar="N", help="windows in the held-out loss (default: 256)"

@@ -123,7 +123,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--features", type=int, default=3, help="inputs of an example, not counting the constant 1")
     parser.add_argument("--steps", type=int, default=200, help="steps of gradient descent")
     parser.add_argument("--learning-rate", type=float, default=0.1, help="alpha in the formula")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random examples")
+    seed = os.environ.get("HVDX_SEED", "0")
+    parser.add_argument(
+        "--seed", type=int, default=seed, help="seed of the random examples (default: $HVDX_SEED, else 0)"
+    )
     parser.add_argument("--tolerance", type=float, default=1e-9, help="largest accepted difference")
     options = parser.parse_args()
     for name in ("examples", "features", "steps"):

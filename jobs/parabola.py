@@ -175,7 +175,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=1e-2, help="learning rate of gradient descent")
     parser.add_argument("--points", type=int, default=50, help="number of points on all workers together")
     parser.add_argument("--noise", type=float, default=0.05, help="standard deviation of the noise on y")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the noise and of the initial weights")
+    seed = os.environ.get("HVDX_SEED", "0")
+    parser.add_argument(
+        "--seed", type=int, default=seed, help="seed of the noise and of the weights ($HVDX_SEED, else 0)"
+    )
     parser.add_argument("--tolerance", type=float, default=1e-5, help="largest accepted relative difference")
     parser.add_argument("--plot", metavar="FILE.png", help="draw both curves and the fit; needs matplotlib")
     options = parser.parse_args()

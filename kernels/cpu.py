@@ -13,10 +13,10 @@ from hvdx.kernels import compiled, cpu_scan, cpu_tiles
 from hvdx.kernels import cpu_decode as dec
 from hvdx.kernels import cpu_encode as enc
 from hvdx.kernels.lengths import read_lengths
-from hvdx.kernels.pieces import check_arrays, check_runs, frozen, pieces
+from hvdx.kernels.pieces import SIZE, check_runs, frozen, locate, pieces
 from hvdx.kernels.table import table
 from hvdx.kernels.threads import cut, default_threads, spread
-from hvdx.kernels.tiles import LAYOUT, SHARES, TILE_MAX, Encoded, Layout, Malformed, Runs, check_layout, limit
+from hvdx.kernels.tiles import LAYOUT, SHARES, TILE_MAX, Encoded, Layout, Malformed, Runs, check_layout, factors, limit
 
 #: Bytes of a thread's buffer for finished tiles.
 _BUFFER = 1 << 17
@@ -51,6 +51,7 @@ def _call_all() -> None:
     for update in (values, frozen(values)):
         tiles = encode([update], np.zeros_like(values), runs, threads=1).tiles
         decode([(tiles, runs)], 1.0, [np.zeros_like(values)], threads=1)
+        encode([np.where(values, np.float32(np.nan), values)], np.zeros_like(values), runs, threads=1)
         histogram([update], runs.lengths)
 
 
@@ -70,16 +71,18 @@ def check(update: Sequence[np.ndarray], runs: Runs, threads: int | None = None) 
         >>> check([np.array([1, np.nan], np.float32)], Runs(np.array([2]), np.ones(1, np.float32)))
         1
     """
-    n = check_arrays(update, "update")
+    arrays = locate(update, "update")
+    n = int(arrays[:, SIZE].sum())
     check_runs(runs, n, "update")
-    return _find_fault(n, pieces(update, runs), runs, threads or default_threads())
+    return _find_fault(n, pieces(arrays, runs), runs, np.float32(1), threads or default_threads())
 
 
-def _find_fault(n: int, where: np.ndarray, runs: Runs, threads: int) -> int:
-    """Return the result of `check` for an update with the table of pieces `where`."""
-    limits = limit(runs.taus)
-    borders = cut(n, threads if n > 1 << 16 else 1)
-    found = spread(lambda i: cpu_scan.find_fault(borders[i], borders[i + 1], where, limits), len(borders) - 1, threads)
+def _find_fault(n: int, where: np.ndarray, runs: Runs, scale: np.float32, threads: int) -> int:
+    """Return the result of `check` for `scale` times an update with the table of pieces `where`."""
+    limits, borders = frozen(limit(runs.taus)), cut(n, threads if n > 1 << 16 else 1)
+    found = spread(
+        lambda i: cpu_scan.find_fault(borders[i], borders[i + 1], where, limits, scale), len(borders) - 1, threads
+    )
     return next((fault for fault in found if fault >= 0), -1)
 
 
@@ -89,23 +92,27 @@ def encode(
     runs: Runs,
     rice: bool = True,
     layout: Layout = LAYOUT,
-    trusted: bool = False,
     threads: int | None = None,
     reserve: int = 0,
     workspace: "Workspace | None" = None,
+    lookahead: float = 0.0,
 ) -> Encoded:
     """Add an update to a residual, and move the multiples of tau from the sum into entries, in one pass.
 
+    The pass checks the update too. If it finds a fault after it has changed the residual, it takes the update back.
+    This leaves a rounding error in each element of the residual, at most 2**-20 of the larger absolute value of the
+    residual and of (1 + lookahead) * update. The error is the same for any number of threads.
+
     Args:
         update: contiguous float32 arrays, read as one vector of n elements.
-        residual: float32[n], each absolute value below its tau; changed in place unless there is a fault.
+        residual: float32[n]; changed in place, unless there is a fault. Each absolute value is at most `limit`.
         runs: lengths and taus of the runs.
         rice: True for entropy-coded gaps, False for plain 32-bit positions.
         layout: borders of tiles.
-        trusted: True if `check` has already passed the update; otherwise `encode` takes one more pass for the check.
         threads: number of threads; `default_threads()` if None. The bytes do not depend on it.
         reserve: number of bytes to leave free before the tiles, for a header.
         workspace: scratch memory that is kept between calls; a new one is used if it does not fit.
+        lookahead: add (1 + lookahead) * update, and when the entries are found, subtract lookahead * update again.
 
     Returns:
         The tiles, after `reserve` undefined bytes, and the counts.
@@ -122,27 +129,25 @@ def encode(
         >>> residual
         array([ 0.5, -0.5,  0. ,  0. ], dtype=float32)
     """
-    n = check_arrays(update, "update")
+    arrays = locate(update, "update")
+    n = int(arrays[:, SIZE].sum())
     check_runs(runs, n, "update")
-    if check_arrays([residual], "residual", writable=True) != n:
+    if locate([residual], "residual", writable=True)[0, SIZE] != n:
         raise ValueError(f"residual: expected the {n} elements of the update, got {residual.size}.")
     threads = threads or default_threads()
-    where = pieces(update, runs)
-    fault = -1 if trusted else _find_fault(n, where, runs, threads)
-    if fault >= 0:
-        return Encoded.of_fault(fault, len(runs.taus))
-
+    where = pieces(arrays, runs)
     if workspace is None or workspace.fits != (n, len(runs.taus), layout, threads):
         workspace = Workspace(n, len(runs.taus), layout, threads)
-    work, vector, taus = workspace, residual.reshape(-1), frozen(runs.taus)
+    work, vector, taus, limits = workspace, residual.reshape(-1), frozen(runs.taus), frozen(limit(runs.taus))
+    scale, back = factors(lookahead)
 
     def encode_share(i: int) -> list[np.ndarray]:
         place, out, filled, done = work.places[i], work.buffers[i], [], False
         begin = work.borders[i]
         while not done:
             done = enc.encode_regions(
-                begin, work.borders[i + 1], n, work.numbers, rice, vector, where, taus, work.counted[i],
-                work.scratch[i], place, work.records, work.left, work.times, out,
+                begin, work.borders[i + 1], n, work.numbers, rice, vector, where, taus, limits, scale, back,
+                work.counted[i], work.scratch[i], place, work.records, work.left, work.times, out,
             )  # fmt: skip
             filled.append(out[: place[enc.USED]])
             begin = -1
@@ -154,6 +159,14 @@ def encode(
     filled = [buffer for share in shares for buffer in share]
     del shares
     tiles = _join(filled, work, rice, reserve)
+    if any(place[enc.FAULT] for place in work.places):
+        decode([(tiles[reserve:], runs)], 1.0, [vector], rice, threads)
+        borders = cut(n, threads)
+        spread(
+            lambda i: cpu_scan.take_back(borders[i], borders[i + 1], vector, where, limits, scale, back),
+            threads, threads,
+        )  # fmt: skip
+        return Encoded.of_fault(_find_fault(n, where, runs, scale, threads), len(runs.taus))
     total = work.counted[0].copy() if len(work.counted) == 1 else np.add.reduce(work.counted)
     return Encoded(tiles, total[:, 0], total[:, 1:], -1)
 
@@ -176,7 +189,7 @@ def histogram(update: Sequence[np.ndarray], lengths: np.ndarray) -> np.ndarray:
         >>> np.flatnonzero(histogram([np.array([0, -1, 1], np.float32)], np.array([3])))
         array([   0, 1016])
     """
-    n = check_arrays(update, "update")
+    n = int(locate(update, "update")[:, SIZE].sum())
     if (lengths < 1).any() or int(lengths.sum()) != n:
         raise ValueError(f"lengths: expected at least 1 each, {n} in all, got {lengths}.")
     bins = np.zeros((len(lengths), 2048), np.int64)
@@ -214,19 +227,19 @@ class Workspace:
         self.most_left = 3 * self.left.size + cpu_tiles.HEADER_BYTES * (regions + 1)
         self.joined = np.zeros(8, np.int64)
         self.scratch = [_scratch(layout) for _ in self.borders[1:]]
-        self.places = [np.zeros(6, np.int64) for _ in self.scratch]
+        self.places = [np.zeros(7, np.int64) for _ in self.scratch]
         self.counted = [np.zeros((runs, 1 + len(SHARES)), np.int64) for _ in self.scratch]
         self.buffers = [np.empty(_BUFFER, np.uint8) for _ in self.scratch]
 
 
 def _scratch(layout: Layout) -> tuple[np.ndarray, ...]:
-    """Return the scratch arrays of one thread: entries, multiples, numbers of blocks, masks, gaps, signs."""
+    """Return the scratch arrays of one thread: entries, multiples, records of blocks, one block, gaps, signs."""
     most = max(TILE_MAX, layout.tile_max) + 64 * cpu_scan.CHUNK + 8
     return (
         np.empty(most, np.uint32),
         np.empty(most, np.int32),
-        np.empty(cpu_scan.CHUNK + 1, np.int64),
-        np.empty(cpu_scan.CHUNK + 1, np.uint64),
+        np.empty((cpu_scan.CHUNK + 1, 4), np.uint64),
+        np.empty(64, np.float32),
         np.empty(TILE_MAX + 128, np.uint32),
         np.empty(TILE_MAX + 128, np.uint8),
     )
@@ -339,13 +352,16 @@ def decode(
         >>> out
         array([ 0., -2.,  0.], dtype=float32)
     """
-    n = check_arrays(out, "out", writable=True)
+    arrays = locate(out, "out", writable=True)
+    n = int(arrays[:, SIZE].sum())
     threads = threads or default_threads()
     prepared = []
     for i, (message, runs) in enumerate(messages):
         check_runs(runs, n, "out")
         try:
-            prepared.append((inspect(message, n, rice, threads), frozen(message), pieces(out, runs), frozen(runs.taus)))
+            prepared.append(
+                (inspect(message, n, rice, threads), frozen(message), pieces(arrays, runs), frozen(runs.taus))
+            )
         except Malformed as error:
             raise Malformed(str(error), i) from None
     factor = np.float32(scale)

@@ -17,8 +17,8 @@ from hvdx.kernels.simd import AHEAD
 #: numbers of remaining entries and multiples.
 FIRST, LAST, BYTES, LEFT, LEFT_MULTIPLES = range(5)
 #: Progress of a thread: the region, the block in it, numbers of waiting entries and multiples, 1 if the region is read
-#: to its end, and bytes used in the output.
-REGION, AT, WAITING, MULTIPLES, READ, USED = range(6)
+#: to its end, bytes used in the output, and 1 if some element cannot be sent.
+REGION, AT, WAITING, MULTIPLES, READ, USED, FAULT = range(7)
 
 _i64 = np.int64
 
@@ -48,7 +48,24 @@ def drop(entries, waiting, times, multiples, count):
 
 @entry
 def encode_regions(
-    begin, end, n, layout, rice, residual, pieces, taus, counted, scratch, place, records, left, left_times, out
+    begin,
+    end,
+    n,
+    layout,
+    rice,
+    residual,
+    pieces,
+    taus,
+    limits,
+    scale,
+    back,
+    counted,
+    scratch,
+    place,
+    records,
+    left,
+    left_times,
+    out,
 ):
     """Encode the regions from `begin` to `end`, or until `out` is full; return True if all are done.
 
@@ -57,7 +74,7 @@ def encode_regions(
     """
     mode = keep_denormals()
     region_size, tile_max, tile_min = layout[0], layout[1], layout[2]
-    entries, times, where, masks, gaps, signs = scratch
+    entries, times, marks, row, gaps, signs = scratch
     sent, near = counted[:, 0], counted[:, 1:]
     if begin >= 0:
         place[:] = 0
@@ -99,18 +116,22 @@ def encode_regions(
         last = min(blocks, (n - origin + 63) // 64)
         stop = min(place[AT] + CHUNK, last)
         block = region * blocks
-        found, whole = scan(block + place[AT], block + stop, n, residual, pieces, taus, sent, near, where, masks)
+        found, whole, fault = scan(
+            block + place[AT], block + stop, n, residual, pieces, taus, limits, scale, back, sent, near, marks, row
+        )
+        place[FAULT] |= fault
         if whole:
             waiting, multiples = list_multiples(
-                found, where, masks, origin, residual, pieces, taus, near, entries, waiting, times, multiples
-            )
+                found, marks, origin, residual, pieces, taus, limits, scale, back, near, entries, waiting, times,
+                multiples,
+            )  # fmt: skip
         else:
             element = 64 * (block + stop)
             p = piece_of(pieces, element)
             ahead = 4 * element + AHEAD
             here, there = _i64(residual.ctypes.data) + ahead, pieces[p, 2] - 4 * pieces[p, 0] + ahead
             blind = 1 if 4 * found < stop - place[AT] else 3
-            waiting = list_entries(found, where, masks, origin, residual, entries, waiting, blind, here, there)
+            waiting = list_entries(found, marks, origin, entries, waiting, blind, here, there)
         place[AT], place[WAITING], place[MULTIPLES], place[READ] = stop, waiting, multiples, stop == last
     restore_mode(mode)
     return True

@@ -1,8 +1,11 @@
 """Scan of the elements on a CPU: add an update to a residual, and find the sums that reach tau.
 
-`scan` adds blocks of 64 elements, and stores a bit mask for each block with a sum that reaches tau. `list_entries`
-converts the masks to entries. An entry is packed into 32 bits: its position in the region, a flag for its sign, and a
-flag for m above 1.
+`scan` adds blocks of 64 elements, and stores a record of bit masks for each block with a sum that reaches tau.
+`list_entries` converts the records to entries. An entry is packed into 32 bits: its position in the region, a flag for
+its sign, and a flag for m above 1.
+
+With a lookahead, `scale` times the update is added, and `back` times this is subtracted from what stays in the
+residual. Without one, `scale` is 1 and `back` is 0.
 """
 
 import numpy as np
@@ -10,11 +13,15 @@ from numba import njit
 
 from hvdx.kernels import simd
 from hvdx.kernels.compiled import entry
+from hvdx.kernels.denormals import keep_denormals, restore_mode
 from hvdx.kernels.tiles import SHARES
 
-#: Number of blocks of 64 elements that are scanned before their entries are listed. Masks and entries stay in the
+#: Number of blocks of 64 elements that are scanned before their entries are listed. Records and entries stay in the
 #: caches.
 CHUNK = 512
+#: Columns of the record of a block: masks of the sums that reach tau, of the negative sums and of the sums that are
+#: stored whole, and the block's number.
+HITS, NEGATIVE, WHOLE, BLOCK = range(4)
 #: Flags and position of a packed entry.
 SIGN, MULTIPLE = np.uint32(1 << 31), np.uint32(1 << 30)
 POSITION = np.uint32((1 << 30) - 1)
@@ -53,89 +60,122 @@ def piece_of(pieces, element):
 
 
 @njit(nogil=True, error_model="numpy")
-def scan_mixed(block, n, residual, pieces, taus, near):
-    """Do the work of `accumulate` for one block that crosses the border of a piece or the end of the update.
-
-    Returns its mask, and 1 if a sum is stored whole.
-    """
-    hit, more, first = _u64(0), 0, 64 * block
+def scan_mixed(block, n, residual, pieces, taus, limits, scale, back, marks, found, near):
+    """Do the work of `accumulate` for one block with elements of several runs, or with the end of the update."""
+    hit, negative, whole, fault, first = _u64(0), _u64(0), _u64(0), 0, 64 * block
     p = piece_of(pieces, first)
     for lane in range(min(64, n - first)):
         element = first + lane
         if element >= pieces[p, 1]:
             p += 1
-        run = pieces[p, 3]
+        run, bit = pieces[p, 3], _u64(1) << _u64(lane)
         tau = taus[run]
-        total = residual[element] + simd.load_float(pieces[p, 2] + 4 * (element - pieces[p, 0]))
-        rest = left = abs(total)
-        if left >= tau:
-            rest = left - tau
-            hit |= _u64(1) << _u64(lane)
-            if rest >= tau:
-                more = 1
-            else:
-                left = rest
-        residual[element] = np.float32(np.copysign(left, total))
+        added = simd.load_float(pieces[p, 2] + 4 * (element - pieces[p, 0])) * scale
+        if not abs(added) <= limits[run]:
+            added, fault = np.float32(-0.0), 1
+        total = residual[element] + added
+        rest = abs(total)
+        if rest >= tau:
+            rest -= tau
+            hit |= bit
+        if np.signbit(total):
+            negative |= bit
+        if rest >= tau:
+            whole |= bit
+            residual[element] = total
+        else:
+            left = np.float32(np.copysign(rest, total))
+            residual[element] = left - added * back if back else left
         for j, share in enumerate(SHARES):
             near[run, j] += rest >= np.float32(share) * tau
-    return hit, more
+    marks[found, HITS], marks[found, NEGATIVE], marks[found, WHOLE], marks[found, BLOCK] = hit, negative, whole, block
+    return found + (hit != 0), _i64(whole != 0), fault
 
 
 @njit(nogil=True, error_model="numpy")
-def scan(begin, end, n, residual, pieces, taus, sent, near, where, masks):
-    """Accumulate the blocks from `begin` to `end`; return the number of masks, and 1 if some sum is stored whole."""
-    found, whole, block = _i64(0), 0, begin
-    address = residual.ctypes.data
+def gather(row, pieces, p, first):
+    """Copy the 64 elements from `first` on into `row` if they are of one run, that of piece p; return whether."""
+    at, run = _i64(0), pieces[p, 3]
+    while at < 64:
+        if p == pieces.shape[0] or pieces[p, 3] != run:
+            return False
+        stop = min(pieces[p, 1] - first, 64)
+        address = pieces[p, 2] + 4 * (first - pieces[p, 0])
+        for i in range(at, stop):
+            row[i] = simd.load_float(address + 4 * i)
+        at, p = stop, p + 1
+    return True
+
+
+@njit(nogil=True, error_model="numpy")
+def scan(begin, end, n, residual, pieces, taus, limits, scale, back, sent, near, marks, row):
+    """Accumulate the blocks from `begin` to `end`.
+
+    Returns the number of records in `marks`, 1 if some sum is stored whole, and 1 if some element cannot be sent.
+    """
+    found, whole, fault, block = _i64(0), _i64(0), _i64(0), begin
+    address, p = residual.ctypes.data, _i64(piece_of(pieces, 64 * begin))
     while block < end:
-        p = piece_of(pieces, 64 * block)
+        first = 64 * block
+        while pieces[p, 1] <= first:
+            p += 1
         run, entries = pieces[p, 3], found
-        stop = min(end, pieces[p, 1] // 64)
+        stop, source = min(end, pieces[p, 1] // 64), pieces[p, 2] - 4 * pieces[p, 0]
+        if stop <= block and gather(row, pieces, p, first):
+            stop, source = block + 1, row.ctypes.data - 4 * first
         if stop <= block:
-            hit, more = scan_mixed(block, n, residual, pieces, taus, near)
-            masks[found], where[found] = hit, block
-            while hit:
-                element = 64 * block + simd.trailing_zeros(hit)
-                sent[pieces[piece_of(pieces, element), 3]] += 1
-                hit &= hit - _u64(1)
-            found += masks[found] != 0
             stop = block + 1
+            found, more, bad = scan_mixed(block, n, residual, pieces, taus, limits, scale, back, marks, found, near)
+            for i in range(entries, found):
+                hit = marks[i, HITS]
+                while hit:
+                    sent[pieces[piece_of(pieces, first + simd.trailing_zeros(hit)), 3]] += 1
+                    hit &= hit - _u64(1)
         else:
-            found, more = simd.accumulate(
-                address, pieces[p, 2] - 4 * pieces[p, 0], block, stop, found, taus[run],
-                masks.ctypes.data, where.ctypes.data, near[run].ctypes.data,
-            )  # fmt: skip
+            tau, limit = taus[run], limits[run]
+            if back:
+                found, more, bad = simd.accumulate_ahead(
+                    address, source, block, stop, found, tau, limit, scale, back, marks.ctypes.data,
+                    near[run].ctypes.data,
+                )  # fmt: skip
+            else:
+                found, more, bad = simd.accumulate(
+                    address, source, block, stop, found, tau, limit, scale, back, marks.ctypes.data,
+                    near[run].ctypes.data,
+                )  # fmt: skip
             number = _i64(0)
             for i in range(entries, found):
-                number += simd.population(masks[i])
+                number += simd.population(marks[i, HITS])
             sent[run] += number
         whole |= more
+        fault |= bad
         block = stop
-    return found, whole
+    return found, whole, fault
 
 
 @njit(nogil=True, error_model="numpy")
-def list_entries(found, where, masks, origin, residual, entries, waiting, blind, next_residual, next_update):
-    """Append the entries of masks without multiples to the `waiting` entries; return the new number of entries.
+def list_entries(found, marks, origin, entries, waiting, blind, next_residual, next_update):
+    """Append the entries of records without multiples to the `waiting` entries; return the new number of entries.
 
     Meanwhile the elements at `next_residual` and `next_update` are prefetched.
 
-    `blind` entries of each mask are written without a test. This covers most masks, so the processor mispredicts few
-    branches. Entries beyond those of the mask are overwritten by the next ones.
+    `blind` entries of each record are written without a test. This covers most records, so the processor mispredicts
+    few branches. Entries beyond those of the record are overwritten by the next ones.
     """
     for i in range(found):
         simd.prefetch(next_residual + 128 * i)
         simd.prefetch(next_update + 128 * i)
-        hit, base = masks[i], np.uint32((where[i] << 6) - origin)
-        address = residual.ctypes.data + 256 * where[i]
+        hit, negative = marks[i, HITS], marks[i, NEGATIVE]
+        base = np.uint32((_i64(marks[i, BLOCK]) << 6) - origin)
         after = waiting + simd.population(hit)
         for _ in range(blind):
             lane = simd.trailing_zeros(hit) & 63
-            entries[waiting] = base | np.uint32(lane) | simd.load_sign(address + 4 * lane)
+            entries[waiting] = base | np.uint32(lane) | np.uint32(negative >> _u64(lane)) << np.uint32(31)
             waiting += 1
             hit &= hit - _u64(1)
-        while waiting < after:
+        while hit:
             lane = simd.trailing_zeros(hit)
-            entries[waiting] = base | np.uint32(lane) | simd.load_sign(address + 4 * lane)
+            entries[waiting] = base | np.uint32(lane) | np.uint32(negative >> _u64(lane)) << np.uint32(31)
             waiting += 1
             hit &= hit - _u64(1)
         waiting = after
@@ -143,25 +183,36 @@ def list_entries(found, where, masks, origin, residual, entries, waiting, blind,
 
 
 @njit(nogil=True, error_model="numpy")
-def list_multiples(found, where, masks, origin, residual, pieces, taus, near, entries, waiting, times, multiples):
-    """Do the work of `list_entries` if some sums are stored whole; subtract m * tau from those.
+def list_multiples(
+    found, marks, origin, residual, pieces, taus, limits, scale, back, near, entries, waiting, times, multiples
+):
+    """Do the work of `list_entries` for records with multiples, and subtract them from the sums that were stored whole.
 
-    Returns the new numbers of entries and of multiples.
+    Returns the new numbers of entries and multiples.
     """
     for i in range(found):
-        hit = masks[i]
+        hit, negative, whole = marks[i, HITS], marks[i, NEGATIVE], marks[i, WHOLE]
+        first = _i64(marks[i, BLOCK]) << 6
         while hit:
-            element = (where[i] << 6) + simd.trailing_zeros(hit)
-            total = residual[element]
-            word = np.uint32(element - origin) | np.uint32(np.signbit(total)) << np.uint32(31)
-            run = pieces[piece_of(pieces, element), 3]
-            tau = taus[run]
-            if abs(total) >= tau:
+            lane = simd.trailing_zeros(hit)
+            element = first + lane
+            word = np.uint32(element - origin) | np.uint32(negative >> _u64(lane)) << np.uint32(31)
+            if whole >> _u64(lane) & _u64(1):
+                total = residual[element]
+                p = piece_of(pieces, element)
+                run = pieces[p, 3]
+                tau = taus[run]
                 m = multiple_of(abs(total), tau)
                 left = abs(total) - amount(m, tau)
                 for j, share in enumerate(SHARES):
-                    near[run, j] -= abs(left) < np.float32(share) * tau
-                residual[element] = -left if np.signbit(total) else left
+                    near[run, j] -= left < np.float32(share) * tau
+                left = np.float32(np.copysign(left, total))
+                if back:
+                    added = simd.load_float(pieces[p, 2] + 4 * (element - pieces[p, 0])) * scale
+                    # `scan` has counted an element above the limit as zero.
+                    if abs(added) <= limits[run]:
+                        left -= added * back
+                residual[element] = left
                 word |= MULTIPLE
                 times[multiples] = m
                 multiples += 1
@@ -172,20 +223,34 @@ def list_multiples(found, where, masks, origin, residual, pieces, taus, near, en
 
 
 @entry
-def find_fault(begin, end, pieces, limits):
-    """Return the first element from `begin` to `end` with an absolute value above its limit, or NaN; -1 if none."""
+def take_back(begin, end, residual, pieces, limits, scale, back):
+    """Subtract from the residual what `scan` added for the elements from `begin` to `end`, apart from the entries."""
+    mode = keep_denormals()
+    p = piece_of(pieces, begin)
+    for element in range(begin, end):
+        while element >= pieces[p, 1]:
+            p += 1
+        added = simd.load_float(pieces[p, 2] + 4 * (element - pieces[p, 0])) * scale
+        if abs(added) <= limits[pieces[p, 3]]:
+            residual[element] = residual[element] + added * back - added
+    restore_mode(mode)
+
+
+@entry
+def find_fault(begin, end, pieces, limits, scale):
+    """Return the first element from `begin` to `end` that, times `scale`, is NaN or above its limit; -1 if none."""
     element = begin
     while element < end:
         p = piece_of(pieces, element)
         address, limit = pieces[p, 2] - 4 * pieces[p, 0], limits[pieces[p, 3]]
         stop = min(end, pieces[p, 1])
         while element + 64 <= stop:
-            mask = simd.beyond(address + 4 * element, limit)
+            mask = simd.beyond(address + 4 * element, limit, scale)
             if mask:
                 return element + simd.trailing_zeros(mask)
             element += 64
         while element < stop:
-            if not abs(simd.load_float(address + 4 * element)) <= limit:
+            if not abs(simd.load_float(address + 4 * element) * scale) <= limit:
                 return element
             element += 1
     return _i64(-1)

@@ -20,7 +20,7 @@ from hvdx.kernels.cuda_decode import ERRORS, NO_ERROR, ROW
 from hvdx.kernels.cuda_encode import BYTES, CHUNK, COLUMNS, FAULT, NO_FAULT, PER_RUN, TALLIES, TILES
 from hvdx.kernels.pieces import check_runs
 from hvdx.kernels.table import ENTRIES, LENGTH, START, table
-from hvdx.kernels.tiles import LAYOUT, Encoded, Layout, Malformed, Runs, check_layout, limit
+from hvdx.kernels.tiles import LAYOUT, Encoded, Layout, Malformed, Runs, check_layout, factors, limit
 
 #: Largest number of blocks of a launch for each multiprocessor. Over elements: several times the blocks that run at
 #: once, so that little is idle at the end. Over tiles: the blocks that run at once, given their shared memory.
@@ -35,6 +35,8 @@ KERNELS = {
         cuda_encode.accumulate,
         (*[float32[::1]] * 2, uint32[::1], int64[::1], int64, int64, float32),
     ),
+    "scale": (cuda_encode.scale, (float32[::1], float32[::1], float32)),
+    "subtract": (cuda_encode.subtract, (float32[::1], float32[::1], int64)),
     "count": (cuda_encode.count, (uint32[::1], int64[::1], int64[::1], int64, int64)),
     "plan_tiles": (cuda_encode.plan_tiles, (*[int64[::1]] * 2, int64[:, ::1], int64[::1], *[int64] * 5)),
     "place": (cuda_encode.place, (int64[:, ::1], int64[::1])),
@@ -221,6 +223,7 @@ def encode(
     trusted: bool = False,
     stream: Any = None,
     scratch: Scratch | None = None,
+    lookahead: float = 0.0,
 ) -> Encoded:
     """Add an update to a residual, and move the multiples of tau from the sum into entries.
 
@@ -233,6 +236,8 @@ def encode(
         trusted: True if `check` has already passed the update; otherwise the update is read once more.
         stream: stream of numba.cuda; None for the default stream.
         scratch: scratch memory. Without it memory is allocated, and the GPU is idle meanwhile.
+        lookahead: add (1 + lookahead) * update, and when the entries are found, subtract lookahead * update again. This
+            takes a copy of the update and two more passes.
 
     Returns:
         The result of `reference.encode`, with the tiles on the GPU. Other streams must synchronise with this one before
@@ -251,7 +256,32 @@ def encode(
         raise ValueError(f"residual: expected the {n} elements of the update, got {residual.size}.")
     if n == 0:
         return Encoded.of_fault(-1, 0)._replace(tiles=cuda.device_array(1, np.uint8)[:0])
-    return _encode(_cut(arrays, runs), residual, runs, rice, layout, trusted, stream or 0, scratch or Scratch())
+    stream, (factor, back) = stream or 0, factors(lookahead)
+    if lookahead:
+        arrays = [
+            _scaled(array, cuda.device_array(array.size, np.float32, stream=stream), factor, stream) for array in arrays
+        ]
+    coded = _encode(_cut(arrays, runs), residual, runs, rice, layout, trusted, stream, scratch or Scratch())
+    if lookahead and coded.fault < 0:
+        first = 0
+        for array in arrays:
+            if array.size:
+                _scaled(array, array, back, stream)
+                cuda_encode.subtract[_grid(array), cuda_encode.THREADS, stream](array, residual, first)
+            first += array.size
+    return coded
+
+
+def _scaled(array: Any, out: Any, factor: np.float32, stream: Any) -> Any:
+    """Write an array times a factor to `out`, and return it."""
+    if array.size:
+        cuda_encode.scale[_grid(array), cuda_encode.THREADS, stream](array, out, factor)
+    return out
+
+
+def _grid(array: Any) -> int:
+    """Return the number of blocks to launch over the elements of an array."""
+    return _blocks(-(-array.size // cuda_encode.THREADS), _BLOCKS_OF_ELEMENTS)
 
 
 def _encode(pieces, residual, runs, rice, layout, trusted, stream, scratch) -> Encoded:

@@ -192,6 +192,20 @@ def accumulate(update, residual, masks, summary, tally, first, tau):
 
 
 @cuda.jit
+def scale(values, out, factor):
+    """Set `out` to the values times a factor."""
+    for i in range(cuda.grid(1), values.size, cuda.gridsize(1)):
+        out[i] = values[i] * factor
+
+
+@cuda.jit
+def subtract(values, out, first):
+    """Subtract the values from `out`, from its index `first` on."""
+    for i in range(cuda.grid(1), values.size, cuda.gridsize(1)):
+        out[first + i] -= values[i]
+
+
+@cuda.jit
 def count(masks, prefixes, summary, region, chunk):
     """Set prefixes[r * (chunks + 1) + c] to the number of entries of region r before its chunk c.
 

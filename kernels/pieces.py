@@ -1,9 +1,13 @@
 """Arrays as one vector: argument checks of the public functions, and the table by which kernels find elements."""
 
+import ctypes
+import platform
+import struct
 from collections.abc import Sequence
 
 import numpy as np
 
+from hvdx.kernels import simd
 from hvdx.kernels.compiled import entry
 from hvdx.kernels.tiles import N_MAX, Runs
 
@@ -24,21 +28,102 @@ def check_arrays(arrays: Sequence[np.ndarray], what: str, writable: bool = False
         TypeError: if one is not an array, or not float32.
         ValueError: if one is not contiguous or not writable, or if there are too many elements.
     """
-    total = 0
-    for i, array in enumerate(arrays):
-        name = f"{what}[{i}]"
-        if not isinstance(array, np.ndarray):
-            raise TypeError(f"{name}: expected a NumPy array, got {type(array).__name__}. Convert it first.")
-        if array.dtype != np.float32:
-            raise TypeError(f"{name}: expected float32, got {array.dtype}. Cast it first.")
-        if not array.flags.c_contiguous or not array.flags.aligned:
-            raise ValueError(f"{name}: expected contiguous memory. Pass np.ascontiguousarray(...) of it.")
-        if writable and not array.flags.writeable:
-            raise ValueError(f"{name}: it is read-only, and would be written to. Pass a copy.")
-        total += array.size
+    return _check_total(sum(_check_array(array, f"{what}[{i}]", writable)[0] for i, array in enumerate(arrays)), what)
+
+
+def _check_total(total: int, what: str) -> int:
     if total > N_MAX:
         raise ValueError(f"{what}: {total} elements, more than {N_MAX}. Split it.")
     return total
+
+
+def locate(arrays: Sequence[np.ndarray], what: str, writable: bool = False) -> np.ndarray:
+    """Return the sizes and addresses of arrays that kernels can use in place, int64[arrays, 2].
+
+    Arguments and errors are those of `check_arrays`. Compiled code reads the headers of the arrays, so thousands of
+    arrays take hardly more time than one. The addresses are valid while the arrays exist.
+
+    Example:
+        >>> locate([np.zeros((2, 3), np.float32), np.zeros(1, np.float32)], "update")[:, SIZE]
+        array([6, 1])
+    """
+    if not isinstance(arrays, list | tuple):  # Others may make arrays that exist only while they are looked at.
+        raise TypeError(f"{what}: expected a list or tuple of arrays, got {type(arrays).__name__}. Do: [array]")
+    table = np.empty((len(arrays), 2), np.int64)
+    known = np.fromiter(map(id, arrays), np.int64, len(arrays)) if _HEADERS_ARE_KNOWN else table[:0, 0]
+    flags, at = _FLAGS | _WRITEABLE if writable else _FLAGS, 0
+    while (at := _read_headers(known, _HEAD, _ARRAY, _FLOAT32, flags, at, table)) < len(arrays):
+        table[at] = _check_array(arrays[at], f"{what}[{at}]", writable)
+        at += 1
+    _check_total(int(table[:, SIZE].sum()), what)
+    return table
+
+
+def _check_array(array: np.ndarray, name: str, writable: bool) -> tuple[int, int]:
+    """Return the row of `locate` for one array of any kind."""
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"{name}: expected a NumPy array, got {type(array).__name__}. Convert it first.")
+    if array.dtype != np.float32:
+        raise TypeError(f"{name}: expected float32, got {array.dtype}. Cast it first.")
+    if not array.flags.c_contiguous or not array.flags.aligned:
+        raise ValueError(f"{name}: expected contiguous memory. Pass np.ascontiguousarray(...) of it.")
+    if writable and not array.flags.writeable:
+        raise ValueError(f"{name}: it is read-only, and would be written to. Pass a copy.")
+    return array.size, array.ctypes.data
+
+
+#: Columns of the table of `locate`.
+SIZE, PLACE = range(2)
+# Header of an array, which NumPy's C API documents as PyArrayObject. After the header of every Python object, which
+# ends with the address of the type, come words: the address of the elements, the number of dimensions, the addresses of
+# the dimensions, of the strides and of the base, and the address of the dtype; then the flags, an int.
+_HEAD, _ARRAY, _FLOAT32 = object.__basicsize__, id(np.ndarray), id(np.dtype(np.float32))
+_FLAGS, _WRITEABLE = 0x1 | 0x100, 0x400
+
+
+def _headers_are_known() -> bool:
+    """Return True if this interpreter's arrays have the header that `_read_headers` reads."""
+    if platform.python_implementation() != "CPython" or struct.calcsize("P") != 8:
+        return False
+    for array in (np.zeros((3, 2), np.float32), np.zeros((2, 4), np.float64)[:, 1:]):
+        array.flags.writeable = array.dtype == np.float32
+        words, flags = (ctypes.c_int64 * 7).from_address(id(array) + _HEAD), array.flags
+        expected = flags.c_contiguous | 0x100 * flags.aligned | _WRITEABLE * flags.writeable
+        right = (
+            ctypes.c_int64.from_address(id(array) + _HEAD - 8).value == _ARRAY
+            and words[0] == array.ctypes.data
+            and words[1] & 0xFFFFFFFF == array.ndim
+            and tuple((ctypes.c_int64 * 2).from_address(words[2])) == array.shape
+            and words[5] == id(array.dtype)
+            and words[6] & (_FLAGS | _WRITEABLE) == expected
+        )
+        if not right:
+            return False
+    return True
+
+
+_HEADERS_ARE_KNOWN = _headers_are_known()
+
+
+@entry
+def _read_headers(known, head, kind, dtype, flags, at, table):
+    """Fill the table from row `at` on; return the first row whose array is not plainly of this kind, dtype and flags.
+
+    `known` has the addresses of the arrays' headers; if it is empty, none is read.
+    """
+    for i in range(at, known.size):
+        header = known[i] + head
+        if (
+            np.int64(simd.load_word(header - 8)) != kind
+            or np.int64(simd.load_word(header + 40)) != dtype
+            or np.int64(simd.load_half(header + 48)) & flags != flags
+        ):
+            return i
+        size, shape = np.int64(1), np.int64(simd.load_word(header + 16))
+        for axis in range(np.int64(simd.load_half(header + 8))):
+            size *= np.int64(simd.load_word(shape + 8 * axis))
+        table[i, 0], table[i, 1] = size, np.int64(simd.load_word(header))
+    return max(at, known.size)
 
 
 def aligned(n: int) -> np.ndarray:
@@ -85,28 +170,20 @@ def _runs_error(lengths, taus, n):
     return 0 if left == 0 else 1
 
 
-@entry
-def _address(array):
-    """Return the address of an array's elements. With cold caches NumPy takes three times the time for this."""
-    return np.int64(array.ctypes.data)
-
-
-def pieces(arrays: Sequence[np.ndarray], runs: Runs) -> np.ndarray:
+def pieces(arrays: np.ndarray, runs: Runs) -> np.ndarray:
     """Divide arrays, read as one vector, into pieces of one array and one run: int64[P, 4], in order.
 
-    A row has the START and END of a piece in the vector, the ADDRESS of its first element, and its RUN. The table is
-    valid while the arrays exist.
+    `arrays` is the table of `locate`. A row of the result has the START and END of a piece in the vector, the ADDRESS
+    of its first element, and its RUN. The table is valid while the arrays exist.
 
     Example:
         >>> a, b = np.zeros(3, np.float32), np.zeros(2, np.float32)
-        >>> table = pieces([a, b], Runs(np.array([2, 3]), np.ones(2, np.float32)))
+        >>> table = pieces(locate([a, b], "update"), Runs(np.array([2, 3]), np.ones(2, np.float32)))
         >>> table[:, [START, END, RUN]].tolist()
         [[0, 2, 0], [2, 3, 1], [3, 5, 1]]
     """
-    found = [(a.size, _address(a if a.ndim == 1 else a.reshape(-1))) for a in arrays]
-    table = np.array(found, np.int64).reshape(-1, 2)
-    rows = np.empty((len(table) + len(runs.lengths), 4), np.int64)
-    return rows[: _cut(table, frozen(runs.lengths), rows)]
+    rows = np.empty((len(arrays) + len(runs.lengths), 4), np.int64)
+    return rows[: _cut(arrays, frozen(runs.lengths), rows)]
 
 
 @entry

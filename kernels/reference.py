@@ -21,6 +21,7 @@ from hvdx.kernels.tiles import (
     Layout,
     Malformed,
     Runs,
+    factors,
     limit,
     plan,
 )
@@ -48,26 +49,29 @@ def encode(
     runs: Runs,
     rice: bool = True,
     layout: Layout = LAYOUT,
-    trusted: bool = False,
+    lookahead: float = 0.0,
 ) -> Encoded:
     """Add an update to a residual, and move the multiples of tau from the sum into entries.
 
     Args:
         update: float32 arrays, read as one vector of n elements.
-        residual: float32[n], each absolute value below its tau; changed in place unless there is a fault.
+        residual: float32[n], changed in place unless there is a fault. Each absolute value is at most `limit`.
         runs: lengths and taus of the runs.
         rice: True for entropy-coded gaps, False for plain 32-bit positions.
         layout: borders of tiles.
-        trusted: True if `check` has already passed the update.
+        lookahead: add (1 + lookahead) * update, and when the entries are found, subtract lookahead * update again.
 
     Returns:
-        The tiles and the counts.
+        The tiles and the counts. `near` counts the residuals before the last subtraction.
     """
-    fault = -1 if trusted else check(update, runs)
+    scale, back = factors(lookahead)
+    with np.errstate(over="ignore", invalid="ignore"):
+        added = vector(update) * scale
+    fault = check([added], runs)
     if fault >= 0:
         return Encoded.of_fault(fault, len(runs.taus))
     tau = np.repeat(runs.taus, runs.lengths)
-    total = vector(update) + residual
+    total = residual + added
     size = np.abs(total)
     index = np.flatnonzero(size >= tau)
     m = np.trunc(size[index].astype(np.float64) / tau[index].astype(np.float64)).astype(np.int64)
@@ -77,7 +81,10 @@ def encode(
     residual[:] = total
     residual[index] = np.where(negative, -left, left)
     tiles = write(index, negative, m, len(tau), rice, layout)
-    return Encoded(tiles, *count(index, residual, runs), -1)
+    counts = count(index, residual, runs)
+    if back:
+        residual -= added * back
+    return Encoded(tiles, *counts, -1)
 
 
 def vector(arrays: Sequence[np.ndarray]) -> np.ndarray:

@@ -71,81 +71,120 @@ def make_intrinsic(signature: Any) -> Callable[[Callable[..., Any]], Any]:
     return wrap
 
 
-_BLOCKS = types.UniTuple(types.int64, 2)(*[types.int64] * 5, types.float32, *[types.int64] * 3)
+_BLOCKS = types.UniTuple(types.int64, 3)(*[types.int64] * 5, *[types.float32] * 4, *[types.int64] * 2)
 
 
 @make_intrinsic(_BLOCKS)
-def accumulate(
+def accumulate(builder: Any, *arguments: Any) -> tuple[Any, ...]:
+    """Add blocks of 64 float32 at `update` to those at `residual`, and subtract +-tau from each sum that reaches tau.
+
+    The arguments are residual, update, block, end, found, tau, limit, scale, back, marks, near. `scale` must be 1 and
+    `back` 0; see `accumulate_ahead`.
+
+    The new residual has the sign of the sum, also if it is zero. A sum that would still reach tau after the subtraction
+    is stored whole, without the subtraction. An element of the update with an absolute value above `limit`, or NaN,
+    counts as zero. For each block from `block` to `end` with a sum that reaches tau, four words are appended to the
+    `found` records at `marks`: masks with one bit per element of the sums that reach tau, of the negative sums and of
+    the whole sums, and the block's number. The int64 at `near` increase by the number of new residuals that reach each
+    of SHARES of tau; a sum that is stored whole counts for each share.
+
+    Returns three int64: the new number of records, 1 if some sum was stored whole, and 1 if some element counted as
+    zero.
+    """
+    return _accumulate(builder, False, *arguments)
+
+
+@make_intrinsic(_BLOCKS)
+def accumulate_ahead(builder: Any, *arguments: Any) -> tuple[Any, ...]:
+    """Do the work of `accumulate` for `scale` times the update, and subtract `back` times this from the new residual.
+
+    A sum that is stored whole keeps what would be subtracted.
+    """
+    return _accumulate(builder, True, *arguments)
+
+
+def _accumulate(
     builder: Any,
+    ahead: bool,
     residual: Any,
     update: Any,
     block: Any,
     end: Any,
     found: Any,
     tau: Any,
-    masks: Any,
-    where: Any,
+    limit: Any,
+    scale: Any,
+    back: Any,
+    marks: Any,
     near: Any,
-) -> tuple[Any, Any]:
-    """Add blocks of 64 float32 at `update` to those at `residual`, and subtract +-tau from each sum that reaches tau.
-
-    The new residual has the sign of the sum, also if it is zero. A sum that would still reach tau after the subtraction
-    is stored whole, without the subtraction. For each block from `block` to `end` with a sum that reaches tau, a uint64
-    mask with one bit per element is appended to the `found` masks at `masks`, and the block's number to the int64 at
-    `where`. The int64 at `near` increase by the number of new residuals that reach each of SHARES of tau; a sum that is
-    stored whole counts for each share.
-
-    Returns two int64: the new number of masks, and 1 if some sum was stored whole.
-    """
-    taus = _splat(builder, tau, _FLOATS)
+) -> tuple[Any, ...]:
+    taus, limits, scales, backs = (_splat(builder, x, _FLOATS) for x in (tau, limit, scale, back))
     shares = [_splat(builder, builder.fmul(tau, ir.Constant(_F32, share)), _FLOATS) for share in SHARES]
     signs = ir.Constant(_INTS, [1 << 31] * _LANES)
     none, flags = ir.Constant(_INTS, [0] * _LANES), ir.VectorType(ir.IntType(1), _LANES)
+    # Adding -0.0 changes no number, not even the sign of a zero.
+    nothing = ir.Constant(_FLOATS, [-0.0] * _LANES)
     reached = [cgutils.alloca_once_value(builder, none) for _ in SHARES]
     number = cgutils.alloca_once_value(builder, found)
-    whole = cgutils.alloca_once_value(builder, ir.Constant(flags, [0] * _LANES))
-    eight = ir.Constant(_I64, 8)
+    faults = cgutils.alloca_once_value(builder, ir.Constant(flags, [0] * _LANES))
+    wholes = cgutils.alloca_once_value(builder, ir.Constant(_I64, 0))
+    zero = ir.Constant(_I64, 0)
     with cgutils.for_range_slice(builder, block, end, ir.Constant(_I64, 1), _I64) as (index, _):
         shift = builder.mul(index, ir.Constant(_I64, 256))
-        r, u, hit = builder.add(residual, shift), builder.add(update, shift), ir.Constant(_I64, 0)
+        r, u = builder.add(residual, shift), builder.add(update, shift)
+        hit, negative, whole = zero, zero, zero
         for offset in range(0, 256, 64):
             for address in (r, u):
                 hint = [ir.Constant(_I32, v) for v in (0, 3, 1)]
                 call(builder, "llvm.prefetch.p0", ir.VoidType(), _pointer(builder, address, offset + AHEAD, _I8), *hint)
         for offset in range(0, 256, _STRIDE):
-            total = builder.fadd(_load(builder, r, offset, _FLOATS), _load(builder, u, offset, _FLOATS))
+            added = _load(builder, u, offset, _FLOATS)
+            if ahead:
+                added = builder.fmul(added, scales)
+            fault = builder.fcmp_unordered(">", call(builder, f"llvm.fabs.v{_LANES}f32", _FLOATS, added), limits)
+            builder.store(builder.or_(builder.load(faults), fault), faults)
+            added = builder.select(fault, nothing, added)
+            total = builder.fadd(_load(builder, r, offset, _FLOATS), added)
             sign = builder.and_(builder.bitcast(total, _INTS), signs)
             size = call(builder, f"llvm.fabs.v{_LANES}f32", _FLOATS, total)
             over = builder.fcmp_ordered(">=", size, taus)
             rest = builder.select(over, builder.fsub(size, taus), size)
             more = builder.fcmp_ordered(">=", rest, taus)
-            left = builder.select(more, size, rest)
-            _store(builder, builder.bitcast(builder.or_(builder.bitcast(left, _INTS), sign), _FLOATS), r, offset)
-            lanes = builder.zext(builder.bitcast(over, _I16), _I64)
-            hit = builder.or_(hit, builder.shl(lanes, ir.Constant(_I64, offset // 4)))
-            builder.store(builder.or_(builder.load(whole), more), whole)
+            left = builder.bitcast(builder.or_(builder.bitcast(rest, _INTS), sign), _FLOATS)
+            if ahead:
+                left = builder.fsub(left, builder.fmul(added, backs))
+            _store(builder, builder.select(more, total, left), r, offset)
+            lanes = ir.Constant(_I64, offset // 4)
+            hit = builder.or_(hit, builder.shl(_bits(builder, over), lanes))
+            below = builder.icmp_signed("<", builder.bitcast(total, _INTS), none)
+            negative = builder.or_(negative, builder.shl(_bits(builder, below), lanes))
+            whole = builder.or_(whole, builder.shl(_bits(builder, more), lanes))
             for count, share in zip(reached, shares, strict=True):
                 near_it = builder.zext(builder.fcmp_ordered(">=", rest, share), _INTS)
                 builder.store(builder.add(builder.load(count), near_it), count)
-        at = builder.mul(builder.load(number), eight)
-        builder.store(hit, _pointer(builder, builder.add(masks, at), 0, _I64))
-        builder.store(index, _pointer(builder, builder.add(where, at), 0, _I64))
-        some = builder.zext(builder.icmp_unsigned("!=", hit, ir.Constant(_I64, 0)), _I64)
+        builder.store(builder.or_(builder.load(wholes), whole), wholes)
+        record = builder.add(marks, builder.mul(builder.load(number), ir.Constant(_I64, 32)))
+        for i, word in enumerate((hit, negative, whole, index)):
+            builder.store(word, _pointer(builder, record, 8 * i, _I64))
+        some = builder.zext(builder.icmp_unsigned("!=", hit, zero), _I64)
         builder.store(builder.add(builder.load(number), some), number)
     for i, count in enumerate(reached):
         total = call(builder, f"llvm.vector.reduce.add.v{_LANES}i32", _I32, builder.load(count))
         pointer = _pointer(builder, near, 8 * i, _I64)
         builder.store(builder.add(builder.load(pointer), builder.zext(total, _I64)), pointer)
-    left_whole = builder.icmp_unsigned("!=", builder.bitcast(builder.load(whole), _I16), ir.Constant(_I16, 0))
-    return builder.load(number), builder.zext(left_whole, _I64)
+    some_whole = builder.zext(builder.icmp_unsigned("!=", builder.load(wholes), zero), _I64)
+    some_fault = builder.zext(builder.icmp_unsigned("!=", _bits(builder, builder.load(faults)), zero), _I64)
+    return builder.load(number), some_whole, some_fault
 
 
-@make_intrinsic(types.uint64(types.int64, types.float32))
-def beyond(builder: Any, update: Any, limit: Any) -> Any:
-    """Return a mask of the 64 float32 at `update` with absolute values above `limit` or NaN."""
-    limits, mask = _splat(builder, limit, _FLOATS), ir.Constant(_I64, 0)
+@make_intrinsic(types.uint64(types.int64, types.float32, types.float32))
+def beyond(builder: Any, update: Any, limit: Any, scale: Any) -> Any:
+    """Return a mask of the 64 float32 at `update` that, times `scale`, have absolute values above `limit` or NaN."""
+    limits, scales = _splat(builder, limit, _FLOATS), _splat(builder, scale, _FLOATS)
+    mask = ir.Constant(_I64, 0)
     for offset in range(0, 256, _STRIDE):
-        size = call(builder, f"llvm.fabs.v{_LANES}f32", _FLOATS, _load(builder, update, offset, _FLOATS))
+        scaled = builder.fmul(_load(builder, update, offset, _FLOATS), scales)
+        size = call(builder, f"llvm.fabs.v{_LANES}f32", _FLOATS, scaled)
         lanes = _bits(builder, builder.fcmp_unordered(">", size, limits))
         mask = builder.or_(mask, builder.shl(lanes, ir.Constant(_I64, offset // 4)))
     return mask
@@ -221,12 +260,6 @@ def load_float(builder: Any, address: Any) -> Any:
 def store_float(builder: Any, address: Any, value: Any) -> None:
     """Write a float32 at an address."""
     _store(builder, value, address, 0)
-
-
-@make_intrinsic(types.uint32(types.int64))
-def load_sign(builder: Any, address: Any) -> Any:
-    """Return the sign bit of the float32 at an address, in bit 31."""
-    return builder.and_(_load(builder, address, 0, _I32), ir.Constant(_I32, 1 << 31))
 
 
 @make_intrinsic(types.uint8(types.int64))

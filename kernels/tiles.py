@@ -148,3 +148,13 @@ def plan(counts: np.ndarray, layout: Layout = LAYOUT) -> np.ndarray:
     if waiting:
         tiles.append(waiting)
     return np.array(tiles, np.int64)
+
+
+def factors(lookahead: float) -> tuple[np.float32, np.float32]:
+    """Return the factor of an update, 1 + lookahead, and the share of the product that is subtracted again.
+
+    Example:
+        >>> factors(3.0)
+        (np.float32(4.0), np.float32(0.75))
+    """
+    return np.float32(1 + lookahead), np.float32(lookahead / (1 + lookahead))

@@ -40,7 +40,8 @@ def test_wheel_holds_every_module_of_every_room(wheel):
 def test_wheel_holds_the_templates_of_job_scripts(wheel):
     templates = {f"hvdx/jobs/templates/{path.name}" for path in (ROOT / "jobs" / "templates").iterdir()}
     assert "hvdx/jobs/templates/slurm.sh" in templates
-    assert templates | {"hvdx/jobs/benchmarks/recorded_update.npz"} <= set(wheel.namelist())
+    others = {"hvdx/jobs/benchmarks/recorded_update.npz", "hvdx/report/templates/report.html.j2"}
+    assert templates | others <= set(wheel.namelist())
 
 
 def test_wheel_installs_the_command(wheel):

@@ -17,7 +17,7 @@ MAY = {
     "version": set(),
     "codec": {"numpy", "xxhash", "hvdx.kernels", "hvdx.cache", "hvdx.errors"},
     "strategies": {"numpy", "hvdx.comm", "hvdx.codec", "hvdx.errors"},
-    "report": {"numpy", "hvdx.errors"},
+    "report": {"numpy", "matplotlib", "jinja2", "hvdx.errors"},
     "comm": None,
     "keras": {
         *("numpy", "tensorflow", "keras", "xxhash"),

@@ -15,9 +15,12 @@ COMMANDS = (
     "hvdx.cli.doctor",
     "hvdx.cli.build_horovod",
     "hvdx.cli.build_kernels",
+    "hvdx.cli.advise",
     "hvdx.cli.job",
     "hvdx.cli.bench",
     "hvdx.cli.lab",
+    "hvdx.cli.compare",
+    "hvdx.cli.report",
     "hvdx.cli.average",
 )
 

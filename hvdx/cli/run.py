@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     words = program_of(args.program)
     if not words:
         raise LaunchError(f"run: expected a program after the options, got none. For example: {EXAMPLE}")
-    hosts = _hosts(args.hosts)
+    hosts = parse_hosts(args.hosts)
     workers = args.n if args.n is not None else sum(hosts.values())
     if workers < 1:
         raise LaunchError(f"run: expected -n N, 1 worker or more, or --hosts. For example: {EXAMPLE}")
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     return os.execv(command[0], command)
 
 
-def _hosts(text: str | None) -> dict[str, int]:
+def parse_hosts(text: str | None) -> dict[str, int]:
     """Parse "a:2,b" to {"a": 2, "b": 1}."""
     hosts: dict[str, int] = {}
     for part in filter(None, (text or "").split(",")):

@@ -7,7 +7,8 @@ it can be saved and loaded. The codec itself holds no state. Every codec keeps t
 
 - `decode` adds exactly the values that `encode` sent: the same bits on every machine, for any number of threads.
 - If the codec has a state, `sent + state after == update + state before`, up to the rounding of that addition.
-- If an update cannot be sent (NaN, infinity), `encode` raises `UpdateError` and leaves the state unchanged.
+- If an update cannot be sent (NaN, infinity), `encode` raises `UpdateError` and leaves the state unchanged, up to the
+  rounding of an addition and its reversal.
 - If bytes are not a message, `decode` raises `WireError` and leaves the output unchanged.
 """
 
@@ -67,7 +68,7 @@ class Codec(abc.ABC, Generic[S]):
 
         Raises:
             UpdateError: if the update holds NaN, infinity, or a value outside the format's range. The state is
-                unchanged.
+                unchanged up to rounding, and can be used again.
         """
 
     @abc.abstractmethod
@@ -77,7 +78,8 @@ class Codec(abc.ABC, Generic[S]):
         Args:
             messages: one message from each rank, in rank order: uint8[bytes] or bytes, also views of a larger buffer.
                 They are untrusted, so every byte is checked. They must not change until `decode` returns.
-            out: contiguous float32 arrays of the sizes passed to `init`; changed in place.
+            out: contiguous float32 arrays, read as one vector of the elements of an update; changed in place. One flat
+                array is fastest.
             scale: float32 factor; 1 / number of messages gives their mean.
 
         Raises:

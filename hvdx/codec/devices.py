@@ -9,7 +9,7 @@ import numpy as np
 
 from hvdx.errors import ConfigError
 from hvdx.kernels import cpu
-from hvdx.kernels.pieces import aligned, check_arrays
+from hvdx.kernels.pieces import SIZE, aligned, locate
 from hvdx.kernels.tiles import Encoded, Runs
 
 
@@ -21,8 +21,8 @@ class Host:
 
     def check(self, arrays: Sequence[Any], what: str, writable: bool = False) -> list[int]:
         """Return the arrays' sizes; raise TypeError or ValueError unless the kernels can use the arrays in place."""
-        check_arrays(arrays, what, writable)
-        return [a.size for a in arrays]
+        sizes: list[int] = locate(arrays, what, writable)[:, SIZE].tolist()
+        return sizes
 
     def place(self, values: np.ndarray) -> np.ndarray:
         """Return a copy that starts at a cache line."""
@@ -39,10 +39,13 @@ class Host:
         return cpu.Workspace(n, runs, threads=self.threads)
 
     def encode(
-        self, update: Sequence[Any], residual: Any, runs: Runs, rice: bool, header: bytes, work: Any
+        self, update: Sequence[Any], residual: Any, runs: Runs, rice: bool, header: bytes, work: Any, lookahead: float
     ) -> tuple[np.ndarray, Encoded]:
         """Encode, and change `residual` in place. Return the message, which begins with `header`, and the counts."""
-        coded = cpu.encode(update, residual, runs, rice, threads=work.threads, reserve=len(header), workspace=work)
+        coded = cpu.encode(
+            update, residual, runs, rice,
+            threads=work.threads, reserve=len(header), workspace=work, lookahead=lookahead,
+        )  # fmt: skip
         if coded.fault < 0:
             coded.tiles[: len(header)] = np.frombuffer(header, np.uint8)
         return coded.tiles, coded
@@ -81,10 +84,10 @@ class Gpu:
         return self._cuda.Scratch()
 
     def encode(
-        self, update: Sequence[Any], residual: Any, runs: Runs, rice: bool, header: bytes, work: Any
+        self, update: Sequence[Any], residual: Any, runs: Runs, rice: bool, header: bytes, work: Any, lookahead: float
     ) -> tuple[np.ndarray, Encoded]:
         """Encode, and change `residual` in place. Return the message, which begins with `header`, and the counts."""
-        coded = self._cuda.encode(update, residual, runs, rice, scratch=work)
+        coded = self._cuda.encode(update, residual, runs, rice, scratch=work, lookahead=lookahead)
         message = np.empty(len(header) + coded.tiles.size, np.uint8)
         message[: len(header)] = np.frombuffer(header, np.uint8)
         if coded.tiles.size:

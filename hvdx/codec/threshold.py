@@ -21,7 +21,7 @@ from hvdx.codec.devices import Gpu, Host
 from hvdx.errors import ConfigError, UpdateError, WireError
 from hvdx.kernels import compiled, cpu
 from hvdx.kernels.lengths import read_lengths
-from hvdx.kernels.tiles import Encoded, Malformed, Runs, limit
+from hvdx.kernels.tiles import Encoded, Malformed, Runs, factors, limit
 
 #: tau if neither tau nor a density is given: that of Strom and Deeplearning4j, as a power of two.
 DEFAULT_TAU = 2.0**-10
@@ -98,7 +98,8 @@ class Threshold(Codec[ThresholdState]):
             if tau is a power of two, and may be rounded otherwise.
         target_density: share of the elements to send, in (0, 1). The first update gives tau, and later ones adapt it.
         scope: "all" for one tau, "variable" for a tau of each array of the update.
-        index_coding: "rice" for entropy-coded indices, "none" for 32 bits each.
+        index_coding: "rice" for entropy-coded indices, "none" for 32 bits each; 64 bits for each entry of a tile in
+            which some entry carries more than one tau.
         tau_steps: number of values in an octave that tau takes with `target_density`, a power of two up to 64. With 1,
             tau is a power of two, and each step down sends a large share of the residuals at once.
         threads: number of threads of the kernels; None for OMP_NUM_THREADS if it is set, else the process's cores.
@@ -192,20 +193,35 @@ class Threshold(Codec[ThresholdState]):
         """Outcome of preparing the kernels. It is cached because finding the folder takes system calls."""
         return cpu.prepare(kernels_folder())
 
-    def encode(self, update: Sequence[np.ndarray], state: ThresholdState) -> tuple[np.ndarray, ThresholdState]:
+    def encode(
+        self, update: Sequence[np.ndarray], state: ThresholdState, lookahead: float = 0.0
+    ) -> tuple[np.ndarray, ThresholdState]:
+        """Encode an update as a message, as `Codec.encode` does.
+
+        Args:
+            update, state: see `Codec.encode`.
+            lookahead: add (1 + lookahead) * update to the residual, and when the entries are found, subtract
+                lookahead * update again.
+
+        Raises:
+            UpdateError: if an element cannot be sent. The update is read only once, so on a CPU the fault may be found
+                when the residual has changed; the update is then taken back. This leaves a rounding error in each
+                element of the residual, at most 2**-20 of the larger absolute value of the residual and of
+                (1 + lookahead) * update.
+        """
         self.prepare()
         sizes = self._device.check(update, "update")
         if sizes != list(state.sizes):
             raise ValueError(f"update: expected arrays of {list(state.sizes)} elements, got {sizes}.")
         if not state.claim.acquire(blocking=False):
             raise ValueError(_USED_UP)
-        # An interruption from here on leaves a residual that is partly updated. Only a refusal is known to have changed
-        # nothing, so only a refusal releases the state.
+        # An interruption from here on leaves a residual that is partly updated. Only a refusal takes the whole update
+        # back, so only a refusal releases the state.
         try:
-            message, coded, taus, found, floors = self._encode(update, state)
+            message, coded, taus, found, floors = self._encode(update, state, lookahead)
         except _Refused as refused:
             state.claim.release()
-            raise self._cannot_send(update, sizes, refused.fault, refused.taus) from None
+            raise self._cannot_send(update, sizes, refused.fault, refused.taus, lookahead) from None
         means, quiet = state.means, np.where(coded.sent > 0, 0, state.quiet + 1)
         if self.target_density is not None:
             taus, means = self._next_taus(taus, found, floors, state, coded)
@@ -266,9 +282,9 @@ class Threshold(Codec[ThresholdState]):
         return replace(fresh, **new)
 
     def _encode(
-        self, update: Sequence[Any], state: ThresholdState
+        self, update: Sequence[Any], state: ThresholdState, lookahead: float
     ) -> tuple[np.ndarray, Encoded, np.ndarray, np.ndarray, np.ndarray]:
-        """Return the message, the counts, and the taus, found and floors used. Raise _Refused with nothing changed."""
+        """Return the message, the counts, and the taus, found and floors used. Raise _Refused if there is a fault."""
         taus, found, floors = state.taus, state.found, state.floors
         if "workspace" not in state.scratch:
             state.scratch["workspace"] = self._device.workspace(state.residual.size, len(taus))
@@ -279,9 +295,9 @@ class Threshold(Codec[ThresholdState]):
         ends, tried = np.cumsum(state.lengths), set()
         while True:
             if due.any():
-                taus, found, floors = self._find_taus(update, state, taus, found, floors, due)
+                taus, found, floors = self._find_taus(update, state, lookahead, taus, found, floors, due)
             runs = Runs(state.lengths, taus)
-            message, coded = self._device.encode(update, state.residual, runs, rice, _header(runs), work)
+            message, coded = self._device.encode(update, state.residual, runs, rice, _header(runs), work, lookahead)
             if coded.fault < 0:
                 return message, coded, taus, found, floors
             # The element is NaN, infinite or too large for tau. Find another tau, unless tau is fixed or this run was
@@ -296,14 +312,19 @@ class Threshold(Codec[ThresholdState]):
         self,
         update: Sequence[Any],
         state: ThresholdState,
+        lookahead: float,
         taus: np.ndarray,
         found: np.ndarray,
         floors: np.ndarray,
         due: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return new taus, found and floors for the runs that are `due`, from a histogram of the update."""
+        """Return new taus, found and floors for the runs that are `due`, from a histogram of what is added."""
         taus, found, floors = taus.copy(), found.copy(), floors.copy()
-        histograms = cpu.histogram([self._device.fetch(u) for u in update], state.lengths)
+        scale, _ = factors(lookahead)
+        scaled = [self._device.fetch(u) for u in update]
+        for values in scaled:
+            np.multiply(values, scale, out=values)
+        histograms = cpu.histogram(scaled, state.lengths)
         for i in np.flatnonzero(due):
             first = tau.first_tau(histograms[i], self.target_density or 0.0, self.tau_steps)
             if first is None:
@@ -338,15 +359,18 @@ class Threshold(Codec[ThresholdState]):
             taus[i] = after if state.step % _QUIET == 0 else max(after, min(floors[i], taus[i]))
         return taus, means
 
-    def _cannot_send(self, update: Sequence[Any], sizes: list[int], fault: int, taus: np.ndarray) -> UpdateError:
+    def _cannot_send(
+        self, update: Sequence[Any], sizes: list[int], fault: int, taus: np.ndarray, lookahead: float
+    ) -> UpdateError:
         """Return the error for the element at index `fault`."""
         variable, element = 0, fault
         while element >= sizes[variable]:
             element -= sizes[variable]
             variable += 1
         value = self._device.fetch(update[variable]).reshape(-1)[element]
+        times = f" times {1 + lookahead:.3g}" if lookahead else ""
         why = (
-            f"which is more than 2**30 times tau ({taus.min():.3g}). Raise tau, or give target_density in its place"
+            f"which{times} is more than 2**30 times tau ({taus.min():.3g}). Raise tau, or give target_density instead"
             if np.isfinite(value)
             else "which cannot be sent. The training diverged, or the loss scale is too high"
         )

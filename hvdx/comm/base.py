@@ -242,6 +242,7 @@ class Comm(abc.ABC):
         mesh: `hvdx.comm.mesh.Mesh` of the ranks, if they split layers; otherwise None.
         parent: communicator of which `divide` made this one; None if it made none.
         parent_ranks: rank in the parent of each rank; None if there is no parent.
+        library: name and version of the MPI library; "" without one.
     """
 
     rank: int
@@ -256,6 +257,7 @@ class Comm(abc.ABC):
     mesh: Any = None
     parent: "Comm | None" = None
     parent_ranks: Sequence[int] | None = None
+    library: str = ""
 
     @property
     def workers(self) -> int:

@@ -1,1 +1,1 @@
-"""Costs of a run: counters and tables."""
+"""Costs of runs: counters, records, and reports of them."""

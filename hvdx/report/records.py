@@ -1,16 +1,18 @@
 """Records of runs: one JSON Lines file for each rank, in one folder for each run.
 
 Each line of `rank-R.jsonl` is one object with a `kind`. A line is written by one call, so that a killed job leaves a
-record that is whole up to the last flush:
+record that is whole up to the last write:
 
-    fit     begins a fit: the schema's version, the rank, and the environment
-    steps   some steps, one list for each column; times are seconds since the fit began
-    epoch   the end of an epoch, with its metrics
-    end     the end of the fit; absent if the job died
+    fit       begins a fit: the schema's version, the rank, and the environment; ranks of one fit have the same "id"
+    steps     some steps, one list for each column; times are seconds since the fit began
+    strategy  the strategy that `Auto` chose; the reader adds it to the header as "chosen"
+    epoch     the end of an epoch, with its metrics
+    end       the end of the fit; absent if the job died
 
 docs/records.md lists the fields.
 """
 
+import errno
 import json
 import os
 import re
@@ -52,9 +54,8 @@ class Writer:
         self.path = Path(folder) / f"rank-{rank}.jsonl"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file: int | None = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-            if os.fstat(self._file).st_size:
-                self._end_torn_line()
+            self._file: int | None = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+            self._end_torn_line()
         except OSError as error:
             raise ConfigError(
                 f"the record: expected a folder that can be written, got {folder}: {error.strerror}. "
@@ -64,7 +65,9 @@ class Writer:
     def _end_torn_line(self) -> None:
         # A process that was killed may have left half a line, which would swallow the next one.
         assert self._file is not None
-        os.write(self._file, b"\n")
+        size = os.fstat(self._file).st_size
+        if size and os.pread(self._file, 1, size - 1) != b"\n":
+            os.write(self._file, b"\n")
 
     def write(self, kind: str, **values: Any) -> None:
         """Append one line.
@@ -72,11 +75,16 @@ class Writer:
         Args:
             kind: kind of the line.
             **values: fields of the line; NaN and infinity are written as null.
+
+        Raises:
+            OSError: if the line cannot be written, for example on a full disk.
         """
         if self._file is None:
             return
         line = json.dumps({"kind": kind, **_finite(values)}, separators=(",", ":"), default=_plain) + "\n"
-        os.write(self._file, line.encode())
+        data = line.encode()
+        if os.write(self._file, data) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
         """Close the file. Later lines are ignored."""
@@ -87,6 +95,10 @@ class Writer:
 
 def _finite(value: Any) -> Any:
     """Return a value with None in place of NaN and infinity, which JSON does not have."""
+    if isinstance(value, np.ndarray) and np.isfinite(value).all():
+        return value.tolist()
+    if isinstance(value, np.ndarray):
+        return _finite(value.tolist())
     if isinstance(value, Mapping):
         return {str(k): _finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -126,12 +138,26 @@ class RankRecord:
         steps: columns of the steps: float64[steps] each; the columns of a line that leaves them out are 0.
         epochs: the epochs.
         end: fields of the line `end`; None if the job died.
+        traced: indices in the columns of the calls that begin with compiling: the first one, and the one after a
+            change of the strategy.
     """
 
     header: dict[str, Any]
     steps: dict[str, np.ndarray] = field(default_factory=dict)
     epochs: list[Epoch] = field(default_factory=list)
     end: dict[str, Any] | None = None
+    traced: list[int] = field(default_factory=lambda: [0])
+
+    def settled(self, skip: int = 1) -> np.ndarray:
+        """Return which calls are steady: bool[calls], False for the first calls after each compilation.
+
+        Args:
+            skip: number of calls to leave out each time.
+        """
+        kept = np.ones(self.steps["step"].size if self.steps else 0, bool)
+        for first in self.traced:
+            kept[first : first + skip] = False
+        return kept
 
 
 @dataclass
@@ -207,9 +233,9 @@ class Run:
         Time between two epochs (validation, checkpoints) is outside the steps.
 
         Args:
-            skip: number of lines of each rank to leave out, whose time includes compiling.
+            skip: number of calls of each rank to leave out after each compilation.
         """
-        found = [(r.steps["seconds"] / _steps_of_calls(r))[skip:] for r in self.ranks.values() if r.steps]
+        found = [(r.steps["seconds"] / _steps_of_calls(r))[r.settled(skip)] for r in self.ranks.values() if r.steps]
         together = np.concatenate(found) if found else np.zeros(0)
         return float(np.median(together)) if together.size else 0.0
 
@@ -222,11 +248,12 @@ class Run:
         names = (*PARTS, "other")
         rows = []
         for rank in self.ranks.values():
-            if not rank.steps or rank.steps["step"].size <= skip:
+            kept = rank.settled(skip)
+            if not kept.any():
                 continue
-            steps = _steps_of_calls(rank)[skip:].sum()
-            known = {name: rank.steps[name][skip:].sum() / steps for name in PARTS}
-            total = rank.steps["seconds"][skip:].sum() / steps
+            steps = _steps_of_calls(rank)[kept].sum()
+            known = {name: rank.steps[name][kept].sum() / steps for name in PARTS}
+            total = rank.steps["seconds"][kept].sum() / steps
             rows.append([*known.values(), max(0.0, total - sum(known.values()))])
         means = np.mean(rows, axis=0) if rows else np.zeros(len(names))
         return dict(zip(names, means.tolist(), strict=True))
@@ -266,13 +293,15 @@ def read(folder: str | os.PathLike[str]) -> list[Run]:
 
 
 def _read_folder(folder: Path) -> list[Run]:
-    fits: dict[int, dict[int, RankRecord]] = {}
+    # A fit that died early may be missing in the files of some ranks, so its number does not identify it.
+    fits: dict[Any, dict[int, RankRecord]] = {}
     for path in sorted(folder.glob("rank-*.jsonl")):
         match = _FILE.fullmatch(path.name)
         for number, record in enumerate(_read_file(path) if match else []):
-            fits.setdefault(number, {})[int(match.group(1))] = record  # type: ignore[union-attr]
+            fits.setdefault(record.header.get("id", number), {})[int(match.group(1))] = record  # type: ignore[union-attr]
     outcome = read_outcome(folder)
-    return [Run(folder, ranks, outcome) for _, ranks in sorted(fits.items())]
+    runs = [Run(folder, dict(sorted(ranks.items())), outcome) for ranks in fits.values()]
+    return sorted(runs, key=lambda run: float(run.header.get("time", 0.0)))
 
 
 def read_outcome(folder: Path) -> dict[str, Any]:
@@ -309,6 +338,9 @@ def _read_file(path: Path) -> list[RankRecord]:
             for name in COLUMNS:
                 zeros = [0.0] * len(values.get("step", []))
                 columns[-1].setdefault(name, []).append(values.get(name, zeros))
+        elif records and kind == "strategy":
+            records[-1].header["chosen"] = values.get("strategy")
+            records[-1].traced.append(sum(map(len, columns[-1].get("step", []))))
         elif records and kind == "epoch":
             records[-1].epochs.append(Epoch(values["epoch"], values["step"], values["time"], values.get("logs", {})))
         elif records and kind == "end":

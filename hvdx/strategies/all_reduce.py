@@ -6,7 +6,9 @@ from typing import Any, Literal, get_args
 from hvdx.comm import GraphComm
 from hvdx.comm.base import Engine, Reduction, Wire
 from hvdx.errors import ConfigError
-from hvdx.strategies.base import Exchange, Strategy, TensorSpec, one_of, ring_bytes
+from hvdx.strategies.base import Exchange, Strategy, TensorSpec, one_of
+from hvdx.strategies.link import ring_bytes
+from hvdx.strategies.prediction import Prediction, Situation
 
 Op = Literal["average", "sum"]
 Sparse = Literal["gather", "dense"]
@@ -87,6 +89,13 @@ class AllReduce(Strategy):
             device=device,
             device_sparse=device_sparse,
         )
+
+    def predict(self, situation: Situation) -> Prediction:
+        itemsize = 4 if self.compression == "none" else 2
+        given = situation.with_engine(self.engine)
+        terms = given.reduction(itemsize, given.elements) | {"waiting": given.slowest, "polling": given.polling()}
+        buffers = {"buffers": given.reduction_memory(itemsize, given.elements)}
+        return given.prediction(terms, ring_bytes(itemsize * given.elements, given.workers), buffers)
 
     def open(
         self, comm: GraphComm, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = ""

@@ -3,17 +3,20 @@
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from hvdx.comm import Comm
-from hvdx.comm.launcher import kernel_threads
+from hvdx.comm.launcher import kernel_threads, own_cores
 from hvdx.strategies import link
 from hvdx.strategies.all_reduce import AllReduce
-from hvdx.strategies.base import Strategy, TensorSpec, ring_bytes, views
+from hvdx.strategies.base import Strategy, TensorSpec, views
 from hvdx.strategies.compiling import announce
 from hvdx.strategies.driver import HostExchange
+from hvdx.strategies.link import ring_bytes
+from hvdx.strategies.prediction import Codec, Prediction, Situation, installed_engine, measure_codec
 from hvdx.strategies.telemetry import Telemetry
 from hvdx.strategies.threshold import Threshold
 
@@ -21,62 +24,8 @@ from hvdx.strategies.threshold import Threshold
 TRIAL_STEPS = 3
 # Smallest saving for which a lossy strategy is chosen, as a share of a step: fp16 over float32, threshold over both.
 _WORTH_FP16, _WORTH_THRESHOLD = 0.03, 0.1
-# Largest number of elements on which the codec is timed; the time of more elements is extrapolated.
-_TIMED_ELEMENTS = 1 << 22
-# Bytes per second at which memory is read at best, for a lower bound of the time of compression.
-_MEMORY = 2e10
-# Bytes per second of casts between float32 and float16.
-_CASTING = 1e10
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Measurements on which the choice depends.
-
-    Attributes:
-        size: number of ranks.
-        elements: number of float32 elements in a step.
-        computing: seconds of computing in a step, on the slowest rank.
-        network: link between the ranks.
-        threads: threads of this rank's codec; None leaves the number to the codec.
-    """
-
-    size: int
-    elements: int
-    computing: float
-    network: link.Link
-    threads: int | None = None
-
-    def dense_seconds(self, itemsize: int) -> float:
-        """Return the seconds of a ring all-reduce and of the casts to float16 and back.
-
-        The ring has 2 (N - 1) rounds with 1 / N of the elements each.
-
-        Args:
-            itemsize: bytes per element on the network: 4, or 2 for float16.
-        """
-        rounds = 2 * (self.size - 1)
-        casting = 0.0 if itemsize == 4 else 2 * (4 + itemsize) * self.elements / _CASTING
-        part = itemsize * self.elements / self.size
-        return rounds * (self.network.latency + part / self.network.bandwidth) + casting
-
-    def density(self, overhead: float) -> float:
-        """Return the density whose messages take a share of a step's computing time.
-
-        Args:
-            overhead: the share.
-        """
-        return link.affordable_density(self.network, self.size, self.elements, overhead * self.computing)
-
-    def threshold_seconds(self, density: float, coding: float) -> float:
-        """Return the seconds of an exchange of thresholded updates: latency, N - 1 received messages, and the codec.
-
-        Args:
-            density: density of the messages.
-            coding: seconds of the codec.
-        """
-        incoming = (self.size - 1) * link.message_bytes(self.elements, density)
-        return 2 * self.network.latency + incoming / self.network.bandwidth + coding
+#: Smallest ratio of the samples per second of all workers to those of one worker, for which several are worth it.
+WORTH_WORKERS = 1.1
 
 
 class Auto(Strategy):
@@ -116,9 +65,11 @@ class Auto(Strategy):
         everyone = comm.all_gather_object(max(e.seconds for e in exchanges), "the choice of a strategy")
         chosen = None
         if comm.rank == 0:
-            elements = sum(e.telemetry.elements for e in exchanges)
-            threads = kernel_threads(comm.local_size)
-            chosen, reason = self.decide(Measured(comm.size, elements, max(everyone), exchanges[0].network, threads))
+            tensors = tuple(spec.elements for e in exchanges for spec in e.specs)
+            facts: Any = {"engine": installed_engine(), "cores": own_cores(comm.local_size)}
+            # The link of all ranks was measured with the messages of all, also of those that share a host.
+            situation = Situation(comm.size, tensors, max(everyone), exchanges[0].network, **facts)
+            chosen, reason = self.decide(situation, kernel_threads(comm.local_size))
             if isinstance(chosen, Threshold) and not updates:
                 chosen = Threshold(placement="gradient", overhead=chosen.overhead)
                 reason += f" This optimiser has no updates, so its gradients are compressed: {chosen}."
@@ -126,33 +77,51 @@ class Auto(Strategy):
         strategy: Strategy = comm.all_gather_object(chosen, "the strategy")[0]
         return strategy
 
-    def decide(self, measured: Measured) -> tuple[Strategy, str]:
+    def decide(self, situation: Situation, threads: int | None = None) -> tuple[Strategy, str]:
         """Return the strategy that should be the fastest, and the reason. It times the codec, so call it on one rank.
 
         Args:
-            measured: measurements of the steps and the link.
+            situation: measurements of the steps and the link, on a machine of default speeds.
+            threads: threads of this rank's codec; None leaves the number to the codec.
         """
-        density = measured.density(self.overhead)
-        exact, half = measured.dense_seconds(4), measured.dense_seconds(2)
-        saving = _WORTH_THRESHOLD * (measured.computing + min(exact, half))
-        coding = 16 * measured.elements / _MEMORY
-        if measured.threshold_seconds(density, coding) + saving < min(exact, half):
+        half_precision = AllReduce(compression="fp16")
+        exact, half = AllReduce().predict(situation), half_precision.predict(situation)
+        dense = min(exact.overhead, half.overhead)
+        saving = _WORTH_THRESHOLD * (situation.computing + dense)
+        sparse = self._predict_threshold(situation)
+        if sparse.overhead + saving < dense:
             # `Threshold` may be faster, so it is worth some seconds to compile and time the codec.
-            coding = coding_seconds(measured.elements, measured.size, density, measured.threads)
-        sparse = measured.threshold_seconds(density, coding)
+            codec = codec_speed(situation.elements, threads)
+            sparse = self._predict_threshold(replace(situation, machine=replace(situation.machine, codec=codec)))
         chosen: Strategy = AllReduce()
-        if exact - half > _WORTH_FP16 * (measured.computing + exact):
-            chosen = AllReduce(compression="fp16")
-        if sparse + saving < min(exact, half):
-            chosen = self.threshold
+        best = exact
+        if exact.overhead - half.overhead > _WORTH_FP16 * exact.seconds:
+            chosen, best = half_precision, half
+        if sparse.overhead + saving < dense:
+            chosen, best = self.threshold, sparse
         pays = "does not pay here" if isinstance(chosen, AllReduce) else "pays"
         reason = (
-            f"{measured.size} workers, {measured.network}, {measured.elements:,} parameters: a step computes "
-            f"{1e3 * measured.computing:.3g} ms; an exchange should take {1e3 * exact:.3g} ms in float32, "
-            f"{1e3 * half:.3g} ms in fp16, {1e3 * sparse:.3g} ms by threshold at density {density:.2g}. "
+            f"{situation.workers} workers, {situation.link}, {situation.elements:,} parameters: a step computes "
+            f"{1e3 * situation.computing:.3g} ms; an exchange should take {1e3 * exact.overhead:.3g} ms in float32, "
+            f"{1e3 * half.overhead:.3g} ms in fp16, {1e3 * sparse.overhead:.3g} ms by threshold ({sparse.note}). "
             f"Threshold compression {pays}: training with {chosen}."
         )
-        return chosen, reason
+        return chosen, reason + self._declined(situation, best)
+
+    def _predict_threshold(self, situation: Situation) -> Prediction:
+        found = self.threshold.predict(situation)
+        assert found is not None  # its density is "auto"
+        return found
+
+    def _declined(self, situation: Situation, best: Prediction) -> str:
+        """Return a sentence if one worker alone would be as fast; "" otherwise."""
+        ratio = situation.workers * situation.computing / best.seconds
+        if situation.workers == 1 or (ratio >= WORTH_WORKERS and not best.starved):
+            return ""
+        why = f"{situation.workers} workers take {ratio:.2g} times its samples per second"
+        if best.starved:
+            why = "at the lowest density, the workers hardly learn from each other"
+        return f" One worker alone would be as fast: {why}. `hvdx advise` shows other strategies."
 
 
 class TrialExchange(HostExchange):
@@ -201,27 +170,16 @@ class TrialExchange(HostExchange):
         return (time.perf_counter() - self._opened - self.telemetry.exchanging) / max(self.telemetry.steps, 1)
 
 
-def coding_seconds(elements: int, size: int, density: float, threads: int | None = None) -> float:
-    """Return the seconds to encode an update and to decode those of all ranks, on this machine.
+def codec_speed(elements: int, threads: int | None = None) -> Codec:
+    """Return the measured speed of the threshold codec; report it first if its kernels have to be compiled.
 
     Args:
         elements: number of elements of an update.
-        size: number of ranks, which is the number of messages.
-        density: density to aim at.
         threads: threads of the kernels.
     """
     from hvdx import codec
 
-    timed = min(elements, _TIMED_ELEMENTS)
-    update = np.random.default_rng(0).normal(size=timed).astype(np.float32)
-    threshold = codec.Threshold(target_density=density, threads=threads)
+    threshold = codec.Threshold(target_density=0.01, threads=threads)
     if not threshold.prepared:
         announce(threshold, "Threshold", " to measure their speed")
-    threshold.prepare()
-    state, out, seconds = threshold.init([timed]), [np.zeros(timed, np.float32)], []
-    for _ in range(3):
-        begin = time.perf_counter()
-        message, state = threshold.encode([update], state)
-        threshold.decode([message] * size, out, 1 / size)
-        seconds.append(time.perf_counter() - begin)
-    return min(seconds) * elements / timed
+    return measure_codec(elements, threads)

@@ -11,6 +11,7 @@ import numpy as np
 from hvdx.comm import Comm
 from hvdx.comm.base import Engine
 from hvdx.errors import ConfigError, ReplicaError
+from hvdx.strategies.prediction import Prediction, Situation
 
 #: Pairs (first step, period), in increasing order of the steps; the first pair begins at step 0.
 Schedule = tuple[tuple[int, int], ...]
@@ -174,6 +175,14 @@ class Strategy(abc.ABC):
         """
         return self
 
+    def predict(self, situation: Situation) -> Prediction | None:
+        """Return the costs of a step, predicted without training; None if the strategy cannot predict them.
+
+        Args:
+            situation: model, computing time, link, machine and number of workers.
+        """
+        return None
+
     def __repr__(self) -> str:
         """Return the call that makes this strategy, without default values. Each option is an attribute of its name."""
         given = [f"{k}={getattr(self, k)!r}" for k, v in self._defaults().items() if getattr(self, k) != v]
@@ -290,16 +299,6 @@ def views(flat: np.ndarray, specs: Sequence[TensorSpec]) -> list[np.ndarray]:
     """
     ends = np.cumsum([s.elements for s in specs]).tolist()
     return [flat[end - s.elements : end].reshape(s.shape) for end, s in zip(ends, specs, strict=True)]
-
-
-def ring_bytes(payload: float, size: int) -> int:
-    """Return the bytes that one rank sends in a ring all-reduce: 2 (N - 1) / N times the payload.
-
-    Args:
-        payload: bytes of the tensors.
-        size: number of ranks.
-    """
-    return round(payload * 2 * (size - 1) / size)
 
 
 def agree_on_strategy(strategy: Strategy, comm: Comm) -> None:

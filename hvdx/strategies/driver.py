@@ -66,7 +66,10 @@ class HostExchange(Exchange):
     Attributes:
         telemetry: counters of the exchange; a caller may replace them.
         blamed: for a step that is not finite, the variable whose gradient held NaN or infinity; "" if unknown.
+        network: `hvdx.strategies.link.Link` between the ranks, if the exchange has measured it; otherwise None.
     """
+
+    network: Any = None
 
     def __init__(self, specs: Sequence[TensorSpec], telemetry: Telemetry):
         self.specs, self.telemetry, self.blamed = list(specs), telemetry, ""
@@ -215,7 +218,7 @@ class MessageExchange(HostExchange):
         # Numbers of the ranks in reports.
         self._numbers = range(comm.size) if comm.parent_ranks is None else comm.parent_ranks
         self._channel = comm.channel(what)
-        # Result of a step; a subclass may use it as a buffer while it encodes.
+        # Result of a step.
         self._flat = np.zeros(self._n, np.float32)
         self._out = views(self._flat, specs)
         self._thread = ThreadPoolExecutor(1, "hvdx-exchange") if overlap else None
@@ -329,7 +332,7 @@ class MessageExchange(HostExchange):
         if arrived is not None:
             sent, received = arrived
             scale = 1.0 / sent.active if self._op == "mean" else 1.0
-            sent.codec.decode(received.messages[: sent.active], self._out, scale)
+            sent.codec.decode(received.messages[: sent.active], [self._flat], scale)
         if self._drained is not None:
             np.add(self._flat, self._drained, out=self._flat)
             self._drained = None

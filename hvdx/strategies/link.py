@@ -24,10 +24,12 @@ class Link:
     Attributes:
         latency: seconds of an exchange of empty messages.
         bandwidth: bytes per second that one rank receives from all others together.
+        reducing: share of the bandwidth that MPI's blocking all-reduce reaches; 1 if it was not measured.
     """
 
     latency: float
     bandwidth: float
+    reducing: float = 1.0
 
     def __str__(self) -> str:
         return f"{8e-6 * self.bandwidth:,.0f} Mbit/s, {1e3 * self.latency:.2g} ms"
@@ -70,6 +72,16 @@ def message_bytes(elements: int, density: float) -> float:
         11349
     """
     return elements * density * entropy(density) / 8
+
+
+def ring_bytes(payload: float, size: int) -> int:
+    """Return the bytes that one rank sends in a ring all-reduce: 2 (N - 1) / N times the payload.
+
+    Args:
+        payload: bytes of the tensors.
+        size: number of ranks.
+    """
+    return round(payload * 2 * (size - 1) / size)
 
 
 def affordable_density(link: Link, size: int, elements: int, seconds: float) -> float:

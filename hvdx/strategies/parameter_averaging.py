@@ -8,7 +8,9 @@ from typing import Any, get_args
 from hvdx.comm import GraphComm
 from hvdx.comm.base import Engine, Reduction
 from hvdx.errors import ConfigError, ReplicaError
-from hvdx.strategies.base import Exchange, Schedule, Strategy, TensorSpec, one_of, ring_bytes
+from hvdx.strategies.base import Exchange, Schedule, Strategy, TensorSpec, one_of
+from hvdx.strategies.link import ring_bytes
+from hvdx.strategies.prediction import Prediction, Situation
 
 _SPELLING = re.compile(r"(\d+)(?:@(\d+))?")
 
@@ -66,6 +68,21 @@ class ParameterAveraging(Strategy):
     @property
     def rank_local_state(self) -> bool:
         return not self.average_optimizer
+
+    def predict(self, situation: Situation) -> Prediction:
+        """Divide the costs of an average by the last period of the schedule."""
+        given, period = situation.with_engine(self.engine), self.schedule[-1][1]
+        elements = given.elements * (1 + given.slots * self.average_optimizer)
+        # The share of a worker is multiplied in, divided out, and the means are assigned.
+        terms = given.reduction(4, elements, rarely=period > 1)
+        if terms:
+            terms["copying"] += given.passes(3 * 8, elements)
+        # The times of several steps differ less between workers than those of one step.
+        terms = {name: value / period for name, value in terms.items()}
+        terms |= {"waiting": given.slowest / period**0.5, "polling": given.polling(rarely=period > 1)}
+        buffers = {"buffers": given.reduction_memory(4, elements) + 4 * elements * (given.workers > 1)}
+        sent = ring_bytes(4 * elements, given.workers) / period
+        return given.prediction(terms, sent, buffers, period=period, note=f"averages every {period} steps")
 
     def open(
         self, comm: GraphComm, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = ""

@@ -11,6 +11,8 @@ from hvdx.comm.launcher import kernel_threads
 from hvdx.comm.preemption import PreemptionListener
 from hvdx.errors import ConfigError
 from hvdx.strategies.base import Strategy, TensorSpec, agree_on_strategy, agree_on_tensors, one_of
+from hvdx.strategies.prediction import Prediction, Situation
+from hvdx.strategies.serving.costs import predict
 from hvdx.strategies.serving.exchange import ServerExchange
 from hvdx.strategies.serving.messages import SERVER_BOX, SessionConfig
 from hvdx.strategies.serving.request_handler import RequestHandler
@@ -164,6 +166,16 @@ class ParameterServer(Strategy):
         """Value of `HVDX_STRATEGY` for this strategy."""
         given = [f"{k}={getattr(self, k)}" for k, v in self._defaults().items() if getattr(self, k) != v]
         return f"{self.name}:{','.join(given or [f'servers={self.servers}'])}"
+
+    def predict(self, situation: Situation) -> Prediction | None:
+        """Predict a worker's mean step; None without a worker beside the servers, or with another package's codec."""
+        workers = situation.workers - self.dedicated
+        if workers < 1:
+            return None
+        if situation.workers == 1:
+            return situation.prediction({}, 0.0)
+        servers = self.dedicated or min(self._colocated or workers, workers)
+        return predict(situation, workers, servers, bool(self.dedicated), self.codec)
 
     def config(
         self, workers: int, elements: int, dtype: str, group: int = 1, ranks: Sequence[int] = ()

@@ -7,16 +7,20 @@ the weights are the same on all workers, to the bit.
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 
 from hvdx.comm import Comm
 from hvdx.errors import ConfigError
-from hvdx.strategies import warmup
+from hvdx.strategies import link, warmup
 from hvdx.strategies.base import Exchange, Strategy, TensorSpec, agree_on_strategy, agree_on_tensors, one_of
+from hvdx.strategies.prediction import Prediction, Situation, added
 
 Placement = Literal["update", "gradient"]
+#: Bytes of the header of a message: status, two times and the size of the message.
+HEADER_BYTES = 32
 Op = Literal["mean", "sum"]
 
 
@@ -160,6 +164,35 @@ class Threshold(Strategy):
         # The factor 1/3 and the limit 5 were found by trial, with momenta from 0 to 0.98
         # (docs/adr/0007-updates-run-ahead.md).
         return round(min(momentum / max(1 - momentum, 1e-9) / 3, 5.0), 9)
+
+    def predict(self, situation: Situation) -> Prediction | None:
+        """Predict the steps after the warm-up; None for a fixed tau, whose density depends on the updates."""
+        if self.target_density is None:
+            return None
+        given, count = situation, situation.elements
+        density = self.target_density
+        if isinstance(density, str):
+            density = link.affordable_density(given.network, given.workers, count, self.overhead * given.computing)
+        density, codec = float(density), given.machine.codec
+        message = link.message_bytes(count, density)
+        # Headers travel before the messages.
+        exchange = added([given.all_to_all(HEADER_BYTES), given.all_to_all(message)])
+        hidden = min(given.computing, sum(exchange.values())) if self.overlap else 0.0
+        shown = 1 - hidden / max(sum(exchange.values()), 1e-12)
+        terms = {
+            "waiting": given.slowest,
+            # The update is made and read, the result is cleared, returned and added to the weights.
+            "copying": given.passes(8 + 4 + 8 + 12),
+            "encoding": codec.encoding(count, density),
+            "decoding": codec.decoding(count, density, given.workers),
+        } | {name: value * shown for name, value in exchange.items()}
+        others = given.workers - 1
+        buffers = {"residual": 4.0 * count, "buffers": 8.0 * count + given.workers * message}
+        made = given.prediction(terms, others * (message + HEADER_BYTES), buffers, note=f"density {density:.2g}")
+        if self.target_density == "auto" and others and density <= link.MIN_DENSITY:
+            # At the lowest density an element waits for thousands of steps.
+            return replace(made, starved=True, note=f"{made.note}, starved")
+        return made
 
     def merge(self, saved: Sequence[Mapping[str, np.ndarray]], rank: int, size: int) -> dict[str, np.ndarray]:
         """Distribute the saved residuals over the ranks, so that their sum stays the same."""

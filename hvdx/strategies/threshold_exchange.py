@@ -59,7 +59,8 @@ class ThresholdExchange(MessageExchange):
         self._compile(comm)
         self._control: DensityControl | None = None
         if given == "auto":
-            self._control = DensityControl(strategy.overhead, link.probe(self._channel), comm.size, self._n)
+            self.network = link.probe(self._channel)
+            self._control = DensityControl(strategy.overhead, self.network, comm.size, self._n)
 
     def _compile(self, comm: Comm) -> None:
         """Compile and call the kernels before anything is timed, and wait until all ranks have done so."""
@@ -93,7 +94,9 @@ class ThresholdExchange(MessageExchange):
     def encode(self, tensors: Sequence[np.ndarray], codec: codecs.Codec[Any]) -> np.ndarray:
         if codec is self._bfloat16:
             return self._encode_dense(tensors)
-        message = self._encode_with_lookahead(tensors)
+        # With the subtraction of the previous step this adds update + lookahead * (update - previous update), and the
+        # previous update need not be stored.
+        message, self._state = self._codec.encode(tensors, self._state, self._lookahead)
         counts = self.telemetry
         entries = int(self._state.sent.sum())
         counts.entries += entries
@@ -113,22 +116,6 @@ class ThresholdExchange(MessageExchange):
                 file=sys.stderr,
                 flush=True,
             )
-
-    def _encode_with_lookahead(self, tensors: Sequence[np.ndarray]) -> np.ndarray:
-        """Encode (1 + lookahead) times the update, then subtract lookahead times the update from the residual.
-
-        With the subtraction of the previous step this adds update + lookahead * (update - previous update), and the
-        previous update need not be stored.
-        """
-        if not self._lookahead:
-            message, self._state = self._codec.encode(tensors, self._state)
-            return message
-        for tensor, scaled in zip(tensors, self._out, strict=True):
-            np.multiply(tensor, np.float32(1 + self._lookahead), out=scaled)
-        message, self._state = self._codec.encode(self._out, self._state)
-        np.multiply(self._flat, np.float32(self._lookahead / (1 + self._lookahead)), out=self._flat)
-        np.subtract(self._state.residual, self._flat, out=self._state.residual)
-        return message
 
     def _encode_dense(self, tensors: Sequence[np.ndarray]) -> np.ndarray:
         """Encode the whole update as bfloat16; the residual keeps the rounding errors."""

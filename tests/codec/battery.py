@@ -245,10 +245,14 @@ def _check_unsendable_update(row: Row, variable: int, element: int, value: np.fl
             error = expect(UpdateError, lambda b=bad, s=got: codec.encode(b, s), f"update[{variable}]", str(value))
             assert (error.variable, error.element) == (variable, element)
             assert f"element {element} " in str(error)
-            for name, array in got.arrays().items():
+            kept = got.arrays()
+            if "residual" in kept:
+                np.testing.assert_allclose(kept.pop("residual"), saved["residual"], rtol=0, atol=1e-5)
+            for name, array in kept.items():
                 np.testing.assert_array_equal(array, saved[name])
         message, got = codec.encode(update, got)
         right, want = clean.encode(update, want)
+        # The rounding of the reversal moves no element of these updates across tau.
         assert message.tobytes() == right.tobytes()
 
 

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from hvdx.jobs import data
+from hvdx.jobs import data, fashion_mnist, hybrid, language_model
 from tests.launch import ROOT, run
 
 JOB = str(ROOT / "jobs" / "fashion_mnist.py")
@@ -121,6 +121,15 @@ def test_missing_and_damaged_files_are_errors(tmp_path):
                 file.write(content)
         with pytest.raises(ValueError, match=named):
             data.load("fashion-mnist", str(tmp_path))
+
+
+@pytest.mark.parametrize("job", [fashion_mnist, hybrid, language_model])
+def test_seed_comes_from_the_environment(job, monkeypatch):
+    monkeypatch.setenv("HVDX_SEED", "7")
+    assert job.arguments([]).seed == 7
+    assert job.arguments(["--seed", "3"]).seed == 3
+    monkeypatch.delenv("HVDX_SEED")
+    assert job.arguments([]).seed == 0
 
 
 def test_help_shows_examples():

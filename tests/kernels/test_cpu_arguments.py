@@ -1,9 +1,12 @@
 """Tests of the argument checks of `cpu`, and of their error messages."""
 
+import platform
+import sys
+
 import numpy as np
 import pytest
 
-from hvdx.kernels import cpu
+from hvdx.kernels import cpu, pieces
 from hvdx.kernels.tiles import Runs
 from tests.kernels.strategies import make_runs
 
@@ -112,3 +115,37 @@ def test_messages_may_be_read_only():
     tiles = cpu.encode([update], floats(), RUNS, threads=1).tiles
     cpu.decode([(np.frombuffer(tiles.tobytes(), np.uint8), RUNS)], 1.0, [out], threads=1)
     assert out.tolist() == update.tolist()
+
+
+class Named(np.ndarray):
+    """Array of a subclass, whose header is not read."""
+
+
+def test_locate_reads_arrays_of_every_kind():
+    """Arrays whose headers are read, and others between them: a subclass, another object of the same dtype."""
+    alike = np.dtype(np.float32, metadata={"unit": "m"})
+    arrays = [floats(), floats(6).view(Named), np.zeros((), np.float32), np.zeros((2, 3), alike), floats(0)]
+    arrays += [np.zeros((1, 5, 2), np.float32), read_only()]
+    for table in (pieces.locate(arrays, "update"), pieces.locate(tuple(arrays), "update")):
+        assert table[:, pieces.SIZE].tolist() == [4, 6, 1, 6, 0, 10, 4]
+        assert table[:, pieces.PLACE].tolist() == [a.ctypes.data for a in arrays]
+
+
+def test_locate_takes_no_python_for_each_array(monkeypatch):
+    if not pieces._HEADERS_ARE_KNOWN:
+        pytest.skip("this interpreter's arrays have another header")
+    monkeypatch.setattr(pieces, "_check_array", None)
+    assert pieces.locate([floats()] * 3, "update", writable=True)[:, pieces.SIZE].tolist() == [4, 4, 4]
+
+
+def test_locate_knows_the_headers_of_cpython():
+    is_cpython = platform.python_implementation() == "CPython" and sys.maxsize > 2**32
+    assert pieces._HEADERS_ARE_KNOWN is is_cpython
+
+
+def test_locate_without_known_headers(monkeypatch):
+    monkeypatch.setattr(pieces, "_HEADERS_ARE_KNOWN", False)
+    arrays = [floats(), floats(3)]
+    assert pieces.locate(arrays, "update")[:, pieces.PLACE].tolist() == [a.ctypes.data for a in arrays]
+    with pytest.raises(TypeError, match=r"update\[1\]: expected float32"):
+        pieces.locate([floats(), np.zeros(3)], "update")

@@ -37,6 +37,38 @@ def test_encode_does_not_depend_on_threads(case, threads):
 
 
 @fixed
+@given(cases(), st.sampled_from([0.5, 1, 3.0, 10]), st.sampled_from([1, 3]))
+def test_encode_with_lookahead_matches_reference(case, lookahead, threads):
+    """Where an element times 1 + lookahead is too large, both refuse the update."""
+    encode_like_reference(case, threads, lookahead)
+
+
+@pytest.mark.parametrize("lookahead", [0.0, 3.0])
+def test_lookahead_adds_an_extrapolation_that_the_residual_gives_back(lookahead):
+    """Residual and entries add up to the update, whatever the lookahead; the entries are those of the extrapolation."""
+    runs, update = make_runs((4, 0.5)), np.array([0.2, -0.3, 0.05, 0], np.float32)
+    residual = np.zeros(4, np.float32)
+    coded = cpu.encode([update], residual, runs, threads=1, lookahead=lookahead)
+    sent = np.zeros(4, np.float32)
+    cpu.decode([(coded.tiles, runs)], 1.0, [sent], threads=1)
+    np.testing.assert_array_equal(sent, np.trunc(update * (1 + lookahead) / 0.5) * np.float32(0.5))
+    np.testing.assert_allclose(sent + residual, update, atol=1e-7)
+
+
+def test_blocks_of_several_arrays_are_gathered_within_a_run():
+    """Arrays of every length up to two blocks, in runs that end within blocks, with multiples and lookahead."""
+    lengths = [*range(1, 131), 1, 1, 200, 1]
+    n = sum(lengths)
+    runs = make_runs((n // 3, 0.5), (n - n // 3, 0.3))
+    update, residual = noise(n, np.repeat(runs.taus, runs.lengths), 0.2, 9)
+    case = Case(split(update / 4, np.cumsum(lengths)[:-1].tolist()), residual, runs, LAYOUTS[3], True)
+    for lookahead in (0.0, 3.0):
+        coded, _ = encode_like_reference(case, 1, lookahead)
+        assert coded.fault == -1
+        assert coded.sent.all()
+
+
+@fixed
 @given(cases())
 def test_encode_loses_nothing(case):
     """sent + residual == float32(update + residual before) as real numbers, for any tau and any m.

@@ -1,4 +1,4 @@
-"""Tests of faults (NaN, infinity, elements above the limit): they are found before anything changes."""
+"""Tests of faults (NaN, infinity, elements above the limit): the update is taken back from the residual."""
 
 import numpy as np
 import pytest
@@ -7,23 +7,24 @@ from hypothesis import strategies as st
 
 from hvdx.kernels import cpu, reference
 from hvdx.kernels.tiles import SHARES, Layout, limit
-from tests.kernels.agreement import check_encoded, same_bits
-from tests.kernels.strategies import cases, fixed, make_runs, noise, split
+from tests.kernels.agreement import check_restored, encode_like_reference, same_bits
+from tests.kernels.strategies import Case, cases, fixed, make_runs, noise, split
 
 BAD = [np.nan, -np.nan, np.inf, -np.inf, 2.0**29.5, -(2.0**30), np.float32(3e38)]
 SMALL = Layout(256, 64, 8, 32, 4)
 
 
 def check_fault(update, residual, runs, fault, threads=1, layout=SMALL):
-    """Check that `cpu` and `reference` find the fault, and that nothing has changed."""
-    before = residual.copy()
+    """Check that `cpu` and `reference` find the fault, and that the residual is as before, in `cpu` up to rounding."""
     for encoder, options in ((cpu, {"threads": threads}), (reference, {})):
+        before, residual = residual, residual.copy()
         got = encoder.encode(update, residual, runs, True, layout, **options)
         assert got.fault == fault
         assert got.tiles.size == 0
         assert got.sent.tolist() == [0] * len(runs.taus)
         assert got.near.tolist() == [[0] * len(SHARES)] * len(runs.taus)
-        assert same_bits(residual, before)
+        check_restored(residual, before, update)
+        assert encoder is cpu or same_bits(residual, before)
         assert encoder.check(update, runs, **options) == fault
 
 
@@ -72,22 +73,34 @@ def test_fault_matches_reference(case, data):
             bad = np.nextafter(limit(case.tau[at : at + 1])[0], np.float32(np.inf))
             vector[at] = data.draw(st.sampled_from([np.nan, np.inf, -np.inf, bad, -bad]))
     update = split(vector, data.draw(st.lists(st.integers(0, case.n), max_size=3)))
-    got_residual, want_residual = case.residual.copy(), case.residual.copy()
-    got = cpu.encode(update, got_residual, case.runs, case.rice, case.layout, threads=1)
-    check_encoded(got, reference.encode(update, want_residual, case.runs, case.rice, case.layout))
-    assert same_bits(got_residual, want_residual)
+    encode_like_reference(case._replace(update=update), 1, data.draw(st.sampled_from([0.0, 3.0])))
 
 
-def test_trusted_writes_the_same_bytes():
-    """An update without a fault gives the same bytes with and without the check."""
-    n = 1000
-    runs = make_runs((n, 0.5))
-    update, residual = noise(n, np.full(n, 0.5, np.float32), 0.2, 0)
-    once, again = residual.copy(), residual.copy()
-    check_encoded(
-        cpu.encode([update], once, runs, trusted=True, threads=1), cpu.encode([update], again, runs, threads=1)
-    )
-    assert same_bits(once, again)
+@pytest.mark.parametrize("lookahead", [0.0, 3.0])
+def test_fault_leaves_a_residual_of_several_tau(lookahead):
+    """The lookahead leaves residuals of several tau, which send multiples where the update has a fault."""
+    n = 300
+    runs = make_runs((n, 1.0))
+    for at, value in ((0, np.nan), (63, np.inf), (64, -np.inf), (130, 1e12), (299, np.nan)):
+        update, residual = np.full(n, 0.25, np.float32), np.zeros(n, np.float32)
+        update[at] = value
+        residual[[at, 1, 200]] = 3.5, -7.25, 2.5
+        before = residual.copy()
+        coded = cpu.encode([update], residual, runs, True, SMALL, threads=1, lookahead=lookahead)
+        assert coded.fault == at
+        np.testing.assert_allclose(residual, before, atol=1e-5)
+
+
+def test_residual_after_a_fault_does_not_depend_on_threads():
+    n = 5000
+    clean, residual = noise(n, np.full(n, 0.3, np.float32), 0.1, 0)
+    clean[777] = np.nan
+    case, after = Case([clean / 8], residual, make_runs((n, 0.3)), SMALL, True), []
+    for threads in (1, 2, 5):
+        coded, got = encode_like_reference(case, threads, 3.0)
+        assert coded.fault == 777
+        after.append(got.tobytes())
+    assert after[0] == after[1] == after[2]
 
 
 def test_limit_is_a_multiple_of_tau():

@@ -228,10 +228,10 @@ class TestSimulator:
         host, gpu = (Threshold(target_density=0.1, device=device) for device in ("cpu", "cuda"))
         states = [codec.init([30, 200]) for codec in (host, gpu)]
         rng = np.random.default_rng(9)
-        for _ in range(3):
+        for lookahead in (0.0, 3.0, 0.0):
             update = [rng.normal(size=n).astype(np.float32) for n in (30, 200)]
-            message, states[0] = host.encode(update, states[0])
-            other, states[1] = gpu.encode([on_device(u) for u in update], states[1])
+            message, states[0] = host.encode(update, states[0], lookahead)
+            other, states[1] = gpu.encode([on_device(u) for u in update], states[1], lookahead)
             assert message.tobytes() == other.tobytes()
         saved, resumed = states[1].arrays(), gpu.restore(states[1].arrays(), [30, 200]).arrays()
         assert all(saved[k].tobytes() == resumed[k].tobytes() == v.tobytes() for k, v in states[0].arrays().items())

@@ -175,6 +175,18 @@ def key_line(text: str) -> str:
     return chosen if len(chosen) <= 300 else chosen[:297] + "..."
 
 
+def last_of(path: Path, size: int = 20_000) -> str:
+    """Return the end of an output.
+
+    Args:
+        path: file of the output, of any length.
+        size: bytes to read.
+    """
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - size))
+        return file.read().decode(errors="replace")
+
+
 def _signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name

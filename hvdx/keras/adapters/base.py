@@ -177,6 +177,11 @@ class Adapter:
         """Return the cost of the exchanges since `reset`."""
         raise NotImplementedError
 
+    @property
+    def telemetries(self) -> list[Telemetry] | None:
+        """Counters that the open exchanges update; None for an adapter whose counters are in the graph, see `cost`."""
+        return None
+
     # -- rank-local state, which fits and checkpoints keep ------------------------------------------------------------
 
     def rank_local_variables(self, now: bool = True) -> list[Any]:

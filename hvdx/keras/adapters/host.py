@@ -169,6 +169,10 @@ class HostAdapter(Adapter):
         costs = [exchange.telemetry for exchange, _ in self._open.values()]
         return merged([cost for cost in costs if cost.steps] or costs)
 
+    @property
+    def telemetries(self) -> list[Telemetry]:
+        return [exchange.telemetry for exchange, _ in self._open.values()]
+
     def _call(
         self,
         tensors: list[Any],

@@ -132,7 +132,10 @@ def _shard_arrays(
         return numbered.map(lambda step: batch_of(step, epoch), num_parallel_calls=2, deterministic=True)
 
     dataset = tf.data.Dataset.range(1).flat_map(epoch_of)
-    return untuned(dataset.apply(tf.data.experimental.assert_cardinality(steps)).prefetch(2))
+    made = untuned(dataset.apply(tf.data.experimental.assert_cardinality(steps)).prefetch(2))
+    # TensorFlow does not know the length of the gathered rows; `batch_size` reads it here.
+    made._batch_size = batch
+    return made
 
 
 def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -194,6 +197,28 @@ def _shard_dataset(
     if steps is not None and count < 0:
         data = data.apply(tf.data.experimental.assert_cardinality(steps))
     return data.prefetch(2)
+
+
+def batch_size(dataset: Any) -> int | None:
+    """Return the samples of an element of a batched dataset; None if they are unknown.
+
+    Args:
+        dataset: a `tf.data.Dataset`, or None.
+
+    Example:
+        >>> batch_size(tf.data.Dataset.range(10).batch(4).prefetch(1))
+        4
+    """
+    while dataset is not None:
+        # A dataset whose last batch may be smaller has elements of no fixed shape; its transformation has the size.
+        size = getattr(dataset, "_batch_size", None)
+        if size is not None:
+            return int(size)
+        shapes = [spec.shape for spec in tf.nest.flatten(dataset.element_spec) if hasattr(spec, "shape")]
+        if shapes and shapes[0].rank and shapes[0][0]:
+            return int(shapes[0][0])
+        dataset = getattr(dataset, "_input_dataset", None)
+    return None
 
 
 def state() -> tuple[list[int], list[tuple[int, int]]]:

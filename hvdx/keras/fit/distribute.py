@@ -1,8 +1,9 @@
 """Distributed training by one added line: `model.fit(..., callbacks=[hvdx.keras.Distribute()])`."""
 
 import copy
+import os
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, Literal
 
 import keras
@@ -15,9 +16,10 @@ from hvdx.keras.adapters.optimizer import adapter_of, attach, detach, optimizers
 from hvdx.keras.adapters.optimizer_state import innermost
 from hvdx.keras.adapters.rank_local import rank_local_ids
 from hvdx.keras.callbacks import MetricAverageCallback
-from hvdx.keras.fit import callback_list, data, finite, metrics, replicas, samples
+from hvdx.keras.fit import callback_list, data, description, finite, limits, metrics, replicas, samples
 from hvdx.keras.fit.evaluation import GroupEvaluation
 from hvdx.keras.fit.plain_copies import PlainCopies
+from hvdx.keras.fit.recording import Recording
 from hvdx.keras.fit.sync_callback import SyncCallback
 from hvdx.keras.joining import join
 from hvdx.keras.shards import by_ranks
@@ -46,9 +48,12 @@ class Distribute(keras.callbacks.Callback):
             `HVDX_STRATEGY`; if that is not set, `AllReduce()`.
         check_every: interval of the comparison of all weights over the ranks, bit by bit: "epoch", or a number of
             steps (then also at the end of each epoch), or None for no comparison.
+        record: folder in which each rank records its steps and epochs, for `hvdx report`. None means the folder in
+            `HVDX_RECORD`; if that is not set, nothing is recorded.
 
     Raises:
-        ConfigError: if a strategy or option is unknown.
+        ConfigError: if a strategy or option is unknown, or `HVDX_LIMIT` is not a limit; in `fit`, if a rank cannot
+            write its record.
 
     Example:
         >>> callback = Distribute("all_reduce:compression=fp16")
@@ -56,7 +61,12 @@ class Distribute(keras.callbacks.Callback):
         AllReduce(compression='fp16')
     """
 
-    def __init__(self, strategy: Strategy | str | None = None, check_every: int | Literal["epoch"] | None = "epoch"):
+    def __init__(
+        self,
+        strategy: Strategy | str | None = None,
+        check_every: int | Literal["epoch"] | None = "epoch",
+        record: str | os.PathLike[str] | None = None,
+    ):
         super().__init__()
         if check_every not in ("epoch", None) and not (isinstance(check_every, int) and check_every > 0):
             raise ConfigError(
@@ -64,6 +74,8 @@ class Distribute(keras.callbacks.Callback):
             )
         self.strategy = resolve(strategy)
         self.check_every = check_every
+        self._limit = limits.from_environment()
+        self._recording = Recording(record)
         self.counters = Counters()
         self._comm: Comm = join(self.strategy)
         self.strategy.check(self._comm)
@@ -71,6 +83,11 @@ class Distribute(keras.callbacks.Callback):
             raise ConfigError(
                 f"check_every={check_every}: under a parameter server, workers have different weights until the end of "
                 "an epoch. Use check_every='epoch'."
+            )
+        if self.strategy.asynchronous and self._limit.steps and self._comm.size > 1:
+            raise ConfigError(
+                f"{limits.VARIABLE}={self._limit.text}: expected epochs or minutes under {self.strategy!r}, "
+                "whose workers take different numbers of steps. Set another limit, or train with one worker."
             )
         self._sync = SyncCallback(self._comm, self._agree)
         self._evaluation = GroupEvaluation(self._comm)
@@ -83,6 +100,8 @@ class Distribute(keras.callbacks.Callback):
         self._first_step, self._weights_broadcast = True, 0
         self._epoch = 0
         self._steps_before = 0
+        # Number of the first step of this fit in its epoch; above 0 after a checkpoint in mid-epoch.
+        self._first_batch: int | None = None
         self._logs = metrics.EpochLogs(self._comm)
 
     # -- the start and the end of fit -----------------------------------------------------------------------------
@@ -108,7 +127,11 @@ class Distribute(keras.callbacks.Callback):
         self._sync.reset()
         self.counters = Counters(size=self._comm.size)
         self.counters.start()
+        self._limit.begin()
+        self._first_batch = None
+        self._recording.begin(self._comm.rank, lambda: self._adapters, self._description(repr(self.strategy)))
         if self._comm.size == 1:
+            self._recording.agree([self._recording.state])
             return
         progress.first_step(True)
         self._first_step, self._weights_broadcast = True, 0
@@ -129,6 +152,32 @@ class Distribute(keras.callbacks.Callback):
         self.model.make_train_function(force=True)
         if self._callback_list is None:
             self._sync.on_train_begin(logs)
+
+    def _description(self, strategy: str) -> Callable[[], dict[str, Any]]:
+        """Return the function that describes this fit for its record, after the first step.
+
+        Args:
+            strategy: strategy at the start of the fit.
+        """
+
+        def describe() -> dict[str, Any]:
+            networks = [b.exchange.network for b in self._adapters if getattr(b.exchange, "network", None) is not None]
+            link = {"bandwidth": networks[0].bandwidth, "latency": networks[0].latency} if networks else None
+            return {
+                "rank": self._comm.rank,
+                "size": self._comm.size,
+                "strategy": strategy,
+                "epochs": self.params.get("epochs"),
+                "steps": self._sync.steps,
+                "batch": description.batch_size(self),
+                "model": description.attempt(description.describe_model, self.model),
+                "optimizer": description.attempt(description.describe_optimizer, self.model.optimizer),
+                "versions": description.describe_versions(self._comm),
+                "machine": description.describe_machine(),
+                "link": link,
+            } | description.describe_process()
+
+        return describe
 
     def _build_optimizer(self) -> None:
         """Make the optimiser's variables before the first step, so that TensorFlow traces that step only once."""
@@ -164,12 +213,16 @@ class Distribute(keras.callbacks.Callback):
             "built": model.built,
             "shards": data.state(),
             "savers": (self._copies.described, self._copies.refused),
+            "limit": self._limit.text,
+            "record": self._recording.state,
         }
         everyone = self._sync.all_gather_at("the start of fit", mine)
-        for key in ("steps_per_execution", "epochs", "built"):
+        self._recording.agree([r["record"] for r in everyone])
+        for key in ("steps_per_execution", "epochs", "built", "limit"):
             values = [r[key] for r in everyone]
             if len(set(values)) > 1:
-                raise ReplicaError(f"fit: {key} differs between ranks: {values}. Every rank must be given the same.")
+                name = limits.VARIABLE if key == "limit" else key
+                raise ReplicaError(f"fit: {name} differs between ranks: {values}. Every rank must be given the same.")
         data.agree_on_orders([r["shards"] for r in everyone])
         self._set_epoch_length([r["steps"] for r in everyone])
         self._steps_before = -self._sync.steps_done
@@ -203,6 +256,8 @@ class Distribute(keras.callbacks.Callback):
         progress.step("")
         progress.first_step(False)
         self.counters.finish(self._costs())
+        done = self._epoch + 1 >= (self.params.get("epochs") or 0)
+        self._end_record("done" if done else "limit" if self._limit.reached else "stopped")
         if self._comm.size == 1:
             return
         for optimizer in optimizers_of(self.model):
@@ -232,6 +287,10 @@ class Distribute(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Record the progress of this rank, for reports of a stall."""
         progress.step(f"step {batch + 1} of epoch {self._epoch + 1}", (self._epoch, batch))
+        if self._first_batch is None:
+            self._first_batch = batch
+        if self._recording.on:
+            self._recording.step_begins()
 
     def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Record the progress of this rank in validation."""
@@ -242,8 +301,42 @@ class Distribute(keras.callbacks.Callback):
         progress.first_step(False)
         known = None if self.strategy.asynchronous else self.params.get("steps")
         self.counters.steps = self.counters.steps_before + min(batch + 1, known or batch + 1)
-        if self._comm.size == 1:
-            return
+        if self._recording.on:
+            self._recording.step_ends(self._steps_of_fit)
+        if self._comm.size > 1:
+            self._after_step(batch, logs)
+        if self._recording.on:
+            self._recording.write_if_due()
+        if self._limit.after_step(self._steps_of_fit):
+            self._leave()
+        if self._comm.size > 1 and self._callback_list is None:
+            self._sync.on_train_batch_end(batch, logs)
+
+    @property
+    def _steps_of_fit(self) -> int:
+        """Steps of this rank since the fit began."""
+        return self.counters.steps - (self._first_batch or 0)
+
+    def _leave(self) -> None:
+        """End this process after the steps of the limit, as all ranks do after the same step. Collective."""
+        self._recording.steps_end()
+        for adapter in self._adapters:
+            adapter.flush()
+        self._limit.reached = True
+        self.counters.finish(self._costs())
+        self._end_record("limit")
+        self._say(f"the process ends after {self._steps_of_fit} steps")
+        raise SystemExit(0)
+
+    def _say(self, what: str) -> None:
+        if self._comm.rank == 0:
+            print(f"\nhvdx: {limits.VARIABLE}={self._limit.text}: {what}.", file=sys.stderr, flush=True)
+
+    def _end_record(self, reason: str) -> None:
+        self._recording.end(reason, vars(merged(self.counters.telemetry)))
+
+    def _after_step(self, batch: int, logs: Any) -> None:
+        """Check that the step went through the optimiser, and compare the replicas if that is due."""
         self._logs.see_step(logs)
         if self._first_step and len(self.model.weights) > self._weights_broadcast:
             # Layers that are built in the first step had no weights to broadcast before it.
@@ -267,12 +360,11 @@ class Distribute(keras.callbacks.Callback):
         if logs is not None and self._reports():
             logs.update(self.cost().live())
         self._copies.after_step(self.model, batch)
-        if self._callback_list is None:
-            self._sync.on_train_batch_end(batch, logs)
 
     def _switch_strategy(self, exchanges: list[Any]) -> None:
         """Replace a provisional strategy by its successor. Collective."""
         self._sync.all_gather_at("the choice of a strategy")
+        self._recording.before_switch()
         optimizers = optimizers_of(self.model)
         have_updates = not any(updates.assigns_weights(innermost(o)) for o in optimizers)
         self.strategy = self.strategy.successor(exchanges, self._comm, have_updates)
@@ -283,6 +375,7 @@ class Distribute(keras.callbacks.Callback):
             self._adapters[i] = self._attach(optimizer, f"fit.{i}")
             self._adapters[i].steps.assign(old.steps)
             self._adapters[i].restart_timer()
+        self._recording.switch(repr(self.strategy))
         self.model.make_train_function(force=True)
 
     def cost(self) -> Telemetry:
@@ -322,12 +415,23 @@ class Distribute(keras.callbacks.Callback):
             self._logs.after_validation(self.model, logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Replace this rank's metrics by those of all ranks, and check the replicas."""
-        if self._comm.size == 1:
-            return
+        """Replace this rank's metrics by those of all ranks, and check the replicas; end a fit that has a limit."""
+        over = self._limit.after_epoch()
+        if self._comm.size > 1:
+            over = self._combine_epoch(epoch, logs, over)
+        self._recording.end_epoch(epoch + 1, logs or {})
+        if over:
+            self._limit.reached = self.model.stop_training = True
+            if epoch + 1 < (self.params.get("epochs") or 0):
+                self._say(f"the fit ends after epoch {epoch + 1}")
+        if self._comm.size > 1 and self._callback_list is None:
+            self._sync.on_epoch_end(epoch, logs)
+
+    def _combine_epoch(self, epoch: int, logs: Any, over: bool) -> bool:
+        """Combine the metrics of all ranks in place, and check the replicas; return rank 0's `over`. Collective."""
         if not self._logs.validated:
             self._end_of_steps()
-        self._sync.all_gather_at(f"the end of epoch {epoch + 1}")
+        over = self._sync.all_gather_at(f"the end of epoch {epoch + 1}", over)[0]
         if not self._logs.validated:
             replicas.average_state(self.model, self._comm)
         self._logs.finish(self.model, {} if logs is None else logs)
@@ -337,11 +441,12 @@ class Distribute(keras.callbacks.Callback):
         if self.check_every is not None:
             self._check_replicas(f"after epoch {epoch + 1}")
         self._copies.after_epoch(self.model)
-        if self._callback_list is None:
-            self._sync.on_epoch_end(epoch, logs)
+        return over
 
     def _end_of_steps(self) -> None:
         """Check that this rank took all steps of the epoch, and flush the adapters. Collective."""
+        if self._recording.on:
+            self._recording.steps_end()
         taken = self.counters.steps - self.counters.steps_before
         if self.model.steps_per_execution > 1 and self._adapters:
             # Keras counts the last execution as full, even if it ran out of data.

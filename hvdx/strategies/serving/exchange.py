@@ -19,8 +19,8 @@ from hvdx.strategies.serving.messages import MessageType, SessionConfig, cut
 from hvdx.strategies.serving.updates import is_finite, joined_residual, make_codec
 from hvdx.strategies.telemetry import ServerTelemetry
 
-# Bytes of a header on the wire.
-_HEADER_BYTES = 88
+#: Bytes of a header on the wire.
+HEADER_BYTES = 88
 # Smallest size in bytes, and largest number, of the parts of a server's share. Each part is a session of its own: while
 # one part is pushed, the answer for the previous part arrives, so that a link is busy in both directions.
 _MIN_PART_BYTES, _MAX_PARTS = 1 << 19, 4
@@ -69,10 +69,22 @@ class _Part:
         return flat[self.begin : self.end]
 
 
+def parts_of_server(share: int) -> int:
+    """Return the number of parts of a server's share.
+
+    Args:
+        share: bytes of the weights at the server.
+
+    Example:
+        >>> parts_of_server(1000), parts_of_server(10_000_000)
+        (1, 4)
+    """
+    return max(1, min(_MAX_PARTS, share // _MIN_PART_BYTES))
+
+
 def _make_parts(servers: Sequence[int], elements: int, itemsize: int) -> list[_Part]:
     """Return parts of equal size, the same number for each server. Consecutive parts are at different servers."""
-    share = elements * itemsize // len(servers)
-    times = max(1, min(_MAX_PARTS, share // _MIN_PART_BYTES))
+    times = parts_of_server(elements * itemsize // len(servers))
     return [_Part(servers[i % len(servers)], *bounds) for i, bounds in enumerate(cut(elements, times * len(servers)))]
 
 
@@ -297,8 +309,8 @@ class ServerExchange(HostExchange):
     def _count_bytes(self, part: "_Part", sent: int, received: int | None = None) -> None:
         """Count a message to a server and its answer, which holds the part's weights unless `received` is given."""
         if part.server != self._rank:
-            self.telemetry.sent += sent + _HEADER_BYTES
-            self.telemetry.received += _HEADER_BYTES
+            self.telemetry.sent += sent + HEADER_BYTES
+            self.telemetry.received += HEADER_BYTES
             self.telemetry.received += part.elements * self._dtype.itemsize if received is None else received
 
     def flush(self) -> list[np.ndarray] | None:

@@ -46,6 +46,20 @@ def make_codec(spelling: str, threads: int | None = None) -> Any:
     )
 
 
+def density_of(spelling: str) -> float:
+    """Return the share of elements that a codec sends; 1 for a codec that sends all.
+
+    Args:
+        spelling: see `make_codec`.
+
+    Example:
+        >>> density_of("threshold:0.003"), density_of("threshold"), density_of("fp16")
+        (0.003, 0.01, 1.0)
+    """
+    name, _, density = spelling.partition(":")
+    return float(density or _DENSITY) if name == "threshold" else 1.0
+
+
 def decoder(config: SessionConfig, threads: int | None = None) -> Callable[[np.ndarray, int], Addend | None]:
     """Return the function that decodes the updates of a session.
 

@@ -1,0 +1,290 @@
+"""`hvdx advise`: which strategy on how many workers, predicted in two minutes without a training."""
+
+import argparse
+import json
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hvdx.cli.common.processes import program_of
+from hvdx.cli.common.termination import TERMINATED, TerminatedError, sigterm_raises
+from hvdx.cli.emulation.network import parse_rate
+from hvdx.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hvdx.cli.advising.answer import Answer
+    from hvdx.cli.advising.script import Training
+    from hvdx.strategies.link import Link
+    from hvdx.strategies.prediction import Machine, Situation
+
+NAME = "advise"
+HELP = "predict the fastest strategy for a script, without training"
+EXAMPLE = "hvdx advise --bandwidth 100mbit -n 2,4 -- python train.py"
+DETAILS = """\
+The script runs alone for some steps, unchanged; it needs the callback hvdx.keras.Distribute(). Then the speeds of this
+machine are measured, and a cost model predicts a step under each strategy. With --hosts, or inside a batch job, the
+link is measured; otherwise --bandwidth gives it. The predictions are of time. They do not say how well a strategy
+learns: `hvdx compare` measures that.
+
+  hvdx advise --hosts node1:2,node2:2 -- python train.py           measure the link between two hosts
+  hvdx advise --bandwidth 10mbit,1gbit -n 8 -- python train.py     two networks that you do not have
+
+Exit code 0: several workers are worth it on at least one link; 1: one worker learns as fast; 2: an error.
+
+"""
+
+#: Bandwidth that is assumed if none is given and none can be measured.
+ASSUMED = "1gbit"
+#: One-way latency in milliseconds that is assumed with --bandwidth: that of a network of Ethernet switches.
+LATENCY = 0.1
+# TCP carries 1448 bytes in a frame of 1514.
+_PAYLOAD = 1448 / 1514
+# Numbers of workers for which the best strategy is shown, and those of the full table by default.
+_LINE = tuple(2**k for k in range(11))
+_DEFAULT = (2, 4)
+_MOST = 1 << 20
+_TIMEOUT = 90.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.usage = "hvdx advise [options] -- COMMAND [ARGUMENT ...]"
+    add = parser.add_argument
+    add("-n", dest="workers", metavar="N,N,...", help="numbers of workers (default: 2,4, or the sum of --hosts)")
+    add("--bandwidth", metavar="RATE,...", help="bandwidths of the link of each host: 10mbit,100mbit,1gbit")
+    add("--latency", type=float, metavar="MS", help=f"latency one way, with --bandwidth (default: {LATENCY:g})")
+    add("--hosts", metavar="HOST:N,...", help="hosts with their numbers of workers: measure the link between them")
+    add("--workers-per-host", type=int, metavar="K", help="workers that share a host and its link (default: 1)")
+    add("--timeout", type=float, default=_TIMEOUT, metavar="SECONDS", help="time for the script (default: %(default)g)")
+    add("--json", type=Path, metavar="FILE", help="also write the predictions to FILE; - prints only them")
+    add("program", nargs=argparse.REMAINDER, metavar="COMMAND", help="command of the script")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, predict and print. Return 0 if several workers are worth it, 1 if one worker learns as fast.
+
+    Raises:
+        ConfigError: if an option is wrong, or the script wrote no record.
+        LaunchError: if the script or a measurement fails.
+    """
+    words = program_of(args.program)
+    if not words or words[0].startswith("-"):
+        raise ConfigError(f"advise: expected a command after the options, got {words[:1] or 'none'}. Do: {EXAMPLE}")
+    hosts = _hosts(args.hosts)
+    per_host = args.workers_per_host or max(hosts.values(), default=1)
+    if per_host < 1:
+        raise ConfigError(f"advise: --workers-per-host: expected 1 or more, got {per_host}. Do: leave it out for 1.")
+    if not args.timeout > 0:
+        raise ConfigError(f"advise: --timeout: expected seconds above 0, got {args.timeout}. Do: leave it out.")
+    workers = _counts(args.workers) or ([sum(hosts.values())] if sum(hosts.values()) > 1 else list(_DEFAULT))
+    given = _links(args.bandwidth, args.latency)
+    # Killed at once, so that no copy of the script stays behind.
+    try:
+        with sigterm_raises():
+            measured = _measure(words, per_host, args.timeout)
+            links = given or _probed(list(hosts), measured[0].elements)
+    except TerminatedError:
+        return TERMINATED
+    return _report(args, words, workers, per_host, measured, links)
+
+
+def _counts(text: str | None) -> list[int]:
+    """Parse "2,4"."""
+    try:
+        counts = [int(part) for part in (text or "").split(",") if part]
+    except ValueError:
+        counts = [0]
+    if any(not 1 <= count <= _MOST for count in counts):
+        raise ConfigError(f"advise: -n: expected numbers from 1 to {_MOST}, got {text!r}. Do: -n 2,4")
+    return sorted(set(counts))
+
+
+def _hosts(text: str | None) -> dict[str, int]:
+    """Parse "a:2,b" to {"a": 2, "b": 1}."""
+    hosts: dict[str, int] = {}
+    for part in filter(None, (text or "").split(",")):
+        name, _, count = part.strip().partition(":")
+        if not name or (count and not count.isdecimal()) or count == "0":
+            raise ConfigError(f"advise: --hosts: expected HOST:N,HOST:N with N of 1 or more, got {part!r}.")
+        hosts[name] = hosts.get(name, 0) + int(count or 1)
+    if len(hosts) == 1:
+        raise ConfigError("advise: --hosts: expected two hosts or more, got one. Give --workers-per-host instead.")
+    return hosts
+
+
+def _links(text: str | None, latency: float | None) -> dict[str, "Link"]:
+    """Return the links that the options give, by the spelling of their bandwidth."""
+    from hvdx.strategies.link import Link
+
+    if latency is not None and not 0 <= latency <= 10_000:
+        raise ConfigError(f"advise: --latency: expected 0 to 10000 milliseconds, got {latency}. Do: --latency 0.1")
+    seconds = (LATENCY if latency is None else latency) / 1000
+    links: dict[str, Link] = {}
+    for part in filter(None, (text or "").split(",")):
+        rate = _rate(part.strip())
+        links[part.strip()] = Link(seconds, rate / 8 * _PAYLOAD)
+    return links
+
+
+def _rate(text: str) -> float:
+    try:
+        rate = parse_rate(text)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("lab:", "advise:", 1)) from None
+    # "none": links faster than any machine.
+    return float("inf") if rate is None else float(rate)
+
+
+def _probed(hosts: Sequence[str], elements: int) -> dict[str, "Link"]:
+    """Measure the link between the hosts, or those of the batch job; without either, assume one."""
+    from hvdx.cli.advising import machine
+    from hvdx.strategies.link import Link
+
+    if hosts or machine.job_size() > 1:
+        _say("measuring the link between the hosts")
+        found = machine.probe(hosts, elements)
+        return {f"{8e-6 * found.bandwidth:.0f}mbit": found}
+    _say(f"no --bandwidth, no --hosts, and no batch job: assuming a link of {ASSUMED}. Give --bandwidth for yours.")
+    return {ASSUMED: Link(LATENCY / 1000, _rate(ASSUMED) / 8 * _PAYLOAD)}
+
+
+def _measure(words: Sequence[str], per_host: int, timeout: float) -> "tuple[Training, Training, Machine]":
+    """Run the script alone, and with as many copies as share a host; measure this machine.
+
+    Returns:
+        The training alone, a copy beside the others, and the machine.
+    """
+    from hvdx.cli.advising import machine, script
+
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="hvdx-advise-") as folder:
+        _say(f"running {script.STEPS} steps on one worker: {shlex.join(words)}")
+        alone = shared = _together(script.run_copies(words, _made(folder, "alone"), 1, timeout))
+        if per_host > 1:
+            _say(f"running {per_host} copies at once, which share this machine")
+            shared = _together(script.run_copies(words, _made(folder, "shared"), per_host, timeout))
+    _say(f"measuring this machine ({time.monotonic() - begin:.0f} s so far)")
+    return alone, shared, machine.measure(alone.elements, per_host)
+
+
+def _made(folder: str, name: str) -> Path:
+    path = Path(folder, name)
+    path.mkdir()
+    return path
+
+
+def _together(found: "Sequence[Training]") -> "Training":
+    """Return the training of the copy with the median step."""
+    return sorted(found, key=lambda training: training.computing)[len(found) // 2]
+
+
+def _report(
+    args: argparse.Namespace,
+    words: Sequence[str],
+    workers: Sequence[int],
+    per_host: int,
+    measured: "tuple[Training, Training, Machine]",
+    links: "dict[str, Link]",
+) -> int:
+    """Predict for each link, print, and write the JSON file."""
+    from hvdx.cli.advising import answer
+    from hvdx.strategies.prediction import one_worker
+
+    alone, shared, machine = measured
+    document: dict[str, Any] = {"command": list(words), "training": _facts(alone, shared), "links": []}
+    texts = [_head(alone, shared, machine, per_host)]
+    worth = False
+    for bandwidth, link in links.items():
+        single = one_worker(answer.situation_of(alone, machine, link, 1, per_host))
+        situation = answer.situation_of(shared, machine, link, max(workers), per_host)
+        answers = answer.line_of_workers(situation, workers, bandwidth, single)
+        line = answer.line_of_workers(situation, _LINE, bandwidth, single)
+        worth = worth or any(a.best != answer.ALONE for a in answers)
+        texts.append(_section(situation, answers, line, shlex.join(words), args.hosts))
+        document["links"].append(
+            {
+                "bandwidth": bandwidth,
+                "latency": link.latency,
+                "bytes_per_second": min(link.bandwidth, machine.transport),
+                "answers": [a.as_dict() for a in answers],
+                "line": [{"workers": a.workers, "best": a.best, "speedup": a.speedup(a.best)} for a in line],
+            }
+        )
+    if args.json is None or str(args.json) != "-":
+        print("\n\n".join(texts))
+    _write(args.json, document)
+    return 0 if worth else 1
+
+
+def _write(path: Path | None, document: dict[str, Any]) -> None:
+    text = json.dumps(document, indent=2)
+    if path is None:
+        return
+    if str(path) == "-":
+        print(text)
+        return
+    try:
+        path.write_text(text + "\n")
+    except OSError as error:
+        raise ConfigError(
+            f"advise: --json {path}: {error.strerror}. Do: name a file in a folder that exists."
+        ) from None
+
+
+def _facts(alone: "Training", shared: "Training") -> dict[str, Any]:
+    return {
+        "parameters": alone.elements,
+        "batch": alone.batch,
+        "seconds_a_step": alone.computing,
+        "seconds_a_step_shared": shared.computing,
+        "optimizer_slots": alone.slots,
+        "memory": alone.memory,
+    }
+
+
+def _head(alone: "Training", shared: "Training", machine: "Machine", per_host: int) -> str:
+    """Return the lines with the measurements."""
+    from hvdx.report.table import quantity
+
+    codec = machine.codec
+    step = f"{1e3 * alone.computing:.3g} ms a step on one worker (median of {alone.steps}, +-{1e3 * alone.spread:.2g})"
+    if per_host > 1:
+        step += f"; {1e3 * shared.computing:.3g} ms with {per_host} workers on the host"
+    lines = [
+        f"script    {alone.name or 'a model'}: {alone.elements:,} trained parameters, {alone.batch or '?'} samples a "
+        "step and worker",
+        f"          {step}",
+        f"machine   {quantity(machine.memory, 'B/s')} of memory, {quantity(machine.transport, 'B/s')} and "
+        f"{1e6 * machine.message:.0f} us a message of TCP",
+        f"codec     encodes {quantity(1 / max(codec.encode_element + 0.01 * codec.encode_entry, 1e-12), 'elements/s')}"
+        " at density 0.01",
+    ]
+    return "\n".join(lines)
+
+
+def _section(
+    situation: "Situation", answers: "Sequence[Answer]", line: "Sequence[Answer]", command: str, hosts: str | None
+) -> str:
+    """Return the text for one link."""
+    from hvdx.cli.advising import answer
+
+    network = situation.link
+    gradients = 4 * situation.elements / min(network.bandwidth, situation.machine.transport)
+    texts = [
+        f"link {answers[0].bandwidth}: {8e-6 * network.bandwidth:.4g} Mbit/s for data, {1e3 * network.latency:.3g} ms. "
+        f"To transfer the gradients once takes {gradients / situation.computing:.2g} times the time of computing."
+    ]
+    for found in answers:
+        plural = "s" * (found.workers > 1)
+        texts.append(f"{found.workers} worker{plural} at {found.bandwidth}\n{answer.table(found)}")
+    texts.append(f"best strategy by the number of workers at {answers[0].bandwidth}\n{answer.best_table(line)}")
+    texts.append(answer.advice(answers, command, f" --hosts {hosts}" if hosts else ""))
+    return "\n\n".join(texts)
+
+
+def _say(line: str) -> None:
+    print(f"hvdx advise: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,217 @@
+"""Predictions for a training, and their tables."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hvdx.cli.advising.script import Training
+from hvdx.comm.launcher import usable_cores
+from hvdx.report.table import quantity, render
+from hvdx.strategies import names, parse
+from hvdx.strategies.auto import WORTH_WORKERS
+from hvdx.strategies.link import Link
+from hvdx.strategies.prediction import TERMS, Machine, Prediction, Situation, installed_engine, one_worker, split_layers
+
+#: Spelling of "one worker" in the answers.
+ALONE = "one worker"
+#: Row of the split layers, which are no strategy.
+SPLIT = "split layers"
+# Strategies with options that are predicted beside those of `names()` with their defaults.
+_VARIANTS = ("all_reduce", "all_reduce:compression=fp16", "parameter_server:servers=colocated")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Predictions for one link and one number of workers.
+
+    Attributes:
+        workers: number of workers.
+        bandwidth: spelling of the link's bandwidth.
+        predictions: prediction of each strategy, by its spelling in `HVDX_STRATEGY`; the fastest first.
+        alone: prediction of one worker.
+    """
+
+    workers: int
+    bandwidth: str
+    predictions: dict[str, Prediction]
+    alone: Prediction
+
+    @property
+    def best(self) -> str:
+        """Spelling of the strategy with the most samples per second; `ALONE` if none is worth its workers.
+
+        Split layers are left out, because they need a change of the script, and starved strategies.
+        """
+        able = (spelling for spelling, p in self.predictions.items() if spelling != SPLIT and not p.starved)
+        fastest = next(able, ALONE)
+        return fastest if self.workers > 1 and self.speedup(fastest) >= WORTH_WORKERS else ALONE
+
+    @property
+    def fastest(self) -> Prediction:
+        """Prediction of `best`."""
+        return self.predictions.get(self.best, self.alone)
+
+    def speedup(self, spelling: str) -> float:
+        """Return the samples per second of a strategy, relative to those of one worker."""
+        return self.predictions.get(spelling, self.alone).samples / self.alone.samples
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the answer for JSON."""
+        rows = [
+            {
+                "strategy": spelling,
+                "seconds": p.seconds,
+                "terms": p.terms,
+                "bytes": p.sent,
+                "memory": sum(p.memory.values()),
+                "samples_per_second": p.samples,
+                "speedup": self.speedup(spelling),
+                "note": p.note,
+                "starved": p.starved,
+            }
+            for spelling, p in self.predictions.items()
+        ]
+        return {"workers": self.workers, "bandwidth": self.bandwidth, "best": self.best, "strategies": rows}
+
+
+def situation_of(
+    training: Training, machine: Machine, link: Link, workers: int, per_host: int, cores: float | None = None
+) -> Situation:
+    """Return the situation of a training on some workers.
+
+    Args:
+        training: training on one worker.
+        machine: speeds of each host.
+        link: link of each host.
+        workers: number of workers.
+        per_host: number of workers on each host.
+        cores: cores of each worker; by default its share of this machine's.
+    """
+    return Situation(
+        workers=workers,
+        tensors=training.tensors,
+        computing=training.computing,
+        link=link,
+        machine=machine,
+        engine=installed_engine(),
+        # Samples per second are compared, so any batch will do if it is unknown.
+        batch=training.batch or 1,
+        slots=training.slots,
+        spread=training.spread,
+        layers=training.layers,
+        per_host=per_host,
+        cores=usable_cores() / per_host if cores is None else cores,
+    )
+
+
+def spellings() -> list[str]:
+    """Return the spellings of the strategies that are predicted, those of other packages included."""
+    plain = [name for name in names() if not any(v.partition(":")[0] == name for v in _VARIANTS)]
+    return [*_VARIANTS, *plain]
+
+
+def answer(situation: Situation, bandwidth: str, alone: Prediction | None = None) -> Answer:
+    """Predict all strategies for one number of workers.
+
+    Args:
+        situation: the training.
+        bandwidth: spelling of the link's bandwidth.
+        alone: prediction of one worker, if it does not share its host; by default that of `situation`.
+    """
+    found: dict[str, Prediction] = {}
+    if situation.workers > 1:
+        for spelling in spellings():
+            predicted = parse(spelling).predict(situation)
+            if predicted is not None:
+                found[spelling] = predicted
+        split = split_layers(situation)
+        if split is not None:
+            found[SPLIT] = split
+    ordered = dict(sorted(found.items(), key=lambda item: -item[1].samples))
+    return Answer(situation.workers, bandwidth, ordered, alone or one_worker(situation))
+
+
+def line_of_workers(situation: Situation, counts: Sequence[int], bandwidth: str, alone: Prediction) -> list[Answer]:
+    """Return the answers for several numbers of workers on one link."""
+    return [answer(replace(situation, workers=count), bandwidth, alone) for count in counts]
+
+
+def table(found: Answer) -> str:
+    """Return the table of all strategies for one number of workers."""
+    shown = [t for t in TERMS if any(p.terms.get(t, 0.0) > 5e-6 for p in found.predictions.values())]
+    rows = [
+        [
+            spelling,
+            _ms(p.seconds),
+            *(_ms(p.terms.get(term, 0.0)) for term in shown),
+            quantity(p.sent, "B"),
+            quantity(sum(p.memory.values()), "B"),
+            f"{p.samples:,.0f}",
+            f"{found.speedup(spelling):.2f}",
+            p.note,
+        ]
+        for spelling, p in {**found.predictions, ALONE: found.alone}.items()
+    ]
+    header = ["strategy", "ms a step", *shown, "sent", "memory", "samples/s", "speedup", "note"]
+    return render(rows, header=header)
+
+
+def best_table(answers: Sequence[Answer]) -> str:
+    """Return a table with the best strategy for each number of workers."""
+    rows = [
+        [
+            f"{a.workers}",
+            a.best,
+            _ms(a.fastest.seconds),
+            f"{a.fastest.samples:,.0f}",
+            f"{a.speedup(a.best):.2f}",
+            a.fastest.bottleneck,
+        ]
+        for a in answers
+    ]
+    return render(rows, header=["workers", "best", "ms a step", "samples/s", "speedup", "largest term"])
+
+
+def advice(answers: Sequence[Answer], command: str, hosts: str = "") -> str:
+    """Return the sentences that say what to run.
+
+    Args:
+        answers: answers for the numbers of workers that can be used, on one link.
+        command: the command of the script.
+        hosts: option that names the hosts, or "".
+    """
+    worth = [a for a in answers if a.best != ALONE]
+    if not worth:
+        most = max(answers, key=lambda a: a.workers)
+        able = (spelling for spelling, p in most.predictions.items() if spelling != SPLIT and not p.starved)
+        least_bad = next(able, ALONE)
+        why = ""
+        if least_bad != ALONE:
+            p = most.predictions[least_bad]
+            why = (
+                f" With {most.workers} workers the fastest strategy ({least_bad}) takes "
+                f"{most.speedup(least_bad):.2f} times the samples per second of one; its largest term is "
+                f"{p.bottleneck}."
+            )
+        return f"Do not distribute: one worker learns as fast.{why}\nRun: {command}"
+    best = max(worth, key=lambda a: a.fastest.samples)
+    lines = [
+        f"{best.best} on {best.workers} workers takes {best.speedup(best.best):.2f} times the samples per second of "
+        f"one worker. The largest term of a step is {best.fastest.bottleneck}."
+    ]
+    declined = [str(a.workers) for a in answers if a.best == ALONE and a.workers > 1]
+    if declined:
+        lines.append(f"With {', '.join(declined)} workers, one worker alone would be as fast.")
+    split = best.predictions.get(SPLIT)
+    if split is not None and split.samples > best.fastest.samples:
+        lines.append(
+            f"Split layers would take {best.speedup(SPLIT):.2f} times: replace the dense layers that the table names "
+            "by hvdx.keras.layers.SplitDense (docs/split-layers.md)."
+        )
+    lines.append(f"Run: HVDX_STRATEGY={best.best} hvdx run{hosts} -n {best.workers} {command}")
+    return "\n".join(lines)
+
+
+def _ms(seconds: float) -> str:
+    milliseconds = 1e3 * seconds
+    return f"{milliseconds:.0f}" if milliseconds >= 100 else f"{milliseconds:.3g}"

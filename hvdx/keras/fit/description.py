@@ -1,0 +1,188 @@
+"""Description of a fit for its record: the model, the optimiser, the software and the machine."""
+
+import importlib.metadata
+import math
+import os
+import platform
+import re
+import resource
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdx.comm import Comm
+from hvdx.keras.adapters.optimizer_state import innermost, slots
+from hvdx.keras.adapters.updates import momentum_of
+from hvdx.keras.fit import callback_list, data
+from hvdx.version import __version__
+
+
+def attempt(describe: Callable[[Any], dict[str, Any] | None], thing: Any) -> dict[str, Any] | None:
+    """Describe a user's object; return {} if that fails, because training is worth more than its record.
+
+    Args:
+        describe: function of this module.
+        thing: its argument.
+
+    Example:
+        >>> attempt(lambda thing: {"size": thing}, 3)
+        {'size': 3}
+    """
+    try:
+        return describe(thing)
+    except Exception as error:  # Properties of a user's class may raise anything.
+        print(f"hvdx: record: {type(thing).__name__} cannot be described: {error!r}", file=sys.stderr)
+        return {}
+
+
+def describe_model(model: Any) -> dict[str, Any]:
+    """Return name, parameters, tensors, dtype policy and layers of a built model.
+
+    Args:
+        model: built Keras model.
+
+    Example:
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, name="top")], name="small")
+        >>> describe_model(model)["layers"]
+        [{'name': 'top', 'class': 'Dense', 'parameters': 15, 'inputs': 4, 'outputs': 3}]
+    """
+    return {
+        "name": model.name,
+        "parameters": int(sum(math.prod(v.shape) for v in model.weights)),
+        "tensors": [list(v.shape) for v in model.trainable_weights],
+        "dtype": model.dtype_policy.name,
+        "layers": [
+            {
+                "name": layer.name,
+                "class": type(layer).__name__,
+                "parameters": int(sum(math.prod(v.shape) for v in layer.weights)),
+                "inputs": _elements(layer, "input"),
+                "outputs": _elements(layer, "output"),
+            }
+            for layer in _leaves(model)
+        ],
+    }
+
+
+def _leaves(model: Any) -> Iterator[Any]:
+    """Yield the layers of a model, and of the models in it."""
+    for layer in model.layers:
+        if isinstance(layer, keras.Model):
+            yield from _leaves(layer)
+        else:
+            yield layer
+
+
+def _elements(layer: Any, side: str) -> int | None:
+    """Return the elements per sample of a layer's input or output; None if they are unknown."""
+    try:
+        shapes = [tuple(tensor.shape) for tensor in tf.nest.flatten(getattr(layer, side))]
+        return sum(math.prod(shape[1:]) for shape in shapes)
+    except (AttributeError, ValueError, TypeError):
+        # Subclassed models do not record the shapes of their layers, and some axes have no fixed length.
+        return None
+
+
+def describe_optimizer(optimizer: Any) -> dict[str, Any] | None:
+    """Return name, momentum and variables per weight of an optimiser; None without an optimiser.
+
+    Args:
+        optimizer: Keras optimiser, or None.
+    """
+    if optimizer is None:
+        return None
+    inner = innermost(optimizer)
+    trained = len(getattr(inner, "_trainable_variables", ()))
+    return {
+        "name": type(inner).__name__,
+        "momentum": momentum_of(inner),
+        "slots": round(len(slots(inner)) / trained) if inner.built and trained else None,
+    }
+
+
+def batch_size(callback: Any) -> int | None:
+    """Return the samples of a step on this rank; None if they are unknown.
+
+    Args:
+        callback: a callback, in one of its hooks during `fit`.
+    """
+    iterator = callback_list.epoch_iterator(callback)
+    size = getattr(getattr(iterator, "data_adapter", None), "batch_size", None)
+    return int(size) if size else data.batch_size(getattr(iterator, "_distributed_dataset", None))
+
+
+def describe_versions(comm: Comm) -> dict[str, str | None]:
+    """Return the versions of hvdx, of the libraries that it uses, and of MPI; None for those that are absent.
+
+    Args:
+        comm: the ranks.
+    """
+    return {
+        "hvdx": __version__,
+        "python": platform.python_version(),
+        "tensorflow": tf.__version__,
+        "keras": keras.__version__,
+        "numpy": np.__version__,
+        "numba": _installed("numba"),
+        "mpi": comm.library or None,
+        "horovod": _installed("horovod"),
+    }
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return cores, TensorFlow's threads, processor and bytes of memory of this host; None for what is unknown."""
+    cores = os.cpu_count()
+    try:
+        memory: int | None = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        memory = None
+    return {
+        "cores": cores,
+        "threads": tf.config.threading.get_intra_op_parallelism_threads() or _threads() or cores,
+        "cpu": _read(r"^model name\s*:\s*(.+)$", "/proc/cpuinfo") or platform.processor() or platform.machine(),
+        "memory": memory,
+    }
+
+
+def _threads() -> int:
+    number = os.environ.get("TF_NUM_INTRAOP_THREADS", "")
+    return int(number) if number.isdigit() else 0
+
+
+def peak_memory() -> int:
+    """Return the largest resident memory of this process so far, in bytes."""
+    kilobytes = _read(r"^VmHWM:\s*(\d+)", "/proc/self/status")
+    return 1024 * int(kilobytes or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+
+
+def _read(pattern: str, path: str) -> str:
+    """Return the first group of a pattern in a file; "" if there is none."""
+    try:
+        found = re.search(pattern, Path(path).read_text(errors="replace"), re.MULTILINE)
+    except OSError:
+        return ""
+    return found[1].strip() if found else ""
+
+
+def describe_process() -> dict[str, Any]:
+    """Return host, command, HVDX_STRATEGY and HVDX_SEED (None unless it is an integer) of this process."""
+    seed = os.environ.get("HVDX_SEED", "").strip()
+    return {
+        "host": socket.gethostname(),
+        "spelling": os.environ.get("HVDX_STRATEGY", ""),
+        "seed": int(seed) if re.fullmatch(r"-?\d+", seed) else None,
+        "command": list(sys.orig_argv),
+    }

@@ -1,0 +1,538 @@
+"""Cost model: seconds, bytes and memory of a training step under a strategy, predicted without training.
+
+`Auto` and `hvdx advise` use the same model. A strategy predicts its step in `Strategy.predict`, with the methods of
+`Situation`. Its input is measured on this machine (`measure_codec`, `measure_memory`, `measure_network`) and on the
+link (`hvdx.strategies.link`), or counted in the code of the exchange: rounds, bytes and passes over memory. No number
+is fitted to measured steps.
+
+A step is a sum of terms:
+
+    computing   forward pass, backward pass and optimiser, as on one worker
+    polling     computing that is slower because Horovod's thread takes a part of a core
+    waiting     for the slowest worker, or for a parameter server that is busy
+    copying     passes over the tensors on the host: buffers, casts, sums
+    encoding    the codec's encoder
+    latency     rounds of the exchange, the overhead of each message, and polling
+    transfer    bytes on the link
+    decoding    the codec's decoder
+"""
+
+import functools
+import importlib.util
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import NormalDist
+
+import numpy as np
+
+from hvdx.comm.base import Engine
+from hvdx.comm.waiting import overshoot
+from hvdx.strategies.link import Link
+
+#: Terms of a step, in their order.
+TERMS = ("computing", "polling", "waiting", "copying", "encoding", "latency", "transfer", "decoding")
+# Horovod's thread looks for tensors this often, in seconds; with `rarely`, see `hvdx.comm.horovod`.
+_CYCLE, _RARE_CYCLE = 1e-3, 5e-3
+# Bytes of Horovod's fusion buffer.
+_FUSION = 128 << 20
+# Largest number of elements on which a speed is timed; the time of more elements is extrapolated.
+_TIMED_ELEMENTS = 1 << 22
+# Densities at which the codec is timed: a line through both gives the time at another one.
+_SPARSE, _DENSE = 1e-3, 1 / 16
+# Repetitions of a measurement, of which the median counts.
+_TIMES = 5
+# Bytes that are written before each measurement. A step displaces the buffers of an exchange from the caches, so
+# measurements with warm caches would be too fast.
+_DISPLACING = 1 << 27
+# Small messages and bytes of the measurement of TCP on this machine.
+_PINGS, _CARRIED = 200, 1 << 24
+
+
+@dataclass(frozen=True)
+class Codec:
+    """Speed of the threshold codec. The defaults are a lower bound of the time: one pass over the memory each.
+
+    Attributes:
+        encode_element, encode_entry: seconds to encode, for each element and for each element that is sent.
+        decode_element, decode_entry: seconds to decode one message.
+    """
+
+    encode_element: float = 4e-10
+    encode_entry: float = 0.0
+    decode_element: float = 0.0
+    decode_entry: float = 0.0
+
+    def encoding(self, elements: int, density: float) -> float:
+        """Return the seconds to encode an update."""
+        return elements * (self.encode_element + density * self.encode_entry)
+
+    def decoding(self, elements: int, density: float, messages: int) -> float:
+        """Return the seconds to clear the output, and to add up messages."""
+        return elements * (self.decode_element + messages * density * self.decode_entry)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Speeds of a machine. The defaults are those of a fast one, so that they predict a lower bound.
+
+    Attributes:
+        memory: bytes per second that a pass over arrays reads and writes.
+        half: seconds to convert an element from float16 to float32 on the host.
+        message: seconds of work for a small message of TCP, sent and received.
+        transport: bytes per second that TCP carries within this machine, an upper limit of each link.
+        codec: speed of the threshold codec.
+    """
+
+    memory: float = 2e10
+    half: float = 6e-10
+    message: float = 0.0
+    transport: float = math.inf
+    codec: Codec = field(default_factory=Codec)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Dense layer that could be split.
+
+    Attributes:
+        name: name of the layer.
+        inputs, outputs: elements of its input and its output, for each sample.
+        parameters: number of its weights.
+    """
+
+    name: str
+    inputs: int
+    outputs: int
+    parameters: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted costs of a step.
+
+    Attributes:
+        terms: seconds of each of `TERMS`; absent ones are 0.
+        sent: bytes that a worker sends in a step.
+        memory: bytes on a worker, by purpose.
+        samples: samples per second of all workers together; 0 if the batch is unknown.
+        period: number of steps over which costs of one exchange were divided.
+        note: choice that the strategy made, such as its density; "" for none.
+        starved: True if the link carries so little that the workers hardly learn from each other. Such a step is fast,
+            and no reason to distribute.
+
+    Example:
+        >>> Prediction({"computing": 0.02, "transfer": 0.01}, 1e6, {"weights": 4.0}, 100.0).bottleneck
+        'computing'
+    """
+
+    terms: dict[str, float]
+    sent: float
+    memory: dict[str, float]
+    samples: float = 0.0
+    period: int = 1
+    note: str = ""
+    starved: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step."""
+        return sum(self.terms.values())
+
+    @property
+    def overhead(self) -> float:
+        """Seconds of a step without computing."""
+        return self.seconds - self.terms.get("computing", 0.0)
+
+    @property
+    def bottleneck(self) -> str:
+        """The largest term."""
+        return max(self.terms, key=lambda name: self.terms[name])
+
+
+@dataclass(frozen=True)
+class Situation:
+    """Training whose costs are predicted.
+
+    Attributes:
+        workers: number of workers.
+        tensors: number of float32 elements of each trained variable.
+        computing: seconds of a step without an exchange.
+        link: network of each host, in each direction.
+        machine: speeds of each host.
+        engine: library that carries tensors in the graph: "horovod" or "mpi".
+        batch: samples in a step of one worker; 0 if unknown.
+        slots: values that the optimiser keeps for each weight.
+        spread: standard deviation of `computing`, in seconds.
+        layers: dense layers, in the order of the model.
+        per_host: number of workers that share a host and its link.
+        cores: cores of each worker; below 1 if workers share cores.
+
+    Example:
+        >>> situation = Situation(2, (1_000_000,), 0.02, Link(0.0, 1e6))
+        >>> round(situation.ring(4e6)["transfer"], 3)
+        4.0
+    """
+
+    workers: int
+    tensors: tuple[int, ...]
+    computing: float
+    link: Link
+    machine: Machine = field(default_factory=Machine)
+    engine: Engine = "horovod"
+    batch: int = 0
+    slots: float = 0.0
+    spread: float = 0.0
+    layers: tuple[Layer, ...] = ()
+    per_host: int = 1
+    cores: float = 1.0
+
+    def with_engine(self, wanted: Engine) -> "Situation":
+        """Return the same situation with the engine of a strategy; "auto" keeps the engine.
+
+        Args:
+            wanted: "horovod", "mpi" or "auto".
+        """
+        return self if wanted == "auto" else replace(self, engine=wanted)
+
+    @property
+    def elements(self) -> int:
+        """Number of trained elements."""
+        return sum(self.tensors)
+
+    @property
+    def network(self) -> Link:
+        """Link as the exchange finds it: no faster than TCP on this machine; within one host, only that."""
+        if self.workers <= self.per_host:
+            return Link(self.machine.message, min(self.machine.transport, self.machine.memory))
+        return replace(self.link, bandwidth=min(self.link.bandwidth, self.machine.transport))
+
+    @property
+    def slowest(self) -> float:
+        """Seconds for which a worker waits for the slowest one: expected maximum of normal distributions (Blom)."""
+        if self.workers == 1:
+            return 0.0
+        return self.spread * NormalDist().inv_cdf((self.workers - 0.375) / (self.workers + 0.25))
+
+    def passes(self, bytes_per_element: float, elements: float | None = None) -> float:
+        """Return the seconds of passes over arrays.
+
+        Args:
+            bytes_per_element: bytes that the passes read and write for each element.
+            elements: number of elements; by default those of all tensors.
+        """
+        return bytes_per_element * (self.elements if elements is None else elements) / self.machine.memory
+
+    def ring(self, payload: float) -> dict[str, float]:
+        """Return the terms of an all-reduce of MPI: a ring, or recursive doubling if that is faster.
+
+        The ring has 2 (N - 1) rounds with 1 / N of the bytes each; doubling has log2 N rounds with all of them.
+
+        Args:
+            payload: bytes of the tensors.
+        """
+        count, network = self.workers, self.network
+        hop, bandwidth = network.latency + self.machine.message, network.bandwidth * network.reducing
+        ring = 2 * (count - 1) * hop, 2 * (count - 1) / count * payload / bandwidth
+        rounds = math.ceil(math.log2(count))
+        doubling = rounds * hop, rounds * payload / bandwidth
+        latency, transfer = min(ring, doubling, key=sum)
+        return {"latency": latency, "transfer": transfer}
+
+    def all_to_all(self, part: float, rounds: int = 1) -> dict[str, float]:
+        """Return the terms of an exchange on the host, in which each rank sends every other rank some bytes at once.
+
+        It is that of `Channel.exchange`, of `scatter_pieces` and of `gather_pieces`.
+
+        Args:
+            part: bytes from one rank to another.
+            rounds: number of such exchanges, one after another.
+        """
+        others, network = self.workers - 1, self.network
+        if not others:
+            return {"latency": 0.0, "transfer": 0.0}
+        crossing = float(others)
+        if self.workers > self.per_host:
+            # Messages of all ranks of a host share its link; those within the host do not use it.
+            crossing = self.per_host * (self.workers - self.per_host)
+        # The link's latency is that of an exchange with at least one other rank.
+        latency, transfer = network.latency + (others - 1) * self.machine.message, crossing * part / network.bandwidth
+        return {"latency": rounds * (latency + overshoot(latency + transfer)), "transfer": rounds * transfer}
+
+    def reduction(self, itemsize: int, elements: float, rarely: bool = False) -> dict[str, float]:
+        """Return the terms of an all-reduce of tensors in the graph, with the copies that its engine makes.
+
+        Args:
+            itemsize: bytes per element on the network: 4, or 2 for float16.
+            elements: number of elements.
+            rarely: whether most steps have no all-reduce.
+        """
+        if self.workers == 1:
+            return {}
+        payload, casts = itemsize * elements, 0.0
+        if itemsize < 4:
+            # To float16 and back. A cast moves half the bytes per second of a copy (TensorFlow on x86-64).
+            casts = 2 * self.passes(2 * (4 + itemsize), elements)
+        if self.engine == "mpi":
+            # On the host: concatenation, sum in float32, result; see `HostGraphComm.reduce_group`.
+            terms = self.all_to_all(payload / self.workers, rounds=2)
+            copying = self.passes(4 * itemsize + 12, elements) + casts
+            copying += elements * self.machine.half if itemsize < 4 else 0.0
+            return {"copying": copying} | terms
+        # Horovod: into and out of the fusion buffer, and one sum. Before that, its thread wakes up and the ranks agree
+        # that the tensors are ready, by an all-reduce of a few bytes.
+        terms, cycle = self.ring(payload), _RARE_CYCLE if rarely else _CYCLE
+        agreement = math.ceil(math.log2(self.workers)) * (self.network.latency + self.machine.message)
+        terms["latency"] += cycle / 2 + agreement
+        return {"copying": self.passes(4 * itemsize + 3 * itemsize, elements) + casts} | terms
+
+    def polling(self, rarely: bool = False) -> float:
+        """Return the seconds by which Horovod's thread makes a step's computing longer.
+
+        In each cycle it sleeps, and then agrees with the other ranks; MPI occupies a core while it waits for them.
+
+        Args:
+            rarely: whether most steps have no all-reduce.
+        """
+        if self.workers == 1 or self.engine != "horovod":
+            return 0.0
+        agreement = math.ceil(math.log2(self.workers)) * (self.network.latency + self.machine.message)
+        share = agreement / (agreement + (_RARE_CYCLE if rarely else _CYCLE))
+        return self.computing * share / self.cores
+
+    def reduction_memory(self, itemsize: int, elements: float) -> float:
+        """Return the bytes of the buffers of `reduction`."""
+        if self.workers == 1:
+            return 0.0
+        return 3.0 * itemsize * elements if self.engine == "mpi" else min(itemsize * elements, _FUSION)
+
+    def prediction(
+        self,
+        terms: dict[str, float],
+        sent: float,
+        buffers: dict[str, float] | None = None,
+        workers: int | None = None,
+        period: int = 1,
+        note: str = "",
+    ) -> Prediction:
+        """Return a prediction: terms without those of the step itself, and buffers without weights and gradients.
+
+        Args:
+            terms: seconds of the exchange by name; "computing" is added.
+            sent: bytes that a worker sends in a step.
+            buffers: bytes of the exchange by purpose.
+            workers: number of workers that train; by default all.
+            period, note: see `Prediction`.
+        """
+        values = {"computing": self.computing} | terms
+        known = {name: values[name] for name in (*TERMS, *(n for n in values if n not in TERMS)) if values.get(name)}
+        own = {"weights": 4.0, "gradients": 4.0, "optimiser": 4.0 * self.slots}
+        memory = {name: size * self.elements for name, size in own.items()} | (buffers or {})
+        rate = (self.workers if workers is None else workers) * self.batch / max(sum(known.values()), 1e-12)
+        return Prediction(known, sent, memory, rate, period, note)
+
+
+def one_worker(situation: Situation) -> Prediction:
+    """Return the prediction of one worker without a strategy.
+
+    Example:
+        >>> one_worker(Situation(4, (10,), 0.1, Link(0.0, 1.0), batch=32)).samples
+        320.0
+    """
+    return replace(situation, workers=1).prediction({}, 0.0)
+
+
+def split_layers(situation: Situation) -> Prediction | None:
+    """Return the prediction of a training that splits those dense layers over all workers for which that is faster.
+
+    The other weights are combined by an all-reduce in float32. docs/split-layers.md derives the bytes.
+
+    Args:
+        situation: the training, with its layers.
+
+    Returns:
+        None if no layer would be faster split.
+    """
+    count, batch = situation.workers, situation.batch
+    if count == 1 or not batch:
+        return None
+    chosen: list[str] = []
+    terms: dict[str, float] = {}
+    sent, gone = 0.0, 0
+    for position, layer in enumerate(situation.layers):
+        # Gathered inputs, and outputs there and back; the gradient of the first layer's inputs does not travel.
+        backward = position > 0
+        parts = [4.0 * batch * layer.inputs] * (1 + backward) + [4.0 * batch * layer.outputs / count] * 2
+        exchanges = [situation.all_to_all(part) for part in parts]
+        copying = situation.passes(8, count * batch * (layer.inputs * (1 + backward) + 2 * layer.outputs / count))
+        mine = {name: sum(e[name] for e in exchanges) for name in ("latency", "transfer")} | {"copying": copying}
+        whole = situation.reduction(4, layer.parameters)
+        shared = (whole["transfer"] + whole["copying"], sum(mine.values()))
+        if shared[1] < shared[0]:
+            chosen.append(layer.name)
+            gone += layer.parameters
+            sent += (count - 1) * sum(parts)
+            terms = {name: terms.get(name, 0.0) + value for name, value in mine.items()}
+    if not chosen:
+        return None
+    rest = situation.elements - gone
+    terms = added([terms, situation.reduction(4, rest), {"polling": situation.polling()}])
+    terms["waiting"] = situation.slowest
+    made = situation.prediction(terms, sent + 8.0 * rest * (count - 1) / count, note=f"split {', '.join(chosen)}")
+    kept = (rest + gone / count) / max(situation.elements, 1)
+    return replace(made, memory={name: size * kept for name, size in made.memory.items()})
+
+
+def installed_engine() -> Engine:
+    """Return the library that carries tensors in the graph, if all hosts have the packages of this one."""
+    return "horovod" if importlib.util.find_spec("horovod") else "mpi"
+
+
+# -- measurements of this machine -------------------------------------------------------------------------------------
+
+
+def measure_codec(elements: int, threads: int | None = None) -> Codec:
+    """Measure the threshold codec on this machine, in a second; its kernels should be compiled.
+
+    Args:
+        elements: number of elements of an update.
+        threads: threads of the kernels.
+    """
+    from hvdx import codec
+
+    timed = max(min(elements, _TIMED_ELEMENTS), 1)
+    update = np.random.default_rng(0).normal(size=timed).astype(np.float32)
+    seconds: dict[float, list[float]] = {}
+    for density in (_SPARSE, _DENSE):
+        threshold = codec.Threshold(target_density=density, threads=threads)
+        threshold.prepare()
+        state, out = threshold.init([timed]), [np.zeros(timed, np.float32)]
+        encoding: list[float] = []
+        few: list[float] = []
+        many: list[float] = []
+        entries = 0.0
+        for _ in range(_TIMES + 2):
+            _displace()
+            begin = time.perf_counter()
+            message, state = threshold.encode([update], state)
+            encoding.append(time.perf_counter() - begin)
+            for times, messages in ((few, [message]), (many, [message] * 4)):
+                _displace()
+                times.append(_seconds(lambda: threshold.decode(messages, out, 0.5)))  # noqa: B023
+            entries = float(state.sent.sum())
+        # The first updates find tau.
+        seconds[density] = [entries, *(float(np.median(times[2:])) for times in (encoding, few, many))]
+    (sparse, thin, one, _), (dense, thick, one_dense, several_dense) = seconds[_SPARSE], seconds[_DENSE]
+    entry = max(thick - thin, 0.0) / max(dense - sparse, 1.0)
+    decode = max(several_dense - one_dense, 0.0) / 3 / max(dense, 1.0)
+    return Codec(
+        encode_element=max(thin - entry * sparse, 0.0) / timed,
+        encode_entry=entry,
+        decode_element=max(one - decode * sparse, 0.0) / timed,
+        decode_entry=decode,
+    )
+
+
+def measure_memory(elements: int) -> tuple[float, float]:
+    """Return the bytes per second of a pass over arrays, and the seconds to convert an element from float16.
+
+    Args:
+        elements: number of elements of the model, since a small one fits the cache.
+    """
+    n = max(min(elements, _TIMED_ELEMENTS), 1 << 10)
+    given, more, narrow = np.ones(n, np.float32), np.ones(n, np.float32), np.ones(n, np.float16)
+    # The result is a new array, as in most copies of an exchange.
+    adding = _median(lambda: given + more)
+    cast = _median(lambda: narrow.astype(np.float32))
+    return 12 * n / max(adding, 1e-9), cast / n
+
+
+def measure_network() -> tuple[float, float]:
+    """Return the seconds of a small message, and bytes per second, of TCP within this machine."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname(), timeout=10)
+        far, _ = server.accept()
+    with near, far:
+        for end in (near, far):
+            end.settimeout(10)
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        echo = threading.Thread(target=_echo, args=(far,), daemon=True)
+        echo.start()
+        pings = [_seconds(lambda: _ping(near)) for _ in range(_PINGS)]
+        block, begin = bytes(1 << 20), time.perf_counter()
+        for _ in range(_CARRIED // len(block)):
+            near.sendall(block)
+        near.shutdown(socket.SHUT_WR)
+        while near.recv(1 << 16):
+            pass
+        carried = time.perf_counter() - begin
+        echo.join(10)
+    # A ping is two messages, and each byte of the block was sent once: `_echo` drops them.
+    return float(np.median(pings)) / 2, _CARRIED / max(carried, 1e-9)
+
+
+def _ping(end: socket.socket) -> None:
+    end.sendall(b"x")
+    end.recv(1)
+
+
+def _echo(end: socket.socket) -> None:
+    """Answer single bytes, and drop what is longer, until the other end is shut down."""
+    buffer, answered = bytearray(1 << 20), 0
+    while count := end.recv_into(buffer):
+        if answered < _PINGS:
+            answered += 1
+            end.sendall(buffer[:count])
+    end.shutdown(socket.SHUT_WR)
+
+
+def measure_machine(elements: int, threads: int | None = None) -> Machine:
+    """Measure this machine, in a few seconds.
+
+    Args:
+        elements: number of elements of the model.
+        threads: threads of the codec's kernels.
+    """
+    (memory, half), (message, transport) = measure_memory(elements), measure_network()
+    return Machine(memory, half, message, transport, measure_codec(elements, threads))
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def _median(work: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(_TIMES):
+        _displace()
+        seconds.append(_seconds(work))
+    return float(np.median(seconds))
+
+
+def _displace() -> None:
+    """Displace other arrays from the caches."""
+    _displacing().fill(1)
+
+
+@functools.cache
+def _displacing() -> np.ndarray:
+    return np.zeros(_DISPLACING, np.uint8)
+
+
+def added(terms: Sequence[dict[str, float]], factor: float = 1.0) -> dict[str, float]:
+    """Return the sums of terms by name, times a factor.
+
+    Example:
+        >>> added([{"latency": 1.0}, {"latency": 2.0, "transfer": 4.0}], 0.5)
+        {'latency': 1.5, 'transfer': 2.0}
+    """
+    total: dict[str, float] = {}
+    for each in terms:
+        for name, value in each.items():
+            total[name] = total.get(name, 0.0) + factor * value
+    return total

@@ -1,0 +1,146 @@
+"""`hvdx advise`: the measurements of a script, the answers, and the errors. No TensorFlow."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hvdx.cli.advising import answer, machine, script
+from hvdx.cli.main import main
+from hvdx.strategies.link import Link
+from hvdx.strategies.prediction import Machine
+
+STAND_IN = [sys.executable, str(Path(__file__).with_name("stand_ins") / "recorded.py")]
+TRAINING = script.Training(0.02, 0.0, 20, (1_860_000,), batch=64, slots=1.0)
+
+
+@pytest.fixture
+def advise(monkeypatch, tmp_path, capsys):
+    """Return a function that runs the command on a machine of default speeds; it returns code, output and JSON."""
+    monkeypatch.setattr(machine, "measure", lambda elements, copies: Machine())
+    monkeypatch.setattr(machine, "job_size", lambda: 1)
+    monkeypatch.setenv("HVDX_STRATEGY", "threshold")
+
+    def call(*words):
+        file = tmp_path / "advice.json"
+        code = main(["advise", "--json", str(file), *words])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err, json.loads(file.read_text()) if file.exists() else {}
+
+    return call
+
+
+def test_advise_prefers_compression_on_a_slow_link(advise):
+    code, text, _, document = advise("--bandwidth", "10mbit,1gbit", "-n", "2,4", *STAND_IN, "write", "20", "2000000")
+    assert code == 0
+    slow, fast = document["links"]
+    assert [a["workers"] for a in slow["answers"]] == [2, 4]
+    assert slow["answers"][0]["best"] == "threshold"
+    assert document["training"]["seconds_a_step"] == pytest.approx(0.02)
+    assert document["training"]["parameters"] == 2_000_000
+    assert [point["workers"] for point in fast["line"]] == [2**k for k in range(11)]
+    for words in ("transfer", "2 workers at 10mbit", "4 workers at 1gbit", "HVDX_STRATEGY=", "hvdx run -n 4"):
+        assert words in text
+    rows = {row["strategy"]: row for row in slow["answers"][1]["strategies"]}
+    assert rows["all_reduce"]["terms"]["transfer"] > 100 * rows["threshold"]["terms"]["transfer"]
+
+
+def test_advise_declines_where_one_worker_is_as_fast(advise):
+    code, text, _, document = advise("--bandwidth", "10mbit", "--latency", "20", *STAND_IN, "write", "0.5", "30000")
+    assert code == 1
+    assert "Do not distribute: one worker learns as fast." in text
+    assert {a["best"] for a in document["links"][0]["answers"]} == {"one worker"}
+
+
+def test_advise_says_which_link_it_assumes(advise):
+    code, _, said, document = advise("-n", "2", *STAND_IN, "write", "20", "1000")
+    assert code == 0
+    assert "assuming a link of 1gbit" in said
+    assert document["links"][0]["bandwidth"] == "1gbit"
+
+
+def test_advise_measures_the_link_between_hosts(advise, monkeypatch):
+    asked = []
+    monkeypatch.setattr(machine, "probe", lambda *given: asked.append(given) or Link(2e-4, 5e6, 0.8))
+    _, text, _, document = advise("--hosts", "a:2,b:2", *STAND_IN, "write", "20", "1000")
+    assert asked == [(["a", "b"], 1000)]
+    assert [a["workers"] for a in document["links"][0]["answers"]] == [4]
+    assert document["links"][0]["bandwidth"] == "40mbit"
+    assert "hvdx run --hosts a:2,b:2 -n 4" in text or "Do not distribute" in text
+
+
+def test_advise_measures_copies_that_share_a_host(advise):
+    _, text, said, document = advise(
+        "--bandwidth", "1gbit", "-n", "4", "--workers-per-host", "2", *STAND_IN, "write", "20", "1000"
+    )
+    assert "2 copies at once" in said
+    assert "with 2 workers on the host" in text
+    assert document["training"]["seconds_a_step_shared"] == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["-n", "2"], "expected a command"),
+        (["-n", "0", *STAND_IN, "fail"], "-n: expected numbers"),
+        (["--bandwidth", "fast", *STAND_IN, "fail"], "advise: --bandwidth: expected a rate"),
+        (["--latency", "-1", *STAND_IN, "fail"], "--latency"),
+        (["--hosts", "a:2", *STAND_IN, "fail"], "two hosts"),
+        (["--hosts", "a:x,b", *STAND_IN, "fail"], "'a:x'"),
+        (["--workers-per-host", "-1", *STAND_IN, "fail"], "--workers-per-host"),
+        (["--timeout", "0", *STAND_IN, "fail"], "--timeout"),
+        ([*STAND_IN, "fail"], "exit code 1: ValueError: no data here"),
+        ([*STAND_IN, "nothing"], "callbacks=[hvdx.keras.Distribute()]"),
+        (["no-such-program"], "no-such-program: No such file"),
+    ],
+)
+def test_advise_errors_name_the_cause(advise, words, named):
+    code, out, said, _ = advise(*words)
+    assert (code, out) == (2, "")
+    assert named in said
+
+
+def test_script_that_hangs_is_killed(advise):
+    begin = time.monotonic()
+    code, _, said, _ = advise("--timeout", "0.5", *STAND_IN, "hang")
+    assert (code, time.monotonic() - begin < 20) == (2, True)
+    assert "within 0 s" in said or "within 1 s" in said
+
+
+def test_copies_are_single_workers_with_a_share_of_the_cores(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
+    given = {"PATH": "/bin", "OMPI_COMM_WORLD_RANK": "1", "HVDX_STRATEGY": "auto", "HVDX_SEED": "3"}
+    made = script.environment(Path("there"), 2, given)
+    assert made == {
+        "PATH": "/bin",
+        "HVDX_SEED": "3",
+        "HVDX_RECORD": "there",
+        "HVDX_LIMIT": "steps:24",
+        "OMP_NUM_THREADS": "4",
+        "TF_NUM_INTRAOP_THREADS": "4",
+        "TF_NUM_INTEROP_THREADS": "4",
+    }
+
+
+def test_answers_are_sorted_and_the_split_layers_have_no_strategy():
+    link = Link(1e-4, 1.25e6)
+    found = answer.answer(answer.situation_of(TRAINING, Machine(), link, 4, 1), "10mbit")
+    samples = [p.samples for p in found.predictions.values()]
+    assert samples == sorted(samples, reverse=True)
+    assert answer.SPLIT not in found.predictions
+    assert answer.answer(answer.situation_of(TRAINING, Machine(), link, 1, 1), "10mbit").best == answer.ALONE
+    assert {"all_reduce", "threshold", "parameter_averaging", "parameter_server:servers=colocated"} <= set(
+        found.predictions
+    )
+
+
+def test_starved_threshold_is_no_reason_to_distribute():
+    """Digits at 10 Mbit/s: steps would be fast, but the workers would hardly learn from each other."""
+    digits = script.Training(7e-4, 0.0, 20, (26_122,), batch=64, slots=1.0)
+    found = answer.answer(answer.situation_of(digits, Machine(), Link(1e-4, 1.2e6), 4, 1), "10mbit")
+    assert found.speedup("threshold") > 1.1
+    assert found.predictions["threshold"].starved
+    assert found.best == answer.ALONE
+    assert "Do not distribute" in answer.advice([found], "python train.py")

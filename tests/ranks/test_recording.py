@@ -1,0 +1,104 @@
+"""Records and limits of a fit on several ranks."""
+
+import keras
+import pytest
+
+import hvdx
+import hvdx.keras as hvd
+from hvdx import comm as world
+from hvdx.errors import ConfigError
+from hvdx.report.records import read
+from tests.ranks import models
+from tests.ranks.models import STEPS
+
+
+def shared(tmp_path):
+    """Return rank 0's folder on all ranks."""
+    return hvd.broadcast_object(tmp_path, 0)
+
+
+def recorded(folder):
+    """Return the only run in a folder, after all ranks have written it."""
+    world.start().all_gather_object(None, "the record")
+    (run,) = read(folder)
+    assert (sorted(run.ranks), run.size, run.complete) == ([*range(hvdx.size())], hvdx.size(), True)
+    assert len({rank.header["id"] for rank in run.ranks.values()}) == 1
+    return run
+
+
+def classifier(seed=0):
+    return models.compiled(models.network(seed=seed), keras.optimizers.SGD(0.1, momentum=0.9), metrics=["accuracy"])
+
+
+@pytest.mark.graph
+@pytest.mark.parametrize(
+    ("strategy", "parts"),
+    [
+        ("all_reduce:engine=mpi", {"exchanging"}),
+        ("threshold:tau=0.001", {"computing", "encoding", "decoding", "exchanging"}),
+        ("threshold:tau=0.001,overlap=true", {"computing", "encoding", "decoding"}),
+        ("parameter_averaging:period=3", {"exchanging"}),
+        ("parameter_server:servers=colocated", {"computing", "exchanging"}),
+        ("auto", {"computing", "exchanging"}),
+    ],
+)
+def test_record_has_the_parts_and_bytes_of_each_strategy(strategy, parts, tmp_path):
+    folder, callback = shared(tmp_path), hvd.Distribute(strategy, record=shared(tmp_path))
+    first = repr(callback.strategy)
+    history = models.fit(classifier(), [callback], validation_data=models.data(16)).history
+    run = recorded(folder)
+    assert (run.strategy, run.header["batch"]) == (first, models.BATCH)
+    assert run.header.get("chosen", first) == repr(callback.strategy)
+    mine = run.ranks[hvdx.rank()]
+    assert mine.steps["step"][-1] == mine.end["steps"] == callback.counters.steps
+    assert {name for name, seconds in run.parts(skip=0).items() if seconds} - {"other", "waiting"} >= parts
+    # What the adapters send in the flush at the end of an epoch is included.
+    assert mine.steps["sent"].sum() == callback.counters.bytes_sent == mine.end["counters"]["sent"]
+    assert [value for _, _, value in run.curve("val_accuracy")] == pytest.approx(history["val_accuracy"])
+    assert [{e.logs["val_loss"] for e in r.epochs} for r in run.ranks.values()].count(set(history["val_loss"])) == 2
+
+
+def test_record_of_two_optimizers_has_the_bytes_of_both(tmp_path):
+    folder, callback = shared(tmp_path), hvd.Distribute("threshold:tau=0.001", record=shared(tmp_path))
+    model = models.TwoPlayers()
+    model.compile(momentum=0.5)
+    models.fit(model, [callback], epochs=1)
+    mine = recorded(folder).ranks[hvdx.rank()]
+    assert mine.steps["sent"].sum() == callback.counters.bytes_sent > 0
+
+
+def test_rank_that_cannot_write_is_an_error_on_all(tmp_path):
+    (tmp_path / "file").write_text("")
+    callback = hvd.Distribute(record=tmp_path / ("file" if hvdx.rank() == 1 else "folder"))
+    with pytest.raises(ConfigError, match="rank 1: the record: expected a folder that can be written"):
+        models.fit(classifier(), [callback])
+
+
+def test_minutes_of_rank_0_end_the_fit_on_all(tmp_path, monkeypatch):
+    monkeypatch.setenv("HVDX_LIMIT", "minutes:0.01")
+    folder, callback = shared(tmp_path), hvd.Distribute("all_reduce:engine=mpi", record=shared(tmp_path))
+    if hvdx.rank() == 0:
+        callback._limit.minutes = 1e-6
+    else:
+        callback._limit.minutes = 1e6
+    assert len(models.fit(classifier(), [callback], epochs=3).history["loss"]) == 1
+    assert {rank.end["reason"] for rank in recorded(folder).ranks.values()} == {"limit"}
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce:engine=mpi", "threshold:tau=0.001,overlap=true"])
+def test_steps_end_all_ranks_with_complete_records(strategy, tmp_path, monkeypatch):
+    monkeypatch.setenv("HVDX_LIMIT", f"steps:{STEPS + 1}")
+    folder, callback = shared(tmp_path), hvd.Distribute(strategy, record=shared(tmp_path))
+    with pytest.raises(SystemExit) as ended:
+        models.fit(classifier(), [callback])
+    assert ended.value.code == 0
+    run = recorded(folder)
+    assert {(rank.end["reason"], rank.end["steps"]) for rank in run.ranks.values()} == {("limit", STEPS + 1)}
+    mine = run.ranks[hvdx.rank()]
+    assert mine.steps["sent"].sum() == mine.end["counters"]["sent"]
+
+
+def test_steps_are_refused_for_asynchronous_workers(monkeypatch):
+    monkeypatch.setenv("HVDX_LIMIT", "steps:3")
+    with pytest.raises(ConfigError, match="HVDX_LIMIT=steps:3: expected epochs or minutes under ParameterServer"):
+        hvd.Distribute("parameter_server:servers=colocated")

@@ -1,0 +1,192 @@
+"""The cost model: formulas by hand-counted examples, and bytes as the exchanges count them."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+
+from hvdx.comm.local import virtual_world
+from hvdx.strategies import AllReduce, ParameterAveraging, ParameterServer, Threshold, parse, prediction
+from hvdx.strategies.base import TensorSpec
+from hvdx.strategies.link import Link, ring_bytes
+from hvdx.strategies.prediction import Codec, Layer, Machine, Situation
+from tests.strategies.serving.ranks import all_fine, run
+from tests.strategies.virtual import on_all
+
+# Powers of ten, so that each term can be read off; no overhead of messages, and an endless memory.
+PLAIN = Machine(memory=1e30, half=0.0, codec=Codec(encode_element=1e-9))
+BASE = Situation(4, (1_000_000,), 0.02, Link(1e-3, 1e6), PLAIN, "mpi", batch=32, slots=1.0)
+STRATEGIES = [
+    *("all_reduce", "all_reduce:compression=fp16", "threshold", "threshold:target_density=0.01,overlap=true"),
+    *("parameter_averaging", "parameter_server", "parameter_server:servers=colocated,codec=fp16"),
+    *("parameter_server:servers=colocated:2,codec=threshold:0.01",),
+]
+
+
+def change(**values):
+    return dataclasses.replace(BASE, **values)
+
+
+def test_ring_and_doubling_are_those_of_mpi():
+    # 2 * 3 rounds of a quarter of the bytes, or 2 rounds of all: MPI takes the faster.
+    assert BASE.ring(4e6) == pytest.approx({"latency": 6e-3, "transfer": 6.0})
+    assert BASE.ring(4e2) == pytest.approx({"latency": 2e-3, "transfer": 8e-4})
+    assert change(link=Link(1e-3, 1e6, reducing=0.5)).ring(4e6)["transfer"] == pytest.approx(12.0)
+
+
+def test_all_reduce_on_the_host_has_two_exchanges():
+    terms = AllReduce().predict(BASE).terms
+    assert terms["transfer"] == pytest.approx(6.0)  # 2 * 3 quarters of 4 MB at 1 MB/s
+    # A round of 1 ms; polling ends at most half of the longest sleep late.
+    assert terms["latency"] == pytest.approx(2 * (1e-3 + 5e-4))
+    assert AllReduce(compression="fp16").predict(BASE).terms["transfer"] == pytest.approx(3.0)
+
+
+def test_threshold_sends_its_density_to_all():
+    found = Threshold(target_density=0.01).predict(BASE)
+    assert found.terms["transfer"] == pytest.approx(3 * (11349 + 32) / 1e6, rel=1e-3)
+    assert found.terms["encoding"] == pytest.approx(1e-3, rel=1e-3)
+    assert found.note == "density 0.01"
+    automatic = Threshold().predict(change(computing=2.0))
+    # A tenth of a step is for messages; headers and polling come on top.
+    assert automatic.terms["transfer"] + automatic.terms["latency"] == pytest.approx(0.2, rel=0.02)
+    assert Threshold(tau=0.1).predict(BASE) is None
+
+
+def test_overlap_hides_the_exchange_behind_computing():
+    shown, hidden = (Threshold(target_density=0.01, overlap=o).predict(BASE) for o in (False, True))
+    assert shown.seconds - hidden.seconds == pytest.approx(BASE.computing)
+    assert "transfer" not in Threshold(target_density=0.01, overlap=True).predict(change(computing=9.0)).terms
+
+
+def test_averages_are_divided_by_the_period():
+    # Weights and one slot, 2 * 3 / 4 times 8 MB at 1 MB/s, every 10 steps.
+    found = ParameterAveraging(period=10).predict(BASE)
+    assert found.terms["transfer"] == pytest.approx(1.2)
+    assert found.period == 10
+    assert ParameterAveraging(10, average_optimizer=False).predict(BASE).terms["transfer"] == pytest.approx(0.6)
+    assert ParameterAveraging("1@0/5@100").predict(BASE).period == 5
+
+
+def test_link_of_a_server_carries_all_workers():
+    """Three workers push 4 MB each at 1 MB/s: a round of all three takes at least 12 s."""
+    found = ParameterServer().predict(BASE)
+    assert found.seconds == pytest.approx(12.0)
+    assert found.samples == pytest.approx(3 * 32 / 12)
+    assert ParameterServer(servers=4).predict(BASE) is None
+    # Each worker's link carries 3/4 of its pushes and pulls and those of the others to its own part.
+    terms = ParameterServer("colocated").predict(BASE).terms
+    assert (terms["transfer"], terms["waiting"]) == pytest.approx((6.0, 4.5))
+
+
+def test_thread_of_horovod_takes_a_part_of_a_core():
+    # An agreement of two rounds of 1 ms after each sleep of 1 ms, or of 5 ms; MPI on the host has no thread.
+    busy = change(engine="horovod")
+    assert AllReduce().predict(busy).terms["polling"] == pytest.approx(0.02 * 2 / 3)
+    assert ParameterAveraging().predict(busy).terms["polling"] == pytest.approx(0.02 * 2 / 7)
+    assert AllReduce().predict(change(engine="horovod", cores=4.0)).terms["polling"] == pytest.approx(0.02 / 6)
+    assert "polling" not in AllReduce(engine="mpi").predict(busy).terms
+
+
+def test_split_layers_send_activations():
+    wide = Layer("wide", 1000, 1000, 1_000_000)
+    found = prediction.split_layers(change(layers=(wide,)))
+    # Inputs to 3 others; a quarter of the outputs there and back.
+    assert found.sent == pytest.approx(3 * 32 * 4 * (1000 + 2 * 250))
+    assert found.terms["transfer"] == pytest.approx(found.sent / 1e6)
+    assert found.note == "split wide"
+    assert found.memory["weights"] == pytest.approx(1e6)
+    assert prediction.split_layers(change(layers=(dataclasses.replace(wide, parameters=100),))) is None
+    assert prediction.split_layers(change(layers=(wide,), batch=0)) is None
+
+
+def test_workers_of_a_host_share_its_link():
+    alone, shared = (change(workers=8, per_host=k).all_to_all(1000.0)["transfer"] for k in (1, 4))
+    assert alone == pytest.approx(7e-3)
+    assert shared == pytest.approx(16e-3)  # each of 4 ranks sends to 4 on the other host
+    assert change(per_host=4).network.bandwidth == 1e30
+
+
+def test_slowest_worker_is_waited_for():
+    noisy = change(spread=1e-3)
+    assert 0.8e-3 < noisy.slowest < 1.2e-3
+    assert change(spread=1e-3, workers=1024).slowest > 3e-3
+    # Over 16 steps the sums differ less.
+    assert ParameterAveraging(16).predict(noisy).terms["waiting"] == pytest.approx(noisy.slowest / 4)
+
+
+@pytest.mark.parametrize("spelling", STRATEGIES)
+@pytest.mark.parametrize("engine", ["mpi", "horovod"])
+def test_one_worker_sends_nothing(spelling, engine):
+    found = parse(spelling).predict(change(workers=1, engine=engine))
+    if found is not None:  # a server of its own leaves no worker
+        assert found.sent == 0
+        assert not {"transfer", "latency", "waiting"} & set(found.terms)
+
+
+@pytest.mark.parametrize("spelling", STRATEGIES)
+@pytest.mark.parametrize("engine", ["mpi", "horovod"])
+def test_faster_link_is_never_slower(spelling, engine):
+    found = [parse(spelling).predict(change(engine=engine, link=Link(1e-3, b))) for b in np.geomspace(1e5, 1e11, 40)]
+    # A higher density sends more, so only the other densities are compared.
+    seconds = [p.seconds - p.terms.get("decoding", 0.0) - p.terms.get("encoding", 0.0) for p in found]
+    if spelling == "threshold":
+        seconds = [min(s, BASE.computing * 1.15 + 5e-3) for s in seconds[20:]]
+    assert all(b <= a * (1 + 1e-9) for a, b in itertools.pairwise(seconds))
+    assert all(p.samples == pytest.approx(found[0].samples * found[0].seconds / p.seconds) for p in found)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_bytes_are_those_that_telemetry_counts(size):
+    specs = [TensorSpec("wide", (300, 400), 4), TensorSpec("bias", (400,), 4)]
+    elements = sum(s.elements for s in specs)
+    situation = change(workers=size, tensors=tuple(s.elements for s in specs))
+
+    def train(comm):
+        exchange = Threshold(target_density=0.02).open(comm, specs)
+        random, sent = np.random.default_rng(comm.rank), []
+        for _ in range(40):
+            before = exchange.telemetry.sent
+            exchange.step([random.normal(size=s.shape).astype(np.float32) for s in specs])
+            sent.append(exchange.telemetry.sent - before)
+        return np.mean(sent[24:])  # the first steps find tau
+
+    expected = Threshold(target_density=0.02).predict(situation).sent
+    assert on_all(size, train) == pytest.approx([expected] * size, rel=0.1)
+    (comm, *_) = virtual_world(size)
+    for strategy in (AllReduce(), AllReduce(compression="fp16")):
+        assert strategy.open(comm, specs).sent == strategy.predict(situation).sent
+    averaging = ParameterAveraging(period=8)
+    # The weights, and one slot for each.
+    assert averaging.open(comm, [*specs, *specs]).sent == pytest.approx(8 * averaging.predict(situation).sent)
+    assert ring_bytes(8 * elements, size) == averaging.open(comm, [*specs, *specs]).sent
+
+
+@pytest.mark.parametrize("servers", [1, "colocated"])
+@pytest.mark.parametrize("codec", ["none", "fp16"])
+def test_bytes_of_servers_are_those_that_telemetry_counts(servers, codec):
+    specs = [TensorSpec("wide", (300, 400), 4)]
+    strategy = ParameterServer(servers, codec=codec)
+    expected = strategy.predict(change(workers=2 + strategy.dedicated, tensors=(120_000,))).sent
+
+    def train(comm):
+        exchange, weights = strategy.open(comm, specs), [np.zeros((300, 400), np.float32)]
+        exchange.begin(weights)
+        for _ in range(10):
+            weights = [w + 1 for w in exchange.step(weights)]
+        exchange.flush()
+        return exchange.telemetry.sent / 10
+
+    # Opening and ending the session take a few messages more.
+    got = all_fine(run(2, train, strategy.dedicated))
+    assert np.mean(got) == pytest.approx(expected, rel=0.15)
+
+
+def test_measurements_are_plausible():
+    memory, half = prediction.measure_memory(100_000)
+    message, transport = prediction.measure_network()
+    assert 1e7 < memory < 1e13
+    assert 1e-12 < half < 1e-6
+    assert 1e-7 < message < 0.1
+    assert transport > 1e6
