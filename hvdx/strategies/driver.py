@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from hvdx.comm import Comm, Received
+from hvdx.comm.alignment import aligned
 from hvdx.errors import ConfigError, HvdxError, UpdateError
 from hvdx.strategies.base import Exchange, TensorSpec, views
 from hvdx.strategies.telemetry import Telemetry
@@ -219,7 +220,7 @@ class MessageExchange(HostExchange):
         self._numbers = range(comm.size) if comm.parent_ranks is None else comm.parent_ranks
         self._channel = comm.channel(what)
         # Result of a step.
-        self._flat = np.zeros(self._n, np.float32)
+        self._flat = aligned(self._n)
         self._out = views(self._flat, specs)
         self._thread = ThreadPoolExecutor(1, "hvdx-exchange") if overlap else None
         self._pending: tuple[_Sent, Future[Received]] | None = None
