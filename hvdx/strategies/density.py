@@ -1,9 +1,12 @@
 """Control of an automatic density: the largest one whose exchange costs no more than a share of a step's computing."""
 
+from collections.abc import Callable
 from statistics import median
 
-from hvdx.strategies.link import MAX_DENSITY, MIN_DENSITY, Link, affordable_density
+from hvdx.strategies.link import Link, message_bytes
 
+#: Range of automatic densities. Below 1e-4 an element would wait for thousands of steps in the residual.
+MIN_DENSITY, MAX_DENSITY = 1e-4, 1 / 8
 #: Density before the first review.
 INITIAL_DENSITY = 1 / 32
 # Steps of a review. The first steps after a change are left out: they still carry messages of the old density.
@@ -62,6 +65,8 @@ class DensityControl:
         self._within: float | None = None
         self._above: float | None = None
         self._above_until, self._memory = 0, _MEMORY
+        # Former `_above`, which is being tried again.
+        self._forgotten: float | None = None
         self._too_high = self._too_low = 0
 
     def observe(self, computing: float, cost: float) -> None:
@@ -85,17 +90,22 @@ class DensityControl:
         if self._reviews == 1:
             # The first guess trusts the probe, and may be far off; what follows is measured.
             self._note(budget, cost)
-            guess = affordable_density(self._network, self._size, self._elements, budget)
+            guess = affordable_density(self._transfer, budget)
             self._change(min(guess, self._proposal(budget, cost, bounded=False)), cost)
             return
         self._learn_fixed(cost)
-        budget = max(budget, self._fixed + _LEAST_SHARE * budget)
+        budget = budget_with(self._fixed, budget)
         self._note(budget, cost)
         self._too_high = self._too_high + 1 if cost > _HIGH * budget else 0
         self._too_low = self._too_low + 1 if cost < _LOW * budget else 0
         if max(self._too_high, self._too_low) < (1 if self._reviews < _SETTLING else _PATIENCE):
             return
         self._change(self._proposal(budget, cost), cost)
+
+    def _transfer(self, density: float) -> float:
+        """Return the seconds of the transfer on the network that was probed."""
+        received = (self._size - 1) * message_bytes(self._elements, density)
+        return self._network.latency + received / self._network.bandwidth
 
     def _learn_fixed(self, cost: float) -> None:
         """Update the part of the cost that does not depend on the density, from the last two densities."""
@@ -109,14 +119,19 @@ class DensityControl:
     def _note(self, budget: float, cost: float) -> None:
         """Store whether this density is within the budget."""
         if self._above is not None and self._reviews >= self._above_until:
-            self._above = None
+            self._forgotten, self._above = self._above, None
         if cost > _HIGH * budget:
+            if self._forgotten is not None:
+                # It was tried again, and it still is too high.
+                self._memory, self._forgotten = 2 * self._memory, None
             if self._above is None or self.density <= self._above:
                 self._above, self._above_until = self.density, self._reviews + self._memory
-                self._memory *= 2
             if self._within is not None and self._within >= self.density:
                 self._within = None
-        elif self._within is None or self.density > self._within:
+            return
+        if self._forgotten is not None and self.density >= self._forgotten:
+            self._memory, self._forgotten = _MEMORY, None
+        if self._within is None or self.density > self._within:
             self._within = self.density
 
     def _proposal(self, budget: float, cost: float, bounded: bool = True) -> float:
@@ -135,3 +150,37 @@ class DensityControl:
         self._before = self.density, cost
         self.density, self._left_out = density, _LEFT_OUT
         self._too_high = self._too_low = 0
+
+
+def affordable_density(cost: Callable[[float], float], seconds: float) -> float:
+    """Return the largest density in [MIN_DENSITY, MAX_DENSITY] whose exchange costs at most some seconds.
+
+    Args:
+        cost: seconds of an exchange by its density, increasing.
+        seconds: limit.
+
+    Example:
+        >>> round(affordable_density(lambda density: 0.001 + 0.1 * density, 0.002), 4)
+        0.01
+    """
+    low, high = MIN_DENSITY, MAX_DENSITY
+    if cost(high) <= seconds:
+        return high
+    for _ in range(40):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if cost(middle) <= seconds else (low, middle)
+    return low
+
+
+def budget_with(fixed: float, budget: float) -> float:
+    """Return the seconds that an exchange may cost: the budget, or more if the fixed part leaves too little of it.
+
+    Args:
+        fixed: seconds that do not depend on the density.
+        budget: seconds that the exchange should cost.
+
+    Example:
+        >>> budget_with(0.5, 1.0), budget_with(2.0, 1.0)
+        (1.0, 2.25)
+    """
+    return max(budget, fixed + _LEAST_SHARE * budget)

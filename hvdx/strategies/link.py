@@ -1,4 +1,4 @@
-"""Measurement of the network between the ranks, and the density that it affords."""
+"""Measurement of the network between the ranks, and sizes of messages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,8 +9,6 @@ import numpy as np
 from hvdx.comm import Channel
 from hvdx.strategies.telemetry import entropy
 
-#: Range of automatic densities. Below 1e-4 an element would wait for thousands of steps in the residual.
-MIN_DENSITY, MAX_DENSITY = 1e-4, 1 / 8
 # Messages of the probe grow from the first size until one takes longer than this time, or has the largest size.
 _PROBE_SECONDS = 0.05
 _FIRST_BYTES, _LARGEST_BYTES = 1 << 14, 1 << 22
@@ -82,30 +80,6 @@ def ring_bytes(payload: float, size: int) -> int:
         size: number of ranks.
     """
     return round(payload * 2 * (size - 1) / size)
-
-
-def affordable_density(link: Link, size: int, elements: int, seconds: float) -> float:
-    """Return the density whose messages all reach a rank within a given time, in [MIN_DENSITY, MAX_DENSITY].
-
-    Args:
-        link: link between the ranks.
-        size: number of ranks; a rank receives size - 1 messages.
-        elements: number of elements of an update.
-        seconds: time for the exchange.
-
-    Example:
-        >>> slow = Link(latency=0.0002, bandwidth=12.5e6)
-        >>> round(affordable_density(slow, 2, 2_000_000, 0.002), 4)
-        0.0099
-    """
-    room = link.bandwidth * max(seconds - link.latency, 0.0) / max(size - 1, 1)
-    low, high = MIN_DENSITY, MAX_DENSITY
-    if message_bytes(elements, high) <= room:
-        return high
-    for _ in range(40):
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if message_bytes(elements, middle) <= room else (low, middle)
-    return low
 
 
 def slowest(nanoseconds: Sequence[int]) -> float:
