@@ -12,6 +12,7 @@ means over 20 steps and as multiples of the median; and the mean milliseconds of
 import argparse
 import sys
 import time
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -93,7 +94,7 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
     measured, alone = median(watch.seconds[SETTLING:]), (before + after) / 2
     # The density of a single step varies with the update: at 1e-4 a message of this model has 190 entries.
     entries = watch.entries[SETTLING::_AVERAGED]
-    densities = [(end - begin) / _AVERAGED for begin, end in zip(entries, entries[1:], strict=False)]
+    densities = [(end - begin) / _AVERAGED for begin, end in pairwise(entries)]
     middle = median(densities)
     return {
         "alone_ms": 1e3 * alone,
