@@ -2,7 +2,6 @@
 
 import math
 import os
-import signal
 import statistics
 import subprocess
 import time
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdx.cli.common.processes import child_environment, key_line, kill_group, last_of
+from hvdx.cli.common.processes import child_environment, exit_reason, key_line, kill_group, last_of
 from hvdx.errors import ConfigError, LaunchError
 from hvdx.report import records
 from hvdx.strategies.prediction import Layer
@@ -38,6 +37,7 @@ class Training:
         batch: samples in a step; 0 if unknown.
         slots: values that the optimiser keeps for each weight.
         layers: dense layers.
+        tables: embeddings.
         name: name of the model and of its optimiser.
         memory: peak resident bytes of a worker; 0 if unknown.
     """
@@ -49,6 +49,7 @@ class Training:
     batch: int = 0
     slots: float = 0.0
     layers: tuple[Layer, ...] = ()
+    tables: tuple[Layer, ...] = ()
     name: str = ""
     memory: float = 0.0
 
@@ -86,15 +87,14 @@ def run_copies(command: Sequence[str], folder: Path, copies: int, timeout: float
                     f"--timeout, or let the script load its data faster. Its last line: {_last(log)}"
                 ) from None
             if code:
-                named = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-                raise LaunchError(f"advise: the script failed with {named}: {_last(log)}")
+                raise LaunchError(f"advise: the script failed, {exit_reason(code)}: {_last(log)}")
     except OSError as error:
         raise LaunchError(f"advise: {command[0]}: {error.strerror}. Check the spelling of the command.") from None
     finally:
         for process in processes:
-            if process.poll() is None:
-                kill_group(process)  # type: ignore[arg-type]
-                process.wait()
+            # Also children that a script left behind.
+            kill_group(process)  # type: ignore[arg-type]
+            process.wait()
     return [read_training(folder / f"copy-{i}") for i in range(copies)]
 
 
@@ -162,7 +162,8 @@ def read_training(folder: Path) -> Training:
         tensors=tuple(math.prod(shape) for shape in model.get("tensors", [])),
         batch=int(run.header.get("batch") or 0),
         slots=float(optimizer.get("slots") or 0.0),
-        layers=tuple(_dense_layers(model.get("layers", []))),
+        layers=tuple(_layers(model.get("layers", []), "Dense")),
+        tables=tuple(_layers(model.get("layers", []), "Embedding")),
         name=" with ".join(filter(None, (str(model.get("name") or ""), str(optimizer.get("name") or "")))),
         memory=float((run.first.end or {}).get("memory") or 0.0),
     )
@@ -181,10 +182,10 @@ def _computing(run: records.Run) -> list[float]:
     return seconds
 
 
-def _dense_layers(layers: Sequence[Mapping[str, Any]]) -> list[Layer]:
-    """Return the layers that could be split: dense ones whose sizes are known."""
+def _layers(layers: Sequence[Mapping[str, Any]], kind: str) -> list[Layer]:
+    """Return the layers of a class whose sizes are known."""
     return [
         Layer(str(layer["name"]), int(layer["inputs"]), int(layer["outputs"]), int(layer["parameters"]))
         for layer in layers
-        if layer.get("class") == "Dense" and layer.get("inputs") and layer.get("outputs")
+        if layer.get("class") == kind and layer.get("inputs") and layer.get("outputs")
     ]
