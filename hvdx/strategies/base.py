@@ -68,8 +68,8 @@ class Strategy(abc.ABC):
         counts_samples: whether the adapter needs the number of samples in each step.
         provisional: whether `successor` replaces the strategy after some steps.
         remembers: whether the state of an exchange is kept from one fit to the next.
-        second_moments: under the placement "update", what an optimiser such as Adam divides by the root of. "own": the
-            second moment of its rank's gradients. "mean": an estimate of that of the ranks' mean gradient.
+        second_moments: under the placement "update", for optimisers such as Adam. "own": updates are used as they are.
+            "mean": the exchange corrects them, and needs a sample of the gradients (`HostExchange.sample`).
         split_exchange: for strategies on the host, class that presents the exchanges of whole weights and of parts of
             split layers as one, made like `SplitHostExchange`; None for that class. An asynchronous strategy needs its
             own: in it, the ranks of a group (`comm.mesh.group`) take or skip each step together.
@@ -113,14 +113,6 @@ class Strategy(abc.ABC):
         Raises:
             ReplicaError: if the ranks were given different strategies.
         """
-
-    def contributors(self, size: int) -> Schedule:
-        """Return the number of ranks whose updates count, as pairs (first step, ranks); by default, always all ranks.
-
-        Args:
-            size: number of ranks of the exchange.
-        """
-        return ((0, size),)
 
     def with_overhead(self, share: float) -> "Strategy":
         """Return this strategy with a share of its overhead, because an optimiser has several exchanges.

@@ -68,9 +68,13 @@ class HostExchange(Exchange):
         telemetry: counters of the exchange; a caller may replace them.
         blamed: for a step that is not finite, the variable whose gradient held NaN or infinity; "" if unknown.
         network: `hvdx.strategies.link.Link` between the ranks, if the exchange has measured it; otherwise None.
+        sample: for a strategy that corrects second moments, some elements of this rank's gradients in this step, each
+            divided by the root of its second moment: one float array per tensor, of the same sizes on all ranks and in
+            all steps. None if the optimiser does not divide by second moments.
     """
 
     network: Any = None
+    sample: Sequence[np.ndarray] | None = None
 
     def __init__(self, specs: Sequence[TensorSpec], telemetry: Telemetry):
         self.specs, self.telemetry, self.blamed = list(specs), telemetry, ""
@@ -256,12 +260,25 @@ class MessageExchange(HostExchange):
         """Return the number of ranks whose messages count in this step. They are the lowest ranks."""
         return self._size
 
+    def more_header(self) -> Sequence[int]:
+        """Return integers that a strategy adds to the header of this rank; their number is the same on all ranks."""
+        return ()
+
+    def scale(self, active: int) -> float:
+        """Return the factor on the sum of the messages; the same on all ranks.
+
+        Args:
+            active: number of ranks whose messages count.
+        """
+        return 1.0 / active if self._op == "mean" else 1.0
+
     def observe(self, received: Received) -> None:
         """Process the headers and messages of all ranks, which are the same on every rank.
 
         Args:
-            received: headers are [status, nanoseconds of computing, nanoseconds that the previous step cost]. The cost
-                is the time of encoding, transfer and decoding; with overlap, that which the computation did not hide.
+            received: headers are [status, nanoseconds of computing, nanoseconds that the previous step cost], followed
+                by `more_header`. The cost is the time of encoding, transfer and decoding; with overlap, that which the
+                computation did not hide.
         """
 
     # -- a step -------------------------------------------------------------------------------------------------------
@@ -279,7 +296,7 @@ class MessageExchange(HostExchange):
 
     def deliver(self, sent: _Sent) -> list[np.ndarray]:
         late, sent.late = sent.late, None
-        header = [sent.status, round(1e9 * self._computed), round(1e9 * self._cost_before)]
+        header = [sent.status, round(1e9 * self._computed), round(1e9 * self._cost_before), *self.more_header()]
         if self._thread is None:
             received = self._channel.exchange(header, sent.message)
             late = (sent, received) if self._count(sent, received) else None
@@ -332,8 +349,7 @@ class MessageExchange(HostExchange):
         self._flat.fill(0)
         if arrived is not None:
             sent, received = arrived
-            scale = 1.0 / sent.active if self._op == "mean" else 1.0
-            sent.codec.decode(received.messages[: sent.active], [self._flat], scale)
+            sent.codec.decode(received.messages[: sent.active], [self._flat], self.scale(sent.active))
         if self._drained is not None:
             np.add(self._flat, self._drained, out=self._flat)
             self._drained = None

@@ -190,6 +190,17 @@ class SplitHostExchange(HostExchange):
         for share in self._shares:
             share.exchange.blamed = name
 
+    @property
+    def sample(self) -> Sequence[np.ndarray] | None:
+        """Elements of the gradients in this step, one array per tensor; see `HostExchange`."""
+        samples = [share.exchange.sample for share in self._shares]
+        return None if None in samples else self._all(samples)
+
+    @sample.setter
+    def sample(self, arrays: Sequence[np.ndarray] | None) -> None:
+        for share in self._shares:
+            share.exchange.sample = None if arrays is None else share.of(arrays)
+
     def combine(self, tensors: Sequence[np.ndarray], finite: bool) -> list[np.ndarray]:
         prepared = [share.exchange.prepare(share.of(tensors), finite) for share in self._shares]
         mine = all(p.is_fine for p in prepared)

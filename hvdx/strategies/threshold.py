@@ -17,7 +17,6 @@ from hvdx.errors import ConfigError
 from hvdx.strategies import link, warmup
 from hvdx.strategies.base import (
     Exchange,
-    Schedule,
     SecondMoments,
     Strategy,
     TensorSpec,
@@ -51,10 +50,10 @@ class Threshold(Strategy):
             residual, which over time adds up to the same sum. It compensates for the steps that an element waits in the
             residual. None derives it from the optimiser: a third of momentum / (1 - momentum), at most 5; 3 for a
             momentum of 0.9.
-        second_moments: "mean": the updates of Adam, AdamW and Nadam are scaled, a variable at a time, as if these
-            optimisers divided by the second moment of the ranks' mean gradient. "own": they divide by that of their
-            rank's gradients, which makes the steps too small if gradients are mostly noise. It has no effect on other
-            optimisers, nor with placement="gradient".
+        second_moments: "mean": the updates of Adam, AdamW, Nadam and RMSprop are scaled as if these optimisers divided
+            by the second moment of the ranks' mean gradient. "own": they divide by that of their rank's gradients,
+            which makes the steps too small if gradients are mostly noise. The option has no effect on other optimisers,
+            nor with placement="gradient".
         op: "mean" or "sum" of the workers' updates.
         warmup: "none", "density:200" (falls from 1/8 to the target in 200 steps), "dense:50" (sends everything as
             bfloat16), "workers:200" (1, 2, 4, ... workers count).
@@ -163,9 +162,6 @@ class Threshold(Strategy):
         agree_on_strategy(self, comm)
         agree_on_tensors(specs, comm)
         return ThresholdExchange(self, comm, specs, self.lookahead_for(momentum))
-
-    def contributors(self, size: int) -> Schedule:
-        return self.start.stages(size)
 
     def with_overhead(self, share: float) -> "Threshold":
         other = copy.copy(self)

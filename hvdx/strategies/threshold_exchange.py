@@ -15,8 +15,11 @@ from hvdx.strategies.base import TensorSpec
 from hvdx.strategies.compiling import prepare_together
 from hvdx.strategies.density import INITIAL_DENSITY, DensityControl
 from hvdx.strategies.driver import MessageExchange
+from hvdx.strategies.noise import NoiseEstimate
 from hvdx.strategies.warmup import Warmup
 
+# Integers of a header before the sample of gradients.
+_HEADER = 3
 # Steps between measurements of the residual, each of which reads all of it.
 _RESIDUAL_EVERY = 64
 
@@ -57,6 +60,7 @@ class ThresholdExchange(MessageExchange):
         self._bfloat16 = codecs.make("bf16")
         self._state: Any = self._codec.init(self._sizes)
         self._compile(comm)
+        self._noise = NoiseEstimate()
         self._control: DensityControl | None = None
         if given == "auto":
             self.network = link.probe(self._channel)
@@ -133,6 +137,9 @@ class ThresholdExchange(MessageExchange):
     # -- the density --------------------------------------------------------------------------------------------------
 
     def observe(self, received: Received) -> None:
+        more = np.ascontiguousarray(received.headers[:, _HEADER:])
+        if more.size and not received.headers[:, 0].any():
+            self._noise.observe(more.view(np.float16))
         counts = self.telemetry
         if counts.steps % _RESIDUAL_EVERY == 1 and counts.tau:
             counts.residual = self.residual_norm()
@@ -147,18 +154,37 @@ class ThresholdExchange(MessageExchange):
         residual, tau = self._state.residual, float(np.median(self._state.taus))
         return float(np.sqrt(np.dot(residual, residual) / max(residual.size, 1))) / tau if tau else 0.0
 
+    # -- second moments -----------------------------------------------------------------------------------------------
+
+    def more_header(self) -> Sequence[int]:
+        """Return the sample of this rank's gradients as float16, four in an integer."""
+        if not self.sample or self._size == 1:
+            return ()
+        sample = np.concatenate([np.ravel(s) for s in self.sample])
+        words = np.zeros(-(-sample.size // 4) * 4, np.float16)
+        # An element that float16 cannot hold becomes infinity, and the estimate leaves the sample out.
+        with np.errstate(over="ignore"):
+            words[: sample.size] = sample
+        return words.view(np.int64).tolist()
+
+    def scale(self, active: int) -> float:
+        return super().scale(active) * self._noise.factor(active)
+
     # -- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, np.ndarray]:
         density = np.nan if self._density is None else self._density
         encoder = {f"codec.{k}": v for k, v in self._state.arrays().items()}
-        return super().state_dict() | encoder | {"density": np.array(density)}
+        noise = {"noise": self._noise.state.copy()} if self._noise.state[0] else {}
+        return super().state_dict() | encoder | {"density": np.array(density)} | noise
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
         if "step" not in state or "density" not in state:
             raise ConfigError(f"threshold: the saved state: expected step and density, got {sorted(state)}.")
         mine = {k.removeprefix("codec."): v for k, v in state.items() if k.startswith("codec.")}
         self._state = self._codec.restore(mine, self._sizes)
+        # Checkpoints of optimisers without second moments, and old ones, hold none.
+        self._noise.state[:] = state.get("noise", 0.0)
         super().load_state_dict(state)
         if self._strategy.target_density == "auto":
             self._density = float(state["density"])

@@ -59,16 +59,6 @@ class Warmup:
         stages = (size - 1).bit_length()
         return min(2 ** (step * stages // self.steps), size)
 
-    def stages(self, size: int) -> tuple[tuple[int, int], ...]:
-        """Return the steps at which the number of active workers changes, as pairs (first step, workers).
-
-        Example:
-            >>> Warmup("workers", 6).stages(4), Warmup().stages(4)
-            (((0, 1), (3, 2), (6, 4)), ((0, 4),))
-        """
-        changes = [s for s in range(self.steps + 1) if s == 0 or self.active(s, size) != self.active(s - 1, size)]
-        return tuple((s, self.active(s, size)) for s in changes)
-
     def __str__(self) -> str:
         return self.kind if self.kind == "none" else f"{self.kind}:{self.steps}"
 

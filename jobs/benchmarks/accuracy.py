@@ -181,28 +181,30 @@ def host_step(network: Any, strategy: Any, workers: int) -> tuple[Callable[..., 
     pool = ThreadPoolExecutor(workers)
     exchanges = list(pool.map(lambda c: strategy.open(c, specs, momentum_of(own[0])), virtual_world(workers)))
 
-    def make_update(optimizer: Any) -> Callable[[list[Any]], list[Any]]:
+    corrects = strategy.second_moments == "mean" and second_moments.divides(own[0])
+
+    def make_update(optimizer: Any) -> Callable[[list[Any]], tuple[list[Any], list[Any]]]:
         @tf.function
-        def update(given: list[Any]) -> list[Any]:
+        def update(given: list[Any]) -> tuple[list[Any], list[Any]]:
             def step() -> None:
                 optimizer._backend_update_step(given, variables, optimizer.learning_rate)
 
             changes = updates_of(optimizer, step, variables)
-            if strategy.second_moments == "mean" and second_moments.divides(optimizer):
-                changes = second_moments.corrected(optimizer, changes, variables, contributors)
+            sample = second_moments.sample(optimizer, given, variables) if corrects else []
             optimizer.iterations.assign_add(1)
-            return changes
+            return changes, sample
 
         return update
 
-    contributors = [strategy.contributors(workers)] * len(variables)
     updates = [make_update(optimizer) for optimizer in own]
     rank_local = strategy.placement == "update"
 
     def step(batches: Sequence[Any]) -> None:
         given = [gradients(x, y) for x, y in batches]
         if rank_local:
-            given = [update(g) for update, g in zip(updates, given, strict=True)]
+            given, samples = zip(*(update(g) for update, g in zip(updates, given, strict=True)), strict=True)
+            for exchange, sample in zip(exchanges, samples, strict=True):
+                exchange.sample = [np.asarray(s) for s in sample] or None
         arrays = [[np.asarray(t) for t in one] for one in given]
         (combined, *_) = list(pool.map(lambda e, a: e.step(a), exchanges, arrays))
         if rank_local:

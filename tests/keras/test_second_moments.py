@@ -1,4 +1,4 @@
-"""The correction of updates for the second moment by which an optimiser divides them."""
+"""Samples of the gradients of optimisers that divide by their second moment."""
 
 import keras
 import numpy as np
@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 from hvdx.keras.adapters import second_moments
+from hvdx.strategies.noise import SAMPLE
 
 
 class OwnStep(keras.optimizers.Adam):
@@ -17,52 +18,67 @@ class SameStep(keras.optimizers.Adam):
     pass
 
 
-def factor(signal, noise, steps, contributors=((0, 4),), kind=keras.optimizers.Adam):
-    """Return the factor on an update of 1 after some steps with gradients signal + noise * (a normal variable)."""
-    optimizer, variable, random = kind(0.01), keras.Variable(np.zeros(4000, "float32")), np.random.default_rng(1)
-    for _ in range(steps):
-        gradient = signal + noise * random.normal(size=4000)
-        optimizer.apply([tf.constant(gradient, tf.float32)], [variable])
-    # The correction runs before the optimiser counts the step.
-    optimizer._iterations.assign_sub(1)
-    (update,) = second_moments.corrected(optimizer, [tf.ones(4000)], [variable], [contributors])
-    assert len(set(update.numpy().tolist())) == 1
-    return float(update[0])
-
-
-@pytest.mark.parametrize("kind", [keras.optimizers.Adam, keras.optimizers.Nadam])
-def test_factor_is_the_root_of_the_ratio_of_second_moments(kind):
-    assert factor(0.0, 1.0, 12, kind=kind) == pytest.approx(2.0, rel=0.05)
-    assert factor(1.0, 0.0, 12, kind=kind) == pytest.approx(1.0, abs=1e-3)
-    # Signal and noise are equal: 2 / (1 + 1/4).
-    assert factor(1.0, 1.0, 12, kind=kind) == pytest.approx(1.6**0.5, rel=0.05)
-
-
-def test_factor_is_one_without_knowledge():
-    assert factor(0.0, 1.0, 1) == 1.0
-    assert factor(0.0, 0.0, 3) == 1.0
-
-
-def test_factor_depends_on_the_ranks_that_count():
-    assert factor(0.0, 1.0, 12, ((0, 1),)) == pytest.approx(1.0, abs=1e-6)
-    assert factor(0.0, 1.0, 12, ((0, 1), (11, 16))) == pytest.approx(4.0, rel=0.1)
-    assert factor(0.0, 1.0, 12, ((0, 4), (12, 16))) == pytest.approx(2.0, rel=0.05)
-
-
 @pytest.mark.parametrize(
     ("optimizer", "divides"),
     [
         (keras.optimizers.Adam(), True),
         (keras.optimizers.AdamW(), True),
         (keras.optimizers.Nadam(), True),
+        (keras.optimizers.RMSprop(), True),
         (SameStep(), True),
         (OwnStep(), False),
+        (keras.optimizers.RMSprop(centered=True), False),
         (keras.optimizers.SGD(0.1, momentum=0.9), False),
-        (keras.optimizers.RMSprop(), False),
         (keras.optimizers.Adagrad(), False),
         (keras.optimizers.Lamb(), False),
         (keras.optimizers.Lion(), False),
     ],
 )
-def test_only_optimizers_that_divide_by_their_second_moment_are_corrected(optimizer, divides):
+def test_only_optimizers_that_divide_by_their_second_moment_are_sampled(optimizer, divides):
     assert second_moments.divides(optimizer) is divides
+
+
+def sampled(optimizer, shapes, steps, gradient_of):
+    """Take steps, and return the sample of the last one."""
+    variables = [keras.Variable(np.zeros(shape, "float32")) for shape in shapes]
+    for step in range(steps):
+        gradients = [gradient_of(step, shape) for shape in shapes]
+        optimizer.apply(gradients, variables)
+    # The sample is taken before the optimiser counts the step.
+    optimizer._iterations.assign_sub(1)
+    return [s.numpy() for s in second_moments.sample(optimizer, gradients, variables)]
+
+
+@pytest.mark.parametrize("kind", [keras.optimizers.Adam, keras.optimizers.Nadam, keras.optimizers.RMSprop])
+def test_sample_is_divided_by_the_root_of_the_second_moment(kind):
+    sample = sampled(kind(0.01), [(30, 20), (20,)], 3, lambda step, shape: tf.fill(shape, 7.0 * (-1) ** step))
+    np.testing.assert_allclose(np.concatenate(sample), 1.0, rtol=1e-3)
+    # Each variable has its share of the elements.
+    assert [s.size for s in sample] == [62, 3]
+
+
+def test_sample_visits_other_positions_in_every_step():
+    optimizer, variable, seen = keras.optimizers.RMSprop(rho=0.0), keras.Variable(np.zeros(500, "float32")), set()
+    optimizer.build([variable])
+    optimizer._velocities[0].assign(np.ones(500))
+    for step in range(8):
+        optimizer._iterations.assign(step)
+        # The value of each element is its position.
+        (sample,) = second_moments.sample(optimizer, [tf.range(500.0)], [variable])
+        positions = set(sample.numpy().tolist())
+        assert len(positions) == SAMPLE
+        seen |= positions
+    assert len(seen) > 4 * SAMPLE
+
+
+def test_sample_leaves_out_rows_of_embeddings_and_small_variables():
+    rows = tf.IndexedSlices(tf.ones((1, 4)), tf.constant([2]), tf.constant([900, 4]))
+    shapes = [(900, 4), *[(50 + i,) for i in range(9)], (0, 3)]
+    sample = sampled(keras.optimizers.Adam(), shapes, 1, lambda _, shape: rows if shape == (900, 4) else tf.ones(shape))
+    sizes = [s.size for s in sample]
+    assert sizes[0] == sizes[1] == sizes[-1] == 0
+    assert all(size in (8, 9) for size in sizes[2:-1])
+
+
+def test_sample_of_zeros_is_zero():
+    assert not np.concatenate(sampled(keras.optimizers.Adam(), [(9,)], 1, lambda _, shape: tf.zeros(shape))).any()

@@ -22,9 +22,7 @@ from hvdx.keras.adapters.base import (
     with_values,
 )
 from hvdx.keras.adapters.optimizer_state import innermost, slots
-from hvdx.keras.shards import shard_of
 from hvdx.strategies import HostExchange, Strategy
-from hvdx.strategies.base import Schedule
 from hvdx.strategies.telemetry import Telemetry, merged
 
 # Open exchanges of an optimiser and their variables, by the `id` of each variable.
@@ -72,6 +70,8 @@ class HostAdapter(Adapter):
         self._used: set[tuple[int, ...]] = set()
         # int32, index of the first gradient of a step that holds NaN or infinity; -1 if none does.
         self._first_bad: Any = -1
+        # Gradients of the step that is being traced, before they are clipped.
+        self._gradients: list[Any] = []
         self._last: tuple[HostExchange, list[Any]] | None = None
 
     @property
@@ -143,7 +143,8 @@ class HostAdapter(Adapter):
             tf.cond(finite, lambda g=g: tf.identity(values_of(g)), lambda g=g: tf.zeros_like(values_of(g)))
             for g in gradients
         ]
-        return [scaled(with_values(g, c), self.gain) for g, c in zip(gradients, clean, strict=True)]
+        self._gradients = [scaled(with_values(g, c), self.gain) for g, c in zip(gradients, clean, strict=True)]
+        return self._gradients
 
     def apply(self, optimizer: Any, step: Callable[[], Any], variables: Sequence[Any]) -> None:
         """Take the optimiser's step; with rank-local state, combine its updates and add the result to the weights."""
@@ -151,16 +152,13 @@ class HostAdapter(Adapter):
             step()
             return
         wanted = updates.updates_of(optimizer, step, variables)
+        gradients, self._gradients = self._gradients, []
+        sample: Sequence[Any] = ()
         if self.strategy.second_moments == "mean" and second_moments.divides(optimizer):
-            wanted = second_moments.corrected(optimizer, wanted, variables, [self._contributors(v) for v in variables])
-        combined = self._call(wanted, self._first_bad, variables, lent=False)
+            sample = second_moments.sample(optimizer, gradients, variables)
+        combined = self._call(wanted, self._first_bad, variables, lent=False, sample=sample)
         # The next step of the exchange overwrites the arrays of these tensors.
         wait_for(_add(variables, combined))
-
-    def _contributors(self, variable: Any) -> Schedule:
-        """Return the number of ranks whose updates of a variable count."""
-        ranks = self.comm if shard_of(variable) is None else self.comm.mesh.peers
-        return self.strategy.contributors(ranks.size)
 
     def flush(self) -> None:
         for exchange, variables in self._open.values():
@@ -193,6 +191,7 @@ class HostAdapter(Adapter):
         work: Callable[[Any, list[np.ndarray], bool], list[np.ndarray]] | None = None,
         dtype: tf.DType = tf.float32,
         lent: bool = True,
+        sample: Sequence[Any] = (),
     ) -> list[Any]:
         """Call the exchange of some variables from an operation of the graph.
 
@@ -203,12 +202,13 @@ class HostAdapter(Adapter):
             work: method of the exchange; by default, `step`.
             dtype: dtype in which the exchange works.
             lent: see `on_host`. If False, the tensors must be used before the next step.
+            sample: see `HostExchange.sample`; empty for none.
 
         Returns:
             One tensor per variable.
         """
         # TensorFlow keeps `host` until the process ends. With weak references the adapter can be freed earlier.
-        adapter_ref, variable_refs = weakref.ref(self), [weakref.ref(v) for v in variables]
+        adapter_ref, variable_refs, given = weakref.ref(self), [weakref.ref(v) for v in variables], len(tensors)
 
         def host(bad: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
             adapter, alive = adapter_ref(), [ref() for ref in variable_refs]
@@ -216,11 +216,12 @@ class HostAdapter(Adapter):
                 raise HvdxError("a training function was called after its optimiser was deleted. Trace it again.")
             exchange = adapter._opened(alive)
             exchange.blamed = describe(alive[bad]).name if bad >= 0 else ""
-            return (work or type(exchange).step)(exchange, list(arrays), bool(bad < 0))
+            exchange.sample = arrays[given:] or None
+            return (work or type(exchange).step)(exchange, list(arrays[:given]), bool(bad < 0))
 
         with tf.device("CPU:0"):
-            given = [tf.cast(first_bad, tf.int32), *(tf.cast(t, dtype) for t in tensors)]
-            results = on_host(host, given, [dtype] * len(variables), lent)
+            arguments = [tf.cast(first_bad, tf.int32), *(tf.cast(t, dtype) for t in (*tensors, *sample))]
+            results = on_host(host, arguments, [dtype] * len(variables), lent)
         for result, variable in zip(results, variables, strict=True):
             result.set_shape(variable.shape)
         return results

@@ -1,0 +1,56 @@
+"""Noise of the ranks' gradients, estimated from a sample of their elements.
+
+An optimiser such as Adam divides by the root of the second moment of its gradients. Let the gradient of a rank be
+s + n, where the noise n has mean 0 and variance V. The second moment of one rank's gradient is s^2 + V, and that of the
+mean of N gradients s^2 + V / N. If each rank's optimiser sees the gradients of its rank alone, its steps are too small
+by the root of the ratio of the two, up to sqrt(N). Only a comparison of the ranks can tell s from n: the gradient
+itself may change from step to step as much as the noise does.
+
+Source: McCandlish et al. 2018, "An empirical model of large-batch training", who estimate s^2 and V from the norms of
+the gradients of a small and a large batch.
+"""
+
+import numpy as np
+
+#: Elements of the gradients in a sample.
+SAMPLE = 64
+# Samples of the last steps count, about as many as Adam's second moment averages.
+_WINDOW = 1000
+
+
+class NoiseEstimate:
+    """Running estimate of the share of noise in the ranks' gradients; the same on all ranks.
+
+    Attributes:
+        state: float64[3]: number of samples; their mean s^2 and mean s^2 + V.
+
+    Example:
+        >>> estimate = NoiseEstimate()
+        >>> estimate.observe(np.array([[1.0, -1.0], [-1.0, 1.0]]))
+        >>> round(estimate.factor(4), 6), estimate.factor(1)
+        (2.0, 1.0)
+    """
+
+    def __init__(self) -> None:
+        self.state = np.zeros(3)
+
+    def observe(self, samples: np.ndarray) -> None:
+        """Add the sample of a step to the estimate.
+
+        Args:
+            samples: float[ranks, n], the same n elements of the gradient of each rank; at least two ranks.
+        """
+        given = samples.astype(np.float64)
+        if not given.size or not np.isfinite(given).all():
+            return
+        ranks = len(given)
+        whole, of_mean = np.mean(given**2), np.mean(given.mean(axis=0) ** 2)
+        self.state[0] += 1
+        weight = 1 / min(self.state[0], _WINDOW)
+        self.state[1:] += weight * (np.array([(ranks * of_mean - whole) / (ranks - 1), whole]) - self.state[1:])
+
+    def factor(self, ranks: int) -> float:
+        """Return the root of (second moment of one gradient / second moment of the mean of `ranks` gradients)."""
+        _, signal, whole = self.state
+        share = min(max(signal / whole, 0.0), 1.0) if whole > 0 else 1.0
+        return float((share + (1 - share) / ranks) ** -0.5)
