@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 from hvdx.keras.adapters import second_moments
+from hvdx.keras.shards import Shard, mark
 from hvdx.strategies.noise import SAMPLE
 
 
@@ -82,3 +83,14 @@ def test_sample_leaves_out_rows_of_embeddings_and_small_variables():
 
 def test_sample_of_zeros_is_zero():
     assert not np.concatenate(sampled(keras.optimizers.Adam(), [(9,)], 1, lambda _, shape: tf.zeros(shape))).any()
+
+
+@pytest.mark.parametrize("part", [3, 5000])
+def test_sample_of_whole_variables_does_not_depend_on_the_sizes_of_parts(part):
+    """Ranks that exchange whole variables may hold parts of different sizes, and their samples have one size."""
+    optimizer = keras.optimizers.Adam()
+    variables = [keras.Variable(np.zeros(n, "float32")) for n in (300, part, 100)]
+    mark(variables[1], Shard((8,), 0, (0, 3, 8), 0))
+    optimizer.build(variables)
+    sample = second_moments.sample(optimizer, [tf.zeros(v.shape) for v in variables], variables)
+    assert [len(s) for s in sample] == [48, min(part, SAMPLE), 16]

@@ -107,7 +107,7 @@ def assert_same(model, other):
 @pytest.mark.sizes(1, 2, 4)
 @pytest.mark.parametrize(
     ("strategy", "optimizer"),
-    [("all_reduce", "adam"), ("threshold", "sgd"), ("overlap", "sgd"), ("gradient", "sgd")],
+    [("all_reduce", "adam"), ("threshold", "adam"), ("overlap", "sgd"), ("gradient", "sgd")],
 )
 def test_resumed_training_equals_the_uninterrupted_one_bit_for_bit(folder, strategy, optimizer):
     make, chosen = MOMENTUM[optimizer], STRATEGIES[strategy]

@@ -79,6 +79,15 @@ def synchronous(name):
     return SYNCHRONOUS[name]
 
 
+@pytest.mark.sizes(2, 4)
+def test_threshold_samples_gradients_of_whole_weights_and_of_parts():
+    for ranks in splits():
+        with split(ranks):
+            model = models.compiled(network(layers), keras.optimizers.Adam(0.01))
+            models.fit(model, [Distribute(hvdx.Threshold(target_density=0.1))], epochs=1)
+            assert differing(model, optimizer=False) == []
+
+
 @pytest.mark.sizes(4)
 @pytest.mark.parametrize("names", [("servers", "averaging", "gradient"), ("weighted", "own momenta", "threshold")])
 def test_training_is_that_of_whole_layers(names):

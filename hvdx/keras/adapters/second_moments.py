@@ -3,12 +3,14 @@
 A strategy compares the samples of all ranks; see `hvdx.strategies.noise`.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from hvdx.keras.shards import shard_of
 from hvdx.strategies.noise import SAMPLE
 
 # Optimisers whose update is proportional to the gradients of a rank, divided by the root of the state `_velocities`.
@@ -45,28 +47,40 @@ def sample(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -
         variables: variables of the optimiser.
 
     Returns:
-        One float32 vector per variable, `SAMPLE` elements in all or a few more; most may be empty.
+        One float32 vector per variable, which may be empty. They have `SAMPLE` elements together or a few more, and as
+        many from the parts of split layers.
     """
-    sizes = [
-        0 if isinstance(g, tf.IndexedSlices) else int(v.shape.num_elements())
-        for g, v in zip(gradients, variables, strict=True)
-    ]
-    largest = sorted(range(len(sizes)), key=lambda i: -sizes[i])[:_MOST_VARIABLES]
-    total = max(sum(sizes[i] for i in largest), 1)
-    counts = [min(sizes[i], -(-SAMPLE * sizes[i] // total)) if i in largest else 0 for i in range(len(sizes))]
+    counts = _counts(gradients, variables)
     step = tf.cast(tf.convert_to_tensor(optimizer.iterations), tf.int64)
     decay = optimizer.rho if isinstance(optimizer, keras.optimizers.RMSprop) else optimizer.beta_2
     correction = 1.0 - decay ** (tf.cast(step, tf.float32) + 1.0)
     return [
-        _elements(g, optimizer._velocities[optimizer._get_variable_index(v)], step, count, size) * tf.sqrt(correction)
+        _elements(g, optimizer._velocities[optimizer._get_variable_index(v)], step, count) * tf.sqrt(correction)
         if count
         else tf.zeros(0)
-        for g, v, size, count in zip(gradients, variables, sizes, counts, strict=True)
+        for g, v, count in zip(gradients, variables, counts, strict=True)
     ]
 
 
-def _elements(gradient: Any, velocity: Any, step: Any, count: int, size: int) -> Any:
+def _counts(gradients: Sequence[Any], variables: Sequence[Any]) -> list[int]:
+    """Return the number of elements in the sample for each variable, in proportion to the sizes of the largest."""
+    sizes = [
+        0 if isinstance(g, tf.IndexedSlices) else math.prod(v.shape) for g, v in zip(gradients, variables, strict=True)
+    ]
+    counts = [0] * len(sizes)
+    # The sizes of parts of split layers differ between the ranks that exchange whole weights.
+    for is_part in (False, True):
+        mine = [i for i, v in enumerate(variables) if (shard_of(v) is not None) == is_part]
+        largest = sorted(mine, key=lambda i: -sizes[i])[:_MOST_VARIABLES]
+        total = max(sum(sizes[i] for i in largest), 1)
+        for i in largest:
+            counts[i] = min(sizes[i], -(-SAMPLE * sizes[i] // total))
+    return counts
+
+
+def _elements(gradient: Any, velocity: Any, step: Any, count: int) -> Any:
     """Return some elements of gradient / sqrt(velocity); 0 where the velocity is 0."""
+    size = math.prod(velocity.shape)
     # Multiples of a large prime visit the positions evenly.
     where = (step * 2654435761 + tf.range(count, dtype=tf.int64) * (size // count)) % size
     g, v = (
