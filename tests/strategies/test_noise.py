@@ -36,6 +36,9 @@ def test_samples_without_information_leave_the_estimate_unchanged():
     assert estimate.factor(N) == 1.0
     estimate.observe(np.zeros((N, 3)))
     assert estimate.factor(N) == 1.0
+    for sample in samples(0.0, 1.0):
+        estimate.observe(sample)
+    assert estimate.factor(N) == pytest.approx(2.0, rel=0.03)
 
 
 def exchange(comm, **options):

@@ -313,6 +313,7 @@ def test_telemetry_counts_messages_and_headers():
         ({"target_density": "links"}, "'auto' or a share"),
         ({"target_density": 2.0}, "between 0 and 1"),
         ({"tau": -1.0}, "positive"),
+        ({"second_moments": "shared"}, "'mean', 'own'"),
         ({"placement": "weights"}, "'update', 'gradient'"),
         ({"op": "average"}, "'mean', 'sum'"),
         ({"overlap": "yes"}, "True or False"),
