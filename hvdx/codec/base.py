@@ -44,6 +44,8 @@ class Codec(abc.ABC, Generic[S]):
     name: ClassVar[str]
     #: Number in the frame of a message, one byte.
     number: ClassVar[int]
+    #: Device of the arrays: "cpu" for NumPy arrays, "cuda" or "cuda:NUMBER" for arrays on a GPU.
+    device: str = "cpu"
     #: Seconds that `prepare` takes on an idle core if nothing is compiled yet.
     compile_seconds: ClassVar[int] = 0
 

@@ -1,0 +1,40 @@
+"""Training with Threshold(device="cuda") in Numba's simulator, through TensorFlow's operation and DLPack."""
+
+import importlib.util
+
+import pytest
+
+from tests.launch import run
+
+PROGRAM = """
+import keras, numpy as np, tensorflow as tf
+import hvdx, hvdx.keras as hvd
+from hvdx.errors import ConfigError
+from hvdx.keras.adapters.optimizer import adapter_of
+hvdx.init()
+x = np.random.default_rng(hvdx.rank()).normal(size=(8, 5)).astype("f4")
+y = x[:, :1].copy()
+
+def train(device, **options):
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+    strategy = hvdx.Threshold(target_density=0.2, device=device, **options)
+    losses = model.fit(x, y, 4, 2, verbose=0, shuffle=False, callbacks=[hvd.Distribute(strategy)]).history["loss"]
+    exchange = adapter_of(model.optimizer).exchange
+    assert (type(exchange.residual) is np.ndarray) == (device == "cpu"), type(exchange.residual)
+    assert losses[-1] < losses[0], losses
+    return [array.tobytes() for array in (*model.get_weights(), *exchange.residuals)]
+
+for options in ({}, {"placement": "gradient"}, {"overlap": True}):
+    assert train("cpu", **options) == train("cuda", **options), options
+print("DONE")
+"""
+
+
+def test_training_on_a_gpu_has_the_weights_of_the_host():
+    if importlib.util.find_spec("numba_cuda") is None:
+        pytest.skip("numba-cuda is not installed: pip install 'hvdx[cuda]'")
+    done = run(2, ["-c", PROGRAM], timeout=150, env={"HVDX_CUDA_SIMULATOR": "1"})
+    assert done.code == 0, done
+    assert done.out.count("DONE") == 2
