@@ -48,7 +48,7 @@ class Host:
     def histogram(self, update: Sequence[Any], lengths: np.ndarray, lookahead: float, stream: Any) -> np.ndarray:
         """Return the histograms of (1 + lookahead) * update, int64[R, 2048]; see `cpu.histogram`."""
         scale, _ = factors(lookahead)
-        return cpu.histogram([u * scale for u in update], lengths)
+        return cpu.histogram([np.multiply(u, scale, out=np.empty_like(u)) for u in update], lengths)
 
     def workspace(self, n: int, runs: int) -> cpu.Workspace:
         """Return scratch memory for `encode`."""
@@ -117,6 +117,11 @@ class Gpu:
         """Return the arrays' sizes; raise TypeError unless they are on a GPU."""
         stream = self._cuda.as_stream(stream)
         return [math.prod(self._cuda.as_device(a, f"{what}[{i}]", stream).shape) for i, a in enumerate(arrays)]
+
+    @_there
+    def view(self, array: Any) -> Any:
+        """Return an array of another library as one of Numba, without a copy."""
+        return self._cuda.as_device(array)
 
     @_there
     def place(self, values: np.ndarray) -> Any:

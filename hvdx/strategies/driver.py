@@ -206,6 +206,9 @@ class DeviceArrays(Protocol):
     def zeros(self, n: int) -> Any:
         """Return float32[n] of zeros."""
 
+    def view(self, array: Any) -> Any:
+        """Return an array of another library as one that the other functions take without a conversion."""
+
     def place(self, values: np.ndarray) -> Any:
         """Return a copy of a host array."""
 
@@ -322,6 +325,8 @@ class MessageExchange(HostExchange):
         if self._thread is not None:
             # The next exchange begins after decoding, because it overwrites the messages of the late step.
             self._pending = sent, self._thread.submit(self._channel.exchange, header, sent.message)
+        if self._device is not None:
+            self._flat, self._out = None, []  # the caller has the result
         self._step += 1
         return result
 
@@ -330,6 +335,8 @@ class MessageExchange(HostExchange):
         sent = _Sent((), _FINE, np.zeros(0, np.uint8), codec, active, self._step)
         if self._rank >= active:
             return sent  # this rank's message does not count, so its NaN does not count either
+        if self._device is not None:
+            tensors = [self._device.view(t) for t in tensors]
         try:
             sent.message = self.encode(tensors, codec)
         except UpdateError as error:
@@ -394,8 +401,8 @@ class MessageExchange(HostExchange):
         if self._device is None:
             self._flat.fill(0)
         else:
-            self._flat = (self.allocate or self._device.zeros)(self._n)
-            self._out = [self._flat]
+            self._out = [(self.allocate or self._device.zeros)(self._n)]
+            self._flat = self._device.view(self._out[0])
 
     # -- counters -----------------------------------------------------------------------------------------------------
 
