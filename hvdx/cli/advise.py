@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hvdx.cli.common.processes import program_of
 from hvdx.cli.common.termination import TERMINATED, TerminatedError, sigterm_raises
 from hvdx.cli.emulation.network import parse_rate
+from hvdx.cli.run import parse_hosts
 from hvdx.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -74,7 +75,9 @@ def run(args: argparse.Namespace) -> int:
     words = program_of(args.program)
     if not words or words[0].startswith("-"):
         raise ConfigError(f"advise: expected a command after the options, got {words[:1] or 'none'}. Do: {EXAMPLE}")
-    hosts = _hosts(args.hosts)
+    hosts = parse_hosts(args.hosts, NAME)
+    if len(hosts) == 1:
+        raise ConfigError("advise: --hosts: expected two hosts or more, got one. Give --workers-per-host instead.")
     per_host = args.workers_per_host or max(hosts.values(), default=1)
     if per_host < 1:
         raise ConfigError(f"advise: --workers-per-host: expected 1 or more, got {per_host}. Do: leave it out for 1.")
@@ -103,53 +106,44 @@ def _counts(text: str | None) -> list[int]:
     return sorted(set(counts))
 
 
-def _hosts(text: str | None) -> dict[str, int]:
-    """Parse "a:2,b" to {"a": 2, "b": 1}."""
-    hosts: dict[str, int] = {}
-    for part in filter(None, (text or "").split(",")):
-        name, _, count = part.strip().partition(":")
-        if not name or (count and not count.isdecimal()) or count == "0":
-            raise ConfigError(f"advise: --hosts: expected HOST:N,HOST:N with N of 1 or more, got {part!r}.")
-        hosts[name] = hosts.get(name, 0) + int(count or 1)
-    if len(hosts) == 1:
-        raise ConfigError("advise: --hosts: expected two hosts or more, got one. Give --workers-per-host instead.")
-    return hosts
-
-
 def _links(text: str | None, latency: float | None) -> dict[str, "Link"]:
     """Return the links that the options give, by the spelling of their bandwidth."""
-    from hvdx.strategies.link import Link
-
     if latency is not None and not 0 <= latency <= 10_000:
         raise ConfigError(f"advise: --latency: expected 0 to 10000 milliseconds, got {latency}. Do: --latency 0.1")
-    seconds = (LATENCY if latency is None else latency) / 1000
-    links: dict[str, Link] = {}
-    for part in filter(None, (text or "").split(",")):
-        rate = _rate(part.strip())
-        links[part.strip()] = Link(seconds, rate / 8 * _PAYLOAD)
-    return links
+    milliseconds = LATENCY if latency is None else latency
+    rates = [part.strip().lower() for part in (text or "").split(",") if part]
+    return {rate: given_link(rate, milliseconds) for rate in rates}
 
 
-def _rate(text: str) -> float:
+def given_link(bandwidth: str, latency: float = LATENCY) -> "Link":
+    """Return the link of a bandwidth that was not measured.
+
+    Args:
+        bandwidth: rate in the spelling of `hvdx lab`; "none" for a link that is faster than any machine.
+        latency: milliseconds one way.
+
+    Raises:
+        ConfigError: if the bandwidth has another form.
+    """
+    from hvdx.strategies.link import Link
+
     try:
-        rate = parse_rate(text)
+        rate = parse_rate(bandwidth)
     except ConfigError as error:
         raise ConfigError(str(error).replace("lab:", "advise:", 1)) from None
-    # "none": links faster than any machine.
-    return float("inf") if rate is None else float(rate)
+    return Link(latency / 1000, float("inf") if rate is None else rate / 8 * _PAYLOAD)
 
 
 def _probed(hosts: Sequence[str], elements: int) -> dict[str, "Link"]:
     """Measure the link between the hosts, or those of the batch job; without either, assume one."""
     from hvdx.cli.advising import machine
-    from hvdx.strategies.link import Link
 
     if hosts or machine.job_size() > 1:
         _say("measuring the link between the hosts")
         found = machine.probe(hosts, elements)
         return {f"{8e-6 * found.bandwidth:.0f}mbit": found}
     _say(f"no --bandwidth, no --hosts, and no batch job: assuming a link of {ASSUMED}. Give --bandwidth for yours.")
-    return {ASSUMED: Link(LATENCY / 1000, _rate(ASSUMED) / 8 * _PAYLOAD)}
+    return {ASSUMED: given_link(ASSUMED)}
 
 
 def _measure(words: Sequence[str], per_host: int, timeout: float) -> "tuple[Training, Training, Machine]":
@@ -273,9 +267,10 @@ def _section(
     from hvdx.cli.advising import answer
 
     network = situation.link
-    gradients = 4 * situation.elements / min(network.bandwidth, situation.machine.transport)
+    bandwidth = min(network.bandwidth, situation.machine.transport)
+    gradients = 4 * situation.elements / bandwidth
     texts = [
-        f"link {answers[0].bandwidth}: {8e-6 * network.bandwidth:.4g} Mbit/s for data, {1e3 * network.latency:.3g} ms. "
+        f"link {answers[0].bandwidth}: {8e-6 * bandwidth:.4g} Mbit/s for data, {1e3 * network.latency:.3g} ms. "
         f"To transfer the gradients once takes {gradients / situation.computing:.2g} times the time of computing."
     ]
     for found in answers:

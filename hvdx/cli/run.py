@@ -73,13 +73,21 @@ def run(args: argparse.Namespace) -> int:
     return os.execv(command[0], command)
 
 
-def parse_hosts(text: str | None) -> dict[str, int]:
-    """Parse "a:2,b" to {"a": 2, "b": 1}."""
+def parse_hosts(text: str | None, command: str = NAME) -> dict[str, int]:
+    """Parse "a:2,b" to {"a": 2, "b": 1}.
+
+    Args:
+        text: hosts, each with its number of workers if that is not 1.
+        command: subcommand that has the option, for the message.
+
+    Raises:
+        LaunchError: if a part has another form.
+    """
     hosts: dict[str, int] = {}
     for part in filter(None, (text or "").split(",")):
         match = re.fullmatch(r"([\w.-]+)(?::(\d+))?", part.strip())
         if match is None or match.group(2) == "0":
-            raise LaunchError(f"run: --hosts: expected HOST:N,HOST:N with N of 1 or more, got {part.strip()!r}.")
+            raise LaunchError(f"{command}: --hosts: expected HOST:N,HOST:N with N of 1 or more, got {part.strip()!r}.")
         hosts[match.group(1)] = hosts.get(match.group(1), 0) + int(match.group(2) or 1)
     return hosts
 

@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from hvdx.comm.alignment import aligned
+
 Wire = Literal["none", "fp16", "bf16"]
 #: Transport of tensors in the graph. "auto" is Horovod if all ranks have it, else MPI on the host.
 Engine = Literal["auto", "horovod", "mpi"]
@@ -107,7 +109,7 @@ class Channel(abc.ABC):
         Raises:
             ExchangeError: if ranks do not join within the time limit.
         """
-        wide, result = np.promote_types(vector.dtype, np.float32), np.empty_like(vector)
+        wide, result = np.promote_types(vector.dtype, np.float32), aligned(vector.size, vector.dtype)
         most = _BLOCK_BYTES // vector.itemsize
         for begin in range(0, vector.size, most):
             block = vector[begin : begin + most]

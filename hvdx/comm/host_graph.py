@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdx.comm import failure
+from hvdx.comm.alignment import is_aligned
 from hvdx.comm.base import Channel, Comm, GraphComm, Mailbox, Place, Reduction
 from hvdx.comm.tensors import TensorComm
 from hvdx.errors import ConfigError, HorovodError
@@ -78,7 +79,7 @@ class HostGraphComm(TensorComm):
         # Cast on the tensor's own device: only half the bytes then leave a GPU, and TensorFlow casts several times
         # faster than NumPy.
         sent = [tf.reshape(_narrow(t / before if before != 1.0 else t, how.wire), [-1]) for t in tensors]
-        received = on_host(lambda *vectors: self._sums(vectors, after), sent, [t.dtype for t in sent])
+        received = on_host(lambda *vectors: self._sums(vectors, after), sent, [t.dtype for t in sent], lent=False)
         return [tf.reshape(tf.cast(r, t.dtype), tf.shape(t)) for r, t in zip(received, tensors, strict=True)]
 
     def _sums(self, vectors: Sequence[np.ndarray], scale: float) -> list[np.ndarray]:
@@ -115,24 +116,43 @@ class HostGraphComm(TensorComm):
         raise _needs_horovod("process sets")
 
 
-def on_host(work: Callable[..., list[np.ndarray]], tensors: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
+def on_host(
+    work: Callable[..., list[np.ndarray]], tensors: Sequence[Any], dtypes: Sequence[Any], lent: bool = True
+) -> list[Any]:
     """Call Python code as an operation of the graph, in the order of the program's calls of this function.
 
     Args:
         work: function from arrays to arrays.
         tensors: arguments of `work`, on any device.
         dtypes: dtypes of the results.
+        lent: whether `work` may change its results later. TensorFlow makes tensors, and even values of variables, of
+            aligned arrays without a copy, so such results are then copied.
     """
 
     def host(*given: np.ndarray) -> list[np.ndarray]:
         try:
-            return work(*(np.asarray(a, order="C") for a in given))
+            results = work(*(np.asarray(a, order="C") for a in given))
+            return [_copied(result) for result in results] if lent else results
         except BaseException as error:
             failure.remember(error)
             raise
 
     # Outside a graph `numpy_function` returns a list of one as its only element.
     return in_order(lambda: tf.nest.flatten(tf.numpy_function(host, list(tensors), list(dtypes))))
+
+
+def _copied(result: Any) -> Any:
+    return result.copy() if isinstance(result, np.ndarray) and is_aligned(result) else result
+
+
+def wait_for(tensors: Sequence[Any]) -> None:
+    """Let later calls of `on_host` begin after some tensors have been computed.
+
+    Args:
+        tensors: tensors of the graph.
+    """
+    with tf.device("CPU:0"), tf.control_dependencies(tensors):
+        _sequence().assign_add(1)
 
 
 def on_device(work: Callable[..., Any], tensors: Sequence[Any], dtype: Any, device: str) -> Any:

@@ -133,8 +133,8 @@ def core_mask() -> int:
     return sum(1 << core for core in os.sched_getaffinity(0))
 
 
-def fair_cores(masks: Sequence[int], mine: int) -> int:
-    """Return a rank's share of the cores, at least 1: a core that k ranks may use counts 1/k for each.
+def fair_cores(masks: Sequence[int], mine: int) -> float:
+    """Return a rank's share of the cores, below 1 if ranks share one: a core that k ranks may use counts 1/k for each.
 
     Args:
         masks: `core_mask` of each rank on this host.
@@ -142,25 +142,34 @@ def fair_cores(masks: Sequence[int], mine: int) -> int:
 
     Example:
         >>> fair_cores([0b1111, 0b1111], 0)  # both may run on all four
-        2
+        2.0
         >>> fair_cores([0b0011, 0b1100], 0)  # bound to two each
-        2
+        2.0
     """
     share = 0.0
     for core in range(masks[mine].bit_length()):
         if masks[mine] >> core & 1:
             share += 1 / sum(mask >> core & 1 for mask in masks)
-    return max(1, int(share + 1e-6))
+    return share
 
 
 # Result of `fair_cores`, which needs the masks of all ranks on the host; None until the world is joined.
-_fair: int | None = None
+_fair: float | None = None
 
 
-def set_fair_cores(cores: int | None) -> None:
+def set_fair_cores(cores: float | None) -> None:
     """Store the result of `fair_cores`; None clears it."""
     global _fair
     _fair = cores
+
+
+def own_cores(ranks: int) -> float:
+    """Return a rank's share of the cores, below 1 if ranks share one; before the world is joined, an estimate.
+
+    Args:
+        ranks: number of ranks on this host.
+    """
+    return min(usable_cores(), (os.cpu_count() or 1) / ranks) if _fair is None else _fair
 
 
 @dataclass(frozen=True)
@@ -205,7 +214,7 @@ def threads_for(
         number = _integer(environ.get(name))
         if number and not _set_by_pbs(name, environ):
             return Share(number, name, True)
-    cores = max(1, min(usable_cores(), (os.cpu_count() or 1) // ranks)) if _fair is None else _fair
+    cores = max(1, int(own_cores(ranks) + 1e-6))
     number, source = _batch_threads(ranks, environ)
     return Share(number, source) if number is not None and number < cores else Share(cores)
 

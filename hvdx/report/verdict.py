@@ -29,6 +29,8 @@ Target = tuple[str, float]
 
 FASTEST, BEST, IN_TIME, IN_EPOCHS, TO_TARGET = "fastest", "best", "in time", "in epochs", "to target"
 _TIMES = (FASTEST, TO_TARGET)
+# Criteria at a limit, without the number.
+_LIMITS = {IN_TIME: "a given time", IN_EPOCHS: "a given number of epochs"}
 
 
 class Row(NamedTuple):
@@ -222,7 +224,7 @@ def _decide(
     if not why:
         open_to = unbeaten(values)
         if len(open_to) > 1:
-            shown = ", ".join(f"{name} ({_mean_text(world, kind, values[name])})" for name in open_to)
+            shown = ", ".join(f"{name} ({_shown(world, kind, values[name])})" for name in open_to)
             why = f"noise can explain the differences between {shown}"
         else:
             winner, second = order[0], order[1]
@@ -236,7 +238,7 @@ def _open(world: _World, kind: str, values: dict[str, list[float]]) -> str:
     if all(math.isinf(value) for found in values.values() for value in found):
         return "no run with several workers reached it" if kind == TO_TARGET else "no run has a result"
     if len(values) < 2:
-        return f"only one strategy, {next(iter(values))}: {_mean_text(world, kind, next(iter(values.values())))}"
+        return f"only one strategy, {next(iter(values))}: {_shown(world, kind, next(iter(values.values())))}"
     few = {name: len(found) for name, found in values.items() if len(found) < RUNS}
     if few:
         name, count = min(few.items(), key=lambda item: item[1])
@@ -262,6 +264,12 @@ def _mean_text(world: _World, kind: str, values: Sequence[float]) -> str:
     if not finite:
         return "not reached" if kind == TO_TARGET else "no value"
     return _value(world, kind, mean(finite))
+
+
+def _shown(world: _World, kind: str, values: Sequence[float]) -> str:
+    """Return the mean as text, with the number of runs that it is of if some have no value."""
+    count = sum(map(math.isfinite, values))
+    return _mean_text(world, kind, values) + (f" in {count} of {len(values)} runs" if 0 < count < len(values) else "")
 
 
 def _value(world: _World, kind: str, value: float) -> str:
@@ -301,8 +309,8 @@ def _distribution(world: _World) -> list[str]:
             continue
         order = ranking(values)
         best = next((name for name in order if beats(values[name], alone)), order[0])
-        reached = _mean_text(world, kind, values[best])
-        shown = f"{what}: {_mean_text(world, kind, alone)} on one worker, {reached} with {best}"
+        reached = _shown(world, kind, values[best])
+        shown = f"{what}: {_shown(world, kind, alone)} on one worker, {reached} with {best}"
         if min(len(alone), len(values[best])) < RUNS:
             sentences.append(f"Distribute or not, {setting}: not enough runs, {RUNS} seeds are needed ({shown}).")
         elif world.seedless and kind != FASTEST:
@@ -354,6 +362,8 @@ def _flips(criteria: Sequence[Criterion]) -> list[str]:
                     where.setdefault(criterion.winner, []).append(shown(criterion.setting))
                 parts = "; ".join(f"{name} at {', '.join(places)}" for name, places in where.items())
                 title = same[0].title.split(" (")[0]
+                if kind in _LIMITS:  # The limit differs from setting to setting.
+                    title = f"{title.split(' in ')[0]} in {_LIMITS[kind]}"
                 at = f"{fixed} workers" if what == "bandwidth" else Setting(2, str(fixed)).link_text
                 sentences.append(f"The {what} decides{f' ({at})' if at else ''}. {title}: {parts}.")
     return sentences

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hvdx.comm import Comm
-from hvdx.comm.launcher import kernel_threads, usable_cores
+from hvdx.comm.launcher import kernel_threads, own_cores
 from hvdx.strategies import link
 from hvdx.strategies.all_reduce import AllReduce
 from hvdx.strategies.base import Strategy, TensorSpec, views
@@ -66,7 +66,7 @@ class Auto(Strategy):
         chosen = None
         if comm.rank == 0:
             tensors = tuple(spec.elements for e in exchanges for spec in e.specs)
-            facts: Any = {"engine": installed_engine(), "cores": usable_cores() / comm.local_size}
+            facts: Any = {"engine": installed_engine(), "cores": own_cores(comm.local_size)}
             # The link of all ranks was measured with the messages of all, also of those that share a host.
             situation = Situation(comm.size, tensors, max(everyone), exchanges[0].network, **facts)
             chosen, reason = self.decide(situation, kernel_threads(comm.local_size))

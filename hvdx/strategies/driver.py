@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 
 from hvdx.comm import Comm, Received
+from hvdx.comm.alignment import aligned
 from hvdx.errors import ConfigError, HvdxError, UpdateError
 from hvdx.strategies.base import Exchange, TensorSpec, views
 from hvdx.strategies.telemetry import Telemetry
@@ -261,13 +262,14 @@ class MessageExchange(HostExchange):
         self._numbers = range(comm.size) if comm.parent_ranks is None else comm.parent_ranks
         self._channel = comm.channel(what)
         # Result of a step.
-        self._flat: Any = np.zeros(self._n if device is None else 0, np.float32)
+        self._flat: Any = aligned(self._n if device is None else 0)
         self._out = [] if device is not None else views(self._flat, specs)
         self._thread = ThreadPoolExecutor(1, "hvdx-exchange") if overlap else None
         self._pending: tuple[_Sent, Future[Received]] | None = None
         self._drained: np.ndarray | None = None
         self._step = 0
-        self._last: Received | None = None
+        # Seconds that this step has cost so far, and that the step before it cost.
+        self._cost = self._cost_before = 0.0
 
     # -- methods of subclasses ----------------------------------------------------------------------------------------
 
@@ -300,7 +302,8 @@ class MessageExchange(HostExchange):
         """Process the headers and messages of all ranks, which are the same on every rank.
 
         Args:
-            received: headers are [status, nanoseconds of computing, nanoseconds of the previous transfer].
+            received: headers are [status, nanoseconds of computing, nanoseconds that the previous step cost]. The cost
+                is the time of encoding, transfer and decoding; with overlap, that which the computation did not hide.
         """
 
     # -- a step -------------------------------------------------------------------------------------------------------
@@ -310,6 +313,7 @@ class MessageExchange(HostExchange):
 
     def prepare(self, tensors: Sequence[np.ndarray], finite: bool) -> _Sent:
         # The late step comes first: if all ranks skip it, the residual is restored before the next update is added.
+        self._cost_before, self._cost = self._cost, 0.0
         late = self._take_pending()
         sent = self._clock("encoding", lambda: self._encode(tensors, finite))
         sent.late = late
@@ -317,7 +321,7 @@ class MessageExchange(HostExchange):
 
     def deliver(self, sent: _Sent) -> list[np.ndarray]:
         late, sent.late = sent.late, None
-        header = [sent.status, round(1e9 * self._computed), round(1e9 * (self._last.seconds if self._last else 0))]
+        header = [sent.status, round(1e9 * self._computed), round(1e9 * self._cost_before)]
         if self._thread is None:
             received = self._channel.exchange(header, sent.message)
             late = (sent, received) if self._count(sent, received) else None
@@ -409,12 +413,14 @@ class MessageExchange(HostExchange):
     def _clock(self, counter: str, work: Callable[[], T]) -> T:
         begin = time.perf_counter()
         result = work()
-        setattr(self.telemetry, counter, getattr(self.telemetry, counter) + time.perf_counter() - begin)
+        seconds = time.perf_counter() - begin
+        self._cost += seconds
+        setattr(self.telemetry, counter, getattr(self.telemetry, counter) + seconds)
         return result
 
     def _count(self, sent: _Sent, received: Received, exposed: float | None = None) -> bool:
         """Count the cost of an exchange; return whether its step is to be added."""
-        self._last = received
+        self._cost += received.seconds if exposed is None else exposed
         counts, others = self.telemetry, self._size - 1
         header = 8 * (received.headers.shape[1] + 1)
         counts.steps += 1

@@ -1,6 +1,5 @@
-"""Measurement of the network between the ranks, and the density that it affords."""
+"""Measurement of the network between the ranks, and sizes of messages."""
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -10,15 +9,10 @@ import numpy as np
 from hvdx.comm import Channel
 from hvdx.strategies.telemetry import entropy
 
-#: Range of automatic densities. Below 1e-4 an element would wait for thousands of steps in the residual.
-MIN_DENSITY, MAX_DENSITY = 1e-4, 1 / 8
 # Messages of the probe grow from the first size until one takes longer than this time, or has the largest size.
 _PROBE_SECONDS = 0.05
 _FIRST_BYTES, _LARGEST_BYTES = 1 << 14, 1 << 22
 _PINGS = 9
-# The running estimate uses the last steps. Transfers of fewer bytes are left out: they measure only the latency.
-_WINDOW = 33
-_MIN_TRANSFER_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -68,43 +62,6 @@ def _slowest(channel: Channel, message: np.ndarray) -> float:
     return slowest(channel.exchange([round(1e9 * mine.seconds)]).headers[:, 0].tolist())
 
 
-class Estimate:
-    """Running estimate of the link and of a step's computing time. Its input must be the same on all ranks.
-
-    Args:
-        link: result of `probe`, the first estimate.
-    """
-
-    def __init__(self, link: Link):
-        self.link = link
-        self._transfers: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
-        self._steps: deque[float] = deque(maxlen=_WINDOW)
-
-    def observe(self, computing: float, received: int, seconds: float) -> None:
-        """Add one step to the estimate.
-
-        Args:
-            computing: seconds of computing in the step.
-            received: bytes that a rank received.
-            seconds: duration of the transfer of these bytes on the slowest rank.
-        """
-        self._steps.append(computing)
-        if received >= _MIN_TRANSFER_BYTES:
-            self._transfers.append((received, seconds))
-
-    @property
-    def computing(self) -> float | None:
-        """Median of the seconds that a step computes; None for fewer than four steps."""
-        return median(self._steps) if len(self._steps) >= 4 else None
-
-    def refresh(self) -> None:
-        """Set the bandwidth to the median of the observed transfers, if there are enough."""
-        if len(self._transfers) < _WINDOW // 2:
-            return
-        rates = [n / max(s - self.link.latency, 0.1 * s, 1e-9) for n, s in self._transfers]
-        self.link = Link(self.link.latency, median(rates))
-
-
 def message_bytes(elements: int, density: float) -> float:
     """Return the bytes of a message of this density, by its entropy.
 
@@ -123,30 +80,6 @@ def ring_bytes(payload: float, size: int) -> int:
         size: number of ranks.
     """
     return round(payload * 2 * (size - 1) / size)
-
-
-def affordable_density(link: Link, size: int, elements: int, seconds: float) -> float:
-    """Return the density whose messages all reach a rank within a given time, in [MIN_DENSITY, MAX_DENSITY].
-
-    Args:
-        link: link between the ranks.
-        size: number of ranks; a rank receives size - 1 messages.
-        elements: number of elements of an update.
-        seconds: time for the exchange.
-
-    Example:
-        >>> slow = Link(latency=0.0002, bandwidth=12.5e6)
-        >>> round(affordable_density(slow, 2, 2_000_000, 0.002), 4)
-        0.0099
-    """
-    room = link.bandwidth * max(seconds - link.latency, 0.0) / max(size - 1, 1)
-    low, high = MIN_DENSITY, MAX_DENSITY
-    if message_bytes(elements, high) <= room:
-        return high
-    for _ in range(40):
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if message_bytes(elements, middle) <= room else (low, middle)
-    return low
 
 
 def slowest(nanoseconds: Sequence[int]) -> float:

@@ -14,13 +14,10 @@ from hvdx.errors import ConfigError, UpdateError
 from hvdx.strategies import link
 from hvdx.strategies.base import TensorSpec
 from hvdx.strategies.compiling import prepare_together
+from hvdx.strategies.density import INITIAL_DENSITY, DensityControl
 from hvdx.strategies.driver import MessageExchange
 from hvdx.strategies.warmup import Warmup
 
-# target_density="auto": step of the first review, steps between reviews, and the smallest factor of a change.
-_FIRST_REVIEW, _REVIEW_EVERY, _MIN_CHANGE = 8, 64, 1.15
-# Density before the link and a step's computing time are known.
-_INITIAL_DENSITY = 1 / 32
 # Steps between measurements of the residual, each of which reads all of it.
 _RESIDUAL_EVERY = 64
 
@@ -55,7 +52,7 @@ class ThresholdExchange(MessageExchange):
         self, strategy: Options, comm: Comm, specs: Sequence[TensorSpec], lookahead: float, device: str = "cpu"
     ):
         given = strategy.target_density
-        self._density = _INITIAL_DENSITY if isinstance(given, str) else given
+        self._density = INITIAL_DENSITY if isinstance(given, str) else given
         self._threads, self._kind = strategy.threads or kernel_threads(comm.local_size), device
         self._codec = strategy.make_codec(self._density, self._threads, device)
         arrays: Any = None if device == "cpu" else self._codec.arrays
@@ -65,10 +62,10 @@ class ThresholdExchange(MessageExchange):
         self._bfloat16 = codecs.make("bf16")
         self._state: Any = self._codec.init(self._sizes)
         self._compile(comm)
-        self._estimate = link.Estimate(link.probe(self._channel)) if given == "auto" else None
-        self.network = self._estimate.link if self._estimate is not None else None
-        # Bytes that a rank received in the previous step.
-        self._last_received = 0
+        self._control: DensityControl | None = None
+        if given == "auto":
+            self.network = link.probe(self._channel)
+            self._control = DensityControl(strategy.overhead, self.network, comm.size, self._n)
 
     def _compile(self, comm: Comm) -> None:
         """Compile and call the kernels before anything is timed, and wait until all ranks have done so."""
@@ -86,11 +83,6 @@ class ThresholdExchange(MessageExchange):
         return self._state.residual
 
     # -- a step ---------------------------------------------------------------------------------------------------
-
-    def deliver(self, sent: Any) -> list[np.ndarray]:
-        result = super().deliver(sent)
-        self._update_density()
-        return result
 
     def active(self) -> int:
         """Return the number of active workers, which is lower during a warm-up by workers."""
@@ -156,31 +148,17 @@ class ThresholdExchange(MessageExchange):
         counts = self.telemetry
         if counts.steps % _RESIDUAL_EVERY == 1 and counts.tau:
             counts.residual = self.residual_norm()
-        if self._estimate is not None:
-            sizes = [m.size for m in received.messages]
-            # A header has the time of the previous transfer: that of its own transfer is known only afterwards.
+        # In a warm-up, the density is not that of the control.
+        if self._control is not None and self._codec.target_density == self._control.density and counts.tau:
             computing = float(np.median(received.headers[:, 1])) / 1e9
-            seconds = link.slowest(received.headers[:, 2].tolist())
-            self._estimate.observe(computing, self._last_received, seconds)
-            self._last_received = sum(sizes) - min(sizes, default=0)
+            self._control.observe(computing, link.slowest(received.headers[:, 2].tolist()))
+            self._density = self._control.density
 
     def residual_norm(self) -> float:
         """Return the root mean square of the residual, in units of the last step's tau."""
         residual, tau = self._state.residual, float(np.median(self._state.taus))
         residual = residual if self._device is None else self._device.fetch(residual)
         return float(np.sqrt(np.dot(residual, residual) / max(residual.size, 1))) / tau if tau else 0.0
-
-    def _update_density(self) -> None:
-        """Adapt an automatic density to the link, at regular steps; the same on all ranks."""
-        if self._estimate is None or (self._step != _FIRST_REVIEW and self._step % _REVIEW_EVERY):
-            return
-        self._estimate.refresh()
-        computing = self._estimate.computing
-        if computing is None or self._density is None:
-            return
-        new = link.affordable_density(self._estimate.link, self._size, self._n, self._strategy.overhead * computing)
-        if not 1 / _MIN_CHANGE < new / self._density < _MIN_CHANGE:
-            self._density = new
 
     # -- state ------------------------------------------------------------------------------------------------------
 
@@ -197,3 +175,5 @@ class ThresholdExchange(MessageExchange):
         super().load_state_dict(state)
         if self._strategy.target_density == "auto":
             self._density = float(state["density"])
+            assert self._control is not None
+            self._control.density = self._density

@@ -226,7 +226,13 @@ def run(
 
 
 def launch(
-    file: str, given: dict[str, Any], ranks: int = 1, bandwidth: str = "", limit: float = 14_400, **env: str
+    file: str,
+    given: dict[str, Any],
+    ranks: int = 1,
+    bandwidth: str = "",
+    burst: str = "",
+    limit: float = 14_400,
+    **env: str,
 ) -> Ended:
     """Run workers of a benchmark to their end.
 
@@ -235,6 +241,7 @@ def launch(
         given: values for `work`.
         ranks: number of workers.
         bandwidth: bandwidth of the links between emulated hosts, such as 100mbit; "" for workers without emulation.
+        burst: bytes that these links pass after a pause, such as 256kB; "" for the default of `hvdx lab`.
         limit: time limit in seconds.
         env: additional environment variables of the workers.
 
@@ -246,6 +253,7 @@ def launch(
         worker = [sys.executable, file, "--worker", json.dumps(given | {"folder": name})]
         if bandwidth:
             lab = ["lab", "-n", str(ranks), "--bandwidth", bandwidth, "--json", str(folder / "lab")]
+            lab += ["--burst", burst] if burst else []
             worker = [sys.executable, "-m", "hvdx", *lab, "--", *worker]
         elif ranks > 1:
             worker = [*mpirun_command(ranks), *worker]

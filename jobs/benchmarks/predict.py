@@ -203,12 +203,12 @@ def _line(key: str, case: dict[str, Any]) -> str:
 
 
 def summary(cases: dict[str, dict[str, Any]]) -> str:
-    """Return the table of all cases, the errors, and in how many settings the first-ranked strategy was the fastest.
+    """Return a table of the settings, the errors, and in how many settings the first-ranked strategy was the fastest.
 
     Args:
         cases: measured and predicted seconds by "model hosts bandwidth strategy".
     """
-    rows, errors = [], []
+    errors = []
     settings: dict[str, list[tuple[float, float, str]]] = {}
     for key, case in cases.items():
         if "predicted" not in case or "step" not in case["measured"]:
@@ -217,14 +217,19 @@ def summary(cases: dict[str, dict[str, Any]]) -> str:
         step, predicted = case["measured"]["step"], case["predicted"]
         errors.append(abs(predicted / step - 1))
         settings.setdefault(" ".join(setting), []).append((predicted, step, spelling))
-        rows.append([*setting, spelling, f"{1e3 * step:.3g}", f"{1e3 * predicted:.3g}", f"{predicted / step:.2f}"])
-    if not rows:
+    if not settings:
         return "no finished cases"
+    spellings = list(dict.fromkeys(spelling for rows in settings.values() for *_, spelling in rows))
+    table = []
+    for name, cells in settings.items():
+        shown = {spelling: f"{1e3 * step:.3g} ({predicted / step:.2f})" for predicted, step, spelling in cells}
+        table.append([*name.split(" "), *(shown.get(spelling, "-") for spelling in spellings)])
     first, near, ranked = right_choices(list(settings.values()))
     within = sum(error <= 0.3 for error in errors)
     lines = [
-        render(rows, header=["model", "hosts", "bandwidth", "strategy", "measured ms", "predicted ms", "ratio"]),
+        render(table, header=["model", "hosts", "bandwidth", *spellings]),
         "",
+        "Measured milliseconds a step; in brackets, the predicted ones divided by them.",
         f"median error {median(errors):.0%}; within 30 %: {within} of {len(errors)} ({within / len(errors):.0%})",
         f"the strategy predicted first was measured first in {first} of {ranked} settings, and within 10 % of the "
         f"fastest in {near}",

@@ -9,9 +9,12 @@ import time
 
 import pytest
 
+from hvdx.cli.advising.script import Training
 from hvdx.cli.comparing.launch import command, environment
 from hvdx.cli.comparing.plan import Plan, Single
 from hvdx.cli.main import main
+from hvdx.errors import LaunchError
+from hvdx.strategies.prediction import Machine
 from hvdx.strategies.registry import resolve
 
 FAKE = """
@@ -72,7 +75,7 @@ def test_comparison_runs_all_and_prints_the_verdict(compare, capsys):
     assert len(found) == 9
     assert found["threshold_2w_seed1"] | {"seconds": 0} == {
         "asked": "threshold", "workers": 2, "bandwidth": None, "hosts": None, "seed": 1, "exit_code": 0, "reason": "",
-        "seconds": 0, "link_bytes": None,
+        "seconds": 0,
     }  # fmt: skip
     assert json.loads((compare.folder / "compare.json").read_text())["target"] == {
         "metric": "val_accuracy",
@@ -129,7 +132,8 @@ def test_nobody_reaches_the_target(compare, capsys):
         (["--target", "high"], "--target: expected a metric and a number"),
         (["--minutes", "-1"], "--minutes: expected a number above 0"),
         (["--bandwidth", "fast"], "expected --hosts or --bandwidth, got both"),
-        (["--hosts", "a:x"], "'a:x'"),
+        (["--hosts", "a:x"], "compare: --hosts: expected HOST:N,HOST:N with N of 1 or more, got 'a:x'"),
+        (["--launcher", "srun 'x"], "compare: --launcher: expected a command, got"),
     ],
 )
 def test_wrong_options_are_errors_before_anything_starts(tmp_path, capsys, options, told):
@@ -155,7 +159,14 @@ def test_killed_comparison_keeps_its_runs_and_goes_on(compare, tmp_path, number)
     ]
     words += ["--launcher", "env FAKE_SIZE={n}", "--", sys.executable, compare.script]
     env = os.environ | {"FAKE_MARK": str(mark), "FAKE_SLEEP_AT": f"0{asked}"}
-    process = subprocess.Popen([sys.executable, *map(str, words)], env=env, stderr=subprocess.PIPE, text=True)
+    # A job in the background of a shell ignores SIGINT, and so would its children.
+    process = subprocess.Popen(
+        [sys.executable, *map(str, words)],
+        env=env,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
+    )
     end = time.monotonic() + 30
     while not (mark.exists() and mark.read_text()) and process.poll() is None and time.monotonic() < end:
         time.sleep(0.05)
@@ -178,6 +189,30 @@ def test_time_limit_ends_a_run(compare, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FAKE_SLEEP_AT", "0threshold")
     assert compare("--timeout", "2", seeds=1, strategies="threshold") == 0
     assert "failed: it reached the time limit of 2 s" in capsys.readouterr().err
+
+
+def test_predictions_are_written_beside_the_measured_steps(compare, monkeypatch, capsys):
+    asked = []
+
+    def copies(program, folder, count, timeout):
+        asked.append(count)
+        return [Training(0.01, 0.0, 20, (1000,), batch=8, slots=1.0)] * count
+
+    monkeypatch.setattr("hvdx.cli.advising.script.run_copies", copies)
+    monkeypatch.setattr("hvdx.cli.advising.machine.measure", lambda elements, count: Machine())
+    assert compare(seeds=1) == 0
+    found = outcomes(compare.folder)
+    assert "prediction" not in found["one-worker_1w_seed0"]
+    assert found["all_reduce_2w_seed0"]["prediction"]["ms"] > 10
+    assert compare(seeds=1) == 0
+    assert asked == [2], "predictions that exist were made again"
+
+    def fails(*_):
+        raise LaunchError("advise: the script failed")
+
+    monkeypatch.setattr("hvdx.cli.advising.script.run_copies", fails)
+    assert compare(seeds=2) == 0
+    assert "no predictions: advise: the script failed" in capsys.readouterr().err
 
 
 # --- plan and start
@@ -206,8 +241,12 @@ def test_workers_are_started_by_what_fits(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name, path=None: f"/bin/{name}")
     assert command(plan, single, {"SLURM_JOB_ID": "1"})[:2] == ["srun", "--mpi=pmix"]
     plan.hosts = "a:2"
-    assert command(plan, alone, {})[3:8] == ["run", "-n", "1", "--hosts", "a:2"]
-    plan.hosts = ""
+    assert command(plan, alone, {})[3:7] == ["run", "--hosts", "a:1", "--"]
+    plan.hosts = "a:2,b:2"
+    assert command(plan, single, {})[3:7] == ["run", "--hosts", "a:1,b:1", "--"]
+    plan.hosts, plan.launcher = "", "srun -n {n}"
+    assert command(plan, alone, {})[:3] == ["srun", "-n", "1"]
+    plan.launcher = ""
     lab = command(plan, Single("threshold", 2, "10mbit", 3), {})
     assert lab[3:8] == ["lab", "-n", "2", "--bandwidth", "10mbit"]
     monkeypatch.setenv("HVDX_LIMIT", "steps:1")

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from hvdx.comm.alignment import aligned, is_aligned
 from hvdx.comm.base import Reduction
-from hvdx.comm.host_graph import HostGraphComm
+from hvdx.comm.host_graph import HostGraphComm, on_host
 from hvdx.comm.local import virtual_world
 from hvdx.errors import ConfigError, HorovodError
 from tests.checks import COMM_CHECKS, GRAPH_CHECKS
@@ -112,3 +113,30 @@ def test_graph_runs_collectives_in_program_order():
     step(tf.constant(1.0))
     assert sizes == [1, 2, 3, 4, 5, 6]
     assert [v.numpy() for v in variables] == [0, 1, 2, 3, 0, 5, 6]
+
+
+@pytest.mark.parametrize("lent", [True, False])
+def test_variable_does_not_follow_a_lent_array(lent):
+    array = aligned(1000)
+
+    def work(value):
+        array.fill(value)
+        return [array]
+
+    variable = tf.Variable(tf.zeros(1000))
+
+    @tf.function
+    def step():
+        (result,) = on_host(work, [tf.constant(1.0)], [tf.float32], lent)
+        variable.assign(tf.ensure_shape(result, [1000]))
+
+    tf.config.run_functions_eagerly(False)
+    step()
+    work(2.0)
+    # Without a copy, the variable has the array's memory.
+    assert variable.numpy()[0] == (1.0 if lent else 2.0)
+
+
+def test_results_of_a_sum_are_taken_without_a_copy():
+    (total,) = on_all(1, lambda comm: comm.channel("a sum").sum_in_order(np.ones(100_000, np.float32)))
+    assert is_aligned(total)

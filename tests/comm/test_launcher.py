@@ -62,14 +62,20 @@ def test_detect_returns_none_without_a_launcher(environ):
         ([0b11], 0, 2),
         ([0b1111, 0b1111], 1, 2),  # not bound: two cores each
         ([0b0011, 0b1100], 1, 2),  # bound
-        ([0b1, 0b1, 0b1], 0, 1),  # more ranks than cores
-        ([0b1111, 0b0001], 0, 3),  # three cores of its own, and half of a shared one
-        ([0b111, 0b111], 0, 1),
+        ([0b1, 0b1, 0b1], 0, 1 / 3),  # more ranks than cores
+        ([0b1111, 0b0001], 0, 3.5),  # three cores of its own, and half of a shared one
+        ([0b111, 0b111], 0, 1.5),
         ([(1 << 16) - 1 << 48] * 4, 2, 4),  # four ranks share sixteen of sixty-four cores
     ],
 )
 def test_fair_cores_divides_shared_cores(masks, mine, cores):
-    assert fair_cores(masks, mine) == cores
+    assert fair_cores(masks, mine) == pytest.approx(cores)
+
+
+@pytest.mark.parametrize(("share", "threads"), [(1 / 3, 1), (1.5, 1), (3.0, 3)])
+def test_threads_are_whole_cores_and_at_least_one(monkeypatch, share, threads):
+    monkeypatch.setattr(launcher, "_fair", share)
+    assert threads_for(2, {}).threads == threads
 
 
 @pytest.fixture

@@ -34,6 +34,7 @@ def test_summary_counts_errors_and_right_choices():
         "mlp 2 1gbit c": {"measured": {"failed": "no answer"}},
     }
     text = predict.summary(cases)
+    assert "1e+03 (1.00)  3e+03 (0.50)" in text
     assert "median error 25%; within 30 %: 1 of 2 (50%)" in text
     assert "measured first in 1 of 1 settings" in text
     assert predict.summary({}) == "no finished cases"

@@ -227,7 +227,7 @@ def test_layers_frozen_between_fits_keep_their_residual():
 def test_optimizers_that_compute_weights_train_under_auto(monkeypatch):
     if hvdx.size() == 1:
         return
-    monkeypatch.setattr(hvdx.Auto, "decide", lambda self, measured: (hvdx.Threshold(), "made up"))
+    monkeypatch.setattr(hvdx.Auto, "decide", lambda self, *measured: (hvdx.Threshold(), "made up"))
     model = network(keras.optimizers.Ftrl(0.1))
     callback, _ = fit(model, "auto")
     assert_identical(model.weights)

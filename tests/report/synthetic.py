@@ -92,7 +92,7 @@ def write_run(folder, strategy, *, workers=2, bandwidth=None, seed=0, epochs=4, 
             writer.write("end", time=time, steps=10 * epochs, reason="done")
         writer.close()
     outcome = {"asked": strategy, "workers": workers, "bandwidth": bandwidth, "hosts": None, "seed": seed}
-    outcome |= {"exit_code": 0, "reason": "", "seconds": 60.0, "link_bytes": None}
+    outcome |= {"exit_code": 0, "reason": "", "seconds": 60.0}
     if options.get("outcome", {}) is not None:
         (folder / OUTCOME).write_text(json.dumps(outcome | options.get("outcome", {})))
     return folder
@@ -102,7 +102,7 @@ def write_failure(folder, strategy, reason, log="Traceback"):
     """Write the outcome of a run that failed before it had a record."""
     folder.mkdir(parents=True)
     outcome = {"asked": strategy, "workers": 2, "bandwidth": None, "hosts": None, "seed": 1, "exit_code": 1}
-    (folder / OUTCOME).write_text(json.dumps(outcome | {"reason": reason, "seconds": 3.0, "link_bytes": None}))
+    (folder / OUTCOME).write_text(json.dumps(outcome | {"reason": reason, "seconds": 3.0}))
     (folder / "log.txt").write_text(log)
     return folder
 

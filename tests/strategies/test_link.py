@@ -40,41 +40,6 @@ def test_probe_finds_latency_and_bandwidth(size, bandwidth):
     assert channel.carried / bandwidth < 1 + size / 16, "the probe takes too long"
 
 
-@pytest.mark.parametrize("size", [2, 4, 16])
-@pytest.mark.parametrize("seconds", [0.0005, 0.002, 0.02])
-def test_density_fits_the_time(size, seconds):
-    network = link.Link(2e-4, 12.5e6)
-    density = link.affordable_density(network, size, 2_000_000, seconds)
-    assert link.MIN_DENSITY <= density <= link.MAX_DENSITY
-    taken = network.latency + (size - 1) * link.message_bytes(2_000_000, density) / network.bandwidth
-    assert taken <= seconds * 1.001 or density == link.MIN_DENSITY
-    more = network.latency + (size - 1) * link.message_bytes(2_000_000, density * 1.05) / network.bandwidth
-    assert more > seconds or density == link.MAX_DENSITY
-
-
-def test_density_is_bounded():
-    assert link.affordable_density(link.Link(1e-3, 1e3), 64, 10_000_000, 1e-4) == link.MIN_DENSITY
-    assert link.affordable_density(link.Link(1e-6, 1e12), 2, 1000, 1.0) == link.MAX_DENSITY
-
-
-def test_estimate_follows_a_link_that_gets_slower():
-    estimate = link.Estimate(link.Link(1e-4, 12.5e6))
-    assert estimate.computing is None
-    for _ in range(40):
-        estimate.observe(0.02, 50_000, 1e-4 + 50_000 / 6e6)
-    estimate.refresh()
-    assert estimate.link.bandwidth == pytest.approx(6e6, rel=0.01)
-    assert estimate.computing == pytest.approx(0.02)
-
-
-def test_estimate_ignores_tiny_messages():
-    estimate = link.Estimate(link.Link(1e-4, 12.5e6))
-    for _ in range(40):
-        estimate.observe(0.02, 100, 0.01)
-    estimate.refresh()
-    assert estimate.link.bandwidth == 12.5e6
-
-
 def test_entropy_is_that_of_the_table():
     assert [round(entropy(p), 2) for p in (0.1, 1 / 16, 1e-2, 1e-3, 1e-4)] == [5.69, 6.40, 9.08, 12.41, 15.73]
     assert entropy(1.0) == 1.0

@@ -2,7 +2,6 @@
 
 import math
 import os
-import signal
 import statistics
 import subprocess
 import time
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdx.cli.common.processes import child_environment, key_line, kill_group, last_of
+from hvdx.cli.common.processes import child_environment, exit_reason, key_line, kill_group, last_of
 from hvdx.errors import ConfigError, LaunchError
 from hvdx.report import records
 from hvdx.strategies.prediction import Layer
@@ -86,15 +85,14 @@ def run_copies(command: Sequence[str], folder: Path, copies: int, timeout: float
                     f"--timeout, or let the script load its data faster. Its last line: {_last(log)}"
                 ) from None
             if code:
-                named = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-                raise LaunchError(f"advise: the script failed with {named}: {_last(log)}")
+                raise LaunchError(f"advise: the script failed, {exit_reason(code)}: {_last(log)}")
     except OSError as error:
         raise LaunchError(f"advise: {command[0]}: {error.strerror}. Check the spelling of the command.") from None
     finally:
         for process in processes:
-            if process.poll() is None:
-                kill_group(process)  # type: ignore[arg-type]
-                process.wait()
+            # Also children that a script left behind.
+            kill_group(process)  # type: ignore[arg-type]
+            process.wait()
     return [read_training(folder / f"copy-{i}") for i in range(copies)]
 
 

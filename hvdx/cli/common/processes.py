@@ -41,9 +41,7 @@ class Outcome:
             return "no answer within the time limit"
         if self.code is None:
             return self.err.strip() or "could not be started"
-        if self.code < 0:
-            return f"crashed with {_signal_name(-self.code)}"
-        return key_line(self.text) or f"exit code {self.code}"
+        return ("" if self.code < 0 else key_line(self.text)) or exit_reason(self.code)
 
 
 def run(
@@ -185,6 +183,19 @@ def last_of(path: Path, size: int = 20_000) -> str:
     with path.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - size))
         return file.read().decode(errors="replace")
+
+
+def exit_reason(code: int) -> str:
+    """Return an exit code in words. Shells and launchers return 128 + N for the signal N, Python -N.
+
+    Example:
+        >>> exit_reason(137), exit_reason(-9), exit_reason(3)
+        ('exit code 137 (SIGKILL)', 'crashed with SIGKILL', 'exit code 3')
+    """
+    if code < 0:
+        return f"crashed with {_signal_name(-code)}"
+    named = code > 128 and code - 128 in signal.valid_signals()
+    return f"exit code {code}" + (f" ({_signal_name(code - 128)})" if named else "")
 
 
 def _signal_name(number: int) -> str:

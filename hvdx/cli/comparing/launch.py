@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdx.cli.common.processes import child_environment, key_line, kill_group, last_of
+from hvdx.cli.common.processes import child_environment, exit_reason, key_line, kill_group, last_of
 from hvdx.cli.comparing.plan import Plan, Single
+from hvdx.cli.run import parse_hosts
 
 #: Output of a run, in its folder.
 LOG = "log.txt"
@@ -43,8 +44,8 @@ class End:
 def command(plan: Plan, single: Single, environ: Mapping[str, str] | None = None) -> list[str]:
     """Return the command that starts all workers of a run.
 
-    One worker starts without a launcher; the lab, hosts and a launcher of the user are taken if they are asked for. In
-    a Slurm job srun starts the workers, otherwise mpirun.
+    The lab, hosts and a launcher of the user are taken if they are asked for. Otherwise srun starts several workers in
+    a Slurm job, and mpirun elsewhere; one worker starts without them, and without the lab.
 
     Args:
         plan: the comparison.
@@ -54,18 +55,36 @@ def command(plan: Plan, single: Single, environ: Mapping[str, str] | None = None
     environ = os.environ if environ is None else environ
     program, hvdx = plan.program(single.seed), [sys.executable, "-m", "hvdx"]
     workers = str(single.workers)
-    if single.workers == 1 and not plan.hosts:
+    if single.workers == 1 and not plan.hosts and not plan.launcher:
         return program
     if single.bandwidth:
         lab = ["lab", "-n", workers, "--bandwidth", single.bandwidth, "--threads", str(plan.threads)]
         return [*hvdx, *lab, "--json", str(plan.folder(single) / LAB), "--", *program]
     if plan.hosts:
-        return [*hvdx, "run", "-n", workers, "--hosts", plan.hosts, "--", *program]
+        return [*hvdx, "run", "--hosts", spread(plan.hosts, single.workers), "--", *program]
     if plan.launcher:
         return [*(word.replace("{n}", workers) for word in shlex.split(plan.launcher)), *program]
     if environ.get("SLURM_JOB_ID") and shutil.which("srun"):
         return ["srun", "--mpi=pmix", "--kill-on-bad-exit=1", "-n", workers, *program]
     return [*hvdx, "run", "-n", workers, "--", *program]
+
+
+def spread(hosts: str, workers: int) -> str:
+    """Return the hosts for some workers: as many hosts as possible, because the network is to be compared as well.
+
+    Args:
+        hosts: hosts with their room, as in --hosts.
+        workers: number of workers, for whom there is room.
+
+    Example:
+        >>> spread("a:2,b:2", 2)
+        'a:1,b:1'
+    """
+    room = parse_hosts(hosts)
+    used = dict.fromkeys(room, 0)
+    for _ in range(workers):
+        used[min((host for host in room if used[host] < room[host]), key=lambda host: used[host])] += 1
+    return ",".join(f"{host}:{count}" for host, count in used.items() if count)
 
 
 def environment(plan: Plan, single: Single) -> dict[str, str]:
@@ -113,7 +132,7 @@ def start(words: Sequence[str], env: Mapping[str, str], folder: Path, timeout: f
         finally:
             _end(process)
     if code and not reason:
-        reason = key_line(last_of(folder / LOG)) or f"exit code {code}"
+        reason = key_line(last_of(folder / LOG)) or exit_reason(code)
     return End(code, time.monotonic() - began, reason)
 
 

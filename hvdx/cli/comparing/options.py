@@ -28,6 +28,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
         raise ConfigError("compare: expected --hosts or --bandwidth, got both. Do: leave out one of the two.")
     if args.launcher and (args.hosts or args.bandwidth):
         raise ConfigError("compare: --launcher: expected no --hosts and no --bandwidth, got one. Do: leave it out.")
+    _check_launcher(args.launcher)
     for name, least in (("seeds", 1), ("epochs", 1), ("threads", 1)):
         value = getattr(args, name)
         if value is not None and value < least:
@@ -59,7 +60,7 @@ def _listed(text: str | None, separator: str) -> list[str]:
 
 
 def _workers(args: argparse.Namespace) -> list[int]:
-    room = sum(parse_hosts(args.hosts).values()) if args.hosts else MAX_HOSTS if args.bandwidth else 1 << 20
+    room = sum(parse_hosts(args.hosts, "compare").values()) if args.hosts else MAX_HOSTS if args.bandwidth else 1 << 20
     if args.workers is None:
         return sorted({1, room}) if args.hosts else [1, 2]
     words = _listed(args.workers, ",")
@@ -71,10 +72,25 @@ def _workers(args: argparse.Namespace) -> list[int]:
     return sorted({int(word) for word in words})
 
 
+def _check_launcher(text: str | None) -> None:
+    if text is None:
+        return
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        words, reason = [], f" ({error})"
+    else:
+        reason = ""
+    if not words:
+        raise ConfigError(
+            f"compare: --launcher: expected a command, got {text!r}{reason}. Do: --launcher 'srun -n {{n}}'"
+        )
+
+
 def _rates(text: str | None) -> list[str]:
     if text is None:
         return []
-    rates = _listed(text, ",")
+    rates = _listed(text.lower(), ",")
     for rate in rates or [""]:
         parse_rate(rate)
     return rates

@@ -1,7 +1,6 @@
 """The runs of a comparison, one after the other; a run that has ended is not repeated."""
 
 import fcntl
-import json
 import os
 import shutil
 import sys
@@ -10,8 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hvdx.cli.comparing.launch import LAB, LOG, End, command, environment, start
+from hvdx.cli.comparing.launch import LOG, End, command, environment, start
 from hvdx.cli.comparing.plan import Plan, Single, write_whole
+from hvdx.cli.comparing.predicting import add_predictions
 from hvdx.errors import ConfigError, LaunchError
 from hvdx.report.overview import METRICS, ONE_WORKER
 from hvdx.report.records import OUTCOME, Run, read, read_outcome
@@ -92,6 +92,7 @@ def run_all(plan: Plan, made: dict[str, str], lock: int, retry: bool = False) ->
         rest = f"; about {_time(left)} left" if done < len(todo) else ""
         _say(f"{'' if sys.stderr.isatty() else head}{end.seconds:.0f} s, {text}{rest}\n")
         good += not end.code
+    add_predictions(plan, _say)
     return good
 
 
@@ -122,7 +123,7 @@ def _run(plan: Plan, single: Single, made: dict[str, str], lock: int) -> End:
         )
     outcome = {"asked": single.asked, "workers": single.workers, "bandwidth": single.bandwidth}
     outcome |= {"hosts": plan.hosts or None, "seed": single.seed, "exit_code": end.code, "reason": end.reason}
-    write_whole(folder / OUTCOME, {**outcome, "seconds": end.seconds, "link_bytes": _link_bytes(folder)})
+    write_whole(folder / OUTCOME, {**outcome, "seconds": end.seconds})
     return end
 
 
@@ -172,15 +173,6 @@ def _metric(plan: Plan, single: Single) -> str:
         return "no metric"
     value = logs[name]
     return f"{name} {'nan' if value is None else f'{value:.4g}'}"
-
-
-def _link_bytes(folder: Path) -> int | None:
-    """Return the mean bytes that a worker's link sent, from the lab's figures."""
-    try:
-        links = json.loads((folder / LAB).read_text())["links"]
-        return round(sum(link["sent"] for link in links) / len(links))
-    except (OSError, ValueError, KeyError, ZeroDivisionError):
-        return None
 
 
 def _time(seconds: float) -> str:

@@ -5,11 +5,12 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from hvdx.comm import Comm
-from hvdx.comm.host_graph import on_device, on_host
+from hvdx.comm.host_graph import on_device, on_host, wait_for
 from hvdx.errors import HvdxError
 from hvdx.keras.adapters import updates
 from hvdx.keras.adapters.base import (
@@ -151,7 +152,9 @@ class HostAdapter(Adapter):
             step()
             return
         wanted = updates.updates_of(optimizer, step, variables)
-        _add(variables, self._call(wanted, self._first_bad, variables))
+        combined = self._call(wanted, self._first_bad, variables, lent=False)
+        # The next step of the exchange overwrites the arrays of these tensors.
+        wait_for(_add(variables, combined))
 
     def flush(self) -> None:
         for exchange, variables in self._open.values():
@@ -183,6 +186,7 @@ class HostAdapter(Adapter):
         variables: Sequence[Any],
         work: Callable[[Any, list[np.ndarray], bool], list[np.ndarray]] | None = None,
         dtype: tf.DType = tf.float32,
+        lent: bool = True,
     ) -> list[Any]:
         """Call the exchange of some variables from an operation of the graph.
 
@@ -192,13 +196,13 @@ class HostAdapter(Adapter):
             variables: variables of the exchange.
             work: method of the exchange; by default, `step`.
             dtype: dtype in which the exchange works.
+            lent: see `on_host`. If False, the tensors must be used before the next step.
 
         Returns:
             One tensor per variable.
         """
         # TensorFlow keeps `host` until the process ends. With weak references the adapter can be freed earlier.
         adapter_ref, variable_refs = weakref.ref(self), [weakref.ref(v) for v in variables]
-        rank_local = self.rank_local
 
         def step(bad: int, tensors: list[Any], allocate: Callable[[int], Any] | None = None) -> list[Any]:
             adapter, alive = adapter_ref(), [ref() for ref in variable_refs]
@@ -213,13 +217,11 @@ class HostAdapter(Adapter):
             return on_gpu(step, tensors, first_bad, variables)
 
         def host(bad: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
-            combined = step(int(bad), list(arrays))
-            # Gradients are copied, because an optimiser may keep a gradient, and the next step overwrites the array.
-            return combined if rank_local else [a.copy() for a in combined]
+            return step(int(bad), list(arrays))
 
         with tf.device("CPU:0"):
             given = [tf.cast(first_bad, tf.int32), *(tf.cast(t, dtype) for t in tensors)]
-            results = on_host(host, given, [dtype] * len(variables))
+            results = on_host(host, given, [dtype] * len(variables), lent)
         for result, variable in zip(results, variables, strict=True):
             result.set_shape(variable.shape)
         return results
@@ -330,6 +332,11 @@ def any_rank(comm: Comm, flag: Any) -> Any:
     return anywhere
 
 
-def _add(variables: Sequence[Any], combined: Sequence[Any]) -> None:
+def _add(variables: Sequence[Any], combined: Sequence[Any]) -> list[Any]:
+    """Add updates to variables in place; return tensors that are computed after that."""
+    added = []
     for variable, update in zip(variables, combined, strict=True):
-        variable.assign_add(tf.cast(update, variable.dtype))
+        # The sum of a Keras variable and a tensor would be a third array.
+        target = variable.value if isinstance(variable, keras.Variable) else variable
+        added.append(target.assign_add(tf.cast(update, variable.dtype)))
+    return added

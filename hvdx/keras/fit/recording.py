@@ -149,10 +149,6 @@ class Recording:
         if self._rows and self._rows[-1][1] - self._written > self._interval:
             self._write()
 
-    def write_now(self) -> None:
-        """Let the next `write_if_due` write the rows."""
-        self._written = float("-inf")
-
     def steps_end(self) -> None:
         """Read the counters after the last step of an epoch, before the adapters are flushed."""
         self._at_end = self._read()

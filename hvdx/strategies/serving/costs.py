@@ -28,17 +28,21 @@ def predict(situation: Situation, workers: int, servers: int, dedicated: bool, c
         return None
     update, encoding, decoding = coded
     network, weights = given.network, 4.0 * count
-    # Share of the weights that is at servers of other ranks, on average over the workers.
-    remote = 1.0 if dedicated else 1 - 1 / workers
     parts = servers * parts_of_server(int(weights) // servers)
     push, pull = update / network.bandwidth, weights / network.bandwidth
+    # Ranks of one host share its link.
+    sharing = given.per_host if given.workers > given.per_host else 1
+    # Share of the weights that is at servers of other ranks, on average over the workers.
+    remote = 1.0 if dedicated else 1 - 1 / workers
     if dedicated:
         # While one part is pushed, the answer for the previous part arrives.
-        transfer = max(push, pull) + min(push, pull) / parts
+        transfer = sharing * (max(push, pull) + min(push, pull) / parts)
     else:
-        # A worker's link also carries the updates for its server, and the answers, in the other direction each.
-        transfer = remote * (push + pull) * workers / servers
-        transfer *= given.per_host if given.workers > given.per_host else 1
+        # The link of a host with servers carries the host's updates for other servers and the answers to workers of
+        # other hosts in one direction, and the reverse in the other.
+        here = max(1.0, servers * sharing / workers) / servers
+        own, others = sharing * (1 - here), (workers - sharing) * here
+        transfer = max(own * push + others * pull, others * push + own * pull)
     # A message's header travels first. Its body follows when the receiver, which polls, has made room for it.
     trips = 2 * _TRIPS
     latency = trips * (network.latency + given.machine.message) + 2 * parts * given.machine.message
@@ -52,10 +56,12 @@ def predict(situation: Situation, workers: int, servers: int, dedicated: bool, c
         "decoding": serving,
     }
     # A server handles one update at a time, and its link carries the updates of all workers, and the answers.
-    link = max(push, pull) * workers / servers * dedicated
+    link = max(push, pull) * workers / servers * min(sharing, servers) * dedicated
     # Asynchronous workers that serve wait for each other's messages. Of a closed network of W queues with W customers
-    # (Lazowska et al. 1984, balanced job bounds), each queue is busy for W / (2 W - 1) of the time.
-    queueing = 0.0 if dedicated else transfer * (1 - 1 / workers)
+    # (Lazowska et al. 1984, balanced job bounds), each queue is busy for W / (2 W - 1) of the time; with 2 W customers,
+    # because a worker pushes a part while the answer for another one arrives, for 2 W / (3 W - 1) of it.
+    underway = 2 if parts > servers else 1
+    queueing = 0.0 if dedicated else transfer * (1 - 1 / workers) / underway
     idle = max(link, workers * serving) - given.computing - sum(terms.values())
     terms["waiting"] = max(queueing, idle, 0.0)
     headers = parts * HEADER_BYTES

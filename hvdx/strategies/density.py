@@ -1,0 +1,186 @@
+"""Control of an automatic density: the largest one whose exchange costs no more than a share of a step's computing."""
+
+from collections.abc import Callable
+from statistics import median
+
+from hvdx.strategies.link import Link, message_bytes
+
+#: Range of automatic densities. Below 1e-4 an element would wait for thousands of steps in the residual.
+MIN_DENSITY, MAX_DENSITY = 1e-4, 1 / 8
+#: Density before the first review.
+INITIAL_DENSITY = 1 / 32
+# Steps of a review. The first steps after a change are left out: they still carry messages of the old density.
+_WINDOW, _LEFT_OUT = 10, 2
+# Largest factor of a change after the first review, and smallest factor that is worth a change.
+_LARGEST, _SMALLEST = 2.0, 1.2
+# A cost is too high above this multiple of the budget, and leaves room below the other one.
+_HIGH, _LOW = 1.1, 0.8
+# Number of reviews in a row that must agree before a settled density is changed.
+_PATIENCE = 4
+# Number of reviews in which the density is found.
+_SETTLING = 8
+# Number of reviews after which a density that was too high may be tried again; it doubles each time.
+_MEMORY = 32
+# Share of the budget that the part of the cost that grows with the density may take in any case.
+_LEAST_SHARE = 0.25
+
+
+class DensityControl:
+    """Closed loop from the measured cost of an exchange to the density. Its input must be the same on all ranks.
+
+    The cost of a step is all that the step pays for the exchange: encoding, the transfer, decoding. A part of it does
+    not depend on the density (latency, reading the whole update). If this part alone exceeds the budget, a lower
+    density would only lose accuracy, so the density falls no further once its own part of the cost is small.
+
+    Reviews bracket the density: between the largest one that was within the budget and the smallest one that was above
+    it. So a link that passes bursts, whose cost rises suddenly, is found by bisection.
+
+    Args:
+        overhead: budget, as a share of a step's computing time.
+        network: result of `link.probe`, for the first review only.
+        size: number of ranks.
+        elements: number of elements of an update.
+
+    Attributes:
+        density: density of the next step.
+
+    Example:
+        >>> control = DensityControl(0.1, Link(1e-4, 12.5e6), 2, 1_000_000)
+        >>> for _ in range(200):
+        ...     control.observe(computing=0.01, cost=5e-4 + 0.1 * control.density)
+        >>> 0.8e-3 < 5e-4 + 0.1 * control.density < 1.1e-3
+        True
+    """
+
+    def __init__(self, overhead: float, network: Link, size: int, elements: int):
+        self.density = INITIAL_DENSITY
+        self._overhead, self._network, self._size, self._elements = overhead, network, size, elements
+        self._computing: list[float] = []
+        self._costs: list[float] = []
+        self._left_out = _LEFT_OUT
+        self._reviews = 0
+        # Last review at another density: (density, cost).
+        self._before: tuple[float, float] | None = None
+        self._fixed = 0.0
+        self._within: float | None = None
+        self._above: float | None = None
+        self._above_until, self._memory = 0, _MEMORY
+        # Former `_above`, which is being tried again.
+        self._forgotten: float | None = None
+        self._too_high = self._too_low = 0
+
+    def observe(self, computing: float, cost: float) -> None:
+        """Add one step, and change `density` if a review is due.
+
+        Args:
+            computing: seconds of computing in the step.
+            cost: seconds that the exchange of the step took on the slowest rank.
+        """
+        self._computing = [*self._computing, computing][-4 * _WINDOW :]
+        if self._left_out:
+            self._left_out -= 1
+            return
+        self._costs.append(cost)
+        if len(self._costs) == _WINDOW:
+            self._review(self._overhead * median(self._computing), median(self._costs))
+            self._costs = []
+
+    def _review(self, budget: float, cost: float) -> None:
+        self._reviews += 1
+        if self._reviews == 1:
+            # The first guess trusts the probe, and may be far off; what follows is measured.
+            self._note(budget, cost)
+            guess = affordable_density(self._transfer, budget)
+            self._change(min(guess, self._proposal(budget, cost, bounded=False)), cost)
+            return
+        self._learn_fixed(cost)
+        budget = budget_with(self._fixed, budget)
+        self._note(budget, cost)
+        self._too_high = self._too_high + 1 if cost > _HIGH * budget else 0
+        self._too_low = self._too_low + 1 if cost < _LOW * budget else 0
+        if max(self._too_high, self._too_low) < (1 if self._reviews < _SETTLING else _PATIENCE):
+            return
+        self._change(self._proposal(budget, cost), cost)
+
+    def _transfer(self, density: float) -> float:
+        """Return the seconds of the transfer on the network that was probed."""
+        received = (self._size - 1) * message_bytes(self._elements, density)
+        return self._network.latency + received / self._network.bandwidth
+
+    def _learn_fixed(self, cost: float) -> None:
+        """Update the part of the cost that does not depend on the density, from the last two densities."""
+        if self._before is None:
+            return
+        (density, other), self._before = self._before, None
+        slope = max(0.0, (cost - other) / (self.density - density))
+        fixed = max(0.0, cost - slope * self.density)
+        self._fixed = fixed if not self._fixed else (self._fixed + fixed) / 2
+
+    def _note(self, budget: float, cost: float) -> None:
+        """Store whether this density is within the budget."""
+        if self._above is not None and self._reviews >= self._above_until:
+            self._forgotten, self._above = self._above, None
+        if cost > _HIGH * budget:
+            if self._forgotten is not None:
+                # It was tried again, and it still is too high.
+                self._memory, self._forgotten = 2 * self._memory, None
+            if self._above is None or self.density <= self._above:
+                self._above, self._above_until = self.density, self._reviews + self._memory
+            if self._within is not None and self._within >= self.density:
+                self._within = None
+            return
+        if self._forgotten is not None and self.density >= self._forgotten:
+            self._memory, self._forgotten = _MEMORY, None
+        if self._within is None or self.density > self._within:
+            self._within = self.density
+
+    def _proposal(self, budget: float, cost: float, bounded: bool = True) -> float:
+        wanted = self.density * max(budget - self._fixed, 0.0) / max(cost - self._fixed, 0.05 * budget)
+        if bounded:
+            wanted = min(max(wanted, self.density / _LARGEST), self.density * _LARGEST)
+        if wanted < self.density and self._within is not None and wanted < self._within < self.density:
+            wanted = (self._within * self.density) ** 0.5
+        if self._above is not None and wanted >= self._above > self.density:
+            wanted = (self._above * self.density) ** 0.5
+        return min(max(wanted, MIN_DENSITY), MAX_DENSITY)
+
+    def _change(self, density: float, cost: float) -> None:
+        if 1 / _SMALLEST < density / self.density < _SMALLEST:
+            return
+        self._before = self.density, cost
+        self.density, self._left_out = density, _LEFT_OUT
+        self._too_high = self._too_low = 0
+
+
+def affordable_density(cost: Callable[[float], float], seconds: float) -> float:
+    """Return the largest density in [MIN_DENSITY, MAX_DENSITY] whose exchange costs at most some seconds.
+
+    Args:
+        cost: seconds of an exchange by its density, increasing.
+        seconds: limit.
+
+    Example:
+        >>> round(affordable_density(lambda density: 0.001 + 0.1 * density, 0.002), 4)
+        0.01
+    """
+    low, high = MIN_DENSITY, MAX_DENSITY
+    if cost(high) <= seconds:
+        return high
+    for _ in range(40):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if cost(middle) <= seconds else (low, middle)
+    return low
+
+
+def budget_with(fixed: float, budget: float) -> float:
+    """Return the seconds that an exchange may cost: the budget, or more if the fixed part leaves too little of it.
+
+    Args:
+        fixed: seconds that do not depend on the density.
+        budget: seconds that the exchange should cost.
+
+    Example:
+        >>> budget_with(0.5, 1.0), budget_with(2.0, 1.0)
+        (1.0, 2.25)
+    """
+    return max(budget, fixed + _LEAST_SHARE * budget)

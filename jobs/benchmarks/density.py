@@ -1,0 +1,139 @@
+"""Cost of a step under `Threshold` with its automatic density, beside the same step without communication.
+
+    python jobs/benchmarks/density.py                                            two hosts, three rates, two bursts
+    python jobs/benchmarks/density.py --hosts 4 --bandwidth 100mbit --burst 256kB
+
+Emulated hosts (`hvdx lab`) train a dense network of 1.86 million parameters on Fashion-MNIST, 64 images per step on
+each. In each run, the same processes train alone, then under `Threshold()`, then alone again. The table shows the
+median step after the first 100, divided by the mean of the two medians alone; the density there, and its range, in
+means over 20 steps and as multiples of the median; and the mean milliseconds of each part of the exchange.
+"""
+
+import argparse
+import sys
+import time
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from hvdx.jobs.benchmarks import harness
+from hvdx.report.table import render
+
+#: Steps in which the density settles.
+SETTLING = 100
+# Uncounted first steps of a fit, which trace and compile.
+_COMPILING = 3
+# Steps over which a density is averaged.
+_AVERAGED = 20
+_PARTS = ("encoding", "waiting", "exchanging", "decoding")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the comparison, or one of its workers."""
+    parser = harness.parser(__doc__)
+    add, words = parser.add_argument, harness.several(str)
+    add("--hosts", type=harness.several(int), default="2", metavar="N,N,...", help="numbers of emulated hosts")
+    add("--bandwidth", type=words, default="10mbit,100mbit,1gbit", metavar="RATE,...", help="bandwidths of the links")
+    add("--burst", type=words, default="5kB,256kB", metavar="SIZE,...", help="bytes that a link passes after a pause")
+    add("--strategy", default="threshold", metavar="SPEC", help="spelling of the strategy")
+    add("--steps", type=int, default=300, metavar="N", help="measured steps, after the density has settled")
+    add("--hidden", type=int, default=1024, metavar="N", help="units in each of two hidden layers")
+    return harness.run(parser, compare, train, argv)
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Run every network, and print a table."""
+    rows: list[dict[str, Any]] = []
+    given = {"spelling": options.strategy, "hidden": options.hidden, "seed": 0, "steps": options.steps}
+    for hosts in options.hosts:
+        for bandwidth in options.bandwidth:
+            for burst in options.burst:
+                figures = harness.launch(__file__, given, hosts, bandwidth, burst=burst).ranks[0]
+                rows.append({"hosts": hosts, "bandwidth": bandwidth, "burst": burst} | figures)
+                print(f"{hosts} hosts, {bandwidth}, {burst}: {figures['ratio']:.2f}", file=sys.stderr, flush=True)
+                harness.write(options.json, {"rows": rows})
+    print(text(rows))
+    return 0
+
+
+def text(rows: list[dict[str, Any]]) -> str:
+    """Return the table."""
+    cells = [
+        [
+            f"{row['hosts']} hosts, {row['bandwidth']}, {row['burst']}",
+            f"{row['alone_ms']:.1f}",
+            f"{row['ms']:.1f}",
+            f"{row['ratio']:.2f}",
+            f"{row['density']:.2g}",
+            f"{row['lowest']:.2f} to {row['highest']:.2f}",
+            *(f"{row[part]:.2f}" for part in _PARTS),
+        ]
+        for row in rows
+    ]
+    header = ["network", "alone ms", "ms", "ratio", "density", "range", *_PARTS]
+    return render(cells, header)
+
+
+def train(given: argparse.Namespace) -> dict[str, Any]:
+    """Train alone, under the strategy, and alone again."""
+    import hvdx
+
+    hvdx.init()
+    model, data, _, _ = harness.mlp(given)
+
+    def fit(steps: int, distribute: Any = None) -> Any:
+        watch = make_watch(distribute)
+        callbacks = [watch] if distribute is None else [distribute, watch]
+        model.fit(data.repeat(), steps_per_epoch=steps, shuffle=False, verbose=0, callbacks=callbacks)
+        return watch
+
+    before = median(fit(60).seconds[_COMPILING:])
+    distribute = hvdx.keras.Distribute(given.spelling)
+    watch = fit(SETTLING + given.steps, distribute)
+    after = median(fit(60).seconds[_COMPILING:])
+    measured, alone = median(watch.seconds[SETTLING:]), (before + after) / 2
+    # The density of a single step varies with the update: at 1e-4 a message of this model has 190 entries.
+    entries = watch.entries[SETTLING::_AVERAGED]
+    densities = [(end - begin) / _AVERAGED for begin, end in pairwise(entries)]
+    middle = median(densities)
+    return {
+        "alone_ms": 1e3 * alone,
+        "ms": 1e3 * measured,
+        "ratio": measured / alone,
+        "density": middle,
+        "lowest": min(densities) / middle,
+        "highest": max(densities) / middle,
+    } | {part: 1e3 * (watch.parts[-1][part] - watch.parts[0][part]) / given.steps for part in _PARTS}
+
+
+def make_watch(distribute: Any) -> Any:
+    """Make a callback that stores the seconds and the density of each step."""
+    import keras
+
+    class Watch(keras.callbacks.Callback):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seconds: list[float] = []
+            self.entries: list[float] = []
+            # Totals after the first steps, and at the end.
+            self.parts: list[dict[str, float]] = []
+            self._end = time.perf_counter()
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self._end = time.perf_counter()
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            now = time.perf_counter()
+            self.seconds.append(now - self._end)
+            if distribute is not None:
+                cost = distribute.cost()
+                self.entries.append(cost.entries / max(cost.elements, 1))
+                if len(self.seconds) >= SETTLING:
+                    self.parts[1:] = [{part: getattr(cost, part) for part in _PARTS}]
+            self._end = time.perf_counter()
+
+    return Watch()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""Control of the density on simulated links, whose token buckets let bursts pass faster than the rate."""
+
+import numpy as np
+import pytest
+
+from hvdx.strategies.density import MAX_DENSITY, MIN_DENSITY, DensityControl, affordable_density
+from hvdx.strategies.link import Link, message_bytes
+
+_ELEMENTS, _COMPUTING, _STEPS, _SETTLING = 1_863_690, 0.013, 400, 100
+
+
+def train(rate, bucket, size, seed, fixed=8e-4, overhead=0.1, steps=_STEPS):
+    """Return the costs and the densities of the steps of a simulated training.
+
+    Args:
+        rate: bits per second of each link.
+        bucket: bytes that pass at once after a pause.
+        size: number of ranks.
+        seed: seed of the noise: steps that take up to a third longer, and a pause of 10 ms in one step of 30.
+        fixed: seconds of encoding that do not depend on the density.
+        overhead: budget as a share of computing.
+        steps: number of steps.
+    """
+    random, bandwidth, tokens = np.random.default_rng(seed), rate / 8, bucket
+    # The probe's messages pass in the bucket, so it takes the link for a faster one.
+    control = DensityControl(overhead, Link(1e-4, 25 * bandwidth if bucket > 1e5 else bandwidth), size, _ELEMENTS)
+    costs, densities = [], []
+    for _ in range(steps):
+        density = control.density
+        sent = (size - 1) * (message_bytes(_ELEMENTS, density) + 100)
+        queued = max(0.0, sent - tokens) / bandwidth
+        cost = 1e-4 * size + queued + fixed + 25e-9 * _ELEMENTS * density * (1 + size)
+        computing = _COMPUTING * (1 + 0.1 * abs(random.normal()))
+        cost = cost * (1 + 0.1 * abs(random.normal())) + 0.01 * (random.random() < 1 / 30)
+        tokens = min(bucket, max(0.0, tokens - sent) + (computing + cost - queued) * bandwidth)
+        control.observe(computing, cost)
+        costs.append(cost / computing)
+        densities.append(density)
+    return np.array(costs), np.array(densities)
+
+
+@pytest.mark.parametrize("rate", [1e7, 1e8, 1e9])
+@pytest.mark.parametrize("bucket", [5e3, 2e4, 256e3])
+@pytest.mark.parametrize("size", [2, 4])
+def test_density_settles_within_the_budget(rate, bucket, size):
+    for seed in range(5):
+        costs, densities = train(rate, bucket, size, seed)
+        settled = densities[_SETTLING:]
+        assert np.median(costs[_SETTLING:]) < 0.15
+        middle = np.median(settled)
+        assert 0.75 * middle <= settled.min() <= settled.max() <= 1.25 * middle
+
+
+def test_density_uses_the_budget():
+    costs, densities = train(1e9, 5e3, 2, 0, fixed=2e-4)
+    assert 0.07 < np.median(costs[_SETTLING:]) < 0.13
+    costs, densities = train(1e11, 5e3, 2, 0, fixed=0.0, overhead=10.0)
+    assert densities[-1] == MAX_DENSITY
+
+
+def test_fixed_cost_above_the_budget_does_not_starve_the_exchange():
+    """A lower density would save next to nothing."""
+    costs, densities = train(1e9, 5e3, 2, 0, fixed=3e-3)
+    assert densities[-1] > 10 * MIN_DENSITY
+    assert np.median(costs[_SETTLING:]) < 4e-3 / _COMPUTING
+
+
+def test_density_follows_a_link_that_gets_slower_and_faster():
+    control = DensityControl(0.1, Link(1e-4, 1e8), 2, _ELEMENTS)
+    found = []
+    for bandwidth in (1e8, 1e6, 1e8):
+        for _ in range(1000):
+            cost = 2e-4 + message_bytes(_ELEMENTS, control.density) / bandwidth
+            control.observe(_COMPUTING, cost)
+        found.append(control.density)
+    assert found[1] < found[0] / 10
+    assert found[2] == pytest.approx(found[0], rel=0.5)
+
+
+@pytest.mark.parametrize("seconds", [0.0005, 0.002, 0.02])
+def test_affordable_density_fits_the_time(seconds):
+    def cost(density):
+        return 2e-4 + message_bytes(2_000_000, density) / 12.5e6
+
+    density = affordable_density(cost, seconds)
+    assert cost(density) <= seconds
+    assert density == MAX_DENSITY or cost(1.05 * density) > seconds
+    assert affordable_density(cost, 1e-5) == MIN_DENSITY
