@@ -376,6 +376,20 @@ def histogram(update: Sequence[Any], lengths: np.ndarray, lookahead: float = 0.0
     return to_host(on_device, stream)
 
 
+def clear(array: Any) -> Any:
+    """Set a float32 array on the GPU to zero, and return it."""
+    flat = _check_array(array, "array", 0)
+    if flat.size:
+        cuda_encode.clear[_grid(flat.size), cuda_encode.THREADS](flat.view(np.uint32))
+        cuda.synchronize()
+    return array
+
+
+def zeros(n: int) -> Any:
+    """Return a new float32[n] of zeros on the GPU."""
+    return clear(cuda.device_array(n, np.float32))
+
+
 def copy(array: Any) -> Any:
     """Return a copy of an array on the GPU."""
     array = as_device(array)

@@ -142,7 +142,7 @@ class Gpu:
     @_there
     def zeros(self, n: int) -> Any:
         """Return a new float32[n] of zeros on the GPU."""
-        return self.place(np.zeros(n, np.float32))
+        return self._cuda.zeros(n)
 
     @_there
     def copy(self, array: Any) -> Any:

@@ -3,7 +3,6 @@
 The simulator must be chosen before numba.cuda is imported, so the cases run in a separate process.
 """
 
-import collections
 import importlib.util
 import os
 import subprocess
@@ -15,6 +14,7 @@ import pytest
 
 from hvdx.kernels import reference
 from hvdx.kernels.tiles import LAYOUT, M_MAX, SWITCH, Layout, Malformed, Runs, limit, plan
+from tests.kernels.counting import count_work
 
 SIMULATED = os.environ.get("HVDX_CUDA_SIMULATOR") == "1"
 INSTALLED = importlib.util.find_spec("numba_cuda") is not None
@@ -250,7 +250,7 @@ class TestSimulator:
         np.testing.assert_array_equal(got, expected)
 
     @pytest.mark.parametrize(("arrays", "runs", "messages"), [(1, 1, 1), (30, 5, 7)])
-    def test_launches_and_copies_do_not_grow(self, counted, arrays, runs, messages):
+    def test_launches_and_copies_do_not_grow(self, monkeypatch, arrays, runs, messages):
         from hvdx.kernels import cuda as kernels
 
         n = 600
@@ -258,7 +258,7 @@ class TestSimulator:
         sizes = [n // arrays] * (arrays - 1)
         taus = make_runs(*[(n // runs, 0.5)] * runs)
         given, left, scratch = [on_device(a) for a in split(update, *sizes)], on_device(residual), kernels.Scratch()
-        counted.clear()
+        counted = count_work(monkeypatch)
         tiles = kernels.encode(given, left, taus, layout=SMALL, lookahead=3.0, scratch=scratch).tiles.copy_to_host()
         assert (counted["launches"], counted["to host"], counted["to device"]) == (8, 2, 2)
         out = [on_device(a) for a in split(update, *sizes)]
@@ -440,29 +440,6 @@ class TestSimulator:
             Exporter(array).__dlpack__(stream=5, max_version=(1, 0))
             Exporter(array).__dlpack__(stream=-1)
             assert array.given == expected
-
-    @pytest.fixture
-    def counted(self, monkeypatch):
-        """Numbers of launches and copies since the last `clear`."""
-        from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
-        from numba.cuda.simulator.kernel import FakeCUDAKernel
-
-        counts = collections.Counter()
-
-        def count(owner, name, what):
-            original = getattr(owner, name)
-
-            def counting(self, *arguments, **options):
-                if not getattr(self, "_device", False):
-                    counts[what] += 1
-                return original(self, *arguments, **options)
-
-            monkeypatch.setattr(owner, name, counting)
-
-        count(FakeCUDAKernel, "__call__", "launches")
-        count(FakeCUDAArray, "copy_to_host", "to host")
-        count(FakeCUDAArray, "copy_to_device", "to device")
-        return counts
 
 
 def on_device(array):

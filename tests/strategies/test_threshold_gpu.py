@@ -17,6 +17,7 @@ from hvdx.codec import devices
 from hvdx.comm.local import virtual_world
 from hvdx.errors import ConfigError
 from hvdx.strategies import TensorSpec, Threshold
+from tests.kernels.counting import count_work
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Time limit in seconds; the tests take about a fifth of it on one core.
@@ -145,6 +146,15 @@ class TestSimulator:
         pair.gpu.step([devices.gpu().place(flat)])
         assert "variable 3: update[3]: element 2 is nan" in capsys.readouterr().err
         assert not pair.gpu.residuals[0].any()
+
+    def test_only_messages_cross(self, monkeypatch):
+        pair = Pair(tau=0.01)
+        flat = devices.gpu().place(update(0)[1])
+        pair.gpu.step([flat])
+        counted = count_work(monkeypatch)
+        pair.gpu.step([flat])
+        # To the host: the size of the message, the message, and the outcome of the checks. One launch clears the result.
+        assert counted == {"launches": 8 + 3 + 1, "to host": 3, "to device": 2 + 3}
 
     def test_result_goes_to_the_array_of_the_caller(self):
         pair, given = Pair(tau=0.01), []
