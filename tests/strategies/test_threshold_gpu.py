@@ -153,7 +153,7 @@ class TestSimulator:
         pair.gpu.step([flat])
         counted = count_work(monkeypatch)
         pair.gpu.step([flat])
-        # To the host: the size of the message, the message, and the outcome of the checks. One launch clears the result.
+        # To the host: size of the message, message, and outcome of the checks. One more launch clears the result.
         assert counted == {"launches": 8 + 3 + 1, "to host": 3, "to device": 2 + 3}
 
     def test_result_goes_to_the_array_of_the_caller(self):
