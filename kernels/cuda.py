@@ -44,7 +44,7 @@ from hvdx.kernels.tiles import BLOCK, LAYOUT, Encoded, Layout, Malformed, Runs, 
 
 #: Largest number of blocks of a launch for each multiprocessor. Over elements: several times the blocks that run at
 #: once, so that little is idle at the end. Over tiles: the blocks that run at once, given their shared memory.
-_BLOCKS_OF_ELEMENTS, _BLOCKS_OF_TILES = 64, 4
+_BLOCKS_OF_ELEMENTS, _BLOCKS_OF_TILES = (3, 2) if SIMULATED else (64, 4)
 #: Smallest number of blocks of a launch. Numba warns of fewer; surplus blocks have no work.
 _FEWEST_BLOCKS = 2 if SIMULATED else 128
 #: Number of elements that a block of `add` takes at a time: at least, and at most.

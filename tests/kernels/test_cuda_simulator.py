@@ -193,11 +193,17 @@ class TestSimulator:
         rng = np.random.default_rng(0)
         taus = np.float32(2.0) ** rng.integers(-30, 30, 3000) * rng.uniform(1, 2, 3000).astype(np.float32)
         sizes = (taus.astype(np.float64) * 2.0 ** rng.uniform(0, 31, 3000)).astype(np.float32)
-        # Quotients that float64 rounds up to a whole number: they lack less than 2**-23 of it.
-        m = rng.integers(2**28, 2**31 - 1, 2000)
-        sizes[:2000] = np.nextafter((m * taus[:2000].astype(np.float64)).astype(np.float32), np.float32(0))
-        sizes[2000:2400] = (rng.integers(1, 2**22, 400) * taus[2000:2400].astype(np.float64)).astype(np.float32)
+        # Multiples of tau, and the numbers before them, whose quotient float32 may round up.
+        sizes[:800] = (rng.integers(1, 2**22, 800) * taus[:800].astype(np.float64)).astype(np.float32)
+        sizes[400:800] = np.nextafter(sizes[400:800], np.float32(0))
+        # Quotients that lack 1 / tau of a whole number above 2**30: float64 rounds them up.
+        for i in range(800, 900):
+            odd = int(rng.integers(2**22, 2**22 + 2**20)) * 2 + 1
+            missing = -pow(2**30, -1, odd) % odd + odd
+            if missing < 2**24:
+                sizes[i], taus[i] = missing * 2.0**30, odd
         sizes = np.maximum(sizes, taus)
+        assert (np.float64(sizes) / np.float64(taus) % 1 == 0)[850:900].any()
         expected = np.minimum(np.trunc(sizes.astype(np.float64) / taus.astype(np.float64)), M_MAX).astype(np.int64)
         expected += sizes - reference.amount(expected, taus) >= taus
 
@@ -335,9 +341,10 @@ class TestSimulator:
         update[250] = np.nextafter(update[250], np.float32(np.inf))
         assert kernels.check([on_device(update)], runs) == 250
 
+    @pytest.mark.parametrize("layout", [SMALL, LAYOUT], ids=["small", "work"])
     @pytest.mark.parametrize("rice", [True, False], ids=["rice", "plain"])
-    def test_decode_adds_what_the_reference_adds(self, rice):
-        messages = make_messages(rice)
+    def test_decode_adds_what_the_reference_adds(self, rice, layout):
+        messages = make_messages(rice, layout, 0.12 if layout == SMALL else 0.4)
         n = 700
         start = make_case(n, 0.1, 9)[0]
         for scale, sizes in ((0.25, []), (1 / 3, [100, 0, 1, 500])):
@@ -488,12 +495,12 @@ def decode(messages, scale, out, rice):
     return [a.copy_to_host() for a in arrays]
 
 
-def make_messages(rice):
+def make_messages(rice, layout=SMALL, density=0.12):
     """Return three messages for 700 elements with different runs."""
     messages = []
     for seed, runs in ((8, make_runs((700, 0.5))), (9, make_runs((99, 0.5), (601, 0.6))), (10, make_runs((700, 0.4)))):
-        update, residual = make_case(700, 0.12, seed, tau=0.4, more=0.1)
-        messages.append((reference.encode([update], residual, runs, rice, SMALL).tiles, runs))
+        update, residual = make_case(700, density, seed, tau=0.4, more=0.1)
+        messages.append((reference.encode([update], residual, runs, rice, layout).tiles, runs))
     return messages
 
 
