@@ -1,6 +1,7 @@
 """Dense synchronous averaging: in every step, every rank receives the mean of all gradients."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 from hvdx.comm import GraphComm
@@ -8,7 +9,7 @@ from hvdx.comm.base import Engine, Reduction, Wire
 from hvdx.errors import ConfigError
 from hvdx.strategies.base import Exchange, Strategy, TensorSpec, one_of
 from hvdx.strategies.link import ring_bytes
-from hvdx.strategies.prediction import Prediction, Situation
+from hvdx.strategies.prediction import Prediction, Situation, added
 
 Op = Literal["average", "sum"]
 Sparse = Literal["gather", "dense"]
@@ -93,9 +94,14 @@ class AllReduce(Strategy):
     def predict(self, situation: Situation) -> Prediction:
         itemsize = 4 if self.compression == "none" else 2
         given = situation.with_engine(self.engine)
-        terms = given.reduction(itemsize, given.elements) | {"waiting": given.slowest, "polling": given.polling()}
-        buffers = {"buffers": given.reduction_memory(itemsize, given.elements)}
-        return given.prediction(terms, ring_bytes(itemsize * given.elements, given.workers), buffers)
+        if self.sparse == "dense":
+            given = replace(given, tables=())
+        whole = given.elements - sum(table.parameters for table in given.tables)
+        rows, gathered = given.gathering(itemsize)
+        terms = added([given.reduction(itemsize, whole), rows])
+        terms |= {"waiting": given.slowest, "polling": given.polling()}
+        buffers = {"buffers": given.reduction_memory(itemsize, whole)}
+        return given.prediction(terms, ring_bytes(itemsize * whole, given.workers) + gathered, buffers)
 
     def open(
         self, comm: GraphComm, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = ""

@@ -23,7 +23,7 @@ from hvdx.strategies.threshold import Threshold
 #: Number of steps to measure. The first step of an epoch is not measured: its time may include compiling.
 TRIAL_STEPS = 3
 # Smallest saving for which a lossy strategy is chosen, as a share of a step: fp16 over float32, threshold over both.
-_WORTH_FP16, _WORTH_THRESHOLD = 0.03, 0.1
+_WORTH_FP16, _WORTH_THRESHOLD = 0.03, 0.2
 #: Smallest ratio of the samples per second of all workers to those of one worker, for which several are worth it.
 WORTH_WORKERS = 1.1
 

@@ -19,8 +19,6 @@ _HIGH, _LOW = 1.1, 0.8
 _PATIENCE = 4
 # Number of reviews in which the density is found.
 _SETTLING = 8
-# Number of reviews after which a density that was too high may be tried again; it doubles each time.
-_MEMORY = 32
 # Share of the budget that the part of the cost that grows with the density may take in any case.
 _LEAST_SHARE = 0.25
 
@@ -31,9 +29,6 @@ class DensityControl:
     The cost of a step is all that the step pays for the exchange: encoding, the transfer, decoding. A part of it does
     not depend on the density (latency, reading the whole update). If this part alone exceeds the budget, a lower
     density would only lose accuracy, so the density falls no further once its own part of the cost is small.
-
-    Reviews bracket the density: between the largest one that was within the budget and the smallest one that was above
-    it. So a link that passes bursts, whose cost rises suddenly, is found by bisection.
 
     Args:
         overhead: budget, as a share of a step's computing time.
@@ -62,11 +57,6 @@ class DensityControl:
         # Last review at another density: (density, cost).
         self._before: tuple[float, float] | None = None
         self._fixed = 0.0
-        self._within: float | None = None
-        self._above: float | None = None
-        self._above_until, self._memory = 0, _MEMORY
-        # Former `_above`, which is being tried again.
-        self._forgotten: float | None = None
         self._too_high = self._too_low = 0
 
     def observe(self, computing: float, cost: float) -> None:
@@ -89,18 +79,17 @@ class DensityControl:
         self._reviews += 1
         if self._reviews == 1:
             # The first guess trusts the probe, and may be far off; what follows is measured.
-            self._note(budget, cost)
             guess = affordable_density(self._transfer, budget)
-            self._change(min(guess, self._proposal(budget, cost, bounded=False)), cost)
+            self._change(min(guess, self._proposal(budget, cost)), cost)
             return
         self._learn_fixed(cost)
         budget = budget_with(self._fixed, budget)
-        self._note(budget, cost)
         self._too_high = self._too_high + 1 if cost > _HIGH * budget else 0
         self._too_low = self._too_low + 1 if cost < _LOW * budget else 0
         if max(self._too_high, self._too_low) < (1 if self._reviews < _SETTLING else _PATIENCE):
             return
-        self._change(self._proposal(budget, cost), cost)
+        wanted = self._proposal(budget, cost)
+        self._change(min(max(wanted, self.density / _LARGEST), self.density * _LARGEST), cost)
 
     def _transfer(self, density: float) -> float:
         """Return the seconds of the transfer on the network that was probed."""
@@ -116,32 +105,8 @@ class DensityControl:
         fixed = max(0.0, cost - slope * self.density)
         self._fixed = fixed if not self._fixed else (self._fixed + fixed) / 2
 
-    def _note(self, budget: float, cost: float) -> None:
-        """Store whether this density is within the budget."""
-        if self._above is not None and self._reviews >= self._above_until:
-            self._forgotten, self._above = self._above, None
-        if cost > _HIGH * budget:
-            if self._forgotten is not None:
-                # It was tried again, and it still is too high.
-                self._memory, self._forgotten = 2 * self._memory, None
-            if self._above is None or self.density <= self._above:
-                self._above, self._above_until = self.density, self._reviews + self._memory
-            if self._within is not None and self._within >= self.density:
-                self._within = None
-            return
-        if self._forgotten is not None and self.density >= self._forgotten:
-            self._memory, self._forgotten = _MEMORY, None
-        if self._within is None or self.density > self._within:
-            self._within = self.density
-
-    def _proposal(self, budget: float, cost: float, bounded: bool = True) -> float:
+    def _proposal(self, budget: float, cost: float) -> float:
         wanted = self.density * max(budget - self._fixed, 0.0) / max(cost - self._fixed, 0.05 * budget)
-        if bounded:
-            wanted = min(max(wanted, self.density / _LARGEST), self.density * _LARGEST)
-        if wanted < self.density and self._within is not None and wanted < self._within < self.density:
-            wanted = (self._within * self.density) ** 0.5
-        if self._above is not None and wanted >= self._above > self.density:
-            wanted = (self._above * self.density) ** 0.5
         return min(max(wanted, MIN_DENSITY), MAX_DENSITY)
 
     def _change(self, density: float, cost: float) -> None:

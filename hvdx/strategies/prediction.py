@@ -96,7 +96,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Layer:
-    """Dense layer that could be split.
+    """Dense layer that could be split, or embedding.
 
     Attributes:
         name: name of the layer.
@@ -168,6 +168,7 @@ class Situation:
         slots: values that the optimiser keeps for each weight.
         spread: standard deviation of `computing`, in seconds.
         layers: dense layers, in the order of the model.
+        tables: embeddings.
         per_host: number of workers that share a host and its link.
         cores: cores of each worker; below 1 if workers share cores.
 
@@ -187,6 +188,7 @@ class Situation:
     slots: float = 0.0
     spread: float = 0.0
     layers: tuple[Layer, ...] = ()
+    tables: tuple[Layer, ...] = ()
     per_host: int = 1
     cores: float = 1.0
 
@@ -288,6 +290,24 @@ class Situation:
         agreement = math.ceil(math.log2(self.workers)) * (self.network.latency + self.machine.message)
         terms["latency"] += cycle / 2 + agreement
         return {"copying": self.passes(4 * itemsize + 3 * itemsize, elements) + casts} | terms
+
+    def gathering(self, itemsize: int) -> tuple[dict[str, float], float]:
+        """Return the terms of gathering the gradients of embeddings, and the bytes that a worker sends for it.
+
+        Such a gradient has a row for each id in the batch, with its index.
+
+        Args:
+            itemsize: bytes per element of a row on the network.
+        """
+        others, sizes = self.workers - 1, [self.batch * (itemsize * t.outputs + 4.0 * t.inputs) for t in self.tables]
+        if not others:
+            return {}, 0.0
+        if self.engine == "mpi":
+            # Headers travel before the rows, and the indices by themselves.
+            return added([self.all_to_all(size / 2, rounds=2) for size in sizes]), others * sum(sizes)
+        hop, bandwidth = self.network.latency + self.machine.message, self.network.bandwidth * self.network.reducing
+        terms = {"latency": 2 * len(sizes) * others * hop, "transfer": others * sum(sizes) / bandwidth}
+        return terms, others * sum(sizes)
 
     def polling(self, rarely: bool = False) -> float:
         """Return the seconds by which Horovod's thread makes a step's computing longer.

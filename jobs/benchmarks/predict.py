@@ -156,9 +156,11 @@ def _speeds(done: dict[str, Any], model: str, hosts: int, path: str | None) -> t
         print(f"{key} hosts: a step computes {1e3 * chosen.computing:.3g} ms", flush=True)
         _save(path, done)
     found = done["machines"][key]
-    layers = tuple(script.Layer(**layer) for layer in found["training"]["layers"])
-    given = found["training"] | {"layers": layers, "tensors": tuple(found["training"]["tensors"])}
-    return script.Training(**given), machine.machine_of(found["speeds"])
+    given = found["training"]
+    named = {name: tuple(script.Layer(**layer) for layer in given.get(name, ())) for name in ("layers", "tables")}
+    return script.Training(**(given | named | {"tensors": tuple(given["tensors"])})), machine.machine_of(
+        found["speeds"]
+    )
 
 
 def _link(done: dict[str, Any], hosts: int, bandwidth: str, elements: int, path: str | None) -> Link:

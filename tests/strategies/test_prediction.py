@@ -101,6 +101,15 @@ def test_split_layers_send_activations():
     assert prediction.split_layers(change(layers=(wide,), batch=0)) is None
 
 
+def test_gradients_of_embeddings_are_gathered_by_rows():
+    table = Layer("table", 10, 80, 800_000)
+    found = AllReduce().predict(change(tables=(table,)))
+    rows = 32 * (4 * 80 + 4 * 10)
+    assert found.sent == pytest.approx(2 * 3 / 4 * 4 * 200_000 + 3 * rows)
+    assert AllReduce(engine="horovod").predict(change(tables=(table,))).sent == found.sent
+    assert AllReduce(sparse="dense").predict(change(tables=(table,))).sent == AllReduce().predict(BASE).sent
+
+
 def test_workers_of_a_host_share_its_link():
     alone, shared = (change(workers=8, per_host=k).all_to_all(1000.0)["transfer"] for k in (1, 4))
     assert alone == pytest.approx(7e-3)

@@ -99,6 +99,7 @@ def situation_of(
         slots=training.slots,
         spread=training.spread,
         layers=training.layers,
+        tables=training.tables,
         per_host=per_host,
         cores=usable_cores() / per_host if cores is None else cores,
     )

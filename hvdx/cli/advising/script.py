@@ -37,6 +37,7 @@ class Training:
         batch: samples in a step; 0 if unknown.
         slots: values that the optimiser keeps for each weight.
         layers: dense layers.
+        tables: embeddings.
         name: name of the model and of its optimiser.
         memory: peak resident bytes of a worker; 0 if unknown.
     """
@@ -48,6 +49,7 @@ class Training:
     batch: int = 0
     slots: float = 0.0
     layers: tuple[Layer, ...] = ()
+    tables: tuple[Layer, ...] = ()
     name: str = ""
     memory: float = 0.0
 
@@ -160,7 +162,8 @@ def read_training(folder: Path) -> Training:
         tensors=tuple(math.prod(shape) for shape in model.get("tensors", [])),
         batch=int(run.header.get("batch") or 0),
         slots=float(optimizer.get("slots") or 0.0),
-        layers=tuple(_dense_layers(model.get("layers", []))),
+        layers=tuple(_layers(model.get("layers", []), "Dense")),
+        tables=tuple(_layers(model.get("layers", []), "Embedding")),
         name=" with ".join(filter(None, (str(model.get("name") or ""), str(optimizer.get("name") or "")))),
         memory=float((run.first.end or {}).get("memory") or 0.0),
     )
@@ -179,10 +182,10 @@ def _computing(run: records.Run) -> list[float]:
     return seconds
 
 
-def _dense_layers(layers: Sequence[Mapping[str, Any]]) -> list[Layer]:
-    """Return the layers that could be split: dense ones whose sizes are known."""
+def _layers(layers: Sequence[Mapping[str, Any]], kind: str) -> list[Layer]:
+    """Return the layers of a class whose sizes are known."""
     return [
         Layer(str(layer["name"]), int(layer["inputs"]), int(layer["outputs"]), int(layer["parameters"]))
         for layer in layers
-        if layer.get("class") == "Dense" and layer.get("inputs") and layer.get("outputs")
+        if layer.get("class") == kind and layer.get("inputs") and layer.get("outputs")
     ]
