@@ -191,7 +191,7 @@ class TestSimulator:
         from hvdx.kernels import cuda_encode
 
         rng = np.random.default_rng(0)
-        taus = np.float32(2.0) ** rng.integers(-30, 30, 3000) * rng.uniform(1, 2, 3000).astype(np.float32)
+        taus = (2.0 ** rng.integers(-30, 30, 3000) * rng.uniform(1, 2, 3000)).astype(np.float32)
         sizes = (taus.astype(np.float64) * 2.0 ** rng.uniform(0, 31, 3000)).astype(np.float32)
         # Multiples of tau, and the numbers before them, whose quotient float32 may round up.
         sizes[:800] = (rng.integers(1, 2**22, 800) * taus[:800].astype(np.float64)).astype(np.float32)
