@@ -1,6 +1,8 @@
-"""Training with Threshold(device="cuda") in Numba's simulator, through TensorFlow's operation and DLPack."""
+"""Training with Threshold(device="cuda") through TensorFlow's operation and DLPack, simulated or on a GPU."""
 
 import importlib.util
+import os
+import shutil
 
 import pytest
 
@@ -41,5 +43,16 @@ def test_training_on_a_gpu_has_the_weights_of_the_host():
     if importlib.util.find_spec("numba_cuda") is None:
         pytest.skip("numba-cuda is not installed: pip install 'hvdx[cuda]'")
     done = run(2, ["-c", PROGRAM], timeout=150, env={"HVDX_CUDA_SIMULATOR": "1"})
+    assert done.code == 0, str(done)
+    assert done.out.count("DONE") == 2
+
+
+def test_training_on_the_gpu_of_this_machine_has_the_weights_of_the_host():
+    """Two ranks share a GPU. `make gpu` runs this where there is one."""
+    if importlib.util.find_spec("numba_cuda") is None or shutil.which("nvidia-smi") is None:
+        pytest.skip("no GPU, or no numba-cuda")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    env = {"CUDA_VISIBLE_DEVICES": visible, "TF_DETERMINISTIC_OPS": "1"}
+    done = run(2, ["-c", PROGRAM], timeout=300, env=env, fresh=True)
     assert done.code == 0, str(done)
     assert done.out.count("DONE") == 2
