@@ -20,7 +20,7 @@ from hvdx.kernels.tiles import M_MAX, SHARES
 THREADS, UNROLL = (4, 16) if SIMULATED else (256, 8)
 #: Elements of one iteration of a block, a multiple of 32.
 SPAN = THREADS * UNROLL
-#: 32-bit words of an iteration's mask, and of the two halves of the buffer for masks.
+#: 32-bit words of an iteration's mask, at most THREADS, and of the two halves of the buffer for masks.
 WORDS = SPAN // 32
 BANK = 2 * WORDS
 
@@ -178,43 +178,62 @@ def accumulate(pieces, ends, taus, residual, masks, summary, factor, back):
         begin = np.int64(turn) * SPAN
         end = min(begin + SPAN, n)
         row = piece_of(pieces, begin)
-        # All loads come before the first store, because the compiler must assume that a store aliases later loads.
-        # Unsigned indices need no test for negative ones, which would count from the end.
-        if begin + SPAN <= pieces[row, END]:
-            address = address_in(pieces, row, begin + tid)
-            for j in range(UNROLL):
-                added[j] = product(load(address + 4 * THREADS * j), factor)
-                total[j] = added[j] + residual[np.uint64(begin + tid) + np.uint64(j * THREADS)]
-        else:
-            for j in range(UNROLL):
-                i = begin + j * THREADS + tid
-                added[j] = total[j] = np.float32(0)
-                if i < end:
-                    added[j] = product(load(address_of(pieces, i)), factor)
-                    total[j] = added[j] + residual[i]
         first, last = pieces[row, RUN], pieces[piece_of(pieces, end - 1), RUN]
+        # One piece holds the whole span, so one run does too.
+        whole = begin + SPAN <= pieces[row, END]
         for run in range(first, last + 1):
-            # Elements of this span and run.
-            low = ends[run - 1] if run > first else begin
-            high = min(ends[run], end)
-            whole = low + SPAN == high
             tau = taus[run]
             level_0, level_1, level_2, level_3 = _SHARE_0 * tau, _SHARE_1 * tau, _SHARE_2 * tau, _SHARE_3 * tau
-            for j in range(UNROLL):
-                i = begin + j * THREADS + tid
-                if whole or (i >= low and i < high):
+            low = ends[run - 1] if run > first else begin
+            high = min(ends[run], end)
+            # Elements of this thread that it still has to read: bits for `whole`, else indices from `low` on.
+            reach = np.uint32(0)
+            if whole:
+                # All loads come before the first store, because the compiler must assume that a store aliases later
+                # loads. Unsigned indices need no test for negative ones, which would count from the end.
+                address = address_in(pieces, row, begin + tid)
+                here = np.uint64(begin + tid)
+                for j in range(UNROLL):
+                    added[j] = product(load(address + 4 * THREADS * j), factor)
+                    total[j] = added[j] + residual[here + np.uint64(j * THREADS)]
+                for j in range(UNROLL):
                     size = abs(total[j])
                     if size >= tau:
-                        sent = np.uint32(sent + np.uint32(1))
-                        k = j * THREADS + tid
-                        cuda.atomic.or_(bank, side * WORDS + (k >> 5), np.uint32(1 << (k & 31)))
-                        size = abs(size - amount(multiples(size, tau), tau))
-                    elif back != 0:
-                        total[j] -= product(added[j], back)
-                    near_0 = np.uint32(near_0 + np.uint32(size >= level_0))
-                    near_1 = np.uint32(near_1 + np.uint32(size >= level_1))
-                    near_2 = np.uint32(near_2 + np.uint32(size >= level_2))
-                    near_3 = np.uint32(near_3 + np.uint32(size >= level_3))
+                        reach = np.uint32(reach | np.uint32(1 << j))
+                    else:
+                        near_0 = np.uint32(near_0 + np.uint32(size >= level_0))
+                        near_1 = np.uint32(near_1 + np.uint32(size >= level_1))
+                        near_2 = np.uint32(near_2 + np.uint32(size >= level_2))
+                        near_3 = np.uint32(near_3 + np.uint32(size >= level_3))
+                        if back != 0:
+                            total[j] -= product(added[j], back)
+                    residual[here + np.uint64(j * THREADS)] = total[j]
+            # Elements that reach tau are few, so they are read again, in a loop that keeps nothing in registers.
+            i = low + tid
+            while reach != 0 or (not whole and i < high):
+                value = np.float32(0)
+                if whole:
+                    i = begin + (cuda.ffs(reach) - 1) * THREADS + tid
+                    reach = np.uint32(reach & np.uint32(reach - np.uint32(1)))
+                    value = residual[i]
+                else:
+                    more = product(load(address_of(pieces, i)), factor)
+                    value = more + residual[i]
+                    left = value
+                    if back != 0 and not abs(value) >= tau:
+                        left -= product(more, back)
+                    residual[i] = left
+                size = abs(value)
+                if size >= tau:
+                    sent = np.uint32(sent + np.uint32(1))
+                    k = i - begin
+                    cuda.atomic.or_(bank, side * WORDS + (k >> 5), np.uint32(1 << (k & 31)))
+                    size = abs(size - amount(multiples(size, tau), tau))
+                near_0 = np.uint32(near_0 + np.uint32(size >= level_0))
+                near_1 = np.uint32(near_1 + np.uint32(size >= level_1))
+                near_2 = np.uint32(near_2 + np.uint32(size >= level_2))
+                near_3 = np.uint32(near_3 + np.uint32(size >= level_3))
+                i += THREADS
             # The counts go to the summary where the block leaves the run.
             ahead = np.int64(turn) + cuda.gridDim.x
             if run < last or ahead >= turns or ahead * SPAN >= ends[run]:
@@ -225,23 +244,15 @@ def accumulate(pieces, ends, taus, residual, masks, summary, factor, back):
                 cuda.atomic.add(sums, 4, np.int64(near_3))
                 sent = near_0 = near_1 = near_2 = near_3 = np.uint32(0)
                 cuda.syncthreads()
-                for j in range(tid, PER_RUN, THREADS):
-                    cuda.atomic.add(summary, TALLIES + PER_RUN * run + j, sums[j])
-                    sums[j] = 0
+                if tid == 0:
+                    for j in range(PER_RUN):
+                        cuda.atomic.add(summary, TALLIES + PER_RUN * run + j, sums[j])
+                        sums[j] = 0
                 cuda.syncthreads()
-        if begin + SPAN <= n:
-            for j in range(UNROLL):
-                residual[np.uint64(begin + tid) + np.uint64(j * THREADS)] = total[j]
-        else:
-            for j in range(UNROLL):
-                i = begin + j * THREADS + tid
-                if i < end:
-                    residual[i] = total[j]
         cuda.syncthreads()
-        for w in range(tid, WORDS, THREADS):
-            if begin + 32 * w < n:
-                masks[(begin + 32 * w) >> 5] = bank[side * WORDS + w]
-                bank[side * WORDS + w] = np.uint32(0)
+        if tid < WORDS and begin + 32 * tid < n:
+            masks[np.uint64(begin >> 5) + np.uint64(tid)] = bank[side * WORDS + tid]
+            bank[side * WORDS + tid] = np.uint32(0)
         # The next iteration fills the other half, so one barrier per iteration is enough.
         side = 1 - side
 
