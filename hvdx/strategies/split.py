@@ -103,7 +103,7 @@ def _refuse_options(strategy: Strategy) -> None:
             "op='sum' adds up each rank's own steps, and the ranks of a group take one step of a split layer together. "
             "Use op='mean'."
         )
-    elif getattr(strategy, "device", "cpu") == "cuda":
+    elif strategy.runs == "host" and getattr(strategy, "device", "cpu") == "cuda":
         problem = (
             "device: expected 'auto' or 'cpu' for a model with split layers, whose updates are combined on the host, "
             "got 'cuda'."
