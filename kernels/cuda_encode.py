@@ -78,7 +78,8 @@ def multiples(size, tau):
             m -= 1
     else:
         m = long_division(size, tau)
-    if size - amount(m, tau) >= tau:
+    # An update and a residual of 2**30 tau each reach one more than M_MAX.
+    if size - amount(m, tau) >= tau and m < M_MAX:
         m += 1
     return m
 
