@@ -48,7 +48,10 @@ class Host:
     def histogram(self, update: Sequence[Any], lengths: np.ndarray, lookahead: float, stream: Any) -> np.ndarray:
         """Return the histograms of (1 + lookahead) * update, int64[R, 2048]; see `cpu.histogram`."""
         scale, _ = factors(lookahead)
-        return cpu.histogram([np.multiply(u, scale, out=np.empty_like(u)) for u in update], lengths)
+        # `encode` refuses what overflows.
+        with np.errstate(all="ignore"):
+            scaled = [np.multiply(u, scale, out=np.empty_like(u)) for u in update]
+        return cpu.histogram(scaled, lengths)
 
     def workspace(self, n: int, runs: int) -> cpu.Workspace:
         """Return scratch memory for `encode`."""
@@ -68,10 +71,11 @@ class Host:
         return coded.tiles, coded
 
     def decode(
-        self, messages: Sequence[tuple[np.ndarray, Runs]], scale: float, out: Sequence[Any], rice: bool, stream: Any
-    ) -> None:
-        """Add messages to `out`; raise Malformed if one is invalid."""
-        cpu.decode(messages, scale, out, rice, self.threads)
+        self, messages: Sequence[tuple[np.ndarray, Runs]], scale: float, out: Sequence[Any], rice: bool, clear: bool,
+        stream: Any,
+    ) -> None:  # fmt: skip
+        """Add messages to `out`, or with `clear` to zeros; raise Malformed if one is invalid."""
+        cpu.decode(messages, scale, out, rice, self.threads, clear)
 
 
 def _there(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -189,9 +193,13 @@ class Gpu:
 
     @_there
     def decode(
-        self, messages: Sequence[tuple[np.ndarray, Runs]], scale: float, out: Sequence[Any], rice: bool, stream: Any
-    ) -> None:
-        """Add messages to `out`; raise Malformed if one is invalid."""
+        self, messages: Sequence[tuple[np.ndarray, Runs]], scale: float, out: Sequence[Any], rice: bool, clear: bool,
+        stream: Any,
+    ) -> None:  # fmt: skip
+        """Add messages to `out`, or with `clear` to zeros; raise Malformed if one is invalid."""
+        if clear:
+            for array in out:
+                self.assign(np.zeros(self._cuda.as_device(array).shape, np.float32), array)
         with self._one:
             self._cuda.decode(messages, scale, list(out), rice, stream, self._decoding)
 

@@ -250,6 +250,17 @@ class Threshold(Codec[ThresholdState]):
         self, messages: Sequence[np.ndarray], out: Sequence[np.ndarray], scale: float = 1.0, stream: Any = None
     ) -> None:
         """Decode messages as `Codec.decode` does; `stream` is that of `encode`."""
+        self._decode(messages, out, scale, False, stream)
+
+    def decode_sum(
+        self, messages: Sequence[np.ndarray], out: Sequence[np.ndarray], scale: float = 1.0, stream: Any = None
+    ) -> None:
+        """Decode messages as `Codec.decode_sum` does; `stream` is that of `encode`."""
+        self._decode(messages, out, scale, True, stream)
+
+    def _decode(
+        self, messages: Sequence[np.ndarray], out: Sequence[np.ndarray], scale: float, clear: bool, stream: Any
+    ) -> None:
         self.prepare()
         n = sum(self._device.check(out, "out", writable=True, stream=stream))
         number = self.number + (self.index_coding == "none")
@@ -258,7 +269,7 @@ class Threshold(Codec[ThresholdState]):
             body = frame.unseal(message, number, f"{self.name}, index_coding={self.index_coding!r}", rank)
             bodies.append(_open(body, n, rank))
         try:
-            self._device.decode(bodies, scale, out, self.index_coding == "rice", stream)
+            self._device.decode(bodies, scale, out, self.index_coding == "rice", clear, stream)
         except Malformed as error:
             raise WireError(f"message of rank {error.message}: {error}.", error.message) from None
 

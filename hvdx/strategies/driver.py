@@ -378,11 +378,16 @@ class MessageExchange(HostExchange):
 
     def _decode(self, arrived: tuple[_Sent, Received] | None) -> list[np.ndarray]:
         """Return the sum of the messages that arrived and of the drained result."""
-        self._clear()
+        if arrived is None or self._device is not None:
+            self._clear()
         if arrived is not None:
             sent, received = arrived
             scale = 1.0 / sent.active if self._op == "mean" else 1.0
-            self._add_messages(sent.codec, received.messages[: sent.active], self._flat, scale)
+            messages = received.messages[: sent.active]
+            if self._device is None:
+                sent.codec.decode_sum(messages, [self._flat], scale)
+            else:
+                self._add_messages(sent.codec, messages, self._flat, scale)
         if self._drained is not None:
             if self._device is None:
                 np.add(self._flat, self._drained, out=self._flat)

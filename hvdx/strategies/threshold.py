@@ -230,9 +230,9 @@ class Threshold(Strategy):
         shown = 1 - hidden / max(sum(exchange.values()), 1e-12)
         terms = {
             "waiting": given.slowest,
-            # The result is cleared, and returned: TensorFlow copies tensors whose addresses are not aligned. The update
-            # is made, and the result is added to the weights, as on one worker.
-            "copying": given.passes(4 + 8),
+            # The result is returned: TensorFlow copies tensors whose addresses are not aligned. The update is made, and
+            # the result is added to the weights, as on one worker.
+            "copying": given.passes(8),
             "encoding": codec.encoding(count, density),
             "decoding": codec.decoding(count, density, given.workers),
         } | {name: value * shown for name, value in exchange.items()}

@@ -108,6 +108,14 @@ def test_the_first_update_may_hold_what_cannot_be_sent(value, scope):
     codec.encode([np.ones(4, np.float32)], state)
 
 
+def test_numpy_may_raise_on_overflow():
+    """A process with np.seterr(all="raise") gets hvdx' error for an update that overflows with the lookahead."""
+    codec = Threshold(target_density=0.1, threads=1)
+    update = np.array([1, 3e38, 1e-45, -1], np.float32)
+    with np.errstate(all="raise"), pytest.raises(UpdateError, match=r"element 1 is 3\.0"):
+        codec.encode([update], codec.init([4]), lookahead=3.0)
+
+
 def test_too_many_tau_are_refused_with_what_to_do():
     codec = Threshold(tau=2.0**-20)
     with pytest.raises(UpdateError, match=r"update\[1\]: element 2 is 2048.0, which is more than 2\*\*30 times tau"):
