@@ -341,6 +341,12 @@ class TestSimulator:
         update[250] = np.nextafter(update[250], np.float32(np.inf))
         assert kernels.check([on_device(update)], runs) == 250
 
+    @pytest.mark.parametrize("tau", [1.0, 0.3])
+    def test_sums_beyond_the_largest_multiple(self, tau):
+        runs, update = make_runs((70, tau)), np.zeros(70, np.float32)
+        update[[5, 69]] = limit(runs.taus)[0] * np.array([1, -1], np.float32)
+        check_encode([update], update, runs, True, SMALL)
+
     @pytest.mark.parametrize("layout", [SMALL, LAYOUT], ids=["small", "work"])
     @pytest.mark.parametrize("rice", [True, False], ids=["rice", "plain"])
     def test_decode_adds_what_the_reference_adds(self, rice, layout):

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hvdx.codec import Threshold as Codec
 from hvdx.codec import devices
 from hvdx.comm.local import virtual_world
 from hvdx.errors import ConfigError
@@ -128,6 +129,14 @@ class TestSimulator:
         resumed.host.load_state_dict(saved)
         for step in range(5, 7):
             resumed.step(step)
+
+    def test_the_codec_sets_an_output_to_a_sum(self):
+        host, gpu = Codec(tau=0.5, threads=1), Codec(tau=0.5, device="cuda")
+        message, _ = host.encode([np.linspace(-2, 2, 200, dtype=np.float32)], host.init([200]))
+        want, out = np.zeros(200, np.float32), devices.gpu().place(np.full(200, 7, np.float32))
+        host.decode_sum([message, message], [want], 1 / 3)
+        gpu.decode_sum([message, message], [out], 1 / 3)
+        assert devices.gpu().fetch(out).tobytes() == want.tobytes()
 
     def test_residuals_can_be_read_and_changed(self):
         pair = Pair(tau=0.1)
