@@ -198,7 +198,8 @@ def _from_dlpack(x: Any, name: str, stream: Any) -> Any:
     view = StridedMemoryView.from_dlpack(Exporter(x), stream_ptr=pointer)
     if view.ptr:
         ordinal = binding.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
-        index, current = int(driver.cuPointerGetAttribute(ordinal, binding.CUdeviceptr(view.ptr))), cuda.gpus.current.id
+        index = int(driver.cuPointerGetAttribute(ordinal, binding.CUdeviceptr(view.ptr)))
+        current = cuda.current_context().device.id
         if index != current:
             raise ValueError(
                 f"{name}: expected an array on GPU {current}, which this thread uses, got one on GPU {index}. Give "
@@ -267,9 +268,9 @@ class _Arrays(NamedTuple):
 
 
 class Scratch:
-    """Memory on the GPU that is kept between calls: for `encode` about n / 6 bytes for n elements, and its tiles; for
-    `decode` the messages, and 13 bytes an entry.
+    """Memory on the GPU that is kept between calls.
 
+    `encode` takes about n / 6 bytes for n elements, and its tiles; `decode` takes the messages, and 13 bytes an entry.
     Only one call at a time may use it, on one stream. It grows when it must, which waits for the GPU.
     """
 

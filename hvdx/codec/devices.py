@@ -140,7 +140,8 @@ class Gpu:
     @_there
     def item(self, array: Any, element: int) -> np.float32:
         """Return one element of an array, read as a vector."""
-        flat = self._cuda.as_device(array).reshape(-1)
+        array = self._cuda.as_device(array)
+        flat = array if array.ndim == 1 else array.reshape(array.size)
         return np.float32(flat[element : element + 1].copy_to_host()[0])
 
     @_there
