@@ -135,7 +135,7 @@ fuzz: $(INSTALLED)
 	$(BIN)/python -m tests.fuzz_wire --seconds $(SECONDS)
 
 gpu: $(if $(findstring $(BIN),$(GPU_PYTHON)),$(INSTALLED))
-	$(GPU_PYTHON) -m pytest tests/kernels/test_cuda_gpu.py
+	$(GPU_PYTHON) -m pytest tests/kernels/test_cuda_gpu.py tests/keras/test_threshold_gpu_at_ranks.py
 	$(GPU_PYTHON) jobs/benchmarks/gpu.py --json docs/benchmarks/gpu.json
 
 fmt: $(INSTALLED)

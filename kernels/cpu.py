@@ -14,12 +14,14 @@ from hvdx.kernels import cpu_decode as dec
 from hvdx.kernels import cpu_encode as enc
 from hvdx.kernels.lengths import read_lengths
 from hvdx.kernels.pieces import SIZE, check_runs, frozen, locate, pieces
-from hvdx.kernels.table import table
+from hvdx.kernels.table import ENTRIES, START, table
 from hvdx.kernels.threads import cut, default_threads, spread
 from hvdx.kernels.tiles import LAYOUT, SHARES, TILE_MAX, Encoded, Layout, Malformed, Runs, check_layout, factors, limit
 
 #: Bytes of a thread's buffer for finished tiles.
 _BUFFER = 1 << 17
+#: Number of elements above which a cleared output is written past the caches, which do not hold it.
+_CACHED = 1 << 22
 #: Bytes below which a buffer comes from the allocator, and not from mmap.
 _SMALL = 1 << 17
 
@@ -305,23 +307,38 @@ def inspect(message: np.ndarray, n: int, rice: bool = True, threads: int | None 
         TypeError: if the message is not uint8[bytes].
         ValueError: if the message is not contiguous.
     """
+    message = _checked(message)
+    rows = table(message, n)
+    _check_tiles(message, rows, rice, threads or default_threads())
+    return rows
+
+
+def _check_tiles(message: np.ndarray, rows: np.ndarray, rice: bool, threads: int) -> None:
+    """Raise Malformed if a tile of a message with the table `rows` is invalid."""
+    borders = cut(len(rows), min(threads, max(len(rows) // 8, 1)), 8)
+    depth = _depth(rows)
+    faults = spread(
+        lambda i: dec.check_tiles(borders[i], borders[i + 1], rows, message, rice, depth), len(borders) - 1, threads
+    )
+    for tile, error in faults:
+        if error:
+            raise Malformed(f"{_ERRORS[error]}, in the tile with its payload at byte {rows[tile, START]}")
+
+
+def _depth(rows: np.ndarray) -> int:
+    """Return the largest number of entries of a tile."""
+    return int(rows[:, ENTRIES].max(initial=1))
+
+
+def _checked(message: np.ndarray) -> np.ndarray:
+    """Return a read-only view; raise TypeError or ValueError unless the message is contiguous uint8[bytes]."""
     if not isinstance(message, np.ndarray) or message.dtype != np.uint8 or message.ndim != 1:
         raise TypeError(
             f"message: expected uint8[bytes], got {type(message).__name__}. Use np.frombuffer(..., np.uint8)."
         )
     if not message.flags.c_contiguous:
         raise ValueError("message: expected contiguous uint8[bytes]. Pass np.ascontiguousarray(...) of it.")
-    message = frozen(message)
-    rows = table(message, n)
-    threads = threads or default_threads()
-    borders = cut(len(rows), min(threads, max(len(rows) // 8, 1)))
-    faults = spread(
-        lambda i: dec.check_tiles(borders[i], borders[i + 1], rows, message, rice), len(borders) - 1, threads
-    )
-    for tile, error in faults:
-        if error:
-            raise Malformed(f"{_ERRORS[error]}, in the tile with its payload at byte {rows[tile, 0]}")
-    return rows
+    return frozen(message)
 
 
 def decode(
@@ -330,6 +347,7 @@ def decode(
     out: Sequence[np.ndarray],
     rice: bool = True,
     threads: int | None = None,
+    clear: bool = False,
 ) -> None:
     """Add messages to `out`, one after another: out[i] += +-float32(m * tau) * scale, each step rounded to float32.
 
@@ -339,9 +357,12 @@ def decode(
         out: contiguous float32 arrays, read as one vector; changed in place.
         rice: True if gaps are entropy-coded, False for plain positions.
         threads: number of threads; `default_threads()` if None. The sums do not depend on it.
+        clear: add to zeros, whatever `out` holds. This takes less time than to clear `out` before the call, and each
+            message is read only once.
 
     Raises:
-        Malformed: if a message is invalid. `out` is unchanged, and the error's `message` is the message's position.
+        Malformed: if a message is invalid; the error's `message` is the message's position. `out` is unchanged, or with
+            `clear` undefined.
         TypeError: if `out` is not float32.
         ValueError: if `out` is not contiguous, or if `runs` do not fit.
 
@@ -355,20 +376,68 @@ def decode(
     arrays = locate(out, "out", writable=True)
     n = int(arrays[:, SIZE].sum())
     threads = threads or default_threads()
+    where = pieces(arrays, Runs(np.array([n]), np.ones(1, np.float32)))
     prepared = []
     for i, (message, runs) in enumerate(messages):
         check_runs(runs, n, "out")
         try:
-            prepared.append(
-                (inspect(message, n, rice, threads), frozen(message), pieces(arrays, runs), frozen(runs.taus))
-            )
+            checked = _checked(message)
+            prepared.append((checked, table(checked, n), runs))
         except Malformed as error:
             raise Malformed(str(error), i) from None
-    factor = np.float32(scale)
+    if not clear:
+        _check_all(prepared, rice, threads)
     borders = cut(n, threads if n > 1 << 12 else 1, 64)
+    for first in range(0, max(len(prepared), 1), dec.TOGETHER):
+        if not _add(prepared[first : first + dec.TOGETHER], scale, where, borders, rice, clear and not first, threads):
+            _check_all(prepared, rice, threads)
+            raise Malformed("it changed while it was decoded", first)
 
-    def add_share(i: int) -> None:
-        for rows, message, where, taus in prepared:
-            dec.add_tiles(borders[i], borders[i + 1], rows, message, rice, where, taus, factor)
 
-    spread(add_share, len(borders) - 1, threads)
+def _add(
+    messages: list[tuple[np.ndarray, np.ndarray, Runs]],
+    scale: float,
+    where: np.ndarray,
+    borders: list[int],
+    rice: bool,
+    clear: bool,
+    threads: int,
+) -> bool:
+    """Add messages of (tiles, table of tiles, runs) to the pieces `where`; return False if a tile is invalid.
+
+    `borders` are the shares of threads. The other arguments are those of `decode`.
+    """
+    heads, tiles, ends, taus = _joined(messages)
+    factor, depth, stream = np.float32(scale), _depth(tiles), borders[-1] > _CACHED
+
+    def add_share(i: int) -> bool:
+        share = borders[i], borders[i + 1]
+        return bool(dec.add_messages(*share, where, heads, tiles, rice, ends, taus, factor, depth, clear, stream))
+
+    return all(spread(add_share, len(borders) - 1, threads))
+
+
+def _check_all(messages: list[tuple[np.ndarray, np.ndarray, Runs]], rice: bool, threads: int) -> None:
+    """Raise Malformed for the first of (tiles, table of tiles, runs) with an invalid tile."""
+    for i, (message, rows, _) in enumerate(messages):
+        try:
+            _check_tiles(message, rows, rice, threads)
+        except Malformed as error:
+            raise Malformed(str(error), i) from None
+
+
+def _joined(messages: list[tuple[np.ndarray, np.ndarray, Runs]]) -> tuple[np.ndarray, ...]:
+    """Return the tables of messages for `dec.add_messages`: messages, tiles, ends and taus of runs."""
+    counts = np.array([(len(rows), len(runs.taus)) for _, rows, runs in messages], np.int64).reshape(-1, 2)
+    ends = counts.cumsum(0)
+    heads = np.empty((len(messages), 5), np.int64)
+    for i, (message, _, _) in enumerate(messages):
+        heads[i, [dec.ADDRESS, dec.BYTES]] = message.ctypes.data, message.size
+    heads[:, dec.NEXT], heads[:, dec.END] = ends[:, 0] - counts[:, 0], ends[:, 0]
+    heads[:, dec.RUN] = ends[:, 1] - counts[:, 1]
+    return (
+        heads,
+        np.concatenate([np.empty((0, 6), np.int64), *(rows for _, rows, _ in messages)]),
+        np.concatenate([np.empty(0, np.int64), *(np.cumsum(runs.lengths) for _, _, runs in messages)]),
+        np.concatenate([np.empty(0, np.float32), *(runs.taus for _, _, runs in messages)]),
+    )

@@ -1,7 +1,12 @@
 """Decoder on a CPU: the Numba functions of `cpu.decode`.
 
-`check_tiles` reads untrusted bytes: it reads no byte outside the message, and checks the bounds of every number.
-`add_tiles` runs after it on the same bytes, and does not check them.
+A message is untrusted. `read_tiles` reads no byte outside it, and checks the bounds of every number. It reads the tiles
+of a message in groups of up to 8, and lists their entries. `read_together` reads the tiles of a group at once, with
+vectors; a tile that it cannot read, damaged or unusual, is left to `read_rice`, which reads one tile and finds the
+error. `add_until` adds the listed entries to the output, and reads the next group when all are added.
+
+`add_messages` has two ways. It adds to the output in place, one message after another. Or it clears the output: it adds
+all messages to a small block of zeros, which stays in the caches, and then copies this block to the output.
 """
 
 import numpy as np
@@ -12,13 +17,26 @@ from hvdx.kernels.compiled import entry
 from hvdx.kernels.cpu_scan import amount, piece_of
 from hvdx.kernels.cpu_tiles import first_parameter
 from hvdx.kernels.denormals import keep_denormals, restore_mode
+from hvdx.kernels.simd import TILES
 from hvdx.kernels.table import ENTRIES, FIRST, LAST, LENGTH, MULTIPLE, START
 from hvdx.kernels.tiles import BLOCK, ESCAPE, M_MAX
 
+#: Columns of the table of messages: address and bytes, rows of the table of tiles, first row of the tables of runs.
+ADDRESS, BYTES, NEXT, END, RUN = range(5)
+#: Number of messages whose entries are listed at the same time. It bounds the memory.
+TOGETHER = 16
+#: Elements of the block of zeros. It stays in the second cache; a smaller one costs more calls of `add_until`.
+_BLOCK = 1 << 15
+#: Number of entries between an addition and the prefetch before it.
+_AHEAD = 24
 #: Largest z + k of a number in the gap code (see `docs/wire-format.md`): the bit length of N_MAX.
 _BITS = 49
-#: Number of entries that are decoded before they are added: more loads from memory than a core can have in flight.
-_READY = 256
+#: Largest Rice parameter with which three entries nearly always fit a word.
+_K_TRIPLE = 10
+#: Rows of the state of `read_together`, with a column for each tile. `simd.read_entries` uses the first five.
+_BIT, _WHERE, _K, _NEXT_BIT, _NEXT_WHERE, _RUN, _K_RUN, _FOUND, _LAST_WORD = range(9)
+#: Columns of the state of `add_until`: tiles of the group and their number; tile, entry and multiple to be added next.
+_GROUP, _COUNT, _TILE, _ENTRY, _MULTIPLE = range(5)
 _u64, _i64 = np.uint64, np.int64
 
 
@@ -59,9 +77,25 @@ def take_code(address, bit, size, k):
 
 
 @njit(nogil=True, error_model="numpy")
-def check_rice(address, size, entries, multiple, first, last):
-    """Check that a payload of `size` bytes is that of an entropy-coded tile: 0 or an error code."""
-    bit, where, run, k_run, bits = _i64(0), first, entries, _i64(0), 8 * size
+def put_entry(words, i, offset, flags):
+    """Store entry i of a tile: the distance from the tile's first entry, and flags (1: negative, 2: m above 1)."""
+    simd.store_word(words + 8 * TILES * i, _u64(offset) << _u64(2) | flags)
+
+
+@njit(nogil=True, error_model="numpy")
+def read_rice(address, size, entries, multiple, first, last, words, multiples):
+    """Check that a payload of `size` bytes is that of an entropy-coded tile, and list its entries.
+
+    Args:
+        address, size: the payload.
+        entries, multiple, first, last: numbers of the tile's header.
+        words: address of the list, see `put_entry`.
+        multiples: address of a list of every m above 1, as uint64.
+
+    Returns:
+        0 or an error code.
+    """
+    bit, where, run, k_run, bits = _i64(0), _i64(0), entries, _i64(0), 8 * size
     none, one, five = _i64(0), _i64(1), _i64(5)
     k = first_parameter(last - first + 1 - entries, entries)
     if multiple:
@@ -75,16 +109,15 @@ def check_rice(address, size, entries, multiple, first, last):
                 changed, bit = take(address, bit, size, one)
                 if changed:
                     k, bit = take(address, bit, size, five)
-            word = peek(address, bit, size)
-            ones = simd.trailing_zeros(~word)
-            if ones < ESCAPE:
-                gap = ones << k | _i64(word >> _u64(ones + 1) & ((_u64(1) << _u64(k)) - _u64(1)))
-                bit += ones + 1 + k
-            else:
-                gap, bit = take_code(address, bit, size, k)
-                if gap < 0:
-                    return 2
+            gap, bit = take_code(address, bit, size, k)
+            if gap < 0:
+                return 2
             where += gap + 1
+        elif i:
+            if where >= last - first:
+                return 2
+            where = last - first
+        flags = peek(address, bit, size) & _u64(1)
         bit += 1
         if i == run:
             m, bit = take_code(address, bit, size, none)
@@ -94,163 +127,335 @@ def check_rice(address, size, entries, multiple, first, last):
             if run < 0 or run > entries - i - 1:
                 return 4
             run += i + 1
+            flags |= _u64(2)
+            simd.store_word(multiples, _u64(m + 2))
+            multiples += 8
+        put_entry(words, i, where, flags)
         if bit > bits:
             return 5
-    if entries > 1 and where >= last:
-        return 2
     if bits - bit >= 8 or (bit & 7 and peek(address, bit, size)):
         return 6
     return 0
 
 
 @njit(nogil=True, error_model="numpy")
-def check_plain(address, size, entries, multiple, first, last):
-    """Check that a payload of `size` bytes is that of a tile of plain positions: 0 or an error code."""
+def read_plain(address, size, entries, multiple, first, last, words, multiples):
+    """Do the work of `read_rice` for a tile of plain positions."""
     if size != 4 * entries * (2 if multiple else 1):
         return 5
     before, larger = first - 1, False
     for i in range(entries):
-        where = last - _i64(simd.load_half(address + 4 * i) & np.uint32(0x7FFFFFFF))
+        half = simd.load_half(address + 4 * i)
+        where = last - _i64(half & np.uint32(0x7FFFFFFF))
         if where <= before or (i == 0 and where != first):
             return 2
-        before = where
+        before, flags = where, _u64(half >> np.uint32(31))
         if multiple:
             m = _i64(simd.load_half(address + 4 * (entries + i)))
             if m < 1 or m > M_MAX:
                 return 3
-            larger |= m > 1
+            if m > 1:
+                larger = True
+                flags |= _u64(2)
+                simd.store_word(multiples, _u64(m))
+                multiples += 8
+        put_entry(words, i, where - first, flags)
     if before != last:
         return 2
     return 1 if multiple and not larger else 0
 
 
+@njit(nogil=True, error_model="numpy")
+def take_multiple(address, size, entries, i, words, multiples, state, tile):
+    """Read m of entry i, and the number of the next entry with m above 1; return False if they are invalid."""
+    none = _i64(0)
+    m, bit = take_code(address, state[_BIT, tile], size, none)
+    if m < 0 or m > M_MAX - 2:
+        return False
+    run, bit = take_code(address, bit, size, state[_K_RUN, tile])
+    if run < 0 or run > entries - i - 1:
+        return False
+    word = words + 8 * TILES * i
+    simd.store_word(word, simd.load_word(word) | _u64(2))
+    simd.store_word(multiples + 8 * state[_FOUND, tile], _u64(m + 2))
+    state[_FOUND, tile] += 1
+    state[_BIT, tile], state[_RUN, tile] = bit, run + i + 1
+    return True
+
+
+@njit(nogil=True, error_model="numpy")
+def ends_well(address, row, entries, state, tile):
+    """Return True if a tile that was read to its last entry ends at the end of its payload."""
+    bit, end = state[_BIT, tile], row[START] + row[LENGTH]
+    if entries > 1 and state[_WHERE, tile] >= row[LAST] - row[FIRST]:
+        return False
+    return 0 <= 8 * end - bit < 8 and not (bit & 7 and peek(address, bit, end))
+
+
+@njit(nogil=True, error_model="numpy")
+def read_together(address, size, rows, first, count, words, multiples, depth, state):
+    """Do the work of `read_rice` for up to 8 tiles, all at the same entry; return a mask of those that were not read.
+
+    Between two events (a parameter may change, m is above 1, a tile ends) only `simd.read_entries` reads.
+
+    Args:
+        address, size: the message, of at least 8 bytes.
+        rows: table of tiles.
+        first, count: number of the first tile, and number of tiles.
+        words, multiples: addresses of the lists. Those of the next tile are 8 and 8 * depth bytes further.
+        depth: largest number of entries of a tile.
+        state: int64[9, 8], scratch.
+    """
+    one, five = _i64(1), _i64(5)
+    unread, active = _i64(0), (_i64(1) << count) - 1
+    for tile in range(TILES):
+        # A lane without a tile of its own reads the last one.
+        row = rows[first + min(tile, count - 1)]
+        entries, bit = row[ENTRIES], 8 * row[START]
+        state[_WHERE, tile] = state[_K_RUN, tile] = state[_FOUND, tile] = 0
+        state[_RUN, tile], state[_K, tile] = entries, first_parameter(row[LAST] - row[FIRST] + 1 - entries, entries)
+        if row[MULTIPLE]:
+            state[_K_RUN, tile], bit = take(address, bit, size, five)
+            state[_RUN, tile], bit = take_code(address, bit, size, state[_K_RUN, tile])
+            if state[_RUN, tile] < 0 or state[_RUN, tile] >= entries:
+                unread |= one << tile
+        sign, state[_BIT, tile] = take(address, bit, size, one)
+        put_entry(words + 8 * tile, _i64(0), _i64(0), _u64(sign))
+    active &= ~unread
+    # Entries below i were read.
+    i = _i64(1)
+    while active:
+        stop, k = i + BLOCK - (i - 1) % BLOCK, _i64(0)
+        for tile in range(count):
+            if not active >> tile & 1:
+                continue
+            row = rows[first + tile]
+            entries, mine, larger = row[ENTRIES], words + 8 * tile, multiples + 8 * depth * tile
+            right = state[_RUN, tile] != i - 1 or take_multiple(
+                address, size, entries, i - 1, mine, larger, state, tile
+            )
+            if right and i < entries - 1:
+                if i % BLOCK == 1:
+                    changed, state[_BIT, tile] = take(address, state[_BIT, tile], size, one)
+                    if changed:
+                        state[_K, tile], state[_BIT, tile] = take(address, state[_BIT, tile], size, five)
+                k = max(k, state[_K, tile])
+                stop = min(stop, entries - 1, state[_RUN, tile] + 1)
+                continue
+            if right and i == entries - 1:
+                sign, state[_BIT, tile] = take(address, state[_BIT, tile], size, one)
+                put_entry(mine, i, row[LAST] - row[FIRST], _u64(sign))
+                right = state[_RUN, tile] != i or take_multiple(address, size, entries, i, mine, larger, state, tile)
+            active ^= one << tile
+            state[_LAST_WORD, tile] = _i64(simd.load_word(mine + 8 * TILES * (entries - 1)))
+            if not (right and ends_well(address, row, entries, state, tile)):
+                unread |= one << tile
+        if active:
+            here, lanes = words + 8 * TILES * i, _i64(state.ctypes.data)
+            triples = (stop - i) // 3 if k <= _K_TRIPLE else _i64(0)
+            wrong = active & simd.read_entries(address, size - 8, lanes, here, triples, stop - i - 3 * triples)
+            if wrong and triples:
+                wrong = active & simd.read_entries(address, size - 8, lanes, here, _i64(0), stop - i)
+            for tile in range(TILES):
+                state[_BIT, tile], state[_WHERE, tile] = state[_NEXT_BIT, tile], state[_NEXT_WHERE, tile]
+            unread, active, i = unread | wrong, active & ~wrong, stop
+    # `simd.read_entries` went on to write to the lists of tiles that had ended.
+    for tile in range(count):
+        if not unread >> tile & 1:
+            last_word = words + 8 * tile + 8 * TILES * (rows[first + tile, ENTRIES] - 1)
+            simd.store_word(last_word, _u64(state[_LAST_WORD, tile]))
+    return unread
+
+
+@njit(nogil=True, error_model="numpy")
+def read_tiles(address, size, rice, rows, first, count, words, multiples, depth, state):
+    """Check up to 8 tiles of a message, and list their entries: (first invalid tile, error code) or (-1, 0).
+
+    The arguments are those of `read_together`.
+    """
+    unread = (_i64(1) << count) - 1
+    if rice and size >= 8 and count > 1:
+        unread = read_together(address, size, rows, first, count, words, multiples, depth, state)
+    for tile in range(count):
+        if unread >> tile & 1:
+            row, mine, larger = rows[first + tile], words + 8 * tile, multiples + 8 * depth * tile
+            place, length, entries, multiple = address + row[START], row[LENGTH], row[ENTRIES], row[MULTIPLE]
+            if rice:
+                error = read_rice(place, length, entries, multiple, row[FIRST], row[LAST], mine, larger)
+            else:
+                error = read_plain(place, length, entries, multiple, row[FIRST], row[LAST], mine, larger)
+            if error:
+                return first + tile, error
+    return -1, 0
+
+
 @entry
-def check_tiles(begin, end, table, message, rice):
+def check_tiles(begin, end, rows, message, rice, depth):
     """Check the tiles from `begin` to `end` of a message: (first invalid tile, error code) or (-1, 0)."""
-    for t in range(begin, end):
-        row = table[t]
-        address = _i64(message.ctypes.data) + row[START]
-        if rice:
-            error = check_rice(address, row[LENGTH], row[ENTRIES], row[MULTIPLE], row[FIRST], row[LAST])
-        else:
-            error = check_plain(address, row[LENGTH], row[ENTRIES], row[MULTIPLE], row[FIRST], row[LAST])
+    words, multiples = np.empty(depth * TILES, np.uint64), np.empty(depth * TILES, np.uint64)
+    state = np.empty((9, TILES), np.int64)
+    for first in range(begin, end, TILES):
+        tile, error = read_tiles(
+            _i64(message.ctypes.data), message.size, rice, rows, first, min(TILES, end - first),
+            _i64(words.ctypes.data), _i64(multiples.ctypes.data), depth, state,
+        )  # fmt: skip
         if error:
-            return t, error
+            return tile, error
     return -1, 0
 
 
 @njit(nogil=True, error_model="numpy")
-def add_ready(places, values, ready):
-    """Add values to the float32 at the addresses `places`, which were prefetched; return 0."""
-    for i in range(ready):
-        simd.store_float(places[i], simd.load_float(places[i]) + values[i])
-    return _i64(0)
+def add_until(
+    i, begin, stop, target, messages, rows, rice, ends, taus, scale, words, multiples, depth, places, state, fetch
+):
+    """Add the entries of message i with indices from `begin` to `stop`; return False if a tile is invalid.
 
-
-@njit(nogil=True, error_model="numpy")
-def add_rice(row, message, begin, end, pieces, taus, scale, places, values):
-    """Add a tile's entries with indices from `begin` to `end` to the pieces.
-
-    The addresses of entries are far from each other. Entries are prefetched and decoded in batches before they are
-    added, which hides the latency of memory.
+    Args:
+        i: number of the message; its row in the tables `messages` and `places`.
+        begin, stop: the next call begins at the `stop` of this one.
+        target: address to which index 0 belongs.
+        messages, rows: tables of the messages and of their tiles. The tables are changed as the message is read.
+        rice: True if gaps are entropy-coded.
+        ends, taus: end and tau of each run.
+        scale: factor.
+        words, multiples: addresses of this message's lists.
+        depth: length of a list.
+        places: state of this function.
+        state: scratch of `read_together`.
+        fetch: True to prefetch the target.
     """
-    ready = _i64(0)
-    # Whole words are read, also beyond the end of the tile, but not beyond the message.
-    address, size = _i64(message.ctypes.data), message.size
-    bit, entries, multiple = 8 * row[START], row[ENTRIES], row[MULTIPLE]
-    where, last = row[FIRST], row[LAST]
-    k = first_parameter(last - where + 1 - entries, entries)
-    run, k_run = entries, _i64(0)
-    none, one, five = _i64(0), _i64(1), _i64(5)
-    if multiple:
-        k_run, bit = take(address, bit, size, five)
-        run, bit = take_code(address, bit, size, k_run)
-    p = piece_of(pieces, max(where, begin))
-    stop, target = pieces[p, 1], pieces[p, 2] - 4 * pieces[p, 0]
-    tau = taus[pieces[p, 3]]
-    once = tau * scale
-    for i in range(entries):
-        if 1 <= i < entries - 1:
-            if i % BLOCK == 1:
-                changed, bit = take(address, bit, size, one)
-                if changed:
-                    k, bit = take(address, bit, size, five)
-            word = peek(address, bit, size)
-            ones = simd.trailing_zeros(~word)
-            if ones < ESCAPE:
-                where += (ones << k | _i64(word >> _u64(ones + 1) & ((_u64(1) << _u64(k)) - _u64(1)))) + 1
-                word >>= _u64(ones + 1 + k)
-                bit += ones + 2 + k
-            else:
-                gap, bit = take_code(address, bit, size, k)
-                where += gap + 1
-                word = peek(address, bit, size)
-                bit += 1
-        else:
-            if i:
-                where = last
-            word = peek(address, bit, size)
-            bit += 1
-        if where >= end:
-            break
-        m = _i64(1)
-        if i == run:
-            m, bit = take_code(address, bit, size, none)
-            run, bit = take_code(address, bit, size, k_run)
-            m, run = m + 2, run + i + 1
-        if where < begin:
-            continue
-        while where >= stop:
-            p += 1
-            stop, target, tau = pieces[p, 1], pieces[p, 2] - 4 * pieces[p, 0], taus[pieces[p, 3]]
+    group, count, tile = places[i, _GROUP], places[i, _COUNT], places[i, _TILE]
+    e, found, run, right = places[i, _ENTRY], places[i, _MULTIPLE], messages[i, RUN], True
+    while True:
+        if tile == count:
+            group = messages[i, NEXT]
+            tile = count = e = found = _i64(0)
+            if group == messages[i, END] or rows[group, FIRST] >= stop:
+                break
+            count = min(_i64(TILES), messages[i, END] - group)
+            messages[i, NEXT] = group + count
+            _, error = read_tiles(
+                messages[i, ADDRESS], messages[i, BYTES], rice, rows, group, count, words, multiples, depth, state
+            )
+            if error:
+                right = False
+                break
+        first, entries = rows[group + tile, FIRST], rows[group + tile, ENTRIES]
+        word, larger = words + 8 * tile, multiples + 8 * depth * tile
+        while e < entries:
+            listed = simd.load_word(word + 8 * TILES * e)
+            where = first + _i64(listed >> _u64(2))
+            if where < begin:
+                found += _i64(listed >> _u64(1) & _u64(1))
+                e += 1
+                continue
+            if where >= stop:
+                break
+            while where >= ends[run]:
+                run += 1
+            bound, tau = min(stop, ends[run]), taus[run]
             once = tau * scale
-        value = once if m == 1 else amount(m, tau) * scale
-        places[ready] = simd.fetch(target + 4 * where)
-        values[ready] = -value if word & _u64(1) else value
-        ready += 1
-        if ready == places.size:
-            ready = add_ready(places, values, ready)
-    add_ready(places, values, ready)
+            while e < entries:
+                listed = simd.load_word(word + 8 * TILES * e)
+                where = first + _i64(listed >> _u64(2))
+                if where >= bound:
+                    break
+                value = once
+                if listed & _u64(2):
+                    value = amount(simd.load_word(larger + 8 * found), tau) * scale
+                    found += 1
+                place = target + 4 * where
+                simd.store_float(place, simd.load_float(place) + (-value if listed & _u64(1) else value))
+                e += 1
+                if fetch:
+                    next_word = simd.load_word(word + 8 * TILES * (e + _AHEAD))
+                    simd.fetch(target + 4 * (first + _i64(next_word >> _u64(2))))
+        if e < entries:
+            break
+        tile, e, found = tile + 1, _i64(0), _i64(0)
+    places[i, _GROUP], places[i, _COUNT], places[i, _TILE] = group, count, tile
+    places[i, _ENTRY], places[i, _MULTIPLE], messages[i, RUN] = e, found, run
+    return right
 
 
 @njit(nogil=True, error_model="numpy")
-def add_plain(row, message, begin, end, pieces, taus, scale):
-    """Do the work of `add_rice` for a tile of plain positions."""
-    address, entries = _i64(message.ctypes.data) + row[START], row[ENTRIES]
-    p = piece_of(pieces, max(row[FIRST], begin))
-    for i in range(entries):
-        half = simd.load_half(address + 4 * i)
-        where = row[LAST] - _i64(half & np.uint32(0x7FFFFFFF))
-        if where < begin:
-            continue
-        if where >= end:
-            return
-        while where >= pieces[p, 1]:
-            p += 1
-        m = _i64(simd.load_half(address + 4 * (entries + i))) if row[MULTIPLE] else _i64(1)
-        value = amount(m, taus[pieces[p, 3]]) * scale
-        address_out = pieces[p, 2] + 4 * (where - pieces[p, 0])
-        simd.store_float(address_out, simd.load_float(address_out) + (-value if half >> np.uint32(31) else value))
+def move_floats(source, target, number):
+    """Copy float32 to `target`, and set them to zero at `source`."""
+    for at in range(0, 4 * number, 4):
+        simd.store_float(target + at, simd.load_float(source + at))
+        simd.store_float(source + at, np.float32(0))
+
+
+@njit(nogil=True, error_model="numpy")
+def move_block(source, target, number, stream):
+    """Do the work of `move_floats` for addresses with the same distance from a line."""
+    head = min(number, (-target & 63) // 4)
+    move_floats(source, target, head)
+    source, target, number = source + 4 * head, target + 4 * head, number - head
+    lines = number // 16
+    for at in range(0, 64 * lines, 64):
+        if stream:
+            simd.stream_line(source + at, target + at)
+        else:
+            simd.move_line(source + at, target + at)
+    move_floats(source + 64 * lines, target + 64 * lines, number - 16 * lines)
 
 
 @entry
-def add_tiles(begin, end, table, message, rice, pieces, taus, scale):
-    """Add the entries of a message with indices from `begin` to `end` to the pieces."""
+def add_messages(begin, end, pieces, messages, rows, rice, ends, taus, scale, depth, clear, stream):
+    """Add the entries with indices from `begin` to `end` of all messages; return False if a tile is invalid.
+
+    Args:
+        begin, end: elements.
+        pieces: table of the arrays of the output, see `pieces.pieces`.
+        messages, rows, rice, ends, taus, scale, depth: see `add_until`.
+        clear: True to set the elements to the sum. They are undefined if a tile is invalid.
+        stream: True to write a cleared output past the caches.
+    """
     mode = keep_denormals()
-    places, values = np.empty(_READY, np.int64), np.empty(_READY, np.float32)
-    low, high = 0, table.shape[0]
-    while low < high:
-        middle = (low + high) // 2
-        if table[middle, LAST] < begin:
-            low = middle + 1
-        else:
-            high = middle
-    for t in range(low, table.shape[0]):
-        row = table[t]
-        if row[FIRST] >= end:
-            break
-        if rice:
-            add_rice(row, message, begin, end, pieces, taus, scale, places, values)
-        else:
-            add_plain(row, message, begin, end, pieces, taus, scale)
+    messages, lists = messages.copy(), messages.shape[0] if clear else 1
+    words = np.empty((lists, (depth + _AHEAD) * TILES), np.uint64)
+    multiples = np.empty((lists, depth * TILES), np.uint64)
+    listed, larger = _i64(words.ctypes.data), _i64(multiples.ctypes.data)
+    places, state = np.zeros((messages.shape[0], 5), np.int64), np.empty((9, TILES), np.int64)
+    for i in range(messages.shape[0]):
+        high = messages[i, END]
+        while messages[i, NEXT] < high:
+            middle = (messages[i, NEXT] + high) // 2
+            if rows[middle, LAST] < begin:
+                messages[i, NEXT] = middle + 1
+            else:
+                high = middle
+    right = True
+    if clear:
+        zeros = np.zeros(min(_BLOCK, end - begin) + 32, np.float32)
+        room = (_i64(zeros.ctypes.data) + 63) & ~63
+        p, at = piece_of(pieces, begin), begin
+        while right and at < end:
+            target = pieces[p, 2] + 4 * (at - pieces[p, 0])
+            # The block begins at the same distance from a line as the output.
+            source = room + (target & 63)
+            stop = min(end, pieces[p, 1], at + _BLOCK - (target & 63) // 4)
+            for i in range(messages.shape[0]):
+                right &= add_until(
+                    i, begin, stop, source - 4 * at, messages, rows, rice, ends, taus, scale,
+                    listed + 8 * i * words.shape[1], larger + 8 * i * multiples.shape[1], depth, places, state,
+                    False,
+                )  # fmt: skip
+            move_block(source, target, stop - at, stream)
+            at = stop
+            if at == pieces[p, 1]:
+                p += 1
+        simd.fence()
+    else:
+        for i in range(messages.shape[0]):
+            p, at = piece_of(pieces, begin), begin
+            while right and at < end:
+                stop = min(end, pieces[p, 1])
+                right &= add_until(
+                    i, begin, stop, pieces[p, 2] - 4 * pieces[p, 0], messages, rows, rice, ends, taus, scale,
+                    listed, larger, depth, places, state, True,
+                )  # fmt: skip
+                at, p = stop, p + 1
     restore_mode(mode)
+    return right

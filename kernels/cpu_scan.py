@@ -14,7 +14,7 @@ from numba import njit
 from hvdx.kernels import simd
 from hvdx.kernels.compiled import entry
 from hvdx.kernels.denormals import keep_denormals, restore_mode
-from hvdx.kernels.tiles import SHARES
+from hvdx.kernels.tiles import M_MAX, SHARES
 
 #: Number of blocks of 64 elements that are scanned before their entries are listed. Records and entries stay in the
 #: caches.
@@ -43,7 +43,8 @@ def multiple_of(size, tau):
     # float32(m * tau) may round down so far that tau still fits into the remainder.
     if size - amount(m, tau) >= tau:
         m += 1
-    return m
+    # An update and a residual of 2**30 tau each reach one more.
+    return min(m, _i64(M_MAX))
 
 
 @njit(nogil=True, error_model="numpy")

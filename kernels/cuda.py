@@ -1,11 +1,25 @@
 """Threshold kernels on an NVIDIA GPU, in Numba CUDA. Their bytes and sums equal those of `reference`, bit for bit.
 
-The import needs neither a GPU nor a driver. Kernels are compiled at their first launch.
+The import needs neither a GPU nor a driver. Kernels are compiled at their first launch. With HVDX_CUDA_SIMULATOR=1 in
+the environment, Numba's simulator runs them on the CPU, thousands of times slower.
+
+The numbers of launches and copies do not depend on the numbers of arrays, runs and messages. `encode` launches 8
+kernels, and waits for the GPU once, for the size of its tiles. `decode` launches 3, and waits once, for the outcome of
+its checks.
+
+Who waits for whom: the work of a function on the GPU is in the order of the stream that it is given. The caller's work
+that fills the arrays must be on the same stream, or have finished. When a function returns, it has waited for the
+stream, and what it changed is final. The exception is `encode`: its tiles and the residual are final after the next
+wait for the stream, such as the copy of the tiles to the host. Without a stream the functions use CUDA's default
+stream. It waits for other streams, unless these were made non-blocking, as TensorFlow's and the side streams of PyTorch
+are.
 """
 
 import importlib.util
 import math
+import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,56 +27,60 @@ import numpy as np
 if importlib.util.find_spec("numba_cuda") is None:
     raise ImportError("hvdx.kernels.cuda: expected the package numba-cuda, got none. Do: pip install 'hvdx[cuda]'")
 
+from numba.core import config
+
+if os.environ.get("HVDX_CUDA_SIMULATOR") == "1":
+    config.ENABLE_CUDASIM = 1  # before the import of numba.cuda, which looks at it once
+
 from numba import boolean, cuda, float32, int64, types, uint8, uint32
 
 from hvdx.kernels import cuda_decode, cuda_encode, cuda_tiles
-from hvdx.kernels.cuda_decode import ERRORS, NO_ERROR, ROW
+from hvdx.kernels.cuda_decode import ERRORS, MARKS, NO_ERROR, ROW
+from hvdx.kernels.cuda_device import SIMULATED
 from hvdx.kernels.cuda_encode import BYTES, CHUNK, COLUMNS, FAULT, NO_FAULT, PER_RUN, TALLIES, TILES
-from hvdx.kernels.pieces import check_runs
+from hvdx.kernels.pieces import check_runs, pieces
 from hvdx.kernels.table import ENTRIES, LENGTH, START, table
-from hvdx.kernels.tiles import LAYOUT, Encoded, Layout, Malformed, Runs, check_layout, factors, limit
+from hvdx.kernels.tiles import BLOCK, LAYOUT, Encoded, Layout, Malformed, Runs, check_layout, factors, limit
 
 #: Largest number of blocks of a launch for each multiprocessor. Over elements: several times the blocks that run at
 #: once, so that little is idle at the end. Over tiles: the blocks that run at once, given their shared memory.
-_BLOCKS_OF_ELEMENTS, _BLOCKS_OF_TILES = 64, 4
+_BLOCKS_OF_ELEMENTS, _BLOCKS_OF_TILES = (3, 2) if SIMULATED else (64, 4)
 #: Smallest number of blocks of a launch. Numba warns of fewer; surplus blocks have no work.
-_FEWEST_BLOCKS = 128
+_FEWEST_BLOCKS = 2 if SIMULATED else 128
+#: Number of elements that a block of `add` takes at a time: at least, and at most.
+_LEAST_SPAN, _MOST_SPAN = 64 if SIMULATED else 1 << 11, 1 << 16
+
+_TABLE = int64[:, ::1]
+_TILE_ARGUMENTS = (
+    *(float32[::1], uint32[::1], *[int64[::1]] * 3, float32[::1]),
+    *(_TABLE, uint8[:, ::1], int64[::1], int64, int64, boolean),
+)
 
 #: Kernels by name, each with the argument types of its launches.
 KERNELS = {
-    "find_fault": (cuda_encode.find_fault, (float32[::1], int64[::1], int64, float32)),
+    "find_fault": (cuda_encode.find_fault, (_TABLE, float32[::1], int64[::1], float32)),
     "accumulate": (
         cuda_encode.accumulate,
-        (*[float32[::1]] * 2, uint32[::1], int64[::1], int64, int64, float32),
+        (_TABLE, int64[::1], *[float32[::1]] * 2, uint32[::1], int64[::1], float32, float32),
     ),
-    "scale": (cuda_encode.scale, (float32[::1], float32[::1], float32)),
-    "subtract": (cuda_encode.subtract, (float32[::1], float32[::1], int64)),
+    "histogram": (cuda_encode.histogram, (_TABLE, _TABLE, float32)),
+    "subtract": (cuda_encode.subtract, (float32[::1], float32[::1])),
     "count": (cuda_encode.count, (uint32[::1], int64[::1], int64[::1], int64, int64)),
-    "plan_tiles": (cuda_encode.plan_tiles, (*[int64[::1]] * 2, int64[:, ::1], int64[::1], *[int64] * 5)),
-    "place": (cuda_encode.place, (int64[:, ::1], int64[::1])),
+    "plan_tiles": (cuda_encode.plan_tiles, (*[int64[::1]] * 7, _TABLE, int64[::1], *[int64] * 5)),
+    "place": (cuda_encode.place, (_TABLE, int64[::1])),
     "clear": (cuda_encode.clear, (uint32[::1],)),
-    "size_tiles": (
-        cuda_tiles.size_tiles,
+    "size_tiles": (cuda_tiles.size_tiles, _TILE_ARGUMENTS),
+    "write_tiles": (cuda_tiles.write_tiles, (*_TILE_ARGUMENTS, uint32[::1], _TABLE, float32, float32)),
+    "check_tiles": (cuda_decode.check_tiles, (uint32[::1], _TABLE, _TABLE, int64[::1], boolean)),
+    "read_blocks": (
+        cuda_decode.read_blocks,
         (
-            *(float32[::1], uint32[::1], *[int64[::1]] * 3, float32[::1]),
-            *(int64[:, ::1], uint8[:, ::1], int64[::1], int64, int64, boolean),
-        ),
-    ),
-    "write_tiles": (
-        cuda_tiles.write_tiles,
-        (
-            *(float32[::1], uint32[::1], *[int64[::1]] * 3, float32[::1]),
-            *(int64[:, ::1], uint8[:, ::1], int64[::1], int64, int64, boolean, uint32[::1]),
-        ),
-    ),
-    "read_tiles": (
-        cuda_decode.read_tiles,
-        (
-            *(uint32[::1], int64[:, ::1], int64[:, ::1], int64[::1], float32[::1], float32),
+            *(uint32[::1], _TABLE, _TABLE, _TABLE, int64[::1], float32[::1], float32),
             *(int64[::1], float32[::1], int64[::1], boolean),
         ),
     ),
-    "add": (cuda_decode.add, (float32[::1], int64[::1], float32[::1], int64)),
+    "add": (cuda_decode.add, (_TABLE, _TABLE, int64[::1], float32[::1], int64, int64[::1])),
+    "add_all": (cuda_decode.add_all, (float32[::1], float32[::1])),
 }
 
 
@@ -71,37 +89,54 @@ def signatures() -> dict[str, tuple[Any, types.FunctionType]]:
     return {name: (kernel, types.void(*arguments)) for name, (kernel, arguments) in KERNELS.items()}
 
 
-def as_device(x: Any, name: str = "array") -> Any:
+def as_device(x: Any, name: str = "array", stream: Any = None) -> Any:
     """Return an array on the GPU as an array of Numba, without a copy.
 
     Args:
-        x: array of Numba, or with `__cuda_array_interface__` (PyTorch, CuPy, ...), or with `__dlpack__`. DLPack gets no
-            stream, because not all libraries accept one: the work that fills x must have finished.
+        x: array of Numba, or with `__cuda_array_interface__` (PyTorch, CuPy, ...), or with `__dlpack__`. If the array
+            interface names a stream, this function waits for it. A library with DLPack is told `stream`, and makes it
+            wait for the work that fills x, if it accepts a stream. TensorFlow accepts none, and waits itself.
         name: name of the array, for errors.
+        stream: stream of the work that will use the array; see the module.
 
     Returns:
         Numba's DeviceNDArray of the same shape and dtype, which keeps x alive.
 
     Raises:
         TypeError: if x is not an array on a GPU.
+        ValueError: if DLPack gives an array on another GPU than this thread's.
     """
     if getattr(x, "__cuda_ndarray__", False):
         return x
     if hasattr(x, "__cuda_array_interface__"):
         return cuda.as_cuda_array(x)
-    if hasattr(x, "__dlpack_device__") and int(x.__dlpack_device__()[0]) == _DLPACK_CUDA:
-        return _from_dlpack(x)
+    if hasattr(x, "__dlpack_device__") and not isinstance(x, np.ndarray):
+        kind = int(x.__dlpack_device__()[0])
+        if SIMULATED and kind == _DLPACK_CPU:
+            return _simulated(x)
+        if kind == _DLPACK_CUDA:
+            return _from_dlpack(x, name, stream)
     kind = f"{type(x).__module__}.{type(x).__qualname__}"
     raise TypeError(f"{name}: expected an array on a GPU, got {kind}. Copy it with numba.cuda.to_device first.")
 
 
-#: Value of kDLCUDA in dlpack.h.
-_DLPACK_CUDA = 2
+#: Values of kDLCPU and kDLCUDA in dlpack.h, and DLPack's number for CUDA's default stream.
+_DLPACK_CPU, _DLPACK_CUDA, _DLPACK_DEFAULT_STREAM = 1, 2, 1
 
 
 def available() -> bool:
-    """Return True if there is a GPU with a driver."""
+    """Return True if there is a GPU with a driver, or if the simulator runs."""
     return bool(cuda.is_available())
+
+
+def number() -> int:
+    """Return the number of GPUs, as CUDA counts them."""
+    return len(cuda.gpus)
+
+
+def on(index: int | None) -> AbstractContextManager[Any]:
+    """Return a context in which this thread uses the GPU with an index, or the one that it uses anyway for None."""
+    return nullcontext() if index is None else cuda.gpus[index]
 
 
 def to_device(values: np.ndarray) -> Any:
@@ -109,23 +144,67 @@ def to_device(values: np.ndarray) -> Any:
     return cuda.to_device(values)
 
 
-class _Exporter:
-    """DLPack export of an array without a stream, because TensorFlow refuses every requested stream."""
+def as_stream(stream: Any) -> Any:
+    """Return a stream of Numba.
+
+    Args:
+        stream: stream of numba.cuda, or address of a stream of CUDA, such as `torch.cuda.current_stream().cuda_stream`;
+            None or 0 for the default stream.
+
+    Raises:
+        TypeError: if it is something else.
+    """
+    if stream is None or (isinstance(stream, int) and stream == 0):
+        return 0
+    if isinstance(stream, int) and not isinstance(stream, bool):
+        return cuda.external_stream(stream)
+    if hasattr(stream, "synchronize") and (SIMULATED or hasattr(stream, "handle")):
+        return stream
+    raise TypeError(
+        f"stream: expected a stream of numba.cuda or the address of a stream, got {type(stream).__name__}. Do: pass "
+        "torch.cuda.current_stream().cuda_stream, or cupy.cuda.get_current_stream().ptr"
+    )
+
+
+class Exporter:
+    """DLPack export of an array for a stream, also if the array's library refuses every stream, as TensorFlow does.
+
+    Such a library must wait itself until the array is filled.
+
+    Args:
+        x: array with `__dlpack__`.
+    """
 
     def __init__(self, x: Any) -> None:
         self._x = x
 
-    def __dlpack__(self, **_: Any) -> Any:
+    def __dlpack__(self, *, stream: Any = None, **_: Any) -> Any:
+        if stream is not None and stream != -1:
+            try:
+                return self._x.__dlpack__(stream=stream)
+            except (TypeError, RuntimeError, BufferError, NotImplementedError):
+                pass
         return self._x.__dlpack__()
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return self._x.__dlpack_device__()
 
 
-def _from_dlpack(x: Any) -> Any:
+def _from_dlpack(x: Any, name: str, stream: Any) -> Any:
     from numba.cuda.cudadrv.devicearray import StridedMemoryView
+    from numba.cuda.cudadrv.driver import binding, driver
 
-    view = StridedMemoryView.from_dlpack(_Exporter(x), stream_ptr=-1)
+    pointer = int(stream) if stream else _DLPACK_DEFAULT_STREAM
+    view = StridedMemoryView.from_dlpack(Exporter(x), stream_ptr=pointer)
+    if view.ptr:
+        ordinal = binding.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+        index = int(driver.cuPointerGetAttribute(ordinal, binding.CUdeviceptr(view.ptr)))
+        current = cuda.current_context().device.id
+        if index != current:
+            raise ValueError(
+                f"{name}: expected an array on GPU {current}, which this thread uses, got one on GPU {index}. Give "
+                "each process one GPU (CUDA_VISIBLE_DEVICES)."
+            )
     size = view.dtype.itemsize
     interface = {
         "shape": tuple(view.shape),
@@ -137,59 +216,109 @@ def _from_dlpack(x: Any) -> Any:
     return cuda.from_cuda_array_interface(interface, owner=view)
 
 
+def _simulated(x: Any) -> Any:
+    """Return an array in host memory as one of the simulator, writable, because an array of a GPU would be, too."""
+    import ctypes
+
+    from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
+
+    view = np.from_dlpack(Exporter(x))
+    memory = (ctypes.c_byte * view.nbytes).from_address(view.ctypes.data)
+    memory.owner = view, x
+    return FakeCUDAArray(np.frombuffer(memory, view.dtype).reshape(view.shape))
+
+
+def _address(array: Any) -> int:
+    """Return the address of the first element of an array of Numba."""
+    return int(array.ctypes.data if SIMULATED else array.__cuda_array_interface__["data"][0])
+
+
 class _Arrays(NamedTuple):
-    """Scratch arrays of the encoder's kernels on the GPU.
+    """Arrays of the encoder's kernels on the GPU.
 
     Attributes:
+        numbers: int64[...], `summary`, `ends` and `pieces`, which are parts of it, copied to the GPU at once.
         summary: int64[TALLIES + PER_RUN * R], results for the host.
         ends: int64[R], ends of the runs.
+        pieces: int64[P, 4], table of pieces.
+        floats: float32[2 * R], `taus` and `limits`, which are parts of it.
         taus: float32[R], taus of the runs.
+        limits: float32[R], largest absolute values in the update.
         masks: uint32[ceil(n / 32)], one bit per element, 1 if it has an entry.
         prefixes: int64[regions * (chunks of a region + 1)], number of entries before each chunk of a region.
         starts: int64[regions], number of entries before each region.
+        plan: five arrays int64[regions], scratch of `plan_tiles`.
         tiles: int64[largest possible number of tiles, COLUMNS], table of tiles.
         parameters: uint8[largest possible number of tiles, blocks of gaps], Rice parameters.
     """
 
+    numbers: Any
     summary: Any
     ends: Any
+    pieces: Any
+    floats: Any
     taus: Any
+    limits: Any
     masks: Any
     prefixes: Any
     starts: Any
+    plan: list[Any]
     tiles: Any
     parameters: Any
 
 
 class Scratch:
-    """Scratch memory on the GPU that one encoder keeps between calls: about n / 6 bytes for n elements.
+    """Memory on the GPU that is kept between calls.
 
-    Only one call at a time may use it, on one stream. A call of another size allocates it again.
+    `encode` takes about n / 6 bytes for n elements, and its tiles; `decode` takes the messages, and 13 bytes an entry.
+    Only one call at a time may use it, on one stream. It grows when it must, which waits for the GPU.
     """
 
     def __init__(self) -> None:
         self._key: Any = None
         self._arrays: Any = None
+        self._buffers: dict[str, Any] = {}
 
-    def arrays(self, n: int, runs: int, layout: Layout, stream: Any) -> _Arrays:
-        """Return the scratch arrays for an update of n elements."""
-        key = n, runs, layout
+    def buffer(self, name: str, shape: tuple[int, ...], dtype: Any, stream: Any) -> Any:
+        """Return uninitialised memory that the next call with this name may return again."""
+        size = math.prod(shape)
+        kept = self._buffers.get(name)
+        if kept is None or kept.size < size:
+            self._buffers.pop(name, None)
+            # A quarter more, so that messages of slowly growing sizes do not allocate each time.
+            self._buffers[name] = kept = cuda.device_array(size + size // 4, dtype, stream=stream)
+        flat = kept if kept.size == size else kept[:size]
+        return flat if len(shape) == 1 else flat.reshape(*shape)
+
+    def arrays(self, n: int, runs: int, pieces: int, layout: Layout, stream: Any) -> _Arrays:
+        """Return the arrays for an update of n elements, runs and pieces."""
+        key = n, runs, pieces, layout
         if key != self._key:
             self._arrays = None
             regions, chunks = -(-n // layout.region), layout.region // math.gcd(CHUNK, layout.region)
             # A region has full tiles and one smaller tile. One shared tile may end before them, and another after them.
             most = min(n, regions * (layout.region // layout.tile_max + 3) + 1)
-            shapes = _Arrays(
-                summary=(TALLIES + PER_RUN * runs, np.int64),
-                ends=(runs, np.int64),
-                taus=(runs, np.float32),
-                masks=(-(-n // 32), np.uint32),
-                prefixes=(regions * (chunks + 1), np.int64),
-                starts=(regions, np.int64),
-                tiles=((most, COLUMNS), np.int64),
-                parameters=((most, cuda_tiles.BLOCKS), np.uint8),
+
+            def array(shape: Any, dtype: Any) -> Any:
+                return cuda.device_array(shape, dtype, stream=stream)
+
+            tallies = TALLIES + PER_RUN * runs
+            numbers, floats = array(tallies + runs + 4 * pieces, np.int64), array(2 * runs, np.float32)
+            self._arrays = _Arrays(
+                numbers=numbers,
+                summary=numbers[:tallies],
+                ends=numbers[tallies : tallies + runs],
+                pieces=numbers[tallies + runs :].reshape(pieces, 4),
+                floats=floats,
+                taus=floats[:runs],
+                limits=floats[runs:],
+                masks=array(-(-n // 32), np.uint32),
+                prefixes=array(regions * (chunks + 1), np.int64),
+                starts=array(regions, np.int64),
+                plan=[array(regions, np.int64) for _ in range(5)],
+                tiles=array((most, COLUMNS), np.int64),
+                parameters=array((most, cuda_tiles.BLOCKS), np.uint8),
             )
-            self._arrays = _Arrays(*(cuda.device_array(shape, dtype, stream=stream) for shape, dtype in shapes))
             self._key = key
         return self._arrays
 
@@ -200,18 +329,96 @@ def check(update: Sequence[Any], runs: Runs, stream: Any = None) -> int:
     Args:
         update: C-contiguous float32 arrays on the GPU, read as one vector of n elements.
         runs: lengths and taus of the runs.
-        stream: stream of numba.cuda; None for the default stream.
+        stream: stream of the kernels; see the module, and `as_stream`.
 
     Raises:
         TypeError: if an array is not on a GPU or not float32.
         ValueError: if an array is not contiguous, or if `runs` do not fit.
     """
-    arrays = [_check_array(u, f"update[{i}]") for i, u in enumerate(update)]
-    check_runs(runs, sum(a.size for a in arrays), "update")
-    summary = cuda.to_device(_blank_summary(0), stream or 0)
-    _find_fault(_cut(arrays, runs), runs, summary, stream or 0)
-    fault = int(_to_host(summary, stream or 0)[FAULT])
+    stream = as_stream(stream)
+    where, n = _locate(update, "update", stream)
+    check_runs(runs, n, "update")
+    if n == 0:
+        return -1
+    summary = cuda.to_device(_blank_summary(0), stream)
+    limits = cuda.to_device(limit(runs.taus), stream)
+    _find_fault(cuda.to_device(pieces(where, runs), stream), limits, summary, np.float32(1), n, stream)
+    fault = int(to_host(summary, stream)[FAULT])
     return -1 if fault == NO_FAULT else fault
+
+
+def histogram(update: Sequence[Any], lengths: np.ndarray, lookahead: float = 0.0, stream: Any = None) -> np.ndarray:
+    """Count the elements of (1 + lookahead) * update by absolute value.
+
+    Args:
+        update: C-contiguous float32 arrays on the GPU, read as one vector of n elements.
+        lengths: int64[R], number of elements of each run.
+        lookahead: see `encode`.
+        stream: see the module.
+
+    Returns:
+        The result of `cpu.histogram`, int64[R, 2048], in host memory.
+
+    Raises:
+        TypeError: if an array is not on a GPU or not float32.
+        ValueError: if an array is not contiguous, or if `lengths` do not add up.
+    """
+    stream = as_stream(stream)
+    where, n = _locate(update, "update", stream)
+    runs = Runs(lengths, np.ones(len(lengths), np.float32))
+    check_runs(runs, n, "update")
+    bins = np.zeros((len(lengths), cuda_encode.BINS), np.int64)
+    if n == 0:
+        return bins
+    on_device = cuda.to_device(bins, stream)
+    cuda_encode.histogram[_grid(n, cuda_encode.SPAN), cuda_encode.THREADS, stream](
+        cuda.to_device(pieces(where, runs), stream), on_device, factors(lookahead)[0]
+    )
+    return to_host(on_device, stream)
+
+
+def clear(array: Any) -> Any:
+    """Set a float32 array on the GPU to zero, and return it."""
+    flat = _check_array(array, "array", 0)
+    if flat.size:
+        cuda_encode.clear[_grid(flat.size), cuda_encode.THREADS](flat.view(np.uint32))
+        cuda.synchronize()
+    return array
+
+
+def zeros(n: int) -> Any:
+    """Return a new float32[n] of zeros on the GPU."""
+    return clear(cuda.device_array(n, np.float32))
+
+
+def copy(array: Any) -> Any:
+    """Return a copy of an array on the GPU."""
+    array = as_device(array)
+    copied = cuda.device_array(array.shape, array.dtype)
+    copied.copy_to_device(array)
+    cuda.synchronize()
+    return copied
+
+
+def add(values: Any, out: Any, stream: Any = None) -> None:
+    """Add a float32 array on the GPU to another one."""
+    _each(cuda_decode.add_all, values, out, stream)
+
+
+def subtract(values: Any, out: Any, stream: Any = None) -> None:
+    """Subtract a float32 array on the GPU from another one."""
+    _each(cuda_encode.subtract, values, out, stream)
+
+
+def _each(kernel: Any, values: Any, out: Any, stream: Any) -> None:
+    """Launch a kernel over the elements of two arrays, and wait for it."""
+    stream = as_stream(stream)
+    values, out = _check_array(values, "values", stream), _check_array(out, "out", stream)
+    if values.size != out.size:
+        raise ValueError(f"values: expected the {out.size} elements of out, got {values.size}.")
+    if out.size:
+        kernel[_grid(out.size), cuda_encode.THREADS, stream](values, out)
+        stream.synchronize() if stream else cuda.synchronize()
 
 
 def encode(
@@ -234,93 +441,71 @@ def encode(
         rice: True for entropy-coded gaps, False for plain 32-bit positions.
         layout: borders of tiles.
         trusted: True if `check` has already passed the update; otherwise the update is read once more.
-        stream: stream of numba.cuda; None for the default stream.
+        stream: stream of the kernels; see the module, and `as_stream`.
         scratch: scratch memory. Without it memory is allocated, and the GPU is idle meanwhile.
-        lookahead: add (1 + lookahead) * update, and when the entries are found, subtract lookahead * update again. This
-            takes a copy of the update and two more passes.
+        lookahead: add (1 + lookahead) * update, and when the entries are found, subtract lookahead * update again.
 
     Returns:
-        The result of `reference.encode`, with the tiles on the GPU. Other streams must synchronise with this one before
-        they use the tiles or the residual.
+        The result of `reference.encode`, with the tiles on the GPU, in `scratch` until the next call. The tiles and the
+        residual may still be written on the stream.
 
     Raises:
         TypeError: if an array is not on a GPU or not float32.
         ValueError: if an array is not contiguous or has another size, or if `runs` or `layout` do not fit.
     """
-    arrays = [_check_array(u, f"update[{i}]") for i, u in enumerate(update)]
-    residual = _check_array(residual, "residual")
-    n = sum(a.size for a in arrays)
+    stream = as_stream(stream)
+    where, n = _locate(update, "update", stream)
+    residual = _check_array(residual, "residual", stream)
     check_runs(runs, n, "update")
     check_layout(layout)
     if residual.size != n:
         raise ValueError(f"residual: expected the {n} elements of the update, got {residual.size}.")
     if n == 0:
         return Encoded.of_fault(-1, 0)._replace(tiles=cuda.device_array(1, np.uint8)[:0])
-    stream, (factor, back) = stream or 0, factors(lookahead)
-    if lookahead:
-        arrays = [
-            _scaled(array, cuda.device_array(array.size, np.float32, stream=stream), factor, stream) for array in arrays
-        ]
-    coded = _encode(_cut(arrays, runs), residual, runs, rice, layout, trusted, stream, scratch or Scratch())
-    if lookahead and coded.fault < 0:
-        first = 0
-        for array in arrays:
-            if array.size:
-                _scaled(array, array, back, stream)
-                cuda_encode.subtract[_grid(array), cuda_encode.THREADS, stream](array, residual, first)
-            first += array.size
-    return coded
+    return _encode(pieces(where, runs), residual, runs, rice, layout, trusted, stream, scratch or Scratch(), lookahead)
 
 
-def _scaled(array: Any, out: Any, factor: np.float32, stream: Any) -> Any:
-    """Write an array times a factor to `out`, and return it."""
-    if array.size:
-        cuda_encode.scale[_grid(array), cuda_encode.THREADS, stream](array, out, factor)
-    return out
+def _grid(items: int, each: int = cuda_encode.THREADS) -> int:
+    """Return the number of blocks to launch over elements, of which a block takes `each` at a time."""
+    return _blocks(-(-items // each), _BLOCKS_OF_ELEMENTS)
 
 
-def _grid(array: Any) -> int:
-    """Return the number of blocks to launch over the elements of an array."""
-    return _blocks(-(-array.size // cuda_encode.THREADS), _BLOCKS_OF_ELEMENTS)
-
-
-def _encode(pieces, residual, runs, rice, layout, trusted, stream, scratch) -> Encoded:
+def _encode(where, residual, runs, rice, layout, trusted, stream, scratch, lookahead) -> Encoded:
     """Launch the kernels of `encode`, with one wait for the GPU to read the summary."""
-    number = len(runs.lengths)
+    number, n, (factor, back) = len(runs.lengths), residual.size, factors(lookahead)
     chunk = math.gcd(CHUNK, layout.region)
-    work = scratch.arrays(residual.size, number, layout, stream)
+    work = scratch.arrays(n, number, len(where), layout, stream)
     summary, masks, prefixes, starts, tiles = work.summary, work.masks, work.prefixes, work.starts, work.tiles
-    summary.copy_to_device(_blank_summary(number), stream=stream)
-    work.ends.copy_to_device(np.cumsum(runs.lengths), stream=stream)
-    work.taus.copy_to_device(np.ascontiguousarray(runs.taus), stream=stream)
+    numbers = np.concatenate([_blank_summary(number), np.cumsum(runs.lengths), where.reshape(-1)])
+    work.numbers.copy_to_device(numbers, stream=stream)
+    work.floats.copy_to_device(np.concatenate([runs.taus, limit(runs.taus)]), stream=stream)
 
     threads, tile_threads = cuda_encode.THREADS, cuda_tiles.TILE_THREADS
     if not trusted:
-        _find_fault(pieces, runs, summary, stream)
-    for piece, run, first in pieces:
-        grid = _blocks(piece.size // cuda_encode.SPAN + 2, _BLOCKS_OF_ELEMENTS)
-        tally = TALLIES + PER_RUN * run
-        cuda_encode.accumulate[grid, threads, stream](piece, residual, masks, summary, tally, first, runs.taus[run])
+        _find_fault(work.pieces, work.limits, summary, factor, n, stream)
+    cuda_encode.accumulate[_grid(n, cuda_encode.SPAN), threads, stream](
+        work.pieces, work.ends, work.taus, residual, masks, summary, factor, back
+    )
     grid = _blocks(starts.size, _BLOCKS_OF_ELEMENTS)
     cuda_encode.count[grid, threads, stream](masks, prefixes, summary, layout.region, chunk)
     cuda_encode.plan_tiles[_FEWEST_BLOCKS, threads, stream](
-        prefixes, starts, tiles, summary, layout.region // chunk, *layout[1:]
+        prefixes, starts, *work.plan, tiles, summary, layout.region // chunk, *layout[1:]
     )
     shared = (residual, masks, prefixes, starts, work.ends, work.taus, tiles, work.parameters, summary,
               layout.region, chunk, bool(rice))  # fmt: skip
     cuda_tiles.size_tiles[_blocks(tiles.shape[0], _BLOCKS_OF_TILES), tile_threads, stream](*shared)
     cuda_encode.place[_FEWEST_BLOCKS, threads, stream](tiles, summary)
 
-    host = _to_host(summary, stream)
+    host = to_host(summary, stream)
     size = int(host[BYTES])
-    words = cuda.device_array(max(-(-size // 4), 1), np.uint32, stream=stream)
+    words = scratch.buffer("tiles", (max(-(-size // 4), 1),), np.uint32, stream)
     found = words.view(np.uint8)[:size]
     if host[FAULT] != NO_FAULT:
         return Encoded.of_fault(int(host[FAULT]), number)._replace(tiles=found)
     if size:
-        cuda_encode.clear[_blocks(-(-words.size // threads), _BLOCKS_OF_ELEMENTS), threads, stream](words)
+        cuda_encode.clear[_grid(words.size), threads, stream](words)
         grid = _blocks(int(host[TILES]), _BLOCKS_OF_TILES)
-        cuda_tiles.write_tiles[grid, tile_threads, stream](*shared, words)
+        cuda_tiles.write_tiles[grid, tile_threads, stream](*shared, words, work.pieces, factor, back)
     tallies = host[TALLIES:].reshape(number, PER_RUN)
     return Encoded(found, tallies[:, 0].copy(), tallies[:, 1:].copy(), -1)
 
@@ -332,50 +517,38 @@ def _blank_summary(runs: int) -> np.ndarray:
     return summary
 
 
-def _find_fault(pieces, runs, summary, stream) -> None:
+def _find_fault(where, limits, summary, factor, n, stream) -> None:
     """Launch the kernel that writes the index of the first fault into the summary."""
-    limits = limit(runs.taus)
-    for piece, run, first in pieces:
-        grid = _blocks(-(-piece.size // cuda_encode.SPAN), _BLOCKS_OF_ELEMENTS)
-        cuda_encode.find_fault[grid, cuda_encode.THREADS, stream](piece, summary, first, limits[run])
+    cuda_encode.find_fault[_grid(n, cuda_encode.SPAN), cuda_encode.THREADS, stream](where, limits, summary, factor)
 
 
-def _cut(arrays, runs) -> list[tuple[Any, int, int]]:
-    """Divide arrays into pieces of one array and one run: (elements, run, index of the first element), in order."""
-    pieces, run, left, first = [], -1, 0, 0
-    for array in arrays:
-        done = 0
-        while done < array.size:
-            if left == 0:
-                run += 1
-                left = int(runs.lengths[run])
-            length = min(left, array.size - done)
-            # A slice costs more time than a launch, so whole arrays are used without one.
-            pieces.append((array if length == array.size else array[done : done + length], run, first))
-            done, left, first = done + length, left - length, first + length
-    return pieces
-
-
-def decode(messages: Sequence[tuple[Any, Runs]], scale: float, out: Any, rice: bool = True, stream: Any = None) -> None:
+def decode(
+    messages: Sequence[tuple[Any, Runs]],
+    scale: float,
+    out: Any,
+    rice: bool = True,
+    stream: Any = None,
+    scratch: Scratch | None = None,
+) -> None:
     """Add messages to `out`, one after another: out[i] += +-float32(m * tau) * scale, each step rounded to float32.
 
     Args:
         messages: (tiles, runs) of each message, in the order of the additions; tiles are uint8[bytes] on the host or on
             the GPU.
         scale: float32 factor.
-        out: C-contiguous float32 array on the GPU, or a list of them that is read as one vector; changed in place. Each
-            message takes one launch per array, so one long array is fastest.
+        out: C-contiguous float32 array on the GPU, or a list of them that is read as one vector; changed in place. One
+            long array is fastest.
         rice: True if gaps are entropy-coded, False for plain positions.
-        stream: stream of numba.cuda; None for the default stream.
+        stream: stream of the kernels; see the module, and `as_stream`.
+        scratch: see `encode`.
 
     Raises:
         Malformed: if a message is invalid. `out` is unchanged, and the error's `message` is the message's position.
         TypeError: if an array is not on a GPU or has another dtype.
         ValueError: if an array is not contiguous, or if `runs` do not fit.
     """
-    arrays = out if isinstance(out, list | tuple) else [out]
-    arrays = [_check_array(o, f"out[{i}]") for i, o in enumerate(arrays)]
-    n, stream = sum(o.size for o in arrays), stream or 0
+    stream = as_stream(stream)
+    where, n = _locate(out if isinstance(out, list | tuple) else [out], "out", stream)
     data, tables = [], []
     for number, (tiles, runs) in enumerate(messages):
         check_runs(runs, n, "out")
@@ -387,58 +560,77 @@ def decode(messages: Sequence[tuple[Any, Runs]], scale: float, out: Any, rice: b
                 raise Malformed("a payload shorter than its entries")
         except Malformed as error:
             raise Malformed(str(error), number) from None
-    entries = np.array([rows[:, ENTRIES].sum() for rows in tables], np.int64)
-    if not entries.sum():
-        return
-    index, value = _read(data, tables, [runs for _, runs in messages], np.float32(scale), rice, stream)
-    last = np.cumsum(entries)
-    for begin, end in zip(last - entries, last, strict=True):
-        first = 0
-        for o in arrays:
-            if o.size and end > begin:
-                grid = _blocks(-(-int(end - begin) // cuda_decode.THREADS), _BLOCKS_OF_ELEMENTS)
-                cuda_decode.add[grid, cuda_decode.THREADS, stream](o, index[begin:end], value[begin:end], first)
-            first += o.size
+    if any(map(len, tables)):
+        whole = Runs(np.array([n]), np.ones(1, np.float32))
+        everyone = [runs for _, runs in messages]
+        _decode(data, tables, everyone, np.float32(scale), pieces(where, whole), n, rice, stream, scratch or Scratch())
 
 
-def _read(data, tables, runs, scale, rice, stream):
-    """Check and read all tiles of all messages; return int64[e] indices and the float32[e] values to add there."""
-    before = np.cumsum([0, *(d.size for d in data)])
-    lines = np.cumsum([0, *(len(r.lengths) for r in runs)])
-    rows = np.zeros((sum(map(len, tables)), ROW), np.int64)
-    spans = np.stack([lines[:-1], lines[1:]], axis=1)
-    first = 0
-    for number, found in enumerate(tables):
-        mine = rows[first : first + len(found)]
-        mine[:, : found.shape[1]] = found
-        mine[:, START] += before[number]
-        mine[:, cuda_decode.MESSAGE] = number
-        first += len(found)
-    last = np.cumsum(rows[:, ENTRIES])
-    rows[:, cuda_decode.OUT] = last - rows[:, ENTRIES]
-    # The kernel may read two words beyond the end.
-    padded = np.zeros(int(before[-1]) // 4 + 3, np.uint32)
-    padded.view(np.uint8)[: before[-1]] = np.concatenate(data)
+def _decode(data, tables, runs, scale, where, n, rice, stream, scratch):
+    """Launch the kernels of `decode`, with one wait for the GPU at the end, to read the status."""
+    rows, messages = _joined(tables, [d.size for d in data], runs)
+    entries, blocks = int(messages[-1, cuda_decode.STOP]), int(_blocks_of(rows).sum())
+    ends = np.concatenate([np.cumsum(r.lengths, dtype=np.int64) for r in runs])
+    taus = np.concatenate([np.asarray(r.taus, np.float32) for r in runs])
+    # The kernels may read two words beyond the end.
+    padded = np.zeros(sum(d.size for d in data) // 4 + 3, np.uint32)
+    padded.view(np.uint8)[: sum(d.size for d in data)] = np.concatenate(data)
 
-    words, on_device = cuda.to_device(padded, stream), cuda.to_device(rows, stream)
-    ends = cuda.to_device(np.concatenate([np.cumsum(r.lengths, dtype=np.int64) for r in runs]), stream)
-    taus = cuda.to_device(np.concatenate([np.asarray(r.taus, np.float32) for r in runs]), stream)
-    spans = cuda.to_device(spans, stream)
-    index = cuda.device_array(int(last[-1]), np.int64, stream=stream)
-    value = cuda.device_array(int(last[-1]), np.float32, stream=stream)
-    status = cuda.to_device(np.full(1, NO_ERROR, np.int64), stream)
-    grid = max(_FEWEST_BLOCKS, -(-len(rows) // cuda_decode.READERS))
-    cuda_decode.read_tiles[grid, cuda_decode.READERS, stream](
-        words, on_device, spans, ends, taus, scale, index, value, status, bool(rice)
+    def copied(name: str, values: np.ndarray) -> Any:
+        array = scratch.buffer(name, values.shape, values.dtype, stream)
+        array.copy_to_device(values, stream=stream)
+        return array
+
+    words, taus = copied("words", padded), copied("taus", taus)
+    parts = [np.array([NO_ERROR]), ends, rows.reshape(-1), messages.reshape(-1), where.reshape(-1)]
+    numbers = copied("numbers", np.concatenate(parts))
+    borders = np.cumsum([len(p) for p in parts]).tolist()
+    status, ends, rows, messages, where = (
+        numbers[stop - len(part) : stop] if table is None else numbers[stop - len(part) : stop].reshape(*table.shape)
+        for part, stop, table in zip(parts, borders, [None, None, rows, messages, where], strict=True)
     )
-    worst = int(_to_host(status, stream)[0])
+    marks = scratch.buffer("marks", (blocks, MARKS), np.int64, stream)
+    index = scratch.buffer("index", (entries,), np.int64, stream)
+    value = scratch.buffer("value", (entries,), np.float32, stream)
+
+    readers, rice = cuda_decode.READERS, bool(rice)
+    grid = max(_FEWEST_BLOCKS, -(-rows.shape[0] // readers))
+    cuda_decode.check_tiles[grid, readers, stream](words, rows, marks, status, rice)
+    grid = max(_FEWEST_BLOCKS, -(-blocks // readers))
+    cuda_decode.read_blocks[grid, readers, stream](
+        words, rows, marks, messages, ends, taus, scale, index, value, status, rice
+    )
+    # Twice the blocks of a launch at least, while there are elements enough.
+    span = min(max(n // (2 * _blocks(n, _BLOCKS_OF_ELEMENTS)), _LEAST_SPAN), _MOST_SPAN)
+    cuda_decode.add[_grid(n, span), cuda_decode.THREADS, stream](where, messages, index, value, span, status)
+    worst = int(to_host(status, stream)[0])
     if worst != NO_ERROR:
         row, error = divmod(worst, len(ERRORS))
-        raise Malformed(ERRORS[error], int(rows[row, cuda_decode.MESSAGE]))
-    return index, value
+        raise Malformed(ERRORS[error], int(np.searchsorted(np.cumsum([len(t) for t in tables]), row, side="right")))
 
 
-def _to_host(array, stream) -> np.ndarray:
+def _joined(tables, sizes, runs) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tables of all messages as one, int64[tiles, ROW], and the table of messages, int64[M, 4]."""
+    before, counts = np.cumsum([0, *sizes]), [len(found) for found in tables]
+    rows = np.zeros((sum(counts), ROW), np.int64)
+    rows[:, : tables[0].shape[1]] = np.concatenate(tables)
+    rows[:, cuda_decode.MESSAGE] = np.repeat(np.arange(len(tables)), counts)
+    rows[:, START] += before[rows[:, cuda_decode.MESSAGE]]
+    rows[:, cuda_decode.OUT] = np.cumsum(rows[:, ENTRIES]) - rows[:, ENTRIES]
+    blocks = _blocks_of(rows)
+    rows[:, cuda_decode.MARK] = np.cumsum(blocks) - blocks
+    lines = np.cumsum([0, *(len(r.lengths) for r in runs)])
+    stops = np.cumsum([found[:, ENTRIES].sum() for found in tables])
+    starts = np.concatenate([[0], stops[:-1]])
+    return rows, np.stack([lines[:-1], lines[1:], starts, stops], axis=1).astype(np.int64)
+
+
+def _blocks_of(rows: np.ndarray) -> np.ndarray:
+    """Return the number of blocks of each tile. The first entry belongs to the first block."""
+    return np.maximum(-(-(rows[:, ENTRIES] - 1) // BLOCK), 1)
+
+
+def to_host(array: Any, stream: Any = None) -> np.ndarray:
     """Return a copy on the host, after all earlier work on the stream."""
     host = array.copy_to_host(stream=stream)
     if stream:
@@ -453,9 +645,16 @@ def _blocks(work: int, each: int) -> int:
     return max(_FEWEST_BLOCKS, min(work, most))
 
 
-def _check_array(x: Any, name: str) -> Any:
+def _locate(arrays: Sequence[Any], what: str, stream: Any) -> tuple[np.ndarray, int]:
+    """Return the sizes and addresses of arrays on the GPU, as `pieces.locate` does, and the number of elements."""
+    found = [_check_array(array, f"{what}[{i}]", stream) for i, array in enumerate(arrays)]
+    where = np.array([(a.size, _address(a) if a.size else 0) for a in found], np.int64).reshape(-1, 2)
+    return where, int(where[:, 0].sum())
+
+
+def _check_array(x: Any, name: str, stream: Any) -> Any:
     """Return a flat view of a float32 array on the GPU; raise TypeError or ValueError if it is another array."""
-    array = as_device(x, name)
+    array = as_device(x, name, stream)
     if array.dtype != np.float32:
         raise TypeError(f"{name}: expected float32, got {array.dtype}. Cast it first.")
     if not array.is_c_contiguous():
@@ -466,7 +665,7 @@ def _check_array(x: Any, name: str) -> Any:
 def _check_bytes(tiles: Any, name: str, stream: Any) -> np.ndarray:
     """Return the tiles on the host; raise TypeError if they are not uint8[bytes]."""
     if not isinstance(tiles, np.ndarray):
-        tiles = _to_host(as_device(tiles, name), stream)
+        tiles = to_host(as_device(tiles, name, stream), stream)
     if tiles.dtype != np.uint8 or tiles.ndim != 1:
         raise TypeError(f"{name}: expected tiles as uint8[bytes], got {tiles.dtype} of {tiles.ndim} dimensions.")
     return np.ascontiguousarray(tiles)

@@ -1,4 +1,9 @@
-"""CUDA kernels of the decoder: read and check tiles, one per thread, then add their entries.
+"""CUDA kernels of the decoder: check tiles, read them in blocks of entries, and add the entries to the output.
+
+The position of a code depends on all codes before it, so one thread checks a tile from its begin to its end. It
+computes no values, and sets marks, the states before each block of BLOCK entries. From them one thread a block then
+reads the tile in parallel. Each kernel reads the tiles of all messages, so the number of launches does not depend on
+the number of messages.
 
 One kernel scales and stores the values, and another one adds them, so that no compiler can contract the multiplication
 and the addition.
@@ -7,20 +12,28 @@ and the addition.
 import numpy as np
 from numba import cuda
 
+from hvdx.kernels.cuda_device import SIMULATED, address_of, load, store
 from hvdx.kernels.cuda_encode import amount
 from hvdx.kernels.cuda_tiles import first_parameter
+from hvdx.kernels.pieces import END
 from hvdx.kernels.table import ENTRIES, FIRST, LAST, LENGTH, MULTIPLE, START
 from hvdx.kernels.tiles import BLOCK, ESCAPE, M_MAX, N_MAX
 
-#: Threads in a block, and in a block of `read_tiles`: fewer, because its threads diverge. Tests in the simulator patch
-#: both.
-THREADS = 256
-READERS = 32
+#: Threads in a block, and in a block of the kernels that read tiles: fewer, because their threads diverge.
+THREADS, READERS = (2, 2) if SIMULATED else (256, 32)
 
-#: Additional columns of a table of tiles on the device: position of a tile's entries in the output, and number of its
-#: message.
-OUT, MESSAGE = 6, 7
-ROW = 8
+#: Additional columns of a table of tiles on the device: position of a tile's entries in the output, number of its
+#: message, and number of its first mark.
+OUT, MESSAGE, MARK = 6, 7, 8
+ROW = 9
+
+#: Columns of the table of messages: first run and end of its runs, first entry and end of its entries.
+FIRST_RUN, LAST_RUN, BEGIN, STOP = range(4)
+
+#: Columns of a mark: position in bits, index of the entry before, Rice parameter, next entry with m above 1, Rice
+#: parameter of runs.
+AT, WHERE, K, LARGER, K_RUN = range(5)
+MARKS = 5
 
 ERRORS = (
     "",
@@ -90,8 +103,8 @@ def take_code(words, at, end, k):
 
 
 @cuda.jit(device=True)
-def read_rice(words, row, out, first, final, ends, taus, scale, index, value):
-    """Read the entries of an entropy-coded tile; return an error code or 0."""
+def check_rice(words, row, marks):
+    """Check an entropy-coded tile, and set the marks of its blocks; return an error code or 0."""
     at = 8 * row[START]
     stop = at + 8 * row[LENGTH]
     entries, where, last, multiple = row[ENTRIES], row[FIRST], row[LAST], row[MULTIPLE] == 1
@@ -106,10 +119,12 @@ def read_rice(words, row, out, first, final, ends, taus, scale, index, value):
             return error
         if larger >= entries:
             return NO_MULTIPLE
-    run = first
+    set_mark(marks, row[MARK], at, where, k, larger, k_run)
     for i in range(entries):
         if i >= 1 and i < entries - 1:
             if i % BLOCK == 1:
+                if i > 1:
+                    set_mark(marks, row[MARK] + i // BLOCK, at, where, k, larger, k_run)
                 if at + 1 > stop:
                     return MISSING
                 at += 1
@@ -124,19 +139,16 @@ def read_rice(words, row, out, first, final, ends, taus, scale, index, value):
             where += skipped + 1
             if where > last - (entries - 1 - i):
                 return PASSES
-        elif i >= 1:
-            where = last
+        elif i > 1 and i % BLOCK == 1:
+            set_mark(marks, row[MARK] + i // BLOCK, at, where, k, larger, k_run)
         if at + 1 > stop:
             return MISSING
-        negative = take(words, at, np.int64(1)) == 1
         at += 1
-        m = np.int64(1)
         if i == larger:
             m, at, error = take_code(words, at, stop, np.int64(0))
             if error != 0:
                 return error
-            m += 2
-            if m > M_MAX:
+            if m + 2 > M_MAX:
                 return MANY
             skipped, at, error = take_code(words, at, stop, k_run)
             if error != 0:
@@ -144,22 +156,30 @@ def read_rice(words, row, out, first, final, ends, taus, scale, index, value):
             larger = i + 1 + skipped
             if larger > entries:
                 return RUN
-        run = store(out + i, where, negative, m, run, final, ends, taus, scale, index, value)
     if stop - at >= 8 or take(words, at, stop - at) != 0:
         return AFTER
     return 0
 
 
 @cuda.jit(device=True)
-def read_plain(words, row, out, first, final, ends, taus, scale, index, value):
-    """Read the entries of a tile of plain positions; return an error code or 0."""
+def set_mark(marks, number, at, where, k, larger, k_run):
+    """Keep the state before a block of entries. The first entry belongs to the first block, which has one more."""
+    marks[number, AT] = at
+    marks[number, WHERE] = where
+    marks[number, K] = k
+    marks[number, LARGER] = larger
+    marks[number, K_RUN] = k_run
+
+
+@cuda.jit(device=True)
+def check_plain(words, row):
+    """Check a tile of plain positions; return an error code or 0."""
     at, entries, multiple = 8 * row[START], row[ENTRIES], row[MULTIPLE]
     if row[LENGTH] != 4 * entries * (1 + multiple):
         return SIZE
-    run, most, m, before = first, np.int64(1), np.int64(1), row[FIRST] - 1
+    most, m, before = np.int64(1), np.int64(1), row[FIRST] - 1
     for i in range(entries):
-        word = peek(words, at + 32 * i)
-        where = row[LAST] - (word & 0x7FFFFFFF)
+        where = row[LAST] - (peek(words, at + 32 * i) & 0x7FFFFFFF)
         if where <= before or (i == 0 and where != row[FIRST]):
             return ORDER
         before = where
@@ -168,7 +188,6 @@ def read_plain(words, row, out, first, final, ends, taus, scale, index, value):
         if m < 1 or m > M_MAX:
             return TIMES
         most = max(most, m)
-        run = store(out + i, where, word > 0x7FFFFFFF, m, run, final, ends, taus, scale, index, value)
     if before != row[LAST]:
         return ORDER
     if (most > 1) != (multiple == 1):
@@ -177,8 +196,50 @@ def read_plain(words, row, out, first, final, ends, taus, scale, index, value):
 
 
 @cuda.jit(device=True)
-def store(at, where, negative, m, run, final, ends, taus, scale, index, value):
-    """Store one entry; return its run, which is `run` or a later one below `final`."""
+def read_rice(words, row, mark, begin, end, final, run, ends, taus, scale, index, value):
+    """Read entries [begin, end) of an entropy-coded tile that was checked, from its mark on."""
+    at, where, k, larger, k_run = mark[AT], mark[WHERE], mark[K], mark[LARGER], mark[K_RUN]
+    stop, entries = 8 * (row[START] + row[LENGTH]), row[ENTRIES]
+    for i in range(begin, end):
+        if i >= 1 and i < entries - 1:
+            if i % BLOCK == 1:
+                at += 1
+                if take(words, at - 1, np.int64(1)) == 1:
+                    k = take(words, at, np.int64(5))
+                    at += 5
+            skipped, at, _ = take_code(words, at, stop, k)
+            where += skipped + 1
+        elif i >= 1:
+            where = row[LAST]
+        negative = take(words, at, np.int64(1)) == 1
+        at += 1
+        m = np.int64(1)
+        if i == larger:
+            m, at, _ = take_code(words, at, stop, np.int64(0))
+            m += 2
+            skipped, at, _ = take_code(words, at, stop, k_run)
+            larger = i + 1 + skipped
+        run = run_of(ends, run, final, where)
+        put(row[OUT] + i, where, negative, amount(m, taus[run]), scale, index, value)
+
+
+@cuda.jit(device=True)
+def read_plain(words, row, begin, end, final, run, ends, taus, scale, index, value):
+    """Read entries [begin, end) of a tile of plain positions that was checked."""
+    at = 8 * row[START]
+    for i in range(begin, end):
+        word = peek(words, at + 32 * i)
+        where = row[LAST] - (word & 0x7FFFFFFF)
+        m = np.int64(1)
+        if row[MULTIPLE] == 1:
+            m = peek(words, at + 32 * (row[ENTRIES] + i))
+        run = run_of(ends, run, final, where)
+        put(row[OUT] + i, where, word > 0x7FFFFFFF, amount(m, taus[run]), scale, index, value)
+
+
+@cuda.jit(device=True)
+def run_of(ends, run, final, where):
+    """Return the run of an element, which is `run` or a later one below `final`."""
     if ends[run] <= where:
         low, high = run + 1, final - 1
         while low < high:
@@ -188,33 +249,54 @@ def store(at, where, negative, m, run, final, ends, taus, scale, index, value):
             else:
                 low = middle + 1
         run = low
-    scaled = amount(m, taus[run]) * scale
-    index[at] = where
-    value[at] = -scaled if negative else scaled
     return run
 
 
-@cuda.jit
-def read_tiles(words, rows, spans, ends, taus, scale, index, value, status, rice):
-    """Read tiles, one per thread, and set status[0] to the first error.
+@cuda.jit(device=True)
+def put(at, where, negative, size, scale, index, value):
+    """Store one entry."""
+    scaled = size * scale
+    index[at] = where
+    value[at] = -scaled if negative else scaled
 
-    `spans` has the first run and the end of the runs of each message.
-    """
+
+@cuda.jit
+def check_tiles(words, rows, marks, status, rice):
+    """Check tiles, one per thread, set their marks, and set status[0] to the first error."""
     for tile in range(cuda.grid(1), rows.shape[0], cuda.gridsize(1)):
         row = rows[tile]
-        first, final = spans[row[MESSAGE], 0], spans[row[MESSAGE], 1]
-        if rice:
-            error = read_rice(words, row, row[OUT], first, final, ends, taus, scale, index, value)
-        else:
-            error = read_plain(words, row, row[OUT], first, final, ends, taus, scale, index, value)
+        error = check_rice(words, row, marks) if rice else check_plain(words, row)
         if error != 0:
             cuda.atomic.min(status, 0, np.int64(tile) * _KINDS + error)
 
 
+@cuda.jit
+def read_blocks(words, rows, marks, messages, ends, taus, scale, index, value, status, rice):
+    """Read blocks of entries, one per thread, unless there is an error."""
+    if status[0] != NO_ERROR:
+        return
+    for number in range(cuda.grid(1), marks.shape[0], cuda.gridsize(1)):
+        low, high = 0, rows.shape[0] - 1
+        while low < high:
+            middle = (low + high + 1) >> 1
+            if rows[middle, MARK] <= number:
+                low = middle
+            else:
+                high = middle - 1
+        row = rows[low]
+        block, entries = np.int64(number) - row[MARK], row[ENTRIES]
+        begin = BLOCK * block + 1 if block > 0 else np.int64(0)
+        end = min(BLOCK * (block + 1) + 1, entries)
+        run, final = messages[row[MESSAGE], FIRST_RUN], messages[row[MESSAGE], LAST_RUN]
+        if rice:
+            read_rice(words, row, marks[number], begin, end, final, run, ends, taus, scale, index, value)
+        else:
+            read_plain(words, row, begin, end, final, run, ends, taus, scale, index, value)
+
+
 @cuda.jit(device=True)
-def lower_bound(index, least):
-    """Return the first position in an increasing array with a number of at least `least`."""
-    low, high = np.int64(0), np.int64(index.size)
+def lower_bound(index, low, high, least):
+    """Return the first position from `low` to `high` in an increasing part of an array with at least `least`."""
     while low < high:
         middle = (low + high) >> 1
         if index[middle] < least:
@@ -225,9 +307,35 @@ def lower_bound(index, least):
 
 
 @cuda.jit
-def add(out, index, value, first):
-    """Add one message's entries to an array whose elements begin at index `first`."""
-    begin = lower_bound(index, first)
-    end = lower_bound(index, first + out.size)
-    for i in range(begin + cuda.grid(1), end, cuda.gridsize(1)):
-        out[index[i] - first] += value[i]
+def add(pieces, messages, index, value, span, status):
+    """Add the entries of all messages to an output, unless there is an error.
+
+    A block has `span` elements at a time for itself, and adds the messages one after another, so each element gets them
+    in their order.
+    """
+    if status[0] != NO_ERROR:
+        return
+    borders = cuda.shared.array((THREADS, 2), np.int64)
+    tid = cuda.threadIdx.x
+    n = pieces[pieces.shape[0] - 1, END]
+    for turn in range(cuda.blockIdx.x, (n + span - 1) // span, cuda.gridDim.x):
+        first = np.int64(turn) * span
+        for some in range(0, messages.shape[0], THREADS):
+            if some + tid < messages.shape[0]:
+                begin, stop = messages[some + tid, BEGIN], messages[some + tid, STOP]
+                begin = lower_bound(index, begin, stop, first)
+                borders[tid, 0] = begin
+                borders[tid, 1] = lower_bound(index, begin, stop, first + span)
+            cuda.syncthreads()
+            for message in range(min(messages.shape[0] - some, THREADS)):
+                for i in range(borders[message, 0] + tid, borders[message, 1], THREADS):
+                    address = address_of(pieces, index[i])
+                    store(address, load(address) + value[i])
+                cuda.syncthreads()
+
+
+@cuda.jit
+def add_all(values, out):
+    """Add an array to another one."""
+    for i in range(cuda.grid(1), values.size, cuda.gridsize(1)):
+        out[i] += values[i]

@@ -1,23 +1,28 @@
 """CUDA kernels of the encoder over all elements: find faults, accumulate, count entries, and plan the tiles.
 
 A GPU must round like NumPy, but `cuda.jit` has no switch that forbids contracting a multiplication and an addition into
-one rounding. So in no kernel does the result of a multiplication go directly into an addition.
+one rounding. So in no kernel does the result of a multiplication go directly into an addition, except that of
+`product`.
+
+The update may have any number of arrays. A table of pieces gives the address of each element, so that the number of
+launches does not depend on it. No kernel divides in float64, which takes many GPUs hundreds of cycles.
 """
 
 import numpy as np
 from numba import cuda
 
+from hvdx.kernels.cuda_device import SIMULATED, address_in, address_of, float_bits, load, piece_of, product
+from hvdx.kernels.pieces import END, RUN
 from hvdx.kernels.tiles import M_MAX, SHARES
 
-#: Threads in a block. Tests in the simulator patch these five constants, to reach borders with few elements.
-THREADS = 256
-#: Elements that a thread has in flight, which hides the latency of loads.
-UNROLL = 8
-#: Elements of one iteration of a block: THREADS * UNROLL, a multiple of 32.
-SPAN = 2048
-#: 32-bit words of an iteration's mask, SPAN // 32, and of the two halves of the buffer for masks.
-WORDS = 64
-BANK = 128
+#: Threads in a block, and elements that a thread has in flight, which hides the latency of loads. A thread of the
+#: simulator is one of Python, so there are few; tests then reach borders between blocks with few elements.
+THREADS, UNROLL = (4, 16) if SIMULATED else (256, 8)
+#: Elements of one iteration of a block, a multiple of 32.
+SPAN = THREADS * UNROLL
+#: 32-bit words of an iteration's mask, at most THREADS, and of the two halves of the buffer for masks.
+WORDS = SPAN // 32
+BANK = 2 * WORDS
 
 #: Elements for each prefix sum; gcd(CHUNK, region) is used, so that a region has a whole number of them.
 CHUNK = 2048
@@ -37,7 +42,9 @@ PER_RUN = 1 + len(SHARES)
 #: Value of the summary's FAULT if there is no fault. It is above every index.
 NO_FAULT = 2**62
 
-_M_MAX = np.float64(M_MAX)
+#: Bins of a histogram, and the shift from the bits of a float32 to its bin, as in `cpu.histogram`.
+BINS, BIN_SHIFT = 2048, 20
+
 _SHARE_0, _SHARE_1, _SHARE_2, _SHARE_3 = (np.float32(share) for share in SHARES)
 
 
@@ -57,12 +64,41 @@ def amount(m, tau):
 
 @cuda.jit(device=True)
 def multiples(size, tau):
-    """Return m of a sum with the absolute value `size`, which reaches tau."""
-    # The bound matters only if the caller passed a wrong `trusted`.
-    m = np.int64(min(np.float64(size) / np.float64(tau), _M_MAX))
-    if size - amount(m, tau) >= tau:
+    """Return m of a sum with the absolute value `size`, which reaches tau.
+
+    Like `reference.encode` it is the quotient, rounded to float64 and cut off, and one more if tau fits once more.
+    """
+    ratio = size / tau
+    if ratio < 2:
+        return np.int64(1)
+    if ratio < 4194304:
+        # Rounded to float32 the quotient is too large by less than 1, and the product below is exact.
+        m = np.int64(ratio)
+        if np.float64(m) * np.float64(tau) > np.float64(size):
+            m -= 1
+    else:
+        m = long_division(size, tau)
+    # An update and a residual of 2**30 tau each reach one more than M_MAX.
+    if size - amount(m, tau) >= tau and m < M_MAX:
         m += 1
     return m
+
+
+@cuda.jit(device=True)
+def long_division(size, tau):
+    """Return size / tau, rounded to float64 and cut off, at most M_MAX. The quotient is at least 2**21."""
+    above, below = float_bits(size), float_bits(tau)
+    shift = (above >> 23) - (below >> 23)
+    # The bound matters only if the caller passed a wrong `trusted`.
+    if shift > 31:
+        return np.int64(M_MAX)
+    above = ((above & 0x7FFFFF) | 0x800000) << shift
+    below = (below & 0x7FFFFF) | 0x800000
+    m = above // below
+    # A quotient of e + 1 bits before the point rounds up to m + 1 if less than half of the last of 53 bits is missing.
+    if (below - (above - m * below)) << (54 - bit_length(m)) <= below:
+        m += 1
+    return min(m, np.int64(M_MAX))
 
 
 @cuda.jit(device=True)
@@ -93,35 +129,40 @@ def scan(sums, value):
 
 
 @cuda.jit
-def find_fault(update, summary, first, limit):
-    """Set summary[FAULT] to the lowest index of an element above the limit or NaN; `update` begins at index `first`."""
-    for turn in range(cuda.blockIdx.x, (update.size + SPAN - 1) // SPAN, cuda.gridDim.x):
-        begin = np.int64(turn) * SPAN + cuda.threadIdx.x
+def find_fault(pieces, limits, summary, factor):
+    """Set summary[FAULT] to the lowest index of an element whose product with `factor` is above the limit or NaN."""
+    n = pieces[pieces.shape[0] - 1, END]
+    for turn in range(cuda.blockIdx.x, (n + SPAN - 1) // SPAN, cuda.gridDim.x):
+        start = np.int64(turn) * SPAN
+        row = piece_of(pieces, start)
         bad = False
-        if begin - cuda.threadIdx.x + SPAN <= update.size:
+        if start + SPAN <= pieces[row, END]:
+            address = address_in(pieces, row, start + cuda.threadIdx.x)
+            most = limits[pieces[row, RUN]]
             for j in range(UNROLL):
-                bad |= not (abs(update[np.uint64(begin) + np.uint64(j * THREADS)]) <= limit)
+                bad |= not (abs(product(load(address + 4 * THREADS * j), factor)) <= most)
         else:
-            for i in range(begin, update.size, THREADS):
-                bad |= not (abs(update[i]) <= limit)
+            bad = True
         if bad:
-            for i in range(begin, min(begin + SPAN, update.size), THREADS):
-                if not (abs(update[i]) <= limit):
-                    cuda.atomic.min(summary, FAULT, first + i)
+            for i in range(start + cuda.threadIdx.x, min(start + SPAN, n), THREADS):
+                row = piece_of(pieces, i)
+                if not (abs(product(load(address_in(pieces, row, i)), factor)) <= limits[pieces[row, RUN]]):
+                    cuda.atomic.min(summary, FAULT, i)
 
 
 @cuda.jit
-def accumulate(update, residual, masks, summary, tally, first, tau):
-    """Add an update of one run to residual[first:], set the mask bits of entries, and count from summary[tally] on.
+def accumulate(pieces, ends, taus, residual, masks, summary, factor, back):
+    """Add `factor` times an update to the residual, set the mask bits of entries, and count from summary[TALLIES] on.
 
     An element that reaches tau keeps its whole sum until its tile is written, but the counts are those of the residual
-    after that.
+    after that. From the others, `back` times what was added is subtracted again after the counts.
     If there is a fault, nothing is changed.
     """
     if summary[FAULT] != NO_FAULT:
         return
     bank = cuda.shared.array(BANK, np.uint32)
     sums = cuda.shared.array(PER_RUN, np.int64)
+    added = cuda.local.array(UNROLL, np.float32)
     total = cuda.local.array(UNROLL, np.float32)
     tid = cuda.threadIdx.x
     for w in range(tid, BANK, THREADS):
@@ -130,79 +171,131 @@ def accumulate(update, residual, masks, summary, tally, first, tau):
         for j in range(PER_RUN):
             sums[j] = 0
     cuda.syncthreads()
-    level_0, level_1, level_2, level_3 = _SHARE_0 * tau, _SHARE_1 * tau, _SHARE_2 * tau, _SHARE_3 * tau
+    n = residual.size
+    turns = (n + SPAN - 1) // SPAN
     sent = near_0 = near_1 = near_2 = near_3 = np.uint32(0)
-    # Iterations begin at multiples of SPAN among all elements, so that each word of the masks belongs to one iteration.
-    head = first % SPAN
-    turns = (head + update.size + SPAN - 1) // SPAN
     side = 0
     for turn in range(cuda.blockIdx.x, turns, cuda.gridDim.x):
-        begin = np.int64(turn) * SPAN - head
-        whole = begin >= 0 and begin + SPAN <= update.size
-        # All loads come before the first store, because the compiler must assume that a store aliases later loads.
-        # Unsigned indices need no test for negative ones, which would count from the end.
-        if whole:
-            here, there = np.uint64(begin + tid), np.uint64(first + begin + tid)
-            for j in range(UNROLL):
-                total[j] = update[here + np.uint64(j * THREADS)] + residual[there + np.uint64(j * THREADS)]
-        else:
-            for j in range(UNROLL):
-                i = begin + j * THREADS + tid
-                total[j] = np.float32(0)
-                if i >= 0 and i < update.size:
-                    total[j] = update[i] + residual[first + i]
-        for j in range(UNROLL):
-            i = begin + j * THREADS + tid
-            size = abs(total[j])
-            if size >= tau:
-                sent = np.uint32(sent + np.uint32(1))
-                k = j * THREADS + tid
-                cuda.atomic.or_(bank, side * WORDS + (k >> 5), np.uint32(1 << (k & 31)))
-                size = abs(size - amount(multiples(size, tau), tau))
-            near_0 = np.uint32(near_0 + np.uint32(size >= level_0))
-            near_1 = np.uint32(near_1 + np.uint32(size >= level_1))
-            near_2 = np.uint32(near_2 + np.uint32(size >= level_2))
-            near_3 = np.uint32(near_3 + np.uint32(size >= level_3))
+        begin = np.int64(turn) * SPAN
+        end = min(begin + SPAN, n)
+        row = piece_of(pieces, begin)
+        first, last = pieces[row, RUN], pieces[piece_of(pieces, end - 1), RUN]
+        # One piece holds the whole span, so one run does too.
+        whole = begin + SPAN <= pieces[row, END]
+        for run in range(first, last + 1):
+            tau = taus[run]
+            level_0, level_1, level_2, level_3 = _SHARE_0 * tau, _SHARE_1 * tau, _SHARE_2 * tau, _SHARE_3 * tau
+            low = ends[run - 1] if run > first else begin
+            high = min(ends[run], end)
+            # Elements of this thread that it still has to read: bits for `whole`, else indices from `low` on.
+            reach = np.uint32(0)
             if whole:
-                residual[np.uint64(first + begin + tid) + np.uint64(j * THREADS)] = total[j]
-            elif i >= 0 and i < update.size:
-                residual[first + i] = total[j]
-        cuda.syncthreads()
-        for w in range(tid, WORDS, THREADS):
-            start = begin + 32 * w
-            if start > -32 and start < update.size:
-                bits = bank[side * WORDS + w]
-                # A word that begins before this piece already has bits of the pieces before.
-                if start >= 0:
-                    masks[(first + start) >> 5] = bits
+                # All loads come before the first store, because the compiler must assume that a store aliases later
+                # loads. Unsigned indices need no test for negative ones, which would count from the end.
+                address = address_in(pieces, row, begin + tid)
+                here = np.uint64(begin + tid)
+                for j in range(UNROLL):
+                    added[j] = product(load(address + 4 * THREADS * j), factor)
+                    total[j] = added[j] + residual[here + np.uint64(j * THREADS)]
+                for j in range(UNROLL):
+                    size = abs(total[j])
+                    if size >= tau:
+                        reach = np.uint32(reach | np.uint32(1 << j))
+                    else:
+                        near_0 = np.uint32(near_0 + np.uint32(size >= level_0))
+                        near_1 = np.uint32(near_1 + np.uint32(size >= level_1))
+                        near_2 = np.uint32(near_2 + np.uint32(size >= level_2))
+                        near_3 = np.uint32(near_3 + np.uint32(size >= level_3))
+                        if back != 0:
+                            total[j] -= product(added[j], back)
+                    residual[here + np.uint64(j * THREADS)] = total[j]
+            # Elements that reach tau are few, so they are read again, in a loop that keeps nothing in registers.
+            i = low + tid
+            while reach != 0 or (not whole and i < high):
+                value = np.float32(0)
+                if whole:
+                    i = begin + (cuda.ffs(reach) - 1) * THREADS + tid
+                    reach = np.uint32(reach & np.uint32(reach - np.uint32(1)))
+                    value = residual[i]
                 else:
-                    masks[(first + start) >> 5] |= bits
-                bank[side * WORDS + w] = np.uint32(0)
+                    more = product(load(address_of(pieces, i)), factor)
+                    value = more + residual[i]
+                    left = value
+                    if back != 0 and not abs(value) >= tau:
+                        left -= product(more, back)
+                    residual[i] = left
+                size = abs(value)
+                if size >= tau:
+                    sent = np.uint32(sent + np.uint32(1))
+                    k = i - begin
+                    cuda.atomic.or_(bank, side * WORDS + (k >> 5), np.uint32(1 << (k & 31)))
+                    size = abs(size - amount(multiples(size, tau), tau))
+                near_0 = np.uint32(near_0 + np.uint32(size >= level_0))
+                near_1 = np.uint32(near_1 + np.uint32(size >= level_1))
+                near_2 = np.uint32(near_2 + np.uint32(size >= level_2))
+                near_3 = np.uint32(near_3 + np.uint32(size >= level_3))
+                i += THREADS
+            # The counts go to the summary where the block leaves the run.
+            ahead = np.int64(turn) + cuda.gridDim.x
+            if run < last or ahead >= turns or ahead * SPAN >= ends[run]:
+                cuda.atomic.add(sums, 0, np.int64(sent))
+                cuda.atomic.add(sums, 1, np.int64(near_0))
+                cuda.atomic.add(sums, 2, np.int64(near_1))
+                cuda.atomic.add(sums, 3, np.int64(near_2))
+                cuda.atomic.add(sums, 4, np.int64(near_3))
+                sent = near_0 = near_1 = near_2 = near_3 = np.uint32(0)
+                cuda.syncthreads()
+                if tid == 0:
+                    for j in range(PER_RUN):
+                        cuda.atomic.add(summary, TALLIES + PER_RUN * run + j, sums[j])
+                        sums[j] = 0
+                cuda.syncthreads()
+        cuda.syncthreads()
+        if tid < WORDS and begin + 32 * tid < n:
+            masks[np.uint64(begin >> 5) + np.uint64(tid)] = bank[side * WORDS + tid]
+            bank[side * WORDS + tid] = np.uint32(0)
         # The next iteration fills the other half, so one barrier per iteration is enough.
         side = 1 - side
-    cuda.atomic.add(sums, 0, np.int64(sent))
-    cuda.atomic.add(sums, 1, np.int64(near_0))
-    cuda.atomic.add(sums, 2, np.int64(near_1))
-    cuda.atomic.add(sums, 3, np.int64(near_2))
-    cuda.atomic.add(sums, 4, np.int64(near_3))
+
+
+@cuda.jit
+def histogram(pieces, bins, factor):
+    """Count the elements times `factor` of each run by the float32 bits of their absolute value >> BIN_SHIFT."""
+    counts = cuda.shared.array(BINS, np.int32)
+    tid = cuda.threadIdx.x
+    n = pieces[pieces.shape[0] - 1, END]
+    turns = (n + SPAN - 1) // SPAN
+    for i in range(tid, BINS, THREADS):
+        counts[i] = 0
     cuda.syncthreads()
-    if tid == 0:
-        for j in range(PER_RUN):
-            cuda.atomic.add(summary, tally + j, sums[j])
+    for turn in range(cuda.blockIdx.x, turns, cuda.gridDim.x):
+        begin = np.int64(turn) * SPAN
+        end = min(begin + SPAN, n)
+        run, last = pieces[piece_of(pieces, begin), RUN], pieces[piece_of(pieces, end - 1), RUN]
+        for i in range(begin + tid, end, THREADS):
+            row = piece_of(pieces, i)
+            value = product(load(address_in(pieces, row, i)), factor)
+            bin_ = (float_bits(value) & 0x7FFFFFFF) >> BIN_SHIFT
+            if run == last:
+                cuda.atomic.add(counts, bin_, np.int32(1))
+            else:
+                cuda.atomic.add(bins, (pieces[row, RUN], bin_), np.int64(1))
+        # The counts in shared memory go to the run where the block leaves it.
+        ahead = np.int64(turn) + cuda.gridDim.x
+        if run == last and (ahead >= turns or pieces[piece_of(pieces, min((ahead + 1) * SPAN, n) - 1), RUN] != run):
+            cuda.syncthreads()
+            for i in range(tid, BINS, THREADS):
+                if counts[i] != 0:
+                    cuda.atomic.add(bins, (run, np.int64(i)), np.int64(counts[i]))
+                    counts[i] = 0
+            cuda.syncthreads()
 
 
 @cuda.jit
-def scale(values, out, factor):
-    """Set `out` to the values times a factor."""
+def subtract(values, out):
+    """Subtract the values from `out`."""
     for i in range(cuda.grid(1), values.size, cuda.gridsize(1)):
-        out[i] = values[i] * factor
-
-
-@cuda.jit
-def subtract(values, out, first):
-    """Subtract the values from `out`, from its index `first` on."""
-    for i in range(cuda.grid(1), values.size, cuda.gridsize(1)):
-        out[first + i] -= values[i]
+        out[i] -= values[i]
 
 
 @cuda.jit
@@ -235,6 +328,34 @@ def count(masks, prefixes, summary, region, chunk):
 
 
 @cuda.jit(device=True)
+def full_tiles(entries, tile_max, tile_min):
+    """Return the number of tiles that a region has for itself."""
+    return (entries - tile_min) // tile_max + 1 if entries >= tile_min else np.int64(0)
+
+
+@cuda.jit(device=True)
+def waiting(entries, tile_max, tile_min):
+    """Return the number of a region's entries that go into a shared tile."""
+    return max(entries - full_tiles(entries, tile_max, tile_min) * tile_max, np.int64(0))
+
+
+@cuda.jit(device=True)
+def above(sums, from_, value):
+    """Return the first position from `from_` on in an array that never falls with a number above `value`, or its size.
+
+    The array has a row for each region.
+    """
+    low, high = np.int64(from_), np.int64(sums.shape[0])
+    while low < high:
+        middle = (low + high) >> 1
+        if sums[middle] > value:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+@cuda.jit(device=True)
 def emit(tiles, tile, rank, entries, first, final):
     """Write one tile of the plan to the table of tiles."""
     tiles[tile, RANK] = rank
@@ -244,52 +365,101 @@ def emit(tiles, tile, rank, entries, first, final):
 
 
 @cuda.jit
-def plan_tiles(prefixes, starts, tiles, summary, chunks, tile_max, tile_min, group, group_regions):
+def plan_tiles(prefixes, starts, shared, large, next_, other, chosen, tiles, summary, chunks, tile_max, tile_min, group,
+               group_regions):  # fmt: skip
     """Plan the tiles like `tiles.plan`, and set starts[r] to the position of region r's first entry. Launch one block.
 
-    Each step of the plan depends on the region before, so one thread computes it; all threads load the counts.
+    Sums over the regions give the end of the shared tile that begins in a region, and so the region in which the next
+    one begins, for all regions at once. From the first region, jumps of 1, 2, 4, ... shared tiles then find those that
+    the plan has.
+
+    Args:
+        prefixes: numbers of entries, see `count`.
+        starts: int64[regions].
+        shared, large, next_, other, chosen: int64[regions], scratch: sums of waiting entries, sums of regions with
+            tiles of their own, regions in which the next shared tile begins (twice), and 1 where one begins.
+        tiles: table of tiles.
+        summary: see TILES.
+        chunks: number of chunks in a region.
+        tile_max, tile_min, group, group_regions: see `tiles.Layout`.
     """
-    counts = cuda.shared.array(THREADS, np.int64)
+    sums = cuda.shared.array(THREADS, np.int64)
     tid = cuda.threadIdx.x
     if cuda.blockIdx.x > 0 or summary[FAULT] != NO_FAULT:
         return
-    tile = rank = waiting = regions = np.int64(0)
-    # Position and region of the first entry that waits for a shared tile.
-    wait_rank = wait_from = np.int64(0)
-    for begin in range(0, starts.size, THREADS):
-        if begin + tid < starts.size:
-            counts[tid] = prefixes[(begin + tid) * (chunks + 1) + chunks]
+    regions = starts.size
+    ranks = waits = larges = np.int64(0)
+    for begin in range(0, regions, THREADS):
+        r = begin + tid
+        entries = prefixes[r * (chunks + 1) + chunks] if r < regions else np.int64(0)
+        upto = scan(sums, entries)
+        if r < regions:
+            starts[r] = ranks + upto - entries
+        ranks += sums[cuda.blockDim.x - 1]
         cuda.syncthreads()
-        if tid == 0:
-            for r in range(begin, min(begin + THREADS, starts.size)):
-                left = counts[r - begin]
-                starts[r] = rank
-                if left >= tile_min and waiting > 0:
-                    emit(tiles, tile, wait_rank, waiting, wait_from, r - 1)
-                    tile += 1
-                    waiting = regions = np.int64(0)
-                while left >= tile_min:
-                    entries = min(left, tile_max)
-                    emit(tiles, tile, rank, entries, r, r)
-                    tile += 1
-                    rank += entries
-                    left -= entries
-                if left > 0 and waiting == 0:
-                    wait_rank, wait_from = rank, np.int64(r)
-                waiting += left
-                rank += left
-                regions = regions + 1 if waiting > 0 else np.int64(0)
-                if waiting >= group or regions >= group_regions:
-                    if waiting > 0:
-                        emit(tiles, tile, wait_rank, waiting, wait_from, r)
-                        tile += 1
-                    waiting = regions = np.int64(0)
+        upto = scan(sums, waiting(entries, tile_max, tile_min))
+        if r < regions:
+            shared[r] = waits + upto
+        waits += sums[cuda.blockDim.x - 1]
         cuda.syncthreads()
-    if tid == 0:
-        if waiting > 0:
-            emit(tiles, tile, wait_rank, waiting, wait_from, starts.size - 1)
+        upto = scan(sums, np.int64(entries >= tile_min))
+        if r < regions:
+            large[r] = larges + upto
+        larges += sums[cuda.blockDim.x - 1]
+        cuda.syncthreads()
+    for r in range(tid, regions, cuda.blockDim.x):
+        end = end_of_group(shared, large, r, group, group_regions)
+        next_[r] = above(shared, end + 1, shared[end])
+        chosen[r] = 0
+    cuda.syncthreads()
+    if tid == 0 and waits > 0:
+        chosen[above(shared, np.int64(0), np.int64(0))] = 1
+    cuda.syncthreads()
+    jump = np.int64(1)
+    while jump < regions:
+        for r in range(tid, regions, cuda.blockDim.x):
+            # A region that another thread has just chosen may pass the choice on in the same round. That does no harm,
+            # because it is one of the plan's too.
+            if chosen[r] != 0 and next_[r] < regions:
+                chosen[next_[r]] = 1
+            other[r] = next_[next_[r]] if next_[r] < regions else np.int64(regions)
+        cuda.syncthreads()
+        for r in range(tid, regions, cuda.blockDim.x):
+            next_[r] = other[r]
+        cuda.syncthreads()
+        jump *= 2
+    before = np.int64(0)
+    for begin in range(0, regions, THREADS):
+        r = begin + tid
+        entries = prefixes[r * (chunks + 1) + chunks] if r < regions else np.int64(0)
+        whole = full_tiles(entries, tile_max, tile_min)
+        begins = r < regions and chosen[r] != 0
+        tile = before + scan(sums, whole + np.int64(begins)) - whole - np.int64(begins)
+        before += sums[cuda.blockDim.x - 1]
+        cuda.syncthreads()
+        rank, left = starts[r] if r < regions else np.int64(0), entries
+        for _ in range(whole):
+            some = min(left, tile_max)
+            emit(tiles, tile, rank, some, r, r)
             tile += 1
-        summary[TILES] = tile
+            rank += some
+            left -= some
+        if begins:
+            end = end_of_group(shared, large, r, group, group_regions)
+            emit(tiles, tile, rank, shared[end] - shared[r] + left, r, end)
+    if tid == 0:
+        summary[TILES] = before
+
+
+@cuda.jit(device=True)
+def end_of_group(shared, large, r, group, group_regions):
+    """Return the last region of the shared tile that begins in region r."""
+    before = shared[r - 1] if r > 0 else np.int64(0)
+    # It ends where it has `group` entries, before a region with tiles of its own, or after `group_regions` regions.
+    full = above(shared, np.int64(r), before + group - 1)
+    own = above(large, np.int64(r), large[r]) - 1
+    last = min(np.int64(r) + group_regions, np.int64(shared.shape[0])) - 1
+    return min(full, own, last)
 
 
 @cuda.jit(device=True)

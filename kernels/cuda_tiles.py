@@ -7,6 +7,7 @@ entries.
 import numpy as np
 from numba import cuda
 
+from hvdx.kernels.cuda_device import SIMULATED, address_of, load, product
 from hvdx.kernels.cuda_encode import (
     ENTRIES,
     FIRST,
@@ -27,8 +28,8 @@ from hvdx.kernels.cuda_encode import (
 )
 from hvdx.kernels.tiles import BLOCK, ESCAPE, K_MAX, SWITCH, TILE_MAX
 
-#: Threads in a block. Tests in the simulator patch it.
-TILE_THREADS = 512
+#: Threads in a block.
+TILE_THREADS = 4 if SIMULATED else 512
 
 #: Blocks of gaps in a tile, each with one Rice parameter.
 BLOCKS = TILE_MAX // BLOCK
@@ -151,11 +152,8 @@ def gap(places, i):
 
 
 @cuda.jit(device=True)
-def find_multiples(residual, ends, taus, base, entries, places, times, subtract):
-    """Set `times` to +-m of each entry; return the thread's number of entries with m above 1.
-
-    With `subtract`, subtract the entries from the residual.
-    """
+def find_multiples(residual, ends, taus, base, entries, places, times):
+    """Set `times` to +-m of each entry; return the thread's number of entries with m above 1."""
     larger = np.int64(0)
     for i in range(cuda.threadIdx.x, entries, cuda.blockDim.x):
         index = base + places[i]
@@ -164,10 +162,20 @@ def find_multiples(residual, ends, taus, base, entries, places, times, subtract)
         if m > 1:
             larger += 1
         times[i] = np.int32(-m if total < 0 else m)
-        if subtract:
-            left = abs(total) - amount(m, tau)
-            residual[index] = -left if total < 0 else left
     return larger
+
+
+@cuda.jit(device=True)
+def settle(residual, pieces, ends, taus, base, entries, places, times, factor, back):
+    """Subtract a tile's entries from the residual, and `back` times what the update had added."""
+    for i in range(cuda.threadIdx.x, entries, cuda.blockDim.x):
+        index = base + places[i]
+        m = np.int64(times[i])
+        left = abs(residual[index]) - amount(abs(m), taus[run_of(ends, index)])
+        left = -left if m < 0 else left
+        if back != 0:
+            left -= product(product(load(address_of(pieces, index)), factor), back)
+        residual[index] = left
 
 
 @cuda.jit(device=True)
@@ -297,7 +305,7 @@ def size_tiles(residual, masks, prefixes, starts, ends, taus, tiles, parameters,
     for tile in range(cuda.blockIdx.x, summary[TILES], cuda.gridDim.x):
         entries, base = tiles[tile, ENTRIES], tiles[tile, FROM] * region
         collect(masks, prefixes, starts, tiles, tile, region, chunk, places)
-        scan(sums, find_multiples(residual, ends, taus, base, entries, places, times, False))
+        scan(sums, find_multiples(residual, ends, taus, base, entries, places, times))
         larger = sums[cuda.blockDim.x - 1]
         cuda.syncthreads()
         payload = 4 * entries * (1 + np.int64(larger > 0))
@@ -325,8 +333,11 @@ def size_tiles(residual, masks, prefixes, starts, ends, taus, tiles, parameters,
 
 
 @cuda.jit
-def write_tiles(residual, masks, prefixes, starts, ends, taus, tiles, parameters, summary, region, chunk, rice, words):
-    """Write the tiles into a message of zeros, and subtract the entries from the residual."""
+def write_tiles(
+    residual, masks, prefixes, starts, ends, taus, tiles, parameters, summary, region, chunk, rice, words, pieces,
+    factor, back,
+):  # fmt: skip
+    """Write the tiles into a message of zeros, and subtract the entries from the residual; see `settle`."""
     places = cuda.shared.array(TILE_MAX, np.int32)
     times = cuda.shared.array(TILE_MAX, np.int32)
     sums = cuda.shared.array(TILE_THREADS, np.int64)
@@ -335,8 +346,9 @@ def write_tiles(residual, masks, prefixes, starts, ends, taus, tiles, parameters
     for tile in range(cuda.blockIdx.x, summary[TILES], cuda.gridDim.x):
         entries, base, larger = tiles[tile, ENTRIES], tiles[tile, FROM] * region, tiles[tile, LARGER]
         collect(masks, prefixes, starts, tiles, tile, region, chunk, places)
-        find_multiples(residual, ends, taus, base, entries, places, times, True)
+        find_multiples(residual, ends, taus, base, entries, places, times)
         cuda.syncthreads()
+        settle(residual, pieces, ends, taus, base, entries, places, times, factor, back)
         at = put_header(words, tiles, tile, tid == 0)
         if rice:
             k = first_parameter(skipped_inside(tiles, tile), entries)

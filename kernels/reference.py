@@ -77,6 +77,8 @@ def encode(
     m = np.trunc(size[index].astype(np.float64) / tau[index].astype(np.float64)).astype(np.int64)
     # float32(m * tau) may round down so far that tau still fits into the remainder.
     m += size[index] - amount(m, tau[index]) >= tau[index]
+    # An update and a residual of 2**30 tau each reach one more.
+    m = np.minimum(m, M_MAX)
     left, negative = size[index] - amount(m, tau[index]), np.signbit(total[index])
     residual[:] = total
     residual[index] = np.where(negative, -left, left)

@@ -11,12 +11,15 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from hvdx.kernels.tiles import ESCAPE, SHARES
+from hvdx.kernels.tiles import ESCAPE, N_MAX, SHARES
 
 _LANES = 16
 _STRIDE = 4 * _LANES
 _I8, _I16, _I32, _I64, _F32 = (ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType())
 _FLOATS, _INTS = ir.VectorType(_F32, _LANES), ir.VectorType(_I32, _LANES)
+#: Number of tiles that `read_entries` reads at once.
+TILES = 8
+_WORDS = ir.VectorType(_I64, TILES)
 #: Prefetch distance in bytes: 1.5 pages of 4 KiB. Prefetching lets one core reach the bandwidth of memory.
 AHEAD = 6144
 
@@ -30,7 +33,7 @@ def call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
 def _splat(builder: Any, scalar: Any, kind: Any) -> Any:
     undefined = ir.Constant(kind, ir.Undefined)
     first = builder.insert_element(undefined, scalar, ir.Constant(_I32, 0))
-    return builder.shuffle_vector(first, undefined, ir.Constant(_INTS, [0] * _LANES))
+    return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(_I32, kind.count), [0] * kind.count))
 
 
 def _pointer(builder: Any, address: Any, offset: int, kind: Any) -> Any:
@@ -290,3 +293,115 @@ def fetch(builder: Any, address: Any) -> Any:
     hint = [ir.Constant(_I32, v) for v in (1, 3, 1)]
     call(builder, "llvm.prefetch.p0", ir.VoidType(), _pointer(builder, address, 0, _I8), *hint)
     return address
+
+
+@make_intrinsic(types.int64(*[types.int64] * 6))
+def read_entries(
+    builder: Any, message: Any, last_word: Any, lanes: Any, entries: Any, triples: Any, singles: Any
+) -> Any:
+    """Read the gaps and signs of entries of 8 tiles at once. No branch depends on the bits.
+
+    The arguments are the address of the message; the offset of its last 8 bytes, after which nothing is read; the
+    address of five rows of 8 int64, with a column for each tile; and the address of the result, 8 uint64 for each
+    entry: index << 2 | sign. The rows hold the position in bits, the index of the entry before, and the Rice parameter;
+    the position and the index after the entries are written to the last two rows.
+
+    Words of 64 bits are read, first `triples` words of three entries each, then `singles` words of one entry each.
+    Returns a mask of the tiles whose results are wrong: those with entries that did not fit their word, or with an
+    index above any update's.
+    """
+
+    def constant(value: int) -> Any:
+        return ir.Constant(_WORDS, [value] * TILES)
+
+    def larger(a: Any, b: Any) -> Any:
+        return call(builder, f"llvm.umax.v{TILES}i64", _WORDS, a, b)
+
+    def smaller(a: Any, b: Any) -> Any:
+        return call(builder, f"llvm.umin.v{TILES}i64", _WORDS, a, b)
+
+    one, bits, index, k = constant(1), *(_load(builder, lanes, 8 * TILES * row, _WORDS) for row in range(3))
+    low, fixed, final = (
+        builder.sub(builder.shl(one, k), one),
+        builder.add(k, constant(2)),
+        _splat(builder, last_word, _WORDS),
+    )
+    position, where = cgutils.alloca_once_value(builder, bits), cgutils.alloca_once_value(builder, index)
+    longest, highest = (cgutils.alloca_once_value(builder, constant(0)) for _ in range(2))
+    target = cgutils.alloca_once_value(builder, entries)
+
+    def read_word(count: int) -> None:
+        bit = builder.load(position)
+        byte = smaller(builder.lshr(bit, constant(3)), final)
+        word = constant(0)
+        for tile in range(TILES):
+            number = ir.Constant(_I32, tile)
+            address = builder.add(message, builder.extract_element(byte, number))
+            word = builder.insert_element(word, _load(builder, address, 0, _I64), number)
+        begin = used = builder.sub(bit, builder.shl(byte, constant(3)))
+        word = builder.lshr(word, smaller(begin, constant(63)))
+        for _ in range(count):
+            # A limit on the ones keeps shifts below 64. Words with more of them do not hold the entry anyway.
+            stop = builder.or_(builder.xor(word, constant(-1)), constant(1 << 40))
+            ones = call(builder, f"llvm.cttz.v{TILES}i64", _WORDS, stop, ir.Constant(ir.IntType(1), 0))
+            z = builder.sub(larger(ones, constant(ESCAPE)), constant(ESCAPE))
+            word = builder.lshr(builder.lshr(word, one), ones)
+            power = builder.shl(one, z)
+            more = builder.and_(word, builder.sub(power, one))
+            # Without an escape z is 0, so this is the number of ones.
+            quotient = builder.add(builder.add(power, more), builder.sub(builder.sub(ones, z), one))
+            word = builder.lshr(word, z)
+            gap = builder.or_(builder.shl(quotient, k), builder.and_(word, low))
+            word = builder.lshr(word, k)
+            after = builder.add(builder.load(where), builder.add(gap, one))
+            builder.store(after, where)
+            entry = builder.or_(builder.shl(after, constant(2)), builder.and_(word, one))
+            address = builder.load(target)
+            _store(builder, entry, address, 0)
+            builder.store(builder.add(address, ir.Constant(_I64, 8 * TILES)), target)
+            word = builder.lshr(word, one)
+            used = builder.add(used, builder.add(builder.add(ones, z), fixed))
+        builder.store(builder.add(bit, builder.sub(used, begin)), position)
+        builder.store(larger(builder.load(longest), used), longest)
+        builder.store(builder.or_(builder.load(highest), builder.load(where)), highest)
+
+    for count, words in ((3, triples), (1, singles)):
+        with cgutils.for_range(builder, words):
+            read_word(count)
+    for row, state in ((3, position), (4, where)):
+        _store(builder, builder.load(state), lanes, 8 * TILES * row)
+    wrong = builder.or_(
+        builder.icmp_unsigned(">", builder.load(longest), constant(64)),
+        builder.icmp_unsigned(">", builder.load(highest), constant(2 * N_MAX - 1)),
+    )
+    return builder.zext(builder.bitcast(wrong, ir.IntType(TILES)), _I64)
+
+
+def _move_line(builder: Any, source: Any, target: Any, bypass: bool) -> None:
+    values = builder.load(_pointer(builder, source, 0, _FLOATS))
+    stores = (
+        builder.store(ir.Constant(_FLOATS, [0.0] * _LANES), _pointer(builder, source, 0, _FLOATS)),
+        builder.store(values, _pointer(builder, target, 0, _FLOATS)),
+    )
+    for each in (values, *stores):
+        each.align = _STRIDE
+    if bypass:
+        stores[1].set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(_I32, 1)]))
+
+
+@make_intrinsic(types.void(types.int64, types.int64))
+def move_line(builder: Any, source: Any, target: Any) -> None:
+    """Copy a line of 64 bytes, and set it to zero at `source`. The addresses are multiples of 64."""
+    _move_line(builder, source, target, False)
+
+
+@make_intrinsic(types.void(types.int64, types.int64))
+def stream_line(builder: Any, source: Any, target: Any) -> None:
+    """Do the work of `move_line`, past the caches. Another thread may read the target after a `fence` of this one."""
+    _move_line(builder, source, target, True)
+
+
+@make_intrinsic(types.void())
+def fence(builder: Any) -> None:
+    """Complete the stores of this thread."""
+    builder.fence("seq_cst")

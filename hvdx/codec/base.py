@@ -9,7 +9,8 @@ it can be saved and loaded. The codec itself holds no state. Every codec keeps t
 - If the codec has a state, `sent + state after == update + state before`, up to the rounding of that addition.
 - If an update cannot be sent (NaN, infinity), `encode` raises `UpdateError` and leaves the state unchanged, up to the
   rounding of an addition and its reversal.
-- If bytes are not a message, `decode` raises `WireError` and leaves the output unchanged.
+- If bytes are not a message, `decode` raises `WireError` and leaves the output unchanged. `decode_sum`, which clears
+  the output, raises it too, but leaves the output undefined.
 """
 
 import abc
@@ -44,6 +45,8 @@ class Codec(abc.ABC, Generic[S]):
     name: ClassVar[str]
     #: Number in the frame of a message, one byte.
     number: ClassVar[int]
+    #: Device of the arrays: "cpu" for NumPy arrays, "cuda" or "cuda:NUMBER" for arrays on a GPU.
+    device: str = "cpu"
     #: Seconds that `prepare` takes on an idle core if nothing is compiled yet.
     compile_seconds: ClassVar[int] = 0
 
@@ -86,6 +89,22 @@ class Codec(abc.ABC, Generic[S]):
             WireError: if a message is not of this codec, or not for these sizes. The error names the rank. `out` is
                 unchanged.
         """
+
+    def decode_sum(self, messages: Sequence[np.ndarray], out: Sequence[Any], scale: float = 1.0) -> None:
+        """Set an output to the sum of messages: to zeros, to which `decode` adds the messages.
+
+        The sum has the same bits as if `out` had been cleared and `decode` called. A codec may override this method to
+        take less time.
+
+        Args:
+            messages, out, scale: see `decode`. The elements of `out` are not read.
+
+        Raises:
+            WireError: as `decode` does, but `out` is undefined.
+        """
+        for array in out:
+            array[...] = 0
+        self.decode(messages, out, scale)
 
     @property
     def prepared(self) -> bool:

@@ -1,7 +1,10 @@
 """Devices of the threshold codec: access to the arrays of a host or a GPU, and its kernels."""
 
+import functools
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
+from threading import Lock
 from types import ModuleType
 from typing import Any
 
@@ -10,7 +13,7 @@ import numpy as np
 from hvdx.errors import ConfigError
 from hvdx.kernels import cpu
 from hvdx.kernels.pieces import SIZE, aligned, locate
-from hvdx.kernels.tiles import Encoded, Runs
+from hvdx.kernels.tiles import Encoded, Runs, factors
 
 
 class Host:
@@ -19,8 +22,12 @@ class Host:
     def __init__(self, threads: int | None) -> None:
         self.threads = threads
 
-    def check(self, arrays: Sequence[Any], what: str, writable: bool = False) -> list[int]:
+    def check(self, arrays: Sequence[Any], what: str, writable: bool = False, stream: Any = None) -> list[int]:
         """Return the arrays' sizes; raise TypeError or ValueError unless the kernels can use the arrays in place."""
+        if stream is not None:
+            raise ValueError(
+                f"stream: expected none for device='cpu', got {type(stream).__name__}. Give device='cuda' or no stream."
+            )
         sizes: list[int] = locate(arrays, what, writable)[:, SIZE].tolist()
         return sizes
 
@@ -34,13 +41,26 @@ class Host:
         """Return a copy as a NumPy array."""
         return array.copy()
 
+    def item(self, array: np.ndarray, element: int) -> np.float32:
+        """Return one element of an array, read as a vector."""
+        return np.float32(array.reshape(-1)[element])
+
+    def histogram(self, update: Sequence[Any], lengths: np.ndarray, lookahead: float, stream: Any) -> np.ndarray:
+        """Return the histograms of (1 + lookahead) * update, int64[R, 2048]; see `cpu.histogram`."""
+        scale, _ = factors(lookahead)
+        # `encode` refuses what overflows.
+        with np.errstate(all="ignore"):
+            scaled = [np.multiply(u, scale, out=np.empty_like(u)) for u in update]
+        return cpu.histogram(scaled, lengths)
+
     def workspace(self, n: int, runs: int) -> cpu.Workspace:
         """Return scratch memory for `encode`."""
         return cpu.Workspace(n, runs, threads=self.threads)
 
     def encode(
-        self, update: Sequence[Any], residual: Any, runs: Runs, rice: bool, header: bytes, work: Any, lookahead: float
-    ) -> tuple[np.ndarray, Encoded]:
+        self, update: Sequence[Any], residual: Any, runs: Runs, rice: bool, header: bytes, work: Any, lookahead: float,
+        stream: Any,
+    ) -> tuple[np.ndarray, Encoded]:  # fmt: skip
         """Encode, and change `residual` in place. Return the message, which begins with `header`, and the counts."""
         coded = cpu.encode(
             update, residual, runs, rice,
@@ -50,50 +70,147 @@ class Host:
             coded.tiles[: len(header)] = np.frombuffer(header, np.uint8)
         return coded.tiles, coded
 
-    def decode(self, messages: Sequence[tuple[np.ndarray, Runs]], scale: float, out: Sequence[Any], rice: bool) -> None:
-        """Add messages to `out`; raise Malformed if one is invalid."""
-        cpu.decode(messages, scale, out, rice, self.threads)
+    def decode(
+        self, messages: Sequence[tuple[np.ndarray, Runs]], scale: float, out: Sequence[Any], rice: bool, clear: bool,
+        stream: Any,
+    ) -> None:  # fmt: skip
+        """Add messages to `out`, or with `clear` to zeros; raise Malformed if one is invalid."""
+        cpu.decode(messages, scale, out, rice, self.threads, clear)
+
+
+def _there(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a method of `Gpu` use its GPU, whatever the calling thread has used before."""
+
+    @functools.wraps(method)
+    def on_gpu(self: "Gpu", *arguments: Any, **options: Any) -> Any:
+        with self._cuda.on(self._index):
+            return method(self, *arguments, **options)
+
+    return on_gpu
 
 
 class Gpu:
-    """Arrays on a GPU with `__cuda_array_interface__` or DLPack. Messages are in host memory."""
+    """Arrays on a GPU with `__cuda_array_interface__` or DLPack. Messages are in host memory.
 
-    def __init__(self) -> None:
+    Every method waits until its work on the GPU has finished. `hvdx.kernels.cuda` says what a caller's work is to wait
+    for.
+
+    Args:
+        index: number of the GPU, as CUDA counts them; None for the one that the calling thread uses.
+
+    Raises:
+        ConfigError: if there is no such GPU, or if numba-cuda cannot use it.
+    """
+
+    def __init__(self, index: int | None = None) -> None:
         try:
             from hvdx.kernels import cuda
         except ImportError as error:
             raise ConfigError(f"threshold: device='cuda': {error}") from error
         if not cuda.available():
             raise ConfigError("threshold: device='cuda': no GPU that numba-cuda can use. `nvidia-smi` should show one.")
+        if index is not None and index >= cuda.number():
+            raise ConfigError(f"threshold: device: expected one of {cuda.number()} GPUs, got number {index}.")
         self._cuda: ModuleType = cuda
+        self._index = index
+        # Memory of `decode`, which one call at a time may use.
+        self._decoding, self._one = cuda.Scratch(), Lock()
 
-    def check(self, arrays: Sequence[Any], what: str, writable: bool = False) -> list[int]:
+    @_there
+    def check(self, arrays: Sequence[Any], what: str, writable: bool = False, stream: Any = None) -> list[int]:
         """Return the arrays' sizes; raise TypeError unless they are on a GPU."""
-        return [math.prod(self._cuda.as_device(a, f"{what}[{i}]").shape) for i, a in enumerate(arrays)]
+        stream = self._cuda.as_stream(stream)
+        return [math.prod(self._cuda.as_device(a, f"{what}[{i}]", stream).shape) for i, a in enumerate(arrays)]
 
+    @_there
+    def view(self, array: Any) -> Any:
+        """Return an array of another library as one of Numba, without a copy."""
+        return self._cuda.as_device(array)
+
+    @_there
     def place(self, values: np.ndarray) -> Any:
         """Return a copy on the GPU."""
         return self._cuda.to_device(values)
 
+    @_there
     def fetch(self, array: Any) -> np.ndarray:
         """Return a copy as a NumPy array."""
         return self._cuda.as_device(array).copy_to_host()
+
+    @_there
+    def item(self, array: Any, element: int) -> np.float32:
+        """Return one element of an array, read as a vector."""
+        array = self._cuda.as_device(array)
+        flat = array if array.ndim == 1 else array.reshape(array.size)
+        return np.float32(flat[element : element + 1].copy_to_host()[0])
+
+    @_there
+    def zeros(self, n: int) -> Any:
+        """Return a new float32[n] of zeros on the GPU."""
+        return self._cuda.zeros(n)
+
+    @_there
+    def copy(self, array: Any) -> Any:
+        """Return a copy on the GPU."""
+        return self._cuda.copy(array)
+
+    @_there
+    def assign(self, values: np.ndarray, out: Any) -> None:
+        """Copy a NumPy array to an array on the GPU."""
+        self._cuda.as_device(out).copy_to_device(values)
+
+    @_there
+    def add(self, values: Any, out: Any) -> None:
+        """Add an array on the GPU to another one."""
+        self._cuda.add(values, out)
+
+    @_there
+    def subtract(self, values: Any, out: Any) -> None:
+        """Subtract an array on the GPU from another one."""
+        self._cuda.subtract(values, out)
+
+    @_there
+    def histogram(self, update: Sequence[Any], lengths: np.ndarray, lookahead: float, stream: Any) -> np.ndarray:
+        """Return the histograms of (1 + lookahead) * update, int64[R, 2048]; see `cpu.histogram`."""
+        return self._cuda.histogram(update, lengths, lookahead, stream)
 
     def workspace(self, n: int, runs: int) -> Any:
         """Return scratch memory for `encode`."""
         return self._cuda.Scratch()
 
+    @_there
     def encode(
-        self, update: Sequence[Any], residual: Any, runs: Runs, rice: bool, header: bytes, work: Any, lookahead: float
-    ) -> tuple[np.ndarray, Encoded]:
+        self, update: Sequence[Any], residual: Any, runs: Runs, rice: bool, header: bytes, work: Any, lookahead: float,
+        stream: Any,
+    ) -> tuple[np.ndarray, Encoded]:  # fmt: skip
         """Encode, and change `residual` in place. Return the message, which begins with `header`, and the counts."""
-        coded = self._cuda.encode(update, residual, runs, rice, scratch=work, lookahead=lookahead)
+        stream = self._cuda.as_stream(stream)
+        coded = self._cuda.encode(update, residual, runs, rice, scratch=work, lookahead=lookahead, stream=stream)
         message = np.empty(len(header) + coded.tiles.size, np.uint8)
         message[: len(header)] = np.frombuffer(header, np.uint8)
         if coded.tiles.size:
-            message[len(header) :] = coded.tiles.copy_to_host()
+            message[len(header) :] = self._cuda.to_host(coded.tiles, stream)
         return message, coded
 
-    def decode(self, messages: Sequence[tuple[np.ndarray, Runs]], scale: float, out: Sequence[Any], rice: bool) -> None:
-        """Add messages to `out`; raise Malformed if one is invalid."""
-        self._cuda.decode(messages, scale, list(out), rice)
+    @_there
+    def decode(
+        self, messages: Sequence[tuple[np.ndarray, Runs]], scale: float, out: Sequence[Any], rice: bool, clear: bool,
+        stream: Any,
+    ) -> None:  # fmt: skip
+        """Add messages to `out`, or with `clear` to zeros; raise Malformed if one is invalid."""
+        if clear:
+            for array in out:
+                self.assign(np.zeros(self._cuda.as_device(array).shape, np.float32), array)
+        with self._one:
+            self._cuda.decode(messages, scale, list(out), rice, stream, self._decoding)
+
+
+def simulated() -> bool:
+    """Return True if Numba's simulator takes the place of a GPU."""
+    return os.environ.get("HVDX_CUDA_SIMULATOR") == "1"
+
+
+@functools.cache
+def gpu(index: int | None = None) -> Gpu:
+    """Return a GPU, the same for all codecs of this process; see `Gpu`."""
+    return Gpu(index)

@@ -6,6 +6,7 @@ two ways. An element sends the largest multiple of tau that it holds, so its res
 clipped. Indices are entropy-coded, in 6 to 16 bits. `docs/wire-format.md` describes every byte.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -17,17 +18,18 @@ import numpy as np
 from hvdx.cache import kernels_folder
 from hvdx.codec import frame, tau, varint
 from hvdx.codec.base import Codec, State
-from hvdx.codec.devices import Gpu, Host
+from hvdx.codec.devices import Gpu, Host, gpu
 from hvdx.errors import ConfigError, UpdateError, WireError
 from hvdx.kernels import compiled, cpu
 from hvdx.kernels.lengths import read_lengths
-from hvdx.kernels.tiles import Encoded, Malformed, Runs, factors, limit
+from hvdx.kernels.tiles import Encoded, Malformed, Runs, limit
 
 #: tau if neither tau nor a density is given: that of Strom and Deeplearning4j, as a power of two.
 DEFAULT_TAU = 2.0**-10
 #: Interval in updates: between two searches for a smaller tau while a run sends no entries, and between two updates at
 #: which tau may fall below its floor, which leads to a search.
 _QUIET = 8
+_DEVICE = re.compile("cpu|cuda(:[0-9]+)?")
 _USED_UP = (
     "state: encode has used it up. Use the state that encode returned; if encode was interrupted, restore a checkpoint."
 )
@@ -103,7 +105,10 @@ class Threshold(Codec[ThresholdState]):
         tau_steps: number of values in an octave that tau takes with `target_density`, a power of two up to 64. With 1,
             tau is a power of two, and each step down sends a large share of the residuals at once.
         threads: number of threads of the kernels; None for OMP_NUM_THREADS if it is set, else the process's cores.
-        device: "cpu" for NumPy arrays, "cuda" for arrays on a GPU. Both write the same bytes.
+        device: "cpu" for NumPy arrays, "cuda" for arrays on a GPU, "cuda:1" for those on a GPU that is not the current
+            one of the calling thread. All write the same bytes. On a GPU, `encode` and `decode` return when their work
+            has finished, so nobody needs to wait for them. The caller's work that fills the arrays must have finished
+            when they are called, or must be on the stream that is passed to them.
 
     Raises:
         ConfigError: if an option is outside its range.
@@ -129,7 +134,7 @@ class Threshold(Codec[ThresholdState]):
         index_coding: Literal["rice", "none"] = "rice",
         tau_steps: int = 32,
         threads: int | None = None,
-        device: Literal["cpu", "cuda"] = "cpu",
+        device: str = "cpu",
     ) -> None:
         if tau is not None and target_density is not None:
             raise ConfigError("threshold: both tau and target_density are given. Give one; a density determines tau.")
@@ -145,12 +150,13 @@ class Threshold(Codec[ThresholdState]):
             raise ConfigError(f"threshold: tau_steps: expected a power of two from 1 to 64, got {tau_steps!r}.")
         if threads is not None and not (isinstance(threads, int) and threads >= 1):
             raise ConfigError(f"threshold: threads: expected at least 1, got {threads!r}.")
-        if device not in ("cpu", "cuda"):
-            raise ConfigError(f"threshold: device: expected 'cpu' or 'cuda', got {device!r}.")
+        if not isinstance(device, str) or not _DEVICE.fullmatch(device):
+            raise ConfigError(f"threshold: device: expected 'cpu', 'cuda' or 'cuda:NUMBER', got {device!r}.")
         self.tau = None if tau is None and target_density is not None else DEFAULT_TAU if tau is None else float(tau)
         self.target_density, self.scope, self.index_coding = target_density, scope, index_coding
         self.tau_steps, self.threads, self.device = tau_steps, threads, device
-        self._device: Host | Gpu = Host(threads) if device == "cpu" else Gpu()
+        _, _, index = device.partition(":")
+        self._device: Host | Gpu = Host(threads) if device == "cpu" else gpu(int(index) if index else None)
 
     def __repr__(self) -> str:
         options = {
@@ -193,15 +199,24 @@ class Threshold(Codec[ThresholdState]):
         """Outcome of preparing the kernels. It is cached because finding the folder takes system calls."""
         return cpu.prepare(kernels_folder())
 
+    @property
+    def arrays(self) -> Host | Gpu:
+        """Device of the arrays, with functions for them."""
+        return self._device
+
     def encode(
-        self, update: Sequence[np.ndarray], state: ThresholdState, lookahead: float = 0.0
+        self, update: Sequence[np.ndarray], state: ThresholdState, lookahead: float = 0.0, stream: Any = None
     ) -> tuple[np.ndarray, ThresholdState]:
         """Encode an update as a message, as `Codec.encode` does.
 
         Args:
-            update, state: see `Codec.encode`.
+            update: see `Codec.encode`; or one array with the elements of all.
+            state: see `Codec.encode`.
             lookahead: add (1 + lookahead) * update to the residual, and when the entries are found, subtract
                 lookahead * update again.
+            stream: for device="cuda", stream on which the update is filled: a stream of numba.cuda, or the address of a
+                stream, such as `torch.cuda.current_stream().cuda_stream`. None for CUDA's default stream, which does
+                not wait for non-blocking streams.
 
         Raises:
             UpdateError: if an element cannot be sent. The update is read only once, so on a CPU the fault may be found
@@ -210,18 +225,18 @@ class Threshold(Codec[ThresholdState]):
                 (1 + lookahead) * update.
         """
         self.prepare()
-        sizes = self._device.check(update, "update")
-        if sizes != list(state.sizes):
+        sizes = self._device.check(update, "update", stream=stream)
+        if sizes != list(state.sizes) and sizes != [sum(state.sizes)]:
             raise ValueError(f"update: expected arrays of {list(state.sizes)} elements, got {sizes}.")
         if not state.claim.acquire(blocking=False):
             raise ValueError(_USED_UP)
         # An interruption from here on leaves a residual that is partly updated. Only a refusal takes the whole update
         # back, so only a refusal releases the state.
         try:
-            message, coded, taus, found, floors = self._encode(update, state, lookahead)
+            message, coded, taus, found, floors = self._encode(update, state, lookahead, stream)
         except _Refused as refused:
             state.claim.release()
-            raise self._cannot_send(update, sizes, refused.fault, refused.taus, lookahead) from None
+            raise self._cannot_send(update, state, refused.fault, refused.taus, lookahead) from None
         means, quiet = state.means, np.where(coded.sent > 0, 0, state.quiet + 1)
         if self.target_density is not None:
             taus, means = self._next_taus(taus, found, floors, state, coded)
@@ -231,16 +246,30 @@ class Threshold(Codec[ThresholdState]):
         )  # fmt: skip
         return frame.seal(message, self.number + (self.index_coding != "rice")), after
 
-    def decode(self, messages: Sequence[np.ndarray], out: Sequence[np.ndarray], scale: float = 1.0) -> None:
+    def decode(
+        self, messages: Sequence[np.ndarray], out: Sequence[np.ndarray], scale: float = 1.0, stream: Any = None
+    ) -> None:
+        """Decode messages as `Codec.decode` does; `stream` is that of `encode`."""
+        self._decode(messages, out, scale, False, stream)
+
+    def decode_sum(
+        self, messages: Sequence[np.ndarray], out: Sequence[np.ndarray], scale: float = 1.0, stream: Any = None
+    ) -> None:
+        """Decode messages as `Codec.decode_sum` does; `stream` is that of `encode`."""
+        self._decode(messages, out, scale, True, stream)
+
+    def _decode(
+        self, messages: Sequence[np.ndarray], out: Sequence[np.ndarray], scale: float, clear: bool, stream: Any
+    ) -> None:
         self.prepare()
-        n = sum(self._device.check(out, "out", writable=True))
+        n = sum(self._device.check(out, "out", writable=True, stream=stream))
         number = self.number + (self.index_coding == "none")
         bodies = []
         for rank, message in enumerate(messages):
             body = frame.unseal(message, number, f"{self.name}, index_coding={self.index_coding!r}", rank)
             bodies.append(_open(body, n, rank))
         try:
-            self._device.decode(bodies, scale, out, self.index_coding == "rice")
+            self._device.decode(bodies, scale, out, self.index_coding == "rice", clear, stream)
         except Malformed as error:
             raise WireError(f"message of rank {error.message}: {error}.", error.message) from None
 
@@ -282,7 +311,7 @@ class Threshold(Codec[ThresholdState]):
         return replace(fresh, **new)
 
     def _encode(
-        self, update: Sequence[Any], state: ThresholdState, lookahead: float
+        self, update: Sequence[Any], state: ThresholdState, lookahead: float, stream: Any
     ) -> tuple[np.ndarray, Encoded, np.ndarray, np.ndarray, np.ndarray]:
         """Return the message, the counts, and the taus, found and floors used. Raise _Refused if there is a fault."""
         taus, found, floors = state.taus, state.found, state.floors
@@ -295,9 +324,12 @@ class Threshold(Codec[ThresholdState]):
         ends, tried = np.cumsum(state.lengths), set()
         while True:
             if due.any():
-                taus, found, floors = self._find_taus(update, state, lookahead, taus, found, floors, due)
+                histograms = self._device.histogram(update, state.lengths, lookahead, stream)
+                taus, found, floors = self._find_taus(histograms, state, taus, found, floors, due)
             runs = Runs(state.lengths, taus)
-            message, coded = self._device.encode(update, state.residual, runs, rice, _header(runs), work, lookahead)
+            message, coded = self._device.encode(
+                update, state.residual, runs, rice, _header(runs), work, lookahead, stream
+            )
             if coded.fault < 0:
                 return message, coded, taus, found, floors
             # The element is NaN, infinite or too large for tau. Find another tau, unless tau is fixed or this run was
@@ -310,21 +342,15 @@ class Threshold(Codec[ThresholdState]):
 
     def _find_taus(
         self,
-        update: Sequence[Any],
+        histograms: np.ndarray,
         state: ThresholdState,
-        lookahead: float,
         taus: np.ndarray,
         found: np.ndarray,
         floors: np.ndarray,
         due: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return new taus, found and floors for the runs that are `due`, from a histogram of what is added."""
+        """Return new taus, found and floors for the runs that are `due`, from histograms of what is added."""
         taus, found, floors = taus.copy(), found.copy(), floors.copy()
-        scale, _ = factors(lookahead)
-        scaled = [self._device.fetch(u) for u in update]
-        for values in scaled:
-            np.multiply(values, scale, out=values)
-        histograms = cpu.histogram(scaled, state.lengths)
         for i in np.flatnonzero(due):
             first = tau.first_tau(histograms[i], self.target_density or 0.0, self.tau_steps)
             if first is None:
@@ -360,14 +386,15 @@ class Threshold(Codec[ThresholdState]):
         return taus, means
 
     def _cannot_send(
-        self, update: Sequence[Any], sizes: list[int], fault: int, taus: np.ndarray, lookahead: float
+        self, update: Sequence[Any], state: ThresholdState, fault: int, taus: np.ndarray, lookahead: float
     ) -> UpdateError:
         """Return the error for the element at index `fault`."""
         variable, element = 0, fault
-        while element >= sizes[variable]:
-            element -= sizes[variable]
+        while element >= state.sizes[variable]:
+            element -= state.sizes[variable]
             variable += 1
-        value = self._device.fetch(update[variable]).reshape(-1)[element]
+        where = (variable, element) if len(update) == len(state.sizes) else (0, fault)
+        value = self._device.item(update[where[0]], where[1])
         times = f" times {1 + lookahead:.3g}" if lookahead else ""
         why = (
             f"which{times} is more than 2**30 times tau ({taus.min():.3g}). Raise tau, or give target_density instead"

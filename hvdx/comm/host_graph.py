@@ -155,6 +155,30 @@ def wait_for(tensors: Sequence[Any]) -> None:
         _sequence().assign_add(1)
 
 
+def on_device(work: Callable[..., Any], tensors: Sequence[Any], dtype: Any, device: str) -> Any:
+    """Call Python code with eager tensors as an operation of the graph, in the order of `on_host`.
+
+    Args:
+        work: function from eager tensors on the device to one eager tensor there, which is filled when it returns.
+        tensors: arguments of `work`. A GPU takes no int32.
+        dtype: dtype of the result.
+        device: name of the device, such as "GPU:0".
+    """
+
+    def call(*given: Any) -> Any:
+        try:
+            return work(*given)
+        except BaseException as error:
+            failure.remember(error)
+            raise
+
+    def operation() -> list[Any]:
+        with tf.device(device):
+            return [tf.py_function(call, list(tensors), dtype)]
+
+    return in_order(operation)[0]
+
+
 def in_order(operation: Callable[[], list[Any]]) -> list[Any]:
     """Make an operation that waits for other ranks run in the order of the program, which is the same on all ranks.
 

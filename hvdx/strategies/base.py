@@ -28,12 +28,14 @@ class TensorSpec:
         shape: shape of the tensor.
         itemsize: bytes per element.
         constraint: constraint that the optimiser applies to the variable, for error messages; "" for none.
+        device: device that holds the variable: "CPU", or "GPU:0", "GPU:1" ..., as CUDA counts them.
     """
 
     name: str
     shape: tuple[int, ...]
     itemsize: int
     constraint: str = ""
+    device: str = "CPU"
 
     @property
     def elements(self) -> int:
@@ -113,6 +115,20 @@ class Strategy(abc.ABC):
         Raises:
             ReplicaError: if the ranks were given different strategies.
         """
+
+    def device_for(self, specs: Sequence[TensorSpec]) -> str:
+        """Return where an exchange of these tensors runs: "cpu", which is the default, "cuda", or "cuda:NUMBER".
+
+        On a GPU the steps of the exchange take and return the tensors as one float32 array on the GPU, in a list of
+        one. See `HostExchange.allocate`.
+
+        Args:
+            specs: the tensors.
+
+        Raises:
+            ConfigError: if the strategy was told to run on a GPU and cannot.
+        """
+        return "cpu"
 
     def with_overhead(self, share: float) -> "Strategy":
         """Return this strategy with a share of its overhead, because an optimiser has several exchanges.

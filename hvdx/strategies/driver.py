@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -69,12 +69,15 @@ class HostExchange(Exchange):
         blamed: for a step that is not finite, the variable whose gradient held NaN or infinity; "" if unknown.
         network: `hvdx.strategies.link.Link` between the ranks, if the exchange has measured it; otherwise None.
         sample: for a strategy that corrects second moments, some elements of this rank's gradients in this step, each
-            divided by the root of its second moment: one float array per tensor, of the same sizes on all ranks and in
-            all steps. None if the optimiser does not divide by second moments.
+            divided by the root of its second moment: one float array per tensor (on a GPU, one for all tensors), of the
+            same sizes on all ranks and in all steps. None if the optimiser does not divide by second moments.
+        allocate: for an exchange on a GPU, function from a number of elements to a new float32 array of zeros there, as
+            which a step returns its result; None for an array of Numba.
     """
 
     network: Any = None
     sample: Sequence[np.ndarray] | None = None
+    allocate: Callable[[int], Any] | None = None
 
     def __init__(self, specs: Sequence[TensorSpec], telemetry: Telemetry):
         self.specs, self.telemetry, self.blamed = list(specs), telemetry, ""
@@ -202,6 +205,34 @@ class _Sent(Prepared):
     late: "tuple[_Sent, Received] | None" = None
 
 
+class DeviceArrays(Protocol):
+    """Functions for arrays of another device than the host, such as `hvdx.codec.devices.Gpu`."""
+
+    def zeros(self, n: int) -> Any:
+        """Return float32[n] of zeros."""
+
+    def view(self, array: Any) -> Any:
+        """Return an array of another library as one that the other functions take without a conversion."""
+
+    def place(self, values: np.ndarray) -> Any:
+        """Return a copy of a host array."""
+
+    def fetch(self, array: Any) -> np.ndarray:
+        """Return a copy in host memory."""
+
+    def copy(self, array: Any) -> Any:
+        """Return a copy on the device."""
+
+    def assign(self, values: np.ndarray, out: Any) -> None:
+        """Copy a host array to an array of the device."""
+
+    def add(self, values: Any, out: Any) -> None:
+        """Add an array to another one."""
+
+    def subtract(self, values: Any, out: Any) -> None:
+        """Subtract an array from another one."""
+
+
 class MessageExchange(HostExchange):
     """Exchange that sends every rank's message to every rank, and adds them up in rank order.
 
@@ -215,17 +246,28 @@ class MessageExchange(HostExchange):
         what: name of the tensors, for error messages.
         op: "mean" or "sum" of the ranks' tensors.
         overlap: let messages travel while the next step is computed; they are added one step late.
+        device: device of the tensors, the result and the residual; None for the host. The tensors of a step and its
+            result are then one array in a list, with the elements of all tensors.
     """
 
-    def __init__(self, comm: Comm, specs: Sequence[TensorSpec], what: str, op: str = "mean", overlap: bool = False):
+    def __init__(
+        self,
+        comm: Comm,
+        specs: Sequence[TensorSpec],
+        what: str,
+        op: str = "mean",
+        overlap: bool = False,
+        device: DeviceArrays | None = None,
+    ):
         super().__init__(specs, Telemetry())
+        self._device = device
         self._rank, self._size, self._op = comm.rank, comm.size, op
         # Numbers of the ranks in reports.
         self._numbers = range(comm.size) if comm.parent_ranks is None else comm.parent_ranks
         self._channel = comm.channel(what)
         # Result of a step.
-        self._flat = aligned(self._n)
-        self._out = views(self._flat, specs)
+        self._flat: Any = aligned(self._n if device is None else 0)
+        self._out = [] if device is not None else views(self._flat, specs)
         self._thread = ThreadPoolExecutor(1, "hvdx-exchange") if overlap else None
         self._pending: tuple[_Sent, Future[Received]] | None = None
         self._drained: np.ndarray | None = None
@@ -252,8 +294,8 @@ class MessageExchange(HostExchange):
         """
 
     @property
-    def residual(self) -> np.ndarray | None:
-        """Residual, float32[elements], to which `encode` adds its tensors; None if there is none."""
+    def residual(self) -> Any:
+        """Residual, float32[elements] on the device, to which `encode` adds its tensors; None if there is none."""
         return None
 
     def active(self) -> int:
@@ -304,6 +346,8 @@ class MessageExchange(HostExchange):
         if self._thread is not None:
             # The next exchange begins after decoding, because it overwrites the messages of the late step.
             self._pending = sent, self._thread.submit(self._channel.exchange, header, sent.message)
+        if self._device is not None:
+            self._flat, self._out = None, []  # the caller has the result
         self._step += 1
         return result
 
@@ -312,6 +356,8 @@ class MessageExchange(HostExchange):
         sent = _Sent((), _FINE, np.zeros(0, np.uint8), codec, active, self._step)
         if self._rank >= active:
             return sent  # this rank's message does not count, so its NaN does not count either
+        if self._device is not None:
+            tensors = [self._device.view(t) for t in tensors]
         try:
             sent.message = self.encode(tensors, codec)
         except UpdateError as error:
@@ -321,18 +367,21 @@ class MessageExchange(HostExchange):
             return sent
         sent.status = _FINE if finite else _NOT_FINITE
         # With overlap the update is needed after the step, when TensorFlow may have overwritten its arrays.
-        sent.update = tensors if self._thread is None else [t.copy() for t in tensors]
+        copy = np.copy if self._device is None else self._device.copy
+        sent.update = tensors if self._thread is None else [copy(t) for t in tensors]
         return sent
 
     def flush(self) -> list[np.ndarray] | None:
         if self._pending is None and self._drained is None:
             return None
-        return self._clock("decoding", lambda: self._decode(self._take_pending()))
+        late = self._clock("decoding", lambda: self._decode(self._take_pending()))
+        # Outside of a step results are on the host.
+        return late if self._device is None else views(self._device.fetch(self._flat), self.specs)
 
     def drain(self) -> None:
         if self._pending is not None:
             self._clock("decoding", lambda: self._decode(self._take_pending()))
-            self._drained = self._flat.copy()
+            self._drained = self._flat.copy() if self._device is None else self._device.fetch(self._flat)
 
     def _take_pending(self) -> tuple[_Sent, Received] | None:
         """Wait for the step in flight. Return None if there is none, or if all ranks skip it."""
@@ -346,14 +395,40 @@ class MessageExchange(HostExchange):
 
     def _decode(self, arrived: tuple[_Sent, Received] | None) -> list[np.ndarray]:
         """Return the sum of the messages that arrived and of the drained result."""
-        self._flat.fill(0)
+        if arrived is None or self._device is not None:
+            self._clear()
         if arrived is not None:
             sent, received = arrived
-            sent.codec.decode(received.messages[: sent.active], [self._flat], self.scale(sent.active))
+            scale = self.scale(sent.active)
+            messages = received.messages[: sent.active]
+            if self._device is None:
+                sent.codec.decode_sum(messages, [self._flat], scale)
+            else:
+                self._add_messages(sent.codec, messages, self._flat, scale)
         if self._drained is not None:
-            np.add(self._flat, self._drained, out=self._flat)
+            if self._device is None:
+                np.add(self._flat, self._drained, out=self._flat)
+            else:
+                self._device.add(self._device.place(self._drained), self._flat)
             self._drained = None
         return self._out
+
+    def _add_messages(self, codec: "Codec[Any]", messages: Sequence[np.ndarray], out: Any, scale: float = 1.0) -> None:
+        """Add messages to an array on the device, through the host if the codec has no kernels there."""
+        if self._device is None or codec.device != "cpu":
+            codec.decode(messages, [out], scale)
+            return
+        flat = self._device.fetch(out)
+        codec.decode(messages, [flat], scale)
+        self._device.assign(flat, out)
+
+    def _clear(self) -> None:
+        """Prepare the result of a step. On a device it is a new array, because TensorFlow may keep the previous one."""
+        if self._device is None:
+            self._flat.fill(0)
+        else:
+            self._out = [(self.allocate or self._device.zeros)(self._n)]
+            self._flat = self._device.view(self._out[0])
 
     # -- counters -----------------------------------------------------------------------------------------------------
 
@@ -394,7 +469,10 @@ class MessageExchange(HostExchange):
         from the same weights, would later be applied together.
         """
         if sent.message.size and self.residual is not None:
-            sent.codec.decode([sent.message], [self.residual])
+            self._add_messages(sent.codec, [sent.message], self.residual)
+            if self._device is not None:
+                self._device.subtract(sent.update[0], self.residual)
+                return
             for tensor, residual in zip(sent.update, self.residuals, strict=True):
                 np.subtract(residual, tensor, out=residual)
 
@@ -412,10 +490,15 @@ class MessageExchange(HostExchange):
 
     @property
     def residuals(self) -> list[np.ndarray]:
-        return super().residuals if self.residual is None else views(self.residual, self.specs)
+        if self.residual is None:
+            return super().residuals
+        return views(self.residual if self._device is None else self._device.fetch(self.residual), self.specs)
 
     def add_to_residual(self, tensors: Sequence[np.ndarray]) -> None:
-        if self.residual is not None:
+        if self.residual is not None and self._device is not None:
+            flat = np.concatenate([np.ravel(t) for t in tensors]).astype(np.float32, copy=False)
+            self._device.add(self._device.place(flat), self.residual)
+        elif self.residual is not None:
             for residual, tensor in zip(self.residuals, tensors, strict=True):
                 np.add(residual, tensor, out=residual)
 

@@ -58,7 +58,7 @@ class Codec:
 
     Attributes:
         encode_element, encode_entry: seconds to encode, for each element and for each element that is sent.
-        decode_element, decode_entry: seconds to decode one message.
+        decode_element, decode_entry: seconds to decode: to write each element of the sum, and to add an entry.
     """
 
     encode_element: float = 4e-10
@@ -71,7 +71,7 @@ class Codec:
         return elements * (self.encode_element + density * self.encode_entry)
 
     def decoding(self, elements: int, density: float, messages: int) -> float:
-        """Return the seconds to clear the output, and to add up messages."""
+        """Return the seconds to set the output to the sum of messages."""
         return elements * (self.decode_element + messages * density * self.decode_entry)
 
 
@@ -441,7 +441,7 @@ def measure_codec(elements: int, threads: int | None = None) -> Codec:
             encoding.append(time.perf_counter() - begin)
             for times, messages in ((few, [message]), (many, [message] * 4)):
                 _displace()
-                times.append(_seconds(lambda: threshold.decode(messages, out, 0.5)))  # noqa: B023
+                times.append(_seconds(lambda: threshold.decode_sum(messages, out, 0.5)))  # noqa: B023
             entries = float(state.sent.sum())
         # The first updates find tau.
         seconds[density] = [entries, *(float(np.median(times[2:])) for times in (encoding, few, many))]

@@ -5,6 +5,7 @@ So an optimiser has two exchanges of the same strategy, with different ranks, wh
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,6 +59,8 @@ def open_split(
         ReplicaError: if the ranks were given different strategies.
     """
     _refuse_options(strategy)
+    # The tensors of both exchanges are on the host.
+    specs = [replace(s, device="CPU") for s in specs]
     whole, parts = ([i for i, part in enumerate(is_part) if part == which] for which in (False, True))
     if whole and parts and peers.size > 1:
         # Both exchanges together stay within the overhead that the user allows.
@@ -99,6 +102,11 @@ def _refuse_options(strategy: Strategy) -> None:
         problem = (
             "op='sum' adds up each rank's own steps, and the ranks of a group take one step of a split layer together. "
             "Use op='mean'."
+        )
+    elif strategy.runs == "host" and getattr(strategy, "device", "cpu") == "cuda":
+        problem = (
+            "device: expected 'auto' or 'cpu' for a model with split layers, whose updates are combined on the host, "
+            "got 'cuda'."
         )
     elif not isinstance(getattr(strategy, "groups", 1), int):
         problem = (

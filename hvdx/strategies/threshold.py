@@ -6,6 +6,7 @@ the weights are the same on all workers, to the bit.
 """
 
 import copy
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -61,6 +62,9 @@ class Threshold(Strategy):
         overhead: share of a step's computing time that "auto" may spend on messages.
         index_coding, scope, tau_steps: see `hvdx.codec.Threshold`.
         threads: threads of the codec's kernels; by default the host's cores divided by its ranks.
+        device: "cuda" to encode and decode updates on the GPU, so that only messages cross to the host; "cpu" for the
+            host; "auto" for "cuda" if the variables are on a GPU and numba-cuda is installed. The weights are the same,
+            to the bit.
 
     Raises:
         ConfigError: if an option is unknown or has a wrong value.
@@ -93,6 +97,7 @@ class Threshold(Strategy):
         scope: Literal["all", "variable"] = "all",
         tau_steps: int = 32,
         threads: int | None = None,
+        device: Literal["auto", "cpu", "cuda"] = "auto",
     ):
         if tau is None and target_density is None:
             target_density = "auto"
@@ -103,6 +108,7 @@ class Threshold(Strategy):
         one_of("threshold", "placement", placement, ("update", "gradient"))
         one_of("threshold", "op", op, ("mean", "sum"))
         one_of("threshold", "second_moments", second_moments, ("mean", "own"))
+        one_of("threshold", "device", device, ("auto", "cpu", "cuda"))
         if lookahead is not None and (
             isinstance(lookahead, bool) or not isinstance(lookahead, int | float) or not 0 <= lookahead <= 10
         ):
@@ -128,7 +134,7 @@ class Threshold(Strategy):
         )
         self.second_moments = second_moments
         self.warmup, self.index_coding, self.scope = str(warmup), index_coding, scope
-        self.tau_steps, self.threads = tau_steps, threads
+        self.tau_steps, self.threads, self.device = tau_steps, threads, device
         self.start = _warmup(self.warmup, tau)
         if tau is not None and target_density is not None:
             raise ConfigError(
@@ -137,12 +143,13 @@ class Threshold(Strategy):
         # Checks the options of the codec.
         self.make_codec(None if isinstance(target_density, str) else target_density, threads)
 
-    def make_codec(self, density: float | None, threads: int | None) -> Any:
+    def make_codec(self, density: float | None, threads: int | None, device: str = "cpu") -> Any:
         """Make the codec of these options.
 
         Args:
             density: density to aim at; None keeps the threshold at tau.
             threads: threads of the codec's kernels.
+            device: device of the codec's arrays.
         """
         from hvdx import codec
 
@@ -153,7 +160,33 @@ class Threshold(Strategy):
             index_coding=self.index_coding,
             tau_steps=self.tau_steps,
             threads=threads,
+            device=device,
         )
+
+    def device_for(self, specs: Sequence[TensorSpec]) -> str:
+        return self._choose_device(specs)[0]
+
+    def _choose_device(self, specs: Sequence[TensorSpec]) -> tuple[str, str]:
+        """Return the device of an exchange, and the reason if it is not the GPU of the tensors, else ""."""
+        where = {s.device for s in specs}
+        there = len(where) == 1 and "CPU" not in where
+        if self.device == "cpu" or (self.device == "auto" and not there):
+            return "cpu", ""
+        from hvdx.codec import devices
+
+        if self.device == "cuda" and not there and not devices.simulated():
+            raise ConfigError(
+                f"threshold: device='cuda': expected all variables on one GPU, got {sorted(where)}. Install a "
+                "TensorFlow that finds the GPU, or use device='cpu'."
+            )
+        chosen = where.pop().replace("GPU", "cuda") if there else "cuda"
+        try:
+            devices.gpu(int(chosen.partition(":")[2]) if there else None)
+        except ConfigError as error:
+            if self.device == "cuda":
+                raise
+            return "cpu", str(error)
+        return chosen, ""
 
     def open(self, comm: Comm, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = "") -> Exchange:
         # Imported here because it imports Numba, which other strategies do not need.
@@ -161,7 +194,10 @@ class Threshold(Strategy):
 
         agree_on_strategy(self, comm)
         agree_on_tensors(specs, comm)
-        return ThresholdExchange(self, comm, specs, self.lookahead_for(momentum))
+        device, why = self._choose_device(specs)
+        if why and comm.rank == 0:
+            print(f"hvdx: every update crosses from the GPU to the host. {why}", file=sys.stderr, flush=True)
+        return ThresholdExchange(self, comm, specs, self.lookahead_for(momentum), device)
 
     def with_overhead(self, share: float) -> "Threshold":
         other = copy.copy(self)
@@ -209,9 +245,9 @@ class Threshold(Strategy):
         shown = 1 - hidden / max(sum(exchange.values()), 1e-12)
         terms = {
             "waiting": given.slowest,
-            # The result is cleared, and returned: TensorFlow copies tensors whose addresses are not aligned. The update
-            # is made, and the result is added to the weights, as on one worker.
-            "copying": given.passes(4 + 8),
+            # The result is returned: TensorFlow copies tensors whose addresses are not aligned. The update is made, and
+            # the result is added to the weights, as on one worker.
+            "copying": given.passes(8),
             "encoding": codec.encoding(count, density),
             "decoding": codec.decoding(count, density, given.workers),
         } | {name: value * shown for name, value in exchange.items()}

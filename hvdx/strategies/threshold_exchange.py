@@ -2,12 +2,13 @@
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import numpy as np
 
 from hvdx import codec as codecs
-from hvdx.comm import Comm, Received
+from hvdx.comm import Comm, Received, progress
 from hvdx.comm.launcher import kernel_threads
 from hvdx.errors import ConfigError, UpdateError
 from hvdx.strategies import link
@@ -35,7 +36,7 @@ class Options(Protocol):
     start: Warmup
     threads: int | None
 
-    def make_codec(self, density: float | None, threads: int | None) -> codecs.Threshold:
+    def make_codec(self, density: float | None, threads: int | None, device: str) -> codecs.Threshold:
         """Make the codec of these options."""
 
 
@@ -47,16 +48,20 @@ class ThresholdExchange(MessageExchange):
         comm: the ranks.
         specs: the tensors, of the same shapes on all ranks.
         lookahead: see `Threshold`.
+        device: device of the tensors, of the result and of the residual; see `Strategy.device_for`.
     """
 
-    def __init__(self, strategy: Options, comm: Comm, specs: Sequence[TensorSpec], lookahead: float):
-        super().__init__(comm, specs, "the updates", strategy.op, strategy.overlap)
-        self._strategy, self._lookahead, self._warned = strategy, lookahead, False
-        self._threads = strategy.threads or kernel_threads(comm.local_size)
-        self._sizes = [s.elements for s in specs]
+    def __init__(
+        self, strategy: Options, comm: Comm, specs: Sequence[TensorSpec], lookahead: float, device: str = "cpu"
+    ):
         given = strategy.target_density
         self._density = INITIAL_DENSITY if isinstance(given, str) else given
-        self._codec = strategy.make_codec(self._density, self._threads)
+        self._threads, self._kind = strategy.threads or kernel_threads(comm.local_size), device
+        self._codec = strategy.make_codec(self._density, self._threads, device)
+        arrays: Any = None if device == "cpu" else self._codec.arrays
+        super().__init__(comm, specs, "the updates", strategy.op, strategy.overlap, arrays)
+        self._strategy, self._lookahead, self._warned = strategy, lookahead, False
+        self._sizes = [s.elements for s in specs]
         self._bfloat16 = codecs.make("bf16")
         self._state: Any = self._codec.init(self._sizes)
         self._compile(comm)
@@ -69,15 +74,17 @@ class ThresholdExchange(MessageExchange):
     def _compile(self, comm: Comm) -> None:
         """Compile and call the kernels before anything is timed, and wait until all ranks have done so."""
         prepare_together(self._codec, comm, "Threshold")
-        trial, out = np.ones(1, np.float32), np.zeros(1, np.float32)
-        message, _ = self._codec.encode([trial], self._codec.init([1]))
-        self._codec.decode([message], [out])
+        place = self._codec.arrays.place
+        # Kernels for a GPU are compiled by their first launch, in each process.
+        with nullcontext() if self._device is None else progress.compiling("the CUDA kernels of Threshold"):
+            trial, out = place(np.ones(1, np.float32)), place(np.zeros(1, np.float32))
+            message, _ = self._codec.encode([trial], self._codec.init([1]))
+            self._codec.decode([message], [out])
         self._channel.exchange([])
 
     @property
-    def residual(self) -> np.ndarray:
-        residual: np.ndarray = self._state.residual
-        return residual
+    def residual(self) -> Any:
+        return self._state.residual
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
@@ -92,7 +99,7 @@ class ThresholdExchange(MessageExchange):
             return self._bfloat16
         density = None if self._density is None else start.density(self._step, self._density)
         if density != self._codec.target_density:
-            self._codec = self._strategy.make_codec(density, self._threads)
+            self._codec = self._strategy.make_codec(density, self._threads, self._kind)
         return self._codec
 
     def encode(self, tensors: Sequence[np.ndarray], codec: codecs.Codec[Any]) -> np.ndarray:
@@ -123,14 +130,19 @@ class ThresholdExchange(MessageExchange):
 
     def _encode_dense(self, tensors: Sequence[np.ndarray]) -> np.ndarray:
         """Encode the whole update as bfloat16; the residual keeps the rounding errors."""
-        update = np.concatenate([np.ravel(t) for t in tensors]) + self._state.residual
+        fetch = self._codec.arrays.fetch
+        update = np.concatenate([np.ravel(t if self._device is None else fetch(t)) for t in tensors])
+        update += self._state.residual if self._device is None else fetch(self._state.residual)
         finite = np.isfinite(update)
         if not finite.all():
             element = int(np.argmin(finite))
             raise UpdateError("NaN in the update", self._variable_at(element), element)
         message, _ = self._bfloat16.encode([update], self._bfloat16.init([self._n]))
         self._bfloat16.decode([message], [update], -1.0)
-        self._state.residual[:] = update
+        if self._device is None:
+            self._state.residual[:] = update
+        else:
+            self._device.assign(update, self._state.residual)
         self.telemetry.density, self.telemetry.tau = 1.0, 0.0
         return message
 
@@ -152,6 +164,7 @@ class ThresholdExchange(MessageExchange):
     def residual_norm(self) -> float:
         """Return the root mean square of the residual, in units of the last step's tau."""
         residual, tau = self._state.residual, float(np.median(self._state.taus))
+        residual = residual if self._device is None else self._device.fetch(residual)
         return float(np.sqrt(np.dot(residual, residual) / max(residual.size, 1))) / tau if tau else 0.0
 
     # -- second moments -----------------------------------------------------------------------------------------------

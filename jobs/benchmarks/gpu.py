@@ -7,11 +7,13 @@
 An encoder must read the update and the residual, and write the residual: 12 bytes per element. The yardstick is a Numba
 kernel with the same traffic, out = a + b. A ratio of 0.9 means that the encoder took 1 / 0.9 of the yardstick's time.
 In every round, yardstick, copy and encoder take turns; a ratio is the median over the rounds. "checked" reads the
-update once more to check it; "trusted" omits the check. Times come from CUDA events and include the launch overhead of
-the host.
+update once more to check it; "trusted" omits the check; "1000 arrays" is "trusted" with the update in so many arrays.
+"step" is a step of `hvdx.Threshold` on one worker, "on the GPU" and "through the host", which copies the update to the
+host and the result back. Times come from CUDA events and include the launch overhead of the host.
 """
 
 import datetime
+import itertools
 import platform
 import subprocess
 import sys
@@ -20,13 +22,17 @@ from typing import Any
 
 import numpy as np
 
+from hvdx.comm.local import virtual_world
 from hvdx.jobs.benchmarks import harness
 from hvdx.report import table
+from hvdx.strategies import TensorSpec, Threshold
 
 _DENSITIES = (1e-4, 1e-3, 1e-2, 1 / 16, 0.1)
 #: Largest density at which decoding is measured, since each decoded entry takes 12 bytes of GPU memory.
 _DENSEST_DECODED = 1e-2
 _MESSAGES = 16
+#: Number of arrays of the variant with many.
+_ARRAYS = 1000
 _THREADS = 256
 #: Untimed calls at the start, which compile the kernels and allocate the scratch memory.
 _WARM_UP = 2
@@ -35,7 +41,7 @@ _TAU = 1.0
 
 def main() -> int:
     """Measure every size, and print a table for each."""
-    parser = harness.parser(f"{__doc__}\nThe benchmark needs about 17 bytes of GPU memory per element.")
+    parser = harness.parser(f"{__doc__}\nThe benchmark needs about 25 bytes of GPU memory per element.")
     parser.add_argument(
         "--elements", type=harness.several(harness.size), default="256M", help="elements of the update, such as 16M,1G"
     )
@@ -44,12 +50,11 @@ def main() -> int:
     if options.rounds < 1:
         parser.error("--rounds: expected 1 or more")
     try:
-        from numba import cuda
-
         from hvdx.kernels import cuda as kernels
     except ImportError as error:
         print(f"gpu: {error}", file=sys.stderr)
         return 1
+    cuda = kernels.cuda  # with HVDX_CUDA_SIMULATOR=1 the simulator
     if not cuda.is_available():
         print("gpu: expected a GPU and its driver, numba.cuda finds none. Run it on a machine with a GPU.",
               file=sys.stderr)  # fmt: skip
@@ -61,6 +66,7 @@ def main() -> int:
         bench = Bench(cuda, kernels, elements, options.rounds)
         measured = [*(bench.encode(density) for density in _DENSITIES)]
         measured += [bench.decode(density) for density in _DENSITIES if density <= _DENSEST_DECODED]
+        measured += [bench.step(density) for density in _DENSITIES if density <= _DENSEST_DECODED]
         rows += measured
         show(measured)
         del bench
@@ -75,7 +81,9 @@ class Bench:
         self.cuda, self.kernels, self.elements, self.rounds = cuda, kernels, elements, rounds
         self.update, self.residual, self.saved = (cuda.device_array(elements, np.float32) for _ in range(3))
         self.runs = kernels.Runs(np.array([elements]), np.array([_TAU], np.float32))
-        self.scratch = kernels.Scratch()
+        self.scratch, self.scratch_of_many = kernels.Scratch(), kernels.Scratch()
+        borders = [elements * i // _ARRAYS for i in range(_ARRAYS + 1)]
+        self.many = [self.update[a:b] for a, b in itertools.pairwise(borders)]
         self.fill, self.add = make_kernels(cuda)
         self.start, self.stop = cuda.event(), cuda.event()
 
@@ -87,6 +95,9 @@ class Bench:
             "copy": lambda: self.residual.copy_to_device(self.saved),
             "checked": lambda: self.run_encode(trusted=False),
             "trusted": lambda: self.run_encode(trusted=True),
+            f"{_ARRAYS} arrays": lambda: self.kernels.encode(
+                self.many, self.residual, self.runs, trusted=True, scratch=self.scratch_of_many
+            ),
         }
         times: dict[str, list[float]] = {name: [] for name in variants}
         message = None
@@ -111,7 +122,7 @@ class Bench:
         variants = {
             "plain": self.run_add,
             "copy": lambda: self.residual.copy_to_device(self.saved),
-            "decode": lambda: self.kernels.decode(messages, 1 / _MESSAGES, self.update),
+            "decode": lambda: self.kernels.decode(messages, 1 / _MESSAGES, self.update, scratch=self.scratch),
         }
         times: dict[str, list[float]] = {name: [] for name in variants}
         for number in range(-_WARM_UP, self.rounds):
@@ -121,6 +132,32 @@ class Bench:
                     times[name].append(elapsed)
         row = self.row(f"decode {_MESSAGES}", density, times)
         return row | {"message_bytes": sum(tiles.size for tiles, _ in messages)}
+
+    def step(self, density: float) -> dict[str, Any]:
+        """Measure a step of the strategy on one worker, on the GPU and through the host; return a row."""
+        self.prepare(density, seed=0)
+        specs = [TensorSpec("update", (self.elements,), 4, device="GPU:0")]
+        host, gpu = (
+            Threshold(tau=_TAU, lookahead=0, device=device).open(virtual_world(1)[0], specs)
+            for device in ("cpu", "cuda")
+        )
+        # TensorFlow has a pool of memory for results; without it, each step would wait for an allocation.
+        result = self.cuda.device_array(self.elements, np.float32)
+        gpu.allocate = lambda _: self.kernels.clear(result)
+        variants = {
+            "plain": self.run_add,
+            "copy": lambda: self.residual.copy_to_device(self.saved),
+            "on the GPU": lambda: gpu.step([self.update]),
+            "through the host": lambda: self.residual.copy_to_device(host.step([self.update.copy_to_host()])[0]),
+        }
+        times: dict[str, list[float]] = {name: [] for name in variants}
+        for number in range(-_WARM_UP, self.rounds):
+            for name, function in variants.items():
+                elapsed, _ = self.time(function)
+                if number >= 0:
+                    times[name].append(elapsed)
+        row = self.row("step", density, times)
+        return row | {"message_bytes": gpu.telemetry.messages // gpu.telemetry.steps}
 
     def prepare(self, density: float, seed: int) -> None:
         """Fill the update, and `saved`, the residual that each round begins with."""
@@ -189,23 +226,22 @@ def show(rows: list[dict[str, Any]]) -> None:
     """Print the table of one size."""
     cells = []
     for row in rows:
-        for name in ("checked", "trusted", "decode"):
-            if f"{name}_ms" in row:
-                cells.append(
-                    [
-                        row["what"] if name == "decode" else f"{row['what']}, {name}",
-                        table.quantity(row["elements"], "").strip(),
-                        f"{row['density']:.4g}",
-                        table.quantity(row["message_bytes"], "B"),
-                        f"{row['plain_ms']:.3f}",
-                        f"{row['copy_ms']:.3f}",
-                        f"{row[f'{name}_ms']:.3f}",
-                        "{:.3f}-{:.3f}".format(*row[f"{name}_quartiles_ms"]),
-                        f"{row[f'{name}_to_plain']:.3f}",
-                        "{:.3f}-{:.3f}".format(*row[f"{name}_to_plain_quartiles"]),
-                        f"{row[f'{name}_to_copy']:.3f}",
-                    ]
-                )
+        for name in (key.removesuffix("_to_plain") for key in row if key.endswith("_to_plain")):
+            cells.append(
+                [
+                    row["what"] if name == "decode" else f"{row['what']}, {name}",
+                    table.quantity(row["elements"], "").strip(),
+                    f"{row['density']:.4g}",
+                    table.quantity(row["message_bytes"], "B"),
+                    f"{row['plain_ms']:.3f}",
+                    f"{row['copy_ms']:.3f}",
+                    f"{row[f'{name}_ms']:.3f}",
+                    "{:.3f}-{:.3f}".format(*row[f"{name}_quartiles_ms"]),
+                    f"{row[f'{name}_to_plain']:.3f}",
+                    "{:.3f}-{:.3f}".format(*row[f"{name}_to_plain_quartiles"]),
+                    f"{row[f'{name}_to_copy']:.3f}",
+                ]
+            )
     header = ["what", "elements", "density", "bytes", "a+b ms", "copy ms", "ms", "quartiles", "to a+b", "quartiles"]
     print(table.render(cells, header=[*header, "to copy"]))
     print(f"{rows[0]['rounds']} rounds; ratios: the time of out = a + b, or of a copy, over this one's", flush=True)

@@ -4,7 +4,7 @@
 
 Encoding reads a residual and an update, and writes the residual: 12 bytes per element, like np.add(r, g, out=r). This
 np.add is the baseline, measured in turns with hvdx on the same number of threads. The figures are those of the calls of
-a training step: the exchange's `prepare`, which encodes, and `deliver`, which clears the result and decodes the
+a training step: the exchange's `prepare`, which encodes, and `deliver`, which sets the result to the sum of the
 messages of several workers. Sums reach tau at random places. Before each turn the residual is reset, so that all turns
 have equal inputs.
 """

@@ -142,6 +142,19 @@ def check_empty_updates(row: Row) -> None:
         codec.decode([message], zeros())
 
 
+def check_sum(row: Row) -> None:
+    """`decode_sum` gives the bits of `decode` into zeros, whatever the output holds."""
+    codec = row.make()
+    messages, want = [message_of(codec, seed) for seed in (0, 1)], zeros()
+    codec.decode(messages, want, 1 / 3)
+    got = [np.full(shape, np.nan, np.float32) for shape in SHAPES]
+    codec.decode_sum(messages, got, 1 / 3)
+    assert flat(got).tobytes() == flat(want).tobytes()
+    codec.decode_sum([], got)
+    assert flat(got).tobytes() == flat(zeros()).tobytes()
+    expect(WireError, lambda: codec.decode_sum([messages[0], messages[1][:-1]], got), "rank 1")
+
+
 def check_no_messages(row: Row) -> None:
     out = updates(4, 1)[0]
     row.make().decode([], out)

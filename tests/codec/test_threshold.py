@@ -29,6 +29,8 @@ from hvdx.kernels import reference
         ({"tau_steps": 3}, "tau_steps: expected a power of two from 1 to 64, got 3"),
         ({"tau_steps": 128}, "got 128"),
         ({"threads": 0}, "threads: expected at least 1, got 0"),
+        ({"device": "gpu"}, "device: expected 'cpu', 'cuda' or 'cuda:NUMBER', got 'gpu'"),
+        ({"device": "cuda:x"}, "got 'cuda:x'"),
     ],
 )
 def test_options_are_checked(options, text):
@@ -106,10 +108,41 @@ def test_the_first_update_may_hold_what_cannot_be_sent(value, scope):
     codec.encode([np.ones(4, np.float32)], state)
 
 
+def test_numpy_may_raise_on_overflow():
+    """A process with np.seterr(all="raise") gets hvdx' error for an update that overflows with the lookahead."""
+    codec = Threshold(target_density=0.1, threads=1)
+    update = np.array([1, 3e38, 1e-45, -1], np.float32)
+    with np.errstate(all="raise"), pytest.raises(UpdateError, match=r"element 1 is 3\.0"):
+        codec.encode([update], codec.init([4]), lookahead=3.0)
+
+
 def test_too_many_tau_are_refused_with_what_to_do():
     codec = Threshold(tau=2.0**-20)
     with pytest.raises(UpdateError, match=r"update\[1\]: element 2 is 2048.0, which is more than 2\*\*30 times tau"):
         codec.encode([np.ones(3, np.float32), np.array([0, 0, 2048], np.float32)], codec.init([3, 3]))
+
+
+def test_update_may_be_one_array_of_all_elements():
+    codec = Threshold(tau=0.5, scope="variable")
+    update = [np.array([0, 1, -2], np.float32), np.array([0.7], np.float32), np.array([3, 0.1], np.float32)]
+    expected, _ = codec.encode(update, codec.init([3, 1, 2]))
+    message, state = codec.encode([np.concatenate(update)], codec.init([3, 1, 2]))
+    assert message.tobytes() == expected.tobytes()
+    assert len(state.taus) == 3
+    update[2][1] = np.nan
+    with pytest.raises(UpdateError, match=r"update\[2\]: element 1 is nan") as caught:
+        codec.encode([np.concatenate(update)], state)
+    assert (caught.value.variable, caught.value.element) == (2, 1)
+
+
+def test_streams_are_refused_on_the_host():
+    codec, update = Threshold(tau=0.5), [np.ones(3, np.float32)]
+    state = codec.init([3])
+    with pytest.raises(ValueError, match="stream: expected none for device='cpu'"):
+        codec.encode(update, state, stream=7)
+    message, _ = codec.encode(update, state)
+    with pytest.raises(ValueError, match="stream: expected none for device='cpu'"):
+        codec.decode([message], update, stream=7)
 
 
 def test_message_is_the_frame_the_runs_and_the_tiles():

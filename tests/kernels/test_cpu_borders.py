@@ -169,6 +169,18 @@ def test_largest_multiples_of_tau(tau, rice):
             assert check_case(Case([update], residual, runs, SMALL, rice)).fault == at
 
 
+@pytest.mark.parametrize("tau", [1.0, 0.3, TINY, 2.0**96, HUGE])
+def test_sums_beyond_the_largest_multiple_keep_the_rest(tau):
+    """An update and a residual at the limit: the sum of 2**31 tau is more than an entry carries."""
+    most = limit(np.array([tau], np.float32))[0]
+    update, residual = np.zeros(70, np.float32), np.zeros(70, np.float32)
+    update[5], update[69] = most, -most
+    residual[:] = update
+    coded = check_case(Case([update], residual, make_runs((70, tau)), SMALL, True))
+    _, _, m = reference.read(coded.tiles, 70, True)
+    assert m.tolist() == [min(M_MAX, int(2 * np.float64(most) / np.float64(np.float32(tau))))] * 2
+
+
 @pytest.mark.parametrize("tau", [1.0, 0.3, 1e-6, 1.1754945e-38])
 def test_multiples_about_whole_numbers(tau):
     """Sums are within two steps of float32 of m * tau, for m below 2**30."""

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdx.kernels import cpu, reference
-from hvdx.kernels.table import ENTRIES, FIRST, LAST
+from hvdx.kernels.table import ENTRIES, FIRST, LAST, LENGTH, START
 from hvdx.kernels.tiles import TILE_MAX, Layout, Malformed, Runs
 from tests.kernels.agreement import same_bits
 from tests.kernels.strategies import cases, fixed, lengths_of, make_runs, noise, seeds, split, taus
@@ -35,12 +35,13 @@ def test_decode_matches_reference(given_messages, scale, seed, threads):
     """Messages are added in their order, for any number of threads."""
     messages, n, rice, cuts = given_messages
     start = np.random.default_rng(seed).normal(0, 1, n).astype(np.float32)
-    got, want = split(start.copy(), cuts), split(start.copy(), cuts)
-    with np.errstate(over="ignore", invalid="ignore"):
-        cpu.decode(messages, scale, got, rice, threads=threads)
-        reference.decode(messages, scale, want, rice)
-    for a, b in zip(got, want, strict=True):
-        assert same_bits(a, b)
+    for clear in (False, True):
+        got, want = split(start.copy(), cuts), split(np.zeros(n, np.float32) if clear else start.copy(), cuts)
+        with np.errstate(over="ignore", invalid="ignore"):
+            cpu.decode(messages, scale, got, rice, threads, clear)
+            reference.decode(messages, scale, want, rice)
+        for a, b in zip(got, want, strict=True):
+            assert same_bits(a, b)
 
 
 @pytest.mark.parametrize("rice", [True, False])
@@ -57,15 +58,18 @@ def test_decode_adds_in_order(rice):
         want = np.zeros(n, np.float32)
         reference.decode(order, 1 / 3, [want], rice)
         for threads in (1, 2, 3, 5):
-            got = np.zeros(n, np.float32)
-            cpu.decode(order, 1 / 3, [got], rice, threads=threads)
-            assert same_bits(got, want)
+            for clear in (False, True):
+                got = np.full(n, np.nan if clear else 0, np.float32)
+                cpu.decode(order, 1 / 3, [got], rice, threads, clear)
+                assert same_bits(got, want)
         results.append(want)
     assert not same_bits(*results)
 
 
-def test_decode_keeps_to_its_output():
+@pytest.mark.parametrize(("clear", "cached"), [(False, 0), (True, 0), (True, 10**6)])
+def test_decode_keeps_to_its_output(clear, cached, monkeypatch):
     """The output consists of unaligned views of a larger array, and nothing beside them changes."""
+    monkeypatch.setattr(cpu, "_CACHED", cached)
     n = 1000
     runs = make_runs((n, 0.5))
     update, residual = noise(n, np.full(n, 0.5, np.float32), 0.3, 2)
@@ -76,29 +80,104 @@ def test_decode_keeps_to_its_output():
         room = np.full(n + 60, 7, np.float32)
         halves = room[first : first + 300], room[first + 310 : first + 1010]
         for half in halves:
-            half[:] = 0
-        cpu.decode([(tiles, runs)], 1.0, halves, threads=1)
+            half[:] = 9 if clear else 0
+        cpu.decode([(tiles, runs)], 1.0, halves, threads=1, clear=clear)
         assert same_bits(np.concatenate(halves), want)
         assert (room[:first] == 7).all()
         assert (room[first + 300 : first + 310] == 7).all()
         assert (room[first + 1010 :] == 7).all()
 
 
+@pytest.mark.parametrize("clear", [False, True])
+def test_many_messages_are_decoded_in_parts(clear, monkeypatch):
+    """The entries of a few messages are listed at a time; the order of additions stays."""
+    runs, messages = make_runs((700, 0.3)), []
+    for seed in range(5):
+        update, residual = noise(700, np.full(700, 0.3, np.float32), 0.4, seed)
+        messages.append((cpu.encode([update], residual, runs, threads=1).tiles, runs))
+    want, got = np.zeros(700, np.float32), np.full(700, 5 if clear else 0, np.float32)
+    reference.decode(messages, 1 / 3, [want])
+    monkeypatch.setattr(cpu.dec, "TOGETHER", 2)
+    cpu.decode(messages, 1 / 3, [got], threads=1, clear=clear)
+    assert same_bits(got, want)
+
+
+#: Mean gap of each part of a message, and share of entries with m above 1: small and large parameters, escapes, which
+#: three entries of a word hold or not, and changes within a tile.
+PARTS = [(0.1, 0), (3, 0), (100, 0), (100, 0.02), (100, 0.5), (500, 0), (3000, 0.01)]
+
+
+@pytest.mark.parametrize("parts", [*([part] for part in PARTS), PARTS[:5]], ids=str)
+def test_tiles_of_one_message_are_read_together(parts):
+    """Groups of 8 tiles of different lengths, their last one incomplete. Some gaps are far above the mean."""
+    rng = np.random.default_rng(len(parts))
+    gaps, m = [], []
+    for mean, share in parts:
+        chosen = rng.exponential(mean, 900).astype(np.int64)
+        gaps.append(np.where(rng.random(900) < 0.05, chosen * rng.integers(1, 2 + 60_000 // (1 + mean), 900), chosen))
+        m.append(np.where(rng.random(900) < share, rng.integers(2, 400, 900), 1))
+    index, times = np.cumsum(1 + np.concatenate(gaps)), np.concatenate(m)
+    n, signs, layout = int(index[-1]) + 5, rng.random(len(index)) < 0.5, Layout(1 << 12, 200, 20, 90, 64)
+    runs = make_runs((n // 2, 0.5), (n - n // 2, 0.25))
+    tiles = reference.write(index, signs, times, n, True, layout)
+    assert len(cpu.inspect(tiles, n, threads=1)) > 4
+    want = np.zeros(n, np.float32)
+    value = reference.amount(times, np.repeat(runs.taus, runs.lengths)[index])
+    want[index] += np.where(signs, -value, value)
+    for clear in (False, True):
+        got = np.full(n, 3 if clear else 0, np.float32)
+        cpu.decode([(tiles, runs)], 1.0, [got], threads=1, clear=clear)
+        assert same_bits(got, want)
+
+
+def test_damage_to_any_tile_of_a_group_is_found():
+    rng = np.random.default_rng(5)
+    index, refused = np.flatnonzero(rng.random(40_000) < 0.03), 0
+    tiles = reference.write(index, index % 3 == 0, 1 + index % 50 // 49, 40_000, True, Layout(1 << 12, 100, 20, 90, 8))
+    rows = cpu.inspect(tiles, 40_000, threads=1)
+    assert len(rows) > 9
+    for start, length in rows[:, [START, LENGTH]]:
+        # The last bit of the payload is a sign, or must be 0.
+        wrong = tiles.copy()
+        wrong[start + length - 1] ^= 0x80
+        right = []
+        for look in (lambda t=wrong: cpu.inspect(t, 40_000, threads=1), lambda t=wrong: reference.read(t, 40_000)):
+            try:
+                look()
+                right.append(True)
+            except Malformed:
+                right.append(False)
+        assert right[0] == right[1]
+        refused += not right[0]
+    assert refused > 9
+
+
 def test_decode_takes_no_messages():
     out = np.ones(3, np.float32)
     cpu.decode([], 1.0, [out])
     assert (out == 1).all()
+    cpu.decode([], 1.0, [out], clear=True)
+    assert (out == 0).all()
 
 
 def test_decode_names_the_bad_message_and_changes_nothing():
     runs = make_runs((100, 0.5))
-    update, residual = noise(100, np.full(100, 0.5, np.float32), 0.3, 2)
-    tiles = cpu.encode([update], residual, runs, threads=1).tiles
+    update = np.zeros(100, np.float32)
+    update[[3, 40, 50]] = 0.5
+    tiles = cpu.encode([update], np.zeros_like(update), runs, threads=1).tiles
     out = np.ones(100, np.float32)
     with pytest.raises(Malformed) as caught:
         cpu.decode([(tiles, runs), (tiles, runs), (tiles[:-1], runs)], 1.0, [out], threads=1)
     assert caught.value.message == 2
     assert (out == 1).all()
+    # The payload is damaged, which only the loop that adds notices.
+    wrong = tiles.copy()
+    wrong[-1] |= 0x80
+    for clear in (False, True):
+        with pytest.raises(Malformed, match="after the last entry") as caught:
+            cpu.decode([(tiles, runs), (wrong, runs), (wrong, runs)], 1.0, [out], threads=1, clear=clear)
+        assert caught.value.message == 1
+        assert clear or (out == 1).all()
 
 
 @fixed

@@ -10,8 +10,8 @@ if importlib.util.find_spec("numba_cuda") is None:
 
 from numba import cuda
 
+from hvdx.kernels import cpu, reference
 from hvdx.kernels import cuda as kernels
-from hvdx.kernels import reference
 from hvdx.kernels.tiles import LAYOUT, Layout, Malformed, Runs
 
 pytestmark = pytest.mark.skipif(not cuda.is_available(), reason="no GPU that numba.cuda finds")
@@ -39,12 +39,13 @@ def make_runs(n, number=1):
     return Runs(np.diff(borders).astype(np.int64), taus.astype(np.float32))
 
 
-def check_encode(arrays, residual, runs, rice=True, layout=LAYOUT, **options):
+def check_encode(arrays, residual, runs, rice=True, layout=LAYOUT, lookahead=0.0, **options):
     """Compare kernels.encode with the reference; return the tiles."""
     left = residual.copy()
-    expected = reference.encode(arrays, left, runs, rice, layout)
+    expected = reference.encode(arrays, left, runs, rice, layout, lookahead)
     on_device = cuda.to_device(residual)
-    got = kernels.encode([cuda.to_device(a) for a in arrays], on_device, runs, rice, layout, **options)
+    given = [cuda.to_device(a) for a in arrays]
+    got = kernels.encode(given, on_device, runs, rice, layout, lookahead=lookahead, **options)
     np.testing.assert_array_equal(got.tiles.copy_to_host(), expected.tiles)
     np.testing.assert_array_equal(on_device.copy_to_host().view(np.uint32), left.view(np.uint32))
     np.testing.assert_array_equal(got.sent, expected.sent)
@@ -83,6 +84,54 @@ def test_arrays_and_runs_that_begin_anywhere(layout):
     kernels.decode([(cuda.to_device(tiles), runs)] * 3, 0.25, got)
     for g, e in zip(got, expected, strict=True):
         np.testing.assert_array_equal(g.copy_to_host().view(np.uint32), e.view(np.uint32))
+
+
+@pytest.mark.parametrize("lookahead", [0.0, 3.0])
+def test_thousands_of_arrays_with_a_lookahead(lookahead):
+    update, residual = make_case(400_000, 0.02, 8)
+    borders = np.sort(np.random.default_rng(8).integers(0, 400_000, 3000))
+    check_encode(np.split(update, borders), residual, make_runs(400_000, 50), lookahead=lookahead)
+
+
+def test_histogram_is_that_of_the_host():
+    update, _ = make_case(300_000, 0.1, 9)
+    lengths = make_runs(300_000, 6).lengths
+    arrays = np.split(update, [7, 7, 100_000])
+    got = kernels.histogram([cuda.to_device(a) for a in arrays], lengths, 3.0)
+    np.testing.assert_array_equal(got, cpu.histogram([a * np.float32(4) for a in arrays], lengths))
+
+
+def test_work_on_a_stream_waits_for_the_work_before():
+    n, stream = 30_000_000, cuda.stream()
+    update, residual = make_case(n, 0.01, 10)
+    runs, left = make_runs(n), residual.copy()
+    expected = reference.encode([update], left, runs)
+    pinned, filled = cuda.pinned_array(n, np.float32), cuda.to_device(np.zeros(n, np.float32))
+    pinned[:] = update
+    for _ in range(5):
+        kernels.cuda_encode.clear[4096, 256, stream](filled.view(np.uint32))
+        filled.copy_to_device(pinned, stream=stream)
+        got = kernels.encode([filled], cuda.to_device(residual), runs, stream=stream)
+        assert kernels.to_host(got.tiles, stream).tobytes() == expected.tiles.tobytes()
+
+
+def test_tensors_of_tensorflow_are_used_in_place():
+    tf = pytest.importorskip("tensorflow")
+    if not tf.config.list_physical_devices("GPU"):
+        pytest.skip("TensorFlow finds no GPU")
+    tf.config.experimental.set_memory_growth(tf.config.list_physical_devices("GPU")[0], True)
+    update, residual = make_case(1_000_000, 0.02, 11)
+    runs, left, on_device = make_runs(1_000_000), residual.copy(), cuda.to_device(residual)
+    for _ in range(5):
+        expected = reference.encode([update], left, runs)
+        with tf.device("GPU:0"):
+            given = tf.constant(update) * 1.0
+            out = tf.raw_ops.Empty(shape=[1_000_000], dtype=tf.float32, init=True)
+        got = kernels.encode([given], on_device, runs)
+        kernels.decode([(got.tiles, runs)], 0.5, out)
+        total = np.zeros(1_000_000, np.float32)
+        reference.decode([(expected.tiles, runs)], 0.5, [total])
+        assert (out + 0.0).numpy().tobytes() == (total + 0).tobytes()
 
 
 def test_scratch_and_streams_serve_many_calls():

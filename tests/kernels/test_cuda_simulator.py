@@ -1,22 +1,22 @@
 """Tests of the CUDA kernels in Numba's simulator against the reference, to the byte. They need no GPU.
 
-The simulator must be chosen before Numba is imported, so the cases run in a separate process.
+The simulator must be chosen before numba.cuda is imported, so the cases run in a separate process.
 """
 
 import importlib.util
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from hvdx.kernels import reference
-from hvdx.kernels.tiles import LAYOUT, M_MAX, SWITCH, Layout, Malformed, Runs, limit
+from hvdx.kernels.tiles import LAYOUT, M_MAX, SWITCH, Layout, Malformed, Runs, limit, plan
+from tests.kernels.counting import count_work
 
-SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
+SIMULATED = os.environ.get("HVDX_CUDA_SIMULATOR") == "1"
 INSTALLED = importlib.util.find_spec("numba_cuda") is not None
 #: Time limit in seconds; the tests take about a quarter of it on one core.
 TIME_LIMIT = 240
@@ -33,7 +33,7 @@ def test_kernels_match_the_reference_in_the_simulator():
     if not INSTALLED:
         pytest.skip("numba-cuda is not installed: pip install 'hvdx[cuda]'")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-W", "ignore", __file__]
-    environment = os.environ | {"NUMBA_ENABLE_CUDASIM": "1"}
+    environment = os.environ | {"HVDX_CUDA_SIMULATOR": "1"}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, timeout=TIME_LIMIT, capture_output=True, text=True, check=False
     )
@@ -104,6 +104,8 @@ add_case("arrays and runs", split(update, 100, 28, 200), residual, (50, 0.7), (7
 add_case("matrix", [update.reshape(7, 60)], residual)
 # Cases that are also written with plain positions; only the payload differs.
 PLAIN = ("nothing", "1 elements", "65 elements", "none crosses", "huge multiples", "empty regions between", "runs")
+# Cases that are also encoded with a lookahead.
+LOOKAHEAD = ("65 elements", "none crosses", "negative zeros", "nothing is left", "odd tau", "arrays and runs")
 
 
 def craft(first, entries, multiple, skipped, payload):
@@ -170,30 +172,105 @@ class TestSimulator:
 
     __test__ = SIMULATED
 
-    @pytest.fixture(autouse=True, scope="class")
-    def _few_threads(self):
-        """Make blocks so small that a few elements need several blocks and iterations."""
-        from hvdx.kernels import cuda_decode, cuda_encode, cuda_tiles
-
-        # The simulator polls its threads and blocks them until the interpreter switches, so it must switch often.
-        interval = sys.getswitchinterval()
-        sys.setswitchinterval(1e-4)
-        few = pytest.MonkeyPatch()
-        few.setattr("numba.cuda.simulator.kernelapi.FakeCUDAShared.array", shared_array)
-        for name, value in {"THREADS": 4, "UNROLL": 16, "SPAN": 64, "WORDS": 2, "BANK": 4, "CHUNK": 64}.items():
-            few.setattr(cuda_encode, name, value)
-        few.setattr("hvdx.kernels.cuda.CHUNK", 64)
-        few.setattr("hvdx.kernels.cuda._FEWEST_BLOCKS", 2)
-        few.setattr(cuda_tiles, "TILE_THREADS", 4)
-        few.setattr(cuda_decode, "THREADS", 2)
-        few.setattr(cuda_decode, "READERS", 2)
-        yield
-        few.undo()
-        sys.setswitchinterval(interval)
+    @pytest.fixture(autouse=True)
+    def _small_chunks(self, monkeypatch):
+        """Give the regions of SMALL two chunks."""
+        monkeypatch.setattr("hvdx.kernels.cuda.CHUNK", 64)
 
     @pytest.mark.parametrize("name", CASES)
     def test_encode_writes_the_bytes_of_the_reference(self, name):
         check_encode(*CASES[name], True, SMALL)
+
+    @pytest.mark.parametrize("name", LOOKAHEAD)
+    def test_encode_looks_ahead_as_the_reference(self, name):
+        check_encode(*CASES[name], True, SMALL, lookahead=3.0)
+
+    def test_multiples_are_those_of_a_division_in_float64(self):
+        from numba import cuda
+
+        from hvdx.kernels import cuda_encode
+
+        rng = np.random.default_rng(0)
+        taus = (2.0 ** rng.integers(-30, 30, 3000) * rng.uniform(1, 2, 3000)).astype(np.float32)
+        sizes = (taus.astype(np.float64) * 2.0 ** rng.uniform(0, 31, 3000)).astype(np.float32)
+        # Multiples of tau, and the numbers before them, whose quotient float32 may round up.
+        sizes[:800] = (rng.integers(1, 2**22, 800) * taus[:800].astype(np.float64)).astype(np.float32)
+        sizes[400:800] = np.nextafter(sizes[400:800], np.float32(0))
+        # Quotients that lack 1 / tau of a whole number above 2**30: float64 rounds them up.
+        for i in range(800, 900):
+            odd = int(rng.integers(2**22, 2**22 + 2**20)) * 2 + 1
+            missing = -pow(2**30, -1, odd) % odd + odd
+            if missing < 2**24:
+                sizes[i], taus[i] = missing * 2.0**30, odd
+        sizes = np.maximum(sizes, taus)
+        assert (np.float64(sizes) / np.float64(taus) % 1 == 0)[850:900].any()
+        expected = np.minimum(np.trunc(sizes.astype(np.float64) / taus.astype(np.float64)), M_MAX).astype(np.int64)
+        expected += sizes - reference.amount(expected, taus) >= taus
+
+        @cuda.jit
+        def run(sizes, taus, out):
+            for i in range(out.size):
+                out[i] = cuda_encode.multiples(sizes[i], taus[i])
+
+        got = cuda.to_device(np.zeros(3000, np.int64))
+        run[1, 1](cuda.to_device(sizes), cuda.to_device(taus), got)
+        np.testing.assert_array_equal(got.copy_to_host(), expected)
+
+    def test_plan_is_that_of_the_reference(self):
+        from numba import cuda
+
+        from hvdx.kernels import cuda_encode
+
+        rng = np.random.default_rng(1)
+        for _ in range(40):
+            regions, tile_max, tile_min = (int(rng.integers(1, most)) for most in (20, 30, 20))
+            layout = Layout(64, tile_max, tile_min, int(rng.integers(1, 40)), int(rng.integers(1, 6)))
+            counts = rng.integers(0, rng.choice([3, 20, 60]), regions) * (rng.random(regions) < 0.7)
+            prefixes = np.stack([np.zeros(regions, np.int64), counts], axis=1).reshape(-1)
+            arrays = [cuda.to_device(np.zeros(regions, np.int64)) for _ in range(6)]
+            tiles = cuda.to_device(np.zeros((int(counts.sum()) + 1, cuda_encode.COLUMNS), np.int64))
+            summary = cuda.to_device(np.array([0, -1, cuda_encode.NO_FAULT, 0]))
+            cuda_encode.plan_tiles[2, cuda_encode.THREADS](
+                cuda.to_device(prefixes), *arrays, tiles, summary, 1, *layout[1:]
+            )
+            expected, got = plan(counts, layout), tiles.copy_to_host()[: summary.copy_to_host()[cuda_encode.TILES]]
+            assert got[:, cuda_encode.ENTRIES].tolist() == expected.tolist(), (layout, counts)
+            assert got[:, cuda_encode.RANK].tolist() == (np.cumsum(expected) - expected).tolist()
+            ends = np.cumsum(counts)
+            for rank, entries, first, last in got[:, : cuda_encode.TO + 1]:
+                assert ends[first] > rank
+                assert ends[last] >= rank + entries
+            assert arrays[0].copy_to_host().tolist() == (ends - counts).tolist()
+
+    @pytest.mark.parametrize("lookahead", [0.0, 3.0])
+    def test_histogram_is_that_of_the_host(self, lookahead):
+        from hvdx.kernels import cpu
+        from hvdx.kernels import cuda as kernels
+
+        update, _ = make_case(500, 0.2, 12, more=0.5)
+        update[:3] = np.inf, np.nan, 1e-45
+        arrays, lengths = split(update, 70, 0, 100), np.array([64, 100, 1, 335])
+        with np.errstate(over="ignore"):
+            expected = cpu.histogram([a * np.float32(1 + lookahead) for a in arrays], lengths)
+        got = kernels.histogram([on_device(a) for a in arrays], lengths, lookahead)
+        np.testing.assert_array_equal(got, expected)
+
+    @pytest.mark.parametrize(("arrays", "runs", "messages"), [(1, 1, 1), (30, 5, 7)])
+    def test_launches_and_copies_do_not_grow(self, monkeypatch, arrays, runs, messages):
+        from hvdx.kernels import cuda as kernels
+
+        n = 600
+        update, residual = make_case(n, 0.1, 13, more=0.1)
+        sizes = [n // arrays] * (arrays - 1)
+        taus = make_runs(*[(n // runs, 0.5)] * runs)
+        given, left, scratch = [on_device(a) for a in split(update, *sizes)], on_device(residual), kernels.Scratch()
+        counted = count_work(monkeypatch)
+        tiles = kernels.encode(given, left, taus, layout=SMALL, lookahead=3.0, scratch=scratch).tiles.copy_to_host()
+        assert (counted["launches"], counted["to host"], counted["to device"]) == (8, 2, 2)
+        out = [on_device(a) for a in split(update, *sizes)]
+        counted.clear()
+        kernels.decode([(tiles, taus)] * messages, 0.5, out, scratch=scratch)
+        assert (counted["launches"], counted["to host"], counted["to device"]) == (3, 1, 3)
 
     @pytest.mark.parametrize("name", PLAIN)
     def test_encode_writes_plain_positions_as_the_reference(self, name):
@@ -264,9 +341,16 @@ class TestSimulator:
         update[250] = np.nextafter(update[250], np.float32(np.inf))
         assert kernels.check([on_device(update)], runs) == 250
 
+    @pytest.mark.parametrize("tau", [1.0, 0.3])
+    def test_sums_beyond_the_largest_multiple(self, tau):
+        runs, update = make_runs((70, tau)), np.zeros(70, np.float32)
+        update[[5, 69]] = limit(runs.taus)[0] * np.array([1, -1], np.float32)
+        check_encode([update], update, runs, True, SMALL)
+
+    @pytest.mark.parametrize("layout", [SMALL, LAYOUT], ids=["small", "work"])
     @pytest.mark.parametrize("rice", [True, False], ids=["rice", "plain"])
-    def test_decode_adds_what_the_reference_adds(self, rice):
-        messages = make_messages(rice)
+    def test_decode_adds_what_the_reference_adds(self, rice, layout):
+        messages = make_messages(rice, layout, 0.12 if layout == SMALL else 0.4)
         n = 700
         start = make_case(n, 0.1, 9)[0]
         for scale, sizes in ((0.25, []), (1 / 3, [100, 0, 1, 500])):
@@ -322,7 +406,10 @@ class TestSimulator:
             reference.read(tiles, n)
         # `decode` calls this. Here no array of n elements is needed.
         with pytest.raises(Malformed):
-            kernels._read([tiles], [kernels.table(tiles, n)], [make_runs((n, 1))], np.float32(1), True, 0)
+            kernels._decode(
+                [tiles], [kernels.table(tiles, n)], [make_runs((n, 1))], np.float32(1), np.array([[0, n, 0, 0]]), n,
+                True, 0, kernels.Scratch(),
+            )  # fmt: skip
 
     def test_encode_and_decode_name_what_is_wrong(self):
         from hvdx.kernels import cuda as kernels
@@ -349,18 +436,23 @@ class TestSimulator:
             with pytest.raises(kind, match=text):
                 call()
 
+    def test_tensors_are_asked_for_a_stream_only_if_they_accept_one(self):
+        from hvdx.kernels.cuda import Exporter
 
-_allocating = threading.Lock()
+        class Array:
+            def __init__(self, accepts):
+                self.accepts, self.given = accepts, []
 
+            def __dlpack__(self, *, stream=None):
+                if stream is not None and not self.accepts:
+                    raise RuntimeError("no stream")
+                self.given.append(stream)
 
-def shared_array(shared, shape, dtype):
-    """Return the array that the threads of a block share at the calling line.
-
-    The simulator's own function has no lock: at the first call, two threads at once would get an array each.
-    """
-    frame = sys._getframe(1)
-    with _allocating:
-        return shared._allocations.setdefault((frame.f_code, frame.f_lineno), np.empty(shape, dtype))
+        for accepts, expected in ((True, [5, None]), (False, [None, None])):
+            array = Array(accepts)
+            Exporter(array).__dlpack__(stream=5, max_version=(1, 0))
+            Exporter(array).__dlpack__(stream=-1)
+            assert array.given == expected
 
 
 def on_device(array):
@@ -370,20 +462,20 @@ def on_device(array):
     return cuda.to_device(array)
 
 
-def encode(update, residual, runs, rice, layout):
+def encode(update, residual, runs, rice, layout, lookahead=0.0):
     """Return the result of cuda.encode with its tiles on the host, and the new residual."""
     from hvdx.kernels import cuda as kernels
 
     left = on_device(residual)
-    got = kernels.encode([on_device(u) for u in update], left, runs, rice, layout)
+    got = kernels.encode([on_device(u) for u in update], left, runs, rice, layout, lookahead=lookahead)
     return got._replace(tiles=got.tiles.copy_to_host()), left.copy_to_host()
 
 
-def check_encode(update, residual, runs, rice, layout):
+def check_encode(update, residual, runs, rice, layout, lookahead=0.0):
     """Compare cuda.encode with the reference."""
     left = residual.copy()
-    expected = reference.encode(update, left, runs, rice, layout)
-    got, got_left = encode(update, residual, runs, rice, layout)
+    expected = reference.encode(update, left, runs, rice, layout, lookahead)
+    got, got_left = encode(update, residual, runs, rice, layout, lookahead)
     assert got.fault == expected.fault == -1
     assert got.tiles.tobytes() == expected.tiles.tobytes()
     np.testing.assert_array_equal(got_left.view(np.uint32), left.view(np.uint32))
@@ -409,12 +501,12 @@ def decode(messages, scale, out, rice):
     return [a.copy_to_host() for a in arrays]
 
 
-def make_messages(rice):
+def make_messages(rice, layout=SMALL, density=0.12):
     """Return three messages for 700 elements with different runs."""
     messages = []
     for seed, runs in ((8, make_runs((700, 0.5))), (9, make_runs((99, 0.5), (601, 0.6))), (10, make_runs((700, 0.4)))):
-        update, residual = make_case(700, 0.12, seed, tau=0.4, more=0.1)
-        messages.append((reference.encode([update], residual, runs, rice, SMALL).tiles, runs))
+        update, residual = make_case(700, density, seed, tau=0.4, more=0.1)
+        messages.append((reference.encode([update], residual, runs, rice, layout).tiles, runs))
     return messages
 
 

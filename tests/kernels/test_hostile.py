@@ -63,29 +63,29 @@ def check_all(fuzzer, cases, thorough=True):
         fuzzer.check(case, thorough)
 
 
-def add_to_first(decode, messages, scale, out, rice, threads):
+def add_to_first(decode, messages, scale, out, rice, threads, clear):
     """Add the first message before checking the second."""
     for i, message in enumerate(messages):
         try:
-            decode([message], scale, out, rice, threads)
+            decode([message], scale, out, rice, threads, clear and not i)
         except Malformed as error:
             error.message = i
             raise
 
 
-def write_beside(decode, messages, scale, out, rice, threads):
-    decode(messages, scale, out, rice, threads)
+def write_beside(decode, messages, scale, out, rice, threads, clear):
+    decode(messages, scale, out, rice, threads, clear)
     out[0].base[-1] += 1
 
 
-def allocate(decode, messages, scale, out, rice, threads):
+def allocate(decode, messages, scale, out, rice, threads, clear):
     np.zeros(10**7)
-    decode(messages, scale, out, rice, threads)
+    decode(messages, scale, out, rice, threads, clear)
 
 
-def accept(decode, messages, scale, out, rice, threads):
+def accept(decode, messages, scale, out, rice, threads, clear):
     with contextlib.suppress(Malformed):
-        decode(messages, scale, out, rice, threads)
+        decode(messages, scale, out, rice, threads, clear)
 
 
 @pytest.mark.usefixtures("harmless")

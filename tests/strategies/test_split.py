@@ -1,6 +1,7 @@
 """Exchange of whole weights over all ranks, and of parts of split layers over the ranks that hold the same ones."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -163,6 +164,7 @@ class Asynchronous(Threshold):
         (Threshold(op="sum"), "op='mean'"),
         (ParameterServer("colocated", op="sum"), "op='mean'"),
         (AllReduce(groups=((0,), (1, 2))), "groups: expected a number .* Give groups=1"),
+        (Threshold(device="cuda"), "device: expected 'auto' or 'cpu' for a model with split layers"),
     ],
 )
 def test_options_that_need_whole_weights_are_refused_on_all_ranks(strategy, said):
@@ -170,6 +172,21 @@ def test_options_that_need_whole_weights_are_refused_on_all_ranks(strategy, said
         with pytest.raises(ConfigError, match=said) as caught:
             opened(strategy, comm, 2)
         return caught.value.collective
+
+    assert on_all(2, work) == [True] * 2
+
+
+def test_updates_of_split_layers_on_a_gpu_are_combined_on_the_host(monkeypatch):
+    def refused(index=None):
+        raise AssertionError("a GPU")
+
+    monkeypatch.setattr("hvdx.codec.devices.gpu", refused)
+
+    def work(comm):
+        comm.mesh = mesh.make(comm, 2)
+        specs = [replace(s, device="GPU:0") for s in specs_of(comm, MIXED)]
+        exchange = open_split(Threshold(tau=0.01), comm, comm.mesh.peers, specs, MIXED)
+        return [a.shape for a in exchange.step(update(comm, 0, specs))] == [s.shape for s in specs]
 
     assert on_all(2, work) == [True] * 2
 

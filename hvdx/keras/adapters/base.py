@@ -241,7 +241,23 @@ def describe(variable: Any) -> TensorSpec:
     """Return the name, shape, element size and constraint of a Keras or TensorFlow variable."""
     dtype, constraint = tf.as_dtype(variable.dtype), getattr(variable, "constraint", None)
     constraint_name = "" if constraint is None else type(constraint).__name__
-    return TensorSpec(getattr(variable, "path", variable.name), tuple(variable.shape), dtype.size, constraint_name)
+    name, shape = getattr(variable, "path", variable.name), tuple(variable.shape)
+    return TensorSpec(name, shape, dtype.size, constraint_name, _cuda_device(device_of(variable)))
+
+
+def device_of(variable: Any) -> str:
+    """Return TensorFlow's name of the device that holds a variable; "" if it is unknown."""
+    return getattr(getattr(variable, "value", variable), "device", None) or ""
+
+
+def _cuda_device(name: str) -> str:
+    """Return the value of `TensorSpec.device` for a device of TensorFlow."""
+    _, found, number = name.partition(":GPU:")
+    if not found:
+        return "CPU"
+    # TensorFlow numbers the GPUs that it was told to see; CUDA, and the names of physical devices, number all.
+    visible = tf.config.get_visible_devices("GPU")
+    return f"GPU:{visible[int(number)].name.rpartition(':')[2]}" if int(number) < len(visible) else "CPU"
 
 
 def refuse_local_skip() -> None:

@@ -1,5 +1,6 @@
 """Adapter for strategies that combine arrays on the host, between two parts of the graph."""
 
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -9,19 +10,21 @@ import numpy as np
 import tensorflow as tf
 
 from hvdx.comm import Comm
-from hvdx.comm.host_graph import on_host, wait_for
+from hvdx.comm.host_graph import on_device, on_host, wait_for
 from hvdx.errors import HvdxError
 from hvdx.keras.adapters import second_moments, updates
 from hvdx.keras.adapters.base import (
     Adapter,
     apply_constraints,
     describe,
+    device_of,
     refuse_local_skip,
     scaled,
     values_of,
     with_values,
 )
 from hvdx.keras.adapters.optimizer_state import innermost, slots
+from hvdx.keras.shards import shard_of
 from hvdx.strategies import HostExchange, Strategy
 from hvdx.strategies.telemetry import Telemetry, merged
 
@@ -210,14 +213,23 @@ class HostAdapter(Adapter):
         # TensorFlow keeps `host` until the process ends. With weak references the adapter can be freed earlier.
         adapter_ref, variable_refs, given = weakref.ref(self), [weakref.ref(v) for v in variables], len(tensors)
 
-        def host(bad: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
+        def step(
+            bad: int, tensors: list[Any], sample: list[np.ndarray], allocate: Callable[[int], Any] | None = None
+        ) -> list[Any]:
             adapter, alive = adapter_ref(), [ref() for ref in variable_refs]
             if adapter is None:
                 raise HvdxError("a training function was called after its optimiser was deleted. Trace it again.")
             exchange = adapter._opened(alive)
             exchange.blamed = describe(alive[bad]).name if bad >= 0 else ""
-            exchange.sample = arrays[given:] or None
-            return (work or type(exchange).step)(exchange, list(arrays[:given]), bool(bad < 0))
+            exchange.sample = sample or None
+            exchange.allocate = allocate
+            return (work or type(exchange).step)(exchange, tensors, bad < 0)
+
+        if self._on_device(variables):
+            return on_gpu(step, tensors, sample, first_bad, variables)
+
+        def host(bad: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
+            return step(int(bad), list(arrays[:given]), list(arrays[given:]))
 
         with tf.device("CPU:0"):
             arguments = [tf.cast(first_bad, tf.int32), *(tf.cast(t, dtype) for t in (*tensors, *sample))]
@@ -225,6 +237,12 @@ class HostAdapter(Adapter):
         for result, variable in zip(results, variables, strict=True):
             result.set_shape(variable.shape)
         return results
+
+    def _on_device(self, variables: Sequence[Any]) -> bool:
+        """Return True if the exchange of these variables runs on their GPU."""
+        # Parts of split layers are exchanged by `SplitHostExchange`, on the host.
+        split = any(shard_of(v) is not None for v in variables)
+        return not split and self.strategy.device_for([describe(v) for v in variables]) != "cpu"
 
     def _opened(self, variables: list[Any]) -> HostExchange:
         """Return the exchange for these variables; the first call opens it and moves earlier residuals to it."""
@@ -264,6 +282,54 @@ def _move_residual(
     old.add_to_residual(
         [-array if id(v) in shared else np.zeros_like(array) for v, array in zip(old_variables, residuals, strict=True)]
     )
+
+
+def on_gpu(
+    step: Callable[[int, list[Any], list[np.ndarray], Callable[[int], Any]], list[Any]],
+    tensors: Sequence[Any],
+    sample: Sequence[Any],
+    first_bad: Any,
+    variables: Sequence[Any],
+) -> list[Any]:
+    """Call an exchange on the GPU of its variables from an operation of the graph.
+
+    The tensors are joined there. The kernels of the exchange read and write the memory of TensorFlow's tensors, through
+    DLPack: TensorFlow waits until a tensor is filled before it exports it, and the kernels have finished when `step`
+    returns.
+
+    Args:
+        step: function of the index of the first variable whose gradient is not finite, of the tensors, of
+            `HostExchange.sample`, and of `HostExchange.allocate`.
+        tensors: tensors of this rank, one for each variable.
+        sample: see `HostExchange.sample`; empty for none.
+        first_bad: index of the first variable whose gradient is not finite; -1 for none.
+        variables: variables of the exchange.
+
+    Returns:
+        One float32 tensor per variable.
+    """
+    # In the simulator, the variables and the arrays of the "GPU" are in host memory.
+    device = device_of(variables[0]) or "CPU:0"
+
+    def zeros(n: int) -> Any:
+        # A constant could be shared; this memory belongs to nobody else.
+        with tf.device(device):
+            return tf.raw_ops.Empty(shape=[n], dtype=tf.float32, init=True)
+
+    def work(bad: Any, update: Any, *sample: Any) -> Any:
+        (result,) = step(int(bad), [update], [s.numpy() for s in sample], zeros)
+        return result
+
+    with tf.device(device):
+        flat = tf.concat([tf.reshape(tf.cast(t, tf.float32), [-1]) for t in tensors], 0)
+        # One tensor is copied to the host instead of many.
+        joined = [tf.concat(list(sample), 0)] if sample else []
+    result = on_device(work, [tf.cast(first_bad, tf.int64), flat, *joined], tf.float32, device)
+    sizes = [math.prod(tuple(v.shape)) for v in variables]
+    with tf.device(device):
+        result.set_shape([sum(sizes)])
+        parts = tf.split(result, sizes)
+        return [tf.reshape(part, v.shape) for part, v in zip(parts, variables, strict=True)]
 
 
 def any_rank(comm: Comm, flag: Any) -> Any:
