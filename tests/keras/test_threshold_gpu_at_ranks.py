@@ -17,10 +17,12 @@ hvdx.init()
 x = np.random.default_rng(hvdx.rank()).normal(size=(8, 5)).astype("f4")
 y = x[:, :1].copy()
 
-def train(device, eager=False, **options):
+def train(device, eager=False, adam=False, **options):
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)])
-    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", run_eagerly=eager)
+    # With Adam the ranks exchange samples of their gradients.
+    optimizer = keras.optimizers.Adam(0.05) if adam else keras.optimizers.SGD(0.1, momentum=0.9)
+    model.compile(optimizer, "mse", run_eagerly=eager)
     strategy = hvdx.Threshold(target_density=0.2, device=device, **options)
     exchanges = []
     look = keras.callbacks.LambdaCallback(
@@ -33,7 +35,7 @@ def train(device, eager=False, **options):
     assert losses[-1] < losses[0], losses
     return [array.tobytes() for array in (*model.get_weights(), *exchange.residuals)]
 
-for options in ({}, {"eager": True}, {"placement": "gradient"}, {"overlap": True}):
+for options in ({"adam": True}, {"eager": True}, {"placement": "gradient"}, {"overlap": True}):
     assert train("cpu", **options) == train("cuda", **options), options
 print("DONE")
 """
