@@ -29,7 +29,8 @@ from hvdx.strategies.density import MIN_DENSITY, affordable_density, budget_with
 from hvdx.strategies.prediction import Prediction, Situation, added
 
 Placement = Literal["update", "gradient"]
-#: Bytes of the header of a message: status, two times and the size of the message.
+#: Bytes of the header of a message: status, two times and the size of the message. The sample of gradients that is
+#: sent with Adam and its relatives, some 140 bytes, is not included: predictions do not know the optimiser.
 HEADER_BYTES = 32
 # Density at which the cost of an exchange is its fixed part.
 _NEXT_TO_NOTHING = 1e-9
