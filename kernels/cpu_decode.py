@@ -401,6 +401,12 @@ def move_block(source, target, number, stream):
     move_floats(source + 64 * lines, target + 64 * lines, number - 16 * lines)
 
 
+@njit(nogil=True, error_model="numpy")
+def used(words, multiples, zeros, state):
+    """Use arrays after the last read of their memory: Numba frees one after its last use, and addresses are none."""
+    return words.size + multiples.size + zeros.size + state.size > 0
+
+
 @entry
 def add_messages(begin, end, pieces, messages, rows, rice, ends, taus, scale, depth, clear, stream):
     """Add the entries with indices from `begin` to `end` of all messages; return False if a tile is invalid.
@@ -427,8 +433,8 @@ def add_messages(begin, end, pieces, messages, rows, rice, ends, taus, scale, de
             else:
                 high = middle
     right = True
+    zeros = np.zeros(min(_BLOCK, end - begin) + 32 if clear else 0, np.float32)
     if clear:
-        zeros = np.zeros(min(_BLOCK, end - begin) + 32, np.float32)
         room = (_i64(zeros.ctypes.data) + 63) & ~63
         p, at = piece_of(pieces, begin), begin
         while right and at < end:
@@ -458,4 +464,4 @@ def add_messages(begin, end, pieces, messages, rows, rice, ends, taus, scale, de
                 )  # fmt: skip
                 at, p = stop, p + 1
     restore_mode(mode)
-    return right
+    return right and used(words, multiples, zeros, state)

@@ -1,5 +1,9 @@
 """Tests of `cpu.decode` and `cpu.inspect` against the specification."""
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -243,3 +247,24 @@ def test_inspect_checks_the_limit_of_a_tile():
         else:
             with pytest.raises(Malformed, match="4096"):
                 cpu.inspect(tiles, entries, threads=1)
+
+
+_IN_FREED_MEMORY = """
+import numpy as np
+from hvdx.kernels import cpu
+from hvdx.kernels.tiles import Runs
+
+update = np.random.default_rng(0).normal(size=6000).astype(np.float32)
+runs = Runs(np.array([update.size]), np.array([1.5], np.float32))
+tiles = cpu.encode([update], np.zeros_like(update), runs).tiles
+expected = 3 * np.where(np.abs(update) < 1.5, 0, np.trunc(update / 1.5) * 1.5).astype(np.float32)
+for clear in (False, True):
+    out = np.zeros_like(update)
+    cpu.decode([(tiles, runs)] * 3, 1.0, [out], threads=2, clear=clear)
+    np.testing.assert_array_equal(out, expected)
+"""
+
+
+def test_memory_of_the_decoder_is_not_freed_while_it_works():
+    """glibc overwrites what is freed, so that a use of it shows."""
+    subprocess.run([sys.executable, "-c", _IN_FREED_MEMORY], env=os.environ | {"MALLOC_PERTURB_": "165"}, check=True)
