@@ -120,7 +120,7 @@ class Auto(Strategy):
             return ""
         why = f"{situation.workers} workers take {ratio:.2g} times its samples per second"
         if best.starved:
-            why = "at the lowest density, the workers hardly learn from each other"
+            why = "at so low a density, the workers hardly learn from each other"
         return f" One worker alone would be as fast: {why}. `hvdx advise` shows other strategies."
 
 

@@ -7,6 +7,8 @@ from hvdx.strategies.link import Link, message_bytes
 
 #: Range of automatic densities. Below 1e-4 an element would wait for thousands of steps in the residual.
 MIN_DENSITY, MAX_DENSITY = 1e-4, 1 / 8
+#: Density up to which the workers hardly learn from each other.
+STARVED = 2e-4
 #: Density before the first review.
 INITIAL_DENSITY = 1 / 32
 # Steps of a review. The first steps after a change are left out: they still carry messages of the old density.

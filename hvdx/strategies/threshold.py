@@ -25,7 +25,7 @@ from hvdx.strategies.base import (
     agree_on_tensors,
     one_of,
 )
-from hvdx.strategies.density import MIN_DENSITY, affordable_density, budget_with
+from hvdx.strategies.density import STARVED, affordable_density, budget_with
 from hvdx.strategies.prediction import Prediction, Situation, added
 
 Placement = Literal["update", "gradient"]
@@ -255,8 +255,8 @@ class Threshold(Strategy):
         others = given.workers - 1
         buffers = {"residual": 4.0 * count, "buffers": 8.0 * count + given.workers * message}
         made = given.prediction(terms, others * (message + HEADER_BYTES), buffers, note=f"density {density:.2g}")
-        if self.target_density == "auto" and others and density <= MIN_DENSITY:
-            # At the lowest density an element waits for thousands of steps.
+        if self.target_density == "auto" and others and density <= STARVED:
+            # At so low a density an element waits for thousands of steps.
             return replace(made, starved=True, note=f"{made.note}, starved")
         return made
 

@@ -55,7 +55,7 @@ def test_least_bad_strategy_and_one_worker_where_no_exchange_is_fast_enough():
     assert isinstance(strategy, Threshold)
     assert "One worker alone would be as fast: 2 workers take" in reason
     _, reason = decide(Link(1e-3, 1.25e6), elements=26_122_000, computing=0.01)
-    assert "One worker alone would be as fast: at the lowest density" in reason
+    assert "One worker alone would be as fast: at so low a density" in reason
     assert "2 workers take 0.023 times" in Auto()._declined(BASE, AllReduce().predict(BASE))
     assert "One worker" not in decide(Link(1e-3, 1.25e6), size=1, elements=26_122, computing=0.001)[1]
 
