@@ -45,9 +45,9 @@ STRATEGIES = (
     *("parameter_averaging", "parameter_server:servers=colocated"),
 )
 # Steps of a measured run: as many as take this time by the prediction, between these limits.
-_SECONDS, _FEWEST, _MOST = 6.0, 4, 40
+_SECONDS, _FEWEST, _MOST = 6.0, 4, 160
 # Steps that are left out: of a long run also those in which the codec finds its tau and the density is reviewed.
-_WARM, _WARM_LONG = 2, 16
+_WARM, _WARM_LONG = 2, 100
 # Seconds of start and end of a run, for its time limit.
 _AROUND = 90.0
 
@@ -133,7 +133,7 @@ def step_of(run: records.Run, period: int) -> dict[str, Any]:
             whole = (len(seconds) - _WARM) // period * period
             found.append(float(np.mean(seconds[len(seconds) - whole :])) if whole else float(np.mean(seconds[_WARM:])))
         else:
-            skipped = _WARM_LONG if len(seconds) >= 2 * _WARM_LONG else _WARM
+            skipped = _WARM_LONG if len(seconds) >= 1.5 * _WARM_LONG else _WARM
             found.append(float(np.median(seconds[skipped:])))
     parts = {name: value for name, value in run.parts(_WARM).items() if value}
     return {"step": float(np.mean(found)), "parts": parts, "bytes": run.bytes_per_step(), "steps": len(seconds)}
