@@ -17,6 +17,7 @@ import itertools
 import platform
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -124,13 +125,7 @@ class Bench:
             "copy": lambda: self.residual.copy_to_device(self.saved),
             "decode": lambda: self.kernels.decode(messages, 1 / _MESSAGES, self.update, scratch=self.scratch),
         }
-        times: dict[str, list[float]] = {name: [] for name in variants}
-        for number in range(-_WARM_UP, self.rounds):
-            for name, function in variants.items():
-                elapsed, _ = self.time(function)
-                if number >= 0:
-                    times[name].append(elapsed)
-        row = self.row(f"decode {_MESSAGES}", density, times)
+        row = self.row(f"decode {_MESSAGES}", density, self.time_all(variants))
         return row | {"message_bytes": sum(tiles.size for tiles, _ in messages)}
 
     def step(self, density: float) -> dict[str, Any]:
@@ -150,14 +145,18 @@ class Bench:
             "on the GPU": lambda: gpu.step([self.update]),
             "through the host": lambda: self.residual.copy_to_device(host.step([self.update.copy_to_host()])[0]),
         }
+        row = self.row("step", density, self.time_all(variants))
+        return row | {"message_bytes": gpu.telemetry.messages // gpu.telemetry.steps}
+
+    def time_all(self, variants: Mapping[str, Callable[[], Any]]) -> dict[str, list[float]]:
+        """Call functions in turn, and return the seconds of each call after the first rounds, by name."""
         times: dict[str, list[float]] = {name: [] for name in variants}
         for number in range(-_WARM_UP, self.rounds):
             for name, function in variants.items():
                 elapsed, _ = self.time(function)
                 if number >= 0:
                     times[name].append(elapsed)
-        row = self.row("step", density, times)
-        return row | {"message_bytes": gpu.telemetry.messages // gpu.telemetry.steps}
+        return times
 
     def prepare(self, density: float, seed: int) -> None:
         """Fill the update, and `saved`, the residual that each round begins with."""

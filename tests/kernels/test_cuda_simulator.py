@@ -3,11 +3,7 @@
 The simulator must be chosen before numba.cuda is imported, so the cases run in a separate process.
 """
 
-import importlib.util
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,13 +11,12 @@ import pytest
 from hvdx.kernels import reference
 from hvdx.kernels.tiles import LAYOUT, M_MAX, SWITCH, Layout, Malformed, Runs, limit, plan
 from tests.kernels.counting import count_work
+from tests.kernels.simulator import check_in_simulator
 
 SIMULATED = os.environ.get("HVDX_CUDA_SIMULATOR") == "1"
-INSTALLED = importlib.util.find_spec("numba_cuda") is not None
 #: Time limit in seconds; the tests take about a quarter of it on one core.
 TIME_LIMIT = 240
 
-ROOT = Path(__file__).resolve().parents[2]
 # Regions have two chunks. Tiles and groups end in the middle of a region, at its end, and after several regions.
 SMALL = Layout(region=128, tile_max=24, tile_min=8, group=12, group_regions=3)
 # Tiles have enough entries to change their Rice parameter.
@@ -30,15 +25,7 @@ LONG = Layout(region=8192, tile_max=400, tile_min=100, group=300, group_regions=
 
 def test_kernels_match_the_reference_in_the_simulator():
     """Run TestSimulator in a process with the simulator."""
-    if not INSTALLED:
-        pytest.skip("numba-cuda is not installed: pip install 'hvdx[cuda]'")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-W", "ignore", __file__]
-    environment = os.environ | {"HVDX_CUDA_SIMULATOR": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, timeout=TIME_LIMIT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+    check_in_simulator(__file__, TIME_LIMIT)
 
 
 # The started process must not start another one.

@@ -3,12 +3,7 @@
 The simulator must be chosen before numba.cuda is imported, so the cases run in a separate process.
 """
 
-import importlib.util
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,8 +14,8 @@ from hvdx.comm.local import virtual_world
 from hvdx.errors import ConfigError
 from hvdx.strategies import TensorSpec, Threshold
 from tests.kernels.counting import count_work
+from tests.kernels.simulator import check_in_simulator
 
-ROOT = Path(__file__).resolve().parents[2]
 #: Time limit in seconds; the tests take about a fifth of it on one core.
 TIME_LIMIT = 200
 SPECS = [TensorSpec(f"variable {i}", shape, 4) for i, shape in enumerate(((9, 8), (), (0, 3), (7,)))]
@@ -34,15 +29,7 @@ OPTIONS = {
 
 def test_exchange_on_a_gpu_in_the_simulator():
     """Run TestSimulator in a process with the simulator."""
-    if importlib.util.find_spec("numba_cuda") is None:
-        pytest.skip("numba-cuda is not installed: pip install 'hvdx[cuda]'")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-W", "ignore", __file__]
-    environment = os.environ | {"HVDX_CUDA_SIMULATOR": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, timeout=TIME_LIMIT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+    check_in_simulator(__file__, TIME_LIMIT)
 
 
 # The started process must not start another one.
