@@ -13,10 +13,23 @@ import numpy as np
 
 from hvdx.errors import ConfigError
 
+#: Density of an owner's message, in multiples of that of a rank's message, and its limit. The entries of several ranks
+#: are at different elements, so at the same density most of their sum would wait in the residual of the owner.
+OWNER_DENSITY, MOST_DENSITY = 4.0, 0.5
 # Blocks of a shard. With more of them shards have more equal work, but the codec has more arrays to encode.
 _BLOCKS = 8
 # Shards are encoded in regions of at most _REGION elements, in multiples of _ALIGNED.
 _REGION, _ALIGNED = 1 << 18, 64
+
+
+def owner_density(density: float) -> float:
+    """Return the density of an owner's message, given that of a rank's message.
+
+    Example:
+        >>> owner_density(0.01), owner_density(0.125)
+        (0.04, 0.5)
+    """
+    return min(OWNER_DENSITY * density, MOST_DENSITY)
 
 
 class Shards:

@@ -27,7 +27,7 @@ from hvdx.strategies.base import (
 )
 from hvdx.strategies.density import STARVED, affordable_density, budget_with
 from hvdx.strategies.prediction import Prediction, Situation, added
-from hvdx.strategies.shards import OWNERS, divide_again
+from hvdx.strategies.shards import OWNER_DENSITY, OWNERS, divide_again, owner_density
 
 Placement = Literal["update", "gradient"]
 ExchangeKind = Literal["auto", "all_gather", "sharded"]
@@ -40,10 +40,10 @@ PART_BYTES = 26
 _NOMINAL_DENSITY = 0.01
 # A sharded exchange delays an element twice, so it is chosen only below this share of the time of an all-gather.
 _WORTH_SHARDING = 0.8
-# Smallest number of ranks for which it is considered: three ranks save a third of the bytes for two more rounds.
-_FEWEST_SHARDS = 4
-# Ranks, and bytes of the messages of all, from which a fixed density is exchanged in shards: 8 ranks save three
-# quarters of the bytes, and on most links so many bytes take longer than two rounds.
+# Smallest number of ranks for which it is considered: with five or fewer, shards need more bytes.
+_FEWEST_SHARDS = 6
+# Ranks, and bytes of the messages of all, from which a fixed density is exchanged in shards: 8 ranks save a third of
+# the bytes, 16 two thirds, and on most links so many bytes take longer than two rounds.
 _MANY, _LARGE = 8, 1 << 18
 # Density at which the cost of an exchange is its fixed part.
 _NEXT_TO_NOTHING = 1e-9
@@ -284,15 +284,15 @@ class Threshold(Strategy):
                 "decoding": codec.decoding(count, density, workers),
             }
             return terms | coding, (workers - 1) * (message + HEADER_BYTES)
-        part = message / workers + PART_BYTES
-        headers = [given.all_to_all(HEADER_BYTES / 2), given.all_to_all(HEADER_BYTES / 2)]
-        terms = added([*headers, given.all_to_all(part), given.all_to_all(part)])
+        of_owners = link.message_bytes(count, owner_density(density))
+        parts = [message / workers + PART_BYTES, of_owners / workers + PART_BYTES]
+        terms = added([given.all_to_all(size) for size in (*parts, HEADER_BYTES / 2, HEADER_BYTES / 2)])
         shard = -(-count // workers)
         coding = {
-            "encoding": codec.encoding(count, density) + codec.encoding(shard, density),
-            "decoding": codec.decoding(shard, density, workers) + codec.decoding(count, density, 1),
+            "encoding": codec.encoding(count, density) + codec.encoding(shard, owner_density(density)),
+            "decoding": codec.decoding(shard, density, workers) + codec.decoding(count, owner_density(density), 1),
         }
-        return terms | coding, (workers - 1) * (2 * part + HEADER_BYTES)
+        return terms | coding, (workers - 1) * (sum(parts) + HEADER_BYTES)
 
     def with_overhead(self, share: float) -> "Threshold":
         other = copy.copy(self)
@@ -345,8 +345,9 @@ class Threshold(Strategy):
         buffers = {"residual": 4.0 * count, "buffers": 8.0 * count + given.workers * message}
         note = f"density {density:.2g}"
         if kind == "sharded":
-            # The residual and the sum of a shard. Messages of the two phases are no larger than two messages.
-            buffers = {"residual": 4.0 * count * (1 + 1 / given.workers), "buffers": 8.0 * count + 4 * message}
+            # The residual and the sum of a shard; each phase has its messages twice, in parts and as a whole.
+            moved = 2 * (1 + OWNER_DENSITY) * message
+            buffers = {"residual": 4.0 * count * (1 + 1 / given.workers), "buffers": 8.0 * count + moved}
             buffers["buffers"] += 4.0 * count / given.workers
             note += ", sharded"
         made = given.prediction(terms, sent, buffers, note=note)

@@ -2,8 +2,8 @@
 
 The update is cut into a shard for each rank. In the first phase each rank sends each shard's entries to the shard's
 owner. The owner adds up the messages of all ranks and its own residual, encodes the sum again, and keeps the rest. In
-the second phase it sends the result to all. So a rank receives 2 (N - 1) / N messages of whole updates, where an
-all-gather brings N - 1. All ranks, the owners too, apply what was sent in the second phase.
+the second phase it sends the result to all, at four times the density. So a rank receives 5 (N - 1) / N messages of
+whole updates, where an all-gather brings N - 1. All ranks, the owners too, apply what was sent in the second phase.
 
     sum of what was applied + residuals of all ranks + residuals of all owners = sum of all updates
 
@@ -23,7 +23,7 @@ from hvdx.errors import ConfigError, UpdateError, WireError
 from hvdx.strategies import link
 from hvdx.strategies.base import TensorSpec, views
 from hvdx.strategies.driver import Sent
-from hvdx.strategies.shards import OWNER, OWNERS, Shards
+from hvdx.strategies.shards import OWNER, OWNER_DENSITY, OWNERS, Shards, owner_density
 from hvdx.strategies.threshold_exchange import Options, ThresholdExchange
 
 # Numbers that a rank sends to each other rank before the first phase: bytes of its part, status, and the times in
@@ -67,10 +67,14 @@ class ShardedExchange(ThresholdExchange):
         return self._shards.sizes
 
     def messages(self, size: int) -> float:
-        return 2 * (size - 1) / size
+        return (1 + OWNER_DENSITY) * (size - 1) / size
 
     def _owner_codec(self, density: float | None) -> codecs.Threshold:
-        """Return the codec of a shard's owner. A fixed tau is one of the mean, and the owner encodes the sum."""
+        """Return the codec of a shard's owner, given the density of a rank's message; None for a fixed tau.
+
+        A fixed tau is one of the mean, and the owner encodes the sum.
+        """
+        density = None if density is None else owner_density(density)
         if self._second is None or self._second.target_density != density:
             self._second = self._strategy.make_codec(density, self._threads, self._kind, None, self._size)
         return self._second

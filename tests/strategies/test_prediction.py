@@ -50,7 +50,7 @@ def test_threshold_sends_its_density_to_all():
     assert found.note == "density 0.01"
     sharded = Threshold(target_density=0.01, exchange="sharded").predict(BASE)
     assert sharded.note == "density 0.01, sharded"
-    assert sharded.terms["transfer"] == pytest.approx(3 * (2 * 11349 / 4 + 2 * 26 + 32) / 1e6, rel=1e-3)
+    assert sharded.terms["transfer"] == pytest.approx(3 * ((11349 + 35287) / 4 + 2 * 26 + 32) / 1e6, rel=1e-3)
     assert sharded.terms["encoding"] == pytest.approx(1.25e-3, rel=1e-3)
     automatic = Threshold(exchange="all_gather").predict(change(computing=2.0))
     # A tenth of a step is for messages; headers and polling come on top.

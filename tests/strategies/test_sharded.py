@@ -22,28 +22,24 @@ def large_update(rank, step):
     return [table, random.standard_t(3, size=40_000).astype(np.float32)]
 
 
-def large_steps(strategy, steps=12):
+def test_rank_moves_five_messages():
+    size = 8
+    strategy, names = Threshold(target_density=0.01, exchange="sharded", lookahead=0), ("messages", "sent", "received")
+
     def run(comm):
-        exchange = strategy.open(comm, _LARGE, 0.9)
-        for t in range(steps):
-            exchange.step(large_update(comm.rank, t))
-        return exchange
+        exchange, counts = strategy.open(comm, _LARGE), []
+        updates = [large_update(comm.rank, t) for t in range(10)]
+        for t in range(160):
+            exchange.step(updates[t % 10])
+            counts.append([getattr(exchange.telemetry, name) for name in names])
+        return np.subtract(counts[-1], counts[-21]) / 20  # when densities have settled
 
-    return run
-
-
-@pytest.mark.parametrize("size", [4, 16])
-def test_traffic_does_not_grow_with_the_ranks(size):
-    strategy = Threshold(target_density=0.01, exchange="sharded")
-    everyone = on_all(size, large_steps(strategy))
-    counts = [exchange.telemetry for exchange in everyone]
-    message = sum(c.messages for c in counts) / len(counts)
-    # Frames, headers and second messages that are not exactly as long as the first ones.
-    allowance = counts[0].steps * size * 80
-    for count in counts:
-        for moved in (count.sent, count.received):
-            assert message < moved < 1.3 * 2 * message + allowance
-    assert sum(c.sent for c in counts) == sum(c.received for c in counts)
+    everyone = np.array(on_all(size, run))
+    message, sent, received = everyone.mean(axis=0)
+    assert sent == pytest.approx(received)
+    # Frames and headers: some 80 bytes for each other rank.
+    assert 2 * message < sent < 5.5 * message + 80 * size
+    assert everyone[:, 1:].max() < 1.3 * sent
 
 
 def test_work_of_owners_is_alike_if_updates_cluster():
@@ -195,8 +191,9 @@ def test_damaged_message_of_an_owner_is_named():
     ("workers", "density", "latency", "bandwidth", "kind"),
     [
         (3, "auto", 1e-4, 1e6, "all_gather"),
-        (4, "auto", 1e-4, 1e6, "sharded"),
-        (4, "auto", 1e-1, 1e8, "all_gather"),
+        (5, "auto", 1e-4, 1e6, "all_gather"),
+        (8, "auto", 1e-4, 1e6, "sharded"),
+        (8, "auto", 1e-1, 1e8, "all_gather"),
         (64, "auto", 1e-4, 12e6, "sharded"),
         (64, "auto", 1e-2, 1e11, "all_gather"),
         # A fixed density does not depend on the link.
@@ -209,7 +206,7 @@ def test_auto_takes_what_costs_less(workers, density, latency, bandwidth, kind, 
     strategy = Threshold(target_density=density)
     prediction = strategy.predict(Situation(workers, (5_000_000,), 0.05, Link(latency, bandwidth)))
     assert ("sharded" in prediction.note) == (kind == "sharded")
-    if workers > 4:
+    if workers > 8:
         return
     monkeypatch.setattr(link, "probe", lambda channel: Link(latency, bandwidth))
     specs = [TensorSpec("w", (5_000_000,), 4)]
