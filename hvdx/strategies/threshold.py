@@ -27,7 +27,9 @@ from hvdx.strategies.base import (
 )
 from hvdx.strategies.density import STARVED, affordable_density, budget_with
 from hvdx.strategies.prediction import Prediction, Situation, added
+from hvdx.strategies.serving.step_client import StepClient
 
+#: Placements that a user may choose.
 Placement = Literal["update", "gradient"]
 #: Bytes of the header of a message: status, two times and the size of the message. The sample of gradients that is
 #: sent with Adam and its relatives, some 140 bytes, is not included: predictions do not know the optimiser.
@@ -60,6 +62,10 @@ class Threshold(Strategy):
         warmup: "none", "density:200" (falls from 1/8 to the target in 200 steps), "dense:50" (sends everything as
             bfloat16), "workers:200" (1, 2, 4, ... workers count).
         overlap: let messages travel while the next step is computed; they are applied one step late.
+        max_staleness: number of steps by which messages may be applied late. With 0 all workers take each step
+            together. With k a worker waits if it is k steps ahead of a message that it has not applied. With "inf" it
+            waits only at the end of an epoch. Unless it is 0, each worker applies messages as they come, in the same
+            order on all workers, and a fast worker takes more of the steps of an epoch.
         overhead: share of a step's computing time that "auto" may spend on messages.
         index_coding, scope, tau_steps: see `hvdx.codec.Threshold`.
         threads: threads of the codec's kernels; by default the host's cores divided by its ranks.
@@ -79,6 +85,7 @@ class Threshold(Strategy):
     """
 
     name = "threshold"
+    own_spelling = frozenset({"max_staleness"})
     runs = "host"
     target_density: float | str | None
     op: str
@@ -93,6 +100,7 @@ class Threshold(Strategy):
         op: Op = "mean",
         warmup: str = "none",
         overlap: bool = False,
+        max_staleness: int | Literal["inf"] = 0,
         overhead: float = 0.1,
         index_coding: Literal["rice", "none"] = "rice",
         scope: Literal["all", "variable"] = "all",
@@ -137,12 +145,32 @@ class Threshold(Strategy):
         self.warmup, self.index_coding, self.scope = str(warmup), index_coding, scope
         self.tau_steps, self.threads, self.device = tau_steps, threads, device
         self.start = _warmup(self.warmup, tau)
+        self.max_staleness = _max_staleness(max_staleness)
+        self.asynchronous = self.max_staleness != 0
+        if self.asynchronous:
+            self._refuse_synchronous_options()
+            self.placement = "weights"
         if tau is not None and target_density is not None:
             raise ConfigError(
                 "threshold: both tau and target_density are given. Give one: a density finds its own tau."
             )
         # Checks the options of the codec.
         self.make_codec(None if isinstance(target_density, str) else target_density, threads)
+
+    def _refuse_synchronous_options(self) -> None:
+        """Refuse options that need steps which all workers take together."""
+        refused = {
+            "placement='gradient'": self.placement == "gradient",
+            "overlap=True": self.overlap,
+            f"warmup={self.warmup!r}": self.start.kind == "workers",
+            "device='cuda'": self.device == "cuda",
+        }
+        for option, given in refused.items():
+            if given:
+                raise ConfigError(
+                    f"threshold: max_staleness={self.max_staleness!r}: expected options for workers that take steps at "
+                    f"different times, got {option}. Leave {option.partition('=')[0]} out, or use max_staleness=0."
+                )
 
     def make_codec(self, density: float | None, threads: int | None, device: str = "cpu") -> Any:
         """Make the codec of these options.
@@ -171,7 +199,7 @@ class Threshold(Strategy):
         """Return the device of an exchange, and the reason if it is not the GPU of the tensors, else ""."""
         where = {s.device for s in specs}
         there = len(where) == 1 and "CPU" not in where
-        if self.device == "cpu" or (self.device == "auto" and not there):
+        if self.asynchronous or self.device == "cpu" or (self.device == "auto" and not there):
             return "cpu", ""
         from hvdx.codec import devices
 
@@ -195,10 +223,18 @@ class Threshold(Strategy):
 
         agree_on_strategy(self, comm)
         agree_on_tensors(specs, comm)
+        if self.asynchronous:
+            from hvdx.strategies.asynchronous.exchange import AsynchronousExchange
+
+            return AsynchronousExchange(self, comm, specs, self.lookahead_for(momentum))
         device, why = self._choose_device(specs)
         if why and comm.rank == 0:
             print(f"hvdx: every update crosses from the GPU to the host. {why}", file=sys.stderr, flush=True)
         return ThresholdExchange(self, comm, specs, self.lookahead_for(momentum), device)
+
+    def step_client(self, comm: Comm, steps: int, begun: int = 0) -> StepClient:
+        """Return the client of rank 0, which hands out the steps."""
+        return StepClient(comm, 0, steps, begun)
 
     def with_overhead(self, share: float) -> "Threshold":
         other = copy.copy(self)
@@ -242,10 +278,10 @@ class Threshold(Strategy):
             density = affordable_density(cost, limit)
         density = float(density)
         message, exchange = link.message_bytes(count, density), exchange_of(density)
-        hidden = min(given.computing, sum(exchange.values())) if self.overlap else 0.0
+        hidden = min(given.computing, sum(exchange.values())) if self.overlap or self.asynchronous else 0.0
         shown = 1 - hidden / max(sum(exchange.values()), 1e-12)
         terms = {
-            "waiting": given.slowest,
+            "waiting": 0.0 if self.max_staleness == "inf" else given.slowest,
             # The result is returned: TensorFlow copies tensors whose addresses are not aligned. The update is made, and
             # the result is added to the weights, as on one worker.
             "copying": given.passes(8),
@@ -271,7 +307,16 @@ class Threshold(Strategy):
 
     def _defaults(self) -> dict[str, Any]:
         # Without tau, the default of `target_density` is "auto".
-        return super()._defaults() | ({"target_density": "auto"} if self.tau is None else {})
+        defaults = super()._defaults() | ({"target_density": "auto"} if self.tau is None else {})
+        # `max_staleness` sets the placement.
+        return defaults | ({"placement": self.placement} if self.asynchronous else {})
+
+
+def _max_staleness(value: Any) -> int | str:
+    number = int(value) if isinstance(value, str) and value.isdecimal() else value
+    if number != "inf" and (type(number) is not int or number < 0):
+        raise ConfigError(f"threshold: max_staleness: expected a number of steps from 0 on, or 'inf', got {value!r}.")
+    return "inf" if number == "inf" else int(number)
 
 
 def _warmup(text: str, tau: float | None) -> warmup.Warmup:
