@@ -327,29 +327,39 @@ class Pace(keras.callbacks.Callback):
         self.differing.append(replicas.differing(self.model.weights, world.start()))
 
 
-@pytest.mark.graph
-@pytest.mark.sizes(1, 2, 4)
-@pytest.mark.parametrize(("bound", "optimizer"), [("inf", "sgd"), (2, "adam")])
-def test_late_messages_leave_the_same_weights_on_all_ranks(bound, optimizer):
-    """One rank is ten times slower. After each epoch the replicas are identical, and all steps were taken once."""
-    made = {"sgd": lambda: keras.optimizers.SGD(0.05, momentum=0.9), "adam": lambda: keras.optimizers.AdamW(0.01)}
+def train_at_different_paces(optimizer, bound):
+    """Train with one rank that is ten times slower; return the steps of each rank in the second epoch.
+
+    After each epoch the replicas are identical, and all steps were taken once.
+    """
     last = hvdx.rank() == hvdx.size() - 1
-    model, pace = network(made[optimizer]()), Pace(0.03 if last else 0.003)
+    model, pace = network(optimizer), Pace(0.03 if last else 0.003)
     strategy = f"threshold:target_density=0.1,max_staleness={bound}"
     callback, history = fit(model, strategy, epochs=2, callbacks=[pace], given=data(8 * 10))
     assert pace.differing == [{}, {}]
     assert_identical(model.weights)
     assert history["loss"][-1] < history["loss"][0]
-    if hvdx.size() == 1:
-        return
     everyone = world.start().all_gather_object(pace.steps, "test")
     assert [sum(steps) for steps in zip(*everyone, strict=True)] == [10 * hvdx.size()] * 2
+    if hvdx.size() > 1:
+        (cost,) = callback.counters.telemetry
+        assert cost.steps == sum(pace.steps) == sum(cost.staleness.values())
+        assert {"staleness", "density", "max_staleness"} <= history.keys()
     # The first epoch begins with the time that each rank needs to trace its step.
-    second = [steps[1] for steps in everyone]
-    assert second[-1] < max(second) if bound == "inf" else max(second) - min(second) <= bound + 1
-    (cost,) = callback.counters.telemetry
-    assert cost.steps == sum(pace.steps) == sum(cost.staleness.values())
-    assert {"staleness", "density", "max_staleness"} <= history.keys()
+    return [steps[1] for steps in everyone]
+
+
+@pytest.mark.graph
+@pytest.mark.sizes(1, 2, 4)
+def test_slow_rank_does_not_slow_the_others_down_without_a_bound():
+    steps = train_at_different_paces(keras.optimizers.SGD(0.05, momentum=0.9), "inf")
+    assert hvdx.size() == 1 or steps[-1] < max(steps)
+
+
+def test_ranks_stay_within_the_bound_of_a_slow_one():
+    steps = train_at_different_paces(keras.optimizers.AdamW(0.01), 2)
+    # A fast rank may have begun one more step before the bound delays it.
+    assert max(steps) - min(steps) <= 3
 
 
 def test_late_messages_resume_from_a_checkpoint(tmp_path_factory):
