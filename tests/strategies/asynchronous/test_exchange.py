@@ -381,6 +381,7 @@ def test_restored_residuals_are_sent():
         ({"max_staleness": 2, "placement": "gradient"}, "placement='gradient'"),
         ({"max_staleness": "inf", "warmup": "workers:20"}, "warmup='workers:20'"),
         ({"max_staleness": "inf", "device": "cuda"}, "device='cuda'"),
+        ({"max_staleness": "inf", "exchange": "sharded"}, "exchange='sharded'"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options, named):
