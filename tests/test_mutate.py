@@ -12,7 +12,14 @@ from tests.launch import ROOT
 MUTANTS = mutate.load(mutate.FAULTS)
 ROOMS = {
     *("kernels", "jobs/templates", "hvdx/codec", "hvdx/comm", "hvdx/strategies", "hvdx/strategies/serving"),
-    *("hvdx/keras", "hvdx/keras/checkpoint", "hvdx/averaging", "hvdx/report", "hvdx/cli"),
+    *(
+        "hvdx/strategies/asynchronous",
+        "hvdx/keras",
+        "hvdx/keras/checkpoint",
+        "hvdx/averaging",
+        "hvdx/report",
+        "hvdx/cli",
+    ),
 }
 
 

@@ -357,3 +357,20 @@ def agree_on_tensors(specs: Sequence[TensorSpec], comm: Comm) -> None:
                 f"the ranks exchange different variables: {everyone[0]} on rank 0, {theirs} on rank {rank}. "
                 "Every rank must train the same variables."
             )
+
+
+def refuse_constraints(specs: Sequence[TensorSpec]) -> None:
+    """Refuse constraints under op="sum": each of N workers would push a constraint's correction.
+
+    Args:
+        specs: the variables.
+
+    Raises:
+        ConfigError: if one of them has a constraint.
+    """
+    for spec in specs:
+        if spec.constraint:
+            raise ConfigError.on_all_ranks(
+                f"variable {spec.name}: expected none with a constraint under op='sum', got {spec.constraint}, whose "
+                "correction every worker pushes. Use op='mean'."
+            )

@@ -10,7 +10,14 @@ from hvdx.comm import Comm, GraphComm
 from hvdx.comm.launcher import kernel_threads
 from hvdx.comm.preemption import PreemptionListener
 from hvdx.errors import ConfigError
-from hvdx.strategies.base import Strategy, TensorSpec, agree_on_strategy, agree_on_tensors, one_of
+from hvdx.strategies.base import (
+    Strategy,
+    TensorSpec,
+    agree_on_strategy,
+    agree_on_tensors,
+    one_of,
+    refuse_constraints,
+)
 from hvdx.strategies.prediction import Prediction, Situation
 from hvdx.strategies.serving.costs import predict
 from hvdx.strategies.serving.exchange import ServerExchange
@@ -204,7 +211,7 @@ class ParameterServer(Strategy):
     def open(self, comm: Comm, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = "") -> ServerExchange:
         """Open the exchange, whose `begin` must be called next. Collective."""
         if self.op == "sum" and comm.size > 1:
-            _refuse_constraints(specs)
+            refuse_constraints(specs)
         agree_on_strategy(self, comm)
         agree_on_tensors(specs, comm)
         return ServerExchange(self, comm, specs)
@@ -220,13 +227,3 @@ class ParameterServer(Strategy):
     def _defaults(self) -> dict[str, Any]:
         # With "bound", the default of `max_staleness` is 4.
         return super()._defaults() | ({"max_staleness": _MAX_STALENESS} if "bound" in self.staleness else {})
-
-
-def _refuse_constraints(specs: Sequence[TensorSpec]) -> None:
-    """Refuse constraints under op="sum": each of N workers would push a constraint's correction."""
-    for spec in specs:
-        if spec.constraint:
-            raise ConfigError.on_all_ranks(
-                f"variable {spec.name}: expected none with a constraint under op='sum', got {spec.constraint}, whose "
-                "correction every worker pushes. Use op='mean'."
-            )

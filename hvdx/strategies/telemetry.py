@@ -204,6 +204,33 @@ class ServerTelemetry(Telemetry):
         }
 
 
+@dataclass
+class StaleTelemetry(Telemetry):
+    """Counters of one worker under `Threshold(max_staleness=...)`; `skipped` counts its own skipped steps.
+
+    Attributes:
+        staleness: staleness of this worker's updates.
+        waiting: seconds for which this worker waited because of `max_staleness`, or for a worker that had many messages
+            to apply.
+        ending: seconds for which it waited for the others in flushes.
+
+    Example:
+        >>> StaleTelemetry(steps=2, sent=10, staleness=StalenessHistogram({4: 2})).live()
+        {'density': 0.0, 'tau': 0.0, 'staleness': 4.0, 'MB_sent': 1e-05}
+    """
+
+    staleness: StalenessHistogram = field(default_factory=StalenessHistogram)
+    ending: float = 0.0
+
+    def live(self) -> dict[str, float]:
+        found = super().live()
+        return {k: found[k] for k in ("density", "tau")} | {"staleness": self.staleness.mean} | found
+
+    def full(self) -> dict[str, float]:
+        mine = {"max_staleness": float(max(self.staleness, default=0)), "s_ending": self.ending}
+        return super().full() | mine
+
+
 def merged(costs: Sequence[Telemetry]) -> Telemetry:
     """Return the total cost of the exchanges of one training, such as those of several optimisers.
 

@@ -27,8 +27,10 @@ from hvdx.strategies.base import (
 )
 from hvdx.strategies.density import STARVED, affordable_density, budget_with
 from hvdx.strategies.prediction import Prediction, Situation, added
+from hvdx.strategies.serving.step_client import StepClient
 from hvdx.strategies.shards import OWNER_DENSITY, OWNERS, divide_again, owner_density
 
+#: Placements that a user may choose.
 Placement = Literal["update", "gradient"]
 ExchangeKind = Literal["auto", "all_gather", "sharded"]
 #: Bytes of the header of a message: status, two times and the size of the message. The sample of gradients that is
@@ -73,6 +75,10 @@ class Threshold(Strategy):
         warmup: "none", "density:200" (falls from 1/8 to the target in 200 steps), "dense:50" (sends everything as
             bfloat16), "workers:200" (1, 2, 4, ... workers count).
         overlap: let messages travel while the next step is computed; they are applied one step late.
+        max_staleness: number of steps by which messages may be applied late. With 0 all workers take each step
+            together. With k a worker waits if it is k steps ahead of a message that it has not applied. With "inf" it
+            waits only at the end of an epoch. Unless it is 0, each worker applies messages as they come, in the same
+            order on all workers, and a fast worker takes more of the steps of an epoch.
         overhead: share of a step's computing time that "auto" may spend on messages.
         exchange: "all_gather": every worker receives every worker's message. "sharded": each worker adds up the entries
             of its share of the elements and sends the sum, compressed again, to all, so that the traffic of a worker
@@ -97,6 +103,7 @@ class Threshold(Strategy):
     """
 
     name = "threshold"
+    own_spelling = frozenset({"max_staleness"})
     runs = "host"
     target_density: float | str | None
     op: str
@@ -111,6 +118,7 @@ class Threshold(Strategy):
         op: Op = "mean",
         warmup: str = "none",
         overlap: bool = False,
+        max_staleness: int | Literal["inf"] = 0,
         overhead: float = 0.1,
         exchange: ExchangeKind = "auto",
         index_coding: Literal["rice", "none"] = "rice",
@@ -162,12 +170,33 @@ class Threshold(Strategy):
         self.warmup, self.index_coding, self.scope = str(warmup), index_coding, scope
         self.tau_steps, self.threads, self.device, self.exchange = tau_steps, threads, device, exchange
         self.start = _warmup(self.warmup, tau)
+        self.max_staleness = _max_staleness(max_staleness)
+        self.asynchronous = self.max_staleness != 0
+        if self.asynchronous:
+            self._refuse_synchronous_options()
+            self.placement = "weights"
         if tau is not None and target_density is not None:
             raise ConfigError(
                 "threshold: both tau and target_density are given. Give one: a density finds its own tau."
             )
         # Checks the options of the codec.
         self.make_codec(None if isinstance(target_density, str) else target_density, threads)
+
+    def _refuse_synchronous_options(self) -> None:
+        """Refuse options that need steps which all workers take together."""
+        refused = {
+            "placement='gradient'": self.placement == "gradient",
+            "overlap=True": self.overlap,
+            f"warmup={self.warmup!r}": self.start.kind == "workers",
+            "device='cuda'": self.device == "cuda",
+            "exchange='sharded'": self.exchange == "sharded",
+        }
+        for option, given in refused.items():
+            if given:
+                raise ConfigError(
+                    f"threshold: max_staleness={self.max_staleness!r}: expected options for workers that take steps at "
+                    f"different times, got {option}. Leave {option.partition('=')[0]} out, or use max_staleness=0."
+                )
 
     def make_codec(
         self,
@@ -206,7 +235,7 @@ class Threshold(Strategy):
         """Return the device of an exchange, and the reason if it is not the GPU of the tensors, else ""."""
         where = {s.device for s in specs}
         there = len(where) == 1 and "CPU" not in where
-        if self.device == "cpu" or (self.device == "auto" and not there):
+        if self.asynchronous or self.device == "cpu" or (self.device == "auto" and not there):
             return "cpu", ""
         from hvdx.codec import devices
 
@@ -230,6 +259,10 @@ class Threshold(Strategy):
 
         agree_on_strategy(self, comm)
         agree_on_tensors(specs, comm)
+        if self.asynchronous:
+            from hvdx.strategies.asynchronous.exchange import AsynchronousExchange
+
+            return AsynchronousExchange(self, comm, specs, self.lookahead_for(momentum))
         device, why = self._choose_device(specs)
         if why and comm.rank == 0:
             print(f"hvdx: every update crosses from the GPU to the host. {why}", file=sys.stderr, flush=True)
@@ -260,6 +293,8 @@ class Threshold(Strategy):
     def _kind_for(self, situation: Situation) -> str:
         """Return the kind of exchange."""
         size, density = situation.workers, self.target_density
+        if self.asynchronous:
+            return "all_gather"
         if self._follows_link(size):
             kinds = ("all_gather", "sharded")
             gathered, sharded = (sum(self._costs(situation, _NOMINAL_DENSITY, k)[0].values()) for k in kinds)
@@ -293,6 +328,10 @@ class Threshold(Strategy):
             "decoding": codec.decoding(shard, density, workers) + codec.decoding(count, owner_density(density), 1),
         }
         return terms | coding, (workers - 1) * (sum(parts) + HEADER_BYTES)
+
+    def step_client(self, comm: Comm, steps: int, begun: int = 0) -> StepClient:
+        """Return the client of rank 0, which hands out the steps."""
+        return StepClient(comm, 0, steps, begun)
 
     def with_overhead(self, share: float) -> "Threshold":
         other = copy.copy(self)
@@ -331,10 +370,10 @@ class Threshold(Strategy):
         density = float(density)
         exchange, sent = self._costs(given, density, kind)
         coding = {name: exchange.pop(name) for name in ("encoding", "decoding")}
-        hidden = min(given.computing, sum(exchange.values())) if self.overlap else 0.0
+        hidden = min(given.computing, sum(exchange.values())) if self.overlap or self.asynchronous else 0.0
         shown = 1 - hidden / max(sum(exchange.values()), 1e-12)
         terms = {
-            "waiting": given.slowest,
+            "waiting": 0.0 if self.max_staleness == "inf" else given.slowest,
             # The result is returned: TensorFlow copies tensors whose addresses are not aligned. The update is made, and
             # the result is added to the weights, as on one worker.
             "copying": given.passes(8),
@@ -367,7 +406,16 @@ class Threshold(Strategy):
 
     def _defaults(self) -> dict[str, Any]:
         # Without tau, the default of `target_density` is "auto".
-        return super()._defaults() | ({"target_density": "auto"} if self.tau is None else {})
+        defaults = super()._defaults() | ({"target_density": "auto"} if self.tau is None else {})
+        # `max_staleness` sets the placement.
+        return defaults | ({"placement": self.placement} if self.asynchronous else {})
+
+
+def _max_staleness(value: Any) -> int | str:
+    number = int(value) if isinstance(value, str) and value.isdecimal() else value
+    if number != "inf" and (type(number) is not int or number < 0):
+        raise ConfigError(f"threshold: max_staleness: expected a number of steps from 0 on, or 'inf', got {value!r}.")
+    return "inf" if number == "inf" else int(number)
 
 
 def _warmup(text: str, tau: float | None) -> warmup.Warmup:

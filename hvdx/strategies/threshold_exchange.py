@@ -171,13 +171,17 @@ class ThresholdExchange(MessageExchange):
     def observe(self, received: Received) -> None:
         if not received.headers[:, 0].any():
             self.observe_samples(received)
+        computing = float(np.median(received.headers[:, 1])) / 1e9
+        self._measure(computing, link.slowest(received.headers[:, 2].tolist()))
+
+    def _measure(self, computing: float, cost: float) -> None:
+        """Measure the residual if that is due, and adapt an automatic density to the seconds of a step."""
         counts = self.telemetry
         if counts.steps % _RESIDUAL_EVERY == 1 and counts.tau:
             counts.residual = self.residual_norm()
         # In a warm-up, the density is not that of the control.
         if self._control is not None and self._codec.target_density == self._control.density and counts.tau:
-            computing = float(np.median(received.headers[:, 1])) / 1e9
-            self._control.observe(computing, link.slowest(received.headers[:, 2].tolist()))
+            self._control.observe(computing, cost)
             self._density = self._control.density
 
     def residual_norm(self) -> float:

@@ -46,14 +46,26 @@ _STORE_SECONDS = 0.5
 
 def main(argv: list[str] | None = None) -> int:
     """Run the comparison, or one of its workers."""
-    parser = harness.parser(__doc__)
+    return main_with(argv, __doc__, ",".join(WAYS), "all_reduce,plain,soft", 500)
+
+
+def main_with(argv: list[str] | None, text: str | None, ways: str, equal: str, steps: int) -> int:
+    """Run a comparison of some of `WAYS`, or one of its workers.
+
+    Args:
+        argv: command line; None for that of this process.
+        text: description of the comparison.
+        ways, equal: ways that run by default with a slow worker, and without one.
+        steps: steps of each worker by default.
+    """
+    parser = harness.parser(text)
     add, words = parser.add_argument, harness.several(str)
     add("--workers", type=int, default=4, metavar="N", help="number of workers")
-    add("--ways", type=words, default=",".join(WAYS), metavar="WAY,...", help="variants with a slow worker")
+    add("--ways", type=words, default=ways, metavar="WAY,...", help="variants with a slow worker")
     add("--pause", type=float, default=20.0, metavar="MS", help="sleep of every worker in each step")
-    add("--equal", type=words, default="all_reduce,plain,soft", metavar="WAY,...", help="variants without one")
+    add("--equal", type=words, default=equal, metavar="WAY,...", help="variants without one")
     add("--slower", type=float, default=10.0, help="duration of the slow worker's step, relative to the others'")
-    add("--steps", type=int, default=500, help="steps of each worker in a training")
+    add("--steps", type=int, default=steps, help="steps of each worker in a training")
     add("--target", type=float, default=85.0, help="test accuracy to reach, in %%")
     add("--hidden", type=int, default=512, help="units in each of two hidden layers")
     add("--learning-rate", type=float, default=0.05, metavar="X", help="learning rate; all_reduce_n multiplies it by N")

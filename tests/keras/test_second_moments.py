@@ -50,6 +50,22 @@ def sampled(optimizer, shapes, steps, gradient_of):
     return [s.numpy() for s in second_moments.sample(optimizer, gradients, variables)]
 
 
+@pytest.mark.parametrize("moves", [True, False])
+def test_elements_move_from_step_to_step_unless_ranks_compare_different_steps(moves):
+    """The values of the gradient tell where they come from."""
+    gradient = np.arange(1, 5001, dtype="float32")
+    optimizer, variable = keras.optimizers.RMSprop(0.01), keras.Variable(np.zeros(5000, "float32"))
+    seen = []
+    for step in range(2):
+        optimizer.apply([gradient * (1.0, 3.0)[step]], [variable])
+        optimizer._iterations.assign_sub(1)
+        optimizer._velocities[0].assign(np.ones(5000))
+        (sample,) = second_moments.sample(optimizer, [tf.constant(gradient)], [variable], moves=moves)
+        optimizer._iterations.assign_add(1)
+        seen.append(np.argsort(sample.numpy()).tolist() + [float(np.min(sample) / np.max(sample))])
+    assert (seen[0] == seen[1]) is not moves
+
+
 @pytest.mark.parametrize("kind", [keras.optimizers.Adam, keras.optimizers.Nadam, keras.optimizers.RMSprop])
 def test_sample_is_divided_by_the_root_of_the_second_moment(kind):
     sample = sampled(kind(0.01), [(30, 20), (20,)], 3, lambda step, shape: tf.fill(shape, 7.0 * (-1) ** step))

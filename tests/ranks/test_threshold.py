@@ -1,5 +1,7 @@
 """Decentralised training with compressed updates, at any number of ranks."""
 
+import time
+
 import keras
 import numpy as np
 import pytest
@@ -305,6 +307,72 @@ def test_step_in_flight_is_in_the_weights_after_a_flush():
         optimizer.apply([tf.fill([4], hvdx.rank() + 1.0)], [weight])
     hvd.flush(optimizer)
     np.testing.assert_array_equal(weight.numpy(), np.full(4, -3 * (hvdx.size() + 1) / 2))
+
+
+class Pace(keras.callbacks.Callback):
+    """Callback that slows this rank down, counts its steps in each epoch, and compares the replicas after it."""
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds, self.steps, self.differing = seconds, [], []
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.steps.append(0)
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.steps[-1] += 1
+        time.sleep(self.seconds)
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.differing.append(replicas.differing(self.model.weights, world.start()))
+
+
+def train_at_different_paces(optimizer, bound):
+    """Train with one rank that is ten times slower; return the steps of each rank in the second epoch.
+
+    After each epoch the replicas are identical, and all steps were taken once.
+    """
+    last = hvdx.rank() == hvdx.size() - 1
+    model, pace = network(optimizer), Pace(0.03 if last else 0.003)
+    strategy = f"threshold:target_density=0.1,max_staleness={bound}"
+    callback, history = fit(model, strategy, epochs=2, callbacks=[pace], given=data(8 * 10))
+    assert pace.differing == [{}, {}]
+    assert_identical(model.weights)
+    assert history["loss"][-1] < history["loss"][0]
+    everyone = world.start().all_gather_object(pace.steps, "test")
+    assert [sum(steps) for steps in zip(*everyone, strict=True)] == [10 * hvdx.size()] * 2
+    if hvdx.size() > 1:
+        (cost,) = callback.counters.telemetry
+        assert cost.steps == sum(pace.steps) == sum(cost.staleness.values())
+        assert {"staleness", "density", "max_staleness"} <= history.keys()
+    # The first epoch begins with the time that each rank needs to trace its step.
+    return [steps[1] for steps in everyone]
+
+
+@pytest.mark.graph
+@pytest.mark.sizes(1, 2, 4)
+def test_slow_rank_does_not_slow_the_others_down_without_a_bound():
+    steps = train_at_different_paces(keras.optimizers.SGD(0.05, momentum=0.9), "inf")
+    assert hvdx.size() == 1 or steps[-1] < max(steps)
+
+
+def test_ranks_stay_within_the_bound_of_a_slow_one():
+    steps = train_at_different_paces(keras.optimizers.AdamW(0.01), 2)
+    # A fast rank may have begun one more step before the bound delays it.
+    assert max(steps) - min(steps) <= 3
+
+
+def test_late_messages_resume_from_a_checkpoint(tmp_path_factory):
+    folder = world.start().all_gather_object(str(tmp_path_factory.mktemp("late")), "test")[0]
+    seen = []
+    for epochs in (1, 3):
+        model = network(keras.optimizers.SGD(0.05, momentum=0.9))
+        checkpoint = hvd.Checkpoint(folder)
+        fit(model, "threshold:target_density=0.1,max_staleness=3", epochs=epochs, callbacks=[checkpoint])
+        assert_identical(model.weights)
+        seen.append(int(model.optimizer.iterations))
+    total = world.start().all_gather_object(seen, "test")
+    assert [sum(steps) for steps in zip(*total, strict=True)] == [STEPS * hvdx.size(), 3 * STEPS * hvdx.size()]
 
 
 def test_tape_is_refused():

@@ -152,14 +152,10 @@ def test_telemetry_counts_steps_once_and_bytes_of_both_exchanges():
     assert on_all(4, work) == [0] * 4
 
 
-class Asynchronous(Threshold):
-    asynchronous = True
-
-
 @pytest.mark.parametrize(
     ("strategy", "said"),
     [
-        (Asynchronous(), "it is asynchronous.*split_exchange"),
+        (Threshold(max_staleness="inf"), "it is asynchronous.*split_exchange"),
         (Auto(), "measures whole gradients"),
         (Threshold(op="sum"), "op='mean'"),
         (ParameterServer("colocated", op="sum"), "op='mean'"),

@@ -36,7 +36,7 @@ def divides(optimizer: Any) -> bool:
     return next(c for c in type(optimizer).__mro__ if "update_step" in vars(c)) in _KINDS
 
 
-def sample(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+def sample(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], moves: bool = True) -> list[Any]:
     """Return some elements of the gradients, each divided by the root of its second moment.
 
     The elements are those at other positions in every step, the same on all ranks.
@@ -45,6 +45,7 @@ def sample(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -
         optimizer: optimiser that has just taken a step with the gradients, and has not yet counted it; see `divides`.
         gradients: one per variable; of `tf.IndexedSlices` no elements are taken.
         variables: variables of the optimiser.
+        moves: False for the same positions in every step.
 
     Returns:
         One float32 vector per variable, which may be empty. They have `SAMPLE` elements together or a few more, and as
@@ -53,9 +54,10 @@ def sample(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -
     counts = _counts(gradients, variables)
     step = tf.cast(tf.convert_to_tensor(optimizer.iterations), tf.int64)
     decay = optimizer.rho if isinstance(optimizer, keras.optimizers.RMSprop) else optimizer.beta_2
+    where = step if moves else tf.zeros_like(step)
     correction = 1.0 - decay ** (tf.cast(step, tf.float32) + 1.0)
     return [
-        _elements(g, optimizer._velocities[optimizer._get_variable_index(v)], step, count) * tf.sqrt(correction)
+        _elements(g, optimizer._velocities[optimizer._get_variable_index(v)], where, count) * tf.sqrt(correction)
         if count
         else tf.zeros(0)
         for g, v, count in zip(gradients, variables, counts, strict=True)

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from hvdx.comm import Comm
 from hvdx.errors import ConfigError, ReplicaError
+from hvdx.keras.adapters import second_moments
 from hvdx.keras.adapters.base import apply_constraints, describe
 from hvdx.keras.adapters.host import HostAdapter, any_rank
 from hvdx.keras.adapters.optimizer_state import innermost, moving_averages
@@ -65,7 +66,12 @@ class WeightsAdapter(HostAdapter):
             )
         with tf.control_dependencies(before):
             step()
-        pulled = self._call([*before, *variables], self._first_bad, variables, _step, dtype)
+        gradients, self._gradients = self._gradients, []
+        sample: Sequence[Any] = ()
+        if self.strategy.second_moments == "mean" and second_moments.divides(optimizer):
+            # Ranks compare samples of different steps, so their elements are the same in all steps.
+            sample = second_moments.sample(optimizer, gradients, variables, moves=False)
+        pulled = self._call([*before, *variables], self._first_bad, variables, _step, dtype, sample=sample)
         for variable, value in zip(variables, pulled, strict=True):
             variable.assign(tf.cast(value, variable.dtype))
         with tf.control_dependencies(pulled), tf.device("CPU:0"):

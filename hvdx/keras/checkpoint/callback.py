@@ -134,8 +134,8 @@ class Checkpoint(keras.callbacks.Callback):
         self._asynchronous = any(b is not None and b.strategy.asynchronous for b in adapters)
         if self._asynchronous and not self._every.epochs:
             raise ConfigError.on_all_ranks(
-                f"Checkpoint: every={self.every!r}: workers of a parameter server are not at the same step. Give a "
-                "number of epochs; a signal saves in between."
+                f"Checkpoint: every={self.every!r}: workers of an asynchronous strategy are not at the same step. "
+                "Give a number of epochs; a signal saves in between."
             )
         self._one_pass = callback_list.epoch_is_one_pass(self)
         self._writer = Writer(self._folder, self.keep)

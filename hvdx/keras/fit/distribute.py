@@ -36,7 +36,7 @@ class Distribute(keras.callbacks.Callback):
 
     - metrics, those of validation included, are computed over all ranks;
     - non-trainable weights, such as moving averages, are averaged at the end of each epoch;
-    - an epoch ends when the rank with the fewest batches has no more, or under a `ParameterServer` when all ranks
+    - an epoch ends when the rank with the fewest batches has no more, or under an asynchronous strategy when all ranks
       together have taken their steps;
     - callbacks that write (checkpoints, TensorBoard, CSV, the progress bar) run on rank 0 only.
 
@@ -81,7 +81,7 @@ class Distribute(keras.callbacks.Callback):
         self.strategy.check(self._comm)
         if self.strategy.asynchronous and isinstance(check_every, int):
             raise ConfigError(
-                f"check_every={check_every}: under a parameter server, workers have different weights until the end of "
+                f"check_every={check_every}: under {self.strategy!r}, workers have different weights until the end of "
                 "an epoch. Use check_every='epoch'."
             )
         if self.strategy.asynchronous and self._limit.steps and self._comm.size > 1:

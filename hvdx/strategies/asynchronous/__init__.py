@@ -1,0 +1,1 @@
+"""Asynchronous exchange of threshold messages: all ranks apply all messages in one order, each at its own time."""

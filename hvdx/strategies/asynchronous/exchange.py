@@ -1,0 +1,354 @@
+"""Asynchronous exchange of threshold messages: each rank applies the messages of all ranks when they have come."""
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from hvdx.comm import Comm, progress
+from hvdx.comm.waiting import LIMIT_VARIABLE, Backoff, time_limit
+from hvdx.errors import ExchangeError, UpdateError, WireError
+from hvdx.strategies import threshold_exchange
+from hvdx.strategies.asynchronous.post import HEADER_BYTES, Payload, Session, post_of
+from hvdx.strategies.asynchronous.replica import SEQUENCER, Replica
+from hvdx.strategies.base import TensorSpec, refuse_constraints, views
+from hvdx.strategies.driver import MAX_SKIPPED_STEPS
+from hvdx.strategies.telemetry import StaleTelemetry
+from hvdx.strategies.threshold_exchange import ThresholdExchange
+
+# The sessions of an exchange have the numbers (series << _SERIES_BITS) + 0, 1, 2, ...
+_SERIES_BITS = 32
+# Bytes that may be in flight in any case.
+_LEAST_ROOM = 1 << 20
+# Words of a payload: bytes of the sample in front of the message, whether it is dense, bits of the factor (float64).
+_SAMPLE, _DENSE, _FACTOR = range(3)
+
+
+class Options(threshold_exchange.Options, Protocol):
+    """Options that the exchange reads; see `hvdx.strategies.Threshold`."""
+
+    max_staleness: int | str
+
+
+class AsynchronousExchange(ThresholdExchange):
+    """Exchange of one optimiser under `Threshold(max_staleness=...)`. Making it is collective.
+
+    The *mirror* holds the weights to which this rank has applied the messages of all ranks, in their order. A step
+    returns the mirror and, on top of it, this rank's own messages that have no place in the order yet.
+
+    Args:
+        strategy: options, the same on all ranks.
+        comm: the ranks.
+        specs: the variables, of the same shapes on all ranks.
+        lookahead: see `Threshold`.
+    """
+
+    telemetry: StaleTelemetry
+
+    def __init__(self, strategy: Options, comm: Comm, specs: Sequence[TensorSpec], lookahead: float):
+        if strategy.op == "sum" and comm.size > 1:
+            refuse_constraints(specs)
+        super().__init__(strategy, comm, specs, lookahead)
+        self.telemetry = StaleTelemetry(elements=self._n)
+        self._comm, bound = comm, strategy.max_staleness
+        self._bound = bound if isinstance(bound, int) else None
+        self._dtype = np.dtype(np.float64 if any(s.itemsize > 4 for s in specs) else np.float32)
+        self._mirror = np.zeros(self._n, self._dtype)
+        # Weights that the last step returned: the mirror, or a copy with own messages on top.
+        self._given = self._mirror
+        self._ahead: np.ndarray | None = None
+        # Own messages without a place, each with the count of applied updates that its rank had seen.
+        self._own: deque[tuple[Payload, int]] = deque()
+        self._updates = self._base = 0
+        self._samples: dict[int, np.ndarray] = {}
+        self._post = post_of(comm)
+        # Present session, and the next one, whose letters may arrive before this rank begins it.
+        self._session: Session | None = None
+        self._next: Session | None = None
+        self.renew()
+
+    # -- begin and end of a session -----------------------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        """True between `begin` and `flush`."""
+        return self._session is not None
+
+    def renew(self) -> None:
+        self.close()
+        series = max(self._comm.all_gather_object(self._post.series, "opening an exchange")) + 1
+        self._post.series = series
+        self._register(series << _SERIES_BITS)
+        # No rank may send a letter before all ranks accept it.
+        self._comm.all_gather_object(None, "opening an exchange")
+        # Whether the mirror is the same on all ranks, and holds the weights of the last flush.
+        self._shared = False
+
+    def _register(self, number: int) -> None:
+        # In flight may be as many bytes as the weights have in float32.
+        replica = Replica(self._comm.rank, self._comm.size, self._bound, room=max(4 * self._n, _LEAST_ROOM))
+        self._next = Session(number, replica)
+        self._post.register(self._next)
+
+    def begin(self, weights: Sequence[np.ndarray]) -> None:
+        """Begin a session with the weights of rank 0; the other ranks wait until rank 0 has begun.
+
+        Args:
+            weights: arrays of the shapes of the specs; those of rank 0 are used.
+
+        Raises:
+            ExchangeError: if rank 0 did not begin within the time limit.
+        """
+        assert self._next is not None  # `renew` comes after `close`
+        self._end()
+        self._session, replica = self._next, self._next.replica
+        self._register(self._session.number + 1)
+        self._post.start(self._session)
+        self._updates = self._base = 0
+        if self._comm.rank == SEQUENCER:
+            known = self._shared and all(map(np.array_equal, views(self._mirror, self.specs), weights))
+            _fill(self._mirror, weights, self.specs)
+            body = None if known else self._mirror.view(np.uint8).copy()
+            self._post.send(self._session, replica.begin(body))
+        else:
+            self._wait(lambda: [] if replica.begun else [SEQUENCER], "the begin of a session")
+        self._shared = False
+        # The first update is the change of this rank's own weights, which may differ from those of rank 0.
+        self._given = self._buffer()
+        _fill(self._given, weights, self.specs)
+
+    def flush(self) -> list[np.ndarray] | None:
+        """Wait until all ranks have flushed and all messages are applied; return the weights. Collective.
+
+        The weights are the same on all ranks, bit for bit. The flush ends the session: `begin` must be called before
+        the next step.
+        """
+        if self._session is None:
+            return None
+        begin, replica = time.perf_counter(), self._session.replica
+        with self._post.lock:
+            self._post.send(self._session, replica.flush())
+        self._wait(replica.awaited_to_end, "a flush")
+        if not self._post.left(time_limit()):
+            raise ExchangeError(self._report("a flush", time_limit(), []))
+        self._count_bytes()
+        self._end()
+        self._shared = True
+        self.telemetry.ending += time.perf_counter() - begin
+        self.restart_timer()
+        return [w.copy() for w in views(self._mirror, self.specs)]
+
+    def _end(self) -> None:
+        if self._session is not None:
+            self._post.drop(self._session)
+            self._session = None
+        self._own.clear()
+
+    def close(self) -> None:
+        """End the session, and accept no letters of later ones until `renew`."""
+        self._end()
+        if self._next is not None:
+            self._post.drop(self._next)
+            self._next = None
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def combine(self, tensors: Sequence[np.ndarray], finite: bool) -> list[np.ndarray]:
+        """Send the update of a step, and return weights with the messages that have come. Not collective.
+
+        Args:
+            tensors: this rank's weights after its own step, of the shapes of the specs.
+            finite: False if this rank's gradients held NaN or infinity; this rank then skips the step.
+
+        Returns:
+            The weights for the next step: arrays of the shapes of the specs, which the next step overwrites.
+
+        Raises:
+            ExchangeError: if a rank that this one waits for sent nothing within the time limit.
+            WireError: if a message of a rank is damaged.
+            HvdxError: after `MAX_SKIPPED_STEPS` skipped steps in a row.
+        """
+        assert self._session is not None  # the caller asks `is_open`
+        counts, replica, self._cost = self.telemetry, self._session.replica, 0.0
+        payload = self._clock("encoding", lambda: self._encode_update(tensors, finite))
+        size = 0 if payload is None else payload.body.size
+        # Messages that have not left after a whole step show that the network, not a receiver, is the limit.
+        backlog = self._computed if self._post.leaving() else 0.0
+        counts.waiting += self._wait(lambda: replica.awaited_to_send(size), "messages to be applied")
+        with self._post.lock:
+            self._post.send(self._session, replica.send(payload, size))
+            self._post.send(self._session, replica.announce())
+        if payload is not None:
+            self._own.append((payload, self._base))
+            counts.messages += payload.body.size
+        counts.waiting += self._wait(replica.awaited_to_continue, "the bound of the staleness")
+        self._clock("decoding", self._look_ahead)
+        counts.steps += 1
+        self._step += 1
+        self._count_bytes()
+        if payload is not None:
+            self._skips = 0
+            self._measure(self._computed, self._cost + max(self._transfer(size), backlog))
+        return views(self._given, self.specs)
+
+    def _encode_update(self, tensors: Sequence[np.ndarray], finite: bool) -> Payload | None:
+        """Return the message of a step; None if this rank skips the step, which is reported."""
+        for out, now, given in zip(self._out, tensors, views(self._given, self.specs), strict=True):
+            np.subtract(now, given, out=out, casting="same_kind")
+        codec = self.codec()
+        if not finite:
+            self._skip(f"NaN or infinity in the gradient{f' of {self.blamed}' if self.blamed else ''}")
+            return None
+        try:
+            message = self.encode(self._out, codec)
+        except UpdateError as error:
+            self._skip(f"{self.specs[error.variable].name}: {error}")
+            return None
+        sample = np.array(self.more_header(), np.int64).view(np.uint8)
+        factor = np.float64(self.scale(self._size)).view(np.int64)
+        # A copy: the codec may use the memory of the message again, before the message has left.
+        words = [sample.size, int(codec is self._bfloat16), int(factor)]
+        return Payload(words, np.concatenate([sample, message]))
+
+    def _skip(self, reason: str) -> None:
+        self._skipped(
+            True,
+            lambda again: f"step {self._step + 1} of rank {self._rank}: {reason}; this rank skipped the step{again}.",
+            lambda: f"{MAX_SKIPPED_STEPS} steps in a row were skipped on rank {self._rank}: {reason}. The training has "
+            "diverged: lower the learning rate, clip gradients, or check the data of that rank.",
+        )
+
+    def _wait(self, awaited: Callable[[], list[int]], what: str) -> float:
+        """Apply messages until no rank is awaited; return the seconds of waiting.
+
+        Args:
+            awaited: function that returns the awaited ranks.
+            what: purpose, for error messages.
+        """
+        assert self._session is not None
+        session, backoff, limit, spent = self._session, Backoff(), time_limit(), 0.0
+        begin = since = time.monotonic()
+        seen, waits = session.letters, False
+        try:
+            while True:
+                self._post.poll()
+                applying = time.monotonic()
+                self._apply()
+                spent += time.monotonic() - applying
+                with self._post.lock:
+                    ranks = awaited()
+                    if not ranks:
+                        break
+                    self._post.send(session, session.replica.tell())
+                if not waits:
+                    waits = True
+                    progress.enter(what, for_all=False)
+                if session.letters != seen:
+                    seen, since = session.letters, time.monotonic()
+                    backoff.renew()
+                elif time.monotonic() - since > limit:
+                    raise ExchangeError(self._report(what, time.monotonic() - since, ranks))
+                backoff.sleep()
+        finally:
+            if waits:
+                progress.leave()
+        return max(time.monotonic() - begin - spent, 0.0) if waits else 0.0
+
+    def _report(self, what: str, seconds: float, ranks: Sequence[int]) -> str:
+        numbers = [str(self._numbers[r]) for r in ranks]
+        named = f" for rank{'s' * (len(numbers) > 1)} {', '.join(numbers)}" if numbers else " for the network"
+        return (
+            f"{what}: rank {self._numbers[self._rank]} has been waiting for {seconds:.0f} s{named}. Check the last "
+            f"output there. {LIMIT_VARIABLE}=seconds sets the time limit."
+        )
+
+    # -- the messages of all ranks ------------------------------------------------------------------------------------
+
+    def _apply(self) -> None:
+        """Apply the messages whose turn has come."""
+        assert self._session is not None
+        with self._post.lock:
+            replica = self._session.replica
+            taken = list(iter(replica.take, None))
+        if replica.weights is not None:
+            self._mirror[:] = replica.weights.view(self._dtype)
+            replica.weights = None
+        if taken:
+            self._clock("decoding", lambda: self._apply_all(taken))
+
+    def _apply_all(self, taken: Sequence[tuple[int, Payload | None]]) -> None:
+        there = [(sender, payload) for sender, payload in taken if payload is not None]
+        # One call of the decoder for messages with the same factor; it adds one after the other.
+        for _, some in itertools.groupby(there, lambda one: one[1].words[_DENSE : _FACTOR + 1]):
+            self._add(list(some), self._mirror)
+        for sender, payload in there:
+            self._updates += 1
+            size = payload.words[_SAMPLE]
+            if size:
+                self._samples[sender] = payload.body[:size].view(np.float16)
+            if sender == self._rank:
+                _, base = self._own.popleft()
+                self.telemetry.staleness.add(self._updates - base)
+                if len(self._samples) == self._size:
+                    self._noise.observe(np.stack([self._samples[r] for r in range(self._size)]))
+
+    def _add(self, messages: Sequence[tuple[int, Payload]], out: np.ndarray) -> None:
+        """Add messages of the same kind and factor, each with its sender, to an array, one after the other."""
+        _, dense, factor, *_ = messages[0][1].words
+        codec: Any = self._bfloat16 if dense else self._codec
+        scale = float(np.int64(factor).view(np.float64))
+        double = out.dtype != np.float32
+        for some in [[one] for one in messages] if double else [messages]:
+            bodies = [payload.body[payload.words[_SAMPLE] :] for _, payload in some]
+            try:
+                if double:
+                    codec.decode_sum(bodies, [self._flat], scale)
+                    np.add(out, self._flat, out=out)
+                else:
+                    codec.decode(bodies, [out], scale)
+            except WireError as error:
+                sender = self._numbers[some[error.rank or 0][0]]
+                raise WireError(f"update of rank {sender}: {error}", sender) from None
+
+    def _look_ahead(self) -> None:
+        """Set the weights that the step returns."""
+        self._base = self._updates + len(self._own)
+        if not self._own:
+            self._given = self._mirror
+            return
+        self._given = self._buffer()
+        np.copyto(self._given, self._mirror)
+        for payload, _ in self._own:
+            self._add([(self._rank, payload)], self._given)
+
+    def _buffer(self) -> np.ndarray:
+        if self._ahead is None:
+            self._ahead = np.empty_like(self._mirror)
+        return self._ahead
+
+    # -- counters and state -------------------------------------------------------------------------------------------
+
+    def _transfer(self, size: int) -> float:
+        """Return the seconds in which a message leaves to all other ranks, by the measurement at the start."""
+        return (self._size - 1) * (size + HEADER_BYTES) / self.network.bandwidth if self.network else 0.0
+
+    def _count_bytes(self) -> None:
+        session = self._session
+        assert session is not None
+        with self._post.lock:
+            self.telemetry.sent += session.sent
+            self.telemetry.received += session.received
+            session.sent = session.received = 0
+
+    def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
+        super().load_state_dict(state)
+        self._samples.clear()
+
+
+def _fill(flat: np.ndarray, arrays: Sequence[np.ndarray], specs: Sequence[TensorSpec]) -> None:
+    """Copy arrays to a flat array."""
+    for view, array in zip(views(flat, specs), arrays, strict=True):
+        view[...] = array

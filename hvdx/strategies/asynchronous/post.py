@@ -1,0 +1,217 @@
+"""Letters of the asynchronous exchange: the mailbox of a rank, and the thread that reads it while the rank computes.
+
+Without the thread, the sequencer would place messages only between two of its own steps, and large messages would not
+move while their receiver computes.
+"""
+
+import atexit
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+
+import numpy as np
+
+from hvdx.comm import Comm, Message
+from hvdx.comm.base import HEADER_WORDS
+from hvdx.comm.waiting import Backoff, until
+from hvdx.strategies.asynchronous.replica import Kind, Letter, Replica
+from hvdx.strategies.serving.server import BUSY_SLEEP, IDLE_SLEEP
+
+#: Number of the mailbox; the parameter server, which also hands out steps, has 0 and 1.
+BOX = 2
+#: Bytes of a header on the wire.
+HEADER_BYTES = 8 * (HEADER_WORDS + 1)
+# Seconds without a letter after which the thread polls less often, and the sleep between its polls from then on: each
+# poll interrupts the Python code of the main thread.
+_NAP_AFTER, _NAP = 0.5, 0.02
+# Seconds that the end of the process waits for the thread.
+_JOIN_SECONDS = 5.0
+
+
+class Payload:
+    """Message of a step: numbers for the header, and a body.
+
+    Args:
+        words: at most 6 integers.
+        body: uint8[bytes], which does not change.
+    """
+
+    __slots__ = ("body", "words")
+
+    def __init__(self, words: Sequence[int], body: np.ndarray):
+        self.words, self.body = tuple(words), body
+
+
+class Session:
+    """Session of an exchange.
+
+    Args:
+        number: its number, the same on all ranks.
+        replica: state of this rank.
+
+    Attributes:
+        sent, received: bytes, letters of all types.
+        letters: number of letters received.
+    """
+
+    def __init__(self, number: int, replica: Replica):
+        self.number, self.replica = number, replica
+        self.sent = self.received = self.letters = 0
+
+
+class Post:
+    """Mailbox of a rank for the letters of all its sessions. Made by all ranks of a communicator together.
+
+    Args:
+        comm: the ranks.
+
+    Attributes:
+        lock: held while the mailbox or a replica is used.
+        series: number of the last exchange; each has sessions of its own.
+    """
+
+    def __init__(self, comm: Comm):
+        self._box, self.lock, self.series = comm.mailbox(BOX), threading.RLock(), 0
+        # An exchange owns its sessions. When it is gone, their letters are dropped.
+        self._sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
+        # Sessions that have begun and not ended; the thread runs while there are any.
+        self._active: weakref.WeakSet[Session] = weakref.WeakSet()
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._error: BaseException | None = None
+
+    def register(self, session: Session) -> None:
+        """Accept letters of a session from now on."""
+        with self.lock:
+            self._sessions[session.number] = session
+
+    def drop(self, session: Session) -> None:
+        """Drop the letters of a session from now on."""
+        with self.lock:
+            self._sessions.pop(session.number, None)
+            self._active.discard(session)
+
+    def start(self, session: Session) -> None:
+        """Read letters in a thread until the session is dropped."""
+        with self.lock:
+            self._active.add(session)
+            if self._thread is None and not self._stop.is_set():
+                self._thread = threading.Thread(target=self._run, name="hvdx letters", daemon=True)
+                self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread, before the world is left."""
+        self._stop.set()
+        thread = self._thread
+        if thread is not None:
+            thread.join(_JOIN_SECONDS)
+
+    def send(self, session: Session, letters: Sequence[Letter]) -> None:
+        """Start to send letters of a session."""
+        with self.lock:
+            for letter in letters:
+                words, body = _pack(letter)
+                self._box.send(letter.to, BOX, [letter.kind, session.number, letter.number, letter.seen, *words], body)
+                session.sent += HEADER_BYTES + (0 if body is None else body.size)
+
+    def poll(self) -> int:
+        """Take in the letters that have arrived, and announce places; return the number of letters.
+
+        Raises:
+            ExchangeError: if letters were lost; also one that the thread found.
+        """
+        with self.lock:
+            if self._error is not None:
+                raise self._error
+            count, touched = 0, {}
+            while (message := self._box.fetch()) is not None:
+                count += 1
+                session = self._sessions.get(message.header[1])
+                if session is None:
+                    continue  # of a session that an exception ended
+                session.letters += 1
+                session.received += HEADER_BYTES + (0 if message.body is None else message.body.size)
+                session.replica.receive(message.sender, _unpack(message))
+                touched[session.number] = session
+            for session in touched.values():
+                self.send(session, session.replica.announce())
+            return count
+
+    def leaving(self) -> int:
+        """Return the number of sends in flight."""
+        with self.lock:
+            return self._box.leaving()
+
+    def left(self, limit: float) -> bool:
+        """Wait until all letters have left; return False after the time limit.
+
+        Args:
+            limit: seconds.
+        """
+        return until(lambda: not self.leaving(), limit)
+
+    def _run(self) -> None:
+        backoff, last = Backoff(), time.monotonic()
+        while not self._stop.is_set():
+            try:
+                count = self.poll()
+            except BaseException as error:
+                # The next poll of the main thread raises it.
+                self._error = error
+                return
+            if count:
+                backoff.renew()
+                last = time.monotonic()
+                continue
+            with self.lock:
+                coming = self._box.coming
+                if not self._active:
+                    self._thread = None
+                    return
+            if time.monotonic() - last > _NAP_AFTER and not coming:
+                time.sleep(_NAP)
+            backoff.sleep(BUSY_SLEEP if coming else IDLE_SLEEP)
+
+
+def _pack(letter: Letter) -> tuple[Sequence[int], np.ndarray | None]:
+    """Return the numbers that follow the fixed part of a header, and the body."""
+    payload = letter.payload
+    if payload is None:
+        return (), None
+    if letter.kind == Kind.UPDATE:
+        return payload.words, payload.body
+    if letter.kind == Kind.ORDER:
+        return (), np.array(payload, np.int32).view(np.uint8)
+    return (), payload
+
+
+def _unpack(message: Message) -> Letter:
+    kind, _, number, seen, *words = message.header
+    payload: object = message.body
+    if message.body is not None and kind == Kind.UPDATE:
+        payload = Payload(words, message.body)
+    elif message.body is not None and kind == Kind.ORDER:
+        payload = tuple(message.body.view(np.int32).tolist())
+    return Letter(-1, Kind(kind), number, seen, payload)
+
+
+_posts: "weakref.WeakKeyDictionary[Comm, Post]" = weakref.WeakKeyDictionary()
+
+
+def post_of(comm: Comm) -> Post:
+    """Return the post of a communicator. The first call makes it and is collective.
+
+    Args:
+        comm: the ranks.
+    """
+    if comm not in _posts:
+        _posts[comm] = Post(comm)
+    return _posts[comm]
+
+
+@atexit.register
+def stop_all() -> None:
+    """End the threads, before the world is left."""
+    for post in list(_posts.values()):
+        post.stop()

@@ -1,0 +1,196 @@
+"""Search through all orders in which the letters of some replicas may arrive and their workers may act."""
+
+from collections import deque
+from typing import NamedTuple
+
+from hvdx.strategies.asynchronous.replica import Replica
+
+# What a worker does next: begin, send a message, go on to the next step, flush, end.
+BEGIN, SEND, CONTINUE, END, DONE = range(5)
+
+
+class BrokenError(AssertionError):
+    """A promise of the protocol is broken."""
+
+
+class State(NamedTuple):
+    """State of all ranks.
+
+    Attributes:
+        replicas: state machine of each rank; never changed, but replaced.
+        keys: contents of each replica, hashable.
+        phases: next action of each worker.
+        channels: letters in flight, by sender and receiver.
+        order: senders of all placed messages, in order.
+        applied: number of messages that each rank has applied.
+    """
+
+    replicas: tuple
+    keys: tuple
+    phases: tuple
+    channels: tuple
+    order: tuple
+    applied: tuple
+
+    @property
+    def key(self):
+        return self.keys, self.phases, self.channels, self.applied
+
+
+class Model:
+    """Workers that each send some messages and then flush.
+
+    Args:
+        messages: number of messages of each rank.
+        bound, most, room: see `Replica`; each message has one byte.
+        begins: whether the session has to begin; if not, it has begun on all ranks.
+
+    Attributes:
+        latest: largest number of steps by which a message of another rank was missing in a step.
+    """
+
+    def __init__(self, messages, bound=None, most=64, room=1 << 62, begins=True):
+        self.messages, self.bound, self.most, self.room, self.begins = messages, bound, most, room, begins
+        self.size, self.latest = len(messages), 0
+        # Without a limit of the messages in flight, nobody reads how many of them were applied.
+        self.tells = most < 64 or room < 64
+
+    def explore(self):
+        """Visit all states, and return their number."""
+        first = tuple(Replica(r, self.size, self.bound, self.most, self.room) for r in range(self.size))
+        for replica in () if self.begins else first:
+            replica.begun = True
+        channels = ((),) * self.size**2
+        state = State(first, tuple(map(key_of, first)), (BEGIN,) * self.size, channels, (), (0,) * self.size)
+        seen, todo = {state.key}, [state]
+        while todo:
+            state = todo.pop()
+            following = list(self.following(state))
+            if not following:
+                self.check_end(state)
+            for after in following:
+                if after.key not in seen:
+                    seen.add(after.key)
+                    todo.append(after)
+        return len(seen)
+
+    def following(self, state):
+        """Yield the next states; of orders that differ for nobody, only one.
+
+        A rank that does not place messages takes in a letter only if it waits: to act with more letters than it needs
+        makes no difference for others, and to act with fewer is the worst case. If it can act, it acts at once: its
+        letters may still arrive late. If it waits for the end, it needs all letters, in whichever order they come.
+        """
+        coming = [divmod(channel, self.size) for channel, letters in enumerate(state.channels) if letters]
+        waits = [bool(self.awaited(r, phase)) for r, phase in zip(state.replicas, state.phases, strict=True)]
+        for rank in range(1, self.size):
+            if state.phases[rank] != DONE and not waits[rank]:
+                yield self.act(state, rank)
+                return
+        if not self.tells:
+            for sender, rank in coming:
+                if rank and state.phases[rank] == END:
+                    yield self.deliver(state, sender, rank)
+                    return
+        for sender, rank in coming:
+            if rank == 0 or waits[rank]:
+                yield self.deliver(state, sender, rank)
+        if state.phases[0] != DONE and not waits[0]:
+            yield self.act(state, 0)
+
+    def awaited(self, replica, phase):
+        if phase == BEGIN:
+            return [] if replica.begun else [0]
+        if phase == SEND:
+            return replica.awaited_to_send(1)
+        return replica.awaited_to_continue() if phase == CONTINUE else replica.awaited_to_end()
+
+    def deliver(self, state, sender, receiver):
+        channels, at = list(state.channels), sender * self.size + receiver
+        letter, channels[at] = channels[at][0], channels[at][1:]
+        replica = clone(state.replicas[receiver])
+        replica.receive(sender, letter)
+        return self.settle(state, receiver, replica, channels, state.phases, replica.announce())
+
+    def act(self, state, rank):
+        replica, phase = clone(state.replicas[rank]), state.phases[rank]
+        letters, sent = [], replica.sent
+        if phase == SEND:
+            self.check_staleness(state, rank, sent)
+            letters = replica.send((rank, sent), 1) + replica.announce()
+            after = CONTINUE
+        elif phase == END:
+            after = DONE
+        else:
+            letters = replica.begin(None) if phase == BEGIN and rank == 0 else []
+            after = SEND if sent < self.messages[rank] else END
+            letters += replica.flush() if after == END else []
+        phases = (*state.phases[:rank], after, *state.phases[rank + 1 :])
+        return self.settle(state, rank, replica, list(state.channels), phases, letters)
+
+    def settle(self, state, rank, replica, channels, phases, letters):
+        """Apply what has come, tell the others if the worker waits, and return the next state."""
+        order = state.order
+        for letter in letters:
+            if rank == 0 and letter.to == 1 and letter.kind.name == "ORDER":
+                order += letter.payload
+        applied = list(state.applied)
+        while (taken := replica.take()) is not None:
+            sender, message = taken
+            number = order[: applied[rank]].count(sender)
+            if order[applied[rank]] != sender or message != (sender, number):
+                raise BrokenError(
+                    f"rank {rank} applied {message} of rank {sender} as number {applied[rank]} of {order}"
+                )
+            applied[rank] += 1
+        if self.tells and phases[rank] != DONE and self.awaited(replica, phases[rank]):
+            letters = [*letters, *replica.tell()]
+        for letter in letters:
+            if phases[letter.to] != DONE:
+                channels[rank * self.size + letter.to] += (letter if self.tells else letter._replace(seen=0),)
+        if phases[rank] == DONE:
+            for sender in range(self.size):
+                channels[sender * self.size + rank] = ()  # the session is closed
+        for sender in range(self.size):
+            if len(replica._arrived[sender]) > self.most:
+                raise BrokenError(f"rank {rank} stores {len(replica._arrived[sender])} messages of rank {sender}")
+        replicas = (*state.replicas[:rank], replica, *state.replicas[rank + 1 :])
+        keys = (*state.keys[:rank], key_of(replica), *state.keys[rank + 1 :])
+        return State(replicas, keys, phases, tuple(channels), order, tuple(applied))
+
+    def check_staleness(self, state, rank, step):
+        """Check that this step was computed from all messages that it must not miss."""
+        there = state.order[: state.applied[rank]]
+        for other in range(self.size):
+            missing = min(step, self.messages[other]) - there.count(other)
+            if other != rank and missing > 0:
+                late = step - there.count(other)
+                self.latest = max(self.latest, late)
+                if self.bound is not None and late > self.bound:
+                    raise BrokenError(f"step {step} of rank {rank} misses messages of rank {other}: it saw {there}")
+
+    def check_end(self, state):
+        if state.phases != (DONE,) * self.size:
+            raise BrokenError(f"ranks wait forever: phases {state.phases}, order {state.order}")
+        wanted = sorted(r for r, number in enumerate(self.messages) for _ in range(number))
+        if sorted(state.order) != wanted or set(state.applied) != {len(wanted)}:
+            raise BrokenError(f"at the end ranks had applied {state.applied} of {state.order}")
+
+
+def clone(replica):
+    """Return a copy that shares nothing that changes."""
+    new = object.__new__(Replica)
+    for name, value in vars(replica).items():
+        if type(value) is list:
+            vars(new)[name] = [v.copy() if type(v) is deque else v for v in value]
+        else:
+            vars(new)[name] = value.copy() if type(value) is deque else value
+    return new
+
+
+def key_of(replica):
+    """Return the contents of a replica, hashable."""
+    return tuple(
+        tuple(tuple(v) if isinstance(v, deque) else v for v in value) if isinstance(value, list | deque) else value
+        for value in vars(replica).values()
+    )
