@@ -7,6 +7,7 @@ the weights are the same on all workers, to the bit.
 
 import copy
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -29,11 +30,14 @@ from hvdx.strategies.density import STARVED, affordable_density, budget_with
 from hvdx.strategies.prediction import Prediction, Situation, added
 
 Placement = Literal["update", "gradient"]
+Local = Literal["auto", "dense", "none"]
 #: Bytes of the header of a message: status, two times and the size of the message. The sample of gradients that is
 #: sent with Adam and its relatives, some 140 bytes, is not included: predictions do not know the optimiser.
 HEADER_BYTES = 32
 # Density at which the cost of an exchange is its fixed part.
 _NEXT_TO_NOTHING = 1e-9
+# Largest number of elements that the ranks of a host add up: MPI counts bytes in a C int.
+_MOST_ELEMENTS = 2**29 - 1
 Op = Literal["mean", "sum"]
 
 
@@ -66,6 +70,11 @@ class Threshold(Strategy):
         device: "cuda" to encode and decode updates on the GPU, so that only messages cross to the host; "cpu" for the
             host; "auto" for "cuda" if the variables are on a GPU and numba-cuda is installed. The weights are the same,
             to the bit.
+        local: use of hosts with several ranks. "dense": the ranks of a host add up their updates in memory, and the sum
+            travels as a message, in one piece for each of these ranks. `tau` then applies to the sums of hosts,
+            `warmup="workers"` counts hosts, and updates are encoded on the CPU. Each host needs as many ranks.
+            "none": every rank sends messages to all. "auto": "dense" if each of at least two hosts has the same number
+            of ranks above one, and updates are not encoded on a GPU; else "none".
 
     Raises:
         ConfigError: if an option is unknown or has a wrong value.
@@ -99,6 +108,7 @@ class Threshold(Strategy):
         tau_steps: int = 32,
         threads: int | None = None,
         device: Literal["auto", "cpu", "cuda"] = "auto",
+        local: Local = "auto",
     ):
         if tau is None and target_density is None:
             target_density = "auto"
@@ -110,6 +120,9 @@ class Threshold(Strategy):
         one_of("threshold", "op", op, ("mean", "sum"))
         one_of("threshold", "second_moments", second_moments, ("mean", "own"))
         one_of("threshold", "device", device, ("auto", "cpu", "cuda"))
+        one_of("threshold", "local", local, ("auto", "dense", "none"))
+        if local == "dense" and device == "cuda":
+            raise ConfigError("threshold: local='dense' adds up updates on the CPU. Use device='cpu', or local='none'.")
         if lookahead is not None and (
             isinstance(lookahead, bool) or not isinstance(lookahead, int | float) or not 0 <= lookahead <= 10
         ):
@@ -135,7 +148,7 @@ class Threshold(Strategy):
         )
         self.second_moments = second_moments
         self.warmup, self.index_coding, self.scope = str(warmup), index_coding, scope
-        self.tau_steps, self.threads, self.device = tau_steps, threads, device
+        self.tau_steps, self.threads, self.device, self.local = tau_steps, threads, device, local
         self.start = _warmup(self.warmup, tau)
         if tau is not None and target_density is not None:
             raise ConfigError(
@@ -171,7 +184,7 @@ class Threshold(Strategy):
         """Return the device of an exchange, and the reason if it is not the GPU of the tensors, else ""."""
         where = {s.device for s in specs}
         there = len(where) == 1 and "CPU" not in where
-        if self.device == "cpu" or (self.device == "auto" and not there):
+        if self.device == "cpu" or self.local == "dense" or (self.device == "auto" and not there):
             return "cpu", ""
         from hvdx.codec import devices
 
@@ -198,7 +211,43 @@ class Threshold(Strategy):
         device, why = self._choose_device(specs)
         if why and comm.rank == 0:
             print(f"hvdx: every update crosses from the GPU to the host. {why}", file=sys.stderr, flush=True)
+        if self._adds_up(comm, sum(s.elements for s in specs), device):
+            from hvdx.strategies.threshold_hosts import HostsExchange
+
+            return HostsExchange(self, comm, specs, self.lookahead_for(momentum))
         return ThresholdExchange(self, comm, specs, self.lookahead_for(momentum), device)
+
+    def check(self, comm: Comm) -> None:
+        """Refuse hosts with different numbers of ranks if `local` is "dense"."""
+        self._ranks_to_sum(comm.hosts)
+
+    def _ranks_to_sum(self, hosts: Sequence[str]) -> int:
+        """Return the number of ranks whose updates are added up on each host; 1 if every rank sends its own."""
+        counts = Counter(hosts)
+        if self.local == "none" or (self.local == "auto" and len(counts) == 1):
+            return 1
+        if len(set(counts.values())) == 1:
+            return counts[hosts[0]]
+        if self.local == "dense":
+            raise ConfigError.on_all_ranks(
+                f"threshold: local='dense': expected the same number of ranks on every host, got {dict(counts)}. Start "
+                "as many on each, or use local='none'."
+            )
+        return 1
+
+    def _adds_up(self, comm: Comm, elements: int, device: str) -> bool:
+        """Return whether the ranks of a host add up their updates; the same on all ranks. Collective."""
+        count = self._ranks_to_sum(comm.hosts)
+        if count == 1 or elements < count:
+            return False
+        if elements > _MOST_ELEMENTS and self.local == "dense":
+            raise ConfigError.on_all_ranks(
+                f"threshold: local='dense': expected at most {_MOST_ELEMENTS:,} elements, got {elements:,}. Use "
+                "local='none'."
+            )
+        # Hosts may differ: some have no GPU.
+        devices = comm.all_gather_object(device, "the devices of updates")
+        return elements <= _MOST_ELEMENTS and set(devices) == {"cpu"}
 
     def with_overhead(self, share: float) -> "Threshold":
         other = copy.copy(self)
@@ -226,35 +275,45 @@ class Threshold(Strategy):
             return None
         given, count = situation, situation.elements
         codec = given.machine.codec
+        per_host = given.per_host
+        dense = self.local != "none" and per_host > 1 and given.workers > per_host and given.workers % per_host == 0
+        # Ranks that exchange messages, elements in a message, and the work within a host.
+        between = given.between_hosts() if dense else given
+        size = -(-count // per_host) if dense else count
+        within = given.within_host() if dense else {}
 
         def exchange_of(density: float) -> dict[str, float]:
             # Headers travel before the messages.
-            message = link.message_bytes(count, density)
-            return added([given.all_to_all(HEADER_BYTES), given.all_to_all(message)])
+            message = link.message_bytes(size, density)
+            return added([between.all_to_all(HEADER_BYTES), between.all_to_all(message)])
 
         def cost(density: float) -> float:
-            coding = codec.encoding(count, density) + codec.decoding(count, density, given.workers)
-            return coding + sum(exchange_of(density).values())
+            coding = codec.encoding(size, density) + codec.decoding(size, density, between.workers)
+            return coding + sum(within.values()) + sum(exchange_of(density).values())
 
         density = self.target_density
         if isinstance(density, str):
             limit = budget_with(cost(_NEXT_TO_NOTHING), self.overhead * given.computing)
             density = affordable_density(cost, limit)
         density = float(density)
-        message, exchange = link.message_bytes(count, density), exchange_of(density)
+        message, exchange = link.message_bytes(size, density), exchange_of(density)
         hidden = min(given.computing, sum(exchange.values())) if self.overlap else 0.0
         shown = 1 - hidden / max(sum(exchange.values()), 1e-12)
-        terms = {
+        own = {
             "waiting": given.slowest,
             # The result is returned: TensorFlow copies tensors whose addresses are not aligned. The update is made, and
             # the result is added to the weights, as on one worker.
             "copying": given.passes(8),
-            "encoding": codec.encoding(count, density),
-            "decoding": codec.decoding(count, density, given.workers),
-        } | {name: value * shown for name, value in exchange.items()}
-        others = given.workers - 1
-        buffers = {"residual": 4.0 * count, "buffers": 8.0 * count + given.workers * message}
-        made = given.prediction(terms, others * (message + HEADER_BYTES), buffers, note=f"density {density:.2g}")
+            "encoding": codec.encoding(size, density),
+            "decoding": codec.decoding(size, density, between.workers),
+        }
+        terms = added([own, within, {name: value * shown for name, value in exchange.items()}])
+        others = between.workers - 1
+        buffers = {"residual": 4.0 * size, "buffers": 8.0 * count + between.workers * message}
+        if dense:
+            buffers["buffers"] += 4.0 * (count + 2 * size)
+        note = f"density {density:.2g}" + (f", {per_host} workers of a host added up" if dense else "")
+        made = given.prediction(terms, others * (message + HEADER_BYTES), buffers, note=note)
         if self.target_density == "auto" and others and density <= STARVED:
             # At so low a density an element waits for thousands of steps.
             return replace(made, starved=True, note=f"{made.note}, starved")

@@ -49,10 +49,19 @@ class ThresholdExchange(MessageExchange):
         specs: the tensors, of the same shapes on all ranks.
         lookahead: see `Threshold`.
         device: device of the tensors, of the result and of the residual; see `Strategy.device_for`.
+        summed: number of ranks whose updates each message adds up; see `hvdx.strategies.threshold_hosts`.
+        control: control of an automatic density; None to make one from a measurement of the link.
     """
 
     def __init__(
-        self, strategy: Options, comm: Comm, specs: Sequence[TensorSpec], lookahead: float, device: str = "cpu"
+        self,
+        strategy: Options,
+        comm: Comm,
+        specs: Sequence[TensorSpec],
+        lookahead: float,
+        device: str = "cpu",
+        summed: int = 1,
+        control: DensityControl | None = None,
     ):
         given = strategy.target_density
         self._density = INITIAL_DENSITY if isinstance(given, str) else given
@@ -66,8 +75,8 @@ class ThresholdExchange(MessageExchange):
         self._state: Any = self._codec.init(self._sizes)
         self._compile(comm)
         self._noise = NoiseEstimate()
-        self._control: DensityControl | None = None
-        if given == "auto":
+        self._summed, self._control = summed, control
+        if given == "auto" and control is None:
             self.network = link.probe(self._channel)
             self._control = DensityControl(strategy.overhead, self.network, comm.size, self._n)
 
@@ -121,8 +130,9 @@ class ThresholdExchange(MessageExchange):
         """Warn once if messages are larger than float32 updates, which a fixed tau far below the updates causes."""
         if size > 4 * self._n + 1000 and not self._warned:
             self._warned = True
+            rank = self._numbers[self._rank]
             print(
-                f"hvdx: rank {self._rank}: a message has {size:,} bytes, the update in float32 only {4 * self._n:,}: "
+                f"hvdx: rank {rank}: a message has {size:,} bytes, the update in float32 only {4 * self._n:,}: "
                 f"tau={self._strategy.tau} is too small for these updates. Raise it, or give target_density instead.",
                 file=sys.stderr,
                 flush=True,
@@ -151,7 +161,7 @@ class ThresholdExchange(MessageExchange):
     def observe(self, received: Received) -> None:
         more = np.ascontiguousarray(received.headers[:, _HEADER:])
         if more.size and not received.headers[:, 0].any():
-            self._noise.observe(more.view(np.float16))
+            self._noise.observe(more.view(np.float16), self._summed)
         counts = self.telemetry
         if counts.steps % _RESIDUAL_EVERY == 1 and counts.tau:
             counts.residual = self.residual_norm()
@@ -171,7 +181,7 @@ class ThresholdExchange(MessageExchange):
 
     def more_header(self) -> Sequence[int]:
         """Return the sample of this rank's gradients as float16, four in an integer."""
-        if not self.sample or self._size == 1:
+        if not self.sample or self._size * self._summed == 1:
             return ()
         sample = np.concatenate([np.ravel(s) for s in self.sample])
         words = np.zeros(-(-sample.size // 4) * 4, np.float16)
@@ -181,7 +191,7 @@ class ThresholdExchange(MessageExchange):
         return words.view(np.int64).tolist()
 
     def scale(self, active: int) -> float:
-        return super().scale(active) * self._noise.factor(active)
+        return super().scale(active * self._summed) * self._noise.factor(active * self._summed)
 
     # -- state ------------------------------------------------------------------------------------------------------
 
