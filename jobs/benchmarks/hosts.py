@@ -176,9 +176,9 @@ def add_up(given: argparse.Namespace) -> dict[str, float]:
         channel.gather_pieces(total, parts.bounds, pieces)
         parts.join(pieces, result)
 
-    node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+    node: Any = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
     window = MPI.Win.Allocate_shared(4 * n, 4, comm=node)
-    shared = [np.frombuffer(window.Shared_query(r)[0], np.float32, n) for r in range(node.size)]
+    shared = [np.asarray(window.Shared_query(r)[0]).view(np.float32) for r in range(node.size)]
     window.Lock_all()
     low, high = (int(b) for b in parts.bounds[node.rank : node.rank + 2])
 
