@@ -47,11 +47,25 @@ class NoiseEstimate:
         given = samples.astype(np.float64)
         if not given.size or not np.isfinite(given).all():
             return
-        ranks = each * len(given)
-        whole = np.mean(given**2)
+        ranks, whole = each * len(given), np.mean(given**2)
         if each > 1:
             whole, given = np.mean(given[:, 0] ** 2), given[:, _WORD:]
         of_mean = np.mean(given.mean(axis=0) ** 2)
+        self._add(float(whole), float(of_mean), ranks)
+
+    def observe_sums(self, total: np.ndarray, squares: float, ranks: int) -> None:
+        """Add the sample of a step to the estimate, given sums over the ranks.
+
+        Args:
+            total: float64[n], sums of the same n elements of the gradients of all ranks.
+            squares: sum of the squares of the elements of all ranks.
+            ranks: number of ranks, at least two.
+        """
+        if total.size and np.isfinite(squares) and np.isfinite(total).all():
+            self._add(squares / (ranks * total.size), float(np.mean((total / ranks) ** 2)), ranks)
+
+    def _add(self, whole: float, of_mean: float, ranks: int) -> None:
+        """Add the mean square of the ranks' gradients, and that of their mean, to the estimate."""
         self.state[0] += 1
         weight = 1 / min(self.state[0], _WINDOW)
         self.state[1:] += weight * (np.array([(ranks * of_mean - whole) / (ranks - 1), whole]) - self.state[1:])
@@ -83,3 +97,18 @@ def common_sample(samples: np.ndarray) -> np.ndarray:
     padded = -(-given.shape[1] // _WORD) * _WORD
     root = np.sqrt(np.sum(np.mean(given**2, axis=0)) / max(padded, 1))
     return np.concatenate([[root], np.zeros(_WORD - 1), given.mean(axis=0)])
+
+
+def sums_of(common: np.ndarray, ranks: int) -> tuple[np.ndarray, float]:
+    """Return the sums of the elements over some ranks, and the sum of all squares, from their common sample.
+
+    Args:
+        common: result of `common_sample`.
+        ranks: number of ranks in it.
+
+    Example:
+        >>> sums_of(common_sample(np.array([[1.0, 1, 1, 1], [-1, 1, 1, 1]])), 2)
+        (array([0., 2., 2., 2.]), 8.0)
+    """
+    padded = -(-(common.size - _WORD) // _WORD) * _WORD
+    return ranks * common[_WORD:], float(common[0] ** 2 * padded * ranks)

@@ -265,9 +265,10 @@ class Situation:
         return {"latency": rounds * (latency + overshoot(latency + transfer)), "transfer": rounds * transfer}
 
     def between_hosts(self) -> "Situation":
-        """Return the situation of one worker of each host, where all workers of a host share its link."""
+        """Return the situation of a worker of each host, with its piece of the elements and its share of the link."""
+        piece = -(-self.elements // self.per_host)
         shared = replace(self.link, bandwidth=self.link.bandwidth / self.per_host)
-        return replace(self, workers=self.workers // self.per_host, per_host=1, link=shared)
+        return replace(self, workers=self.workers // self.per_host, per_host=1, link=shared, tensors=(piece,))
 
     def within_host(self) -> dict[str, float]:
         """Return the terms of adding up tensors over the workers of a host, and of gathering the sums.

@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -28,12 +28,28 @@ from hvdx.strategies.base import (
 )
 from hvdx.strategies.density import STARVED, affordable_density, budget_with
 from hvdx.strategies.prediction import Prediction, Situation, added
+from hvdx.strategies.shards import OWNERS, divide_again
+
+if TYPE_CHECKING:
+    from hvdx.strategies.threshold_exchange import ThresholdExchange
 
 Placement = Literal["update", "gradient"]
+ExchangeKind = Literal["auto", "all_gather", "sharded"]
 Local = Literal["auto", "dense", "none"]
 #: Bytes of the header of a message: status, two times and the size of the message. The sample of gradients that is
 #: sent with Adam and its relatives, some 140 bytes, is not included: predictions do not know the optimiser.
 HEADER_BYTES = 32
+#: Bytes of the message of a part of an update, besides its entries: frame, lengths, tau and the header of a tile.
+PART_BYTES = 26
+# Density for which the kind of exchange is chosen if the density follows the network.
+_NOMINAL_DENSITY = 0.01
+# A sharded exchange delays an element twice, so it is chosen only below this share of the time of an all-gather.
+_WORTH_SHARDING = 0.8
+# Smallest number of ranks for which it is considered: three ranks save a third of the bytes for two more rounds.
+_FEWEST_SHARDS = 4
+# Ranks, and bytes of the messages of all, from which a fixed density is exchanged in shards: 8 ranks save three
+# quarters of the bytes, and on most links so many bytes take longer than two rounds.
+_MANY, _LARGE = 8, 1 << 18
 # Density at which the cost of an exchange is its fixed part.
 _NEXT_TO_NOTHING = 1e-9
 # Largest number of elements that the ranks of a host add up: MPI counts bytes in a C int.
@@ -65,6 +81,11 @@ class Threshold(Strategy):
             bfloat16), "workers:200" (1, 2, 4, ... workers count).
         overlap: let messages travel while the next step is computed; they are applied one step late.
         overhead: share of a step's computing time that "auto" may spend on messages.
+        exchange: "all_gather": every worker receives every worker's message. "sharded": each worker adds up the entries
+            of its share of the elements and sends the sum, compressed again, to all, so that the traffic of a worker
+            does not grow with their number. "auto": with an automatic density, the one whose exchange takes less time
+            on this network, sharded only if it saves a fifth; with a fixed density, sharded for 8 workers or more
+            whose messages have 256 kB together; with a fixed tau, all_gather.
         index_coding, scope, tau_steps: see `hvdx.codec.Threshold`.
         threads: threads of the codec's kernels; by default the host's cores divided by its ranks.
         device: "cuda" to encode and decode updates on the GPU, so that only messages cross to the host; "cpu" for the
@@ -103,12 +124,13 @@ class Threshold(Strategy):
         warmup: str = "none",
         overlap: bool = False,
         overhead: float = 0.1,
+        exchange: ExchangeKind = "auto",
+        local: Local = "auto",
         index_coding: Literal["rice", "none"] = "rice",
         scope: Literal["all", "variable"] = "all",
         tau_steps: int = 32,
         threads: int | None = None,
         device: Literal["auto", "cpu", "cuda"] = "auto",
-        local: Local = "auto",
     ):
         if tau is None and target_density is None:
             target_density = "auto"
@@ -123,6 +145,12 @@ class Threshold(Strategy):
         one_of("threshold", "local", local, ("auto", "dense", "none"))
         if local == "dense" and device == "cuda":
             raise ConfigError("threshold: local='dense' adds up updates on the CPU. Use device='cpu', or local='none'.")
+        one_of("threshold", "exchange", exchange, ("auto", "all_gather", "sharded"))
+        if exchange == "sharded" and (scope != "all" or device == "cuda"):
+            raise ConfigError(
+                "threshold: exchange='sharded' needs one tau for all variables, and runs on the host. Use scope='all' "
+                "and device='cpu', or exchange='all_gather'."
+            )
         if lookahead is not None and (
             isinstance(lookahead, bool) or not isinstance(lookahead, int | float) or not 0 <= lookahead <= 10
         ):
@@ -148,7 +176,8 @@ class Threshold(Strategy):
         )
         self.second_moments = second_moments
         self.warmup, self.index_coding, self.scope = str(warmup), index_coding, scope
-        self.tau_steps, self.threads, self.device, self.local = tau_steps, threads, device, local
+        self.tau_steps, self.threads, self.device, self.exchange = tau_steps, threads, device, exchange
+        self.local = local
         self.start = _warmup(self.warmup, tau)
         if tau is not None and target_density is not None:
             raise ConfigError(
@@ -157,24 +186,34 @@ class Threshold(Strategy):
         # Checks the options of the codec.
         self.make_codec(None if isinstance(target_density, str) else target_density, threads)
 
-    def make_codec(self, density: float | None, threads: int | None, device: str = "cpu") -> Any:
+    def make_codec(
+        self,
+        density: float | None,
+        threads: int | None,
+        device: str = "cpu",
+        part: int | None = None,
+        of_sum: int = 1,
+    ) -> Any:
         """Make the codec of these options.
 
         Args:
             density: density to aim at; None keeps the threshold at tau.
             threads: threads of the codec's kernels.
             device: device of the codec's arrays.
+            part: number of elements of a part, if messages are split.
+            of_sum: number of updates in a sum that the codec encodes; a fixed tau is multiplied by it.
         """
         from hvdx import codec
 
         return codec.Threshold(
-            tau=self.tau if density is None else None,
+            tau=self.tau * of_sum if density is None and self.tau is not None else None,
             target_density=density,
             scope=self.scope,
             index_coding=self.index_coding,
             tau_steps=self.tau_steps,
             threads=threads,
             device=device,
+            part=part,
         )
 
     def device_for(self, specs: Sequence[TensorSpec]) -> str:
@@ -203,19 +242,96 @@ class Threshold(Strategy):
         return chosen, ""
 
     def open(self, comm: Comm, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = "") -> Exchange:
-        # Imported here because it imports Numba, which other strategies do not need.
-        from hvdx.strategies.threshold_exchange import ThresholdExchange
-
         agree_on_strategy(self, comm)
         agree_on_tensors(specs, comm)
         device, why = self._choose_device(specs)
         if why and comm.rank == 0:
             print(f"hvdx: every update crosses from the GPU to the host. {why}", file=sys.stderr, flush=True)
         if self._adds_up(comm, sum(s.elements for s in specs), device):
+            # Imported here because it imports Numba, which other strategies do not need.
             from hvdx.strategies.threshold_hosts import HostsExchange
 
             return HostsExchange(self, comm, specs, self.lookahead_for(momentum))
-        return ThresholdExchange(self, comm, specs, self.lookahead_for(momentum), device)
+        return self.open_kind(comm, specs, self.lookahead_for(momentum), device)
+
+    def open_kind(
+        self,
+        comm: Comm,
+        specs: Sequence[TensorSpec],
+        lookahead: float,
+        device: str = "cpu",
+        network: link.Link | None = None,
+        summed: int = 1,
+        elements: int | None = None,
+    ) -> "ThresholdExchange":
+        """Open the exchange of messages of the kind that fits the ranks and the link. Collective.
+
+        Args:
+            comm, specs, lookahead, device, network, summed, elements: see `ThresholdExchange`.
+        """
+        from hvdx.strategies.threshold_exchange import ThresholdExchange
+
+        kind, network = self._choose_exchange(comm, elements or sum(s.elements for s in specs), device, network)
+        if kind == "sharded":
+            from hvdx.strategies.threshold_sharded import ShardedExchange
+
+            return ShardedExchange(self, comm, specs, lookahead, network, summed, elements)
+        return ThresholdExchange(self, comm, specs, lookahead, device, network, summed, elements)
+
+    def _choose_exchange(
+        self, comm: Comm, elements: int, device: str, network: link.Link | None = None
+    ) -> tuple[str, link.Link | None]:
+        """Return the kind of exchange, and the link if it has been measured. Collective."""
+        if device != "cpu" or not elements:
+            return "all_gather", network
+        if network is None and self._follows_link(comm.size):
+            channel = comm.channel("the link")
+            network = link.probe(channel)
+            channel.close()
+        situation = Situation(comm.size, (elements,), 0.0, network or link.Link(0.0, 1.0))
+        return self._kind_for(situation), network
+
+    def _follows_link(self, size: int) -> bool:
+        """Return whether the kind of exchange depends on the link. If the density is fixed, it must not."""
+        free = self.exchange == "auto" and self.scope == "all" and self.target_density == "auto"
+        return free and size >= _FEWEST_SHARDS
+
+    def _kind_for(self, situation: Situation) -> str:
+        """Return the kind of exchange."""
+        size, density = situation.workers, self.target_density
+        if self._follows_link(size):
+            kinds = ("all_gather", "sharded")
+            gathered, sharded = (sum(self._costs(situation, _NOMINAL_DENSITY, k)[0].values()) for k in kinds)
+            return "sharded" if sharded < _WORTH_SHARDING * gathered else "all_gather"
+        if self.exchange == "auto":
+            # The result of a training with a fixed density must not depend on a measurement.
+            many = size >= _MANY and self.scope == "all" and isinstance(density, float)
+            large = many and size * link.message_bytes(situation.elements, float(density or 0)) >= _LARGE
+            return "sharded" if large else "all_gather"
+        return self.exchange if size > 1 else "all_gather"
+
+    @staticmethod
+    def _costs(given: Situation, density: float, kind: str) -> tuple[dict[str, float], float]:
+        """Return the terms of an exchange, with the codec, and the bytes that a worker sends."""
+        count, workers, codec = given.elements, given.workers, given.machine.codec
+        message = link.message_bytes(count, density)
+        if kind == "all_gather":
+            # Headers travel before the messages.
+            terms = added([given.all_to_all(HEADER_BYTES), given.all_to_all(message)])
+            coding = {
+                "encoding": codec.encoding(count, density),
+                "decoding": codec.decoding(count, density, workers),
+            }
+            return terms | coding, (workers - 1) * (message + HEADER_BYTES)
+        part = message / workers + PART_BYTES
+        headers = [given.all_to_all(HEADER_BYTES / 2), given.all_to_all(HEADER_BYTES / 2)]
+        terms = added([*headers, given.all_to_all(part), given.all_to_all(part)])
+        shard = -(-count // workers)
+        coding = {
+            "encoding": codec.encoding(count, density) + codec.encoding(shard, density),
+            "decoding": codec.decoding(shard, density, workers) + codec.decoding(count, density, 1),
+        }
+        return terms | coding, (workers - 1) * (2 * part + HEADER_BYTES)
 
     def check(self, comm: Comm) -> None:
         """Refuse hosts with different numbers of ranks if `local` is "dense"."""
@@ -273,30 +389,23 @@ class Threshold(Strategy):
         """Predict the steps after the warm-up; None for a fixed tau, whose density depends on the updates."""
         if self.target_density is None:
             return None
-        given, count = situation, situation.elements
-        codec = given.machine.codec
-        per_host = given.per_host
+        given, per_host = situation, situation.per_host
         dense = self.local != "none" and per_host > 1 and given.workers > per_host and given.workers % per_host == 0
-        # Ranks that exchange messages, elements in a message, and the work within a host.
+        # Workers that exchange messages of a piece of the elements, and the work within a host.
         between = given.between_hosts() if dense else given
-        size = -(-count // per_host) if dense else count
         within = given.within_host() if dense else {}
-
-        def exchange_of(density: float) -> dict[str, float]:
-            # Headers travel before the messages.
-            message = link.message_bytes(size, density)
-            return added([between.all_to_all(HEADER_BYTES), between.all_to_all(message)])
+        count, kind = between.elements, self._kind_for(between)
 
         def cost(density: float) -> float:
-            coding = codec.encoding(size, density) + codec.decoding(size, density, between.workers)
-            return coding + sum(within.values()) + sum(exchange_of(density).values())
+            return sum(within.values()) + sum(self._costs(between, density, kind)[0].values())
 
         density = self.target_density
         if isinstance(density, str):
             limit = budget_with(cost(_NEXT_TO_NOTHING), self.overhead * given.computing)
             density = affordable_density(cost, limit)
         density = float(density)
-        message, exchange = link.message_bytes(size, density), exchange_of(density)
+        exchange, sent = self._costs(between, density, kind)
+        coding = {name: exchange.pop(name) for name in ("encoding", "decoding")}
         hidden = min(given.computing, sum(exchange.values())) if self.overlap else 0.0
         shown = 1 - hidden / max(sum(exchange.values()), 1e-12)
         own = {
@@ -304,16 +413,22 @@ class Threshold(Strategy):
             # The result is returned: TensorFlow copies tensors whose addresses are not aligned. The update is made, and
             # the result is added to the weights, as on one worker.
             "copying": given.passes(8),
-            "encoding": codec.encoding(size, density),
-            "decoding": codec.decoding(size, density, between.workers),
         }
-        terms = added([own, within, {name: value * shown for name, value in exchange.items()}])
+        terms = added([own, within, coding, {name: value * shown for name, value in exchange.items()}])
         others = between.workers - 1
-        buffers = {"residual": 4.0 * size, "buffers": 8.0 * count + between.workers * message}
+        message = link.message_bytes(count, density)
+        buffers = {"residual": 4.0 * count, "buffers": 8.0 * count + between.workers * message}
+        note = f"density {density:.2g}"
+        if kind == "sharded":
+            # The residual and the sum of a shard. Messages of the two phases are no larger than two messages.
+            buffers = {"residual": 4.0 * count * (1 + 1 / between.workers), "buffers": 8.0 * count + 4 * message}
+            buffers["buffers"] += 4.0 * count / between.workers
+            note += ", sharded"
         if dense:
-            buffers["buffers"] += 4.0 * (count + 2 * size)
-        note = f"density {density:.2g}" + (f", {per_host} workers of a host added up" if dense else "")
-        made = given.prediction(terms, others * (message + HEADER_BYTES), buffers, note=note)
+            # All pieces, those that the host's ranks send to each other, and the result.
+            buffers["buffers"] += 12.0 * given.elements
+            note += f", {per_host} workers of a host added up"
+        made = given.prediction(terms, sent, buffers, note=note)
         if self.target_density == "auto" and others and density <= STARVED:
             # At so low a density an element waits for thousands of steps.
             return replace(made, starved=True, note=f"{made.note}, starved")
@@ -321,12 +436,14 @@ class Threshold(Strategy):
 
     def merge(self, saved: Sequence[Mapping[str, np.ndarray]], rank: int, size: int) -> dict[str, np.ndarray]:
         """Distribute the saved residuals over the ranks, so that their sum stays the same."""
-        mine = {k: np.array(v) for k, v in saved[rank % len(saved)].items()}
+        # The state of a piece of a host's elements fits its own hosts only.
+        state = saved[rank % len(saved)]
+        mine = {k: np.array(v) for k, v in state.items() if not k.startswith("piece")}
         residual = np.zeros_like(mine["codec.residual"], dtype=np.float64)
         for other in range(rank, len(saved), size):
             residual += saved[other]["codec.residual"]
         mine["codec.residual"] = residual.astype(np.float32)
-        return mine
+        return mine | (divide_again(saved, rank, size) if OWNERS in mine else {})
 
     def _defaults(self) -> dict[str, Any]:
         # Without tau, the default of `target_density` is "auto".

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -15,15 +15,32 @@ from hvdx.errors import ConfigError, WireError
 from hvdx.strategies import link
 from hvdx.strategies.base import TensorSpec, views
 from hvdx.strategies.compiling import prepare_together
-from hvdx.strategies.density import INITIAL_DENSITY, DensityControl
+from hvdx.strategies.density import INITIAL_DENSITY
 from hvdx.strategies.driver import HostExchange, Prepared
 from hvdx.strategies.interleaving import Interleaved
 from hvdx.strategies.noise import common_sample
+from hvdx.strategies.shards import OWNER, whole_residual
 from hvdx.strategies.telemetry import Telemetry
 from hvdx.strategies.threshold_exchange import Options, ThresholdExchange
 
 # "No rank", where a header names a rank of the host.
 _NOBODY = -1
+
+
+class HostOptions(Options, Protocol):
+    """Options that the exchange reads; see `hvdx.strategies.Threshold`."""
+
+    def open_kind(
+        self,
+        comm: Comm,
+        specs: Sequence[TensorSpec],
+        lookahead: float,
+        device: str = "cpu",
+        network: link.Link | None = None,
+        summed: int = 1,
+        elements: int | None = None,
+    ) -> ThresholdExchange:
+        """Open the exchange of a piece between hosts."""
 
 
 @dataclass
@@ -55,10 +72,11 @@ class HostsExchange(HostExchange):
         lookahead: see `Threshold`.
     """
 
-    def __init__(self, strategy: Options, comm: Comm, specs: Sequence[TensorSpec], lookahead: float):
+    def __init__(self, strategy: HostOptions, comm: Comm, specs: Sequence[TensorSpec], lookahead: float):
         hosts = list(dict.fromkeys(comm.hosts))
         members = [[rank for rank, name in enumerate(comm.hosts) if name == host] for host in hosts]
         self._host = hosts.index(comm.hosts[comm.rank])
+        self._rank = comm.rank
         self._position, self._count = members[self._host].index(comm.rank), len(members[self._host])
         # Numbers in reports: of the ranks of this host, and of those with this piece.
         numbers = range(comm.size) if comm.parent_ranks is None else comm.parent_ranks
@@ -74,13 +92,14 @@ class HostsExchange(HostExchange):
         self._sizes = [s.elements for s in specs]
         self._parts = Interleaved(self._sizes, self._count)
         fragments = [replace(s, shape=(k,)) for s, k in zip(specs, self._parts.fragments(self._position), strict=True)]
-        control: DensityControl | None = None
+        network = None
         if given == "auto":
-            self.network = self._probe(between)
-            # The same on all ranks of a host, so that all pieces have one density.
-            largest = int(np.diff(self._parts.bounds).max())
-            control = DensityControl(strategy.overhead, self.network, between.size, largest)
-        self._inner = ThresholdExchange(strategy, between, fragments, lookahead, summed=self._count, control=control)
+            network = self.network = self._probe(between)
+        # The same link and size on all ranks, so that all pieces have one kind of exchange and one density.
+        largest = int(np.diff(self._parts.bounds).max())
+        self._inner: ThresholdExchange = strategy.open_kind(
+            between, fragments, lookahead, network=network, summed=self._count, elements=largest
+        )
         super().__init__(specs, Telemetry())
         # Sum of the host's updates, for this rank's piece.
         self._piece = np.zeros(int(np.diff(self._parts.bounds)[self._position]), np.float32)
@@ -256,7 +275,7 @@ class HostsExchange(HostExchange):
     @property
     def residuals(self) -> list[np.ndarray]:
         """Share of this rank in its host's residual: that of its piece, and zeros elsewhere."""
-        return views(self._whole(self._inner.residual), self.specs)
+        return views(self._whole(np.concatenate([np.ravel(r) for r in self._inner.residuals])), self.specs)
 
     def add_to_residual(self, tensors: Sequence[np.ndarray]) -> None:
         """Add the tensors of all ranks of the host to its residual. Collective among them."""
@@ -284,8 +303,10 @@ class HostsExchange(HostExchange):
         rank's piece comes in addition, for a restored exchange of the same hosts.
         """
         state = self._inner.state_dict()
+        own = {f"piece.{name}": value for name, value in state.items()} | {"piece": self._place}
+        # The residual of a shard becomes a part of that of the piece.
+        state = dict(whole_residual(state, self._host))
         piece = {k.removeprefix("codec."): v for k, v in state.items() if k.startswith("codec.")}
-        rest = {k: v for k, v in state.items() if not k.startswith("codec.")}
         whole, runs = self._codec.init(self._sizes).arrays(), self._runs()
         for name in ("taus", "found", "floors", "quiet"):
             whole[name][runs] = piece[name]
@@ -293,15 +314,14 @@ class HostsExchange(HostExchange):
         whole["means"][runs] = np.where(piece["means"] < 0, piece["means"], piece["means"] * ratio)
         whole["sent"][runs] = np.rint(piece["sent"] * ratio).astype(np.int64)
         whole |= {"residual": self._whole(piece["residual"]), "step": piece["step"]}
+        rest = {k: v for k, v in state.items() if not k.startswith(("codec.", OWNER))}
         late = {} if self._drained is None else {"late": self._drained}
-        own = {f"piece.{k}": v for k, v in piece.items() if k != "residual"}
-        return (
-            rest
-            | {f"codec.{k}": v for k, v in whole.items()}
-            | {"piece": np.array([self._count, self._position])}
-            | own
-            | late
-        )
+        return rest | {f"codec.{k}": v for k, v in whole.items()} | own | late
+
+    @property
+    def _place(self) -> np.ndarray:
+        """Position of this rank: pieces, number of its piece, hosts, number of its host."""
+        return np.array([self._count, self._position, len(self._peers), self._host])
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
         """Restore a saved state. Collective among the ranks of a host.
@@ -310,15 +330,14 @@ class HostsExchange(HostExchange):
             ConfigError: if the state of a rank of the host does not fit the tensors or the options.
         """
         problem = self._problem_of(state)
-        failed = np.flatnonzero(self._channel.exchange([int(bool(problem))]).headers[:, 0]).tolist()
+        elsewhere = not np.array_equal(state.get("piece", ()), self._place)
+        flags = self._channel.exchange([int(bool(problem)), int(elsewhere)]).headers
+        failed = np.flatnonzero(flags[:, 0]).tolist()
         if failed:
-            elsewhere = f"rank {self._numbers[failed[0]]} of this host cannot restore its state; see its error."
-            raise ConfigError(f"threshold: the saved state: {problem or elsewhere}")
-        residual = np.empty_like(self._piece)
-        self._add_up(views(np.ascontiguousarray(state["codec.residual"]), self.specs), residual)
-        piece = self._piece_of(state) | {"residual": residual}
-        rest = {k: v for k, v in state.items() if not k.startswith(("codec.", "piece", "late"))}
-        self._inner.load_state_dict(rest | {f"codec.{k}": v for k, v in piece.items()})
+            other = f"rank {self._numbers[failed[0]]} of this host cannot restore its state; see its error."
+            raise ConfigError(f"threshold: the saved state: {problem or other}")
+        piece = {k.removeprefix("piece."): v for k, v in state.items() if k.startswith("piece.")}
+        self._inner.load_state_dict(self._piece_of(state) if flags[:, 1].any() else piece)
         self._drained = np.array(state["late"], np.float32) if "late" in state else None
 
     def _problem_of(self, state: Mapping[str, np.ndarray]) -> str:
@@ -335,18 +354,23 @@ class HostsExchange(HostExchange):
                 return f"{name}: expected the shape {shape}, got {got}. It is of another model, or of another `scope`."
         if (state["codec.lengths"] != fresh["lengths"]).any():
             return f"codec.lengths: expected {fresh['lengths']}, got {state['codec.lengths']}."
+        try:
+            whole_residual(state, self._rank)
+        except ConfigError as error:
+            return str(error)
         return ""
 
     def _piece_of(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the state of this rank's encoder without the residual."""
-        lengths = self._codec.init([s.elements for s in self._inner.specs]).lengths
-        if np.array_equal(state.get("piece", ()), [self._count, self._position]):
-            piece = {k.removeprefix("piece."): v for k, v in state.items() if k.startswith("piece.")}
-            if np.array_equal(piece.get("lengths", ()), lengths):
-                return piece
-        runs = self._runs()
-        piece = {name: state[f"codec.{name}"][runs] for name in ("taus", "found", "floors", "quiet", "means", "sent")}
+        """Return the state of this rank's piece, with the sum of the residuals of the host's ranks. Collective."""
+        residual = np.empty_like(self._piece)
+        whole = whole_residual(state, self._rank)["codec.residual"]
+        self._add_up(views(np.ascontiguousarray(whole), self.specs), residual)
+        runs, lengths = self._runs(), self._codec.init([s.elements for s in self._inner.specs]).lengths
+        names = ("taus", "found", "floors", "quiet", "means", "sent")
+        piece = {name: np.array(state[f"codec.{name}"][runs]) for name in names}
         ratio = lengths / state["codec.lengths"][runs]
         piece["means"] = np.where(piece["means"] < 0, piece["means"], piece["means"] * ratio)
         piece["sent"] = np.rint(piece["sent"] * ratio).astype(np.int64)
-        return piece | {"lengths": lengths, "step": state["codec.step"]}
+        piece |= {"residual": residual, "lengths": lengths, "step": state["codec.step"]}
+        rest = {k: v for k, v in state.items() if not k.startswith(("codec.", "piece", "late", OWNER))}
+        return rest | {f"codec.{k}": v for k, v in piece.items()}
