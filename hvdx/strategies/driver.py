@@ -274,6 +274,9 @@ class MessageExchange(HostExchange):
         self._step = 0
         # Seconds that this step has cost so far, and that the step before it cost.
         self._cost = self._cost_before = 0.0
+        # Seconds of computing in this step, and seconds that the previous step cost, for the header. The owner of this
+        # exchange may change them between `prepare` and `deliver`.
+        self.times = (0.0, 0.0)
 
     # -- methods of subclasses ----------------------------------------------------------------------------------------
 
@@ -344,6 +347,7 @@ class MessageExchange(HostExchange):
     def prepare(self, tensors: Sequence[np.ndarray], finite: bool) -> Sent:
         # The late step comes first: if all ranks skip it, the residual is restored before the next update is added.
         self._cost_before, self._cost = self._cost, 0.0
+        self.times = self._computed, self._cost_before
         late = self._take_pending()
         sent = self._clock("encoding", lambda: self._encode(tensors, finite))
         sent.late = late
@@ -351,7 +355,7 @@ class MessageExchange(HostExchange):
 
     def deliver(self, sent: Sent) -> list[np.ndarray]:
         late, sent.late = sent.late, None
-        header = [sent.status, round(1e9 * self._computed), round(1e9 * self._cost_before), *self.more_header()]
+        header = [sent.status, *(round(1e9 * seconds) for seconds in self.times), *self.more_header()]
         if self._thread is None:
             received = self.swap(header, sent)
             late = (sent, received) if self._count(sent, received) else None
@@ -383,6 +387,20 @@ class MessageExchange(HostExchange):
         copy = np.copy if self._device is None else self._device.copy
         sent.update = tensors if self._thread is None else [copy(t) for t in tensors]
         return sent
+
+    @property
+    def result(self) -> Any:
+        """Result of the last step or flush as one array, float32[elements], which the next step overwrites."""
+        return self._flat
+
+    def charge(self, seconds: float) -> None:
+        """Count work of this exchange's owner as a part of the exchange of this step.
+
+        Args:
+            seconds: time that the work took.
+        """
+        self._cost += seconds
+        self.telemetry.exchanging += seconds
 
     def flush(self) -> list[np.ndarray] | None:
         if self._pending is None and self._drained is None:
@@ -496,7 +514,7 @@ class MessageExchange(HostExchange):
 
     def _report_skipped(self, statuses: np.ndarray, step: int) -> None:
         ranks = [self._numbers[i] for i, status in enumerate(statuses) if status not in (_FINE, _ELSEWHERE)]
-        listed = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        listed = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else "a rank that reports name"
         self._skipped(
             self._rank == 0 and bool(ranks),  # otherwise another exchange reports
             lambda again: f"step {step + 1}: NaN or infinity on {listed}; all ranks skipped the step{again}.",

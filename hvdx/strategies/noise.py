@@ -16,6 +16,8 @@ import numpy as np
 SAMPLE = 64
 # Samples of the last steps count, about as many as Adam's second moment averages.
 _WINDOW = 1000
+# float16 in an integer of a header.
+_WORD = 4
 
 
 class NoiseEstimate:
@@ -34,17 +36,21 @@ class NoiseEstimate:
     def __init__(self) -> None:
         self.state = np.zeros(3)
 
-    def observe(self, samples: np.ndarray) -> None:
+    def observe(self, samples: np.ndarray, each: int = 1) -> None:
         """Add the sample of a step to the estimate.
 
         Args:
-            samples: float[ranks, n], the same n elements of the gradient of each rank; at least two ranks.
+            samples: float[ranks, n], the same n elements of the gradient of each rank; at least two ranks. Or float[k,
+                n], results of `common_sample`.
+            each: number of ranks in each of the samples.
         """
         given = samples.astype(np.float64)
         if not given.size or not np.isfinite(given).all():
             return
-        ranks = len(given)
-        whole, of_mean = np.mean(given**2), np.mean(given.mean(axis=0) ** 2)
+        ranks, whole = each * len(given), np.mean(given**2)
+        if each > 1:
+            whole, given = np.mean(given[:, 0] ** 2), given[:, _WORD:]
+        of_mean = np.mean(given.mean(axis=0) ** 2)
         self._add(float(whole), float(of_mean), ranks)
 
     def observe_sums(self, total: np.ndarray, squares: float, ranks: int) -> None:
@@ -69,3 +75,40 @@ class NoiseEstimate:
         _, signal, whole = self.state
         share = min(max(signal / whole, 0.0), 1.0) if whole > 0 else 1.0
         return float((share + (1 - share) / ranks) ** -0.5)
+
+
+def common_sample(samples: np.ndarray) -> np.ndarray:
+    """Return the samples of some ranks as one: the root mean square, three zeros, and the mean of each element.
+
+    The estimate is then that of the samples themselves, with as many values to send as for one rank.
+
+    Args:
+        samples: float[ranks, n], the same n elements of the gradient of each rank.
+
+    Returns:
+        float64[4 + n]
+
+    Example:
+        >>> common_sample(np.array([[1.0, 1, 1, 1], [-1, 1, 1, 1]]))
+        array([1., 0., 0., 0., 0., 1., 1., 1.])
+    """
+    given = samples.astype(np.float64)
+    # A header holds whole integers, so further elements are zeros.
+    padded = -(-given.shape[1] // _WORD) * _WORD
+    root = np.sqrt(np.sum(np.mean(given**2, axis=0)) / max(padded, 1))
+    return np.concatenate([[root], np.zeros(_WORD - 1), given.mean(axis=0)])
+
+
+def sums_of(common: np.ndarray, ranks: int) -> tuple[np.ndarray, float]:
+    """Return the sums of the elements over some ranks, and the sum of all squares, from their common sample.
+
+    Args:
+        common: result of `common_sample`.
+        ranks: number of ranks in it.
+
+    Example:
+        >>> sums_of(common_sample(np.array([[1.0, 1, 1, 1], [-1, 1, 1, 1]])), 2)
+        (array([0., 2., 2., 2.]), 8.0)
+    """
+    padded = -(-(common.size - _WORD) // _WORD) * _WORD
+    return ranks * common[_WORD:], float(common[0] ** 2 * padded * ranks)

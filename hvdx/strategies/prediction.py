@@ -264,6 +264,25 @@ class Situation:
         latency, transfer = network.latency + (others - 1) * self.machine.message, crossing * part / network.bandwidth
         return {"latency": rounds * (latency + overshoot(latency + transfer)), "transfer": rounds * transfer}
 
+    def between_hosts(self) -> "Situation":
+        """Return the situation of a worker of each host, with its piece of the elements and its share of the link."""
+        piece = -(-self.elements // self.per_host)
+        shared = replace(self.link, bandwidth=self.link.bandwidth / self.per_host)
+        return replace(self, workers=self.workers // self.per_host, per_host=1, link=shared, tensors=(piece,))
+
+    def within_host(self) -> dict[str, float]:
+        """Return the terms of adding up tensors over the workers of a host, and of gathering the sums.
+
+        Each worker adds up one piece of the tensors. What it sends to another is written to memory that both share, and
+        read there.
+        """
+        count = self.per_host
+        there_and_back = 2 * (count - 1) / count * 4 * 4
+        # Into pieces, their sum, and out of pieces.
+        copying = self.passes(8 + 4 + 4 / count + 8 + there_and_back)
+        # Two headers, pieces, results.
+        return {"latency": 4 * (self.machine.message + overshoot(self.machine.message)), "copying": copying}
+
     def reduction(self, itemsize: int, elements: float, rarely: bool = False) -> dict[str, float]:
         """Return the terms of an all-reduce of tensors in the graph, with the copies that its engine makes.
 

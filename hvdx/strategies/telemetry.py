@@ -34,6 +34,7 @@ class Telemetry:
         entry_bytes: bytes of the messages with entries.
         messages: bytes of all messages of this rank, each counted once.
         sent, received: bytes that this rank gave to the network, and received from it.
+        inside: bytes that this rank sent to other ranks of its host, where they are counted separately.
         computing: seconds from the end of one exchange to the beginning of the next.
         encoding: seconds spent on encoding messages.
         waiting: seconds until all ranks had begun the exchange.
@@ -58,6 +59,7 @@ class Telemetry:
     messages: int = 0
     sent: int = 0
     received: int = 0
+    inside: int = 0
     computing: float = 0.0
     encoding: float = 0.0
     waiting: float = 0.0

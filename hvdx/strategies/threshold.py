@@ -7,9 +7,10 @@ the weights are the same on all workers, to the bit.
 
 import copy
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -30,9 +31,13 @@ from hvdx.strategies.prediction import Prediction, Situation, added
 from hvdx.strategies.serving.step_client import StepClient
 from hvdx.strategies.shards import OWNER_DENSITY, OWNERS, divide_again, owner_density
 
+if TYPE_CHECKING:
+    from hvdx.strategies.threshold_exchange import ThresholdExchange
+
 #: Placements that a user may choose.
 Placement = Literal["update", "gradient"]
 ExchangeKind = Literal["auto", "all_gather", "sharded"]
+Local = Literal["auto", "dense", "none"]
 #: Bytes of the header of a message: status, two times and the size of the message. The sample of gradients that is
 #: sent with Adam and its relatives, some 140 bytes, is not included: predictions do not know the optimiser.
 HEADER_BYTES = 32
@@ -49,6 +54,8 @@ _FEWEST_SHARDS = 6
 _MANY, _LARGE = 8, 1 << 18
 # Density at which the cost of an exchange is its fixed part.
 _NEXT_TO_NOTHING = 1e-9
+# Largest number of elements that the ranks of a host add up: MPI counts bytes in a C int.
+_MOST_ELEMENTS = 2**29 - 1
 Op = Literal["mean", "sum"]
 
 
@@ -90,6 +97,11 @@ class Threshold(Strategy):
         device: "cuda" to encode and decode updates on the GPU, so that only messages cross to the host; "cpu" for the
             host; "auto" for "cuda" if the variables are on a GPU and numba-cuda is installed. The weights are the same,
             to the bit.
+        local: use of hosts with several ranks. "dense": the ranks of a host add up their updates in memory, and the sum
+            travels as a message, in one piece for each of these ranks. `tau` then applies to the sums of hosts,
+            `warmup="workers"` counts hosts, and updates are encoded on the CPU. Each host needs as many ranks.
+            "none": every rank sends messages to all. "auto": "dense" if each of at least two hosts has the same number
+            of ranks above one, and updates are not encoded on a GPU; else "none".
 
     Raises:
         ConfigError: if an option is unknown or has a wrong value.
@@ -121,6 +133,7 @@ class Threshold(Strategy):
         max_staleness: int | Literal["inf"] = 0,
         overhead: float = 0.1,
         exchange: ExchangeKind = "auto",
+        local: Local = "auto",
         index_coding: Literal["rice", "none"] = "rice",
         scope: Literal["all", "variable"] = "all",
         tau_steps: int = 32,
@@ -137,6 +150,9 @@ class Threshold(Strategy):
         one_of("threshold", "op", op, ("mean", "sum"))
         one_of("threshold", "second_moments", second_moments, ("mean", "own"))
         one_of("threshold", "device", device, ("auto", "cpu", "cuda"))
+        one_of("threshold", "local", local, ("auto", "dense", "none"))
+        if local == "dense" and device == "cuda":
+            raise ConfigError("threshold: local='dense' adds up updates on the CPU. Use device='cpu', or local='none'.")
         one_of("threshold", "exchange", exchange, ("auto", "all_gather", "sharded"))
         if exchange == "sharded" and (scope != "all" or device == "cuda"):
             raise ConfigError(
@@ -169,6 +185,7 @@ class Threshold(Strategy):
         self.second_moments = second_moments
         self.warmup, self.index_coding, self.scope = str(warmup), index_coding, scope
         self.tau_steps, self.threads, self.device, self.exchange = tau_steps, threads, device, exchange
+        self.local = local
         self.start = _warmup(self.warmup, tau)
         self.max_staleness = _max_staleness(max_staleness)
         self.asynchronous = self.max_staleness != 0
@@ -190,6 +207,7 @@ class Threshold(Strategy):
             f"warmup={self.warmup!r}": self.start.kind == "workers",
             "device='cuda'": self.device == "cuda",
             "exchange='sharded'": self.exchange == "sharded",
+            "local='dense'": self.local == "dense",
         }
         for option, given in refused.items():
             if given:
@@ -235,7 +253,8 @@ class Threshold(Strategy):
         """Return the device of an exchange, and the reason if it is not the GPU of the tensors, else ""."""
         where = {s.device for s in specs}
         there = len(where) == 1 and "CPU" not in where
-        if self.asynchronous or self.device == "cpu" or (self.device == "auto" and not there):
+        on_host = self.asynchronous or self.device == "cpu" or self.local == "dense"
+        if on_host or (self.device == "auto" and not there):
             return "cpu", ""
         from hvdx.codec import devices
 
@@ -254,9 +273,6 @@ class Threshold(Strategy):
         return chosen, ""
 
     def open(self, comm: Comm, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = "") -> Exchange:
-        # Imported here because it imports Numba, which other strategies do not need.
-        from hvdx.strategies.threshold_exchange import ThresholdExchange
-
         agree_on_strategy(self, comm)
         agree_on_tensors(specs, comm)
         if self.asynchronous:
@@ -266,19 +282,44 @@ class Threshold(Strategy):
         device, why = self._choose_device(specs)
         if why and comm.rank == 0:
             print(f"hvdx: every update crosses from the GPU to the host. {why}", file=sys.stderr, flush=True)
-        kind, network = self._choose_exchange(comm, sum(s.elements for s in specs), device)
+        if self._adds_up(comm, sum(s.elements for s in specs), device):
+            # Imported here because it imports Numba, which other strategies do not need.
+            from hvdx.strategies.threshold_hosts import HostsExchange
+
+            return HostsExchange(self, comm, specs, self.lookahead_for(momentum))
+        return self.open_kind(comm, specs, self.lookahead_for(momentum), device)
+
+    def open_kind(
+        self,
+        comm: Comm,
+        specs: Sequence[TensorSpec],
+        lookahead: float,
+        device: str = "cpu",
+        network: link.Link | None = None,
+        summed: int = 1,
+        elements: int | None = None,
+    ) -> "ThresholdExchange":
+        """Open the exchange of messages of the kind that fits the ranks and the link. Collective.
+
+        Args:
+            comm, specs, lookahead, device, network, summed, elements: see `ThresholdExchange`.
+        """
+        from hvdx.strategies.threshold_exchange import ThresholdExchange
+
+        kind, network = self._choose_exchange(comm, elements or sum(s.elements for s in specs), device, network)
         if kind == "sharded":
             from hvdx.strategies.threshold_sharded import ShardedExchange
 
-            return ShardedExchange(self, comm, specs, self.lookahead_for(momentum), network)
-        return ThresholdExchange(self, comm, specs, self.lookahead_for(momentum), device, network)
+            return ShardedExchange(self, comm, specs, lookahead, network, summed, elements)
+        return ThresholdExchange(self, comm, specs, lookahead, device, network, summed, elements)
 
-    def _choose_exchange(self, comm: Comm, elements: int, device: str) -> tuple[str, link.Link | None]:
+    def _choose_exchange(
+        self, comm: Comm, elements: int, device: str, network: link.Link | None = None
+    ) -> tuple[str, link.Link | None]:
         """Return the kind of exchange, and the link if it has been measured. Collective."""
         if device != "cpu" or not elements:
-            return "all_gather", None
-        network = None
-        if self._follows_link(comm.size):
+            return "all_gather", network
+        if network is None and self._follows_link(comm.size):
             channel = comm.channel("the link")
             network = link.probe(channel)
             channel.close()
@@ -333,6 +374,38 @@ class Threshold(Strategy):
         """Return the client of rank 0, which hands out the steps."""
         return StepClient(comm, 0, steps, begun)
 
+    def check(self, comm: Comm) -> None:
+        """Refuse hosts with different numbers of ranks if `local` is "dense"."""
+        self._ranks_to_sum(comm.hosts)
+
+    def _ranks_to_sum(self, hosts: Sequence[str]) -> int:
+        """Return the number of ranks whose updates are added up on each host; 1 if every rank sends its own."""
+        counts = Counter(hosts)
+        if self.local == "none" or (self.local == "auto" and len(counts) == 1):
+            return 1
+        if len(set(counts.values())) == 1:
+            return counts[hosts[0]]
+        if self.local == "dense":
+            raise ConfigError.on_all_ranks(
+                f"threshold: local='dense': expected the same number of ranks on every host, got {dict(counts)}. Start "
+                "as many on each, or use local='none'."
+            )
+        return 1
+
+    def _adds_up(self, comm: Comm, elements: int, device: str) -> bool:
+        """Return whether the ranks of a host add up their updates; the same on all ranks. Collective."""
+        count = self._ranks_to_sum(comm.hosts)
+        if count == 1 or elements < count:
+            return False
+        if elements > _MOST_ELEMENTS and self.local == "dense":
+            raise ConfigError.on_all_ranks(
+                f"threshold: local='dense': expected at most {_MOST_ELEMENTS:,} elements, got {elements:,}. Use "
+                "local='none'."
+            )
+        # Hosts may differ: some have no GPU.
+        devices = comm.all_gather_object(device, "the devices of updates")
+        return elements <= _MOST_ELEMENTS and set(devices) == {"cpu"}
+
     def with_overhead(self, share: float) -> "Threshold":
         other = copy.copy(self)
         other.overhead = share * self.overhead
@@ -357,38 +430,47 @@ class Threshold(Strategy):
         """Predict the steps after the warm-up; None for a fixed tau, whose density depends on the updates."""
         if self.target_density is None:
             return None
-        given, count = situation, situation.elements
-        kind = self._kind_for(given)
+        given, per_host = situation, situation.per_host
+        hosts, rest = divmod(given.workers, per_host)
+        dense = self.local != "none" and not self.asynchronous and per_host > 1 and hosts > 1 and not rest
+        # Workers that exchange messages of a piece of the elements, and the work within a host.
+        between = given.between_hosts() if dense else given
+        within = given.within_host() if dense else {}
+        count, kind = between.elements, self._kind_for(between)
 
         def cost(density: float) -> float:
-            return sum(self._costs(given, density, kind)[0].values())
+            return sum(within.values()) + sum(self._costs(between, density, kind)[0].values())
 
         density = self.target_density
         if isinstance(density, str):
             limit = budget_with(cost(_NEXT_TO_NOTHING), self.overhead * given.computing)
             density = affordable_density(cost, limit)
         density = float(density)
-        exchange, sent = self._costs(given, density, kind)
+        exchange, sent = self._costs(between, density, kind)
         coding = {name: exchange.pop(name) for name in ("encoding", "decoding")}
         hidden = min(given.computing, sum(exchange.values())) if self.overlap or self.asynchronous else 0.0
         shown = 1 - hidden / max(sum(exchange.values()), 1e-12)
-        terms = {
+        own = {
             "waiting": 0.0 if self.max_staleness == "inf" else given.slowest,
             # The result is returned: TensorFlow copies tensors whose addresses are not aligned. The update is made, and
             # the result is added to the weights, as on one worker.
             "copying": given.passes(8),
         }
-        terms |= coding | {name: value * shown for name, value in exchange.items()}
-        others = given.workers - 1
+        terms = added([own, within, coding, {name: value * shown for name, value in exchange.items()}])
+        others = between.workers - 1
         message = link.message_bytes(count, density)
-        buffers = {"residual": 4.0 * count, "buffers": 8.0 * count + given.workers * message}
+        buffers = {"residual": 4.0 * count, "buffers": 8.0 * count + between.workers * message}
         note = f"density {density:.2g}"
         if kind == "sharded":
             # The residual and the sum of a shard; each phase has its messages twice, in parts and as a whole.
             moved = 2 * (1 + OWNER_DENSITY) * message
-            buffers = {"residual": 4.0 * count * (1 + 1 / given.workers), "buffers": 8.0 * count + moved}
-            buffers["buffers"] += 4.0 * count / given.workers
+            buffers = {"residual": 4.0 * count * (1 + 1 / between.workers), "buffers": 8.0 * count + moved}
+            buffers["buffers"] += 4.0 * count / between.workers
             note += ", sharded"
+        if dense:
+            # All pieces, those that the host's ranks send to each other, and the result.
+            buffers["buffers"] += 12.0 * given.elements
+            note += f", {per_host} workers of a host added up"
         made = given.prediction(terms, sent, buffers, note=note)
         if self.target_density == "auto" and others and density <= STARVED:
             # At so low a density an element waits for thousands of steps.
@@ -397,7 +479,9 @@ class Threshold(Strategy):
 
     def merge(self, saved: Sequence[Mapping[str, np.ndarray]], rank: int, size: int) -> dict[str, np.ndarray]:
         """Distribute the saved residuals over the ranks, so that their sum stays the same."""
-        mine = {k: np.array(v) for k, v in saved[rank % len(saved)].items()}
+        # The state of a piece of a host's elements fits its own hosts only.
+        state = saved[rank % len(saved)]
+        mine = {k: np.array(v) for k, v in state.items() if not k.startswith("piece")}
         residual = np.zeros_like(mine["codec.residual"], dtype=np.float64)
         for other in range(rank, len(saved), size):
             residual += saved[other]["codec.residual"]

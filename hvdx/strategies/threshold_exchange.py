@@ -53,6 +53,8 @@ class ThresholdExchange(MessageExchange):
         lookahead: see `Threshold`.
         device: device of the tensors, of the result and of the residual; see `Strategy.device_for`.
         network: the link between the ranks, if it has been measured.
+        summed: number of ranks whose updates each message adds up; see `hvdx.strategies.threshold_hosts`.
+        elements: number of elements from which an automatic density starts, if it is not that of the tensors.
     """
 
     def __init__(
@@ -63,6 +65,8 @@ class ThresholdExchange(MessageExchange):
         lookahead: float,
         device: str = "cpu",
         network: link.Link | None = None,
+        summed: int = 1,
+        elements: int | None = None,
     ):
         given = strategy.target_density
         self._density = INITIAL_DENSITY if isinstance(given, str) else given
@@ -76,11 +80,12 @@ class ThresholdExchange(MessageExchange):
         self._bfloat16 = codecs.make("bf16")
         self._state: Any = self._codec.init(self._sizes)
         self._compile(comm)
-        self._noise = NoiseEstimate()
+        self._noise, self._summed = NoiseEstimate(), summed
         self._control: DensityControl | None = None
         if given == "auto":
             self.network = network or link.probe(self._channel)
-            self._control = DensityControl(strategy.overhead, self.network, self.messages(comm.size), self._n)
+            messages = self.messages(comm.size)
+            self._control = DensityControl(strategy.overhead, self.network, messages, elements or self._n)
 
     def _compile(self, comm: Comm) -> None:
         """Compile and call the kernels before anything is timed, and wait until all ranks have done so."""
@@ -144,8 +149,9 @@ class ThresholdExchange(MessageExchange):
         """Warn once if messages are larger than float32 updates, which a fixed tau far below the updates causes."""
         if size > 4 * self._n + 1000 and not self._warned:
             self._warned = True
+            rank = self._numbers[self._rank]
             print(
-                f"hvdx: rank {self._rank}: a message has {size:,} bytes, the update in float32 only {4 * self._n:,}: "
+                f"hvdx: rank {rank}: a message has {size:,} bytes, the update in float32 only {4 * self._n:,}: "
                 f"tau={self._strategy.tau} is too small for these updates. Raise it, or give target_density instead.",
                 file=sys.stderr,
                 flush=True,
@@ -196,11 +202,11 @@ class ThresholdExchange(MessageExchange):
         """Add the samples of gradients that arrived to the estimate of their noise."""
         more = np.ascontiguousarray(received.headers[:, _HEADER:])
         if more.size:
-            self._noise.observe(more.view(np.float16))
+            self._noise.observe(more.view(np.float16), self._summed)
 
     def more_header(self) -> Sequence[int]:
         """Return the sample of this rank's gradients as float16, four in an integer."""
-        if not self.sample or self._size == 1:
+        if not self.sample or self._size * self._summed == 1:
             return ()
         sample = np.concatenate([np.ravel(s) for s in self.sample])
         words = np.zeros(-(-sample.size // 4) * 4, np.float16)
@@ -210,7 +216,7 @@ class ThresholdExchange(MessageExchange):
         return words.view(np.int64).tolist()
 
     def scale(self, active: int) -> float:
-        return super().scale(active) * self._noise.factor(active)
+        return super().scale(active * self._summed) * self._noise.factor(active * self._summed)
 
     # -- state ------------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from hvdx.errors import ConfigError, UpdateError, WireError
 from hvdx.strategies import link
 from hvdx.strategies.base import TensorSpec, views
 from hvdx.strategies.driver import Sent
+from hvdx.strategies.noise import sums_of
 from hvdx.strategies.shards import OWNER, OWNER_DENSITY, OWNERS, Shards, owner_density
 from hvdx.strategies.threshold_exchange import Options, ThresholdExchange
 
@@ -38,7 +39,7 @@ class ShardedExchange(ThresholdExchange):
     """Exchange of one optimiser under `Threshold(exchange="sharded")`, on the host.
 
     Args:
-        strategy, comm, specs, lookahead, network: see `ThresholdExchange`.
+        strategy, comm, specs, lookahead, network, summed, elements: see `ThresholdExchange`.
     """
 
     def __init__(
@@ -48,9 +49,11 @@ class ShardedExchange(ThresholdExchange):
         specs: Sequence[TensorSpec],
         lookahead: float,
         network: link.Link | None = None,
+        summed: int = 1,
+        elements: int | None = None,
     ):
         self._shards = Shards([s.elements for s in specs], comm.size)
-        super().__init__(strategy, comm, specs, lookahead, "cpu", network)
+        super().__init__(strategy, comm, specs, lookahead, "cpu", network, summed, elements)
         self._zeros = np.zeros(self._shards.part, np.float32)
         self._zeros.flags.writeable = False
         self._targets = self._shards.pieces(self._out, np.zeros(self._shards.part, np.float32))
@@ -185,11 +188,14 @@ class ShardedExchange(ThresholdExchange):
         if not self.sample or self._step % _SAMPLE_EVERY:
             return ()
         sample = np.concatenate([np.ravel(s) for s in self.sample]).astype(np.float64)
-        return np.append(sample, np.dot(sample, sample)).view(np.int64).tolist()
+        squares = float(np.dot(sample, sample))
+        if self._summed > 1:
+            sample, squares = sums_of(sample, self._summed)
+        return np.append(sample, squares).view(np.int64).tolist()
 
     def observe_samples(self, received: Received) -> None:
         if self._sums is not None and self._sums.size:
-            self._noise.observe_sums(self._sums[:-1], float(self._sums[-1]), self._size)
+            self._noise.observe_sums(self._sums[:-1], float(self._sums[-1]), self._size * self._summed)
         self._sums = None
 
     # -- state --------------------------------------------------------------------------------------------------------

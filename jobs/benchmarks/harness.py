@@ -231,6 +231,7 @@ def launch(
     ranks: int = 1,
     bandwidth: str = "",
     burst: str = "",
+    per_host: int = 1,
     limit: float = 14_400,
     **env: str,
 ) -> Ended:
@@ -239,9 +240,10 @@ def launch(
     Args:
         file: file of the benchmark.
         given: values for `work`.
-        ranks: number of workers.
+        ranks: number of workers, or of emulated hosts.
         bandwidth: bandwidth of the links between emulated hosts, such as 100mbit; "" for workers without emulation.
         burst: bytes that these links pass after a pause, such as 256kB; "" for the default of `hvdx lab`.
+        per_host: number of workers on each emulated host.
         limit: time limit in seconds.
         env: additional environment variables of the workers.
 
@@ -254,6 +256,7 @@ def launch(
         if bandwidth:
             lab = ["lab", "-n", str(ranks), "--bandwidth", bandwidth, "--json", str(folder / "lab")]
             lab += ["--burst", burst] if burst else []
+            lab += ["--ranks-per-host", str(per_host)] if per_host > 1 else []
             worker = [sys.executable, "-m", "hvdx", *lab, "--", *worker]
         elif ranks > 1:
             worker = [*mpirun_command(ranks), *worker]

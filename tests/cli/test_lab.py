@@ -78,6 +78,8 @@ def test_delay_rule_precedes_the_rate_rule():
         (["-n", "0", "--", "true"], "-n: expected 1 to 250 hosts, got 0"),
         (["-n", "251", "--", "true"], "-n: expected 1 to 250 hosts, got 251"),
         (["--threads", "0", "--", "true"], "--threads: expected 1 or more, got 0"),
+        (["--ranks-per-host", "0", "--", "true"], "--ranks-per-host: expected 1 or more"),
+        (["--ranks-per-host", "2", "--check"], "1 with --check, got 2"),
         (["--latency", "-1", "--", "true"], "--latency: expected"),
         (["--timeout", "0", "--", "true"], "--timeout: expected"),
         (["--bandwidth", "100mbps", "--", "true"], "--bandwidth: expected"),
@@ -191,8 +193,11 @@ def test_check_measures_a_link():
 
 
 @needs_lab
-def test_exit_code_is_that_of_the_job():
-    assert run_command([*LAB, "--", "sh", "-c", "exit 7"], timeout=30).code == 7
+def test_exit_code_is_that_of_the_job_and_hosts_have_several_ranks():
+    script = 'echo "$(hostname) $OMPI_COMM_WORLD_LOCAL_RANK of $OMPI_COMM_WORLD_SIZE"; sleep 0.5; exit 7'
+    done = run_command([*LAB, "--ranks-per-host", "2", "--", "sh", "-c", script], timeout=30)
+    assert done.code == 7, done
+    assert sorted(re.findall(r"host\d \d of \d", done.out)) == [f"host{h} {r} of 4" for h in (1, 2) for r in (0, 1)]
 
 
 @needs_lab

@@ -7,7 +7,7 @@ import tensorflow as tf
 from hvdx.comm import mesh
 from hvdx.comm.split_tensors import SplitTensors
 from hvdx.errors import ConfigError
-from tests.strategies.virtual import on_all
+from tests.strategies.virtual import on_all, on_hosts
 
 
 @pytest.mark.parametrize(
@@ -107,3 +107,16 @@ def test_bytes_are_counted():
 
     # The rows of this rank go to the other; of its columns, the other's rows.
     assert on_all(2, run) == [(4 * 3 * 4, 4 * 3 * 4)] * 2
+
+
+def test_virtual_ranks_have_hosts():
+    def place(comm):
+        return comm.local_rank, comm.local_size, comm.cross_rank, comm.cross_size
+
+    def run(comm):
+        part = comm.divide(comm.local_rank, comm.rank, "a test")
+        return place(comm), place(part), "".join(part.hosts), part.parent_ranks
+
+    found = on_hosts("abaab", run)
+    assert [f[0] for f in found] == [(0, 3, 0, 2), (0, 2, 1, 2), (1, 3, 0, 2), (2, 3, 0, 1), (1, 2, 1, 2)]
+    assert found[4][1:] == ((0, 1, 1, 2), "ab", [2, 4])

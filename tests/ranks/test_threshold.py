@@ -130,6 +130,19 @@ def test_adam_takes_the_steps_of_the_mean_gradient(second_moments, power):
 
 
 @pytest.mark.sizes(2, 4)
+def test_hosts_add_up_their_updates(monkeypatch):
+    """Two ranks to a host, over MPI; the hosts are names."""
+    monkeypatch.setattr(world.start(), "hosts", [f"host {rank // 2}" for rank in range(hvdx.size())])
+    model = network(keras.optimizers.Adam(0.01))
+    callback, history = fit(model, "threshold:target_density=0.05,local=dense", check_every=3)
+    assert_identical(model.weights)
+    assert history["loss"][-1] < history["loss"][0]
+    (counts,) = callback.counters.telemetry
+    assert counts.inside > 0
+    assert (counts.sent > 0) == (hvdx.size() > 2)
+
+
+@pytest.mark.sizes(2, 4)
 def test_nan_on_one_rank_skips_the_step_and_training_continues(capfd):
     x, y = data()
     if hvdx.rank() == hvdx.size() - 1:

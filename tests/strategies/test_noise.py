@@ -5,7 +5,7 @@ import pytest
 
 import hvdx
 from hvdx.strategies import TensorSpec
-from hvdx.strategies.noise import NoiseEstimate
+from hvdx.strategies.noise import NoiseEstimate, common_sample
 from tests.strategies.virtual import on_all
 
 N = 4
@@ -104,3 +104,16 @@ def test_estimate_is_saved_and_restored():
     for (first, second), noise in on_all(N, run):
         assert first == second
         assert noise is None
+
+
+@pytest.mark.parametrize("size", [67, 64, 3])
+def test_samples_of_hosts_give_the_estimate_of_all_ranks(size):
+    """Eight ranks on two hosts: a host sends the mean of its samples and their root mean square, as whole integers."""
+    random, alone, hosts = np.random.default_rng(4), NoiseEstimate(), NoiseEstimate()
+    for _ in range(20):
+        given = random.normal(size=(8, size)) + random.normal(size=(1, size))
+        padded = np.pad(given, ((0, 0), (0, -size % 4)))
+        alone.observe(padded)
+        common = np.stack([common_sample(given[:4]), common_sample(given[4:])])
+        hosts.observe(np.pad(common, ((0, 0), (0, -size % 4))), 4)
+    np.testing.assert_allclose(hosts.state, alone.state, rtol=1e-12)

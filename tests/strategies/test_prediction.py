@@ -58,6 +58,25 @@ def test_threshold_sends_its_density_to_all():
     assert Threshold(tau=0.1).predict(BASE) is None
 
 
+def test_hosts_send_one_update_for_all_their_workers():
+    """Four hosts of two workers: three messages of half of the elements from each worker, two workers to a link."""
+    given = change(workers=8, per_host=2)
+    dense, alone = (Threshold(target_density=0.01, local=local).predict(given) for local in ("auto", "none"))
+    assert dense.terms["transfer"] == pytest.approx(2 * 3 * (11349 / 2 + 32) / 1e6, rel=1e-3)
+    assert alone.terms["transfer"] == pytest.approx(2 * 6 * (11349 + 32) / 1e6, rel=1e-3)
+    assert dense.terms["encoding"] == pytest.approx(alone.terms["encoding"] / 2, rel=1e-3)
+    assert dense.sent == pytest.approx(3 * (11349 / 2 + 32), rel=1e-3)
+    assert dense.memory["residual"] == alone.memory["residual"] / 2
+    slow = change(workers=8, per_host=2, machine=dataclasses.replace(PLAIN, memory=1e9))
+    # Passes over a million elements: into pieces, to and from shared memory, sum of two, out of pieces; see `predict`.
+    added = Threshold(target_density=0.01).predict(slow).terms["copying"]
+    assert added == pytest.approx(1e6 * (8 + 8 + 4 + 2 + 8 + 16) / 1e9)
+    for other in (change(workers=8, per_host=8), change(workers=8, per_host=3), change(workers=8)):
+        assert Threshold(target_density=0.01).predict(other) == Threshold(target_density=0.01, local="none").predict(
+            other
+        )
+
+
 def test_overlap_hides_the_exchange_behind_computing():
     shown, hidden = (Threshold(target_density=0.01, overlap=o).predict(BASE) for o in (False, True))
     assert shown.seconds - hidden.seconds == pytest.approx(BASE.computing)

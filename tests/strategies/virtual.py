@@ -14,3 +14,9 @@ def on_all(size, function):
     """Call function(comm) on `size` virtual ranks; return the results in rank order."""
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(function, virtual_world(size)))
+
+
+def on_hosts(hosts, function):
+    """Call function(comm) on virtual ranks, each on a host of the given name; return the results in rank order."""
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        return list(pool.map(function, virtual_world(len(hosts), hosts=list(hosts))))

@@ -29,6 +29,7 @@ class Plan:
 
     Attributes:
         hosts: number of hosts.
+        per_host: number of ranks on each host.
         rate, delay, bucket: see `network.Shape`.
         mpirun: launcher and options. The word AGENT stands for the path of the script that replaces ssh, HOSTS for the
             list of hosts with their slots.
@@ -37,6 +38,7 @@ class Plan:
     """
 
     hosts: int
+    per_host: int
     rate: int | None
     delay: float
     bucket: int | None
@@ -80,7 +82,7 @@ def main(text: str) -> int:
 
 
 def _command(plan: Plan, hosts: list[network.Host]) -> list[str]:
-    words = {"AGENT": str(network.agent(hosts)), "HOSTS": ",".join(f"{host.name}:1" for host in hosts)}
+    words = {"AGENT": str(network.agent(hosts)), "HOSTS": ",".join(f"{host.name}:{plan.per_host}" for host in hosts)}
     return [words.get(word, word) for word in plan.mpirun] + _PAUSE + plan.program
 
 

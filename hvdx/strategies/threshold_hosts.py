@@ -1,0 +1,376 @@
+"""Exchange of the threshold strategy on hosts with several ranks: dense sums within a host, messages between hosts."""
+
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from hvdx.comm import Comm
+from hvdx.comm.alignment import aligned
+from hvdx.errors import ConfigError, WireError
+from hvdx.strategies import link
+from hvdx.strategies.base import TensorSpec, views
+from hvdx.strategies.compiling import prepare_together
+from hvdx.strategies.density import INITIAL_DENSITY
+from hvdx.strategies.driver import HostExchange, Prepared
+from hvdx.strategies.interleaving import Interleaved
+from hvdx.strategies.noise import common_sample
+from hvdx.strategies.shards import OWNER, whole_residual
+from hvdx.strategies.telemetry import Telemetry
+from hvdx.strategies.threshold_exchange import Options, ThresholdExchange
+
+# "No rank", where a header names a rank of the host.
+_NOBODY = -1
+
+
+class HostOptions(Options, Protocol):
+    """Options that the exchange reads; see `hvdx.strategies.Threshold`."""
+
+    def open_kind(
+        self,
+        comm: Comm,
+        specs: Sequence[TensorSpec],
+        lookahead: float,
+        device: str = "cpu",
+        network: link.Link | None = None,
+        summed: int = 1,
+        elements: int | None = None,
+    ) -> ThresholdExchange:
+        """Open the exchange of a piece between hosts."""
+
+
+@dataclass
+class _HostStep(Prepared):
+    """Encoded piece of a step.
+
+    Attributes:
+        update: tensors of this rank.
+        status: status of this rank alone.
+        sent: the step in the exchange between hosts.
+        others_fail: whether the host cannot take the step because of one of its other ranks.
+    """
+
+    sent: Any
+    others_fail: bool
+
+
+class HostsExchange(HostExchange):
+    """Exchange of one optimiser under `Threshold(local="dense")`.
+
+    The vector of all elements is divided into one piece for each rank of a host. The ranks of a host add up their
+    updates, each for its own piece. The ranks with the same piece, one on each host, exchange its sums by a
+    `ThresholdExchange`. Then each host gathers the results.
+
+    Args:
+        strategy: options, the same on all ranks.
+        comm: the ranks, the same number on each host.
+        specs: the tensors, of the same shapes on all ranks.
+        lookahead: see `Threshold`.
+    """
+
+    def __init__(self, strategy: HostOptions, comm: Comm, specs: Sequence[TensorSpec], lookahead: float):
+        hosts = list(dict.fromkeys(comm.hosts))
+        members = [[rank for rank, name in enumerate(comm.hosts) if name == host] for host in hosts]
+        self._host = hosts.index(comm.hosts[comm.rank])
+        self._rank = comm.rank
+        self._position, self._count = members[self._host].index(comm.rank), len(members[self._host])
+        # Numbers in reports: of the ranks of this host, and of those with this piece.
+        numbers = range(comm.size) if comm.parent_ranks is None else comm.parent_ranks
+        self._numbers = [numbers[rank] for rank in members[self._host]]
+        self._peers = [numbers[ranks[self._position]] for ranks in members]
+        local = comm.divide(self._host, self._position, "the ranks of a host")
+        between = comm.divide(self._position, self._host, "the hosts")
+        self._channel = local.channel("the updates within a host")
+
+        given = strategy.target_density
+        self._codec = strategy.make_codec(INITIAL_DENSITY if isinstance(given, str) else given, None, "cpu")
+        prepare_together(self._codec, comm, "Threshold")
+        self._sizes = [s.elements for s in specs]
+        self._parts = Interleaved(self._sizes, self._count)
+        fragments = [replace(s, shape=(k,)) for s, k in zip(specs, self._parts.fragments(self._position), strict=True)]
+        network = None
+        if given == "auto":
+            network = self.network = self._probe(between)
+        # The same link and size on all ranks, so that all pieces have one kind of exchange and one density.
+        largest = int(np.diff(self._parts.bounds).max())
+        self._inner: ThresholdExchange = strategy.open_kind(
+            between, fragments, lookahead, network=network, summed=self._count, elements=largest
+        )
+        super().__init__(specs, Telemetry())
+        # Sum of the host's updates, for this rank's piece.
+        self._piece = np.zeros(int(np.diff(self._parts.bounds)[self._position]), np.float32)
+        self._fragments = views(self._piece, fragments)
+        # All pieces, one after another: this rank's update, and later the results of the host's ranks.
+        self._pieces = np.zeros(self._n, np.float32)
+        self._flat = aligned(self._n)
+        self._out = views(self._flat, specs)
+        self._drained: np.ndarray | None = None
+
+    def _probe(self, between: Comm) -> link.Link:
+        """Measure the link of the hosts, which the ranks of a host use at once; the same on all ranks."""
+        channel = between.channel("the link between hosts")
+        found = link.probe(channel)
+        channel.close()
+        measured = self._channel.exchange([round(1e9 * found.latency), round(found.bandwidth)]).headers
+        return link.Link(int(measured[:, 0].max()) / 1e9, float(measured[:, 1].min()))
+
+    # `HostExchange` keeps the counters and the timer; here they are those of the exchange between hosts.
+    @property
+    def telemetry(self) -> Telemetry:
+        """Counters of the exchange; `sent` and `received` count bytes between hosts."""
+        return self._inner.telemetry
+
+    @telemetry.setter
+    def telemetry(self, fresh: Telemetry) -> None:
+        self._inner.telemetry = fresh
+
+    def start_timer(self) -> None:
+        self._inner.start_timer()
+
+    def stop_timer(self) -> None:
+        self._inner.stop_timer()
+
+    def restart_timer(self) -> None:
+        self._inner.restart_timer()
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def combine(self, tensors: Sequence[np.ndarray], finite: bool) -> list[np.ndarray]:
+        return self.deliver(self.prepare(tensors, finite))
+
+    def prepare(self, tensors: Sequence[np.ndarray], finite: bool) -> _HostStep:
+        """Add up the updates of the host, and encode this rank's piece. Collective among the ranks of a host."""
+        inner = self._inner
+        arrived = self._channel.exchange([int(not finite), *self._sample_words()])
+        self.telemetry.waiting += arrived.waited
+        self._take_samples(arrived.headers[:, 1:])
+        begin = time.perf_counter()
+        pieces = self._add_up(tensors, self._piece)
+        faulty, fault = self._find_fault(pieces)
+        seconds = time.perf_counter() - begin
+        sent = inner.prepare(self._fragments, True)
+        inner.charge(seconds)
+        if not sent.is_fine:
+            faulty = self._position
+        times = [round(1e9 * s) for s in inner.times]
+        statuses = self._channel.exchange([faulty, *times])
+        self.telemetry.waiting += statuses.waited
+        # The same times on all ranks of a host, so that all pieces keep one density.
+        inner.times = float(statuses.headers[:, 1].mean()) / 1e9, float(statuses.headers[:, 2].max()) / 1e9
+        blaming = statuses.headers[:, 0].tolist()
+        failed = {*np.flatnonzero(arrived.headers[:, 0]).tolist(), *blaming} - {_NOBODY}
+        if self._host >= sent.active:
+            # The updates of this host do not count, so its NaN does not count either.
+            failed = set()
+        elif fault and blaming.index(faulty) == self._position:
+            where = f"rank {self._numbers[faulty]}, step {sent.step + 1}"
+            print(f"hvdx: {where}: {fault}: NaN or infinity in the update", file=sys.stderr, flush=True)
+        step = _HostStep(tensors, sent.status, sent, bool(failed))
+        if self._position in failed:
+            step.skip(blamed=True)
+        return step
+
+    def deliver(self, prepared: _HostStep) -> list[np.ndarray]:
+        prepared.sent.status = prepared.status
+        if prepared.is_fine and prepared.others_fail:
+            prepared.sent.skip(blamed=False)
+        with self._numbered():
+            self._inner.deliver(prepared.sent)
+        return self._gather()
+
+    def _add_up(self, tensors: Sequence[np.ndarray], out: np.ndarray) -> np.ndarray:
+        """Set `out` to the sum of the host's tensors for this rank's piece; return the piece of each rank's tensors."""
+        self._parts.split(tensors, self._pieces)
+        pieces = self._channel.scatter_pieces(self._pieces, self._parts.bounds)
+        with np.errstate(over="ignore", invalid="ignore"):
+            np.add(pieces[0], pieces[1], out=out)
+            for piece in pieces[2:]:
+                out += piece
+        self.telemetry.inside += 4 * (self._n - out.size)
+        return pieces
+
+    def _find_fault(self, pieces: np.ndarray) -> tuple[int, str]:
+        """Return the rank of the host with NaN or infinity in this piece, and the variable; clear the piece then."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            square = np.dot(self._piece, self._piece)
+        if np.isfinite(square) or np.isfinite(self._piece).all():
+            return _NOBODY, ""
+        element = int(np.argmin(np.isfinite(self._piece)))
+        rank = next((r for r, theirs in enumerate(pieces) if not np.isfinite(theirs[element])), self._position)
+        ends = np.cumsum([s.elements for s in self._inner.specs])
+        # All ranks will skip the step, and its message must not hold NaN.
+        self._piece.fill(0)
+        return rank, self.specs[int(np.searchsorted(ends, element, side="right"))].name
+
+    def _gather(self) -> list[np.ndarray]:
+        """Gather the results of the host's ranks, and add the drained one."""
+        begin = time.perf_counter()
+        self._channel.gather_pieces(self._inner.result, self._parts.bounds, self._pieces)
+        self._parts.join(self._pieces, self._flat)
+        if self._drained is not None:
+            np.add(self._flat, self._drained, out=self._flat)
+            self._drained = None
+        self.telemetry.inside += 4 * (self._count - 1) * self._piece.size
+        self._inner.charge(time.perf_counter() - begin)
+        return self._out
+
+    @contextmanager
+    def _numbered(self) -> Iterator[None]:
+        """Name the sender of a damaged message by its rank instead of the number of its host."""
+        try:
+            yield
+        except WireError as error:
+            if error.rank is None:
+                raise
+            rank = self._peers[error.rank]
+            text = str(error).replace(f"rank {error.rank}", f"rank {rank}", 1)
+            raise WireError(text, rank) from None
+
+    # -- second moments -----------------------------------------------------------------------------------------------
+
+    def _sample_words(self) -> list[int]:
+        """Return the sample of this rank's gradients, two float32 in an integer."""
+        if not self.sample:
+            return []
+        sample = np.concatenate([np.ravel(s) for s in self.sample])
+        words = np.zeros(-(-sample.size // 2) * 2, np.float32)
+        with np.errstate(over="ignore"):
+            words[: sample.size] = sample
+        return words.view(np.int64).tolist()
+
+    def _take_samples(self, words: np.ndarray) -> None:
+        """Pass the samples of the host's ranks to the exchange between hosts, as one."""
+        self._inner.sample = None
+        if self.sample:
+            size = sum(np.size(s) for s in self.sample)
+            samples = np.ascontiguousarray(words).view(np.float32)[:, :size]
+            self._inner.sample = [common_sample(samples)]
+
+    # -- results in flight --------------------------------------------------------------------------------------------
+
+    def _flush_inner(self) -> bool:
+        """Wait for the step in flight between hosts; return whether there was one."""
+        with self._numbered():
+            return self._inner.flush() is not None
+
+    def flush(self) -> list[np.ndarray] | None:
+        if self._flush_inner():
+            return self._gather()
+        if self._drained is None:
+            return None
+        self._flat[...], self._drained = self._drained, None
+        return self._out
+
+    def drain(self) -> None:
+        if self._flush_inner():
+            self._gather()
+            self._drained = self._flat.copy()
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    @property
+    def residuals(self) -> list[np.ndarray]:
+        """Share of this rank in its host's residual: that of its piece, and zeros elsewhere."""
+        return views(self._whole(np.concatenate([np.ravel(r) for r in self._inner.residuals])), self.specs)
+
+    def add_to_residual(self, tensors: Sequence[np.ndarray]) -> None:
+        """Add the tensors of all ranks of the host to its residual. Collective among them."""
+        total = np.empty_like(self._piece)
+        self._add_up(tensors, total)
+        self._inner.add_to_residual(views(total, self._inner.specs))
+
+    def _whole(self, piece: np.ndarray) -> np.ndarray:
+        """Return float32[n] with the elements of this rank's piece, and zeros elsewhere."""
+        whole = np.zeros(self._n, np.float32)
+        self._parts.place(piece, self._position, whole)
+        return whole
+
+    def _runs(self) -> list[int]:
+        """Return the number of each of this piece's runs among the runs of the whole vector."""
+        if self._codec.scope == "all":
+            return [0]
+        filled = [k for k, size in enumerate(self._sizes) if size]
+        return [run for run, k in enumerate(filled) if self._inner.specs[k].elements]
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Return a state that an exchange of any number of ranks and hosts can restore.
+
+        It is that of an exchange without sums on hosts: residual and taus are for all elements. The state of this
+        rank's piece comes in addition, for a restored exchange of the same hosts.
+        """
+        state = self._inner.state_dict()
+        own = {f"piece.{name}": value for name, value in state.items()} | {"piece": self._place}
+        # The residual of a shard becomes a part of that of the piece.
+        state = dict(whole_residual(state, self._host))
+        piece = {k.removeprefix("codec."): v for k, v in state.items() if k.startswith("codec.")}
+        whole, runs = self._codec.init(self._sizes).arrays(), self._runs()
+        for name in ("taus", "found", "floors", "quiet"):
+            whole[name][runs] = piece[name]
+        ratio = whole["lengths"][runs] / piece["lengths"]
+        whole["means"][runs] = np.where(piece["means"] < 0, piece["means"], piece["means"] * ratio)
+        whole["sent"][runs] = np.rint(piece["sent"] * ratio).astype(np.int64)
+        whole |= {"residual": self._whole(piece["residual"]), "step": piece["step"]}
+        rest = {k: v for k, v in state.items() if not k.startswith(("codec.", OWNER))}
+        late = {} if self._drained is None else {"late": self._drained}
+        return rest | {f"codec.{k}": v for k, v in whole.items()} | own | late
+
+    @property
+    def _place(self) -> np.ndarray:
+        """Position of this rank: pieces, number of its piece, hosts, number of its host."""
+        return np.array([self._count, self._position, len(self._peers), self._host])
+
+    def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
+        """Restore a saved state. Collective among the ranks of a host.
+
+        Raises:
+            ConfigError: if the state of a rank of the host does not fit the tensors or the options.
+        """
+        problem = self._problem_of(state)
+        elsewhere = not np.array_equal(state.get("piece", ()), self._place)
+        flags = self._channel.exchange([int(bool(problem)), int(elsewhere)]).headers
+        failed = np.flatnonzero(flags[:, 0]).tolist()
+        if failed:
+            other = f"rank {self._numbers[failed[0]]} of this host cannot restore its state; see its error."
+            raise ConfigError(f"threshold: the saved state: {problem or other}")
+        piece = {k.removeprefix("piece."): v for k, v in state.items() if k.startswith("piece.")}
+        self._inner.load_state_dict(self._piece_of(state) if flags[:, 1].any() else piece)
+        self._drained = np.array(state["late"], np.float32) if "late" in state else None
+
+    def _problem_of(self, state: Mapping[str, np.ndarray]) -> str:
+        """Return the reason why a state does not fit, or ""."""
+        fresh = self._codec.init(self._sizes).arrays()
+        wanted = {f"codec.{name}": array.shape for name, array in fresh.items()} | {"step": (), "density": ()}
+        if "late" in state:
+            wanted["late"] = (self._n,)
+        for name, shape in wanted.items():
+            if name not in state:
+                return f"expected {', '.join(wanted)}, got {sorted(state)}."
+            if np.shape(state[name]) != shape:
+                got = np.shape(state[name])
+                return f"{name}: expected the shape {shape}, got {got}. It is of another model, or of another `scope`."
+        if (state["codec.lengths"] != fresh["lengths"]).any():
+            return f"codec.lengths: expected {fresh['lengths']}, got {state['codec.lengths']}."
+        try:
+            whole_residual(state, self._rank)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    def _piece_of(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the state of this rank's piece, with the sum of the residuals of the host's ranks. Collective."""
+        residual = np.empty_like(self._piece)
+        whole = whole_residual(state, self._rank)["codec.residual"]
+        self._add_up(views(np.ascontiguousarray(whole), self.specs), residual)
+        runs, lengths = self._runs(), self._codec.init([s.elements for s in self._inner.specs]).lengths
+        names = ("taus", "found", "floors", "quiet", "means", "sent")
+        piece = {name: np.array(state[f"codec.{name}"][runs]) for name in names}
+        ratio = lengths / state["codec.lengths"][runs]
+        piece["means"] = np.where(piece["means"] < 0, piece["means"], piece["means"] * ratio)
+        piece["sent"] = np.rint(piece["sent"] * ratio).astype(np.int64)
+        piece |= {"residual": residual, "lengths": lengths, "step": state["codec.step"]}
+        rest = {k: v for k, v in state.items() if not k.startswith(("codec.", "piece", "late", OWNER))}
+        return rest | {f"codec.{k}": v for k, v in piece.items()}
