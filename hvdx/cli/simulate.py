@@ -45,7 +45,7 @@ are strategies without a common step (parameter_server), and auto.
 """
 
 _WORKERS, _BANDWIDTH, _STRATEGIES = "4,16,64", "1gbit", "all_reduce;threshold;parameter_averaging"
-_COMPUTING, _STEPS, _STEPS_MADE = "20ms", 50, 12
+_COMPUTING, _STEPS, _STEPS_MADE, _LIMIT = "20ms", 60, 12, 60.0
 _MOST_WORKERS, _MOST_ELEMENTS, _MOST_STEPS = 2048, 10**9, 100_000
 # Largest number of workers that all run, and numbers that run in a larger world, with a model and without.
 _ALL_RUN, _RUN, _RUN_MADE = 64, 4, 2
@@ -72,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--jitter", type=float, default=0.0, metavar="S", help="spread of computing, of its logarithm: 0.2")
     add("--core-speed", type=float, default=1.0, metavar="F", help="cores of the workers / this core; inf: no work")
     add("--seed", type=int, default=0, help="seed of weights, batches and jitter (default: 0)")
+    add("--limit", type=float, default=_LIMIT, metavar="SECONDS", help="real time of a case (default: %(default)g)")
     add("--json", type=Path, metavar="FILE", help="also write the figures to FILE; - prints only them")
 
 
@@ -130,6 +131,10 @@ def _checked(args: argparse.Namespace) -> "tuple[list[int], dict[str, Link], dic
     if not args.core_speed > 0:
         raise ConfigError(
             f"simulate: --core-speed: expected a factor above 0, got {args.core_speed:g}. Do: leave it out."
+        )
+    if not args.limit > 0:
+        raise ConfigError(
+            f"simulate: --limit: expected more than 0, got {args.limit:g}. Do: leave it out for {_LIMIT:g}."
         )
     args.computing, latency = _seconds("--computing", args.computing), _seconds("--latency", args.latency)
     links = {}
@@ -223,7 +228,7 @@ def _setting(
         count, sizes, args.computing, link, machine, installed_engine(), args.batch, 1.0, per_host=args.workers_per_host
     )
     running = _RUN_MADE if args.elements is not None else _RUN if count > _ALL_RUN else None
-    return Setting(situation, args.steps, slow, args.jitter, args.core_speed, running, args.seed)
+    return Setting(situation, args.steps, slow, args.jitter, args.core_speed, running, args.seed, limit=args.limit)
 
 
 # -- the answer -------------------------------------------------------------------------------------------------------
@@ -252,7 +257,12 @@ def _section(args: argparse.Namespace, count: int, bandwidth: str, outcomes: "di
     repeated = "" if running == count else f"; {running} run, the others repeat them"
     hosts = f" on {-(-count // args.workers_per_host)} hosts" if args.workers_per_host > 1 else ""
     title = f"{count} workers{hosts} at {bandwidth}, {args.steps} steps{repeated}"
-    return f"{title}\n{render(rows, header=header)}\n"
+    cut = [
+        f"{spelling}: {o.taken} steps, then --limit was reached"
+        for spelling, o in outcomes.items()
+        if o.taken < args.steps
+    ]
+    return "\n".join([title, render(rows, header=header), *cut, ""])
 
 
 def loss_at(losses: Sequence[tuple[float, float]], seconds: float) -> float:
@@ -272,7 +282,7 @@ def _ms(seconds: float) -> str:
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
     names = ("workers", "workers_per_host", "bandwidth", "latency", "strategies", "computing", "steps", "elements")
-    more = ("hidden", "batch", "slow", "jitter", "seed")
+    more = ("hidden", "batch", "slow", "jitter", "seed", "limit")
     # JSON has no infinity.
     speed = args.core_speed if math.isfinite(args.core_speed) else None
     return {name: getattr(args, name) for name in (*names, *more)} | {"core_speed": speed}

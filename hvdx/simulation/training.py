@@ -1,6 +1,7 @@
 """A simulated training: every rank trains its replica under one strategy, by its virtual clock."""
 
 import copy
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,8 +19,8 @@ from hvdx.strategies.prediction import Situation
 
 #: Parts of a step, in their order.
 PARTS = ("computing", "waiting", "encoding", "network", "decoding", "copying")
-# Steps that are left out of the means: in the first ones the codec finds tau, and caches are cold.
-_WARM = 5
+# Share of the steps that is left out of the means: in the first ones the codec finds tau, and a density settles.
+_LEFT_OUT = 1 / 3
 # Largest number of points of a curve of losses.
 _POINTS = 50
 # Bytes of an element in weights, gradients and momenta together.
@@ -41,6 +42,7 @@ class Setting:
         running: number of workers that should run, while the others repeat them; None if all run.
         seed: seed of the jitter.
         timer: returns the seconds of work of the calling thread.
+        limit: real seconds after which a training ends early, if it exchanges in every step.
     """
 
     situation: Situation
@@ -51,6 +53,7 @@ class Setting:
     running: int | None = None
     seed: int = 0
     timer: Callable[[], float] = time.thread_time
+    limit: float = math.inf
 
     @property
     def running_hosts(self) -> int:
@@ -74,6 +77,7 @@ class Outcome:
         memory: bytes on a worker: weights, gradients, optimiser, arrays of the exchange and received messages.
         losses: pairs (virtual seconds, loss of worker 0 on held-out data); empty if some workers repeat others.
         total: virtual seconds of all steps.
+        taken: number of steps; fewer than in the setting if the limit was reached.
         running: number of workers that ran.
         steps: number of steps that the means are of.
     """
@@ -86,6 +90,7 @@ class Outcome:
     memory: float
     losses: list[tuple[float, float]]
     total: float
+    taken: int
     running: int
     steps: int
 
@@ -152,7 +157,8 @@ def _single_threaded(strategy: Strategy) -> Strategy:
         return strategy
     other: Any = copy.copy(strategy)
     other.threads = 1
-    return other  # type: ignore[no-any-return]
+    single: Strategy = other
+    return single
 
 
 class _Plan:
@@ -162,6 +168,7 @@ class _Plan:
         rarely: whether most steps have no exchange.
         copying: seconds of a step in which TensorFlow copies the tensors of an exchange on the host, as predicted.
         computing: float64[steps, workers], seconds of each step, `copying` included.
+        last: number of steps that are taken.
     """
 
     def __init__(
@@ -177,6 +184,15 @@ class _Plan:
         if strategy.runs == "graph":
             seconds += given.polling(self.rarely)
         self.computing = seconds * slow
+        self.last, self._begin = setting.steps, time.monotonic()
+
+    def ended(self, step: int) -> None:
+        """Note that rank 0 has ended a step. After the limit, the next step is the last one.
+
+        Rank 0 still holds the lock, so no rank has ended the next step, which takes an exchange with rank 0.
+        """
+        if not self.rarely and time.monotonic() - self._begin > self.setting.limit:
+            self.last = min(self.last, step + 2)
 
     @property
     def buffers(self) -> float:
@@ -231,11 +247,15 @@ def _train(comm: SimulatedComm, plan: _Plan) -> _Log:
     every = -(-len(seconds) // _POINTS)
     comm.start()
     for step, computing in enumerate(seconds):
+        if step >= plan.last:
+            break
         step_of(replica, exchange, mine, computing)
         log.end(step, comm, exchange, plan.copying)
         loss = replica.loss() if watched and ((step + 1) % every == 0 or step + 1 == len(seconds)) else None
         if loss is not None:
             log.losses.append((float(mine.times[0]), loss))
+        if comm.rank == 0:
+            plan.ended(step)
     mine.resume()
     late = exchange.flush()
     if late is not None:
@@ -290,7 +310,7 @@ def _with_weights(strategy: Strategy, tensors: int) -> _Step:
 
 
 def _outcome(plan: _Plan, logs: Sequence[_Log]) -> Outcome:
-    first, count = window(plan.setting.steps, plan.strategy.schedule[-1][1])
+    first, count = window(plan.last, plan.strategy.schedule[-1][1])
     ends = np.max([log.ends for log in logs], axis=0)
 
     def mean_of(totals: Sequence[np.ndarray]) -> list[float]:
@@ -305,7 +325,8 @@ def _outcome(plan: _Plan, logs: Sequence[_Log]) -> Outcome:
         crossing=crossing,
         memory=_OWN * plan.given.elements + logs[0].memory + plan.buffers,
         losses=logs[0].losses,
-        total=float(ends[-1]),
+        total=float(ends[plan.last]),
+        taken=plan.last,
         running=len(logs),
         steps=count,
     )
@@ -316,8 +337,8 @@ def window(steps: int, period: int) -> tuple[int, int]:
 
     Example:
         >>> window(50, 1), window(50, 16), window(4, 1), window(3, 16)
-        ((5, 45), (18, 32), (1, 3), (0, 3))
+        ((16, 34), (18, 32), (1, 3), (0, 3))
     """
-    warm = min(_WARM, steps // 4)
+    warm = int(_LEFT_OUT * steps)
     count = (steps - warm) // period * period
     return (steps - count, count) if count else (0, steps)
