@@ -219,7 +219,7 @@ class Workspace:
         check_layout(layout)
         threads = threads or default_threads()
         self.threads = threads
-        self.fits = n, runs, layout, threads
+        self.layout, self.fits = layout, (n, runs, layout, threads)
         regions = -(-n // layout.region)
         self.numbers = np.array(layout, np.int64)
         self.borders = cut(regions, min(threads, max(regions, 1)))

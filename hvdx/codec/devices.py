@@ -13,7 +13,7 @@ import numpy as np
 from hvdx.errors import ConfigError
 from hvdx.kernels import cpu
 from hvdx.kernels.pieces import SIZE, aligned, locate
-from hvdx.kernels.tiles import Encoded, Runs, factors
+from hvdx.kernels.tiles import LAYOUT, Encoded, Layout, Runs, factors
 
 
 class Host:
@@ -53,9 +53,9 @@ class Host:
             scaled = [np.multiply(u, scale, out=np.empty_like(u)) for u in update]
         return cpu.histogram(scaled, lengths)
 
-    def workspace(self, n: int, runs: int) -> cpu.Workspace:
-        """Return scratch memory for `encode`."""
-        return cpu.Workspace(n, runs, threads=self.threads)
+    def workspace(self, n: int, runs: int, part: int = 0) -> cpu.Workspace:
+        """Return scratch memory for `encode`, whose tiles then have entries of one part of `part` elements each."""
+        return cpu.Workspace(n, runs, _layout(part) if part else LAYOUT, self.threads)
 
     def encode(
         self, update: Sequence[Any], residual: Any, runs: Runs, rice: bool, header: bytes, work: Any, lookahead: float,
@@ -63,7 +63,7 @@ class Host:
     ) -> tuple[np.ndarray, Encoded]:  # fmt: skip
         """Encode, and change `residual` in place. Return the message, which begins with `header`, and the counts."""
         coded = cpu.encode(
-            update, residual, runs, rice,
+            update, residual, runs, rice, work.layout,
             threads=work.threads, reserve=len(header), workspace=work, lookahead=lookahead,
         )  # fmt: skip
         if coded.fault < 0:
@@ -76,6 +76,14 @@ class Host:
     ) -> None:  # fmt: skip
         """Add messages to `out`, or with `clear` to zeros; raise Malformed if one is invalid."""
         cpu.decode(messages, scale, out, rice, self.threads, clear)
+
+
+def _layout(part: int) -> Layout:
+    """Return a layout whose tiles do not cross multiples of `part`, a multiple of 64: each region has its own tiles."""
+    regions = -(-part // LAYOUT.region)
+    while part % (64 * regions):
+        regions += 1
+    return LAYOUT._replace(region=part // regions, tile_min=1, group_regions=1)
 
 
 def _there(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -174,8 +182,8 @@ class Gpu:
         """Return the histograms of (1 + lookahead) * update, int64[R, 2048]; see `cpu.histogram`."""
         return self._cuda.histogram(update, lengths, lookahead, stream)
 
-    def workspace(self, n: int, runs: int) -> Any:
-        """Return scratch memory for `encode`."""
+    def workspace(self, n: int, runs: int, part: int = 0) -> Any:
+        """Return scratch memory for `encode`, which writes tiles without regard to parts."""
         return self._cuda.Scratch()
 
     @_there

@@ -19,6 +19,7 @@ from hvdx.cache import kernels_folder
 from hvdx.codec import frame, tau, varint
 from hvdx.codec.base import Codec, State
 from hvdx.codec.devices import Gpu, Host, gpu
+from hvdx.codec.parts import cut_tiles, join_tiles
 from hvdx.errors import ConfigError, UpdateError, WireError
 from hvdx.kernels import compiled, cpu
 from hvdx.kernels.lengths import read_lengths
@@ -109,6 +110,8 @@ class Threshold(Codec[ThresholdState]):
             one of the calling thread. All write the same bytes. On a GPU, `encode` and `decode` return when their work
             has finished, so nobody needs to wait for them. The caller's work that fills the arrays must have finished
             when they are called, or must be on the stream that is passed to them.
+        part: number of elements of a part, a multiple of 64, for `split`: the messages of `encode` then have no tile
+            with entries of two parts. None if messages are not split.
 
     Raises:
         ConfigError: if an option is outside its range.
@@ -135,6 +138,7 @@ class Threshold(Codec[ThresholdState]):
         tau_steps: int = 32,
         threads: int | None = None,
         device: str = "cpu",
+        part: int | None = None,
     ) -> None:
         if tau is not None and target_density is not None:
             raise ConfigError("threshold: both tau and target_density are given. Give one; a density determines tau.")
@@ -152,9 +156,13 @@ class Threshold(Codec[ThresholdState]):
             raise ConfigError(f"threshold: threads: expected at least 1, got {threads!r}.")
         if not isinstance(device, str) or not _DEVICE.fullmatch(device):
             raise ConfigError(f"threshold: device: expected 'cpu', 'cuda' or 'cuda:NUMBER', got {device!r}.")
+        if part is not None and not (isinstance(part, int) and part >= 64 and part % 64 == 0):
+            raise ConfigError(f"threshold: part: expected a multiple of 64, got {part!r}.")
+        if part is not None and (device != "cpu" or scope != "all"):
+            raise ConfigError("threshold: part: messages are split on the host only, and with scope='all'.")
         self.tau = None if tau is None and target_density is not None else DEFAULT_TAU if tau is None else float(tau)
         self.target_density, self.scope, self.index_coding = target_density, scope, index_coding
-        self.tau_steps, self.threads, self.device = tau_steps, threads, device
+        self.tau_steps, self.threads, self.device, self.part = tau_steps, threads, device, part
         _, _, index = device.partition(":")
         self._device: Host | Gpu = Host(threads) if device == "cpu" else gpu(int(index) if index else None)
 
@@ -167,6 +175,7 @@ class Threshold(Codec[ThresholdState]):
             "tau_steps": (self.tau_steps, 32),
             "threads": (self.threads, None),
             "device": (self.device, "cpu"),
+            "part": (self.part, None),
         }
         return f"Threshold({', '.join(f'{k}={v!r}' for k, (v, default) in options.items() if v != default)})"
 
@@ -244,7 +253,7 @@ class Threshold(Codec[ThresholdState]):
             state, taus=taus, found=found, floors=floors, quiet=quiet, means=means, step=state.step + 1,
             sent=coded.sent, claim=Lock(),
         )  # fmt: skip
-        return frame.seal(message, self.number + (self.index_coding != "rice")), after
+        return frame.seal(message, self._wire_number), after
 
     def decode(
         self, messages: Sequence[np.ndarray], out: Sequence[np.ndarray], scale: float = 1.0, stream: Any = None
@@ -263,15 +272,64 @@ class Threshold(Codec[ThresholdState]):
     ) -> None:
         self.prepare()
         n = sum(self._device.check(out, "out", writable=True, stream=stream))
-        number = self.number + (self.index_coding == "none")
-        bodies = []
-        for rank, message in enumerate(messages):
-            body = frame.unseal(message, number, f"{self.name}, index_coding={self.index_coding!r}", rank)
-            bodies.append(_open(body, n, rank))
+        bodies = [self._opened(message, n, rank) for rank, message in enumerate(messages)]
         try:
             self._device.decode(bodies, scale, out, self.index_coding == "rice", clear, stream)
         except Malformed as error:
             raise WireError(f"message of rank {error.message}: {error}.", error.message) from None
+
+    def _opened(self, message: np.ndarray, n: int, rank: int) -> tuple[np.ndarray, Runs]:
+        """Check the frame of a message of n elements, and return its tiles and runs."""
+        body = frame.unseal(message, self._wire_number, f"{self.name}, index_coding={self.index_coding!r}", rank)
+        return _open(body, n, rank)
+
+    @property
+    def _wire_number(self) -> int:
+        return self.number + (self.index_coding == "none")
+
+    def split(self, message: np.ndarray, n: int) -> list[np.ndarray]:
+        """Split a message that this codec encoded into a message for each part of the update.
+
+        Args:
+            message: uint8[bytes], the message.
+            n: number of elements of the update, a multiple of `part`.
+
+        Raises:
+            ValueError: if this codec has no `part`, or n is no multiple of it.
+
+        Example:
+            >>> codec = Threshold(tau=1.0, part=64)
+            >>> message, _ = codec.encode([np.eye(2, 64, dtype=np.float32)], codec.init([128]))
+            >>> out = np.zeros(64, np.float32)
+            >>> codec.decode(codec.split(message, 128)[1:], [out])
+            >>> out[:3]
+            array([0., 1., 0.], dtype=float32)
+        """
+        if self.part is None or n % self.part:
+            raise ValueError(f"split: expected a codec with a part that divides {n} elements, got part={self.part}.")
+        tiles, runs = self._opened(message, n, 0)
+        head = _header(Runs(np.array([self.part]), runs.taus))
+        return [self._sealed(head, piece) for piece in cut_tiles(tiles, n, self.part)]
+
+    def join(self, messages: Sequence[np.ndarray], part: int) -> np.ndarray:
+        """Join the messages of consecutive parts into one message; the inverse of `split`.
+
+        Args:
+            messages: untrusted uint8[bytes], message of each part.
+            part: number of elements of each part.
+
+        Raises:
+            WireError: if a message is invalid; its rank is the number of the part. Entries are not checked.
+        """
+        pieces = [self._opened(message, part, rank) for rank, message in enumerate(messages)]
+        try:
+            tiles, runs = join_tiles(pieces)
+        except Malformed as error:
+            raise WireError(f"message of rank {error.message}: {error}.", error.message) from None
+        return self._sealed(_header(runs), tiles)
+
+    def _sealed(self, head: bytes, tiles: np.ndarray) -> np.ndarray:
+        return frame.seal(np.concatenate([np.frombuffer(head, np.uint8), tiles]), self._wire_number)
 
     def restore(self, arrays: Mapping[str, np.ndarray], sizes: Sequence[int]) -> ThresholdState:
         fresh = self.init(sizes)
@@ -316,7 +374,7 @@ class Threshold(Codec[ThresholdState]):
         """Return the message, the counts, and the taus, found and floors used. Raise _Refused if there is a fault."""
         taus, found, floors = state.taus, state.found, state.floors
         if "workspace" not in state.scratch:
-            state.scratch["workspace"] = self._device.workspace(state.residual.size, len(taus))
+            state.scratch["workspace"] = self._device.workspace(state.residual.size, len(taus), self.part or 0)
         work, rice = state.scratch["workspace"], self.index_coding == "rice"
         due = ~found
         if self.target_density is not None:

@@ -153,6 +153,20 @@ class Channel(abc.ABC):
         """
 
     @abc.abstractmethod
+    def swap(self, numbers: np.ndarray) -> np.ndarray:
+        """Send each rank a few numbers of its own (an all-to-all of a fixed size).
+
+        Args:
+            numbers: contiguous integers [size, k], k and dtype the same on all ranks; row r is for rank r.
+
+        Returns:
+            [size, k], the row of each rank for this one, in rank order.
+
+        Raises:
+            ExchangeError: if ranks do not join within the time limit.
+        """
+
+    @abc.abstractmethod
     def all_to_all(self, parts: Sequence[np.ndarray], sizes: Sequence[int]) -> list[np.ndarray]:
         """Send each rank its part of this rank's data.
 

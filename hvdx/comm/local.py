@@ -172,6 +172,9 @@ class VirtualChannel(Channel):
     def gather_pieces(self, piece: np.ndarray, bounds: np.ndarray, into: np.ndarray) -> None:
         into[:] = np.concatenate(self._table.swap(self.rank, piece))
 
+    def swap(self, numbers: np.ndarray) -> np.ndarray:
+        return np.stack([theirs[self.rank] for theirs in self._table.swap(self.rank, numbers.copy())])
+
     def all_to_all(self, parts: Sequence[np.ndarray], sizes: Sequence[int]) -> list[np.ndarray]:
         return [theirs[self.rank] for theirs in self._table.swap(self.rank, [part.copy() for part in parts])]
 

@@ -315,6 +315,11 @@ class MpiChannel(Channel):
         received = [into.view(np.uint8), np.diff(ends), ends[:-1], self._mpi.BYTE]
         self._wait(self._comm.Iallgatherv([piece.view(np.uint8), self._mpi.BYTE], received))
 
+    def swap(self, numbers: np.ndarray) -> np.ndarray:
+        got = np.empty_like(numbers)
+        self._wait(self._comm.Ialltoall(numbers, got))
+        return got
+
     def all_to_all(self, parts: Sequence[np.ndarray], sizes: Sequence[int]) -> list[np.ndarray]:
         ends, sent = np.cumsum(sizes), np.array([part.size for part in parts])
         if max(ends[-1], sent.sum()) > _MAX_BYTES:

@@ -35,23 +35,23 @@ class DensityControl:
     Args:
         overhead: budget, as a share of a step's computing time.
         network: result of `link.probe`, for the first review only.
-        size: number of ranks.
+        messages: number of messages of whole updates that a rank receives in a step.
         elements: number of elements of an update.
 
     Attributes:
         density: density of the next step.
 
     Example:
-        >>> control = DensityControl(0.1, Link(1e-4, 12.5e6), 2, 1_000_000)
+        >>> control = DensityControl(0.1, Link(1e-4, 12.5e6), 1, 1_000_000)
         >>> for _ in range(200):
         ...     control.observe(computing=0.01, cost=5e-4 + 0.1 * control.density)
         >>> 0.8e-3 < 5e-4 + 0.1 * control.density < 1.1e-3
         True
     """
 
-    def __init__(self, overhead: float, network: Link, size: int, elements: int):
+    def __init__(self, overhead: float, network: Link, messages: float, elements: int):
         self.density = INITIAL_DENSITY
-        self._overhead, self._network, self._size, self._elements = overhead, network, size, elements
+        self._overhead, self._network, self._messages, self._elements = overhead, network, messages, elements
         self._computing: list[float] = []
         self._costs: list[float] = []
         self._left_out = _LEFT_OUT
@@ -95,7 +95,7 @@ class DensityControl:
 
     def _transfer(self, density: float) -> float:
         """Return the seconds of the transfer on the network that was probed."""
-        received = (self._size - 1) * message_bytes(self._elements, density)
+        received = self._messages * message_bytes(self._elements, density)
         return self._network.latency + received / self._network.bandwidth
 
     def _learn_fixed(self, cost: float) -> None:

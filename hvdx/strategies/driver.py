@@ -185,7 +185,7 @@ class HostExchange(Exchange):
 
 
 @dataclass
-class _Sent(Prepared):
+class Sent(Prepared):
     """Encoded update, before it is sent or in flight.
 
     Attributes:
@@ -201,7 +201,7 @@ class _Sent(Prepared):
     codec: "Codec[Any]"
     active: int
     step: int
-    late: "tuple[_Sent, Received] | None" = None
+    late: "tuple[Sent, Received] | None" = None
 
 
 class DeviceArrays(Protocol):
@@ -268,7 +268,7 @@ class MessageExchange(HostExchange):
         self._flat: Any = aligned(self._n if device is None else 0)
         self._out = [] if device is not None else views(self._flat, specs)
         self._thread = clock.background("hvdx-exchange") if overlap else None
-        self._pending: tuple[_Sent, Future[Received]] | None = None
+        self._pending: tuple[Sent, Future[Received]] | None = None
         self._drained: np.ndarray | None = None
         self._step = 0
         # Seconds that this step has cost so far, and that the step before it cost.
@@ -322,12 +322,25 @@ class MessageExchange(HostExchange):
                 computation did not hide.
         """
 
+    def swap(self, header: Sequence[int], sent: Sent) -> Received:
+        """Exchange the message of this rank for those of all ranks, and count the bytes.
+
+        Args:
+            header: header of this rank, as `observe` describes it.
+            sent: the step.
+        """
+        received = self._channel.exchange(header, sent.message)
+        counts, others, size = self.telemetry, self._size - 1, 8 * (len(header) + 1)
+        counts.sent += others * (sent.message.size + size)
+        counts.received += sum(m.size for m in received.messages) - sent.message.size + others * size
+        return received
+
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def combine(self, tensors: Sequence[np.ndarray], finite: bool) -> list[np.ndarray]:
         return self.deliver(self.prepare(tensors, finite))
 
-    def prepare(self, tensors: Sequence[np.ndarray], finite: bool) -> _Sent:
+    def prepare(self, tensors: Sequence[np.ndarray], finite: bool) -> Sent:
         # The late step comes first: if all ranks skip it, the residual is restored before the next update is added.
         self._cost_before, self._cost = self._cost, 0.0
         late = self._take_pending()
@@ -335,24 +348,24 @@ class MessageExchange(HostExchange):
         sent.late = late
         return sent
 
-    def deliver(self, sent: _Sent) -> list[np.ndarray]:
+    def deliver(self, sent: Sent) -> list[np.ndarray]:
         late, sent.late = sent.late, None
         header = [sent.status, round(1e9 * self._computed), round(1e9 * self._cost_before), *self.more_header()]
         if self._thread is None:
-            received = self._channel.exchange(header, sent.message)
+            received = self.swap(header, sent)
             late = (sent, received) if self._count(sent, received) else None
         result = self._clock("decoding", lambda: self._decode(late))
         if self._thread is not None:
             # The next exchange begins after decoding, because it overwrites the messages of the late step.
-            self._pending = sent, self._thread.submit(self._channel.exchange, header, sent.message)
+            self._pending = sent, self._thread.submit(self.swap, header, sent)
         if self._device is not None:
             self._flat, self._out = None, []  # the caller has the result
         self._step += 1
         return result
 
-    def _encode(self, tensors: Sequence[np.ndarray], finite: bool) -> _Sent:
+    def _encode(self, tensors: Sequence[np.ndarray], finite: bool) -> Sent:
         codec, active = self.codec(), self.active()
-        sent = _Sent((), _FINE, np.zeros(0, np.uint8), codec, active, self._step)
+        sent = Sent((), _FINE, np.zeros(0, np.uint8), codec, active, self._step)
         if self._rank >= active:
             return sent  # this rank's message does not count, so its NaN does not count either
         if self._device is not None:
@@ -382,7 +395,7 @@ class MessageExchange(HostExchange):
             self._clock("decoding", lambda: self._decode(self._take_pending()))
             self._drained = self._flat.copy() if self._device is None else self._device.fetch(self._flat)
 
-    def _take_pending(self) -> tuple[_Sent, Received] | None:
+    def _take_pending(self) -> tuple[Sent, Received] | None:
         """Wait for the step in flight. Return None if there is none, or if all ranks skip it."""
         if self._pending is None:
             return None
@@ -392,18 +405,13 @@ class MessageExchange(HostExchange):
         # The time spent here is the part of the exchange that the computation did not hide.
         return (sent, received) if self._count(sent, received, clock.now() - begin) else None
 
-    def _decode(self, arrived: tuple[_Sent, Received] | None) -> list[np.ndarray]:
+    def _decode(self, arrived: tuple[Sent, Received] | None) -> list[np.ndarray]:
         """Return the sum of the messages that arrived and of the drained result."""
         if arrived is None or self._device is not None:
             self._clear()
         if arrived is not None:
             sent, received = arrived
-            scale = self.scale(sent.active)
-            messages = received.messages[: sent.active]
-            if self._device is None:
-                sent.codec.decode_sum(messages, [self._flat], scale)
-            else:
-                self._add_messages(sent.codec, messages, self._flat, scale)
+            self.add_up(sent, received.messages, self.scale(sent.active))
         if self._drained is not None:
             if self._device is None:
                 np.add(self._flat, self._drained, out=self._flat)
@@ -411,6 +419,19 @@ class MessageExchange(HostExchange):
                 self._device.add(self._device.place(self._drained), self._flat)
             self._drained = None
         return self._out
+
+    def add_up(self, sent: Sent, messages: Sequence[np.ndarray], scale: float) -> None:
+        """Set the result of the step to the sum of the messages of all ranks.
+
+        Args:
+            sent: the step.
+            messages: those that `swap` returned.
+            scale: factor on the sum.
+        """
+        if self._device is None:
+            sent.codec.decode_sum(messages[: sent.active], [self._flat], scale)
+        else:
+            self._add_messages(sent.codec, messages[: sent.active], self._flat, scale)
 
     def _add_messages(self, codec: "Codec[Any]", messages: Sequence[np.ndarray], out: Any, scale: float = 1.0) -> None:
         """Add messages to an array on the device, through the host if the codec has no kernels there."""
@@ -439,15 +460,12 @@ class MessageExchange(HostExchange):
         setattr(self.telemetry, counter, getattr(self.telemetry, counter) + seconds)
         return result
 
-    def _count(self, sent: _Sent, received: Received, exposed: float | None = None) -> bool:
+    def _count(self, sent: Sent, received: Received, exposed: float | None = None) -> bool:
         """Count the cost of an exchange; return whether its step is to be added."""
         self._cost += received.seconds if exposed is None else exposed
-        counts, others = self.telemetry, self._size - 1
-        header = 8 * (received.headers.shape[1] + 1)
+        counts = self.telemetry
         counts.steps += 1
         counts.messages += sent.message.size
-        counts.sent += others * (sent.message.size + header)
-        counts.received += sum(m.size for m in received.messages) - sent.message.size + others * header
         if exposed is None:
             counts.waiting += received.waited
             counts.exchanging += received.seconds
@@ -455,14 +473,14 @@ class MessageExchange(HostExchange):
             counts.exchanging += exposed
         self.observe(received)
         if received.headers[:, 0].any():
-            self._take_back(sent)
+            self.take_back(sent)
             self._report_skipped(received.headers[:, 0], sent.step)
             return False
         self._skips = 0
         return True
 
-    def _take_back(self, sent: _Sent) -> None:
-        """Restore the residual to its value before a step that all ranks skip.
+    def take_back(self, sent: Sent) -> None:
+        """Restore the residual to its value before a step that all ranks skip. A no-op if there is no residual.
 
         The update is dropped on every rank. If the residual kept it, the updates of several skipped steps, all computed
         from the same weights, would later be applied together.
@@ -491,15 +509,23 @@ class MessageExchange(HostExchange):
     def residuals(self) -> list[np.ndarray]:
         if self.residual is None:
             return super().residuals
-        return views(self.residual if self._device is None else self._device.fetch(self.residual), self.specs)
+        return views(self.read_residual(), self.specs)
+
+    def read_residual(self) -> np.ndarray:
+        """Return the residual in host memory, float32[elements], in the order of the elements of the tensors."""
+        return np.asarray(self.residual if self._device is None else self._device.fetch(self.residual))
+
+    def write_residual(self, values: np.ndarray) -> None:
+        """Set the residual to what `read_residual` is to return."""
+        if self._device is None:
+            self.residual[:] = values
+        else:
+            self._device.assign(values, self.residual)
 
     def add_to_residual(self, tensors: Sequence[np.ndarray]) -> None:
-        if self.residual is not None and self._device is not None:
-            flat = np.concatenate([np.ravel(t) for t in tensors]).astype(np.float32, copy=False)
-            self._device.add(self._device.place(flat), self.residual)
-        elif self.residual is not None:
-            for residual, tensor in zip(self.residuals, tensors, strict=True):
-                np.add(residual, tensor, out=residual)
+        if self.residual is not None:
+            flat = np.concatenate([np.ravel(t) for t in tensors])
+            self.write_residual((self.read_residual() + flat).astype(np.float32, copy=False))
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Return the number of steps and the result that `drain` kept; a subclass adds its own state."""

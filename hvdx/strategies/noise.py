@@ -45,6 +45,21 @@ class NoiseEstimate:
             return
         ranks = len(given)
         whole, of_mean = np.mean(given**2), np.mean(given.mean(axis=0) ** 2)
+        self._add(float(whole), float(of_mean), ranks)
+
+    def observe_sums(self, total: np.ndarray, squares: float, ranks: int) -> None:
+        """Add the sample of a step to the estimate, given sums over the ranks.
+
+        Args:
+            total: float64[n], sums of the same n elements of the gradients of all ranks.
+            squares: sum of the squares of the elements of all ranks.
+            ranks: number of ranks, at least two.
+        """
+        if total.size and np.isfinite(squares) and np.isfinite(total).all():
+            self._add(squares / (ranks * total.size), float(np.mean((total / ranks) ** 2)), ranks)
+
+    def _add(self, whole: float, of_mean: float, ranks: int) -> None:
+        """Add the mean square of the ranks' gradients, and that of their mean, to the estimate."""
         self.state[0] += 1
         weight = 1 / min(self.state[0], _WINDOW)
         self.state[1:] += weight * (np.array([(ranks * of_mean - whole) / (ranks - 1), whole]) - self.state[1:])

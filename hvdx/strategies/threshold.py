@@ -27,11 +27,19 @@ from hvdx.strategies.base import (
 )
 from hvdx.strategies.density import STARVED, affordable_density, budget_with
 from hvdx.strategies.prediction import Prediction, Situation, added
+from hvdx.strategies.shards import OWNERS, divide_again
 
 Placement = Literal["update", "gradient"]
+ExchangeKind = Literal["auto", "all_gather", "sharded"]
 #: Bytes of the header of a message: status, two times and the size of the message. The sample of gradients that is
 #: sent with Adam and its relatives, some 140 bytes, is not included: predictions do not know the optimiser.
 HEADER_BYTES = 32
+#: Bytes of the message of a part of an update, besides its entries: frame, lengths, tau and the header of a tile.
+PART_BYTES = 26
+# Density for which the kind of exchange is chosen if the density follows the network.
+_NOMINAL_DENSITY = 0.01
+# A sharded exchange delays an element twice, so it is chosen only below this share of the time of an all-gather.
+_WORTH_SHARDING = 0.8
 # Density at which the cost of an exchange is its fixed part.
 _NEXT_TO_NOTHING = 1e-9
 Op = Literal["mean", "sum"]
@@ -61,6 +69,10 @@ class Threshold(Strategy):
             bfloat16), "workers:200" (1, 2, 4, ... workers count).
         overlap: let messages travel while the next step is computed; they are applied one step late.
         overhead: share of a step's computing time that "auto" may spend on messages.
+        exchange: "all_gather": every worker receives every worker's message. "sharded": each worker adds up the entries
+            of its share of the elements and sends the sum, compressed again, to all, so that the traffic of a worker
+            does not grow with their number. "auto": the one whose exchange takes less time on this network; sharded
+            only if it saves a fifth.
         index_coding, scope, tau_steps: see `hvdx.codec.Threshold`.
         threads: threads of the codec's kernels; by default the host's cores divided by its ranks.
         device: "cuda" to encode and decode updates on the GPU, so that only messages cross to the host; "cpu" for the
@@ -94,6 +106,7 @@ class Threshold(Strategy):
         warmup: str = "none",
         overlap: bool = False,
         overhead: float = 0.1,
+        exchange: ExchangeKind = "auto",
         index_coding: Literal["rice", "none"] = "rice",
         scope: Literal["all", "variable"] = "all",
         tau_steps: int = 32,
@@ -110,6 +123,12 @@ class Threshold(Strategy):
         one_of("threshold", "op", op, ("mean", "sum"))
         one_of("threshold", "second_moments", second_moments, ("mean", "own"))
         one_of("threshold", "device", device, ("auto", "cpu", "cuda"))
+        one_of("threshold", "exchange", exchange, ("auto", "all_gather", "sharded"))
+        if exchange == "sharded" and (scope != "all" or device == "cuda"):
+            raise ConfigError(
+                "threshold: exchange='sharded' needs one tau for all variables, and runs on the host. Use scope='all' "
+                "and device='cpu', or exchange='all_gather'."
+            )
         if lookahead is not None and (
             isinstance(lookahead, bool) or not isinstance(lookahead, int | float) or not 0 <= lookahead <= 10
         ):
@@ -135,7 +154,7 @@ class Threshold(Strategy):
         )
         self.second_moments = second_moments
         self.warmup, self.index_coding, self.scope = str(warmup), index_coding, scope
-        self.tau_steps, self.threads, self.device = tau_steps, threads, device
+        self.tau_steps, self.threads, self.device, self.exchange = tau_steps, threads, device, exchange
         self.start = _warmup(self.warmup, tau)
         if tau is not None and target_density is not None:
             raise ConfigError(
@@ -144,24 +163,34 @@ class Threshold(Strategy):
         # Checks the options of the codec.
         self.make_codec(None if isinstance(target_density, str) else target_density, threads)
 
-    def make_codec(self, density: float | None, threads: int | None, device: str = "cpu") -> Any:
+    def make_codec(
+        self,
+        density: float | None,
+        threads: int | None,
+        device: str = "cpu",
+        part: int | None = None,
+        of_sum: int = 1,
+    ) -> Any:
         """Make the codec of these options.
 
         Args:
             density: density to aim at; None keeps the threshold at tau.
             threads: threads of the codec's kernels.
             device: device of the codec's arrays.
+            part: number of elements of a part, if messages are split.
+            of_sum: number of updates in a sum that the codec encodes; a fixed tau is multiplied by it.
         """
         from hvdx import codec
 
         return codec.Threshold(
-            tau=self.tau if density is None else None,
+            tau=self.tau * of_sum if density is None and self.tau is not None else None,
             target_density=density,
             scope=self.scope,
             index_coding=self.index_coding,
             tau_steps=self.tau_steps,
             threads=threads,
             device=device,
+            part=part,
         )
 
     def device_for(self, specs: Sequence[TensorSpec]) -> str:
@@ -198,7 +227,63 @@ class Threshold(Strategy):
         device, why = self._choose_device(specs)
         if why and comm.rank == 0:
             print(f"hvdx: every update crosses from the GPU to the host. {why}", file=sys.stderr, flush=True)
-        return ThresholdExchange(self, comm, specs, self.lookahead_for(momentum), device)
+        kind, network = self._choose_exchange(comm, sum(s.elements for s in specs), device)
+        if kind == "sharded":
+            from hvdx.strategies.threshold_sharded import ShardedExchange
+
+            return ShardedExchange(self, comm, specs, self.lookahead_for(momentum), network)
+        return ThresholdExchange(self, comm, specs, self.lookahead_for(momentum), device, network)
+
+    def _choose_exchange(self, comm: Comm, elements: int, device: str) -> tuple[str, link.Link | None]:
+        """Return the kind of exchange, and the link if it has been measured. Collective."""
+        if device != "cpu" or not elements or not self._may_shard(comm.size):
+            return "all_gather", None
+        if self.exchange == "sharded":
+            return "sharded", None
+        channel = comm.channel("the link")
+        network = link.probe(channel)
+        channel.close()
+        situation = Situation(comm.size, (elements,), 0.0, network)
+        given = self.target_density
+        density = given if isinstance(given, float) else _NOMINAL_DENSITY
+        return self._kind_for(situation, density), network
+
+    def _may_shard(self, size: int) -> bool:
+        """Return whether a sharded exchange of this many ranks is possible, and may be cheaper if it is not asked for.
+
+        Three ranks save a third of the bytes for two more rounds; two ranks save none.
+        """
+        return size > 1 if self.exchange == "sharded" else self.exchange == "auto" and size > 3 and self.scope == "all"
+
+    def _kind_for(self, situation: Situation, density: float) -> str:
+        """Return the kind of exchange for a density."""
+        if self.exchange == "sharded" or not self._may_shard(situation.workers):
+            return "sharded" if self._may_shard(situation.workers) else "all_gather"
+        gathered, sharded = (sum(self._costs(situation, density, k)[0].values()) for k in ("all_gather", "sharded"))
+        return "sharded" if sharded < _WORTH_SHARDING * gathered else "all_gather"
+
+    @staticmethod
+    def _costs(given: Situation, density: float, kind: str) -> tuple[dict[str, float], float]:
+        """Return the terms of an exchange, with the codec, and the bytes that a worker sends."""
+        count, workers, codec = given.elements, given.workers, given.machine.codec
+        message = link.message_bytes(count, density)
+        if kind == "all_gather":
+            # Headers travel before the messages.
+            terms = added([given.all_to_all(HEADER_BYTES), given.all_to_all(message)])
+            coding = {
+                "encoding": codec.encoding(count, density),
+                "decoding": codec.decoding(count, density, workers),
+            }
+            return terms | coding, (workers - 1) * (message + HEADER_BYTES)
+        part = message / workers + PART_BYTES
+        headers = [given.all_to_all(HEADER_BYTES / 2), given.all_to_all(HEADER_BYTES / 2)]
+        terms = added([*headers, given.all_to_all(part), given.all_to_all(part)])
+        shard = -(-count // workers)
+        coding = {
+            "encoding": codec.encoding(count, density) + codec.encoding(shard, density),
+            "decoding": codec.decoding(shard, density, workers) + codec.decoding(count, density, 1),
+        }
+        return terms | coding, (workers - 1) * (2 * part + HEADER_BYTES)
 
     def with_overhead(self, share: float) -> "Threshold":
         other = copy.copy(self)
@@ -225,23 +310,19 @@ class Threshold(Strategy):
         if self.target_density is None:
             return None
         given, count = situation, situation.elements
-        codec = given.machine.codec
-
-        def exchange_of(density: float) -> dict[str, float]:
-            # Headers travel before the messages.
-            message = link.message_bytes(count, density)
-            return added([given.all_to_all(HEADER_BYTES), given.all_to_all(message)])
+        nominal = self.target_density if isinstance(self.target_density, float) else _NOMINAL_DENSITY
+        kind = self._kind_for(given, nominal)
 
         def cost(density: float) -> float:
-            coding = codec.encoding(count, density) + codec.decoding(count, density, given.workers)
-            return coding + sum(exchange_of(density).values())
+            return sum(self._costs(given, density, kind)[0].values())
 
         density = self.target_density
         if isinstance(density, str):
             limit = budget_with(cost(_NEXT_TO_NOTHING), self.overhead * given.computing)
             density = affordable_density(cost, limit)
         density = float(density)
-        message, exchange = link.message_bytes(count, density), exchange_of(density)
+        exchange, sent = self._costs(given, density, kind)
+        coding = {name: exchange.pop(name) for name in ("encoding", "decoding")}
         hidden = min(given.computing, sum(exchange.values())) if self.overlap else 0.0
         shown = 1 - hidden / max(sum(exchange.values()), 1e-12)
         terms = {
@@ -249,12 +330,18 @@ class Threshold(Strategy):
             # The result is returned: TensorFlow copies tensors whose addresses are not aligned. The update is made, and
             # the result is added to the weights, as on one worker.
             "copying": given.passes(8),
-            "encoding": codec.encoding(count, density),
-            "decoding": codec.decoding(count, density, given.workers),
-        } | {name: value * shown for name, value in exchange.items()}
+        }
+        terms |= coding | {name: value * shown for name, value in exchange.items()}
         others = given.workers - 1
+        message = link.message_bytes(count, density)
         buffers = {"residual": 4.0 * count, "buffers": 8.0 * count + given.workers * message}
-        made = given.prediction(terms, others * (message + HEADER_BYTES), buffers, note=f"density {density:.2g}")
+        note = f"density {density:.2g}"
+        if kind == "sharded":
+            # The residual and the sum of a shard. Messages of the two phases are no larger than two messages.
+            buffers = {"residual": 4.0 * count * (1 + 1 / given.workers), "buffers": 8.0 * count + 4 * message}
+            buffers["buffers"] += 4.0 * count / given.workers
+            note += ", sharded"
+        made = given.prediction(terms, sent, buffers, note=note)
         if self.target_density == "auto" and others and density <= STARVED:
             # At so low a density an element waits for thousands of steps.
             return replace(made, starved=True, note=f"{made.note}, starved")
@@ -267,7 +354,7 @@ class Threshold(Strategy):
         for other in range(rank, len(saved), size):
             residual += saved[other]["codec.residual"]
         mine["codec.residual"] = residual.astype(np.float32)
-        return mine
+        return mine | (divide_again(saved, rank, size) if OWNERS in mine else {})
 
     def _defaults(self) -> dict[str, Any]:
         # Without tau, the default of `target_density` is "auto".

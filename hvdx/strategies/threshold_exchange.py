@@ -17,6 +17,7 @@ from hvdx.strategies.compiling import prepare_together
 from hvdx.strategies.density import INITIAL_DENSITY, DensityControl
 from hvdx.strategies.driver import MessageExchange
 from hvdx.strategies.noise import NoiseEstimate
+from hvdx.strategies.shards import whole_residual
 from hvdx.strategies.warmup import Warmup
 
 # Integers of a header before the sample of gradients.
@@ -36,7 +37,9 @@ class Options(Protocol):
     start: Warmup
     threads: int | None
 
-    def make_codec(self, density: float | None, threads: int | None, device: str) -> codecs.Threshold:
+    def make_codec(
+        self, density: float | None, threads: int | None, device: str, part: int | None = None, of_sum: int = 1
+    ) -> codecs.Threshold:
         """Make the codec of these options."""
 
 
@@ -49,27 +52,35 @@ class ThresholdExchange(MessageExchange):
         specs: the tensors, of the same shapes on all ranks.
         lookahead: see `Threshold`.
         device: device of the tensors, of the result and of the residual; see `Strategy.device_for`.
+        network: the link between the ranks, if it has been measured.
     """
 
     def __init__(
-        self, strategy: Options, comm: Comm, specs: Sequence[TensorSpec], lookahead: float, device: str = "cpu"
+        self,
+        strategy: Options,
+        comm: Comm,
+        specs: Sequence[TensorSpec],
+        lookahead: float,
+        device: str = "cpu",
+        network: link.Link | None = None,
     ):
         given = strategy.target_density
         self._density = INITIAL_DENSITY if isinstance(given, str) else given
-        self._threads, self._kind = strategy.threads or kernel_threads(comm.local_size), device
-        self._codec = strategy.make_codec(self._density, self._threads, device)
+        self._strategy, self._threads = strategy, strategy.threads or kernel_threads(comm.local_size)
+        self._kind = device
+        self._codec = self.make_codec(self._density)
         arrays: Any = None if device == "cpu" else self._codec.arrays
         super().__init__(comm, specs, "the updates", strategy.op, strategy.overlap, arrays)
-        self._strategy, self._lookahead, self._warned = strategy, lookahead, False
-        self._sizes = [s.elements for s in specs]
+        self._lookahead, self._warned = lookahead, False
+        self._sizes = self.encoded_sizes()
         self._bfloat16 = codecs.make("bf16")
         self._state: Any = self._codec.init(self._sizes)
         self._compile(comm)
         self._noise = NoiseEstimate()
         self._control: DensityControl | None = None
         if given == "auto":
-            self.network = link.probe(self._channel)
-            self._control = DensityControl(strategy.overhead, self.network, comm.size, self._n)
+            self.network = network or link.probe(self._channel)
+            self._control = DensityControl(strategy.overhead, self.network, self.messages(comm.size), self._n)
 
     def _compile(self, comm: Comm) -> None:
         """Compile and call the kernels before anything is timed, and wait until all ranks have done so."""
@@ -99,8 +110,20 @@ class ThresholdExchange(MessageExchange):
             return self._bfloat16
         density = None if self._density is None else start.density(self._step, self._density)
         if density != self._codec.target_density:
-            self._codec = self._strategy.make_codec(density, self._threads, self._kind)
+            self._codec = self.make_codec(density)
         return self._codec
+
+    def make_codec(self, density: float | None) -> codecs.Threshold:
+        """Make the codec of a density; None for a fixed tau."""
+        return self._strategy.make_codec(density, self._threads, self._kind)
+
+    def encoded_sizes(self) -> list[int]:
+        """Return the numbers of elements of the arrays that the codec encodes."""
+        return [s.elements for s in self.specs]
+
+    def messages(self, size: int) -> float:
+        """Return the number of messages of whole updates that a rank receives in a step from `size` ranks."""
+        return size - 1
 
     def encode(self, tensors: Sequence[np.ndarray], codec: codecs.Codec[Any]) -> np.ndarray:
         if codec is self._bfloat16:
@@ -132,26 +155,22 @@ class ThresholdExchange(MessageExchange):
         """Encode the whole update as bfloat16; the residual keeps the rounding errors."""
         fetch = self._codec.arrays.fetch
         update = np.concatenate([np.ravel(t if self._device is None else fetch(t)) for t in tensors])
-        update += self._state.residual if self._device is None else fetch(self._state.residual)
+        update += self.read_residual()
         finite = np.isfinite(update)
         if not finite.all():
             element = int(np.argmin(finite))
             raise UpdateError("NaN in the update", self._variable_at(element), element)
         message, _ = self._bfloat16.encode([update], self._bfloat16.init([self._n]))
         self._bfloat16.decode([message], [update], -1.0)
-        if self._device is None:
-            self._state.residual[:] = update
-        else:
-            self._device.assign(update, self._state.residual)
+        self.write_residual(update)
         self.telemetry.density, self.telemetry.tau = 1.0, 0.0
         return message
 
     # -- the density --------------------------------------------------------------------------------------------------
 
     def observe(self, received: Received) -> None:
-        more = np.ascontiguousarray(received.headers[:, _HEADER:])
-        if more.size and not received.headers[:, 0].any():
-            self._noise.observe(more.view(np.float16))
+        if not received.headers[:, 0].any():
+            self.observe_samples(received)
         counts = self.telemetry
         if counts.steps % _RESIDUAL_EVERY == 1 and counts.tau:
             counts.residual = self.residual_norm()
@@ -168,6 +187,12 @@ class ThresholdExchange(MessageExchange):
         return float(np.sqrt(np.dot(residual, residual) / max(residual.size, 1))) / tau if tau else 0.0
 
     # -- second moments -----------------------------------------------------------------------------------------------
+
+    def observe_samples(self, received: Received) -> None:
+        """Add the samples of gradients that arrived to the estimate of their noise."""
+        more = np.ascontiguousarray(received.headers[:, _HEADER:])
+        if more.size:
+            self._noise.observe(more.view(np.float16))
 
     def more_header(self) -> Sequence[int]:
         """Return the sample of this rank's gradients as float16, four in an integer."""
@@ -194,6 +219,7 @@ class ThresholdExchange(MessageExchange):
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
         if "step" not in state or "density" not in state:
             raise ConfigError(f"threshold: the saved state: expected step and density, got {sorted(state)}.")
+        state = self.with_whole_residual(state)
         mine = {k.removeprefix("codec."): v for k, v in state.items() if k.startswith("codec.")}
         self._state = self._codec.restore(mine, self._sizes)
         # Checkpoints of optimisers without second moments, and old ones, hold none.
@@ -203,3 +229,7 @@ class ThresholdExchange(MessageExchange):
             self._density = float(state["density"])
             assert self._control is not None
             self._control.density = self._density
+
+    def with_whole_residual(self, state: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        """Return a saved state in which the residual of this rank also has that of its shard, if one was saved."""
+        return whole_residual(state, self._rank)

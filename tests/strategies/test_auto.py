@@ -40,13 +40,18 @@ def test_large_model_on_a_fast_network_takes_fp16(monkeypatch):
     assert "Threshold compression does not pay here: training with AllReduce(compression='fp16')" in reason
 
 
-def test_many_workers_train_dense(monkeypatch):
-    """The bytes of a ring do not grow with the number of workers, those of an all-gather do."""
+def test_compression_pays_for_many_workers_too(monkeypatch):
+    """The bytes of an all-gather grow with the number of workers, those of a ring and of shards do not."""
     monkeypatch.setattr(auto, "codec_speed", lambda *_: Codec(decode_entry=1e-6))
     few = decide(GIGABIT, size=4, elements=2_000_000, computing=0.0005)[0]
     many = decide(Link(1e-5, 125e6), size=20_000, elements=2_000_000, computing=0.0005)[0]
     assert isinstance(few, Threshold)
-    assert isinstance(many, AllReduce)
+    assert isinstance(many, Threshold)
+    situation = Situation(20_000, (2_000_000,), 0.0005, Link(1e-5, 125e6))
+    gathered, chosen = (
+        Threshold(target_density=0.01, exchange=kind).predict(situation).seconds for kind in ("all_gather", "auto")
+    )
+    assert gathered > 10 * chosen
 
 
 def test_least_bad_strategy_and_one_worker_where_no_exchange_is_fast_enough():

@@ -44,11 +44,15 @@ def test_all_reduce_on_the_host_has_two_exchanges():
 
 
 def test_threshold_sends_its_density_to_all():
-    found = Threshold(target_density=0.01).predict(BASE)
+    found = Threshold(target_density=0.01, exchange="all_gather").predict(BASE)
     assert found.terms["transfer"] == pytest.approx(3 * (11349 + 32) / 1e6, rel=1e-3)
     assert found.terms["encoding"] == pytest.approx(1e-3, rel=1e-3)
     assert found.note == "density 0.01"
-    automatic = Threshold().predict(change(computing=2.0))
+    sharded = Threshold(target_density=0.01).predict(BASE)
+    assert sharded.note == "density 0.01, sharded"
+    assert sharded.terms["transfer"] == pytest.approx(3 * (2 * 11349 / 4 + 2 * 26 + 32) / 1e6, rel=1e-3)
+    assert sharded.terms["encoding"] == pytest.approx(1.25e-3, rel=1e-3)
+    automatic = Threshold(exchange="all_gather").predict(change(computing=2.0))
     # A tenth of a step is for messages; headers and polling come on top.
     assert automatic.terms["transfer"] + automatic.terms["latency"] == pytest.approx(0.2, rel=0.02)
     assert Threshold(tau=0.1).predict(BASE) is None

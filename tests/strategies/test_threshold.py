@@ -19,6 +19,14 @@ OPTIONS = {
     "workers": {"target_density": 0.05, "warmup": "workers:6"},
     "overlap": {"target_density": 0.05, "overlap": True},
     "overlap, dense": {"target_density": 0.05, "overlap": True, "warmup": "dense:3"},
+    "sharded": {"target_density": 0.05, "exchange": "sharded"},
+    "sharded, auto": {"exchange": "sharded"},
+    "sharded, fixed tau": {"tau": 0.01, "exchange": "sharded"},
+    "sharded, plain indices, sum": {"tau": 0.01, "exchange": "sharded", "index_coding": "none", "op": "sum"},
+    "sharded, dense": {"target_density": 0.05, "exchange": "sharded", "warmup": "dense:3"},
+    "sharded, workers": {"target_density": 0.05, "exchange": "sharded", "warmup": "workers:6"},
+    "sharded, overlap": {"target_density": 0.05, "exchange": "sharded", "overlap": True},
+    "sharded, overlap, dense": {"exchange": "sharded", "overlap": True, "warmup": "dense:3"},
 }
 
 
@@ -54,7 +62,7 @@ def test_all_ranks_get_the_same_bits(name, size):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("name", [n for n in OPTIONS if n not in ("workers",)])
+@pytest.mark.parametrize("name", [n for n in OPTIONS if "workers" not in n])
 def test_updates_and_residuals_keep_their_sum(name, size):
     """Applied updates and residuals add up to the sum of all updates."""
     strategy = Threshold(**OPTIONS[name])
@@ -88,15 +96,17 @@ def test_lookahead_follows_the_momentum(momentum, lookahead):
     assert Threshold().lookahead_for(momentum) == pytest.approx(lookahead)
 
 
+@pytest.mark.parametrize("exchange", ["all_gather", "sharded"])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_nan_on_one_rank_skips_only_that_step_on_all_ranks(size, overlap, capfd):
+def test_nan_on_one_rank_skips_only_that_step_on_all_ranks(size, overlap, exchange, capfd):
     bad = size - 1
 
     def gradients_held_nan(rank, step):
         return not (rank == bad and step == 3)
 
-    run = steps_of(Threshold(target_density=0.05, overlap=overlap), 8, finite=gradients_held_nan)
+    strategy = Threshold(target_density=0.05, overlap=overlap, exchange=exchange)
+    run = steps_of(strategy, 8, finite=gradients_held_nan)
     everyone = on_all(size, run)
     assert all(exchange.telemetry.skipped == 1 for _, exchange in everyone)
     assert not everyone[0][0][3 + overlap].any()
@@ -127,19 +137,22 @@ def test_update_of_a_step_in_flight_may_be_overwritten():
         np.testing.assert_array_equal(flat(one.residuals), flat(other.residuals))
 
 
+@pytest.mark.parametrize("exchange", ["all_gather", "sharded"])
 @pytest.mark.parametrize("warmup", ["none", "dense:20"])
-def test_update_that_holds_nan_is_dropped_and_named(warmup, capfd):
+def test_update_that_holds_nan_is_dropped_and_named(warmup, exchange, capfd):
     def broken(rank, step):
         arrays = update(rank, step)
         if rank == 1 and step == 2:
             arrays[0][3, 4] = np.nan
         return arrays
 
-    everyone = on_all(2, steps_of(Threshold(target_density=0.05, warmup=warmup), 5, broken))
+    everyone = on_all(2, steps_of(Threshold(target_density=0.05, warmup=warmup, exchange=exchange), 5, broken))
     assert all(exchange.telemetry.skipped == 1 for _, exchange in everyone)
     assert all(np.isfinite(flat(exchange.residuals)).all() for _, exchange in everyone)
     assert everyone[0][0][3].any()
-    assert "rank 1, step 3" in capfd.readouterr().err
+    printed = capfd.readouterr().err
+    assert "rank 1, step 3: variable 0" in printed
+    assert warmup != "none" or "element 94 is nan" in printed
 
 
 def test_endless_nan_ends_the_training():
@@ -170,7 +183,9 @@ def test_inactive_workers_do_not_count():
     np.testing.assert_allclose(np.sum(first[:2], axis=0), flat(update(0, 0)) + flat(update(0, 1)), atol=2.0**-19)
 
 
-@pytest.mark.parametrize("name", ["density", "variable", "fixed tau", "falling", "overlap"])
+@pytest.mark.parametrize(
+    "name", ["density", "variable", "fixed tau", "falling", "overlap", "sharded", "sharded, overlap"]
+)
 def test_restored_exchange_continues_bit_for_bit(name):
     strategy = Threshold(**OPTIONS[name])
 
@@ -327,6 +342,8 @@ def test_telemetry_counts_messages_and_headers():
         ({"scope": "layer"}, "scope"),
         ({"index_coding": "golomb"}, "index_coding"),
         ({"threads": 0}, "threads"),
+        ({"exchange": "ring"}, "'all_gather', 'sharded'"),
+        ({"exchange": "sharded", "scope": "variable"}, "scope='all'"),
     ],
 )
 def test_wrong_options_are_refused(options, named):

@@ -1,0 +1,155 @@
+"""Shards of a vector: the share of each rank in a sharded exchange, and the order in which shards are contiguous.
+
+Elements that change together often stand together, such as the rows of an embedding that a batch looks up. So a shard
+does not have consecutive elements: the vector is cut into blocks, which are dealt out to the ranks in turn. In the
+order of the shards, each shard's blocks follow one another. Zeros fill up the last blocks, so all shards have the same
+length.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import numpy as np
+
+from hvdx.errors import ConfigError
+
+# Blocks of a shard. With more of them shards have more equal work, but the codec has more arrays to encode.
+_BLOCKS = 8
+# Shards are encoded in regions of at most _REGION elements, in multiples of _ALIGNED.
+_REGION, _ALIGNED = 1 << 18, 64
+
+
+class Shards:
+    """Shards of a vector.
+
+    Args:
+        sizes: number of elements of each of the arrays that make up the vector.
+        ranks: number of shards.
+
+    Attributes:
+        part: number of elements of a shard, padding included; a multiple of 64.
+        elements: number of elements of all shards.
+
+    Example:
+        >>> shards = Shards([100, 30], 2)
+        >>> shards.part, shards.elements
+        (128, 256)
+        >>> vector = np.arange(130, dtype=np.float32)
+        >>> shards.padded(vector)[[0, 15, 16, 128]]
+        array([ 0., 15., 32., 16.], dtype=float32)
+        >>> bool((shards.natural(shards.padded(vector)) == vector).all())
+        True
+    """
+
+    def __init__(self, sizes: Sequence[int], ranks: int) -> None:
+        self._sizes, self._ranks, self._n = list(sizes), ranks, sum(sizes)
+        least = -(-self._n // ranks) or 1
+        regions = -(-least // _REGION)
+        self.part = regions * -(-least // (regions * _ALIGNED)) * _ALIGNED
+        self.elements = ranks * self.part
+
+    @cached_property
+    def _plan(self) -> list[tuple[int, int, int]]:
+        """Pieces in the order of the shards: (number of the array, first element, end); number -1 for padding."""
+        block, ends = self.part // _BLOCKS, np.cumsum(self._sizes, dtype=np.int64)
+        plan = []
+        for rank in range(self._ranks):
+            for slot in range(_BLOCKS):
+                at = (slot * self._ranks + rank) * block
+                stop = at + block
+                while at < min(stop, self._n):
+                    array = int(np.searchsorted(ends, at, side="right"))
+                    begin = int(ends[array]) - self._sizes[array]
+                    end = min(stop, int(ends[array]))
+                    plan.append((array, at - begin, end - begin))
+                    at = end
+                if at < stop:
+                    plan.append((-1, 0, stop - at))
+        return plan
+
+    @property
+    def sizes(self) -> list[int]:
+        """Number of elements of each of the `pieces`."""
+        return [end - begin for _, begin, end in self._plan]
+
+    def pieces(self, arrays: Sequence[np.ndarray], padding: np.ndarray) -> list[np.ndarray]:
+        """Return views of arrays in the order of the shards.
+
+        Args:
+            arrays: contiguous arrays of the sizes.
+            padding: array of at least `part` elements, of which views stand for the padding.
+        """
+        flat = [array.reshape(-1) for array in arrays]
+        return [(flat[array] if array >= 0 else padding)[begin:end] for array, begin, end in self._plan]
+
+    def origin(self, piece: int, element: int) -> tuple[int, int]:
+        """Return the number of the array, and the element in it, of an element of a piece."""
+        array, begin, _ = self._plan[piece]
+        return array, begin + element
+
+    def padded(self, vector: np.ndarray) -> np.ndarray:
+        """Return a copy of a vector in the order of the shards."""
+        filled = np.zeros(self.elements, vector.dtype)
+        filled[: self._n] = vector
+        return np.ascontiguousarray(filled.reshape(_BLOCKS, self._ranks, -1).transpose(1, 0, 2)).reshape(-1)
+
+    def natural(self, shards: np.ndarray) -> np.ndarray:
+        """Return a copy of all shards in the order of the vector, without padding."""
+        blocks = shards.reshape(self._ranks, _BLOCKS, -1).transpose(1, 0, 2)
+        return np.ascontiguousarray(blocks).reshape(-1)[: self._n].copy()
+
+    def of_rank(self, vector: np.ndarray, rank: int) -> np.ndarray:
+        """Return a copy of one shard of a vector."""
+        return self.padded(vector)[rank * self.part : (rank + 1) * self.part]
+
+    def whole(self, shard: np.ndarray, rank: int) -> np.ndarray:
+        """Return a vector of zeros with one shard filled in."""
+        everything = np.zeros(self.elements, shard.dtype)
+        everything[rank * self.part : (rank + 1) * self.part] = shard
+        return self.natural(everything)
+
+
+# Prefix of the state of a shard in a saved state of `hvdx.strategies.threshold_sharded`, and its number of ranks.
+OWNER, OWNERS = "owner.", "owner.ranks"
+
+
+def whole_residual(state: Mapping[str, np.ndarray], rank: int) -> Mapping[str, np.ndarray]:
+    """Return a saved state in which the residual of the shard has been added to the residual of the rank.
+
+    Args:
+        state: state of `ThresholdExchange`, or of a sharded exchange.
+        rank: rank of the state.
+
+    Raises:
+        ConfigError: if the residual is not that of a shard.
+    """
+    if OWNERS not in state:
+        return state
+    residual, ranks = state["codec.residual"], int(state[OWNERS])
+    shards, shard = Shards([residual.size], max(ranks, 1)), state[OWNER + "residual"]
+    if ranks <= rank or shard.size != shards.part:
+        raise ConfigError(
+            f"threshold: the saved state: expected the residual of shard {rank} of {residual.size} elements, got "
+            f"{shard.size} elements of one of {ranks} shards."
+        )
+    return dict(state) | {"codec.residual": residual + shards.whole(shard, rank)}
+
+
+def divide_again(saved: Sequence[Mapping[str, np.ndarray]], rank: int, size: int) -> dict[str, np.ndarray]:
+    """Cut the residuals of the shards of saved states anew, for another number of ranks.
+
+    Args:
+        saved: state of each rank that saved, in rank order; all are of a sharded exchange.
+        rank, size: rank, and number of ranks now.
+
+    Returns:
+        The entries of the new state that differ from those of `saved[rank % len(saved)]`.
+    """
+    sizes = [saved[0]["codec.residual"].size]
+    before, now = Shards(sizes, len(saved)), Shards(sizes, size)
+    whole = before.natural(np.concatenate([state[OWNER + "residual"] for state in saved]))
+    return {
+        OWNER + "residual": now.of_rank(whole, rank),
+        OWNER + "lengths": np.array([now.part], np.int64),
+        OWNERS: np.array(size),
+    }
