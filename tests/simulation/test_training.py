@@ -40,6 +40,7 @@ def trained(task, spelling, setting=SETTING):
     [
         *("all_reduce", "all_reduce:compression=fp16", "parameter_averaging:period=4"),
         *("threshold:target_density=0.1", "threshold", "threshold:tau=0.01,overlap=true"),
+        *("threshold:target_density=0.2,exchange=sharded", "threshold:exchange=sharded,overlap=true"),
         *("threshold:target_density=0.1,warmup=dense:4", "threshold:target_density=0.1,placement=gradient"),
     ],
 )
@@ -123,10 +124,14 @@ def test_automatic_density_keeps_its_budget():
 def test_large_world_repeats_some_workers():
     made = Made(20_000)
     setting = with_workers(256, running=2)
-    found = trained(made, "threshold:target_density=0.01", setting)
+    gathered = "threshold:target_density=0.01,exchange=all_gather"
+    found = trained(made, gathered, setting)
     assert (found.running, found.losses) == (2, [])
-    few = trained(made, "threshold:target_density=0.01", with_workers(2))
+    few = trained(made, gathered, with_workers(2))
     assert found.sent == pytest.approx(255 * few.sent, rel=0.1)
+    # In two phases, a worker sends two messages of whole updates, with headers for each worker.
+    sharded = trained(made, "threshold:target_density=0.01,exchange=sharded", setting)
+    assert sharded.sent < 0.3 * found.sent
     late = trained(made, "all_reduce", with_workers(256, running=2, slow={255: 10.0}))
     assert late.parts["waiting"] == pytest.approx(0.18)
     # One host runs if it has several workers, else two.
@@ -145,6 +150,15 @@ def test_measured_work_appears_in_the_parts():
         parse("threshold:target_density=0.05"), dataclasses.replace(SETTING, core_speed=1e-3), Made(300_000)
     )
     assert slower.parts["encoding"] > 50 * found.parts["encoding"]
+
+
+def test_limit_ends_a_training_early():
+    setting = dataclasses.replace(SETTING, steps=500, limit=1e-6)
+    for spelling in ("threshold:tau=0.001", "threshold:tau=0.001,overlap=true", "all_reduce"):
+        found = trained(Made(1000), spelling, setting)
+        assert (found.taken, found.steps) == (2, 2)
+        assert 2 * 0.02 < found.total < 0.07
+    assert trained(Made(1000), "all_reduce", dataclasses.replace(SETTING, limit=100.0)).taken == 24
 
 
 @pytest.mark.parametrize("spelling", ["parameter_server", "auto", "threshold:threads=4"])
