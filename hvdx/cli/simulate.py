@@ -32,7 +32,8 @@ bytes. A collective begins when its last worker has arrived.
 The workers train a small network on images of digits by SGD with momentum, with batches of their own, and a loss on
 held-out data is printed at virtual times. With --elements they send updates of that size with heavy tails: of bytes and
 times only. With more than 64 workers, or --elements, only some of the workers run (4, or 2 with --elements, and
-whole hosts at least). The others repeat them: their messages are copies of those, and so no loss is printed.
+whole hosts at least). The others repeat them: their messages are copies of those, and so no loss is printed. The sums
+are then of repeated messages, but every message is received, checked and decoded.
 
 Graph strategies (all_reduce, parameter_averaging) take the time of the cost model, and add up arrays of NumPy. Left out
 are strategies without a common step (parameter_server), and auto.

@@ -74,7 +74,8 @@ class Network:
             busiest = max(links.sum(0).max(), links.sum(1).max())
             others = self._per_host * (self.size - self._per_host)
         # `Situation.all_to_all` takes the same bytes for each pair of ranks.
-        return Transfer(sum(self.situation.all_to_all(busiest / others).values()), sent, received, crossing)
+        seconds = sum(self.situation.all_to_all(float(busiest) / others).values())
+        return Transfer(seconds, sent, received, crossing)
 
     def ring(self, payload: float) -> Transfer:
         """Return the cost of an all-reduce of MPI, of vectors of some bytes."""

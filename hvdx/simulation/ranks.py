@@ -44,10 +44,10 @@ class Traffic:
 
     def add(self, transfer: Transfer, rank: int) -> None:
         """Count a transfer."""
-        self.sent += transfer.sent[rank]
-        self.received += transfer.received[rank]
-        self.crossing += transfer.crossing[rank]
-        self.buffer = max(self.buffer, transfer.received[rank])
+        self.sent += float(transfer.sent[rank])
+        self.received += float(transfer.received[rank])
+        self.crossing += float(transfer.crossing[rank])
+        self.buffer = max(self.buffer, float(transfer.received[rank]))
 
     def reset(self) -> None:
         """Set all counters to zero."""

@@ -72,7 +72,7 @@ def text(rows: list[dict[str, Any]]) -> str:
     Example:
         >>> row = {"hosts": 2, "bandwidth": "1gbit", "strategy": "threshold", "measured": 0.02, "simulated": 0.018}
         >>> print(text([row | {"sent": 2000.0, "measured_sent": 2000.0}]).splitlines()[2])
-        2 hosts, 1gbit, threshold  20.0  18.0   0.90  2 kB    2 kB
+        2 hosts, 1gbit, threshold  20.0  18.0   0.90   2 kB   2 kB
     """
     cells = [
         [
