@@ -46,7 +46,7 @@ are strategies without a common step (parameter_server), and auto.
 """
 
 _WORKERS, _BANDWIDTH, _STRATEGIES = "4,16,64", "1gbit", "all_reduce;threshold;parameter_averaging"
-_COMPUTING, _STEPS, _STEPS_MADE, _LIMIT = "20ms", 60, 12, 60.0
+_COMPUTING, _STEPS, _STEPS_MADE, _LIMIT = "20ms", 60, 12, 40.0
 _MOST_WORKERS, _MOST_ELEMENTS, _MOST_STEPS = 2048, 10**9, 100_000
 # Largest number of workers that all run, and numbers that run in a larger world, with a model and without.
 _ALL_RUN, _RUN, _RUN_MADE = 64, 4, 2
