@@ -40,6 +40,11 @@ PART_BYTES = 26
 _NOMINAL_DENSITY = 0.01
 # A sharded exchange delays an element twice, so it is chosen only below this share of the time of an all-gather.
 _WORTH_SHARDING = 0.8
+# Smallest number of ranks for which it is considered: three ranks save a third of the bytes for two more rounds.
+_FEWEST_SHARDS = 4
+# Ranks, and bytes of the messages of all, from which a fixed density is exchanged in shards: 8 ranks save three
+# quarters of the bytes, and on most links so many bytes take longer than two rounds.
+_MANY, _LARGE = 8, 1 << 18
 # Density at which the cost of an exchange is its fixed part.
 _NEXT_TO_NOTHING = 1e-9
 Op = Literal["mean", "sum"]
@@ -71,8 +76,9 @@ class Threshold(Strategy):
         overhead: share of a step's computing time that "auto" may spend on messages.
         exchange: "all_gather": every worker receives every worker's message. "sharded": each worker adds up the entries
             of its share of the elements and sends the sum, compressed again, to all, so that the traffic of a worker
-            does not grow with their number. "auto": the one whose exchange takes less time on this network; sharded
-            only if it saves a fifth.
+            does not grow with their number. "auto": with an automatic density, the one whose exchange takes less time
+            on this network, sharded only if it saves a fifth; with a fixed density, sharded for 8 workers or more
+            whose messages have 256 kB together; with a fixed tau, all_gather.
         index_coding, scope, tau_steps: see `hvdx.codec.Threshold`.
         threads: threads of the codec's kernels; by default the host's cores divided by its ranks.
         device: "cuda" to encode and decode updates on the GPU, so that only messages cross to the host; "cpu" for the
@@ -236,31 +242,34 @@ class Threshold(Strategy):
 
     def _choose_exchange(self, comm: Comm, elements: int, device: str) -> tuple[str, link.Link | None]:
         """Return the kind of exchange, and the link if it has been measured. Collective."""
-        if device != "cpu" or not elements or not self._may_shard(comm.size):
+        if device != "cpu" or not elements:
             return "all_gather", None
-        if self.exchange == "sharded":
-            return "sharded", None
-        channel = comm.channel("the link")
-        network = link.probe(channel)
-        channel.close()
-        situation = Situation(comm.size, (elements,), 0.0, network)
-        given = self.target_density
-        density = given if isinstance(given, float) else _NOMINAL_DENSITY
-        return self._kind_for(situation, density), network
+        network = None
+        if self._follows_link(comm.size):
+            channel = comm.channel("the link")
+            network = link.probe(channel)
+            channel.close()
+        situation = Situation(comm.size, (elements,), 0.0, network or link.Link(0.0, 1.0))
+        return self._kind_for(situation), network
 
-    def _may_shard(self, size: int) -> bool:
-        """Return whether a sharded exchange of this many ranks is possible, and may be cheaper if it is not asked for.
+    def _follows_link(self, size: int) -> bool:
+        """Return whether the kind of exchange depends on the link. If the density is fixed, it must not."""
+        free = self.exchange == "auto" and self.scope == "all" and self.target_density == "auto"
+        return free and size >= _FEWEST_SHARDS
 
-        Three ranks save a third of the bytes for two more rounds; two ranks save none.
-        """
-        return size > 1 if self.exchange == "sharded" else self.exchange == "auto" and size > 3 and self.scope == "all"
-
-    def _kind_for(self, situation: Situation, density: float) -> str:
-        """Return the kind of exchange for a density."""
-        if self.exchange == "sharded" or not self._may_shard(situation.workers):
-            return "sharded" if self._may_shard(situation.workers) else "all_gather"
-        gathered, sharded = (sum(self._costs(situation, density, k)[0].values()) for k in ("all_gather", "sharded"))
-        return "sharded" if sharded < _WORTH_SHARDING * gathered else "all_gather"
+    def _kind_for(self, situation: Situation) -> str:
+        """Return the kind of exchange."""
+        size, density = situation.workers, self.target_density
+        if self._follows_link(size):
+            kinds = ("all_gather", "sharded")
+            gathered, sharded = (sum(self._costs(situation, _NOMINAL_DENSITY, k)[0].values()) for k in kinds)
+            return "sharded" if sharded < _WORTH_SHARDING * gathered else "all_gather"
+        if self.exchange == "auto":
+            # The result of a training with a fixed density must not depend on a measurement.
+            many = size >= _MANY and self.scope == "all" and isinstance(density, float)
+            large = many and size * link.message_bytes(situation.elements, float(density or 0)) >= _LARGE
+            return "sharded" if large else "all_gather"
+        return self.exchange if size > 1 else "all_gather"
 
     @staticmethod
     def _costs(given: Situation, density: float, kind: str) -> tuple[dict[str, float], float]:
@@ -310,8 +319,7 @@ class Threshold(Strategy):
         if self.target_density is None:
             return None
         given, count = situation, situation.elements
-        nominal = self.target_density if isinstance(self.target_density, float) else _NOMINAL_DENSITY
-        kind = self._kind_for(given, nominal)
+        kind = self._kind_for(given)
 
         def cost(density: float) -> float:
             return sum(self._costs(given, density, kind)[0].values())

@@ -19,11 +19,11 @@ STRATEGIES = [
     "threshold:tau=0.001",
     "threshold",
     "threshold:target_density=0.05,placement=gradient",
-    "threshold:target_density=0.05,op=sum",
+    "threshold:target_density=0.05,op=sum,exchange=sharded",
     "threshold:target_density=0.05,scope=variable,index_coding=none",
     "threshold:target_density=0.05,warmup=dense:4",
     "threshold:target_density=0.05,warmup=workers:4",
-    "threshold:target_density=0.02,warmup=density:6",
+    "threshold:target_density=0.02,warmup=density:6,overlap=true,exchange=sharded",
     "threshold:target_density=0.05,overlap=true",
     "auto",
 ]
@@ -165,7 +165,7 @@ def test_embeddings_travel_as_updates():
                               keras.layers.Dense(1)])  # fmt: skip
     model.compile(keras.optimizers.SGD(0.1), "mse")
     x = np.random.default_rng(hvdx.rank()).integers(20, size=(32, 3))
-    fit(model, "threshold:target_density=0.2", given=(x, np.ones((32, 1), np.float32)))
+    fit(model, "threshold:target_density=0.2,exchange=sharded", given=(x, np.ones((32, 1), np.float32)))
     assert_identical(model.weights)
 
 

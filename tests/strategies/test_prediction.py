@@ -48,7 +48,7 @@ def test_threshold_sends_its_density_to_all():
     assert found.terms["transfer"] == pytest.approx(3 * (11349 + 32) / 1e6, rel=1e-3)
     assert found.terms["encoding"] == pytest.approx(1e-3, rel=1e-3)
     assert found.note == "density 0.01"
-    sharded = Threshold(target_density=0.01).predict(BASE)
+    sharded = Threshold(target_density=0.01, exchange="sharded").predict(BASE)
     assert sharded.note == "density 0.01, sharded"
     assert sharded.terms["transfer"] == pytest.approx(3 * (2 * 11349 / 4 + 2 * 26 + 32) / 1e6, rel=1e-3)
     assert sharded.terms["encoding"] == pytest.approx(1.25e-3, rel=1e-3)

@@ -192,25 +192,28 @@ def test_damaged_message_of_an_owner_is_named():
 
 
 @pytest.mark.parametrize(
-    ("workers", "latency", "bandwidth", "kind"),
+    ("workers", "density", "latency", "bandwidth", "kind"),
     [
-        (2, 1e-4, 1e6, "all_gather"),
-        (3, 1e-4, 1e6, "all_gather"),
-        (4, 1e-4, 1e6, "sharded"),
-        (64, 1e-4, 12e6, "sharded"),
-        (64, 1e-2, 1e11, "all_gather"),
+        (3, "auto", 1e-4, 1e6, "all_gather"),
+        (4, "auto", 1e-4, 1e6, "sharded"),
+        (4, "auto", 1e-1, 1e8, "all_gather"),
+        (64, "auto", 1e-4, 12e6, "sharded"),
+        (64, "auto", 1e-2, 1e11, "all_gather"),
+        # A fixed density does not depend on the link.
+        (4, 0.01, 1e-4, 1e6, "all_gather"),
+        (8, 0.01, 1e-1, 1e11, "sharded"),
+        (8, 0.001, 1e-4, 1e6, "all_gather"),
     ],
 )
-def test_auto_takes_what_costs_less(workers, latency, bandwidth, kind, monkeypatch):
-    prediction = Threshold(target_density=0.01).predict(
-        Situation(workers, (5_000_000,), 0.05, Link(latency, bandwidth))
-    )
+def test_auto_takes_what_costs_less(workers, density, latency, bandwidth, kind, monkeypatch):
+    strategy = Threshold(target_density=density)
+    prediction = strategy.predict(Situation(workers, (5_000_000,), 0.05, Link(latency, bandwidth)))
     assert ("sharded" in prediction.note) == (kind == "sharded")
     if workers > 4:
         return
     monkeypatch.setattr(link, "probe", lambda channel: Link(latency, bandwidth))
     specs = [TensorSpec("w", (5_000_000,), 4)]
-    opened = on_all(workers, lambda comm: type(Threshold(target_density=0.01).open(comm, specs)).__name__)
+    opened = on_all(workers, lambda comm: type(strategy.open(comm, specs)).__name__)
     assert set(opened) == {"ShardedExchange" if kind == "sharded" else "ThresholdExchange"}
 
 
