@@ -17,6 +17,7 @@ MAY = {
     "version": set(),
     "codec": {"numpy", "xxhash", "hvdx.kernels", "hvdx.cache", "hvdx.errors"},
     "strategies": {"numpy", "hvdx.comm", "hvdx.codec", "hvdx.errors"},
+    "simulation": {"numpy", "hvdx.comm", "hvdx.strategies", "hvdx.errors"},
     "report": {"numpy", "matplotlib", "jinja2", "hvdx.errors"},
     "comm": None,
     "keras": {

@@ -16,6 +16,7 @@ COMMANDS = (
     "hvdx.cli.build_horovod",
     "hvdx.cli.build_kernels",
     "hvdx.cli.advise",
+    "hvdx.cli.simulate",
     "hvdx.cli.job",
     "hvdx.cli.bench",
     "hvdx.cli.lab",

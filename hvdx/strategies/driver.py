@@ -6,15 +6,14 @@ every rank's message to every rank: it adds the vote on NaN, skipped steps, over
 
 import abc
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
-from hvdx.comm import Comm, Received
+from hvdx.comm import Comm, Received, clock
 from hvdx.comm.alignment import aligned
 from hvdx.errors import ConfigError, HvdxError, UpdateError
 from hvdx.strategies.base import Exchange, TensorSpec, views
@@ -115,12 +114,12 @@ class HostExchange(Exchange):
 
     def start_timer(self) -> None:
         """Start the compute timer at the end of a step."""
-        self._last_end = time.perf_counter()
+        self._last_end = clock.now()
 
     def stop_timer(self) -> None:
         """Stop the compute timer at the begin of a step, and count the time."""
         if self._last_end is not None:
-            self._computed = time.perf_counter() - self._last_end
+            self._computed = clock.now() - self._last_end
             self.telemetry.computing += self._computed
 
     def restart_timer(self) -> None:
@@ -268,7 +267,7 @@ class MessageExchange(HostExchange):
         # Result of a step.
         self._flat: Any = aligned(self._n if device is None else 0)
         self._out = [] if device is not None else views(self._flat, specs)
-        self._thread = ThreadPoolExecutor(1, "hvdx-exchange") if overlap else None
+        self._thread = clock.background("hvdx-exchange") if overlap else None
         self._pending: tuple[Sent, Future[Received]] | None = None
         self._drained: np.ndarray | None = None
         self._step = 0
@@ -419,10 +418,10 @@ class MessageExchange(HostExchange):
         if self._pending is None:
             return None
         (sent, future), self._pending = self._pending, None
-        begin = time.perf_counter()
+        begin = clock.now()
         received = future.result()
         # The time spent here is the part of the exchange that the computation did not hide.
-        return (sent, received) if self._count(sent, received, time.perf_counter() - begin) else None
+        return (sent, received) if self._count(sent, received, clock.now() - begin) else None
 
     def _decode(self, arrived: tuple[Sent, Received] | None) -> list[np.ndarray]:
         """Return the sum of the messages that arrived and of the drained result."""
@@ -472,9 +471,9 @@ class MessageExchange(HostExchange):
     # -- counters -----------------------------------------------------------------------------------------------------
 
     def _clock(self, counter: str, work: Callable[[], T]) -> T:
-        begin = time.perf_counter()
+        begin = clock.now()
         result = work()
-        seconds = time.perf_counter() - begin
+        seconds = clock.now() - begin
         self._cost += seconds
         setattr(self.telemetry, counter, getattr(self.telemetry, counter) + seconds)
         return result

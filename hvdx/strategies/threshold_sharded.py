@@ -11,14 +11,13 @@ Sources: DoubleSqueeze (Tang et al. 2019) compresses a second time where updates
 1-bit Adam (Tang et al. 2021) has an owner for each shard.
 """
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from hvdx import codec as codecs
-from hvdx.comm import Comm, Received
+from hvdx.comm import Comm, Received, clock
 from hvdx.errors import ConfigError, UpdateError, WireError
 from hvdx.strategies import link
 from hvdx.strategies.base import TensorSpec, views
@@ -97,7 +96,7 @@ class ShardedExchange(ThresholdExchange):
     def swap(self, header: Sequence[int], sent: Sent) -> Received:
         if sent.codec is self._bfloat16:
             return super().swap(header, sent)
-        begin = time.perf_counter()
+        begin = clock.now()
         parts = [np.zeros(0, np.uint8)] * self._size
         if sent.message.size:
             parts = sent.codec.split(sent.message, self._shards.elements)  # type: ignore[attr-defined]
@@ -105,7 +104,7 @@ class ShardedExchange(ThresholdExchange):
         numbers[:, _PART] = [part.size for part in parts]
         numbers[:, _STATUS:] = header[0], *(min(ns // 1000, 2**31 - 1) for ns in header[1:3])
         numbers = self._channel.swap(numbers)
-        arrived, self._owned = time.perf_counter(), 0.0
+        arrived, self._owned = clock.now(), 0.0
         headers = np.zeros((self._size, 3), np.int64)
         headers[:, 0], headers[:, 1:] = numbers[:, _STATUS], 1000 * numbers[:, _TIMES].astype(np.int64)
         messages: list[np.ndarray] = []
@@ -114,7 +113,7 @@ class ShardedExchange(ThresholdExchange):
             if self._sums.size:
                 self._channel.all_reduce(self._sums)
             messages = self._two_phases(parts, numbers[:, _PART], sent, headers)
-        seconds = time.perf_counter() - arrived - self._owned
+        seconds = clock.now() - arrived - self._owned
         return Received(headers, messages, arrived - begin, seconds)
 
     def _two_phases(
@@ -151,9 +150,9 @@ class ShardedExchange(ThresholdExchange):
         """Measure the work of the owner. With overlap it is a part of the exchange that the computation hides."""
         if self._thread is not None:
             return work()
-        begin = time.perf_counter()
+        begin = clock.now()
         result = self._clock(counter, work)
-        self._owned += time.perf_counter() - begin
+        self._owned += clock.now() - begin
         return result
 
     def add_up(self, sent: Sent, messages: Sequence[np.ndarray], scale: float) -> None:

@@ -1,0 +1,211 @@
+"""Virtual clocks of ranks that are threads of one process, of which one runs at a time."""
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hvdx.comm import clock
+from hvdx.comm.waiting import LIMIT_VARIABLE, time_limit
+from hvdx.errors import ExchangeError
+
+
+class Turn:
+    """Lock of the rank that runs, and the first error of any rank, which ends the others.
+
+    A rank that waits gives up the lock, so the measured time of a rank is its own.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.error: BaseException | None = None
+        self.limit = time_limit()
+        self._conditions: list[threading.Condition] = []
+
+    def condition(self) -> threading.Condition:
+        """Return a new condition of the lock."""
+        condition = threading.Condition(self.lock)
+        self._conditions.append(condition)
+        return condition
+
+    def wait(self, condition: threading.Condition, done: Callable[[], bool]) -> None:
+        """Let other ranks run until a condition is met.
+
+        Raises:
+            ExchangeError: if another rank has failed, or the time limit has passed.
+        """
+        if not condition.wait_for(lambda: self.error is not None or done(), self.limit):
+            raise ExchangeError(
+                f"simulate: not all ranks joined an exchange within {self.limit:.0f} s. Simulate fewer workers, or "
+                f"raise {LIMIT_VARIABLE}."
+            )
+        if self.error is not None:
+            raise ExchangeError("simulate: another rank has failed.") from self.error
+
+    def fail(self, error: BaseException) -> None:
+        """Record the first error, and wake all ranks. The caller holds the lock."""
+        if self.error is None:
+            self.error = error
+        for condition in self._conditions:
+            condition.notify_all()
+
+
+@dataclass
+class Costs:
+    """Virtual seconds of a rank.
+
+    Attributes:
+        computing: training steps.
+        work: work of the exchange on this rank's core, such as encoding.
+        waiting: for ranks that came later to an exchange.
+        network: transfers; with overlap, their part that computing did not hide.
+    """
+
+    computing: float = 0.0
+    work: float = 0.0
+    waiting: float = 0.0
+    network: float = 0.0
+
+
+class RankClock(clock.Clock):
+    """Virtual clock of a rank that runs, and of the ranks that repeat its work.
+
+    Args:
+        turn: lock of the rank that runs.
+        factors: float64[members], virtual seconds for each second of work, of the rank and those that repeat it.
+        timer: returns the seconds of work of the calling thread.
+
+    Attributes:
+        times: float64[members], virtual seconds; the first is that of the rank that runs.
+        costs: parts of the time of the rank that runs.
+
+    Example:
+        >>> ticks = iter([0.0, 2.0, 2.0, 2.0])
+        >>> mine = RankClock(Turn(), np.array([1.0, 10.0]), lambda: next(ticks))
+        >>> mine.charge()
+        >>> mine.times
+        array([ 2., 20.])
+    """
+
+    def __init__(self, turn: Turn, factors: np.ndarray, timer: Callable[[], float]) -> None:
+        self.turn, self.times, self.costs = turn, np.zeros(len(factors)), Costs()
+        self._factors, self._timer, self._mark = factors, timer, timer()
+        self._paused = False
+
+    def now(self) -> float:
+        running = 0.0 if self._paused else self._timer() - self._mark
+        return float(self.times[0] + self._factors[0] * running)
+
+    def resume(self) -> None:
+        """Measure work from here on; work since the last `charge` is not counted."""
+        self._mark = self._timer()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Charge the work up to here, and leave out the work within the block."""
+        outermost = not self._paused
+        if outermost:
+            self.charge()
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = not outermost
+            self.resume()
+
+    def charge(self) -> None:
+        """Add the work since `resume`, or since the last call, to the times."""
+        work, self._mark = self._timer() - self._mark, self._timer()
+        self.times += work * self._factors
+        self.costs.work += float(work * self._factors[0])
+
+    def compute(self, seconds: np.ndarray) -> None:
+        """Add a training step, float64[members], and measure work from here on."""
+        self.times += seconds
+        self.costs.computing += float(seconds[0])
+        self.resume()
+
+    def meet(self, begin: float, seconds: float) -> None:
+        """Wait for other ranks until `begin`, then take part in a transfer of some seconds."""
+        self.costs.waiting += begin - float(self.times[0])
+        self.costs.network += seconds
+        self.times[:] = begin + seconds
+        self.resume()
+
+    def join(self, times: np.ndarray) -> None:
+        """Wait until the times, float64[members], at which work in the background ended."""
+        before = float(self.times[0])
+        np.maximum(self.times, times, out=self.times)
+        self.costs.network += float(self.times[0]) - before
+        self.resume()
+
+    def reset(self) -> None:
+        """Set times and costs to zero."""
+        self.times[:] = 0.0
+        self.costs = Costs()
+        self.resume()
+
+    def branch(self) -> "RankClock":
+        """Return a clock for work in the background that begins now. Its thread must call `resume`."""
+        other = RankClock(self.turn, self._factors, self._timer)
+        other.times[:] = self.times
+        return other
+
+    def background(self, name: str) -> Executor:
+        return _Background(self, name)
+
+
+class _Background(Executor):
+    """Executor of one thread, whose work begins at the virtual time of its submission.
+
+    Args:
+        main: clock of the submitting thread, which waits for each result before it submits more.
+        name: name of the thread.
+    """
+
+    def __init__(self, main: RankClock, name: str) -> None:
+        self._main, self._pool = main, ThreadPoolExecutor(1, name)
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        self._main.charge()
+        lane = self._main.branch()
+        return _Submitted(self._main, lane, self._pool.submit(_work, lane, fn, args, kwargs))
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._pool.shutdown(wait, cancel_futures=cancel_futures)
+
+
+class _Submitted(Future[Any]):
+    """Work in the background. `result` moves the clock of the submitting thread to its end."""
+
+    def __init__(self, main: RankClock, lane: RankClock, real: Future[Any]) -> None:
+        super().__init__()
+        self._main, self._lane, self._real = main, lane, real
+
+    def result(self, timeout: float | None = None) -> Any:
+        turn = self._main.turn
+        self._main.charge()
+        turn.lock.release()
+        try:
+            value = self._real.result(turn.limit if timeout is None else timeout)
+        finally:
+            turn.lock.acquire()
+        self._main.join(self._lane.times)
+        return value
+
+
+def _work(lane: RankClock, work: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    with lane.turn.lock:
+        clock.use(lane)
+        lane.resume()
+        try:
+            value = work(*args, **kwargs)
+        except BaseException as error:
+            lane.turn.fail(error)
+            raise
+        lane.charge()
+        return value

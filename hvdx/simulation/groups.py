@@ -1,0 +1,149 @@
+"""Groups of simulated ranks: the meeting of a collective, and the division into smaller groups."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hvdx.errors import ConfigError, ExchangeError
+from hvdx.simulation.clock import Turn
+from hvdx.simulation.network import Network, Transfer
+
+
+@dataclass(frozen=True)
+class Given:
+    """Contribution of one rank to a collective.
+
+    Attributes:
+        what: name of the collective.
+        value: its data.
+        rows: bytes to each rank, a number or float64[size], of each transfer.
+        times: float64[members], arrival of the rank and of those that repeat it.
+    """
+
+    what: str
+    value: Any
+    rows: list[Any]
+    times: np.ndarray
+
+
+class Group:
+    """Ranks that communicate.
+
+    Args:
+        turn: lock of the rank that runs.
+        network: network between all ranks of the group.
+        running: the ranks that run, in ascending order.
+        repeats: int64[size], for each rank the position in `running` of the rank that it repeats, or its own.
+
+    Attributes:
+        weights: int64[running], number of ranks for which each running rank stands, itself included.
+    """
+
+    def __init__(self, turn: Turn, network: Network, running: Sequence[int], repeats: np.ndarray) -> None:
+        self.turn, self.network, self.running, self.repeats = turn, network, list(running), repeats
+        self.weights = np.bincount(repeats, minlength=len(self.running))
+        self._all = turn.condition()
+        self._given: list[Any] = [None] * len(self.running)
+        self._arrived = self._round = 0
+        self._outcome: Any = None
+
+    def again(self) -> "Group":
+        """Return a group of the same ranks for another channel."""
+        return Group(self.turn, self.network, self.running, self.repeats)
+
+    def everyone(self, values: Sequence[Any]) -> list[Any]:
+        """Return a value for each rank of the group, from those of the ranks that run."""
+        return [values[position] for position in self.repeats]
+
+    def weighted_sum(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        """Return the sum over all ranks, from the arrays of those that run, in their order."""
+        total: Any = 0
+        for i, (array, weight) in enumerate(zip(arrays, self.weights, strict=True)):
+            term = array if weight == 1 else array * array.dtype.type(weight)
+            total = term if i == 0 else total + term
+        return np.asarray(total)
+
+    def meet(self, rank: int, given: Given, finish: Callable[[list[Given]], Any]) -> Any:
+        """Give this rank's contribution, and return what `finish` makes of all; the last rank to arrive calls it.
+
+        Raises:
+            ExchangeError: if ranks call different collectives, another rank has failed, or the time limit has passed.
+        """
+        self._given[self.running.index(rank)] = given
+        self._arrived += 1
+        if self._arrived < len(self._given):
+            this = self._round
+            self.turn.wait(self._all, lambda: self._round != this)
+            return self._outcome
+        names = sorted({other.what for other in self._given})
+        if len(names) > 1:
+            raise ExchangeError(f"simulate: the ranks are in different collectives: {', '.join(names)}.")
+        self._outcome = finish(self._given)
+        self._given = [None] * len(self._given)
+        self._arrived, self._round = 0, self._round + 1
+        self._all.notify_all()
+        return self._outcome
+
+    def all_to_all(self, given: Sequence[Given]) -> list[Transfer]:
+        """Return the cost of each transfer of a collective, from the bytes that each rank sends to each rank."""
+        costs = []
+        for rows in zip(*(g.rows for g in given), strict=True):
+            known = np.array([np.broadcast_to(row, self.network.size) for row in rows], np.float64)
+            costs.append(self.network.all_to_all(known[self.repeats]))
+        return costs
+
+
+def divided(
+    whole: Group, hosts: Sequence[str], given: Sequence[tuple[int, int, int]]
+) -> dict[int, tuple[Group, list[int]]]:
+    """Divide a group.
+
+    Args:
+        whole: the group.
+        hosts: name of each rank's host.
+        given: part, key and rank of each rank that runs.
+
+    Returns:
+        For each part, its group and the ranks in it.
+
+    Raises:
+        ConfigError: if some ranks repeat others, and the parts are neither hosts nor ranks with the same local rank.
+    """
+    if len(given) == len(hosts):
+        members = {part: [rank for other, _, rank in sorted(given) if other == part] for part, _, _ in given}
+    else:
+        members = _members_of_all(hosts, given)
+    position = {rank: i for i, rank in enumerate(whole.running)}
+    sharing = _sharing([{hosts[rank] for rank in ranks} for ranks in members.values()])
+    parts = {}
+    for part, ranks in members.items():
+        running = [i for i, rank in enumerate(ranks) if rank in position]
+        places = {position[ranks[i]]: place for place, i in enumerate(running)}
+        repeats = np.array([places[whole.repeats[rank]] for rank in ranks])
+        network = Network(whole.network.situation, [hosts[rank] for rank in ranks], sharing)
+        parts[part] = Group(whole.turn, network, running, repeats), ranks
+    return parts
+
+
+def _members_of_all(hosts: Sequence[str], given: Sequence[tuple[int, int, int]]) -> dict[int, list[int]]:
+    """Return the ranks of each part, if only some ranks run and have given their part."""
+    seen: dict[str, int] = {}
+    local = []
+    for host in hosts:
+        local.append(seen.get(host, 0))
+        seen[host] = local[-1] + 1
+    for kind in (hosts, local):
+        if all((a == b) == (kind[one] == kind[other]) for a, _, one in given for b, _, other in given):
+            return {part: [r for r in range(len(hosts)) if kind[r] == kind[one]] for part, _, one in given}
+    raise ConfigError(
+        f"simulate: {len(hosts)} workers, of which {len(given)} run: expected a strategy that divides the ranks by "
+        "host or by local rank, got another division. Simulate 64 workers at most, without --elements."
+    )
+
+
+def _sharing(parts: Sequence[set[str]]) -> int:
+    """Return the largest number of parts on several hosts that have a rank on one host, at least 1."""
+    across = [part for part in parts if len(part) > 1]
+    return max((sum(host in part for part in across) for part in across for host in part), default=1)

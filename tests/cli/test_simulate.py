@@ -1,0 +1,77 @@
+"""`hvdx simulate`: its tables, its JSON, and its errors."""
+
+import json
+
+import pytest
+
+from hvdx.cli.main import main
+
+
+def simulate(capsys, *words):
+    code = main(["simulate", "--core-speed", "inf", *words])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_simulate_prints_a_table_and_writes_json(capsys, tmp_path):
+    file = tmp_path / "figures.json"
+    words = ["--workers", "2,4", "--bandwidth", "10mbit,1gbit", "--steps", "12", "--hidden", "32", "--json", str(file)]
+    strategies = "all_reduce:engine=mpi;threshold:target_density=0.05;parameter_averaging:period=4,engine=mpi"
+    code, text, said = simulate(capsys, *words, "--strategies", strategies)[:3]
+    assert code == 0
+    assert "12 of 12: 4 workers at 1gbit, parameter_averaging" in said
+    for part in ("4 workers at 10mbit, 12 steps", "ms a step", "network", "sent", "memory", "loss 0.", "at end"):
+        assert part in text
+    cases = json.loads(file.read_text())["cases"]
+    assert len(cases) == 12
+    found = {(c["workers"], c["bandwidth"], c["strategy"].partition(":")[0]): c for c in cases}
+    assert found[4, "10mbit", "all_reduce"]["seconds"] > 1.3 * found[4, "10mbit", "threshold"]["seconds"]
+    assert found[4, "10mbit", "all_reduce"]["sent"] > 5 * found[4, "10mbit", "threshold"]["sent"]
+    assert found[4, "1gbit", "all_reduce"]["losses"][-1][1] < found[4, "1gbit", "all_reduce"]["losses"][0][1]
+
+
+def test_simulate_of_made_updates_prints_no_losses(capsys):
+    words = ["--elements", "50000", "--workers", "16", "--workers-per-host", "4", "--steps", "8", "--json", "-"]
+    code, text, _ = simulate(capsys, *words, "--strategies", "threshold:target_density=0.01")
+    (case,) = json.loads(text)["cases"]
+    assert (code, case["running"], case["losses"]) == (0, 4, [])
+    assert case["crossing"] == pytest.approx(case["sent"] * 12 / 15)
+    code, text, _ = simulate(capsys, *words[:-2], "--strategies", "threshold:target_density=0.01")
+    assert "16 workers on 4 hosts at 1gbit, 8 steps; 4 run, the others repeat them" in text
+    assert "loss" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        (["--workers", "0"], "--workers 4,16"),
+        (["--workers", "four"], "--workers 4,16"),
+        (["--workers-per-host", "0"], "leave it out"),
+        (["--bandwidth", "fast"], "--bandwidth 100mbit"),
+        (["--bandwidth", ","], "leave them out"),
+        (["--latency", "2"], "--latency 1ms"),
+        (["--computing", "2h"], "--computing 1ms"),
+        (["--strategies", "threshhold"], "threshold"),
+        (["--strategies", "threshold:threads=3"], "Leave it out"),
+        (["--strategies", "parameter_server"], "hvdx compare"),
+        (["--slow", "64:2"], "--slow 1:10"),
+        (["--slow", "1:0"], "--slow 1:10"),
+        (["--jitter", "-1"], "--jitter 0.2"),
+        (["--core-speed", "0"], "leave it out"),
+        (["--steps", "0"], "leave it out"),
+        (["--elements", "0"], "leave it out"),
+    ],
+)
+def test_simulate_refuses_bad_options(capsys, words, remedy):
+    code, text, said = simulate(capsys, *words)
+    assert (code, text) == (2, "")
+    assert remedy in said
+    assert said.startswith("hvdx: ")
+    assert len(said.splitlines()) == 1
+
+
+def test_simulate_names_a_file_that_cannot_be_written(capsys, tmp_path):
+    words = ["--elements", "100", "--workers", "2", "--steps", "1", "--strategies", "all_reduce:engine=mpi"]
+    code, _, said = simulate(capsys, *words, "--json", str(tmp_path / "missing" / "file"))
+    assert code == 2
+    assert "name a file in a folder that exists" in said
