@@ -1,7 +1,6 @@
 """Exchange of the threshold strategy on hosts with several ranks: dense sums within a host, messages between hosts."""
 
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -9,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hvdx.comm import Comm
+from hvdx.comm import Comm, clock
 from hvdx.comm.alignment import aligned
 from hvdx.errors import ConfigError, WireError
 from hvdx.strategies import link
@@ -148,10 +147,10 @@ class HostsExchange(HostExchange):
         arrived = self._channel.exchange([int(not finite), *self._sample_words()])
         self.telemetry.waiting += arrived.waited
         self._take_samples(arrived.headers[:, 1:])
-        begin = time.perf_counter()
+        begin = clock.now()
         pieces = self._add_up(tensors, self._piece)
         faulty, fault = self._find_fault(pieces)
-        seconds = time.perf_counter() - begin
+        seconds = clock.now() - begin
         sent = inner.prepare(self._fragments, True)
         inner.charge(seconds)
         if not sent.is_fine:
@@ -208,14 +207,14 @@ class HostsExchange(HostExchange):
 
     def _gather(self) -> list[np.ndarray]:
         """Gather the results of the host's ranks, and add the drained one."""
-        begin = time.perf_counter()
+        begin = clock.now()
         self._channel.gather_pieces(self._inner.result, self._parts.bounds, self._pieces)
         self._parts.join(self._pieces, self._flat)
         if self._drained is not None:
             np.add(self._flat, self._drained, out=self._flat)
             self._drained = None
         self.telemetry.inside += 4 * (self._count - 1) * self._piece.size
-        self._inner.charge(time.perf_counter() - begin)
+        self._inner.charge(clock.now() - begin)
         return self._out
 
     @contextmanager

@@ -23,7 +23,7 @@ from hvdx.strategies import link
 from hvdx.strategies.base import TensorSpec, views
 from hvdx.strategies.driver import Sent
 from hvdx.strategies.noise import sums_of
-from hvdx.strategies.shards import OWNER, OWNER_DENSITY, OWNERS, Shards, owner_density
+from hvdx.strategies.shards import OWNER, OWNER_DENSITY, OWNER_LOOKAHEAD, OWNERS, Shards, owner_density
 from hvdx.strategies.threshold_exchange import Options, ThresholdExchange
 
 # Numbers that a rank sends to each other rank before the first phase: bytes of its part, status, and the times in
@@ -143,7 +143,7 @@ class ShardedExchange(ThresholdExchange):
         return received.messages
 
     def _encode_sum(self, codec: codecs.Threshold) -> np.ndarray:
-        message, self._owner = codec.encode([self._sum], self._owner)
+        message, self._owner = codec.encode([self._sum], self._owner, OWNER_LOOKAHEAD * self._lookahead)
         return message
 
     def _owner_clock(self, counter: str, work: Any) -> Any:

@@ -32,10 +32,13 @@ def test_simulate_prints_a_table_and_writes_json(capsys, tmp_path):
 
 def test_simulate_of_made_updates_prints_no_losses(capsys):
     words = ["--elements", "50000", "--workers", "16", "--workers-per-host", "4", "--steps", "8", "--json", "-"]
-    code, text, _ = simulate(capsys, *words, "--strategies", "threshold:target_density=0.01")
-    (case,) = json.loads(text)["cases"]
+    spellings = "threshold:target_density=0.01,local=none;threshold:target_density=0.01"
+    code, text, _ = simulate(capsys, *words, "--strategies", spellings)
+    case, summed = json.loads(text)["cases"]
     assert (code, case["running"], case["losses"]) == (0, 4, [])
     assert case["crossing"] == pytest.approx(case["sent"] * 12 / 15)
+    # Ranks that add up their updates on the host send little to the other hosts.
+    assert summed["crossing"] < 0.2 * case["crossing"] < summed["sent"]
     code, text, _ = simulate(capsys, *words[:-2], "--strategies", "threshold:target_density=0.01")
     assert "16 workers on 4 hosts at 1gbit, 8 steps; 4 run, the others repeat them" in text
     assert "loss" not in text
