@@ -9,14 +9,13 @@ import copy
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from hvdx.comm import Comm
 from hvdx.errors import ConfigError
-from hvdx.strategies import link, warmup
+from hvdx.strategies import link, threshold_costs, warmup
 from hvdx.strategies.base import (
     Exchange,
     SecondMoments,
@@ -26,10 +25,9 @@ from hvdx.strategies.base import (
     agree_on_tensors,
     one_of,
 )
-from hvdx.strategies.density import STARVED, affordable_density, budget_with
-from hvdx.strategies.prediction import Prediction, Situation, added
+from hvdx.strategies.prediction import Prediction, Situation
 from hvdx.strategies.serving.step_client import StepClient
-from hvdx.strategies.shards import OWNER_DENSITY, OWNERS, divide_again, owner_density
+from hvdx.strategies.shards import OWNERS, divide_again
 
 if TYPE_CHECKING:
     from hvdx.strategies.threshold_exchange import ThresholdExchange
@@ -38,22 +36,6 @@ if TYPE_CHECKING:
 Placement = Literal["update", "gradient"]
 ExchangeKind = Literal["auto", "all_gather", "sharded"]
 Local = Literal["auto", "dense", "none"]
-#: Bytes of the header of a message: status, two times and the size of the message. The sample of gradients that is
-#: sent with Adam and its relatives, some 140 bytes, is not included: predictions do not know the optimiser.
-HEADER_BYTES = 32
-#: Bytes of the message of a part of an update, besides its entries: frame, lengths, tau and the header of a tile.
-PART_BYTES = 26
-# Density for which the kind of exchange is chosen if the density follows the network.
-_NOMINAL_DENSITY = 0.01
-# A sharded exchange delays an element twice, so it is chosen only below this share of the time of an all-gather.
-_WORTH_SHARDING = 0.8
-# Smallest number of ranks for which it is considered: with five or fewer, shards need more bytes.
-_FEWEST_SHARDS = 6
-# Ranks, and bytes of the messages of all, from which a fixed density is exchanged in shards: 8 ranks save a third of
-# the bytes, 16 two thirds, and on most links so many bytes take longer than two rounds.
-_MANY, _LARGE = 8, 1 << 18
-# Density at which the cost of an exchange is its fixed part.
-_NEXT_TO_NOTHING = 1e-9
 # Largest number of elements that the ranks of a host add up: MPI counts bytes in a C int.
 _MOST_ELEMENTS = 2**29 - 1
 Op = Literal["mean", "sum"]
@@ -119,6 +101,10 @@ class Threshold(Strategy):
     runs = "host"
     target_density: float | str | None
     op: str
+    exchange: str
+    scope: Literal["all", "variable"]
+    local: str
+    max_staleness: int | str
 
     def __init__(
         self,
@@ -253,7 +239,7 @@ class Threshold(Strategy):
         """Return the device of an exchange, and the reason if it is not the GPU of the tensors, else ""."""
         where = {s.device for s in specs}
         there = len(where) == 1 and "CPU" not in where
-        on_host = self.asynchronous or self.device == "cpu" or self.local == "dense"
+        on_host = self.asynchronous or self.device == "cpu" or self.local == "dense" or self.exchange == "sharded"
         if on_host or (self.device == "auto" and not there):
             return "cpu", ""
         from hvdx.codec import devices
@@ -317,58 +303,17 @@ class Threshold(Strategy):
         self, comm: Comm, elements: int, device: str, network: link.Link | None = None
     ) -> tuple[str, link.Link | None]:
         """Return the kind of exchange, and the link if it has been measured. Collective."""
-        if device != "cpu" or not elements:
+        if self.exchange == "all_gather" or comm.size == 1 or not elements:
             return "all_gather", network
-        if network is None and self._follows_link(comm.size):
+        # Hosts may differ: some have no GPU.
+        if set(comm.all_gather_object(device, "the devices of updates")) != {"cpu"}:
+            return "all_gather", network
+        if network is None and threshold_costs.follows_link(self, comm.size):
             channel = comm.channel("the link")
             network = link.probe(channel)
             channel.close()
         situation = Situation(comm.size, (elements,), 0.0, network or link.Link(0.0, 1.0))
-        return self._kind_for(situation), network
-
-    def _follows_link(self, size: int) -> bool:
-        """Return whether the kind of exchange depends on the link. If the density is fixed, it must not."""
-        free = self.exchange == "auto" and self.scope == "all" and self.target_density == "auto"
-        return free and size >= _FEWEST_SHARDS
-
-    def _kind_for(self, situation: Situation) -> str:
-        """Return the kind of exchange."""
-        size, density = situation.workers, self.target_density
-        if self.asynchronous:
-            return "all_gather"
-        if self._follows_link(size):
-            kinds = ("all_gather", "sharded")
-            gathered, sharded = (sum(self._costs(situation, _NOMINAL_DENSITY, k)[0].values()) for k in kinds)
-            return "sharded" if sharded < _WORTH_SHARDING * gathered else "all_gather"
-        if self.exchange == "auto":
-            # The result of a training with a fixed density must not depend on a measurement.
-            many = size >= _MANY and self.scope == "all" and isinstance(density, float)
-            large = many and size * link.message_bytes(situation.elements, float(density or 0)) >= _LARGE
-            return "sharded" if large else "all_gather"
-        return self.exchange if size > 1 else "all_gather"
-
-    @staticmethod
-    def _costs(given: Situation, density: float, kind: str) -> tuple[dict[str, float], float]:
-        """Return the terms of an exchange, with the codec, and the bytes that a worker sends."""
-        count, workers, codec = given.elements, given.workers, given.machine.codec
-        message = link.message_bytes(count, density)
-        if kind == "all_gather":
-            # Headers travel before the messages.
-            terms = added([given.all_to_all(HEADER_BYTES), given.all_to_all(message)])
-            coding = {
-                "encoding": codec.encoding(count, density),
-                "decoding": codec.decoding(count, density, workers),
-            }
-            return terms | coding, (workers - 1) * (message + HEADER_BYTES)
-        of_owners = link.message_bytes(count, owner_density(density))
-        parts = [message / workers + PART_BYTES, of_owners / workers + PART_BYTES]
-        terms = added([given.all_to_all(size) for size in (*parts, HEADER_BYTES / 2, HEADER_BYTES / 2)])
-        shard = -(-count // workers)
-        coding = {
-            "encoding": codec.encoding(count, density) + codec.encoding(shard, owner_density(density)),
-            "decoding": codec.decoding(shard, density, workers) + codec.decoding(count, owner_density(density), 1),
-        }
-        return terms | coding, (workers - 1) * (sum(parts) + HEADER_BYTES)
+        return threshold_costs.kind_for(self, situation), network
 
     def step_client(self, comm: Comm, steps: int, begun: int = 0) -> StepClient:
         """Return the client of rank 0, which hands out the steps."""
@@ -428,54 +373,7 @@ class Threshold(Strategy):
 
     def predict(self, situation: Situation) -> Prediction | None:
         """Predict the steps after the warm-up; None for a fixed tau, whose density depends on the updates."""
-        if self.target_density is None:
-            return None
-        given, per_host = situation, situation.per_host
-        hosts, rest = divmod(given.workers, per_host)
-        dense = self.local != "none" and not self.asynchronous and per_host > 1 and hosts > 1 and not rest
-        # Workers that exchange messages of a piece of the elements, and the work within a host.
-        between = given.between_hosts() if dense else given
-        within = given.within_host() if dense else {}
-        count, kind = between.elements, self._kind_for(between)
-
-        def cost(density: float) -> float:
-            return sum(within.values()) + sum(self._costs(between, density, kind)[0].values())
-
-        density = self.target_density
-        if isinstance(density, str):
-            limit = budget_with(cost(_NEXT_TO_NOTHING), self.overhead * given.computing)
-            density = affordable_density(cost, limit)
-        density = float(density)
-        exchange, sent = self._costs(between, density, kind)
-        coding = {name: exchange.pop(name) for name in ("encoding", "decoding")}
-        hidden = min(given.computing, sum(exchange.values())) if self.overlap or self.asynchronous else 0.0
-        shown = 1 - hidden / max(sum(exchange.values()), 1e-12)
-        own = {
-            "waiting": 0.0 if self.max_staleness == "inf" else given.slowest,
-            # The result is returned: TensorFlow copies tensors whose addresses are not aligned. The update is made, and
-            # the result is added to the weights, as on one worker.
-            "copying": given.passes(8),
-        }
-        terms = added([own, within, coding, {name: value * shown for name, value in exchange.items()}])
-        others = between.workers - 1
-        message = link.message_bytes(count, density)
-        buffers = {"residual": 4.0 * count, "buffers": 8.0 * count + between.workers * message}
-        note = f"density {density:.2g}"
-        if kind == "sharded":
-            # The residual and the sum of a shard; each phase has its messages twice, in parts and as a whole.
-            moved = 2 * (1 + OWNER_DENSITY) * message
-            buffers = {"residual": 4.0 * count * (1 + 1 / between.workers), "buffers": 8.0 * count + moved}
-            buffers["buffers"] += 4.0 * count / between.workers
-            note += ", sharded"
-        if dense:
-            # All pieces, those that the host's ranks send to each other, and the result.
-            buffers["buffers"] += 12.0 * given.elements
-            note += f", {per_host} workers of a host added up"
-        made = given.prediction(terms, sent, buffers, note=note)
-        if self.target_density == "auto" and others and density <= STARVED:
-            # At so low a density an element waits for thousands of steps.
-            return replace(made, starved=True, note=f"{made.note}, starved")
-        return made
+        return threshold_costs.predict(self, situation)
 
     def merge(self, saved: Sequence[Mapping[str, np.ndarray]], rank: int, size: int) -> dict[str, np.ndarray]:
         """Distribute the saved residuals over the ranks, so that their sum stays the same."""

@@ -1,0 +1,137 @@
+"""Costs of `Threshold`: prediction of a step, and choice between its two kinds of exchange."""
+
+from dataclasses import replace
+from typing import Literal, Protocol
+
+from hvdx.strategies import link
+from hvdx.strategies.density import STARVED, affordable_density, budget_with
+from hvdx.strategies.prediction import Prediction, Situation, added
+from hvdx.strategies.shards import OWNER_DENSITY, owner_density
+
+#: Bytes of the header of a message: status, two times and the size of the message. The sample of gradients that is
+#: sent with Adam and its relatives, some 140 bytes, is not included: predictions do not know the optimiser.
+HEADER_BYTES = 32
+#: Bytes of the message of a part of an update, besides its entries: frame, lengths, tau and the header of a tile.
+PART_BYTES = 26
+# Density for which the kind of exchange is chosen if the density follows the network.
+_NOMINAL_DENSITY = 0.01
+# A sharded exchange delays an element twice, so it is chosen only below this share of the time of an all-gather.
+_WORTH_SHARDING = 0.8
+# Smallest number of ranks for which it is considered: with five or fewer, shards need more bytes.
+_FEWEST_SHARDS = 6
+# Ranks, and bytes of the messages of all, from which a fixed density is exchanged in shards: 8 ranks save a third of
+# the bytes, 16 two thirds, and on most links so many bytes take longer than two rounds.
+_MANY, _LARGE = 8, 1 << 18
+# Density at which the cost of an exchange is its fixed part.
+_NEXT_TO_NOTHING = 1e-9
+
+
+class Options(Protocol):
+    """Options on which the costs depend; see `hvdx.strategies.Threshold`."""
+
+    target_density: float | str | None
+    exchange: str
+    local: str
+    scope: Literal["all", "variable"]
+    overlap: bool
+    overhead: float
+    max_staleness: int | str
+    asynchronous: bool
+
+
+def follows_link(options: Options, size: int) -> bool:
+    """Return whether the kind of exchange depends on the link. If the density is fixed, it must not."""
+    free = options.exchange == "auto" and options.scope == "all" and options.target_density == "auto"
+    return free and size >= _FEWEST_SHARDS
+
+
+def kind_for(options: Options, situation: Situation) -> str:
+    """Return the kind of exchange."""
+    size, density = situation.workers, options.target_density
+    if options.asynchronous:
+        return "all_gather"
+    if follows_link(options, size):
+        kinds = ("all_gather", "sharded")
+        gathered, sharded = (sum(exchange_costs(situation, _NOMINAL_DENSITY, k)[0].values()) for k in kinds)
+        return "sharded" if sharded < _WORTH_SHARDING * gathered else "all_gather"
+    if options.exchange == "auto":
+        # The result of a training with a fixed density must not depend on a measurement.
+        many = size >= _MANY and options.scope == "all" and isinstance(density, float)
+        large = many and size * link.message_bytes(situation.elements, float(density or 0)) >= _LARGE
+        return "sharded" if large else "all_gather"
+    return options.exchange if size > 1 else "all_gather"
+
+
+def exchange_costs(given: Situation, density: float, kind: str) -> tuple[dict[str, float], float]:
+    """Return the terms of an exchange, with the codec, and the bytes that a worker sends."""
+    count, workers, codec = given.elements, given.workers, given.machine.codec
+    message = link.message_bytes(count, density)
+    if kind == "all_gather":
+        # Headers travel before the messages.
+        terms = added([given.all_to_all(HEADER_BYTES), given.all_to_all(message)])
+        coding = {
+            "encoding": codec.encoding(count, density),
+            "decoding": codec.decoding(count, density, workers),
+        }
+        return terms | coding, (workers - 1) * (message + HEADER_BYTES)
+    of_owners = link.message_bytes(count, owner_density(density))
+    parts = [message / workers + PART_BYTES, of_owners / workers + PART_BYTES]
+    terms = added([given.all_to_all(size) for size in (*parts, HEADER_BYTES / 2, HEADER_BYTES / 2)])
+    shard = -(-count // workers)
+    coding = {
+        "encoding": codec.encoding(count, density) + codec.encoding(shard, owner_density(density)),
+        "decoding": codec.decoding(shard, density, workers) + codec.decoding(count, owner_density(density), 1),
+    }
+    return terms | coding, (workers - 1) * (sum(parts) + HEADER_BYTES)
+
+
+def predict(options: Options, situation: Situation) -> Prediction | None:
+    """Predict the steps after the warm-up; None for a fixed tau, whose density depends on the updates."""
+    if options.target_density is None:
+        return None
+    given, per_host = situation, situation.per_host
+    hosts, rest = divmod(given.workers, per_host)
+    dense = options.local != "none" and not options.asynchronous and per_host > 1 and hosts > 1 and not rest
+    # Workers that exchange messages of a piece of the elements, and the work within a host.
+    between = given.between_hosts() if dense else given
+    within = given.within_host() if dense else {}
+    count, kind = between.elements, kind_for(options, between)
+
+    def cost(density: float) -> float:
+        return sum(within.values()) + sum(exchange_costs(between, density, kind)[0].values())
+
+    density = options.target_density
+    if isinstance(density, str):
+        limit = budget_with(cost(_NEXT_TO_NOTHING), options.overhead * given.computing)
+        density = affordable_density(cost, limit)
+    density = float(density)
+    exchange, sent = exchange_costs(between, density, kind)
+    coding = {name: exchange.pop(name) for name in ("encoding", "decoding")}
+    hidden = min(given.computing, sum(exchange.values())) if options.overlap or options.asynchronous else 0.0
+    shown = 1 - hidden / max(sum(exchange.values()), 1e-12)
+    own = {
+        "waiting": 0.0 if options.max_staleness == "inf" else given.slowest,
+        # The result is returned: TensorFlow copies tensors whose addresses are not aligned. The update is made, and
+        # the result is added to the weights, as on one worker.
+        "copying": given.passes(8),
+    }
+    terms = added([own, within, coding, {name: value * shown for name, value in exchange.items()}])
+    others = between.workers - 1
+    message = link.message_bytes(count, density)
+    buffers = {"residual": 4.0 * count, "buffers": 8.0 * count + between.workers * message}
+    note = f"density {density:.2g}"
+    if kind == "sharded":
+        # The residual and the sum of a shard; each phase has its messages twice, in parts and as a whole.
+        moved = 2 * (1 + OWNER_DENSITY) * message
+        buffers = {"residual": 4.0 * count * (1 + 1 / between.workers), "buffers": 8.0 * count + moved}
+        buffers["buffers"] += 4.0 * count / between.workers
+        note += ", sharded"
+    if dense:
+        # All pieces, those that the host's ranks send to each other, and the result.
+        buffers["buffers"] += 12.0 * given.elements
+        note += f", {per_host} workers of a host added up"
+    made = given.prediction(terms, sent, buffers, note=note)
+    if options.target_density == "auto" and others and density <= STARVED:
+        # At so low a density an element waits for thousands of steps.
+        return replace(made, starved=True, note=f"{made.note}, starved")
+    return made
