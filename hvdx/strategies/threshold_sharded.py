@@ -12,6 +12,7 @@ Sources: DoubleSqueeze (Tang et al. 2019) compresses a second time where updates
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -143,6 +144,12 @@ class ShardedExchange(ThresholdExchange):
         return received.messages
 
     def _encode_sum(self, codec: codecs.Threshold) -> np.ndarray:
+        if codec.target_density is not None:
+            # Entries are multiples of the ranks' taus. If there are fewer than the owner may send, a smaller tau would
+            # only make the multiples larger.
+            least = self._state.taus
+            taus = np.where(self._owner.found, np.maximum(self._owner.taus, least), least)
+            self._owner = replace(self._owner, taus=taus, found=np.ones_like(self._owner.found))
         message, self._owner = codec.encode([self._sum], self._owner, OWNER_LOOKAHEAD * self._lookahead)
         return message
 

@@ -42,6 +42,24 @@ def test_rank_moves_five_messages():
     assert everyone[:, 1:].max() < 1.3 * sent
 
 
+def test_owner_with_few_entries_keeps_its_tau():
+    """A tau far below the entries would send no more of them, only larger multiples."""
+    specs = [TensorSpec("w", (100_000,), 4)]
+
+    def run(comm):
+        exchange = Threshold(target_density=0.01, exchange="sharded", lookahead=0).open(comm, specs)
+        for t in range(20):
+            sparse = np.zeros(100_000, np.float32)
+            # The same elements on all ranks: more than a rank may send, and fewer than an owner may.
+            sparse[::50] = np.random.default_rng([comm.rank, t]).normal(size=2000)
+            exchange.step([sparse])
+        return exchange.telemetry
+
+    counts = on_all(4, run)
+    messages = np.mean([c.messages for c in counts])
+    assert np.mean([c.sent for c in counts]) < 4 * messages
+
+
 def test_work_of_owners_is_alike_if_updates_cluster():
     shards = Shards([s.elements for s in _LARGE], 8)
     changed = np.concatenate([np.ravel(a) for a in large_update(0, 0)]) != 0
