@@ -1,7 +1,6 @@
 """`hvdx advise`: which strategy on how many workers, predicted in two minutes without a training."""
 
 import argparse
-import json
 import shlex
 import sys
 import tempfile
@@ -10,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hvdx.cli.common import json_file
 from hvdx.cli.common.processes import program_of
 from hvdx.cli.common.termination import TERMINATED, TerminatedError, sigterm_raises
 from hvdx.cli.emulation.network import parse_rate
@@ -210,23 +210,8 @@ def _report(
         )
     if args.json is None or str(args.json) != "-":
         print("\n\n".join(texts))
-    _write(args.json, document)
+    json_file.write("advise", args.json, document)
     return 0 if worth else 1
-
-
-def _write(path: Path | None, document: dict[str, Any]) -> None:
-    text = json.dumps(document, indent=2)
-    if path is None:
-        return
-    if str(path) == "-":
-        print(text)
-        return
-    try:
-        path.write_text(text + "\n")
-    except OSError as error:
-        raise ConfigError(
-            f"advise: --json {path}: {error.strerror}. Do: name a file in a folder that exists."
-        ) from None
 
 
 def _facts(alone: "Training", shared: "Training") -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """`hvdx simulate`: the strategies and codecs of hvdx on virtual workers, by a virtual clock."""
 
 import argparse
-import json
 import math
 import re
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdx.cli.advise import LATENCY, given_link
+from hvdx.cli.common import json_file
 from hvdx.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
                 document["cases"].append(case | vars(outcomes[spelling]) | {"took": time.monotonic() - begin})
             if str(args.json) != "-":
                 print(_section(args, count, bandwidth, outcomes), flush=True)
-    _write(args.json, document)
+    json_file.write("simulate", args.json, document, indent=1)
     return 0
 
 
@@ -292,21 +292,6 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
 def _as_dict(machine: "Machine") -> dict[str, float | None]:
     names = ("memory", "half", "message", "transport")
     return {name: value if math.isfinite(value := getattr(machine, name)) else None for name in names}
-
-
-def _write(path: Path | None, document: dict[str, Any]) -> None:
-    text = json.dumps(document, indent=1)
-    if path is None:
-        return
-    if str(path) == "-":
-        print(text)
-        return
-    try:
-        path.write_text(text + "\n")
-    except OSError as error:
-        raise ConfigError(
-            f"simulate: --json {path}: {error.strerror}. Do: name a file in a folder that exists."
-        ) from None
 
 
 def _say(line: str) -> None:

@@ -162,7 +162,7 @@ def _single_threaded(strategy: Strategy) -> Strategy:
 
 
 class _Plan:
-    """What all ranks of one training share.
+    """State that all ranks of one training share.
 
     Attributes:
         rarely: whether most steps have no exchange.

@@ -3,9 +3,9 @@
 The update is cut into a shard for each rank. In the first phase each rank sends each shard's entries to the shard's
 owner. The owner adds up the messages of all ranks and its own residual, encodes the sum again, and keeps the rest. In
 the second phase it sends the result to all, at four times the density. So a rank receives 5 (N - 1) / N messages of
-whole updates, where an all-gather brings N - 1. All ranks, the owners too, apply what was sent in the second phase.
+whole updates, where an all-gather brings N - 1. All ranks, the owners too, apply the messages of the second phase.
 
-    sum of what was applied + residuals of all ranks + residuals of all owners = sum of all updates
+    sum of the applied messages + residuals of all ranks + residuals of all owners = sum of all updates
 
 Sources: DoubleSqueeze (Tang et al. 2019) compresses a second time where updates are added up, with a residual there;
 1-bit Adam (Tang et al. 2021) has an owner for each shard.

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -291,6 +292,38 @@ def mlp(given: argparse.Namespace, data: str = "fashion-mnist") -> tuple[Any, An
     train = hvdx.shard((loaded.train_x, loaded.train_y), 64, seed=given.seed)
     test = hvdx.shard((loaded.test_x, loaded.test_y), 500, shuffle=False, drop_remainder=False)
     return model, train, test, loaded
+
+
+def step_watch(settled: int, read: Callable[[], dict[str, float]]) -> Any:
+    """Make a callback of Keras that measures the steps of a `fit`.
+
+    Args:
+        settled: number of first steps that are not measured.
+        read: returns counters.
+
+    Returns:
+        The callback. Its `seconds` has the seconds of every step, and its `totals` the counters after the first
+        `settled` steps and at the end.
+    """
+    import keras
+
+    class Watch(keras.callbacks.Callback):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seconds: list[float] = []
+            self.totals: list[dict[str, float]] = []
+            self._end = time.perf_counter()
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self._end = time.perf_counter()
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.seconds.append(time.perf_counter() - self._end)
+            if len(self.seconds) >= settled:
+                self.totals[1:] = [read()]
+            self._end = time.perf_counter()
+
+    return Watch()
 
 
 def link_bytes(way: str) -> int:

@@ -97,7 +97,13 @@ def work(given: argparse.Namespace) -> dict[str, Any]:
     hvdx.init()
     model, data, test, _ = harness.mlp(given)
     distribute = hvdx.keras.Distribute(given.spelling)
-    watch = make_watch(distribute)
+    names = ("inside", "entries", "encoded", *_PARTS)
+
+    def read() -> dict[str, float]:
+        cost = distribute.cost()
+        return {name: getattr(cost, name) for name in names} | {"link": harness.link_bytes("tx")}
+
+    watch = harness.step_watch(_SETTLING, read)
     model.fit(
         data.repeat(), steps_per_epoch=_SETTLING + given.steps, shuffle=False, verbose=0, callbacks=[distribute, watch]
     )
@@ -110,29 +116,6 @@ def work(given: argparse.Namespace) -> dict[str, Any]:
         "density": (last["entries"] - first["entries"]) / max(last["encoded"] - first["encoded"], 1),
         "accuracy": 100 * result["accuracy"],
     } | {part: 1e3 * (last[part] - first[part]) / steps for part in _PARTS}
-
-
-def make_watch(distribute: Any) -> Any:
-    """Make a callback that stores the seconds of each step, and totals after the first steps and at the end."""
-    import keras
-
-    class Watch(keras.callbacks.Callback):
-        def __init__(self) -> None:
-            super().__init__()
-            self.seconds: list[float] = []
-            self.totals: list[dict[str, float]] = []
-            self._end = time.perf_counter()
-
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            now = time.perf_counter()
-            self.seconds.append(now - self._end)
-            if len(self.seconds) >= _SETTLING:
-                cost = distribute.cost()
-                names = ("inside", "entries", "encoded", *_PARTS)
-                self.totals[1:] = [{name: getattr(cost, name) for name in names} | {"link": harness.link_bytes("tx")}]
-            self._end = time.perf_counter()
-
-    return Watch()
 
 
 # -- sums on one host -------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ multiples of its own message, and the mean milliseconds of each part of the exch
 
 import argparse
 import sys
-import time
 from statistics import median
 from typing import Any
 
@@ -74,11 +73,12 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
     hvdx.init()
     model, data, _, _ = harness.mlp(given)
     distribute = hvdx.keras.Distribute(given.spelling)
-    watch = make_watch(distribute)
+    names = ("messages", "sent", "received", *_PARTS)
+    watch = harness.step_watch(_WARM, lambda: {name: getattr(distribute.cost(), name) for name in names})
     model.fit(
         data.repeat(), steps_per_epoch=_WARM + given.steps, shuffle=False, verbose=0, callbacks=[distribute, watch]
     )
-    first, last = watch.costs[0], watch.costs[-1]
+    first, last = watch.totals[0], watch.totals[-1]
     means = {name: (last[name] - first[name]) / given.steps for name in first}
     times = {part: 1e3 * means[part] for part in _PARTS}
     return (
@@ -86,32 +86,6 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
         | times
         | {name: means[name] for name in ("sent", "received")}
     )
-
-
-def make_watch(distribute: Any) -> Any:
-    """Make a callback that stores the seconds of each step, and the counters after each."""
-    import keras
-
-    names = ("messages", "sent", "received", *_PARTS)
-
-    class Watch(keras.callbacks.Callback):
-        def __init__(self) -> None:
-            super().__init__()
-            self.seconds: list[float] = []
-            self.costs: list[dict[str, float]] = []
-
-        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-            self._end = time.perf_counter()
-
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            now = time.perf_counter()
-            self.seconds.append(now - self._end)
-            if len(self.seconds) >= _WARM:
-                cost = distribute.cost()
-                self.costs[1:] = [{name: getattr(cost, name) for name in names}]
-            self._end = time.perf_counter()
-
-    return Watch()
 
 
 if __name__ == "__main__":

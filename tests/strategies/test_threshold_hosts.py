@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hvdx.errors import ConfigError, HvdxError, WireError
 from hvdx.strategies import TensorSpec, Threshold
 from hvdx.strategies.threshold_hosts import HostsExchange
-from tests.strategies.test_threshold import OPTIONS, flat, steps_of, update
+from tests.strategies.test_threshold import OPTIONS, flat, restarted, steps_of, update
 from tests.strategies.virtual import ELEMENTS, SPECS, on_hosts
 
 #: Layouts: the host of each rank.
@@ -277,25 +277,7 @@ def test_local_work_counts_as_exchanging(monkeypatch):
 @pytest.mark.parametrize("hosts", ["aabb", "aaabbb"])
 @pytest.mark.parametrize("name", ["density", "variable", "fixed tau", "falling", "overlap", "sharded"])
 def test_restored_exchange_continues_bit_for_bit(name, hosts):
-    strategy = dense(**OPTIONS[name])
-
-    def straight(comm):
-        exchange, got = strategy.open(comm, SPECS, 0.9), []
-        for t in range(10):
-            got.append(flat(exchange.step(update(comm.rank, t))).tobytes())
-            if t == 5:
-                exchange.flush()
-        return got[6:]
-
-    def stopped(comm):
-        first = strategy.open(comm, SPECS, 0.9)
-        for t in range(6):
-            first.step(update(comm.rank, t))
-        first.flush()
-        second = strategy.open(comm, SPECS, 0.9)
-        second.load_state_dict(first.state_dict())
-        return [flat(second.step(update(comm.rank, t))).tobytes() for t in range(6, 10)]
-
+    straight, stopped = restarted(dense(**OPTIONS[name]))
     assert on_hosts(hosts, straight) == on_hosts(hosts, stopped)
 
 

@@ -129,7 +129,7 @@ class Model:
         return self.settle(state, rank, replica, list(state.channels), phases, letters)
 
     def settle(self, state, rank, replica, channels, phases, letters):
-        """Apply what has come, tell the others if the worker waits, and return the next state."""
+        """Apply the messages that have arrived, tell the others if the worker waits, and return the next state."""
         order = state.order
         for letter in letters:
             if rank == 0 and letter.to == 1 and letter.kind.name == "ORDER":
