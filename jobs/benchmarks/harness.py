@@ -275,11 +275,11 @@ def mlp(given: argparse.Namespace, data: str = "fashion-mnist") -> tuple[Any, An
     """Build the network of the comparisons, and load its data, on a rank of a running job.
 
     Args:
-        given: `hidden`, the units of each layer; `seed`; and optionally `learning_rate`.
+        given: `hidden`, the units of each layer; `seed`; and optionally `learning_rate` and `batch`.
         data: name of the data set, as in `hvdx.jobs.data.load`.
 
     Returns:
-        The compiled model, training batches of 64 on each rank, test batches, and the data set.
+        The compiled model, training batches (of 64 on each rank by default), test batches, and the data set.
     """
     import keras
 
@@ -289,7 +289,7 @@ def mlp(given: argparse.Namespace, data: str = "fashion-mnist") -> tuple[Any, An
     loaded = load(data)
     keras.utils.set_random_seed(given.seed)
     model = build(loaded, "mlp", given.hidden, "sgd", getattr(given, "learning_rate", None))
-    train = hvdx.shard((loaded.train_x, loaded.train_y), 64, seed=given.seed)
+    train = hvdx.shard((loaded.train_x, loaded.train_y), getattr(given, "batch", 64), seed=given.seed)
     test = hvdx.shard((loaded.test_x, loaded.test_y), 500, shuffle=False, drop_remainder=False)
     return model, train, test, loaded
 
