@@ -4,7 +4,7 @@ import os
 import sys
 import time
 
-from hvdx.cli.common.processes import key_line, run, search_path
+from hvdx.cli.common.processes import child_environment, key_line, run, search_path
 
 
 def test_time_limit_ends_the_children_too():
@@ -24,6 +24,12 @@ def test_missing_program_is_an_outcome():
     outcome = run(["no-such-program-here"], timeout=5)
     assert outcome.code is None
     assert "no-such-program-here" in outcome.reason()
+
+
+def test_programs_compute_as_they_do_without_hvdx(monkeypatch):
+    for name in ("TF_ENABLE_ONEDNN_OPTS", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+        assert name not in child_environment()
 
 
 def test_key_line_is_the_error_and_not_what_follows():

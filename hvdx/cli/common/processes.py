@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,8 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Silences TensorFlow's start-up notes and PMIx's warning about munge, which would hide the line that names a failure.
-_QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0", "PMIX_MCA_psec": "native"}
+# Silences TensorFlow's log and PMIx's warning about munge, which would hide the line that names a failure. A note about
+# oneDNN remains: only TensorFlow without oneDNN, whose steps may take twice as long, does not write it.
+_QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "PMIX_MCA_psec": "native"}
+# Notes that TensorFlow writes whatever its level of logging is.
+_NOTE = re.compile(r"WARNING: All log messages before absl|[IW]\d{4} ")
 
 
 @dataclass(frozen=True)
@@ -166,8 +170,13 @@ def child_environment(**more: str) -> dict[str, str]:
 
 
 def key_line(text: str) -> str:
-    """Return the line that names the failure: the last one with "Error" or "error:", else the last one."""
-    lines = [line.strip() for line in text.splitlines() if line.strip(" -*=\t")]
+    """Return the line that names the failure: the last one with "Error" or "error:", else the last one.
+
+    Example:
+        >>> key_line("cannot open data\\nI0000 00:00:1795 port.cc:153] oneDNN custom operations are on.")
+        'cannot open data'
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip(" -*=\t") and not _NOTE.match(line)]
     named = [line for line in lines if "Error" in line or "error:" in line]
     chosen = (named or lines or [""])[-1]
     return chosen if len(chosen) <= 300 else chosen[:297] + "..."
