@@ -109,30 +109,40 @@ def disturb(pids: Path, options: argparse.Namespace, over: threading.Event, stop
 
 
 def train(given: argparse.Namespace) -> dict[str, Any]:
-    """Train epoch by epoch for some minutes; return the memory, and the epochs after which weights differed."""
+    """Train for some minutes; return memory and accuracy by epoch, and the epochs after which weights differed."""
+    import keras
+
     import hvdx
 
     hvdx.init()
     model, data, test, _ = harness.mlp(given)
     distribute = hvdx.keras.Distribute(given.strategy)
     memory: list[int] = []
-    accuracy: list[float] = []
     differing: list[int] = []
-    begin, goes_on = time.monotonic(), True
-    while goes_on:
-        model.fit(data.repeat(), steps_per_epoch=given.steps, shuffle=False, verbose=0, callbacks=[distribute])
-        memory.append(harness.memory("VmRSS"))
-        accuracy.append(100 * float(model.evaluate(test, verbose=0)[1]))
-        if len(memory) == 2:
-            # Workers start when everything is compiled; rank 0 decides when they end.
-            (Path(given.pids) / str(os.getpid())).touch()
-        digest = hashlib.sha256(b"".join(w.tobytes() for w in model.get_weights())).hexdigest()
-        goes_on = time.monotonic() - begin < 60 * given.minutes
-        everyone = hvdx.keras.allgather_object((digest, goes_on))
-        if len({theirs for theirs, _ in everyone}) > 1:
-            differing.append(len(memory))
-        goes_on = everyone[0][1]
+    end = time.monotonic() + 60 * given.minutes
+
+    class Watch(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            memory.append(harness.memory("VmRSS"))
+            digest = hashlib.sha256(b"".join(w.tobytes() for w in model.get_weights())).hexdigest()
+            everyone = hvdx.keras.allgather_object((digest, time.monotonic() >= end))
+            if len({theirs for theirs, _ in everyone}) > 1:
+                differing.append(epoch + 1)
+            if epoch == 1:
+                (Path(given.pids) / str(os.getpid())).touch()  # everything is compiled: the stops may begin
+            self.model.stop_training = everyone[0][1]
+
+    history = model.fit(
+        data.repeat(),
+        epochs=1_000_000,
+        steps_per_epoch=given.steps,
+        shuffle=False,
+        verbose=0,
+        validation_data=test,
+        callbacks=[distribute, Watch()],
+    )
     (Path(given.pids) / str(os.getpid())).unlink(missing_ok=True)
+    accuracy = [100 * value for value in history.history["val_accuracy"]]
     return {"memory": memory, "differing": differing, "accuracy": accuracy}
 
 
