@@ -27,6 +27,7 @@ class HostGraphComm(TensorComm):
     """
 
     def __init__(self, comm: Comm):
+        prepare()
         self._comm = comm
         self.rank, self.size = comm.rank, comm.size
         self.local_rank, self.local_size = comm.local_rank, comm.local_size
@@ -114,6 +115,11 @@ class HostGraphComm(TensorComm):
     def subset(self, ranks: Sequence[int]) -> GraphComm | None:
         """Raise HorovodError: this communicator has no process sets."""
         raise _needs_horovod("process sets")
+
+
+def prepare() -> None:
+    """Make what `on_host` and `on_device` need. A step that makes variables would be traced twice."""
+    _sequence()
 
 
 def on_host(

@@ -413,3 +413,59 @@ def test_step_of_an_optimizer_without_variables_is_traced_once():
     models.fit(model, [hvd.Distribute()], epochs=1)
     assert len(traced) == 1
     models.assert_identical(model)
+
+
+class _Count(keras.layers.Layer):
+    """Layer that counts its traces."""
+
+    traces = 0
+
+    def call(self, x):
+        self.traces += 1
+        return x
+
+
+def _counting():
+    model = models.network(_Count, lambda: keras.layers.Dense(4))
+    return models.compiled(model, keras.optimizers.SGD(0.1, momentum=0.9))
+
+
+def _traces(model, *strategies):
+    """Train once under each strategy, None for a fit alone; return the number of traces in each fit."""
+    counts = [model.layers[0].traces]
+    for strategy in strategies:
+        models.fit(model, [] if strategy is None else [hvd.Distribute(strategy)], epochs=1)
+        counts.append(model.layers[0].traces)
+    return np.diff(counts).tolist()
+
+
+@pytest.mark.graph(every=True)
+@pytest.mark.parametrize("strategy", ["all_reduce", "threshold:tau=0.001", "parameter_averaging:period=3"])
+def test_a_later_fit_uses_the_trace_of_the_first(strategy):
+    model, again = _counting(), _counting()
+    assert _traces(model, strategy, strategy) == [1, 0]
+    for _ in range(2):
+        again.train_function = None
+        assert _traces(again, strategy) == [1]
+    for mine, other in zip(model.get_weights(), again.get_weights(), strict=True):
+        np.testing.assert_array_equal(mine, other)
+    models.assert_identical(model, optimizer=False)
+
+
+@pytest.mark.graph
+def test_a_changed_training_is_traced_again(monkeypatch):
+    model, strategy = _counting(), "threshold:tau=0.001"
+    # Asynchronous workers trace each fit.
+    assert _traces(model, "parameter_server:servers=colocated", strategy) == [1, 1]
+    if hvdx.rank() == 0:  # the other ranks trace again, too
+        model.train_function = None
+    assert _traces(model, strategy) == [1]
+    model.layers[-1].trainable = False
+    assert _traces(model, strategy) == [1]
+    models.compiled(model, keras.optimizers.SGD(0.1))
+    assert _traces(model, strategy, "all_reduce") == [1, 1]
+    monkeypatch.setenv("HVDX_ALLOW_SEPARATE", "1")
+    assert _traces(model, None) == [1]
+    assert replicas.differing(model.weights, world.start())
+    assert _traces(model, "all_reduce") == [1]
+    models.assert_identical(model, optimizer=False)

@@ -40,6 +40,7 @@ class AveragingAdapter(Adapter):
 
     reports = True
     wraps_apply = True
+    lasts = True
 
     def __init__(self, strategy: Strategy, comm: GraphComm, optimizer: Any, name: str, gain: float = 1.0):
         super().__init__(name, gain)

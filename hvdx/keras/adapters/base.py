@@ -42,6 +42,8 @@ class Adapter:
     reports = False
     #: True if `before_step` and `after_step` enclose the whole of the optimiser's `apply`.
     wraps_apply = False
+    #: True if a later fit can attach the adapter again, with the graph that was traced with it.
+    lasts = False
     exchange: Any = None
     local: Any = None
 

@@ -25,6 +25,8 @@ class GraphAdapter(Adapter):
         local: variables whose gradients stay on their rank.
     """
 
+    lasts = True
+
     def __init__(self, strategy: Strategy, comm: GraphComm, optimizer: Any, name: str, gain: float = 1.0):
         super().__init__(name, gain)
         self._optimizer = weakref.ref(innermost(optimizer))

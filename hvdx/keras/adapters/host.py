@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdx.comm import Comm
-from hvdx.comm.host_graph import on_device, on_host, wait_for
+from hvdx.comm.host_graph import on_device, on_host, prepare, wait_for
 from hvdx.errors import HvdxError
 from hvdx.keras.adapters import second_moments, updates
 from hvdx.keras.adapters.base import (
@@ -54,6 +54,7 @@ class HostAdapter(Adapter):
 
     def __init__(self, strategy: Strategy, comm: Comm, optimizer: Any, name: str, gain: float = 1.0):
         super().__init__(name, gain)
+        prepare()
         inner = innermost(optimizer)
         self.strategy = strategy
         self.comm = comm
@@ -76,6 +77,11 @@ class HostAdapter(Adapter):
         # Gradients of the step that is being traced, before they are clipped.
         self._gradients: list[Any] = []
         self._last: tuple[HostExchange, list[Any]] | None = None
+
+    @property
+    def lasts(self) -> bool:  # type: ignore[override]
+        """False if each fit needs a new exchange."""
+        return self.strategy.remembers
 
     @property
     def exchange(self) -> HostExchange | None:

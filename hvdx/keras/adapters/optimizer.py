@@ -40,7 +40,14 @@ _ADAPTER = "_hvdx_adapter"
 _REPLACED = ("_backend_apply_gradients", "_clip_gradients", "_backend_update_step")
 
 
-def attach(optimizer: Any, strategy: Strategy, name: str, gain: float = 1.0, comm: Comm | None = None) -> Adapter:
+def attach(
+    optimizer: Any,
+    strategy: Strategy,
+    name: str,
+    gain: float = 1.0,
+    comm: Comm | None = None,
+    earlier: Adapter | None = None,
+) -> Adapter:
     """Attach an optimiser to a strategy, in place.
 
     Args:
@@ -49,6 +56,7 @@ def attach(optimizer: Any, strategy: Strategy, name: str, gain: float = 1.0, com
         name: name of the exchange; the same on all ranks, different for each optimiser of a model.
         gain: factor on the gradients that the optimiser applies.
         comm: ranks that take part, by default all; a `GraphComm` if the strategy runs in the graph.
+        earlier: adapter to attach again, in place of a new one; it was made by the same call.
 
     Returns:
         The adapter; if the optimiser is attached already, its present adapter.
@@ -65,7 +73,7 @@ def attach(optimizer: Any, strategy: Strategy, name: str, gain: float = 1.0, com
             )
         return present
     _check_kind(innermost(optimizer))
-    adapter = _make_adapter(strategy, optimizer, name, gain, comm)
+    adapter = earlier or _make_adapter(strategy, optimizer, name, gain, comm)
     if adapter.wraps_apply:
         _wrap_apply(optimizer, adapter)
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):

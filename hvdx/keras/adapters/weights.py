@@ -32,6 +32,8 @@ class WeightsAdapter(HostAdapter):
         ReplicaError: in a step or a flush, if some workers take their first step and others flush without one.
     """
 
+    lasts = False  # its exchange is opened while the step is traced
+
     def __init__(self, strategy: Strategy, comm: Comm, optimizer: Any, name: str, gain: float = 1.0):
         inner = innermost(optimizer)
         super().__init__(strategy, comm, inner, name, gain)
@@ -44,6 +46,8 @@ class WeightsAdapter(HostAdapter):
         self._scaler = optimizer if optimizer is not inner else None
         # For each list of variables: True once the exchange has its initial weights.
         self._begun: dict[tuple[int, ...], tf.Variable] = {}
+        # That of the first list, made before the step is traced: a step that makes variables is traced twice.
+        self._unused: list[tf.Variable] = [_make_flag()]
         # Lists of variables that this rank has exchanged since the last flush, each by the `id` of its variables.
         self._current: set[tuple[int, ...]] = set()
 
@@ -122,8 +126,7 @@ class WeightsAdapter(HostAdapter):
     def _flag(self, key: tuple[int, ...]) -> tf.Variable:
         """Return the variable that is True once the exchange of a list has its initial weights."""
         if key not in self._begun:
-            with tf.init_scope(), tf.device("CPU:0"):
-                self._begun[key] = tf.Variable(False, trainable=False)
+            self._begun[key] = self._unused.pop() if self._unused else _make_flag()
         return self._begun[key]
 
     def _opened(self, variables: list[Any]) -> Any:
@@ -198,6 +201,11 @@ class WeightsAdapter(HostAdapter):
         common = {id(v) for v in (inner._learning_rate, *moving_averages(inner))}
         mine = {id(v): v for part in (inner, self._scaler) if part is not None for v in part.variables}
         return [v for i, v in mine.items() if i not in common]
+
+
+def _make_flag() -> tf.Variable:
+    with tf.init_scope(), tf.device("CPU:0"):
+        return tf.Variable(False, trainable=False)
 
 
 def _step(exchange: Any, arrays: list[np.ndarray], finite: bool) -> list[np.ndarray]:

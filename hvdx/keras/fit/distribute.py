@@ -16,7 +16,7 @@ from hvdx.keras.adapters.optimizer import adapter_of, attach, detach, optimizers
 from hvdx.keras.adapters.optimizer_state import innermost
 from hvdx.keras.adapters.rank_local import rank_local_ids
 from hvdx.keras.callbacks import MetricAverageCallback
-from hvdx.keras.fit import callback_list, data, description, finite, limits, metrics, replicas, samples
+from hvdx.keras.fit import callback_list, data, description, finite, limits, metrics, replicas, samples, traces
 from hvdx.keras.fit.evaluation import GroupEvaluation
 from hvdx.keras.fit.plain_copies import PlainCopies
 from hvdx.keras.fit.recording import Recording
@@ -139,7 +139,14 @@ class Distribute(keras.callbacks.Callback):
         self._earlier_costs = []
         agree_on_strategy(self.strategy, self._comm)
         self._build_optimizer()
-        self._adapters = [self._attach(o, f"fit.{i}") for i, o in enumerate(optimizers_of(self.model))]
+        kept = traces.kept(self.model, self.strategy)
+        if self._comm.any_true(kept is None):
+            kept = None
+        optimizers = optimizers_of(self.model)
+        before = kept.adapters if kept is not None else [None] * len(optimizers)
+        self._adapters = [
+            self._attach(o, f"fit.{i}", earlier) for i, (o, earlier) in enumerate(zip(optimizers, before, strict=True))
+        ]
         if self.model.jit_compile:
             self._jit_compile, self.model.jit_compile = self.model.jit_compile, False
             if self._comm.rank == 0:
@@ -149,7 +156,10 @@ class Distribute(keras.callbacks.Callback):
                 )
         if self.strategy.counts_samples:
             samples.count_samples_of(self.model)
-        self.model.make_train_function(force=True)
+        if kept is not None:
+            self.model.train_function = kept.function
+        else:
+            self.model.make_train_function(force=True)
         if self._callback_list is None:
             self._sync.on_train_begin(logs)
 
@@ -187,13 +197,13 @@ class Distribute(keras.callbacks.Callback):
         if model.built and standard and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
 
-    def _attach(self, optimizer: Any, name: str) -> Adapter:
+    def _attach(self, optimizer: Any, name: str, earlier: Adapter | None = None) -> Adapter:
         attached = adapter_of(optimizer)
         if attached is not None and attached.owner is not None:
             # An exception ended the fit that attached the optimiser.
             self._jit_compile = attached.owner._jit_compile
             detach(optimizer)
-        adapter = attach(optimizer, self.strategy, name)
+        adapter = attach(optimizer, self.strategy, name, earlier=earlier)
         if adapter is not attached:
             adapter.owner = self
         else:
@@ -264,13 +274,13 @@ class Distribute(keras.callbacks.Callback):
             attached = adapter_of(optimizer)
             if attached is not None and attached.owner is self:
                 detach(optimizer)
-        self._adapters = []
+        adapters, self._adapters = self._adapters, []
         if self._callback_list is not None:
             callback_list.show_steps_of_this_rank(self._callback_list)
         samples.restore_train_step(self.model)
         if self._jit_compile is not None:
             self.model.jit_compile, self._jit_compile = self._jit_compile, None
-        self.model.train_function = None
+        traces.keep(self.model, adapters, self.strategy)
 
     # -- steps and epochs -----------------------------------------------------------------------------------------
 

@@ -1,0 +1,84 @@
+"""Traces kept between fits: the next fit of the same training need not trace its step again.
+
+TensorFlow never frees the inner graph of a traced Keras step, so a script that calls `fit` in a loop would lose memory
+with every trace, and wait for it.
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from hvdx.keras.adapters.base import Adapter
+from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
+from hvdx.strategies import Strategy
+
+
+class KeptTrace:
+    """Training function of a fit that has ended, in the place of the model's own one.
+
+    Keras calls it in a fit without `Distribute`, and then it makes the model's own function, which trains alone.
+    `Model.compile` replaces it, as it does any training function.
+
+    Args:
+        model: the model, after its fit; its optimisers are detached.
+        function: training function of the fit.
+        adapters: adapter of each optimiser in it.
+        strategy: strategy of the fit.
+    """
+
+    def __init__(self, model: Any, function: Any, adapters: Sequence[Adapter], strategy: Strategy):
+        self._model = weakref.ref(model)
+        self.function, self.adapters = function, list(adapters)
+        self._strategy, self._traced, self._settings = repr(strategy), _traced(model), _settings(model)
+
+    def __call__(self, *args: Any) -> Any:
+        model: Any = self._model()
+        model.make_train_function(force=True)
+        return model.train_function(*args)
+
+    def fits(self, model: Any, strategy: Strategy) -> bool:
+        """Return whether the trace is what a new one of this model under this strategy would be."""
+        traced = _traced(model)
+        # Adapters that a script attached are still there.
+        present = [None if a.owner is not None else a for a in self.adapters]
+        return (
+            self._model() is model
+            and self._strategy == repr(strategy)
+            and self._settings == _settings(model)
+            and len(self._traced) == len(traced)
+            and all(a is b for a, b in zip(self._traced, traced, strict=True))
+            and all(adapter_of(o) is a for o, a in zip(optimizers_of(model), present, strict=True))
+        )
+
+
+def keep(model: Any, adapters: Sequence[Adapter], strategy: Strategy) -> None:
+    """Keep the training function of a fit that ends, if all its adapters can be attached again.
+
+    Args:
+        model: the model; its optimisers are detached, and its settings are those before the fit.
+        adapters: adapter of each optimiser.
+        strategy: strategy of the fit.
+    """
+    function = model.train_function
+    kept = function is not None and not isinstance(function, KeptTrace) and all(a.lasts for a in adapters)
+    model.train_function = KeptTrace(model, function, adapters, strategy) if kept else None
+
+
+def kept(model: Any, strategy: Strategy) -> KeptTrace | None:
+    """Return the trace that an earlier fit of the same training has kept, if there is one.
+
+    Args:
+        model: the model at the start of a fit, before its optimisers are attached.
+        strategy: strategy of the fit.
+    """
+    function = model.train_function
+    return function if isinstance(function, KeptTrace) and function.fits(model, strategy) else None
+
+
+def _traced(model: Any) -> list[Any]:
+    """Return the objects that a trace refers to and a script may replace: optimisers and trainable weights."""
+    return [*optimizers_of(model), *model.trainable_variables]
+
+
+def _settings(model: Any) -> tuple[Any, ...]:
+    return model.run_eagerly, model.steps_per_execution, model.jit_compile
