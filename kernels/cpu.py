@@ -224,7 +224,8 @@ class Workspace:
         self.numbers = np.array(layout, np.int64)
         self.borders = cut(regions, min(threads, max(regions, 1)))
         self.records = np.zeros((regions, 5), np.int64)
-        self.left = np.empty(regions * (layout.tile_min - 1), np.uint32)
+        # Entries are unpacked by 16, with the entry after them.
+        self.left = np.empty(regions * (layout.tile_min - 1) + 17, np.uint32)
         self.times = np.empty(len(self.left), np.int32)
         self.most_left = 3 * self.left.size + cpu_tiles.HEADER_BYTES * (regions + 1)
         self.joined = np.zeros(8, np.int64)
