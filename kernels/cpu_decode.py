@@ -522,8 +522,8 @@ def add_messages(begin, end, pieces, messages, rows, rice, ends, taus, scale, de
             for i in range(messages.shape[0]):
                 right &= add_until(
                     i, begin, stop, source - 4 * at, messages, rows, rice, ends, taus, scale,
-                    listed + 4 * i * words.shape[1], higher + 4 * i * highs.shape[1], larger + 8 * i * multiples.shape[1],
-                    depth, places, state, False,
+                    listed + 4 * i * words.shape[1], higher + 4 * i * highs.shape[1],
+                    larger + 8 * i * multiples.shape[1], depth, places, state, False,
                 )  # fmt: skip
             move_block(source, target, stop - at, stream)
             at = stop

@@ -195,7 +195,10 @@ def join(end, layout, rice, scratch, place, records, left, left_times, source, o
         if place[J_BYTES]:
             some = min(place[J_BYTES], source.size - taken)
             # A slice assignment would compile the code of its error message.
-            for i in range(some):
+            origin, target, words = source.ctypes.data + taken, out.ctypes.data + place[J_USED], some // 8
+            for i in range(words):
+                simd.store_word(target + 8 * i, simd.load_word(origin + 8 * i))
+            for i in range(8 * words, some):
                 out[place[J_USED] + i] = source[taken + i]
             place[J_USED] += some
             place[J_BYTES] -= some

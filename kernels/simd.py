@@ -131,56 +131,104 @@ def _accumulate(
         builder.bitcast(_splat(builder, builder.fmul(tau, ir.Constant(_F32, share)), _FLOATS), _INTS)
         for share in SHARES
     ]
-    signs = ir.Constant(_INTS, [1 << 31] * _LANES)
+    sign_bit, zero = ir.Constant(_INTS, [1 << 31] * _LANES), ir.Constant(_I64, 0)
     none, flags = ir.Constant(_INTS, [0] * _LANES), ir.VectorType(ir.IntType(1), _LANES)
     # Adding -0.0 changes no number, not even the sign of a zero.
     nothing = ir.Constant(_FLOATS, [-0.0] * _LANES)
     below = [cgutils.alloca_once_value(builder, none) for _ in SHARES]
     number = cgutils.alloca_once_value(builder, found)
     faults = cgutils.alloca_once_value(builder, ir.Constant(flags, [0] * _LANES))
-    wholes = cgutils.alloca_once_value(builder, ir.Constant(_I64, 0))
-    zero = ir.Constant(_I64, 0)
+    wholes, hit, negative, whole = (cgutils.alloca_once_value(builder, zero) for _ in range(4))
+    offsets = range(0, 256, _STRIDE)
+
+    def bits(lanes: Any) -> Any:
+        return builder.bitcast(lanes, _INTS)
+
+    def absolute(lanes: Any) -> Any:
+        return call(builder, f"llvm.fabs.v{_LANES}f32", _FLOATS, lanes)
+
+    def load_update(address: Any, offset: int) -> Any:
+        values = _load(builder, address, offset, _FLOATS)
+        return builder.fmul(values, scales) if ahead else values
+
+    def subtract(total: Any, added: Any) -> tuple[Any, Any, Any]:
+        """Return which sums reach tau, the absolute values after the subtraction, and the new residual."""
+        over = builder.fcmp_ordered(">=", absolute(total), taus)
+        rest = builder.select(over, builder.fsub(absolute(total), taus), absolute(total))
+        left = builder.bitcast(builder.or_(bits(rest), builder.and_(bits(total), sign_bit)), _FLOATS)
+        return over, rest, builder.fsub(left, builder.fmul(added, backs)) if ahead else left
+
+    def count_near(rest: Any) -> None:
+        # Numbers that are not negative are in the order of their bits, and a difference of bits takes less time than a
+        # comparison of floats.
+        for count, share in zip(below, shares, strict=True):
+            minus_one = builder.ashr(builder.sub(bits(rest), share), ir.Constant(_INTS, [31] * _LANES))
+            builder.store(builder.sub(builder.load(count), minus_one), count)
+
+    def masks(overs: list[Any], totals: list[Any]) -> None:
+        minus = [builder.icmp_signed("<", bits(total), none) for total in totals]
+        for target, lanes in ((hit, overs), (negative, minus)):
+            mask = zero
+            for offset, each in zip(offsets, lanes, strict=True):
+                mask = builder.or_(mask, builder.shl(_bits(builder, each), ir.Constant(_I64, offset // 4)))
+            builder.store(mask, target)
+
+    def accumulate_block(r: Any, u: Any) -> None:
+        """Process any block."""
+        overs, totals, kept = [], [], zero
+        for offset in offsets:
+            added = load_update(u, offset)
+            fault = builder.fcmp_unordered(">", absolute(added), limits)
+            builder.store(builder.or_(builder.load(faults), fault), faults)
+            added = builder.select(fault, nothing, added)
+            total = builder.fadd(_load(builder, r, offset, _FLOATS), added)
+            over, rest, left = subtract(total, added)
+            more = builder.fcmp_ordered(">=", rest, taus)
+            _store(builder, builder.select(more, total, left), r, offset)
+            kept = builder.or_(kept, builder.shl(_bits(builder, more), ir.Constant(_I64, offset // 4)))
+            count_near(rest)
+            overs.append(over)
+            totals.append(total)
+        masks(overs, totals)
+        builder.store(kept, whole)
+        builder.store(builder.or_(builder.load(wholes), kept), wholes)
+
     with cgutils.for_range_slice(builder, block, end, ir.Constant(_I64, 1), _I64) as (index, _):
         shift = builder.mul(index, ir.Constant(_I64, 256))
         r, u = builder.add(residual, shift), builder.add(update, shift)
-        hit, negative, whole = zero, zero, zero
         for offset in range(0, 256, 64):
             for address in (r, u):
                 hint = [ir.Constant(_I32, v) for v in (0, 3, 1)]
                 call(builder, "llvm.prefetch.p0", ir.VoidType(), _pointer(builder, address, offset + AHEAD, _I8), *hint)
-        for offset in range(0, 256, _STRIDE):
-            added = _load(builder, u, offset, _FLOATS)
-            if ahead:
-                added = builder.fmul(added, scales)
-            fault = builder.fcmp_unordered(">", call(builder, f"llvm.fabs.v{_LANES}f32", _FLOATS, added), limits)
-            builder.store(builder.or_(builder.load(faults), fault), faults)
-            added = builder.select(fault, nothing, added)
-            total = builder.fadd(_load(builder, r, offset, _FLOATS), added)
-            sign = builder.and_(builder.bitcast(total, _INTS), signs)
-            size = call(builder, f"llvm.fabs.v{_LANES}f32", _FLOATS, total)
-            over = builder.fcmp_ordered(">=", size, taus)
-            rest = builder.select(over, builder.fsub(size, taus), size)
-            more = builder.fcmp_ordered(">=", rest, taus)
-            left = builder.bitcast(builder.or_(builder.bitcast(rest, _INTS), sign), _FLOATS)
-            if ahead:
-                left = builder.fsub(left, builder.fmul(added, backs))
-            _store(builder, builder.select(more, total, left), r, offset)
-            lanes = ir.Constant(_I64, offset // 4)
-            hit = builder.or_(hit, builder.shl(_bits(builder, over), lanes))
-            minus = builder.icmp_signed("<", builder.bitcast(total, _INTS), none)
-            negative = builder.or_(negative, builder.shl(_bits(builder, minus), lanes))
-            whole = builder.or_(whole, builder.shl(_bits(builder, more), lanes))
-            # Numbers that are not negative are in the order of their bits. A difference of bits and its sign take less
-            # time than a comparison.
-            for count, share in zip(below, shares, strict=True):
-                difference = builder.sub(builder.bitcast(rest, _INTS), share)
-                sign_of_it = builder.ashr(difference, ir.Constant(_INTS, [31] * _LANES))
-                builder.store(builder.sub(builder.load(count), sign_of_it), count)
-        builder.store(builder.or_(builder.load(wholes), whole), wholes)
+        # First as if the block had no fault and no whole sum, which is then checked for all elements at once.
+        overs, totals, rests, lefts = [], [], [], []
+        most_added, most_rest = none, none
+        for offset in offsets:
+            added = load_update(u, offset)
+            totals.append(builder.fadd(_load(builder, r, offset, _FLOATS), added))
+            over, rest, left = subtract(totals[-1], added)
+            for each, collected in ((over, overs), (rest, rests), (left, lefts)):
+                collected.append(each)
+            most_added = call(builder, f"llvm.umax.v{_LANES}i32", _INTS, most_added, bits(absolute(added)))
+            most_rest = call(builder, f"llvm.umax.v{_LANES}i32", _INTS, most_rest, bits(rest))
+        unusual = builder.or_(
+            builder.icmp_unsigned(">", most_added, bits(limits)), builder.icmp_unsigned(">=", most_rest, bits(taus))
+        )
+        unusual = builder.icmp_unsigned("!=", _bits(builder, unusual), zero)
+        with builder.if_else(unusual, likely=False) as (slowly, quickly):
+            with slowly:
+                accumulate_block(r, u)
+            with quickly:
+                for offset, rest, left in zip(offsets, rests, lefts, strict=True):
+                    _store(builder, left, r, offset)
+                    count_near(rest)
+                masks(overs, totals)
+                builder.store(zero, whole)
         record = builder.add(marks, builder.mul(builder.load(number), ir.Constant(_I64, 32)))
-        for i, word in enumerate((hit, negative, whole, index)):
+        words = (*(builder.load(mask) for mask in (hit, negative, whole)), index)
+        for i, word in enumerate(words):
             builder.store(word, _pointer(builder, record, 8 * i, _I64))
-        some = builder.zext(builder.icmp_unsigned("!=", hit, zero), _I64)
+        some = builder.zext(builder.icmp_unsigned("!=", words[0], zero), _I64)
         builder.store(builder.add(builder.load(number), some), number)
     elements = builder.mul(builder.sub(end, block), ir.Constant(_I64, 64))
     for i, count in enumerate(below):
