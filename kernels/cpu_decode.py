@@ -1,7 +1,7 @@
 """Decoder on a CPU: the Numba functions of `cpu.decode`.
 
 A message is untrusted. `read_tiles` reads no byte outside it, and checks the bounds of every number. It reads the tiles
-of a message in groups of up to 8, and lists their entries. `read_together` reads the tiles of a group at once, with
+of a message in groups of up to 16, and lists their entries. `read_together` reads the tiles of a group at once, with
 vectors; a tile that it cannot read, damaged or unusual, is left to `read_rice`, which reads one tile and finds the
 error. `add_until` adds the listed entries to the output, and reads the next group when all are added.
 
@@ -220,7 +220,7 @@ def ends_well(address, row, entries, state, tile):
 
 @njit(nogil=True, error_model="numpy")
 def read_together(address, size, rows, first, count, words, multiples, depth, state):
-    """Do the work of `read_rice` for up to 8 tiles, all at the same entry; return a mask of those that were not read.
+    """Do the work of `read_rice` for up to TILES tiles, all at the same entry; return a mask of those not read.
 
     Wide tiles are not read.
 
@@ -233,7 +233,7 @@ def read_together(address, size, rows, first, count, words, multiples, depth, st
         words, multiples: addresses of the lists. Those of the next tile are 4 * list_size(depth) and 8 * depth bytes
             further.
         depth: largest number of entries of a tile.
-        state: int64[9, 8], scratch.
+        state: int64[10, TILES], scratch.
     """
     one, five, none, stride = _i64(1), _i64(5), _i64(0), 4 * _i64(list_size(depth))
     lanes, buffer = _i64(state.ctypes.data), words + TILES * stride
@@ -305,7 +305,7 @@ def read_together(address, size, rows, first, count, words, multiples, depth, st
 
 @njit(nogil=True, error_model="numpy")
 def read_tiles(address, size, rice, rows, first, count, words, highs, multiples, depth, state):
-    """Check up to 8 tiles of a message, and list their entries: (first invalid tile, error code) or (-1, 0).
+    """Check up to TILES tiles of a message, and list their entries: (first invalid tile, error code) or (-1, 0).
 
     The arguments are those of `read_together`; `highs` is the address of the second lists, or 0 if they are not needed.
     """

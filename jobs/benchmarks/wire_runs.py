@@ -22,7 +22,7 @@ def bits_saved(index: np.ndarray, negative: np.ndarray, n: int) -> int:
 
     Example:
         >>> bits_saved(np.arange(1000, 2000), np.zeros(1000, bool), 4096)
-        1998
+        1999
         >>> bits_saved(np.arange(0, 4096, 7), np.zeros(586, bool), 4096)
         -1
     """
