@@ -21,8 +21,8 @@ from hvdx.kernels.tiles import LAYOUT, SHARES, TILE_MAX, Encoded, Layout, Malfor
 #: Least bytes of a thread's buffer for finished tiles, and elements of the update for each byte of these buffers. They
 #: hold the tiles of a message at a density of 1e-2.
 _BUFFER, _PER_BYTE = 1 << 17, 64
-#: Number of elements above which a cleared output is written past the caches. Writing it and reading it again then takes
-#: less time in all, even if the caches could hold it.
+#: Number of elements above which a cleared output is written past the caches. Writing it and reading it again then
+#: takes less time in all, even if the caches could hold it.
 _CACHED = 1 << 19
 #: Bytes below which a message comes from the allocator, and not from mmap.
 _SMALL = 1 << 20

@@ -40,8 +40,7 @@ def choose_parameter(gaps, length, before):
     """
     middle = min(simd.bit_lengths(gaps) // length, K_MAX - 1)
     padding = BLOCK - length
-    best, bits = 0, 1 << 60
-    keep = bits
+    best, bits, keep = 0, 1 << 60, 1 << 60
     for k in range(max(middle - 2, 0), middle + 2):
         cost = simd.code_lengths(gaps, k) - padding + k * length
         if cost < bits:

@@ -175,7 +175,7 @@ def _accumulate(
 
     def accumulate_block(r: Any, u: Any) -> None:
         """Process any block."""
-        overs, totals, kept = [], [], zero
+        block_overs, block_totals, kept = [], [], zero
         for offset in offsets:
             added = load_update(u, offset)
             fault = builder.fcmp_unordered(">", absolute(added), limits)
@@ -187,9 +187,9 @@ def _accumulate(
             _store(builder, builder.select(more, total, left), r, offset)
             kept = builder.or_(kept, builder.shl(_bits(builder, more), ir.Constant(_I64, offset // 4)))
             count_near(rest)
-            overs.append(over)
-            totals.append(total)
-        masks(overs, totals)
+            block_overs.append(over)
+            block_totals.append(total)
+        masks(block_overs, block_totals)
         builder.store(kept, whole)
         builder.store(builder.or_(builder.load(wholes), kept), wholes)
 
@@ -201,7 +201,10 @@ def _accumulate(
                 hint = [ir.Constant(_I32, v) for v in (0, 3, 1)]
                 call(builder, "llvm.prefetch.p0", ir.VoidType(), _pointer(builder, address, offset + AHEAD, _I8), *hint)
         # First as if the block had no fault and no whole sum, which is then checked for all elements at once.
-        overs, totals, rests, lefts = [], [], [], []
+        overs: list[Any] = []
+        totals: list[Any] = []
+        rests: list[Any] = []
+        lefts: list[Any] = []
         most_added, most_rest = none, none
         for offset in offsets:
             added = load_update(u, offset)

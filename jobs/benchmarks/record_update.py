@@ -11,6 +11,7 @@ elements that reach tau, as float32.
 import argparse
 import os
 import sys
+from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -46,7 +47,10 @@ def main(argv: list[str] | None = None) -> int:
     import numpy as np
 
     steps = sorted(set(args.step))
-    saved = {"densities": np.repeat(args.densities, len(steps)), "steps": np.tile(steps, len(args.densities))}
+    saved: dict[str, Any] = {
+        "densities": np.repeat(args.densities, len(steps)),
+        "steps": np.tile(steps, len(args.densities)),
+    }
     i = 0
     for density in args.densities:
         for total, tau, saved["sizes"], saved["names"] in record(density, args):
