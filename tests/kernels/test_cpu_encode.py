@@ -243,3 +243,14 @@ def test_gaps_of_every_length_match_reference(longest):
     case = Case([update], np.zeros_like(update), make_runs((update.size, 1.0)), Layout(1 << 16, 500, 20, 90, 64), True)
     got, _ = encode_like_reference(case)
     assert got.sent.tolist() == [900]
+
+
+@pytest.mark.parametrize("lookahead", [0.0, 1.0])
+def test_a_single_sum_of_two_tau_is_sent_whole(lookahead):
+    """No other sum of its block reaches tau, and no remainder exceeds it."""
+    update = np.full(64, 0.125, np.float32)
+    update[5] = -2 / (1 + lookahead)
+    case = Case([update], np.zeros_like(update), make_runs((64, 1.0)), Layout(), True)
+    got, residual = encode_like_reference(case, lookahead=lookahead)
+    assert got.sent.tolist() == [1]
+    assert abs(residual[5]) <= lookahead
