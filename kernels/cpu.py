@@ -18,12 +18,14 @@ from hvdx.kernels.table import ENTRIES, START, table
 from hvdx.kernels.threads import cut, default_threads, spread
 from hvdx.kernels.tiles import LAYOUT, SHARES, TILE_MAX, Encoded, Layout, Malformed, Runs, check_layout, factors, limit
 
-#: Bytes of a thread's buffer for finished tiles.
-_BUFFER = 1 << 17
-#: Number of elements above which a cleared output is written past the caches, which do not hold it.
-_CACHED = 1 << 22
-#: Bytes below which a buffer comes from the allocator, and not from mmap.
-_SMALL = 1 << 17
+#: Least bytes of a thread's buffer for finished tiles, and elements of the update for each byte of these buffers. They
+#: hold the tiles of a message at a density of 1e-2.
+_BUFFER, _PER_BYTE = 1 << 17, 64
+#: Number of elements above which a cleared output is written past the caches. Writing it and reading it again then
+#: takes less time in all, even if the caches could hold it.
+_CACHED = 1 << 19
+#: Bytes below which a message comes from the allocator, and not from mmap.
+_SMALL = 1 << 20
 
 
 def prepare(folder: Path) -> compiled.Ready:
@@ -154,7 +156,7 @@ def encode(
             filled.append(out[: place[enc.USED]])
             begin = -1
             if not done:
-                out = _buffer(_BUFFER if place[enc.USED] else 2 * out.size)
+                out = _mapped(_BUFFER if place[enc.USED] else 2 * out.size)
         return filled
 
     shares = spread(encode_share, len(work.borders) - 1, threads)
@@ -210,7 +212,7 @@ def histogram(update: Sequence[np.ndarray], lengths: np.ndarray) -> np.ndarray:
 
 
 class Workspace:
-    """Scratch memory of `encode`, kept between calls. Its size is half a per cent of the update's.
+    """Scratch memory of `encode`, kept between calls. Its size is at most one per cent of the update's.
 
     Without one, `encode` allocates its own. Two calls must not use one at the same time.
     """
@@ -224,14 +226,15 @@ class Workspace:
         self.numbers = np.array(layout, np.int64)
         self.borders = cut(regions, min(threads, max(regions, 1)))
         self.records = np.zeros((regions, 5), np.int64)
-        self.left = np.empty(regions * (layout.tile_min - 1), np.uint32)
+        # Entries are unpacked by 16, with the entry after them.
+        self.left = np.empty(regions * (layout.tile_min - 1) + 17, np.uint32)
         self.times = np.empty(len(self.left), np.int32)
-        self.most_left = 3 * self.left.size + cpu_tiles.HEADER_BYTES * (regions + 1)
         self.joined = np.zeros(8, np.int64)
         self.scratch = [_scratch(layout) for _ in self.borders[1:]]
         self.places = [np.zeros(7, np.int64) for _ in self.scratch]
         self.counted = [np.zeros((runs, 1 + len(SHARES)), np.int64) for _ in self.scratch]
-        self.buffers = [np.empty(_BUFFER, np.uint8) for _ in self.scratch]
+        room = max(_BUFFER, n // (_PER_BYTE * len(self.scratch)))
+        self.buffers = [np.empty(room, np.uint8) for _ in self.scratch]
 
 
 def _scratch(layout: Layout) -> tuple[np.ndarray, ...]:
@@ -247,22 +250,21 @@ def _scratch(layout: Layout) -> tuple[np.ndarray, ...]:
     )
 
 
-def _buffer(size: int) -> np.ndarray:
+def _mapped(size: int) -> np.ndarray:
     """Return uint8[size] of which only the written pages take memory. The system gets the memory back when it is freed.
 
-    An allocator would keep freed memory, and may return memory that was advised to use pages of 2 MiB. An allocator
-    is faster for small buffers, so those come from it.
+    An allocator would keep freed memory, and may return memory that was advised to use pages of 2 MiB. But an allocator
+    is faster for small messages, because the system clears each new page.
     """
-    if size < _SMALL:
-        return np.empty(size, np.uint8)
     return np.frombuffer(mmap.mmap(-1, size), np.uint8)
 
 
 def _join(buffers: list[np.ndarray], work: Workspace, rice: bool, reserve: int) -> np.ndarray:
     """Join the threads' tiles and the shared tiles of remaining entries in order. Each buffer is freed after use."""
     records = work.records
-    # Memory that is not written to costs nothing, so the buffer is generous.
-    out = _buffer(reserve + sum(map(len, buffers)) + work.most_left)
+    most_left = 3 * int(records[:, enc.LEFT].sum()) + cpu_tiles.HEADER_BYTES * (len(records) + 1)
+    size = reserve + sum(map(len, buffers)) + most_left
+    out = np.empty(size, np.uint8) if size < _SMALL else _mapped(size)
     place = work.joined
     place[:] = 0
     place[enc.J_LAST], place[enc.J_USED] = -1, reserve
@@ -275,7 +277,7 @@ def _join(buffers: list[np.ndarray], work: Workspace, rice: bool, reserve: int) 
         if done == 0:
             source = buffers.pop(0)
         elif done < 0:
-            larger = _buffer(out.size + out.size // 2 + cpu_tiles.ENTRY_BYTES * TILE_MAX)
+            larger = _mapped(out.size + out.size // 2 + cpu_tiles.ENTRY_BYTES * TILE_MAX)
             larger[: place[enc.J_USED]] = out[: place[enc.J_USED]]
             out = larger
     return out[: place[enc.J_USED]]

@@ -1,9 +1,13 @@
 """Decoder on a CPU: the Numba functions of `cpu.decode`.
 
 A message is untrusted. `read_tiles` reads no byte outside it, and checks the bounds of every number. It reads the tiles
-of a message in groups of up to 8, and lists their entries. `read_together` reads the tiles of a group at once, with
+of a message in groups of up to 16, and lists their entries. `read_together` reads the tiles of a group at once, with
 vectors; a tile that it cannot read, damaged or unusual, is left to `read_rice`, which reads one tile and finds the
 error. `add_until` adds the listed entries to the output, and reads the next group when all are added.
+
+A listed entry is a uint32: its distance from the tile's first entry << 2, plus 1 if it is negative and 2 if its m is
+above 1. After the last entry of a tile is END_OF_LIST. In a *wide* tile distances have more bits than that, so a second
+list has their upper bits.
 
 `add_messages` has two ways. It adds to the output in place, one message after another. Or it clears the output: it adds
 all messages to a small block of zeros, which stays in the caches, and then copies this block to the output.
@@ -33,8 +37,16 @@ _AHEAD = 24
 _BITS = 49
 #: Largest Rice parameter with which three entries nearly always fit a word.
 _K_TRIPLE = 10
+#: End of a list of entries. No listed entry is larger.
+END_OF_LIST = np.uint32(0xFFFFFFFF)
+#: Bits of a listed entry that hold the distance, which they hold in bytes of float32.
+_DISTANCE = np.uint32(0xFFFFFFFC)
+#: Distance between the first and the last entry from which on a tile is wide.
+WIDE = (1 << 30) - 1
 #: Rows of the state of `read_together`, with a column for each tile. `simd.read_entries` uses the first five.
-_BIT, _WHERE, _K, _NEXT_BIT, _NEXT_WHERE, _RUN, _K_RUN, _FOUND, _LAST_WORD = range(9)
+_BIT, _WHERE, _K, _NEXT_BIT, _NEXT_WHERE, _RUN, _K_RUN, _FOUND, _LAST_WORD, _EVENT = range(10)
+#: Event of a tile that was read.
+_NEVER = 1 << 62
 #: Columns of the state of `add_until`: tiles of the group and their number; tile, entry and multiple to be added next.
 _GROUP, _COUNT, _TILE, _ENTRY, _MULTIPLE = range(5)
 _u64, _i64 = np.uint64, np.int64
@@ -77,19 +89,33 @@ def take_code(address, bit, size, k):
 
 
 @njit(nogil=True, error_model="numpy")
-def put_entry(words, i, offset, flags):
-    """Store entry i of a tile: the distance from the tile's first entry, and flags (1: negative, 2: m above 1)."""
-    simd.store_word(words + 8 * TILES * i, _u64(offset) << _u64(2) | flags)
+def list_size(depth):
+    """Return the size of the list of a tile of up to `depth` entries: entries are listed by 8, and read ahead."""
+    return depth + _AHEAD + TILES
 
 
 @njit(nogil=True, error_model="numpy")
-def read_rice(address, size, entries, multiple, first, last, words, multiples):
+def lists_size(depth):
+    """Return the size of the lists of a group, and of the rows that `read_together` has not copied to them."""
+    return TILES * list_size(depth) + TILES * (BLOCK + TILES)
+
+
+@njit(nogil=True, error_model="numpy")
+def put_entry(words, highs, i, offset, flags):
+    """List entry i of a tile; `highs` is the address of the second list, or 0 without one."""
+    simd.store_half(words + 4 * i, np.uint32(offset << 2 | flags))
+    if highs:
+        simd.store_half(highs + 4 * i, np.uint32(offset >> 30))
+
+
+@njit(nogil=True, error_model="numpy")
+def read_rice(address, size, entries, multiple, first, last, words, highs, multiples):
     """Check that a payload of `size` bytes is that of an entropy-coded tile, and list its entries.
 
     Args:
         address, size: the payload.
         entries, multiple, first, last: numbers of the tile's header.
-        words: address of the list, see `put_entry`.
+        words, highs: addresses of the lists of entries; `highs` is 0 unless the tile is wide and the list is needed.
         multiples: address of a list of every m above 1, as uint64.
 
     Returns:
@@ -117,7 +143,7 @@ def read_rice(address, size, entries, multiple, first, last, words, multiples):
             if where >= last - first:
                 return 2
             where = last - first
-        flags = peek(address, bit, size) & _u64(1)
+        flags = _i64(peek(address, bit, size) & _u64(1))
         bit += 1
         if i == run:
             m, bit = take_code(address, bit, size, none)
@@ -127,10 +153,10 @@ def read_rice(address, size, entries, multiple, first, last, words, multiples):
             if run < 0 or run > entries - i - 1:
                 return 4
             run += i + 1
-            flags |= _u64(2)
+            flags |= 2
             simd.store_word(multiples, _u64(m + 2))
             multiples += 8
-        put_entry(words, i, where, flags)
+        put_entry(words, highs, i, where, flags)
         if bit > bits:
             return 5
     if bits - bit >= 8 or (bit & 7 and peek(address, bit, size)):
@@ -139,7 +165,7 @@ def read_rice(address, size, entries, multiple, first, last, words, multiples):
 
 
 @njit(nogil=True, error_model="numpy")
-def read_plain(address, size, entries, multiple, first, last, words, multiples):
+def read_plain(address, size, entries, multiple, first, last, words, highs, multiples):
     """Do the work of `read_rice` for a tile of plain positions."""
     if size != 4 * entries * (2 if multiple else 1):
         return 5
@@ -149,17 +175,17 @@ def read_plain(address, size, entries, multiple, first, last, words, multiples):
         where = last - _i64(half & np.uint32(0x7FFFFFFF))
         if where <= before or (i == 0 and where != first):
             return 2
-        before, flags = where, _u64(half >> np.uint32(31))
+        before, flags = where, _i64(half >> np.uint32(31))
         if multiple:
             m = _i64(simd.load_half(address + 4 * (entries + i)))
             if m < 1 or m > M_MAX:
                 return 3
             if m > 1:
                 larger = True
-                flags |= _u64(2)
+                flags |= 2
                 simd.store_word(multiples, _u64(m))
                 multiples += 8
-        put_entry(words, i, where - first, flags)
+        put_entry(words, highs, i, where - first, flags)
     if before != last:
         return 2
     return 1 if multiple and not larger else 0
@@ -175,8 +201,8 @@ def take_multiple(address, size, entries, i, words, multiples, state, tile):
     run, bit = take_code(address, bit, size, state[_K_RUN, tile])
     if run < 0 or run > entries - i - 1:
         return False
-    word = words + 8 * TILES * i
-    simd.store_word(word, simd.load_word(word) | _u64(2))
+    word = words + 4 * i
+    simd.store_half(word, simd.load_half(word) | np.uint32(2))
     simd.store_word(multiples + 8 * state[_FOUND, tile], _u64(m + 2))
     state[_FOUND, tile] += 1
     state[_BIT, tile], state[_RUN, tile] = bit, run + i + 1
@@ -194,7 +220,9 @@ def ends_well(address, row, entries, state, tile):
 
 @njit(nogil=True, error_model="numpy")
 def read_together(address, size, rows, first, count, words, multiples, depth, state):
-    """Do the work of `read_rice` for up to 8 tiles, all at the same entry; return a mask of those that were not read.
+    """Do the work of `read_rice` for up to TILES tiles, all at the same entry; return a mask of those not read.
+
+    Wide tiles are not read.
 
     Between two events (a parameter may change, m is above 1, a tile ends) only `simd.read_entries` reads.
 
@@ -202,35 +230,38 @@ def read_together(address, size, rows, first, count, words, multiples, depth, st
         address, size: the message, of at least 8 bytes.
         rows: table of tiles.
         first, count: number of the first tile, and number of tiles.
-        words, multiples: addresses of the lists. Those of the next tile are 8 and 8 * depth bytes further.
+        words, multiples: addresses of the lists. Those of the next tile are 4 * list_size(depth) and 8 * depth bytes
+            further.
         depth: largest number of entries of a tile.
-        state: int64[9, 8], scratch.
+        state: int64[10, TILES], scratch.
     """
-    one, five = _i64(1), _i64(5)
+    one, five, none, stride = _i64(1), _i64(5), _i64(0), 4 * _i64(list_size(depth))
+    lanes, buffer = _i64(state.ctypes.data), words + TILES * stride
     unread, active = _i64(0), (_i64(1) << count) - 1
     for tile in range(TILES):
         # A lane without a tile of its own reads the last one.
-        row = rows[first + min(tile, count - 1)]
-        entries, bit = row[ENTRIES], 8 * row[START]
+        row = first + min(tile, count - 1)
+        entries, span, bit = rows[row, ENTRIES], rows[row, LAST] - rows[row, FIRST], 8 * rows[row, START]
         state[_WHERE, tile] = state[_K_RUN, tile] = state[_FOUND, tile] = 0
-        state[_RUN, tile], state[_K, tile] = entries, first_parameter(row[LAST] - row[FIRST] + 1 - entries, entries)
-        if row[MULTIPLE]:
+        state[_RUN, tile], state[_K, tile] = entries, first_parameter(span + 1 - entries, entries)
+        if rows[row, MULTIPLE]:
             state[_K_RUN, tile], bit = take(address, bit, size, five)
             state[_RUN, tile], bit = take_code(address, bit, size, state[_K_RUN, tile])
             if state[_RUN, tile] < 0 or state[_RUN, tile] >= entries:
                 unread |= one << tile
+        if span >= WIDE:
+            unread |= one << tile
         sign, state[_BIT, tile] = take(address, bit, size, one)
-        put_entry(words + 8 * tile, _i64(0), _i64(0), _u64(sign))
+        put_entry(words + stride * tile, none, none, none, sign)
+        state[_EVENT, tile] = 1 if tile < count and not unread >> tile & 1 else _NEVER
     active &= ~unread
     # Entries below i were read.
     i = _i64(1)
     while active:
-        stop, k = i + BLOCK - (i - 1) % BLOCK, _i64(0)
         for tile in range(count):
-            if not active >> tile & 1:
+            if state[_EVENT, tile] != i:
                 continue
-            row = rows[first + tile]
-            entries, mine, larger = row[ENTRIES], words + 8 * tile, multiples + 8 * depth * tile
+            entries, mine, larger = rows[first + tile, ENTRIES], words + stride * tile, multiples + 8 * depth * tile
             right = state[_RUN, tile] != i - 1 or take_multiple(
                 address, size, entries, i - 1, mine, larger, state, tile
             )
@@ -239,65 +270,72 @@ def read_together(address, size, rows, first, count, words, multiples, depth, st
                     changed, state[_BIT, tile] = take(address, state[_BIT, tile], size, one)
                     if changed:
                         state[_K, tile], state[_BIT, tile] = take(address, state[_BIT, tile], size, five)
-                k = max(k, state[_K, tile])
-                stop = min(stop, entries - 1, state[_RUN, tile] + 1)
+                state[_EVENT, tile] = min(i + BLOCK - (i - 1) % BLOCK, entries - 1, state[_RUN, tile] + 1)
                 continue
             if right and i == entries - 1:
                 sign, state[_BIT, tile] = take(address, state[_BIT, tile], size, one)
-                put_entry(mine, i, row[LAST] - row[FIRST], _u64(sign))
+                put_entry(mine, none, i, rows[first + tile, LAST] - rows[first + tile, FIRST], sign)
                 right = state[_RUN, tile] != i or take_multiple(address, size, entries, i, mine, larger, state, tile)
             active ^= one << tile
-            state[_LAST_WORD, tile] = _i64(simd.load_word(mine + 8 * TILES * (entries - 1)))
-            if not (right and ends_well(address, row, entries, state, tile)):
+            state[_EVENT, tile] = _NEVER
+            state[_LAST_WORD, tile] = _i64(simd.load_half(mine + 4 * (entries - 1)))
+            if not (right and ends_well(address, rows[first + tile], entries, state, tile)):
                 unread |= one << tile
         if active:
-            here, lanes = words + 8 * TILES * i, _i64(state.ctypes.data)
-            triples = (stop - i) // 3 if k <= _K_TRIPLE else _i64(0)
-            wrong = active & simd.read_entries(address, size - 8, lanes, here, triples, stop - i - 3 * triples)
+            stop, k = _i64(_NEVER), none
+            for tile in range(TILES):
+                stop, k = min(stop, state[_EVENT, tile]), max(k, state[_K, tile])
+            triples = (stop - i) // 3 if k <= _K_TRIPLE else none
+            wrong = active & simd.read_entries(address, size - 8, lanes, buffer, triples, stop - i - 3 * triples)
             if wrong and triples:
-                wrong = active & simd.read_entries(address, size - 8, lanes, here, _i64(0), stop - i)
+                wrong = active & simd.read_entries(address, size - 8, lanes, buffer, none, stop - i)
             for tile in range(TILES):
                 state[_BIT, tile], state[_WHERE, tile] = state[_NEXT_BIT, tile], state[_NEXT_WHERE, tile]
+                if wrong >> tile & 1:
+                    state[_EVENT, tile] = _NEVER
+            simd.transpose(buffer, words + 4 * i, stride, stop - i)
             unread, active, i = unread | wrong, active & ~wrong, stop
-    # `simd.read_entries` went on to write to the lists of tiles that had ended.
+    # Entries were also listed for tiles that had ended.
     for tile in range(count):
         if not unread >> tile & 1:
-            last_word = words + 8 * tile + 8 * TILES * (rows[first + tile, ENTRIES] - 1)
-            simd.store_word(last_word, _u64(state[_LAST_WORD, tile]))
+            last_word = words + stride * tile + 4 * (rows[first + tile, ENTRIES] - 1)
+            simd.store_half(last_word, np.uint32(state[_LAST_WORD, tile]))
     return unread
 
 
 @njit(nogil=True, error_model="numpy")
-def read_tiles(address, size, rice, rows, first, count, words, multiples, depth, state):
-    """Check up to 8 tiles of a message, and list their entries: (first invalid tile, error code) or (-1, 0).
+def read_tiles(address, size, rice, rows, first, count, words, highs, multiples, depth, state):
+    """Check up to TILES tiles of a message, and list their entries: (first invalid tile, error code) or (-1, 0).
 
-    The arguments are those of `read_together`.
+    The arguments are those of `read_together`; `highs` is the address of the second lists, or 0 if they are not needed.
     """
-    unread = (_i64(1) << count) - 1
+    unread, stride = (_i64(1) << count) - 1, 4 * _i64(list_size(depth))
     if rice and size >= 8 and count > 1:
         unread = read_together(address, size, rows, first, count, words, multiples, depth, state)
     for tile in range(count):
+        row, mine, larger = rows[first + tile], words + stride * tile, multiples + 8 * depth * tile
         if unread >> tile & 1:
-            row, mine, larger = rows[first + tile], words + 8 * tile, multiples + 8 * depth * tile
             place, length, entries, multiple = address + row[START], row[LENGTH], row[ENTRIES], row[MULTIPLE]
+            high = highs + stride * tile if highs and row[LAST] - row[FIRST] >= WIDE else _i64(0)
             if rice:
-                error = read_rice(place, length, entries, multiple, row[FIRST], row[LAST], mine, larger)
+                error = read_rice(place, length, entries, multiple, row[FIRST], row[LAST], mine, high, larger)
             else:
-                error = read_plain(place, length, entries, multiple, row[FIRST], row[LAST], mine, larger)
+                error = read_plain(place, length, entries, multiple, row[FIRST], row[LAST], mine, high, larger)
             if error:
                 return first + tile, error
+        simd.store_half(mine + 4 * row[ENTRIES], END_OF_LIST)
     return -1, 0
 
 
 @entry
 def check_tiles(begin, end, rows, message, rice, depth):
     """Check the tiles from `begin` to `end` of a message: (first invalid tile, error code) or (-1, 0)."""
-    words, multiples = np.empty(depth * TILES, np.uint64), np.empty(depth * TILES, np.uint64)
-    state = np.empty((9, TILES), np.int64)
+    words, multiples = np.empty(lists_size(depth), np.uint32), np.empty(depth * TILES, np.uint64)
+    state = np.empty((10, TILES), np.int64)
     for first in range(begin, end, TILES):
         tile, error = read_tiles(
             _i64(message.ctypes.data), message.size, rice, rows, first, min(TILES, end - first),
-            _i64(words.ctypes.data), _i64(multiples.ctypes.data), depth, state,
+            _i64(words.ctypes.data), _i64(0), _i64(multiples.ctypes.data), depth, state,
         )  # fmt: skip
         if error:
             return tile, error
@@ -305,9 +343,52 @@ def check_tiles(begin, end, rows, message, rice, depth):
 
 
 @njit(nogil=True, error_model="numpy")
+def distance(words, highs, e):
+    """Return the distance of a listed entry from the first of its tile; `highs` is 0 unless the tile is wide."""
+    low = _i64(simd.load_half(words + 4 * e) >> np.uint32(2))
+    return low | _i64(simd.load_half(highs + 4 * e)) << 30 if highs else low
+
+
+@njit(nogil=True, error_model="numpy")
+def add_near(words, e, multiples, found, bound, target, tau, scale, fetch):
+    """Add the listed entries from e on to the float32 at `target` plus their distances; the tile is not wide.
+
+    Returns the number of the first entry with a distance of at least `bound`, and the number of multiples before it.
+    """
+    # No entry is compared with the number of entries: the end of the list is beyond every bound.
+    bound, once = min(bound << 2, _i64(END_OF_LIST)), tau * scale
+    word = simd.load_half(words + 4 * e)
+    while word < bound:
+        value = once
+        if word & np.uint32(2):
+            value = amount(simd.load_word(multiples + 8 * found), tau) * scale
+            found += 1
+        simd.add_signed(target + _i64(word & _DISTANCE), word, value)
+        e += 1
+        word = simd.load_half(words + 4 * e)
+        if fetch:
+            simd.fetch(target + _i64(simd.load_half(words + 4 * (e + _AHEAD)) & _DISTANCE))
+    return e, found
+
+
+@njit(nogil=True, error_model="numpy")
+def add_far(words, highs, e, entries, multiples, found, bound, target, tau, scale):
+    """Do the work of `add_near` for a wide tile."""
+    while e < entries and distance(words, highs, e) < bound:
+        word, value = simd.load_half(words + 4 * e), tau * scale
+        if word & np.uint32(2):
+            value = amount(simd.load_word(multiples + 8 * found), tau) * scale
+            found += 1
+        simd.add_signed(target + 4 * distance(words, highs, e), word, value)
+        e += 1
+    return e, found
+
+
+@njit(nogil=True, error_model="numpy")
 def add_until(
-    i, begin, stop, target, messages, rows, rice, ends, taus, scale, words, multiples, depth, places, state, fetch
-):
+    i, begin, stop, target, messages, rows, rice, ends, taus, scale, words, highs, multiples, depth, places, state,
+    fetch,
+):  # fmt: skip
     """Add the entries of message i with indices from `begin` to `stop`; return False if a tile is invalid.
 
     Args:
@@ -318,14 +399,15 @@ def add_until(
         rice: True if gaps are entropy-coded.
         ends, taus: end and tau of each run.
         scale: factor.
-        words, multiples: addresses of this message's lists.
-        depth: length of a list.
+        words, highs, multiples: addresses of this message's lists; `highs` is 0 if no tile is wide.
+        depth: largest number of entries of a tile.
         places: state of this function.
         state: scratch of `read_together`.
         fetch: True to prefetch the target.
     """
     group, count, tile = places[i, _GROUP], places[i, _COUNT], places[i, _TILE]
     e, found, run, right = places[i, _ENTRY], places[i, _MULTIPLE], messages[i, RUN], True
+    stride = 4 * _i64(list_size(depth))
     while True:
         if tile == count:
             group = messages[i, NEXT]
@@ -335,41 +417,30 @@ def add_until(
             count = min(_i64(TILES), messages[i, END] - group)
             messages[i, NEXT] = group + count
             _, error = read_tiles(
-                messages[i, ADDRESS], messages[i, BYTES], rice, rows, group, count, words, multiples, depth, state
-            )
+                messages[i, ADDRESS], messages[i, BYTES], rice, rows, group, count, words, highs, multiples, depth,
+                state,
+            )  # fmt: skip
             if error:
                 right = False
                 break
-        first, entries = rows[group + tile, FIRST], rows[group + tile, ENTRIES]
-        word, larger = words + 8 * tile, multiples + 8 * depth * tile
+        first, last, entries = rows[group + tile, FIRST], rows[group + tile, LAST], rows[group + tile, ENTRIES]
+        mine, larger = words + stride * tile, multiples + 8 * depth * tile
+        high = highs + stride * tile if last - first >= WIDE else _i64(0)
+        # The first call of a thread begins within a tile.
+        while e < entries and first + distance(mine, high, e) < begin:
+            found += _i64(simd.load_half(mine + 4 * e) >> np.uint32(1) & np.uint32(1))
+            e += 1
         while e < entries:
-            listed = simd.load_word(word + 8 * TILES * e)
-            where = first + _i64(listed >> _u64(2))
-            if where < begin:
-                found += _i64(listed >> _u64(1) & _u64(1))
-                e += 1
-                continue
+            where = first + distance(mine, high, e)
             if where >= stop:
                 break
             while where >= ends[run]:
                 run += 1
-            bound, tau = min(stop, ends[run]), taus[run]
-            once = tau * scale
-            while e < entries:
-                listed = simd.load_word(word + 8 * TILES * e)
-                where = first + _i64(listed >> _u64(2))
-                if where >= bound:
-                    break
-                value = once
-                if listed & _u64(2):
-                    value = amount(simd.load_word(larger + 8 * found), tau) * scale
-                    found += 1
-                place = target + 4 * where
-                simd.store_float(place, simd.load_float(place) + (-value if listed & _u64(1) else value))
-                e += 1
-                if fetch:
-                    next_word = simd.load_word(word + 8 * TILES * (e + _AHEAD))
-                    simd.fetch(target + 4 * (first + _i64(next_word >> _u64(2))))
+            bound, tau, base = min(stop, ends[run]) - first, taus[run], target + 4 * first
+            if high:
+                e, found = add_far(mine, high, e, entries, larger, found, bound, base, tau, scale)
+            else:
+                e, found = add_near(mine, e, larger, found, bound, base, tau, scale, fetch)
         if e < entries:
             break
         tile, e, found = tile + 1, _i64(0), _i64(0)
@@ -402,9 +473,9 @@ def move_block(source, target, number, stream):
 
 
 @njit(nogil=True, error_model="numpy")
-def used(words, multiples, zeros, state):
+def used(words, highs, multiples, zeros, state):
     """Use arrays after the last read of their memory: Numba frees one after its last use, and addresses are none."""
-    return words.size + multiples.size + zeros.size + state.size > 0
+    return words.size + highs.size + multiples.size + zeros.size + state.size > 0
 
 
 @entry
@@ -420,10 +491,16 @@ def add_messages(begin, end, pieces, messages, rows, rice, ends, taus, scale, de
     """
     mode = keep_denormals()
     messages, lists = messages.copy(), messages.shape[0] if clear else 1
-    words = np.empty((lists, (depth + _AHEAD) * TILES), np.uint64)
+    wide = 0
+    for i in range(rows.shape[0]):
+        wide |= rows[i, LAST] - rows[i, FIRST] >= WIDE
+    words = np.empty((lists, lists_size(depth)), np.uint32)
+    highs = np.empty((lists, lists_size(depth) if wide else 0), np.uint32)
     multiples = np.empty((lists, depth * TILES), np.uint64)
-    listed, larger = _i64(words.ctypes.data), _i64(multiples.ctypes.data)
-    places, state = np.zeros((messages.shape[0], 5), np.int64), np.empty((9, TILES), np.int64)
+    listed, larger, higher = _i64(words.ctypes.data), _i64(multiples.ctypes.data), _i64(0)
+    if wide:
+        higher = _i64(highs.ctypes.data)
+    places, state = np.zeros((messages.shape[0], 5), np.int64), np.empty((10, TILES), np.int64)
     for i in range(messages.shape[0]):
         high = messages[i, END]
         while messages[i, NEXT] < high:
@@ -445,8 +522,8 @@ def add_messages(begin, end, pieces, messages, rows, rice, ends, taus, scale, de
             for i in range(messages.shape[0]):
                 right &= add_until(
                     i, begin, stop, source - 4 * at, messages, rows, rice, ends, taus, scale,
-                    listed + 8 * i * words.shape[1], larger + 8 * i * multiples.shape[1], depth, places, state,
-                    False,
+                    listed + 4 * i * words.shape[1], higher + 4 * i * highs.shape[1],
+                    larger + 8 * i * multiples.shape[1], depth, places, state, False,
                 )  # fmt: skip
             move_block(source, target, stop - at, stream)
             at = stop
@@ -460,8 +537,8 @@ def add_messages(begin, end, pieces, messages, rows, rice, ends, taus, scale, de
                 stop = min(end, pieces[p, 1])
                 right &= add_until(
                     i, begin, stop, pieces[p, 2] - 4 * pieces[p, 0], messages, rows, rice, ends, taus, scale,
-                    listed, larger, depth, places, state, True,
+                    listed, higher, larger, depth, places, state, True,
                 )  # fmt: skip
                 at, p = stop, p + 1
     restore_mode(mode)
-    return right and used(words, multiples, zeros, state)
+    return right and used(words, highs, multiples, zeros, state)

@@ -7,6 +7,7 @@ remaining entries of the regions are joined into shared tiles when all threads a
 import numpy as np
 from numba import njit
 
+from hvdx.kernels import simd
 from hvdx.kernels.compiled import entry
 from hvdx.kernels.cpu_scan import CHUNK, POSITION, list_entries, list_multiples, piece_of, scan
 from hvdx.kernels.cpu_tiles import HEADER_BYTES, put_tile, put_varint
@@ -25,20 +26,18 @@ _i64 = np.int64
 
 @njit(nogil=True, error_model="numpy")
 def unpack(entries, begin, count, gaps, signs, at):
-    """Split packed entries into gaps and signs, which are written from index `at` on."""
-    for i in range(count):
-        word = entries[begin + i]
-        signs[at + i] = word >> np.uint32(31) | (word >> np.uint32(29)) & np.uint32(2)
-    for i in range(count - 1):
-        gaps[at + i] = (entries[begin + i + 1] & POSITION) - (entries[begin + i] & POSITION) - np.uint32(1)
+    """Split packed entries into gaps and signs, which are written from index `at` on. Up to 16 more are written."""
+    first = _i64(entries.ctypes.data) + 4 * begin
+    simd.unpack_entries(first, count, gaps.ctypes.data + 4 * at, signs.ctypes.data + at)
 
 
 @njit(nogil=True, error_model="numpy")
 def drop(entries, waiting, times, multiples, count):
     """Remove the first `count` entries and their multiples; return the remaining number of multiples."""
     gone = _i64(0)
-    for i in range(count):
-        gone += (entries[i] >> np.uint32(30)) & np.uint32(1)
+    if multiples:
+        for i in range(count):
+            gone += (entries[i] >> np.uint32(30)) & np.uint32(1)
     for i in range(count, waiting):
         entries[i - count] = entries[i]
     for i in range(gone, multiples):
@@ -196,7 +195,10 @@ def join(end, layout, rice, scratch, place, records, left, left_times, source, o
         if place[J_BYTES]:
             some = min(place[J_BYTES], source.size - taken)
             # A slice assignment would compile the code of its error message.
-            for i in range(some):
+            origin, target, words = source.ctypes.data + taken, out.ctypes.data + place[J_USED], some // 8
+            for i in range(words):
+                simd.store_word(target + 8 * i, simd.load_word(origin + 8 * i))
+            for i in range(8 * words, some):
                 out[place[J_USED] + i] = source[taken + i]
             place[J_USED] += some
             place[J_BYTES] -= some

@@ -24,7 +24,7 @@ CHUNK = 512
 HITS, NEGATIVE, WHOLE, BLOCK = range(4)
 #: Flags and position of a packed entry.
 SIGN, MULTIPLE = np.uint32(1 << 31), np.uint32(1 << 30)
-POSITION = np.uint32((1 << 30) - 1)
+POSITION = np.uint32(simd.POSITION)
 
 # If a variable starts as a literal, Numba compiles the functions that take it once more for this literal.
 _u64, _i64 = np.uint64, np.int64

@@ -10,6 +10,8 @@ from hvdx.kernels.tiles import BLOCK, ESCAPE, K_MAX, SWITCH, TILE_MAX
 ENTRY_BYTES = 32
 #: Upper bound of a header's bytes, plus 8 because a store of a whole word at its end reaches beyond it.
 HEADER_BYTES = 4 * 9 + 8
+#: Largest number of bits that `put` appends.
+PUT_MAX = 56
 
 # If a variable starts as a literal, Numba compiles the functions that take it once more for this literal.
 _u64, _i64 = np.uint64, np.int64
@@ -38,12 +40,15 @@ def choose_parameter(gaps, length, before):
     """
     middle = min(simd.bit_lengths(gaps) // length, K_MAX - 1)
     padding = BLOCK - length
-    best, bits = 0, 1 << 60
+    best, bits, keep = 0, 1 << 60, 1 << 60
     for k in range(max(middle - 2, 0), middle + 2):
         cost = simd.code_lengths(gaps, k) - padding + k * length
         if cost < bits:
             best, bits = k, cost
-    keep = simd.code_lengths(gaps, before) - padding + before * length
+        if k == before:
+            keep = cost
+    if before < middle - 2 or before > middle + 1:
+        keep = simd.code_lengths(gaps, before) - padding + before * length
     if keep <= bits + SWITCH:
         return before, keep + 1
     return best, bits + 1 + 5
@@ -95,73 +100,69 @@ def run_bits(signs, times, count, larger):
 
 
 @njit(nogil=True, error_model="numpy")
-def put_with_multiples(address, gaps, signs, times, count, k, k_run, parameters):
-    """Write the payload of an entropy-coded tile with multiples; return the address of its end.
+def put_multiple(address, held, number, m, signs, count, run, k_run):
+    """Append m of entry `run`, and the distance to the next multiple.
 
-    Each multiple is followed by its m and by the number of entries up to the next multiple.
+    Returns the new address, held and number, and the number of the next multiple, or `count` if there is none.
     """
-    held, number, t = _u64(0), _i64(0), _i64(0)
-    none, one, five = _i64(0), _i64(1), _i64(5)
-    run = _i64(0)
-    while not signs[run] & 2:
-        run += 1
-    address, held, number = put(address, held, number, k_run, five)
-    address, held, number = put_code(address, held, number, run, k_run)
-    for i in range(count):
-        sign = _i64(signs[i] & 1)
-        if 1 <= i < count - 1:
-            if i % BLOCK == 1:
-                chosen = _i64(parameters[i // BLOCK])
-                address, held, number = put(address, held, number, _i64(chosen != k), one)
-                if chosen != k:
-                    address, held, number = put(address, held, number, chosen, five)
-                k = chosen
-            x = _i64(gaps[i - 1])
-            q = x >> k
-            if q < ESCAPE:
-                word = (1 << q) - 1 | (x & (1 << k) - 1) << q + 1 | sign << q + 1 + k
-                address, held, number = put(address, held, number, word, q + 2 + k)
-            else:
-                address, held, number = put_code(address, held, number, x, k)
-                address, held, number = put(address, held, number, sign, one)
-        else:
-            address, held, number = put(address, held, number, sign, one)
-        if i == run:
-            run += 1
-            while run < count and not signs[run] & 2:
-                run += 1
-            address, held, number = put_code(address, held, number, _i64(times[t]) - 2, none)
-            address, held, number = put_code(address, held, number, run - i - 1, k_run)
-            t += 1
-    if number:
-        simd.store_word(address, held)
-        address += 1
-    return address
+    none, after = _i64(0), run + 1
+    while after < count and not signs[after] & 2:
+        after += 1
+    address, held, number = put_code(address, held, number, _i64(m) - 2, none)
+    address, held, number = put_code(address, held, number, after - run - 1, k_run)
+    return address, held, number, after
 
 
 @njit(nogil=True, error_model="numpy")
-def put_entries(address, gaps, signs, count, k, parameters):
-    """Write the payload of an entropy-coded tile without multiples, the common case; return the address of its end."""
+def put_entries(address, gaps, signs, times, count, k, k_run, parameters, larger):
+    """Write the payload of an entropy-coded tile; return the address of its end.
+
+    Each of the `larger` multiples is followed by its m and by the number of entries up to the next multiple.
+    """
+    held, number, t, run = _u64(0), _i64(0), _i64(0), count
     one, five = _i64(1), _i64(5)
-    address, held, number = put(address, _u64(0), _i64(0), _i64(signs[0]), one)
-    for block in range(0, count - 2, BLOCK):
-        chosen = _i64(parameters[block // BLOCK])
+    words, sizes = np.empty(BLOCK // 2, np.uint64), np.empty(BLOCK // 2, np.uint64)
+    if larger:
+        run = _i64(0)
+        while not signs[run] & 2:
+            run += 1
+        address, held, number = put(address, held, number, k_run, five)
+        address, held, number = put_code(address, held, number, run, k_run)
+    address, held, number = put(address, held, number, _i64(signs[0] & 1), one)
+    if run == 0:
+        address, held, number, run = put_multiple(address, held, number, times[t], signs, count, run, k_run)
+        t += 1
+    for first in range(1, count - 1, BLOCK):
+        chosen, stop = _i64(parameters[first // BLOCK]), min(first + BLOCK, count - 1)
         address, held, number = put(address, held, number, _i64(chosen != k), one)
         if chosen != k:
             address, held, number = put(address, held, number, chosen, five)
         k = chosen
-        low = (_i64(1) << k) - 1
-        for i in range(block, min(block + BLOCK, count - 2)):
-            x, sign = _i64(gaps[i]), _i64(signs[i + 1])
+        if run >= stop:
+            longest = simd.code_entries(
+                gaps.ctypes.data + 4 * (first - 1), signs.ctypes.data + first, k, stop - first, words.ctypes.data,
+                sizes.ctypes.data,
+            )  # fmt: skip
+            if 2 * longest <= PUT_MAX:
+                for i in range((stop - first + 1) >> 1):
+                    address, held, number = put(address, held, number, words[i], _i64(sizes[i]))
+                continue
+        for i in range(first, stop):
+            x, sign = _i64(gaps[i - 1]), _i64(signs[i] & 1)
             q = x >> k
             if q < ESCAPE:
-                word = (_i64(1) << q) - 1 | (x & low) << q + 1 | sign << q + 1 + k
-                address, held, number = put(address, held, number, word, q + 2 + k)
+                code = (1 << q) - 1 | (x & (1 << k) - 1) << q + 1 | sign << q + 1 + k
+                address, held, number = put(address, held, number, code, q + 2 + k)
             else:
                 address, held, number = put_code(address, held, number, x, k)
                 address, held, number = put(address, held, number, sign, one)
+            if i == run:
+                address, held, number, run = put_multiple(address, held, number, times[t], signs, count, run, k_run)
+                t += 1
     if count > 1:
-        address, held, number = put(address, held, number, _i64(signs[count - 1]), one)
+        address, held, number = put(address, held, number, _i64(signs[count - 1] & 1), one)
+        if run == count - 1:
+            address, held, number, run = put_multiple(address, held, number, times[t], signs, count, run, k_run)
     if number:
         simd.store_word(address, held)
         address += 1
@@ -228,8 +229,6 @@ def put_tile(address, room, gap, gaps, signs, times, count, rice):
     address = put_varint(address, count << 1 | (larger > 0))
     address = put_varint(address, skipped)
     address = put_varint(address, payload)
-    if rice and not larger:
-        return put_entries(address, gaps, signs, count, k, parameters)
     if rice:
-        return put_with_multiples(address, gaps, signs, times, count, k, k_run, parameters)
+        return put_entries(address, gaps, signs, times, count, k, k_run, parameters, larger)
     return put_words(address, gaps, signs, times, count, larger, skipped + count - 1)

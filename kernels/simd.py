@@ -13,13 +13,18 @@ from numba.extending import intrinsic
 
 from hvdx.kernels.tiles import ESCAPE, N_MAX, SHARES
 
+#: Bits of a packed entry that hold its position (see `cpu_scan`).
+POSITION = (1 << 30) - 1
+
 _LANES = 16
 _STRIDE = 4 * _LANES
 _I8, _I16, _I32, _I64, _F32 = (ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType())
-_FLOATS, _INTS = ir.VectorType(_F32, _LANES), ir.VectorType(_I32, _LANES)
-#: Number of tiles that `read_entries` reads at once.
-TILES = 8
-_WORDS = ir.VectorType(_I64, TILES)
+_FLOATS, _INTS, _BYTES = (ir.VectorType(kind, _LANES) for kind in (_F32, _I32, _I8))
+_WIDE_LANES = 8
+_WORDS, _HALVES = ir.VectorType(_I64, _WIDE_LANES), ir.VectorType(_I32, _WIDE_LANES)
+#: Number of tiles that `read_entries` reads at once. Each instruction waits for the one before it, so two vectors of 8
+#: tiles take hardly more time than one.
+TILES = 16
 #: Prefetch distance in bytes: 1.5 pages of 4 KiB. Prefetching lets one core reach the bandwidth of memory.
 AHEAD = 6144
 
@@ -122,59 +127,118 @@ def _accumulate(
     near: Any,
 ) -> tuple[Any, ...]:
     taus, limits, scales, backs = (_splat(builder, x, _FLOATS) for x in (tau, limit, scale, back))
-    shares = [_splat(builder, builder.fmul(tau, ir.Constant(_F32, share)), _FLOATS) for share in SHARES]
-    signs = ir.Constant(_INTS, [1 << 31] * _LANES)
+    shares = [
+        builder.bitcast(_splat(builder, builder.fmul(tau, ir.Constant(_F32, share)), _FLOATS), _INTS)
+        for share in SHARES
+    ]
+    sign_bit, zero = ir.Constant(_INTS, [1 << 31] * _LANES), ir.Constant(_I64, 0)
     none, flags = ir.Constant(_INTS, [0] * _LANES), ir.VectorType(ir.IntType(1), _LANES)
     # Adding -0.0 changes no number, not even the sign of a zero.
     nothing = ir.Constant(_FLOATS, [-0.0] * _LANES)
-    reached = [cgutils.alloca_once_value(builder, none) for _ in SHARES]
+    below = [cgutils.alloca_once_value(builder, none) for _ in SHARES]
     number = cgutils.alloca_once_value(builder, found)
     faults = cgutils.alloca_once_value(builder, ir.Constant(flags, [0] * _LANES))
-    wholes = cgutils.alloca_once_value(builder, ir.Constant(_I64, 0))
-    zero = ir.Constant(_I64, 0)
+    wholes, hit, negative, whole = (cgutils.alloca_once_value(builder, zero) for _ in range(4))
+    offsets = range(0, 256, _STRIDE)
+
+    def bits(lanes: Any) -> Any:
+        return builder.bitcast(lanes, _INTS)
+
+    def absolute(lanes: Any) -> Any:
+        return call(builder, f"llvm.fabs.v{_LANES}f32", _FLOATS, lanes)
+
+    def load_update(address: Any, offset: int) -> Any:
+        values = _load(builder, address, offset, _FLOATS)
+        return builder.fmul(values, scales) if ahead else values
+
+    def subtract(total: Any, added: Any) -> tuple[Any, Any, Any]:
+        """Return which sums reach tau, the absolute values after the subtraction, and the new residual."""
+        over = builder.fcmp_ordered(">=", absolute(total), taus)
+        rest = builder.select(over, builder.fsub(absolute(total), taus), absolute(total))
+        left = builder.bitcast(builder.or_(bits(rest), builder.and_(bits(total), sign_bit)), _FLOATS)
+        return over, rest, builder.fsub(left, builder.fmul(added, backs)) if ahead else left
+
+    def count_near(rest: Any) -> None:
+        # Numbers that are not negative are in the order of their bits, and a difference of bits takes less time than a
+        # comparison of floats.
+        for count, share in zip(below, shares, strict=True):
+            minus_one = builder.ashr(builder.sub(bits(rest), share), ir.Constant(_INTS, [31] * _LANES))
+            builder.store(builder.sub(builder.load(count), minus_one), count)
+
+    def masks(overs: list[Any], totals: list[Any]) -> None:
+        minus = [builder.icmp_signed("<", bits(total), none) for total in totals]
+        for target, lanes in ((hit, overs), (negative, minus)):
+            mask = zero
+            for offset, each in zip(offsets, lanes, strict=True):
+                mask = builder.or_(mask, builder.shl(_bits(builder, each), ir.Constant(_I64, offset // 4)))
+            builder.store(mask, target)
+
+    def accumulate_block(r: Any, u: Any) -> None:
+        """Process any block."""
+        block_overs, block_totals, kept = [], [], zero
+        for offset in offsets:
+            added = load_update(u, offset)
+            fault = builder.fcmp_unordered(">", absolute(added), limits)
+            builder.store(builder.or_(builder.load(faults), fault), faults)
+            added = builder.select(fault, nothing, added)
+            total = builder.fadd(_load(builder, r, offset, _FLOATS), added)
+            over, rest, left = subtract(total, added)
+            more = builder.fcmp_ordered(">=", rest, taus)
+            _store(builder, builder.select(more, total, left), r, offset)
+            kept = builder.or_(kept, builder.shl(_bits(builder, more), ir.Constant(_I64, offset // 4)))
+            count_near(rest)
+            block_overs.append(over)
+            block_totals.append(total)
+        masks(block_overs, block_totals)
+        builder.store(kept, whole)
+        builder.store(builder.or_(builder.load(wholes), kept), wholes)
+
     with cgutils.for_range_slice(builder, block, end, ir.Constant(_I64, 1), _I64) as (index, _):
         shift = builder.mul(index, ir.Constant(_I64, 256))
         r, u = builder.add(residual, shift), builder.add(update, shift)
-        hit, negative, whole = zero, zero, zero
         for offset in range(0, 256, 64):
             for address in (r, u):
                 hint = [ir.Constant(_I32, v) for v in (0, 3, 1)]
                 call(builder, "llvm.prefetch.p0", ir.VoidType(), _pointer(builder, address, offset + AHEAD, _I8), *hint)
-        for offset in range(0, 256, _STRIDE):
-            added = _load(builder, u, offset, _FLOATS)
-            if ahead:
-                added = builder.fmul(added, scales)
-            fault = builder.fcmp_unordered(">", call(builder, f"llvm.fabs.v{_LANES}f32", _FLOATS, added), limits)
-            builder.store(builder.or_(builder.load(faults), fault), faults)
-            added = builder.select(fault, nothing, added)
-            total = builder.fadd(_load(builder, r, offset, _FLOATS), added)
-            sign = builder.and_(builder.bitcast(total, _INTS), signs)
-            size = call(builder, f"llvm.fabs.v{_LANES}f32", _FLOATS, total)
-            over = builder.fcmp_ordered(">=", size, taus)
-            rest = builder.select(over, builder.fsub(size, taus), size)
-            more = builder.fcmp_ordered(">=", rest, taus)
-            left = builder.bitcast(builder.or_(builder.bitcast(rest, _INTS), sign), _FLOATS)
-            if ahead:
-                left = builder.fsub(left, builder.fmul(added, backs))
-            _store(builder, builder.select(more, total, left), r, offset)
-            lanes = ir.Constant(_I64, offset // 4)
-            hit = builder.or_(hit, builder.shl(_bits(builder, over), lanes))
-            below = builder.icmp_signed("<", builder.bitcast(total, _INTS), none)
-            negative = builder.or_(negative, builder.shl(_bits(builder, below), lanes))
-            whole = builder.or_(whole, builder.shl(_bits(builder, more), lanes))
-            for count, share in zip(reached, shares, strict=True):
-                near_it = builder.zext(builder.fcmp_ordered(">=", rest, share), _INTS)
-                builder.store(builder.add(builder.load(count), near_it), count)
-        builder.store(builder.or_(builder.load(wholes), whole), wholes)
+        # First as if the block had no fault and no whole sum, which is then checked for all elements at once.
+        overs: list[Any] = []
+        totals: list[Any] = []
+        rests: list[Any] = []
+        lefts: list[Any] = []
+        most_added, most_rest = none, none
+        for offset in offsets:
+            added = load_update(u, offset)
+            totals.append(builder.fadd(_load(builder, r, offset, _FLOATS), added))
+            over, rest, left = subtract(totals[-1], added)
+            for each, collected in ((over, overs), (rest, rests), (left, lefts)):
+                collected.append(each)
+            most_added = call(builder, f"llvm.umax.v{_LANES}i32", _INTS, most_added, bits(absolute(added)))
+            most_rest = call(builder, f"llvm.umax.v{_LANES}i32", _INTS, most_rest, bits(rest))
+        unusual = builder.or_(
+            builder.icmp_unsigned(">", most_added, bits(limits)), builder.icmp_unsigned(">=", most_rest, bits(taus))
+        )
+        unusual = builder.icmp_unsigned("!=", _bits(builder, unusual), zero)
+        with builder.if_else(unusual, likely=False) as (slowly, quickly):
+            with slowly:
+                accumulate_block(r, u)
+            with quickly:
+                for offset, rest, left in zip(offsets, rests, lefts, strict=True):
+                    _store(builder, left, r, offset)
+                    count_near(rest)
+                masks(overs, totals)
+                builder.store(zero, whole)
         record = builder.add(marks, builder.mul(builder.load(number), ir.Constant(_I64, 32)))
-        for i, word in enumerate((hit, negative, whole, index)):
+        words = (*(builder.load(mask) for mask in (hit, negative, whole)), index)
+        for i, word in enumerate(words):
             builder.store(word, _pointer(builder, record, 8 * i, _I64))
-        some = builder.zext(builder.icmp_unsigned("!=", hit, zero), _I64)
+        some = builder.zext(builder.icmp_unsigned("!=", words[0], zero), _I64)
         builder.store(builder.add(builder.load(number), some), number)
-    for i, count in enumerate(reached):
+    elements = builder.mul(builder.sub(end, block), ir.Constant(_I64, 64))
+    for i, count in enumerate(below):
         total = call(builder, f"llvm.vector.reduce.add.v{_LANES}i32", _I32, builder.load(count))
         pointer = _pointer(builder, near, 8 * i, _I64)
-        builder.store(builder.add(builder.load(pointer), builder.zext(total, _I64)), pointer)
+        more = builder.sub(elements, builder.zext(total, _I64))
+        builder.store(builder.add(builder.load(pointer), more), pointer)
     some_whole = builder.zext(builder.icmp_unsigned("!=", builder.load(wholes), zero), _I64)
     some_fault = builder.zext(builder.icmp_unsigned("!=", _bits(builder, builder.load(faults)), zero), _I64)
     return builder.load(number), some_whole, some_fault
@@ -220,6 +284,76 @@ def code_lengths(builder: Any, gaps: Any, k: Any) -> Any:
         short = builder.icmp_unsigned("<", q, constant(ESCAPE))
         total = builder.add(total, builder.select(short, builder.add(q, constant(1)), long))
     return builder.zext(call(builder, f"llvm.vector.reduce.add.v{_LANES}i32", _I32, total), _I64)
+
+
+@make_intrinsic(types.void(*[types.int64] * 4))
+def unpack_entries(builder: Any, entries: Any, count: Any, gaps: Any, signs: Any) -> None:
+    """Split packed entries into the uint32 gaps between them and uint8 signs: 1 for a negative one, 2 for a multiple.
+
+    The arguments are addresses and a number of entries, which is rounded up to a multiple of 16.
+    """
+
+    def constant(value: int) -> Any:
+        return ir.Constant(_INTS, [value] * _LANES)
+
+    with cgutils.for_range_slice(builder, ir.Constant(_I64, 0), count, ir.Constant(_I64, _LANES), _I64) as (first, _):
+        source = builder.add(entries, builder.shl(first, ir.Constant(_I64, 2)))
+        one, next_one = (_load(builder, source, offset, _INTS) for offset in (0, 4))
+        here, there = (builder.and_(x, constant(POSITION)) for x in (one, next_one))
+        gap = builder.sub(builder.sub(there, here), constant(1))
+        _store(builder, gap, builder.add(gaps, builder.shl(first, ir.Constant(_I64, 2))), 0)
+        multiple = builder.and_(builder.lshr(one, constant(29)), constant(2))
+        flags = builder.or_(builder.lshr(one, constant(31)), multiple)
+        target = _pointer(builder, builder.add(signs, first), 0, _BYTES)
+        builder.store(builder.trunc(flags, _BYTES), target).align = 1
+
+
+@make_intrinsic(types.int64(*[types.int64] * 6))
+def code_entries(builder: Any, gaps: Any, signs: Any, k: Any, length: Any, words: Any, sizes: Any) -> Any:
+    """Write the codes of up to 64 gaps, each followed by a sign, in the gap code with parameter k.
+
+    The arguments are the addresses of uint32 gaps and uint8 signs, k, the number of gaps, and the addresses of 32
+    uint64 for the codes of two entries each, and of 32 uint64 for their numbers of bits. 64 gaps and signs are read.
+
+    Returns the largest number of bits of an entry. If it is above 28, the codes are wrong.
+    """
+
+    def constant(value: int) -> Any:
+        return ir.Constant(_INTS, [value] * _LANES)
+
+    def pairs(lanes: Any) -> tuple[Any, Any]:
+        wide = builder.bitcast(lanes, _WORDS)
+        return builder.and_(wide, ir.Constant(_WORDS, [0xFFFFFFFF] * _WIDE_LANES)), builder.lshr(
+            wide, ir.Constant(_WORDS, [32] * _WIDE_LANES)
+        )
+
+    ks, lengths = (_splat(builder, builder.trunc(x, _I32), _INTS) for x in (k, length))
+    one = constant(1)
+    low, longest = builder.sub(builder.shl(one, ks), one), constant(0)
+    for i in range(4):
+        x = _load(builder, gaps, 64 * i, _INTS)
+        flags = builder.load(_pointer(builder, signs, 16 * i, _BYTES))
+        flags.align = 1
+        sign = builder.and_(builder.zext(flags, _INTS), one)
+        q = builder.lshr(x, ks)
+        # e and z are those of `docs/wire-format.md`; below the escape they are 1 and 0.
+        e = builder.sub(call(builder, f"llvm.umax.v{_LANES}i32", _INTS, q, constant(ESCAPE)), constant(ESCAPE - 1))
+        z = builder.sub(constant(31), call(builder, f"llvm.ctlz.v{_LANES}i32", _INTS, e, ir.Constant(ir.IntType(1), 0)))
+        ones = builder.add(call(builder, f"llvm.umin.v{_LANES}i32", _INTS, q, constant(ESCAPE)), z)
+        more = builder.sub(e, builder.shl(one, z))
+        rest = builder.or_(builder.and_(x, low), builder.shl(sign, ks))
+        rest = builder.or_(more, builder.shl(rest, z))
+        code = builder.shl(rest, builder.add(ones, one))
+        code = builder.or_(code, builder.sub(builder.shl(one, ones), one))
+        size = builder.add(builder.add(ones, z), builder.add(ks, constant(2)))
+        number = ir.Constant(_INTS, list(range(_LANES * i, _LANES * (i + 1))))
+        used = builder.icmp_unsigned("<", number, lengths)
+        code, size = (builder.select(used, each, constant(0)) for each in (code, size))
+        longest = call(builder, f"llvm.umax.v{_LANES}i32", _INTS, longest, size)
+        (first, second), (bits, more_bits) = pairs(code), pairs(size)
+        _store(builder, builder.or_(first, builder.shl(second, bits)), words, 64 * i)
+        _store(builder, builder.add(bits, more_bits), sizes, 64 * i)
+    return builder.zext(call(builder, f"llvm.vector.reduce.umax.v{_LANES}i32", _I32, longest), _I64)
 
 
 @make_intrinsic(types.int64(types.uint64))
@@ -279,6 +413,12 @@ def load_half(builder: Any, address: Any) -> Any:
     return value
 
 
+@make_intrinsic(types.void(types.int64, types.uint32))
+def store_half(builder: Any, address: Any, value: Any) -> None:
+    """Write a uint32 at an address, which may be unaligned."""
+    builder.store(value, _pointer(builder, address, 0, _I32)).align = 1
+
+
 @make_intrinsic(types.void(types.int64))
 def prefetch(builder: Any, address: Any) -> None:
     """Prefetch 128 bytes at an address. An invalid address has no effect."""
@@ -299,12 +439,12 @@ def fetch(builder: Any, address: Any) -> Any:
 def read_entries(
     builder: Any, message: Any, last_word: Any, lanes: Any, entries: Any, triples: Any, singles: Any
 ) -> Any:
-    """Read the gaps and signs of entries of 8 tiles at once. No branch depends on the bits.
+    """Read the gaps and signs of entries of TILES tiles at once. No branch depends on the bits.
 
     The arguments are the address of the message; the offset of its last 8 bytes, after which nothing is read; the
-    address of five rows of 8 int64, with a column for each tile; and the address of the result, 8 uint64 for each
-    entry: index << 2 | sign. The rows hold the position in bits, the index of the entry before, and the Rice parameter;
-    the position and the index after the entries are written to the last two rows.
+    address of five rows of int64, with a column for each tile; and the address of the result, a row of uint32 for each
+    entry: the lowest bits of index << 2 | sign. The rows hold the position in bits, the index of the entry before, and
+    the Rice parameter; the position and the index after the entries are written to the last two rows.
 
     Words of 64 bits are read, first `triples` words of three entries each, then `singles` words of one entry each.
     Returns a mask of the tiles whose results are wrong: those with entries that did not fit their word, or with an
@@ -312,69 +452,106 @@ def read_entries(
     """
 
     def constant(value: int) -> Any:
-        return ir.Constant(_WORDS, [value] * TILES)
+        return ir.Constant(_WORDS, [value] * _WIDE_LANES)
 
     def larger(a: Any, b: Any) -> Any:
-        return call(builder, f"llvm.umax.v{TILES}i64", _WORDS, a, b)
+        return call(builder, f"llvm.umax.v{_WIDE_LANES}i64", _WORDS, a, b)
 
     def smaller(a: Any, b: Any) -> Any:
-        return call(builder, f"llvm.umin.v{TILES}i64", _WORDS, a, b)
+        return call(builder, f"llvm.umin.v{_WIDE_LANES}i64", _WORDS, a, b)
 
-    one, bits, index, k = constant(1), *(_load(builder, lanes, 8 * TILES * row, _WORDS) for row in range(3))
-    low, fixed, final = (
-        builder.sub(builder.shl(one, k), one),
-        builder.add(k, constant(2)),
-        _splat(builder, last_word, _WORDS),
-    )
-    position, where = cgutils.alloca_once_value(builder, bits), cgutils.alloca_once_value(builder, index)
-    longest, highest = (cgutils.alloca_once_value(builder, constant(0)) for _ in range(2))
+    one, final, groups = constant(1), _splat(builder, last_word, _WORDS), range(0, TILES, _WIDE_LANES)
+    bits, index, k = ([_load(builder, lanes, 8 * (TILES * row + g), _WORDS) for g in groups] for row in range(3))
+    low = [builder.sub(builder.shl(one, each), one) for each in k]
+    fixed = [builder.add(each, constant(2)) for each in k]
+    position, where = ([cgutils.alloca_once_value(builder, each) for each in some] for some in (bits, index))
+    longest, highest = ([cgutils.alloca_once_value(builder, constant(0)) for _ in groups] for _ in range(2))
     target = cgutils.alloca_once_value(builder, entries)
 
-    def read_word(count: int) -> None:
-        bit = builder.load(position)
+    def load_words(g: int) -> tuple[Any, Any, Any]:
+        bit = builder.load(position[g])
         byte = smaller(builder.lshr(bit, constant(3)), final)
         word = constant(0)
-        for tile in range(TILES):
+        for tile in range(_WIDE_LANES):
             number = ir.Constant(_I32, tile)
             address = builder.add(message, builder.extract_element(byte, number))
             word = builder.insert_element(word, _load(builder, address, 0, _I64), number)
-        begin = used = builder.sub(bit, builder.shl(byte, constant(3)))
-        word = builder.lshr(word, smaller(begin, constant(63)))
-        for _ in range(count):
-            # A limit on the ones keeps shifts below 64. Words with more of them do not hold the entry anyway.
-            stop = builder.or_(builder.xor(word, constant(-1)), constant(1 << 40))
-            ones = call(builder, f"llvm.cttz.v{TILES}i64", _WORDS, stop, ir.Constant(ir.IntType(1), 0))
-            z = builder.sub(larger(ones, constant(ESCAPE)), constant(ESCAPE))
-            word = builder.lshr(builder.lshr(word, one), ones)
-            power = builder.shl(one, z)
-            more = builder.and_(word, builder.sub(power, one))
-            # Without an escape z is 0, so this is the number of ones.
-            quotient = builder.add(builder.add(power, more), builder.sub(builder.sub(ones, z), one))
-            word = builder.lshr(word, z)
-            gap = builder.or_(builder.shl(quotient, k), builder.and_(word, low))
-            word = builder.lshr(word, k)
-            after = builder.add(builder.load(where), builder.add(gap, one))
-            builder.store(after, where)
-            entry = builder.or_(builder.shl(after, constant(2)), builder.and_(word, one))
-            address = builder.load(target)
-            _store(builder, entry, address, 0)
-            builder.store(builder.add(address, ir.Constant(_I64, 8 * TILES)), target)
-            word = builder.lshr(word, one)
-            used = builder.add(used, builder.add(builder.add(ones, z), fixed))
-        builder.store(builder.add(bit, builder.sub(used, begin)), position)
-        builder.store(larger(builder.load(longest), used), longest)
-        builder.store(builder.or_(builder.load(highest), builder.load(where)), highest)
+        begin = builder.sub(bit, builder.shl(byte, constant(3)))
+        return builder.lshr(word, smaller(begin, constant(63))), begin, begin
+
+    def read_entry(g: int, word: Any, used: Any, address: Any) -> tuple[Any, Any]:
+        # A limit on the ones keeps shifts below 64. Words with more of them do not hold the entry anyway.
+        stop = builder.or_(builder.xor(word, constant(-1)), constant(1 << 40))
+        ones = call(builder, f"llvm.cttz.v{_WIDE_LANES}i64", _WORDS, stop, ir.Constant(ir.IntType(1), 0))
+        z = builder.sub(larger(ones, constant(ESCAPE)), constant(ESCAPE))
+        word = builder.lshr(builder.lshr(word, one), ones)
+        power = builder.shl(one, z)
+        more = builder.and_(word, builder.sub(power, one))
+        # Without an escape z is 0, so this is the number of ones.
+        quotient = builder.add(builder.add(power, more), builder.sub(builder.sub(ones, z), one))
+        word = builder.lshr(word, z)
+        gap = builder.or_(builder.shl(quotient, k[g]), builder.and_(word, low[g]))
+        word = builder.lshr(word, k[g])
+        after = builder.add(builder.load(where[g]), builder.add(gap, one))
+        builder.store(after, where[g])
+        entry = builder.or_(builder.shl(after, constant(2)), builder.and_(word, one))
+        _store(builder, builder.trunc(entry, _HALVES), address, 4 * _WIDE_LANES * g)
+        return builder.lshr(word, one), builder.add(used, builder.add(builder.add(ones, z), fixed[g]))
 
     for count, words in ((3, triples), (1, singles)):
         with cgutils.for_range(builder, words):
-            read_word(count)
-    for row, state in ((3, position), (4, where)):
-        _store(builder, builder.load(state), lanes, 8 * TILES * row)
-    wrong = builder.or_(
-        builder.icmp_unsigned(">", builder.load(longest), constant(64)),
-        builder.icmp_unsigned(">", builder.load(highest), constant(2 * N_MAX - 1)),
-    )
-    return builder.zext(builder.bitcast(wrong, ir.IntType(TILES)), _I64)
+            state = [load_words(g) for g in range(len(groups))]
+            for _ in range(count):
+                address = builder.load(target)
+                for g, (word, used, begin) in enumerate(state):
+                    state[g] = (*read_entry(g, word, used, address), begin)
+                builder.store(builder.add(address, ir.Constant(_I64, 4 * TILES)), target)
+            for g, (_, used, begin) in enumerate(state):
+                bit = builder.load(position[g])
+                builder.store(builder.add(bit, builder.sub(used, begin)), position[g])
+                builder.store(larger(builder.load(longest[g]), used), longest[g])
+                builder.store(builder.or_(builder.load(highest[g]), builder.load(where[g])), highest[g])
+    mask = ir.Constant(_I64, 0)
+    for g, first in enumerate(groups):
+        for row, kept in ((3, position), (4, where)):
+            _store(builder, builder.load(kept[g]), lanes, 8 * (TILES * row + first))
+        wrong = builder.or_(
+            builder.icmp_unsigned(">", builder.load(longest[g]), constant(64)),
+            builder.icmp_unsigned(">", builder.load(highest[g]), constant(2 * N_MAX - 1)),
+        )
+        some = builder.zext(builder.bitcast(wrong, ir.IntType(_WIDE_LANES)), _I64)
+        mask = builder.or_(mask, builder.shl(some, ir.Constant(_I64, first)))
+    return mask
+
+
+@make_intrinsic(types.void(*[types.int64] * 4))
+def transpose(builder: Any, rows: Any, lists: Any, stride: Any, count: Any) -> None:
+    """Copy rows of TILES uint32 to lists whose addresses are `stride` bytes apart; `count` is rounded up to eights."""
+    step = ir.Constant(_I64, _WIDE_LANES)
+    with cgutils.for_range_slice(builder, ir.Constant(_I64, 0), count, step, _I64) as (first, _):
+        source = builder.add(rows, builder.mul(first, ir.Constant(_I64, 4 * TILES)))
+        target = builder.add(lists, builder.mul(first, ir.Constant(_I64, 4)))
+        for tile in range(0, TILES, _WIDE_LANES):
+            square = [_load(builder, source, 4 * (TILES * i + tile), _HALVES) for i in range(_WIDE_LANES)]
+            # Each stage exchanges one bit of the number of the row with the same bit of the number of the column.
+            for bit in (1, 2, 4):
+                for i in range(_WIDE_LANES):
+                    if not i & bit:
+                        a, b = square[i], square[i | bit]
+                        for row, shift in ((i, 0), (i | bit, bit)):
+                            lanes = [c + shift if not c & bit else 8 + c + shift - bit for c in range(_WIDE_LANES)]
+                            square[row] = builder.shuffle_vector(a, b, ir.Constant(_HALVES, lanes))
+            for column in square:
+                _store(builder, column, target, 0)
+                target = builder.add(target, stride)
+
+
+@make_intrinsic(types.void(types.int64, types.uint32, types.float32))
+def add_signed(builder: Any, address: Any, flags: Any, value: Any) -> None:
+    """Add a float32 to the one at an address, with the opposite sign if bit 0 of `flags` is set. Nothing branches."""
+    sign = builder.shl(flags, ir.Constant(_I32, 31))
+    signed = builder.bitcast(builder.xor(builder.bitcast(value, _I32), sign), _F32)
+    _store(builder, builder.fadd(_load(builder, address, 0, _F32), signed), address, 0)
 
 
 def _move_line(builder: Any, source: Any, target: Any, bypass: bool) -> None:

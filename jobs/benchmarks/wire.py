@@ -15,6 +15,7 @@ import numpy as np
 from hvdx.codec import Threshold
 from hvdx.errors import ConfigError
 from hvdx.jobs.benchmarks import harness
+from hvdx.jobs.benchmarks.wire_runs import bits_saved
 from hvdx.report.table import render
 
 #: Default densities and sizes; and the goals, for independent positions at GOAL_SIZE and for the recorded step.
@@ -117,7 +118,11 @@ def measure_recorded(path: str) -> dict:
             total = np.zeros(sum(sizes), np.float32)
             total[np.cumsum(saved[f"gaps{i}"], dtype=np.int64)] = saved[f"values{i}"]
             layers, tau = np.split(total, np.cumsum(sizes)[:-1]), float(saved[f"tau{i}"])
-            everything.append({"density": density} | compare_with_entropy(layers, tau))
+            figure = {"density": density} | compare_with_entropy(layers, tau)
+            index = np.flatnonzero(np.abs(total) >= tau)
+            saved_bits = bits_saved(index, total[index] < 0, total.size)
+            figure["saved_by_runs"] = saved_bits / (figure["bits"] * figure["entries"]) if len(index) else 0.0
+            everything.append(figure | ({"step": int(saved["steps"][i])} if "steps" in saved else {}))
             if density == LAYERS_AT:
                 by_layer = [
                     {"layer": name, "elements": layer.size} | compare_with_entropy([layer], tau)
@@ -163,6 +168,9 @@ def as_text(document: dict) -> str:
             f"{r['multiples']:.1%}",
         ]
 
+    def step(r: dict) -> list[str]:
+        return [f"{r['density']:.4g}", str(r.get("step", "-")), *cells(r), f"{r['saved_by_runs']:.1%}"]
+
     layers = [[r["layer"], f"{r['elements']:,}", *cells(r)] for r in recorded["layers"]]
     return "\n".join(
         [
@@ -172,7 +180,7 @@ def as_text(document: dict) -> str:
             render(rows, header),
             "",
             f"a recorded step ({recorded['what']}; {recorded['elements']:,} elements):",
-            render([[f"{r['density']:.4g}", *cells(r)] for r in recorded["all"]], ["density aimed at", *columns]),
+            render([step(r) for r in recorded["all"]], ["density aimed at", "step", *columns, "runs would save"]),
             "",
             f"its layers at density {LAYERS_AT}, each in its own message:",
             render(layers, ["layer", "elements", *columns]),

@@ -268,3 +268,18 @@ for clear in (False, True):
 def test_memory_of_the_decoder_is_not_freed_while_it_works():
     """glibc overwrites what is freed, so that a use of it shows."""
     subprocess.run([sys.executable, "-c", _IN_FREED_MEMORY], env=os.environ | {"MALLOC_PERTURB_": "165"}, check=True)
+
+
+@pytest.mark.parametrize("rice", [True, False])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_decode_adds_far_entries_of_one_tile(rice, threads):
+    """The tile is longer than the distances that a list of 32 bits holds."""
+    where = np.array([3, 2**30 - 2, 2**30 + 1, 2**30 + 2, 2**30 + 3, 2**30 + 90])
+    signs, m = where % 2 == 0, np.array([1, 1, 5, 1, 1, 2])
+    tiles = np.frombuffer(reference.tile(where, signs, m, -1, rice), np.uint8)
+    out = np.zeros(2**30 + 100, np.float32)  # Only the touched pages take memory.
+    cpu.decode([(tiles, make_runs((2**30 + 2, 0.5), (98, 0.25)))], 1.0, [out], rice, threads)
+    tau = np.where(where < 2**30 + 2, 0.5, 0.25)
+    assert same_bits(out[where], (np.where(signs, -m, m) * tau).astype(np.float32))
+    assert np.count_nonzero(out[:100]) == 1
+    assert np.count_nonzero(out[2**30 - 100 :]) == 5

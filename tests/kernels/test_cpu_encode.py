@@ -230,3 +230,27 @@ def test_encode_matches_reference_with_work_for_every_thread(threads):
     for layout in (Layout(256, 64, 8, 32, 4), Layout(4096, 4096, 512, 2048, 3)):
         case = Case(split(update, [1, 777, 40_000, 65_536]), residual, runs, layout, True)
         encode_like_reference(case, threads)
+
+
+@pytest.mark.parametrize("longest", [10, 14, 18])
+def test_gaps_of_every_length_match_reference(longest):
+    """Short and long gaps alternate, so that codes of two entries fit a word or not, with and without multiples."""
+    rng = np.random.default_rng(longest)
+    index = np.cumsum((2 ** rng.uniform(0, longest * (rng.random(900) < 0.3))).astype(np.int64))
+    update = np.zeros(int(index[-1]) + 9, np.float32)
+    m = np.where(np.arange(900) // 200 % 2, rng.integers(1, 400, 900) ** (rng.random(900) < 0.05), 1)
+    update[index] = rng.choice([-1, 1], 900) * m
+    case = Case([update], np.zeros_like(update), make_runs((update.size, 1.0)), Layout(1 << 16, 500, 20, 90, 64), True)
+    got, _ = encode_like_reference(case)
+    assert got.sent.tolist() == [900]
+
+
+@pytest.mark.parametrize("lookahead", [0.0, 1.0])
+def test_a_single_sum_of_two_tau_is_sent_whole(lookahead):
+    """No other sum of its block reaches tau, and no remainder exceeds it."""
+    update = np.full(64, 0.125, np.float32)
+    update[5] = -2 / (1 + lookahead)
+    case = Case([update], np.zeros_like(update), make_runs((64, 1.0)), Layout(), True)
+    got, residual = encode_like_reference(case, lookahead=lookahead)
+    assert got.sent.tolist() == [1]
+    assert abs(residual[5]) <= lookahead
