@@ -12,7 +12,6 @@ cores stop each other: the median of the steps alone would leave out the pauses.
 
 import argparse
 import sys
-import time
 from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
@@ -86,20 +85,29 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
     hvdx.init()
     model, data, _, _ = harness.mlp(given)
 
-    def fit(steps: int, distribute: Any = None) -> Any:
-        watch = make_watch(distribute)
-        callbacks = [watch] if distribute is None else [distribute, watch]
-        model.fit(data.repeat(), steps_per_epoch=steps, shuffle=False, verbose=0, callbacks=callbacks)
-        return watch
+    entries: list[float] = []
 
-    before = fmean(fit(_ALONE).seconds[_COMPILING:])
+    def read() -> dict[str, float]:
+        cost = distribute.cost()
+        entries.append(cost.entries / max(cost.elements, 1))
+        return {part: getattr(cost, part) for part in _PARTS}
+
+    def fit(steps: int, watch: Any, *callbacks: Any) -> list[float]:
+        model.fit(data.repeat(), steps_per_epoch=steps, shuffle=False, verbose=0, callbacks=[*callbacks, watch])
+        seconds: list[float] = watch.seconds
+        return seconds
+
+    def fit_alone() -> float:
+        return fmean(fit(_ALONE, harness.step_watch(_ALONE + 1, dict))[_COMPILING:])
+
+    before = fit_alone()
     distribute = hvdx.keras.Distribute(given.spelling)
-    watch = fit(SETTLING + given.steps, distribute)
-    after = fmean(fit(_ALONE).seconds[_COMPILING:])
-    measured, alone = fmean(watch.seconds[SETTLING:]), (before + after) / 2
+    watch = harness.step_watch(SETTLING, read)
+    measured = fmean(fit(SETTLING + given.steps, watch, distribute)[SETTLING:])
+    alone = (before + fit_alone()) / 2
     # The density of a single step varies with the update: at 1e-4 a message of this model has 190 entries.
-    entries = watch.entries[SETTLING::_AVERAGED]
-    densities = [(end - begin) / _AVERAGED for begin, end in pairwise(entries)]
+    # The first entries are those of the last settling step.
+    densities = [(end - begin) / _AVERAGED for begin, end in pairwise(entries[1::_AVERAGED])]
     middle = median(densities)
     return {
         "alone_ms": 1e3 * alone,
@@ -108,36 +116,7 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
         "density": middle,
         "lowest": min(densities) / middle,
         "highest": max(densities) / middle,
-    } | {part: 1e3 * (watch.parts[-1][part] - watch.parts[0][part]) / given.steps for part in _PARTS}
-
-
-def make_watch(distribute: Any) -> Any:
-    """Make a callback that stores the seconds and the density of each step."""
-    import keras
-
-    class Watch(keras.callbacks.Callback):
-        def __init__(self) -> None:
-            super().__init__()
-            self.seconds: list[float] = []
-            self.entries: list[float] = []
-            # Totals after the first steps, and at the end.
-            self.parts: list[dict[str, float]] = []
-            self._end = time.perf_counter()
-
-        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-            self._end = time.perf_counter()
-
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            now = time.perf_counter()
-            self.seconds.append(now - self._end)
-            if distribute is not None:
-                cost = distribute.cost()
-                self.entries.append(cost.entries / max(cost.elements, 1))
-                if len(self.seconds) >= SETTLING:
-                    self.parts[1:] = [{part: getattr(cost, part) for part in _PARTS}]
-            self._end = time.perf_counter()
-
-    return Watch()
+    } | {part: 1e3 * (watch.totals[-1][part] - watch.totals[0][part]) / given.steps for part in _PARTS}
 
 
 if __name__ == "__main__":
