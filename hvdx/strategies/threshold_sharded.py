@@ -251,17 +251,17 @@ class ShardedExchange(ThresholdExchange):
 def _with_fewer_entries(owner: Any, codec: codecs.Threshold) -> Any:
     """Return the state of an owner with a larger tau, if its last message had too many entries.
 
-    A sum starts at the tau of one rank, and settles at one that grows with the number of ranks. The codec alone gets
-    there in steps of 2 %, so for a hundred steps an owner would send up to four times as much as it should.
+    A sum starts at the tau of one rank, and settles at one that grows with the number of ranks. Up to four times the
+    wanted entries the codec raises tau by 2 % in a step, so an owner would send too much for a hundred steps.
 
     Args:
         owner: state of the owner's encoder.
         codec: its codec, with a target density.
     """
     wanted, sent = max((codec.target_density or 0.0) * owner.residual.size, 1.0), float(owner.sent.sum())
-    if sent <= _TOO_MANY * wanted:
+    if not _TOO_MANY * wanted < sent <= 4 * wanted:
         return owner
-    # As the codec above four times the wanted number: the density falls at least with the square of tau.
+    # As the codec does above four times the wanted number: the density falls at least with the square of tau.
     raised = [on_grid(float(tau) * (sent / wanted) ** 0.5, codec.tau_steps, up=True) for tau in owner.taus]
     taus = np.maximum(owner.taus, np.array(raised, np.float32))
     return replace(owner, taus=taus, means=np.minimum(owner.means, wanted))
