@@ -204,12 +204,17 @@ def _exchange(spelling: str, count: int, made: Made, computing: float) -> dict[s
     from hvdx import comm as communication
 
     strategy = parse(spelling)
-    comm: Any = communication.start() if strategy.runs == "host" else communication.graph(engine="mpi")
+    comm: Any = communication.start()
+    place: Callable[[Any], Any] = list
+    if strategy.runs == "graph":
+        import tensorflow as tf
+
+        comm, place = communication.graph(engine="mpi"), lambda update: [tf.constant(array) for array in update]
     replica, momentum = made.replica(comm.rank), MOMENTUM if strategy.placement == "update" else 0.0
     exchange = strategy.open(comm, made.specs, momentum, "benchmark")
     seconds = []
     for _ in range(count):
-        update = replica.gradients()
+        update = place(replica.gradients())
         begin = time.perf_counter()
         time.sleep(computing)
         exchange.step(update)
