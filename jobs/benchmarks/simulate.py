@@ -13,12 +13,10 @@ worker sends in a step. With --json, finished cases are kept in the file, and th
 """
 
 import argparse
-import json
 import math
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -66,7 +64,7 @@ def compare(options: argparse.Namespace) -> int:
     begin, made = time.monotonic(), Made(options.elements)
     alone = codec_seconds(options.elements, lambda: None)
     memory, half = measure_memory(options.elements)
-    rows = _load(options.json)
+    rows = harness.finished(options.json)
     for hosts in options.hosts:
         for bandwidth in options.bandwidth:
             done = {row["strategy"] for row in rows if (row["hosts"], row["bandwidth"]) == (hosts, bandwidth)}
@@ -80,7 +78,7 @@ def compare(options: argparse.Namespace) -> int:
                 __file__, job | {"computing": given.computing}, hosts, bandwidth, limit=300, OMP_NUM_THREADS="1"
             )
             facts = {name: median(rank[name] for rank in ended.ranks) for name in ("latency", "bandwidth", "codec")}
-            link, speed = Link(facts["latency"], facts["bandwidth"]), min(1.0, alone / facts["codec"])
+            link, speed = Link(facts["latency"], facts["bandwidth"]), alone / max(facts["codec"], alone)
             for spelling, count in job["cases"]:
                 measured = {key: median(r["found"][spelling][key] for r in ended.ranks) for key in ("seconds", "sent")}
                 simulated = _simulated(spelling, given, link, speed, (memory, half), count, made)
@@ -94,10 +92,6 @@ def compare(options: argparse.Namespace) -> int:
     near = sum(abs(row["simulated"] / row["measured"] - 1) <= _NEAR for row in rows)
     print(f"\n{near} of {len(rows)} simulated steps are within {_NEAR:.0%} of the measured ones.")
     return 0
-
-
-def _load(path: str | None) -> list[dict[str, Any]]:
-    return list(json.loads(Path(path).read_text())["rows"]) if path and Path(path).exists() else []
 
 
 def _steps(spelling: str, given: Situation, most: int) -> int:

@@ -53,7 +53,7 @@ def test_advise_names_the_exchange_and_what_large_figures_rest_on(advise):
     rows = document["links"][0]["answers"][0]["strategies"]
     assert next(row["note"] for row in rows if row["strategy"] == "threshold").endswith(", all-gather")
     line = {point["workers"]: point for point in document["links"][0]["line"]}
-    assert [line[n]["basis"] for n in (1, 8, 16, 1024)] == ["emulated hosts"] * 2 + ["simulation"] * 2
+    assert [line[n]["basis"] for n in (1, 4, 8, 1024)] == ["emulated hosts"] * 2 + ["simulation"] * 2
     assert "density" in line[4]["note"]
     assert "Figures for more are simulated" in text
     assert "formulas alone" in advise("-n", "2048", *words)[1]

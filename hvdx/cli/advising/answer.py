@@ -17,7 +17,7 @@ ALONE = "one worker"
 #: Row of the split layers, which are no strategy.
 SPLIT = "split layers"
 #: Largest numbers of workers for which predicted steps were compared with emulated hosts, and with `hvdx simulate`.
-MEASURED, SIMULATED = 8, 1024
+MEASURED, SIMULATED = 4, 1024
 # Strategies with options that are predicted beside those of `names()` with their defaults.
 _VARIANTS = ("all_reduce", "all_reduce:compression=fp16", "parameter_server:servers=colocated")
 
