@@ -53,7 +53,7 @@ def compare(options: argparse.Namespace) -> int:
         for kind in options.exchanges:
             if any((row["workers"], row["exchange"]) == (workers, kind) for row in rows):
                 continue
-            strategy = Threshold(target_density=options.density, exchange=kind)  # type: ignore[arg-type]
+            strategy = Threshold(target_density=options.density, exchange=kind)
             found, predicted = simulate(strategy, setting, made), strategy.predict(situation)
             assert predicted is not None  # its density is given
             message = found.message
