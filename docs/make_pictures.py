@@ -24,6 +24,11 @@ WIDTH, RANKS = 4096, 4
 BATCHES, BYTES = (0, 12), (4, 10)
 FRAME = {"left": 90, "right": 520, "top": 70, "bottom": 330}
 
+SCALE_PICTURE = DOCS / "pictures" / "bytes-by-workers.svg"
+# Powers of 2 on the axis of workers, powers of 10 on the axis of received bytes, and the exchanges in scale.json.
+WORKERS, RECEIVED = (2, 10), (5, 9)
+EXCHANGES = (("all_gather", "all_gather", "#1d4ed8"), ("sharded", "sharded", "#c2410c"))
+
 
 def seconds_to_85(network: dict) -> str:
     """Draw the seconds until a network has learnt Fashion-MNIST to 85 % on a link of 100 Mbit/s.
@@ -121,6 +126,64 @@ def split_bytes() -> str:
     return "\n".join([*drawn, "</svg>"]) + "\n"
 
 
+def bytes_by_workers(scale: dict) -> str:
+    """Draw the bytes that a worker receives in a step over the number of workers, for both exchanges of `Threshold`.
+
+    Args:
+        scale: the content of docs/benchmarks/scale.json.
+
+    Returns:
+        The picture as SVG.
+    """
+    rows = scale["rows"]
+    elements, density = rows[0]["elements"], rows[0]["density"]
+    drawn = [
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 390" font-family="sans-serif" font-size="14"'
+        ' role="img">',
+        "<title>Bytes that a worker receives in a step of Threshold</title>",
+        '<rect width="720" height="390" fill="#ffffff"/>',
+        '<text x="16" y="28" font-size="17" font-weight="bold" fill="#1f2933">'
+        "Bytes that a worker receives in a step of Threshold</text>",
+        f'<text x="16" y="50" fill="#52606d">{elements / 1e6:g} million parameters, density {density:g}; simulated. '
+        "Figures: docs/benchmarks/scale.json</text>",
+    ]
+    for power in range(RECEIVED[0], RECEIVED[1] + 1):
+        y = _at(10**power, 10, RECEIVED, ("bottom", "top"))
+        label = f"{10 ** (power % 3)} {('B', 'kB', 'MB', 'GB')[power // 3]}"
+        drawn += [
+            f'<path d="M{FRAME["left"]} {y}H{FRAME["right"]}" stroke="#e4e7eb"/>',
+            f'<text x="{FRAME["left"] - 8}" y="{y + 5}" text-anchor="end" fill="#52606d">{label}</text>',
+        ]
+    for power in range(WORKERS[0], WORKERS[1] + 1, 2):
+        x = _at(2**power, 2, WORKERS, ("left", "right"))
+        drawn.append(f'<text x="{x}" y="{FRAME["bottom"] + 20}" text-anchor="middle" fill="#52606d">{2**power}</text>')
+    middle = (FRAME["left"] + FRAME["right"]) // 2
+    drawn.append(f'<text x="{middle}" y="{FRAME["bottom"] + 42}" text-anchor="middle" fill="#1f2933">workers</text>')
+    dense = [(2**power, 8 * elements * (1 - 2**-power)) for power in range(WORKERS[0], WORKERS[1] + 1)]
+    lines = [("dense float32, ring", "#52606d", dense, 18)]
+    for name, label, colour in EXCHANGES:
+        points = [(row["workers"], row["received"]) for row in rows if row["exchange"] == name]
+        lines.append((label, colour, points, 5))
+    for label, colour, points, below in lines:
+        at = [
+            (_at(workers, 2, WORKERS, ("left", "right")), _at(size, 10, RECEIVED, ("bottom", "top")))
+            for workers, size in points
+        ]
+        path = "L".join(f"{x} {y}" for x, y in at)
+        drawn += [
+            f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="3"/>',
+            f'<text x="{FRAME["right"] + 8}" y="{at[-1][1] + below}" fill="{colour}">{label}</text>',
+        ]
+    return "\n".join([*drawn, "</svg>"]) + "\n"
+
+
+def _at(value: float, base: int, powers: tuple[int, int], ends: tuple[str, str]) -> int:
+    """Return the position of a number on a logarithmic axis between two sides of the frame."""
+    share = (math.log(value, base) - powers[0]) / (powers[1] - powers[0])
+    begin, end = (FRAME[side] for side in ends)
+    return round(begin + share * (end - begin))
+
+
 def _x(batch: float) -> int:
     share = (math.log2(batch) - BATCHES[0]) / (BATCHES[1] - BATCHES[0])
     return round(FRAME["left"] + share * (FRAME["right"] - FRAME["left"]))
@@ -135,3 +198,4 @@ if __name__ == "__main__":
     PICTURE.parent.mkdir(exist_ok=True)
     PICTURE.write_text(seconds_to_85(json.loads((DOCS / "benchmarks" / "network.json").read_text())))
     SPLIT_PICTURE.write_text(split_bytes())
+    SCALE_PICTURE.write_text(bytes_by_workers(json.loads((DOCS / "benchmarks" / "scale.json").read_text())))

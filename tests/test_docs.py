@@ -37,6 +37,8 @@ def test_pictures_are_those_of_the_command():
     network = json.loads((ROOT / "docs" / "benchmarks" / "network.json").read_text())
     assert pictures.PICTURE.read_text() == pictures.seconds_to_85(network), "do: python docs/make_pictures.py"
     assert pictures.SPLIT_PICTURE.read_text() == pictures.split_bytes(), "do: python docs/make_pictures.py"
+    scale = json.loads((ROOT / "docs" / "benchmarks" / "scale.json").read_text())
+    assert pictures.SCALE_PICTURE.read_text() == pictures.bytes_by_workers(scale), "do: python docs/make_pictures.py"
 
 
 def test_readme_is_one_screen_and_a_half():

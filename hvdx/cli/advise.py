@@ -205,13 +205,21 @@ def _report(
                 "latency": link.latency,
                 "bytes_per_second": min(link.bandwidth, machine.transport),
                 "answers": [a.as_dict() for a in answers],
-                "line": [{"workers": a.workers, "best": a.best, "speedup": a.speedup(a.best)} for a in line],
+                "line": [_point(a) for a in line],
             }
         )
     if args.json is None or str(args.json) != "-":
         print("\n\n".join(texts))
     json_file.write("advise", args.json, document)
     return 0 if worth else 1
+
+
+def _point(found: "Answer") -> dict[str, Any]:
+    """Return the best strategy of a number of workers for JSON."""
+    from hvdx.cli.advising import answer
+
+    facts = {"workers": found.workers, "best": found.best, "speedup": found.speedup(found.best)}
+    return facts | {"note": found.fastest.note, "basis": answer.basis(found.workers)}
 
 
 def _facts(alone: "Training", shared: "Training") -> dict[str, Any]:
@@ -262,6 +270,7 @@ def _section(
         plural = "s" * (found.workers > 1)
         texts.append(f"{found.workers} worker{plural} at {found.bandwidth}\n{answer.table(found)}")
     texts.append(f"best strategy by the number of workers at {answers[0].bandwidth}\n{answer.best_table(line)}")
+    texts += filter(None, [answer.basis_text([*answers, *line])])
     texts.append(answer.advice(answers, command, f" --hosts {hosts}" if hosts else ""))
     return "\n\n".join(texts)
 

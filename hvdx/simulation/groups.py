@@ -39,11 +39,15 @@ class Group:
 
     Attributes:
         weights: int64[running], number of ranks for which each running rank stands, itself included.
+        turned: int64[size], number of ranks before each rank that repeat the same one. See `parts_for`.
     """
 
     def __init__(self, turn: Turn, network: Network, running: Sequence[int], repeats: np.ndarray) -> None:
         self.turn, self.network, self.running, self.repeats = turn, network, list(running), repeats
         self.weights = np.bincount(repeats, minlength=len(self.running))
+        self.turned = np.zeros(len(repeats), np.int64)
+        for position, weight in enumerate(self.weights):
+            self.turned[repeats == position] = np.arange(weight)
         self._all = turn.condition()
         self._given: list[Any] = [None] * len(self.running)
         self._arrived = self._round = 0
@@ -56,6 +60,21 @@ class Group:
     def everyone(self, values: Sequence[Any]) -> list[Any]:
         """Return a value for each rank of the group, from those of the ranks that run."""
         return [values[position] for position in self.repeats]
+
+    def parts_for(self, rank: int, values: Sequence[Any]) -> list[Any]:
+        """Return what each rank of the group sends to one rank, from the parts that the running ranks have for all.
+
+        A rank that repeats another one sends that rank's parts to other ranks, so that nobody receives a part twice:
+        a sum of copies would have fewer elements than a sum of the parts of different ranks.
+
+        Args:
+            rank: rank that receives.
+            values: for each running rank, a sequence of its parts for all ranks.
+        """
+        size = len(self.repeats)
+        return [
+            values[position][(rank + turned) % size] for position, turned in zip(self.repeats, self.turned, strict=True)
+        ]
 
     def weighted_sum(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """Return the sum over all ranks, from the arrays of those that run, in their order."""
@@ -88,10 +107,11 @@ class Group:
 
     def all_to_all(self, given: Sequence[Given]) -> list[Transfer]:
         """Return the cost of each transfer of a collective, from the bytes that each rank sends to each rank."""
-        costs = []
+        costs, size = [], self.network.size
+        columns = (np.arange(size) + self.turned[:, None]) % size
         for rows in zip(*(g.rows for g in given), strict=True):
-            known = np.array([np.broadcast_to(row, self.network.size) for row in rows], np.float64)
-            costs.append(self.network.all_to_all(known[self.repeats]))
+            known = np.array([np.broadcast_to(row, size) for row in rows], np.float64)
+            costs.append(self.network.all_to_all(known[self.repeats[:, None], columns]))
         return costs
 
 

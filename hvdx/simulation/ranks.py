@@ -4,7 +4,8 @@ A collective begins when its last rank has arrived. It takes the seconds that `n
 at the same time on all ranks.
 
 In a large world only some ranks run, each in a thread. The others repeat them: their messages are those of the rank
-that they repeat, and its work takes as long on their cores. Then results are sums of repeated messages.
+that they repeat, and its work takes as long on their cores. Then results are sums of repeated messages; but parts for
+one rank each, as in an all-to-all, are of different ranks and different elements, so that their sums are realistic.
 """
 
 import pickle
@@ -158,14 +159,14 @@ class SimulatedChannel(Channel):
         """Send each rank a few numbers of its own; see `Channel`."""
         with self._member.inside():
             row = numbers[0].nbytes
-            everyone, *_ = self._member.collective("swap", numbers.copy(), [row], self._group.everyone)
-            return np.stack([theirs[self.rank] for theirs in everyone])
+            given, *_ = self._member.collective("swap", numbers.copy(), [row], list)
+            return np.stack(self._group.parts_for(self.rank, given))
 
     def all_to_all(self, parts: Sequence[np.ndarray], sizes: Sequence[int]) -> list[np.ndarray]:
         with self._member.inside():
             rows, value = [np.array([part.size for part in parts])], [part.copy() for part in parts]
-            everyone, *_ = self._member.collective("all_to_all", value, rows, self._group.everyone)
-            return [theirs[self.rank] for theirs in everyone]
+            given, *_ = self._member.collective("all_to_all", value, rows, list)
+            return self._group.parts_for(self.rank, given)
 
     def close(self) -> None:
         """Do nothing."""

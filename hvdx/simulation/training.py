@@ -74,6 +74,7 @@ class Outcome:
         parts: virtual seconds of each of `PARTS` in a step, means over the workers that ran.
         sent, received: bytes of a worker in a step.
         crossing: bytes that a worker sends to other hosts in a step.
+        message: bytes of the message in which a worker encodes its update, in a step; 0 for dense tensors.
         memory: bytes on a worker: weights, gradients, optimiser, arrays of the exchange and received messages.
         losses: pairs (virtual seconds, loss of worker 0 on held-out data); empty if some workers repeat others.
         total: virtual seconds of all steps.
@@ -87,6 +88,7 @@ class Outcome:
     sent: float
     received: float
     crossing: float
+    message: float
     memory: float
     losses: list[tuple[float, float]]
     total: float
@@ -209,7 +211,7 @@ class _Log:
     Attributes:
         ends: virtual seconds, the latest of the rank and those that repeat it.
         parts: seconds of each of `PARTS`.
-        bytes: bytes sent, received, and sent to other hosts.
+        bytes: bytes sent, received, sent to other hosts, and encoded.
         losses: pairs (virtual seconds, loss).
         memory: bytes of the exchange.
     """
@@ -218,7 +220,7 @@ class _Log:
         self.ends, self.parts, self.bytes = (
             np.zeros(steps + 1),
             np.zeros((steps + 1, len(PARTS))),
-            np.zeros((steps + 1, 3)),
+            np.zeros((steps + 1, 4)),
         )
         self.losses: list[tuple[float, float]] = []
         self.memory = 0.0
@@ -231,7 +233,8 @@ class _Log:
         rest = max(costs.work - encoding - decoding, 0.0) + copied
         self.ends[step + 1] = comm.clock.times.max()
         self.parts[step + 1] = costs.computing - copied, costs.waiting, encoding, costs.network, decoding, rest
-        self.bytes[step + 1] = traffic.sent, traffic.received, traffic.crossing
+        messages = 0.0 if counts is None else counts.messages
+        self.bytes[step + 1] = traffic.sent, traffic.received, traffic.crossing, messages
 
 
 def _train(comm: SimulatedComm, plan: _Plan) -> _Log:
@@ -316,13 +319,14 @@ def _outcome(plan: _Plan, logs: Sequence[_Log]) -> Outcome:
     def mean_of(totals: Sequence[np.ndarray]) -> list[float]:
         return (np.mean([rows[first + count] - rows[first] for rows in totals], axis=0) / count).tolist()
 
-    sent, received, crossing = mean_of([log.bytes for log in logs])
+    sent, received, crossing, message = mean_of([log.bytes for log in logs])
     return Outcome(
         seconds=float(ends[first + count] - ends[first]) / count,
         parts=dict(zip(PARTS, mean_of([log.parts for log in logs]), strict=True)),
         sent=sent,
         received=received,
         crossing=crossing,
+        message=message,
         memory=_OWN * plan.given.elements + logs[0].memory + plan.buffers,
         losses=logs[0].losses,
         total=float(ends[plan.last]),

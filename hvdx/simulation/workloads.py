@@ -13,7 +13,7 @@ _RATE = 0.05
 # Made updates: length of the part that is repeated; elements of a layer, which have one scale; and spreads, as standard
 # deviations of logarithms, of the scales of layers and of elements.
 _REPEATED, _LAYER = 1 << 22, 1 << 18
-_OF_LAYERS, _OF_ELEMENTS = 1.5, 1.0
+_OF_LAYERS, _OF_ELEMENTS = 1.5, 0.25
 # Updates of different ranks and steps begin at different elements, in multiples of 64 up to this number.
 _SHIFT = 1 << 15
 
@@ -143,8 +143,9 @@ class Made:
     """Updates of a given size with heavy tails, without a model.
 
     An element is a number of a Laplace distribution, times a log-normal factor of its own, times a log-normal factor of
-    its layer. In recorded updates of networks, layers and elements differ as much; those here do not depend on the
-    step before. Ranks and steps have the same numbers, at other elements.
+    its layer. Messages of density 0.01 then have 8 bits an entry, and some percent of entries with more than one tau,
+    as those of recorded updates have; but updates here do not depend on the step before. Ranks and steps have the same
+    numbers, at other elements.
 
     Args:
         elements: number of elements.

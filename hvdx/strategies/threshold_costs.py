@@ -80,7 +80,9 @@ def exchange_costs(given: Situation, density: float, kind: str) -> tuple[dict[st
     shard = -(-count // workers)
     coding = {
         "encoding": codec.encoding(count, density) + codec.encoding(shard, owner_density(density)),
-        "decoding": codec.decoding(shard, density, workers) + codec.decoding(count, owner_density(density), 1),
+        "decoding": codec.decoding(shard, density, workers)
+        + codec.decoding(count, owner_density(density), 1)
+        + workers * codec.part,
     }
     return terms | coding, (workers - 1) * (sum(parts) + HEADER_BYTES)
 
@@ -126,6 +128,8 @@ def predict(options: Options, situation: Situation) -> Prediction | None:
         buffers = {"residual": 4.0 * count * (1 + 1 / between.workers), "buffers": 8.0 * count + moved}
         buffers["buffers"] += 4.0 * count / between.workers
         note += ", sharded"
+    elif others and not options.asynchronous:
+        note += ", all-gather"
     if dense:
         # All pieces, those that the host's ranks send to each other, and the result.
         buffers["buffers"] += 12.0 * given.elements

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from hvdx import codec as codecs
+from hvdx.codec.tau import on_grid
 from hvdx.comm import Comm, Received, clock
 from hvdx.errors import ConfigError, UpdateError, WireError
 from hvdx.strategies import link
@@ -33,6 +34,8 @@ _PART, _STATUS, _TIMES = 0, 1, slice(2, 4)
 _NUMBERS = 4
 # Steps between two samples of the gradients: each takes an all-reduce of its own.
 _SAMPLE_EVERY = 4
+# An owner raises its tau at once if a message has this many times the wanted entries.
+_TOO_MANY = 1.5
 
 
 class ShardedExchange(ThresholdExchange):
@@ -151,6 +154,8 @@ class ShardedExchange(ThresholdExchange):
             taus = np.where(self._owner.found, np.maximum(self._owner.taus, least), least)
             self._owner = replace(self._owner, taus=taus, found=np.ones_like(self._owner.found))
         message, self._owner = codec.encode([self._sum], self._owner, OWNER_LOOKAHEAD * self._lookahead)
+        if codec.target_density is not None:
+            self._owner = _with_fewer_entries(self._owner, codec)
         return message
 
     def _owner_clock(self, counter: str, work: Any) -> Any:
@@ -241,6 +246,25 @@ class ShardedExchange(ThresholdExchange):
             return state  # restoring it raises an error
         residual = self._shards.padded(state["codec.residual"])
         return dict(state) | {"codec.residual": residual, "codec.lengths": np.array([residual.size], np.int64)}
+
+
+def _with_fewer_entries(owner: Any, codec: codecs.Threshold) -> Any:
+    """Return the state of an owner with a larger tau, if its last message had too many entries.
+
+    A sum starts at the tau of one rank, and settles at one that grows with the number of ranks. Up to four times the
+    wanted entries the codec raises tau by 2 % in a step, so an owner would send too much for a hundred steps.
+
+    Args:
+        owner: state of the owner's encoder.
+        codec: its codec, with a target density.
+    """
+    wanted, sent = max((codec.target_density or 0.0) * owner.residual.size, 1.0), float(owner.sent.sum())
+    if not _TOO_MANY * wanted < sent <= 4 * wanted:
+        return owner
+    # As the codec does above four times the wanted number: the density falls at least with the square of tau.
+    raised = [on_grid(float(tau) * (sent / wanted) ** 0.5, codec.tau_steps, up=True) for tau in owner.taus]
+    taus = np.maximum(owner.taus, np.array(raised, np.float32))
+    return replace(owner, taus=taus, means=np.minimum(owner.means, wanted))
 
 
 def _blame(codec: Any, message: np.ndarray, part: int, rank: int) -> None:

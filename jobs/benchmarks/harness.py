@@ -113,6 +113,26 @@ def write(path: str | None, figures: dict[str, Any], ranks: int = 1) -> None:
         ) from error
 
 
+def finished(path: str | None) -> list[dict[str, Any]]:
+    """Return the rows that an earlier call of a benchmark has written to its JSON file.
+
+    Args:
+        path: path of the file; for None, "" or a file that does not exist, there are no rows.
+
+    Raises:
+        ConfigError: if the file holds something else.
+    """
+    if not path or not Path(path).exists():
+        return []
+    try:
+        rows: list[dict[str, Any]] = json.loads(Path(path).read_text())["rows"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"bench: --json {path}: expected the rows of an earlier call, got {error!r}. Do: name another file."
+        ) from error
+    return rows
+
+
 def show(path: str | None, document: dict[str, Any], as_text: Callable[[dict[str, Any]], str]) -> None:
     """Print figures as text, and write them as JSON; with path "-", print only the JSON.
 

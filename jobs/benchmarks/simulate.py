@@ -1,16 +1,22 @@
 """Steps of `hvdx simulate` beside the same steps between emulated hosts.
 
-    python jobs/benchmarks/simulate.py                                       2 and 4 hosts, two rates, two strategies
+    python jobs/benchmarks/simulate.py                                       2, 4 and 8 hosts, three rates
     python jobs/benchmarks/simulate.py --hosts 2 --bandwidth 100mbit --strategies threshold:target_density=0.01
 
 In the lab, processes exchange the updates that the simulation exchanges, by the same exchanges over MPI. In place of
-computing they sleep, so that hosts of one machine do not take its cores from each other. The table shows the median
-milliseconds of a step in the lab, those of the simulation, their ratio, and the bytes that a worker sends in a step.
+computing they sleep, so that hosts of one machine do not take its cores from each other. Their codecs do: so the
+processes first measure the link between them, and the codec while all of them use it at once. The simulation takes
+this link, and cores that are slower by what the codec took longer than alone.
+
+The table shows the median milliseconds of a step in the lab, those of the simulation, their ratio, and the bytes that a
+worker sends in a step. With --json, finished cases are kept in the file, and the next call continues after them.
 """
 
 import argparse
+import math
 import sys
 import time
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -22,48 +28,106 @@ from hvdx.report.table import quantity, render
 from hvdx.simulation.training import Setting, simulate, window
 from hvdx.simulation.workloads import MOMENTUM, Made
 from hvdx.strategies import parse
-from hvdx.strategies.prediction import Machine, Situation, measure_memory, measure_network
+from hvdx.strategies.link import Link
+from hvdx.strategies.prediction import Machine, Situation, measure_memory
 
-#: Milliseconds one way between two hosts of the lab, as `hvdx lab --check` measures them.
-LATENCY = 0.01
+STRATEGIES = (
+    *("all_reduce:engine=mpi", "all_reduce:engine=mpi,compression=fp16"),
+    *("threshold:target_density=0.01,exchange=all_gather", "threshold:target_density=0.01,exchange=sharded"),
+)
+# Seconds of a case's steps in the lab, by the prediction, and its smallest number of steps.
+_SECONDS, _FEWEST = 5.0, 4
+# Rounds of the measurement of the codec, and its density.
+_ROUNDS, _DENSITY = 15, 0.01
+# Measurements of the link, of which the fastest counts.
+_PROBES = 2
+# Ratio of simulated and measured steps up to which they agree.
+_NEAR = 0.2
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the comparison, or one of its workers."""
     parser = harness.parser(__doc__)
     add, words = parser.add_argument, harness.several(str)
-    add("--hosts", type=harness.several(int), default="2,4", metavar="N,N,...", help="numbers of emulated hosts")
-    add("--bandwidth", type=words, default="100mbit,1gbit", metavar="RATE,...", help="bandwidths of the links")
-    add("--strategies", default="all_reduce:engine=mpi;threshold:target_density=0.01", metavar="S;S", help="strategies")
+    add("--hosts", type=harness.several(int), default="2,4,8", metavar="N,N,...", help="numbers of emulated hosts")
+    add("--bandwidth", type=words, default="10mbit,100mbit,1gbit", metavar="RATE,...", help="bandwidths of the links")
+    add("--strategies", default=";".join(STRATEGIES), metavar="S;S", help="strategies, separated by semicolons")
     add("--elements", type=harness.size, default="2M", metavar="N", help="parameters of the model")
     add("--computing", type=float, default=20.0, metavar="MS", help="milliseconds of computing in a step")
-    add("--steps", type=int, default=40, metavar="N", help="steps")
+    add("--steps", type=int, default=60, metavar="N", help="largest number of steps")
+    add("--seconds", type=float, default=math.inf, metavar="S", help="time after which no further network is begun")
     return harness.run(parser, compare, work, argv)
 
 
 def compare(options: argparse.Namespace) -> int:
     """Run every case in the lab and in the simulation, and print a table."""
-    (memory, half), (message, transport) = measure_memory(options.elements), measure_network()
-    machine, made = Machine(memory, half, message, transport), Made(options.elements)
-    rows: list[dict[str, Any]] = []
+    begin, made = time.monotonic(), Made(options.elements)
+    alone = codec_seconds(options.elements, lambda: None)
+    memory, half = measure_memory(options.elements)
+    rows = harness.finished(options.json)
     for hosts in options.hosts:
         for bandwidth in options.bandwidth:
-            for spelling in options.strategies.split(";"):
-                given = {"spelling": spelling, "steps": options.steps, "elements": options.elements}
-                given |= {"computing": options.computing / 1e3}
-                ended = harness.launch(__file__, given, hosts, bandwidth, OMP_NUM_THREADS="1")
-                link = given_link(bandwidth, LATENCY)
-                situation = Situation(
-                    hosts, (options.elements,), options.computing / 1e3, link, machine, "mpi", slots=1.0
-                )
-                found = simulate(parse(spelling), Setting(situation, options.steps), made)
-                measured = median(rank["seconds"] for rank in ended.ranks)
-                row = {"hosts": hosts, "bandwidth": bandwidth, "strategy": spelling, "measured": measured}
-                row |= {"simulated": found.seconds, "parts": found.parts, "sent": found.sent}
-                rows.append(row | {"measured_sent": median(rank["sent"] for rank in ended.ranks)})
+            done = {row["strategy"] for row in rows if (row["hosts"], row["bandwidth"]) == (hosts, bandwidth)}
+            spellings = [spelling for spelling in options.strategies.split(";") if spelling not in done]
+            if not spellings or time.monotonic() - begin > options.seconds:
+                continue
+            given = Situation(hosts, (options.elements,), options.computing / 1e3, given_link(bandwidth), engine="mpi")
+            steps = [_steps(spelling, given, options.steps) for spelling in spellings]
+            job = {"cases": list(zip(spellings, steps, strict=True)), "elements": options.elements}
+            ended = harness.launch(
+                __file__, job | {"computing": given.computing}, hosts, bandwidth, limit=300, OMP_NUM_THREADS="1"
+            )
+            facts = {name: median(rank[name] for rank in ended.ranks) for name in ("latency", "bandwidth", "codec")}
+            link, speed = Link(facts["latency"], facts["bandwidth"]), alone / max(facts["codec"], alone)
+            for spelling, count in job["cases"]:
+                measured = {key: median(r["found"][spelling][key] for r in ended.ranks) for key in ("seconds", "sent")}
+                simulated = _simulated(spelling, given, link, speed, (memory, half), count, made)
+                row = {"hosts": hosts, "bandwidth": bandwidth, "strategy": spelling, "steps": count}
+                row |= {"measured": measured["seconds"], "simulated": simulated.seconds, "parts": simulated.parts}
+                row |= {"sent": simulated.sent, "measured_sent": measured["sent"]}
+                rows.append(row | {"latency": link.latency, "rate": link.bandwidth, "core_speed": speed})
+                print(text(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
                 harness.write(options.json, {"rows": rows})
     print(text(rows))
+    near = sum(abs(row["simulated"] / row["measured"] - 1) <= _NEAR for row in rows)
+    print(f"\n{near} of {len(rows)} simulated steps are within {_NEAR:.0%} of the measured ones.")
     return 0
+
+
+def _steps(spelling: str, given: Situation, most: int) -> int:
+    """Return the number of steps that fit the time of a case."""
+    predicted = parse(spelling).predict(given)
+    return most if predicted is None else int(min(max(_SECONDS / predicted.seconds, _FEWEST), most))
+
+
+def _simulated(
+    spelling: str,
+    given: Situation,
+    link: Link,
+    speed: float,
+    passes: tuple[float, float],
+    steps: int,
+    made: Made,
+) -> Any:
+    """Simulate the steps of a case.
+
+    Args:
+        spelling: the strategy.
+        given: number of hosts, elements and computing.
+        link: link between the hosts; its latency includes the work on small messages.
+        speed: speed of a core that the hosts share, relative to one that a host has for itself.
+        passes: bytes per second of a pass over arrays alone, and seconds to convert an element from float16.
+        steps: number of steps.
+        made: the updates.
+    """
+    strategy = parse(spelling)
+    memory, half = passes
+    # The workers of the benchmark copy no tensors of TensorFlow to an exchange on the host.
+    reading = math.inf if strategy.runs == "host" else speed * memory
+    situation = Situation(
+        given.workers, given.tensors, given.computing, link, Machine(reading, half / speed), "mpi", slots=1.0
+    )
+    return simulate(strategy, Setting(situation, max(steps, 12), core_speed=speed), made)
 
 
 def text(rows: list[dict[str, Any]]) -> str:
@@ -88,30 +152,72 @@ def text(rows: list[dict[str, Any]]) -> str:
     return render(cells, ["case", "lab", "sim", "ratio", "lab B", "sim B"])
 
 
+def codec_seconds(elements: int, meet: Callable[[], object]) -> float:
+    """Return the median seconds of encoding and decoding an update.
+
+    Args:
+        elements: number of elements.
+        meet: waits for other ranks that do the same; it is called before and after, and the time includes it.
+    """
+    from hvdx import codec
+
+    threshold = codec.Threshold(target_density=_DENSITY, threads=1)
+    threshold.prepare()
+    state, out, replica = threshold.init([elements]), [np.zeros(elements, np.float32)], Made(elements).replica(0)
+    seconds = []
+    for _ in range(_ROUNDS):
+        update = replica.gradients()
+        meet()
+        begin = time.perf_counter()
+        message, state = threshold.encode(update, state)
+        threshold.decode_sum([message], out)
+        meet()
+        seconds.append(time.perf_counter() - begin)
+    return median(seconds[_ROUNDS // 3 :])
+
+
 def work(given: argparse.Namespace) -> dict[str, Any]:
-    """Exchange updates between the hosts of the lab; return the median step of this rank."""
+    """Measure link and codec between the hosts of the lab, then exchange updates; return the figures of this rank."""
+    from hvdx import comm as communication
+    from hvdx.strategies import link
+
+    comm = communication.start()
+    channel = comm.channel("the benchmark")
+    found = max((link.probe(channel) for _ in range(_PROBES)), key=lambda each: each.bandwidth)
+    codec = codec_seconds(given.elements, lambda: channel.exchange([])) - found.latency
+    made, steps = Made(given.elements), {}
+    for spelling, count in given.cases:
+        steps[spelling] = _exchange(spelling, count, made, given.computing)
+    channel.close()
+    communication.stop()
+    return {"latency": found.latency, "bandwidth": found.bandwidth, "codec": codec, "found": steps}
+
+
+def _exchange(spelling: str, count: int, made: Made, computing: float) -> dict[str, float]:
+    """Take some steps under a strategy; return the median seconds of a step, and the bytes that this rank sent."""
     from hvdx import comm as communication
 
-    strategy = parse(given.spelling)
+    strategy = parse(spelling)
     comm: Any = communication.start()
+    place: Callable[[Any], Any] = list
     if strategy.runs == "graph":
-        comm = communication.graph(engine="mpi")
-    made = Made(given.elements)
-    replica = made.replica(comm.rank)
-    exchange = strategy.open(comm, made.specs, MOMENTUM if strategy.placement == "update" else 0.0, "benchmark")
+        import tensorflow as tf
+
+        comm, place = communication.graph(engine="mpi"), lambda update: [tf.constant(array) for array in update]
+    replica, momentum = made.replica(comm.rank), MOMENTUM if strategy.placement == "update" else 0.0
+    exchange = strategy.open(comm, made.specs, momentum, "benchmark")
     seconds = []
-    for _ in range(given.steps):
-        update = replica.gradients()
+    for _ in range(count):
+        update = place(replica.gradients())
         begin = time.perf_counter()
-        time.sleep(given.computing)
+        time.sleep(computing)
         exchange.step(update)
         seconds.append(time.perf_counter() - begin)
     exchange.flush()
     exchange.close()
-    first, _ = window(given.steps, 1)
+    first, _ = window(count, 1)
     counts = getattr(exchange, "telemetry", None)
-    sent = exchange.sent if counts is None else counts.sent / given.steps
-    communication.stop()
+    sent = exchange.sent if counts is None else counts.sent / count
     return {"seconds": float(np.median(seconds[first:])), "sent": float(sent)}
 
 

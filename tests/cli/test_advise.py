@@ -47,6 +47,18 @@ def test_advise_prefers_compression_on_a_slow_link(advise):
     assert rows["all_reduce"]["terms"]["transfer"] > 100 * rows["threshold"]["terms"]["transfer"]
 
 
+def test_advise_names_the_exchange_and_what_large_figures_rest_on(advise):
+    words = ["--bandwidth", "100mbit", *STAND_IN, "write", "100", "20000000"]
+    _, text, _, document = advise("-n", "2", *words)
+    rows = document["links"][0]["answers"][0]["strategies"]
+    assert next(row["note"] for row in rows if row["strategy"] == "threshold").endswith(", all-gather")
+    line = {point["workers"]: point for point in document["links"][0]["line"]}
+    assert [line[n]["basis"] for n in (1, 4, 8, 1024)] == ["emulated hosts"] * 2 + ["simulation"] * 2
+    assert "density" in line[4]["note"]
+    assert "Figures for more are simulated" in text
+    assert "formulas alone" in advise("-n", "2048", *words)[1]
+
+
 def test_advise_declines_where_one_worker_is_as_fast(advise):
     code, text, _, document = advise("--bandwidth", "10mbit", "--latency", "20", *STAND_IN, "write", "0.5", "30000")
     assert code == 1

@@ -203,6 +203,22 @@ def test_ranks_that_repeat_others_send_their_messages():
         assert received > 6 * 16 + 6 * 10
 
 
+def test_parts_of_ranks_that_repeat_others_are_different():
+    def work(comm):
+        channel = comm.channel("a test")
+        comm.start()
+        parts = [np.full(3 + to, 10 * comm.rank + to, np.uint8) for to in range(7)]
+        sizes = channel.swap(np.array([[part.size] for part in parts]))[:, 0].tolist()
+        got = channel.all_to_all(parts, sizes)
+        assert [part.size for part in got] == sizes
+        return [int(part[0]) for part in got], sum(sizes) - sizes[comm.rank], comm.traffic.received
+
+    for rank, (got, others, received) in enumerate(on_all(ranks(7, running_hosts=2), work)):
+        # Ranks 0, 2, 4 and 6 are rank 0, and send its parts for four ranks.
+        assert got == [10 * (sender % 2) + (rank + sender // 2) % 7 for sender in range(7)]
+        assert received == others + 6 * 8
+
+
 def test_rank_that_is_repeated_waits_for_a_slow_repetition():
     def work(comm):
         comm.start()

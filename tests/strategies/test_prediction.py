@@ -47,7 +47,7 @@ def test_threshold_sends_its_density_to_all():
     found = Threshold(target_density=0.01, exchange="all_gather").predict(BASE)
     assert found.terms["transfer"] == pytest.approx(3 * (11349 + 32) / 1e6, rel=1e-3)
     assert found.terms["encoding"] == pytest.approx(1e-3, rel=1e-3)
-    assert found.note == "density 0.01"
+    assert found.note == "density 0.01, all-gather"
     sharded = Threshold(target_density=0.01, exchange="sharded").predict(BASE)
     assert sharded.note == "density 0.01, sharded"
     assert sharded.terms["transfer"] == pytest.approx(3 * ((11349 + 35287) / 4 + 2 * 26 + 32) / 1e6, rel=1e-3)
@@ -56,6 +56,14 @@ def test_threshold_sends_its_density_to_all():
     # A tenth of a step is for messages; headers and polling come on top.
     assert automatic.terms["transfer"] + automatic.terms["latency"] == pytest.approx(0.2, rel=0.02)
     assert Threshold(tau=0.1).predict(BASE) is None
+
+
+def test_each_message_and_each_part_takes_time():
+    given = change(machine=dataclasses.replace(PLAIN, codec=Codec(decode_message=1e-3, part=1e-2)))
+    gathered, sharded = (Threshold(target_density=0.01, exchange=k).predict(given) for k in ("all_gather", "sharded"))
+    assert gathered.terms["decoding"] == pytest.approx(4e-3)
+    # Four parts and a joined message are decoded, and four parts are cut and joined.
+    assert sharded.terms["decoding"] == pytest.approx(5e-3 + 4e-2)
 
 
 def test_hosts_send_one_update_for_all_their_workers():

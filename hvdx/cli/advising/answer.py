@@ -16,6 +16,8 @@ from hvdx.strategies.prediction import TERMS, Machine, Prediction, Situation, in
 ALONE = "one worker"
 #: Row of the split layers, which are no strategy.
 SPLIT = "split layers"
+#: Largest numbers of workers for which predicted steps were compared with emulated hosts, and with `hvdx simulate`.
+MEASURED, SIMULATED = 4, 1024
 # Strategies with options that are predicted beside those of `names()` with their defaults.
 _VARIANTS = ("all_reduce", "all_reduce:compression=fp16", "parameter_server:servers=colocated")
 
@@ -71,7 +73,8 @@ class Answer:
             }
             for spelling, p in self.predictions.items()
         ]
-        return {"workers": self.workers, "bandwidth": self.bandwidth, "best": self.best, "strategies": rows}
+        facts = {"workers": self.workers, "bandwidth": self.bandwidth, "best": self.best, "basis": basis(self.workers)}
+        return facts | {"strategies": rows}
 
 
 def situation_of(
@@ -167,10 +170,35 @@ def best_table(answers: Sequence[Answer]) -> str:
             f"{a.fastest.samples:,.0f}",
             f"{a.speedup(a.best):.2f}",
             a.fastest.bottleneck,
+            a.fastest.note,
         ]
         for a in answers
     ]
-    return render(rows, header=["workers", "best", "ms a step", "samples/s", "speedup", "largest term"])
+    return render(rows, header=["workers", "best", "ms a step", "samples/s", "speedup", "largest term", "note"])
+
+
+def basis(workers: int) -> str:
+    """Return what predictions for some workers were compared with.
+
+    Example:
+        >>> basis(4), basis(1024), basis(2048)
+        ('emulated hosts', 'simulation', 'formulas')
+    """
+    if workers <= MEASURED:
+        return "emulated hosts"
+    return "simulation" if workers <= SIMULATED else "formulas"
+
+
+def basis_text(answers: Sequence[Answer]) -> str:
+    """Return the sentences about figures that rest on no measured network; "" if all rest on one."""
+    most = max(a.workers for a in answers)
+    if most <= MEASURED:
+        return ""
+    text = (
+        f"No network with more than {MEASURED} workers was measured. Figures for more are simulated: the formulas of "
+        f"Threshold were compared with its exchanges on up to {SIMULATED} virtual workers (hvdx simulate)."
+    )
+    return text if most <= SIMULATED else f"{text} Beyond {SIMULATED} workers they are formulas alone."
 
 
 def advice(answers: Sequence[Answer], command: str, hosts: str = "") -> str:
@@ -196,9 +224,10 @@ def advice(answers: Sequence[Answer], command: str, hosts: str = "") -> str:
             )
         return f"Do not distribute: one worker learns as fast.{why}\nRun: {command}"
     best = max(worth, key=lambda a: a.fastest.samples)
+    note = f" ({best.fastest.note})" if best.fastest.note else ""
     lines = [
-        f"{best.best} on {best.workers} workers takes {best.speedup(best.best):.2f} times the samples per second of "
-        f"one worker. The largest term of a step is {best.fastest.bottleneck}."
+        f"{best.best} on {best.workers} workers{note} takes {best.speedup(best.best):.2f} times the samples per second "
+        f"of one worker. The largest term of a step is {best.fastest.bottleneck}."
     ]
     declined = [str(a.workers) for a in answers if a.best == ALONE and a.workers > 1]
     if declined:
