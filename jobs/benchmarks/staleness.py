@@ -3,6 +3,7 @@
     python jobs/benchmarks/staleness.py                               four workers on this machine, a quarter of an hour
     python jobs/benchmarks/staleness.py --json staleness.json         also write the figures
     python jobs/benchmarks/staleness.py --ways all_reduce,plain --equal plain --hidden 256
+    python jobs/benchmarks/staleness.py --bandwidth 100mbit           workers on emulated hosts of `hvdx lab`
 
 Workers train a dense network on Fashion-MNIST, 64 images per step on each, SGD with momentum. In every step each worker
 sleeps for 20 ms (--pause), which simulates the computation on an accelerator. Otherwise the figures would show how
@@ -61,6 +62,7 @@ def main_with(argv: list[str] | None, text: str | None, ways: str, equal: str, s
     parser = harness.parser(text)
     add, words = parser.add_argument, harness.several(str)
     add("--workers", type=int, default=4, metavar="N", help="number of workers")
+    add("--bandwidth", default="", metavar="RATE", help="give each worker an emulated host with a link of this rate")
     add("--ways", type=words, default=ways, metavar="WAY,...", help="variants with a slow worker")
     add("--pause", type=float, default=20.0, metavar="MS", help="sleep of every worker in each step")
     add("--equal", type=words, default=equal, metavar="WAY,...", help="variants without one")
@@ -102,7 +104,7 @@ def run(spelling: str, factor: int, delay: float, seed: int, options: argparse.N
     chosen |= {"spelling": spelling, "learning_rate": factor * options.learning_rate, "delay": delay, "seed": seed}
     chosen["steps"] = 30 if spelling == "alone" else options.steps
     one = dict.fromkeys(("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"), "1")
-    return harness.launch(__file__, chosen, options.workers, limit=_MOST_SECONDS, **one).ranks
+    return harness.launch(__file__, chosen, options.workers, options.bandwidth, limit=_MOST_SECONDS, **one).ranks
 
 
 def figures(ranks: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
@@ -120,6 +122,7 @@ def figures(ranks: list[dict[str, Any]], options: argparse.Namespace) -> dict[st
         "end": curve[-1][0] if curve else None,
         "updates_per_second": sum(len(r["steps"]) - _COMPILING for r in ranks) / max(r["end"] for r in ranks),
         "steps": [len(rank["steps"]) for rank in ranks],
+        "density": [rank["density"] for rank in ranks],
         "mean_staleness": seen.mean if seen else None,
         "staleness": dict(sorted(seen.items())),
     }
@@ -155,7 +158,8 @@ def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
             ]
         )
     what = f"one of them {options.slower:g} times slower" if rows[0]["slow"] else "all equal"
-    print(f"\n{options.workers} workers, {what}")
+    links = f", links of {options.bandwidth}" if options.bandwidth else ""
+    print(f"\n{options.workers} workers{links}, {what}")
     header = [
         "way",
         f"s to {options.target:g} %",
@@ -199,7 +203,12 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
         model.set_weights(weights)
         curve.append((seconds, 100 * model.evaluate(data.test_x, data.test_y, 2000, verbose=0)[1]))
     cost = None if distribute is None else distribute.cost()
-    return {"steps": watch.steps, "curve": curve, "end": end, "staleness": getattr(cost, "staleness", {})}
+    entries, encoded = (cost.entries, cost.encoded) if cost else (0, 0)
+    density = entries / encoded if encoded else None
+    return {
+        "steps": watch.steps, "curve": curve, "end": end, "density": density,
+        "staleness": getattr(cost, "staleness", {}),
+    }  # fmt: skip
 
 
 def make_watch(delay: float, stores: bool) -> Any:

@@ -375,6 +375,35 @@ def test_ranks_stay_within_the_bound_of_a_slow_one():
     assert max(steps) - min(steps) <= 3
 
 
+class SlowStep(keras.layers.Layer):
+    """Layer that changes nothing, and delays the first step of each epoch on rank 0."""
+
+    due = False
+
+    def call(self, inputs):
+        def wait():
+            due, self.due = self.due, False
+            time.sleep(1.0 if due else 0.0)
+            return np.zeros((), np.float32)
+
+        with tf.control_dependencies([tf.numpy_function(wait, [], tf.float32)]):
+            return tf.identity(inputs)
+
+
+@pytest.mark.graph
+def test_nobody_waits_for_the_first_step_of_rank_0():
+    slow, pace = SlowStep(), Pace(0.0)
+    model = keras.Sequential([keras.Input((6,)), slow, keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.05), keras.losses.BinaryCrossentropy(from_logits=True))
+    delay = keras.callbacks.LambdaCallback(on_epoch_begin=lambda *_: setattr(slow, "due", hvdx.rank() == 0))
+    strategy = "threshold:target_density=0.1,max_staleness=inf"
+    fit(model, strategy, epochs=2, callbacks=[pace, delay], given=data(8 * 10))
+    assert pace.differing == [{}, {}]
+    everyone = world.start().all_gather_object(pace.steps, "test")
+    assert [sum(steps) for steps in zip(*everyone, strict=True)] == [20, 20]
+    assert max(everyone[0]) <= 3
+
+
 def test_late_messages_resume_from_a_checkpoint(tmp_path_factory):
     folder = world.start().all_gather_object(str(tmp_path_factory.mktemp("late")), "test")[0]
     seen = []

@@ -154,6 +154,9 @@ class Adapter:
     def restart_timer(self) -> None:
         """Restart the compute timer before a run of steps."""
 
+    def begin_epoch(self) -> None:
+        """Prepare for the steps of an epoch, after all callbacks have begun it."""
+
     def renew(self) -> None:
         """Prepare for new weights, for example after an exception; residuals are kept.
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -20,8 +21,9 @@ class WeightsAdapter(HostAdapter):
     """Adapter that takes the optimiser's own step, sends the weights, and continues with the weights that it receives.
 
     The exchange sees every change of the weights since the last exchange, such as decay, constraints, or clipping by a
-    script. If ranks are asynchronous, servers hold the weights from the first step after a flush to the next flush. Of
-    changes that scripts make between a flush and the next step, only those of rank 0 count.
+    script. If ranks are asynchronous, servers hold the weights from the begin of an epoch to the next flush; in a
+    script's own loop, and if a step trains several lists of variables, from the first step. Of changes that scripts
+    make between a flush and this begin, only those of rank 0 count.
 
     Args:
         strategy, comm, optimizer, name, gain: see `HostAdapter`; the optimiser may be a loss-scale optimiser.
@@ -54,7 +56,10 @@ class WeightsAdapter(HostAdapter):
     def gradients(self, gradients: Sequence[Any]) -> list[Any]:
         """Return this rank's own gradients."""
         # Some ranks may skip their first steps, but all ranks trace the step. So the exchange is opened while tracing.
+        first = not self._used
         self._opened(list(self.variables))
+        if first and self.owner is not None and _initialized(self.variables):
+            self.begin_epoch()
         return super().gradients(gradients)
 
     def apply(self, optimizer: Any, step: Callable[[], Any], variables: Sequence[Any]) -> None:
@@ -80,6 +85,23 @@ class WeightsAdapter(HostAdapter):
             variable.assign(tf.cast(value, variable.dtype))
         with tf.control_dependencies(pulled), tf.device("CPU:0"):
             begun.assign(True)
+
+    def begin_epoch(self) -> None:
+        """Begin the session of the only list of variables, so that no rank waits for the first step of rank 0.
+
+        With several lists it is unknown which of them this epoch trains.
+        """
+        if len(self._used) == 1:
+            self._begin(next(iter(self._used)))
+
+    def _begin(self, key: tuple[int, ...]) -> None:
+        """Begin the session of a list with the present weights, before the first step."""
+        exchange, variables = self._open[key]
+        if not exchange.is_open:
+            with tf.init_scope():
+                exchange.begin([np.asarray(tf.convert_to_tensor(v)) for v in variables])
+                self._flag(key).assign(True)
+            exchange.restart_timer()
 
     def flush(self) -> None:
         if not self._used:
@@ -143,6 +165,9 @@ class WeightsAdapter(HostAdapter):
         if earlier:
             exchange.renew()
         self._current.add(key)
+        if opens:
+            # A flush assigns the weights of this list after those of lists that this fit no longer trains.
+            self._open[key] = self._open.pop(key)
         return exchange
 
     def _shared(self, variables: Sequence[Any]) -> list[str]:
@@ -220,6 +245,12 @@ def _step(exchange: Any, arrays: list[np.ndarray], finite: bool) -> list[np.ndar
     if not exchange.is_open:
         exchange.begin(before)
     return exchange.step(after, finite)
+
+
+def _initialized(variables: Sequence[Any]) -> bool:
+    """Return whether variables have values; those of a layer that is built in the traced step get theirs later."""
+    with tf.init_scope():
+        return all(bool((v.value if isinstance(v, keras.Variable) else v).is_initialized()) for v in variables)
 
 
 def _dtype(variables: Sequence[Any]) -> tf.DType:

@@ -89,7 +89,7 @@ class Distribute(keras.callbacks.Callback):
                 f"{limits.VARIABLE}={self._limit.text}: expected epochs or minutes under {self.strategy!r}, "
                 "whose workers take different numbers of steps. Set another limit, or train with one worker."
             )
-        self._sync = SyncCallback(self._comm, self._agree)
+        self._sync = SyncCallback(self._comm, self._agree, self._begin_epoch)
         self._evaluation = GroupEvaluation(self._comm)
         self._copies = PlainCopies()
         self._callback_list: Any = None
@@ -293,6 +293,10 @@ class Distribute(keras.callbacks.Callback):
         self._logs.begin()
         for adapter in self._adapters:
             adapter.restart_timer()
+
+    def _begin_epoch(self) -> None:
+        for adapter in self._adapters:
+            adapter.begin_epoch()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Record the progress of this rank, for reports of a stall."""

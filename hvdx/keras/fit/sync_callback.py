@@ -46,12 +46,13 @@ class SyncCallback(keras.callbacks.Callback):
     Args:
         comm: the ranks.
         agree: function to call after `on_train_begin` of all other callbacks, if there are several ranks.
+        begin_epoch: function to call after `on_epoch_begin` of all other callbacks.
     """
 
-    def __init__(self, comm: Comm, agree: Callable[[], None]):
+    def __init__(self, comm: Comm, agree: Callable[[], None], begin_epoch: Callable[[], None]):
         super().__init__()
         self._comm = comm
-        self._agree = agree
+        self._agree, self._begin_epoch = agree, begin_epoch
         self._limit: int | None = None
         self._step_client: StepClient | None = None
         self._repeats = False
@@ -151,9 +152,10 @@ class SyncCallback(keras.callbacks.Callback):
             self._agree()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Begin to hand out the steps of an epoch, if the strategy does so."""
+        """Begin to hand out the steps of an epoch, if the strategy does so; all other callbacks have begun it."""
         if self._step_client is not None:
             self._step_client.begin()
+        self._begin_epoch()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Postpone a stop to the end of the epoch, and end an epoch whose steps are taken.
