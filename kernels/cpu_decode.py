@@ -402,6 +402,12 @@ def move_block(source, target, number, stream):
 
 
 @njit(nogil=True, error_model="numpy")
+def distance(pieces, p):
+    """Return the address to which element 0 would belong if the whole vector were beside piece p."""
+    return pieces[p, 2] - 4 * pieces[p, 0]
+
+
+@njit(nogil=True, error_model="numpy")
 def used(words, multiples, zeros, state):
     """Use arrays after the last read of their memory: Numba frees one after its last use, and addresses are none."""
     return words.size + multiples.size + zeros.size + state.size > 0
@@ -439,19 +445,25 @@ def add_messages(begin, end, pieces, messages, rows, rice, ends, taus, scale, de
         p, at = piece_of(pieces, begin), begin
         while right and at < end:
             target = pieces[p, 2] + 4 * (at - pieces[p, 0])
-            # The block begins at the same distance from a line as the output.
+            # The block begins at the same distance from a line as the output, and holds pieces of which this is true.
             source = room + (target & 63)
-            stop = min(end, pieces[p, 1], at + _BLOCK - (target & 63) // 4)
+            stop, last = min(end, at + _BLOCK - (target & 63) // 4), p
+            while pieces[last, 1] < stop and not (distance(pieces, last + 1) - distance(pieces, p)) & 63:
+                last += 1
+            stop = min(stop, pieces[last, 1])
             for i in range(messages.shape[0]):
                 right &= add_until(
                     i, begin, stop, source - 4 * at, messages, rows, rice, ends, taus, scale,
                     listed + 8 * i * words.shape[1], larger + 8 * i * multiples.shape[1], depth, places, state,
                     False,
                 )  # fmt: skip
-            move_block(source, target, stop - at, stream)
-            at = stop
-            if at == pieces[p, 1]:
-                p += 1
+            shift = source - 4 * at
+            while at < stop:
+                part = min(stop, pieces[p, 1])
+                move_block(shift + 4 * at, distance(pieces, p) + 4 * at, part - at, stream)
+                at = part
+                if at == pieces[p, 1]:
+                    p += 1
         simd.fence()
     else:
         for i in range(messages.shape[0]):

@@ -5,6 +5,7 @@ sets its piece of a result, of which all ranks get the whole.
 """
 
 import abc
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -15,7 +16,7 @@ from hvdx.comm.alignment import aligned
 from hvdx.strategies.interleaving import Interleaved
 
 # Elements that are summed at a time. They stay in the second cache until they have been checked.
-_CHUNK = 1 << 15
+_CHUNK = 1 << 16
 # Elements of a tensor from which this rank's own blocks are read where they are. For a small tensor the calls that this
 # takes cost more than a copy.
 _LARGE = 1 << 16
@@ -120,7 +121,8 @@ class MessageSums(HostSums):
 
     def add_up(self, tensors: Sequence[np.ndarray], out: np.ndarray) -> bool:
         self._theirs = self._channel.scatter_pieces(self._pieces, self.parts.bounds)
-        return _add(list(self._theirs), out)
+        with np.errstate(over="ignore", invalid="ignore"):
+            return _add(list(self._theirs), out)
 
     def values(self, element: int, tensors: Sequence[np.ndarray]) -> list[float]:
         values: list[float] = self._theirs[:, element].tolist()
@@ -179,19 +181,27 @@ class SharedSums(HostSums):
             there[:, : self._rank], there[:, self._rank + 1 :] = here[:, : self._rank], here[:, self._rank + 1 :]
 
     def add_up(self, tensors: Sequence[np.ndarray], out: np.ndarray) -> bool:
-        finite, count, block = True, self.parts.count, self.parts.block
-        for begin, end, number in self._spans:
-            updates = [update[begin:end] for update in self._updates]
-            if number >= 0:
-                first = begin - self.parts.ends[number]
-                updates[self._rank] = np.ravel(tensors[number])[first : first + end - begin]
-            blocks = [self.parts.blocks(update, self._rank) for update in updates]
-            total = out[begin // count : end // count].reshape(-1, block)
-            some = max(1, _CHUNK // block)
-            for low in range(0, len(total), some):
-                finite &= _add([b[low : low + some] for b in blocks], total[low : low + some])
-        rests = [self.parts.rest(update, self._rank) for update in self._updates]
-        return _add(rests, out[self._end // count :]) and finite
+        with np.errstate(over="ignore", invalid="ignore"):
+            rests = [self.parts.rest(update, self._rank) for update in self._updates]
+            finite = _add(rests, out[self._end // self.parts.count :])
+            for span in self._spans:
+                finite &= self._add_span(span, tensors, out)
+            return finite
+
+    def _add_span(self, span: tuple[int, int, int], tensors: Sequence[np.ndarray], out: np.ndarray) -> bool:
+        """Do the work of `add_up` for one of the spans."""
+        begin, end, number = span
+        updates = [update[begin:end] for update in self._updates]
+        if number >= 0:
+            first = begin - self.parts.ends[number]
+            updates[self._rank] = np.ravel(tensors[number])[first : first + end - begin]
+        blocks = [self.parts.blocks(update, self._rank) for update in updates]
+        count, block, finite = self.parts.count, self.parts.block, True
+        total = out[begin // count : end // count].reshape(-1, block)
+        some = max(1, _CHUNK // block)
+        for low in range(0, len(total), some):
+            finite &= _add([b[low : low + some] for b in blocks], total[low : low + some])
+        return finite
 
     def values(self, element: int, tensors: Sequence[np.ndarray]) -> list[float]:
         place = self.parts.origin(self._rank, element)
@@ -211,10 +221,9 @@ class SharedSums(HostSums):
 
 def _add(arrays: Sequence[np.ndarray], out: np.ndarray) -> bool:
     """Set `out`, contiguous, to the sum of two or more arrays, in their order; return whether it is finite."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        np.add(arrays[0], arrays[1], out=out)
-        for array in arrays[2:]:
-            np.add(out, array, out=out)
-        flat = out.reshape(-1)
-        # The square of a finite sum may overflow.
-        return bool(np.isfinite(np.dot(flat, flat)) or np.isfinite(flat).all())
+    np.add(arrays[0], arrays[1], out=out)
+    for array in arrays[2:]:
+        np.add(out, array, out=out)
+    flat = out.reshape(-1)
+    # The square of a finite sum may overflow.
+    return math.isfinite(np.dot(flat, flat)) or bool(np.isfinite(flat).all())

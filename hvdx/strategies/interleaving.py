@@ -7,7 +7,7 @@ import numpy as np
 
 # Smallest and largest number of elements of a block, and the number of blocks of a piece from which they are larger. A
 # copy of a block takes longer than the loop over blocks.
-_LEAST, _MOST, _MANY = 256, 4096, 256
+_LEAST, _MOST, _MANY = 256, 4096, 128
 
 
 class Interleaved:
