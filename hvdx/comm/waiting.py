@@ -9,7 +9,7 @@ from hvdx.errors import ConfigError
 #: Seconds after which a rank gives up waiting for another.
 LIMIT_VARIABLE = "HVDX_TIMEOUT"
 _LIMIT_SECONDS = 600.0
-# Number of polls between which other threads may run, then the shortest and longest sleep in seconds.
+# Number of polls without sleep, then the shortest and longest sleep in seconds.
 _EAGER = 50
 _MIN_SLEEP, _MAX_SLEEP = 20e-6, 1e-3
 
@@ -31,7 +31,7 @@ class Backoff:
         self._polls, self._next = 0, _MIN_SLEEP
 
     def sleep(self, most: float = _MAX_SLEEP) -> None:
-        """Sleep after an unsuccessful poll; after the first ones only let other threads run.
+        """Sleep after an unsuccessful poll.
 
         Args:
             most: maximum duration in seconds.
@@ -40,9 +40,6 @@ class Backoff:
         if self._polls > _EAGER:
             time.sleep(min(self._next, most))
             self._next = min(self._next * 1.1, _MAX_SLEEP)
-        else:
-            # More ranks than cores would otherwise keep each other from the work they wait for.
-            os.sched_yield()
 
 
 def until(done: Callable[[], bool], limit: float) -> bool:
