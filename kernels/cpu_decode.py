@@ -473,6 +473,12 @@ def move_block(source, target, number, stream):
 
 
 @njit(nogil=True, error_model="numpy")
+def origin(pieces, p):
+    """Return the address to which element 0 would belong if the whole vector were beside piece p."""
+    return pieces[p, 2] - 4 * pieces[p, 0]
+
+
+@njit(nogil=True, error_model="numpy")
 def used(words, highs, multiples, zeros, state):
     """Use arrays after the last read of their memory: Numba frees one after its last use, and addresses are none."""
     return words.size + highs.size + multiples.size + zeros.size + state.size > 0
@@ -515,20 +521,26 @@ def add_messages(begin, end, pieces, messages, rows, rice, ends, taus, scale, de
         room = (_i64(zeros.ctypes.data) + 63) & ~63
         p, at = piece_of(pieces, begin), begin
         while right and at < end:
-            target = pieces[p, 2] + 4 * (at - pieces[p, 0])
-            # The block begins at the same distance from a line as the output.
+            target = origin(pieces, p) + 4 * at
+            # The block begins at the same distance from a line as the output, and holds pieces of which this is true.
             source = room + (target & 63)
-            stop = min(end, pieces[p, 1], at + _BLOCK - (target & 63) // 4)
+            stop, last = min(end, at + _BLOCK - (target & 63) // 4), p
+            while pieces[last, 1] < stop and not (origin(pieces, last + 1) - origin(pieces, p)) & 63:
+                last += 1
+            stop = min(stop, pieces[last, 1])
             for i in range(messages.shape[0]):
                 right &= add_until(
                     i, begin, stop, source - 4 * at, messages, rows, rice, ends, taus, scale,
                     listed + 4 * i * words.shape[1], higher + 4 * i * highs.shape[1],
                     larger + 8 * i * multiples.shape[1], depth, places, state, False,
                 )  # fmt: skip
-            move_block(source, target, stop - at, stream)
-            at = stop
-            if at == pieces[p, 1]:
-                p += 1
+            shift = source - 4 * at
+            while at < stop:
+                part = min(stop, pieces[p, 1])
+                move_block(shift + 4 * at, origin(pieces, p) + 4 * at, part - at, stream)
+                at = part
+                if at == pieces[p, 1]:
+                    p += 1
         simd.fence()
     else:
         for i in range(messages.shape[0]):
@@ -536,7 +548,7 @@ def add_messages(begin, end, pieces, messages, rows, rice, ends, taus, scale, de
             while right and at < end:
                 stop = min(end, pieces[p, 1])
                 right &= add_until(
-                    i, begin, stop, pieces[p, 2] - 4 * pieces[p, 0], messages, rows, rice, ends, taus, scale,
+                    i, begin, stop, origin(pieces, p), messages, rows, rice, ends, taus, scale,
                     listed, higher, larger, depth, places, state, True,
                 )  # fmt: skip
                 at, p = stop, p + 1

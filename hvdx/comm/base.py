@@ -152,6 +152,23 @@ class Channel(abc.ABC):
             ExchangeError: if ranks do not join within the time limit.
         """
 
+    def share(self, elements: int) -> "list[np.ndarray] | None":
+        """Allocate an array for each rank, which all ranks can read and write. Collective.
+
+        What a rank writes is visible to the others after the next exchange of the channel.
+
+        Args:
+            elements: number of float32 elements of the array of this rank.
+
+        Returns:
+            The array of each rank, float32[elements of that rank] of zeros, in rank order; None on all ranks if they
+            cannot share memory.
+
+        Raises:
+            ExchangeError: if ranks do not join within the time limit.
+        """
+        return None
+
     @abc.abstractmethod
     def swap(self, numbers: np.ndarray) -> np.ndarray:
         """Send each rank a few numbers of its own (an all-to-all of a fixed size).

@@ -182,6 +182,10 @@ class VirtualChannel(Channel):
     def gather_pieces(self, piece: np.ndarray, bounds: np.ndarray, into: np.ndarray) -> None:
         into[:] = np.concatenate(self._table.swap(self.rank, piece.copy()))
 
+    def share(self, elements: int) -> list[np.ndarray] | None:
+        shared: list[np.ndarray] = self._table.swap(self.rank, np.zeros(elements, np.float32))
+        return shared
+
     def swap(self, numbers: np.ndarray) -> np.ndarray:
         return np.stack([theirs[self.rank] for theirs in self._table.swap(self.rank, numbers.copy())])
 

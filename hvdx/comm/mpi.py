@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdx.comm import launcher, mesh, progress, watchdog
+from hvdx.comm import launcher, mesh, progress, shared_memory, watchdog
 from hvdx.comm.base import Channel, Comm, Mailbox, Place, Received
 from hvdx.comm.launcher import Launch
 from hvdx.comm.mpi_mailbox import MpiMailbox
@@ -314,6 +314,9 @@ class MpiChannel(Channel):
         ends = bounds * into.itemsize
         received = [into.view(np.uint8), np.diff(ends), ends[:-1], self._mpi.BYTE]
         self._wait(self._comm.Iallgatherv([piece.view(np.uint8), self._mpi.BYTE], received))
+
+    def share(self, elements: int) -> list[np.ndarray] | None:
+        return shared_memory.share(self, elements, f"rank {self._ranks[self.rank]}")
 
     def swap(self, numbers: np.ndarray) -> np.ndarray:
         got = np.empty_like(numbers)

@@ -267,6 +267,8 @@ class MessageExchange(HostExchange):
         # Result of a step.
         self._flat: Any = aligned(self._n if device is None else 0)
         self._out = [] if device is not None else views(self._flat, specs)
+        # Arrays that are set to the result on the host; see `write_to`.
+        self._results = [self._flat]
         self._thread = clock.background("hvdx-exchange") if overlap else None
         self._pending: tuple[Sent, Future[Received]] | None = None
         self._drained: np.ndarray | None = None
@@ -392,6 +394,19 @@ class MessageExchange(HostExchange):
         """Result of the last step or flush as one array, float32[elements], which the next step overwrites."""
         return self._flat
 
+    @property
+    def in_flight(self) -> bool:
+        """True if a result is still to come; see `flush`."""
+        return self._pending is not None or self._drained is not None
+
+    def write_to(self, arrays: Sequence[np.ndarray]) -> None:
+        """Set arrays to the results of steps and flushes, and leave `result` and what they return undefined.
+
+        Args:
+            arrays: contiguous float32 arrays of the host, with as many elements together as the tensors.
+        """
+        self._results = list(arrays)
+
     def charge(self, seconds: float) -> None:
         """Count work of this exchange's owner as a part of the exchange of this step.
 
@@ -402,7 +417,7 @@ class MessageExchange(HostExchange):
         self.telemetry.exchanging += seconds
 
     def flush(self) -> list[np.ndarray] | None:
-        if self._pending is None and self._drained is None:
+        if not self.in_flight:
             return None
         late = self._clock("decoding", lambda: self._decode(self._take_pending()))
         # Outside of a step results are on the host.
@@ -432,7 +447,9 @@ class MessageExchange(HostExchange):
             self.add_up(sent, received.messages, self.scale(sent.active))
         if self._drained is not None:
             if self._device is None:
-                np.add(self._flat, self._drained, out=self._flat)
+                ends = np.cumsum([r.size for r in self._results])
+                for result, more in zip(self._results, np.split(self._drained, ends[:-1]), strict=True):
+                    np.add(result, more, out=result)
             else:
                 self._device.add(self._device.place(self._drained), self._flat)
             self._drained = None
@@ -447,7 +464,7 @@ class MessageExchange(HostExchange):
             scale: factor on the sum.
         """
         if self._device is None:
-            sent.codec.decode_sum(messages[: sent.active], [self._flat], scale)
+            sent.codec.decode_sum(messages[: sent.active], self._results, scale)
         else:
             self._add_messages(sent.codec, messages[: sent.active], self._flat, scale)
 
@@ -463,7 +480,8 @@ class MessageExchange(HostExchange):
     def _clear(self) -> None:
         """Prepare the result of a step. On a device it is a new array, because TensorFlow may keep the previous one."""
         if self._device is None:
-            self._flat.fill(0)
+            for result in self._results:
+                result.fill(0)
         else:
             self._out = [(self.allocate or self._device.zeros)(self._n)]
             self._flat = self._device.view(self._out[0])

@@ -5,8 +5,9 @@ from itertools import pairwise
 
 import numpy as np
 
-# Elements of a block. A copy of a block takes longer than the loop over blocks.
-_BLOCK = 256
+# Smallest and largest number of elements of a block, and the number of blocks of a piece from which they are larger. A
+# copy of a block takes longer than the loop over blocks.
+_LEAST, _MOST, _MANY = 256, 4096, 128
 
 
 class Interleaved:
@@ -17,9 +18,14 @@ class Interleaved:
     Args:
         sizes: number of elements of each tensor.
         count: number of pieces, at most the number of all elements.
+        block: number of elements of a block; by default it depends on the number of elements.
 
     Attributes:
         bounds: int64[count + 1]; if the pieces lie one after another, piece p is [bounds[p], bounds[p + 1]).
+        count: number of pieces.
+        elements: number of all elements.
+        ends: 0, and the end of each tensor in the vector.
+        block, round: number of elements of a block, and of a block of each piece.
 
     Example:
         >>> parts = Interleaved([3, 4], 2, block=2)
@@ -32,37 +38,40 @@ class Interleaved:
         [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     """
 
-    def __init__(self, sizes: Sequence[int], count: int, block: int = _BLOCK):
-        self._count, self._n = count, sum(sizes)
-        self._block = max(1, min(block, self._n // count))
-        self._round = self._block * count
-        self._ends = np.cumsum([0, *sizes]).tolist()
-        lengths = [self._before(self._n, position) for position in range(count)]
+    def __init__(self, sizes: Sequence[int], count: int, block: int | None = None):
+        self.count, self.elements = count, sum(sizes)
+        if block is None:
+            block = min(max(self.elements // (count * _MANY), _LEAST), _MOST)
+            block = 1 << block.bit_length() - 1
+        self.block = max(1, min(block, self.elements // count))
+        self.round = self.block * count
+        self.ends = np.cumsum([0, *sizes]).tolist()
+        lengths = [self._before(self.elements, position) for position in range(count)]
         self.bounds = np.cumsum([0, *lengths]).astype(np.int64)
         # For each tensor: copies of (begin, end, begin in the pieces), and of whole rounds: (begin, number).
         self._copies: list[list[tuple[int, int, int]]] = []
         self._rounds: list[tuple[int, int]] = []
-        for begin, end in pairwise(self._ends):
+        for begin, end in pairwise(self.ends):
             self._plan(begin, end)
 
     def _before(self, element: int, position: int) -> int:
         """Return the number of elements of a piece that come before an element of the vector."""
-        rounds, rest = divmod(element, self._round)
-        return rounds * self._block + min(max(rest - position * self._block, 0), self._block)
+        rounds, rest = divmod(element, self.round)
+        return rounds * self.block + min(max(rest - position * self.block, 0), self.block)
 
     def _plan(self, begin: int, end: int) -> None:
         """Plan the copies of the tensor that is [begin, end) of the vector."""
-        first = min(-(-begin // self._round) * self._round, end)
-        last = max(end // self._round * self._round, first)
+        first = min(-(-begin // self.round) * self.round, end)
+        last = max(end // self.round * self.round, first)
         copies = []
         for low, high in ((begin, first), (last, end)):
-            inner = range((low // self._block + 1) * self._block, high, self._block)
+            inner = range((low // self.block + 1) * self.block, high, self.block)
             for start, stop in pairwise([low, *inner, high] if low < high else []):
-                position = start // self._block % self._count
+                position = start // self.block % self.count
                 at = int(self.bounds[position]) + self._before(start, position)
                 copies.append((start - begin, stop - begin, at))
         self._copies.append(copies)
-        self._rounds.append((first - begin, (last - first) // self._round))
+        self._rounds.append((first - begin, (last - first) // self.round))
 
     def split(self, tensors: Sequence[np.ndarray], into: np.ndarray) -> None:
         """Copy tensors to their pieces, which lie one after another.
@@ -72,20 +81,20 @@ class Interleaved:
             into: [n], the output.
         """
         for tensor, start, copies, (first, rounds) in zip(
-            tensors, self._ends[:-1], self._copies, self._rounds, strict=True
+            tensors, self.ends[:-1], self._copies, self._rounds, strict=True
         ):
             flat = np.ravel(tensor)
             for begin, end, at in copies:
                 into[at : at + end - begin] = flat[begin:end]
             if rounds:
-                blocks = flat[first : first + rounds * self._round].reshape(rounds, self._count, self._block)
-                for position in range(self._count):
+                blocks = flat[first : first + rounds * self.round].reshape(rounds, self.count, self.block)
+                for position in range(self.count):
                     at = int(self.bounds[position]) + self._before(start + first, position)
-                    into[at : at + rounds * self._block].reshape(rounds, self._block)[...] = blocks[:, position]
+                    into[at : at + rounds * self.block].reshape(rounds, self.block)[...] = blocks[:, position]
 
     def join(self, pieces: np.ndarray, into: np.ndarray) -> None:
         """Copy pieces that lie one after another, [n], to the vector, [n]."""
-        for position in range(self._count):
+        for position in range(self.count):
             self.place(pieces[self.bounds[position] : self.bounds[position + 1]], position, into)
 
     def place(self, piece: np.ndarray, position: int, into: np.ndarray) -> None:
@@ -96,12 +105,39 @@ class Interleaved:
             position: number of the piece.
             into: [n], the vector; the elements of other pieces stay unchanged.
         """
-        rounds = self._n // self._round
-        whole = rounds * self._block
-        blocks = into[: rounds * self._round].reshape(rounds, self._count, self._block)
-        blocks[:, position] = piece[:whole].reshape(rounds, self._block)
-        begin = rounds * self._round + position * self._block
-        into[begin : begin + piece.size - whole] = piece[whole:]
+        rounds = self.elements // self.round
+        whole = rounds * self.block
+        self.blocks(into[: rounds * self.round], position)[...] = piece[:whole].reshape(rounds, self.block)
+        self.rest(into, position)[...] = piece[whole:]
+
+    def blocks(self, rounds: np.ndarray, position: int) -> np.ndarray:
+        """Return a view of the blocks of a piece, [blocks, block].
+
+        Args:
+            rounds: part of the vector that begins and ends with a round.
+            position: number of the piece.
+        """
+        return rounds.reshape(-1, self.count, self.block)[:, position]
+
+    def rest(self, vector: np.ndarray, position: int) -> np.ndarray:
+        """Return a view of the elements of a piece that lie behind the last whole round of the vector.
+
+        Args:
+            vector: [n].
+            position: number of the piece.
+        """
+        begin = self.elements // self.round * self.round + position * self.block
+        return vector[begin : begin + self.block]
+
+    def origin(self, position: int, element: int) -> int:
+        """Return the number in the vector of an element of a piece.
+
+        Args:
+            position: number of the piece.
+            element: number of the element in the piece.
+        """
+        number, rest = divmod(element, self.block)
+        return number * self.round + position * self.block + rest
 
     def fragments(self, position: int) -> list[int]:
         """Return the number of elements of each tensor that a piece holds.
@@ -109,5 +145,5 @@ class Interleaved:
         Args:
             position: number of the piece.
         """
-        before = [self._before(end, position) for end in self._ends]
+        before = [self._before(end, position) for end in self.ends]
         return [end - begin for begin, end in pairwise(before)]

@@ -282,15 +282,13 @@ class Situation:
     def within_host(self) -> dict[str, float]:
         """Return the terms of adding up tensors over the workers of a host, and of gathering the sums.
 
-        Each worker adds up one piece of the tensors. What it sends to another is written to memory that both share, and
-        read there.
+        Each worker adds up one piece of the tensors. It copies the other pieces to memory that the workers share.
         """
         count = self.per_host
-        there_and_back = 2 * (count - 1) / count * 4 * 4
-        # Into pieces, their sum, and out of pieces.
-        copying = self.passes(8 + 4 + 4 / count + 8 + there_and_back)
-        # Two headers, pieces, results.
-        return {"latency": 4 * (self.machine.message + overshoot(self.machine.message)), "copying": copying}
+        # The copy; the sum of the pieces of all workers. Results are decoded into shared memory.
+        copying = self.passes(8 * (count - 1) / count + 4 + 4 / count)
+        # Headers before the sum and after encoding, and the end of decoding.
+        return {"latency": 3 * (self.machine.message + overshoot(self.machine.message)), "copying": copying}
 
     def reduction(self, itemsize: int, elements: float, rarely: bool = False) -> dict[str, float]:
         """Return the terms of an all-reduce of tensors in the graph, with the copies that its engine makes.

@@ -131,8 +131,8 @@ def predict(options: Options, situation: Situation) -> Prediction | None:
     elif others and not options.asynchronous:
         note += ", all-gather"
     if dense:
-        # All pieces, those that the host's ranks send to each other, and the result.
-        buffers["buffers"] += 12.0 * given.elements
+        # The update in shared memory.
+        buffers["buffers"] += 4.0 * given.elements
         note += f", {per_host} workers of a host added up"
     made = given.prediction(terms, sent, buffers, note=note)
     if options.target_density == "auto" and others and density <= STARVED:

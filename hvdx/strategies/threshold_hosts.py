@@ -16,7 +16,7 @@ from hvdx.strategies.base import TensorSpec, views
 from hvdx.strategies.compiling import prepare_together
 from hvdx.strategies.density import INITIAL_DENSITY
 from hvdx.strategies.driver import HostExchange, Prepared
-from hvdx.strategies.interleaving import Interleaved
+from hvdx.strategies.host_sums import open_sums
 from hvdx.strategies.noise import common_sample
 from hvdx.strategies.shards import OWNER, whole_residual
 from hvdx.strategies.telemetry import Telemetry
@@ -61,8 +61,8 @@ class HostsExchange(HostExchange):
     """Exchange of one optimiser under `Threshold(local="dense")`.
 
     The vector of all elements is divided into one piece for each rank of a host. The ranks of a host add up their
-    updates, each for its own piece. The ranks with the same piece, one on each host, exchange its sums by a
-    `ThresholdExchange`. Then each host gathers the results.
+    updates, each for its own piece (`hvdx.strategies.host_sums`). The ranks with the same piece, one on each host,
+    exchange its sums by a `ThresholdExchange`. Then each host gathers the results.
 
     Args:
         strategy: options, the same on all ranks.
@@ -89,7 +89,8 @@ class HostsExchange(HostExchange):
         self._codec = strategy.make_codec(INITIAL_DENSITY if isinstance(given, str) else given, None, "cpu")
         prepare_together(self._codec, comm, "Threshold")
         self._sizes = [s.elements for s in specs]
-        self._parts = Interleaved(self._sizes, self._count)
+        self._sums = open_sums(self._channel, self._sizes)
+        self._parts = self._sums.parts
         fragments = [replace(s, shape=(k,)) for s, k in zip(specs, self._parts.fragments(self._position), strict=True)]
         network = None
         if given == "auto":
@@ -99,14 +100,13 @@ class HostsExchange(HostExchange):
         self._inner: ThresholdExchange = strategy.open_kind(
             between, fragments, lookahead, network=network, summed=self._count, elements=largest
         )
+        if self._sums.targets is not None:
+            self._inner.write_to(self._sums.targets)
         super().__init__(specs, Telemetry())
         # Sum of the host's updates, for this rank's piece.
         self._piece = np.zeros(int(np.diff(self._parts.bounds)[self._position]), np.float32)
         self._fragments = views(self._piece, fragments)
-        # All pieces, one after another: this rank's update, and later the results of the host's ranks.
-        self._pieces = np.zeros(self._n, np.float32)
-        self._flat = aligned(self._n)
-        self._out = views(self._flat, specs)
+        self._out = views(self._sums.result, specs)
         self._drained: np.ndarray | None = None
 
     def _probe(self, between: Comm) -> link.Link:
@@ -144,13 +144,16 @@ class HostsExchange(HostExchange):
     def prepare(self, tensors: Sequence[np.ndarray], finite: bool) -> _HostStep:
         """Add up the updates of the host, and encode this rank's piece. Collective among the ranks of a host."""
         inner = self._inner
+        begin = clock.now()
+        self._sums.offer(tensors)
+        seconds = clock.now() - begin
         arrived = self._channel.exchange([int(not finite), *self._sample_words()])
         self.telemetry.waiting += arrived.waited
         self._take_samples(arrived.headers[:, 1:])
         begin = clock.now()
-        pieces = self._add_up(tensors, self._piece)
-        faulty, fault = self._find_fault(pieces)
-        seconds = clock.now() - begin
+        finite = self._add_up(tensors, self._piece)
+        faulty, fault = (_NOBODY, "") if finite else self._find_fault(tensors)
+        seconds += clock.now() - begin
         sent = inner.prepare(self._fragments, True)
         inner.charge(seconds)
         if not sent.is_fine:
@@ -181,25 +184,17 @@ class HostsExchange(HostExchange):
             self._inner.deliver(prepared.sent)
         return self._gather()
 
-    def _add_up(self, tensors: Sequence[np.ndarray], out: np.ndarray) -> np.ndarray:
-        """Set `out` to the sum of the host's tensors for this rank's piece; return the piece of each rank's tensors."""
-        self._parts.split(tensors, self._pieces)
-        pieces = self._channel.scatter_pieces(self._pieces, self._parts.bounds)
-        with np.errstate(over="ignore", invalid="ignore"):
-            np.add(pieces[0], pieces[1], out=out)
-            for piece in pieces[2:]:
-                out += piece
+    def _add_up(self, tensors: Sequence[np.ndarray], out: np.ndarray) -> bool:
+        """Set `out` to the sum of the host's tensors for this rank's piece; return whether it is finite."""
+        finite = self._sums.add_up(tensors, out)
         self.telemetry.inside += 4 * (self._n - out.size)
-        return pieces
+        return finite
 
-    def _find_fault(self, pieces: np.ndarray) -> tuple[int, str]:
-        """Return the rank of the host with NaN or infinity in this piece, and the variable; clear the piece then."""
-        with np.errstate(over="ignore", invalid="ignore"):
-            square = np.dot(self._piece, self._piece)
-        if np.isfinite(square) or np.isfinite(self._piece).all():
-            return _NOBODY, ""
+    def _find_fault(self, tensors: Sequence[np.ndarray]) -> tuple[int, str]:
+        """Return the rank of the host with NaN or infinity in this piece, and the variable; clear the piece."""
         element = int(np.argmin(np.isfinite(self._piece)))
-        rank = next((r for r, theirs in enumerate(pieces) if not np.isfinite(theirs[element])), self._position)
+        values = self._sums.values(element, tensors)
+        rank = next((r for r, value in enumerate(values) if not np.isfinite(value)), self._position)
         ends = np.cumsum([s.elements for s in self._inner.specs])
         # All ranks will skip the step, and its message must not hold NaN.
         self._piece.fill(0)
@@ -208,14 +203,19 @@ class HostsExchange(HostExchange):
     def _gather(self) -> list[np.ndarray]:
         """Gather the results of the host's ranks, and add the drained one."""
         begin = clock.now()
-        self._channel.gather_pieces(self._inner.result, self._parts.bounds, self._pieces)
-        self._parts.join(self._pieces, self._flat)
+        self._sums.gather(self._inner.result if self._sums.targets is None else None)
+        out = self._out
         if self._drained is not None:
-            np.add(self._flat, self._drained, out=self._flat)
-            self._drained = None
+            out, self._drained = self._own(self._sums.result + self._drained), None
         self.telemetry.inside += 4 * (self._count - 1) * self._piece.size
         self._inner.charge(clock.now() - begin)
-        return self._out
+        return out
+
+    def _own(self, values: np.ndarray) -> list[np.ndarray]:
+        """Return values as tensors that no other rank reads."""
+        flat = aligned(self._n)
+        flat[...] = values
+        return views(flat, self.specs)
 
     @contextmanager
     def _numbered(self) -> Iterator[None]:
@@ -253,21 +253,24 @@ class HostsExchange(HostExchange):
 
     def _flush_inner(self) -> bool:
         """Wait for the step in flight between hosts; return whether there was one."""
+        if not self._inner.in_flight:
+            return False
+        self._sums.release()
         with self._numbered():
-            return self._inner.flush() is not None
+            self._inner.flush()
+        return True
 
     def flush(self) -> list[np.ndarray] | None:
         if self._flush_inner():
             return self._gather()
         if self._drained is None:
             return None
-        self._flat[...], self._drained = self._drained, None
-        return self._out
+        out, self._drained = self._own(self._drained), None
+        return out
 
     def drain(self) -> None:
         if self._flush_inner():
-            self._gather()
-            self._drained = self._flat.copy()
+            self._drained = np.concatenate([np.ravel(update) for update in self._gather()])
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -279,7 +282,7 @@ class HostsExchange(HostExchange):
     def add_to_residual(self, tensors: Sequence[np.ndarray]) -> None:
         """Add the tensors of all ranks of the host to its residual. Collective among them."""
         total = np.empty_like(self._piece)
-        self._add_up(tensors, total)
+        self._sums.total(tensors, total)
         self._inner.add_to_residual(views(total, self._inner.specs))
 
     def _whole(self, piece: np.ndarray) -> np.ndarray:
@@ -319,8 +322,8 @@ class HostsExchange(HostExchange):
 
     @property
     def _place(self) -> np.ndarray:
-        """Position of this rank: pieces, number of its piece, hosts, number of its host."""
-        return np.array([self._count, self._position, len(self._peers), self._host])
+        """Position of this rank: pieces, number of its piece, hosts, number of its host, elements of a block."""
+        return np.array([self._count, self._position, len(self._peers), self._host, self._parts.block])
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
         """Restore a saved state. Collective among the ranks of a host.
@@ -363,7 +366,7 @@ class HostsExchange(HostExchange):
         """Return the state of this rank's piece, with the sum of the residuals of the host's ranks. Collective."""
         residual = np.empty_like(self._piece)
         whole = whole_residual(state, self._rank)["codec.residual"]
-        self._add_up(views(np.ascontiguousarray(whole), self.specs), residual)
+        self._sums.total(views(np.ascontiguousarray(whole), self.specs), residual)
         runs, lengths = self._runs(), self._codec.init([s.elements for s in self._inner.specs]).lengths
         names = ("taus", "found", "floors", "quiet", "means", "sent")
         piece = {name: np.array(state[f"codec.{name}"][runs]) for name in names}

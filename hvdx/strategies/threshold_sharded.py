@@ -59,7 +59,7 @@ class ShardedExchange(ThresholdExchange):
         super().__init__(strategy, comm, specs, lookahead, "cpu", network, summed, elements)
         self._zeros = np.zeros(self._shards.part, np.float32)
         self._zeros.flags.writeable = False
-        self._targets = self._shards.pieces(self._out, np.zeros(self._shards.part, np.float32))
+        self.write_to([self._flat])
         self._sum = np.zeros(self._shards.part, np.float32)
         self._second: codecs.Threshold | None = None
         self._owner: Any = self._owner_codec(self._density).init([self._shards.part])
@@ -84,6 +84,11 @@ class ShardedExchange(ThresholdExchange):
         if self._second is None or self._second.target_density != density:
             self._second = self._strategy.make_codec(density, self._threads, self._kind, None, self._size)
         return self._second
+
+    def write_to(self, arrays: Sequence[np.ndarray]) -> None:
+        super().write_to(arrays)
+        padding = np.zeros(self._shards.part, np.float32)
+        self._targets = Shards([a.size for a in arrays], self._size).pieces(arrays, padding)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 

@@ -6,25 +6,30 @@
 Emulated hosts (`hvdx lab`) train a dense network on Fashion-MNIST, 64 images per step on each worker, under
 `Threshold(local="none")` and `Threshold(local="dense")`, in turns. The table shows the median step on rank 0; the bytes
 that the links of all hosts carried in a step; both relative to "none"; the bytes that a worker sent inside its host;
-the test accuracy at the end; and the mean milliseconds of each part of the exchange.
+the test accuracy at the end; and the mean milliseconds of each part of the exchange. The row "no exchange" is a lower
+bound: the same training, whose workers exchange nothing.
 
 With --local-only, the ranks of this machine only add up updates as the ranks of a host do, without training: once by
-MPI's collectives, as hvdx does, and once in memory that MPI shares (`MPI.Win.Allocate_shared`).
+messages, and once in memory that they share, as hvdx does where it can.
 """
 
 import argparse
 import sys
 import time
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
 import numpy as np
 
+from hvdx.comm import Channel, Comm
 from hvdx.jobs.benchmarks import harness
 from hvdx.report.table import quantity, render
+from hvdx.strategies import HostExchange, TensorSpec, Threshold
+from hvdx.strategies.telemetry import Telemetry
 
-#: Values of `local`, in the order of a round.
-KINDS = ("none", "dense")
+#: Values of `local`, in the order of a round, and the training without an exchange.
+KINDS = ("none", "dense", "no exchange")
 # Steps before anything is counted: compiling, and most of an automatic density's search.
 _SETTLING = 40
 _PARTS = ("encoding", "waiting", "exchanging", "decoding")
@@ -52,8 +57,7 @@ def compare(options: argparse.Namespace) -> int:
     rows: list[dict[str, Any]] = []
     for _ in range(options.rounds):
         for kind in KINDS:
-            spelling = f"threshold:target_density={options.density},local={kind}"
-            given = {"spelling": spelling, "hidden": options.hidden, "seed": 0, "steps": options.steps}
+            given = {"kind": kind, "seed": 0} | {n: getattr(options, n) for n in ("density", "hidden", "steps")}
             ranks = harness.launch(__file__, given, options.hosts, options.bandwidth, per_host=options.ranks).ranks
             row = {"local": kind} | ranks[0] | {"between": sum(r["between"] for r in ranks) / options.ranks}
             rows.append(row)
@@ -72,7 +76,7 @@ def text(rows: list[dict[str, Any]]) -> str:
 
     cells = [
         [
-            f"local={kind}",
+            kind if kind == KINDS[-1] else f"local={kind}",
             f"{middle(kind, 'ms'):.1f}",
             f"{middle(kind, 'ms') / middle('none', 'ms'):.2f}",
             quantity(middle(kind, "between"), "B"),
@@ -96,7 +100,10 @@ def work(given: argparse.Namespace) -> dict[str, Any]:
 
     hvdx.init()
     model, data, test, _ = harness.mlp(given)
-    distribute = hvdx.keras.Distribute(given.spelling)
+    if given.kind == KINDS[-1]:
+        distribute = hvdx.keras.Distribute(NoExchange(tau=1.0), check_every=None)
+    else:
+        distribute = hvdx.keras.Distribute(f"threshold:target_density={given.density},local={given.kind}")
     names = ("inside", "entries", "encoded", *_PARTS)
 
     def read() -> dict[str, float]:
@@ -118,6 +125,20 @@ def work(given: argparse.Namespace) -> dict[str, Any]:
     } | {part: 1e3 * (last[part] - first[part]) / steps for part in _PARTS}
 
 
+class NoExchange(Threshold):
+    """`Threshold` whose ranks apply their own updates."""
+
+    def open(self, comm: Comm, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = "") -> HostExchange:
+        """Return an exchange that sends nothing."""
+        return _Own(specs, Telemetry())
+
+
+class _Own(HostExchange):
+    def combine(self, tensors: Sequence[np.ndarray], finite: bool) -> list[np.ndarray]:
+        self.telemetry.steps += 1
+        return list(tensors)
+
+
 # -- sums on one host -------------------------------------------------------------------------------------------------
 
 
@@ -130,73 +151,50 @@ def compare_sums(options: argparse.Namespace) -> int:
         slowest = {name: max(r[name] for r in ranks) for name in ranks[0]}
         rows.append({"elements": elements, "ranks": options.ranks} | slowest)
     harness.write(options.json, {"rows": rows})
-    ways = ("collectives", "windows", "pass")
+    ways = ("messages", "memory", "pass")
     cells = [[f"{r['elements']:,}", str(r["ranks"]), *(f"{r[way]:.2f}" for way in ways)] for r in rows]
-    print(render(cells, ["elements", "ranks", "collectives, ms", "windows, ms", "one pass, ms"]))
+    print(render(cells, ["elements", "ranks", "messages, ms", "shared memory, ms", "one pass, ms"]))
     return 0
 
 
 def add_up(given: argparse.Namespace) -> dict[str, float]:
-    """Return the milliseconds of a sum over the ranks by collectives, by windows, and of one pass over an update."""
-    from mpi4py import MPI
-
+    """Return the milliseconds of a sum over the ranks by each way, and of one pass over an update."""
     import hvdx
     from hvdx.comm import world
+    from hvdx.strategies.host_sums import MessageSums, SharedSums, open_sums
     from hvdx.strategies.interleaving import Interleaved
 
     hvdx.init()
-    comm, n = world.start(), given.elements
-    update, result = np.ones(n, np.float32), np.zeros(n, np.float32)
-    parts, channel = Interleaved([n], comm.size), comm.channel("sums")
-    pieces = np.zeros(n, np.float32)
+    channel = world.start().channel("sums")
+    messages = MessageSums(channel, Interleaved([given.elements], channel.size))
+    memory = open_sums(channel, [given.elements])
+    if not isinstance(memory, SharedSums):
+        sys.exit("hosts: --local-only: expected ranks that can share memory; see the line above.")
+    update, copy = np.ones(given.elements, np.float32), np.zeros(given.elements, np.float32)
+    piece = np.zeros(int(np.diff(messages.parts.bounds)[channel.rank]), np.float32)
 
-    def collectives() -> None:
-        parts.split([update], pieces)
-        theirs = channel.scatter_pieces(pieces, parts.bounds)
-        total = np.add(theirs[0], theirs[1])
-        for piece in theirs[2:]:
-            total += piece
-        channel.gather_pieces(total, parts.bounds, pieces)
-        parts.join(pieces, result)
-
-    node: Any = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
-    window = MPI.Win.Allocate_shared(4 * n, 4, comm=node)
-    shared = [np.asarray(window.Shared_query(r)[0]).view(np.float32) for r in range(node.size)]
-    window.Lock_all()
-    low, high = (int(b) for b in parts.bounds[node.rank : node.rank + 2])
-
-    def meet() -> None:
-        window.Sync()
+    def add(sums: MessageSums | SharedSums) -> None:
+        sums.offer([update])
         channel.exchange([0])
-        window.Sync()
+        sums.add_up([update], piece)
+        channel.exchange([0])
+        sums.gather(piece)
 
-    def windows() -> None:
-        # Pieces are not interleaved: a window can be read in any order at the same cost.
-        shared[node.rank][:] = update
-        meet()
-        total = np.add(shared[0][low:high], shared[1][low:high])
-        for theirs in shared[2:]:
-            total += theirs[low:high]
-        meet()
-        shared[0][low:high] = total
-        meet()
-        result[:] = shared[0]
-        meet()
+    return {
+        "messages": _milliseconds(channel, given.rounds, lambda: add(messages)),
+        "memory": _milliseconds(channel, given.rounds, lambda: add(memory)),
+        "pass": _milliseconds(channel, given.rounds, lambda: np.copyto(copy, update)),
+    }
 
-    def one_pass() -> None:
-        np.copyto(result, update)
 
-    figures = {}
-    for name, way in (("collectives", collectives), ("windows", windows), ("pass", one_pass)):
-        seconds = []
-        for _ in range(given.rounds):
-            channel.exchange([0])
-            begin = time.perf_counter()
-            way()
-            seconds.append(time.perf_counter() - begin)
-        figures[name] = 1e3 * median(seconds[2:])
-    window.Unlock_all()
-    return figures
+def _milliseconds(channel: Channel, rounds: int, work: Callable[[], None]) -> float:
+    seconds = []
+    for _ in range(rounds):
+        channel.exchange([0])
+        begin = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - begin)
+    return 1e3 * median(seconds[2:])
 
 
 if __name__ == "__main__":

@@ -92,6 +92,23 @@ def test_decode_keeps_to_its_output(clear, cached, monkeypatch):
         assert (room[first + 1010 :] == 7).all()
 
 
+@pytest.mark.parametrize("shift", [0, 1])
+def test_decode_to_every_other_block_of_an_array(shift):
+    """Blocks that begin at the same distance from a line of the caches are filled together."""
+    space = np.full(2 * 80 * 512 + 16, 9, np.float32)
+    first = (-space.ctypes.data & 63) // 4
+    rows = space[first : first + 2 * 80 * 512].reshape(80, 2, 512)
+    blocks = [row[shift * (i % 3) :] for i, row in enumerate(rows[:, 0])]
+    n = sum(block.size for block in blocks)
+    update = np.random.default_rng(8).normal(size=n).astype(np.float32)
+    runs, want = Runs(np.array([n]), np.ones(1, np.float32)), np.zeros(n, np.float32)
+    tiles = cpu.encode([update], np.zeros_like(update), runs, threads=1).tiles
+    cpu.decode([(tiles, runs)], 1.0, [want], threads=1)
+    cpu.decode([(tiles, runs)], 1.0, blocks, threads=1, clear=True)
+    assert np.concatenate(blocks).tobytes() == want.tobytes()
+    assert (rows[:, 1] == 9).all()
+
+
 @pytest.mark.parametrize("clear", [False, True])
 def test_many_messages_are_decoded_in_parts(clear, monkeypatch):
     """The entries of a few messages are listed at a time; the order of additions stays."""

@@ -10,10 +10,13 @@ import tensorflow as tf
 import hvdx
 import hvdx.keras as hvd
 from hvdx import comm as world
+from hvdx.comm.mpi import MpiChannel
 from hvdx.errors import ConfigError
 from hvdx.keras.adapters import host
 from hvdx.keras.adapters.optimizer import adapter_of
 from hvdx.keras.fit import replicas
+from hvdx.strategies import threshold_hosts
+from hvdx.strategies.host_sums import MessageSums, SharedSums, open_sums
 from hvdx.strategies.telemetry import Telemetry
 
 STRATEGIES = [
@@ -131,15 +134,23 @@ def test_adam_takes_the_steps_of_the_mean_gradient(second_moments, power):
 
 @pytest.mark.sizes(2, 4)
 def test_hosts_add_up_their_updates(monkeypatch):
-    """Two ranks to a host, over MPI; the hosts are names."""
+    """Two ranks to a host, over MPI, in shared memory and without; the hosts are names."""
     monkeypatch.setattr(world.start(), "hosts", [f"host {rank // 2}" for rank in range(hvdx.size())])
-    model = network(keras.optimizers.Adam(0.01))
-    callback, history = fit(model, "threshold:target_density=0.05,local=dense", check_every=3)
-    assert_identical(model.weights)
-    assert history["loss"][-1] < history["loss"][0]
-    (counts,) = callback.counters.telemetry
-    assert counts.inside > 0
-    assert (counts.sent > 0) == (hvdx.size() > 2)
+    opened, weights = [], []
+    monkeypatch.setattr(threshold_hosts, "open_sums", lambda *given: opened.append(open_sums(*given)) or opened[-1])
+    for _ in range(2):
+        keras.utils.set_random_seed(hvdx.rank())
+        model = network(keras.optimizers.Adam(0.01))
+        callback, history = fit(model, "threshold:target_density=0.05,local=dense", check_every=3)
+        assert_identical(model.weights)
+        assert history["loss"][-1] < history["loss"][0]
+        (counts,) = callback.counters.telemetry
+        assert counts.inside > 0
+        assert (counts.sent > 0) == (hvdx.size() > 2)
+        weights.append(b"".join(w.tobytes() for w in model.get_weights()))
+        monkeypatch.setattr(MpiChannel, "share", lambda self, elements: None)
+    assert [type(sums) for sums in opened] == ([SharedSums, MessageSums] if hvdx.size() > 1 else [])
+    assert weights[0] == weights[1]
 
 
 @pytest.mark.sizes(2, 4)

@@ -1,0 +1,114 @@
+"""Arrays in memory that the ranks of one host share.
+
+Each rank makes a file of Linux that has no name (`memfd_create`), and the other ranks open it through `/proc`. In
+contrast to a window of MPI (`MPI.Win.Allocate_shared`) the memory does not come from `/dev/shm`, which containers
+limit; a rank that cannot have it tells the others, where MPI's call may wait for ever; and every wait has a time limit.
+The kernel frees the memory when the last process that uses it ends, however it ends.
+"""
+
+import mmap
+import os
+import secrets
+import sys
+
+import numpy as np
+
+from hvdx.comm.base import Channel
+
+_NAME = "hvdx-updates"
+# Bytes behind the elements of an array, which hold a number by which other ranks recognise it.
+_MARK = 64
+# Reports of this process: each exchange asks for memory, and only the first failure is reported.
+_reported = False
+
+
+def share(channel: Channel, elements: int, who: str) -> list[np.ndarray] | None:
+    """Allocate an array for each rank of a channel, which all of them can read and write. Collective.
+
+    What a rank writes is visible to the others after the next exchange of the channel: sending and receiving a message
+    are barriers to memory.
+
+    Args:
+        channel: the ranks.
+        elements: number of float32 elements of this rank's array.
+        who: name of this rank in the report of a failure.
+
+    Returns:
+        The array of each rank, float32[elements of that rank] of zeros, in rank order. None on all ranks if one of them
+        cannot open the memory of another, as in containers that do not see each other's processes; one line on standard
+        error has the reason.
+
+    Example:
+        >>> from hvdx.comm.local import virtual_world
+        >>> [(array,)] = [share(comm.channel("a test"), 3, "rank 0") for comm in virtual_world(1)]
+        >>> array
+        array([0., 0., 0.], dtype=float32)
+    """
+    mark, reason, arrays, file = secrets.randbits(62), "", [], -1
+    try:
+        file = _make(elements, mark)
+    except (OSError, AttributeError, ValueError) as error:
+        reason = f"this system makes no memory to share: {error}"
+    try:
+        told = channel.exchange([os.getpid(), file, elements, mark]).headers.tolist()
+        if all(row[1] >= 0 for row in told):
+            try:
+                arrays = [_opened(*row) for row in told]
+            except (OSError, ValueError) as error:
+                reason = f"it cannot open the memory of another rank: {error}"
+        failed = channel.exchange([int(bool(reason))]).headers[:, 0]
+    finally:
+        # The mappings keep the memory.
+        if file >= 0:
+            os.close(file)
+    if not failed.any():
+        return arrays
+    if reason and not failed[: channel.rank].any():
+        _report(
+            f"hvdx: {who}: {reason}. The ranks of this host send each other "
+            "messages, which takes more time. Start them in one container."
+        )
+    return None
+
+
+def _make(elements: int, mark: int) -> int:
+    """Return the descriptor of a new file of zeros that is followed by a mark."""
+    size = _size(elements)
+    file = os.memfd_create(_NAME)
+    try:
+        os.ftruncate(file, size)
+        os.pwrite(file, mark.to_bytes(8, "little"), size - _MARK)
+    except OSError:
+        os.close(file)
+        raise
+    return file
+
+
+def _opened(process: int, file: int, elements: int, mark: int) -> np.ndarray:
+    """Return the array in a file that a process has open; raise OSError or ValueError if it is not that array."""
+    path, size = f"/proc/{process}/fd/{file}", _size(elements)
+    # In another container, the number may be that of another process.
+    if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
+        raise ValueError(f"{path} is another file")
+    mine = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if os.fstat(mine).st_size != size:
+            raise ValueError(f"{path} has another size")
+        mapped = mmap.mmap(mine, size)
+    finally:
+        os.close(mine)
+    if int.from_bytes(mapped[size - _MARK : size - _MARK + 8], "little") != mark:
+        raise ValueError(f"{path} is memory of another job")
+    return np.frombuffer(mapped, np.float32, elements)
+
+
+def _size(elements: int) -> int:
+    """Return the bytes of a file: its array up to a border of 64 bytes, and the mark."""
+    return -(-4 * elements // _MARK) * _MARK + _MARK
+
+
+def _report(text: str) -> None:
+    global _reported
+    if not _reported:
+        _reported = True
+        print(text, file=sys.stderr, flush=True)

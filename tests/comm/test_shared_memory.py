@@ -1,0 +1,81 @@
+"""Arrays that ranks share, and ranks that cannot share any."""
+
+import gc
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hvdx.comm import shared_memory
+from tests.strategies.virtual import on_all
+
+
+@pytest.fixture(autouse=True)
+def _first_report(monkeypatch):
+    monkeypatch.setattr(shared_memory, "_reported", False)
+
+
+def share(comm):
+    """Share an array of 10, 11, 12 ... elements; return the arrays and the channel."""
+    channel = comm.channel("a test")
+    return shared_memory.share(channel, 10 + comm.rank, f"rank {comm.rank}"), channel
+
+
+def test_all_ranks_see_what_one_writes():
+    def run(comm):
+        arrays, channel = share(comm)
+        zeros = not any(a.any() for a in arrays)
+        channel.exchange([])
+        arrays[comm.rank][:] = comm.rank + 1
+        channel.exchange([])
+        arrays[0][-1 - comm.rank] = -comm.rank
+        channel.exchange([])
+        return zeros, [a.tolist() for a in arrays]
+
+    wanted = [[1.0] * 7 + [-2.0, -1.0, 0.0], [2.0] * 11, [3.0] * 12]
+    assert on_all(3, run) == [(True, wanted)] * 3
+    gc.collect()  # a mapping holds its file
+    assert not any("hvdx-updates" in os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
+
+
+def test_array_may_be_empty():
+    def run(comm):
+        return [a.size for a in shared_memory.share(comm.channel("a test"), 5 * comm.rank, "rank")]
+
+    assert on_all(2, run) == [[0, 5]] * 2
+
+
+FAULTS = {
+    "no memory": ("_make", lambda given: given[0] == 11, "rank 1: this system makes no memory to share"),
+    "another container": ("_opened", lambda given: given[2] == 10, "rank 0: it cannot open the memory of another rank"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_one_rank_without_memory_is_reported_once_and_all_do_without(fault, monkeypatch, capfd):
+    name, fails, text = FAULTS[fault]
+    right = getattr(shared_memory, name)
+
+    def wrong(*given):
+        if fails(given):
+            raise OSError("not permitted")
+        return right(*given)
+
+    monkeypatch.setattr(shared_memory, name, wrong)
+    assert [arrays for arrays, _ in on_all(3, share)] == [None] * 3
+    printed = capfd.readouterr().err
+    assert printed.startswith(f"hvdx: {text}: not permitted. The ranks of this host send each other messages")
+    assert printed.count("\n") == 1
+
+
+def test_memory_of_another_job_is_refused():
+    file = shared_memory._make(3, 77)
+    array = shared_memory._opened(os.getpid(), file, 3, 77)
+    assert array.dtype == np.float32
+    for given in ((3, 78), (100, 77)):
+        with pytest.raises(ValueError, match="another"):
+            shared_memory._opened(os.getpid(), file, *given)
+    os.close(file)
+    with open(os.devnull) as other, pytest.raises(ValueError, match="another file"):
+        shared_memory._opened(os.getpid(), other.fileno(), 3, 77)
