@@ -70,7 +70,7 @@ def measure(elements: int, copies: int = 1) -> Machine:
 def machine_of(speeds: Mapping[str, float]) -> Machine:
     """Return the machine with the speeds of `as_speeds`."""
     # Files of older benchmarks lack some speeds.
-    coding = {f.name: speeds.get(f.name, f.default) for f in dataclasses.fields(Codec)}
+    coding = {f.name: speeds[f.name] for f in dataclasses.fields(Codec) if f.name in speeds}
     plain = {f.name: speeds[f.name] for f in dataclasses.fields(Machine) if f.name != "codec"}
     return Machine(**plain, codec=Codec(**coding))
 
