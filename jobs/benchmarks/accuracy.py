@@ -58,12 +58,12 @@ def main(argv: list[str] | None = None) -> int:
     wanted = [
         {"model": model, "strategy": name, "spelling": STRATEGIES[name], "seed": seed,
          "workers": options.workers, "epochs": options.epochs, "optimizer": options.optimizer,
-         "batch": options.batch, "limit": options.steps}
+         "batch": options.batch, "limit": options.steps, "every": options.every}
         for model in options.models for seed in range(options.seeds) for name in options.strategies
     ]  # fmt: skip
     for run in runs:
         # Files that were written before there was a choice.
-        for name, value in (("optimizer", "sgd"), ("batch", 64), ("limit", 0)):
+        for name, value in (("optimizer", "sgd"), ("batch", 64), ("limit", 0), ("every", 0)):
             run.setdefault(name, value)
     missing = [w for w in wanted if not any(w.items() <= run.items() for run in runs)]
     for number, run in enumerate([] if options.show else missing, 1):
@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         harness.write(options.json, {"runs": runs})
     chosen = {"workers": options.workers, "epochs": options.epochs, "optimizer": options.optimizer}
-    chosen |= {"batch": options.batch, "limit": options.steps}
+    chosen |= {"batch": options.batch, "limit": options.steps, "every": options.every}
     show([r for r in runs if chosen.items() <= r.items()])
     return 0
 
@@ -91,6 +91,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
     parser.add_argument("--epochs", type=int, default=10, help="passes over the data")
     parser.add_argument("--steps", type=int, default=0, help="steps, in place of --epochs; 0 for --epochs")
+    parser.add_argument("--every", type=int, default=0, help="steps between two evaluations; 0 for those of a pass")
     parser.add_argument("--batch", type=int, default=64, help="samples in a step of a worker")
     parser.add_argument("--workers", type=int, default=4, help="number of virtual ranks")
     parser.add_argument(
@@ -125,10 +126,10 @@ def train(run: dict[str, Any]) -> dict[str, Any]:
     make = host_step if strategy.runs == "host" else dense_step
     step, cost = make(network, strategy, workers)
     accuracy = []
-    limit = run["limit"] or run["epochs"] * epoch
+    limit, every = run["limit"] or run["epochs"] * epoch, run["every"] or epoch
     for done in range(1, limit + 1):
         step([next(share) for share in shares])
-        if done % epoch == 0 or done == limit:
+        if done % every == 0 or done == limit:
             accuracy.append(evaluate())
     dense = 4.0 * elements * limit
     return {"accuracy": accuracy, "bytes": cost(), "ratio": dense / cost(), "elements": elements, "steps": epoch}
@@ -276,7 +277,7 @@ def host_step(network: Any, strategy: Any, workers: int) -> tuple[Callable[..., 
 
 def show(runs: Sequence[dict[str, Any]]) -> None:
     """Print a Markdown table of means and standard deviations over the seeds."""
-    print("\n| network | strategy | seeds | after 3 epochs | last 3 | after all | against dense | bytes | of dense |")
+    print("\n| network | strategy | seeds | after 3 | last 3 | after all | against dense | bytes | of dense |")
     print("|---|---|---|---|---|---|---|---|---|")
     for model in dict.fromkeys(r["model"] for r in runs):
         dense = {r["seed"]: r for r in runs if (r["model"], r["strategy"]) == (model, "dense")}
@@ -298,7 +299,7 @@ def show(runs: Sequence[dict[str, Any]]) -> None:
         "\nbytes: messages of one worker, each counted once; test accuracy in %, or held-out loss of lm: mean over "
         "seeds ± standard deviation;"
     )
-    print("last 3: mean of the last three epochs, which varies less than the accuracy of a single epoch")
+    print("after 3, last 3: of evaluations, one an epoch without --every; the mean of three varies less than one")
 
 
 def spread(values: Sequence[float]) -> str:

@@ -4,15 +4,16 @@
     python jobs/benchmarks/staleness.py --json staleness.json         also write the figures
     python jobs/benchmarks/staleness.py --ways all_reduce,plain --equal plain --hidden 256
     python jobs/benchmarks/staleness.py --bandwidth 100mbit           workers on emulated hosts of `hvdx lab`
+    python jobs/benchmarks/staleness.py --ways "" --equal "threshold,threshold:target_density=0.01" --pause 0
 
 Workers train a dense network on Fashion-MNIST, 64 images per step on each, SGD with momentum. In every step each worker
 sleeps for 20 ms (--pause), which simulates the computation on an accelerator. Otherwise the figures would show how
 workers on one machine compete for its cores. The last worker also sleeps for nine times the duration of a step
-(measured before, pause included). Every half second worker 0 stores its weights; they are evaluated after the training,
-so that evaluation does not delay it. Seconds count from the third step, when everything is compiled.
+(measured before, pause included). Four times a second worker 0 stores its weights; they are evaluated after the
+training, so that evaluation does not delay it. Seconds count from the third step, when everything is compiled.
 
 The first table shows the variants with the slow worker (--ways), the second those without it (--equal). In the second,
-the mean staleness should equal the number of workers.
+the mean staleness should equal the number of workers. A way is one of those below or a strategy.
 """
 
 import argparse
@@ -42,7 +43,7 @@ _COMPILING = 2
 # Time limit of a training, in seconds.
 _MOST_SECONDS = 1800
 # Seconds between two stored copies of the weights.
-_STORE_SECONDS = 0.5
+_STORE_SECONDS = 0.25
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -63,9 +64,9 @@ def main_with(argv: list[str] | None, text: str | None, ways: str, equal: str, s
     add, words = parser.add_argument, harness.several(str)
     add("--workers", type=int, default=4, metavar="N", help="number of workers")
     add("--bandwidth", default="", metavar="RATE", help="give each worker an emulated host with a link of this rate")
-    add("--ways", type=words, default=ways, metavar="WAY,...", help="variants with a slow worker")
+    add("--ways", type=words, default=ways, metavar="WAY,...", help="ways or strategies with a slow worker; may be ''")
     add("--pause", type=float, default=20.0, metavar="MS", help="sleep of every worker in each step")
-    add("--equal", type=words, default=equal, metavar="WAY,...", help="variants without one")
+    add("--equal", type=words, default=equal, metavar="WAY,...", help="ways or strategies without one")
     add("--slower", type=float, default=10.0, help="duration of the slow worker's step, relative to the others'")
     add("--steps", type=int, default=steps, help="steps of each worker in a training")
     add("--target", type=float, default=85.0, help="test accuracy to reach, in %%")
@@ -73,10 +74,33 @@ def main_with(argv: list[str] | None, text: str | None, ways: str, equal: str, s
     add("--learning-rate", type=float, default=0.05, metavar="X", help="learning rate; all_reduce_n multiplies it by N")
     add("--seeds", type=harness.several(int), default="0", metavar="N,N,...", help="seeds of weights and data")
     add("--data", default="fashion-mnist", help="data set: fashion-mnist or digits")
-    return harness.run(parser, compare, train, argv)
+    return harness.run(parser, lambda options: compare(checked(parser, options)), train, argv)
 
 
 # -- the comparison ---------------------------------------------------------------------------------------------------
+
+
+def checked(parser: argparse.ArgumentParser, options: argparse.Namespace) -> argparse.Namespace:
+    """Return the options without empty ways; end with an error if a way is unknown."""
+    from hvdx.strategies import parse
+
+    options.ways, options.equal = ([way for way in ways if way] for ways in (options.ways, options.equal))
+    for way in options.ways + options.equal:
+        try:
+            parse(way_of(way)[1])
+        except ValueError as error:
+            parser.error(f"{error}; ways are {', '.join(WAYS)}")
+    return options
+
+
+def way_of(key: str) -> tuple[str, str, str]:
+    """Return name, strategy and factor of the learning rate of a way, or of a strategy.
+
+    Example:
+        >>> way_of("threshold:max_staleness=2")
+        ('threshold:max_staleness=2', 'threshold:max_staleness=2', '1')
+    """
+    return WAYS.get(key, (key, key, "1"))
 
 
 def compare(options: argparse.Namespace) -> int:
@@ -87,13 +111,14 @@ def compare(options: argparse.Namespace) -> int:
     rows: list[dict[str, Any]] = []
     for slow in (True, False):
         for key in options.ways if slow else options.equal:
-            name, spelling, factor = WAYS[key]
+            name, spelling, factor = way_of(key)
             for seed in options.seeds:
                 ranks = run(spelling, options.workers if factor == "N" else 1, delay if slow else 0.0, seed, options)
                 rows.append({"way": key, "name": name, "slow": slow, "seed": seed} | figures(ranks, options))
                 print(line(rows[-1], options), file=sys.stderr, flush=True)
     for slow in (True, False):
-        show([row for row in rows if row["slow"] == slow], options)
+        if of_table := [row for row in rows if row["slow"] == slow]:
+            show(of_table, options)
     harness.write(options.json, {"step": step, "delay": delay, "target": options.target, "rows": rows})
     return 0
 
@@ -148,7 +173,7 @@ def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
         last = next(row for row in rows if row["way"] == way)["steps"]
         cells.append(
             [
-                WAYS[way][0],
+                way_of(way)[0],
                 f"{seconds:.1f}" if seconds else "-",
                 f"{base / seconds:.1f}" if seconds and base else "-",
                 f"{middle('updates_per_second', way):.0f}",
