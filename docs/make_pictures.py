@@ -136,7 +136,7 @@ def bytes_by_workers(scale: dict) -> str:
         The picture as SVG.
     """
     rows = scale["rows"]
-    elements, density = rows[0]["elements"], rows[0]["density"]
+    elements, density = scale["elements"], scale["density"]
     drawn = [
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 390" font-family="sans-serif" font-size="14"'
         ' role="img">',

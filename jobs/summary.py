@@ -51,12 +51,15 @@ def costs(counters: Any) -> list[Row]:
                 ("divergence before the last average", f"{100 * cost.divergence:.2g} %"),
             ]
         if getattr(cost, "staleness", None):
-            parts = ("computing", "encoding", "waiting", "exchanging")
             rows += [
                 ("mean staleness, this worker", f"{cost.staleness.mean:.2f}"),
+                ("seconds waiting at ends of epochs", f"{cost.ending:.1f}"),
+            ]
+        if getattr(cost, "servers", None):
+            parts = ("computing", "encoding", "waiting", "exchanging")
+            rows += [
                 ("updates a second, each server", f"{sum(cost.updates_per_second) / len(cost.servers):.1f}"),
                 ("updates refused", str(cost.skipped)),
-                ("seconds waiting at ends of epochs", f"{cost.ending:.1f}"),
                 (
                     "ms " + ", ".join(parts),
                     ", ".join(f"{1e3 * getattr(cost, part) / cost.steps:.1f}" for part in parts),

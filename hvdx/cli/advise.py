@@ -219,7 +219,7 @@ def _point(found: "Answer") -> dict[str, Any]:
     from hvdx.cli.advising import answer
 
     facts = {"workers": found.workers, "best": found.best, "speedup": found.speedup(found.best)}
-    return facts | {"note": found.fastest.note, "basis": answer.basis(found.workers)}
+    return facts | {"note": found.fastest.note, "basis": answer.basis(found.workers, found.best)}
 
 
 def _facts(alone: "Training", shared: "Training") -> dict[str, Any]:

@@ -36,17 +36,17 @@ whole hosts at least). The others repeat them: their messages are copies of thos
 are then of repeated messages, but every message is received, checked and decoded.
 
 Graph strategies (all_reduce, parameter_averaging) take the time of the cost model, and add up arrays of NumPy. Left out
-are strategies without a common step (parameter_server), and auto.
+are strategies without a common step (parameter_server, threshold:max_staleness=k), and auto.
 
   hvdx simulate --slow 3:10 --strategies "all_reduce;threshold"     worker 3 is ten times slower
   hvdx simulate --jitter 0.2 --workers 16                           computing times differ by about 20 %
-  hvdx simulate --elements 25000000 --workers 1024 --steps 12       a model of 25 million parameters
+  hvdx simulate --elements 25000000 --workers 256                   a model of 25 million parameters
   hvdx simulate --core-speed 4 --computing 5ms                      workers with cores four times as fast as this one
 
 """
 
 _WORKERS, _BANDWIDTH, _STRATEGIES = "4,16,64", "1gbit", "all_reduce;threshold;parameter_averaging"
-_COMPUTING, _STEPS, _STEPS_MADE, _LIMIT = "20ms", 60, 12, 40.0
+_COMPUTING, _STEPS, _STEPS_MADE, _LIMIT = "20ms", 60, 30, 40.0
 _MOST_WORKERS, _MOST_ELEMENTS, _MOST_STEPS = 2048, 10**9, 100_000
 # Largest number of workers that all run, and numbers that run in a larger world, with a model and without.
 _ALL_RUN, _RUN, _RUN_MADE = 64, 4, 2

@@ -162,7 +162,7 @@ class Channel(abc.ABC):
 
         Returns:
             The array of each rank, float32[elements of that rank] of zeros, in rank order; None on all ranks if they
-            cannot share memory.
+            cannot share memory, as in channels that do not define this method.
 
         Raises:
             ExchangeError: if ranks do not join within the time limit.

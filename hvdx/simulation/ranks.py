@@ -155,6 +155,14 @@ class SimulatedChannel(Channel):
                 # The piece of a rank that repeats another one has the length of its own bounds.
                 into[begin:end] = theirs if theirs.size == end - begin else np.resize(theirs, end - begin)
 
+    def share(self, elements: int) -> list[np.ndarray] | None:
+        if len(set(self._group.repeats)) < self.size:
+            return None
+        with self._member.inside():
+            arrays: list[np.ndarray]
+            arrays, *_ = self._member.collective("share", np.zeros(elements, np.float32), [8], self._group.everyone)
+            return arrays
+
     def swap(self, numbers: np.ndarray) -> np.ndarray:
         """Send each rank a few numbers of its own; see `Channel`."""
         with self._member.inside():

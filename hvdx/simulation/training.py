@@ -142,8 +142,7 @@ def check(strategy: Strategy) -> None:
         why = "it measures real steps, and then trains with another strategy"
     if why:
         raise ConfigError(
-            f"simulate: {strategy.name} cannot be simulated: {why}. Leave it out; `hvdx advise` predicts it, and "
-            "`hvdx compare` measures it."
+            f"simulate: {strategy.name} cannot be simulated: {why}. Leave it out; `hvdx compare` measures it."
         )
     threads = getattr(strategy, "threads", None)
     if threads not in (None, 1):

@@ -32,7 +32,7 @@ class Auto(Strategy):
     """Automatic choice of a strategy: measure the network and a few steps, then train with the fastest strategy.
 
     The first steps are dense: mean gradients over MPI, without Horovod. Compression can cost accuracy, so `Threshold`
-    is chosen only if it saves a tenth of a step, and fp16 only if it saves 3 %.
+    is chosen only if it saves a fifth of a step, and fp16 only if it saves 3 %.
 
     Args:
         overhead: share of a step's computing time that a threshold message may take; see `Threshold`.

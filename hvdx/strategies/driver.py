@@ -117,7 +117,7 @@ class HostExchange(Exchange):
         self._last_end = clock.now()
 
     def stop_timer(self) -> None:
-        """Stop the compute timer at the begin of a step, and count the time."""
+        """Stop the compute timer at the beginning of a step, and count the time."""
         if self._last_end is not None:
             self._computed = clock.now() - self._last_end
             self.telemetry.computing += self._computed
@@ -426,7 +426,7 @@ class MessageExchange(HostExchange):
     def drain(self) -> None:
         if self._pending is not None:
             self._clock("decoding", lambda: self._decode(self._take_pending()))
-            self._drained = self._flat.copy() if self._device is None else self._device.fetch(self._flat)
+            self._drained = np.concatenate(self._results) if self._device is None else self._device.fetch(self._flat)
 
     def _take_pending(self) -> tuple[Sent, Received] | None:
         """Wait for the step in flight. Return None if there is none, or if all ranks skip it."""

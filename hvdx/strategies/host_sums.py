@@ -15,7 +15,7 @@ from hvdx.comm import Channel
 from hvdx.comm.alignment import aligned
 from hvdx.strategies.interleaving import Interleaved
 
-# Elements that are summed at a time. They stay in the second cache until they have been checked.
+# Elements that are summed at a time. They stay in the level-2 cache until they have been checked.
 _CHUNK = 1 << 16
 # Elements of a tensor from which this rank's own blocks are read where they are. For a small tensor the calls that this
 # takes cost more than a copy.
@@ -40,7 +40,9 @@ def open_sums(channel: Channel, sizes: Sequence[int]) -> "HostSums":
 class HostSums(abc.ABC):
     """Sums of the updates of a host's ranks.
 
-    A step consists of `offer`, an exchange of the channel, `add_up`, another exchange, and `gather`.
+    A step consists of `offer`, an exchange of the channel, `add_up`, another exchange, and `gather`. The ranks may
+    share the arrays: a rank may write to `targets` between the exchange after `add_up` (or `release`) and `gather`, and
+    a result is valid until this rank's first exchange after its next `offer`.
 
     Args:
         channel: the ranks of the host.
@@ -50,10 +52,12 @@ class HostSums(abc.ABC):
         result: float32[n], all pieces of the result after `gather`; callers must not change it.
         targets: contiguous views of this rank's piece of the result, in the order of the piece, if the piece may be
             written there instead of being given to `gather`; else None.
+        gathered: bytes that this rank gives to other ranks in `gather`.
     """
 
     result: np.ndarray
     targets: list[np.ndarray] | None = None
+    gathered: int
 
     def __init__(self, channel: Channel, parts: Interleaved):
         self.parts, self._channel, self._rank = parts, channel, channel.rank
@@ -85,16 +89,16 @@ class HostSums(abc.ABC):
         """
 
     @abc.abstractmethod
-    def gather(self, piece: np.ndarray | None) -> None:
-        """Set `result` to the pieces of all ranks. Collective.
+    def gather(self, piece: np.ndarray | None) -> float:
+        """Set `result` to the pieces of all ranks; return the seconds of waiting for other ranks. Collective.
 
         Args:
             piece: float32[piece], that of this rank; None if it was written to `targets`.
         """
 
     @abc.abstractmethod
-    def release(self) -> None:
-        """Wait until no rank reads the last `result`, if others then write to it. Collective."""
+    def release(self) -> float:
+        """Wait until no rank reads the last `result`, if others then write to it; return the seconds. Collective."""
 
     def total(self, tensors: Sequence[np.ndarray], out: np.ndarray) -> None:
         """Set `out` to the sum of the updates of all ranks, for this rank's piece. Collective.
@@ -115,6 +119,7 @@ class MessageSums(HostSums):
         super().__init__(channel, parts)
         self._pieces, self.result = np.zeros(parts.elements, np.float32), aligned(parts.elements)
         self._theirs = self._pieces[:0]
+        self.gathered = 4 * (parts.count - 1) * int(np.diff(parts.bounds)[self._rank])
 
     def offer(self, tensors: Sequence[np.ndarray]) -> None:
         self.parts.split(tensors, self._pieces)
@@ -128,13 +133,15 @@ class MessageSums(HostSums):
         values: list[float] = self._theirs[:, element].tolist()
         return values
 
-    def gather(self, piece: np.ndarray | None) -> None:
+    def gather(self, piece: np.ndarray | None) -> float:
         assert piece is not None
         self._channel.gather_pieces(piece, self.parts.bounds, self._pieces)
         self.parts.join(self._pieces, self.result)
+        return 0.0
 
-    def release(self) -> None:
-        """Do nothing: each rank has a result of its own."""
+    def release(self) -> float:
+        """Return 0 at once: each rank has a result of its own."""
+        return 0.0
 
 
 class SharedSums(HostSums):
@@ -152,6 +159,7 @@ class SharedSums(HostSums):
     def __init__(self, channel: Channel, parts: Interleaved, updates: Sequence[np.ndarray], result: np.ndarray):
         super().__init__(channel, parts)
         self._updates, self.result = list(updates), result
+        self.gathered = 4 * int(np.diff(parts.bounds)[self._rank])
         self._end = parts.elements // parts.round * parts.round
         rest = parts.rest(result, self._rank)
         self.targets = [*parts.blocks(result[: self._end], self._rank), *([rest] if rest.size else [])]
@@ -210,13 +218,13 @@ class SharedSums(HostSums):
         values[self._rank] = float(np.ravel(tensors[number])[place - self.parts.ends[number]])
         return values
 
-    def gather(self, piece: np.ndarray | None) -> None:
+    def gather(self, piece: np.ndarray | None) -> float:
         if piece is not None:
             self.parts.place(piece, self._rank, self.result)
-        self._channel.exchange([])
+        return self._channel.exchange([]).waited
 
-    def release(self) -> None:
-        self._channel.exchange([])
+    def release(self) -> float:
+        return self._channel.exchange([]).waited
 
 
 def _add(arrays: Sequence[np.ndarray], out: np.ndarray) -> bool:

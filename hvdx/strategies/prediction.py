@@ -64,7 +64,7 @@ class Codec:
         encode_element, encode_entry: seconds to encode, for each element and for each element that is sent.
         decode_element, decode_entry: seconds to decode: to write each element of the sum, and to add an entry.
         decode_message: seconds to check and open a message, whatever its length.
-        part: seconds to cut a part off a message and to join it to others, whatever its length.
+        cut, join: seconds to cut a part off a message, and to join it to others, whatever its length.
     """
 
     encode_element: float = 4e-10
@@ -72,7 +72,8 @@ class Codec:
     decode_element: float = 0.0
     decode_entry: float = 0.0
     decode_message: float = 0.0
-    part: float = 0.0
+    cut: float = 0.0
+    join: float = 0.0
 
     def encoding(self, elements: int, density: float) -> float:
         """Return the seconds to encode an update."""
@@ -476,14 +477,15 @@ def measure_codec(elements: int, threads: int | None = None) -> Codec:
     (sparse, thin, one, _), (dense, thick, one_dense, several_dense) = seconds[_SPARSE], seconds[_DENSE]
     entry = max(thick - thin, 0.0) / max(dense - sparse, 1.0)
     decode = max(several_dense - one_dense, 0.0) / 3 / max(dense, 1.0)
-    opening, parting = _measure_parts(threads)
+    opening, cutting, joining = _measure_parts(threads)
     return Codec(
         encode_element=max(thin - entry * sparse, 0.0) / timed,
         encode_entry=entry,
         decode_element=max(one - decode * sparse, 0.0) / timed,
         decode_entry=decode,
         decode_message=opening,
-        part=parting,
+        cut=cutting,
+        join=joining,
     )
 
 
@@ -497,23 +499,24 @@ def _heavy_tailed(count: int) -> np.ndarray:
     return random.standard_exponential(count, np.float32) * (2 * random.integers(2, size=count, dtype=np.int8) - 1)
 
 
-def _measure_parts(threads: int | None) -> tuple[float, float]:
-    """Return the seconds of the codec's work for each message that is decoded, and for each part cut off and joined."""
+def _measure_parts(threads: int | None) -> tuple[float, float, float]:
+    """Return the seconds of the codec's work for each message that is decoded, and each part cut off, and joined."""
     from hvdx import codec
 
     threshold = codec.Threshold(target_density=_DENSE, threads=threads, part=_PART)
     elements = _PARTS * _PART
     message, _ = threshold.encode([_heavy_tailed(elements)], threshold.init([elements]))
     parts, out = threshold.split(message, elements), [np.zeros(_PART, np.float32)]
-    one, all_of_them, parting = (
+    one, all_of_them, cutting, joining = (
         np.median([_seconds(work) for _ in range(_TIMES + 2)][2:])
         for work in (
             lambda: threshold.decode_sum(parts[:1], out),
             lambda: threshold.decode_sum(parts, out),
-            lambda: threshold.join(threshold.split(message, elements), _PART),
+            lambda: threshold.split(message, elements),
+            lambda: threshold.join(parts, _PART),
         )
     )
-    return max(float(all_of_them - one), 0.0) / (_PARTS - 1), float(parting) / _PARTS
+    return max(float(all_of_them - one), 0.0) / (_PARTS - 1), float(cutting) / _PARTS, float(joining) / _PARTS
 
 
 def measure_memory(elements: int) -> tuple[float, float]:

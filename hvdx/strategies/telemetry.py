@@ -34,7 +34,8 @@ class Telemetry:
         entry_bytes: bytes of the messages with entries.
         messages: bytes of all messages of this rank, each counted once.
         sent, received: bytes that this rank gave to the network, and received from it.
-        inside: bytes that this rank sent to other ranks of its host, where they are counted separately.
+        inside: bytes that this rank gave to other ranks of its host, by messages or in shared memory, where they are
+            counted separately.
         computing: seconds from the end of one exchange to the beginning of the next.
         encoding: seconds spent on encoding messages.
         waiting: seconds until all ranks had begun the exchange.

@@ -272,8 +272,18 @@ class Threshold(Strategy):
             # Imported here because it imports Numba, which other strategies do not need.
             from hvdx.strategies.threshold_hosts import HostsExchange
 
-            return HostsExchange(self, comm, specs, self.lookahead_for(momentum))
-        return self.open_kind(comm, specs, self.lookahead_for(momentum), device)
+            hosts = HostsExchange(self, comm, specs, self.lookahead_for(momentum))
+            self._report_way(comm, hosts.way)
+            return hosts
+        exchange = self.open_kind(comm, specs, self.lookahead_for(momentum), device)
+        self._report_way(comm, exchange.way)
+        return exchange
+
+    def _report_way(self, comm: Comm, way: str) -> None:
+        """Print on rank 0 how messages travel, if hvdx chose it and it is not the usual one."""
+        first = comm.rank == 0 and (comm.parent_ranks is None or comm.parent_ranks[0] == 0)
+        if first and way and "auto" in (self.exchange, self.local):
+            print(f"hvdx: threshold: {way}", file=sys.stderr, flush=True)
 
     def open_kind(
         self,

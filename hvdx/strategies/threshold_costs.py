@@ -5,7 +5,7 @@ from typing import Literal, Protocol
 
 from hvdx.strategies import link
 from hvdx.strategies.density import STARVED, affordable_density, budget_with
-from hvdx.strategies.prediction import Prediction, Situation, added
+from hvdx.strategies.prediction import Codec, Machine, Prediction, Situation, added
 from hvdx.strategies.shards import OWNER_DENSITY, owner_density
 
 #: Bytes of the header of a message: status, two times and the size of the message. The sample of gradients that is
@@ -17,6 +17,8 @@ PART_BYTES = 26
 _NOMINAL_DENSITY = 0.01
 # A sharded exchange delays an element twice, so it is chosen only below this share of the time of an all-gather.
 _WORTH_SHARDING = 0.8
+# Machine for which the kind of exchange is chosen: all ranks, and `predict`, must choose alike, so none is measured.
+_NOMINAL = Machine(codec=Codec(3e-10, 4e-9, 1.5e-10, 7e-9, decode_message=1.5e-5, cut=5e-6, join=1e-5))
 # Smallest number of ranks for which it is considered: with five or fewer, shards need more bytes.
 _FEWEST_SHARDS = 6
 # Ranks, and bytes of the messages of all, from which a fixed density is exchanged in shards: 8 ranks save a third of
@@ -51,8 +53,8 @@ def kind_for(options: Options, situation: Situation) -> str:
     if options.asynchronous:
         return "all_gather"
     if follows_link(options, size):
-        kinds = ("all_gather", "sharded")
-        gathered, sharded = (sum(exchange_costs(situation, _NOMINAL_DENSITY, k)[0].values()) for k in kinds)
+        kinds, nominal = ("all_gather", "sharded"), replace(situation, machine=_NOMINAL)
+        gathered, sharded = (sum(exchange_costs(nominal, _NOMINAL_DENSITY, k)[0].values()) for k in kinds)
         return "sharded" if sharded < _WORTH_SHARDING * gathered else "all_gather"
     if options.exchange == "auto":
         # The result of a training with a fixed density must not depend on a measurement.
@@ -79,10 +81,12 @@ def exchange_costs(given: Situation, density: float, kind: str) -> tuple[dict[st
     terms = added([given.all_to_all(size) for size in (*parts, HEADER_BYTES / 2, HEADER_BYTES / 2)])
     shard = -(-count // workers)
     coding = {
-        "encoding": codec.encoding(count, density) + codec.encoding(shard, owner_density(density)),
+        "encoding": codec.encoding(count, density)
+        + codec.encoding(shard, owner_density(density))
+        + workers * codec.cut,
         "decoding": codec.decoding(shard, density, workers)
         + codec.decoding(count, owner_density(density), 1)
-        + workers * codec.part,
+        + workers * codec.join,
     }
     return terms | coding, (workers - 1) * (sum(parts) + HEADER_BYTES)
 

@@ -99,6 +99,11 @@ class ThresholdExchange(MessageExchange):
         self._channel.exchange([])
 
     @property
+    def way(self) -> str:
+        """How messages travel, if it is not from each worker to all others; else ""."""
+        return ""
+
+    @property
     def residual(self) -> Any:
         return self._state.residual
 

@@ -109,6 +109,12 @@ class HostsExchange(HostExchange):
         self._out = views(self._sums.result, specs)
         self._drained: np.ndarray | None = None
 
+    @property
+    def way(self) -> str:
+        """How messages travel."""
+        between = self._inner.way or f"all-gather between {len(self._peers)} hosts"
+        return f"the {self._count} workers of each host add up their updates; {between}"
+
     def _probe(self, between: Comm) -> link.Link:
         """Measure the link of the hosts, which the ranks of a host use at once; the same on all ranks."""
         channel = between.channel("the link between hosts")
@@ -203,12 +209,13 @@ class HostsExchange(HostExchange):
     def _gather(self) -> list[np.ndarray]:
         """Gather the results of the host's ranks, and add the drained one."""
         begin = clock.now()
-        self._sums.gather(self._inner.result if self._sums.targets is None else None)
+        waited = self._sums.gather(self._inner.result if self._sums.targets is None else None)
         out = self._out
         if self._drained is not None:
             out, self._drained = self._own(self._sums.result + self._drained), None
-        self.telemetry.inside += 4 * (self._count - 1) * self._piece.size
-        self._inner.charge(clock.now() - begin)
+        self.telemetry.inside += self._sums.gathered
+        self.telemetry.waiting += waited
+        self._inner.charge(clock.now() - begin - waited)
         return out
 
     def _own(self, values: np.ndarray) -> list[np.ndarray]:
@@ -255,7 +262,7 @@ class HostsExchange(HostExchange):
         """Wait for the step in flight between hosts; return whether there was one."""
         if not self._inner.in_flight:
             return False
-        self._sums.release()
+        self.telemetry.waiting += self._sums.release()
         with self._numbered():
             self._inner.flush()
         return True

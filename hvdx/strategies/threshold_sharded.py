@@ -66,6 +66,10 @@ class ShardedExchange(ThresholdExchange):
         # Sums over the ranks of the last sample of gradients and of its squares.
         self._sums: np.ndarray | None = None
 
+    @property
+    def way(self) -> str:
+        return f"sharded exchange between {self._size} {'hosts' if self._summed > 1 else 'workers'}"
+
     def make_codec(self, density: float | None) -> codecs.Threshold:
         return self._strategy.make_codec(density, self._threads, self._kind, self._shards.part)
 
@@ -105,15 +109,17 @@ class ShardedExchange(ThresholdExchange):
     def swap(self, header: Sequence[int], sent: Sent) -> Received:
         if sent.codec is self._bfloat16:
             return super().swap(header, sent)
-        begin = clock.now()
+        begin, self._owned = clock.now(), 0.0
         parts = [np.zeros(0, np.uint8)] * self._size
         if sent.message.size:
-            parts = sent.codec.split(sent.message, self._shards.elements)  # type: ignore[attr-defined]
+            codec: Any = sent.codec
+            parts = self._owner_clock("encoding", lambda: codec.split(sent.message, self._shards.elements))
         numbers = np.empty((self._size, _NUMBERS), np.int32)
         numbers[:, _PART] = [part.size for part in parts]
         numbers[:, _STATUS:] = header[0], *(min(ns // 1000, 2**31 - 1) for ns in header[1:3])
         numbers = self._channel.swap(numbers)
-        arrived, self._owned = clock.now(), 0.0
+        arrived, cutting = clock.now(), self._owned
+        self._owned = 0.0
         headers = np.zeros((self._size, 3), np.int64)
         headers[:, 0], headers[:, 1:] = numbers[:, _STATUS], 1000 * numbers[:, _TIMES].astype(np.int64)
         messages: list[np.ndarray] = []
@@ -123,7 +129,7 @@ class ShardedExchange(ThresholdExchange):
                 self._channel.all_reduce(self._sums)
             messages = self._two_phases(parts, numbers[:, _PART], sent, headers)
         seconds = clock.now() - arrived - self._owned
-        return Received(headers, messages, arrived - begin, seconds)
+        return Received(headers, messages, arrived - begin - cutting, seconds)
 
     def _two_phases(
         self, parts: list[np.ndarray], sizes: np.ndarray, sent: Sent, headers: np.ndarray

@@ -113,23 +113,28 @@ def write(path: str | None, figures: dict[str, Any], ranks: int = 1) -> None:
         ) from error
 
 
-def finished(path: str | None) -> list[dict[str, Any]]:
+def finished(path: str | None, **options: Any) -> list[dict[str, Any]]:
     """Return the rows that an earlier call of a benchmark has written to its JSON file.
 
     Args:
         path: path of the file; for None, "" or a file that does not exist, there are no rows.
+        options: options that all rows share; the earlier call wrote them beside its rows.
 
     Raises:
-        ConfigError: if the file holds something else.
+        ConfigError: if the file holds something else, or is of a call with other options.
     """
     if not path or not Path(path).exists():
         return []
     try:
-        rows: list[dict[str, Any]] = json.loads(Path(path).read_text())["rows"]
+        document = json.loads(Path(path).read_text())
+        rows: list[dict[str, Any]] = document["rows"]
+        others = {name: document[name] for name, value in options.items() if document[name] != value}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"bench: --json {path}: expected the rows of an earlier call, got {error!r}. Do: name another file."
         ) from error
+    if others:
+        raise ConfigError(f"bench: --json {path}: it holds rows of a call with {others}. Do: name another file.")
     return rows
 
 

@@ -46,7 +46,8 @@ def main(argv: list[str] | None = None) -> int:
 def compare(options: argparse.Namespace) -> int:
     """Simulate every number of workers under both exchanges, and print a table."""
     machine, made, link = measure_machine(options.elements, 1), Made(options.elements), given_link(options.bandwidth)
-    rows = harness.finished(options.json)
+    shared = {"elements": options.elements, "density": options.density, "bandwidth": options.bandwidth}
+    rows = harness.finished(options.json, **shared)
     for workers in options.workers:
         situation = Situation(workers, (options.elements,), _COMPUTING, link, machine, "mpi")
         setting = Setting(situation, options.steps, running=_RUNNING, limit=options.limit)
@@ -57,8 +58,7 @@ def compare(options: argparse.Namespace) -> int:
             found, predicted = simulate(strategy, setting, made), strategy.predict(situation)
             assert predicted is not None  # its density is given
             message = found.message
-            row = {"workers": workers, "exchange": kind, "elements": options.elements, "density": options.density}
-            row |= {"message": message, "received": found.received}
+            row = {"workers": workers, "exchange": kind, "message": message, "received": found.received}
             # A worker also decodes its own messages, which it does not receive.
             row |= {"messages": found.received / message, "decoded": found.received * workers / (workers - 1) / message}
             for part in ("encoding", "network", "decoding", "copying"):
@@ -68,7 +68,7 @@ def compare(options: argparse.Namespace) -> int:
             row |= {"predicted_network": 1e3 * (terms["latency"] + terms["transfer"])}
             rows.append(row | {"predicted_decoding": 1e3 * terms["decoding"], "steps": found.steps})
             print(f"{workers} workers, {kind}: {quantity(found.received, 'B')}", file=sys.stderr, flush=True)
-            harness.write(options.json, {"rows": rows})
+            harness.write(options.json, shared | {"rows": rows})
     print(text(sorted(rows, key=lambda row: (row["workers"], row["exchange"]))))
     return 0
 

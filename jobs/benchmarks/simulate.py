@@ -64,7 +64,8 @@ def compare(options: argparse.Namespace) -> int:
     begin, made = time.monotonic(), Made(options.elements)
     alone = codec_seconds(options.elements, lambda: None)
     memory, half = measure_memory(options.elements)
-    rows = harness.finished(options.json)
+    shared = {"elements": options.elements, "computing_ms": options.computing}
+    rows = harness.finished(options.json, **shared)
     for hosts in options.hosts:
         for bandwidth in options.bandwidth:
             done = {row["strategy"] for row in rows if (row["hosts"], row["bandwidth"]) == (hosts, bandwidth)}
@@ -87,7 +88,7 @@ def compare(options: argparse.Namespace) -> int:
                 row |= {"sent": simulated.sent, "measured_sent": measured["sent"]}
                 rows.append(row | {"latency": link.latency, "rate": link.bandwidth, "core_speed": speed})
                 print(text(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
-                harness.write(options.json, {"rows": rows})
+                harness.write(options.json, shared | {"rows": rows})
     print(text(rows))
     near = sum(abs(row["simulated"] / row["measured"] - 1) <= _NEAR for row in rows)
     print(f"\n{near} of {len(rows)} simulated steps are within {_NEAR:.0%} of the measured ones.")
@@ -206,8 +207,11 @@ def _exchange(spelling: str, count: int, made: Made, computing: float) -> dict[s
         comm, place = communication.graph(engine="mpi"), lambda update: [tf.constant(array) for array in update]
     replica, momentum = made.replica(comm.rank), MOMENTUM if strategy.placement == "update" else 0.0
     exchange = strategy.open(comm, made.specs, momentum, "benchmark")
-    seconds = []
-    for _ in range(count):
+    seconds, (first, _), before = [], window(count, 1), 0.0
+    counts = getattr(exchange, "telemetry", None)
+    for step in range(count):
+        if counts is not None and step == first:
+            before = counts.sent
         update = place(replica.gradients())
         begin = time.perf_counter()
         time.sleep(computing)
@@ -215,9 +219,7 @@ def _exchange(spelling: str, count: int, made: Made, computing: float) -> dict[s
         seconds.append(time.perf_counter() - begin)
     exchange.flush()
     exchange.close()
-    first, _ = window(count, 1)
-    counts = getattr(exchange, "telemetry", None)
-    sent = exchange.sent if counts is None else counts.sent / count
+    sent = exchange.sent if counts is None else (counts.sent - before) / (count - first)
     return {"seconds": float(np.median(seconds[first:])), "sent": float(sent)}
 
 

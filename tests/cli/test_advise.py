@@ -53,10 +53,14 @@ def test_advise_names_the_exchange_and_what_large_figures_rest_on(advise):
     rows = document["links"][0]["answers"][0]["strategies"]
     assert next(row["note"] for row in rows if row["strategy"] == "threshold").endswith(", all-gather")
     line = {point["workers"]: point for point in document["links"][0]["line"]}
-    assert [line[n]["basis"] for n in (1, 4, 8, 1024)] == ["emulated hosts"] * 2 + ["simulation"] * 2
+    assert [line[n]["basis"] for n in (1, 4)] == ["emulated hosts"] * 2
+    assert all((line[n]["basis"] == "simulation") == (line[n]["best"] == "threshold") for n in (8, 1024))
     assert "density" in line[4]["note"]
-    assert "Figures for more are simulated" in text
-    assert "formulas alone" in advise("-n", "2048", *words)[1]
+    assert "Figures for more come from formulas" in text
+    rows = advise("-n", "1024,2048", *words)[3]["links"][0]["answers"]
+    found = [{row["strategy"]: row["basis"] for row in answer["strategies"]} for answer in rows]
+    assert [each["threshold"] for each in found] == ["simulation", "formulas"]
+    assert {each["all_reduce"] for each in found} == {"formulas"}
 
 
 def test_advise_declines_where_one_worker_is_as_fast(advise):

@@ -47,13 +47,13 @@ def test_array_may_be_empty():
 
 
 FAULTS = {
-    "no memory": ("_make", lambda given: given[0] == 11, "rank 1: this system makes no memory to share"),
-    "another container": ("_opened", lambda given: given[2] == 10, "rank 0: it cannot open the memory of another rank"),
+    "no memory": ("_make", lambda given: given[0] == 11, "rank 1: cannot create shared memory"),
+    "another container": ("_opened", lambda given: given[2] == 10, "rank 0: cannot open the memory of another rank"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_one_rank_without_memory_is_reported_once_and_all_do_without(fault, monkeypatch, capfd):
+def test_one_rank_without_memory_is_reported_once_and_all_do_without(fault, monkeypatch):
     name, fails, text = FAULTS[fault]
     right = getattr(shared_memory, name)
 
@@ -62,11 +62,33 @@ def test_one_rank_without_memory_is_reported_once_and_all_do_without(fault, monk
             raise OSError("not permitted")
         return right(*given)
 
+    printed = []
     monkeypatch.setattr(shared_memory, name, wrong)
+    monkeypatch.setattr(shared_memory, "_report", printed.append)
     assert [arrays for arrays, _ in on_all(3, share)] == [None] * 3
-    printed = capfd.readouterr().err
-    assert printed.startswith(f"hvdx: {text}: not permitted. The ranks of this host send each other messages")
-    assert printed.count("\n") == 1
+    (line,) = printed
+    assert line.startswith(f"hvdx: {text}: not permitted.")
+    assert ("one container" in line) == (fault == "another container")
+
+
+def test_report_is_printed_once(capfd):
+    for text in ("one", "two"):
+        shared_memory._report(text)
+    assert capfd.readouterr().err == "one\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"), [(OSError(24, "x"), "ulimit -n"), (OSError(12, "x"), "ulimit -v"), (ValueError("x"), "")]
+)
+def test_remedy_for_a_limit(error, remedy):
+    assert remedy in shared_memory._remedy(error)
+    assert bool(remedy) == bool(shared_memory._remedy(error))
+
+
+def test_python_without_memfd_create(monkeypatch):
+    monkeypatch.delattr(os, "memfd_create")
+    (array,) = on_all(1, lambda comm: shared_memory.share(comm.channel("a test"), 3, "rank"))[0]
+    assert array.tolist() == [0, 0, 0]
 
 
 def test_memory_of_another_job_is_refused():

@@ -6,7 +6,9 @@ import sys
 import pytest
 
 from hvdx.cli.common.processes import run
-from hvdx.jobs.benchmarks import harness
+from hvdx.errors import ConfigError
+from hvdx.jobs.benchmarks import harness, scale
+from hvdx.strategies.prediction import Codec, Machine
 from tests.launch import ROOT, environment
 
 BENCHMARK = """
@@ -64,3 +66,29 @@ def test_recorded_figures_are_compact():
     assert len(files) > 10
     for file in files:
         assert file.read_text() == harness.dump(json.loads(file.read_text())), file
+
+
+def test_finished_rows_are_those_of_the_same_options(tmp_path):
+    file = str(tmp_path / "figures.json")
+    assert harness.finished(file, elements=3) == harness.finished(None) == []
+    harness.write(file, {"elements": 3, "rows": [{"workers": 4}]})
+    assert harness.finished(file, elements=3) == [{"workers": 4}]
+    with pytest.raises(ConfigError, match="rows of a call with"):
+        harness.finished(file, elements=4)
+    with pytest.raises(ConfigError, match="expected the rows"):
+        harness.finished(file, density=0.1)
+
+
+# Each term of a prediction takes time.
+MACHINE = Machine(codec=Codec(1e-9, 1e-9, 1e-9, 1e-9, 1e-9, 1e-9, 1e-9))
+
+
+def test_scale_simulates_no_case_twice(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(scale, "measure_machine", lambda elements, copies: MACHINE)
+    words = ["--workers", "4", "--elements", "20k", "--steps", "6", "--json", str(tmp_path / "scale.json")]
+    assert scale.main(words) == 0
+    first = capsys.readouterr()
+    assert "4 workers, sharded" in first.err
+    monkeypatch.setattr(scale, "simulate", None)
+    assert scale.main(words) == 0
+    assert capsys.readouterr().out == first.out

@@ -52,6 +52,7 @@ def test_two_workers_and_split_layers_have_the_losses_of_one_process(tmp_path):
 STRATEGIES = [
     "all_reduce:compression=fp16",
     "threshold:target_density=0.1",
+    "threshold:target_density=0.1,max_staleness=inf",
     "auto",
     "parameter_averaging:period=2",
     "parameter_server:servers=colocated",

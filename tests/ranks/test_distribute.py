@@ -462,6 +462,8 @@ def test_a_changed_training_is_traced_again(monkeypatch):
     assert _traces(model, strategy) == [1]
     model.layers[-1].trainable = False
     assert _traces(model, strategy) == [1]
+    model.optimizer.learning_rate = keras.optimizers.schedules.ExponentialDecay(0.1, 100, 0.9)
+    assert _traces(model, strategy) == [1]
     models.compiled(model, keras.optimizers.SGD(0.1))
     assert _traces(model, strategy, "all_reduce") == [1, 1]
     monkeypatch.setenv("HVDX_ALLOW_SEPARATE", "1")

@@ -27,6 +27,7 @@ def both(made, workers, kind, steps):
 @pytest.mark.parametrize(("kind", "steps"), [("all_gather", 6), ("sharded", 24)])
 @pytest.mark.parametrize("workers", [8, 64, 1024])
 def test_predictions_are_those_of_the_simulation(made, workers, kind, steps):
+    """Bytes and rounds, that is: both take the seconds of a transfer from one model of a link."""
     predicted, found = both(made, workers, kind, steps)
     assert predicted.sent == pytest.approx(found.received, rel=0.2)
     assert predicted.sent == pytest.approx(found.sent, rel=0.2)

@@ -58,12 +58,21 @@ def test_threshold_sends_its_density_to_all():
     assert Threshold(tau=0.1).predict(BASE) is None
 
 
+@pytest.mark.parametrize(("rate", "kind"), [(1e6, "sharded"), (1e12, "all-gather")])
+def test_predicted_kind_of_exchange_does_not_depend_on_the_machine(rate, kind):
+    """The ranks of a training choose alike, and measure no codec for it."""
+    for codec in (Codec(), Codec(1e-8, 1e-7, 1e-8, 1e-6), Codec(decode_message=1.0), Codec(cut=1.0, join=1.0)):
+        given = change(workers=32, tensors=(100_000,), link=Link(1e-3, rate), machine=Machine(codec=codec))
+        assert kind in Threshold().predict(given).note
+
+
 def test_each_message_and_each_part_takes_time():
-    given = change(machine=dataclasses.replace(PLAIN, codec=Codec(decode_message=1e-3, part=1e-2)))
+    given = change(machine=dataclasses.replace(PLAIN, codec=Codec(decode_message=1e-3, cut=1e-2, join=2e-2)))
     gathered, sharded = (Threshold(target_density=0.01, exchange=k).predict(given) for k in ("all_gather", "sharded"))
     assert gathered.terms["decoding"] == pytest.approx(4e-3)
     # Four parts and a joined message are decoded, and four parts are cut and joined.
-    assert sharded.terms["decoding"] == pytest.approx(5e-3 + 4e-2)
+    assert sharded.terms["decoding"] == pytest.approx(5e-3 + 8e-2)
+    assert sharded.terms["encoding"] == pytest.approx(4e-2 + 1.25 * 4e-4)
 
 
 def test_hosts_send_one_update_for_all_their_workers():

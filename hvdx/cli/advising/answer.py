@@ -70,11 +70,11 @@ class Answer:
                 "speedup": self.speedup(spelling),
                 "note": p.note,
                 "starved": p.starved,
+                "basis": basis(self.workers, spelling),
             }
             for spelling, p in self.predictions.items()
         ]
-        facts = {"workers": self.workers, "bandwidth": self.bandwidth, "best": self.best, "basis": basis(self.workers)}
-        return facts | {"strategies": rows}
+        return {"workers": self.workers, "bandwidth": self.bandwidth, "best": self.best, "strategies": rows}
 
 
 def situation_of(
@@ -177,16 +177,16 @@ def best_table(answers: Sequence[Answer]) -> str:
     return render(rows, header=["workers", "best", "ms a step", "samples/s", "speedup", "largest term", "note"])
 
 
-def basis(workers: int) -> str:
-    """Return what predictions for some workers were compared with.
+def basis(workers: int, spelling: str) -> str:
+    """Return what predictions of a strategy were compared with; "formulas" if with nothing.
 
     Example:
-        >>> basis(4), basis(1024), basis(2048)
-        ('emulated hosts', 'simulation', 'formulas')
+        >>> basis(4, "all_reduce"), basis(1024, "threshold"), basis(2048, "threshold"), basis(8, "all_reduce")
+        ('emulated hosts', 'simulation', 'formulas', 'formulas')
     """
     if workers <= MEASURED:
         return "emulated hosts"
-    return "simulation" if workers <= SIMULATED else "formulas"
+    return "simulation" if spelling == "threshold" and workers <= SIMULATED else "formulas"
 
 
 def basis_text(answers: Sequence[Answer]) -> str:
@@ -194,11 +194,10 @@ def basis_text(answers: Sequence[Answer]) -> str:
     most = max(a.workers for a in answers)
     if most <= MEASURED:
         return ""
-    text = (
-        f"No network with more than {MEASURED} workers was measured. Figures for more are simulated: the formulas of "
+    return (
+        f"No network with more than {MEASURED} workers was measured. Figures for more come from formulas, which for "
         f"Threshold were compared with its exchanges on up to {SIMULATED} virtual workers (hvdx simulate)."
     )
-    return text if most <= SIMULATED else f"{text} Beyond {SIMULATED} workers they are formulas alone."
 
 
 def advice(answers: Sequence[Answer], command: str, hosts: str = "") -> str:

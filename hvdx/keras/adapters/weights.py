@@ -21,9 +21,9 @@ class WeightsAdapter(HostAdapter):
     """Adapter that takes the optimiser's own step, sends the weights, and continues with the weights that it receives.
 
     The exchange sees every change of the weights since the last exchange, such as decay, constraints, or clipping by a
-    script. If ranks are asynchronous, servers hold the weights from the begin of an epoch to the next flush; in a
+    script. If ranks are asynchronous, servers hold the weights from the beginning of an epoch to the next flush; in a
     script's own loop, and if a step trains several lists of variables, from the first step. Of changes that scripts
-    make between a flush and this begin, only those of rank 0 count.
+    make between a flush and the next session, only those of rank 0 count.
 
     Args:
         strategy, comm, optimizer, name, gain: see `HostAdapter`; the optimiser may be a loss-scale optimiser.

@@ -10,6 +10,7 @@ from typing import Any
 
 from hvdx.keras.adapters.base import Adapter
 from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
+from hvdx.keras.adapters.optimizer_state import innermost
 from hvdx.strategies import Strategy
 
 
@@ -37,7 +38,10 @@ class KeptTrace:
         return model.train_function(*args)
 
     def fits(self, model: Any, strategy: Strategy) -> bool:
-        """Return whether the trace is what a new one of this model under this strategy would be."""
+        """Return whether the trace is what a new one of this model under this strategy would be.
+
+        As in Keras, attributes that were changed after `compile`, such as `clipnorm`, count after the next `compile`.
+        """
         traced = _traced(model)
         # Adapters that a script attached are still there.
         present = [None if a.owner is not None else a for a in self.adapters]
@@ -61,6 +65,8 @@ def keep(model: Any, adapters: Sequence[Adapter], strategy: Strategy) -> None:
     """
     function = model.train_function
     kept = function is not None and not isinstance(function, KeptTrace) and all(a.lasts for a in adapters)
+    # An optimiser that came in during the fit is in the trace without an adapter.
+    kept = kept and len(optimizers_of(model)) == len(adapters)
     model.train_function = KeptTrace(model, function, adapters, strategy) if kept else None
 
 
@@ -76,8 +82,11 @@ def kept(model: Any, strategy: Strategy) -> KeptTrace | None:
 
 
 def _traced(model: Any) -> list[Any]:
-    """Return the objects that a trace refers to and a script may replace: optimisers and trainable weights."""
-    return [*optimizers_of(model), *model.trainable_variables]
+    """Return the objects that a trace refers to and a script may replace, such as trainable weights."""
+    optimizers = optimizers_of(model)
+    # A variable, or a schedule.
+    rates = [getattr(innermost(o), "_learning_rate", None) for o in optimizers]
+    return [*optimizers, *rates, *model.trainable_variables]
 
 
 def _settings(model: Any) -> tuple[Any, ...]:

@@ -114,7 +114,7 @@ class AsynchronousExchange(ThresholdExchange):
             body = None if known else self._mirror.view(np.uint8).copy()
             self._post.send(self._session, replica.begin(body))
         else:
-            self._wait(lambda: [] if replica.begun else [SEQUENCER], "the begin of a session")
+            self._wait(lambda: [] if replica.begun else [SEQUENCER], "the beginning of a session")
         self._shared = False
         # The first update is the change of this rank's own weights, which may differ from those of rank 0.
         self._given = self._buffer()
