@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from hvdx.codec import frame, varint
+from hvdx.codec import frame, halves, varint
 from hvdx.codec.base import Codec, Nothing
 from hvdx.errors import UpdateError, WireError
 from hvdx.kernels.pieces import check_arrays
@@ -108,11 +108,10 @@ class Float16(Dense):
     name, number, _wire = "fp16", 1, np.dtype("<f2").type
 
     def _pack(self, values: np.ndarray, coded: np.ndarray) -> None:
-        with np.errstate(over="ignore"):
-            coded[:] = values
+        halves.to_float16(values, coded)
 
     def _unpack(self, coded: np.ndarray) -> np.ndarray:
-        return coded.astype(np.float32)
+        return halves.to_float32(coded)
 
     def _remedy(self, value: np.float32) -> str:
         return " Its largest number is 65504; bf16 has the range of float32." if np.isfinite(value) else ""

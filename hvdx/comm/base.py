@@ -92,7 +92,12 @@ class Channel(abc.ABC):
             ExchangeError: if ranks do not join within the time limit.
         """
 
-    def sum_in_order(self, vector: np.ndarray, scale: float = 1.0) -> np.ndarray:
+    def sum_in_order(
+        self,
+        vector: np.ndarray,
+        scale: float = 1.0,
+        cast: Callable[[np.ndarray, np.dtype], np.ndarray] = np.ndarray.astype,
+    ) -> np.ndarray:
         """Sum a vector over the ranks, each element in rank order.
 
         Every rank sums one piece of the vector and sends the result to the others. Each rank sends 2 (N - 1) / N
@@ -102,6 +107,8 @@ class Channel(abc.ABC):
             vector: contiguous floats[n], n and dtype the same on all ranks. Values are sent in this dtype and summed
                 in float32, or in float64 if that is the dtype.
             scale: factor on the sum, applied before rounding to the dtype of the vector.
+            cast: function from an array and a dtype to a new array. NumPy casts small numbers to float16 a hundred
+                times more slowly than others.
 
         Returns:
             A new array of the same dtype[n], with the same bits on every rank.
@@ -117,10 +124,11 @@ class Channel(abc.ABC):
             pieces = self.scatter_pieces(block, bounds)
             # A sum that float16 cannot hold becomes infinity, which checks of the result find.
             with np.errstate(over="ignore", invalid="ignore"):
-                total = pieces[0].astype(wide)
+                total = cast(pieces[0], wide)
                 for piece in pieces[1:]:
-                    total += piece.astype(wide, copy=False)
-                mine = (total * scale if scale != 1.0 else total).astype(vector.dtype, copy=False)
+                    total += piece if piece.dtype == wide else cast(piece, wide)
+                mine = total * scale if scale != 1.0 else total
+                mine = mine if mine.dtype == vector.dtype else cast(mine, vector.dtype)
             self.gather_pieces(mine, bounds, result[begin : begin + most])
         return result
 

@@ -93,7 +93,7 @@ class HostGraphComm(TensorComm):
                 self._flat = np.empty(ends[-1] * dtype.itemsize, np.uint8)
             flat = self._flat[: ends[-1] * dtype.itemsize].view(dtype)
             np.concatenate([vectors[i] for i in members], out=flat)
-            total = self._channel.sum_in_order(flat, scale)
+            total = self._channel.sum_in_order(flat, scale, _cast)
             for i, end in zip(members, ends, strict=True):
                 result[i] = total[end - vectors[i].size : end]
         return result
@@ -115,6 +115,13 @@ class HostGraphComm(TensorComm):
     def subset(self, ranks: Sequence[int]) -> GraphComm | None:
         """Raise HorovodError: this communicator has no process sets."""
         raise _needs_horovod("process sets")
+
+
+def _cast(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Return an array as a new one of another dtype."""
+    with tf.device("CPU:0"):
+        cast: np.ndarray = tf.cast(values, dtype).numpy()
+    return cast
 
 
 def prepare() -> None:

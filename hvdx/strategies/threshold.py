@@ -273,16 +273,16 @@ class Threshold(Strategy):
             from hvdx.strategies.threshold_hosts import HostsExchange
 
             hosts = HostsExchange(self, comm, specs, self.lookahead_for(momentum))
-            self._report_way(comm, hosts.way)
+            self._report(comm, hosts.way, "auto" in (self.local, self.exchange))
             return hosts
         exchange = self.open_kind(comm, specs, self.lookahead_for(momentum), device)
-        self._report_way(comm, exchange.way)
+        self._report(comm, exchange.way, self.exchange == "auto")
         return exchange
 
-    def _report_way(self, comm: Comm, way: str) -> None:
-        """Print on rank 0 how messages travel, if hvdx chose it and it is not the usual one."""
+    def _report(self, comm: Comm, way: str, chosen: bool) -> None:
+        """Print on rank 0 how messages travel, if hvdx has chosen it and it is not the usual way."""
         first = comm.rank == 0 and (comm.parent_ranks is None or comm.parent_ranks[0] == 0)
-        if first and way and "auto" in (self.exchange, self.local):
+        if first and way and chosen:
             print(f"hvdx: threshold: {way}", file=sys.stderr, flush=True)
 
     def open_kind(

@@ -86,9 +86,9 @@ def test_graph_runs_collectives_in_program_order():
     variables = [tf.Variable(0.0) for _ in range(7)]
     plain = comm._channel.sum_in_order
 
-    def record(vector, scale):
+    def record(vector, scale, cast):
         sizes.append(vector.size)
-        return plain(vector, scale)
+        return plain(vector, scale, cast)
 
     comm._channel.sum_in_order = record
 
