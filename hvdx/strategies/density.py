@@ -21,6 +21,8 @@ _HIGH, _LOW = 1.1, 0.8
 _PATIENCE = 4
 # Number of reviews in which the density is found.
 _SETTLING = 8
+# Smallest ratio of two costs that is taken for the effect of their densities, and not for noise.
+_CLEAR = 1.5
 # Share of the budget that the part of the cost that grows with the density may take in any case.
 _LEAST_SHARE = 0.25
 
@@ -30,7 +32,8 @@ class DensityControl:
 
     The cost of a step is all that the step pays for the exchange: encoding, the transfer, decoding. A part of it does
     not depend on the density (latency, reading the whole update). If this part alone exceeds the budget, a lower
-    density would only lose accuracy, so the density falls no further once its own part of the cost is small.
+    density would only lose accuracy, so the density falls no further once its own part of the cost is small. The
+    largest clear slope of the cost says when that is in any case: noise alone would let the density fall on.
 
     Args:
         overhead: budget, as a share of a step's computing time.
@@ -59,6 +62,8 @@ class DensityControl:
         # Last review at another density: (density, cost).
         self._before: tuple[float, float] | None = None
         self._fixed = 0.0
+        # Largest clear slope of the cost; seconds that the density's own part may take in any case.
+        self._slope = self._share = 0.0
         self._too_high = self._too_low = 0
 
     def observe(self, computing: float, cost: float) -> None:
@@ -79,6 +84,7 @@ class DensityControl:
 
     def _review(self, budget: float, cost: float) -> None:
         self._reviews += 1
+        self._share = _LEAST_SHARE * budget
         if self._reviews == 1:
             # The first guess trusts the probe, and may be far off; what follows is measured.
             guess = affordable_density(self._transfer, budget)
@@ -104,12 +110,16 @@ class DensityControl:
             return
         (density, other), self._before = self._before, None
         slope = max(0.0, (cost - other) / (self.density - density))
+        if max(cost, other) > _CLEAR * min(cost, other):
+            self._slope = max(self._slope, slope)
         fixed = max(0.0, cost - slope * self.density)
         self._fixed = fixed if not self._fixed else (self._fixed + fixed) / 2
 
     def _proposal(self, budget: float, cost: float) -> float:
         wanted = self.density * max(budget - self._fixed, 0.0) / max(cost - self._fixed, 0.05 * budget)
-        return min(max(wanted, MIN_DENSITY), MAX_DENSITY)
+        # The cost is a convex function of the density, so this density's own part of the cost is no larger.
+        least = self._share / self._slope if self._slope else 0.0
+        return min(max(wanted, least, MIN_DENSITY), MAX_DENSITY)
 
     def _change(self, density: float, cost: float) -> None:
         if 1 / _SMALLEST < density / self.density < _SMALLEST:

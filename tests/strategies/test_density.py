@@ -9,7 +9,7 @@ from hvdx.strategies.link import Link, message_bytes
 _ELEMENTS, _COMPUTING, _STEPS, _SETTLING = 1_863_690, 0.013, 400, 100
 
 
-def train(rate, bucket, size, seed, fixed=8e-4, overhead=0.1, steps=_STEPS):
+def train(rate, bucket, size, seed, fixed=8e-4, overhead=0.1, steps=_STEPS, noise=0.1):
     """Return the costs and the densities of the steps of a simulated training.
 
     Args:
@@ -20,18 +20,22 @@ def train(rate, bucket, size, seed, fixed=8e-4, overhead=0.1, steps=_STEPS):
         fixed: seconds of encoding that do not depend on the density.
         overhead: budget as a share of computing.
         steps: number of steps.
+        noise: standard deviation of costs: of half of a normal distribution, and of a mean that drifts.
     """
     random, bandwidth, tokens = np.random.default_rng(seed), rate / 8, bucket
     # The probe's messages pass in the bucket, so it takes the link for a faster one.
     control = DensityControl(overhead, Link(1e-4, 25 * bandwidth if bucket > 1e5 else bandwidth), size - 1, _ELEMENTS)
-    costs, densities = [], []
+    costs, densities, drift = [], [], 1.0
     for _ in range(steps):
         density = control.density
         sent = (size - 1) * (message_bytes(_ELEMENTS, density) + 100)
         queued = max(0.0, sent - tokens) / bandwidth
         cost = 1e-4 * size + queued + fixed + 25e-9 * _ELEMENTS * density * (1 + size)
         computing = _COMPUTING * (1 + 0.1 * abs(random.normal()))
-        cost = cost * (1 + 0.1 * abs(random.normal())) + 0.01 * (random.random() < 1 / 30)
+        cost = cost * (1 + noise * abs(random.normal())) + 0.01 * (random.random() < 1 / 30)
+        if noise > 0.1:
+            drift += 0.05 * (1 + random.normal() * noise - drift)
+            cost *= drift
         tokens = min(bucket, max(0.0, tokens - sent) + (computing + cost - queued) * bandwidth)
         control.observe(computing, cost)
         costs.append(cost / computing)
@@ -63,6 +67,13 @@ def test_fixed_cost_above_the_budget_does_not_starve_the_exchange():
     costs, densities = train(1e9, 5e3, 2, 0, fixed=3e-3)
     assert densities[-1] > 10 * MIN_DENSITY
     assert np.median(costs[_SETTLING:]) < 4e-3 / _COMPUTING
+
+
+def test_noise_does_not_let_the_density_fall():
+    """Where the fixed part is most of the cost, noise seldom asks for a higher density."""
+    ends = np.array([train(1e9, 5e3, 4, seed, fixed=3.2e-3, noise=0.6)[1][-1] for seed in range(40)])
+    assert np.quantile(ends, 0.1) > 0.35 * np.median(ends)
+    assert np.quantile(ends, 0.9) < 5 * np.median(ends)
 
 
 def test_density_follows_a_link_that_gets_slower_and_faster():

@@ -58,6 +58,12 @@ def test_threshold_sends_its_density_to_all():
     assert Threshold(tau=0.1).predict(BASE) is None
 
 
+def test_fixed_part_above_the_budget_leaves_a_quarter_of_it_for_the_density():
+    found = Threshold(exchange="all_gather").predict(change(workers=2, link=Link(5e-3, 1e7)))
+    assert found.terms["latency"] > 0.1 * BASE.computing
+    assert found.terms["transfer"] == pytest.approx(0.25 * 0.1 * BASE.computing, rel=0.1)
+
+
 @pytest.mark.parametrize(("rate", "kind"), [(1e6, "sharded"), (1e12, "all-gather")])
 def test_predicted_kind_of_exchange_does_not_depend_on_the_machine(rate, kind):
     """The ranks of a training choose alike, and measure no codec for it."""
