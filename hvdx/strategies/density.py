@@ -13,6 +13,8 @@ STARVED = 2e-4
 INITIAL_DENSITY = 1 / 32
 # Steps of a review. The first steps after a change are left out: they still carry messages of the old density.
 _WINDOW, _LEFT_OUT = 10, 2
+# The same for the first review. The first messages have too many entries, until tau is found.
+_FIRST_WINDOW, _FIRST_LEFT_OUT = 4, 8
 # Largest factor of a change after the first review, and smallest factor that is worth a change.
 _LARGEST, _SMALLEST = 2.0, 1.2
 # A cost is too high above this multiple of the budget, and leaves room below the other one.
@@ -57,7 +59,7 @@ class DensityControl:
         self._overhead, self._network, self._messages, self._elements = overhead, network, messages, elements
         self._computing: list[float] = []
         self._costs: list[float] = []
-        self._left_out = _LEFT_OUT
+        self._left_out = _FIRST_LEFT_OUT
         self._reviews = 0
         # Last review at another density: (density, cost).
         self._before: tuple[float, float] | None = None
@@ -78,7 +80,7 @@ class DensityControl:
             self._left_out -= 1
             return
         self._costs.append(cost)
-        if len(self._costs) == _WINDOW:
+        if len(self._costs) == (_WINDOW if self._reviews else _FIRST_WINDOW):
             self._review(self._overhead * median(self._computing), median(self._costs))
             self._costs = []
 
