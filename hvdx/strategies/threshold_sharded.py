@@ -65,6 +65,7 @@ class ShardedExchange(ThresholdExchange):
         self._owner: Any = self._owner_codec(self._density).init([self._shards.part])
         # Sums over the ranks of the last sample of gradients and of its squares.
         self._sums: np.ndarray | None = None
+        self._owner_lookahead = 0.0
 
     @property
     def way(self) -> str:
@@ -164,7 +165,7 @@ class ShardedExchange(ThresholdExchange):
             least = self._state.taus
             taus = np.where(self._owner.found, np.maximum(self._owner.taus, least), least)
             self._owner = replace(self._owner, taus=taus, found=np.ones_like(self._owner.found))
-        message, self._owner = codec.encode([self._sum], self._owner, OWNER_LOOKAHEAD * self._lookahead)
+        message, self._owner = codec.encode([self._sum], self._owner, self._owner_lookahead)
         if codec.target_density is not None:
             self._owner = _with_fewer_entries(self._owner, codec)
         return message
@@ -207,6 +208,7 @@ class ShardedExchange(ThresholdExchange):
 
     def more_header(self) -> Sequence[int]:
         """Return the sample of this rank's gradients and the sum of its squares, as the bits of float64."""
+        self._owner_lookahead = OWNER_LOOKAHEAD * self._lookahead if self.sample else 0.0
         if not self.sample or self._step % _SAMPLE_EVERY:
             return ()
         sample = np.concatenate([np.ravel(s) for s in self.sample]).astype(np.float64)

@@ -259,3 +259,16 @@ def test_noise_of_gradients_is_that_of_the_gathered_exchange():
         factors[exchange] = first
     assert factors["sharded"] == pytest.approx(factors["all_gather"], rel=0.1)
     assert 1.5 < factors["sharded"] <= 2.0
+
+
+@pytest.mark.parametrize(("sample", "lookahead"), [(None, 0.0), ([np.ones(8, np.float16)], 1.5)])
+def test_owners_extrapolate_the_updates_of_adam_only(sample, lookahead):
+    """Adam and its relatives send a sample of their gradients; see ADR 23."""
+
+    def run(comm):
+        exchange = Threshold(target_density=0.01, exchange="sharded").open(comm, SPECS, momentum=0.9)
+        exchange.sample = sample
+        exchange.step(update(comm.rank, 0))
+        return exchange._owner_lookahead
+
+    assert on_all(2, run) == [lookahead] * 2

@@ -237,8 +237,8 @@ def test_bytes_between_hosts_are_counted_apart():
         assert counts.steps == 20
         assert counts.elements == 60_000
         assert counts.sent == counts.messages + 20 * 8 * 4
-        # Three quarters of the update there, and three times the piece back.
-        assert counts.inside == pytest.approx(20 * 4 * 2 * 45_000, rel=0.02)
+        # Three quarters of the update for the others, and the piece of the result, once for all of them.
+        assert counts.inside == pytest.approx(20 * 4 * (45_000 + 15_000), rel=0.02)
         assert 0.01 < counts.entries / counts.encoded < 0.04
     across = sum(c.sent for c in alone) * 4 / 7
     assert sum(c.sent for c in added) / across < 0.3
