@@ -8,8 +8,8 @@ import numpy as np
 
 _SIGN, _INFINITY, _NAN = np.uint32(0x8000), np.uint32(0x7C00), np.uint32(0x7E00)
 _SHIFT = np.uint32(13)
-# Bits of float32 numbers: the largest finite one, 2^-14, 0.5, and the smallest one that rounds to infinity in float16.
-_FINITE, _NORMAL, _HALF, _OVERFLOW = (np.uint32(bits) for bits in (0x7F7FFFFF, 0x38800000, 0x3F000000, 0x477FF000))
+# Bits of float32 numbers: infinity, 2^-14, 0.5, and the smallest number that rounds to infinity in float16.
+_INFINITE, _NORMAL, _HALF, _OVERFLOW = (np.uint32(bits) for bits in (0x7F800000, 0x38800000, 0x3F000000, 0x477FF000))
 # Difference of the biases of the exponents, 112, in place; and less than one unit, to round.
 _BIAS, _REBIAS = np.uint32(112 << 23), np.uint32(0xC8000FFF)
 _EXPONENT = np.uint32(0x0F800000)
@@ -35,7 +35,7 @@ def to_float16(values: np.ndarray, out: np.ndarray) -> None:
         subnormal = (size.view(np.float32) + np.float32(0.5)).view(np.uint32) - _HALF
     normal = (size + (_REBIAS + (size >> _SHIFT & np.uint32(1)))) >> _SHIFT
     half = np.where(size < _NORMAL, subnormal, normal)
-    half = np.where(size >= _OVERFLOW, np.where(size > _FINITE + np.uint32(1), _NAN, _INFINITY), half)
+    half = np.where(size >= _OVERFLOW, np.where(size > _INFINITE, _NAN, _INFINITY), half)
     np.copyto(out.view(np.uint16), half | (bits >> np.uint32(16) & _SIGN), "unsafe")
 
 

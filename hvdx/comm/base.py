@@ -117,18 +117,18 @@ class Channel(abc.ABC):
             ExchangeError: if ranks do not join within the time limit.
         """
         wide, result = np.promote_types(vector.dtype, np.float32), aligned(vector.size, vector.dtype)
-        most = _BLOCK_BYTES // vector.itemsize
+        most, narrow = _BLOCK_BYTES // vector.itemsize, vector.dtype != wide
         for begin in range(0, vector.size, most):
             block = vector[begin : begin + most]
             bounds = np.arange(self.size + 1) * block.size // self.size
             pieces = self.scatter_pieces(block, bounds)
             # A sum that float16 cannot hold becomes infinity, which checks of the result find.
             with np.errstate(over="ignore", invalid="ignore"):
-                total = cast(pieces[0], wide)
+                total = cast(pieces[0], wide) if narrow else pieces[0].copy()
                 for piece in pieces[1:]:
-                    total += piece if piece.dtype == wide else cast(piece, wide)
+                    total += cast(piece, wide) if narrow else piece
                 mine = total * scale if scale != 1.0 else total
-                mine = mine if mine.dtype == vector.dtype else cast(mine, vector.dtype)
+                mine = cast(mine, vector.dtype) if narrow else mine
             self.gather_pieces(mine, bounds, result[begin : begin + most])
         return result
 

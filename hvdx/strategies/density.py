@@ -64,8 +64,8 @@ class DensityControl:
         # Last review at another density: (density, cost).
         self._before: tuple[float, float] | None = None
         self._fixed = 0.0
-        # Largest clear slope of the cost; seconds that the density's own part may take in any case.
-        self._slope = self._share = 0.0
+        # Largest clear slope of the cost.
+        self._slope = 0.0
         self._too_high = self._too_low = 0
 
     def observe(self, computing: float, cost: float) -> None:
@@ -86,11 +86,11 @@ class DensityControl:
 
     def _review(self, budget: float, cost: float) -> None:
         self._reviews += 1
-        self._share = _LEAST_SHARE * budget
+        share = _LEAST_SHARE * budget
         if self._reviews == 1:
             # The first guess trusts the probe, and may be far off; what follows is measured.
             guess = affordable_density(self._transfer, budget)
-            self._change(min(guess, self._proposal(budget, cost)), cost)
+            self._change(min(guess, self._proposal(budget, cost, share)), cost)
             return
         self._learn_fixed(cost)
         budget = budget_with(self._fixed, budget)
@@ -98,7 +98,7 @@ class DensityControl:
         self._too_low = self._too_low + 1 if cost < _LOW * budget else 0
         if max(self._too_high, self._too_low) < (1 if self._reviews < _SETTLING else _PATIENCE):
             return
-        wanted = self._proposal(budget, cost)
+        wanted = self._proposal(budget, cost, share)
         self._change(min(max(wanted, self.density / _LARGEST), self.density * _LARGEST), cost)
 
     def _transfer(self, density: float) -> float:
@@ -117,10 +117,11 @@ class DensityControl:
         fixed = max(0.0, cost - slope * self.density)
         self._fixed = fixed if not self._fixed else (self._fixed + fixed) / 2
 
-    def _proposal(self, budget: float, cost: float) -> float:
+    def _proposal(self, budget: float, cost: float, share: float) -> float:
+        """Return the density whose cost is the budget, but at least the one whose own part of the cost is `share`."""
         wanted = self.density * max(budget - self._fixed, 0.0) / max(cost - self._fixed, 0.05 * budget)
         # The cost is a convex function of the density, so this density's own part of the cost is no larger.
-        least = self._share / self._slope if self._slope else 0.0
+        least = share / self._slope if self._slope else 0.0
         return min(max(wanted, least, MIN_DENSITY), MAX_DENSITY)
 
     def _change(self, density: float, cost: float) -> None:

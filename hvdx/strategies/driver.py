@@ -400,7 +400,7 @@ class MessageExchange(HostExchange):
         return self._pending is not None or self._drained is not None
 
     def write_to(self, arrays: Sequence[np.ndarray]) -> None:
-        """Set arrays to the results of steps and flushes, and leave `result` and what they return undefined.
+        """Write the results of steps and flushes to other arrays; `result` and the returned arrays are then undefined.
 
         Args:
             arrays: contiguous float32 arrays of the host, with as many elements together as the tensors.
