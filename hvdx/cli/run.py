@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvdx.cli.common.mpi_tools import EXPORTED, EXPORTED_PREFIXES, Mpi, find_mpi, mpirun_command
+from hvdx.cli.common.mpi_traffic import traffic_options
 from hvdx.cli.common.processes import program_of, search_path
 from hvdx.errors import LaunchError
 
@@ -26,6 +27,9 @@ The exit code is that of the job.
   hvdx run -n 2 --dry-run python train.py              print the mpirun command, to change it or to learn from it
   HVDX_STRATEGY=threshold hvdx run -n 4 python train.py
                                                        choose a strategy without editing the script
+
+With Open MPI, workers on one machine listen on no network, and workers on several exchange over the network that all
+--hosts are on. OMPI_MCA_btl, OMPI_MCA_btl_tcp_if_include or ..._exclude changes that.
 
 The output shows the first worker's standard output and all workers' standard error; --all shows everything. On a
 cluster with a batch system, use `hvdx job`.
@@ -63,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
         )
     mpi = find_mpi()
     rank = [sys.executable, "-I", "-S", str(_RANK), "all" if args.all else "first"]
-    command = [*mpirun_command(workers, mpi), *_host_options(mpi, hosts), *rank, *_found(words)]
+    options = [*traffic_options(mpi, list(hosts)), *_host_options(mpi, hosts)]
+    command = [*mpirun_command(workers, mpi), *options, *rank, *_found(words)]
     if args.dry_run:
         print(shlex.join(command))
         return 0
