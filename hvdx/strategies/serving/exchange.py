@@ -1,6 +1,5 @@
 """Exchange of a worker with the parameter servers: push the update of a step, and pull the current weights."""
 
-import pickle
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -176,7 +175,7 @@ class ServerExchange(HostExchange):
         for part in self._parts:
             group, ranks = self._everyone.size // self._comm.size, self._ranks
             config = self._strategy.config(self._comm.size, part.elements, self._dtype.name, group, ranks)
-            body = np.frombuffer(pickle.dumps(config), np.uint8)
+            body = np.frombuffer(config.to_json(), np.uint8)
             self._client.send(part.server, [MessageType.OPEN, part.session], body)
             messages.append((part.server, [MessageType.LOAD, part.session], part.of(self._weights).view(np.uint8)))
             self._count_bytes(part, sent=body.size + part.elements * self._dtype.itemsize, received=0)

@@ -6,9 +6,13 @@ Its number is the same on all ranks. A round is an epoch whose steps the first s
 """
 
 import itertools
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from enum import IntEnum
+from typing import Any
+
+from hvdx.errors import WireError
 
 #: Numbers of a rank's two mailboxes: one receives messages to its server, the other messages to its worker.
 SERVER_BOX, WORKER_BOX = 0, 1
@@ -18,8 +22,8 @@ class MessageType(IntEnum):
     """Type of a message. Numbers in brackets follow the type and the session in the header.
 
     To a server:
-        OPEN: begin a session, or restart it, with the pickled `SessionConfig` in the body. From the first worker of the
-            session. No answer.
+        OPEN: begin a session, or restart it, with the `SessionConfig` in the body (JSON). From the first worker of
+            the session. No answer.
         LOAD: the body is the server's part of the weights. From the first worker. Answer: READY.
         PUSH: [version, finite] the body is this worker's update, computed from the weights of that version. There is no
             body if `finite` is 0, because the update held NaN. Answer: WEIGHTS, when the worker may continue.
@@ -87,6 +91,44 @@ class SessionConfig:
     def members(self) -> Sequence[int]:
         """Ranks of the workers."""
         return self.ranks or range(self.workers)
+
+    def to_json(self) -> bytes:
+        """Encode the configuration as the body of OPEN."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, body: bytes) -> "SessionConfig":
+        """Decode the body of OPEN.
+
+        Raises:
+            WireError: if it is not an object with exactly the fields of a configuration, of their types.
+
+        Example:
+            >>> SessionConfig.from_json(SessionConfig(2, 10, ranks=(1, 3)).to_json()).members
+            (1, 3)
+        """
+        try:
+            values = json.loads(body)
+            valid = values.keys() == {field.name for field in fields(cls)} and all(
+                _fits(*item) for item in values.items()
+            )
+        except (ValueError, AttributeError):
+            valid = False
+        if not valid:
+            raise WireError(
+                f"OPEN: expected the configuration of a session, got {body[:60]!r}. All ranks need the same hvdx."
+            )
+        return cls(**values | {"ranks": tuple(values["ranks"])})
+
+
+def _fits(name: str, value: Any) -> bool:
+    """Return whether a decoded value has the type of a field of `SessionConfig`."""
+    if name == "ranks":
+        return isinstance(value, list) and all(type(rank) is int for rank in value)
+    if name == "max_staleness":
+        return value is None or type(value) is int
+    expected = {"dtype": str, "codec": str, "share": (int, float), "staleness_exponent": (int, float)}.get(name, int)
+    return isinstance(value, expected) and not isinstance(value, bool)  # type: ignore[arg-type]
 
 
 def cut(elements: int, parts: int) -> list[tuple[int, int]]:

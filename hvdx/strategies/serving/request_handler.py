@@ -1,7 +1,6 @@
 """Answers of a server to messages; `server` receives the messages and sends the answers."""
 
 import json
-import pickle
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -140,8 +139,7 @@ class RequestHandler:
     def _in_session(self, kind: MessageType, number: int, message: Message) -> list[Answer]:
         if kind == MessageType.OPEN:
             assert message.body is not None
-            # Unpickling is safe here: the message comes from a rank of this job, which runs the same user's code.
-            config = pickle.loads(message.body.tobytes())
+            config = SessionConfig.from_json(message.body.tobytes())
             self._sessions[number] = _Session(config, decoder(config, self._threads), opened=self._clock())
             return []
         if kind == MessageType.CLOSE:

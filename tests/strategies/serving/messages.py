@@ -1,6 +1,5 @@
 """Messages to a handler, for tests."""
 
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,5 +18,5 @@ def message(sender: int, header: Sequence[int], body: Any = None) -> Message:
 
 def opening(session: int, config: SessionConfig, weights: np.ndarray) -> list[tuple[list[int], np.ndarray]]:
     """Return the header and body of the messages from worker 0 that open a session."""
-    data = np.frombuffer(pickle.dumps(config), np.uint8)
+    data = np.frombuffer(config.to_json(), np.uint8)
     return [([MessageType.OPEN, session], data), ([MessageType.LOAD, session], weights)]

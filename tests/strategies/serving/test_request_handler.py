@@ -1,6 +1,9 @@
 """Answers of a server to each message."""
 
+import dataclasses
 import json
+import os
+import pickle
 
 import numpy as np
 import pytest
@@ -55,6 +58,36 @@ def test_a_session_opens_with_the_weights_and_answers_a_push_with_weights():
     assert (to, kind, words) == (1, MessageType.WEIGHTS, (1, 1, 1, 0))
     assert body.dtype == np.uint8
     assert body.view(np.float32).tolist() == [11, 22, 33]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SessionConfig(2, 3),
+        SessionConfig(3, 7, "float64", "threshold", 2, 1 / 3, 0.1, 4, (1, 2, 5)),
+    ],
+)
+def test_a_configuration_is_the_same_after_its_message(config):
+    assert SessionConfig.from_json(config.to_json()) == config
+
+
+def test_a_message_that_is_no_configuration_is_refused_and_nothing_in_it_runs(tmp_path):
+    class Hostile:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    good = dataclasses.asdict(SessionConfig(2, 3))
+    for wrong in ({"workers": "2"}, {"elements": True}, {"ranks": [0.5]}, {"dtype": None}, {"more": 1}):
+        is_error(
+            Talk()(0, MessageType.OPEN, body=np.frombuffer(json.dumps(good | wrong).encode(), np.uint8)),
+            "OPEN",
+            damaged=1,
+        )
+    for body in (pickle.dumps(Hostile()), b"", b"[1]", b"\xff"):
+        is_error(
+            Talk()(0, MessageType.OPEN, body=np.frombuffer(body, np.uint8)), "expected the configuration", damaged=1
+        )
+    assert not (tmp_path / "ran").exists()
 
 
 def test_updates_below_the_last_bit_of_a_weight_are_not_lost():
