@@ -29,6 +29,11 @@ _RARE_STALL_SECONDS = "3600"
 # Polling interval of Horovod's thread, in milliseconds, if most steps have no collective. Horovod's default is 1 ms. On
 # two cores, steps of 8 ms took 14 ms with a poll every 1 ms, and 10 ms with a poll every 5 ms.
 _RARE_CYCLE_MS = "5"
+# Dtypes of Horovod's broadcast and all-gather. Others, such as bfloat16, travel as bytes.
+_CARRIED = (
+    *(tf.uint8, tf.int8, tf.uint16, tf.int16, tf.int32, tf.int64),
+    *(tf.float16, tf.float32, tf.float64, tf.bool),
+)
 
 
 def load() -> Any:
@@ -126,8 +131,15 @@ class HorovodComm(TensorComm):
         @tf.function(autograph=False)
         def run(values: list[tf.Tensor]) -> list[tf.Tensor]:
             return [
-                self._hvd.broadcast(
-                    value, self._ranks[root], name=f"{_tag(what)}.{i}", ignore_name_scope=True, process_set=self._set
+                _unpacked(
+                    self._hvd.broadcast(
+                        _packed(value),
+                        self._ranks[root],
+                        name=f"{_tag(what)}.{i}",
+                        ignore_name_scope=True,
+                        process_set=self._set,
+                    ),
+                    value.dtype,
                 )
                 for i, value in enumerate(values)
             ]
@@ -135,10 +147,14 @@ class HorovodComm(TensorComm):
         return run(list(tensors)) if tensors else []
 
     def all_gather(self, tensor: Any, name: str) -> Any:
-        return self._hvd.allgather(tensor, name=_tag(name), ignore_name_scope=True, process_set=self._set)
+        rows = self._hvd.allgather(_packed(tensor), name=_tag(name), ignore_name_scope=True, process_set=self._set)
+        return _unpacked(rows, tensor.dtype)
 
     def all_to_all(self, tensor: Any, splits: Any, name: str) -> tuple[Any, Any]:
-        return self._hvd.alltoall(tensor, splits=splits, name=_tag(name), ignore_name_scope=True, process_set=self._set)
+        rows, numbers = self._hvd.alltoall(
+            _packed(tensor), splits=splits, name=_tag(name), ignore_name_scope=True, process_set=self._set
+        )
+        return _unpacked(rows, tensor.dtype), numbers
 
     def subset(self, ranks: Sequence[int]) -> "HorovodComm | None":
         if not self._takes_sets:
@@ -176,6 +192,18 @@ class HorovodComm(TensorComm):
     def reduce_group(self, tensors: list[Any], how: Reduction, name: str) -> list[Any]:
         if how.wire == "bf16":
             return self._reduce_bf16(tensors, how, name)
+        # One collective has one dtype, and none has bfloat16.
+        result, dtypes = list(tensors), sorted({t.dtype for t in tensors}, key=lambda dtype: dtype.name)
+        for dtype in dtypes:
+            members = [i for i, t in enumerate(tensors) if t.dtype == dtype]
+            reduce = self._reduce_bf16 if dtype == tf.bfloat16 else self._reduce_alike
+            tag = name if len(dtypes) == 1 else f"{name}.{dtype.name}"
+            for i, tensor in zip(members, reduce([tensors[i] for i in members], how, tag), strict=True):
+                result[i] = tensor
+        return result
+
+    def _reduce_alike(self, tensors: list[Any], how: Reduction, name: str) -> list[Any]:
+        """All-reduce tensors of one dtype."""
         hvd = self._hvd
         scale = how.predivide if how.average else 1.0
         plain_mean = how.average and scale == 1.0
@@ -217,10 +245,20 @@ class HorovodComm(TensorComm):
             total = tf.add_n(tf.unstack(tf.cast(mine, tf.float32), num=self.size))
             if how.average:
                 total /= self.size
-            total = self.all_gather(tf.bitcast(tf.cast(total, tf.bfloat16), tf.uint8), f"{name}.gather")
-            whole = tf.cast(tf.bitcast(total, tf.bfloat16), tf.float32)[:length]
+            total = self.all_gather(tf.cast(total, tf.bfloat16), f"{name}.gather")
+            whole = tf.cast(total, tf.float32)[:length]
             pieces = tf.split(whole, part_of)
             return [tf.cast(tf.reshape(piece, tf.shape(t)), t.dtype) for piece, t in zip(pieces, tensors, strict=True)]
+
+
+def _packed(tensor: Any) -> Any:
+    """Return a tensor, or its bytes along a last dimension if Horovod cannot move its dtype."""
+    return tensor if tensor.dtype in _CARRIED else tf.bitcast(tensor, tf.uint8)
+
+
+def _unpacked(tensor: Any, dtype: tf.DType) -> Any:
+    """Undo `_packed`."""
+    return tensor if dtype in _CARRIED else tf.bitcast(tensor, dtype)
 
 
 def _tag(name: str) -> str:

@@ -56,8 +56,7 @@ class TensorComm(GraphComm):
         if wire == "fp16":
             return tf.cast(self.all_gather(tf.cast(values, tf.float16), name), values.dtype)
         if wire == "bf16":
-            received = self.all_gather(tf.bitcast(tf.cast(values, tf.bfloat16), tf.uint8), name)
-            return tf.cast(tf.bitcast(received, tf.bfloat16), values.dtype)
+            return tf.cast(self.all_gather(tf.cast(values, tf.bfloat16), name), values.dtype)
         return self.all_gather(values, name)
 
 
