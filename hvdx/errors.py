@@ -70,13 +70,27 @@ class CheckpointError(HvdxError, RuntimeError):
 class WireError(HvdxError, RuntimeError):
     """A message from a rank is malformed. Neither it nor the messages received with it were applied.
 
-    Attributes:
-        rank: rank of the sender, or None if unknown.
+    Args:
+        problem: fault of the message, without its sender.
+        rank: rank of the sender; None if unknown.
+        what: name of the message.
+
+    Example:
+        >>> error = WireError("its checksum is wrong.", 0)
+        >>> str(error), str(error.of(3, "update"))
+        ('message of rank 0: its checksum is wrong.', 'update of rank 3: its checksum is wrong.')
     """
 
-    def __init__(self, message: str, rank: int | None = None) -> None:
-        super().__init__(message)
-        self.rank = rank
+    def __init__(self, problem: str, rank: int | None = None, what: str = "message") -> None:
+        super().__init__(problem, rank, what)
+        self.problem, self.rank, self.what = problem, rank, what
+
+    def __str__(self) -> str:
+        return self.problem if self.rank is None else f"{self.what} of rank {self.rank}: {self.problem}"
+
+    def of(self, rank: int, what: str | None = None) -> "WireError":
+        """Return the same fault in a message of a given rank, for callers that number the ranks differently."""
+        return WireError(self.problem, rank, what or self.what)
 
 
 class UpdateError(HvdxError, ValueError):
@@ -84,14 +98,27 @@ class UpdateError(HvdxError, ValueError):
 
     The encoder's state is unchanged.
 
-    Attributes:
+    Args:
+        problem: what is wrong with the element, such as "is nan.".
         variable: index of the array in the update.
         element: index of the element in the flattened array.
+
+    Example:
+        >>> error = UpdateError("is nan.", 2, 7)
+        >>> str(error), error.within("kernel")
+        ('update[2]: element 7 is nan.', 'kernel: element 7 is nan.')
     """
 
-    def __init__(self, message: str, variable: int, element: int) -> None:
-        super().__init__(message)
-        self.variable, self.element = variable, element
+    def __init__(self, problem: str, variable: int, element: int) -> None:
+        super().__init__(problem, variable, element)
+        self.problem, self.variable, self.element = problem, variable, element
+
+    def __str__(self) -> str:
+        return self.within(f"update[{self.variable}]")
+
+    def within(self, name: str) -> str:
+        """Return the text of this error, with the name of the variable."""
+        return f"{name}: element {self.element} {self.problem}"
 
 
 class AverageError(HvdxError, ValueError):

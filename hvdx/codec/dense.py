@@ -41,8 +41,7 @@ class Dense(Codec[Nothing]):
             if bad.any():
                 element = int(np.argmax(bad))
                 raise UpdateError(
-                    f"update[{variable}]: element {first + element} is {values[element]}, "
-                    f"which {self.name} cannot send.{self._remedy(values[element])}",
+                    f"is {values[element]}, which {self.name} cannot send.{self._remedy(values[element])}",
                     variable,
                     first + element,
                 )
@@ -56,10 +55,10 @@ class Dense(Codec[Nothing]):
             try:
                 elements, at = varint.get(body[:9].tobytes(), 0)
             except ValueError as error:
-                raise WireError(f"message of rank {rank}: {error}.", rank) from None
+                raise WireError(f"{error}.", rank) from None
             if elements != n or body.size - at != n * np.dtype(self._wire).itemsize:
                 raise WireError(
-                    f"message of rank {rank}: expected {n} elements, got {elements} in {body.size - at} bytes. "
+                    f"expected {n} elements, got {elements} in {body.size - at} bytes. "
                     "Give every rank the same model.",
                     rank,
                 )

@@ -52,21 +52,21 @@ def unseal(message: np.ndarray | bytes | bytearray | memoryview, codec: int, nam
     message = np.ascontiguousarray(message)
     start = message[:4].tobytes()
     if len(message) < SIZE or start[:2] != MAGIC:
-        raise WireError(f"message of rank {rank}: {len(message)} bytes that are not an hvdx message.", rank)
+        raise WireError(f"{len(message)} bytes that are not an hvdx message.", rank)
     if start[2] != VERSION:
         raise WireError(
-            f"message of rank {rank}: expected version {VERSION} of the format, got {start[2]}. "
+            f"expected version {VERSION} of the format, got {start[2]}. "
             "Run the same version of hvdx on every rank.",
             rank,
         )
     if start[3] != codec:
         raise WireError(
-            f"message of rank {rank}: expected one of codec {codec} ({name}), got codec {start[3]}. "
+            f"expected one of codec {codec} ({name}), got codec {start[3]}. "
             "Give every rank the same codec and options.",
             rank,
         )
     if struct.unpack("<I", message[4:SIZE].tobytes())[0] != _checksum(start, message):
-        raise WireError(f"message of rank {rank}: its checksum is wrong; it was cut short or altered in transit.", rank)
+        raise WireError("its checksum is wrong; it was cut short or altered in transit.", rank)
     return message[SIZE:]
 
 

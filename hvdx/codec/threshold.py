@@ -276,7 +276,7 @@ class Threshold(Codec[ThresholdState]):
         try:
             self._device.decode(bodies, scale, out, self.index_coding == "rice", clear, stream)
         except Malformed as error:
-            raise WireError(f"message of rank {error.message}: {error}.", error.message) from None
+            raise WireError(f"{error}.", error.message) from None
 
     def _opened(self, message: np.ndarray, n: int, rank: int) -> tuple[np.ndarray, Runs]:
         """Check the frame of a message of n elements, and return its tiles and runs."""
@@ -325,7 +325,7 @@ class Threshold(Codec[ThresholdState]):
         try:
             tiles, runs = join_tiles(pieces)
         except Malformed as error:
-            raise WireError(f"message of rank {error.message}: {error}.", error.message) from None
+            raise WireError(f"{error}.", error.message) from None
         return self._sealed(_header(runs), tiles)
 
     def _sealed(self, head: bytes, tiles: np.ndarray) -> np.ndarray:
@@ -459,7 +459,7 @@ class Threshold(Codec[ThresholdState]):
             if np.isfinite(value)
             else "which cannot be sent. The training diverged, or the loss scale is too high"
         )
-        return UpdateError(f"update[{variable}]: element {element} is {value}, {why}.", variable, element)
+        return UpdateError(f"is {value}, {why}.", variable, element)
 
 
 def _is_number(value: Any) -> bool:
@@ -481,13 +481,13 @@ def _open(body: np.ndarray, n: int, rank: int) -> tuple[np.ndarray, Runs]:
     try:
         lengths, at = read_lengths(body, n)
     except Malformed as error:
-        raise WireError(f"message of rank {rank}: {error}.", rank) from None
+        raise WireError(f"{error}.", rank) from None
     end = at + 4 * len(lengths)
     if end > len(body):
-        raise WireError(f"message of rank {rank}: it ends within its taus.", rank)
+        raise WireError("it ends within its taus.", rank)
     taus = body[at:end].view("<f4").astype(np.float32)
     if not ((taus >= 2.0**-126) & (taus <= 2.0**126)).all():
         raise WireError(
-            f"message of rank {rank}: a tau of {taus[np.argmin((taus >= 2.0**-126) & (taus <= 2.0**126))]}.", rank
+            f"a tau of {taus[np.argmin((taus >= 2.0**-126) & (taus <= 2.0**126))]}.", rank
         )
     return body[end:], Runs(lengths, taus)

@@ -301,6 +301,14 @@ class Comm(abc.ABC):
     library: str = ""
 
     @property
+    def world_ranks(self) -> Sequence[int]:
+        """Rank of each rank in the communicator from which `divide` was called first, for messages to users."""
+        if self.parent is None or self.parent_ranks is None:
+            return range(self.size)
+        outer = self.parent.world_ranks
+        return [outer[rank] for rank in self.parent_ranks]
+
+    @property
     def workers(self) -> int:
         """Number of ranks that train: `size`, except on a server rank."""
         return self.size

@@ -6,8 +6,9 @@ every rank's message to every rank: it adds the vote on NaN, skipped steps, over
 
 import abc
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from hvdx.comm import Comm, Received, clock
 from hvdx.comm.alignment import aligned
-from hvdx.errors import ConfigError, HvdxError, UpdateError
+from hvdx.errors import ConfigError, HvdxError, UpdateError, WireError
 from hvdx.strategies.base import Exchange, TensorSpec, views
 from hvdx.strategies.telemetry import Telemetry
 
@@ -159,10 +160,11 @@ class HostExchange(Exchange):
         Unlike `flush`, it does not change the results of the training.
         """
 
-    def _variable_at(self, element: int) -> int:
-        """Return the index of the tensor that holds an element of the flat array."""
+    def _find(self, place: int) -> tuple[int, int]:
+        """Return the index of the tensor that holds an element of the flat array, and the element in it."""
         ends = np.cumsum([s.elements for s in self.specs])
-        return int(np.searchsorted(ends, element, side="right"))
+        variable = int(np.searchsorted(ends, place, side="right"))
+        return variable, place - int(ends[variable]) + self.specs[variable].elements
 
     def _skipped(self, reports: bool, report: Callable[[str], str], error: Callable[[], str]) -> None:
         """Count a skipped step. Report only the 1st, 2nd, 4th, 8th ... in a row, so that a long series stays readable.
@@ -262,7 +264,7 @@ class MessageExchange(HostExchange):
         self._device = device
         self._rank, self._size, self._op = comm.rank, comm.size, op
         # Numbers of the ranks in reports.
-        self._numbers = range(comm.size) if comm.parent_ranks is None else comm.parent_ranks
+        self._numbers = comm.world_ranks
         self._channel = comm.channel(what)
         # Result of a step.
         self._flat: Any = aligned(self._n if device is None else 0)
@@ -358,16 +360,28 @@ class MessageExchange(HostExchange):
         late, sent.late = sent.late, None
         header = [sent.status, *(round(1e9 * seconds) for seconds in self.times), *self.more_header()]
         if self._thread is None:
-            received = self.swap(header, sent)
+            received = self._exchange(header, sent)
             late = (sent, received) if self._count(sent, received) else None
         result = self._clock("decoding", lambda: self._decode(late))
         if self._thread is not None:
             # The next exchange begins after decoding, because it overwrites the messages of the late step.
-            self._pending = sent, self._thread.submit(self.swap, header, sent)
+            self._pending = sent, self._thread.submit(self._exchange, header, sent)
         if self._device is not None:
             self._flat, self._out = None, []  # the caller has the result
         self._step += 1
         return result
+
+    def _exchange(self, header: Sequence[int], sent: Sent) -> Received:
+        with self._naming():
+            return self.swap(header, sent)
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Name the sender of a damaged message by its number in reports."""
+        try:
+            yield
+        except WireError as error:
+            raise error if error.rank is None else error.of(self._numbers[error.rank]) from None
 
     def _encode(self, tensors: Sequence[np.ndarray], finite: bool) -> Sent:
         codec, active = self.codec(), self.active()
@@ -379,8 +393,9 @@ class MessageExchange(HostExchange):
         try:
             sent.message = self.encode(tensors, codec)
         except UpdateError as error:
-            where = f"rank {self._numbers[self._rank]}, step {self._step + 1}: {self.specs[error.variable].name}"
-            print(f"hvdx: {where}: {error}", file=sys.stderr, flush=True)
+            where = f"rank {self._numbers[self._rank]}, step {self._step + 1}"
+            fault = error.within(self.specs[error.variable].name)
+            print(f"hvdx: {where}: {fault}", file=sys.stderr, flush=True)
             sent.status = _REFUSED
             return sent
         sent.status = _FINE if finite else _NOT_FINITE
@@ -444,7 +459,8 @@ class MessageExchange(HostExchange):
             self._clear()
         if arrived is not None:
             sent, received = arrived
-            self.add_up(sent, received.messages, self.scale(sent.active))
+            with self._naming():
+                self.add_up(sent, received.messages, self.scale(sent.active))
         if self._drained is not None:
             if self._device is None:
                 ends = np.cumsum([r.size for r in self._results])

@@ -170,6 +170,8 @@ class SplitHostExchange(HostExchange):
     def __init__(self, comm: Comm, specs: Sequence[TensorSpec], shares: Sequence[Share]):
         self._comm, self._shares = comm, list(shares)
         super().__init__(specs, Telemetry())
+        # Whole weights are exchanged by all ranks, so their link comes first.
+        self.network = next((s.exchange.network for s in shares if s.exchange.network is not None), None)
 
     # `HostExchange` keeps these two; here they are those of the two exchanges.
     @property

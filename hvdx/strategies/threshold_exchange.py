@@ -169,8 +169,7 @@ class ThresholdExchange(MessageExchange):
         update += self.read_residual()
         finite = np.isfinite(update)
         if not finite.all():
-            element = int(np.argmin(finite))
-            raise UpdateError("NaN in the update", self._variable_at(element), element)
+            raise UpdateError("is NaN or infinite.", *self._find(int(np.argmin(finite))))
         message, _ = self._bfloat16.encode([update], self._bfloat16.init([self._n]))
         self._bfloat16.decode([message], [update], -1.0)
         self.write_residual(update)

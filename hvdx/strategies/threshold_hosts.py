@@ -1,8 +1,7 @@
 """Exchange of the threshold strategy on hosts with several ranks: dense sums within a host, messages between hosts."""
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from hvdx.comm import Comm, clock
 from hvdx.comm.alignment import aligned
-from hvdx.errors import ConfigError, WireError
+from hvdx.errors import ConfigError
 from hvdx.strategies import link
 from hvdx.strategies.base import TensorSpec, views
 from hvdx.strategies.compiling import prepare_together
@@ -77,12 +76,11 @@ class HostsExchange(HostExchange):
         self._host = hosts.index(comm.hosts[comm.rank])
         self._rank = comm.rank
         self._position, self._count = members[self._host].index(comm.rank), len(members[self._host])
-        # Numbers in reports: of the ranks of this host, and of those with this piece.
-        numbers = range(comm.size) if comm.parent_ranks is None else comm.parent_ranks
-        self._numbers = [numbers[rank] for rank in members[self._host]]
-        self._peers = [numbers[ranks[self._position]] for ranks in members]
         local = comm.divide(self._host, self._position, "the ranks of a host")
         between = comm.divide(self._position, self._host, "the hosts")
+        # Numbers in reports, of the ranks of this host.
+        self._numbers = local.world_ranks
+        self._hosts = between.size
         self._channel = local.channel("the updates within a host")
 
         given = strategy.target_density
@@ -112,7 +110,7 @@ class HostsExchange(HostExchange):
     @property
     def way(self) -> str:
         """How messages travel."""
-        between = self._inner.way or f"all-gather between {len(self._peers)} hosts"
+        between = self._inner.way or f"all-gather between {self._hosts} hosts"
         return f"the {self._count} workers of each host add up their updates; {between}"
 
     def _probe(self, between: Comm) -> link.Link:
@@ -186,8 +184,7 @@ class HostsExchange(HostExchange):
         prepared.sent.status = prepared.status
         if prepared.is_fine and prepared.others_fail:
             prepared.sent.skip(blamed=False)
-        with self._numbered():
-            self._inner.deliver(prepared.sent)
+        self._inner.deliver(prepared.sent)
         return self._gather()
 
     def _add_up(self, tensors: Sequence[np.ndarray], out: np.ndarray) -> bool:
@@ -224,18 +221,6 @@ class HostsExchange(HostExchange):
         flat[...] = values
         return views(flat, self.specs)
 
-    @contextmanager
-    def _numbered(self) -> Iterator[None]:
-        """Name the sender of a damaged message by its rank instead of the number of its host."""
-        try:
-            yield
-        except WireError as error:
-            if error.rank is None:
-                raise
-            rank = self._peers[error.rank]
-            text = str(error).replace(f"rank {error.rank}", f"rank {rank}", 1)
-            raise WireError(text, rank) from None
-
     # -- second moments -----------------------------------------------------------------------------------------------
 
     def _sample_words(self) -> list[int]:
@@ -263,8 +248,7 @@ class HostsExchange(HostExchange):
         if not self._inner.in_flight:
             return False
         self.telemetry.waiting += self._sums.release()
-        with self._numbered():
-            self._inner.flush()
+        self._inner.flush()
         return True
 
     def flush(self) -> list[np.ndarray] | None:
@@ -330,7 +314,7 @@ class HostsExchange(HostExchange):
     @property
     def _place(self) -> np.ndarray:
         """Position of this rank: pieces, number of its piece, hosts, number of its host, elements of a block."""
-        return np.array([self._count, self._position, len(self._peers), self._host, self._parts.block])
+        return np.array([self._count, self._position, self._hosts, self._host, self._parts.block])
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
         """Restore a saved state. Collective among the ranks of a host.

@@ -103,9 +103,7 @@ class ShardedExchange(ThresholdExchange):
         try:
             return super().encode(self._shards.pieces(tensors, self._zeros), codec)
         except UpdateError as error:
-            variable, element = self._shards.origin(error.variable, error.element)
-            text = str(error).partition(": element")[2].partition(" ")[2].partition(" ")[2]
-            raise UpdateError(f"update[{variable}]: element {element} {text}", variable, element) from None
+            raise UpdateError(error.problem, *self._shards.origin(error.variable, error.element)) from None
 
     def swap(self, header: Sequence[int], sent: Sent) -> Received:
         if sent.codec is self._bfloat16:
@@ -285,4 +283,4 @@ def _blame(codec: Any, message: np.ndarray, part: int, rank: int) -> None:
     try:
         codec.decode([message], [np.zeros(part, np.float32)])
     except WireError as error:
-        raise WireError(str(error).replace("rank 0", f"rank {rank}", 1), rank) from None
+        raise error.of(rank) from None

@@ -125,7 +125,7 @@ def test_values_that_one_exchange_cannot_send_skip_the_step_in_both(capfd):
     assert on_all(4, work) == [([0.0] * 4, 1)] * 4
     said = capfd.readouterr().err
     assert said.count("NaN or infinity on rank 2; all ranks skipped the step") == 1
-    assert "rank 2, step 1: 1: update[0]: element 0 is 20000000.0" in said
+    assert "rank 2, step 1: 1: element 0 is 20000000.0" in said
 
 
 def test_both_exchanges_share_the_overhead():
@@ -185,6 +185,16 @@ def test_updates_of_split_layers_on_a_gpu_are_combined_on_the_host(monkeypatch):
         return [a.shape for a in exchange.step(update(comm, 0, specs))] == [s.shape for s in specs]
 
     assert on_all(2, work) == [True] * 2
+
+
+def test_link_is_that_of_whole_weights():
+    """The record of a training shows it."""
+
+    def work(comm):
+        automatic, fixed = (opened(Threshold(**options), comm, 2)[0] for options in ({}, {"tau": 0.01}))
+        return automatic.network is automatic._shares[0].exchange.network is not None, fixed.network
+
+    assert on_all(4, work) == [(True, None)] * 4
 
 
 def test_factor_of_parts_also_applies_to_gathered_rows():

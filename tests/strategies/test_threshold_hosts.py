@@ -191,6 +191,20 @@ def test_damaged_message_names_its_rank():
     assert on_hosts("aabb", run) == [0, 1, 0, 1]
 
 
+def test_damaged_message_names_its_rank_among_all():
+    """The ranks that hold the same parts of split layers are some of all ranks."""
+
+    def run(comm):
+        exchange = Threshold(tau=0.001).open(comm.divide(comm.rank % 2, comm.rank, "peers"), SPECS)
+        encode = exchange.encode
+        exchange.encode = lambda tensors, codec: encode(tensors, codec)[: 20 if comm.rank > 1 else None]
+        with pytest.raises(WireError) as error:
+            exchange.step(update(comm.rank, 1))
+        return error.value.rank, str(error.value).count("rank")
+
+    assert on_hosts("aaaa", run) == [(2, 1), (3, 1)] * 2
+
+
 # -- second moments ---------------------------------------------------------------------------------------------------
 
 

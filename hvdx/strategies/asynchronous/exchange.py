@@ -205,7 +205,7 @@ class AsynchronousExchange(ThresholdExchange):
         try:
             message = self.encode(self._out, codec)
         except UpdateError as error:
-            self._skip(f"{self.specs[error.variable].name}: {error}")
+            self._skip(error.within(self.specs[error.variable].name))
             return None
         sample = np.array(self.more_header(), np.int64).view(np.uint8)
         factor = np.float64(self.scale(self._size)).view(np.int64)
@@ -310,8 +310,7 @@ class AsynchronousExchange(ThresholdExchange):
                 else:
                     codec.decode(bodies, [out], scale)
             except WireError as error:
-                sender = self._numbers[some[error.rank or 0][0]]
-                raise WireError(f"update of rank {sender}: {error}", sender) from None
+                raise error.of(self._numbers[some[error.rank or 0][0]], "update") from None
 
     def _look_ahead(self) -> None:
         """Set the weights that the step returns."""

@@ -174,8 +174,8 @@ class ServerClient:
             if message.header[0] == MessageType.ERROR:
                 assert message.body is not None
                 text, damaged = message.body.tobytes().decode(errors="replace"), message.header[2]
-                where = f"the server at rank {message.sender} refused a message of rank {self._comm.rank}"
-                raise (WireError if damaged else HvdxError)(f"{where}: {text}")
+                refused = WireError(text, self._comm.rank, f"the server at rank {message.sender} refused a message")
+                raise refused if damaged else HvdxError(str(refused))
             if message.header[0] == MessageType.WAIT_NOTICE:
                 assert message.body is not None
                 awaited[message.sender] = json.loads(message.body.tobytes())

@@ -279,7 +279,8 @@ class ServerExchange(HostExchange):
                         residual = encoded.state.residual
                         self._codec.decode([message], [residual])
                         np.subtract(residual, encoded.of(self._single), out=residual)
-                self._reason = f"{self.specs[self._variable_at(part.begin + error.element)].name}: {error}"
+                variable, element = self._find(part.begin + error.element)
+                self._reason = UpdateError(error.problem, variable, element).within(self.specs[variable].name)
                 return None
             bodies.append(body)
         self.telemetry.messages += sum(body.size for body in bodies)
@@ -290,7 +291,7 @@ class ServerExchange(HostExchange):
         if not finite:
             return f" in the gradient of {self.blamed}" if self.blamed else ""
         bad = np.flatnonzero(~np.isfinite(self._update))
-        return f" in the update of {self.specs[self._variable_at(int(bad[0]))].name}" if bad.size else ""
+        return f" in the update of {self.specs[self._find(int(bad[0]))[0]].name}" if bad.size else ""
 
     def _count_outcome(self, accepted: bool) -> None:
         """Count a refused update; after an accepted one, restart the count of refusals in a row."""

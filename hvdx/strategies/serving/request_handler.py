@@ -98,8 +98,10 @@ class RequestHandler:
         try:
             return self._in_session(MessageType(kind), number, message)
         except (HvdxError, ValueError) as error:
-            text = np.frombuffer(str(error).encode(), np.uint8)
-            return [(message.sender, [MessageType.ERROR, number, int(isinstance(error, WireError))], text)]
+            damaged = isinstance(error, WireError)
+            # The worker knows whose message it was.
+            text = np.frombuffer((error.problem if isinstance(error, WireError) else str(error)).encode(), np.uint8)
+            return [(message.sender, [MessageType.ERROR, number, int(damaged)], text)]
 
     def wait_notices(self) -> list[Answer]:
         """Return messages that tell waiting workers which ranks they wait for."""

@@ -81,9 +81,9 @@ def _plain(config: SessionConfig, body: np.ndarray, worker: int) -> Addend | Non
     dtype = np.dtype(config.dtype)
     if body.size != config.elements * dtype.itemsize:
         raise WireError(
-            f"update of rank {worker}: expected {config.elements * dtype.itemsize} bytes, got {body.size}. Every rank "
-            "must train the same model.",
+            f"expected {config.elements * dtype.itemsize} bytes, got {body.size}. Every rank must train the same model.",
             worker,
+            "update",
         )
     update = body.view(dtype)
     if not is_finite(update):
@@ -103,7 +103,7 @@ def _coded(config: SessionConfig, codec: Any, body: np.ndarray, worker: int) -> 
     try:
         codec.decode([body], [dense])
     except WireError as error:
-        raise WireError(f"update of rank {worker}: {error}", worker) from None
+        raise error.of(worker, "update") from None
 
     def add(out: np.ndarray, factor: float) -> None:
         np.add(out, np.multiply(dense, np.float32(factor), out=dense), out=out)

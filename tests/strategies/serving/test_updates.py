@@ -98,6 +98,12 @@ def test_damaged_encoded_updates_name_the_rank(spelling):
                 decoder(SessionConfig(4, 50, "float32", other))(message, 0)
 
 
+def test_error_has_the_rank_once():
+    with pytest.raises(WireError) as caught:
+        decoder(SessionConfig(4, 50, "float32", "fp16"))(np.zeros(9, np.uint8), 3)
+    assert str(caught.value) == "update of rank 3: 9 bytes that are not an hvdx message."
+
+
 def test_codecs_have_spellings():
     assert make_codec("none") is None
     assert make_codec("threshold").target_density == 0.01
