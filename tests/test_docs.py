@@ -41,5 +41,12 @@ def test_pictures_are_those_of_the_command():
     assert pictures.SCALE_PICTURE.read_text() == pictures.bytes_by_workers(scale), "do: python docs/make_pictures.py"
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/install.md"])
+def test_first_install_line_brings_what_the_commands_promise(page):
+    """`hvdx compare` promises a page, and the jobs have data."""
+    extras = re.search(r"^pip install -e '\.\[(.*?)\]'", (ROOT / page).read_text(), re.MULTILINE)[1].split(",")
+    assert {"tf", "mpi", "jobs", "report"} <= set(extras)
+
+
 def test_readme_is_one_screen_and_a_half():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 130

@@ -3,6 +3,7 @@
 import argparse
 import shlex
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from hvdx.cli.common.termination import TERMINATED, TerminatedError, sigterm_raises
@@ -74,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if plan.bandwidths:
         _check_lab()
+    _announce_page()
     try:
         with sigterm_raises(), locked(plan.output) as lock:
             store(plan)
@@ -91,6 +93,19 @@ def _check_lab() -> None:
     reason = obstacle()
     if reason:
         raise LaunchError(f"compare: --bandwidth: {reason}.")
+
+
+def _announce_page() -> None:
+    """Say before the first run that there will be no page, because the packages that draw it are missing."""
+    from hvdx.report.charts import INSTALL, PACKAGES
+
+    absent = [package for package in PACKAGES if find_spec(package) is None]
+    if absent:
+        print(
+            f"hvdx compare: the verdict will have no page, because {' and '.join(absent)} "
+            f"{'is' if len(absent) == 1 else 'are'} not installed. Do: {INSTALL}",
+            file=sys.stderr,
+        )
 
 
 def _report(folder: Path) -> None:

@@ -18,6 +18,9 @@ import numpy as np
 
 from hvdx.errors import ConfigError
 
+#: Packages of the extra `report`, and the command that installs them.
+PACKAGES = ("matplotlib", "jinja2")
+INSTALL = "pip install " + " ".join(PACKAGES)
 #: Number of strategies that a chart names; the others are thin grey lines.
 NAMED = 6
 #: Dashes of the named lines, as lengths in pixels; () is a solid line.
@@ -301,7 +304,7 @@ def missing(package: str) -> ConfigError:
     """Return the error for a package of the extra `report` that is not installed."""
     return ConfigError(
         f"report: expected the package {package}, which draws the page, got none. "
-        "Do: pip install 'hvdx[report]', or leave out the page: hvdx report DIR --text"
+        f"Do: {INSTALL}, or leave out the page: hvdx report DIR --text"
     )
 
 

@@ -1,11 +1,11 @@
 """Differences that noise can explain: comparison of a few runs of each strategy.
 
 Values are oriented so that lower is better; infinity stands for a run that failed or did not reach the target, which is
-counted and not dropped. A difference is called if two conditions hold: the exact one-sided Mann-Whitney test gives p <=
-0.05, which with three runs each means that every run of one strategy is better than every run of the other; and the
-difference of the means exceeds 1.25 times the larger of the two ranges. The second condition is needed because the
-better strategy is chosen by the same values: among two to five equal strategies with normal noise, and three runs each,
-a winner is called in at most 2.3 % of all cases (tests/report/test_verdict.py simulates it).
+counted and not dropped. The better strategy of a pair is chosen by the same values, so the probability of the exact
+one-sided Mann-Whitney test counts twice. Four runs each are enough for a difference by ranks alone: if every run of one
+strategy is better than every run of the other, 2p is 0.029. Three runs give 2p = 0.1 at best; they are enough if the
+difference of the means also exceeds 1.25 times the larger of the two ranges. Among two to five equal strategies with
+normal noise a winner is called in at most 3 % of all cases (tests/report/test_verdict.py simulates it).
 """
 
 import math
@@ -20,6 +20,8 @@ MARGIN = 1.25
 #: Ranges by which a strategy must be behind the best one to be left out of those that cannot be told apart. With 1.25,
 #: one of five equal strategies is left out in 14 % of all cases; with 2, in 3 %.
 CLEARLY = 2.0
+# Ordered pairs from which the better and the worse of two strategies are chosen.
+_OF_TWO = 2
 
 
 def mean(values: Sequence[float]) -> float:
@@ -64,25 +66,39 @@ def _rankings(m: int, n: int) -> list[int]:
     return table[m, n]
 
 
-def beats(better: Sequence[float], worse: Sequence[float], ranges: float = MARGIN) -> bool:
+def separated(better: Sequence[float], worse: Sequence[float]) -> bool:
+    """Return whether every value of one strategy is lower than every value of the other.
+
+    Example:
+        >>> separated([1.0, 1.1, 1.5], [1.6, 1.7, 1.8]), separated([1.0, 1.7], [1.6, 1.8])
+        (True, False)
+    """
+    return bool(better) and bool(worse) and max(better) < min(worse)
+
+
+def beats(better: Sequence[float], worse: Sequence[float], ranges: float = MARGIN, pairs: int = _OF_TWO) -> bool:
     """Return whether a difference exceeds what noise can explain.
 
     Args:
         better: values of the strategy that may be better; lower is better.
         worse: values of the other one.
-        ranges: number of ranges that the difference of the means must exceed.
+        ranges: number of ranges that the difference of the means must exceed, if ranks alone do not decide.
+        pairs: number of ordered pairs from which this one was chosen by its values.
 
     Example:
         >>> beats([1.0, 1.1, 1.2], [2.0, 2.1, 2.3]), beats([1.0, 1.1, 1.5], [1.6, 1.7, 1.8])
         (True, False)
+        >>> beats([1.0, 1.1, 1.4, 1.5], [1.6, 1.7, 1.8, 1.9])  # four runs each: by ranks
+        True
     """
     # With three runs each, the probability is a twentieth exactly; its floating-point value may be above.
-    if not better or not worse or probability(better, worse) > LEVEL + 1e-9:
+    chance = probability(better, worse) if better and worse else 1.0
+    if chance > LEVEL + 1e-9:
         return False
     behind, ahead = mean(worse), mean(better)
     if math.isinf(behind):
         return math.isfinite(ahead)
-    return behind - ahead > ranges * max(spread(better), spread(worse))
+    return pairs * chance <= LEVEL or behind - ahead > ranges * max(spread(better), spread(worse))
 
 
 def ranking(values: Mapping[str, Sequence[float]]) -> list[str]:
@@ -110,5 +126,6 @@ def unbeaten(values: Mapping[str, Sequence[float]]) -> list[str]:
     best, *others = ranking(values)
     if all(beats(values[best], values[name]) for name in others):
         return [best]
-    open_to = [name for name in others if not beats(values[best], values[name], CLEARLY)]
+    pairs = len(values) * (len(values) - 1)
+    open_to = [name for name in others if not beats(values[best], values[name], CLEARLY, pairs)]
     return [best, *(open_to or others[:1])]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from hvdx.report.noise import RUNS, beats, mean, ranking, unbeaten
+from hvdx.report.noise import RUNS, beats, mean, ranking, separated, unbeaten
 from hvdx.report.overview import (
     METRICS,
     ONE_WORKER,
@@ -224,13 +224,34 @@ def _decide(
     if not why:
         open_to = unbeaten(values)
         if len(open_to) > 1:
-            shown = ", ".join(f"{name} ({_shown(world, kind, values[name])})" for name in open_to)
-            why = f"noise can explain the differences between {shown}"
+            why = _undecided(open_to, values, lambda name: _shown(world, kind, values[name]))
         else:
             winner, second = order[0], order[1]
             margin = _margin(world, kind, values[winner], second, values[second])
-            why = f"the margin exceeds the spread over {min(map(len, values.values()))} seeds"
+            why = f"the margin exceeds what noise explains over {min(map(len, values.values()))} seeds"
     return Criterion(world.title(title, setting), winner, margin, bool(winner), why, rows, kind, setting)
+
+
+def _undecided(names: Sequence[str], values: dict[str, list[float]], shown: Callable[[str], str]) -> str:
+    """Return why there is no winner among some strategies, best first: noise, or too few seeds.
+
+    If each run of the best strategy is better than each run of another, that is no noise, however far the other's runs
+    are apart.
+    """
+    best, *others = names
+    behind = [name for name in others if separated(values[best], values[name])]
+    alike = [best, *(name for name in others if name not in behind)]
+    parts = []
+    if len(alike) > 1:
+        parts.append("noise can explain the differences between " + ", ".join(f"{n} ({shown(n)})" for n in alike))
+    if behind:
+        few = min(len(values[name]) for name in (best, *behind))
+        than = ", ".join(f"{name} ({shown(name)})" for name in behind)
+        parts.append(
+            f"{few} seeds are too few, though every run of {best} ({shown(best)}) is better than every run of {than}. "
+            f"Do: --seeds {few + 1}"
+        )
+    return "; ".join(parts)
 
 
 def _open(world: _World, kind: str, values: dict[str, list[float]]) -> str:
@@ -317,9 +338,13 @@ def _distribution(world: _World) -> list[str]:
             sentences.append(f"Distribute or not, {setting}: open, because the seeds had no effect ({shown}).")
         elif beats(values[best], alone):
             sentences.append(f"Distribute, {setting}: {shown}.")
+        elif separated(values[best], alone):
+            few = min(len(alone), len(values[best]))
+            sentences.append(f"Distribute or not, {setting}: {few} seeds are too few ({shown}). Do: --seeds {few + 1}.")
         else:
-            faster = "better" if beats(alone, values[best]) else "as well, within the noise"
-            sentences.append(f"Do not distribute, {setting}: one worker learns {faster} ({shown}).")
+            better = beats(alone, values[best]) or separated(alone, values[best])
+            how = "better" if better else "as well, within the noise"
+            sentences.append(f"Do not distribute, {setting}: one worker learns {how} ({shown}).")
     return sentences
 
 

@@ -96,6 +96,16 @@ def test_comparison_runs_all_and_prints_the_verdict(compare, capsys):
     assert "earlier" in capsys.readouterr().err
 
 
+def test_missing_packages_of_the_page_are_named_before_the_first_run(compare, capsys, monkeypatch):
+    monkeypatch.setattr("hvdx.cli.compare.find_spec", lambda name: None)
+    assert compare(seeds=1) == 0
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first == (
+        "hvdx compare: the verdict will have no page, because matplotlib and jinja2 are not installed. "
+        "Do: pip install matplotlib jinja2"
+    )
+
+
 def test_failing_strategy_is_kept_and_told(compare, capsys):
     assert compare(words=["fail"], seeds=1) == 0
     printed = capsys.readouterr()

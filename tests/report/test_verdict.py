@@ -65,6 +65,15 @@ def test_probability_is_that_of_the_exact_test():
     assert noise.probability([1, 2], [2, 3]) == pytest.approx(2 / 6)
 
 
+def test_four_seeds_decide_by_ranks_alone():
+    share, _, found = called(0.0, 2, seeds=4)
+    assert share <= 0.05
+    _, _, found = called(0.0, 5, seeds=6)
+    assert sum(len(names) < 5 for names in found) / len(found) <= 0.05
+    assert noise.beats([1, 2, 8, 9], [10, 11, 12, 13])
+    assert not noise.beats([1, 8, 9], [10, 11, 12])
+
+
 def test_failures_are_worse_than_any_value_and_are_not_a_difference_of_their_own():
     inf = float("inf")
     assert noise.ranking({"a": [1, 1, inf], "b": [9, 9, 9]}) == ["b", "a"]
@@ -104,6 +113,39 @@ def test_strategies_within_the_noise_are_named():
     assert criterion.why.startswith("noise can explain the differences between a (")
     assert "b (" in criterion.why
     assert "c (" not in criterion.why
+
+
+def finals(name, values, **options):
+    """Return a run for each value, which is that of its last epoch."""
+    return [run(name, seed, values=(0.3, 0.4, value), **options) for seed, value in enumerate(values)]
+
+
+def test_spread_of_a_bad_strategy_is_not_called_noise():
+    """Ranges that do not overlap: 0.905 to 0.917, and 0.45 to 0.73."""
+    dense = finals("all_reduce", (0.905, 0.911, 0.917))
+    found = by_kind(judge(dense + finals("threshold", (0.45, 0.629, 0.73))))[BEST]
+    assert not found.called
+    assert found.why == (
+        "3 seeds are too few, though every run of all_reduce (0.9110) is better than every run of threshold (0.6030). "
+        "Do: --seeds 4"
+    )
+    third = finals("averaging", (0.904, 0.912, 0.914))
+    found = by_kind(judge(dense + third + finals("threshold", (0.45, 0.629, 0.73))))[BEST]
+    assert found.why.startswith(
+        "noise can explain the differences between all_reduce (0.9110), averaging (0.9100); 3 seeds are too few"
+    )
+    four = finals("all_reduce", (0.905, 0.911, 0.917, 0.91)) + finals("threshold", (0.45, 0.629, 0.73, 0.6))
+    assert by_kind(judge(four))[BEST].winner == "all_reduce"
+
+
+@pytest.mark.parametrize(
+    ("alone", "said"),
+    [((0.946, 0.948, 0.95), "Do not distribute, 2 workers: one worker learns better ("),
+     ((0.30, 0.31, 0.32), "Distribute or not, 2 workers: 3 seeds are too few (")],
+)  # fmt: skip
+def test_spread_of_a_bad_strategy_does_not_make_it_as_good_as_one_worker(alone, said):
+    verdict = judge(finals("threshold", (0.45, 0.629, 0.73)) + finals("one worker", alone, workers=1))
+    assert verdict.sentences[0].startswith(said), verdict.sentences[0]
 
 
 def test_lower_is_better_for_losses():
