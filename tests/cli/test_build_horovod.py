@@ -174,7 +174,7 @@ def test_cache_returns_no_wheel_that_others_can_have_written(tmp_path, which, ca
 def test_cache_that_others_can_write_to_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("HVDX_CACHE", str(tmp_path))
     cache.make_root().chmod(0o777)
-    with pytest.raises(ConfigError, match="others may write to .*/horovod .* set HVDX_CACHE"):
+    with pytest.raises(ConfigError, match=r"others may write to .*/horovod .* set HVDX_CACHE"):
         cache.make_root()
 
 

@@ -18,6 +18,11 @@ def file(tmp_path):
     return path
 
 
+def _link(path):
+    path.rename(path.with_name("other"))
+    path.symlink_to("other")
+
+
 def test_own_file_is_read(file):
     trust.check(file.parent)
     assert trust.read(file) == b"code"
