@@ -12,7 +12,7 @@ import numpy as np
 # Folders of the package dataset-fashion-mnist of Debian and Ubuntu, and of Keras' own download.
 _FOLDERS = (
     Path("/usr/share/datasets/fashion-mnist"),
-    Path(os.environ.get("KERAS_HOME", "~/.keras")).expanduser() / "datasets" / "fashion-mnist",
+    Path(os.path.expanduser(os.environ.get("KERAS_HOME", "~/.keras"))) / "datasets" / "fashion-mnist",
 )
 _FILES = {
     "train": ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"),

@@ -32,6 +32,8 @@ from numba.core.compiler import CompileResult
 from numba.core.registry import cpu_target
 from numba.core.serialize import dumps
 
+from hvdx.kernels import trust
+
 #: Compile time on one idle core in seconds, for messages.
 COMPILE_SECONDS = 15
 # Longest wait for another process that compiles, and first and longest pause between two attempts to lock.
@@ -152,8 +154,8 @@ def prepare(folder: Path, call_all: Callable[[], None]) -> Ready:
         call_all: function that calls each kernel with every combination of argument types in use.
 
     Returns:
-        The outcome. A folder that cannot be written to is no error: the process then compiles each kernel at its first
-        call.
+        The outcome. A folder that cannot be written to, or that other users can write to, is no error: the process then
+        compiles each kernel at its first call.
     """
     with _lock:
         if folder not in _ready:
@@ -174,9 +176,9 @@ def _load(path: Path) -> Ready | None:
 
 
 def _read(path: Path) -> dict[str, dict[Any, bytes]] | None:
-    """Return the content of a file; None if it is missing or damaged."""
+    """Return the content of a file; None if it is missing or damaged, or if another user can have written it."""
     try:
-        content = path.read_bytes()
+        content = trust.read(path)
     except OSError:
         return None
     body = content[_DIGEST_BYTES:]
@@ -189,7 +191,9 @@ def _read(path: Path) -> dict[str, dict[Any, bytes]] | None:
 def _build(path: Path, call_all: Callable[[], None]) -> Ready:
     """Compile while other processes wait, or wait for the process that compiles."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        # Not writable by the user's group, whatever the umask: the file is executed.
+        path.parent.mkdir(0o755, parents=True, exist_ok=True)
+        trust.check(path.parent)
         with _turn(path.with_name("lock"), path):
             return _load(path) or _compile(path, call_all)
     except OSError as error:
@@ -206,7 +210,7 @@ def _turn(lock: Path, result: Path) -> Iterator[None]:
         lock: path of the lock file.
         result: path of the file that the holder writes.
     """
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:
         end, pause, before = time.monotonic() + _WAIT_SECONDS, _POLL_SECONDS, _version(result)
         while time.monotonic() < end:

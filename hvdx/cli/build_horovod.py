@@ -58,7 +58,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace, found: needs.Survey, key: cache.Key) -> int:
-    kept = None if args.force else cache.get(key, cache.root())
+    root = cache.make_root()
+    kept = None if args.force else cache.get(key, root)
     if kept is not None and args.wheel_only is None and install.is_installed(kept):
         _say(f"Horovod {key.horovod} for this TensorFlow and MPI is installed already (--force builds it again)")
         return 0
@@ -88,10 +89,10 @@ def build_wheel(key: cache.Key, settings: dict[str, str], jobs: int | None = Non
         The wheel, in the cache.
 
     Raises:
-        HvdxError: if the source cannot be fetched, differs from the pinned one, or does not compile.
+        HvdxError: if the source cannot be fetched, differs from the pinned one, or does not compile; or if others may
+            write to the cache.
     """
-    root = cache.root()
-    root.mkdir(parents=True, exist_ok=True)
+    root = cache.make_root()
     env = tools.build_environment(root)
     archive = source.fetch(root / "source", env)
     log = root / "logs" / f"{key.name}.log"

@@ -37,8 +37,8 @@ def run(args: argparse.Namespace) -> int:
     print(f"hvdx: compiling the kernels: about {threshold.compile_seconds} s on an idle core", flush=True)
     why = threshold.prepare()
     if why:
-        print(f"hvdx: cannot keep the kernels in {kernels_folder()}: {why}. Set HVDX_CACHE to a folder that can be "
-              "written to.", file=sys.stderr)  # fmt: skip
+        print(f"hvdx: cannot keep the kernels in {kernels_folder()}: {why}. Set HVDX_CACHE to a folder of your "
+              "own.", file=sys.stderr)  # fmt: skip
         return 1
     print(f"hvdx: compiled in {time.monotonic() - begin:.0f} s, kept in {kernels_folder()}")
     return 0

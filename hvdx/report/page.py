@@ -90,7 +90,9 @@ def write(page: str, path: Path, force: bool = False) -> None:
     check(path, force)
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        part.write_text(page, encoding="utf-8")
+        part.unlink(missing_ok=True)
+        with part.open("x", encoding="utf-8") as file:  # "x" does not follow a link
+            file.write(page)
         part.replace(path)
     except OSError as error:
         part.unlink(missing_ok=True)

@@ -54,7 +54,9 @@ class Writer:
         self.path = Path(folder) / f"rank-{rank}.jsonl"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file: int | None = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+            # O_NOFOLLOW: in a folder that others may write to, the name could be a link to any file of this user.
+            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+            self._file: int | None = os.open(self.path, flags, 0o666)
             self._end_torn_line()
         except OSError as error:
             raise ConfigError(

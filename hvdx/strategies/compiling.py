@@ -27,7 +27,7 @@ def prepare_together(codec: "Codec[Any]", comm: Comm, what: str) -> None:
         rank, reason = next((r, text) for r, text in enumerate(reasons) if text)
         _say(
             f"rank {rank} cannot keep the compiled kernels, so each process compiles them again: {reason}. "
-            "Set HVDX_CACHE to a folder that can be written to."
+            "Set HVDX_CACHE to a folder of your own."
         )
 
 

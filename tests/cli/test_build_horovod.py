@@ -3,7 +3,10 @@
 import dataclasses
 import io
 import json
+import os
+import pwd
 import tarfile
+import tempfile
 from collections.abc import Callable
 
 import pytest
@@ -13,7 +16,7 @@ from hvdx.cli.common.mpi_tools import Mpi
 from hvdx.cli.horovod_build import cache, install, needs, patches, source, tools, wheel
 from hvdx.cli.horovod_build.progress import Progress
 from hvdx.cli.main import main
-from hvdx.errors import HvdxError
+from hvdx.errors import ConfigError, HvdxError
 
 KEY = cache.Key(tensorflow="2.21.0", mpi="Open MPI 5.0.11")
 FOUND = needs.Survey((needs.Need("make", "/usr/bin/make", ""),), "2.21.0", Mpi("Open MPI", "5.0.11"), {})
@@ -158,12 +161,34 @@ def test_cache_ignores_a_damaged_entry(tmp_path, damage):
     assert cache.put(KEY, _wheel(tmp_path, b"again"), tmp_path / "cache").read_bytes() == b"again"
 
 
+@pytest.mark.parametrize("which", ["wheel", "entry"])
+def test_cache_returns_no_wheel_that_others_can_have_written(tmp_path, which, capsys):
+    kept = cache.put(KEY, _wheel(tmp_path), tmp_path / "cache")
+    (kept if which == "wheel" else kept.parent).chmod(0o777)
+    assert cache.get(KEY, tmp_path / "cache") is None
+    assert "the cached wheel is not used, and built again: others may write to" in capsys.readouterr().err
+    cache.put(KEY, _wheel(tmp_path), tmp_path / "cache")
+    assert cache.get(KEY, tmp_path / "cache") == kept
+
+
+def test_cache_that_others_can_write_to_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("HVDX_CACHE", str(tmp_path))
+    cache.make_root().chmod(0o777)
+    with pytest.raises(ConfigError, match=r"others may write to .*/horovod .* set HVDX_CACHE"):
+        cache.make_root()
+
+
 def test_cache_folder_follows_the_environment(monkeypatch):
     monkeypatch.setenv("HVDX_CACHE", "/some/where")
     assert str(cache.root()) == "/some/where/horovod"
     monkeypatch.delenv("HVDX_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
     assert str(cache.root()) == "/xdg/hvdx/horovod"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # a container's user may have no entry
+    monkeypatch.setattr(tempfile, "tempdir", "/scratch")
+    assert str(cache.root()) == f"/scratch/hvdx-{os.getuid()}/horovod"
 
 
 # --- requirements

@@ -124,6 +124,20 @@ def test_folder_that_cannot_be_written_to_is_no_error(toy):
     assert "kept" in why
 
 
+def test_code_that_others_can_have_written_is_not_loaded(toy):
+    before = os.umask(0o002)
+    try:
+        path = Path(use(toy)[4])
+    finally:
+        os.umask(before)
+    path.chmod(0o646)
+    assert use(toy)[:4] == ["compiled", "", 20, 2]
+    path.parent.chmod(0o775)
+    outcome, why, value, *_ = use(toy)
+    assert (outcome, value) == ("not kept", 20)
+    assert "others may write to" in why
+
+
 def test_full_disk_is_no_error_and_leaves_nothing(toy):
     patch = (
         "import errno, os\ndef full(_):\n    raise OSError(errno.ENOSPC, 'No space left on device')\nos.fsync = full\n"

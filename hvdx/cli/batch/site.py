@@ -50,8 +50,8 @@ def location(environ: Mapping[str, str] | None = None) -> Path:
     if environ.get(VARIABLE):
         return Path(environ[VARIABLE]).expanduser()
     folder = environ.get("XDG_CONFIG_HOME")
-    # The XDG specification says to ignore a relative path.
-    base = Path(folder) if folder and Path(folder).is_absolute() else Path("~/.config").expanduser()
+    # The XDG specification says to ignore a relative path. Without a home folder, os.path leaves "~", and Path fails.
+    base = Path(folder) if folder and Path(folder).is_absolute() else Path(os.path.expanduser("~/.config"))
     return base / "hvdx" / "site.toml"
 
 

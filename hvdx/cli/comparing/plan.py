@@ -219,7 +219,8 @@ def write_whole(path: Path, content: dict[str, Any]) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
-    with part.open("w") as file:
+    part.unlink(missing_ok=True)
+    with part.open("x") as file:  # "x" does not follow a link
         json.dump(content, file, indent=1)
         file.write("\n")
         file.flush()

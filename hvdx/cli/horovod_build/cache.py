@@ -15,6 +15,8 @@ from pathlib import Path
 
 from hvdx.cache import cache_folder
 from hvdx.cli.horovod_build import patches, source
+from hvdx.errors import ConfigError
+from hvdx.kernels import trust
 
 _METADATA = "metadata.json"
 
@@ -59,11 +61,44 @@ def root() -> Path:
     return cache_folder() / "horovod"
 
 
+def make_root() -> Path:
+    """Create the folder of `root`, and check that no other user can write to it.
+
+    Raises:
+        ConfigError: if another user owns it, or may write to it.
+    """
+    folder = root()
+    # Not writable by the user's group, whatever the umask: what is in it is executed.
+    folder.mkdir(0o755, parents=True, exist_ok=True)
+    try:
+        trust.check(folder)
+    except PermissionError as error:
+        raise ConfigError(
+            f"build-horovod: expected a cache folder of your own, got one that others can change: {error}. "
+            f"Do: remove {folder}, or set HVDX_CACHE to another folder."
+        ) from error
+    return folder
+
+
 def get(key: Key, folder: Path) -> Path | None:
-    """Return the wheel for a key from the cache `folder`, or None if there is none or its digest is wrong."""
+    """Return the wheel for a key from the cache `folder`.
+
+    Args:
+        key: settings of the build.
+        folder: cache folder.
+
+    Returns:
+        The wheel; None if there is none, its digest is wrong, or another user can have written it (with a warning).
+    """
     metadata = _metadata(folder / key.name)
     wheel = folder / key.name / str(metadata.get("wheel", ""))
     if not wheel.is_file():
+        return None
+    try:
+        trust.check(wheel.parent)
+        trust.check(wheel)
+    except PermissionError as error:
+        print(f"hvdx: the cached wheel is not used, and built again: {error}", file=sys.stderr)
         return None
     return wheel if source.digest(wheel) == metadata.get("sha256") else None
 
@@ -74,8 +109,9 @@ def put(key: Key, wheel: Path, folder: Path) -> Path:
     temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=folder))
     try:
         entry = temporary / "entry"
-        entry.mkdir()
+        entry.mkdir(0o755)
         shutil.copyfile(wheel, entry / wheel.name)
+        (entry / wheel.name).chmod(0o644)
         built = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         metadata = {"wheel": wheel.name, "sha256": source.digest(wheel), "built": built, "key": asdict(key)}
         (entry / _METADATA).write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")

@@ -77,7 +77,8 @@ class Owner:
 
     def _take(self) -> bool:
         """Lock the file and write a description of this job to it; return whether that was possible."""
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        # O_NOFOLLOW: in a folder that others may write to, the name could be a link to any file of this user.
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
             taken = self._lock(descriptor)
             # The previous owner may have removed the file between open and lock.
