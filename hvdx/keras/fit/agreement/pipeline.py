@@ -33,12 +33,17 @@ def datasets(end: Any) -> Iterator[Any]:
     seen, waiting = set(), [end]
     while waiting:
         dataset = waiting.pop()
-        # TensorFlow has no public way to the inputs of a dataset.
-        inputs = getattr(dataset, "_inputs", None)
-        if inputs is not None and id(dataset) not in seen:
+        if isinstance(dataset, tf.data.Dataset) and id(dataset) not in seen:
             seen.add(id(dataset))
             yield dataset
-            waiting += reversed(inputs())
+            waiting += reversed(_inputs(dataset))
+
+
+def _inputs(dataset: Any) -> list[Any]:
+    """Return the datasets that a dataset reads; TensorFlow has no public way to them."""
+    # Readers of files are made of other datasets, which they do not count as their inputs.
+    inside = getattr(dataset, "_impl", None)
+    return [inside] if isinstance(inside, tf.data.Dataset) else list(dataset._inputs())
 
 
 def functions(dataset: Any) -> list[Any]:
@@ -80,7 +85,7 @@ def order_of(end: Any) -> list[Step]:
     """Return the sources and the seeds of a dataset: two ranks that differ in them read different orders."""
     steps = []
     for dataset in datasets(end):
-        source = None if dataset._inputs() else sample(_tensors(dataset), paths=True)
+        source = None if _inputs(dataset) else sample(_tensors(dataset), paths=True)
         seeds = _seeds(dataset)
         if seeds or source is not None:
             steps.append(Step(type(dataset).__name__, seeds, source))
