@@ -7,7 +7,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 from hvdx.errors import ConfigError
-from hvdx.keras.fit.agreement import constants, model_state, pipeline, shares
+from hvdx.keras.fit.agreement import constants, generators, model_state, pipeline, shares
 from hvdx.keras.fit.agreement.first_batch import FirstBatch
 from hvdx.keras.fit.agreement.sample import alike, sample
 
@@ -164,6 +164,36 @@ def test_first_batch_is_that_of_the_first_pass_in_any_structure():
     assert first.digest == same.digest != other.digest
     single = tf.data.Dataset.from_tensor_slices((np.arange(3),)).batch(2)
     assert FirstBatch(single).dataset.element_spec == single.element_spec
+
+
+def test_first_elements_of_a_generator_are_recorded_while_they_pass():
+    read = []
+
+    def yielding(order, noise=0.0):
+        def generator():
+            for i in order:
+                read.append(i)
+                yield np.float32(i + noise), i
+
+        return generator
+
+    def elements(order, noise=0.0):
+        signature = (tf.TensorSpec((), tf.float32), tf.TensorSpec((), tf.int64))
+        dataset = tf.data.Dataset.from_generator(yielding(order, noise), output_signature=signature)
+        generators.record(dataset)
+        generators.record(dataset)
+        whole = dataset.take(30).map(lambda x, i: i).batch(5)
+        read.clear()
+        assert generators.recorded(whole) == [[]]
+        for _ in range(2):
+            assert [i for batch in whole for i in batch.numpy()] == list(order)
+        assert read == [*order, *order]
+        return generators.recorded(whole)
+
+    first, other = elements(range(20)), elements(range(19, -1, -1))
+    assert len(first[0]) == 16
+    assert generators.differing([first, first, other, elements(range(20), 0.5)]) == [2]
+    assert generators.differing([first, [first[0][:3]], [[]]]) == []
 
 
 class _Constant(keras.layers.Layer):

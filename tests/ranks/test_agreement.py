@@ -89,6 +89,24 @@ def test_shuffle_without_a_seed_is_refused_before_the_data_is_divided(monkeypatc
     hvdx.shard(dataset.shuffle(100), 4)
 
 
+def test_generators_that_yield_another_order_are_reported(warnings):
+    x, y = models.data()
+
+    def samples(seed, noise):
+        def generator():
+            for i in np.random.default_rng(seed).permutation(len(x)):
+                yield x[i] + np.float32(noise), y[i]
+
+        signature = tf.TensorSpec((models.FEATURES,), tf.float32), tf.TensorSpec((), tf.int64)
+        return tf.data.Dataset.from_generator(generator, output_signature=signature).batch(2).unbatch()
+
+    for seed, noise in ((0, 0.1 * hvdx.rank()), (hvdx.rank(), 0)):
+        _fit(hvdx.shard(samples(seed, noise), 4, shuffle=False, steps=models.STEPS))
+    said = warnings()
+    assert len(said) == (hvdx.rank() == 0)
+    assert all("generator that yields other elements on ranks [1]" in line for line in said)
+
+
 class _Batches(keras.utils.PyDataset):
     def __init__(self, seed):
         super().__init__()

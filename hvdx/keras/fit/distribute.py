@@ -238,7 +238,6 @@ class Distribute(keras.callbacks.Callback):
                 name = limits.VARIABLE if key == "limit" else key
                 raise ReplicaError(f"fit: {name} differs between ranks: {values}. Every rank must be given the same.")
         data.agree_on_orders([r["shards"] for r in everyone])
-        self._comparison.check([r["alike"] for r in everyone])
         self._set_epoch_length([r["steps"] for r in everyone])
         self._steps_before = -self._sync.steps_done
         model._initial_epoch = everyone[0]["initial_epoch"]
@@ -249,6 +248,7 @@ class Distribute(keras.callbacks.Callback):
             self._broadcast_state(
                 rank_local_ids(model, bool(self._sync.steps_done), of=lambda _, adapter: adapter.has_state)
             )
+        self._comparison.check([r["alike"] for r in everyone])
 
     def _set_epoch_length(self, steps: list[int | None]) -> None:
         """Set the length of an epoch. Collective under an asynchronous strategy."""

@@ -9,7 +9,7 @@ import tensorflow as tf
 from hvdx.comm import Comm
 from hvdx.errors import ReplicaError
 from hvdx.keras.fit import callback_list
-from hvdx.keras.fit.agreement import constants, model_state, shares
+from hvdx.keras.fit.agreement import constants, generators, model_state, shares
 from hvdx.keras.fit.agreement.first_batch import FirstBatch
 from hvdx.keras.fit.agreement.sample import alike, sample
 from hvdx.keras.fit.sync_callback import all_gather_at
@@ -31,7 +31,7 @@ class Comparison:
         self._callback: Any = None
         self._iterator: Any = None
         self._first_batch: FirstBatch | None = None
-        self._whole_dataset: Any = None
+        self._dataset: Any = None
         self._configuration: dict[str, str] = {}
         self._pending = False
 
@@ -43,14 +43,14 @@ class Comparison:
         """
         self._iterator = callback_list.epoch_iterator(callback)
         self._pending = True
-        dataset = getattr(self._iterator, "_distributed_dataset", None)
+        self._dataset = dataset = getattr(self._iterator, "_distributed_dataset", None)
         validation = callback_list.validation_inputs(callback)
         self._configuration = model_state.configuration(callback.model)
         train = shares.shares_in(dataset)
         arrays = getattr(getattr(self._iterator, "data_adapter", None), "_inputs", None)
         whole = arrays is not None and self._iterator.steps_per_epoch is None
         if not train and not whole and isinstance(dataset, tf.data.Dataset):
-            self._first_batch, self._whole_dataset = FirstBatch(dataset), dataset
+            self._first_batch = FirstBatch(dataset)
             self._iterator._distributed_dataset = self._first_batch.dataset
         return {
             "training": train,
@@ -98,7 +98,9 @@ class Comparison:
             self._warn_of_equal([[i for i, other in enumerate(arrays) if alike(mine, other)] for mine in arrays])
 
     def after_first_step(self, model: Any, traced: bool) -> None:
-        """Compare the first batches, and the constants of the training function. Collective; once in a fit.
+        """Compare first batches, elements of generators, and constants of the training function. Collective.
+
+        Only the first call in a fit compares anything.
 
         Args:
             model: the model.
@@ -110,13 +112,22 @@ class Comparison:
         found = constants.constants_of(model.train_function) if traced else []
         first, self._first_batch = self._first_batch, None
         if first is not None and self._iterator._distributed_dataset is first.dataset:
-            self._iterator._distributed_dataset = self._whole_dataset
-        self._iterator = self._whole_dataset = None
-        everyone = all_gather_at(self._comm, "the first step", (first.digest if first else None, found))
-        digests = [digest for digest, _ in everyone]
+            self._iterator._distributed_dataset = self._dataset
+        elements = generators.recorded(self._dataset)
+        self._iterator = self._dataset = None
+        mine = (first.digest if first else None, elements, found)
+        digests, drawn, traces = zip(*all_gather_at(self._comm, "the first step", mine), strict=True)
         if all(digest is not None for digest in digests):
             self._warn_of_equal([[i for i, other in enumerate(digests) if other == mine] for mine in digests])
-        differing = constants.differing([theirs for _, theirs in everyone])
+        ranks = generators.differing(drawn)
+        if ranks:
+            self._warn(
+                f"hvdx.shard: the dataset is made by a generator that yields other elements on ranks {ranks} than on "
+                "rank 0, or the same in another order. Then several ranks train some samples, and no rank trains "
+                "others. Seed what the generator draws (random.Random(1), numpy.random.default_rng(1), "
+                "hvdx.init(seed=1)), and sort lists of files. If each rank generates its own data, do not shard it."
+            )
+        differing = constants.differing(traces)
         if differing:
             self._warn(
                 f"the training function holds constants that are not those of rank 0: {_listed(differing)}. If they "

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from hvdx.errors import ConfigError
-from hvdx.keras.fit.agreement import pipeline
+from hvdx.keras.fit.agreement import generators, pipeline
 from hvdx.keras.fit.agreement.sample import Sample, alike, sample
 
 #: Environment variable; 1 turns the errors of this package into warnings.
@@ -72,6 +72,7 @@ def mark(share: tf.data.Dataset, data: Any, batch_size: int | None, shuffle: boo
     if isinstance(data, tf.data.Dataset):
         # A dataset is divided element by element, so ranks may have batches of different sizes.
         handed = Handed(options, None, pipeline.order_of(data))
+        generators.record(data)
     else:
         handed = Handed(options | {"batch_size": batch_size}, sample(data), None)
     setattr(share, _MARK, handed)
