@@ -149,10 +149,20 @@ def epoch_iterator(callback: Any) -> Any:
 
     Keras gives a callback no access to the data, so this function searches the frames of the callers.
     """
+    return _local(callback, "epoch_iterator")
+
+
+def validation_inputs(callback: Any) -> Any:
+    """Return the inputs of the validation data of the `fit` that calls a callback, or None: a dataset or arrays."""
+    return _local(callback, "val_x")
+
+
+def _local(callback: Any, name: str) -> Any:
+    """Return a local variable of the `fit` or `evaluate` that calls a callback; None if it has none."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_locals.get("self") is not callback.model:
         frame = frame.f_back
-    return None if frame is None else frame.f_locals.get("epoch_iterator")
+    return None if frame is None else frame.f_locals.get(name)
 
 
 def show_steps_of_all_ranks(callbacks: Any, taken: Callable[[], int], steps: int) -> None:

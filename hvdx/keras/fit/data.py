@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from hvdx.errors import ConfigError, ReplicaError
+from hvdx.keras.fit.agreement import shares
 from hvdx.keras.joining import join
 
 # Size of the shuffle buffer, in elements, for a dataset of unknown or large size.
@@ -81,11 +82,18 @@ def shard(
         raise ConfigError(f"shard: rank: expected 0 to {size - 1}, got {rank}.")
     if batch_size is not None and batch_size < 1:
         raise ConfigError(f"shard: batch_size: expected 1 or more, got {batch_size}.")
+    compared = size == joined.size > 1
     if isinstance(data, tf.data.Dataset):
-        return _shard_dataset(data, batch_size, shuffle, seed, drop_remainder, steps, rank, size)
-    if batch_size is None:
+        if compared:
+            shares.check_order(data)
+        share = _shard_dataset(data, batch_size, shuffle, seed, drop_remainder, steps, rank, size)
+    elif batch_size is None:
         raise ConfigError("shard: batch_size: expected the samples a step on each rank, got None.")
-    return _shard_arrays(data, batch_size, bool(shuffle), seed, drop_remainder, steps, initial_epoch, rank, size)
+    else:
+        share = _shard_arrays(data, batch_size, bool(shuffle), seed, drop_remainder, steps, initial_epoch, rank, size)
+    if compared:
+        shares.mark(share, data, batch_size, shuffle, seed)
+    return share
 
 
 def _shard_arrays(

@@ -17,6 +17,7 @@ from hvdx.keras.adapters.optimizer_state import innermost
 from hvdx.keras.adapters.rank_local import rank_local_ids
 from hvdx.keras.callbacks import MetricAverageCallback
 from hvdx.keras.fit import callback_list, data, description, finite, limits, metrics, replicas, samples, traces
+from hvdx.keras.fit.agreement.comparison import Comparison
 from hvdx.keras.fit.evaluation import GroupEvaluation
 from hvdx.keras.fit.plain_copies import PlainCopies
 from hvdx.keras.fit.recording import Recording
@@ -91,6 +92,7 @@ class Distribute(keras.callbacks.Callback):
             )
         self._sync = SyncCallback(self._comm, self._agree, self._begin_epoch)
         self._evaluation = GroupEvaluation(self._comm)
+        self._comparison, self._traced = Comparison(self._comm), True
         self._copies = PlainCopies()
         self._callback_list: Any = None
         self._muted: list[Any] = []
@@ -142,6 +144,7 @@ class Distribute(keras.callbacks.Callback):
         kept = traces.kept(self.model, self.strategy)
         if self._comm.any_true(kept is None):
             kept = None
+        self._comparison, self._traced = Comparison(self._comm), kept is None
         optimizers = optimizers_of(self.model)
         before = kept.adapters if kept is not None else [None] * len(optimizers)
         self._adapters = [
@@ -225,6 +228,7 @@ class Distribute(keras.callbacks.Callback):
             "savers": (self._copies.described, self._copies.refused),
             "limit": self._limit.text,
             "record": self._recording.state,
+            "alike": self._comparison.begin(self),
         }
         everyone = self._sync.all_gather_at("the start of fit", mine)
         self._recording.agree([r["record"] for r in everyone])
@@ -244,6 +248,7 @@ class Distribute(keras.callbacks.Callback):
             self._broadcast_state(
                 rank_local_ids(model, bool(self._sync.steps_done), of=lambda _, adapter: adapter.has_state)
             )
+        self._comparison.check([r["alike"] for r in everyone])
 
     def _set_epoch_length(self, steps: list[int | None]) -> None:
         """Set the length of an epoch. Collective under an asynchronous strategy."""
@@ -357,6 +362,8 @@ class Distribute(keras.callbacks.Callback):
             for adapter in self._adapters:
                 adapter.prepare_broadcast()
             self._broadcast_state()
+        if self._first_step and not self.strategy.asynchronous:
+            self._comparison.after_first_step(self.model, self._traced)
         self._first_step = False
         if not any(b.stepped for b in self._adapters) and self.model.trainable_weights:
             raise NotDistributedError(
@@ -470,6 +477,8 @@ class Distribute(keras.callbacks.Callback):
         self._sync.reset_cut()
         for adapter in self._adapters:
             adapter.flush()
+        # Asynchronous workers meet at the end of an epoch only, and some may have taken no step.
+        self._comparison.after_first_step(self.model, self._traced)
 
     def _check_finite(self, when: str) -> None:
         firsts = [adapter.first_bad() for adapter in self._adapters]

@@ -1,0 +1,168 @@
+"""Comparisons over the ranks at the start of a fit and after its first step."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvdx.comm import Comm
+from hvdx.errors import ReplicaError
+from hvdx.keras.fit import callback_list
+from hvdx.keras.fit.agreement import constants, generators, model_state, shares
+from hvdx.keras.fit.agreement.first_batch import FirstBatch
+from hvdx.keras.fit.agreement.sample import alike, sample
+from hvdx.keras.fit.sync_callback import all_gather_at
+
+# Largest number of differences that a message lists.
+_LISTED = 3
+_ALLOW = f"Set {shares.VARIABLE}=1 if this is intended."
+
+
+class Comparison:
+    """Comparison of what must be alike on all ranks in one fit, or must differ.
+
+    Args:
+        comm: the ranks.
+    """
+
+    def __init__(self, comm: Comm):
+        self._comm = comm
+        self._callback: Any = None
+        self._iterator: Any = None
+        self._first_batch: FirstBatch | None = None
+        self._dataset: Any = None
+        self._configuration: dict[str, str] = {}
+        self._pending = False
+
+    def begin(self, callback: Any) -> dict[str, Any]:
+        """Return what this rank has, for `check`.
+
+        Args:
+            callback: a callback, in its `on_train_begin`.
+        """
+        self._iterator = callback_list.epoch_iterator(callback)
+        self._pending = True
+        self._dataset = dataset = getattr(self._iterator, "_distributed_dataset", None)
+        validation = callback_list.validation_inputs(callback)
+        self._configuration = model_state.configuration(callback.model)
+        train = shares.shares_in(dataset)
+        arrays = getattr(getattr(self._iterator, "data_adapter", None), "_inputs", None)
+        whole = arrays is not None and self._iterator.steps_per_epoch is None
+        if not train and not whole and isinstance(dataset, tf.data.Dataset):
+            self._first_batch = FirstBatch(dataset)
+            self._iterator._distributed_dataset = self._first_batch.dataset
+        return {
+            "training": train,
+            "validation": shares.shares_in(validation),
+            "arrays": sample(arrays) if whole else None,
+            "adapted": model_state.adapted(callback.model),
+            "tables": model_state.tables_of(dataset) + model_state.tables_of(validation),
+            "configuration": model_state.digest(self._configuration),
+        }
+
+    def check(self, everyone: Sequence[dict[str, Any]]) -> None:
+        """Compare what the ranks have before the first step. Collective.
+
+        Args:
+            everyone: result of `begin` on each rank.
+
+        Raises:
+            ReplicaError: on all ranks, if something differs that must be alike.
+        """
+        for use in ("training", "validation"):
+            text = shares.difference(use, [mine[use] for mine in everyone])
+            if text is not None:
+                self._refuse(text)
+        for key in ("adapted", "tables"):
+            differing = model_state.differing([mine[key] for mine in everyone])
+            if differing:
+                self._refuse(
+                    f"fit: expected preprocessing with the same state on all ranks; not as on rank 0: "
+                    f"{_listed(differing)}. The same input would mean different things to the ranks. Adapt the layer "
+                    "to the same data in the same order on every rank, before the data is divided; sort words from a "
+                    "set or a directory; seed shuffles (hvdx.init(seed=1))."
+                )
+        if len({mine["configuration"] for mine in everyone}) > 1:
+            configurations = self._comm.all_gather_object(self._configuration, "the configurations of the model")
+            differing = model_state.differing_values(configurations)
+            if differing:
+                self._refuse(
+                    f"fit: expected the same model on all ranks, got different configurations: {_listed(differing)}. "
+                    "Build it from the same values on every rank: look for random choices (hvdx.init(seed=1) seeds "
+                    "them alike), for sets, and for values that depend on the rank or on its data."
+                )
+        self._configuration = {}
+        arrays = [mine["arrays"] for mine in everyone]
+        if all(mine is not None for mine in arrays):
+            self._warn_of_equal([[i for i, other in enumerate(arrays) if alike(mine, other)] for mine in arrays])
+
+    def after_first_step(self, model: Any, traced: bool) -> None:
+        """Compare first batches, elements of generators, and constants of the training function. Collective.
+
+        Only the first call in a fit compares anything.
+
+        Args:
+            model: the model.
+            traced: True if this fit has traced its training function.
+        """
+        if not self._pending:
+            return
+        self._pending = False
+        found = constants.constants_of(model.train_function) if traced else []
+        first, self._first_batch = self._first_batch, None
+        if first is not None and self._iterator._distributed_dataset is first.dataset:
+            self._iterator._distributed_dataset = self._dataset
+        elements = generators.recorded(self._dataset)
+        self._iterator = self._dataset = None
+        mine = (first.digest if first else None, elements, found)
+        digests, drawn, traces = zip(*all_gather_at(self._comm, "the first step", mine), strict=True)
+        if all(digest is not None for digest in digests):
+            self._warn_of_equal([[i for i, other in enumerate(digests) if other == mine] for mine in digests])
+        ranks = generators.differing(drawn)
+        if ranks:
+            self._warn(
+                f"hvdx.shard: the dataset is made by a generator that yields other elements on ranks {ranks} than on "
+                "rank 0, or the same in another order. Then several ranks train some samples, and no rank trains "
+                "others. Seed what the generator draws (random.Random(1), numpy.random.default_rng(1), "
+                "hvdx.init(seed=1)), and sort lists of files. If each rank generates its own data, do not shard it."
+            )
+        differing = constants.differing(traces)
+        if differing:
+            self._warn(
+                f"the training function holds constants that are not those of rank 0: {_listed(differing)}. If they "
+                "are random (masks, projections, noise) or a vocabulary, the ranks train different models that share "
+                "weights. Make them weights (add_weight(..., trainable=False)), which hvdx gives to all ranks, or draw "
+                "them with a seed (numpy.random.default_rng(1), hvdx.init(seed=1)). If each rank is meant to have its "
+                "own, nothing is wrong."
+            )
+
+    def _warn_of_equal(self, groups: Sequence[list[int]]) -> None:
+        """Warn if ranks have the same data.
+
+        Args:
+            groups: for each rank, the ranks that have its data, itself included.
+        """
+        largest = max(groups, key=len)
+        if len(largest) == 1:
+            return
+        who = f"all {len(largest)} ranks" if len(largest) == self._comm.size else f"ranks {largest}"
+        self._warn(
+            f"{who} train on the same data: an epoch takes {len(largest)} times the work for the same samples. Give "
+            "each rank its share: model.fit(hvdx.shard((x, y), batch_size=...), shuffle=False, ...) in place of "
+            "model.fit(x, y, batch_size=...); hvdx.shard(dataset, batch_size) divides a tf.data.Dataset."
+        )
+
+    def _refuse(self, text: str) -> None:
+        if not shares.allowed():
+            raise ReplicaError(f"{text} {_ALLOW}")
+        self._warn(text)
+
+    def _warn(self, text: str) -> None:
+        if self._comm.rank == 0:
+            print(f"\nhvdx: WARNING: {text}", file=sys.stderr, flush=True)
+
+
+def _listed(items: Sequence[str]) -> str:
+    more = f" and {len(items) - _LISTED} more" if len(items) > _LISTED else ""
+    return "; ".join(items[:_LISTED]) + more

@@ -1,0 +1,92 @@
+"""First elements of the generators that feed a share, recorded while they pass."""
+
+import inspect
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+import xxhash
+
+from hvdx.keras.fit.agreement import pipeline
+
+# Elements of each generator that are recorded.
+_ELEMENTS = 16
+_MARK = "_hvdx_elements"
+# Digests of the components of each recorded element.
+Elements = list[tuple[int, ...]]
+
+
+def record(end: Any) -> None:
+    """Record the first elements that the generators of a dataset yield; the generators are read no further for it.
+
+    Args:
+        end: a dataset, perhaps made by `Dataset.from_generator`.
+    """
+    for state in _states(end):
+        if not hasattr(state, _MARK):
+            elements: Elements = []
+            setattr(state, _MARK, elements)
+            state._generator = _recording(state._generator, elements)
+
+
+def recorded(end: Any) -> list[Elements]:
+    """Return the recorded elements of each generator of a dataset, as far as they were read."""
+    return [list(getattr(state, _MARK)) for state in _states(end) if hasattr(state, _MARK)]
+
+
+def differing(everyone: Sequence[list[Elements]]) -> list[int]:
+    """Compare the results of `recorded` on all ranks.
+
+    Elements are in the same order if one component is, such as the labels: the others may hold random noise.
+
+    Returns:
+        The ranks whose generators yield other elements than rank 0's, or the same in another order.
+
+    Example:
+        >>> mine, noisy, other = [(1, 7), (2, 8)], [(1, 5), (2, 6)], [(2, 8), (1, 7)]
+        >>> differing([[mine], [noisy], [other]])
+        [2]
+    """
+    return [rank for rank, theirs in enumerate(everyone) if any(map(_differ, everyone[0], theirs))]
+
+
+def _differ(first: Elements, other: Elements) -> bool:
+    """Return whether two generators differ in every component that tells their elements apart."""
+    count = min(len(first), len(other))
+    mine, theirs = list(zip(*first[:count], strict=True)), list(zip(*other[:count], strict=True))
+    if len(mine) != len(theirs):
+        return True
+    telling = [(a, b) for a, b in zip(mine, theirs, strict=True) if len({*a, *b}) > 1]
+    return bool(telling) and all(a != b for a, b in telling)
+
+
+def _recording(generator: Any, elements: Elements) -> Any:
+    def recording(*args: Any) -> Iterator[Any]:
+        iterator = iter(generator(*args))
+        if not elements:
+            for element in itertools.islice(iterator, _ELEMENTS):
+                elements.append(tuple(_digest(part) for part in tf.nest.flatten(element, expand_composites=True)))
+                yield element
+        yield from iterator
+
+    return recording
+
+
+def _digest(part: Any) -> int:
+    array = np.asarray(part)
+    content = repr(array.tolist()).encode() if array.dtype.kind == "O" else array.tobytes()
+    return xxhash.xxh3_64(content).intdigest()
+
+
+def _states(end: Any) -> list[Any]:
+    """Return TensorFlow's record of each Python generator in a pipeline; only the closures of its functions hold it."""
+    functions = [f for dataset in pipeline.datasets(end) for f in dataset._functions()]
+    held = [v for f in functions for inner in _nonlocals(getattr(f, "_func", None)) for v in _nonlocals(inner)]
+    states = [v for v in held if hasattr(v, "_generator") and hasattr(v, "get_next_id")]
+    return list({id(state): state for state in states}.values())
+
+
+def _nonlocals(function: Any) -> list[Any]:
+    return list(inspect.getclosurevars(function).nonlocals.values()) if inspect.isfunction(function) else []

@@ -1,0 +1,193 @@
+"""What a model is besides its weights: its configuration, its vocabularies, and what its layers were adapted to."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+import xxhash
+
+from hvdx.keras.fit.agreement import pipeline
+from hvdx.keras.fit.agreement.sample import Sample, alike, sample
+
+# Keys that may differ: names (counters of Keras), seeds (noise of a rank's own), and numbers of objects.
+_OMITTED = {"name", "seed", "shared_object_id"}
+# Length from which a list counts as one value.
+_LONG = 64
+
+
+def adapted(model: Any) -> list[tuple[str, Any]]:
+    """Return the state of each preprocessing layer of a model.
+
+    Returns:
+        Name of the layer, and a digest of its vocabulary or a sample of its statistics.
+    """
+    found: list[tuple[str, Any]] = []
+    for layer in model._flatten_layers():
+        name = f"{type(layer).__name__} {layer.name}"
+        table = getattr(layer, "lookup_table", None)
+        if isinstance(table, tf.lookup.experimental.MutableHashTable | tf.lookup.StaticHashTable):
+            found.append((name, table_digest(table.resource_handle, table.key_dtype, table.value_dtype)))
+        if getattr(layer, "idf_weights_const", None) is not None:
+            found.append((name, sample(layer.idf_weights_const)))
+        if isinstance(layer, keras.layers.Normalization) and layer.mean is not None:
+            found.append((name, sample((layer.mean, layer.variance))))
+        if isinstance(layer, keras.layers.Discretization) and layer.bin_boundaries is not None:
+            found.append((name, sample(np.asarray(layer.bin_boundaries))))
+    return found
+
+
+def tables_of(end: Any) -> list[tuple[str, Any]]:
+    """Return a digest of each lookup table that the functions of a dataset use, such as those of a `StringLookup`.
+
+    Args:
+        end: a dataset; anything else has no tables.
+    """
+    found: dict[int, tuple[str, Any]] = {}
+    for function in (f for dataset in pipeline.datasets(end) for f in pipeline.functions(dataset)):
+        handles = {id(inside): outside for outside, inside in function.graph.captures}
+        for operation in function.graph.get_operations():
+            handle = handles.get(id(operation.inputs[0])) if operation.type == "LookupTableFindV2" else None
+            if isinstance(handle, tf.Tensor) and id(handle) not in found and hasattr(handle, "numpy"):
+                digest = table_digest(handle, operation.get_attr("Tin"), operation.get_attr("Tout"))
+                found[id(handle)] = ("a lookup table of the dataset", digest)
+    return list(found.values())
+
+
+def table_digest(handle: Any, keys: Any, values: Any) -> int:
+    """Return a digest of the entries of a lookup table, which does not depend on their order.
+
+    Args:
+        handle: handle of the table's resource.
+        keys, values: dtypes.
+    """
+    exported = tf.raw_ops.LookupTableExportV2(table_handle=handle, Tkeys=keys, Tvalues=values)
+    left, right = (np.asarray(part.numpy()) for part in exported)
+    order = np.argsort(left, kind="stable")
+    digest = xxhash.xxh3_64()
+    for part in (left[order], right[order]):
+        digest.update(b"\0".join(map(_bytes, part)) if part.dtype.kind == "O" else part.tobytes())
+    return digest.intdigest()
+
+
+def _bytes(value: Any) -> bytes:
+    return value if isinstance(value, bytes) else str(value).encode()
+
+
+def differing(everyone: Sequence[list[tuple[str, Any]]]) -> list[str]:
+    """Compare the results of `adapted` or `tables_of` on all ranks.
+
+    Returns:
+        Name of each layer that differs, with the ranks where it is not as on rank 0; [] if the ranks have different
+        numbers of layers.
+    """
+    if len({len(states) for states in everyone}) > 1:
+        return []
+    listed = []
+    for (name, first), *others in zip(*everyone, strict=True):
+        ranks = [rank for rank, (_, other) in enumerate(others, 1) if not _same(first, other)]
+        if ranks:
+            listed.append(f"{name} (ranks {', '.join(map(str, ranks))})")
+    return listed
+
+
+def _same(first: Any, other: Any) -> bool:
+    if isinstance(first, Sample) and isinstance(other, Sample):
+        return alike(first, other)
+    return type(first) is type(other) and first == other
+
+
+def configuration(model: Any) -> dict[str, str]:
+    """Return the values of a model's configuration, and of the layers in it, by their places.
+
+    Names of layers are replaced by numbers, because Keras' counters may differ between ranks.
+
+    Example:
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+        >>> configuration(model)["0 Sequential.layers.1.config.units"]
+        '3'
+    """
+    values: dict[str, str] = {}
+    for i, (kind, config) in enumerate(_configs(model)):
+        numbers: dict[str, int] = {}
+        for name in _names(config):
+            numbers.setdefault(name, len(numbers))
+        values |= dict(_leaves(f"{i} {kind}", config, numbers))
+    return values
+
+
+def digest(configured: Mapping[str, str]) -> int:
+    """Return a digest of the result of `configuration`."""
+    return xxhash.xxh3_64("\0".join(f"{k}={v}" for k, v in sorted(configured.items())).encode()).intdigest()
+
+
+def differing_values(everyone: Sequence[Mapping[str, str]]) -> list[str]:
+    """Compare the results of `configuration` on all ranks.
+
+    Returns:
+        Each value that differs, as it is on rank 0 and on the first rank where it is another.
+    """
+    listed = []
+    for place in dict.fromkeys(place for values in everyone for place in values):
+        spelled = [values.get(place, "nothing") for values in everyone]
+        other = next((rank for rank, value in enumerate(spelled) if value != spelled[0]), None)
+        if other is not None:
+            name = place.partition(" ")[2]
+            listed.append(f"{name} is {spelled[0]:.60} on rank 0, {spelled[other]:.60} on rank {other}")
+    return listed
+
+
+def _configs(layer: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the configuration of a layer, and those of the layers in it that its own does not contain."""
+    try:
+        config = layer.get_config()
+    except Exception:  # Many subclassed layers have no configuration, and a user's get_config may raise anything.
+        config = {}
+    yield type(layer).__name__, config
+    if not isinstance(config, Mapping) or "layers" not in config:
+        for inner in layer._flatten_layers(include_self=False, recursive=False):
+            yield from _configs(inner)
+
+
+def _names(config: Any) -> Iterator[str]:
+    """Yield the names of the layers in a configuration."""
+    if isinstance(config, Mapping):
+        inner = config.get("config")
+        if isinstance(inner, Mapping) and not str(config.get("class_name")).endswith("Policy"):
+            yield from (value for value in [inner.get("name")] if isinstance(value, str))
+        for value in config.values():
+            yield from _names(value)
+    elif isinstance(config, list | tuple) and not _is_long(config):
+        for value in config:
+            yield from _names(value)
+
+
+def _leaves(place: str, value: Any, numbers: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        if value.get("class_name") == "__lambda__":
+            return  # Its code holds the path of its file.
+        policy = str(value.get("class_name")).endswith("Policy")
+        for key, inner in value.items():
+            if policy and key == "config":
+                yield f"{place}.{key}", repr(inner.get("name") if isinstance(inner, Mapping) else type(inner).__name__)
+            elif key not in _OMITTED:
+                yield from _leaves(f"{place}.{key}", inner, numbers)
+    elif isinstance(value, list | tuple) and not _is_long(value):
+        for i, inner in enumerate(value):
+            yield from _leaves(f"{place}.{i}", inner, numbers)
+    elif isinstance(value, list | tuple):
+        yield place, f"{len(value)} values with digest {xxhash.xxh3_64(repr(value).encode()).hexdigest()}"
+    elif isinstance(value, str | bytes | bool | int | float | None):
+        yield place, f"layer {numbers[value]}" if isinstance(value, str) and value in numbers else repr(value)
+    elif isinstance(value, np.ndarray | np.generic | tf.Tensor):
+        data = np.ascontiguousarray(value)
+        yield place, f"{data.dtype}{list(data.shape)} with digest {xxhash.xxh3_64(data.tobytes()).hexdigest()}"
+    else:
+        # The representation of an object may hold its address.
+        yield place, type(value).__name__
+
+
+def _is_long(values: list[Any] | tuple[Any, ...]) -> bool:
+    """Return whether a list counts as one value: it is long, and holds no parts of a configuration."""
+    return len(values) >= _LONG and not isinstance(values[0], Mapping | list | tuple)

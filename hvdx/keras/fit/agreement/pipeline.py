@@ -1,0 +1,137 @@
+"""Walks through a `tf.data` pipeline, from its end to its sources."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from hvdx.keras.fit.agreement.sample import Sample, alike, sample
+
+_PYTHON = {"PyFunc", "PyFuncStateless", "EagerPyFunc", "GeneratorDataset"}
+
+
+class Step(NamedTuple):
+    """Source or transformation of a pipeline on which the order of its elements depends.
+
+    Attributes:
+        kind: name of the dataset's class.
+        seeds: pair of seeds of a random order, or ().
+        source: sample of a source's arrays or names of files; None for a transformation.
+    """
+
+    kind: str
+    seeds: tuple[int, ...]
+    source: Sample | None
+
+
+def datasets(end: Any) -> Iterator[Any]:
+    """Yield a dataset and all datasets that it is made of.
+
+    Args:
+        end: a `tf.data.Dataset`; anything else yields nothing.
+    """
+    seen, waiting = set(), [end]
+    while waiting:
+        dataset = waiting.pop()
+        if isinstance(dataset, tf.data.Dataset) and id(dataset) not in seen:
+            seen.add(id(dataset))
+            yield dataset
+            waiting += reversed(_inputs(dataset))
+
+
+def _inputs(dataset: Any) -> list[Any]:
+    """Return the datasets that a dataset reads; TensorFlow has no public way to them."""
+    # Readers of files are made of other datasets, which they do not count as their inputs.
+    inside = getattr(dataset, "_impl", None)
+    return [inside] if isinstance(inside, tf.data.Dataset) else list(dataset._inputs())
+
+
+def functions(dataset: Any) -> list[Any]:
+    """Return the concrete functions that a dataset calls for its elements, such as that of `map`."""
+    wrappers = dataset._functions() if hasattr(dataset, "_functions") else []
+    return [wrapper.function for wrapper in wrappers if hasattr(wrapper.function, "graph")]
+
+
+def cause_of_other_order(end: Any) -> str | None:
+    """Return the reason why each process reads a dataset in another order, or None if there is none.
+
+    Example:
+        >>> cause_of_other_order(tf.data.Dataset.range(9).shuffle(9).batch(3))
+        'Dataset.shuffle without a seed'
+        >>> cause_of_other_order(tf.data.Dataset.range(9).shuffle(9, seed=1).batch(3)) is None
+        True
+    """
+    free = isinstance(end, tf.data.Dataset) and end.options().deterministic is False
+    for dataset in datasets(end):
+        if _seeds(dataset) == (0, 0):
+            return _SHUFFLES.get(type(dataset).__name__, "a random order without a seed")
+        kept = getattr(dataset, "_deterministic", "true")
+        if kept == "false" or (free and kept == "default"):
+            return "deterministic=False"
+        for function in functions(dataset):
+            for operation in function.graph.get_operations():
+                if operation.type.startswith("ShuffleDataset") and _constants(operation.inputs[2:4]) == (0, 0):
+                    return _SHUFFLES["_ShuffleDataset"]
+    return None
+
+
+_SHUFFLES = {
+    "_ShuffleDataset": "Dataset.shuffle without a seed",
+    "_RandomDataset": "Dataset.random or sample_from_datasets without a seed",
+}
+
+
+def order_of(end: Any) -> list[Step]:
+    """Return the sources and the seeds of a dataset: two ranks that differ in them read different orders."""
+    steps = []
+    for dataset in datasets(end):
+        source = None if _inputs(dataset) else sample(_tensors(dataset), paths=True)
+        seeds = _seeds(dataset)
+        if seeds or source is not None:
+            steps.append(Step(type(dataset).__name__, seeds, source))
+    return steps
+
+
+def same_order(first: list[Step], other: list[Step]) -> str | None:
+    """Compare the results of `order_of` on two ranks.
+
+    Returns:
+        None if they are alike, otherwise what differs: "sources" or "seeds".
+    """
+    if [step.kind for step in first] != [step.kind for step in other]:
+        return "sources"
+    if any(a.seeds != b.seeds for a, b in zip(first, other, strict=True)):
+        return "seeds"
+    sources = [(a.source, b.source) for a, b in zip(first, other, strict=True) if a.source and b.source]
+    return None if all(alike(a, b) for a, b in sources) else "sources"
+
+
+def runs_python(end: Any) -> bool:
+    """Return whether Python code makes elements of a dataset, so that its order cannot be read from the pipeline.
+
+    Example:
+        >>> runs_python(tf.data.Dataset.range(3).map(lambda i: i + 1))
+        False
+    """
+    return any(
+        operation.type in _PYTHON
+        for dataset in datasets(end)
+        for function in functions(dataset)
+        for operation in function.graph.get_operations()
+    )
+
+
+def _seeds(dataset: Any) -> tuple[int, ...]:
+    pair = [getattr(dataset, "_seed", None), getattr(dataset, "_seed2", None)]
+    return tuple(int(seed) for seed in pair if isinstance(seed, tf.Tensor))
+
+
+def _constants(tensors: Any) -> tuple[int | None, ...]:
+    values = [tf.get_static_value(tensor) for tensor in tensors]
+    return tuple(None if value is None else int(value) for value in values)
+
+
+def _tensors(dataset: Any) -> list[Any]:
+    """Return the tensors that a source holds, such as arrays, bounds of a range, and names of files."""
+    held = [v for value in vars(dataset).values() for v in (value if isinstance(value, list | tuple) else [value])]
+    return [v for v in held if isinstance(v, tf.Tensor) and v.dtype not in (tf.variant, tf.resource)]
