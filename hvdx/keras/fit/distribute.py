@@ -16,7 +16,19 @@ from hvdx.keras.adapters.optimizer import adapter_of, attach, detach, optimizers
 from hvdx.keras.adapters.optimizer_state import innermost
 from hvdx.keras.adapters.rank_local import rank_local_ids
 from hvdx.keras.callbacks import MetricAverageCallback
-from hvdx.keras.fit import callback_list, data, description, finite, limits, metrics, replicas, samples, traces
+from hvdx.keras.fit import (
+    callback_list,
+    data,
+    description,
+    finite,
+    limits,
+    metrics,
+    noise,
+    replicas,
+    samples,
+    traces,
+    train_step,
+)
 from hvdx.keras.fit.evaluation import GroupEvaluation
 from hvdx.keras.fit.plain_copies import PlainCopies
 from hvdx.keras.fit.recording import Recording
@@ -38,7 +50,8 @@ class Distribute(keras.callbacks.Callback):
     - non-trainable weights, such as moving averages, are averaged at the end of each epoch;
     - an epoch ends when the rank with the fewest batches has no more, or under an asynchronous strategy when all ranks
       together have taken their steps;
-    - callbacks that write (checkpoints, TensorBoard, CSV, the progress bar) run on rank 0 only.
+    - callbacks that write (checkpoints, TensorBoard, CSV, the progress bar) run on rank 0 only;
+- dropout, augmentation layers and samples are different on each rank, even if all ranks have the same seed.
 
     A process that was started alone trains as it would without this callback. Each rank supplies its own share of the
     data: see `hvdx.shard`.
@@ -154,8 +167,7 @@ class Distribute(keras.callbacks.Callback):
                     "hvdx: jit_compile is off during this fit: XLA cannot compile exchanges with other ranks.",
                     file=sys.stderr,
                 )
-        if self.strategy.counts_samples:
-            samples.count_samples_of(self.model)
+        self._precede_steps()
         if kept is not None:
             self.model.train_function = kept.function
         else:
@@ -196,6 +208,14 @@ class Distribute(keras.callbacks.Callback):
         standard = type(model).train_step is keras.Model.train_step and optimizers_of(model) == [model.optimizer]
         if model.built and standard and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
+
+    def _precede_steps(self) -> None:
+        """Give this rank random numbers of its own, and count samples if the strategy needs them."""
+        model, rank = self.model, self._comm.rank
+        # `Checkpoint`, which begins later, restores the states that this rank saved.
+        noise.differ(model, rank)
+        counts = [lambda data: samples.count_samples_of(model, data)] if self.strategy.counts_samples else []
+        train_step.precede(model, lambda data: noise.seed_graph(rank), *counts)
 
     def _attach(self, optimizer: Any, name: str, earlier: Adapter | None = None) -> Adapter:
         attached = adapter_of(optimizer)
@@ -277,7 +297,8 @@ class Distribute(keras.callbacks.Callback):
         adapters, self._adapters = self._adapters, []
         if self._callback_list is not None:
             callback_list.show_steps_of_this_rank(self._callback_list)
-        samples.restore_train_step(self.model)
+        noise.agree(self.model)
+        train_step.restore(self.model)
         if self._jit_compile is not None:
             self.model.jit_compile, self._jit_compile = self._jit_compile, None
         traces.keep(self.model, adapters, self.strategy)
@@ -352,8 +373,10 @@ class Distribute(keras.callbacks.Callback):
     def _after_step(self, batch: int, logs: Any) -> None:
         """Check that the step went through the optimiser, and compare the replicas if that is due."""
         self._logs.see_step(logs)
+        if self._first_step:
+            # Layers that are built in the first step had no generators before it, and no weights to broadcast.
+            noise.differ_in_layers(self.model, self._comm.rank)
         if self._first_step and len(self.model.weights) > self._weights_broadcast:
-            # Layers that are built in the first step had no weights to broadcast before it.
             for adapter in self._adapters:
                 adapter.prepare_broadcast()
             self._broadcast_state()
