@@ -26,6 +26,7 @@ from hvdx.keras.fit import (
     noise,
     replicas,
     samples,
+    schedules,
     traces,
     train_step,
 )
@@ -51,7 +52,7 @@ class Distribute(keras.callbacks.Callback):
     - an epoch ends when the rank with the fewest batches has no more, or under an asynchronous strategy when all ranks
       together have taken their steps;
     - callbacks that write (checkpoints, TensorBoard, CSV, the progress bar) run on rank 0 only;
-- dropout, augmentation layers and samples are different on each rank, even if all ranks have the same seed.
+    - dropout, augmentation layers and samples are different on each rank, even if all ranks have the same seed.
 
     A process that was started alone trains as it would without this callback. Each rank supplies its own share of the
     data: see `hvdx.shard`.
@@ -257,6 +258,8 @@ class Distribute(keras.callbacks.Callback):
         self._set_epoch_length([r["steps"] for r in everyone])
         self._steps_before = -self._sync.steps_done
         model._initial_epoch = everyone[0]["initial_epoch"]
+        epochs = (self.params.get("epochs") or 0) - (model._initial_epoch or 0)
+        schedules.tell(model, epochs * (self._sync.steps or 0) - self._sync.steps_done, self._comm)
         self._copies.begin(model, *everyone[0]["savers"])
         if model.built:
             # Rank-local state from an earlier fit or a checkpoint is not broadcast, so that a rank's momenta match its
