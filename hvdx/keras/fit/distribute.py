@@ -450,9 +450,9 @@ class Distribute(keras.callbacks.Callback):
         if self._comm.size == 1:
             return
         self._evaluation.finish(self.model)
-        if logs:
-            self._sync.all_gather_at(f"the end of validation in epoch {self._epoch + 1}")
-            self._logs.after_validation(self.model, logs)
+        self._sync.all_gather_at(f"the end of validation in epoch {self._epoch + 1}")
+        # A rank without validation batches has no logs, and takes part all the same.
+        self._logs.after_validation(self.model, {} if logs is None else logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Replace this rank's metrics by those of all ranks, and check the replicas; end a fit that has a limit."""
