@@ -19,8 +19,9 @@ HELP = "start a script on several workers"
 EXAMPLE = "hvdx run -n 4 python train.py"
 DETAILS = """\
 The command calls the mpirun beside this Python or on PATH. It adds the options that allow root, allow more workers than
-cores, and do not bind a worker to one core. Each worker gets its share of the cores, and the variables HVDX_* and TF_*.
-The exit code is that of the job.
+cores, and do not bind a worker to one core. Each worker gets its share of the cores, the variables HVDX_* and TF_*, and
+PYTHONHASHSEED=0 if it is not set, so that sets of strings have the same order on all workers. The exit code is that of
+the job.
 
   hvdx run -n 4 python train.py                        four workers on this machine
   hvdx run --hosts node1:2,node2:2 python train.py     two workers on each of two machines that ssh reaches

@@ -58,8 +58,7 @@ class Dense(Codec[Nothing]):
                 raise WireError(f"{error}.", rank) from None
             if elements != n or body.size - at != n * np.dtype(self._wire).itemsize:
                 raise WireError(
-                    f"expected {n} elements, got {elements} in {body.size - at} bytes. "
-                    "Give every rank the same model.",
+                    f"expected {n} elements, got {elements} in {body.size - at} bytes. Give every rank the same model.",
                     rank,
                 )
             bodies.append(body[at:].view(self._wire))

@@ -55,8 +55,7 @@ def unseal(message: np.ndarray | bytes | bytearray | memoryview, codec: int, nam
         raise WireError(f"{len(message)} bytes that are not an hvdx message.", rank)
     if start[2] != VERSION:
         raise WireError(
-            f"expected version {VERSION} of the format, got {start[2]}. "
-            "Run the same version of hvdx on every rank.",
+            f"expected version {VERSION} of the format, got {start[2]}. Run the same version of hvdx on every rank.",
             rank,
         )
     if start[3] != codec:

@@ -487,7 +487,5 @@ def _open(body: np.ndarray, n: int, rank: int) -> tuple[np.ndarray, Runs]:
         raise WireError("it ends within its taus.", rank)
     taus = body[at:end].view("<f4").astype(np.float32)
     if not ((taus >= 2.0**-126) & (taus <= 2.0**126)).all():
-        raise WireError(
-            f"a tau of {taus[np.argmin((taus >= 2.0**-126) & (taus <= 2.0**126))]}.", rank
-        )
+        raise WireError(f"a tau of {taus[np.argmin((taus >= 2.0**-126) & (taus <= 2.0**126))]}.", rank)
     return body[end:], Runs(lengths, taus)

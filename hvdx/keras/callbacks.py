@@ -128,8 +128,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         def over_all_ranks(logs: Any) -> Any:
             _restore_result(model)
             result = dict(getattr(model, _RESULT)(logs))
-            if result:
-                self._logs.after_validation(model, result)
+            self._logs.after_validation(model, result)
             return result
 
         if hasattr(model, _RESULT):
@@ -137,8 +136,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     def on_test_end(self, logs: Any = None) -> None:
         """Combine the validation metrics, unless `evaluate` has combined them already."""
-        if logs and not self._logs.validated:
-            self._logs.after_validation(self.model, logs)
+        if not self._logs.validated:
+            self._logs.after_validation(self.model, {} if logs is None else logs)
         _restore_result(self.model)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

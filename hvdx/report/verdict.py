@@ -412,8 +412,8 @@ def _warnings(world: _World) -> list[str]:
         return []
     return [
         "The seeds had no effect: runs with different seeds have the same metrics to the last bit, so the spread over "
-        "seeds is not known. Let the script read HVDX_SEED: keras.utils.set_random_seed(int(os.environ['HVDX_SEED'])). "
-        "Or write {seed} in the command."
+        "seeds is not known. Let the script call hvdx.init() before it makes the model: it reads HVDX_SEED. Or write "
+        "{seed} in the command."
     ]
 
 

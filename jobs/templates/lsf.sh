@@ -27,6 +27,7 @@ counter=.restarts.$LSB_JOBID.${LSB_JOBINDEX:-0}
 export HVDX_STRATEGY=@{strategy}
 export OMP_NUM_THREADS=@{threads}
 export HVDX_CPUS_PER_TASK=@{cpus_per_task}
+export PYTHONHASHSEED="${PYTHONHASHSEED:-0}" # Python orders sets of strings in the same way on all ranks
 
 @{exports}
 

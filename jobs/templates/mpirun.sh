@@ -6,6 +6,7 @@
 @{env_setup}
 export HVDX_STRATEGY=@{strategy}
 export OMP_NUM_THREADS=@{threads}
+export PYTHONHASHSEED="${PYTHONHASHSEED:-0}" # Python orders sets of strings in the same way on all ranks
 
 @{exports}
 

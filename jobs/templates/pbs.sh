@@ -22,6 +22,7 @@ cd "$PBS_O_WORKDIR" || exit 1
 @{env_setup}
 export HVDX_STRATEGY=@{strategy}
 export OMP_NUM_THREADS=@{threads}
+export PYTHONHASHSEED="${PYTHONHASHSEED:-0}" # Python orders sets of strings in the same way on all ranks
 
 @{exports}
 

@@ -24,12 +24,12 @@ cd "${folder:-.}" || exit 1
 # After `sbatch --export=NONE`, this variable would keep srun from passing on the variables exported below.
 unset SLURM_EXPORT_ENV
 
-# How often the job may go back into the queue.
-max_restarts=@{max_restarts}
+max_restarts=@{max_restarts} # how often the job may go back into the queue
 
 @{env_setup}
 export HVDX_STRATEGY=@{strategy}
 export OMP_NUM_THREADS=@{threads}
+export PYTHONHASHSEED="${PYTHONHASHSEED:-0}" # Python orders sets of strings in the same way on all ranks
 
 @{exports}
 

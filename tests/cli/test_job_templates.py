@@ -319,17 +319,17 @@ def test_everything_reaches_the_ranks(system, options, launcher, script, place):
 
 
 SET = {"PYTHONPATH": "lib", "LD_LIBRARY_PATH": "/opt/lib", "HVDX_B": "a b", "HVDX_A": "1", "TF_A": "1", "MINE": "1"}
-UNSET = dict.fromkeys((*SET, "VIRTUAL_ENV"))
+UNSET = dict.fromkeys((*SET, "VIRTUAL_ENV", "PYTHONHASHSEED"))
 
 
 @pytest.mark.parametrize("system", ["slurm", "pbs", "lsf", "mpirun"])
 @pytest.mark.parametrize(
     ("environ", "lines", "names"),
     [
-        (UNSET, [], ["PATH"]),
-        (UNSET | SET, [], ["PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "HVDX_A", "HVDX_B", "TF_A"]),
-        (UNSET, ["export HVDX_C=1 PYTHONPATH=''"], ["PATH", "HVDX_C"]),
-        (UNSET, ["HVDX_C=1; set -eu"], ["PATH"]),  # not exported
+        (UNSET, [], ["PATH", "PYTHONHASHSEED"]),
+        (UNSET | SET, [], ["PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHASHSEED", "HVDX_A", "HVDX_B", "TF_A"]),
+        (UNSET, ["export HVDX_C=1 PYTHONPATH=''"], ["PATH", "PYTHONHASHSEED", "HVDX_C"]),
+        (UNSET, ["HVDX_C=1; set -eu"], ["PATH", "PYTHONHASHSEED"]),  # not exported
     ],
 )
 def test_open_mpi_passes_on_what_is_set(system, environ, lines, names, script, place):

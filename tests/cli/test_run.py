@@ -67,7 +67,7 @@ def test_bad_input_is_named(options, named, capsys):
 
 
 def rank(number, *program, output="first", **more):
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("TF_", "OMP_", "OMPI_"))}
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("TF_", "OMP_", "OMPI_", "PYTHONHASHSEED"))}
     launched = {"OMPI_COMM_WORLD_RANK": str(number), "OMPI_COMM_WORLD_SIZE": "2",
                 "OMPI_COMM_WORLD_LOCAL_RANK": str(number), "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}  # fmt: skip
     return subprocess.run(
@@ -85,3 +85,11 @@ def test_ranks_have_their_threads_and_only_the_first_prints():
     assert (second.stdout, second.stderr) == ("", "E\n")
     said = rank(1, sys.executable, "-c", code, output="all", TF_NUM_INTRAOP_THREADS="7").stdout
     assert "'TF_NUM_INTRAOP_THREADS': '7'" in said
+
+
+def test_sets_of_strings_have_one_order_on_all_ranks():
+    code = "print(list({'a', 'b', 'c', 'd', 'e', 'f', 'g', 'h'}))"
+    orders = {rank(number, sys.executable, "-c", code, output="all").stdout for number in (0, 1, 1)}
+    assert len(orders) == 1
+    chosen = rank(0, sys.executable, "-c", "import os; print(os.environ['PYTHONHASHSEED'])", PYTHONHASHSEED="7")
+    assert chosen.stdout == "7\n"

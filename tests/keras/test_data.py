@@ -1,5 +1,6 @@
 """Shares of data for any rank and size, tested in one process."""
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -97,10 +98,23 @@ def test_dataset_of_unknown_size_needs_steps():
         (lambda: hvdx.shard(np.arange(8)), "batch_size"),
         (lambda: hvdx.shard(np.arange(8), 0), "batch_size"),
         (lambda: hvdx.shard((np.arange(8), np.arange(9)), 2), "one length"),
-        (lambda: hvdx.shard(np.arange(8), 3, rank=0, size=4), "0 steps"),
+        (lambda: hvdx.shard(np.arange(8), 3, rank=0, size=4), "12 samples or more"),
+        (lambda: hvdx.shard(np.arange(8), 2.5), "an integer of 1 or more, got 2.5"),
+        (lambda: hvdx.shard(np.arange(8), 2, global_batch_size=4), "got both"),
+        (lambda: hvdx.shard(np.arange(8), global_batch_size=4, rank=0, size=3), "multiple of the 3 ranks.*3 or 6"),
+        (lambda: hvdx.shard(np.arange(8), global_batch_size=2, rank=0, size=3), "Do: give 3."),
+        (lambda: hvdx.shard(tf.data.Dataset.range(8), 2, validation_split=0.5), "dataset.skip"),
+        (lambda: hvdx.shard(np.arange(8), 2, validation_split=1.5), "between 0 and 1"),
+        (lambda: hvdx.shard(np.arange(2), 1, validation_split=0.9), "leaves 0 for training and 2 for"),
+        (lambda: hvdx.shard([[1.0, 2.0], [3.0]], 1), "ragged.constant"),
+        (lambda: hvdx.shard((np.ones(3), (i for i in range(3))), 1), "builtins.generator"),
+        (lambda: hvdx.shard((np.ones(3), tf.sparse.eye(3)), 1), "dense or ragged"),
+        (lambda: hvdx.shard((np.ones(3), np.array([None, 1, 2], object)), 1), "Python objects"),
+        (lambda: hvdx.shard((np.ones(3), 1.0), 1), "single value"),
+        (lambda: hvdx.shard((None, None), 1), "expected arrays"),
         (lambda: hvdx.shard(np.arange(8), 2, rank=2, size=2), "rank"),
         (lambda: hvdx.shard(np.arange(2), 2, drop_remainder=False, rank=0, size=3), "at least one"),
-        (lambda: hvdx.shard(np.arange(8), 2, steps=9, rank=0, size=1), "got 9"),
+        (lambda: hvdx.shard(np.arange(8), 2, steps=9, rank=0, size=1), "steps: expected 1 to 4.*got 9"),
         (lambda: hvdx.shard(tf.data.Dataset.range(3), 2, rank=0, size=2), "do not fill"),
         (lambda: hvdx.shard(tf.data.Dataset.range(3), 1, steps=2, rank=0, size=2), "steps=2"),
     ],
@@ -108,3 +122,62 @@ def test_dataset_of_unknown_size_needs_steps():
 def test_shard_refuses_bad_arguments(call, named):
     with pytest.raises(ConfigError, match=named):
         call()
+
+
+def one(data, **options):
+    return next(iter(hvdx.shard(data, 2, shuffle=False, rank=0, size=1, **options)))
+
+
+def test_arrays_are_cast_and_lists_are_inputs_as_in_fit():
+    a, b = np.ones((4, 2)), np.zeros((4, 2), "float16")
+    (first, second), y, absent, weights = one(([a, b], tf.range(4), None, np.ones(4)))
+    assert [t.dtype for t in (first, second, y, weights)] == [tf.float32, tf.float32, tf.int32, tf.float32]
+    assert first.shape == second.shape == (2, 2)
+    assert absent is None
+    assert len(one([a, b])) == 2
+
+
+def test_lists_and_ragged_tensors_are_arrays():
+    x, y, words, ragged = one(
+        ([[1.0, 2.0], [3.0, 4.0]], [np.int64(0), np.int64(1)], ["a", "b"], tf.ragged.constant([[1], [2, 3]]))
+    )
+    assert (x.numpy().tolist(), y.numpy().tolist()) == ([[1.0, 2.0], [3.0, 4.0]], [0, 1])
+    assert (words.numpy().tolist(), ragged.to_list()) == ([b"a", b"b"], [[1], [2, 3]])
+
+
+def test_pandas_is_taken_as_in_fit():
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"a": [1.0, 2.0], "b": [3.0, 4.0], "c": ["u", "v"]})
+    x, column = one((frame[["a", "b"]], {"c": frame["c"]}))
+    assert (x.dtype, x.numpy().tolist()) == (tf.float32, [[1.0, 3.0], [2.0, 4.0]])
+    assert column["c"].numpy().tolist() == [[b"u"], [b"v"]]
+
+
+def test_validation_split_is_that_of_fit():
+    """The model's loss is the mean of the samples, so it tells which samples are for validation."""
+    x = np.arange(10.0)[:, None] ** 2
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Lambda(lambda t: t)])
+    model.compile("sgd", loss=lambda y, prediction: prediction)
+    expected = model.fit(x, x, validation_split=0.31, verbose=0).history
+    parts = [hvdx.shard((x, x), 2, validation_split=0.31, rank=rank, size=2) for rank in range(2)]
+    held_out = [float(v) for _, share in parts for batch, _ in share for v in np.ravel(batch)]
+    assert np.mean(held_out) == pytest.approx(expected["val_loss"][0])
+    trained = [float(v) for share, _ in parts for batch, _ in share for v in np.ravel(batch)]
+    assert not set(trained) & set(held_out)
+    assert len(trained) == 4
+
+
+def test_global_batch_size_is_divided_among_the_ranks():
+    assert [len(b) for b in batches(hvdx.shard(np.arange(12), global_batch_size=6, rank=0, size=3))] == [2, 2]
+    share = hvdx.shard(tf.data.Dataset.range(12), global_batch_size=6, rank=0, size=2)
+    assert [len(b) for b in batches(share)] == [3, 3]
+
+
+def test_fit_takes_shares_of_every_form():
+    inputs = [keras.Input((2,)), keras.Input((2,))]
+    model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.add(inputs)))
+    model.compile("sgd", "mse")
+    a = np.ones((4, 2))
+    for data in (([a, a], [1.0, 2.0, 3.0, 4.0]), ((a, a), a[:, 0], a[:, 1])):
+        model.fit(hvdx.shard(data, 2, rank=0, size=2), verbose=0)
+    model.predict(hvdx.shard(([a, a], None, a[:, 0]), 2, rank=0, size=2), verbose=0)

@@ -111,6 +111,25 @@ def test_values_of_a_custom_train_step_become_the_mean_over_ranks(validate, redu
     _agreed(logs)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.sizes(2, 4)
+@pytest.mark.parametrize("kind", [keras.Sequential, Chatty])
+def test_ranks_without_validation_batches_receive_the_metrics_of_the_others(kind):
+    keras.utils.set_random_seed(0)
+    model = kind([keras.Input((models.FEATURES,)), keras.layers.Dense(models.CLASSES)])
+    model.test_step = (lambda batch: {"mine": 3.0}) if kind is Chatty else model.test_step
+    models.compiled(model, "sgd", metrics=["accuracy"])
+    whole = tf.data.Dataset.from_tensor_slices(models.data(8)).batch(8)
+    # One batch, which is rank 0's.
+    share = hvdx.shard(whole, shuffle=False, drop_remainder=False)
+    logs = _agreed(models.fit(model, [hvd.Distribute()], epochs=2, validation_data=share).history)
+    if kind is Chatty:
+        assert logs["val_mine"] == [3.0, 3.0]
+    else:
+        expected = model.evaluate(whole, return_dict=True, verbose=0)
+        assert (logs["val_loss"][1], logs["val_accuracy"][1]) == pytest.approx((expected["loss"], expected["accuracy"]))
+
+
 def test_two_reducers_do_not_count_twice():
     def binary():
         keras.utils.set_random_seed(0)

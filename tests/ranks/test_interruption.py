@@ -16,8 +16,9 @@ import hvdx.keras as hvd
 from hvdx import comm as world
 from hvdx.comm.preemption import REQUEUE_CODE, acknowledge
 from hvdx.errors import ConfigError
-from hvdx.keras.checkpoint import contents, files, owner, schedule
+from hvdx.keras.checkpoint import files, owner, schedule
 from hvdx.keras.fit import data as shards
+from hvdx.keras.fit import noise
 from tests.ranks import models
 from tests.ranks.checkpoints import of_other_ranks
 from tests.ranks.models import BATCH, STEPS
@@ -102,7 +103,7 @@ def assert_same(model, other):
     for mine, its in ((model.weights, other.weights), (model.optimizer.variables, other.optimizer.variables)):
         for a, b in zip(mine, its, strict=True):
             np.testing.assert_array_equal(a.numpy(), b.numpy(), err_msg=a.path)
-    for a, b in zip(contents.generators(model), contents.generators(other), strict=True):
+    for a, b in zip(noise.generators(model), noise.generators(other), strict=True):
         np.testing.assert_array_equal(a.numpy(), b.numpy())
 
 

@@ -24,7 +24,7 @@ _SIGNATURES = (
 
 #: Names and prefixes of the variables that ranks on other hosts receive. Open MPI's mpirun passes only variables that
 #: -x names; the other vendors pass all.
-EXPORTED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
+EXPORTED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "PYTHONHASHSEED", "OMP_NUM_THREADS")
 EXPORTED_PREFIXES = ("HVDX_", "TF_")
 
 

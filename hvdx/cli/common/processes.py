@@ -15,6 +15,8 @@ from typing import Any
 # Silences TensorFlow's log and PMIx's warning about munge, which would hide the line that names a failure. A note about
 # oneDNN remains: only TensorFlow without oneDNN, whose steps may take twice as long, does not write it.
 _QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "PMIX_MCA_psec": "native"}
+# Makes sets of strings have the same order in all processes, and so on all ranks.
+_ALIKE = {"PYTHONHASHSEED": "0"}
 # Notes that TensorFlow writes whatever its level of logging is.
 _NOTE = re.compile(r"WARNING: All log messages before absl|[IW]\d{4} ")
 
@@ -165,8 +167,8 @@ def search_path() -> str:
 
 
 def child_environment(**more: str) -> dict[str, str]:
-    """Return this process's environment with `search_path()`, settings for quiet libraries, and `more`."""
-    return {**_QUIET, **os.environ, "PATH": search_path(), **more}
+    """Return this process's environment with `search_path()`, settings for quiet and equal ranks, and `more`."""
+    return {**_QUIET, **_ALIKE, **os.environ, "PATH": search_path(), **more}
 
 
 def key_line(text: str) -> str:

@@ -21,6 +21,9 @@ def main(argv: list[str]) -> None:
     share = launcher.threads_for(here or 1, chosen_by=launcher.TENSORFLOW_THREADS)
     os.environ.setdefault("TF_NUM_INTRAOP_THREADS", str(share.threads))
     os.environ.setdefault("TF_NUM_INTEROP_THREADS", str(share.threads))
+    # By default, each process of Python orders sets of strings in its own way, and ranks would have different
+    # vocabularies from `list(set(words))`.
+    os.environ.setdefault("PYTHONHASHSEED", "0")
     # Hides TensorFlow's start-up notes, about twenty lines on each rank. Rank 0 still shows errors.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2" if rank == 0 else "3")
     if rank and output == "first":

@@ -1,6 +1,5 @@
 """Contents of a checkpoint: the shared variables of a model, and the state of each rank."""
 
-import importlib
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from hvdx.keras.adapters.optimizer_state import innermost
 from hvdx.keras.adapters.rank_local import accumulated, rank_local_ids
 from hvdx.keras.checkpoint.parts import PREFIX, Division
 from hvdx.keras.fit import replicas
+from hvdx.keras.fit.noise import common_generator, generators
 from hvdx.keras.shards import shard_of, whole_shape
 from hvdx.version import __version__
 
@@ -191,21 +191,6 @@ def _positions(variables: Sequence[Any], model: Any) -> list[int] | None:
 
 
 # -- random numbers ---------------------------------------------------------------------------------------------------
-
-
-def generators(model: Any) -> list[Any]:
-    """Return the states of the random generators that layers hold."""
-    found = [g.state for layer in model._flatten_layers() for g in getattr(layer, "_seed_generators", ())]
-    return list({id(state): state for state in found}.values())
-
-
-def common_generator(make: bool = False) -> Any:
-    """Return the generator that `keras.random` uses without a seed; None if it does not exist and `make` is False."""
-    # Keras has no public access to this generator.
-    module = importlib.import_module("keras.src.random.seed_generator")
-    held = importlib.import_module("keras.src.backend.common.global_state")
-    name = getattr(module, "GLOBAL_SEED_GENERATOR", "global_seed_generator")
-    return module.global_seed_generator() if make else held.get_global_attribute(name)
 
 
 def random_states() -> dict[str, np.ndarray]:

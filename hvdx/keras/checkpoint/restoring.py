@@ -15,16 +15,14 @@ from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
 from hvdx.keras.adapters.rank_local import accumulated, rank_local_ids
 from hvdx.keras.checkpoint.contents import (
     Data,
-    common_generator,
     described,
     division,
-    generators,
     set_random_states,
 )
 from hvdx.keras.checkpoint.files import Arrays
 from hvdx.keras.checkpoint.folder import Folder, Position, Saved
 from hvdx.keras.checkpoint.parts import PREFIX, Division
-from hvdx.keras.fit import data, replicas
+from hvdx.keras.fit import data, noise, replicas
 from hvdx.keras.joining import join
 from hvdx.keras.shards import shard_of, whole_shape
 
@@ -281,16 +279,19 @@ class _LoadedCheckpoint:
 
     def _generators(self) -> Assignments:
         """Pair the states of random generators with their saved values."""
-        mine, present = self._rank_file(), generators(self._model)
+        mine, present = self._rank_file(), noise.generators(self._model)
         saved = len(mine.part("generators."))
         if saved != len(present):
             self._remarks.append(
                 f"{self._saved.path} holds {saved} random generators, the model {len(present)}: they are not restored"
             )
         found = [(v, mine[f"generators.{i}"]) for i, v in enumerate(present)] if saved == len(present) else []
-        if "generator" in mine:
-            found.append((common_generator(make=True).state, mine["generator"]))
-        return found
+        common = [(noise.common_generator(make=True).state, mine["generator"])] if "generator" in mine else []
+        if self._size != self._saved_size:
+            # Two ranks may have read the file of one rank.
+            found = [(v, noise.of_rank(value, self._rank)) for v, value in found]
+            common = [(v, noise.common_of_rank(value, self._rank)) for v, value in common]
+        return found + common
 
     def _rank_file(self) -> Arrays:
         """Return the saved arrays of this rank. If n ranks saved, rank r reads those of rank r mod n."""

@@ -1,5 +1,6 @@
 """Each rank's share of the data."""
 
+import numbers
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -7,6 +8,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from hvdx.errors import ConfigError, ReplicaError
+from hvdx.keras.fit import arrays
 from hvdx.keras.fit.agreement import shares
 from hvdx.keras.joining import join
 
@@ -37,6 +39,8 @@ def shard(
     data: Any,
     batch_size: int | None = None,
     *,
+    global_batch_size: int | None = None,
+    validation_split: float | None = None,
     shuffle: bool | int = True,
     seed: int = 0,
     drop_remainder: bool = True,
@@ -44,7 +48,7 @@ def shard(
     initial_epoch: int = 0,
     rank: int | None = None,
     size: int | None = None,
-) -> tf.data.Dataset:
+) -> Any:
     """Return this rank's share of the data: disjoint from the other shares, in a new order each epoch.
 
     All shares have the same number of steps, unless `drop_remainder` is False. All ranks draw the same order, which
@@ -52,9 +56,13 @@ def shard(
     samples as step t of one process with batches of N*b.
 
     Args:
-        data: an array; a tuple or dictionary of arrays of one length, such as `(x, y)`; or a `tf.data.Dataset`.
+        data: arrays of one length as `fit` takes them: an array, or a tuple, list or dictionary of arrays, such as
+            `(x, y)`; or a `tf.data.Dataset`. As in `fit`, floating-point arrays are cast to `keras.config.floatx()`.
         batch_size: samples a step on this rank; required for arrays. For a dataset, None leaves its elements as they
             are, and each element is a step.
+        global_batch_size: samples a step on all ranks together, in place of `batch_size`; a multiple of their number.
+        validation_split: share of the arrays, above 0 and below 1, that is for validation. As in `fit`, it is the last
+            part of them, before they are shuffled.
         shuffle: draw a new order each epoch. For a dataset, a number is the size of the shuffle buffer (by default
             10,000, or the size of a smaller dataset). A dataset is shuffled before it is sharded, so every rank reads
             all of it.
@@ -66,10 +74,12 @@ def shard(
         rank, size: rank whose share is returned, and number of ranks; by default those of this process.
 
     Returns:
-        A dataset of known size, for `fit`.
+        A dataset of known size, for `fit`; with `validation_split`, two of them: one for training, and one for
+        validation, which is not shuffled and keeps every sample.
 
     Raises:
-        ConfigError: if lengths differ, if there are too few samples, or if the size is unknown.
+        ConfigError: if the data are no arrays, if lengths differ, if there are too few samples, if the size is unknown,
+            or if an argument is out of range.
 
     Example:
         >>> x, y = tf.range(8.0), tf.range(8)
@@ -80,24 +90,55 @@ def shard(
     rank, size = joined.rank if rank is None else rank, joined.size if size is None else size
     if not 0 <= rank < size:
         raise ConfigError(f"shard: rank: expected 0 to {size - 1}, got {rank}.")
-    if batch_size is not None and batch_size < 1:
-        raise ConfigError(f"shard: batch_size: expected 1 or more, got {batch_size}.")
+    batch = _batch(batch_size, global_batch_size, size)
     compared = size == joined.size > 1
+
+    def marked(share: tf.data.Dataset, whole: Any, shuffled: bool | int) -> tf.data.Dataset:
+        if compared:
+            shares.mark(share, whole, batch, shuffled, seed)
+        return share
+
     if isinstance(data, tf.data.Dataset):
+        if validation_split is not None:
+            raise ConfigError(
+                "shard: validation_split: expected arrays, got a dataset. Do: divide it before, by "
+                "hvdx.shard(dataset.skip(n), ...) for training and hvdx.shard(dataset.take(n), ...) for validation."
+            )
         if compared:
             shares.check_order(data)
-        share = _shard_dataset(data, batch_size, shuffle, seed, drop_remainder, steps, rank, size)
-    elif batch_size is None:
+        return marked(_shard_dataset(data, batch, shuffle, seed, drop_remainder, steps, rank, size), data, shuffle)
+    tensors = arrays.tensors_of(data)
+    if batch is None:
         raise ConfigError("shard: batch_size: expected the samples a step on each rank, got None.")
-    else:
-        share = _shard_arrays(data, batch_size, bool(shuffle), seed, drop_remainder, steps, initial_epoch, rank, size)
-    if compared:
-        shares.mark(share, data, batch_size, shuffle, seed)
-    return share
+    training, validation = (tensors, None) if validation_split is None else arrays.split(tensors, validation_split)
+    own = _shard_arrays(training, batch, bool(shuffle), seed, drop_remainder, steps, initial_epoch, rank, size)
+    if validation is None:
+        return marked(own, training, shuffle)
+    held_out = _shard_arrays(validation, batch, False, seed, False, None, 0, rank, size)
+    return marked(own, training, shuffle), marked(held_out, validation, False)
+
+
+def _batch(batch_size: Any, global_batch_size: Any, size: int) -> int | None:
+    """Return the samples a step on each rank; None if neither number is given."""
+    for name, number in (("batch_size", batch_size), ("global_batch_size", global_batch_size)):
+        if number is not None and (not isinstance(number, numbers.Integral) or isinstance(number, bool) or number < 1):
+            raise ConfigError(f"shard: {name}: expected an integer of 1 or more, got {number!r}.")
+    if global_batch_size is None:
+        return None if batch_size is None else int(batch_size)
+    if batch_size is not None:
+        raise ConfigError("shard: expected batch_size or global_batch_size, got both. Leave one out.")
+    if global_batch_size % size:
+        below, above = global_batch_size // size * size, -(-global_batch_size // size) * size
+        choice = f"{below} or {above}" if below else f"{above}"
+        raise ConfigError(
+            f"shard: global_batch_size: expected a multiple of the {size} ranks, got {global_batch_size}. Do: give "
+            f"{choice}."
+        )
+    return int(global_batch_size) // size
 
 
 def _shard_arrays(
-    data: Any,
+    tensors: Any,
     batch: int,
     shuffle: bool,
     seed: int,
@@ -107,19 +148,19 @@ def _shard_arrays(
     rank: int,
     size: int,
 ) -> tf.data.Dataset:
-    with tf.device("CPU:0"):
-        tensors = tf.nest.map_structure(tf.convert_to_tensor, data)
-    lengths = {int(t.shape[0]) for t in tf.nest.flatten(tensors)}
-    if len(lengths) != 1:
-        raise ConfigError(f"shard: expected arrays of one length, got {sorted(lengths)}.")
-    (count,) = lengths
+    count = arrays.length_of(tensors)
     whole = batch * size
     possible = count // whole if drop_remainder else _steps_with_remainder(count, batch, rank, size)
+    if drop_remainder and not possible:
+        raise ConfigError(
+            f"shard: expected {whole} samples or more, for one step of {batch} on each of {size} ranks, got {count}. "
+            "Use a smaller batch_size, fewer ranks or drop_remainder=False."
+        )
     steps = possible if steps is None else steps
     if drop_remainder and not 0 < steps <= possible:
         raise ConfigError(
-            f"shard: {count} samples make {possible} steps of {size} ranks times {batch}; expected 1 to {possible} "
-            f"steps, got {steps}. Use a smaller batch_size, fewer ranks or drop_remainder=False."
+            f"shard: steps: expected 1 to {possible}, the steps of {count} samples on {size} ranks times {batch}, got "
+            f"{steps}."
         )
     epochs = tf.Variable(initial_epoch - 1, dtype=tf.int64, trainable=False)
     if shuffle:
@@ -132,7 +173,7 @@ def _shard_arrays(
         if shuffle:
             key = tf.stack([tf.constant(seed, tf.int64), epoch])
             positions = tf.random.experimental.index_shuffle(positions, key, count - 1)
-        return tf.nest.map_structure(lambda t: tf.gather(t, positions), tensors)
+        return tf.nest.map_structure(lambda t: None if t is None else tf.gather(t, positions), tensors)
 
     def epoch_of(_: Any) -> tf.data.Dataset:
         epoch = epochs.assign_add(1)

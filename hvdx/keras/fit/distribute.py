@@ -16,7 +16,20 @@ from hvdx.keras.adapters.optimizer import adapter_of, attach, detach, optimizers
 from hvdx.keras.adapters.optimizer_state import innermost
 from hvdx.keras.adapters.rank_local import rank_local_ids
 from hvdx.keras.callbacks import MetricAverageCallback
-from hvdx.keras.fit import callback_list, data, description, finite, limits, metrics, replicas, samples, traces
+from hvdx.keras.fit import (
+    callback_list,
+    data,
+    description,
+    finite,
+    limits,
+    metrics,
+    noise,
+    replicas,
+    samples,
+    schedules,
+    traces,
+    train_step,
+)
 from hvdx.keras.fit.agreement.comparison import Comparison
 from hvdx.keras.fit.evaluation import GroupEvaluation
 from hvdx.keras.fit.plain_copies import PlainCopies
@@ -39,7 +52,8 @@ class Distribute(keras.callbacks.Callback):
     - non-trainable weights, such as moving averages, are averaged at the end of each epoch;
     - an epoch ends when the rank with the fewest batches has no more, or under an asynchronous strategy when all ranks
       together have taken their steps;
-    - callbacks that write (checkpoints, TensorBoard, CSV, the progress bar) run on rank 0 only.
+    - callbacks that write (checkpoints, TensorBoard, CSV, the progress bar) run on rank 0 only;
+    - dropout, augmentation layers and samples are different on each rank, even if all ranks have the same seed.
 
     A process that was started alone trains as it would without this callback. Each rank supplies its own share of the
     data: see `hvdx.shard`.
@@ -157,8 +171,7 @@ class Distribute(keras.callbacks.Callback):
                     "hvdx: jit_compile is off during this fit: XLA cannot compile exchanges with other ranks.",
                     file=sys.stderr,
                 )
-        if self.strategy.counts_samples:
-            samples.count_samples_of(self.model)
+        self._precede_steps()
         if kept is not None:
             self.model.train_function = kept.function
         else:
@@ -199,6 +212,14 @@ class Distribute(keras.callbacks.Callback):
         standard = type(model).train_step is keras.Model.train_step and optimizers_of(model) == [model.optimizer]
         if model.built and standard and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
+
+    def _precede_steps(self) -> None:
+        """Give this rank random numbers of its own, and count samples if the strategy needs them."""
+        model, rank = self.model, self._comm.rank
+        # `Checkpoint`, which begins later, restores the states that this rank saved.
+        noise.differ(model, rank)
+        counts = [lambda data: samples.count_samples_of(model, data)] if self.strategy.counts_samples else []
+        train_step.precede(model, lambda data: noise.seed_graph(rank), *counts)
 
     def _attach(self, optimizer: Any, name: str, earlier: Adapter | None = None) -> Adapter:
         attached = adapter_of(optimizer)
@@ -241,6 +262,8 @@ class Distribute(keras.callbacks.Callback):
         self._set_epoch_length([r["steps"] for r in everyone])
         self._steps_before = -self._sync.steps_done
         model._initial_epoch = everyone[0]["initial_epoch"]
+        epochs = (self.params.get("epochs") or 0) - (model._initial_epoch or 0)
+        schedules.tell(model, epochs * (self._sync.steps or 0) - self._sync.steps_done, self._comm)
         self._copies.begin(model, *everyone[0]["savers"])
         if model.built:
             # Rank-local state from an earlier fit or a checkpoint is not broadcast, so that a rank's momenta match its
@@ -282,7 +305,8 @@ class Distribute(keras.callbacks.Callback):
         adapters, self._adapters = self._adapters, []
         if self._callback_list is not None:
             callback_list.show_steps_of_this_rank(self._callback_list)
-        samples.restore_train_step(self.model)
+        noise.agree(self.model)
+        train_step.restore(self.model)
         if self._jit_compile is not None:
             self.model.jit_compile, self._jit_compile = self._jit_compile, None
         traces.keep(self.model, adapters, self.strategy)
@@ -357,8 +381,10 @@ class Distribute(keras.callbacks.Callback):
     def _after_step(self, batch: int, logs: Any) -> None:
         """Check that the step went through the optimiser, and compare the replicas if that is due."""
         self._logs.see_step(logs)
+        if self._first_step:
+            # Layers that are built in the first step had no generators before it, and no weights to broadcast.
+            noise.differ_in_layers(self.model, self._comm.rank)
         if self._first_step and len(self.model.weights) > self._weights_broadcast:
-            # Layers that are built in the first step had no weights to broadcast before it.
             for adapter in self._adapters:
                 adapter.prepare_broadcast()
             self._broadcast_state()
@@ -431,9 +457,9 @@ class Distribute(keras.callbacks.Callback):
         if self._comm.size == 1:
             return
         self._evaluation.finish(self.model)
-        if logs:
-            self._sync.all_gather_at(f"the end of validation in epoch {self._epoch + 1}")
-            self._logs.after_validation(self.model, logs)
+        self._sync.all_gather_at(f"the end of validation in epoch {self._epoch + 1}")
+        # A rank without validation batches has no logs, and takes part all the same.
+        self._logs.after_validation(self.model, {} if logs is None else logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Replace this rank's metrics by those of all ranks, and check the replicas; end a fit that has a limit."""

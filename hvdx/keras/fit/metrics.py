@@ -41,11 +41,13 @@ def mean_over_ranks(logs: dict[str, Any], comm: Comm) -> dict[str, Any]:
         comm: the ranks.
 
     Returns:
-        The means, and the other values of this rank unchanged.
+        The means, and the other values of this rank unchanged. A rank without batches has no logs, and does not count.
     """
     numbers = {k: number for k, v in logs.items() if (number := _number(v)) is not None}
-    everyone = comm.all_gather_object(numbers, "logs")
-    return logs | {k: float(np.mean([r[k] for r in everyone])) for k in numbers if all(k in r for r in everyone)}
+    everyone = comm.all_gather_object(numbers if logs else None, "logs")
+    present = [r for r in everyone if r is not None]
+    common = [k for k in (present[0] if present else ()) if all(k in r for r in present)]
+    return logs | {k: float(np.mean([r[k] for r in present])) for k in common}
 
 
 def over_all_ranks(model: Any, logs: dict[str, Any], comm: Comm) -> dict[str, Any]:
@@ -74,6 +76,8 @@ class EpochLogs:
         self._step: dict[str, Any] = {}
         self._train: dict[str, Any] | None = None
         self._test: dict[str, Any] = {}
+        # True on a rank that had no batch in the validation.
+        self._idle = False
 
     @property
     def validated(self) -> bool:
@@ -82,7 +86,7 @@ class EpochLogs:
 
     def begin(self) -> None:
         """Begin an epoch: discard the combined values of the last one."""
-        self._train, self._test = None, {}
+        self._train, self._test, self._idle = None, {}, False
 
     def see_step(self, logs: dict[str, Any] | None) -> None:
         """Store the values that the training step returned."""
@@ -94,9 +98,18 @@ class EpochLogs:
             self._train = over_all_samples(model, self._comm)
 
     def after_validation(self, model: Any, logs: dict[str, Any]) -> None:
-        """Replace the validation metrics of this rank by those of all ranks, in place. Collective."""
-        self._test = over_all_ranks(model, logs, self._comm)
-        logs.update(self._test)
+        """Replace the validation metrics of this rank by those of all ranks, in place. Collective.
+
+        Args:
+            model: compiled model.
+            logs: values of this rank; empty if it had no batch.
+        """
+        self._idle = not logs
+        everyone = self._comm.all_gather_object(are_metrics_of(model, logs) if logs else None, "kinds of logs")
+        kinds = [kind for kind in everyone if kind is not None]
+        if kinds:
+            self._test = over_all_samples(model, self._comm) if all(kinds) else mean_over_ranks(logs, self._comm)
+            logs.update(self._test)
 
     def finish(self, model: Any, logs: dict[str, Any]) -> None:
         """Replace the values of this rank by those of all ranks, in place. Collective."""
@@ -105,7 +118,7 @@ class EpochLogs:
             self._train = mean_over_ranks(own, self._comm) if self._test else over_all_ranks(model, own, self._comm)
         # Keras copies the logs of a validation before it passes them to callbacks, so they are replaced here again.
         combined = self._train | {f"val_{k}": v for k, v in self._test.items()}
-        logs.update({k: v for k, v in combined.items() if k in logs})
+        logs.update({k: v for k, v in combined.items() if k in logs or (self._idle and k.startswith("val_"))})
 
 
 def _combine_states(model: Any, comm: Comm) -> None:

@@ -1,6 +1,10 @@
 """Start, ranks and constants of `horovod.tensorflow.keras`; the collectives are in `collectives`."""
 
+import operator
+import os
 from typing import Any
+
+import keras
 
 from hvdx import comm as world
 from hvdx.errors import ConfigError
@@ -27,7 +31,11 @@ class Compression:
 
 
 def init(
-    comm: Any = None, process_sets: Any = None, strategy: Strategy | str | None = None, split: int | str | None = None
+    comm: Any = None,
+    process_sets: Any = None,
+    strategy: Strategy | str | None = None,
+    split: int | str | None = None,
+    seed: int | None = None,
 ) -> None:
     """Join the world, and assign the cores and GPUs of a host to its ranks; see `hvdx.keras.placement`.
 
@@ -44,9 +52,13 @@ def init(
             `ParameterServer` whose servers are ranks of their own, these ranks serve in this call and do not return.
         split: number M of ranks that share the layers of `hvdx.keras.layers`; or "node" for the ranks of a host. The
             ranks form groups of M, of ranks of one host where possible. By default, the value of `HVDX_SPLIT`, or 1.
+        seed: seed of the generators of Python, NumPy, TensorFlow and Keras, the same on all ranks: shuffles, splits,
+            vocabularies and initial weights are then alike. `Distribute` lets each rank draw dropout masks and the like
+            of its own. By default, the value of `HVDX_SEED`; without it, nothing is seeded.
 
     Raises:
-        ConfigError: if an argument is not supported, or `split` does not divide the number of ranks.
+        ConfigError: if an argument is not supported, `split` does not divide the number of ranks, or the seed is not an
+            integer from 0 to 2^32 - 1.
         LaunchError, HorovodError: see `hvdx.comm.start`.
     """
     unsupported("init", comm=comm)
@@ -56,13 +68,33 @@ def init(
         set_default(strategy)
     if split is not None:
         world.set_split(split)
+    chosen = _seed(seed)
     join(strategy)
+    if chosen is not None:
+        # After `join`, since TensorFlow may start here.
+        keras.utils.set_random_seed(chosen)
     if isinstance(process_sets, str) and process_sets != "dynamic":
         raise ConfigError(
             f"init: process_sets: expected a list or 'dynamic', got {process_sets!r}. Do: give one of them."
         )
     for process_set in () if isinstance(process_sets, str) else process_sets or ():
         add_process_set(process_set)
+
+
+def _seed(seed: int | None) -> int | None:
+    """Return the seed of `init` or of HVDX_SEED, checked; None if there is none."""
+    name, given = ("init: seed", seed) if seed is not None else ("HVDX_SEED", os.environ.get("HVDX_SEED", "").strip())
+    if given == "":
+        return None
+    try:
+        number = int(given) if isinstance(given, str) else operator.index(given)
+    except (TypeError, ValueError):
+        number = -1
+    if not 0 <= number < 2**32:
+        raise ConfigError(
+            f"{name}: expected an integer from 0 to {2**32 - 1}, got {given!r}. Do: give one to all ranks."
+        )
+    return number
 
 
 def shutdown() -> None:

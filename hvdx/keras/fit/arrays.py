@@ -1,0 +1,138 @@
+"""Arrays that `shard` accepts: those that Keras' `fit` accepts, and lists of numbers."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdx.errors import ConfigError
+
+_SPARSE = "Give a tf.data.Dataset.from_tensor_slices(...) of a tf.sparse.SparseTensor, or a dense array."
+
+_SINGLE = (bool, int, float, complex, str, bytes, np.generic)
+
+
+def tensors_of(data: Any) -> Any:
+    """Return the structure of a script's arrays with tensors in place of the arrays.
+
+    As in `fit`, a list of arrays is several inputs, None stands for an input that is absent, and floating-point numbers
+    become those of `keras.config.floatx()`. A list of numbers or strings, nested or not, is one array.
+
+    Args:
+        data: arrays, lists of numbers or None, in tuples, lists and dictionaries.
+
+    Returns:
+        Tensors or ragged tensors; lists become tuples, because a `tf.data` dataset would stack them.
+
+    Raises:
+        ConfigError: if a part of the data is not an array, or if the arrays have different lengths.
+
+    Example:
+        >>> tensors_of(([0.5, 1.5], None))[0].dtype
+        tf.float32
+    """
+    with tf.device("CPU:0"):
+        tensors = _converted(data)
+    lengths = {int(t.shape[0]) for t in _leaves(tensors)}
+    if not lengths:
+        raise ConfigError(f"shard: data: expected arrays, got {data!r}.")
+    if len(lengths) > 1:
+        raise ConfigError(
+            f"shard: expected arrays of one length, got {sorted(lengths)}. A list of arrays is a list of inputs; for a "
+            "list of samples give numpy.stack(samples)."
+        )
+    return tensors
+
+
+def length_of(tensors: Any) -> int:
+    """Return the number of samples of the result of `tensors_of`."""
+    return int(_leaves(tensors)[0].shape[0])
+
+
+def split(tensors: Any, fraction: float) -> tuple[Any, Any]:
+    """Return the first samples, for training, and the last ones, for validation, as Keras' `fit` splits them.
+
+    Args:
+        tensors: result of `tensors_of`.
+        fraction: share of the samples that is for validation, above 0 and below 1.
+
+    Raises:
+        ConfigError: if the fraction is out of range, or leaves no sample to one of the two.
+    """
+    if not 0 < fraction < 1:
+        raise ConfigError(f"shard: validation_split: expected a number between 0 and 1, got {fraction}.")
+    count = length_of(tensors)
+    first = math.floor(count * (1 - fraction))
+    if first in (0, count):
+        raise ConfigError(
+            f"shard: validation_split: {fraction} of {count} samples leaves {first} for training and {count - first} "
+            "for validation. Give more samples, or another fraction."
+        )
+
+    def part(begin: int, end: int) -> Any:
+        with tf.device("CPU:0"):
+            return tf.nest.map_structure(lambda t: None if t is None else t[begin:end], tensors)
+
+    return part(0, first), part(first, count)
+
+
+def _leaves(tensors: Any) -> list[Any]:
+    return [t for t in tf.nest.flatten(tensors) if t is not None]
+
+
+def _converted(data: Any) -> Any:
+    if isinstance(data, Mapping):
+        return {key: _converted(value) for key, value in data.items()}
+    if isinstance(data, tuple):
+        parts = [_converted(value) for value in data]
+        return type(data)(*parts) if hasattr(data, "_fields") else tuple(parts)
+    if isinstance(data, list) and not _is_plain(data):
+        return tuple(_converted(value) for value in data)
+    return None if data is None else _tensor(data)
+
+
+def _is_plain(data: list[Any]) -> bool:
+    """Return whether a list is one array: it holds numbers or strings, or such lists, and no arrays."""
+    # The first element decides, since a list may hold millions.
+    first = data[0] if data else 0
+    return _is_plain(first) if isinstance(first, list) else isinstance(first, _SINGLE)
+
+
+def _tensor(array: Any) -> Any:
+    kind = f"{type(array).__module__}.{type(array).__name__}"
+    if isinstance(array, tf.sparse.SparseTensor) or kind.startswith("scipy.sparse"):
+        raise ConfigError(f"shard: data: expected dense or ragged arrays, got {kind}. Do: {_SPARSE}")
+    if not isinstance(array, tf.RaggedTensor | tf.Tensor | tf.Variable):
+        array = _numpy(array, kind)
+    tensor = array if isinstance(array, tf.RaggedTensor) else tf.convert_to_tensor(array)
+    if tensor.shape.rank == 0:
+        raise ConfigError(f"shard: data: expected arrays with a sample in each row, got the single value {array!r}.")
+    floatx = keras.config.floatx()
+    return tf.cast(tensor, floatx) if tensor.dtype.is_floating and tensor.dtype != floatx else tensor
+
+
+def _numpy(array: Any, kind: str) -> np.ndarray:
+    if kind.startswith("pandas."):
+        values = array.to_numpy()
+        # Like `fit`: a column becomes [n, 1].
+        array = values[:, None] if values.ndim == 1 else values
+    elif not hasattr(array, "__array__") and not isinstance(array, (list, *_SINGLE)):
+        raise ConfigError(
+            f"shard: data: expected arrays or a tf.data.Dataset, got {kind}. A PyDataset or a generator divides the "
+            "data itself, by hvdx.rank() and hvdx.size(): give it to fit directly, a generator with steps_per_epoch=."
+        )
+    try:
+        array = np.asarray(array)
+    except ValueError as error:
+        raise ConfigError(
+            f"shard: data: expected lists of one length, got others ({error}). Do: tf.ragged.constant(lists)."
+        ) from error
+    if array.dtype == object and not all(isinstance(value, str | bytes) for value in array.flat):
+        raise ConfigError(
+            f"shard: data: expected numbers or strings, got Python objects ({type(array.flat[0]).__name__}). Do: "
+            "convert them, for example by array.astype('float32')."
+        )
+    return array

@@ -1,0 +1,115 @@
+"""Random numbers in the training step (dropout, augmentation, samples): during `fit` each rank draws its own.
+
+A script seeds all ranks alike, so that shuffles, splits and initial weights are alike. Without the functions of this
+module, ranks would also draw the same dropout masks, for different samples.
+"""
+
+import importlib
+import random
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+# A state of a layer's generator is [seed, counter]. Keras' seeds have 32 bits of the 64; the rank goes into the others.
+_SEED_BITS = 32
+_SEED = (1 << _SEED_BITS) - 1
+# Knuth's multiplicative hash, so that seeds of neighbouring layers and ranks do not meet.
+_HASH = 2654435761
+# In the common generator, Keras maps each of two numbers to (x + 1) * 5387 % 933199, a prime.
+_PRIME, _STRIDE = 933_199, 414_361
+
+
+def generators(model: Any) -> list[Any]:
+    """Return the states of the random generators that layers hold."""
+    # Keras has no public access to the layers inside of layers, and to their generators.
+    found = [g.state for layer in model._flatten_layers() for g in getattr(layer, "_seed_generators", ())]
+    return list({id(state): state for state in found}.values())
+
+
+def common_generator(make: bool = False) -> Any:
+    """Return the generator that `keras.random` uses without a seed; None if it does not exist and `make` is False."""
+    # Keras has no public access to this generator.
+    module = importlib.import_module("keras.src.random.seed_generator")
+    held = importlib.import_module("keras.src.backend.common.global_state")
+    name = getattr(module, "GLOBAL_SEED_GENERATOR", "global_seed_generator")
+    return module.global_seed_generator() if make else held.get_global_attribute(name)
+
+
+def differ(model: Any, rank: int) -> None:
+    """Let this rank draw random numbers of its own from the layers' generators and the common one.
+
+    Args:
+        model: model at the start of a fit.
+        rank: this rank.
+    """
+    differ_in_layers(model, rank)
+    if common_generator() is None:
+        # Keras takes its seed from Python's generator, whose numbers must not depend on the number of ranks.
+        state = random.getstate()
+        common_generator(make=True)
+        random.setstate(state)
+    _set_common(rank)
+
+
+def differ_in_layers(model: Any, rank: int) -> None:
+    """Let this rank draw random numbers of its own from the layers' generators; a second call changes nothing.
+
+    Args:
+        model: a model.
+        rank: this rank.
+    """
+    for state in generators(model):
+        state.assign(of_rank(state.numpy(), rank))
+
+
+def agree(model: Any) -> None:
+    """Undo `differ` at the end of a fit: ranks that have drawn as often draw the same numbers from now on.
+
+    No number is repeated, since the counters stay.
+    """
+    differ_in_layers(model, 0)
+    _set_common(0)
+
+
+def of_rank(state: np.ndarray, rank: int) -> np.ndarray:
+    """Return the state of a layer's generator with another rank.
+
+    Args:
+        state: int64[2], seed and counter.
+        rank: rank that draws from it; 0 leaves Keras' seed as it is.
+
+    Example:
+        >>> of_rank(of_rank(np.array([7, 3]), 1), 0).tolist()
+        [7, 3]
+    """
+    hashed = rank * _HASH & 0x7FFFFFFF
+    return np.array([int(state[0]) & _SEED | hashed << _SEED_BITS, state[1]], state.dtype)
+
+
+def common_of_rank(state: np.ndarray, rank: int) -> np.ndarray:
+    """Return the state of the common generator with another rank.
+
+    Args:
+        state: int64[2]; the first number is the same on all ranks, and the second follows from it.
+        rank: rank that draws from it.
+    """
+    first = int(state[0])
+    return np.array([first, (first + rank * _STRIDE) % _PRIME], state.dtype)
+
+
+def _set_common(rank: int) -> None:
+    state = common_generator(make=True).state
+    state.assign(common_of_rank(state.numpy(), rank))
+
+
+def seed_graph(rank: int) -> None:
+    """Seed the operations of `tf.random` in the graph that is being traced differently on each rank.
+
+    Args:
+        rank: this rank.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    # Without a seed, TensorFlow seeds each operation at random. Eager operations do not read the graph's seed.
+    if not tf.executing_eagerly() and graph.seed is not None:
+        graph.seed = (graph.seed + rank * _HASH) & 0x7FFFFFFF

@@ -1,0 +1,67 @@
+"""Learning-rate schedules that are counted in steps: N ranks take one N-th of the steps of one process."""
+
+import sys
+from typing import Any
+
+import keras
+
+from hvdx.comm import Comm
+from hvdx.keras.adapters.optimizer import optimizers_of
+from hvdx.keras.adapters.optimizer_state import innermost
+
+# Numbers of steps in the schedules of Keras, and in those of others that name them so. `boundaries` is a list.
+_COUNTS = ("decay_steps", "first_decay_steps", "boundaries", "warmup_steps", "total_steps")
+
+
+def remark(schedule: Any, steps: int, size: int) -> str:
+    """Return a remark on a schedule that one process would finish and some ranks do not; "" if there is none.
+
+    Args:
+        schedule: schedule of an optimiser.
+        steps: steps of each rank at the end of the fit, earlier fits included.
+        size: number of ranks.
+
+    Example:
+        >>> remark(keras.optimizers.schedules.CosineDecay(0.1, 1000), 1000, 4)
+        ''
+    """
+    counts = {name: value for name in _COUNTS if (value := _last(getattr(schedule, name, None)))}
+    # A cosine warms up only to a target, and decays after the warm-up.
+    if getattr(schedule, "warmup_target", counts) is None:
+        counts.pop("warmup_steps", None)
+    end = max([counts.get("warmup_steps", 0) + counts.get("decay_steps", 0), *counts.values()])
+    if not steps < end <= steps * size:
+        return ""
+    listed = ", ".join(f"{name}={value:,}" for name, value in counts.items())
+    return (
+        f"the learning-rate schedule {type(schedule).__name__} ({listed}) ends after {end:,} steps, but the fit ends "
+        f"after {steps:,} steps on each of {size} ranks. Divide the schedule's steps by hvdx.size()."
+    )
+
+
+def tell(model: Any, steps: int, comm: Comm) -> None:
+    """Print the remarks on the schedules of a model's optimisers on rank 0.
+
+    Args:
+        model: compiled model at the start of a fit.
+        steps: steps of each rank in this fit.
+        comm: the ranks.
+    """
+    if comm.rank != 0:
+        return
+    for optimizer in map(innermost, optimizers_of(model)):
+        # Keras gives no public access to the schedule; `learning_rate` is its present value.
+        schedule = getattr(optimizer, "_learning_rate", None)
+        if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
+            # A schedule counts micro-steps, of which `iterations` may be a fraction.
+            done = int(getattr(optimizer, "_iterations", optimizer.iterations))
+            text = remark(schedule, done + steps, comm.size)
+            if text:
+                print(f"hvdx: {text}", file=sys.stderr, flush=True)
+
+
+def _last(count: Any) -> int:
+    """Return a number of steps, or the last of a list; 0 for anything else."""
+    if isinstance(count, list | tuple) and count:
+        count = count[-1]
+    return int(count) if isinstance(count, int | float) else 0
