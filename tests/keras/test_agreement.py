@@ -140,6 +140,19 @@ def test_configuration_of_a_subclassed_model_has_its_layers():
     assert any("units is 3 on rank 0, 5 on rank 1" in line for line in found)
 
 
+@pytest.mark.parametrize("values", [[3, 1, 2], [0.5, 1.5, -2.0], ["x", "y", "z"]])
+def test_digest_of_a_table_does_not_depend_on_the_order_of_its_entries(values):
+    def digest(keys, values):
+        given = tf.lookup.KeyValueTensorInitializer(tf.constant(keys), tf.constant(values))
+        table = tf.lookup.StaticHashTable(given, tf.constant(values[0]))
+        return model_state.table_digest(table.resource_handle, table.key_dtype, table.value_dtype)
+
+    first = digest(["a", "b", "c"], values)
+    assert first == digest(["c", "a", "b"], [values[2], values[0], values[1]])
+    assert first != digest(["b", "a", "c"], values)
+    assert first != digest(["a", "b"], values[:2])
+
+
 def test_vocabulary_is_compared_by_its_entries():
     def state(*words):
         return model_state.adapted(keras.Sequential([keras.layers.TextVectorization(vocabulary=words)]))

@@ -106,7 +106,7 @@ class Distribute(keras.callbacks.Callback):
             )
         self._sync = SyncCallback(self._comm, self._agree, self._begin_epoch)
         self._evaluation = GroupEvaluation(self._comm)
-        self._comparison, self._traced = Comparison(self._comm), True
+        self._comparison = Comparison(self._comm)
         self._copies = PlainCopies()
         self._callback_list: Any = None
         self._muted: list[Any] = []
@@ -158,7 +158,7 @@ class Distribute(keras.callbacks.Callback):
         kept = traces.kept(self.model, self.strategy)
         if self._comm.any_true(kept is None):
             kept = None
-        self._comparison, self._traced = Comparison(self._comm), kept is None
+        self._comparison = Comparison(self._comm, traced=kept is None)
         optimizers = optimizers_of(self.model)
         before = kept.adapters if kept is not None else [None] * len(optimizers)
         self._adapters = [
@@ -389,7 +389,7 @@ class Distribute(keras.callbacks.Callback):
                 adapter.prepare_broadcast()
             self._broadcast_state()
         if self._first_step and not self.strategy.asynchronous:
-            self._comparison.after_first_step(self.model, self._traced)
+            self._comparison.after_first_step(self.model)
         self._first_step = False
         if not any(b.stepped for b in self._adapters) and self.model.trainable_weights:
             raise NotDistributedError(
@@ -504,7 +504,7 @@ class Distribute(keras.callbacks.Callback):
         for adapter in self._adapters:
             adapter.flush()
         # Asynchronous workers meet at the end of an epoch only, and some may have taken no step.
-        self._comparison.after_first_step(self.model, self._traced)
+        self._comparison.after_first_step(self.model)
 
     def _check_finite(self, when: str) -> None:
         firsts = [adapter.first_bad() for adapter in self._adapters]

@@ -24,11 +24,11 @@ class Comparison:
 
     Args:
         comm: the ranks.
+        traced: False if this fit uses the trace of an earlier one, whose model and constants were compared.
     """
 
-    def __init__(self, comm: Comm):
-        self._comm = comm
-        self._callback: Any = None
+    def __init__(self, comm: Comm, traced: bool = True):
+        self._comm, self._traced = comm, traced
         self._iterator: Any = None
         self._first_batch: FirstBatch | None = None
         self._dataset: Any = None
@@ -45,7 +45,7 @@ class Comparison:
         self._pending = True
         self._dataset = dataset = getattr(self._iterator, "_distributed_dataset", None)
         validation = callback_list.validation_inputs(callback)
-        self._configuration = model_state.configuration(callback.model)
+        self._configuration = model_state.configuration(callback.model) if self._traced else {}
         train = shares.shares_in(dataset)
         arrays = getattr(getattr(self._iterator, "data_adapter", None), "_inputs", None)
         whole = arrays is not None and self._iterator.steps_per_epoch is None
@@ -97,19 +97,18 @@ class Comparison:
         if all(mine is not None for mine in arrays):
             self._warn_of_equal([[i for i, other in enumerate(arrays) if alike(mine, other)] for mine in arrays])
 
-    def after_first_step(self, model: Any, traced: bool) -> None:
+    def after_first_step(self, model: Any) -> None:
         """Compare first batches, elements of generators, and constants of the training function. Collective.
 
         Only the first call in a fit compares anything.
 
         Args:
             model: the model.
-            traced: True if this fit has traced its training function.
         """
         if not self._pending:
             return
         self._pending = False
-        found = constants.constants_of(model.train_function) if traced else []
+        found = constants.constants_of(model.train_function) if self._traced else []
         first, self._first_batch = self._first_batch, None
         if first is not None and self._iterator._distributed_dataset is first.dataset:
             self._iterator._distributed_dataset = self._dataset

@@ -37,8 +37,8 @@ def sample(arrays: Any, paths: bool = False) -> Sample:
         >>> sample({"x": np.zeros((100, 3), "float32")}).spec
         (('float32', (100, 3)),)
     """
-    # NumPy arrays become tensors one sampled part at a time: they may be large.
     parts = [part for part in tf.nest.flatten(arrays, expand_composites=True) if hasattr(part, "shape")]
+    parts = [part if isinstance(part, tf.Tensor | np.ndarray) else np.asarray(part) for part in parts]
     spec = tuple((tf.as_dtype(part.dtype).name, tuple(part.shape)) for part in parts)
     return Sample(spec, [_rows(part, paths) for part in parts])
 
