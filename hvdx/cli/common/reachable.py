@@ -34,14 +34,11 @@ def check_hosts(hosts: Iterable[str], environ: Mapping[str, str] | None = None) 
         LaunchError: if hosts do not answer, with the reason of each.
     """
     environ = os.environ if environ is None else environ
-    others = [host for host in hosts if not _is_this_machine(host)]
-    ssh = shutil.which("ssh")
-    if not others or any(environ.get(name) for name in _OTHER_WAYS):
+    asked = list(hosts)
+    if not asked or any(environ.get(name) for name in _OTHER_WAYS):
         return
-    if ssh is None:
-        raise LaunchError("run: --hosts: expected ssh on PATH, got none. Do: install an ssh client.")
-    with ThreadPoolExecutor(min(len(others), _AT_ONCE)) as pool:
-        reasons = dict(zip(others, pool.map(lambda host: _reason(ssh, host), others), strict=True))
+    with ThreadPoolExecutor(min(len(asked), _AT_ONCE)) as pool:
+        reasons = dict(zip(asked, pool.map(_reason, asked), strict=True))
     absent = {host: reason for host, reason in reasons.items() if reason}
     if absent:
         listed = "; ".join(f"{host}: {reason}" for host, reason in absent.items())
@@ -52,12 +49,22 @@ def check_hosts(hosts: Iterable[str], environ: Mapping[str, str] | None = None) 
 
 
 def _is_this_machine(host: str) -> bool:
-    name = socket.gethostname()
-    return host in ("localhost", "127.0.0.1", name, name.partition(".")[0])
+    """Return whether a name or an address is one of this machine: only such an address can be bound."""
+    try:
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+    except OSError:
+        return False
+    return True
 
 
-def _reason(ssh: str, host: str) -> str:
-    """Return why ssh does not reach a host, in one line; "" if it does."""
+def _reason(host: str) -> str:
+    """Return why ssh does not reach a host, in one line; "" if it does, or if the host is this machine."""
+    if _is_this_machine(host):
+        return ""
+    ssh = shutil.which("ssh")
+    if ssh is None:
+        return "there is no ssh on PATH"
     command = [ssh, "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT}", host, "true"]
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_ANSWER, check=False)

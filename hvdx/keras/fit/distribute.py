@@ -354,7 +354,7 @@ class Distribute(keras.callbacks.Callback):
         epochs = self.params.get("epochs")
         if self._comm.rank != 0:
             return
-        if self._first_batch is None and epochs:
+        if epochs and self._first_batch is None and (getattr(self.model, "_initial_epoch", None) or 0) >= epochs:
             print(f"hvdx: nothing was trained: {epochs} epochs of this fit were trained before.", file=sys.stderr)
         elif self._comm.size > 1 and self.params.get("verbose"):
             print(self.summary(), flush=True)
