@@ -93,7 +93,7 @@ STARTS = tests/slurm $(filter-out $(ALONE) %/test_packaging.py %/test_public.py 
 	%/test_docs.py %/test_extending.py, \
 	$(wildcard tests/jobs/test_*.py tests/test_*.py))
 ALONE = tests/test_stalls.py tests/test_at_ranks.py tests/cli/test_lab.py tests/jobs/test_parameter_server_jobs.py
-# Every room, and one job on two ranks; no framework but TensorFlow.
+# Every room, and one job on two ranks; no framework but TensorFlow, and no Horovod, whose build takes a C++ compiler.
 QUICK = tests/codec tests/comm tests/report tests/strategies tests/kernels/test_doors.py tests/kernels/test_tiles.py \
 	tests/kernels/test_cpu_borders.py tests/kernels/test_cpu_decode.py tests/keras/test_data.py \
 	tests/keras/test_checkpoint_files.py tests/averaging/test_mean.py tests/averaging/test_keras_archive.py \
@@ -103,12 +103,17 @@ QUICK = tests/codec tests/comm tests/report tests/strategies tests/kernels/test_
 PYTEST = $(BIN)/python -m pytest
 AT_ONCE = -n 2 --dist loadfile
 
+# A part that fails does not keep the others from running; the last line names the parts that have failed.
 test: $(HOROVOD) $(FRAMEWORKS) $(MXNET) kernels
-	$(PYTEST) $(AT_ONCE) --no-loadscope-reorder $(addprefix --ignore=,$(STARTS) $(ALONE)) tests/kernels tests
-	$(PYTEST) $(AT_ONCE) --no-loadscope-reorder $(STARTS)
-	$(PYTEST) $(ALONE)
+	@failed=; \
+	part() { name=$$1; shift; echo "$$*"; "$$@" || failed="$$failed; $$name"; }; \
+	part 'the tests in one process' \
+	    $(PYTEST) $(AT_ONCE) --no-loadscope-reorder $(addprefix --ignore=,$(STARTS) $(ALONE)) tests/kernels tests; \
+	part 'the tests that start processes' $(PYTEST) $(AT_ONCE) --no-loadscope-reorder $(STARTS); \
+	part 'the tests that run alone' $(PYTEST) $(ALONE); \
+	[ -z "$$failed" ] || { echo "hvdx: failed: $${failed#; }" >&2; exit 1; }
 
-test-quick: $(HOROVOD) kernels
+test-quick: kernels
 	$(PYTEST) -q $(AT_ONCE) $(QUICK)
 
 check: $(INSTALLED)

@@ -145,7 +145,7 @@ def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
     import hvdx
     from hvdx.jobs.data import load
-    from hvdx.jobs.summary import summary
+    from hvdx.report.table import render
 
     hvdx.init()
     import keras
@@ -180,8 +180,6 @@ def main(argv: list[str] | None = None) -> int:
         callbacks=callbacks,
     ).history
     if not history:
-        if hvdx.rank() == 0:
-            print(f"fashion_mnist: {args.checkpoint} holds {args.epochs} epochs or more; nothing was trained.")
         return 0
     seconds = time.perf_counter() - begin
     if hvdx.rank() == 0:
@@ -190,8 +188,10 @@ def main(argv: list[str] | None = None) -> int:
             ("test accuracy", f"{100 * history['val_accuracy'][-1]:.2f} %"),
             ("training loss", f"{history['loss'][-1]:.4f}"),
         ]
-        rate = ("samples a second", f"{seen / seconds:,.0f}")
-        print(summary(results, distribute, seconds, rate))
+        print(render([*results, ("samples a second", f"{seen / seconds:,.0f}")]))
+        if args.quiet:
+            # Without --quiet, fit has printed it.
+            print(distribute.summary())
         if args.save:
             model.save(args.save)
         if args.history:

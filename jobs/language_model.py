@@ -150,7 +150,7 @@ def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
     import hvdx
     from hvdx.jobs.data import VOCABULARY, load_text
-    from hvdx.jobs.summary import summary
+    from hvdx.report.table import render
 
     hvdx.init(split=args.split)
     import keras
@@ -194,7 +194,10 @@ def main(argv: list[str] | None = None) -> int:
             ("held-out loss, nats per character", f"{history['val_loss'][-1]:.4f}"),
             ("training loss", f"{history['loss'][-1]:.4f}"),
         ]
-        print(summary(results, distribute, seconds, ("characters a second", f"{seen / seconds:,.0f}")))
+        print(render([*results, ("characters a second", f"{seen / seconds:,.0f}")]))
+        if args.quiet:
+            # Without --quiet, fit has printed it.
+            print(distribute.summary())
         if args.save:
             plain.save(args.save)
         if args.history:

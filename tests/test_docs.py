@@ -48,5 +48,13 @@ def test_first_install_line_brings_what_the_commands_promise(page):
     assert {"tf", "mpi", "jobs", "report"} <= set(extras)
 
 
+def test_code_of_the_first_page_fits_a_window_of_1280_pixels():
+    """The site shows 80 columns of code at that width, and continues longer lines on the next line."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert max(len(line) for block in blocks for line in block.splitlines()) <= 80
+    (css,) = re.findall(r"^extra_css: \[(.*)\]", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert "white-space: pre-wrap" in (ROOT / "docs" / css).read_text()
+
+
 def test_readme_is_one_screen_and_a_half():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 130

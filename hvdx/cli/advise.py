@@ -1,9 +1,11 @@
 """`hvdx advise`: which strategy on how many workers, predicted in two minutes without a training."""
 
 import argparse
+import functools
 import shlex
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -189,16 +191,24 @@ def _report(
     from hvdx.strategies.prediction import one_worker
 
     alone, shared, machine = measured
+    fits = [count for count in workers if count <= (alone.batches or count)]
+    if not fits:
+        raise ConfigError(
+            f"advise: -n: expected at most {alone.batches} workers, one for each batch of an epoch of the script, got "
+            f"{min(workers)}: a worker would have less than a batch. Do: -n {max(1, alone.batches // 2)}"
+        )
     document: dict[str, Any] = {"command": list(words), "training": _facts(alone, shared), "links": []}
     texts = [_head(alone, shared, machine, per_host)]
     worth = False
     for bandwidth, link in links.items():
         single = one_worker(answer.situation_of(alone, machine, link, 1, per_host))
         situation = answer.situation_of(shared, machine, link, max(workers), per_host)
-        answers = answer.line_of_workers(situation, workers, bandwidth, single)
-        line = answer.line_of_workers(situation, _LINE, bandwidth, single)
+        answers = answer.line_of_workers(situation, fits, bandwidth, single)
+        shown = [count for count in _LINE if count <= (alone.batches or count)]
+        line = answer.line_of_workers(situation, shown, bandwidth, single)
         worth = worth or any(a.best != answer.ALONE for a in answers)
         texts.append(_section(situation, answers, line, shlex.join(words), args.hosts))
+        texts += filter(None, [answer.wrapped(answer.data_text(alone, [*workers, *_LINE]))])
         document["links"].append(
             {
                 "bandwidth": bandwidth,
@@ -235,12 +245,13 @@ def _facts(alone: "Training", shared: "Training") -> dict[str, Any]:
 
 def _head(alone: "Training", shared: "Training", machine: "Machine", per_host: int) -> str:
     """Return the lines with the measurements."""
-    from hvdx.report.table import quantity
+    from hvdx.report.table import WIDTH, quantity
 
     codec = machine.codec
     step = f"{1e3 * alone.computing:.3g} ms a step on one worker (median of {alone.steps}, +-{1e3 * alone.spread:.2g})"
     if per_host > 1:
         step += f"; {1e3 * shared.computing:.3g} ms with {per_host} workers on the host"
+    wrapped = functools.partial(textwrap.fill, width=WIDTH, subsequent_indent=" " * 10)
     lines = [
         f"script    {alone.name or 'a model'}: {alone.elements:,} trained parameters, {alone.batch or '?'} samples a "
         "step and worker",
@@ -250,7 +261,7 @@ def _head(alone: "Training", shared: "Training", machine: "Machine", per_host: i
         f"codec     encodes {quantity(1 / max(codec.encode_element + 0.01 * codec.encode_entry, 1e-12), 'elements/s')}"
         " at density 0.01",
     ]
-    return "\n".join(lines)
+    return "\n".join(map(wrapped, lines))
 
 
 def _section(
@@ -263,14 +274,16 @@ def _section(
     bandwidth = min(network.bandwidth, situation.machine.transport)
     gradients = 4 * situation.elements / bandwidth
     texts = [
-        f"link {answers[0].bandwidth}: {8e-6 * bandwidth:.4g} Mbit/s for data, {1e3 * network.latency:.3g} ms. "
-        f"To transfer the gradients once takes {gradients / situation.computing:.2g} times the time of computing."
+        answer.wrapped(
+            f"link {answers[0].bandwidth}: {8e-6 * bandwidth:.4g} Mbit/s for data, {1e3 * network.latency:.3g} ms. "
+            f"To transfer the gradients once takes {gradients / situation.computing:.2g} times the time of computing."
+        )
     ]
     for found in answers:
         plural = "s" * (found.workers > 1)
         texts.append(f"{found.workers} worker{plural} at {found.bandwidth}\n{answer.table(found)}")
     texts.append(f"best strategy by the number of workers at {answers[0].bandwidth}\n{answer.best_table(line)}")
-    texts += filter(None, [answer.basis_text([*answers, *line])])
+    texts += filter(None, [answer.wrapped(answer.basis_text([*answers, *line]))])
     texts.append(answer.advice(answers, command, f" --hosts {hosts}" if hosts else ""))
     return "\n\n".join(texts)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from hvdx.cli.common.mpi_tools import EXPORTED, EXPORTED_PREFIXES, Mpi, find_mpi, mpirun_command
 from hvdx.cli.common.mpi_traffic import traffic_options
 from hvdx.cli.common.processes import program_of, search_path
+from hvdx.cli.common.reachable import check_hosts
 from hvdx.errors import LaunchError
 
 NAME = "run"
@@ -33,7 +34,7 @@ With Open MPI, workers on one machine listen on no network, and workers on sever
 --hosts are on. OMPI_MCA_btl, OMPI_MCA_btl_tcp_if_include or ..._exclude changes that.
 
 The output shows the first worker's standard output and all workers' standard error; --all shows everything. On a
-cluster with a batch system, use `hvdx job`.
+cluster with a batch system, use `hvdx job`. Hosts that ssh does not reach without a password are named at the start.
 
 """
 
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     """Replace this process by mpirun, so that its exit code is the job's; with --dry-run, print the command.
 
     Raises:
-        LaunchError: if there is no launcher or no program, or the options are wrong.
+        LaunchError: if there is no launcher or no program, the options are wrong, or hosts do not answer.
     """
     words = program_of(args.program)
     if not words:
@@ -73,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(shlex.join(command))
         return 0
+    check_hosts(hosts)
     sys.stdout.flush()
     os.environ["PATH"] = search_path()
     # execv: signals and the terminal reach mpirun itself, and its exit code is that of this process.

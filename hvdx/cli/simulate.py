@@ -46,7 +46,9 @@ are strategies without a common step (parameter_server, threshold:max_staleness=
 """
 
 _WORKERS, _BANDWIDTH, _STRATEGIES = "4,16,64", "1gbit", "all_reduce;threshold;parameter_averaging"
-_COMPUTING, _STEPS, _STEPS_MADE, _LIMIT = "20ms", 60, 30, 40.0
+_COMPUTING, _STEPS, _STEPS_MADE = "20ms", 60, 30
+# Real seconds of all cases together, by default.
+_ALL_SECONDS = 40.0
 _MOST_WORKERS, _MOST_ELEMENTS, _MOST_STEPS = 2048, 10**9, 100_000
 # Largest number of workers that all run, and numbers that run in a larger world, with a model and without.
 _ALL_RUN, _RUN, _RUN_MADE = 64, 4, 2
@@ -73,7 +75,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--jitter", type=float, default=0.0, metavar="S", help="spread of computing, of its logarithm: 0.2")
     add("--core-speed", type=float, default=1.0, metavar="F", help="cores of the workers / this core; inf: no work")
     add("--seed", type=int, default=0, help="seed of weights, batches and jitter (default: 0)")
-    add("--limit", type=float, default=_LIMIT, metavar="SECONDS", help="real time of a case (default: %(default)g)")
+    add(
+        "--limit",
+        type=float,
+        metavar="SECONDS",
+        help=f"real time of a case (default: {_ALL_SECONDS:g}, divided by their number)",
+    )
     add("--json", type=Path, metavar="FILE", help="also write the figures to FILE; - prints only them")
 
 
@@ -89,8 +96,13 @@ def run(args: argparse.Namespace) -> int:
     slow = _slow(args.slow, max(workers))
     workload = _workload(args)
     machine = _machine(args, sum(s.elements for s in workload.specs))
+    total = len(workers) * len(links) * len(strategies)
+    if args.limit is None:
+        args.limit = _ALL_SECONDS / total
     document: dict[str, Any] = {"options": _options(args), "machine": _as_dict(machine), "cases": []}
-    number, total = 0, len(workers) * len(links) * len(strategies)
+    number = 0
+    if str(args.json) != "-":
+        print(_model(args, workload, workers), end="\n\n")
     for bandwidth, link in links.items():
         for count in workers:
             setting, outcomes = _setting(args, count, link, machine, slow, workload), {}
@@ -133,10 +145,8 @@ def _checked(args: argparse.Namespace) -> "tuple[list[int], dict[str, Link], dic
         raise ConfigError(
             f"simulate: --core-speed: expected a factor above 0, got {args.core_speed:g}. Do: leave it out."
         )
-    if not args.limit > 0:
-        raise ConfigError(
-            f"simulate: --limit: expected more than 0, got {args.limit:g}. Do: leave it out for {_LIMIT:g}."
-        )
+    if args.limit is not None and not args.limit > 0:
+        raise ConfigError(f"simulate: --limit: expected more than 0, got {args.limit:g}. Do: leave it out.")
     args.computing, latency = _seconds("--computing", args.computing), _seconds("--latency", args.latency)
     links = {}
     for rate in filter(None, (part.strip().lower() for part in args.bandwidth.split(","))):
@@ -235,9 +245,30 @@ def _setting(
 # -- the answer -------------------------------------------------------------------------------------------------------
 
 
+def _model(args: argparse.Namespace, workload: "Workload", workers: Sequence[int]) -> str:
+    """Return the sentences that name the model, and the numbers of workers that are too many for its data."""
+    from hvdx.simulation.workloads import Digits
+
+    elements = sum(s.elements for s in workload.specs)
+    if not isinstance(workload, Digits):
+        return f"model: updates of {elements:,} parameters; nothing is trained, so only bytes and times count"
+    samples, batch = len(workload.train[0]), workload.batch
+    lines = [
+        f"model: a network on scikit-learn's digits, not yours: {elements:,} parameters,",
+        f"{samples:,} samples, batches of {batch} a worker, {args.computing:g} s of computing a step",
+    ]
+    many = [count for count in workers if count * batch > samples]
+    if many:
+        lines += [
+            f"{', '.join(map(str, many))} workers: an epoch has less than a batch for each, so these rows are about",
+            "bytes and times; they are no reason to use so many workers for such data",
+        ]
+    return "\n".join(lines)
+
+
 def _section(args: argparse.Namespace, count: int, bandwidth: str, outcomes: "dict[str, Outcome]") -> str:
     """Return the table of one number of workers and one link."""
-    from hvdx.report.table import quantity, render
+    from hvdx.report.table import fitted, quantity
     from hvdx.simulation.training import PARTS
 
     shown = [part for part in PARTS if any(o.parts[part] > 5e-6 for o in outcomes.values())]
@@ -263,7 +294,7 @@ def _section(args: argparse.Namespace, count: int, bandwidth: str, outcomes: "di
         for spelling, o in outcomes.items()
         if o.taken < args.steps
     ]
-    return "\n".join([title, render(rows, header=header), *cut, ""])
+    return "\n".join([title, fitted(rows, header), *cut, ""])
 
 
 def loss_at(losses: Sequence[tuple[float, float]], seconds: float) -> float:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
+from hvdx.cache import cache_folder
 from hvdx.comm import failure, mesh, mpi
 from hvdx.comm.base import Comm, Engine, GraphComm
 from hvdx.comm.launcher import Launch, detect, usable_cores
@@ -33,6 +34,8 @@ _servers_ended = False
 _graph_calls = 0
 # The option `split` of `init`; None if it was not given.
 _split: Any = None
+# File in the cache folder: this machine has been told that Horovod is not installed.
+_TOLD = "told-about-horovod"
 
 
 def start(servers: int = 0) -> Comm:
@@ -151,7 +154,7 @@ def _choose(comm: Comm, has_horovod: bool) -> Engine:
     everyone = comm.all_gather_object(has_horovod, "the choice of an engine")
     if all(everyone):
         return "horovod"
-    if comm.rank == 0:
+    if comm.rank == 0 and (any(everyone) or _first_time()):
         where = f" on rank {everyone.index(False)}" if any(everyone) else ""
         print(
             f"hvdx: Horovod is not installed{where}, so MPI on the host exchanges the tensors. "
@@ -160,6 +163,18 @@ def _choose(comm: Comm, has_horovod: bool) -> Engine:
             flush=True,
         )
     return "mpi"
+
+
+def _first_time() -> bool:
+    """Return whether this machine has not been told yet that Horovod is not installed; True if that is unknown."""
+    try:
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        (cache_folder() / _TOLD).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except (OSError, RuntimeError):  # RuntimeError: there is no home folder.
+        pass
+    return True
 
 
 def _horovod_is_installed() -> bool:

@@ -81,11 +81,11 @@ class Telemetry:
         return entropy(self.entries / self.encoded) if self.entries else 0.0
 
     def live(self) -> dict[str, float]:
-        """Return the counters of the progress line."""
+        """Return the counters of the progress bar, three at most: an epoch's line has room for them."""
         return {"density": self.density, "tau": self.tau, "MB_sent": self.sent / 1e6}
 
     def full(self) -> dict[str, float]:
-        """Return all counters, for files and for the end of an epoch; times are means per step."""
+        """Return all counters, for the record of an epoch; times are means per step."""
         steps = max(self.steps, 1)
         return self.live() | {
             "MB_received": self.received / 1e6,
@@ -219,18 +219,17 @@ class StaleTelemetry(Telemetry):
 
     Example:
         >>> StaleTelemetry(steps=2, sent=10, staleness=StalenessHistogram({4: 2})).live()
-        {'density': 0.0, 'tau': 0.0, 'staleness': 4.0, 'MB_sent': 1e-05}
+        {'density': 0.0, 'staleness': 4.0, 'MB_sent': 1e-05}
     """
 
     staleness: StalenessHistogram = field(default_factory=StalenessHistogram)
     ending: float = 0.0
 
     def live(self) -> dict[str, float]:
-        found = super().live()
-        return {k: found[k] for k in ("density", "tau")} | {"staleness": self.staleness.mean} | found
+        return {"density": self.density, "staleness": self.staleness.mean, "MB_sent": self.sent / 1e6}
 
     def full(self) -> dict[str, float]:
-        mine = {"max_staleness": float(max(self.staleness, default=0)), "s_ending": self.ending}
+        mine = {"tau": self.tau, "max_staleness": float(max(self.staleness, default=0)), "s_ending": self.ending}
         return super().full() | mine
 
 

@@ -47,6 +47,25 @@ def test_advise_prefers_compression_on_a_slow_link(advise):
     assert rows["all_reduce"]["terms"]["transfer"] > 100 * rows["threshold"]["terms"]["transfer"]
 
 
+def test_advise_recommends_no_more_workers_than_an_epoch_has_batches(advise):
+    """1,437 samples are 23 batches of 64: 1,024 workers would be fast on paper."""
+    words = ["--bandwidth", "1gbit", *STAND_IN, "write", "100", "2000000", "23"]
+    code, text, _, document = advise("-n", "4,1024", *words)
+    assert code == 0
+    assert [a["workers"] for a in document["links"][0]["answers"]] == [4]
+    assert [point["workers"] for point in document["links"][0]["line"]] == [1, 2, 4, 8, 16]
+    assert "An epoch of this script has 23 batches of 64 samples. With more than 23 workers," in " ".join(text.split())
+    assert "hvdx run -n 4" in text
+    code, _, said, _ = advise("-n", "1024", *words)
+    assert code == 2
+    assert "-n: expected at most 23 workers" in said
+
+
+def test_advice_fits_a_terminal(advise):
+    _, text, _, _ = advise("--bandwidth", "100mbit", "-n", "2,4", *STAND_IN, "write", "20", "2000000")
+    assert max(len(line) for line in text.splitlines() if not line.startswith("Run: ")) <= 80
+
+
 def test_advise_names_the_exchange_and_what_large_figures_rest_on(advise):
     words = ["--bandwidth", "100mbit", *STAND_IN, "write", "100", "20000000"]
     _, text, _, document = advise("-n", "2", *words)
@@ -56,7 +75,7 @@ def test_advise_names_the_exchange_and_what_large_figures_rest_on(advise):
     assert [line[n]["basis"] for n in (1, 4)] == ["emulated hosts"] * 2
     assert all((line[n]["basis"] == "simulation") == (line[n]["best"] == "threshold") for n in (8, 1024))
     assert "density" in line[4]["note"]
-    assert "Figures for more come from formulas" in text
+    assert "Figures for more come from formulas" in " ".join(text.split())
     rows = advise("-n", "1024,2048", *words)[3]["links"][0]["answers"]
     found = [{row["strategy"]: row["basis"] for row in answer["strategies"]} for answer in rows]
     assert [each["threshold"] for each in found] == ["simulation", "formulas"]
@@ -92,7 +111,7 @@ def test_advise_measures_copies_that_share_a_host(advise):
         "--bandwidth", "1gbit", "-n", "4", "--workers-per-host", "2", *STAND_IN, "write", "20", "1000"
     )
     assert "2 copies at once" in said
-    assert "with 2 workers on the host" in text
+    assert "with 2 workers on the host" in " ".join(text.split())
     assert document["training"]["seconds_a_step_shared"] == pytest.approx(0.02)
 
 

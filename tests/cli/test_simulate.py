@@ -20,6 +20,10 @@ def test_simulate_prints_a_table_and_writes_json(capsys, tmp_path):
     code, text, said = simulate(capsys, *words, "--strategies", strategies)[:3]
     assert code == 0
     assert "12 of 12: 4 workers at 1gbit, parameter_averaging" in said
+    assert "model: a network on scikit-learn's digits, not yours: 2,410 parameters," in text
+    assert "1,437 samples, batches of 32 a worker, 0.02 s of computing a step" in text
+    assert "less than a batch" not in text
+    assert max(map(len, text.splitlines())) <= 80
     for part in ("4 workers at 10mbit, 12 steps", "ms a step", "network", "sent", "memory", "loss 0.", "at end"):
         assert part in text
     cases = json.loads(file.read_text())["cases"]
@@ -28,6 +32,19 @@ def test_simulate_prints_a_table_and_writes_json(capsys, tmp_path):
     assert found[4, "10mbit", "all_reduce"]["seconds"] > 1.3 * found[4, "10mbit", "threshold"]["seconds"]
     assert found[4, "10mbit", "all_reduce"]["sent"] > 5 * found[4, "10mbit", "threshold"]["sent"]
     assert found[4, "1gbit", "all_reduce"]["losses"][-1][1] < found[4, "1gbit", "all_reduce"]["losses"][0][1]
+
+
+def test_simulate_says_which_workers_have_less_than_a_batch_and_ends_in_time(capsys, tmp_path):
+    file = tmp_path / "figures.json"
+    words = ["--workers", "2,128", "--steps", "2000", "--hidden", "16", "--limit", "0.2", "--json", str(file)]
+    code, text, _ = simulate(capsys, *words, "--strategies", "all_reduce:engine=mpi;threshold:target_density=0.05")
+    assert code == 0
+    assert "\n128 workers: an epoch has less than a batch for each" in text
+    assert all(case["taken"] < 2000 for case in json.loads(file.read_text())["cases"])
+    # Without --limit, all cases share the time.
+    words = ["--workers", "2,3", "--steps", "2", "--strategies", "all_reduce", "--json", str(file)]
+    assert simulate(capsys, *words)[0] == 0
+    assert json.loads(file.read_text())["options"]["limit"] == 20
 
 
 def test_simulate_of_made_updates_prints_no_losses(capsys):

@@ -14,8 +14,20 @@ from tests.strategies.virtual import on_all
         ((False, False, False), "mpi", "not installed, so"),
     ],
 )
-def test_all_ranks_choose_mpi_if_one_lacks_horovod_and_rank_0_prints_it(installed, chosen, said, capsys):
+def test_all_ranks_choose_mpi_if_one_lacks_horovod_and_rank_0_prints_it(
+    installed, chosen, said, capsys, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("HVDX_CACHE", str(tmp_path / "cache"))
     assert on_all(3, lambda comm: world._choose(comm, installed[comm.rank])) == [chosen] * 3
     text = capsys.readouterr().err
     assert said in text
     assert text.count("\n") == text.count("hvdx build-horovod") == int(chosen == "mpi")
+    # A machine without Horovod is told once; a rank that lacks it is told each time.
+    assert on_all(3, lambda comm: world._choose(comm, installed[comm.rank])) == [chosen] * 3
+    assert ("not installed" in capsys.readouterr().err) == (len(set(installed)) > 1)
+
+
+def test_machine_without_a_cache_folder_is_told_each_time(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HVDX_CACHE", str(tmp_path / "file" / "cache"))
+    assert [world._first_time(), world._first_time()] == [True, True]

@@ -40,6 +40,7 @@ def test_linear_regression_exits_with_1_above_the_tolerance():
 def test_parabola_has_the_loss_curve_of_one_process(ranks):
     result = run(ranks, ["jobs/parabola.py", "--steps", "100", "--every", "25"], timeout=_SECONDS)
     assert result.code == 0, result
+    assert "WARNING" not in result.out, "the copy that rank 0 trains alone is intended"
     assert f"50 points on {ranks} worker" in result.out
     assert number_after("same loss curve as one process: largest relative difference", result) < 1e-5
     losses = [float(line.split()[2]) for line in result.out.splitlines() if re.match(r"\d+ +[\d.]+ +[\d.]+ ", line)]

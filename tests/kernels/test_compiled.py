@@ -70,10 +70,10 @@ def start(toy, *words, folder="kept", **env):
     return subprocess.Popen(command, cwd=toy, env=os.environ | env, stdout=subprocess.PIPE, text=True)
 
 
-def finish(process):
+def finish(process, limit=LIMIT):
     """Return the output of a process: (outcome, why, value, number of kernels that it compiled, path of the file)."""
     try:
-        out = process.communicate(timeout=LIMIT)[0]
+        out = process.communicate(timeout=limit)[0]
     finally:
         process.kill()
     assert process.returncode == 0
@@ -197,6 +197,8 @@ from hvdx import codec
 from hvdx.kernels import compiled, cpu
 from hvdx.cache import kernels_folder
 
+# On a busy machine, too, a process waits for the one that compiles.
+compiled._WAIT_SECONDS = float("inf")
 results = []
 for options in ({"tau": 0.5}, {"target_density": 0.01}, {"tau": 0.5, "index_coding": "none"}):
     threshold, out = codec.Threshold(**options), [np.zeros(3000, np.float32), np.zeros((5, 4), np.float32)]
@@ -223,7 +225,8 @@ def test_16_processes_at_once_on_an_empty_folder_all_work_and_one_compiles(tmp_p
         )  # fmt: skip
 
     processes = [launch() for _ in range(16)]
-    found = [finish(process) for process in processes]
+    # Each of them waits for 15 s of one core, which other programs may have: only a hang takes longer than this.
+    found = [finish(process, limit=1200) for process in processes]
     assert sorted(outcome for outcome, *_ in found) == ["compiled"] + 15 * ["loaded"]
     assert all(not made for outcome, made, _ in found if outcome == "loaded"), "a process compiled a kernel again"
     assert len({json.dumps(results) for *_, results in found}) == 1

@@ -58,6 +58,22 @@ def test_record_has_the_parts_and_bytes_of_each_strategy(strategy, parts, tmp_pa
     assert [{e.logs["val_loss"] for e in r.epochs} for r in run.ranks.values()].count(set(history["val_loss"])) == 2
 
 
+@pytest.mark.sizes(1, 2)
+def test_script_ends_with_the_costs_and_a_fit_with_nothing_to_do_says_so(capfd):
+    """As `jobs` print them: a table on rank 0 of several, if fit prints anything at all."""
+    model, callback = classifier(), hvd.Distribute("threshold:tau=0.001")
+    x, y = models.data(models.BATCH)
+    model.fit(x, y, batch_size=models.BATCH, epochs=2, verbose=2, callbacks=[callback])
+    said = capfd.readouterr()
+    assert said.out.count("time in communication") == (hvdx.size() > 1 and hvdx.rank() == 0)
+    assert "nothing was trained" not in said.err
+    assert ("Threshold(tau=0.001)" in callback.summary()) == (hvdx.size() > 1)
+    model.fit(x, y, batch_size=models.BATCH, epochs=2, initial_epoch=2, verbose=2, callbacks=[callback])
+    said = capfd.readouterr()
+    assert ("hvdx: nothing was trained: 2 epochs of this fit were trained before." in said.err) == (hvdx.rank() == 0)
+    assert "time in communication" not in said.out
+
+
 def test_record_of_two_optimizers_has_the_bytes_of_both(tmp_path):
     folder, callback = shared(tmp_path), hvd.Distribute("threshold:tau=0.001", record=shared(tmp_path))
     model = models.TwoPlayers()

@@ -1,12 +1,13 @@
 """Predictions for a training, and their tables."""
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from hvdx.cli.advising.script import Training
 from hvdx.comm.launcher import usable_cores
-from hvdx.report.table import quantity, render
+from hvdx.report.table import WIDTH, fitted, quantity
 from hvdx.strategies import names, parse
 from hvdx.strategies.auto import WORTH_WORKERS
 from hvdx.strategies.link import Link
@@ -152,12 +153,17 @@ def table(found: Answer) -> str:
             quantity(sum(p.memory.values()), "B"),
             f"{p.samples:,.0f}",
             f"{found.speedup(spelling):.2f}",
-            p.note,
         ]
         for spelling, p in {**found.predictions, ALONE: found.alone}.items()
     ]
-    header = ["strategy", "ms a step", *shown, "sent", "memory", "samples/s", "speedup", "note"]
-    return render(rows, header=header)
+    header = ["strategy", "ms a step", *shown, "sent", "memory", "samples/s", "speedup"]
+    notes = [f"{spelling}: {p.note}" for spelling, p in found.predictions.items() if p.note]
+    return "\n".join([fitted(rows, header), *map(wrapped, notes)])
+
+
+def wrapped(text: str) -> str:
+    """Break a sentence into lines of a terminal."""
+    return textwrap.fill(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def best_table(answers: Sequence[Answer]) -> str:
@@ -170,11 +176,12 @@ def best_table(answers: Sequence[Answer]) -> str:
             f"{a.fastest.samples:,.0f}",
             f"{a.speedup(a.best):.2f}",
             a.fastest.bottleneck,
-            a.fastest.note,
         ]
         for a in answers
     ]
-    return render(rows, header=["workers", "best", "ms a step", "samples/s", "speedup", "largest term", "note"])
+    notes = [f"{a.workers} workers: {a.fastest.note}" for a in answers if a.fastest.note]
+    table = fitted(rows, ["workers", "best", "ms a step", "samples/s", "speedup", "largest term"])
+    return "\n".join([table, *map(wrapped, notes)])
 
 
 def basis(workers: int, spelling: str) -> str:
@@ -200,11 +207,27 @@ def basis_text(answers: Sequence[Answer]) -> str:
     )
 
 
+def data_text(training: Training, counts: Sequence[int]) -> str:
+    """Return a sentence if some numbers of workers are too many for the data of an epoch; "" if none is.
+
+    Args:
+        training: training on one worker.
+        counts: numbers of workers, those of the table of up to 1024 workers included.
+    """
+    if not training.batches or max(counts) <= training.batches:
+        return ""
+    samples = f" of {training.batch} samples" if training.batch else ""
+    return (
+        f"An epoch of this script has {training.batches:,} batches{samples}. With more than {training.batches:,} "
+        "workers, a worker has less than a batch; those numbers are left out, whatever their samples per second."
+    )
+
+
 def advice(answers: Sequence[Answer], command: str, hosts: str = "") -> str:
     """Return the sentences that say what to run.
 
     Args:
-        answers: answers for the numbers of workers that can be used, on one link.
+        answers: answers for the numbers of workers that can be used, on one link; one at least.
         command: the command of the script.
         hosts: option that names the hosts, or "".
     """
@@ -221,7 +244,7 @@ def advice(answers: Sequence[Answer], command: str, hosts: str = "") -> str:
                 f"{most.speedup(least_bad):.2f} times the samples per second of one; its largest term is "
                 f"{p.bottleneck}."
             )
-        return f"Do not distribute: one worker learns as fast.{why}\nRun: {command}"
+        return wrapped(f"Do not distribute: one worker learns as fast.{why}") + f"\nRun: {command}"
     best = max(worth, key=lambda a: a.fastest.samples)
     note = f" ({best.fastest.note})" if best.fastest.note else ""
     lines = [
@@ -237,6 +260,7 @@ def advice(answers: Sequence[Answer], command: str, hosts: str = "") -> str:
             f"Split layers would take {best.speedup(SPLIT):.2f} times: replace the dense layers that the table names "
             "by hvdx.keras.layers.SplitDense (docs/split-layers.md)."
         )
+    lines = [wrapped(line) for line in lines]
     lines.append(f"Run: HVDX_STRATEGY={best.best} hvdx run{hosts} -n {best.workers} {command}")
     return "\n".join(lines)
 

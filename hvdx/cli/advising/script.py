@@ -40,6 +40,7 @@ class Training:
         tables: embeddings.
         name: name of the model and of its optimiser.
         memory: peak resident bytes of a worker; 0 if unknown.
+        batches: number of batches in an epoch; 0 if unknown.
     """
 
     computing: float
@@ -52,6 +53,7 @@ class Training:
     tables: tuple[Layer, ...] = ()
     name: str = ""
     memory: float = 0.0
+    batches: int = 0
 
     @property
     def elements(self) -> int:
@@ -166,6 +168,7 @@ def read_training(folder: Path) -> Training:
         tables=tuple(_layers(model.get("layers", []), "Embedding")),
         name=" with ".join(filter(None, (str(model.get("name") or ""), str(optimizer.get("name") or "")))),
         memory=float((run.first.end or {}).get("memory") or 0.0),
+        batches=int(run.header.get("steps") or 0),
     )
 
 

@@ -38,6 +38,7 @@ from hvdx.keras.fit.sync_callback import SyncCallback
 from hvdx.keras.joining import join
 from hvdx.keras.shards import by_ranks
 from hvdx.report.counters import Counters
+from hvdx.report.summary import summary
 from hvdx.strategies import Strategy, agree_on_strategy, resolve
 from hvdx.strategies.telemetry import Telemetry, followed, merged
 
@@ -53,7 +54,8 @@ class Distribute(keras.callbacks.Callback):
     - an epoch ends when the rank with the fewest batches has no more, or under an asynchronous strategy when all ranks
       together have taken their steps;
     - callbacks that write (checkpoints, TensorBoard, CSV, the progress bar) run on rank 0 only;
-    - dropout, augmentation layers and samples are different on each rank, even if all ranks have the same seed.
+    - dropout, augmentation layers and samples are different on each rank, even if all ranks have the same seed;
+    - rank 0 prints at the end what the exchanges cost, unless `verbose` is 0.
 
     A process that was started alone trains as it would without this callback. Each rank supplies its own share of the
     data: see `hvdx.shard`.
@@ -296,6 +298,7 @@ class Distribute(keras.callbacks.Callback):
         self.counters.finish(self._costs())
         done = self._epoch + 1 >= (self.params.get("epochs") or 0)
         self._end_record("done" if done else "limit" if self._limit.reached else "stopped")
+        self._print_end()
         if self._comm.size == 1:
             return
         for optimizer in optimizers_of(self.model):
@@ -374,6 +377,20 @@ class Distribute(keras.callbacks.Callback):
     def _say(self, what: str) -> None:
         if self._comm.rank == 0:
             print(f"\nhvdx: {limits.VARIABLE}={self._limit.text}: {what}.", file=sys.stderr, flush=True)
+
+    def _print_end(self) -> None:
+        """Print on rank 0 what the exchanges of this fit cost, or that it had nothing left to train."""
+        epochs = self.params.get("epochs")
+        if self._comm.rank != 0:
+            return
+        if epochs and self._first_batch is None and (getattr(self.model, "_initial_epoch", None) or 0) >= epochs:
+            print(f"hvdx: nothing was trained: {epochs} epochs of this fit were trained before.", file=sys.stderr)
+        elif self._comm.size > 1 and self.params.get("verbose"):
+            print(self.summary(), flush=True)
+
+    def summary(self) -> str:
+        """Return the table of the last fit on this rank: strategy, steps, seconds, bytes, and time in communication."""
+        return summary(repr(self.strategy), self.counters)
 
     def _end_record(self, reason: str) -> None:
         self._recording.end(reason, vars(merged(self.counters.telemetry)))
@@ -466,7 +483,7 @@ class Distribute(keras.callbacks.Callback):
         over = self._limit.after_epoch()
         if self._comm.size > 1:
             over = self._combine_epoch(epoch, logs, over)
-        self._recording.end_epoch(epoch + 1, logs or {})
+        self._recording.end_epoch(epoch + 1, logs or {}, self.cost().full() if self._reports() else {})
         if over:
             self._limit.reached = self.model.stop_training = True
             if epoch + 1 < (self.params.get("epochs") or 0):
@@ -483,7 +500,7 @@ class Distribute(keras.callbacks.Callback):
             replicas.average_state(self.model, self._comm)
         self._logs.finish(self.model, {} if logs is None else logs)
         if logs is not None and self._reports():
-            logs.update(self.cost().full())
+            logs.update(self.cost().live())
         self._check_finite(f"after epoch {epoch + 1}")
         if self.check_every is not None:
             self._check_replicas(f"after epoch {epoch + 1}")

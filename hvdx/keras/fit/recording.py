@@ -153,18 +153,22 @@ class Recording:
         """Read the counters after the last step of an epoch, before the adapters are flushed."""
         self._at_end = self._read()
 
-    def end_epoch(self, epoch: int, logs: dict[str, Any]) -> None:
+    def end_epoch(self, epoch: int, logs: dict[str, Any], counters: dict[str, float]) -> None:
         """Write the rows and the line of an epoch.
 
         Args:
             epoch: number of epochs that were completed, from 1.
             logs: metrics over all ranks.
+            counters: counters of the exchanges since the fit began; empty if they are not shown during training.
         """
         if not self.on:
             return
         self._write(epoch_over=True)
         values = {name: value for name, value in logs.items() if np.ndim(value) == 0}
-        self._line("epoch", epoch=epoch, step=self._step, time=self._seconds(), logs=values, memory=peak_memory())
+        more = {"counters": counters} if counters else {}
+        self._line(
+            "epoch", epoch=epoch, step=self._step, time=self._seconds(), logs=values, memory=peak_memory(), **more
+        )
 
     def switch(self, strategy: str) -> None:
         """Write the rows of a provisional strategy, and the line of its successor.

@@ -1,6 +1,7 @@
 """Stand-in for a script with Distribute: writes the record of one worker, without TensorFlow.
 
-recorded.py write MILLISECONDS PARAMETERS   a record of the steps that HVDX_LIMIT asks for
+recorded.py write MILLISECONDS PARAMETERS [BATCHES]   a record of the steps that HVDX_LIMIT asks for, and the
+                                            number of batches in an epoch
 recorded.py fail                            ends with an error
 recorded.py hang                            does not end
 recorded.py nothing                         ends without a record
@@ -29,7 +30,8 @@ def main(what, *more):
     model = {"name": "mlp", "parameters": parameters, "tensors": [[parameters // 2], [parameters // 2]]}
     model["layers"] = [dense, {"name": "flatten", "class": "Flatten"}]
     optimizer = {"name": "SGD", "momentum": 0.9, "slots": 1}
-    writer.write("fit", schema=SCHEMA, rank=0, size=1, batch=64, model=model, optimizer=optimizer)
+    batches = int(more[2]) if len(more) > 2 else None
+    writer.write("fit", schema=SCHEMA, rank=0, size=1, batch=64, steps=batches, model=model, optimizer=optimizer)
     columns = {name: [0.0] * int(steps) for name in COLUMNS}
     columns["step"] = list(range(1, int(steps) + 1))
     # The first step compiles, and an exchange takes a tenth of each.

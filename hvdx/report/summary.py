@@ -1,33 +1,35 @@
-"""The table that a training job prints at its end."""
+"""The table of the costs of a fit, which `Distribute` prints at its end."""
 
-from collections.abc import Sequence
-from typing import Any
-
-import hvdx
 from hvdx.report.bars import bars
+from hvdx.report.counters import Counters
 from hvdx.report.table import quantity, render
 
 Row = tuple[str, str]
 
 
-def summary(results: Sequence[Row], distribute: Any, seconds: float, speed: Row) -> str:
-    """Return the table of a run: its results, its speed, and the cost of the exchanges.
+def summary(strategy: str, counters: Counters) -> str:
+    """Return the table of a fit: its steps and seconds, and the cost of the exchanges.
 
     Args:
-        results: rows about the trained model.
-        distribute: the callback `Distribute` of the run.
-        seconds: duration of the run.
-        speed: row about the speed.
+        strategy: the strategy, as the call that makes it.
+        counters: counters of the fit, after its end.
+
+    Example:
+        >>> print(summary("AllReduce()", Counters(size=2, steps=10, seconds=4.0)))
+        workers                                                 2
+        strategy                                      AllReduce()
+        steps of this worker                                   10
+        seconds                                               4.0
+        bytes sent a step, each worker                        0 B
+        time in communication           0.0 s, 0 %, 0.0 ms a step
     """
-    counters = distribute.counters
     steps = max(counters.exchanges, 1)
     share = counters.exchange_seconds / counters.seconds if counters.seconds else 0.0
     rows = [
-        ("workers", str(hvdx.size())),
-        ("strategy", repr(distribute.strategy) if hvdx.size() > 1 else "none (one process)"),
-        *results,
-        ("seconds", f"{seconds:.1f}"),
-        speed,
+        ("workers", str(counters.size)),
+        ("strategy", strategy if counters.size > 1 else "none (one process)"),
+        ("steps of this worker", str(counters.steps)),
+        ("seconds", f"{counters.seconds:.1f}"),
         ("bytes sent a step, each worker", quantity(counters.bytes_per_exchange, "B")),
         (
             "time in communication",
@@ -40,7 +42,7 @@ def summary(results: Sequence[Row], distribute: Any, seconds: float, speed: Row)
     return "\n\n".join([render(rows), *(f"staleness of this worker's updates\n{picture}" for picture in drawn)])
 
 
-def costs(counters: Any) -> list[Row]:
+def costs(counters: Counters) -> list[Row]:
     """Return rows about compressed updates, averages and servers, if there were any."""
     rows = []
     for cost in counters.telemetry:

@@ -1,0 +1,76 @@
+"""A check that ssh reaches the hosts of a launch, before the launcher prints a page about those that it does not."""
+
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+from hvdx.cli.common.processes import key_line
+from hvdx.errors import LaunchError
+
+# Seconds for a connection, and for the whole answer of a host.
+_CONNECT, _ANSWER = 5, 15.0
+# Most hosts that are asked at once.
+_AT_ONCE = 32
+# Variables that replace ssh as the way to other hosts: an agent of the user, or a batch system.
+_OTHER_WAYS = (
+    "PRTE_MCA_plm", "PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm", "OMPI_MCA_plm_rsh_agent", "HYDRA_LAUNCHER",
+    "HYDRA_LAUNCHER_EXEC", "I_MPI_HYDRA_BOOTSTRAP", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID",
+)  # fmt: skip
+
+
+def check_hosts(hosts: Iterable[str], environ: Mapping[str, str] | None = None) -> None:
+    """Check that ssh starts a command on each host without a password; ask all hosts at the same time.
+
+    Nothing is checked where something else than ssh reaches the hosts, such as a batch system.
+
+    Args:
+        hosts: names of hosts; this machine is left out.
+        environ: environment variables; those of this process by default.
+
+    Raises:
+        LaunchError: if hosts do not answer, with the reason of each.
+    """
+    environ = os.environ if environ is None else environ
+    asked = list(hosts)
+    if not asked or any(environ.get(name) for name in _OTHER_WAYS):
+        return
+    with ThreadPoolExecutor(min(len(asked), _AT_ONCE)) as pool:
+        reasons = dict(zip(asked, pool.map(_reason, asked), strict=True))
+    absent = {host: reason for host, reason in reasons.items() if reason}
+    if absent:
+        listed = "; ".join(f"{host}: {reason}" for host, reason in absent.items())
+        raise LaunchError(
+            f"run: --hosts: expected hosts on which ssh starts commands without a password, got {listed}. "
+            f"Do: check the names, and try: ssh {next(iter(absent))} true"
+        )
+
+
+def _is_this_machine(host: str) -> bool:
+    """Return whether a name or an address is one of this machine: only such an address can be bound."""
+    try:
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+    except OSError:
+        return False
+    return True
+
+
+def _reason(host: str) -> str:
+    """Return why ssh does not reach a host, in one line; "" if it does, or if the host is this machine."""
+    if _is_this_machine(host):
+        return ""
+    ssh = shutil.which("ssh")
+    if ssh is None:
+        return "there is no ssh on PATH"
+    command = [ssh, "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT}", host, "true"]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_ANSWER, check=False)
+    except subprocess.TimeoutExpired:
+        return f"no answer in {_ANSWER:g} s"
+    # ssh's own failures end with 255; another code is that of the command, which has started.
+    if done.returncode != 255:
+        return ""
+    return key_line(done.stderr.decode(errors="replace")) or "ssh failed"
