@@ -246,6 +246,9 @@ def merged(costs: Sequence[Telemetry]) -> Telemetry:
     if len(costs) == 1:
         return costs[0]
     largest = max(costs, key=lambda cost: cost.elements, default=Telemetry())
+    # An optimiser that took no step, such as the default one of a model with two of its own, has the counters of no
+    # strategy.
+    costs = [cost for cost in costs if isinstance(cost, type(largest))]
     added = [f.name for f in fields(largest) if f.name != "servers"]
     total = type(largest)(**{name: sum(getattr(cost, name) for cost in costs) for name in added})
     of_largest = {"steps", "density", "tau", "residual", "averages", "divergence", "excluded", "servers"}
