@@ -1,0 +1,65 @@
+"""Variational autoencoder with a sampling layer.
+
+One process: other values, since each rank draws samples of its own.
+"""
+
+import keras
+import tensorflow as tf
+from keras import layers, ops
+from sklearn.datasets import load_digits
+
+import hvdx
+
+hvdx.init()
+keras.utils.set_random_seed(1)
+
+
+class Sampling(layers.Layer):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.seed_generator = keras.random.SeedGenerator(1337)
+
+    def call(self, inputs):
+        mean, log_variance = inputs
+        return mean + ops.exp(0.5 * log_variance) * keras.random.normal(ops.shape(mean), seed=self.seed_generator)
+
+
+inputs = keras.Input((64,))
+hidden = layers.Dense(48, activation="relu")(inputs)
+mean, log_variance = layers.Dense(2, name="mean")(hidden), layers.Dense(2, name="log_variance")(hidden)
+encoder = keras.Model(inputs, [mean, log_variance, Sampling()([mean, log_variance])])
+decoder = keras.Sequential(
+    [keras.Input((2,)), layers.Dense(48, activation="relu"), layers.Dense(64, activation="sigmoid")]
+)
+
+
+class VAE(keras.Model):
+    def __init__(self, encoder, decoder):
+        super().__init__()
+        self.encoder, self.decoder = encoder, decoder
+        self.trackers = [keras.metrics.Mean(name=name) for name in ("loss", "reconstruction", "kl")]
+
+    @property
+    def metrics(self):
+        return self.trackers
+
+    def train_step(self, x):
+        with tf.GradientTape() as tape:
+            mean, log_variance, z = self.encoder(x)
+            reconstruction = ops.mean(
+                ops.sum(keras.losses.binary_crossentropy(x[..., None], self.decoder(z)[..., None]), 1)
+            )
+            kl = -0.5 * ops.mean(ops.sum(1 + log_variance - ops.square(mean) - ops.exp(log_variance), 1))
+            loss = reconstruction + kl
+        self.optimizer.apply_gradients(
+            zip(tape.gradient(loss, self.trainable_weights), self.trainable_weights, strict=True)
+        )
+        for tracker, value in zip(self.trackers, (loss, reconstruction, kl), strict=True):
+            tracker.update_state(value)
+        return {tracker.name: tracker.result() for tracker in self.trackers}
+
+
+model = VAE(encoder, decoder)
+model.compile(optimizer=keras.optimizers.Adam(1e-2))
+x = (load_digits().data / 16).astype("float32")
+model.fit(hvdx.shard(x, 64 // hvdx.size()), epochs=4, shuffle=False, verbose=2, callbacks=[hvdx.keras.Distribute()])
