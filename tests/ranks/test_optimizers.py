@@ -407,6 +407,16 @@ def test_optimizer_of_optimizers_is_refused():
             hvd.DistributedOptimizer(keras.optimizers.MultiOptimizer(several))
 
 
+@pytest.mark.graph
+def test_float8_is_refused_before_the_first_step():
+    model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(16)])
+    model.quantize("float8")
+    model.compile("sgd", "mse")
+    if hvdx.size() > 1:
+        with pytest.raises(ConfigError, match="float8 scales"):
+            model.fit(np.ones((8, 16)), np.ones((8, 16)), verbose=0, callbacks=[hvd.Distribute()])
+
+
 def test_two_strategies_for_one_optimizer_are_refused():
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=hvd.Compression.fp16)
     model = models.compiled(models.network(), optimizer)

@@ -94,17 +94,7 @@ class Adapter:
             self.steps.assign_add(1)
 
     def record_variables(self, variables: Sequence[Any]) -> None:
-        """Record the variables of the step that begins; `gradients` then receives their gradients.
-
-        Raises:
-            ConfigError: if a variable holds a float8 scale.
-        """
-        for variable in variables:
-            if getattr(variable, "overwrite_with_gradient", False):
-                raise ConfigError(
-                    f"variable {variable.path}: float8 scales are overwritten by each rank's own gradients, which "
-                    "hvdx does not combine. Train with another dtype policy."
-                )
+        """Record the variables of the step that begins; `gradients` then receives their gradients."""
         self.stepped = True
         self.variables = list(variables)
         self.specs = [describe(v) for v in variables]

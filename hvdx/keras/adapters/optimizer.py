@@ -37,7 +37,10 @@ _ADAPTERS: dict[tuple[str, str], Any] = {
     ("host", "weights"): WeightsAdapter,
 }
 _ADAPTER = "_hvdx_adapter"
-_REPLACED = ("_backend_apply_gradients", "_clip_gradients", "_backend_update_step")
+_REPLACED = (
+    *("_backend_apply_gradients", "_clip_gradients", "_backend_update_step"),
+    "_overwrite_variables_directly_with_gradients",
+)
 
 
 def attach(
@@ -199,7 +202,21 @@ def _replace_methods(optimizer: Any, adapter: Adapter) -> None:
 
         adapter.apply(self, step, trainable_variables)
 
-    for method in (_backend_apply_gradients, _clip_gradients, _backend_update_step):
+    # Keras calls this first, and then leaves out the variables that it has overwritten.
+    def _overwrite_variables_directly_with_gradients(self: Any, grads: Any, variables: Any) -> Any:
+        for variable in variables:
+            if getattr(variable, "overwrite_with_gradient", False):
+                raise ConfigError(
+                    f"variable {variable.path}: float8 scales are overwritten by each rank's own gradients, which "
+                    "hvdx does not combine. Train with another dtype policy."
+                )
+        return kind._overwrite_variables_directly_with_gradients(self, grads, variables)
+
+    replacements = (
+        *(_backend_apply_gradients, _clip_gradients, _backend_update_step),
+        _overwrite_variables_directly_with_gradients,
+    )
+    for method in replacements:
         setattr(optimizer, method.__name__, types.MethodType(method, optimizer))
     setattr(optimizer, _ADAPTER, adapter)
 
