@@ -11,7 +11,6 @@ import argparse
 import ast
 import importlib.util
 import json
-import re
 import sys
 import tempfile
 import time
@@ -53,7 +52,7 @@ verdicts:
 
 lines of a script's docstring:
   One process: ...     why its weights differ from those of one process; no comparison then
-  Falls: ...           names of what falls over the epochs, instead of the loss; "nothing" for none
+  Falls: ...           name of what falls over the epochs, instead of the loss; or "nothing, REASON"
   Own: ...             words in the paths of weights that belong to a rank
   Refused: ...         strategies that refuse the script, by the beginnings of their names
 
@@ -88,21 +87,25 @@ class Script:
 
 
 def read(path: Path) -> Script:
-    """Read a script's docstring."""
-    text = ast.get_docstring(ast.parse(path.read_text())) or path.stem
-    lines = dict(re.findall(r"^([A-Z][a-z ]+): (.+)$", text, re.MULTILINE))
+    """Read a script's docstring.
 
-    def words(key: str, otherwise: str) -> tuple[str, ...]:
-        said = lines.get(key, otherwise).partition(",")[0] if key == "Falls" else lines.get(key, otherwise)
-        return tuple(word for word in re.split(r",\s*", said) if word and word != "nothing")
-
+    Raises:
+        ValueError: if it has an unknown line.
+    """
+    title, _, rest = (ast.get_docstring(ast.parse(path.read_text())) or path.stem).partition("\n\n")
+    lines = dict(line.partition(": ")[::2] for line in rest.splitlines())
+    unknown = set(lines) - {"One process", "Falls", "Own", "Refused"}
+    if unknown:
+        raise ValueError(f"{path}: docstring: expected the lines of python -m tests.try_scripts --help, got {unknown}")
+    # Reasons may follow a comma.
+    falls = lines.get("Falls", "loss").partition(",")[0]
     return Script(
         path,
-        text.splitlines()[0],
+        title,
         lines.get("One process", ""),
-        words("Falls", "loss"),
-        words("Own", ""),
-        words("Refused", ""),
+        () if falls == "nothing" else (falls,),
+        tuple(lines["Own"].split(", ")) if "Own" in lines else (),
+        tuple(lines["Refused"].split(", ")) if "Refused" in lines else (),
     )
 
 
