@@ -75,7 +75,7 @@ def test_verdicts():
         (seen(errors=[REFUSAL]), {"code": 1}, "does not announce"),
         (seen(errors=[REFUSAL | {"module": "builtins"}]), {"code": 1, "refused": ("all_reduce",)}, "ConfigError: x"),
         (seen(), {"refused": ("all_reduce",)}, "although the script announces"),
-        (seen(), {"out": "2 ranks each train a model of their own"}, "separately"),
+        (seen(), {"out": "a\nhvdx: WARNING: 2 ranks each train a model of their own"}, "each train a model"),
     ],
 )
 def test_failures(here, more, said):

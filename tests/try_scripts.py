@@ -11,6 +11,7 @@ import argparse
 import ast
 import importlib.util
 import json
+import re
 import sys
 import tempfile
 import time
@@ -181,8 +182,9 @@ def judge(script: Script, strategy: str, done: Run, seen: _Seen, alone: _Seen | 
         raise ScriptError(f"{len(seen.weights)} of {ranks} ranks have ended well")
     if not seen.weights[0]:
         raise ScriptError("the script leaves no model with weights")
-    if "each train a model of their own" in done.out:
-        raise ScriptError("the ranks train separately")
+    warning = re.search(r"^hvdx: warning: .*", done.out, re.MULTILINE | re.IGNORECASE)
+    if warning:
+        raise ScriptError(f"trains, with a warning: {warning.group()}")
     _check_weights(script, seen)
     _check_histories(seen, alone or seen)
     _check_fall(script, seen.histories[0])
