@@ -165,7 +165,8 @@ def judge(script: Script, strategy: str, done: Run, seen: _Seen, alone: _Seen | 
         ScriptError: if it fails.
     """
     announced = bool(strategy) and strategy.startswith(script.refused or ("-",))
-    refusals = [error for error in seen.errors if error["module"] == "hvdx.errors"]
+    # A ReplicaError comes after steps that went wrong.
+    refusals = [e for e in seen.errors if e["module"] == "hvdx.errors" and e["name"] != "ReplicaError"]
     if done.code is None:
         raise ScriptError(f"has not ended within the time limit: {key_line(done.out)}")
     if refusals and done.code:
