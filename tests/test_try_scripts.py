@@ -73,9 +73,10 @@ def test_verdicts():
         (seen(), {"code": None}, "time limit"),
         (seen(), {"code": 1, "out": "ValueError: no"}, "exit status 1: ValueError: no"),
         (seen(errors=[REFUSAL]), {"code": 1}, "does not announce"),
+        (seen(errors=[REFUSAL | {"name": "ReplicaError"}]), {"code": 1, "refused": ("all_reduce",)}, "ReplicaError: x"),
         (seen(errors=[REFUSAL | {"module": "builtins"}]), {"code": 1, "refused": ("all_reduce",)}, "ConfigError: x"),
         (seen(), {"refused": ("all_reduce",)}, "although the script announces"),
-        (seen(), {"out": "2 ranks each train a model of their own"}, "separately"),
+        (seen(), {"out": "a\nhvdx: WARNING: 2 ranks each train a model of their own"}, "each train a model"),
     ],
 )
 def test_failures(here, more, said):

@@ -11,6 +11,7 @@ import argparse
 import ast
 import importlib.util
 import json
+import re
 import sys
 import tempfile
 import time
@@ -164,7 +165,8 @@ def judge(script: Script, strategy: str, done: Run, seen: _Seen, alone: _Seen | 
         ScriptError: if it fails.
     """
     announced = bool(strategy) and strategy.startswith(script.refused or ("-",))
-    refusals = [error for error in seen.errors if error["module"] == "hvdx.errors"]
+    # A ReplicaError comes after steps that went wrong.
+    refusals = [e for e in seen.errors if e["module"] == "hvdx.errors" and e["name"] != "ReplicaError"]
     if done.code is None:
         raise ScriptError(f"has not ended within the time limit: {key_line(done.out)}")
     if refusals and done.code:
@@ -181,8 +183,9 @@ def judge(script: Script, strategy: str, done: Run, seen: _Seen, alone: _Seen | 
         raise ScriptError(f"{len(seen.weights)} of {ranks} ranks have ended well")
     if not seen.weights[0]:
         raise ScriptError("the script leaves no model with weights")
-    if "each train a model of their own" in done.out:
-        raise ScriptError("the ranks train separately")
+    warning = re.search(r"^hvdx: warning: .*", done.out, re.MULTILINE | re.IGNORECASE)
+    if warning:
+        raise ScriptError(f"trains, with a warning: {warning.group()}")
     _check_weights(script, seen)
     _check_histories(seen, alone or seen)
     _check_fall(script, seen.histories[0])
