@@ -112,9 +112,9 @@ def test_names_seeds_and_counters_of_a_configuration_may_differ():
 
     first = model_state.configuration(model())
     second = model_state.configuration(model(seed=2))
-    assert model_state.differing_values([first, second]) == []
+    assert model_state.differing_values(first, second, 1) == []
     assert model_state.digest(first) == model_state.digest(second)
-    (found,) = model_state.differing_values([first, second, model_state.configuration(model(activation="tanh"))])
+    (found,) = model_state.differing_values(first, model_state.configuration(model(activation="tanh")), 2)
     assert found == "Functional.layers.1.config.activation is 'relu' on rank 0, 'tanh' on rank 2"
     x = keras.Input((4,))
     other = keras.Model(x, keras.layers.Add()([x, keras.layers.Dropout(0.1)(keras.layers.Dense(4)(x))]))
@@ -136,7 +136,7 @@ class _Own(keras.Model):
 def test_configuration_of_a_subclassed_model_has_its_layers():
     first, same = _Own(3, object()), _Own(3, object())
     assert model_state.configuration(first) == model_state.configuration(same)
-    found = model_state.differing_values([model_state.configuration(m) for m in (first, _Own(5, object()))])
+    found = model_state.differing_values(*(model_state.configuration(m) for m in (first, _Own(5, object()))), 1)
     assert any("units is 3 on rank 0, 5 on rank 1" in line for line in found)
 
 

@@ -1,5 +1,7 @@
 """Shares of data for any rank and size, tested in one process."""
 
+import gc
+
 import keras
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ import tensorflow as tf
 
 import hvdx
 from hvdx.errors import ConfigError
+from hvdx.keras.fit import data as shares
 
 
 def batches(dataset):
@@ -90,6 +93,18 @@ def test_dataset_of_unknown_size_needs_steps():
         hvdx.shard(unknown, 2, rank=0, size=2)
     share = hvdx.shard(unknown, 2, steps=3, rank=0, size=2)
     assert int(share.cardinality()) == len(batches(share)) == 3
+
+
+def test_position_in_a_share_is_known_while_an_older_share_is_collected():
+    old = hvdx.shard(np.arange(8), 2, rank=0, size=2)
+    share = hvdx.shard(np.arange(8), 2, rank=0, size=2)
+    held, (drawn, _) = shares.hold_shares(), shares.state()
+    del old
+    gc.collect()
+    next(iter(share))
+    assert shares.started_share(drawn) == len(drawn) - 1
+    assert shares.position_after(drawn, 3, len(drawn) - 1) == ([*drawn[:-1], 0], 1)
+    held.clear()
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._writer = Writer(self._folder, self.keep)
         # Epochs of the shares, and random states, when this pass through the data began.
         self._drawn: list[int] | None = None
+        self._held: list[Any] = []
         self._random: Mapping[str, np.ndarray] = {}
         # Index of the share that this fit trains on.
         self._share: int | None = None
@@ -232,6 +233,8 @@ class Checkpoint(keras.callbacks.Callback):
         self.model._initial_epoch = None
         self._epoch, self._step = epoch, self._start_step
         if self._one_pass or self._drawn is None:
+            # Shares of earlier fits may be collected at any time, and the position counts on their places.
+            self._held = data.hold_shares()
             self._drawn, self._trained = data.state()[0], self._skip
             self._random = (self._skip and self._random) or random_states()
         self._start_step = self._skip = 0
@@ -275,6 +278,7 @@ class Checkpoint(keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         """Wait until the last checkpoint is published, and release the folder. Collective."""
         self.model._initial_epoch = None
+        self._held = []
         try:
             if self._writer is not None:
                 self._writer.finish()

@@ -279,6 +279,11 @@ def state() -> tuple[list[int], list[tuple[int, int]]]:
     return [int(share.epoch().numpy()) for share in _living_shares()], list(_seeds)  # type: ignore[union-attr]
 
 
+def hold_shares() -> list[Any]:
+    """Return references to the shuffled shares; while they are held, `state` lists the same shares."""
+    return [share.epoch() for share in _living_shares()]
+
+
 def _living_shares() -> list[_Share]:
     _shares[:] = [share for share in _shares if share.epoch() is not None]
     return _shares

@@ -11,7 +11,7 @@ from hvdx.errors import ReplicaError
 from hvdx.keras.fit import callback_list
 from hvdx.keras.fit.agreement import constants, generators, model_state, shares
 from hvdx.keras.fit.agreement.first_batch import FirstBatch
-from hvdx.keras.fit.agreement.sample import alike, sample
+from hvdx.keras.fit.agreement.sample import sample
 from hvdx.keras.fit.sync_callback import all_gather_at
 
 # Largest number of differences that a message lists.
@@ -55,7 +55,7 @@ class Comparison:
         return {
             "training": train,
             "validation": shares.shares_in(validation),
-            "arrays": sample(arrays) if whole else None,
+            "arrays": sample(arrays).digest() if whole else None,
             "adapted": model_state.adapted(callback.model),
             "tables": model_state.tables_of(dataset) + model_state.tables_of(validation),
             "configuration": model_state.digest(self._configuration),
@@ -83,19 +83,20 @@ class Comparison:
                     "to the same data in the same order on every rank, before the data is divided; sort words from a "
                     "set or a directory; seed shuffles (hvdx.init(seed=1))."
                 )
-        if len({mine["configuration"] for mine in everyone}) > 1:
-            configurations = self._comm.all_gather_object(self._configuration, "the configurations of the model")
-            differing = model_state.differing_values(configurations)
-            if differing:
-                self._refuse(
-                    f"fit: expected the same model on all ranks, got different configurations: {_listed(differing)}. "
-                    "Build it from the same values on every rank: look for random choices (hvdx.init(seed=1) seeds "
-                    "them alike), for sets, and for values that depend on the rank or on its data."
-                )
+        digests = [mine["configuration"] for mine in everyone]
+        if len(set(digests)) > 1:
+            # Only two ranks send theirs: a configuration can be large.
+            other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+            mine = self._configuration if self._comm.rank in (0, other) else {}
+            sent = self._comm.all_gather_object(mine, "the configurations of the model")
+            differing = model_state.differing_values(sent[0], sent[other], other)
+            self._refuse(
+                f"fit: expected the same model on all ranks, got different configurations: {_listed(differing)}. "
+                "Build it from the same values on every rank: look for random choices (hvdx.init(seed=1) seeds "
+                "them alike), for sets, and for values that depend on the rank or on its data."
+            )
         self._configuration = {}
-        arrays = [mine["arrays"] for mine in everyone]
-        if all(mine is not None for mine in arrays):
-            self._warn_of_equal([[i for i, other in enumerate(arrays) if alike(mine, other)] for mine in arrays])
+        self._warn_of_equal([mine["arrays"] for mine in everyone])
 
     def after_first_step(self, model: Any) -> None:
         """Compare first batches, elements of generators, and constants of the training function. Collective.
@@ -116,8 +117,7 @@ class Comparison:
         self._iterator = self._dataset = None
         mine = (first.digest if first else None, elements, found)
         digests, drawn, traces = zip(*all_gather_at(self._comm, "the first step", mine), strict=True)
-        if all(digest is not None for digest in digests):
-            self._warn_of_equal([[i for i, other in enumerate(digests) if other == mine] for mine in digests])
+        self._warn_of_equal(digests)
         ranks = generators.differing(drawn)
         if ranks:
             self._warn(
@@ -136,14 +136,18 @@ class Comparison:
                 "own, nothing is wrong."
             )
 
-    def _warn_of_equal(self, groups: Sequence[list[int]]) -> None:
+    def _warn_of_equal(self, digests: Sequence[int | None]) -> None:
         """Warn if ranks have the same data.
 
         Args:
-            groups: for each rank, the ranks that have its data, itself included.
+            digests: digest of the data of each rank, or None if it is unknown.
         """
-        largest = max(groups, key=len)
-        if len(largest) == 1:
+        groups: dict[int, list[int]] = {}
+        for rank, digest in enumerate(digests):
+            if digest is not None:
+                groups.setdefault(digest, []).append(rank)
+        largest = max(groups.values(), key=len, default=[])
+        if len(largest) < 2:
             return
         who = f"all {len(largest)} ranks" if len(largest) == self._comm.size else f"ranks {largest}"
         self._warn(

@@ -128,20 +128,20 @@ def digest(configured: Mapping[str, str]) -> int:
     return xxhash.xxh3_64("\0".join(f"{k}={v}" for k, v in sorted(configured.items())).encode()).intdigest()
 
 
-def differing_values(everyone: Sequence[Mapping[str, str]]) -> list[str]:
-    """Compare the results of `configuration` on all ranks.
+def differing_values(first: Mapping[str, str], other: Mapping[str, str], rank: int) -> list[str]:
+    """Compare the results of `configuration` on two ranks.
+
+    Args:
+        first: values on rank 0.
+        other: values on another rank.
+        rank: number of the other rank.
 
     Returns:
-        Each value that differs, as it is on rank 0 and on the first rank where it is another.
+        Each value that differs, as it is on both ranks.
     """
-    listed = []
-    for place in dict.fromkeys(place for values in everyone for place in values):
-        spelled = [values.get(place, "nothing") for values in everyone]
-        other = next((rank for rank, value in enumerate(spelled) if value != spelled[0]), None)
-        if other is not None:
-            name = place.partition(" ")[2]
-            listed.append(f"{name} is {spelled[0]:.60} on rank 0, {spelled[other]:.60} on rank {other}")
-    return listed
+    places = dict.fromkeys([*first, *other])
+    values = [(place.partition(" ")[2], first.get(place, "nothing"), other.get(place, "nothing")) for place in places]
+    return [f"{name} is {a:.60} on rank 0, {b:.60} on rank {rank}" for name, a, b in values if a != b]
 
 
 def _configs(layer: Any) -> Iterator[tuple[str, Any]]:

@@ -25,6 +25,10 @@ class Sample(NamedTuple):
     spec: tuple[tuple[str, tuple[int | None, ...]], ...]
     rows: list[np.ndarray]
 
+    def digest(self) -> int:
+        """Return a digest, which rounding changes."""
+        return xxhash.xxh3_64(repr(self.spec).encode() + b"".join(row.tobytes() for row in self.rows)).intdigest()
+
 
 def sample(arrays: Any, paths: bool = False) -> Sample:
     """Return a sample of evenly spaced rows, the first and the last included.
