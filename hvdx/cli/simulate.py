@@ -6,6 +6,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +49,7 @@ are strategies without a common step (parameter_server, threshold:max_staleness=
 _WORKERS, _BANDWIDTH, _STRATEGIES = "4,16,64", "1gbit", "all_reduce;threshold;parameter_averaging"
 _COMPUTING, _STEPS, _STEPS_MADE = "20ms", 60, 30
 # Real seconds of all cases together, by default.
-_ALL_SECONDS = 40.0
+_ALL_SECONDS = 50.0
 _MOST_WORKERS, _MOST_ELEMENTS, _MOST_STEPS = 2048, 10**9, 100_000
 # Largest number of workers that all run, and numbers that run in a larger world, with a model and without.
 _ALL_RUN, _RUN, _RUN_MADE = 64, 4, 2
@@ -79,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--limit",
         type=float,
         metavar="SECONDS",
-        help=f"real time of a case (default: {_ALL_SECONDS:g}, divided by their number)",
+        help=f"real time of a case (default: its share of the rest of {_ALL_SECONDS:g})",
     )
     add("--json", type=Path, metavar="FILE", help="also write the figures to FILE; - prints only them")
 
@@ -97,10 +98,8 @@ def run(args: argparse.Namespace) -> int:
     workload = _workload(args)
     machine = _machine(args, sum(s.elements for s in workload.specs))
     total = len(workers) * len(links) * len(strategies)
-    if args.limit is None:
-        args.limit = _ALL_SECONDS / total
     document: dict[str, Any] = {"options": _options(args), "machine": _as_dict(machine), "cases": []}
-    number = 0
+    number, end = 0, time.monotonic() + _ALL_SECONDS
     if str(args.json) != "-":
         print(_model(args, workload, workers), end="\n\n")
     for bandwidth, link in links.items():
@@ -110,7 +109,9 @@ def run(args: argparse.Namespace) -> int:
                 number += 1
                 _say(f"{number} of {total}: {count} workers at {bandwidth}, {spelling}")
                 begin = time.monotonic()
-                outcomes[spelling] = simulate(strategy, setting, workload)
+                # What a short case leaves of its share goes to those after it.
+                limit = args.limit or max(end - begin, 1.0) / (total - number + 1)
+                outcomes[spelling] = simulate(strategy, replace(setting, limit=limit), workload)
                 case = {"workers": count, "bandwidth": bandwidth, "strategy": spelling}
                 document["cases"].append(case | vars(outcomes[spelling]) | {"took": time.monotonic() - begin})
             if str(args.json) != "-":
@@ -239,7 +240,7 @@ def _setting(
         count, sizes, args.computing, link, machine, installed_engine(), args.batch, 1.0, per_host=args.workers_per_host
     )
     running = _RUN_MADE if args.elements is not None else _RUN if count > _ALL_RUN else None
-    return Setting(situation, args.steps, slow, args.jitter, args.core_speed, running, args.seed, limit=args.limit)
+    return Setting(situation, args.steps, slow, args.jitter, args.core_speed, running, args.seed)
 
 
 # -- the answer -------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ def test_simulate_prints_a_table_and_writes_json(capsys, tmp_path):
     assert found[4, "1gbit", "all_reduce"]["losses"][-1][1] < found[4, "1gbit", "all_reduce"]["losses"][0][1]
 
 
-def test_simulate_says_which_workers_have_less_than_a_batch_and_ends_in_time(capsys, tmp_path):
+def test_simulate_says_which_workers_have_less_than_a_batch_and_ends_in_time(capsys, tmp_path, monkeypatch):
     file = tmp_path / "figures.json"
     words = ["--workers", "2,128", "--steps", "2000", "--hidden", "16", "--limit", "0.2", "--json", str(file)]
     code, text, _ = simulate(capsys, *words, "--strategies", "all_reduce:engine=mpi;threshold:target_density=0.05")
@@ -42,9 +42,10 @@ def test_simulate_says_which_workers_have_less_than_a_batch_and_ends_in_time(cap
     assert "\n128 workers: an epoch has less than a batch for each" in text
     assert all(case["taken"] < 2000 for case in json.loads(file.read_text())["cases"])
     # Without --limit, all cases share the time.
-    words = ["--workers", "2,3", "--steps", "2", "--strategies", "all_reduce", "--json", str(file)]
-    assert simulate(capsys, *words)[0] == 0
-    assert json.loads(file.read_text())["options"]["limit"] == 20
+    monkeypatch.setattr("hvdx.cli.simulate._ALL_SECONDS", 0.4)
+    words[words.index("--limit") :] = ["--json", str(file)]
+    assert simulate(capsys, *words, "--strategies", "threshold:target_density=0.05")[0] == 0
+    assert all(case["taken"] < 2000 for case in json.loads(file.read_text())["cases"])
 
 
 def test_simulate_of_made_updates_prints_no_losses(capsys):

@@ -116,7 +116,7 @@ class Distribute(keras.callbacks.Callback):
         self._earlier_costs: list[Telemetry] = []
         self._jit_compile: Any = None
         self._first_step, self._weights_broadcast = True, 0
-        self._epoch = 0
+        self._epoch, self._epoch_began = 0, False
         self._steps_before = 0
         # Number of the first step of this fit in its epoch; above 0 after a checkpoint in mid-epoch.
         self._first_batch: int | None = None
@@ -146,7 +146,7 @@ class Distribute(keras.callbacks.Callback):
         self.counters = Counters(size=self._comm.size)
         self.counters.start()
         self._limit.begin()
-        self._first_batch = None
+        self._first_batch, self._epoch_began = None, False
         self._recording.begin(self._comm.rank, lambda: self._adapters, self._description(repr(self.strategy)))
         if self._comm.size == 1:
             self._recording.agree([self._recording.state])
@@ -318,7 +318,7 @@ class Distribute(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begin the counts, logs and timers of an epoch."""
-        self._epoch = epoch
+        self._epoch, self._epoch_began = epoch, True
         if self._callback_list is None and self._comm.size > 1:
             self._sync.on_epoch_begin(epoch, logs)
         self.counters.steps_before = self.counters.steps
@@ -383,7 +383,7 @@ class Distribute(keras.callbacks.Callback):
         epochs = self.params.get("epochs")
         if self._comm.rank != 0:
             return
-        if epochs and self._first_batch is None and (getattr(self.model, "_initial_epoch", None) or 0) >= epochs:
+        if epochs and not self._epoch_began:
             print(f"hvdx: nothing was trained: {epochs} epochs of this fit were trained before.", file=sys.stderr)
         elif self._comm.size > 1 and self.params.get("verbose"):
             print(self.summary(), flush=True)
