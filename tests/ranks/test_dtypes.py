@@ -29,9 +29,7 @@ def _model(seed):
     x = keras.layers.Dense(5, activation="tanh", dtype="float32")(x)
     x = keras.layers.Dense(4, activation="tanh", dtype="float64")(x)
     model = keras.Model(words, keras.layers.Dense(models.CLASSES, dtype="float32")(x))
-    model.compile(
-        keras.optimizers.SGD(0.1, momentum=0.5), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    )
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.5), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return model
 
 
