@@ -11,6 +11,7 @@ from hvdx.comm import Comm
 from hvdx.errors import ReplicaError
 from hvdx.keras.adapters.optimizer import optimizers_of
 from hvdx.keras.adapters.optimizer_state import accumulated_gradients
+from hvdx.keras.adapters.rank_local import declared
 from hvdx.keras.shards import by_ranks, mark_state, shard_of, whole_shape
 
 # Largest number of differing variables that an error lists.
@@ -170,13 +171,18 @@ def check_identical(variables: Sequence[Any], comm: Comm, when: str) -> None:
     )
 
 
-def average_state(model: Any, comm: Comm) -> None:
+def average_state(model: Any, comm: Comm) -> list[Any]:
     """Make the non-trainable weights (such as moving averages) the same on all ranks. Collective.
 
     Floating-point weights that differ become the mean over the ranks where they hold no NaN or infinity. Other weights
-    that differ become those of rank 0.
+    that differ become those of rank 0. Weights that `Distribute(local=, summed=)` names do not change.
+
+    Returns:
+        The weights that became those of rank 0.
     """
-    variables = [v for v in model.non_trainable_weights if 0 not in v.shape and shard_of(v) is None]
+    left_out = {id(v) for part in declared(model) for v in part}
+    candidates = [v for v in model.non_trainable_weights if id(v) not in left_out]
+    variables = [v for v in candidates if 0 not in v.shape and shard_of(v) is None]
     found = [variables[i] for i in differing(variables, comm)] if variables else []
     means = [v for v in found if tf.as_dtype(v.dtype).is_floating]
     others = [v for v in found if not tf.as_dtype(v.dtype).is_floating]
@@ -192,3 +198,4 @@ def average_state(model: Any, comm: Comm) -> None:
             variable.assign(piece.reshape(variable.shape).astype(tf.as_dtype(variable.dtype).as_numpy_dtype))
     if others:
         broadcast(others, 0, comm)
+    return others
