@@ -1,6 +1,7 @@
 """Exclusion of hvdx from AutoGraph, which rewrites Python functions that a `tf.function` calls."""
 
 import importlib
+from typing import Any
 
 
 def exclude() -> None:
@@ -10,6 +11,6 @@ def exclude() -> None:
     which stays there if the process is killed, and it warns about compiled modules such as mpi4py.
     """
     # TensorFlow has a public way for single functions only (`do_not_convert`).
-    config = importlib.import_module("tensorflow.python.autograph.core.config")
+    config: Any = importlib.import_module("tensorflow.python.autograph.core.config")
     rules = config.Convert("hvdx.jobs"), config.DoNotConvert("hvdx"), config.DoNotConvert("mpi4py")
     config.CONVERSION_RULES = (*rules, *config.CONVERSION_RULES)
