@@ -123,9 +123,13 @@ def _root_among(ranks: Comm, root: int, comm: Comm) -> int:
 
 def digests(variables: Sequence[Any]) -> list[bytes]:
     """Return a digest of 8 bytes of each variable's bits; b"" for an empty variable."""
-    # A view of the bytes, since arrays of bfloat16 export no buffer.
-    arrays = [np.ascontiguousarray(tf.convert_to_tensor(v).numpy()).reshape(-1).view(np.uint8) for v in variables]
-    return [hashlib.blake2b(array.data, digest_size=8).digest() if array.size else b"" for array in arrays]
+    return [_digest(tf.convert_to_tensor(v).numpy()) if 0 not in v.shape else b"" for v in variables]
+
+
+def _digest(array: np.ndarray) -> bytes:
+    # Arrays of bfloat16 export no buffer, but views of their bytes do.
+    content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return hashlib.blake2b(content.data, digest_size=8).digest()
 
 
 def differing(variables: Sequence[Any], comm: Comm) -> dict[int, list[int]]:

@@ -55,8 +55,9 @@ def add_up(model: Any, comm: Comm) -> None:
     values = [_value(v) for v in variables]
     starts = [common.get(id(v), np.zeros_like(value)) for v, value in zip(variables, values, strict=True)]
     # Objects, since sums of float64 would round large integers.
-    increments = comm.all_gather_object([a - b for a, b in zip(values, starts, strict=True)], "summed weights")
-    for variable, start, *more in zip(variables, starts, *increments, strict=True):
+    mine = starts, [a - b for a, b in zip(values, starts, strict=True)]
+    everyone = comm.all_gather_object(mine, "summed weights")
+    for variable, start, *more in zip(variables, everyone[0][0], *(theirs for _, theirs in everyone), strict=True):
         variable.assign(start + np.sum(more, axis=0, dtype=start.dtype))
     begin(model)
 
