@@ -4,7 +4,7 @@ import weakref
 
 from hvdx import strategies
 from hvdx.comm import Comm
-from hvdx.keras import placement
+from hvdx.keras import autograph, placement
 from hvdx.keras.fit import separate
 from hvdx.strategies import Strategy
 
@@ -28,4 +28,5 @@ def join(strategy: Strategy | str | None = None) -> Comm:
         _joined.add(comm)
         placement.place(comm)
         separate.watch(comm)
+        autograph.exclude()
     return comm

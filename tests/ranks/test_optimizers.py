@@ -262,6 +262,34 @@ def test_custom_train_step_with_two_optimizers_in_an_unbuilt_model(marked_as_bui
     assert len(set(map(tuple, _everyone(history)))) == 1
 
 
+class Lazy(keras.Model):
+    """Model that has some of its weights after `build`; the first step makes the others."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = keras.layers.Dense(5), keras.layers.Dense(models.CLASSES)
+
+    def build(self, shape):
+        self.first.build(shape)
+        self.built = True
+
+    def call(self, x):
+        return self.second(self.first(x))
+
+
+@pytest.mark.graph
+@pytest.mark.parametrize("strategy", ["all_reduce:engine=mpi", "threshold"])
+def test_subclass_with_some_weights_after_build(strategy):
+    keras.utils.set_random_seed(hvdx.rank())
+    model = Lazy()
+    model.build((None, models.FEATURES))
+    assert (model.built, len(model.weights)) == (True, 2)
+    model.compile(OPTIMIZERS["momentum"](), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    models.fit(model, [hvd.Distribute(strategy)])
+    models.assert_identical(model, optimizer=strategy != "threshold")
+    assert len(model.weights) == 4
+
+
 def _everyone(value):
     return world.start().all_gather_object(value, "test")
 

@@ -19,7 +19,7 @@ from hvdx.keras.checkpoint.folder import Folder, Position, positions_in
 from hvdx.keras.checkpoint.restoring import Restored, print_on_rank_0, restore_newest
 from hvdx.keras.checkpoint.schedule import Polls, parse
 from hvdx.keras.checkpoint.writer import Writer, wait_for_all
-from hvdx.keras.fit import callback_list, data
+from hvdx.keras.fit import callback_list, data, state
 from hvdx.keras.fit.sync_callback import SyncCallback, all_gather_at
 from hvdx.keras.joining import join
 
@@ -316,6 +316,7 @@ class Checkpoint(keras.callbacks.Callback):
             adapter = adapter_of(optimizer)
             if adapter is not None:
                 adapter.drain() if position.step else adapter.before_saving()
+        state.add_up(self.model, self._comm)
         self._steps, self._saved_at = 0, time.monotonic()
         assert self._writer is not None
         self._writer.start(position, snapshot(self.model, self._comm, self._data(position), bool(position.step)))

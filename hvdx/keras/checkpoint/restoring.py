@@ -12,7 +12,7 @@ import tensorflow as tf
 from hvdx.errors import CheckpointError, ConfigError, ReplicaError
 from hvdx.keras.adapters.base import Adapter
 from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
-from hvdx.keras.adapters.rank_local import accumulated, rank_local_ids
+from hvdx.keras.adapters.rank_local import accumulated, declared, rank_local_ids
 from hvdx.keras.checkpoint.contents import (
     Data,
     described,
@@ -236,8 +236,14 @@ class _LoadedCheckpoint:
         """Pair rank-local variables with their saved values.
 
         If the number of ranks or the parts have changed, or if the variables are shared now, the values are means over
-        the ranks.
+        the ranks. Weights that `Distribute(local=...)` names have no mean: if n ranks saved, rank r reads those of rank
+        r mod n.
         """
+        kept = {id(v) for v in declared(self._model)[0]}
+        ours = [(v, self._rank_file()[f"{name}.{i}"]) for i, v in variables.items() if id(v) in kept]
+        return ours + self._combined_values(name, {i: v for i, v in variables.items() if id(v) not in kept})
+
+    def _combined_values(self, name: str, variables: Mapping[int, Any]) -> Assignments:
         kinds = [entry["kind"] for entry in self._manifest["optimizers"]]
         still = rank_local_ids(
             self._model, bool(self._manifest["step"]), now=False, of=lambda i, b: b.state_key == kinds[i]

@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from hvdx.errors import ConfigError
+from hvdx.keras.fit import py_datasets
 
 # These callbacks write files or lines that one rank should write for all. All other callbacks run on every rank: they
 # act on the training (early stopping, learning rates), and receive the same metrics on every rank.
@@ -73,7 +74,7 @@ def arrange(callbacks: Any, first: Any, last: Any, replaced: type, rank: int) ->
     return muted
 
 
-def extend_epochs(callback: Any, steps: int) -> bool:
+def extend_epochs(callback: Any, steps: int) -> Callable[[], None] | None:
     """Let each epoch of the current `fit` take up to `steps` steps, and repeat its data if necessary.
 
     Args:
@@ -81,7 +82,7 @@ def extend_epochs(callback: Any, steps: int) -> bool:
         steps: largest number of steps in an epoch; an epoch ends earlier if `model.stop_training` is set.
 
     Returns:
-        True if the data of the `fit` can be repeated.
+        A function to call after the last step; None if the data of the `fit` cannot be repeated.
     """
     iterator = epoch_iterator(callback)
     dataset: Any = getattr(iterator, "_distributed_dataset", None)
@@ -89,11 +90,11 @@ def extend_epochs(callback: Any, steps: int) -> bool:
         # The prefetch that TensorFlow injects would start the next pass, and draw its order, before this pass ends.
         options = tf.data.Options()
         options.experimental_optimization.inject_prefetch = False
-        repeated = dataset.prefetch(tf.data.AUTOTUNE).repeat().with_options(options)
-        iterator._distributed_dataset, iterator._num_batches = repeated, None
+        repeated, finish = py_datasets.repeat(iterator, dataset.prefetch(tf.data.AUTOTUNE))
+        iterator._distributed_dataset, iterator._num_batches = repeated.with_options(options), None
         iterator.steps_per_epoch = steps
-        return True
-    return False
+        return finish
+    return None
 
 
 def epoch_is_one_pass(callback: Any) -> bool:

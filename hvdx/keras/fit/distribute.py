@@ -14,7 +14,7 @@ from hvdx.keras.adapters import updates
 from hvdx.keras.adapters.base import Adapter
 from hvdx.keras.adapters.optimizer import adapter_of, attach, detach, optimizers_of
 from hvdx.keras.adapters.optimizer_state import innermost
-from hvdx.keras.adapters.rank_local import rank_local_ids
+from hvdx.keras.adapters.rank_local import declare, declared, listed, rank_local_ids
 from hvdx.keras.callbacks import MetricAverageCallback
 from hvdx.keras.fit import (
     callback_list,
@@ -23,10 +23,12 @@ from hvdx.keras.fit import (
     finite,
     limits,
     metrics,
+    nested,
     noise,
     replicas,
     samples,
     schedules,
+    state,
     traces,
     train_step,
 )
@@ -50,7 +52,7 @@ class Distribute(keras.callbacks.Callback):
     the strategy in place. At the end of `fit` it is detached. During `fit`:
 
     - metrics, those of validation included, are computed over all ranks;
-    - non-trainable weights, such as moving averages, are averaged at the end of each epoch;
+    - non-trainable weights, such as moving averages, are averaged at the end of each epoch (see `local`, `summed`);
     - an epoch ends when the rank with the fewest batches has no more, or under an asynchronous strategy when all ranks
       together have taken their steps;
     - callbacks that write (checkpoints, TensorBoard, CSV, the progress bar) run on rank 0 only;
@@ -67,6 +69,10 @@ class Distribute(keras.callbacks.Callback):
             steps (then also at the end of each epoch), or None for no comparison.
         record: folder in which each rank records its steps and epochs, for `hvdx report`. None means the folder in
             `HVDX_RECORD`; if that is not set, nothing is recorded.
+        local: weights without a gradient that each rank keeps for itself, such as a queue of embeddings: Keras
+            variables, or layers for all such weights in them. They are not broadcast, averaged or compared.
+        summed: weights without a gradient that count, such as samples seen. At the end of each epoch, the increments of
+            all ranks are added up.
 
     Raises:
         ConfigError: if a strategy or option is unknown, or `HVDX_LIMIT` is not a limit; in `fit`, if a rank cannot
@@ -83,6 +89,8 @@ class Distribute(keras.callbacks.Callback):
         strategy: Strategy | str | None = None,
         check_every: int | Literal["epoch"] | None = "epoch",
         record: str | os.PathLike[str] | None = None,
+        local: Any = None,
+        summed: Any = None,
     ):
         super().__init__()
         if check_every not in ("epoch", None) and not (isinstance(check_every, int) and check_every > 0):
@@ -91,6 +99,7 @@ class Distribute(keras.callbacks.Callback):
             )
         self.strategy = resolve(strategy)
         self.check_every = check_every
+        self._local, self._summed = listed("local", local), listed("summed", summed)
         self._limit = limits.from_environment()
         self._recording = Recording(record)
         self.counters = Counters()
@@ -141,6 +150,7 @@ class Distribute(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Attach the optimisers; `SyncCallback` calls `_agree` once the other callbacks have begun."""
+        declare(self.model, self._local, self._summed)
         callback_list.unmute(self._muted)
         self._sync.reset()
         self.counters = Counters(size=self._comm.size)
@@ -151,6 +161,7 @@ class Distribute(keras.callbacks.Callback):
         if self._comm.size == 1:
             self._recording.agree([self._recording.state])
             return
+        nested.refuse(self)
         progress.first_step(True)
         self._first_step, self._weights_broadcast = True, 0
         self._steps_before = 0
@@ -210,9 +221,11 @@ class Distribute(keras.callbacks.Callback):
     def _build_optimizer(self) -> None:
         """Make the optimiser's variables before the first step, so that TensorFlow traces that step only once."""
         model = self.model
-        # A custom train_step may apply the optimiser to other variables.
+        # A custom train_step may apply the optimiser to other variables. A subclassed model without a `build` of its
+        # own counts as built while some of its layers have no weights yet.
+        complete = all(layer.built for layer in model._flatten_layers())
         standard = type(model).train_step is keras.Model.train_step and optimizers_of(model) == [model.optimizer]
-        if model.built and standard and not model.optimizer.built:
+        if model.built and complete and standard and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
 
     def _precede_steps(self) -> None:
@@ -274,6 +287,7 @@ class Distribute(keras.callbacks.Callback):
                 rank_local_ids(model, bool(self._sync.steps_done), of=lambda _, adapter: adapter.has_state)
             )
         self._comparison.check([r["alike"] for r in everyone])
+        state.begin(model)
 
     def _set_epoch_length(self, steps: list[int | None]) -> None:
         """Set the length of an epoch. Collective under an asynchronous strategy."""
@@ -308,6 +322,8 @@ class Distribute(keras.callbacks.Callback):
         adapters, self._adapters = self._adapters, []
         if self._callback_list is not None:
             callback_list.show_steps_of_this_rank(self._callback_list)
+        else:
+            self._sync.on_train_end(logs)
         noise.agree(self.model)
         train_step.restore(self.model)
         if self._jit_compile is not None:
@@ -404,7 +420,7 @@ class Distribute(keras.callbacks.Callback):
         if self._first_step and len(self.model.weights) > self._weights_broadcast:
             for adapter in self._adapters:
                 adapter.prepare_broadcast()
-            self._broadcast_state()
+            self._broadcast_state({id(v) for part in declared(self.model) for v in part})
         if self._first_step and not self.strategy.asynchronous:
             self._comparison.after_first_step(self.model)
         self._first_step = False
@@ -465,7 +481,7 @@ class Distribute(keras.callbacks.Callback):
             self._end_of_steps()
         mine = self._evaluation.batches(self)
         self._evaluation.begin(self._sync.all_gather_at(f"validation in epoch {self._epoch + 1}", mine))
-        replicas.average_state(self.model, self._comm)
+        state.combine(self.model, self._comm)
         if self._adapters:
             self._logs.before_validation(self.model)
 
@@ -497,7 +513,7 @@ class Distribute(keras.callbacks.Callback):
             self._end_of_steps()
         over = self._sync.all_gather_at(f"the end of epoch {epoch + 1}", over)[0]
         if not self._logs.validated:
-            replicas.average_state(self.model, self._comm)
+            state.combine(self.model, self._comm)
         self._logs.finish(self.model, {} if logs is None else logs)
         if logs is not None and self._reports():
             logs.update(self.cost().live())

@@ -5,6 +5,8 @@ If these variables are summed over the ranks, the metric's result is that over a
 counts, or the AUC of all samples, which differs from the mean of the ranks' AUCs.
 """
 
+import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +36,10 @@ def over_all_samples(model: Any, comm: Comm) -> dict[str, Any]:
 
 
 def mean_over_ranks(logs: dict[str, Any], comm: Comm) -> dict[str, Any]:
-    """Replace each value that is a number on all ranks by its mean over the ranks. Collective.
+    """Replace each value that is a number or an array on all ranks by its mean over the ranks. Collective.
+
+    Arrays are averaged element by element. Arrays of different shapes, such as values of each sample in batches of
+    different sizes, become those of rank 0, which prints a line.
 
     Args:
         logs: values of this rank.
@@ -43,11 +48,11 @@ def mean_over_ranks(logs: dict[str, Any], comm: Comm) -> dict[str, Any]:
     Returns:
         The means, and the other values of this rank unchanged. A rank without batches has no logs, and does not count.
     """
-    numbers = {k: number for k, v in logs.items() if (number := _number(v)) is not None}
+    numbers = {k: array for k, v in logs.items() if (array := _numbers(v)) is not None}
     everyone = comm.all_gather_object(numbers if logs else None, "logs")
     present = [r for r in everyone if r is not None]
     common = [k for k in (present[0] if present else ()) if all(k in r for r in present)]
-    return logs | {k: float(np.mean([r[k] for r in present])) for k in common}
+    return logs | {k: _mean(k, [r[k] for r in present], comm) for k in common}
 
 
 def over_all_ranks(model: Any, logs: dict[str, Any], comm: Comm) -> dict[str, Any]:
@@ -150,8 +155,29 @@ def _plain(value: Any) -> Any:
     return float(array) if array.ndim == 0 else array
 
 
-def _number(value: Any) -> float | None:
+def _numbers(value: Any) -> np.ndarray | None:
+    """Return a number or the numbers in an array, a tensor or a list as float64; None for anything else."""
     try:
-        return float(value)
+        array = np.asarray(value)
+        return None if array.dtype.kind in "OSU" else array.astype(np.float64)
     except (TypeError, ValueError):
         return None
+
+
+def _mean(name: str, arrays: list[np.ndarray], comm: Comm) -> Any:
+    """Return the mean of the ranks' arrays, or rank 0's array if their shapes differ."""
+    if all(array.shape == arrays[0].shape for array in arrays):
+        return _plain(np.mean(arrays, axis=0))
+    if comm.rank == 0:
+        _tell_of_shapes(name)
+    return _plain(arrays[0])
+
+
+@functools.cache
+def _tell_of_shapes(name: str) -> None:
+    print(
+        f"hvdx: train_step or test_step returns {name!r}, of different shapes on the ranks, so the logs hold only rank "
+        "0's value. Return its mean over the samples, or use a metric.",
+        file=sys.stderr,
+        flush=True,
+    )

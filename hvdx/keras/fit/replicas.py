@@ -11,6 +11,7 @@ from hvdx.comm import Comm
 from hvdx.errors import ReplicaError
 from hvdx.keras.adapters.optimizer import optimizers_of
 from hvdx.keras.adapters.optimizer_state import accumulated_gradients
+from hvdx.keras.adapters.rank_local import declared
 from hvdx.keras.shards import by_ranks, mark_state, shard_of, whole_shape
 
 # Largest number of differing variables that an error lists.
@@ -122,9 +123,13 @@ def _root_among(ranks: Comm, root: int, comm: Comm) -> int:
 
 def digests(variables: Sequence[Any]) -> list[bytes]:
     """Return a digest of 8 bytes of each variable's bits; b"" for an empty variable."""
-    # A view of the bytes, since arrays of bfloat16 export no buffer.
-    arrays = [np.ascontiguousarray(tf.convert_to_tensor(v).numpy()).reshape(-1).view(np.uint8) for v in variables]
-    return [hashlib.blake2b(array.data, digest_size=8).digest() if array.size else b"" for array in arrays]
+    return [_digest(tf.convert_to_tensor(v).numpy()) if 0 not in v.shape else b"" for v in variables]
+
+
+def _digest(array: np.ndarray) -> bytes:
+    # Arrays of bfloat16 export no buffer, but views of their bytes do.
+    content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return hashlib.blake2b(content.data, digest_size=8).digest()
 
 
 def differing(variables: Sequence[Any], comm: Comm) -> dict[int, list[int]]:
@@ -170,13 +175,18 @@ def check_identical(variables: Sequence[Any], comm: Comm, when: str) -> None:
     )
 
 
-def average_state(model: Any, comm: Comm) -> None:
+def average_state(model: Any, comm: Comm) -> list[Any]:
     """Make the non-trainable weights (such as moving averages) the same on all ranks. Collective.
 
     Floating-point weights that differ become the mean over the ranks where they hold no NaN or infinity. Other weights
-    that differ become those of rank 0.
+    that differ become those of rank 0. Weights that `Distribute(local=, summed=)` names do not change.
+
+    Returns:
+        The weights that became those of rank 0.
     """
-    variables = [v for v in model.non_trainable_weights if 0 not in v.shape and shard_of(v) is None]
+    left_out = {id(v) for part in declared(model) for v in part}
+    candidates = [v for v in model.non_trainable_weights if id(v) not in left_out]
+    variables = [v for v in candidates if 0 not in v.shape and shard_of(v) is None]
     found = [variables[i] for i in differing(variables, comm)] if variables else []
     means = [v for v in found if tf.as_dtype(v.dtype).is_floating]
     others = [v for v in found if not tf.as_dtype(v.dtype).is_floating]
@@ -192,3 +202,4 @@ def average_state(model: Any, comm: Comm) -> None:
             variable.assign(piece.reshape(variable.shape).astype(tf.as_dtype(variable.dtype).as_numpy_dtype))
     if others:
         broadcast(others, 0, comm)
+    return others

@@ -8,7 +8,7 @@ import keras
 
 from hvdx.comm import Comm
 from hvdx.errors import HvdxError, ReplicaError
-from hvdx.keras.fit import callback_list
+from hvdx.keras.fit import callback_list, py_datasets
 from hvdx.strategies import StepClient, Strategy
 
 
@@ -55,7 +55,8 @@ class SyncCallback(keras.callbacks.Callback):
         self._agree, self._begin_epoch = agree, begin_epoch
         self._limit: int | None = None
         self._step_client: StepClient | None = None
-        self._repeats = False
+        # Ends the repeated data of an asynchronous strategy; None if they cannot be repeated.
+        self._finish_data: Callable[[], None] | None = None
         self._cut_short = False
         self._stop_wanted = False
         self.reset()
@@ -88,7 +89,7 @@ class SyncCallback(keras.callbacks.Callback):
         Raises:
             ReplicaError: on all ranks, if a number is unknown or too small.
         """
-        self._limit = self._step_client = None
+        self._limit = self._step_client = self._finish_data = None
         self._cut_short = self._stop_wanted = False
         known = self._require_known(steps)
         if len(set(known)) == 1:
@@ -133,7 +134,7 @@ class SyncCallback(keras.callbacks.Callback):
                     numbers[rank] = fewest
         total = sum(numbers)
         self._step_client = strategy.step_client(self._comm, total, self.steps_done // steps_per_execution)
-        self._repeats = callback_list.extend_epochs(self, total * steps_per_execution)
+        self._finish_data = callback_list.extend_epochs(self, total * steps_per_execution)
         return self._step_client
 
     def _require_known(self, steps: list[int | None]) -> list[int]:
@@ -150,6 +151,12 @@ class SyncCallback(keras.callbacks.Callback):
         """Call `agree`; all other callbacks have run their `on_train_begin`."""
         if self._comm.size > 1:
             self._agree()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """End the last pass through repeated data."""
+        finish, self._finish_data = self._finish_data, None
+        if finish is not None:
+            finish()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begin to hand out the steps of an epoch, if the strategy does so; all other callbacks have begun it."""
@@ -168,6 +175,8 @@ class SyncCallback(keras.callbacks.Callback):
         over = self._limit is not None and batch + 1 >= self._limit
         if over or (self._step_client is not None and not self._step_client.another(self.preempted())):
             self._cut_short = self.model.stop_training = True
+            if self._step_client is None:
+                py_datasets.end_epoch(callback_list.epoch_iterator(self))
         if self._step_client is not None and self._step_client.stopped:
             self.save_and_leave(self._step_client.taken * self.model.steps_per_execution)
 
@@ -181,7 +190,7 @@ class SyncCallback(keras.callbacks.Callback):
             HvdxError: on this rank alone.
         """
         if self._step_client is not None:
-            if self._repeats and not self._step_client.over and not self._stop_wanted:
+            if self._finish_data is not None and not self._step_client.over and not self._stop_wanted:
                 raise HvdxError(
                     f"rank {self._comm.rank} of {self._comm.size} ran out of data after {taken} steps of an epoch, in "
                     "which others may be slower. Give fit a dataset that can be iterated again, not a generator."

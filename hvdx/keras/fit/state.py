@@ -1,0 +1,66 @@
+"""Weights that no gradient reaches, at the end of an epoch: means, sums (`Distribute(summed=...)`), or rank 0's."""
+
+import functools
+import sys
+import weakref
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdx.comm import Comm
+from hvdx.keras.adapters.rank_local import declared
+from hvdx.keras.fit import replicas
+
+# For each model, the values by the `id` of the variable when they were last the same on all ranks.
+_common: "weakref.WeakKeyDictionary[Any, dict[int, np.ndarray]]" = weakref.WeakKeyDictionary()
+
+
+def combine(model: Any, comm: Comm) -> None:
+    """Combine the weights over the ranks, and say once which became those of rank 0. Collective."""
+    taken = replicas.average_state(model, comm)
+    add_up(model, comm)
+    if taken and comm.rank == 0:
+        _tell(", ".join(v.path for v in taken))
+
+
+@functools.cache
+def _tell(names: str) -> None:
+    print(
+        f"hvdx: {names}: different on the ranks, and without a mean, because it is no floating-point number; all ranks "
+        "get the value of rank 0 after each epoch. Distribute(summed=[...]) adds up counts, Distribute(local=[...]) "
+        "leaves each rank its own.",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def begin(model: Any) -> None:
+    """Remember the values from which the ranks count; all ranks hold the same ones."""
+    _common[model] = {id(v): _value(v) for v in declared(model)[1]}
+
+
+def add_up(model: Any, comm: Comm) -> None:
+    """Add the increments of all ranks since the last call, or since `begin`. Collective.
+
+    Weights that were made after `begin` count from 0.
+
+    Args:
+        model: model that is trained.
+        comm: the ranks.
+    """
+    variables, common = declared(model)[1], _common.get(model, {})
+    if not variables:
+        return
+    values = [_value(v) for v in variables]
+    starts = [common.get(id(v), np.zeros_like(value)) for v, value in zip(variables, values, strict=True)]
+    # Objects, since sums of float64 would round large integers.
+    mine = starts, [a - b for a, b in zip(values, starts, strict=True)]
+    everyone = comm.all_gather_object(mine, "summed weights")
+    for variable, start, *more in zip(variables, everyone[0][0], *(theirs for _, theirs in everyone), strict=True):
+        variable.assign(start + np.sum(more, axis=0, dtype=start.dtype))
+    begin(model)
+
+
+def _value(variable: Any) -> np.ndarray:
+    return np.array(tf.convert_to_tensor(variable))
