@@ -36,7 +36,7 @@ def decode(line: str, last_step: float) -> tuple[str, dict[str, Any], str]:
 def is_cut_off(line: str) -> bool:
     """Return whether a line that cannot be decoded is the beginning of one that a kill cut off."""
     begin = '{"kind":'
-    return line.startswith(begin) or begin.startswith(line)
+    return begin.startswith(line) or (line.startswith(begin) and not line.endswith("}"))
 
 
 def _is_number(value: Any) -> bool:
@@ -80,7 +80,7 @@ def _problem(values: dict[str, Any], name: str, required: bool, valid: Any, expe
 
 def _problem_of_steps(values: dict[str, Any], last_step: float) -> str:
     steps = values.get("step")
-    if not isinstance(steps, list) or not all(map(_is_number, steps)):
+    if not isinstance(steps, list) or not steps or not all(map(_is_number, steps)):
         return f"step: expected a list of numbers, got {_brief(steps)}"
     if any(b <= a for a, b in zip([last_step, *steps], steps, strict=False)):
         return f"step: expected numbers that grow from {last_step:g}, got {_brief(steps)}"

@@ -21,7 +21,7 @@ DAMAGED = {
     (0, "size"): (*ODD, None, 0),
     (0, "id"): ([], {}, None),
     (0, "time"): (*ODD[:3], None, HUGE),
-    (1, "step"): (*ODD, None, [1, "a", 2], [[1], [2], [3]], [1, 2], [None] * 3, [HUGE] * 3, [3, 2, 1], [0, 0, 0]),
+    (1, "step"): (*ODD, None, [1, "a", 2], [[1], [2], [3]], [None] * 3, [HUGE] * 3, [3, 2, 1], [0, 0, 0]),
     (1, "seconds"): (*ODD, None, [1, "a", 2], [1, 2], [None] * 3, [HUGE] * 3, [float("inf")] * 3),
     (1, "sent"): (*ODD, None, [1, "a", 2], [1, 2], [HUGE] * 3),
     (2, "epoch"): (*ODD, None),
