@@ -12,6 +12,7 @@ from hvdx.keras.adapters.optimizer_state import innermost
 from hvdx.keras.adapters.rank_local import rank_local_ids
 from hvdx.keras.fit import metrics, replicas
 from hvdx.keras.joining import join
+from hvdx.keras.variables import KerasVariable
 
 # Method of a Keras model that turns the state of its metrics into values.
 _RESULT = "_get_metrics_result_or_logs"
@@ -198,7 +199,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Look up the learning rate and the length of an epoch, if they were not given."""
         optimizer = self._optimizer()
-        if not isinstance(optimizer._learning_rate, keras.Variable):
+        if not isinstance(optimizer._learning_rate, KerasVariable):
             raise ConfigError(
                 f"{type(self).__name__}: the optimizer's learning rate is {optimizer._learning_rate!r}, which cannot "
                 "be set. Give the optimizer a number."

@@ -13,9 +13,11 @@ docs/records.md lists the fields.
 """
 
 import errno
+import itertools
 import json
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from hvdx.errors import ConfigError
+from hvdx.report import lines
 
 #: Version of the schema. A reader refuses a later one.
 SCHEMA = 1
@@ -57,19 +60,17 @@ class Writer:
             # O_NOFOLLOW: in a folder that others may write to, the name could be a link to any file of this user.
             flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
             self._file: int | None = os.open(self.path, flags, 0o666)
-            self._end_torn_line()
+            self._torn = self._ends_in_torn_line(self._file)
         except OSError as error:
             raise ConfigError(
                 f"the record: expected a folder that can be written, got {folder}: {error.strerror}. "
                 "Set HVDX_RECORD (or Distribute(record=...)) to another folder."
             ) from error
 
-    def _end_torn_line(self) -> None:
-        # A process that was killed may have left half a line, which would swallow the next one.
-        assert self._file is not None
-        size = os.fstat(self._file).st_size
-        if size and os.pread(self._file, 1, size - 1) != b"\n":
-            os.write(self._file, b"\n")
+    @staticmethod
+    def _ends_in_torn_line(file: int) -> bool:
+        size = os.fstat(file).st_size
+        return bool(size) and os.pread(file, 1, size - 1) != b"\n"
 
     def write(self, kind: str, **values: Any) -> None:
         """Append one line.
@@ -84,7 +85,9 @@ class Writer:
         if self._file is None:
             return
         line = json.dumps({"kind": kind, **_finite(values)}, separators=(",", ":"), default=_plain) + "\n"
-        data = line.encode()
+        # A process that was killed, or whose disk was full, may have left half a line, which would swallow this one.
+        data = (b"\n" if self._torn else b"") + line.encode()
+        self._torn = False
         if os.write(self._file, data) < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -281,7 +284,8 @@ def read(folder: str | os.PathLike[str]) -> list[Run]:
         The runs, by folder and by the order of their fits.
 
     Raises:
-        ConfigError: if there is no record, or one of a later version of hvdx.
+        ConfigError: if there is no record, one of a later version of hvdx, or one that cannot be opened. Damaged lines
+            are left out with a warning.
     """
     root = Path(folder)
     folders = sorted({path.parent for path in root.rglob("rank-*.jsonl") if _FILE.fullmatch(path.name)})
@@ -322,24 +326,33 @@ def read_outcome(folder: Path) -> dict[str, Any]:
 def _read_file(path: Path) -> list[RankRecord]:
     records: list[RankRecord] = []
     columns: list[dict[str, list[list[float]]]] = []
-    for line in path.read_text(errors="replace").splitlines():
-        try:
-            values = json.loads(line)
-            kind = values.pop("kind")
-        except (ValueError, KeyError, AttributeError, TypeError):
-            continue  # a line that was cut off by a kill
+    try:
+        text = path.read_text(errors="replace")
+    except OSError as error:
+        raise ConfigError(f"{path}: expected a record, got: {error.strerror}. Do: remove it, or repair it.") from error
+    left_out: list[str] = []
+    last_step = 0.0
+    # Only "\n" ends a line; `splitlines` would also divide damaged ones.
+    for number, line in enumerate(text.split("\n"), 1):
+        kind, values, problem = lines.decode(line, last_step)
+        if problem:
+            if line and not (not kind and lines.is_cut_off(line)):
+                left_out.append(f"line {number}: {problem}")
+            continue
         if kind == "fit":
             if int(values.get("schema", 0)) > SCHEMA:
                 raise ConfigError(
-                    f"{path}: expected a record of schema {SCHEMA} or earlier, got {values['schema']}. "
+                    f"{path}: line {number}: expected a record of schema {SCHEMA} or earlier, got {values['schema']}. "
                     "Read it with the version of hvdx that wrote it, or a later one."
                 )
             records.append(RankRecord(values))
             columns.append({})
+            last_step = 0.0
         elif records and kind == "steps":
             for name in COLUMNS:
-                zeros = [0.0] * len(values.get("step", []))
+                zeros = [0.0] * len(values["step"])
                 columns[-1].setdefault(name, []).append(values.get(name, zeros))
+            last_step = max([last_step, *values["step"]])
         elif records and kind == "strategy":
             records[-1].header["chosen"] = values.get("strategy")
             records[-1].traced.append(sum(map(len, columns[-1].get("step", []))))
@@ -347,6 +360,9 @@ def _read_file(path: Path) -> list[RankRecord]:
             records[-1].epochs.append(Epoch(values["epoch"], values["step"], values["time"], values.get("logs", {})))
         elif records and kind == "end":
             records[-1].end = values
+    if left_out:
+        more = f"; {len(left_out) - 1} more lines are left out" if len(left_out) > 1 else ""
+        print(f"hvdx: WARNING: {path}: {left_out[0]}. The line is left out{more}.", file=sys.stderr, flush=True)
     for record, found in zip(records, columns, strict=True):
-        record.steps = {name: np.concatenate(lists).astype(np.float64) for name, lists in found.items()}
+        record.steps = {name: np.array([*itertools.chain(*lists)], np.float64) for name, lists in found.items()}
     return records

@@ -1,5 +1,6 @@
 """The record of a `fit` on one worker, the recorder by itself, and the limits of a fit."""
 
+import os
 import time
 from types import SimpleNamespace
 
@@ -97,6 +98,20 @@ def test_record_that_cannot_be_written_is_an_error_or_a_warning(tmp_path, monkey
 
     monkeypatch.setattr(Writer, "write", full)
     assert len(fit(hvd.Distribute(record=tmp_path / "full")).history["loss"]) == 2
+    assert capsys.readouterr().err.count("records no more") == 1
+
+
+def test_second_fit_on_a_full_disk_trains_without_a_record(tmp_path, monkeypatch, capsys):
+    write = os.write
+
+    def full(file, data):
+        if os.readlink(f"/proc/self/fd/{file}").startswith(str(tmp_path)):
+            raise OSError(28, "No space left on device")
+        return write(file, data)
+
+    (tmp_path / "rank-0.jsonl").write_text('{"kind":"steps","step":[9')  # what the first fit could still write
+    monkeypatch.setattr(os, "write", full)
+    assert len(fit(hvd.Distribute(record=tmp_path)).history["loss"]) == 2
     assert capsys.readouterr().err.count("records no more") == 1
 
 

@@ -5,7 +5,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -25,6 +24,7 @@ from hvdx.keras.adapters.base import (
 )
 from hvdx.keras.adapters.optimizer_state import innermost, slots
 from hvdx.keras.shards import shard_of
+from hvdx.keras.variables import KerasVariable
 from hvdx.strategies import HostExchange, Strategy
 from hvdx.strategies.telemetry import Telemetry, merged
 
@@ -359,6 +359,6 @@ def _add(variables: Sequence[Any], combined: Sequence[Any]) -> list[Any]:
     added = []
     for variable, update in zip(variables, combined, strict=True):
         # The sum of a Keras variable and a tensor would be a third array.
-        target = variable.value if isinstance(variable, keras.Variable) else variable
+        target = variable.value if isinstance(variable, KerasVariable) else variable
         added.append(target.assign_add(tf.cast(update, variable.dtype)))
     return added

@@ -9,6 +9,7 @@ import tensorflow as tf
 from hvdx.errors import ConfigError
 from hvdx.keras.adapters.base import scaled
 from hvdx.keras.adapters.optimizer_state import innermost, slots
+from hvdx.keras.variables import KerasVariable
 
 
 def listed(variables: Any) -> list[Any]:
@@ -26,9 +27,9 @@ def listed(variables: Any) -> list[Any]:
     """
     if variables is None:
         return []
-    found = [variables] if isinstance(variables, keras.Variable | tf.Variable) else variables
+    found = [variables] if isinstance(variables, KerasVariable | tf.Variable) else variables
     if not isinstance(found, Sequence | set | frozenset) or not all(
-        isinstance(v, keras.Variable | tf.Variable) for v in found
+        isinstance(v, KerasVariable | tf.Variable) for v in found
     ):
         raise ConfigError(
             f"local variables: expected variables of Keras or TensorFlow, got {variables!r}. Do: give a variable, or "
@@ -83,7 +84,7 @@ class LocalVariables:
 
     def holds(self, variable: Any) -> bool:
         """Return whether a variable is in the set; False for a tensor."""
-        return isinstance(variable, keras.Variable | tf.Variable) and _ref(variable) in self._refs
+        return isinstance(variable, KerasVariable | tf.Variable) and _ref(variable) in self._refs
 
     def exchange_others(
         self, variables: Sequence[Any], gradients: Sequence[Any], size: int, exchange: Callable[[list[Any]], list[Any]]
@@ -117,4 +118,4 @@ class LocalVariables:
 
 def _ref(variable: Any) -> Any:
     # `value` would be a cast copy if a layer computes in another precision.
-    return (variable._value if isinstance(variable, keras.Variable) else variable).ref()
+    return (variable._value if isinstance(variable, KerasVariable) else variable).ref()

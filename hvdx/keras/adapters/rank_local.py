@@ -10,6 +10,7 @@ from hvdx.errors import ConfigError
 from hvdx.keras.adapters.base import Adapter
 from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
 from hvdx.keras.adapters.optimizer_state import accumulated_gradients
+from hvdx.keras.variables import KerasVariable
 
 # For each model, the weights that `Distribute` was given as `local` and as `summed`, as variables or layers.
 _declared: "weakref.WeakKeyDictionary[Any, tuple[list[Any], list[Any]]]" = weakref.WeakKeyDictionary()
@@ -75,7 +76,7 @@ def declared(model: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _without_gradient(given: list[Any]) -> list[Any]:
-    parts = [[item] if isinstance(item, keras.Variable) else item.non_trainable_weights for item in given]
+    parts = [[item] if isinstance(item, KerasVariable) else item.non_trainable_weights for item in given]
     return list({id(v): v for part in parts for v in part}.values())
 
 

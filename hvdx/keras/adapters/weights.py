@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -14,6 +13,7 @@ from hvdx.keras.adapters.base import apply_constraints, describe
 from hvdx.keras.adapters.host import HostAdapter, any_rank
 from hvdx.keras.adapters.optimizer_state import innermost, moving_averages
 from hvdx.keras.shards import by_ranks, mark_state
+from hvdx.keras.variables import KerasVariable
 from hvdx.strategies import Strategy
 
 
@@ -250,7 +250,7 @@ def _step(exchange: Any, arrays: list[np.ndarray], finite: bool) -> list[np.ndar
 def _initialized(variables: Sequence[Any]) -> bool:
     """Return whether variables have values; those of a layer that is built in the traced step get theirs later."""
     with tf.init_scope():
-        return all(bool((v.value if isinstance(v, keras.Variable) else v).is_initialized()) for v in variables)
+        return all(bool((v.value if isinstance(v, KerasVariable) else v).is_initialized()) for v in variables)
 
 
 def _dtype(variables: Sequence[Any]) -> tf.DType:

@@ -93,6 +93,8 @@ def extend_epochs(callback: Any, steps: int) -> Callable[[], None] | None:
         repeated, finish = py_datasets.repeat(iterator, dataset.prefetch(tf.data.AUTOTUNE))
         iterator._distributed_dataset, iterator._num_batches = repeated.with_options(options), None
         iterator.steps_per_epoch = steps
+        # Keras up to 3.6 has this attribute only if it was created with a number of steps.
+        iterator._current_iterator = None
         return finish
     return None
 

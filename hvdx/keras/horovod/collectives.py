@@ -4,7 +4,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from hvdx.comm import Comm
@@ -14,6 +13,7 @@ from hvdx.keras.fit import replicas
 from hvdx.keras.horovod.api import Average, Compression, Sum, operation, rank, wire
 from hvdx.keras.horovod.process_sets import comm_of, is_partial, root_in
 from hvdx.keras.joining import join
+from hvdx.keras.variables import KerasVariable
 
 
 def allreduce(
@@ -248,7 +248,7 @@ def _reduction(function: str, average: bool | None, op: Any, compression: Any) -
 
 
 def _tensor(value: Any) -> tf.Tensor:
-    return tf.convert_to_tensor(value.value if isinstance(value, keras.Variable) else value)
+    return tf.convert_to_tensor(value.value if isinstance(value, KerasVariable) else value)
 
 
 def name_of(function: str, *tensors: tf.Tensor) -> str:

@@ -17,6 +17,7 @@ from hvdx.keras.adapters.optimizer_state import innermost
 from hvdx.keras.horovod.api import Average, Compression, operation, unsupported, wire
 from hvdx.keras.horovod.process_sets import comm_or_none, is_partial
 from hvdx.keras.joining import join
+from hvdx.keras.variables import KerasVariable
 from hvdx.strategies import AllReduce, Strategy, agree_on_strategy, resolve
 
 # Optimisers are numbered per process set, so that its ranks agree on names even if other ranks make more optimisers.
@@ -221,7 +222,7 @@ class DistributedGradientTape:
             Gradients in the structure of `sources`; None for a source without a gradient.
         """
         variables = tf.nest.flatten(sources)
-        plain = tf.nest.map_structure(lambda v: v.value if isinstance(v, keras.Variable) else v, sources)
+        plain = tf.nest.map_structure(lambda v: v.value if isinstance(v, KerasVariable) else v, sources)
         gradients = tf.nest.flatten(
             self._tape.gradient(target, plain, output_gradients, **options), expand_composites=False
         )
