@@ -49,7 +49,8 @@ class Threshold(Strategy):
             "auto".
         target_density: share of elements to send, in (0, 1); or "auto": the density, between 1e-4 and 1/8, whose
             exchange takes the share `overhead` of a step's computing time: encoding, transfer and decoding, as
-            measured. It settles in the first 100 steps, and follows the network and the computing time.
+            measured. It settles in the first 100 steps or after the warm-up, and follows the network and the computing
+            time.
         placement: "update": compress the update that this rank's optimiser computes. "gradient": compress the
             gradients, before the optimiser.
         lookahead: extrapolation of the update u before it is sent: u + lookahead * (u - previous u) is added to the
