@@ -1,7 +1,9 @@
 """Control of an automatic density: the largest one whose exchange costs no more than a share of a step's computing."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
+
+import numpy as np
 
 from hvdx.strategies.link import Link, message_bytes
 
@@ -15,8 +17,14 @@ INITIAL_DENSITY = 1 / 32
 _WINDOW, _LEFT_OUT = 10, 2
 # The same for the first review. The first messages have too many entries, until tau is found.
 _FIRST_WINDOW, _FIRST_LEFT_OUT = 4, 8
-# Largest factor of a change after the first review, and smallest factor that is worth a change.
-_LARGEST, _SMALLEST = 2.0, 1.2
+# Quantile of a rank's costs that counts: other programs on the machine make single steps slower, and none faster.
+_QUANTILE = 0.25
+# Steps before the probe of the link may lower the density.
+_PROBED = 2
+# Largest factor of a change in the first review and after it, and smallest factor that is worth a change.
+_LARGEST_FIRST, _LARGEST, _SMALLEST = 8.0, 2.0, 1.2
+# A decrease that leaves more than this share of the cost saves too little, and is taken back.
+_SAVES_NOTHING = 0.9
 # A cost is too high above this multiple of the budget, and leaves room below the other one.
 _HIGH, _LOW = 1.1, 0.8
 # Number of reviews in a row that must agree before a settled density is changed.
@@ -35,7 +43,9 @@ class DensityControl:
     The cost of a step is all that the step pays for the exchange: encoding, the transfer, decoding. A part of it does
     not depend on the density (latency, reading the whole update). If this part alone exceeds the budget, a lower
     density would only lose accuracy, so the density falls no further once its own part of the cost is small. The
-    largest clear slope of the cost says when that is in any case: noise alone would let the density fall on.
+    largest clear slope of the cost says when that is in any case: noise alone would let the density fall on. For the
+    same reason a rank's cost is the lower quartile of some steps, and a decrease that saves next to nothing is taken
+    back.
 
     Args:
         overhead: budget, as a share of a step's computing time.
@@ -49,7 +59,7 @@ class DensityControl:
     Example:
         >>> control = DensityControl(0.1, Link(1e-4, 12.5e6), 1, 1_000_000)
         >>> for _ in range(200):
-        ...     control.observe(computing=0.01, cost=5e-4 + 0.1 * control.density)
+        ...     control.observe(computing=0.01, costs=[5e-4 + 0.1 * control.density])
         >>> 0.8e-3 < 5e-4 + 0.1 * control.density < 1.1e-3
         True
     """
@@ -58,8 +68,8 @@ class DensityControl:
         self.density = INITIAL_DENSITY
         self._overhead, self._network, self._messages, self._elements = overhead, network, messages, elements
         self._computing: list[float] = []
-        self._costs: list[float] = []
-        self._left_out = _FIRST_LEFT_OUT
+        self._costs: list[Sequence[float]] = []
+        self._left_out, self._steps = _FIRST_LEFT_OUT, 0
         self._reviews = 0
         # Last review at another density: (density, cost).
         self._before: tuple[float, float] | None = None
@@ -68,20 +78,27 @@ class DensityControl:
         self._slope = 0.0
         self._too_high = self._too_low = 0
 
-    def observe(self, computing: float, cost: float) -> None:
+    def observe(self, computing: float, costs: Sequence[float], overhead: float | None = None) -> None:
         """Add one step, and change `density` if a review is due.
 
         Args:
             computing: seconds of computing in the step.
-            cost: seconds that the exchange of the step took on the slowest rank.
+            costs: seconds that the exchange of the step took on each rank.
+            overhead: budget in this step, if it is not the usual one.
         """
+        overhead = overhead or self._overhead
+        self._steps += 1
         self._computing = [*self._computing, computing][-4 * _WINDOW :]
+        if self._steps == _PROBED:
+            # The computing time is that of the last step: none was measured before the first one.
+            self.density = min(self.density, affordable_density(self._transfer, overhead * computing))
         if self._left_out:
             self._left_out -= 1
             return
-        self._costs.append(cost)
+        self._costs.append(costs)
         if len(self._costs) == (_WINDOW if self._reviews else _FIRST_WINDOW):
-            self._review(self._overhead * median(self._computing), median(self._costs))
+            cost = float(np.quantile(self._costs, _QUANTILE, axis=0).max())
+            self._review(overhead * median(self._computing), cost)
             self._costs = []
 
     def _review(self, budget: float, cost: float) -> None:
@@ -90,7 +107,9 @@ class DensityControl:
         if self._reviews == 1:
             # The first guess trusts the probe, and may be far off; what follows is measured.
             guess = affordable_density(self._transfer, budget)
-            self._change(min(guess, self._proposal(budget, cost, share)), cost)
+            self._change(max(min(guess, self._proposal(budget, cost, share)), self.density / _LARGEST_FIRST), cost)
+            return
+        if self._taken_back(cost):
             return
         self._learn_fixed(cost)
         budget = budget_with(self._fixed, budget)
@@ -105,6 +124,18 @@ class DensityControl:
         """Return the seconds of the transfer on the network that was probed."""
         received = self._messages * message_bytes(self._elements, density)
         return self._network.latency + received / self._network.bandwidth
+
+    def _taken_back(self, cost: float) -> bool:
+        """Take a decrease of the density back if it saved next to nothing, and return whether it did."""
+        if self._before is None:
+            return False
+        density, other = self._before
+        if self.density > density / _SMALLEST or cost < _SAVES_NOTHING * other:
+            return False
+        self._before, self._fixed = None, max(cost, other)
+        self.density, self._left_out = density, _LEFT_OUT
+        self._too_high = self._too_low = 0
+        return True
 
     def _learn_fixed(self, cost: float) -> None:
         """Update the part of the cost that does not depend on the density, from the last two densities."""

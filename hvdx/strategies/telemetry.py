@@ -28,6 +28,7 @@ class Telemetry:
     Attributes:
         steps: steps taken, including skipped ones.
         skipped: steps that all ranks skipped, because one of them had NaN or infinity.
+        starved: steps in which this rank sent so few entries that the workers hardly learn from each other.
         elements: number of float32 elements in a step.
         entries: entries that this rank sent, in all steps.
         encoded: elements from which the entries were chosen: `elements` times the number of steps that encoded entries.
@@ -53,6 +54,7 @@ class Telemetry:
 
     steps: int = 0
     skipped: int = 0
+    starved: int = 0
     elements: int = 0
     entries: int = 0
     encoded: int = 0
@@ -93,6 +95,7 @@ class Telemetry:
             "entropy_per_entry": self.entropy,
             "residual_rms": self.residual,
             "skipped_steps": float(self.skipped),
+            "starved_steps": float(self.starved),
             "ms_computing": 1e3 * self.computing / steps,
             "ms_encoding": 1e3 * self.encoding / steps,
             "ms_waiting": 1e3 * self.waiting / steps,
@@ -240,7 +243,7 @@ def merged(costs: Sequence[Telemetry]) -> Telemetry:
 
     Example:
         >>> merged([Telemetry(steps=1, elements=5), Telemetry(steps=1, elements=1)])  # doctest: +ELLIPSIS
-        Telemetry(steps=1, skipped=0, elements=6, ...)
+        Telemetry(steps=1, skipped=0, starved=0, elements=6, ...)
     """
     if len(costs) == 1:
         return costs[0]

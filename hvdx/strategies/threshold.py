@@ -49,7 +49,8 @@ class Threshold(Strategy):
             "auto".
         target_density: share of elements to send, in (0, 1); or "auto": the density, between 1e-4 and 1/8, whose
             exchange takes the share `overhead` of a step's computing time: encoding, transfer and decoding, as
-            measured. It settles in the first 100 steps, and follows the network and the computing time.
+            measured. It settles in the first 100 steps or after the warm-up, and follows the network and the computing
+            time.
         placement: "update": compress the update that this rank's optimiser computes. "gradient": compress the
             gradients, before the optimiser.
         lookahead: extrapolation of the update u before it is sent: u + lookahead * (u - previous u) is added to the
@@ -61,8 +62,10 @@ class Threshold(Strategy):
             which makes the steps too small if gradients are mostly noise. The option has no effect on other optimisers,
             nor with placement="gradient".
         op: "mean" or "sum" of the workers' updates.
-        warmup: "none", "density:200" (falls from 1/8 to the target in 200 steps), "dense:50" (sends everything as
-            bfloat16), "workers:200" (1, 2, 4, ... workers count).
+        warmup: "none", "density:200" (falls from 1/8 to the target in 200 steps; with an automatic density, the budget
+            falls from ten times `overhead` to it), "dense:50" (sends everything as bfloat16), "workers:200" (1, 2, 4,
+            ... workers count). "auto": "density:200" for the optimisers that `second_moments` corrects, unless tau is
+            fixed; else "none".
         overlap: let messages travel while the next step is computed; they are applied one step late.
         max_staleness: number of steps by which messages may be applied late. With 0 all workers take each step
             together. With k a worker waits if it is k steps ahead of a message that it has not applied. With "inf" it
@@ -114,7 +117,7 @@ class Threshold(Strategy):
         lookahead: float | None = None,
         second_moments: SecondMoments = "mean",
         op: Op = "mean",
-        warmup: str = "none",
+        warmup: str = "auto",
         overlap: bool = False,
         max_staleness: int | Literal["inf"] = 0,
         overhead: float = 0.1,

@@ -14,16 +14,18 @@ from hvdx.errors import ConfigError, UpdateError
 from hvdx.strategies import link
 from hvdx.strategies.base import TensorSpec
 from hvdx.strategies.compiling import prepare_together
-from hvdx.strategies.density import INITIAL_DENSITY, DensityControl
+from hvdx.strategies.density import INITIAL_DENSITY, STARVED, DensityControl
 from hvdx.strategies.driver import MessageExchange
 from hvdx.strategies.noise import NoiseEstimate
 from hvdx.strategies.shards import whole_residual
-from hvdx.strategies.warmup import Warmup
+from hvdx.strategies.warmup import START, Warmup
 
 # Integers of a header before the sample of gradients.
 _HEADER = 3
 # Steps between measurements of the residual, each of which reads all of it.
 _RESIDUAL_EVERY = 64
+# Steps whose entries are counted together, to notice an exchange that is starved.
+_STARVATION_STEPS = 16
 
 
 class Options(Protocol):
@@ -75,7 +77,9 @@ class ThresholdExchange(MessageExchange):
         self._codec = self.make_codec(self._density)
         arrays: Any = None if device == "cpu" else self._codec.arrays
         super().__init__(comm, specs, "the updates", strategy.op, strategy.overlap, arrays)
-        self._lookahead, self._warned = lookahead, False
+        self._lookahead, self._warned, self._starved = lookahead, False, False
+        # Entries of each of the last steps with entries of this rank.
+        self._entries: list[int] = []
         self._sizes = self.encoded_sizes()
         self._bfloat16 = codecs.make("bf16")
         self._state: Any = self._codec.init(self._sizes)
@@ -109,16 +113,26 @@ class ThresholdExchange(MessageExchange):
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
+    @property
+    def start(self) -> Warmup:
+        """Warm-up of the optimiser, which is known in a step; samples come from those that divide by second moments."""
+        return self._strategy.start.for_optimizer(divides=bool(self.sample))
+
     def active(self) -> int:
         """Return the number of active workers, which is lower during a warm-up by workers."""
-        return self._strategy.start.active(self._step, self._size)
+        return self.start.active(self._step, self._size)
 
     def codec(self) -> codecs.Codec[Any]:
         """Return the codec of this step; bfloat16 in a dense warm-up."""
-        start = self._strategy.start
+        start = self.start
         if start.dense(self._step):
             return self._bfloat16
-        density = None if self._density is None else start.density(self._step, self._density)
+        density = self._density
+        if self._control is not None:
+            if self._step == 0 and start.kind == "density":
+                density = self._density = self._control.density = START
+        elif density is not None:
+            density = start.density(self._step, density)
         if density != self._codec.target_density:
             self._codec = self.make_codec(density)
         return self._codec
@@ -148,6 +162,7 @@ class ThresholdExchange(MessageExchange):
         counts.entry_bytes += message.size
         counts.density, counts.tau = entries / max(self._n, 1), float(np.median(self._state.taus))
         self._warn_of_size(message.size)
+        self._watch_starvation(entries)
         return message
 
     def _warn_of_size(self, size: int) -> None:
@@ -161,6 +176,37 @@ class ThresholdExchange(MessageExchange):
                 file=sys.stderr,
                 flush=True,
             )
+
+    def _watch_starvation(self, entries: int) -> None:
+        """Count the steps of a starved exchange, and say so once on rank 0.
+
+        Args:
+            entries: entries of this rank's message.
+        """
+        self._entries.append(entries)
+        if len(self._entries) < _STARVATION_STEPS:
+            return
+        density, self._entries = sum(self._entries) / (_STARVATION_STEPS * max(self._n, 1)), []
+        given = self._strategy.target_density
+        # A small density that the user chose is none of our business, unless the messages do not have it.
+        limit = STARVED if isinstance(given, str) else min(STARVED, given / 4) if given else 0.0
+        if density > limit or self._size == 1:
+            return
+        self.telemetry.starved += _STARVATION_STEPS
+        if self._starved or self._numbers[self._rank]:
+            return
+        self._starved = True
+        remedy = "Lower tau, or give a target_density"
+        if isinstance(given, str):
+            remedy = f"Give a density, such as target_density=0.01, or more than overhead={self._strategy.overhead:g}"
+        elif given:
+            remedy = "Give a larger target_density, or a warm-up such as warmup='density:200'"
+        print(
+            f"hvdx: threshold: the exchange is starved: in the last {_STARVATION_STEPS} steps rank 0 sent "
+            f"{100 * density:.2g} % of the elements, so the workers hardly learn from each other. {remedy}.",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _encode_dense(self, tensors: Sequence[np.ndarray]) -> np.ndarray:
         """Encode the whole update as bfloat16; the residual keeps the rounding errors."""
@@ -182,16 +228,21 @@ class ThresholdExchange(MessageExchange):
         if not received.headers[:, 0].any():
             self.observe_samples(received)
         computing = float(np.median(received.headers[:, 1])) / 1e9
-        self._measure(computing, link.slowest(received.headers[:, 2].tolist()))
+        self._measure(computing, (received.headers[:, 2] / 1e9).tolist())
 
-    def _measure(self, computing: float, cost: float) -> None:
-        """Measure the residual if that is due, and adapt an automatic density to the seconds of a step."""
+    def _measure(self, computing: float, costs: Sequence[float]) -> None:
+        """Measure the residual if that is due, and adapt an automatic density to the seconds of a step.
+
+        Args:
+            computing: seconds of computing.
+            costs: seconds of the exchange, for each rank.
+        """
         counts = self.telemetry
         if counts.steps % _RESIDUAL_EVERY == 1 and counts.tau:
             counts.residual = self.residual_norm()
-        # In a warm-up, the density is not that of the control.
+        # The steps of a dense warm-up have no tau.
         if self._control is not None and self._codec.target_density == self._control.density and counts.tau:
-            self._control.observe(computing, cost)
+            self._control.observe(computing, costs, self.start.overhead(self._step, self._strategy.overhead))
             self._density = self._control.density
 
     def residual_norm(self) -> float:

@@ -5,11 +5,13 @@ from typing import Literal
 
 from hvdx.errors import ConfigError
 
-Kind = Literal["none", "density", "dense", "workers"]
+Kind = Literal["auto", "none", "density", "dense", "workers"]
 #: Steps of a warm-up, if none are given.
 DEFAULT_STEPS = 200
 #: Density in the first step of a density warm-up.
 START = 1 / 8
+# Multiple of the overhead that an exchange may take in the first step of a density warm-up.
+_FIRST_SHARE = 10.0
 
 
 @dataclass(frozen=True)
@@ -21,12 +23,41 @@ class Warmup:
             "Deep Gradient Compression", lower it every epoch). "dense": everything is sent as bfloat16, and the
             residual keeps the rounding errors (Vogels et al. 2019, "PowerSGD", do so for a tenth of the training).
             "workers": the updates of 1, 2, 4, ... workers count, and those of the others are dropped (Strom 2015).
-            "none": no warm-up.
+            "none": no warm-up. "auto": "density" for an optimiser that divides by second moments, else "none".
         steps: number of steps.
     """
 
     kind: Kind = "none"
     steps: int = 0
+
+    def for_optimizer(self, divides: bool) -> "Warmup":
+        """Return the warm-up of an optimiser.
+
+        Args:
+            divides: whether the optimiser divides by second moments, as Adam does.
+
+        Example:
+            >>> parse("auto").for_optimizer(divides=True)
+            Warmup(kind='density', steps=200)
+        """
+        if self.kind != "auto":
+            return self
+        return Warmup("density", self.steps) if divides else Warmup()
+
+    def overhead(self, step: int, target: float) -> float:
+        """Return the share of a step's computing time that an exchange may take under an automatic density.
+
+        Args:
+            step: number of the step, from 0.
+            target: share after the warm-up. That of the first step is ten times as large.
+
+        Example:
+            >>> [round(Warmup("density", 2).overhead(step, 0.1), 3) for step in range(3)]
+            [1.0, 0.316, 0.1]
+        """
+        if self.kind != "density" or step >= self.steps:
+            return target
+        return float(target * _FIRST_SHARE ** (1 - step / self.steps))
 
     def density(self, step: int, target: float) -> float:
         """Return the density of a step.
@@ -60,14 +91,14 @@ class Warmup:
         return min(2 ** (step * stages // self.steps), size)
 
     def __str__(self) -> str:
-        return self.kind if self.kind == "none" else f"{self.kind}:{self.steps}"
+        return self.kind if self.kind in ("auto", "none") else f"{self.kind}:{self.steps}"
 
 
 def parse(text: str) -> Warmup:
     """Parse a warm-up.
 
     Args:
-        text: "none", or one of "density", "dense", "workers", followed by ":steps" if they are not 200.
+        text: "auto", "none", or one of "density", "dense", "workers", followed by ":steps" if they are not 200.
 
     Raises:
         ConfigError: if the text is anything else.
@@ -80,9 +111,11 @@ def parse(text: str) -> Warmup:
     right = kind in ("density", "dense", "workers") and (not colon or (steps.isdecimal() and int(steps) > 0))
     if text == "none":
         return Warmup()
+    if text == "auto":
+        return Warmup("auto", DEFAULT_STEPS)
     if not right:
         raise ConfigError(
-            f"threshold: warmup: expected 'none', or 'density', 'dense' or 'workers', with or without ':steps', such "
-            f"as 'density:500'; got {text!r}."
+            f"threshold: warmup: expected 'auto', 'none', or 'density', 'dense' or 'workers', with or without "
+            f"':steps', such as 'density:500'; got {text!r}."
         )
     return Warmup(kind, int(steps) if colon else DEFAULT_STEPS)  # type: ignore[arg-type]

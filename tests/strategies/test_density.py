@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hvdx.strategies.density import MAX_DENSITY, MIN_DENSITY, DensityControl, affordable_density
+from hvdx.strategies.density import INITIAL_DENSITY, MAX_DENSITY, MIN_DENSITY, DensityControl, affordable_density
 from hvdx.strategies.link import Link, message_bytes
 
 _ELEMENTS, _COMPUTING, _STEPS, _SETTLING = 1_863_690, 0.013, 400, 100
@@ -37,7 +37,7 @@ def train(rate, bucket, size, seed, fixed=8e-4, overhead=0.1, steps=_STEPS, nois
             drift += 0.05 * (1 + random.normal() * noise - drift)
             cost *= drift
         tokens = min(bucket, max(0.0, tokens - sent) + (computing + cost - queued) * bandwidth)
-        control.observe(computing, cost)
+        control.observe(computing, [cost] * size)
         costs.append(cost / computing)
         densities.append(density)
     return np.array(costs), np.array(densities)
@@ -66,7 +66,8 @@ def test_fixed_cost_above_the_budget_does_not_starve_the_exchange():
     """A lower density would save next to nothing."""
     costs, densities = train(1e9, 5e3, 2, 0, fixed=3e-3)
     assert densities[-1] > 10 * MIN_DENSITY
-    assert np.median(costs[_SETTLING:]) < 4e-3 / _COMPUTING
+    # The budget holds the lower quartile of the costs.
+    assert np.median(costs[_SETTLING:]) < 4.2e-3 / _COMPUTING
 
 
 def test_noise_does_not_let_the_density_fall():
@@ -76,13 +77,47 @@ def test_noise_does_not_let_the_density_fall():
     assert np.quantile(ends, 0.9) < 5 * np.median(ends)
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_busy_machine_does_not_push_the_density_to_its_floor(size):
+    """In a third of the steps another program stops a rank for some milliseconds, which no density can save."""
+
+    def end(seed, busy, steps=400):
+        random, control = np.random.default_rng(seed), DensityControl(0.1, Link(2e-4, 12.5e6), size - 1, 85_000)
+        for _ in range(steps):
+            sent = (size - 1) * (message_bytes(85_000, control.density) + 100)
+            own = sent / 12.5e6 + 25e-9 * 85_000 * control.density * (1 + size)
+            stops = np.where(random.random((2, size)) < busy, random.exponential(8e-3, (2, size)), 0)
+            costs = (6e-4 + own) * (1 + 0.1 * abs(random.normal(size=size))) + stops[0]
+            control.observe(float(np.median(4e-3 + stops[1])), costs.tolist())
+        return control.density
+
+    quiet, loaded = (np.array([end(seed, busy) for seed in range(20)]) for busy in (0.0, 1 / 3))
+    assert loaded.min() > 1e-3
+    assert np.median(loaded) > 0.5 * np.median(quiet)
+
+
+def test_decrease_that_saves_nothing_is_taken_back():
+    control, found = DensityControl(0.1, Link(1e-4, 1e9), 1, _ELEMENTS), []
+    for _ in range(100):
+        control.observe(_COMPUTING, [0.1, 0.1])
+        found.append(control.density)
+    assert min(found) < INITIAL_DENSITY == found[-1]
+
+
+def test_link_that_is_known_to_be_slow_lowers_the_density_at_once():
+    control = DensityControl(0.1, Link(1e-4, 1e5), 1, _ELEMENTS)
+    for _ in range(2):
+        control.observe(_COMPUTING, [1.0], overhead=1.0)
+    assert 1e-4 + message_bytes(_ELEMENTS, control.density) / 1e5 < 1.05 * _COMPUTING or control.density == MIN_DENSITY
+
+
 def test_density_follows_a_link_that_gets_slower_and_faster():
     control = DensityControl(0.1, Link(1e-4, 1e8), 1, _ELEMENTS)
     found = []
     for bandwidth in (1e8, 1e6, 1e8):
         for _ in range(1000):
             cost = 2e-4 + message_bytes(_ELEMENTS, control.density) / bandwidth
-            control.observe(_COMPUTING, cost)
+            control.observe(_COMPUTING, [cost])
         found.append(control.density)
     assert found[1] < found[0] / 10
     assert found[2] == pytest.approx(found[0], rel=0.5)

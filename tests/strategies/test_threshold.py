@@ -3,6 +3,9 @@ import pytest
 
 from hvdx.errors import ConfigError, HvdxError, ReplicaError
 from hvdx.strategies import TensorSpec, Threshold, link, parse
+from hvdx.strategies.density import INITIAL_DENSITY
+from hvdx.strategies.warmup import START
+from hvdx.strategies.warmup import parse as parse_warmup
 from tests.strategies.virtual import ELEMENTS, SHAPES, SPECS, on_all
 
 OPTIONS = {
@@ -71,6 +74,61 @@ def test_updates_and_residuals_keep_their_sum(name, size):
     residuals = np.sum([flat(exchange.residuals) for _, exchange in everyone], axis=0, dtype=np.float64)
     wanted = np.sum([flat(update(r, t)) for r in range(size) for t in range(12)], axis=0, dtype=np.float64)
     np.testing.assert_allclose(applied + residuals, wanted, atol=2e-6)
+
+
+def densities(strategy, steps, divides, state=None):
+    """Return the density that the codec aims at in each step, and the exchange of rank 0."""
+
+    def run(comm):
+        exchange = strategy.open(comm, SPECS, 0.9)
+        if state is not None:
+            exchange.load_state_dict(state)
+        found = []
+        for t in range(steps):
+            exchange.sample = [np.ones(4, np.float32)] * len(SPECS) if divides else None
+            exchange.step(update(comm.rank, t))
+            found.append(exchange._codec.target_density)
+        return found, exchange
+
+    return on_all(2, run)[0]
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "sharded"])
+def test_optimizers_that_divide_by_second_moments_have_a_warm_up(exchange):
+    strategy = Threshold(target_density=0.01, exchange=exchange)
+    found, _ = densities(strategy, 4, divides=True)
+    assert found == [parse_warmup("density:200").density(step, 0.01) for step in range(4)]
+    assert densities(strategy, 4, divides=False)[0] == [0.01] * 4
+    none = Threshold(target_density=0.01, exchange=exchange, warmup="none")
+    assert densities(none, 4, divides=True)[0] == [0.01] * 4
+    assert densities(Threshold(tau=0.01, exchange=exchange), 4, divides=True)[0] == [None] * 4
+
+
+def test_warm_up_of_an_automatic_density_starts_at_an_eighth_and_resumes():
+    assert densities(Threshold(overhead=10.0), 1, divides=False)[0] == [INITIAL_DENSITY]
+    found, exchange = densities(Threshold(overhead=10.0), 3, divides=True)
+    assert found[0] == START
+    assert densities(Threshold(overhead=10.0), 1, True, exchange.state_dict())[0] == [float(exchange._density)]
+    fixed = Threshold(target_density=0.01)
+    _, exchange = densities(fixed, 3, divides=True)
+    wanted = parse_warmup("density:200").density(3, 0.01)
+    assert densities(fixed, 1, True, exchange.state_dict())[0] == [wanted]
+
+
+def test_a_starved_exchange_is_said_once(capfd):
+    """After the first update no element moves, so that no message has entries."""
+
+    def still(rank, step):
+        return update(rank, step) if step == 0 else [np.zeros(shape, np.float32) for shape in SHAPES]
+
+    everyone = on_all(2, steps_of(Threshold(tau=1.0), 40, still))
+    assert [exchange.telemetry.full()["starved_steps"] for _, exchange in everyone] == [32.0, 32.0]
+    printed = capfd.readouterr().err
+    assert printed.count("the exchange is starved: in the last 16 steps rank 0 sent 0 % of the elements") == 1
+    assert "Lower tau, or give a target_density." in printed
+    on_all(2, steps_of(Threshold(target_density=0.05), 40))
+    on_all(1, steps_of(Threshold(tau=1.0), 40, still))
+    assert "starved" not in capfd.readouterr().err
 
 
 def test_lookahead_follows_its_formula():

@@ -27,7 +27,22 @@ def test_dense_ends():
     assert [parse("dense:2").dense(step) for step in range(4)] == [True, True, False, False]
 
 
+def test_budget_falls_to_its_target_and_stays():
+    shares = [parse("density:10").overhead(step, 0.1) for step in range(12)]
+    assert shares[0] == 1.0
+    assert shares[10:] == [0.1, 0.1]
+    assert all(a > b for a, b in itertools.pairwise(shares[:11]))
+    assert [parse(text).overhead(0, 0.1) for text in ("auto", "none", "dense:5")] == [0.1, 0.1, 0.1]
+
+
+def test_auto_depends_on_the_optimizer():
+    assert parse("auto").for_optimizer(divides=True) == Warmup("density", DEFAULT_STEPS)
+    assert parse("auto").for_optimizer(divides=False) == Warmup()
+    assert parse("dense:5").for_optimizer(divides=True) == parse("dense:5")
+
+
 def test_spellings():
+    assert str(parse("auto")) == "auto"
     assert parse("none") == Warmup()
     assert parse("dense") == Warmup("dense", DEFAULT_STEPS)
     assert str(parse("workers:7")) == "workers:7"

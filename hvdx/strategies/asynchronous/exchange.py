@@ -191,7 +191,7 @@ class AsynchronousExchange(ThresholdExchange):
         self._count_bytes()
         if payload is not None:
             self._skips = 0
-            self._measure(self._computed, self._cost + max(self._transfer(size), backlog))
+            self._measure(self._computed, [self._cost + max(self._transfer(size), backlog)])
         return views(self._given, self.specs)
 
     def _encode_update(self, tensors: Sequence[np.ndarray], finite: bool) -> Payload | None:
