@@ -3,8 +3,8 @@
     python -m tests.try_scripts                                       all scripts, all strategies
     python -m tests.try_scripts --only mlp gan --strategies threshold some of them
 
-Each script first runs on one process. A script takes `hvdx.shard` with its global batch divided by the number of ranks,
-so that two ranks take the steps of one process.
+Each script first runs on one process. A script sets `global_batch_size` in `hvdx.shard`, so that two ranks take the
+steps of one process.
 """
 
 import argparse

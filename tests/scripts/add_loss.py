@@ -6,8 +6,7 @@ from keras import layers, ops
 
 import hvdx
 
-hvdx.init()
-keras.utils.set_random_seed(1)
+hvdx.init(seed=1)
 
 
 class Sparsity(layers.Layer):
@@ -40,11 +39,5 @@ inputs = keras.Input((12,))
 hidden = Sparsity()(layers.Dense(32, activation="relu", kernel_regularizer="l2")(inputs))
 model = keras.Model(inputs, layers.Dense(1, activation="sigmoid")(hidden))
 model.compile(keras.optimizers.Adam(1e-2), "binary_crossentropy", metrics=[F1()])
-model.fit(
-    hvdx.shard((x, y), 64 // hvdx.size()),
-    validation_data=hvdx.shard((x[:100], y[:100]), 64 // hvdx.size(), shuffle=False, drop_remainder=False),
-    epochs=4,
-    shuffle=False,
-    verbose=2,
-    callbacks=[hvdx.keras.Distribute()],
-)
+train, test = hvdx.shard((x, y), global_batch_size=64, validation_split=0.125)
+model.fit(train, validation_data=test, epochs=4, shuffle=False, verbose=2, callbacks=[hvdx.keras.Distribute()])

@@ -9,8 +9,7 @@ from sklearn.datasets import load_digits
 
 import hvdx
 
-hvdx.init()
-keras.utils.set_random_seed(1)
+hvdx.init(seed=1)
 
 x, y = load_digits(return_X_y=True)
 x = (x / 16).astype("float32").reshape(-1, 8, 8, 1)
@@ -27,8 +26,8 @@ model = keras.Sequential(
 )
 model.compile(keras.optimizers.Adam(3e-3), "sparse_categorical_crossentropy", metrics=["accuracy"])
 model.fit(
-    hvdx.shard((x[:1536], y[:1536]), 64 // hvdx.size()),
-    validation_data=hvdx.shard((x[1536:], y[1536:]), 64 // hvdx.size(), shuffle=False, drop_remainder=False),
+    hvdx.shard((x[:1536], y[:1536]), global_batch_size=64),
+    validation_data=hvdx.shard((x[1536:], y[1536:]), global_batch_size=64, shuffle=False, drop_remainder=False),
     epochs=4,
     shuffle=False,
     verbose=2,

@@ -9,8 +9,7 @@ import numpy as np
 
 import hvdx
 
-hvdx.init()
-keras.utils.set_random_seed(1)
+hvdx.init(seed=1)
 keras.config.set_dtype_policy("bfloat16")
 
 x = np.random.normal(size=(1024, 10)).astype("float32")
@@ -20,5 +19,5 @@ model.compile(
     keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"]
 )
 model.fit(
-    hvdx.shard((x, y), 64 // hvdx.size()), epochs=4, shuffle=False, verbose=2, callbacks=[hvdx.keras.Distribute()]
+    hvdx.shard((x, y), global_batch_size=64), epochs=4, shuffle=False, verbose=2, callbacks=[hvdx.keras.Distribute()]
 )

@@ -9,8 +9,7 @@ from sklearn.datasets import load_digits
 
 import hvdx
 
-hvdx.init()
-keras.utils.set_random_seed(1)
+hvdx.init(seed=1)
 
 x, y = load_digits(return_X_y=True)
 x = (x / 16).astype("float32").reshape(-1, 8, 8, 1)
@@ -36,8 +35,8 @@ model.compile(
     metrics=["accuracy"],
 )
 model.fit(
-    hvdx.shard((x[:1500], y[:1500]), 64 // hvdx.size()),
-    validation_data=hvdx.shard((x[1500:], y[1500:]), 64 // hvdx.size(), shuffle=False, drop_remainder=False),
+    hvdx.shard((x[:1500], y[:1500]), global_batch_size=64),
+    validation_data=hvdx.shard((x[1500:], y[1500:]), global_batch_size=64, shuffle=False, drop_remainder=False),
     epochs=3,
     shuffle=False,
     verbose=2,

@@ -1,17 +1,18 @@
 """Contrastive learning of an encoder: a noisy view of a sample resembles the other view's nearest neighbour in a queue.
 
+Own: queue
 One process: other values, since each rank fills a queue of its own.
 """
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 from sklearn.datasets import load_digits
 
 import hvdx
 
-hvdx.init()
-keras.utils.set_random_seed(1)
+hvdx.init(seed=1)
 
 
 class Contrastive(keras.Model):
@@ -47,4 +48,11 @@ x = (load_digits().data / 16).astype("float32")
 model = Contrastive()
 model.queue.assign(ops.normalize(model.encoder(x[:256]), axis=1))
 model.compile(optimizer=keras.optimizers.Adam(1e-3))
-model.fit(hvdx.shard(x, 64 // hvdx.size()), epochs=5, shuffle=False, verbose=2, callbacks=[hvdx.keras.Distribute()])
+model.fit(
+    hvdx.shard(x, global_batch_size=64),
+    epochs=5,
+    shuffle=False,
+    verbose=2,
+    callbacks=[hvdx.keras.Distribute(local=[model.queue])],
+)
+assert np.allclose(np.linalg.norm(model.queue, axis=1), 1, atol=1e-4)

@@ -6,8 +6,7 @@ from keras import layers
 
 import hvdx
 
-hvdx.init()
-keras.utils.set_random_seed(1)
+hvdx.init(seed=1)
 
 symbols, length, width = 6, 4, 5
 labels = np.random.randint(1, symbols, size=(768, length))
@@ -28,7 +27,7 @@ def ctc(y, predicted):
 
 model.compile(keras.optimizers.Adam(1e-2), loss=ctc)
 model.fit(
-    hvdx.shard((signal.astype("float32"), labels.astype("int32")), 32 // hvdx.size()),
+    hvdx.shard((signal.astype("float32"), labels.astype("int32")), global_batch_size=32),
     epochs=3,
     shuffle=False,
     verbose=2,

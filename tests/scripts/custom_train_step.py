@@ -6,8 +6,7 @@ import tensorflow as tf
 
 import hvdx
 
-hvdx.init()
-keras.utils.set_random_seed(1)
+hvdx.init(seed=1)
 
 
 class Regression(keras.Model):
@@ -39,7 +38,7 @@ model.compile(optimizer=keras.optimizers.Adam(1e-2))
 x = np.random.normal(size=(1024, 16)).astype("float32")
 y = np.sin(x[:, :1]) + x[:, 1:2] * x[:, 2:3]
 model.fit(
-    hvdx.shard((x, y), 64 // hvdx.size()),
+    hvdx.shard((x, y), global_batch_size=64),
     epochs=5,
     shuffle=False,
     verbose=2,

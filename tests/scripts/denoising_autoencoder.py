@@ -7,8 +7,7 @@ from sklearn.datasets import load_digits
 
 import hvdx
 
-hvdx.init()
-keras.utils.set_random_seed(1)
+hvdx.init(seed=1)
 
 clean = (load_digits().images[:768, :, :, None] / 16).astype("float32")
 noisy = np.clip(clean + 0.3 * np.random.normal(size=clean.shape), 0, 1).astype("float32")
@@ -21,6 +20,6 @@ outputs = layers.Conv2D(1, 3, activation="sigmoid", padding="same")(x)
 model = keras.Model(inputs, outputs)
 model.compile("adam", "binary_crossentropy")
 model.fit(
-    hvdx.shard((noisy, clean), 32 // hvdx.size()), epochs=4, shuffle=False, verbose=2,
+    hvdx.shard((noisy, clean), global_batch_size=32), epochs=4, shuffle=False, verbose=2,
     callbacks=[hvdx.keras.Distribute()],
 )  # fmt: skip

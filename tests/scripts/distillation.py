@@ -6,11 +6,10 @@ from sklearn.datasets import load_digits
 
 import hvdx
 
-hvdx.init()
-keras.utils.set_random_seed(1)
+hvdx.init(seed=1)
 
 x, y = load_digits(return_X_y=True)
-data = hvdx.shard(((x / 16).astype("float32"), y), 64 // hvdx.size())
+data = hvdx.shard(((x / 16).astype("float32"), y), global_batch_size=64)
 crossentropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 

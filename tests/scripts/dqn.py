@@ -13,8 +13,7 @@ import numpy as np
 
 import hvdx
 
-hvdx.init()
-keras.utils.set_random_seed(1)
+hvdx.init(seed=1)
 
 random.seed(hvdx.rank())  # each rank sees episodes of its own
 cells, goal = 8, 7

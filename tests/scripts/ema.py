@@ -5,8 +5,7 @@ import numpy as np
 
 import hvdx
 
-hvdx.init()
-keras.utils.set_random_seed(1)
+hvdx.init(seed=1)
 
 x = np.random.normal(size=(1024, 10)).astype("float32")
 y = (np.linalg.norm(x, axis=1) > 3).astype("float32")
@@ -16,7 +15,7 @@ model = keras.Sequential(
 optimizer = keras.optimizers.Adam(1e-2, use_ema=True, ema_momentum=0.9, weight_decay=1e-4)
 model.compile(optimizer, "binary_crossentropy", metrics=["accuracy"])
 model.fit(
-    hvdx.shard((x, y), 64 // hvdx.size()),
+    hvdx.shard((x, y), global_batch_size=64),
     epochs=5,
     shuffle=False,
     verbose=2,

@@ -7,8 +7,7 @@ from keras.utils import FeatureSpace
 
 import hvdx
 
-hvdx.init()
-keras.utils.set_random_seed(1)
+hvdx.init(seed=1)
 
 count = 1024
 columns = {
@@ -32,7 +31,7 @@ space = FeatureSpace(
     output_mode="concat",
 )
 space.adapt(dataset.map(lambda x, _: x).batch(128))
-prepared = hvdx.shard(dataset, 32 // hvdx.size()).map(lambda x, y: (space(x), y))
+prepared = hvdx.shard(dataset, global_batch_size=32).map(lambda x, y: (space(x), y))
 
 encoded = space.get_encoded_features()
 hidden = keras.layers.Dense(32, activation="relu")(encoded)

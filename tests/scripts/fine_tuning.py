@@ -5,8 +5,7 @@ from sklearn.datasets import load_digits
 
 import hvdx
 
-hvdx.init()
-keras.utils.set_random_seed(1)
+hvdx.init(seed=1)
 
 x, y = load_digits(return_X_y=True)
 x = (x / 16).astype("float32")
@@ -14,7 +13,7 @@ x = (x / 16).astype("float32")
 
 def fit(model, chosen, labels, epochs):
     return model.fit(
-        hvdx.shard((x[chosen], labels), 32 // hvdx.size()),
+        hvdx.shard((x[chosen], labels), global_batch_size=32),
         epochs=epochs,
         shuffle=False,
         verbose=2,

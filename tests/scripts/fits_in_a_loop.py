@@ -5,8 +5,7 @@ import numpy as np
 
 import hvdx
 
-hvdx.init()
-keras.utils.set_random_seed(1)
+hvdx.init(seed=1)
 
 x = np.random.normal(size=(1024, 8)).astype("float32")
 y = np.abs(x).sum(axis=1, keepdims=True)
@@ -16,7 +15,7 @@ model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(32, activation="
 model.compile(keras.optimizers.SGD(0.02, momentum=0.9), "mse", metrics=["mae"])
 for part in (256, 512, 1024):
     history = model.fit(
-        hvdx.shard((x[:part], y[:part]), 32 // hvdx.size()),
+        hvdx.shard((x[:part], y[:part]), global_batch_size=32),
         epochs=2,
         shuffle=False,
         verbose=2,

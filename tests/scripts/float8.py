@@ -8,15 +8,14 @@ import numpy as np
 
 import hvdx
 
-hvdx.init()
-keras.utils.set_random_seed(1)
+hvdx.init(seed=1)
 
 x = np.random.normal(size=(256, 16)).astype("float32")
 model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(16, activation="relu"), keras.layers.Dense(1)])
 model.quantize("float8")
 model.compile("adam", "mse")
 model.fit(
-    hvdx.shard((x, x[:, :1]), 32 // hvdx.size()),
+    hvdx.shard((x, x[:, :1]), global_batch_size=32),
     epochs=2,
     shuffle=False,
     verbose=2,

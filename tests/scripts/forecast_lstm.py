@@ -5,8 +5,7 @@ import numpy as np
 
 import hvdx
 
-hvdx.init()
-keras.utils.set_random_seed(1)
+hvdx.init(seed=1)
 
 time = np.arange(1100)
 series = np.stack([np.sin(time / 9), np.cos(time / 23) + 0.1 * np.random.normal(size=1100)], axis=1).astype("float32")
@@ -15,4 +14,4 @@ windows = keras.utils.timeseries_dataset_from_array(
 )
 model = keras.Sequential([keras.Input((24, 2)), keras.layers.LSTM(24), keras.layers.Dense(1)])
 model.compile(keras.optimizers.Adam(1e-2), "mse")
-model.fit(hvdx.shard(windows, 64 // hvdx.size()), epochs=4, verbose=2, callbacks=[hvdx.keras.Distribute()])
+model.fit(hvdx.shard(windows, global_batch_size=64), epochs=4, verbose=2, callbacks=[hvdx.keras.Distribute()])

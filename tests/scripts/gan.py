@@ -11,8 +11,7 @@ from sklearn.datasets import load_digits
 
 import hvdx
 
-hvdx.init()
-keras.utils.set_random_seed(1)
+hvdx.init(seed=1)
 
 latent = 16
 discriminator = keras.Sequential(
@@ -64,4 +63,4 @@ model.compile(
     keras.optimizers.Adam(3e-4), keras.optimizers.Adam(3e-4), keras.losses.BinaryCrossentropy(from_logits=True)
 )
 x = (load_digits().data / 16).astype("float32")
-model.fit(hvdx.shard(x, 64 // hvdx.size()), epochs=3, shuffle=False, verbose=2, callbacks=[hvdx.keras.Distribute()])
+model.fit(hvdx.shard(x, global_batch_size=64), epochs=3, shuffle=False, verbose=2, callbacks=[hvdx.keras.Distribute()])

@@ -7,8 +7,7 @@ from keras import layers, ops
 
 import hvdx
 
-hvdx.init()
-keras.utils.set_random_seed(1)
+hvdx.init(seed=1)
 
 nodes, features, classes = 300, 20, 3
 kind = np.random.randint(classes, size=nodes)
@@ -55,7 +54,7 @@ model.compile(
     keras.optimizers.SGD(0.5), keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"]
 )
 model.fit(
-    hvdx.shard((np.arange(256), kind[:256]), 32 // hvdx.size()),
+    hvdx.shard((np.arange(256), kind[:256]), global_batch_size=32),
     epochs=6,
     shuffle=False,
     verbose=2,

@@ -5,8 +5,7 @@ import numpy as np
 
 import hvdx
 
-hvdx.init()
-keras.utils.set_random_seed(1)
+hvdx.init(seed=1)
 
 x = np.random.normal(size=(512, 16)).astype("float32")
 y = np.tanh(x[:, :1] - x[:, 1:2])
@@ -15,5 +14,5 @@ model.quantize("int8")
 model.layers[0].enable_lora(4)
 model.compile(keras.optimizers.Adam(1e-2), "mse")
 model.fit(
-    hvdx.shard((x, y), 32 // hvdx.size()), epochs=4, shuffle=False, verbose=2, callbacks=[hvdx.keras.Distribute()]
+    hvdx.shard((x, y), global_batch_size=32), epochs=4, shuffle=False, verbose=2, callbacks=[hvdx.keras.Distribute()]
 )

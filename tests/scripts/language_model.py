@@ -6,8 +6,7 @@ from keras import layers
 
 import hvdx
 
-hvdx.init()
-keras.utils.set_random_seed(1)
+hvdx.init(seed=1)
 
 text = "the quick brown fox jumps over the lazy dog and runs away from the angry bear. " * 24
 letters = sorted(set(text))
@@ -35,7 +34,7 @@ class Generate(keras.callbacks.Callback):
 
 model.compile(keras.optimizers.AdamW(3e-3, clipnorm=1.0), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
 model.fit(
-    hvdx.shard((x, y), 64 // hvdx.size()),
+    hvdx.shard((x, y), global_batch_size=64),
     epochs=2,
     shuffle=False,
     verbose=2,

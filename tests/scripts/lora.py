@@ -5,8 +5,7 @@ import numpy as np
 
 import hvdx
 
-hvdx.init()
-keras.utils.set_random_seed(1)
+hvdx.init(seed=1)
 
 x = np.random.normal(size=(1024, 20)).astype("float32")
 target = np.random.normal(size=(20, 1)).astype("float32")
@@ -25,7 +24,7 @@ for turn in range(2):
     model.compile(keras.optimizers.Adam(1e-2), "mse")
     print([v.path for v in model.trainable_variables])
     model.fit(
-        hvdx.shard((x, y), 64 // hvdx.size()),
+        hvdx.shard((x, y), global_batch_size=64),
         epochs=3,
         shuffle=False,
         verbose=2,

@@ -7,8 +7,7 @@ import numpy as np
 
 import hvdx
 
-hvdx.init()
-keras.utils.set_random_seed(1)
+hvdx.init(seed=1)
 
 folder = tempfile.mkdtemp()
 x = np.random.normal(size=(400, 10)).astype("float32")
@@ -24,8 +23,8 @@ callbacks = [
     hvdx.keras.Distribute(),
 ]
 model.fit(
-    hvdx.shard((x[:320], y[:320]), 32 // hvdx.size()),
-    validation_data=hvdx.shard((x[320:], y[320:]), 40 // hvdx.size(), shuffle=False, drop_remainder=False),
+    hvdx.shard((x[:320], y[:320]), global_batch_size=32),
+    validation_data=hvdx.shard((x[320:], y[320:]), global_batch_size=40, shuffle=False, drop_remainder=False),
     epochs=12,
     shuffle=False,
     verbose=2,

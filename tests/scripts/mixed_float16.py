@@ -8,8 +8,7 @@ import numpy as np
 
 import hvdx
 
-hvdx.init()
-keras.utils.set_random_seed(1)
+hvdx.init(seed=1)
 keras.mixed_precision.set_dtype_policy("mixed_float16")
 
 x = np.random.normal(size=(1024, 10)).astype("float32")
@@ -20,5 +19,5 @@ model = keras.Model(inputs, keras.layers.Dense(3, activation="softmax", dtype="f
 optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(1e-2), initial_scale=2.0**24)
 model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
 model.fit(
-    hvdx.shard((x, y), 64 // hvdx.size()), epochs=5, shuffle=False, verbose=2, callbacks=[hvdx.keras.Distribute()]
+    hvdx.shard((x, y), global_batch_size=64), epochs=5, shuffle=False, verbose=2, callbacks=[hvdx.keras.Distribute()]
 )

@@ -5,8 +5,7 @@ from sklearn.datasets import load_digits
 
 import hvdx
 
-hvdx.init()
-keras.utils.set_random_seed(1)
+hvdx.init(seed=1)
 
 x, y = load_digits(return_X_y=True)
 x = (x / 16).astype("float32")
@@ -20,8 +19,8 @@ model = keras.Sequential(
 )
 model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
 model.fit(
-    hvdx.shard((x[:1536], y[:1536]), 64 // hvdx.size(), seed=1),
-    validation_data=hvdx.shard((x[1536:], y[1536:]), 64 // hvdx.size(), shuffle=False, drop_remainder=False),
+    hvdx.shard((x[:1536], y[:1536]), global_batch_size=64, seed=1),
+    validation_data=hvdx.shard((x[1536:], y[1536:]), global_batch_size=64, shuffle=False, drop_remainder=False),
     epochs=4,
     shuffle=False,
     verbose=2,

@@ -5,8 +5,7 @@ import numpy as np
 
 import hvdx
 
-hvdx.init()
-keras.utils.set_random_seed(1)
+hvdx.init(seed=1)
 
 x = np.random.normal(size=(1030, 16)).astype("float32")
 y = (x @ np.random.normal(size=(16, 6)) > 1).astype("int32")
@@ -19,8 +18,8 @@ model.compile(
     metrics=[keras.metrics.AUC(multi_label=True, num_labels=6), keras.metrics.TopKCategoricalAccuracy(k=2)],
 )
 model.fit(
-    hvdx.shard((x[:900], y[:900]), 60 // hvdx.size()),
-    validation_data=hvdx.shard((x[900:], y[900:]), 60 // hvdx.size(), shuffle=False, drop_remainder=False),
+    hvdx.shard((x[:900], y[:900]), global_batch_size=60),
+    validation_data=hvdx.shard((x[900:], y[900:]), global_batch_size=60, shuffle=False, drop_remainder=False),
     epochs=4,
     shuffle=False,
     verbose=2,

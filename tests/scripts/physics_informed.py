@@ -10,8 +10,7 @@ from keras import layers, ops
 
 import hvdx
 
-hvdx.init()
-keras.utils.set_random_seed(1)
+hvdx.init(seed=1)
 
 
 class Oscillator(keras.Model):
@@ -38,4 +37,4 @@ hidden = layers.Dense(24, activation="tanh")(layers.Dense(24, activation="tanh")
 model = Oscillator(inputs, layers.Dense(1)(hidden))
 model.compile(optimizer=keras.optimizers.Adam(5e-3))
 t = np.linspace(0, 3, 512, dtype="float32")[:, None]
-model.fit(hvdx.shard(t, 64 // hvdx.size()), epochs=8, shuffle=False, verbose=2, callbacks=[hvdx.keras.Distribute()])
+model.fit(hvdx.shard(t, global_batch_size=64), epochs=8, shuffle=False, verbose=2, callbacks=[hvdx.keras.Distribute()])

@@ -7,8 +7,7 @@ import numpy as np
 
 import hvdx
 
-hvdx.init()
-keras.utils.set_random_seed(1)
+hvdx.init(seed=1)
 
 
 class Batches(keras.utils.PyDataset):

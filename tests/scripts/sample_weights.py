@@ -5,8 +5,7 @@ import numpy as np
 
 import hvdx
 
-hvdx.init()
-keras.utils.set_random_seed(1)
+hvdx.init(seed=1)
 
 x = np.random.normal(size=(2048, 8)).astype("float32")
 y = (x[:, 0] + x[:, 1] > 2.2).astype("float32")
@@ -17,14 +16,14 @@ model = keras.Sequential(
 metrics = [keras.metrics.Precision(name="precision"), keras.metrics.Recall(name="recall")]
 model.compile(keras.optimizers.Adam(1e-2), "binary_crossentropy", metrics=metrics, weighted_metrics=["accuracy"])
 model.fit(
-    hvdx.shard((x, y, trust), 64 // hvdx.size()),
+    hvdx.shard((x, y, trust), global_batch_size=64),
     epochs=2,
     shuffle=False,
     verbose=2,
     callbacks=[hvdx.keras.Distribute()],
 )
 model.fit(
-    hvdx.shard((x, y), 64 // hvdx.size(), seed=3),
+    hvdx.shard((x, y), global_batch_size=64, seed=3),
     class_weight={0: 1.0, 1: float((y == 0).sum() / y.sum())},
     epochs=3,
     shuffle=False,

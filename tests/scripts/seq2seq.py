@@ -6,8 +6,7 @@ from keras import layers
 
 import hvdx
 
-hvdx.init()
-keras.utils.set_random_seed(1)
+hvdx.init(seed=1)
 
 digits, length, start = 8, 6, 8
 source = np.random.randint(digits, size=(1024, length))
@@ -23,7 +22,7 @@ outputs = layers.Dense(digits, activation="softmax")(layers.concatenate([decoded
 model = keras.Model([encoder_in, decoder_in], outputs)
 model.compile(keras.optimizers.RMSprop(1e-2), "sparse_categorical_crossentropy", metrics=["accuracy"])
 model.fit(
-    hvdx.shard(({"source": source, "shifted": shifted}, np.ascontiguousarray(target)), 64 // hvdx.size()),
+    hvdx.shard(({"source": source, "shifted": shifted}, np.ascontiguousarray(target)), global_batch_size=64),
     epochs=4,
     shuffle=False,
     verbose=2,

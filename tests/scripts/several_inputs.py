@@ -6,8 +6,7 @@ from keras import layers
 
 import hvdx
 
-hvdx.init()
-keras.utils.set_random_seed(1)
+hvdx.init(seed=1)
 
 words, tags = 200, 12
 titles = np.random.randint(1, words, size=(1024, 10))
@@ -36,7 +35,9 @@ model.compile(
     metrics={"department": ["accuracy"], "priority": ["mae"]},
 )
 model.fit(
-    hvdx.shard(({"title": titles, "tags": flags}, {"priority": priority, "department": department}), 64 // hvdx.size()),
+    hvdx.shard(
+        ({"title": titles, "tags": flags}, {"priority": priority, "department": department}), global_batch_size=64
+    ),
     epochs=4,
     shuffle=False,
     verbose=2,

@@ -9,8 +9,7 @@ import numpy as np
 
 import hvdx
 
-hvdx.init()
-keras.utils.set_random_seed(1)
+hvdx.init(seed=1)
 
 series, steps, window = 32, 20, 6
 phase = np.random.uniform(0, 6, size=(series, 1))
@@ -35,5 +34,5 @@ model.fit(
     epochs=5,
     shuffle=False,
     verbose=2,
-    callbacks=[ResetStates(), hvdx.keras.Distribute()],
+    callbacks=[ResetStates(), hvdx.keras.Distribute(local=[rnn])],
 )

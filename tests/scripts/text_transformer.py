@@ -9,8 +9,7 @@ from keras import layers, ops
 
 import hvdx
 
-hvdx.init()
-keras.utils.set_random_seed(1)
+hvdx.init(seed=1)
 
 
 class TransformerBlock(layers.Layer):
@@ -44,5 +43,5 @@ outputs = layers.Dense(2, activation="softmax")(layers.Dropout(0.1)(layers.Globa
 model = keras.Model(inputs, outputs)
 model.compile(keras.optimizers.Adam(3e-3), "sparse_categorical_crossentropy", metrics=["accuracy"])
 model.fit(
-    hvdx.shard((x, y), 64 // hvdx.size()), epochs=4, shuffle=False, verbose=2, callbacks=[hvdx.keras.Distribute()]
+    hvdx.shard((x, y), global_batch_size=64), epochs=4, shuffle=False, verbose=2, callbacks=[hvdx.keras.Distribute()]
 )

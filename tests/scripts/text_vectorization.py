@@ -9,8 +9,7 @@ from keras import layers
 
 import hvdx
 
-hvdx.init()
-keras.utils.set_random_seed(1)
+hvdx.init(seed=1)
 
 good, bad, neutral = ["great", "lovely", "fun"], ["poor", "dull", "awful"], ["film", "plot", "actor", "scene", "end"]
 texts, stars = [], []
@@ -31,4 +30,4 @@ inputs = keras.Input((), dtype="string")
 hidden = layers.GlobalAveragePooling1D()(layers.Embedding(50, 12)(vectorize(inputs)))
 model = keras.Model(inputs, layers.Dense(1, activation="sigmoid")(hidden))
 model.compile(keras.optimizers.Adam(2e-2), "binary_crossentropy", metrics=["accuracy"])
-model.fit(hvdx.shard(data, 50 // hvdx.size()), epochs=4, verbose=2, callbacks=[hvdx.keras.Distribute()])
+model.fit(hvdx.shard(data, global_batch_size=50), epochs=4, verbose=2, callbacks=[hvdx.keras.Distribute()])

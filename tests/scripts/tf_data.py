@@ -6,8 +6,7 @@ import tensorflow as tf
 
 import hvdx
 
-hvdx.init()
-keras.utils.set_random_seed(1)
+hvdx.init(seed=1)
 
 x = np.random.rand(1200, 10).astype("float32")
 y = np.argmax(x[:, :4], axis=1)
@@ -23,8 +22,8 @@ model = keras.Sequential(
 )
 model.compile(keras.optimizers.Adam(1e-2), "categorical_crossentropy", metrics=["accuracy"])
 model.fit(
-    hvdx.shard(train, 50 // hvdx.size(), seed=2),
-    validation_data=hvdx.shard(test, 50 // hvdx.size(), shuffle=False, drop_remainder=False),
+    hvdx.shard(train, global_batch_size=50, seed=2),
+    validation_data=hvdx.shard(test, global_batch_size=50, shuffle=False, drop_remainder=False),
     epochs=4,
     verbose=2,
     callbacks=[hvdx.keras.Distribute()],

@@ -7,8 +7,7 @@ from sklearn.datasets import load_digits
 
 import hvdx
 
-hvdx.init()
-keras.utils.set_random_seed(1)
+hvdx.init(seed=1)
 
 images, labels = load_digits(return_X_y=True)
 images = (images / 16).astype("float32")
@@ -28,7 +27,7 @@ model = keras.Model(inputs, near - far)
 model.compile(keras.optimizers.Adam(3e-3), loss=lambda _, difference: ops.maximum(difference + 0.5, 0.0))
 model.fit(
     hvdx.shard(
-        ((images[anchors], images[positives], images[negatives]), np.zeros((1024, 1), "float32")), 64 // hvdx.size()
+        ((images[anchors], images[positives], images[negatives]), np.zeros((1024, 1), "float32")), global_batch_size=64
     ),
     epochs=4,
     shuffle=False,

@@ -9,8 +9,7 @@ from keras import layers, ops
 
 import hvdx
 
-hvdx.init()
-keras.utils.set_random_seed(1)
+hvdx.init(seed=1)
 
 users, films = 300, 120
 seen = np.random.randint(users, size=2048)
@@ -34,7 +33,7 @@ class TwoTowers(keras.Model):
 model = TwoTowers()
 model.compile(optimizer=keras.optimizers.Adagrad(0.5))
 model.fit(
-    hvdx.shard({"user": seen, "film": liked}, 64 // hvdx.size()),
+    hvdx.shard({"user": seen, "film": liked}, global_batch_size=64),
     epochs=4,
     shuffle=False,
     verbose=2,

@@ -10,8 +10,7 @@ from sklearn.datasets import load_digits
 
 import hvdx
 
-hvdx.init()
-keras.utils.set_random_seed(1)
+hvdx.init(seed=1)
 
 
 class Sampling(layers.Layer):
@@ -62,4 +61,4 @@ class VAE(keras.Model):
 model = VAE(encoder, decoder)
 model.compile(optimizer=keras.optimizers.Adam(1e-2))
 x = (load_digits().data / 16).astype("float32")
-model.fit(hvdx.shard(x, 64 // hvdx.size()), epochs=4, shuffle=False, verbose=2, callbacks=[hvdx.keras.Distribute()])
+model.fit(hvdx.shard(x, global_batch_size=64), epochs=4, shuffle=False, verbose=2, callbacks=[hvdx.keras.Distribute()])

@@ -6,8 +6,7 @@ from keras import layers
 
 import hvdx
 
-hvdx.init()
-keras.utils.set_random_seed(1)
+hvdx.init(seed=1)
 
 count, hashed = 1024, 5000
 codes = np.random.randint(hashed, size=(count, 4))
@@ -19,7 +18,7 @@ outputs = layers.Dense(1, activation="sigmoid")(layers.concatenate([wide, layers
 model = keras.Model(inputs, outputs)
 model.compile(keras.optimizers.SGD(1.0), "binary_crossentropy", metrics=["accuracy"])
 model.fit(
-    hvdx.shard((codes, clicked), 64 // hvdx.size()),
+    hvdx.shard((codes, clicked), global_batch_size=64),
     epochs=5,
     shuffle=False,
     verbose=2,
