@@ -152,7 +152,7 @@ def test_parts_are_differences_of_the_counters_of_all_exchanges(tmp_path):
         recording.step_ends(step)
     recording.steps_end()
     one.sent, one.encoding = one.sent + 1000, one.encoding + 5.0
-    recording.end_epoch(1, {})
+    recording.end_epoch(1, {}, {})
     recording.end("done", {})
     steps = read(tmp_path)[0].ranks[0].steps
     # A flush adds its bytes to the last call, and its time to none.
