@@ -14,9 +14,9 @@ from hvdx.strategies import link
 from hvdx.strategies.all_reduce import AllReduce
 from hvdx.strategies.base import Strategy, TensorSpec, views
 from hvdx.strategies.compiling import announce
-from hvdx.strategies.driver import HostExchange
 from hvdx.strategies.link import ring_bytes
 from hvdx.strategies.prediction import Codec, Prediction, Situation, installed_engine, measure_codec
+from hvdx.strategies.step import HostExchange
 from hvdx.strategies.telemetry import Telemetry
 from hvdx.strategies.threshold import Threshold
 

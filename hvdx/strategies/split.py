@@ -13,7 +13,7 @@ import numpy as np
 from hvdx.comm import Comm
 from hvdx.errors import ConfigError
 from hvdx.strategies.base import Exchange, Strategy, TensorSpec
-from hvdx.strategies.driver import HostExchange
+from hvdx.strategies.step import HostExchange
 from hvdx.strategies.telemetry import Telemetry, merged
 
 

@@ -166,8 +166,8 @@ def add_up(given: argparse.Namespace) -> dict[str, float]:
     """Return the milliseconds of a sum over the ranks by each way, and of one pass over an update."""
     import hvdx
     from hvdx.comm import world
-    from hvdx.strategies.host_sums import MessageSums, SharedSums, open_sums
-    from hvdx.strategies.interleaving import Interleaved
+    from hvdx.strategies.threshold.host_sums import MessageSums, SharedSums, open_sums
+    from hvdx.strategies.threshold.interleaving import Interleaved
 
     hvdx.init()
     channel = world.start().channel("sums")

@@ -230,7 +230,7 @@ def _trial(comm):
 
 
 if __name__ == "__main__":
-    from hvdx.strategies.asynchronous.post import Post
+    from hvdx.strategies.threshold.routes.post import Post
 
     Post.start = lambda self, session: None
     rows = {f"{name}, {size} ranks": case() for size in (2, 4) for name, case in cases(size).items()}

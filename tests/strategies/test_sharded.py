@@ -7,7 +7,7 @@ from hvdx.errors import ConfigError, UpdateError, WireError
 from hvdx.strategies import TensorSpec, Threshold, link
 from hvdx.strategies.link import Link
 from hvdx.strategies.prediction import Situation
-from hvdx.strategies.shards import Shards
+from hvdx.strategies.threshold.shards import Shards
 from tests.strategies.test_threshold import flat, steps_of, update
 from tests.strategies.virtual import ELEMENTS, SPECS, on_all
 

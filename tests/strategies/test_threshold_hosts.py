@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hvdx.errors import ConfigError, HvdxError, WireError
 from hvdx.strategies import TensorSpec, Threshold
-from hvdx.strategies.threshold_hosts import HostsExchange
+from hvdx.strategies.threshold.hosts import HostsExchange
 from tests.strategies.test_threshold import OPTIONS, flat, restarted, steps_of, update
 from tests.strategies.virtual import ELEMENTS, SPECS, on_hosts
 

@@ -12,10 +12,10 @@ from hvdx.comm.launcher import kernel_threads
 from hvdx.errors import UpdateError
 from hvdx.strategies.base import TensorSpec, views
 from hvdx.strategies.compiling import prepare_together
-from hvdx.strategies.driver import MAX_SKIPPED_STEPS, HostExchange
 from hvdx.strategies.serving.client import Call, client_of
 from hvdx.strategies.serving.messages import MessageType, SessionConfig, cut
 from hvdx.strategies.serving.updates import is_finite, joined_residual, make_codec
+from hvdx.strategies.step import MAX_SKIPPED_STEPS, HostExchange
 from hvdx.strategies.telemetry import ServerTelemetry
 
 #: Bytes of a header on the wire.

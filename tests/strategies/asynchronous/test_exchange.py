@@ -9,7 +9,7 @@ import pytest
 
 from hvdx.errors import ConfigError, ExchangeError, HvdxError, ReplicaError, WireError
 from hvdx.strategies import TensorSpec, Threshold, parse
-from hvdx.strategies.asynchronous import replica
+from hvdx.strategies.threshold.routes import replica
 from tests.strategies.serving.ranks import DOUBLE, SPECS, all_fine, expect_everywhere, flat, run, zeros
 
 ELEMENTS = sum(s.elements for s in SPECS)

@@ -11,13 +11,13 @@ import numpy as np
 from hvdx.comm import Comm, progress
 from hvdx.comm.waiting import LIMIT_VARIABLE, Backoff, time_limit
 from hvdx.errors import ExchangeError, UpdateError, WireError
-from hvdx.strategies import threshold_exchange
-from hvdx.strategies.asynchronous.post import HEADER_BYTES, Payload, Session, post_of
-from hvdx.strategies.asynchronous.replica import SEQUENCER, Replica
 from hvdx.strategies.base import TensorSpec, refuse_constraints, views
-from hvdx.strategies.driver import MAX_SKIPPED_STEPS
+from hvdx.strategies.step import MAX_SKIPPED_STEPS
 from hvdx.strategies.telemetry import StaleTelemetry
-from hvdx.strategies.threshold_exchange import ThresholdExchange
+from hvdx.strategies.threshold import encoder
+from hvdx.strategies.threshold.encoder import ThresholdExchange
+from hvdx.strategies.threshold.routes.post import HEADER_BYTES, Payload, Session, post_of
+from hvdx.strategies.threshold.routes.replica import SEQUENCER, Replica
 
 # The sessions of an exchange have the numbers (series << _SERIES_BITS) + 0, 1, 2, ...
 _SERIES_BITS = 32
@@ -27,7 +27,7 @@ _LEAST_ROOM = 1 << 20
 _SAMPLE, _DENSE, _FACTOR = range(3)
 
 
-class Options(threshold_exchange.Options, Protocol):
+class Options(encoder.Options, Protocol):
     """Options that the exchange reads; see `hvdx.strategies.Threshold`."""
 
     max_staleness: int | str

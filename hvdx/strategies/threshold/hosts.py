@@ -13,13 +13,13 @@ from hvdx.errors import ConfigError
 from hvdx.strategies import link
 from hvdx.strategies.base import TensorSpec, views
 from hvdx.strategies.compiling import prepare_together
-from hvdx.strategies.density import INITIAL_DENSITY
-from hvdx.strategies.driver import HostExchange, Prepared
-from hvdx.strategies.host_sums import open_sums
-from hvdx.strategies.noise import common_sample
-from hvdx.strategies.shards import OWNER, whole_residual
+from hvdx.strategies.step import HostExchange, Prepared
 from hvdx.strategies.telemetry import Telemetry
-from hvdx.strategies.threshold_exchange import Options, ThresholdExchange
+from hvdx.strategies.threshold.density import INITIAL_DENSITY
+from hvdx.strategies.threshold.encoder import Options, ThresholdExchange
+from hvdx.strategies.threshold.host_sums import open_sums
+from hvdx.strategies.threshold.noise import common_sample
+from hvdx.strategies.threshold.shards import OWNER, whole_residual
 
 # "No rank", where a header names a rank of the host.
 _NOBODY = -1
@@ -60,8 +60,8 @@ class HostsExchange(HostExchange):
     """Exchange of one optimiser under `Threshold(local="dense")`.
 
     The vector of all elements is divided into one piece for each rank of a host. The ranks of a host add up their
-    updates, each for its own piece (`hvdx.strategies.host_sums`). The ranks with the same piece, one on each host,
-    exchange its sums by a `ThresholdExchange`. Then each host gathers the results.
+    updates, each for its own piece (`threshold.host_sums`). The ranks with the same piece, one on each host, exchange its
+    sums by a `ThresholdExchange`. Then each host gathers the results.
 
     Args:
         strategy: options, the same on all ranks.

@@ -125,7 +125,7 @@ class Shards:
         return self.natural(everything)
 
 
-# Prefix of the state of a shard in a saved state of `hvdx.strategies.threshold_sharded`, and its number of ranks.
+# Prefix of the state of a shard in a saved state of `routes.sharded`, and its number of ranks.
 OWNER, OWNERS = "owner.", "owner.ranks"
 
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 from typing import Literal, Protocol
 
 from hvdx.strategies import link
-from hvdx.strategies.density import STARVED, affordable_density, budget_with
 from hvdx.strategies.prediction import Codec, Machine, Prediction, Situation, added
-from hvdx.strategies.shards import OWNER_DENSITY, owner_density
+from hvdx.strategies.threshold.density import STARVED, affordable_density, budget_with
+from hvdx.strategies.threshold.shards import OWNER_DENSITY, owner_density
 
 #: Bytes of the header of a message: status, two times and the size of the message. The sample of gradients that is
 #: sent with Adam and its relatives, some 140 bytes, is not included: predictions do not know the optimiser.

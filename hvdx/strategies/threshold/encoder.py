@@ -14,11 +14,11 @@ from hvdx.errors import ConfigError, UpdateError
 from hvdx.strategies import link
 from hvdx.strategies.base import TensorSpec
 from hvdx.strategies.compiling import prepare_together
-from hvdx.strategies.density import INITIAL_DENSITY, DensityControl
-from hvdx.strategies.driver import MessageExchange
-from hvdx.strategies.noise import NoiseEstimate
-from hvdx.strategies.shards import whole_residual
-from hvdx.strategies.warmup import Warmup
+from hvdx.strategies.step import MessageExchange
+from hvdx.strategies.threshold.density import INITIAL_DENSITY, DensityControl
+from hvdx.strategies.threshold.noise import NoiseEstimate
+from hvdx.strategies.threshold.shards import whole_residual
+from hvdx.strategies.threshold.warmup import Warmup
 
 # Integers of a header before the sample of gradients.
 _HEADER = 3
@@ -53,7 +53,7 @@ class ThresholdExchange(MessageExchange):
         lookahead: see `Threshold`.
         device: device of the tensors, of the result and of the residual; see `Strategy.device_for`.
         network: the link between the ranks, if it has been measured.
-        summed: number of ranks whose updates each message adds up; see `hvdx.strategies.threshold_hosts`.
+        summed: number of ranks whose updates each message adds up; see `hvdx.strategies.threshold.hosts`.
         elements: number of elements from which an automatic density starts, if it is not that of the tensors.
     """
 

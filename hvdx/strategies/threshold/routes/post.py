@@ -15,8 +15,8 @@ import numpy as np
 from hvdx.comm import Comm, Message
 from hvdx.comm.base import HEADER_WORDS
 from hvdx.comm.waiting import Backoff, until
-from hvdx.strategies.asynchronous.replica import Kind, Letter, Replica
 from hvdx.strategies.serving.server import BUSY_SLEEP, IDLE_SLEEP
+from hvdx.strategies.threshold.routes.replica import Kind, Letter, Replica
 
 #: Number of the mailbox; the parameter server, which also hands out steps, has 0 and 1.
 BOX = 2

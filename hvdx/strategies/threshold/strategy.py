@@ -15,7 +15,7 @@ import numpy as np
 
 from hvdx.comm import Comm
 from hvdx.errors import ConfigError
-from hvdx.strategies import link, threshold_costs, warmup
+from hvdx.strategies import link
 from hvdx.strategies.base import (
     Exchange,
     SecondMoments,
@@ -27,10 +27,11 @@ from hvdx.strategies.base import (
 )
 from hvdx.strategies.prediction import Prediction, Situation
 from hvdx.strategies.serving.step_client import StepClient
-from hvdx.strategies.shards import OWNERS, divide_again
+from hvdx.strategies.threshold import costs, warmup
+from hvdx.strategies.threshold.shards import OWNERS, divide_again
 
 if TYPE_CHECKING:
-    from hvdx.strategies.threshold_exchange import ThresholdExchange
+    from hvdx.strategies.threshold.encoder import ThresholdExchange
 
 #: Placements that a user may choose.
 Placement = Literal["update", "gradient"]
@@ -262,7 +263,7 @@ class Threshold(Strategy):
         agree_on_strategy(self, comm)
         agree_on_tensors(specs, comm)
         if self.asynchronous:
-            from hvdx.strategies.asynchronous.exchange import AsynchronousExchange
+            from hvdx.strategies.threshold.ordered import AsynchronousExchange
 
             return AsynchronousExchange(self, comm, specs, self.lookahead_for(momentum))
         device, why = self._choose_device(specs)
@@ -270,7 +271,7 @@ class Threshold(Strategy):
             print(f"hvdx: every update crosses from the GPU to the host. {why}", file=sys.stderr, flush=True)
         if self._adds_up(comm, sum(s.elements for s in specs), device):
             # Imported here because it imports Numba, which other strategies do not need.
-            from hvdx.strategies.threshold_hosts import HostsExchange
+            from hvdx.strategies.threshold.hosts import HostsExchange
 
             hosts = HostsExchange(self, comm, specs, self.lookahead_for(momentum))
             self._report(comm, hosts.way, "auto" in (self.local, self.exchange))
@@ -300,11 +301,11 @@ class Threshold(Strategy):
         Args:
             comm, specs, lookahead, device, network, summed, elements: see `ThresholdExchange`.
         """
-        from hvdx.strategies.threshold_exchange import ThresholdExchange
+        from hvdx.strategies.threshold.encoder import ThresholdExchange
 
         kind, network = self._choose_exchange(comm, elements or sum(s.elements for s in specs), device, network)
         if kind == "sharded":
-            from hvdx.strategies.threshold_sharded import ShardedExchange
+            from hvdx.strategies.threshold.routes.sharded import ShardedExchange
 
             return ShardedExchange(self, comm, specs, lookahead, network, summed, elements)
         return ThresholdExchange(self, comm, specs, lookahead, device, network, summed, elements)
@@ -318,12 +319,12 @@ class Threshold(Strategy):
         # Hosts may differ: some have no GPU.
         if set(comm.all_gather_object(device, "the devices of updates")) != {"cpu"}:
             return "all_gather", network
-        if network is None and threshold_costs.follows_link(self, comm.size):
+        if network is None and costs.follows_link(self, comm.size):
             channel = comm.channel("the link")
             network = link.probe(channel)
             channel.close()
         situation = Situation(comm.size, (elements,), 0.0, network or link.Link(0.0, 1.0))
-        return threshold_costs.kind_for(self, situation), network
+        return costs.kind_for(self, situation), network
 
     def step_client(self, comm: Comm, steps: int, begun: int = 0) -> StepClient:
         """Return the client of rank 0, which hands out the steps."""
@@ -383,7 +384,7 @@ class Threshold(Strategy):
 
     def predict(self, situation: Situation) -> Prediction | None:
         """Predict the steps after the warm-up; None for a fixed tau, whose density depends on the updates."""
-        return threshold_costs.predict(self, situation)
+        return costs.predict(self, situation)
 
     def merge(self, saved: Sequence[Mapping[str, np.ndarray]], rank: int, size: int) -> dict[str, np.ndarray]:
         """Distribute the saved residuals over the ranks, so that their sum stays the same."""

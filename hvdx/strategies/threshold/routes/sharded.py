@@ -23,10 +23,10 @@ from hvdx.comm import Comm, Received, clock
 from hvdx.errors import ConfigError, UpdateError, WireError
 from hvdx.strategies import link
 from hvdx.strategies.base import TensorSpec, views
-from hvdx.strategies.driver import Sent
-from hvdx.strategies.noise import sums_of
-from hvdx.strategies.shards import OWNER, OWNER_DENSITY, OWNER_LOOKAHEAD, OWNERS, Shards, owner_density
-from hvdx.strategies.threshold_exchange import Options, ThresholdExchange
+from hvdx.strategies.step import Sent
+from hvdx.strategies.threshold.encoder import Options, ThresholdExchange
+from hvdx.strategies.threshold.noise import sums_of
+from hvdx.strategies.threshold.shards import OWNER, OWNER_DENSITY, OWNER_LOOKAHEAD, OWNERS, Shards, owner_density
 
 # Numbers that a rank sends to each other rank before the first phase: bytes of its part, status, and the times in
 # microseconds.
