@@ -13,7 +13,7 @@ import numpy as np
 from hvdx.comm import Comm
 from hvdx.errors import ConfigError
 from hvdx.strategies.base import Exchange, Strategy, TensorSpec
-from hvdx.strategies.step import HostExchange
+from hvdx.strategies.host import HostExchange, StepInput
 from hvdx.strategies.telemetry import Telemetry, merged
 
 
@@ -173,51 +173,29 @@ class SplitHostExchange(HostExchange):
         # Whole weights are exchanged by all ranks, so their link comes first.
         self.network = next((s.exchange.network for s in shares if s.exchange.network is not None), None)
 
-    # `HostExchange` keeps these two; here they are those of the two exchanges.
     @property
     def telemetry(self) -> Telemetry:
         """Counters of both exchanges together, without those of parts that no other rank holds."""
         costs = [share.exchange.telemetry for share in self._shares]
-        total = merged([c for c, s in zip(costs, self._shares, strict=True) if not _is_local(s)] or costs)
-        if not any(total is cost for cost in costs):
-            # Both exchanges see the same computing, and skip the same steps.
-            total.computing, total.skipped = costs[0].computing, costs[0].skipped
-        return total
+        shared = [c for c, s in zip(costs, self._shares, strict=True) if not _is_local(s)] or costs
+        # Both exchanges see the same computing, and skip the same steps.
+        first = costs[0] if len(shared) > 1 else shared[0]
+        return replace(merged(shared), computing=first.computing, skipped=first.skipped, elements=self._n)
 
-    @telemetry.setter
-    def telemetry(self, fresh: Telemetry) -> None:
+    def reset_telemetry(self) -> None:
         for share in self._shares:
-            counts = share.exchange.telemetry
-            share.exchange.telemetry = type(counts)(elements=counts.elements)
+            share.exchange.reset_telemetry()
 
-    @property
-    def blamed(self) -> str:
-        """Variable whose gradient held NaN or infinity."""
-        return str(self._shares[0].exchange.blamed)
-
-    @blamed.setter
-    def blamed(self, name: str) -> None:
+    def count_computing(self, seconds: float) -> None:
         for share in self._shares:
-            share.exchange.blamed = name
+            share.exchange.count_computing(seconds)
 
-    @property
-    def sample(self) -> Sequence[np.ndarray] | None:
-        """Elements of the gradients in this step, one array per tensor; see `HostExchange`."""
-        samples = [share.exchange.sample for share in self._shares]
-        return None if None in samples else self._all(samples)
-
-    @sample.setter
-    def sample(self, arrays: Sequence[np.ndarray] | None) -> None:
-        for share in self._shares:
-            share.exchange.sample = None if arrays is None else share.of(arrays)
-
-    def combine(self, tensors: Sequence[np.ndarray], finite: bool) -> list[np.ndarray]:
-        prepared = [share.exchange.prepare(share.of(tensors), finite) for share in self._shares]
+    def combine(self, given: StepInput) -> list[np.ndarray]:
+        prepared = [share.exchange.prepare(given.part(share.where)) for share in self._shares]
         mine = all(p.is_fine for p in prepared)
         if self._comm.any_true(not mine):
             # A rank that skips one of the exchanges skips the other, and all ranks with it. The first one reports.
-            for k, one in enumerate(prepared):
-                one.skip(blamed=k == 0 and not mine)
+            prepared = [one.skipped(blamed=k == 0 and not mine) for k, one in enumerate(prepared)]
         return self._all(share.exchange.deliver(p) for share, p in zip(self._shares, prepared, strict=True))
 
     def _all(self, results: Any) -> list[Any]:
@@ -227,18 +205,6 @@ class SplitHostExchange(HostExchange):
             for i, array in zip(share.where, arrays or (), strict=arrays is not None):
                 everything[i] = array
         return everything
-
-    def start_timer(self) -> None:
-        for share in self._shares:
-            share.exchange.start_timer()
-
-    def stop_timer(self) -> None:
-        for share in self._shares:
-            share.exchange.stop_timer()
-
-    def restart_timer(self) -> None:
-        for share in self._shares:
-            share.exchange.restart_timer()
 
     @property
     def is_open(self) -> bool:
@@ -318,13 +284,13 @@ class _LocalExchange(HostExchange):
     def begin(self, weights: Sequence[np.ndarray]) -> None:
         self._weights = [np.array(w) for w in weights]
 
-    def combine(self, tensors: Sequence[Any], finite: bool) -> list[Any]:
+    def combine(self, given: StepInput) -> list[Any]:
         self.telemetry.steps += 1
-        self.telemetry.skipped += not finite
+        self.telemetry.skipped += not given.finite
         if self._weights is None:
-            return list(tensors) if finite else [np.zeros(s.shape, np.float32) for s in self.specs]
-        if finite:
-            self._weights = [np.array(t) for t in tensors]
+            return list(given.tensors) if given.finite else [np.zeros(s.shape, np.float32) for s in self.specs]
+        if given.finite:
+            self._weights = [np.array(t) for t in given.tensors]
         return [w.copy() for w in self._weights]
 
     def step(self, tensors: Sequence[Any], finite: Any = True) -> list[Any]:

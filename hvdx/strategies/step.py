@@ -1,7 +1,9 @@
-"""Base classes of exchanges on the host.
+"""A step of an exchange of messages: input -> encoder -> route -> result.
 
-`HostExchange` measures the time of each step and reports skipped steps. `MessageExchange` is for strategies that send
-every rank's message to every rank: it adds the vote on NaN, skipped steps, overlap and byte counts.
+`MessageExchange` is the step. It holds an `Encoder` (what a rank sends, and what it keeps) and a `Route` (how messages
+travel), adds the agreement on NaN, skipped steps, overlap and counters, and knows neither their classes nor their
+parts. All decisions depend only on what the route returns, which is the same on all ranks, so all ranks decide the same
+without another exchange. If one rank has NaN, all ranks skip the step, and their residuals stay unchanged.
 """
 
 import abc
@@ -9,201 +11,33 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from hvdx.comm import Comm, Received, clock
+from hvdx.comm import Comm, clock
 from hvdx.comm.alignment import aligned
 from hvdx.errors import ConfigError, HvdxError, UpdateError, WireError
-from hvdx.strategies.base import Exchange, TensorSpec, views
+from hvdx.strategies.base import TensorSpec, views
+from hvdx.strategies.host import (
+    ELSEWHERE,
+    FINE,
+    MAX_SKIPPED_STEPS,
+    NOT_FINITE,
+    REFUSED,
+    HostExchange,
+    Prepared,
+    StepInput,
+)
+from hvdx.strategies.link import slowest
 from hvdx.strategies.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from hvdx.codec import Codec  # imports Numba, which not all strategies need
 
-T = TypeVar("T")
-
-# Status of a rank's step, in the header of its message. "Elsewhere": another exchange reports why the step is skipped.
-_FINE, _NOT_FINITE, _REFUSED, _ELSEWHERE = 0, 1, 2, 3
-#: Number of skipped steps in a row after which the training ends with an error, because it has diverged.
-MAX_SKIPPED_STEPS = 100
-
-
-@dataclass
-class Prepared:
-    """Step of one rank that is ready to be exchanged.
-
-    Attributes:
-        update: tensors of this rank.
-        status: status of this rank; it is sent to the others.
-    """
-
-    update: Sequence[np.ndarray]
-    status: int
-
-    @property
-    def is_fine(self) -> bool:
-        """True if this rank can take the step."""
-        return self.status == _FINE
-
-    def skip(self, blamed: bool) -> None:
-        """Skip the step in this exchange because this rank, or another one, skips it in one of its exchanges.
-
-        Args:
-            blamed: whether reports name this rank.
-        """
-        self.status = _NOT_FINITE if blamed else _ELSEWHERE
-
-
-class HostExchange(Exchange):
-    """Exchange that runs on the host. A subclass implements `combine`, and may override the other methods.
-
-    Args:
-        specs: the tensors.
-        telemetry: counters of the exchange.
-
-    Attributes:
-        telemetry: counters of the exchange; a caller may replace them.
-        blamed: for a step that is not finite, the variable whose gradient held NaN or infinity; "" if unknown.
-        network: `hvdx.strategies.link.Link` between the ranks, if the exchange has measured it; otherwise None.
-        sample: for a strategy that corrects second moments, some elements of this rank's gradients in this step, each
-            divided by the root of its second moment: one float array per tensor (on a GPU, one for all tensors), of the
-            same sizes on all ranks and in all steps. None if the optimiser does not divide by second moments.
-        allocate: for an exchange on a GPU, function from a number of elements to a new float32 array of zeros there, as
-            which a step returns its result; None for an array of Numba.
-    """
-
-    network: Any = None
-    sample: Sequence[np.ndarray] | None = None
-    allocate: Callable[[int], Any] | None = None
-
-    def __init__(self, specs: Sequence[TensorSpec], telemetry: Telemetry):
-        self.specs, self.telemetry, self.blamed = list(specs), telemetry, ""
-        self._n = self.telemetry.elements = sum(s.elements for s in specs)
-        # End of the last step; None if the time from there to the next step is not all computing.
-        self._last_end: float | None = None
-        self._computed = 0.0
-        self._skips = 0
-
-    @abc.abstractmethod
-    def combine(self, tensors: Sequence[np.ndarray], finite: bool) -> list[np.ndarray]:
-        """Do the work of `Exchange.step`, without the measurement of the time between two steps."""
-
-    def step(self, tensors: Sequence[np.ndarray], finite: Any = True) -> list[np.ndarray]:
-        self.stop_timer()
-        result = self.combine(tensors, bool(finite))
-        self.start_timer()
-        return result
-
-    def prepare(self, tensors: Sequence[np.ndarray], finite: bool) -> Any:
-        """Do the part of `combine` that comes before the exchange. Not collective.
-
-        Args:
-            tensors, finite: see `step`.
-
-        Returns:
-            A `Prepared`.
-        """
-        fine = finite and all(bool(np.isfinite(t.sum(dtype=np.float64))) for t in tensors)
-        return Prepared(tensors, _FINE if fine else _NOT_FINITE)
-
-    def deliver(self, prepared: Any) -> list[np.ndarray]:
-        """Exchange what `prepare` returned; return the result of `combine`. Collective, as `step` is."""
-        return self.combine(prepared.update, prepared.is_fine)
-
-    def start_timer(self) -> None:
-        """Start the compute timer at the end of a step."""
-        self._last_end = clock.now()
-
-    def stop_timer(self) -> None:
-        """Stop the compute timer at the beginning of a step, and count the time."""
-        if self._last_end is not None:
-            self._computed = clock.now() - self._last_end
-            self.telemetry.computing += self._computed
-
-    def restart_timer(self) -> None:
-        """Restart the compute timer before a run of steps."""
-        self._last_end = None
-
-    @property
-    def is_open(self) -> bool:
-        """True if `step` may be called. An exchange of weights may be closed: `begin` must then be called first."""
-        return True
-
-    def begin(self, weights: Sequence[np.ndarray]) -> None:
-        """Open an exchange of weights with the given weights. Collective.
-
-        Args:
-            weights: arrays of the shapes of the specs; those of rank 0 are used.
-        """
-
-    def renew(self) -> None:
-        """Discard a session that an exception ended. Some ranks may not have begun the session. Collective."""
-
-    @property
-    def residuals(self) -> list[np.ndarray]:
-        """Residuals of this rank, which callers must not change: float32 arrays of the shapes of the specs."""
-        return [np.zeros(s.shape, np.float32) for s in self.specs]
-
-    def add_to_residual(self, tensors: Sequence[np.ndarray]) -> None:
-        """Add tensors to the residual; a no-op if the exchange has none.
-
-        Args:
-            tensors: float32 arrays of the shapes of the specs.
-        """
-
-    def drain(self) -> None:
-        """Wait for the step in flight, and keep its result for the next step. Collective.
-
-        Unlike `flush`, it does not change the results of the training.
-        """
-
-    def _find(self, place: int) -> tuple[int, int]:
-        """Return the index of the tensor that holds an element of the flat array, and the element in it."""
-        ends = np.cumsum([s.elements for s in self.specs])
-        variable = int(np.searchsorted(ends, place, side="right"))
-        return variable, place - int(ends[variable]) + self.specs[variable].elements
-
-    def _skipped(self, reports: bool, report: Callable[[str], str], error: Callable[[], str]) -> None:
-        """Count a skipped step. Report only the 1st, 2nd, 4th, 8th ... in a row, so that a long series stays readable.
-
-        Args:
-            reports: whether this rank prints the report.
-            report: function that returns the report; its argument is "" or a text such as ", 4 in a row".
-            error: function that returns the message of the error that ends the training.
-
-        Raises:
-            HvdxError: after `MAX_SKIPPED_STEPS` steps in a row.
-        """
-        self.telemetry.skipped += 1
-        self._skips += 1
-        if self._skips >= MAX_SKIPPED_STEPS:
-            raise HvdxError(error())
-        if reports and (self._skips & (self._skips - 1)) == 0:
-            again = f", {self._skips} in a row" if self._skips > 1 else ""
-            print(f"hvdx: {report(again)}", file=sys.stderr, flush=True)
-
-
-@dataclass
-class Sent(Prepared):
-    """Encoded update, before it is sent or in flight.
-
-    Attributes:
-        update: tensors that this rank added to its residual.
-        message: uint8[bytes], message of this rank; it must not change before it is decoded.
-        codec: codec of the message.
-        active: number of ranks whose messages count.
-        step: number of the step, from 0.
-        late: the step before, if this rank has waited for it, and ranks did not skip it.
-    """
-
-    message: np.ndarray
-    codec: "Codec[Any]"
-    active: int
-    step: int
-    late: "tuple[Sent, Received] | None" = None
+#: Steps between measurements of the residual, each of which reads all of it.
+RESIDUAL_EVERY = 64
 
 
 class DeviceArrays(Protocol):
@@ -234,175 +68,369 @@ class DeviceArrays(Protocol):
         """Subtract an array from another one."""
 
 
-class MessageExchange(HostExchange):
-    """Exchange that sends every rank's message to every rank, and adds them up in rank order.
+@dataclass(frozen=True)
+class Encoded:
+    """Encoded tensors of a step.
 
-    A subclass implements `codec` and `encode`. All decisions depend only on the headers of messages, so all ranks
-    decide the same without another exchange. If one rank has NaN, all ranks skip the step, and their residuals stay
-    unchanged.
+    Attributes:
+        message: uint8[bytes], message of this rank; it must not change before it is decoded.
+        codec: codec of the message.
+        tensors: the tensors; with overlap, copies. Empty if this rank encoded nothing.
+        taus: thresholds of the encoder after the step, if it has any.
+        entries: number of entries in the message; None if it has all elements.
+        density: share of the elements that are entries.
+        tau: median of the thresholds in this step; 0 for none.
+    """
+
+    message: np.ndarray
+    codec: "Codec[Any]"
+    tensors: Sequence[Any] = ()
+    taus: np.ndarray | None = None
+    entries: int | None = None
+    density: float = 0.0
+    tau: float = 0.0
+
+    @property
+    def is_dense(self) -> bool:
+        """True if the message has all elements."""
+        return self.entries is None
+
+
+def count_entries(counts: Telemetry, encoded: Encoded, elements: int) -> None:
+    """Count the entries of a message of some elements."""
+    if encoded.entries is not None:
+        counts.entries += encoded.entries
+        counts.encoded += elements
+        counts.entry_bytes += encoded.message.size
+    counts.density, counts.tau = encoded.density, encoded.tau
+
+
+class Encoder(abc.ABC):
+    """Encoder of the tensors of one optimiser: what a rank sends in a step, and what it keeps in a residual.
+
+    Attributes:
+        device: device of tensors, residual and result; None for the host.
+    """
+
+    device: DeviceArrays | None = None
+
+    @abc.abstractmethod
+    def encode(self, tensors: Sequence[Any], step: int) -> Encoded:
+        """Encode the tensors of a step, and add to the residual what the message does not hold.
+
+        Args:
+            tensors: float32 arrays of the shapes of the specs, or one array on the device, in a list.
+            step: number of the step, from 0.
+
+        Raises:
+            UpdateError: if the tensors cannot be encoded, for example because of NaN; all ranks then skip the step.
+        """
+
+    @abc.abstractmethod
+    def silent(self, step: int) -> Encoded:
+        """Return an empty message for a step in which this rank's tensors do not count."""
+
+    @abc.abstractmethod
+    def roll_back(self, encoded: Encoded) -> None:
+        """Restore the residual to its value before a step that all ranks skip.
+
+        The update is dropped on every rank. If the residual kept it, the updates of several skipped steps, all computed
+        from the same weights, would later be applied together.
+        """
+
+    def correction(self, ranks: int) -> float:
+        """Return a factor on the sum or mean of the updates; the same on all ranks.
+
+        Args:
+            ranks: number of ranks whose updates are in it.
+        """
+        return 1.0
+
+    def observe_sample(self, sample: Any) -> None:
+        """Process the sample of gradients of all ranks, as the route returned it."""
+        return
+
+    def observe_cost(self, computing: float, cost: float) -> None:
+        """Adapt to the seconds of a step, which are the same on all ranks.
+
+        Args:
+            computing: seconds of computing.
+            cost: seconds that the exchange took on the slowest rank.
+        """
+        return
+
+    @abc.abstractmethod
+    def read_residual(self) -> np.ndarray:
+        """Return the residual in host memory, float32[elements], in the order of the elements of the tensors."""
+
+    @abc.abstractmethod
+    def write_residual(self, values: np.ndarray) -> None:
+        """Set the residual to what `read_residual` is to return."""
+
+    def add_to_residual(self, tensors: Sequence[np.ndarray]) -> None:
+        """Add tensors to the residual; see `HostExchange.add_to_residual`."""
+        flat = np.concatenate([np.ravel(t) for t in tensors])
+        self.write_residual((self.read_residual() + flat).astype(np.float32, copy=False))
+
+    def residual_rms(self) -> float:
+        """Return the root mean square of the residual, in units of tau; 0 without tau."""
+        return 0.0
+
+    @abc.abstractmethod
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return the state for a checkpoint."""
+
+    @abc.abstractmethod
+    def restore(self, state: Mapping[str, np.ndarray]) -> None:
+        """Restore a saved state.
+
+        Raises:
+            ConfigError: if it does not fit the tensors or the options.
+        """
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """Contribution of this rank to a step.
+
+    Attributes:
+        encoded: the encoded tensors.
+        status: status of this rank, see `hvdx.strategies.host`.
+        computing, cost: seconds of computing in this step, and seconds that the previous exchange cost.
+        active: number of ranks whose messages count; they are the lowest ranks.
+        step: number of the step, from 0.
+        sample: elements of this rank's gradients, float[n]; None if they are not compared.
+    """
+
+    encoded: Encoded
+    status: int
+    computing: float
+    cost: float
+    active: int
+    step: int
+    sample: np.ndarray | None = None
+
+    @property
+    def times(self) -> list[int]:
+        """Computing and cost in nanoseconds."""
+        return [round(1e9 * self.computing), round(1e9 * self.cost)]
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """What a route returns: the contributions of all ranks to a step. A route derives its own class, with `add_to`.
+
+    Attributes:
+        statuses: int64[ranks], status of each rank.
+        times: int64[ranks, 2], computing and cost of each rank in nanoseconds.
+        waited: seconds until all ranks had begun the exchange.
+        seconds: seconds from then until all messages had arrived, without the next two.
+        encoding, decoding: seconds of work on messages of other ranks.
+        sent, received: bytes to and from other ranks.
+        sample: sample of the gradients of all ranks, for the encoder; None if there is none.
+    """
+
+    statuses: np.ndarray
+    times: np.ndarray
+    waited: float
+    seconds: float
+    encoding: float = 0.0
+    decoding: float = 0.0
+    sent: int = 0
+    received: int = 0
+    sample: Any = None
+
+    @abc.abstractmethod
+    def add_to(self, out: Sequence[Any], scale: float, clear: bool) -> None:
+        """Add the sum of the messages that count, times a factor, to an output.
+
+        Args:
+            out: contiguous arrays of as many elements together as the tensors, in their order.
+            scale: the factor.
+            clear: the output is set to the sum; its elements are not read.
+
+        Raises:
+            WireError: if a message is damaged; it names the rank by its number in the route.
+        """
+
+
+class Route(abc.ABC):
+    """Way of messages between the ranks. One thread at a time uses it.
+
+    Attributes:
+        description: how messages travel, if it is not from each rank to all others; else "".
+    """
+
+    description: str = ""
+
+    @abc.abstractmethod
+    def send(self, outgoing: Outgoing) -> Arrived:
+        """Exchange the contributions of all ranks. Collective.
+
+        Raises:
+            ExchangeError: if ranks do not join within the time limit.
+            WireError: see `Arrived.add_to`.
+        """
+
+    def residual(self) -> np.ndarray | float:
+        """Return the residual that this rank keeps for the route, float32[elements] in the order of the tensors."""
+        return 0.0
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return the state for a checkpoint."""
+        return {}
+
+    def restore(self, state: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        """Restore a saved state of this or another route; return the state for the encoder.
+
+        Raises:
+            ConfigError: if it does not fit the tensors or the ranks.
+        """
+        return state
+
+
+@dataclass(frozen=True)
+class StepInFlight(Prepared):
+    """Encoded step, before it is sent or in flight.
+
+    Attributes:
+        encoded: the encoded tensors.
+        active: number of ranks whose messages count.
+        number: number of the step, from 0.
+        computing, cost: see `Outgoing`.
+        late: the step before, if this rank has waited for it, and ranks did not skip it.
+    """
+
+    encoded: Encoded
+    active: int
+    number: int
+    computing: float
+    cost: float
+    late: "tuple[StepInFlight, Arrived] | None" = None
+
+
+class MessageExchange(HostExchange):
+    """Exchange of one optimiser by messages: the step around an encoder and a route.
 
     Args:
         comm: the ranks.
         specs: the tensors.
-        what: name of the tensors, for error messages.
+        encoder: what a rank sends, and keeps.
+        route: how messages travel.
         op: "mean" or "sum" of the ranks' tensors.
         overlap: let messages travel while the next step is computed; they are added one step late.
-        device: device of the tensors, the result and the residual; None for the host. The tensors of a step and its
-            result are then one array in a list, with the elements of all tensors.
+        active: function from the number of a step to the number of ranks whose messages count; all by default.
+        ranks_per_message: number of ranks whose tensors each message holds.
+        results: arrays to which results are written, contiguous float32 arrays of the host with as many elements
+            together as the tensors; then the arrays that a step returns, and `result`, are undefined.
+        network: link between the ranks, if it was measured.
+
+    Attributes:
+        encoder, route: see above.
     """
 
     def __init__(
         self,
         comm: Comm,
         specs: Sequence[TensorSpec],
-        what: str,
+        encoder: Encoder,
+        route: Route,
         op: str = "mean",
         overlap: bool = False,
-        device: DeviceArrays | None = None,
+        active: Callable[[int], int] | None = None,
+        ranks_per_message: int = 1,
+        results: Sequence[np.ndarray] | None = None,
+        network: Any = None,
     ):
         super().__init__(specs, Telemetry())
-        self._device = device
-        self._rank, self._size, self._op = comm.rank, comm.size, op
-        # Numbers of the ranks in reports.
-        self._numbers = comm.world_ranks
-        self._channel = comm.channel(what)
+        self.encoder, self.route, self._device = encoder, route, encoder.device
+        self._rank, self._size, self._op, self._per_message = comm.rank, comm.size, op, ranks_per_message
+        self._active, self.network = active or (lambda step: comm.size), network
+        self._world_ranks = comm.world_ranks
         # Result of a step.
-        self._flat: Any = aligned(self._n if device is None else 0)
-        self._out = [] if device is not None else views(self._flat, specs)
-        # Arrays that are set to the result on the host; see `write_to`.
-        self._results = [self._flat]
+        self._flat: Any = aligned(self._n if self._device is None else 0)
+        self._out = [] if self._device is not None else views(self._flat, specs)
+        # Arrays that are set to the result on the host.
+        self._results = list(results) if results is not None else [self._flat]
         self._thread = clock.background("hvdx-exchange") if overlap else None
-        self._pending: tuple[Sent, Future[Received]] | None = None
+        self._pending: tuple[StepInFlight, Future[Arrived]] | None = None
         self._drained: np.ndarray | None = None
         self._step = 0
-        # Seconds that this step has cost so far, and that the step before it cost.
-        self._cost = self._cost_before = 0.0
-        # Seconds of computing in this step, and seconds that the previous step cost, for the header. The owner of this
-        # exchange may change them between `prepare` and `deliver`.
-        self.times = (0.0, 0.0)
-
-    # -- methods of subclasses ----------------------------------------------------------------------------------------
-
-    @abc.abstractmethod
-    def codec(self) -> "Codec[Any]":
-        """Return the codec of this step, the same on all ranks. It is called before `encode`."""
-
-    @abc.abstractmethod
-    def encode(self, tensors: Sequence[np.ndarray], codec: "Codec[Any]") -> np.ndarray:
-        """Encode the message of a step: uint8[bytes].
-
-        Args:
-            tensors: float32 arrays of the shapes of the specs.
-            codec: codec of this step.
-
-        Raises:
-            UpdateError: if the tensors cannot be encoded, for example because of NaN; all ranks then skip the step.
-        """
+        self._computing = 0.0
 
     @property
-    def residual(self) -> Any:
-        """Residual, float32[elements] on the device, to which `encode` adds its tensors; None if there is none."""
-        return None
-
-    def active(self) -> int:
-        """Return the number of ranks whose messages count in this step. They are the lowest ranks."""
-        return self._size
-
-    def more_header(self) -> Sequence[int]:
-        """Return integers that a strategy adds to the header of this rank; their number is the same on all ranks."""
-        return ()
-
-    def scale(self, active: int) -> float:
-        """Return the factor on the sum of the messages; the same on all ranks.
-
-        Args:
-            active: number of ranks whose messages count.
-        """
-        return 1.0 / active if self._op == "mean" else 1.0
-
-    def observe(self, received: Received) -> None:
-        """Process the headers and messages of all ranks, which are the same on every rank.
-
-        Args:
-            received: headers are [status, nanoseconds of computing, nanoseconds that the previous step cost], followed
-                by `more_header`. The cost is the time of encoding, transfer and decoding; with overlap, that which the
-                computation did not hide.
-        """
-
-    def swap(self, header: Sequence[int], sent: Sent) -> Received:
-        """Exchange the message of this rank for those of all ranks, and count the bytes.
-
-        Args:
-            header: header of this rank, as `observe` describes it.
-            sent: the step.
-        """
-        received = self._channel.exchange(header, sent.message)
-        counts, others, size = self.telemetry, self._size - 1, 8 * (len(header) + 1)
-        counts.sent += others * (sent.message.size + size)
-        counts.received += sum(m.size for m in received.messages) - sent.message.size + others * size
-        return received
+    def description(self) -> str:
+        """How messages travel, if it is not from each worker to all others; else ""."""
+        return self.route.description
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def combine(self, tensors: Sequence[np.ndarray], finite: bool) -> list[np.ndarray]:
-        return self.deliver(self.prepare(tensors, finite))
+    def combine(self, given: StepInput) -> list[np.ndarray]:
+        return self.deliver(self.prepare(given))
 
-    def prepare(self, tensors: Sequence[np.ndarray], finite: bool) -> Sent:
+    def prepare(self, given: StepInput) -> StepInFlight:
         # The late step comes first: if all ranks skip it, the residual is restored before the next update is added.
-        self._cost_before, self._cost = self._cost, 0.0
-        self.times = self._computed, self._cost_before
+        cost_before, self._cost = self._cost, 0.0
+        if given.computing is not None:
+            self._computing = given.computing
         late = self._take_pending()
-        sent = self._clock("encoding", lambda: self._encode(tensors, finite))
-        sent.late = late
-        return sent
+        active = self._active(self._step)
+        status, encoded = self._timed("encoding", lambda: self._encode(given, active))
+        return StepInFlight(given, status, encoded, active, self._step, self._computing, cost_before, late)
 
-    def deliver(self, sent: Sent) -> list[np.ndarray]:
-        late, sent.late = sent.late, None
-        header = [sent.status, *(round(1e9 * seconds) for seconds in self.times), *self.more_header()]
+    def deliver(self, prepared: StepInFlight) -> list[np.ndarray]:
+        outgoing, late = self._outgoing(prepared), prepared.late
+        step = replace(prepared, late=None)
         if self._thread is None:
-            received = self._exchange(header, sent)
-            late = (sent, received) if self._count(sent, received) else None
-        result = self._clock("decoding", lambda: self._decode(late))
+            arrived = self._send(outgoing)
+            late = (step, arrived) if self._count(step, arrived) else None
+        result = self._timed("decoding", lambda: self._decode(late, prepared.given.allocate))
         if self._thread is not None:
             # The next exchange begins after decoding, because it overwrites the messages of the late step.
-            self._pending = sent, self._thread.submit(self._exchange, header, sent)
+            self._pending = step, self._thread.submit(self._send, outgoing)
         if self._device is not None:
             self._flat, self._out = None, []  # the caller has the result
         self._step += 1
         return result
 
-    def _exchange(self, header: Sequence[int], sent: Sent) -> Received:
+    def _encode(self, given: StepInput, active: int) -> tuple[int, Encoded]:
+        """Return the status of this rank and its encoded tensors."""
+        if self._rank >= active:
+            # This rank's message does not count, so its NaN does not count either.
+            return FINE, self.encoder.silent(self._step)
+        tensors = given.tensors if self._device is None else [self._device.view(t) for t in given.tensors]
+        try:
+            encoded = self.encoder.encode(tensors, self._step)
+        except UpdateError as error:
+            where = f"rank {self._world_ranks[self._rank]}, step {self._step + 1}"
+            fault = error.within(self.specs[error.variable].name)
+            print(f"hvdx: {where}: {fault}", file=sys.stderr, flush=True)
+            return REFUSED, self.encoder.silent(self._step)
+        count_entries(self.telemetry, encoded, self._n)
+        if self._thread is not None:
+            # With overlap the update is needed after the step, when TensorFlow may have overwritten its arrays.
+            copy = np.copy if self._device is None else self._device.copy
+            encoded = replace(encoded, tensors=[copy(t) for t in tensors])
+        return FINE if given.finite else NOT_FINITE, encoded
+
+    def _outgoing(self, step: StepInFlight) -> Outgoing:
+        sample = step.given.sample
+        flat = np.concatenate([np.ravel(s) for s in sample]) if sample else None
+        if self._size * self._per_message == 1:
+            flat = None
+        return Outgoing(step.encoded, step.status, step.computing, step.cost, step.active, step.number, flat)
+
+    def _send(self, outgoing: Outgoing) -> Arrived:
         with self._naming():
-            return self.swap(header, sent)
+            return self.route.send(outgoing)
 
     @contextmanager
     def _naming(self) -> Iterator[None]:
-        """Name the sender of a damaged message by its number in reports."""
+        """Name the sender of a damaged message by its rank among all ranks."""
         try:
             yield
         except WireError as error:
-            raise error if error.rank is None else error.of(self._numbers[error.rank]) from None
-
-    def _encode(self, tensors: Sequence[np.ndarray], finite: bool) -> Sent:
-        codec, active = self.codec(), self.active()
-        sent = Sent((), _FINE, np.zeros(0, np.uint8), codec, active, self._step)
-        if self._rank >= active:
-            return sent  # this rank's message does not count, so its NaN does not count either
-        if self._device is not None:
-            tensors = [self._device.view(t) for t in tensors]
-        try:
-            sent.message = self.encode(tensors, codec)
-        except UpdateError as error:
-            where = f"rank {self._numbers[self._rank]}, step {self._step + 1}"
-            fault = error.within(self.specs[error.variable].name)
-            print(f"hvdx: {where}: {fault}", file=sys.stderr, flush=True)
-            sent.status = _REFUSED
-            return sent
-        sent.status = _FINE if finite else _NOT_FINITE
-        # With overlap the update is needed after the step, when TensorFlow may have overwritten its arrays.
-        copy = np.copy if self._device is None else self._device.copy
-        sent.update = tensors if self._thread is None else [copy(t) for t in tensors]
-        return sent
+            raise error if error.rank is None else error.of(self._world_ranks[error.rank]) from None
 
     @property
     def result(self) -> Any:
@@ -414,15 +442,12 @@ class MessageExchange(HostExchange):
         """True if a result is still to come; see `flush`."""
         return self._pending is not None or self._drained is not None
 
-    def write_to(self, arrays: Sequence[np.ndarray]) -> None:
-        """Write the results of steps and flushes to other arrays; `result` and the returned arrays are then undefined.
+    @property
+    def steps(self) -> int:
+        """Number of steps taken, those of the restored state included."""
+        return self._step
 
-        Args:
-            arrays: contiguous float32 arrays of the host, with as many elements together as the tensors.
-        """
-        self._results = list(arrays)
-
-    def charge(self, seconds: float) -> None:
+    def add_exchange_time(self, seconds: float) -> None:
         """Count work of this exchange's owner as a part of the exchange of this step.
 
         Args:
@@ -434,119 +459,96 @@ class MessageExchange(HostExchange):
     def flush(self) -> list[np.ndarray] | None:
         if not self.in_flight:
             return None
-        late = self._clock("decoding", lambda: self._decode(self._take_pending()))
+        late = self._timed("decoding", lambda: self._decode(self._take_pending(), None))
         # Outside of a step results are on the host.
         return late if self._device is None else views(self._device.fetch(self._flat), self.specs)
 
     def drain(self) -> None:
         if self._pending is not None:
-            self._clock("decoding", lambda: self._decode(self._take_pending()))
+            self._timed("decoding", lambda: self._decode(self._take_pending(), None))
             self._drained = np.concatenate(self._results) if self._device is None else self._device.fetch(self._flat)
 
-    def _take_pending(self) -> tuple[Sent, Received] | None:
+    def _take_pending(self) -> tuple[StepInFlight, Arrived] | None:
         """Wait for the step in flight. Return None if there is none, or if all ranks skip it."""
         if self._pending is None:
             return None
-        (sent, future), self._pending = self._pending, None
+        (step, future), self._pending = self._pending, None
         begin = clock.now()
-        received = future.result()
+        arrived = future.result()
         # The time spent here is the part of the exchange that the computation did not hide.
-        return (sent, received) if self._count(sent, received, clock.now() - begin) else None
+        return (step, arrived) if self._count(step, arrived, clock.now() - begin) else None
 
-    def _decode(self, arrived: tuple[Sent, Received] | None) -> list[np.ndarray]:
+    def _decode(
+        self, arrived: tuple[StepInFlight, Arrived] | None, allocate: Callable[[int], Any] | None
+    ) -> list[np.ndarray]:
         """Return the sum of the messages that arrived and of the drained result."""
-        if arrived is None or self._device is not None:
-            self._clear()
+        if self._device is not None:
+            # A new array, because TensorFlow may keep the previous one.
+            self._out = [(allocate or self._device.zeros)(self._n)]
+            self._flat = self._device.view(self._out[0])
+        elif arrived is None:
+            for result in self._results:
+                result.fill(0)
         if arrived is not None:
-            sent, received = arrived
+            step, messages = arrived
+            ranks = step.active * self._per_message
+            scale = (1.0 / ranks if self._op == "mean" else 1.0) * self.encoder.correction(ranks)
             with self._naming():
-                self.add_up(sent, received.messages, self.scale(sent.active))
+                on_host = self._device is None
+                messages.add_to(self._results if on_host else [self._flat], scale, on_host)
         if self._drained is not None:
-            if self._device is None:
-                ends = np.cumsum([r.size for r in self._results])
-                for result, more in zip(self._results, np.split(self._drained, ends[:-1]), strict=True):
-                    np.add(result, more, out=result)
-            else:
-                self._device.add(self._device.place(self._drained), self._flat)
+            self._add_drained(self._drained)
             self._drained = None
         return self._out
 
-    def add_up(self, sent: Sent, messages: Sequence[np.ndarray], scale: float) -> None:
-        """Set the result of the step to the sum of the messages of all ranks.
-
-        Args:
-            sent: the step.
-            messages: those that `swap` returned.
-            scale: factor on the sum.
-        """
-        if self._device is None:
-            sent.codec.decode_sum(messages[: sent.active], self._results, scale)
-        else:
-            self._add_messages(sent.codec, messages[: sent.active], self._flat, scale)
-
-    def _add_messages(self, codec: "Codec[Any]", messages: Sequence[np.ndarray], out: Any, scale: float = 1.0) -> None:
-        """Add messages to an array on the device, through the host if the codec has no kernels there."""
-        if self._device is None or codec.device != "cpu":
-            codec.decode(messages, [out], scale)
+    def _add_drained(self, drained: np.ndarray) -> None:
+        if self._device is not None:
+            self._device.add(self._device.place(drained), self._flat)
             return
-        flat = self._device.fetch(out)
-        codec.decode(messages, [flat], scale)
-        self._device.assign(flat, out)
-
-    def _clear(self) -> None:
-        """Prepare the result of a step. On a device it is a new array, because TensorFlow may keep the previous one."""
-        if self._device is None:
-            for result in self._results:
-                result.fill(0)
-        else:
-            self._out = [(self.allocate or self._device.zeros)(self._n)]
-            self._flat = self._device.view(self._out[0])
+        ends = np.cumsum([r.size for r in self._results])
+        for result, more in zip(self._results, np.split(drained, ends[:-1]), strict=True):
+            np.add(result, more, out=result)
 
     # -- counters -----------------------------------------------------------------------------------------------------
 
-    def _clock(self, counter: str, work: Callable[[], T]) -> T:
-        begin = clock.now()
-        result = work()
-        seconds = clock.now() - begin
-        self._cost += seconds
-        setattr(self.telemetry, counter, getattr(self.telemetry, counter) + seconds)
-        return result
+    def _count(self, step: StepInFlight, arrived: Arrived, exposed: float | None = None) -> bool:
+        """Count the cost of an exchange; return whether its step is to be added.
 
-    def _count(self, sent: Sent, received: Received, exposed: float | None = None) -> bool:
-        """Count the cost of an exchange; return whether its step is to be added."""
-        self._cost += received.seconds if exposed is None else exposed
+        Args:
+            step: the step.
+            arrived: result of its exchange.
+            exposed: seconds of the exchange that the computation did not hide; None without overlap.
+        """
         counts = self.telemetry
         counts.steps += 1
-        counts.messages += sent.message.size
+        counts.messages += step.encoded.message.size
+        counts.sent += arrived.sent
+        counts.received += arrived.received
         if exposed is None:
-            counts.waiting += received.waited
-            counts.exchanging += received.seconds
-        else:
-            counts.exchanging += exposed
-        self.observe(received)
-        if received.headers[:, 0].any():
-            self.take_back(sent)
-            self._report_skipped(received.headers[:, 0], sent.step)
+            counts.waiting += arrived.waited
+            counts.encoding += arrived.encoding
+            counts.decoding += arrived.decoding
+            exposed = arrived.seconds
+            self._cost += arrived.encoding + arrived.decoding
+        counts.exchanging += exposed
+        self._cost += exposed
+        skipped = bool(arrived.statuses.any())
+        if not skipped:
+            self.encoder.observe_sample(arrived.sample)
+        if counts.steps % RESIDUAL_EVERY == 1 and counts.tau:
+            counts.residual = self.encoder.residual_rms()
+        computing = float(np.median(arrived.times[:, 0])) / 1e9
+        self.encoder.observe_cost(computing, slowest(arrived.times[:, 1].tolist()))
+        if skipped:
+            if step.encoded.message.size:
+                self.encoder.roll_back(step.encoded)
+            self._report_skipped(arrived.statuses, step.number)
             return False
         self._skips = 0
         return True
 
-    def take_back(self, sent: Sent) -> None:
-        """Restore the residual to its value before a step that all ranks skip. A no-op if there is no residual.
-
-        The update is dropped on every rank. If the residual kept it, the updates of several skipped steps, all computed
-        from the same weights, would later be applied together.
-        """
-        if sent.message.size and self.residual is not None:
-            self._add_messages(sent.codec, [sent.message], self.residual)
-            if self._device is not None:
-                self._device.subtract(sent.update[0], self.residual)
-                return
-            for tensor, residual in zip(sent.update, self.residuals, strict=True):
-                np.subtract(residual, tensor, out=residual)
-
     def _report_skipped(self, statuses: np.ndarray, step: int) -> None:
-        ranks = [self._numbers[i] for i, status in enumerate(statuses) if status not in (_FINE, _ELSEWHERE)]
+        ranks = [self._world_ranks[i] for i, status in enumerate(statuses) if status not in (FINE, ELSEWHERE)]
         listed = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else "a rank that reports name"
         self._skipped(
             self._rank == 0 and bool(ranks),  # otherwise another exchange reports
@@ -559,38 +561,36 @@ class MessageExchange(HostExchange):
 
     @property
     def residuals(self) -> list[np.ndarray]:
-        if self.residual is None:
-            return super().residuals
-        return views(self.read_residual(), self.specs)
-
-    def read_residual(self) -> np.ndarray:
-        """Return the residual in host memory, float32[elements], in the order of the elements of the tensors."""
-        return np.asarray(self.residual if self._device is None else self._device.fetch(self.residual))
-
-    def write_residual(self, values: np.ndarray) -> None:
-        """Set the residual to what `read_residual` is to return."""
-        if self._device is None:
-            self.residual[:] = values
-        else:
-            self._device.assign(values, self.residual)
+        """Residuals of this rank, with that which it keeps for the route."""
+        kept = self.route.residual()
+        mine = self.encoder.read_residual()
+        return views(mine if isinstance(kept, float) else mine + kept, self.specs)
 
     def add_to_residual(self, tensors: Sequence[np.ndarray]) -> None:
-        if self.residual is not None:
-            flat = np.concatenate([np.ravel(t) for t in tensors])
-            self.write_residual((self.read_residual() + flat).astype(np.float32, copy=False))
+        self.encoder.add_to_residual(tensors)
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Return the number of steps and the result that `drain` kept; a subclass adds its own state."""
+        """Return the state of encoder and route, the number of steps, and the result that `drain` kept."""
         if self._pending is not None:
             raise HvdxError("state_dict: expected no step in flight, got one. Call flush or drain first.")
-        return ({} if self._drained is None else {"late": self._drained}) | {"step": np.array(self._step)}
+        late = {} if self._drained is None else {"late": self._drained}
+        return late | {"step": np.array(self._step)} | self.encoder.arrays() | self.route.arrays()
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        """Restore the number of steps and the drained result; a subclass restores its own state."""
-        if "step" not in state:
-            raise ConfigError(f"the saved state: expected a step, got {sorted(state)}.")
-        late = state.get("late")
+        step, late = saved_step(state), state.get("late")
         if late is not None and late.size != self._n:
             raise ConfigError(f"the saved state: expected a drained result of {self._n} elements, got {late.size}.")
-        self._step = int(state["step"])
+        self.encoder.restore(self.route.restore(state))
+        self._step = step
         self._drained = None if late is None else np.array(late, np.float32)
+
+
+def saved_step(state: Mapping[str, np.ndarray]) -> int:
+    """Return the number of steps in a saved state.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    if "step" not in state:
+        raise ConfigError(f"the saved state: expected a step, got {sorted(state)}.")
+    return int(state["step"])

@@ -12,7 +12,7 @@ import numpy as np
 
 from hvdx.comm import mesh
 from hvdx.simulation import ranks as simulated
-from hvdx.strategies import AllReduce, Auto, ParameterAveraging, ParameterServer, TensorSpec, Threshold
+from hvdx.strategies import AllReduce, Auto, ParameterAveraging, ParameterServer, StepInput, TensorSpec, Threshold
 from hvdx.strategies.link import Link
 from hvdx.strategies.prediction import Situation
 from hvdx.strategies.split import open_split
@@ -71,8 +71,7 @@ def sample_of(rank, step):
 
 def step_of(exchange, tensors, finite=True, sample=None):
     """Take a step on the host."""
-    exchange.sample = sample
-    return exchange.step(tensors, finite)
+    return exchange.take(StepInput(tensors, finite, sample=sample))
 
 
 class Digest:

@@ -1,11 +1,12 @@
 """Exchange of a worker's whole weights and parts of split layers with the parameter servers."""
 
 import time
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from hvdx.strategies.host import StepInput
 from hvdx.strategies.serving.client import Call, client_of
 from hvdx.strategies.serving.exchange import ServerExchange
 from hvdx.strategies.serving.messages import MessageType
@@ -20,15 +21,13 @@ class SplitServerExchange(SplitHostExchange):
     worker that waits, because of `max_staleness`, for it in the second.
     """
 
-    def step(self, tensors: Sequence[np.ndarray], finite: Any = True) -> list[np.ndarray]:
+    def combine(self, given: StepInput) -> list[np.ndarray]:
         # The ranks of a group take a step of their split layers together, or skip it.
-        mine = bool(finite) and all(is_finite(t) for t in tensors)
-        return super().step(tensors, not self._comm.mesh.group.any_true(not mine))
-
-    def combine(self, tensors: Sequence[np.ndarray], finite: bool) -> list[np.ndarray]:
+        mine = given.finite and all(is_finite(t) for t in given.tensors)
+        given = replace(given, finite=not self._comm.mesh.group.any_true(not mine))
         calls: list[Call] = []
         for share in self._shares:
-            calls += share.exchange.push(share.of(tensors), finite) if _served(share) else []
+            calls += share.exchange.push(given.part(share.where)) if _served(share) else []
         begin = time.perf_counter()
         answers = client_of(self._comm).call(calls, MessageType.WEIGHTS)
         # The time is counted once.
@@ -36,7 +35,7 @@ class SplitServerExchange(SplitHostExchange):
         return self._all(
             share.exchange.pull(answers, seconds.pop(0))
             if _served(share)
-            else share.exchange.combine(share.of(tensors), finite)
+            else share.exchange.combine(given.part(share.where))
             for share in self._shares
         )
 

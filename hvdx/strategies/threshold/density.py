@@ -68,6 +68,10 @@ class DensityControl:
         self._slope = 0.0
         self._too_high = self._too_low = 0
 
+    def restore(self, density: float) -> None:
+        """Begin with a density, before the first step."""
+        self.density = density
+
     def observe(self, computing: float, cost: float) -> None:
         """Add one step, and change `density` if a review is due.
 

@@ -1,249 +1,231 @@
-"""Exchange of the threshold strategy: the density of each step, and its encoding."""
+"""Encoder of the threshold strategy: the residual, the density of each step, and the correction for noise."""
 
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from hvdx import codec as codecs
-from hvdx.comm import Comm, Received, progress
+from hvdx.comm import Comm, progress
 from hvdx.comm.launcher import kernel_threads
 from hvdx.errors import ConfigError, UpdateError
-from hvdx.strategies import link
 from hvdx.strategies.base import TensorSpec
 from hvdx.strategies.compiling import prepare_together
-from hvdx.strategies.step import MessageExchange
+from hvdx.strategies.host import find
+from hvdx.strategies.link import Link
+from hvdx.strategies.step import DeviceArrays, Encoded, Encoder
 from hvdx.strategies.threshold.density import INITIAL_DENSITY, DensityControl
-from hvdx.strategies.threshold.noise import NoiseEstimate
-from hvdx.strategies.threshold.shards import whole_residual
-from hvdx.strategies.threshold.warmup import Warmup
-
-# Integers of a header before the sample of gradients.
-_HEADER = 3
-# Steps between measurements of the residual, each of which reads all of it.
-_RESIDUAL_EVERY = 64
+from hvdx.strategies.threshold.noise import GatheredSample, NoiseEstimate, SummedSample
+from hvdx.strategies.threshold.options import Options
+from hvdx.strategies.threshold.shards import Order
 
 
-class Options(Protocol):
-    """Options that the exchange reads; see `hvdx.strategies.Threshold`."""
-
-    tau: float | None
-    target_density: float | str | None
-    op: str
-    overlap: bool
-    overhead: float
-    start: Warmup
-    threads: int | None
-
-    def make_codec(
-        self, density: float | None, threads: int | None, device: str, part: int | None = None, of_sum: int = 1
-    ) -> codecs.Threshold:
-        """Make the codec of these options."""
-
-
-class ThresholdExchange(MessageExchange):
-    """Exchange of one optimiser under `Threshold`.
+class ThresholdEncoder(Encoder):
+    """Encoder of one optimiser under `Threshold`.
 
     Args:
-        strategy: options, the same on all ranks.
-        comm: the ranks.
+        options: options, the same on all ranks.
+        comm: the ranks. Making the encoder is collective: its kernels are compiled.
         specs: the tensors, of the same shapes on all ranks.
         lookahead: see `Threshold`.
+        order: order of the elements in messages.
         device: device of the tensors, of the result and of the residual; see `Strategy.device_for`.
-        network: the link between the ranks, if it has been measured.
-        summed: number of ranks whose updates each message adds up; see `hvdx.strategies.threshold.hosts`.
-        elements: number of elements from which an automatic density starts, if it is not that of the tensors.
+
+    Attributes:
+        options: see above.
+        codec: codec of the last step that was not dense.
+        dense_codec: codec of a dense warm-up.
+        state: state of the codec.
+        noise: estimate of the noise of gradients.
     """
 
     def __init__(
         self,
-        strategy: Options,
+        options: Options,
         comm: Comm,
         specs: Sequence[TensorSpec],
         lookahead: float,
+        order: Order,
         device: str = "cpu",
-        network: link.Link | None = None,
-        summed: int = 1,
-        elements: int | None = None,
     ):
-        given = strategy.target_density
+        given = options.target_density
+        self.options, self._specs, self._lookahead, self._order = options, list(specs), lookahead, order
+        self._threads, self._kind = options.threads or kernel_threads(comm.local_size), device
         self._density = INITIAL_DENSITY if isinstance(given, str) else given
-        self._strategy, self._threads = strategy, strategy.threads or kernel_threads(comm.local_size)
-        self._kind = device
-        self._codec = self.make_codec(self._density)
-        arrays: Any = None if device == "cpu" else self._codec.arrays
-        super().__init__(comm, specs, "the updates", strategy.op, strategy.overlap, arrays)
-        self._lookahead, self._warned = lookahead, False
-        self._sizes = self.encoded_sizes()
-        self._bfloat16 = codecs.make("bf16")
-        self._state: Any = self._codec.init(self._sizes)
-        self._compile(comm)
-        self._noise, self._summed = NoiseEstimate(), summed
+        self.codec = self._make_codec(self._density)
+        self.device: DeviceArrays | None = None if device == "cpu" else self.codec.arrays  # type: ignore[assignment]
+        self._dense = codecs.make("bf16")
+        self.dense_codec: Any = self._dense if self.device is None else _ThroughHost(self._dense, self.device)
+        self.state: Any = self.codec.init(order.sizes)
+        self.noise = NoiseEstimate()
         self._control: DensityControl | None = None
-        if given == "auto":
-            self.network = network or link.probe(self._channel)
-            messages = self.messages(comm.size)
-            self._control = DensityControl(strategy.overhead, self.network, messages, elements or self._n)
+        self._n, self._rank = sum(s.elements for s in specs), comm.world_ranks[comm.rank]
+        # Median of the thresholds in the last step; 0 after a dense one.
+        self._tau, self._warned = 0.0, False
+        self._compile(comm)
 
     def _compile(self, comm: Comm) -> None:
-        """Compile and call the kernels before anything is timed, and wait until all ranks have done so."""
-        prepare_together(self._codec, comm, "Threshold")
-        place = self._codec.arrays.place
+        """Compile and call the kernels before anything is timed."""
+        prepare_together(self.codec, comm, "Threshold")
+        place = self.codec.arrays.place
         # Kernels for a GPU are compiled by their first launch, in each process.
-        with nullcontext() if self._device is None else progress.compiling("the CUDA kernels of Threshold"):
+        with nullcontext() if self.device is None else progress.compiling("the CUDA kernels of Threshold"):
             trial, out = place(np.ones(1, np.float32)), place(np.zeros(1, np.float32))
-            message, _ = self._codec.encode([trial], self._codec.init([1]))
-            self._codec.decode([message], [out])
-        self._channel.exchange([])
+            message, _ = self.codec.encode([trial], self.codec.init([1]))
+            self.codec.decode([message], [out])
 
-    @property
-    def way(self) -> str:
-        """How messages travel, if it is not from each worker to all others; else ""."""
-        return ""
+    def follow(self, network: Link, messages: float, elements: int) -> None:
+        """Adapt the density to the cost of the exchange from here on.
 
-    @property
-    def residual(self) -> Any:
-        return self._state.residual
+        Args:
+            network, messages, elements: see `DensityControl`.
+        """
+        self._control = DensityControl(self.options.overhead, network, messages, elements)
 
-    # -- a step ---------------------------------------------------------------------------------------------------
+    def _make_codec(self, density: float | None) -> codecs.Threshold:
+        return self.options.make_codec(density, self._threads, self._kind, self._order.message_part)
 
-    def active(self) -> int:
-        """Return the number of active workers, which is lower during a warm-up by workers."""
-        return self._strategy.start.active(self._step, self._size)
+    # -- a step -------------------------------------------------------------------------------------------------------
 
-    def codec(self) -> codecs.Codec[Any]:
-        """Return the codec of this step; bfloat16 in a dense warm-up."""
-        start = self._strategy.start
-        if start.dense(self._step):
-            return self._bfloat16
-        density = None if self._density is None else start.density(self._step, self._density)
-        if density != self._codec.target_density:
-            self._codec = self.make_codec(density)
-        return self._codec
+    def _codec_of(self, step: int) -> codecs.Codec[Any]:
+        """Return the codec of a step, the same on all ranks; bfloat16 in a dense warm-up."""
+        start = self.options.start
+        if start.dense(step):
+            return self.dense_codec
+        density = None if self._density is None else start.density(step, self._density)
+        if density != self.codec.target_density:
+            self.codec = self._make_codec(density)
+        return self.codec
 
-    def make_codec(self, density: float | None) -> codecs.Threshold:
-        """Make the codec of a density; None for a fixed tau."""
-        return self._strategy.make_codec(density, self._threads, self._kind)
-
-    def encoded_sizes(self) -> list[int]:
-        """Return the numbers of elements of the arrays that the codec encodes."""
-        return [s.elements for s in self.specs]
-
-    def messages(self, size: int) -> float:
-        """Return the number of messages of whole updates that a rank receives in a step from `size` ranks."""
-        return size - 1
-
-    def encode(self, tensors: Sequence[np.ndarray], codec: codecs.Codec[Any]) -> np.ndarray:
-        if codec is self._bfloat16:
+    def encode(self, tensors: Sequence[Any], step: int) -> Encoded:
+        codec = self._codec_of(step)
+        if codec is self.dense_codec:
             return self._encode_dense(tensors)
         # With the subtraction of the previous step this adds update + lookahead * (update - previous update), and the
         # previous update need not be stored.
-        message, self._state = self._codec.encode(tensors, self._state, self._lookahead)
-        counts = self.telemetry
-        entries = int(self._state.sent.sum())
-        counts.entries += entries
-        counts.encoded += self._n
-        counts.entry_bytes += message.size
-        counts.density, counts.tau = entries / max(self._n, 1), float(np.median(self._state.taus))
+        try:
+            message, self.state = self.codec.encode(self._order.arranged(tensors), self.state, self._lookahead)
+        except UpdateError as error:
+            raise UpdateError(error.problem, *self._order.origin(error.variable, error.element)) from None
+        entries = int(self.state.sent.sum())
+        self._tau = float(np.median(self.state.taus))
         self._warn_of_size(message.size)
-        return message
+        return Encoded(message, codec, tensors, self.state.taus, entries, entries / max(self._n, 1), self._tau)
+
+    def silent(self, step: int) -> Encoded:
+        return Encoded(np.zeros(0, np.uint8), self._codec_of(step), taus=self.state.taus)
 
     def _warn_of_size(self, size: int) -> None:
         """Warn once if messages are larger than float32 updates, which a fixed tau far below the updates causes."""
         if size > 4 * self._n + 1000 and not self._warned:
             self._warned = True
-            rank = self._numbers[self._rank]
             print(
-                f"hvdx: rank {rank}: a message has {size:,} bytes, the update in float32 only {4 * self._n:,}: "
-                f"tau={self._strategy.tau} is too small for these updates. Raise it, or give target_density instead.",
+                f"hvdx: rank {self._rank}: a message has {size:,} bytes, the update in float32 only {4 * self._n:,}: "
+                f"tau={self.options.tau} is too small for these updates. Raise it, or give target_density instead.",
                 file=sys.stderr,
                 flush=True,
             )
 
-    def _encode_dense(self, tensors: Sequence[np.ndarray]) -> np.ndarray:
+    def _encode_dense(self, tensors: Sequence[Any]) -> Encoded:
         """Encode the whole update as bfloat16; the residual keeps the rounding errors."""
-        fetch = self._codec.arrays.fetch
-        update = np.concatenate([np.ravel(t if self._device is None else fetch(t)) for t in tensors])
+        update = np.concatenate([np.ravel(t if self.device is None else self.device.fetch(t)) for t in tensors])
         update += self.read_residual()
         finite = np.isfinite(update)
         if not finite.all():
-            raise UpdateError("is NaN or infinite.", *self._find(int(np.argmin(finite))))
-        message, _ = self._bfloat16.encode([update], self._bfloat16.init([self._n]))
-        self._bfloat16.decode([message], [update], -1.0)
+            raise UpdateError("is NaN or infinite.", *find(self._specs, int(np.argmin(finite))))
+        codec = self._dense
+        message, _ = codec.encode([update], codec.init([self._n]))
+        codec.decode([message], [update], -1.0)
         self.write_residual(update)
-        self.telemetry.density, self.telemetry.tau = 1.0, 0.0
-        return message
+        self._tau = 0.0
+        return Encoded(message, self.dense_codec, tensors, self.state.taus, None, 1.0, 0.0)
 
-    # -- the density --------------------------------------------------------------------------------------------------
+    def roll_back(self, encoded: Encoded) -> None:
+        residual = self.state.residual
+        if self.device is not None:
+            encoded.codec.decode([encoded.message], [residual])
+            self.device.subtract(encoded.tensors[0], residual)
+            return
+        if encoded.codec is self.dense_codec:
+            values = self.read_residual()
+            encoded.codec.decode([encoded.message], [values])
+            self.write_residual(values - np.concatenate([np.ravel(t) for t in encoded.tensors]))
+            return
+        encoded.codec.decode([encoded.message], [residual])
+        at = 0
+        for array in self._order.arranged(encoded.tensors):
+            part = residual[at : at + array.size]
+            np.subtract(part, array.reshape(-1), out=part)
+            at += array.size
 
-    def observe(self, received: Received) -> None:
-        if not received.headers[:, 0].any():
-            self.observe_samples(received)
-        computing = float(np.median(received.headers[:, 1])) / 1e9
-        self._measure(computing, link.slowest(received.headers[:, 2].tolist()))
+    # -- density and noise --------------------------------------------------------------------------------------------
 
-    def _measure(self, computing: float, cost: float) -> None:
-        """Measure the residual if that is due, and adapt an automatic density to the seconds of a step."""
-        counts = self.telemetry
-        if counts.steps % _RESIDUAL_EVERY == 1 and counts.tau:
-            counts.residual = self.residual_norm()
+    def correction(self, ranks: int) -> float:
+        """Return the factor for optimisers such as Adam; 1 without samples of their gradients."""
+        return self.noise.factor(ranks)
+
+    def observe_sample(self, sample: GatheredSample | SummedSample | None) -> None:
+        if sample is not None:
+            sample.add_to(self.noise)
+
+    def observe_cost(self, computing: float, cost: float) -> None:
         # In a warm-up, the density is not that of the control.
-        if self._control is not None and self._codec.target_density == self._control.density and counts.tau:
+        if self._control is not None and self.codec.target_density == self._control.density and self._tau:
             self._control.observe(computing, cost)
             self._density = self._control.density
 
-    def residual_norm(self) -> float:
-        """Return the root mean square of the residual, in units of the last step's tau."""
-        residual, tau = self._state.residual, float(np.median(self._state.taus))
-        residual = residual if self._device is None else self._device.fetch(residual)
+    # -- the residual, and the rest of the state ----------------------------------------------------------------------
+
+    def residual_rms(self) -> float:
+        residual, tau = self.state.residual, float(np.median(self.state.taus))
+        residual = residual if self.device is None else self.device.fetch(residual)
         return float(np.sqrt(np.dot(residual, residual) / max(residual.size, 1))) / tau if tau else 0.0
 
-    # -- second moments -----------------------------------------------------------------------------------------------
+    def read_residual(self) -> np.ndarray:
+        residual = self.state.residual if self.device is None else self.device.fetch(self.state.residual)
+        return self._order.to_vector(np.asarray(residual))
 
-    def observe_samples(self, received: Received) -> None:
-        """Add the samples of gradients that arrived to the estimate of their noise."""
-        more = np.ascontiguousarray(received.headers[:, _HEADER:])
-        if more.size:
-            self._noise.observe(more.view(np.float16), self._summed)
+    def write_residual(self, values: np.ndarray) -> None:
+        if self.device is None:
+            self.state.residual[:] = self._order.from_vector(values)
+        else:
+            self.device.assign(values, self.state.residual)
 
-    def more_header(self) -> Sequence[int]:
-        """Return the sample of this rank's gradients as float16, four in an integer."""
-        if not self.sample or self._size * self._summed == 1:
-            return ()
-        sample = np.concatenate([np.ravel(s) for s in self.sample])
-        words = np.zeros(-(-sample.size // 4) * 4, np.float16)
-        # An element that float16 cannot hold becomes infinity, and the estimate leaves the sample out.
-        with np.errstate(over="ignore"):
-            words[: sample.size] = sample
-        return words.view(np.int64).tolist()
-
-    def scale(self, active: int) -> float:
-        return super().scale(active * self._summed) * self._noise.factor(active * self._summed)
-
-    # -- state ------------------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, np.ndarray]:
+    def arrays(self) -> dict[str, np.ndarray]:
         density = np.nan if self._density is None else self._density
-        encoder = {f"codec.{k}": v for k, v in self._state.arrays().items()}
-        noise = {"noise": self._noise.state.copy()} if self._noise.state[0] else {}
-        return super().state_dict() | encoder | {"density": np.array(density)} | noise
+        codec = {f"codec.{k}": v for k, v in self.state.arrays().items()}
+        if self._order.message_part is not None:
+            codec |= {"codec.residual": self.read_residual()}
+            codec |= {"codec.lengths": np.array([self._n] * (self._n > 0), np.int64)}
+        noise = {"noise": self.noise.state.copy()} if self.noise.state[0] else {}
+        return codec | {"density": np.array(density)} | noise
 
-    def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        if "step" not in state or "density" not in state:
-            raise ConfigError(f"threshold: the saved state: expected step and density, got {sorted(state)}.")
-        state = self.with_whole_residual(state)
+    def restore(self, state: Mapping[str, np.ndarray]) -> None:
+        if "density" not in state:
+            raise ConfigError(f"threshold: the saved state: expected a density, got {sorted(state)}.")
         mine = {k.removeprefix("codec."): v for k, v in state.items() if k.startswith("codec.")}
-        self._state = self._codec.restore(mine, self._sizes)
+        if self._order.message_part is not None and "residual" in mine and mine["residual"].size == self._n:
+            mine["residual"] = self._order.from_vector(mine["residual"])
+            mine["lengths"] = np.array([mine["residual"].size], np.int64)
+        self.state = self.codec.restore(mine, self._order.sizes)
         # Checkpoints of optimisers without second moments, and old ones, hold none.
-        self._noise.state[:] = state.get("noise", 0.0)
-        super().load_state_dict(state)
-        if self._strategy.target_density == "auto":
+        self.noise.state[:] = state.get("noise", 0.0)
+        if self._control is not None:
             self._density = float(state["density"])
-            assert self._control is not None
-            self._control.density = self._density
+            self._control.restore(self._density)
 
-    def with_whole_residual(self, state: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        """Return a saved state in which the residual of this rank also has that of its shard, if one was saved."""
-        return whole_residual(state, self._rank)
+
+class _ThroughHost:
+    """Codec without kernels on a device, for arrays there."""
+
+    device = "cpu"
+
+    def __init__(self, codec: codecs.Codec[Any], arrays: DeviceArrays):
+        self._codec, self._arrays = codec, arrays
+
+    def decode(self, messages: Sequence[np.ndarray], out: Sequence[Any], scale: float = 1.0) -> None:
+        flat = self._arrays.fetch(out[0])
+        self._codec.decode(messages, [flat], scale)
+        self._arrays.assign(flat, out[0])

@@ -9,7 +9,7 @@ import pytest
 
 from hvdx.comm.local import LocalComm, virtual_world
 from hvdx.errors import ConfigError, ExchangeError, HvdxError, ReplicaError
-from hvdx.strategies import ParameterServer, TensorSpec
+from hvdx.strategies import ParameterServer, StepInput, TensorSpec
 from hvdx.strategies.base import views
 from hvdx.strategies.serving.client import client_of
 from tests.strategies.serving.ranks import DOUBLE, SPECS, all_fine, expect_everywhere, flat, run, zeros
@@ -332,8 +332,7 @@ def test_updates_that_are_not_finite_are_refused_counted_and_reported(value, cod
             tensors = [w + np.float32(1) for w in weights]
             if value is not None:
                 tensors[3][5] = value
-            exchange.blamed = "kernel" if value is None else ""
-            weights = exchange.step(tensors, finite=value is not None)
+            weights = exchange.take(StepInput(tensors, value is not None, "kernel" if value is None else ""))
             np.testing.assert_array_equal(flat(exchange.residuals), before[1])
         else:
             for _ in range(3):

@@ -1,4 +1,4 @@
-"""Sharded exchange of the threshold strategy: in two phases, whose messages do not grow with the number of ranks.
+"""Sharded route of the threshold strategy: in two phases, whose messages do not grow with the number of ranks.
 
 The update is cut into a shard for each rank. In the first phase each rank sends each shard's entries to the shard's
 owner. The owner adds up the messages of all ranks and its own residual, encodes the sum again, and keeps the rest. In
@@ -11,22 +11,22 @@ Sources: DoubleSqueeze (Tang et al. 2019) compresses a second time where updates
 1-bit Adam (Tang et al. 2021) has an owner for each shard.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from hvdx import codec as codecs
 from hvdx.codec.tau import on_grid
-from hvdx.comm import Comm, Received, clock
+from hvdx.comm import Channel, clock
 from hvdx.errors import ConfigError, UpdateError, WireError
-from hvdx.strategies import link
-from hvdx.strategies.base import TensorSpec, views
-from hvdx.strategies.step import Sent
-from hvdx.strategies.threshold.encoder import Options, ThresholdExchange
-from hvdx.strategies.threshold.noise import sums_of
-from hvdx.strategies.threshold.shards import OWNER, OWNER_DENSITY, OWNER_LOOKAHEAD, OWNERS, Shards, owner_density
+from hvdx.strategies.host import NOT_FINITE
+from hvdx.strategies.step import Arrived, Outgoing, Route
+from hvdx.strategies.threshold.noise import SummedSample, sums_of
+from hvdx.strategies.threshold.options import Options
+from hvdx.strategies.threshold.routes.all_gather import AllGatherRoute
+from hvdx.strategies.threshold.shards import OWNER, OWNER_LOOKAHEAD, OWNERS, Shards, owner_density
 
 # Numbers that a rank sends to each other rank before the first phase: bytes of its part, status, and the times in
 # microseconds.
@@ -38,47 +38,64 @@ _SAMPLE_EVERY = 4
 _TOO_MANY = 1.5
 
 
-class ShardedExchange(ThresholdExchange):
-    """Exchange of one optimiser under `Threshold(exchange="sharded")`, on the host.
+@dataclass(frozen=True)
+class OwnersMessages(Arrived):
+    """Messages of the owners of all shards.
+
+    Attributes:
+        codec: codec of the ranks' messages, which joins those of shards.
+        messages: uint8[bytes] of each owner, in rank order.
+        part: number of elements of a shard.
+        arranged: function that returns views of an output in the order of the shards.
+    """
+
+    codec: Any = None
+    messages: Sequence[np.ndarray] = ()
+    part: int = 0
+    arranged: Callable[[Sequence[np.ndarray]], Sequence[np.ndarray]] = list
+
+    def add_to(self, out: Sequence[Any], scale: float, clear: bool) -> None:
+        out = self.arranged(out)
+        joined = self.codec.join(self.messages, self.part)
+        try:
+            (self.codec.decode_sum if clear else self.codec.decode)([joined], out, scale)
+        except WireError:
+            for rank, message in enumerate(self.messages):
+                _blame(self.codec, message, self.part, rank)
+            raise
+
+
+class ShardedRoute(Route):
+    """Route by the owners of shards, on the host. Messages of a dense warm-up go from each rank to all.
 
     Args:
-        strategy, comm, specs, lookahead, network, summed, elements: see `ThresholdExchange`.
+        options: options of the strategy.
+        channel: channel between the ranks.
+        shards: the shards, the order in which the ranks' messages hold the elements.
+        lookahead: see `Threshold`.
+        codec: codec of the ranks' first messages.
+        ranks_per_message: number of ranks whose updates each message adds up.
     """
 
     def __init__(
         self,
-        strategy: Options,
-        comm: Comm,
-        specs: Sequence[TensorSpec],
+        options: Options,
+        channel: Channel,
+        shards: Shards,
         lookahead: float,
-        network: link.Link | None = None,
-        summed: int = 1,
-        elements: int | None = None,
+        codec: codecs.Threshold,
+        ranks_per_message: int = 1,
     ):
-        self._shards = Shards([s.elements for s in specs], comm.size)
-        super().__init__(strategy, comm, specs, lookahead, "cpu", network, summed, elements)
-        self._zeros = np.zeros(self._shards.part, np.float32)
-        self._zeros.flags.writeable = False
-        self.write_to([self._flat])
-        self._sum = np.zeros(self._shards.part, np.float32)
+        self._options, self._channel, self._shards, self._threads = options, channel, shards, codec.threads
+        self._rank, self._size, self._per_message = channel.rank, channel.size, ranks_per_message
+        self._dense = AllGatherRoute(channel, ranks_per_message)
+        self._lookahead, self._density = OWNER_LOOKAHEAD * lookahead, codec.target_density
+        self._sum = np.zeros(shards.part, np.float32)
+        self._out: list[np.ndarray] = []
+        self._views: list[np.ndarray] = []
         self._second: codecs.Threshold | None = None
-        self._owner: Any = self._owner_codec(self._density).init([self._shards.part])
-        # Sums over the ranks of the last sample of gradients and of its squares.
-        self._sums: np.ndarray | None = None
-        self._owner_lookahead = 0.0
-
-    @property
-    def way(self) -> str:
-        return f"sharded exchange between {self._size} {'hosts' if self._summed > 1 else 'workers'}"
-
-    def make_codec(self, density: float | None) -> codecs.Threshold:
-        return self._strategy.make_codec(density, self._threads, self._kind, self._shards.part)
-
-    def encoded_sizes(self) -> list[int]:
-        return self._shards.sizes
-
-    def messages(self, size: int) -> float:
-        return (1 + OWNER_DENSITY) * (size - 1) / size
+        self._owner: Any = self._owner_codec(self._density).init([shards.part])
+        self.description = f"sharded exchange between {self._size} {'hosts' if ranks_per_message > 1 else 'workers'}"
 
     def _owner_codec(self, density: float | None) -> codecs.Threshold:
         """Return the codec of a shard's owner, given the density of a rank's message; None for a fixed tau.
@@ -87,176 +104,154 @@ class ShardedExchange(ThresholdExchange):
         """
         density = None if density is None else owner_density(density)
         if self._second is None or self._second.target_density != density:
-            self._second = self._strategy.make_codec(density, self._threads, self._kind, None, self._size)
+            self._second = self._options.make_codec(density, self._threads, tau_factor=self._size)
         return self._second
 
-    def write_to(self, arrays: Sequence[np.ndarray]) -> None:
-        super().write_to(arrays)
-        padding = np.zeros(self._shards.part, np.float32)
-        self._targets = Shards([a.size for a in arrays], self._size).pieces(arrays, padding)
+    def _arranged(self, out: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return views of an output in the order of the shards; those of the last one are kept."""
+        if len(out) != len(self._out) or any(a is not b for a, b in zip(out, self._out, strict=True)):
+            padding = np.zeros(self._shards.part, np.float32)
+            self._out, self._views = list(out), Shards([a.size for a in out], self._size).pieces(out, padding)
+        return self._views
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def encode(self, tensors: Sequence[np.ndarray], codec: codecs.Codec[Any]) -> np.ndarray:
-        if codec is self._bfloat16:
-            return super().encode(tensors, codec)
-        try:
-            return super().encode(self._shards.pieces(tensors, self._zeros), codec)
-        except UpdateError as error:
-            raise UpdateError(error.problem, *self._shards.origin(error.variable, error.element)) from None
-
-    def swap(self, header: Sequence[int], sent: Sent) -> Received:
-        if sent.codec is self._bfloat16:
-            return super().swap(header, sent)
-        begin, self._owned = clock.now(), 0.0
+    def send(self, outgoing: Outgoing) -> Arrived:
+        encoded = outgoing.encoded
+        if not isinstance(encoded.codec, codecs.Threshold):
+            return self._dense.send(replace(outgoing, sample=None))
+        self._density = encoded.codec.target_density
+        work = _Work()
+        begin = clock.now()
         parts = [np.zeros(0, np.uint8)] * self._size
-        if sent.message.size:
-            codec: Any = sent.codec
-            parts = self._owner_clock("encoding", lambda: codec.split(sent.message, self._shards.elements))
+        if encoded.message.size:
+            codec = encoded.codec
+            parts = work.timed("encoding", lambda: codec.split(encoded.message, self._shards.elements))
         numbers = np.empty((self._size, _NUMBERS), np.int32)
         numbers[:, _PART] = [part.size for part in parts]
-        numbers[:, _STATUS:] = header[0], *(min(ns // 1000, 2**31 - 1) for ns in header[1:3])
+        numbers[:, _STATUS:] = outgoing.status, *(min(ns // 1000, 2**31 - 1) for ns in outgoing.times)
         numbers = self._channel.swap(numbers)
-        arrived, cutting = clock.now(), self._owned
-        self._owned = 0.0
-        headers = np.zeros((self._size, 3), np.int64)
-        headers[:, 0], headers[:, 1:] = numbers[:, _STATUS], 1000 * numbers[:, _TIMES].astype(np.int64)
-        messages: list[np.ndarray] = []
-        if not headers[:, 0].any():
-            self._sums = np.array(header[3:], np.int64).view(np.float64)
-            if self._sums.size:
-                self._channel.all_reduce(self._sums)
-            messages = self._two_phases(parts, numbers[:, _PART], sent, headers)
-        seconds = clock.now() - arrived - self._owned
-        return Received(headers, messages, arrived - begin - cutting, seconds)
+        begun, cutting = clock.now(), work.seconds
+        statuses, times = numbers[:, _STATUS].astype(np.int64), 1000 * numbers[:, _TIMES].astype(np.int64)
+        arrived = OwnersMessages(statuses, times, begun - begin - cutting, 0.0)
+        if not statuses.any():
+            sample = self._sum_samples(outgoing)
+            arrived = replace(self._two_phases(parts, numbers[:, _PART], outgoing, arrived, work), sample=sample)
+        seconds = clock.now() - begun - (work.seconds - cutting)
+        return replace(arrived, seconds=seconds, encoding=work.encoding, decoding=work.decoding)
+
+    def _sum_samples(self, outgoing: Outgoing) -> SummedSample | None:
+        """Return the sums over the ranks of the samples of gradients, if one is due in this step."""
+        if outgoing.sample is None or outgoing.step % _SAMPLE_EVERY:
+            return None
+        sample = outgoing.sample.astype(np.float64)
+        squares = float(np.dot(sample, sample))
+        if self._per_message > 1:
+            sample, squares = sums_of(sample, self._per_message)
+        sums = np.append(sample, squares)
+        self._channel.all_reduce(sums)
+        return SummedSample(sums[:-1], float(sums[-1]), self._size * self._per_message)
 
     def _two_phases(
-        self, parts: list[np.ndarray], sizes: np.ndarray, sent: Sent, headers: np.ndarray
-    ) -> list[np.ndarray]:
-        """Return the messages of all owners. If one cannot encode its sum, its status is set in `headers`."""
+        self,
+        parts: list[np.ndarray],
+        sizes: np.ndarray,
+        outgoing: Outgoing,
+        arrived: OwnersMessages,
+        work: "_Work",
+    ) -> OwnersMessages:
+        """Return the messages of all owners; if one cannot encode its sum, with its status."""
         got = self._channel.all_to_all(parts, sizes.tolist())
-        codec = self._owner_codec(sent.codec.target_density)  # type: ignore[attr-defined]
-        self._owner_clock("decoding", lambda: codec.decode_sum(got[: sent.active], [self._sum]))
+        codec = self._owner_codec(self._density)
+        work.timed("decoding", lambda: codec.decode_sum(got[: outgoing.active], [self._sum]))
         status, message = 0, np.zeros(0, np.uint8)
+        lookahead = self._lookahead if outgoing.sample is not None else 0.0
         try:
-            message = self._owner_clock("encoding", lambda: self._encode_sum(codec))
+            message = work.timed("encoding", lambda: self._encode_sum(codec, outgoing.encoded.taus, lookahead))
         except UpdateError:
-            status = 1
+            status = NOT_FINITE
         received = self._channel.exchange([status], message)
-        counts, others = self.telemetry, self._size - 1
-        headed = others * (4 * _NUMBERS + 16)
-        counts.sent += sum(map(len, parts)) - len(parts[self._rank]) + others * message.size + headed
-        counts.received += int(sizes.sum() - sizes[self._rank]) + headed
-        counts.received += sum(m.size for m in received.messages) - message.size
+        headed = (self._size - 1) * (4 * _NUMBERS + 16)
+        sent = sum(map(len, parts)) - len(parts[self._rank]) + (self._size - 1) * message.size + headed
+        got_bytes = int(sizes.sum() - sizes[self._rank]) + headed
+        got_bytes += sum(m.size for m in received.messages) - message.size
         faults = received.headers[:, 0]
-        if faults.any():
-            headers[:, 0] = faults
-            if not status:
-                codec.decode([message], [self._owner.residual])
-                np.subtract(self._owner.residual, self._sum, out=self._owner.residual)
-        return received.messages
+        if faults.any() and not status:
+            codec.decode([message], [self._owner.residual])
+            np.subtract(self._owner.residual, self._sum, out=self._owner.residual)
+        return replace(
+            arrived,
+            statuses=faults if faults.any() else arrived.statuses,
+            sent=sent,
+            received=got_bytes,
+            codec=outgoing.encoded.codec,
+            messages=received.messages,
+            part=self._shards.part,
+            arranged=self._arranged,
+        )
 
-    def _encode_sum(self, codec: codecs.Threshold) -> np.ndarray:
-        if codec.target_density is not None:
+    def _encode_sum(self, codec: codecs.Threshold, least: np.ndarray | None, lookahead: float) -> np.ndarray:
+        """Encode this rank's shard of the sum.
+
+        Args:
+            codec: codec of the owner.
+            least: taus of this rank's messages.
+            lookahead: see `Threshold`.
+        """
+        if codec.target_density is not None and least is not None:
             # Entries are multiples of the ranks' taus. If there are fewer than the owner may send, a smaller tau would
             # only make the multiples larger.
-            least = self._state.taus
             taus = np.where(self._owner.found, np.maximum(self._owner.taus, least), least)
             self._owner = replace(self._owner, taus=taus, found=np.ones_like(self._owner.found))
-        message, self._owner = codec.encode([self._sum], self._owner, self._owner_lookahead)
+        message, self._owner = codec.encode([self._sum], self._owner, lookahead)
         if codec.target_density is not None:
             self._owner = _with_fewer_entries(self._owner, codec)
         return message
 
-    def _owner_clock(self, counter: str, work: Any) -> Any:
-        """Measure the work of the owner. With overlap it is a part of the exchange that the computation hides."""
-        if self._thread is not None:
-            return work()
-        begin = clock.now()
-        result = self._clock(counter, work)
-        self._owned += clock.now() - begin
-        return result
-
-    def add_up(self, sent: Sent, messages: Sequence[np.ndarray], scale: float) -> None:
-        if sent.codec is self._bfloat16:
-            super().add_up(sent, messages, scale)
-            return
-        codec: Any = sent.codec
-        joined = codec.join(messages, self._shards.part)
-        try:
-            codec.decode_sum([joined], self._targets, scale)
-        except WireError:
-            for rank, message in enumerate(messages):
-                _blame(codec, message, self._shards.part, rank)
-            raise
-
-    def take_back(self, sent: Sent) -> None:
-        if not sent.message.size:
-            return
-        if sent.codec is self._bfloat16:
-            natural = self.read_residual()
-            sent.codec.decode([sent.message], [natural])
-            self.write_residual(natural - np.concatenate([np.ravel(t) for t in sent.update]))
-            return
-        residual = self._state.residual
-        sent.codec.decode([sent.message], [residual])
-        residual -= np.concatenate(self._shards.pieces(sent.update, self._zeros))
-
-    # -- second moments -----------------------------------------------------------------------------------------------
-
-    def more_header(self) -> Sequence[int]:
-        """Return the sample of this rank's gradients and the sum of its squares, as the bits of float64."""
-        self._owner_lookahead = OWNER_LOOKAHEAD * self._lookahead if self.sample else 0.0
-        if not self.sample or self._step % _SAMPLE_EVERY:
-            return ()
-        sample = np.concatenate([np.ravel(s) for s in self.sample]).astype(np.float64)
-        squares = float(np.dot(sample, sample))
-        if self._summed > 1:
-            sample, squares = sums_of(sample, self._summed)
-        return np.append(sample, squares).view(np.int64).tolist()
-
-    def observe_samples(self, received: Received) -> None:
-        if self._sums is not None and self._sums.size:
-            self._noise.observe_sums(self._sums[:-1], float(self._sums[-1]), self._size * self._summed)
-        self._sums = None
-
     # -- state --------------------------------------------------------------------------------------------------------
 
-    def read_residual(self) -> np.ndarray:
-        return self._shards.natural(self._state.residual)
+    def residual(self) -> np.ndarray:
+        return self._shards.embed(self._owner.residual, self._rank)
 
-    def write_residual(self, values: np.ndarray) -> None:
-        self._state.residual[:] = self._shards.padded(values)
+    def arrays(self) -> dict[str, np.ndarray]:
+        return {OWNER + name: value for name, value in self._owner.arrays().items()} | {OWNERS: np.array(self._size)}
 
-    @property
-    def residuals(self) -> list[np.ndarray]:
-        """Residuals of this rank, with that of its shard."""
-        return views(self.read_residual() + self._shards.whole(self._owner.residual, self._rank), self.specs)
-
-    def state_dict(self) -> dict[str, np.ndarray]:
-        owner = {OWNER + name: value for name, value in self._owner.arrays().items()} | {OWNERS: np.array(self._size)}
-        lengths = np.array([self._n] * (self._n > 0), np.int64)
-        natural = {"codec.residual": self.read_residual(), "codec.lengths": lengths}
-        return super().state_dict() | natural | owner
-
-    def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        """Restore a saved state, of this exchange or of one that gathers all messages."""
+    def restore(self, state: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        """Restore a saved state, of this route or of one that gathers all messages."""
         ranks = int(state.get(OWNERS, self._size))
         if ranks != self._size:
             raise ConfigError(f"threshold: the saved state: expected one of {self._size} shards, got one of {ranks}.")
-        codec = self._owner_codec(self._density)
+        codec, sizes = self._owner_codec(self._density), [self._shards.part]
         owner = {name.removeprefix(OWNER): value for name, value in state.items() if name.startswith(OWNER)}
-        sizes = [self._shards.part]
-        restored = codec.restore(owner, sizes) if OWNERS in state else codec.init(sizes)
-        super().load_state_dict(state)
-        self._owner = restored
+        self._owner = codec.restore(owner, sizes) if OWNERS in state else codec.init(sizes)
+        return state
 
-    def with_whole_residual(self, state: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        """Return a saved state with the residual of this rank in the order of the shards."""
-        if "codec.residual" not in state or state["codec.residual"].size != self._n:
-            return state  # restoring it raises an error
-        residual = self._shards.padded(state["codec.residual"])
-        return dict(state) | {"codec.residual": residual, "codec.lengths": np.array([residual.size], np.int64)}
+
+class _Work:
+    """Seconds of work on this rank in a step.
+
+    Attributes:
+        encoding, decoding: by kind.
+    """
+
+    def __init__(self) -> None:
+        self.encoding = self.decoding = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of both kinds."""
+        return self.encoding + self.decoding
+
+    def timed(self, kind: str, work: Any) -> Any:
+        """Call a function, and count its seconds."""
+        begin = clock.now()
+        result = work()
+        seconds = clock.now() - begin
+        if kind == "encoding":
+            self.encoding += seconds
+        else:
+            self.decoding += seconds
+        return result
 
 
 def _with_fewer_entries(owner: Any, codec: codecs.Threshold) -> Any:
