@@ -23,8 +23,6 @@ HEADER_BYTES = 88
 # Smallest size in bytes, and largest number, of the parts of a server's share. Each part is a session of its own: while
 # one part is pushed, the answer for the previous part arrives, so that a link is busy in both directions.
 _MIN_PART_BYTES, _MAX_PARTS = 1 << 19, 4
-# The sessions of an exchange have the numbers (series << _SERIES_BITS) + 0, 1, 2, ...
-_SERIES_BITS = 32
 
 
 class Options(Protocol):
@@ -143,13 +141,7 @@ class ServerExchange(HostExchange):
 
     def renew(self) -> None:
         self.close()
-        # Each exchange has its own series of session numbers, because workers may begin sessions in different orders.
-        mine = self._client.series, self._ranks
-        everyone = self._everyone.all_gather_object(mine, "opening an exchange")
-        sets_of_workers = sorted({ranks for _, ranks in everyone})
-        first = max(series for series, _ in everyone) + 1
-        self._next_session = first + sets_of_workers.index(self._ranks) << _SERIES_BITS
-        self._client.series = first + len(sets_of_workers) - 1
+        self._next_session = self._client.series.agree(self._everyone, self._ranks)
 
     def begin(self, weights: Sequence[np.ndarray]) -> None:
         """Load worker 0's weights into the servers; the other workers wait until the servers have them.

@@ -23,8 +23,6 @@ from hvdx.strategies.threshold.routes.post import HEADER_BYTES, Payload, Session
 from hvdx.strategies.threshold.routes.replica import SEQUENCER, Replica
 from hvdx.strategies.threshold.shards import VectorOrder, whole_residual
 
-# The sessions of an exchange have the numbers (series << _SERIES_BITS) + 0, 1, 2, ...
-_SERIES_BITS = 32
 # Bytes that may be in flight in any case.
 _LEAST_ROOM = 1 << 20
 # Words of a payload: bytes of the sample in front of the message, whether it is dense, bits of the factor (float64).
@@ -93,9 +91,7 @@ class OrderedExchange(HostExchange):
 
     def renew(self) -> None:
         self.close()
-        series = max(self._comm.all_gather_object(self._post.series, "opening an exchange")) + 1
-        self._post.series = series
-        self._register(series << _SERIES_BITS)
+        self._register(self._post.series.agree(self._comm))
         # No rank may send a letter before all ranks accept it.
         self._comm.all_gather_object(None, "opening an exchange")
         # Whether the mirror is the same on all ranks, and holds the weights of the last flush.
@@ -291,9 +287,9 @@ class OrderedExchange(HostExchange):
         with self._post.lock:
             replica = self._session.replica
             taken = list(iter(replica.take, None))
-        if replica.weights is not None:
-            self._mirror[:] = replica.weights.view(self._dtype)
-            replica.weights = None
+        weights = replica.take_weights()
+        if weights is not None:
+            self._mirror[:] = weights.view(self._dtype)
         if taken:
             self._timed("decoding", lambda: self._apply_all(taken))
 
@@ -356,9 +352,9 @@ class OrderedExchange(HostExchange):
         session = self._session
         assert session is not None
         with self._post.lock:
-            self.telemetry.sent += session.sent
-            self.telemetry.received += session.received
-            session.sent = session.received = 0
+            sent, received = session.take_bytes()
+        self.telemetry.sent += sent
+        self.telemetry.received += received
 
     @property
     def residuals(self) -> list[np.ndarray]:
