@@ -72,9 +72,9 @@ class Strategy(abc.ABC):
         remembers: whether the state of an exchange is kept from one fit to the next.
         second_moments: under the placement "update", for optimisers such as Adam. "own": updates are used as they are.
             "mean": the exchange corrects them, and needs a sample of the gradients (`StepInput.sample`).
-        split_exchange: for strategies on the host, class that presents the exchanges of whole weights and of parts of
-            split layers as one, made like `SplitHostExchange`; None for that class. An asynchronous strategy needs its
-            own: in it, the ranks of a group (`comm.mesh.group`) take or skip each step together.
+        split_exchange: for strategies on the host, function that presents the exchanges of whole weights and of parts
+            of split layers as one, called like `SplitHostExchange`; None for that class. An asynchronous strategy needs
+            its own: in it, the ranks of a group (`comm.mesh.group`) take or skip each step together.
     """
 
     #: Name of the strategy in `HVDX_STRATEGY` and in one-line spellings.

@@ -4,6 +4,7 @@ All ranks share the whole weights. A part is shared by the ranks that hold the s
 So an optimiser has two exchanges of the same strategy, with different ranks, which this module presents as one.
 """
 
+import abc
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -158,6 +159,42 @@ def _times(tensor: Any, factor: float) -> Any:
     return tensor * factor
 
 
+class SplitStep(abc.ABC):
+    """Step of the two exchanges of a `SplitHostExchange`.
+
+    Args:
+        comm: all ranks.
+    """
+
+    def __init__(self, comm: Comm):
+        self._comm = comm
+
+    @abc.abstractmethod
+    def combine(self, shares: Sequence[Share], given: StepInput) -> list[Any]:
+        """Return the results of `HostExchange.combine` of each exchange.
+
+        Args:
+            shares: the exchanges.
+            given: input of the step, for all tensors.
+        """
+
+    def flush(self, shares: Sequence[Share]) -> list[Any]:
+        """Return the results of `Exchange.flush` of each exchange."""
+        return [share.exchange.flush() for share in shares]
+
+
+class CommonStep(SplitStep):
+    """Step that all ranks take together in both exchanges, or skip in both."""
+
+    def combine(self, shares: Sequence[Share], given: StepInput) -> list[Any]:
+        prepared = [share.exchange.prepare(given.part(share.where)) for share in shares]
+        mine = all(p.is_fine for p in prepared)
+        if self._comm.any_true(not mine):
+            # A rank that skips one of the exchanges skips the other, and all ranks with it. The first one reports.
+            prepared = [one.skipped(blamed=k == 0 and not mine) for k, one in enumerate(prepared)]
+        return [share.exchange.deliver(p) for share, p in zip(shares, prepared, strict=True)]
+
+
 class SplitHostExchange(HostExchange):
     """Exchange on the host, made of one for whole weights and one for parts.
 
@@ -165,10 +202,11 @@ class SplitHostExchange(HostExchange):
         comm: all ranks.
         specs: all tensors.
         shares: the exchanges.
+        step: the step of both; `CommonStep` by default.
     """
 
-    def __init__(self, comm: Comm, specs: Sequence[TensorSpec], shares: Sequence[Share]):
-        self._comm, self._shares = comm, list(shares)
+    def __init__(self, comm: Comm, specs: Sequence[TensorSpec], shares: Sequence[Share], step: SplitStep | None = None):
+        self._shares, self._step = list(shares), step or CommonStep(comm)
         super().__init__(specs, Telemetry())
         # Whole weights are exchanged by all ranks, so their link comes first.
         self.network = next((s.exchange.network for s in shares if s.exchange.network is not None), None)
@@ -191,12 +229,7 @@ class SplitHostExchange(HostExchange):
             share.exchange.count_computing(seconds)
 
     def combine(self, given: StepInput) -> list[np.ndarray]:
-        prepared = [share.exchange.prepare(given.part(share.where)) for share in self._shares]
-        mine = all(p.is_fine for p in prepared)
-        if self._comm.any_true(not mine):
-            # A rank that skips one of the exchanges skips the other, and all ranks with it. The first one reports.
-            prepared = [one.skipped(blamed=k == 0 and not mine) for k, one in enumerate(prepared)]
-        return self._all(share.exchange.deliver(p) for share, p in zip(self._shares, prepared, strict=True))
+        return self._all(self._step.combine(self._shares, given))
 
     def _all(self, results: Any) -> list[Any]:
         """Return the results of the exchanges in the order of the specs; None where an exchange has none."""
@@ -228,7 +261,7 @@ class SplitHostExchange(HostExchange):
 
     def flush(self) -> list[Any] | None:
         """Return the results in flight; None in the place of a tensor without one. Collective."""
-        result = self._all([share.exchange.flush() for share in self._shares])
+        result = self._all(self._step.flush(self._shares))
         return None if all(r is None for r in result) else result
 
     def drain(self) -> None:
