@@ -100,7 +100,7 @@ class Strategy(abc.ABC):
         return self.placement != "gradient"
 
     @abc.abstractmethod
-    def open(self, comm: Any, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = "") -> Any:
+    def open(self, comm: Any, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = "") -> "Exchange":
         """Open the exchange for the tensors of one optimiser. Collective on the host.
 
         Args:

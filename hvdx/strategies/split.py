@@ -44,7 +44,7 @@ def open_split(
     is_part: Sequence[bool],
     momentum: float = 0.0,
     name: str = "",
-) -> Any:
+) -> Exchange:
     """Open the exchange of whole weights and parts. Collective on the host.
 
     Args:

@@ -3,7 +3,7 @@
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import keras
 import numpy as np
@@ -254,7 +254,8 @@ class HostAdapter(Adapter):
         key = tuple(id(v) for v in variables)
         if key not in self._open:
             specs = [describe(v) for v in variables]
-            exchange: HostExchange = self.open_exchange(variables, specs, self._momentum)
+            # A strategy that runs on the host opens one.
+            exchange = cast(HostExchange, self.open_exchange(variables, specs, self._momentum))
             self._open[key] = exchange, list(variables)
         if key not in self._used:
             self._used.add(key)

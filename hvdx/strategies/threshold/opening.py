@@ -1,6 +1,7 @@
 """Opening of the exchanges of `Threshold`: an encoder, a route, and the step around them."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -66,7 +67,7 @@ def open_messages(
         route,
         op=options.op,
         overlap=options.overlap,
-        active=lambda step: options.start.active(step, comm.size),
+        active=partial(options.start.active, size=comm.size),
         ranks_per_message=ranks_per_message,
         results=results,
         network=network,

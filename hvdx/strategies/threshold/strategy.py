@@ -16,7 +16,6 @@ import numpy as np
 from hvdx.comm import Comm
 from hvdx.errors import ConfigError
 from hvdx.strategies.base import (
-    Exchange,
     SecondMoments,
     Strategy,
     TensorSpec,
@@ -24,6 +23,7 @@ from hvdx.strategies.base import (
     agree_on_tensors,
     one_of,
 )
+from hvdx.strategies.host import HostExchange
 from hvdx.strategies.prediction import Prediction, Situation
 from hvdx.strategies.serving.step_client import StepClient
 from hvdx.strategies.threshold import costs, warmup
@@ -245,7 +245,7 @@ class Threshold(Strategy):
             return "cpu", str(error)
         return chosen, ""
 
-    def open(self, comm: Comm, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = "") -> Exchange:
+    def open(self, comm: Comm, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = "") -> HostExchange:
         agree_on_strategy(self, comm)
         agree_on_tensors(specs, comm)
         options, lookahead = self.options, self.lookahead_for(momentum)
