@@ -380,7 +380,8 @@ class MessageExchange(HostExchange):
 
     def deliver(self, prepared: StepInFlight) -> list[np.ndarray]:
         outgoing, late = self._outgoing(prepared), prepared.late
-        step = replace(prepared, late=None)
+        # A step in flight must not keep TensorFlow's arrays.
+        step = replace(prepared, late=None, given=StepInput(()))
         if self._thread is None:
             arrived = self._send(outgoing)
             late = (step, arrived) if self._count(step, arrived) else None

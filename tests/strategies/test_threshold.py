@@ -1,3 +1,6 @@
+import gc
+import weakref
+
 import numpy as np
 import pytest
 
@@ -94,6 +97,19 @@ def test_lookahead_follows_its_formula():
 @pytest.mark.parametrize(("momentum", "lookahead"), [(0.0, 0.0), (0.5, 1 / 3), (0.9, 3.0), (0.99, 5.0), (1.0, 5.0)])
 def test_lookahead_follows_the_momentum(momentum, lookahead):
     assert Threshold().lookahead_for(momentum) == pytest.approx(lookahead)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_arrays_of_the_caller_are_free_after_a_step(overlap):
+    def run(comm):
+        exchange, arrays = Threshold(target_density=0.05, overlap=overlap).open(comm, SPECS), update(comm.rank, 0)
+        exchange.step(arrays)
+        refs = [weakref.ref(a) for a in arrays]
+        del arrays
+        gc.collect()
+        return [ref() is None for ref in refs]
+
+    assert on_all(2, run) == [[True] * len(SPECS)] * 2
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "sharded"])

@@ -24,7 +24,6 @@ from hvdx.strategies.threshold.shards import OWNER, whole_residual
 # "No rank", where a header names a rank of the host.
 _NOBODY = -1
 
-
 #: Function that opens the exchange of a piece between hosts; see `hvdx.strategies.threshold.opening.open_messages`.
 OpenMessages = Callable[..., MessageExchange]
 
