@@ -3,6 +3,7 @@
 import ast
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import hvdx.strategies.serving.split_exchange
@@ -11,6 +12,8 @@ import hvdx.strategies.threshold.ordered
 import hvdx.strategies.threshold.routes.sharded
 from hvdx.strategies import Encoder, Exchange, Route
 from hvdx.strategies.step import Arrived
+from tests.strategies.test_threshold import flat, steps_of, update
+from tests.strategies.virtual import on_all
 
 STRATEGIES = Path(hvdx.strategies.__file__).parent
 # Modules in which nobody assigns attributes of another object. Those of the parameter server are not among them yet.
@@ -46,6 +49,22 @@ def test_nobody_assigns_attributes_of_another_object(path):
 def test_assignments_are_found():
     code = "a.b = 1\nself.inner.times = 2\nfor x.y in z: pass\nsetattr(e, 'f', 3)\ng.h += 1\ndel i.j\nself.k = 4"
     assert sorted(line for _, line in owners(ast.parse(code))) == [1, 2, 3, 4, 5, 6]
+
+
+def test_route_of_another_package_gives_the_sum_and_skips_steps(monkeypatch):
+    """The route of docs/extending.md."""
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "fixtures" / "extension")
+    from hvdx_example.route import TotalThreshold
+
+    run = steps_of(TotalThreshold(target_density=0.05), 12, finite=lambda rank, step: (rank, step) != (1, 3))
+    everyone = on_all(3, run)
+    for got, exchange in everyone:
+        assert exchange.telemetry.skipped == 1
+        assert [step.tobytes() for step in got] == [step.tobytes() for step in everyone[0][0]]
+    applied = 3 * np.sum(everyone[0][0], axis=0, dtype=np.float64)
+    residuals = np.sum([flat(exchange.residuals) for _, exchange in everyone], axis=0, dtype=np.float64)
+    wanted = np.sum([flat(update(r, t)) for r in range(3) for t in range(12) if t != 3], axis=0, dtype=np.float64)
+    np.testing.assert_allclose(applied + residuals, wanted, atol=2e-6)
 
 
 def classes_below(base):
