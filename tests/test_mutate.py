@@ -13,7 +13,8 @@ MUTANTS = mutate.load(mutate.FAULTS)
 ROOMS = {
     *("kernels", "jobs/templates", "hvdx/codec", "hvdx/comm", "hvdx/strategies", "hvdx/strategies/serving"),
     *(
-        "hvdx/strategies/asynchronous",
+        "hvdx/strategies/threshold",
+        "hvdx/strategies/threshold/routes",
         "hvdx/keras",
         "hvdx/keras/checkpoint",
         "hvdx/averaging",

@@ -14,7 +14,7 @@ from hvdx.strategies import link
 from hvdx.strategies.all_reduce import AllReduce
 from hvdx.strategies.base import Strategy, TensorSpec, views
 from hvdx.strategies.compiling import announce
-from hvdx.strategies.driver import HostExchange
+from hvdx.strategies.host import HostExchange, StepInput
 from hvdx.strategies.link import ring_bytes
 from hvdx.strategies.prediction import Codec, Prediction, Situation, installed_engine, measure_codec
 from hvdx.strategies.telemetry import Telemetry
@@ -137,17 +137,17 @@ class TrialExchange(HostExchange):
         self._channel = comm.channel("the gradients")
         self._size = comm.size
         self._flat = np.zeros(self._n, np.float32)
-        self.network = link.probe(self._channel)
+        self.network: link.Link = link.probe(self._channel)
         #: Seconds of computing in each measured step.
         self.computed: list[float] = []
         self._opened = time.perf_counter()
 
-    def combine(self, tensors: Sequence[np.ndarray], finite: bool) -> list[np.ndarray]:
+    def combine(self, given: StepInput) -> list[np.ndarray]:
         """Return the mean gradients; NaN of one rank reaches all ranks."""
         begin = time.perf_counter()
-        if self._last_end is not None:
-            self.computed.append(self._computed)
-        np.concatenate([np.ravel(t) for t in tensors], out=self._flat)
+        if given.computing is not None:
+            self.computed.append(given.computing)
+        np.concatenate([np.ravel(t) for t in given.tensors], out=self._flat)
         self._channel.all_reduce(self._flat)
         self._flat /= self._size
         counts = self.telemetry

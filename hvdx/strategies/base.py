@@ -71,10 +71,10 @@ class Strategy(abc.ABC):
         provisional: whether `successor` replaces the strategy after some steps.
         remembers: whether the state of an exchange is kept from one fit to the next.
         second_moments: under the placement "update", for optimisers such as Adam. "own": updates are used as they are.
-            "mean": the exchange corrects them, and needs a sample of the gradients (`HostExchange.sample`).
-        split_exchange: for strategies on the host, class that presents the exchanges of whole weights and of parts of
-            split layers as one, made like `SplitHostExchange`; None for that class. An asynchronous strategy needs its
-            own: in it, the ranks of a group (`comm.mesh.group`) take or skip each step together.
+            "mean": the exchange corrects them, and needs a sample of the gradients (`StepInput.sample`).
+        split_exchange: for strategies on the host, function that presents the exchanges of whole weights and of parts
+            of split layers as one, called like `SplitHostExchange`; None for that class. An asynchronous strategy needs
+            its own: in it, the ranks of a group (`comm.mesh.group`) take or skip each step together.
     """
 
     #: Name of the strategy in `HVDX_STRATEGY` and in one-line spellings.
@@ -100,7 +100,7 @@ class Strategy(abc.ABC):
         return self.placement != "gradient"
 
     @abc.abstractmethod
-    def open(self, comm: Any, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = "") -> Any:
+    def open(self, comm: Any, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = "") -> "Exchange":
         """Open the exchange for the tensors of one optimiser. Collective on the host.
 
         Args:
@@ -120,7 +120,7 @@ class Strategy(abc.ABC):
         """Return where an exchange of these tensors runs: "cpu", which is the default, "cuda", or "cuda:NUMBER".
 
         On a GPU the steps of the exchange take and return the tensors as one float32 array on the GPU, in a list of
-        one. See `HostExchange.allocate`.
+        one. See `StepInput.allocate`.
 
         Args:
             specs: the tensors.

@@ -24,7 +24,7 @@ from hvdx.strategies.serving.exchange import ServerExchange
 from hvdx.strategies.serving.messages import SERVER_BOX, SessionConfig
 from hvdx.strategies.serving.request_handler import RequestHandler
 from hvdx.strategies.serving.server import serve
-from hvdx.strategies.serving.split_exchange import SplitServerExchange
+from hvdx.strategies.serving.split_exchange import open_split_servers
 from hvdx.strategies.serving.step_client import StepClient
 from hvdx.strategies.serving.updates import joined_residual, make_codec
 
@@ -82,7 +82,7 @@ class ParameterServer(Strategy):
     placement = "weights"
     runs = "host"
     asynchronous = True
-    split_exchange = SplitServerExchange
+    split_exchange = staticmethod(open_split_servers)
 
     def __init__(
         self,

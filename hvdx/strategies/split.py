@@ -4,6 +4,7 @@ All ranks share the whole weights. A part is shared by the ranks that hold the s
 So an optimiser has two exchanges of the same strategy, with different ranks, which this module presents as one.
 """
 
+import abc
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ import numpy as np
 from hvdx.comm import Comm
 from hvdx.errors import ConfigError
 from hvdx.strategies.base import Exchange, Strategy, TensorSpec
-from hvdx.strategies.driver import HostExchange
+from hvdx.strategies.host import HostExchange, StepInput
 from hvdx.strategies.telemetry import Telemetry, merged
 
 
@@ -43,7 +44,7 @@ def open_split(
     is_part: Sequence[bool],
     momentum: float = 0.0,
     name: str = "",
-) -> Any:
+) -> Exchange:
     """Open the exchange of whole weights and parts. Collective on the host.
 
     Args:
@@ -158,6 +159,42 @@ def _times(tensor: Any, factor: float) -> Any:
     return tensor * factor
 
 
+class SplitStep(abc.ABC):
+    """Step of the two exchanges of a `SplitHostExchange`.
+
+    Args:
+        comm: all ranks.
+    """
+
+    def __init__(self, comm: Comm):
+        self._comm = comm
+
+    @abc.abstractmethod
+    def combine(self, shares: Sequence[Share], given: StepInput) -> list[Any]:
+        """Return the results of `HostExchange.combine` of each exchange.
+
+        Args:
+            shares: the exchanges.
+            given: input of the step, for all tensors.
+        """
+
+    def flush(self, shares: Sequence[Share]) -> list[Any]:
+        """Return the results of `Exchange.flush` of each exchange."""
+        return [share.exchange.flush() for share in shares]
+
+
+class CommonStep(SplitStep):
+    """Step that all ranks take together in both exchanges, or skip in both."""
+
+    def combine(self, shares: Sequence[Share], given: StepInput) -> list[Any]:
+        prepared = [share.exchange.prepare(given.part(share.where)) for share in shares]
+        mine = all(p.is_fine for p in prepared)
+        if self._comm.any_true(not mine):
+            # A rank that skips one of the exchanges skips the other, and all ranks with it. The first one reports.
+            prepared = [one.skipped(blamed=k == 0 and not mine) for k, one in enumerate(prepared)]
+        return [share.exchange.deliver(p) for share, p in zip(shares, prepared, strict=True)]
+
+
 class SplitHostExchange(HostExchange):
     """Exchange on the host, made of one for whole weights and one for parts.
 
@@ -165,60 +202,34 @@ class SplitHostExchange(HostExchange):
         comm: all ranks.
         specs: all tensors.
         shares: the exchanges.
+        step: the step of both; `CommonStep` by default.
     """
 
-    def __init__(self, comm: Comm, specs: Sequence[TensorSpec], shares: Sequence[Share]):
-        self._comm, self._shares = comm, list(shares)
+    def __init__(self, comm: Comm, specs: Sequence[TensorSpec], shares: Sequence[Share], step: SplitStep | None = None):
+        self._shares, self._step = list(shares), step or CommonStep(comm)
         super().__init__(specs, Telemetry())
         # Whole weights are exchanged by all ranks, so their link comes first.
         self.network = next((s.exchange.network for s in shares if s.exchange.network is not None), None)
 
-    # `HostExchange` keeps these two; here they are those of the two exchanges.
     @property
     def telemetry(self) -> Telemetry:
         """Counters of both exchanges together, without those of parts that no other rank holds."""
         costs = [share.exchange.telemetry for share in self._shares]
-        total = merged([c for c, s in zip(costs, self._shares, strict=True) if not _is_local(s)] or costs)
-        if not any(total is cost for cost in costs):
-            # Both exchanges see the same computing, and skip the same steps.
-            total.computing, total.skipped = costs[0].computing, costs[0].skipped
-        return total
+        shared = [c for c, s in zip(costs, self._shares, strict=True) if not _is_local(s)] or costs
+        # Both exchanges see the same computing, and skip the same steps.
+        first = costs[0] if len(shared) > 1 else shared[0]
+        return replace(merged(shared), computing=first.computing, skipped=first.skipped, elements=self._n)
 
-    @telemetry.setter
-    def telemetry(self, fresh: Telemetry) -> None:
+    def reset_telemetry(self) -> None:
         for share in self._shares:
-            counts = share.exchange.telemetry
-            share.exchange.telemetry = type(counts)(elements=counts.elements)
+            share.exchange.reset_telemetry()
 
-    @property
-    def blamed(self) -> str:
-        """Variable whose gradient held NaN or infinity."""
-        return str(self._shares[0].exchange.blamed)
-
-    @blamed.setter
-    def blamed(self, name: str) -> None:
+    def count_computing(self, seconds: float) -> None:
         for share in self._shares:
-            share.exchange.blamed = name
+            share.exchange.count_computing(seconds)
 
-    @property
-    def sample(self) -> Sequence[np.ndarray] | None:
-        """Elements of the gradients in this step, one array per tensor; see `HostExchange`."""
-        samples = [share.exchange.sample for share in self._shares]
-        return None if None in samples else self._all(samples)
-
-    @sample.setter
-    def sample(self, arrays: Sequence[np.ndarray] | None) -> None:
-        for share in self._shares:
-            share.exchange.sample = None if arrays is None else share.of(arrays)
-
-    def combine(self, tensors: Sequence[np.ndarray], finite: bool) -> list[np.ndarray]:
-        prepared = [share.exchange.prepare(share.of(tensors), finite) for share in self._shares]
-        mine = all(p.is_fine for p in prepared)
-        if self._comm.any_true(not mine):
-            # A rank that skips one of the exchanges skips the other, and all ranks with it. The first one reports.
-            for k, one in enumerate(prepared):
-                one.skip(blamed=k == 0 and not mine)
-        return self._all(share.exchange.deliver(p) for share, p in zip(self._shares, prepared, strict=True))
+    def combine(self, given: StepInput) -> list[np.ndarray]:
+        return self._all(self._step.combine(self._shares, given))
 
     def _all(self, results: Any) -> list[Any]:
         """Return the results of the exchanges in the order of the specs; None where an exchange has none."""
@@ -227,18 +238,6 @@ class SplitHostExchange(HostExchange):
             for i, array in zip(share.where, arrays or (), strict=arrays is not None):
                 everything[i] = array
         return everything
-
-    def start_timer(self) -> None:
-        for share in self._shares:
-            share.exchange.start_timer()
-
-    def stop_timer(self) -> None:
-        for share in self._shares:
-            share.exchange.stop_timer()
-
-    def restart_timer(self) -> None:
-        for share in self._shares:
-            share.exchange.restart_timer()
 
     @property
     def is_open(self) -> bool:
@@ -262,7 +261,7 @@ class SplitHostExchange(HostExchange):
 
     def flush(self) -> list[Any] | None:
         """Return the results in flight; None in the place of a tensor without one. Collective."""
-        result = self._all([share.exchange.flush() for share in self._shares])
+        result = self._all(self._step.flush(self._shares))
         return None if all(r is None for r in result) else result
 
     def drain(self) -> None:
@@ -318,13 +317,13 @@ class _LocalExchange(HostExchange):
     def begin(self, weights: Sequence[np.ndarray]) -> None:
         self._weights = [np.array(w) for w in weights]
 
-    def combine(self, tensors: Sequence[Any], finite: bool) -> list[Any]:
+    def combine(self, given: StepInput) -> list[Any]:
         self.telemetry.steps += 1
-        self.telemetry.skipped += not finite
+        self.telemetry.skipped += not given.finite
         if self._weights is None:
-            return list(tensors) if finite else [np.zeros(s.shape, np.float32) for s in self.specs]
-        if finite:
-            self._weights = [np.array(t) for t in tensors]
+            return list(given.tensors) if given.finite else [np.zeros(s.shape, np.float32) for s in self.specs]
+        if given.finite:
+            self._weights = [np.array(t) for t in given.tensors]
         return [w.copy() for w in self._weights]
 
     def step(self, tensors: Sequence[Any], finite: Any = True) -> list[Any]:

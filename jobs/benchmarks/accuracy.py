@@ -229,6 +229,7 @@ def host_step(network: Any, strategy: Any, workers: int) -> tuple[Callable[..., 
     from hvdx.keras.adapters import second_moments
     from hvdx.keras.adapters.base import describe
     from hvdx.keras.adapters.updates import momentum_of, updates_of
+    from hvdx.strategies import StepInput
 
     variables, gradients = network.trainable_variables, gradients_of(network)
     specs = [describe(v) for v in variables]
@@ -257,13 +258,14 @@ def host_step(network: Any, strategy: Any, workers: int) -> tuple[Callable[..., 
     rank_local = strategy.placement == "update"
 
     def step(batches: Sequence[Any]) -> None:
-        given = [gradients(x, y) for x, y in batches]
+        given, samples = [gradients(x, y) for x, y in batches], [[] for _ in batches]
         if rank_local:
             given, samples = zip(*(update(g) for update, g in zip(updates, given, strict=True)), strict=True)
-            for exchange, sample in zip(exchanges, samples, strict=True):
-                exchange.sample = [np.asarray(s) for s in sample] or None
-        arrays = [[np.asarray(t) for t in one] for one in given]
-        (combined, *_) = list(pool.map(lambda e, a: e.step(a), exchanges, arrays))
+        inputs = [
+            StepInput([np.asarray(t) for t in one], sample=[np.asarray(s) for s in sample] or None)
+            for one, sample in zip(given, samples, strict=True)
+        ]
+        (combined, *_) = list(pool.map(lambda e, i: e.take(i), exchanges, inputs))
         if rank_local:
             for variable, change in zip(variables, combined, strict=True):
                 variable.assign_add(change)

@@ -26,7 +26,7 @@ import numpy as np
 from hvdx.comm.local import virtual_world
 from hvdx.jobs.benchmarks import harness
 from hvdx.report import table
-from hvdx.strategies import TensorSpec, Threshold
+from hvdx.strategies import StepInput, TensorSpec, Threshold
 
 _DENSITIES = (1e-4, 1e-3, 1e-2, 1 / 16, 0.1)
 #: Largest density at which decoding is measured, since each decoded entry takes 12 bytes of GPU memory.
@@ -138,11 +138,11 @@ class Bench:
         )
         # TensorFlow has a pool of memory for results; without it, each step would wait for an allocation.
         result = self.cuda.device_array(self.elements, np.float32)
-        gpu.allocate = lambda _: self.kernels.clear(result)
+        given = StepInput([self.update], allocate=lambda _: self.kernels.clear(result))
         variants = {
             "plain": self.run_add,
             "copy": lambda: self.residual.copy_to_device(self.saved),
-            "on the GPU": lambda: gpu.step([self.update]),
+            "on the GPU": lambda: gpu.take(given),
             "through the host": lambda: self.residual.copy_to_device(host.step([self.update.copy_to_host()])[0]),
         }
         row = self.row("step", density, self.time_all(variants))

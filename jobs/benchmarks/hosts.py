@@ -25,7 +25,7 @@ import numpy as np
 from hvdx.comm import Channel, Comm
 from hvdx.jobs.benchmarks import harness
 from hvdx.report.table import quantity, render
-from hvdx.strategies import HostExchange, TensorSpec, Threshold
+from hvdx.strategies import HostExchange, StepInput, TensorSpec, Threshold
 from hvdx.strategies.telemetry import Telemetry
 
 #: Values of `local`, in the order of a round, and the training without an exchange.
@@ -138,10 +138,10 @@ class _Own(HostExchange):
         super().__init__(specs, telemetry)
         self._channel = channel
 
-    def combine(self, tensors: Sequence[np.ndarray], finite: bool) -> list[np.ndarray]:
+    def combine(self, given: StepInput) -> list[np.ndarray]:
         self.telemetry.steps += 1
         self._channel.exchange([])
-        return list(tensors)
+        return list(given.tensors)
 
 
 # -- sums on one host -------------------------------------------------------------------------------------------------
@@ -166,8 +166,8 @@ def add_up(given: argparse.Namespace) -> dict[str, float]:
     """Return the milliseconds of a sum over the ranks by each way, and of one pass over an update."""
     import hvdx
     from hvdx.comm import world
-    from hvdx.strategies.host_sums import MessageSums, SharedSums, open_sums
-    from hvdx.strategies.interleaving import Interleaved
+    from hvdx.strategies.threshold.host_sums import MessageSums, SharedSums, open_sums
+    from hvdx.strategies.threshold.interleaving import Interleaved
 
     hvdx.init()
     channel = world.start().channel("sums")

@@ -29,7 +29,7 @@ from hvdx.jobs.benchmarks import harness
 from hvdx.kernels.pieces import aligned
 from hvdx.kernels.threads import cut, default_threads, spread
 from hvdx.report.table import render
-from hvdx.strategies import TensorSpec, Threshold
+from hvdx.strategies import StepInput, TensorSpec, Threshold
 
 DENSITIES = (1e-4, 1e-3, 1e-2, 1 / 16, 0.1)
 #: Goals for the speed of encoding relative to np.add, by the largest density of each goal.
@@ -132,11 +132,11 @@ class Step:
 
     def reset(self) -> None:
         """Reset the residual to its initial values."""
-        self.exchange.residual[:] = self.case.start
+        self.exchange.encoder.state.residual[:] = self.case.start
 
     def encode(self) -> Any:
         """Encode the arrays."""
-        return self.exchange.prepare(self.arrays, True)
+        return self.exchange.prepare(StepInput(self.arrays))
 
     def decode(self) -> Any:
         """Decode the message of the first call of `encode`, once for each worker."""
@@ -148,7 +148,7 @@ def measure(case: Case, threads: int, rounds: int) -> dict:
     plain = Step(case, [case.update], threads, 0.0)
     ahead = Step(case, [case.smaller], threads, LOOKAHEAD)
     small = Step(case, case.arrays, threads, LOOKAHEAD)
-    residual, borders = plain.exchange.residual, cut(case.n, threads, 64)
+    residual, borders = plain.exchange.encoder.state.residual, cut(case.n, threads, 64)
 
     def add() -> None:
         def share(i: int) -> None:

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from hvdx.keras.adapters import second_moments
 from hvdx.keras.shards import Shard, mark
-from hvdx.strategies.noise import SAMPLE
+from hvdx.strategies.threshold.noise import SAMPLE
 
 
 class OwnStep(keras.optimizers.Adam):

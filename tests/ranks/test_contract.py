@@ -32,8 +32,8 @@ class MeanExchange(HostExchange):
         super().__init__(specs, Telemetry())
         self._channel, self._size = comm.channel("the means"), comm.size
 
-    def combine(self, tensors, finite):
-        flat = np.concatenate([np.ravel(t) for t in tensors])
+    def combine(self, given):
+        flat = np.concatenate([np.ravel(t) for t in given.tensors])
         self._channel.all_reduce(flat)
         self.telemetry.steps += 1
         return views(flat / np.float32(self._size), self.specs)

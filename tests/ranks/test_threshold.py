@@ -17,9 +17,9 @@ from hvdx.errors import ConfigError
 from hvdx.keras.adapters import host
 from hvdx.keras.adapters.optimizer import adapter_of
 from hvdx.keras.fit import replicas
-from hvdx.strategies import threshold_hosts
-from hvdx.strategies.host_sums import MessageSums, SharedSums, open_sums
 from hvdx.strategies.telemetry import Telemetry
+from hvdx.strategies.threshold import hosts
+from hvdx.strategies.threshold.host_sums import MessageSums, SharedSums, open_sums
 
 STRATEGIES = [
     "threshold:target_density=0.05",
@@ -139,7 +139,7 @@ def test_hosts_add_up_their_updates(monkeypatch):
     """Two ranks to a host, over MPI, in shared memory and without; the hosts are names."""
     monkeypatch.setattr(world.start(), "hosts", [f"host {rank // 2}" for rank in range(hvdx.size())])
     opened, weights = [], []
-    monkeypatch.setattr(threshold_hosts, "open_sums", lambda *given: opened.append(open_sums(*given)) or opened[-1])
+    monkeypatch.setattr(hosts, "open_sums", lambda *given: opened.append(open_sums(*given)) or opened[-1])
     for _ in range(2):
         keras.utils.set_random_seed(hvdx.rank())
         model = network(keras.optimizers.Adam(0.01))

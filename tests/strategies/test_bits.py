@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hvdx.strategies.asynchronous.post import Post
+from hvdx.strategies.threshold.routes.post import Post
 from tests.strategies.bits import FIXTURE, cases
 
 ROWS = json.loads(FIXTURE.read_text())

@@ -3,8 +3,14 @@
 import numpy as np
 import pytest
 
-from hvdx.strategies.density import INITIAL_DENSITY, MAX_DENSITY, MIN_DENSITY, DensityControl, affordable_density
 from hvdx.strategies.link import Link, message_bytes
+from hvdx.strategies.threshold.density import (
+    INITIAL_DENSITY,
+    MAX_DENSITY,
+    MIN_DENSITY,
+    DensityControl,
+    affordable_density,
+)
 
 _ELEMENTS, _COMPUTING, _STEPS, _SETTLING = 1_863_690, 0.013, 400, 100
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from hvdx.comm.local import VirtualChannel
-from hvdx.strategies import Threshold, host_sums, interleaving
-from hvdx.strategies.host_sums import MessageSums, SharedSums, open_sums
+from hvdx.strategies import Threshold
+from hvdx.strategies.threshold import host_sums, interleaving
+from hvdx.strategies.threshold.host_sums import MessageSums, SharedSums, open_sums
 from tests.strategies.test_threshold import OPTIONS, flat, steps_of, update
 from tests.strategies.virtual import SPECS, on_all, on_hosts
 

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdx.strategies.interleaving import Interleaved
+from hvdx.strategies.threshold.interleaving import Interleaved
 
 
 @settings(max_examples=60, deadline=None, database=None, derandomize=True)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import hvdx
-from hvdx.strategies import TensorSpec
-from hvdx.strategies.noise import NoiseEstimate, common_sample
+from hvdx.strategies import StepInput, TensorSpec
+from hvdx.strategies.threshold.noise import NoiseEstimate, common_sample
 from tests.strategies.virtual import on_all
 
 N = 4
@@ -51,8 +51,8 @@ def train(opened, rank, signal, noise, steps=50):
     """Send the update (1, 0), (2) in steps with the given samples; return the result of the last step."""
     for step in samples(signal, noise, steps):
         # 64 elements of the first tensor and 3 of the second: the header has a number of whole integers.
-        opened.sample = [step[rank], step[rank][:3]]
-        result = [r.copy() for r in opened.step([np.array([1, 0], np.float32), np.array(2, np.float32)])]
+        given = StepInput([np.array([1, 0], np.float32), np.array(2, np.float32)], sample=[step[rank], step[rank][:3]])
+        result = [r.copy() for r in opened.take(given)]
     return result
 
 
@@ -60,7 +60,7 @@ def test_exchange_scales_the_sum_by_the_noise_of_the_samples():
     def run(comm):
         opened = exchange(comm)
         first, second = train(opened, comm.rank, 0.0, 1.0)
-        return first.tolist(), float(second), opened.residual.tolist(), opened.telemetry
+        return first.tolist(), float(second), opened.encoder.read_residual().tolist(), opened.telemetry
 
     results = on_all(N, run)
     assert all(result[:3] == results[0][:3] for result in results)
@@ -83,8 +83,8 @@ def test_exchange_without_a_sample_takes_the_mean():
 def test_skipped_step_does_not_change_the_estimate():
     def run(comm):
         opened = exchange(comm)
-        opened.sample = [np.array([1.0 - 2.0 * (comm.rank % 2)])]
-        opened.step([np.zeros(2, np.float32), np.array(0, np.float32)], comm.rank != 1)
+        sample = [np.array([1.0 - 2.0 * (comm.rank % 2)])]
+        opened.take(StepInput([np.zeros(2, np.float32), np.array(0, np.float32)], comm.rank != 1, sample=sample))
         return opened.state_dict().get("noise")
 
     assert on_all(N, run) == [None] * N

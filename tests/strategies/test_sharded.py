@@ -1,13 +1,15 @@
 """Sharded exchange of `Threshold`: bookkeeping of both residuals, traffic, shards, and choice of the exchange."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from hvdx.errors import ConfigError, UpdateError, WireError
-from hvdx.strategies import TensorSpec, Threshold, link
+from hvdx.strategies import StepInput, TensorSpec, Threshold, link
 from hvdx.strategies.link import Link
 from hvdx.strategies.prediction import Situation
-from hvdx.strategies.shards import Shards
+from hvdx.strategies.threshold.shards import Shards
 from tests.strategies.test_threshold import flat, steps_of, update
 from tests.strategies.virtual import ELEMENTS, SPECS, on_all
 
@@ -77,11 +79,11 @@ def test_shards_are_a_permutation_with_padding(seed):
     arrays = np.split(vector, np.cumsum(sizes)[:-1])
     pieces = shards.pieces(arrays, np.zeros(shards.part, np.float32))
     assert [p.size for p in pieces] == shards.sizes
-    np.testing.assert_array_equal(np.concatenate(pieces), shards.padded(vector))
-    np.testing.assert_array_equal(shards.natural(shards.padded(vector)), vector)
+    np.testing.assert_array_equal(np.concatenate(pieces), shards.from_vector(vector))
+    np.testing.assert_array_equal(shards.to_vector(shards.from_vector(vector)), vector)
     assert shards.part % 64 == 0
     assert shards.elements == ranks * shards.part
-    total = sum(shards.whole(shards.of_rank(vector, r), r) for r in range(ranks))
+    total = sum(shards.embed(shards.of_rank(vector, r), r) for r in range(ranks))
     np.testing.assert_array_equal(total, vector)
     piece = int(np.argmax(np.abs([p.max(initial=0) for p in pieces])))
     if pieces[piece].any():
@@ -103,15 +105,15 @@ def test_step_is_skipped_by_all_if_one_owner_cannot_encode(overlap):
 
     def run(comm):
         exchange = strategy.open(comm, SPECS, 0.9)
-        encode, calls = exchange._encode_sum, []
+        encode, calls = exchange.route._encode_sum, []
 
-        def refuse_once(codec):
+        def refuse_once(*given):
             calls.append(1)
             if comm.rank == 2 and len(calls) == 4:
-                raise UpdateError("infinity", 0, 0)
-            return encode(codec)
+                raise UpdateError("is infinite.", 0, 0)
+            return encode(*given)
 
-        exchange._encode_sum = refuse_once
+        exchange.route._encode_sum = refuse_once
         got = [flat(exchange.step(update(comm.rank, t))).copy() for t in range(7)]
         late = exchange.flush()
         return [*got, flat(late).copy()] if late is not None else got, exchange
@@ -189,17 +191,17 @@ def test_damaged_message_of_an_owner_is_named():
     def run(comm):
         exchange = Threshold(target_density=0.05, exchange="sharded").open(comm, SPECS, 0.9)
         exchange.step(update(comm.rank, 0))
-        sent = exchange.prepare(update(comm.rank, 1), True)
-        messages = []
+        send = exchange.route.send
 
-        def damage(sent, received, scale):
-            messages.extend(m.copy() for m in received)
+        def damage(outgoing):
+            arrived = send(outgoing)
+            messages = [m.copy() for m in arrived.messages]
             messages[2][-1] ^= 1
-            return type(exchange).add_up(exchange, sent, messages, scale)
+            return replace(arrived, messages=messages)
 
-        exchange.add_up = damage
+        exchange.route.send = damage
         with pytest.raises(WireError, match="rank 2") as error:
-            exchange.deliver(sent)
+            exchange.step(update(comm.rank, 1))
         return error.value.rank
 
     assert on_all(3, run) == [2, 2, 2]
@@ -228,8 +230,8 @@ def test_auto_takes_what_costs_less(workers, density, latency, bandwidth, kind, 
         return
     monkeypatch.setattr(link, "probe", lambda channel: Link(latency, bandwidth))
     specs = [TensorSpec("w", (5_000_000,), 4)]
-    opened = on_all(workers, lambda comm: type(strategy.open(comm, specs)).__name__)
-    assert set(opened) == {"ShardedExchange" if kind == "sharded" else "ThresholdExchange"}
+    opened = on_all(workers, lambda comm: type(strategy.open(comm, specs).route).__name__)
+    assert set(opened) == {"ShardedRoute" if kind == "sharded" else "AllGatherRoute"}
 
 
 def test_predicted_bytes_are_flat():
@@ -250,9 +252,9 @@ def test_noise_of_gradients_is_that_of_the_gathered_exchange():
             opened = Threshold(target_density=0.05, exchange=exchange).open(comm, SPECS, 0.0)
             for t in range(40):
                 random = np.random.default_rng([comm.rank, t])
-                opened.sample = [np.float32(0.2 + random.normal(size=64)).astype(np.float16)]
-                opened.step(update(comm.rank, t))
-            return opened._noise.factor(comm.size)
+                sample = [np.float32(0.2 + random.normal(size=64)).astype(np.float16)]
+                opened.take(StepInput(update(comm.rank, t), sample=sample))
+            return opened.encoder.correction(comm.size)
 
         first, *others = on_all(4, run)
         assert others == [first] * 3
@@ -267,8 +269,9 @@ def test_owners_extrapolate_the_updates_of_adam_only(sample, lookahead):
 
     def run(comm):
         exchange = Threshold(target_density=0.01, exchange="sharded").open(comm, SPECS, momentum=0.9)
-        exchange.sample = sample
-        exchange.step(update(comm.rank, 0))
-        return exchange._owner_lookahead
+        encode, seen = exchange.route._encode_sum, []
+        exchange.route._encode_sum = lambda *given: seen.append(given[-1]) or encode(*given)
+        exchange.take(StepInput(update(comm.rank, 0), sample=sample))
+        return seen[0]
 
     assert on_all(2, run) == [lookahead] * 2

@@ -130,10 +130,10 @@ def test_values_that_one_exchange_cannot_send_skip_the_step_in_both(capfd):
 
 def test_both_exchanges_share_the_overhead():
     strategy = Threshold(overhead=0.2)
-    shares = on_all(4, lambda comm: [s.exchange._strategy.overhead for s in opened(strategy, comm, 2)[0]._shares])
+    shares = on_all(4, lambda comm: [s.exchange.encoder.options.overhead for s in opened(strategy, comm, 2)[0]._shares])
     assert shares == [[0.1, 0.1]] * 4
     assert strategy.overhead == 0.2
-    alone = on_all(2, lambda comm: opened(strategy, comm, 2)[0]._shares[0].exchange._strategy.overhead)
+    alone = on_all(2, lambda comm: opened(strategy, comm, 2)[0]._shares[0].exchange.encoder.options.overhead)
     assert alone == [0.2] * 2
 
 
@@ -146,7 +146,7 @@ def test_telemetry_counts_steps_once_and_bytes_of_both_exchanges():
         assert (total.steps, total.elements) == (3, sum(s.elements for s in specs))
         assert total.sent == sum(t.sent for t in each) > each[0].sent > 0
         assert total.computing == each[0].computing > 0
-        exchange.telemetry = None
+        exchange.reset_telemetry()
         return exchange.telemetry.steps
 
     assert on_all(4, work) == [0] * 4

@@ -1,11 +1,14 @@
+import gc
+import weakref
+
 import numpy as np
 import pytest
 
 from hvdx.errors import ConfigError, HvdxError, ReplicaError
-from hvdx.strategies import TensorSpec, Threshold, link, parse
-from hvdx.strategies.density import INITIAL_DENSITY
-from hvdx.strategies.warmup import START
-from hvdx.strategies.warmup import parse as parse_warmup
+from hvdx.strategies import StepInput, TensorSpec, Threshold, link, parse
+from hvdx.strategies.threshold.density import INITIAL_DENSITY
+from hvdx.strategies.threshold.warmup import START
+from hvdx.strategies.threshold.warmup import parse as parse_warmup
 from tests.strategies.virtual import ELEMENTS, SHAPES, SPECS, on_all
 
 OPTIONS = {
@@ -85,9 +88,9 @@ def densities(strategy, steps, divides, state=None):
             exchange.load_state_dict(state)
         found = []
         for t in range(steps):
-            exchange.sample = [np.ones(4, np.float32)] * len(SPECS) if divides else None
-            exchange.step(update(comm.rank, t))
-            found.append(exchange._codec.target_density)
+            sample = [np.ones(4, np.float32)] * len(SPECS) if divides else None
+            exchange.take(StepInput(update(comm.rank, t), sample=sample))
+            found.append(exchange.encoder.codec.target_density)
         return found, exchange
 
     return on_all(2, run)[0]
@@ -108,7 +111,9 @@ def test_warm_up_of_an_automatic_density_starts_at_an_eighth_and_resumes():
     assert densities(Threshold(overhead=10.0), 1, divides=False)[0] == [INITIAL_DENSITY]
     found, exchange = densities(Threshold(overhead=10.0), 3, divides=True)
     assert found[0] == START
-    assert densities(Threshold(overhead=10.0), 1, True, exchange.state_dict())[0] == [float(exchange._density)]
+    assert densities(Threshold(overhead=10.0), 1, True, exchange.state_dict())[0] == [
+        float(exchange.encoder.arrays()["density"])
+    ]
     fixed = Threshold(target_density=0.01)
     _, exchange = densities(fixed, 3, divides=True)
     wanted = parse_warmup("density:200").density(3, 0.01)
@@ -152,6 +157,19 @@ def test_lookahead_follows_its_formula():
 @pytest.mark.parametrize(("momentum", "lookahead"), [(0.0, 0.0), (0.5, 1 / 3), (0.9, 3.0), (0.99, 5.0), (1.0, 5.0)])
 def test_lookahead_follows_the_momentum(momentum, lookahead):
     assert Threshold().lookahead_for(momentum) == pytest.approx(lookahead)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_arrays_of_the_caller_are_free_after_a_step(overlap):
+    def run(comm):
+        exchange, arrays = Threshold(target_density=0.05, overlap=overlap).open(comm, SPECS), update(comm.rank, 0)
+        exchange.step(arrays)
+        refs = [weakref.ref(a) for a in arrays]
+        del arrays
+        gc.collect()
+        return [ref() is None for ref in refs]
+
+    assert on_all(2, run) == [[True] * len(SPECS)] * 2
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "sharded"])
@@ -310,7 +328,7 @@ def test_restore_accepts_large_residuals_of_a_lookahead(size):
 def test_restore_refuses_the_state_of_another_model():
     (_, exchange), *_ = on_all(1, steps_of(Threshold(target_density=0.05), 2))
     saved = exchange.state_dict()
-    with pytest.raises(ConfigError, match="step and density"):
+    with pytest.raises(ConfigError, match="expected a step"):
         exchange.load_state_dict({k: v for k, v in saved.items() if k != "step"})
     with pytest.raises(ConfigError, match="another model"):
         exchange.load_state_dict(saved | {"codec.residual": np.zeros(3, np.float32)})

@@ -12,7 +12,7 @@ from hvdx.codec import Threshold as Codec
 from hvdx.codec import devices
 from hvdx.comm.local import virtual_world
 from hvdx.errors import ConfigError
-from hvdx.strategies import TensorSpec, Threshold
+from hvdx.strategies import StepInput, TensorSpec, Threshold
 from tests.kernels.counting import count_work
 from tests.kernels.simulator import check_in_simulator
 
@@ -52,7 +52,7 @@ class TestWithoutGpu:
     def test_auto_takes_the_host_and_says_why(self, capsys):
         there = [replace(s, device="GPU:0") for s in SPECS]
         assert Threshold(tau=0.1).device_for(there) == "cpu"
-        assert Threshold(tau=0.1).open(virtual_world(1)[0], there).residual.size == 80
+        assert Threshold(tau=0.1).open(virtual_world(1)[0], there).encoder.read_residual().size == 80
         assert (
             "every update crosses from the GPU to the host. threshold: device='cuda': no GPU" in capsys.readouterr().err
         )
@@ -134,7 +134,7 @@ class TestSimulator:
         for mine, theirs in zip(pair.host.residuals, pair.gpu.residuals, strict=True):
             assert mine.shape == theirs.shape
             assert mine.tobytes() == theirs.tobytes()
-        assert pair.host.residual_norm() == pair.gpu.residual_norm() > 0
+        assert pair.host.encoder.residual_rms() == pair.gpu.encoder.residual_rms() > 0
         pair.compare()
 
     def test_nan_names_the_variable(self, capsys):
@@ -142,7 +142,7 @@ class TestSimulator:
         _, flat = update(0)
         flat[75] = np.nan
         pair.gpu.step([devices.gpu().place(flat)])
-        assert "variable 3: update[3]: element 2 is nan" in capsys.readouterr().err
+        assert "variable 3: element 2 is nan" in capsys.readouterr().err
         assert not pair.gpu.residuals[0].any()
 
     def test_only_messages_cross(self, monkeypatch):
@@ -161,7 +161,7 @@ class TestSimulator:
             given.append(devices.gpu().zeros(n))
             return given[-1]
 
-        pair.gpu.allocate = allocate
-        (first,), (second,) = ([*pair.gpu.step([devices.gpu().place(update(step)[1])])] for step in range(2))
+        updates = [devices.gpu().place(update(step)[1]) for step in range(2)]
+        (first,), (second,) = ([*pair.gpu.take(StepInput([u], allocate=allocate))] for u in updates)
         assert (first is given[0], second is given[1]) == (True, True)
         assert first.copy_to_host().any()

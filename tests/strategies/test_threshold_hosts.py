@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdx.errors import ConfigError, HvdxError, WireError
-from hvdx.strategies import TensorSpec, Threshold
-from hvdx.strategies.threshold_hosts import HostsExchange
+from hvdx.strategies import StepInput, TensorSpec, Threshold
+from hvdx.strategies.threshold.hosts import HostsExchange
 from tests.strategies.test_threshold import OPTIONS, flat, restarted, steps_of, update
 from tests.strategies.virtual import ELEMENTS, SPECS, on_hosts
 
@@ -134,8 +135,8 @@ def test_auto_adds_up_on_equal_hosts():
 
     assert opened("aabb") == opened("abab") == opened("aa", local="dense") == {"HostsExchange"}
     for hosts in ("aab", "aa", "ab", "a"):
-        assert opened(hosts) == {"ThresholdExchange"}
-    assert opened("aabb", local="none") == opened("ab", local="dense") == {"ThresholdExchange"}
+        assert opened(hosts) == {"MessageExchange"}
+    assert opened("aabb", local="none") == opened("ab", local="dense") == {"MessageExchange"}
 
 
 def test_fewer_elements_than_ranks_are_not_divided():
@@ -181,8 +182,9 @@ def test_damaged_message_names_its_rank():
     def run(comm):
         exchange = dense(tau=0.001).open(comm, SPECS)
         exchange.step(update(comm.rank, 0))
-        inner = exchange._inner
-        inner.encode = lambda tensors, codec: np.zeros(9 * (comm.rank == 3), np.uint8)
+        encoder = exchange.inner.encoder
+        encode = encoder.encode
+        encoder.encode = lambda *given: replace(encode(*given), message=np.zeros(9 * (comm.rank == 3), np.uint8))
         with pytest.raises(WireError) as error:
             exchange.step(update(comm.rank, 1))
         return error.value.rank
@@ -196,8 +198,13 @@ def test_damaged_message_names_its_rank_among_all():
 
     def run(comm):
         exchange = Threshold(tau=0.001).open(comm.divide(comm.rank % 2, comm.rank, "peers"), SPECS)
-        encode = exchange.encode
-        exchange.encode = lambda tensors, codec: encode(tensors, codec)[: 20 if comm.rank > 1 else None]
+        encode = exchange.encoder.encode
+
+        def cut(*given):
+            encoded = encode(*given)
+            return replace(encoded, message=encoded.message[: 20 if comm.rank > 1 else None])
+
+        exchange.encoder.encode = cut
         with pytest.raises(WireError) as error:
             exchange.step(update(comm.rank, 1))
         return error.value.rank, str(error.value).count("rank")
@@ -220,8 +227,9 @@ def test_adam_is_corrected_for_the_noise_of_all_ranks(hosts, kind, noise, power)
     def run(comm, local):
         exchange = Threshold(tau=2.0**-16, lookahead=0, local=local, exchange=kind).open(comm, SPECS)
         for step in samples:
-            exchange.sample = [step[comm.rank][:40], step[comm.rank][40:]]
-            result = flat(exchange.step([np.full(s.shape, 0.25, np.float32) for s in SPECS])).copy()
+            sample = [step[comm.rank][:40], step[comm.rank][40:]]
+            given = StepInput([np.full(s.shape, 0.25, np.float32) for s in SPECS], sample=sample)
+            result = flat(exchange.take(given)).copy()
         return result, exchange.state_dict()["noise"]
 
     added, alone = (on_hosts(hosts, lambda comm, local=local: run(comm, local)) for local in ("dense", "none"))
@@ -275,13 +283,13 @@ def test_local_work_counts_as_exchanging(monkeypatch):
     def run(comm):
         exchange = dense(tau=0.01).open(comm, SPECS)
         seen = []
-        monkeypatch.setattr(exchange._inner, "observe", lambda received: seen.append(received.headers[:, 2].tolist()))
+        monkeypatch.setattr(exchange.inner.encoder, "observe_cost", lambda computing, costs: seen.append(max(costs)))
         for t in range(3):
             exchange.step(update(comm.rank, t))
         return exchange.telemetry.exchanging, seen[-1]
 
     found = on_hosts("aabb", run)
-    assert all(min(costs) > 1e9 * seconds for _, costs in found)
+    assert all(cost > seconds for _, cost in found)
     assert all(found[rank][0] > 3 * seconds for rank in (1, 3))
 
 

@@ -3,7 +3,7 @@ import itertools
 import pytest
 
 from hvdx.errors import ConfigError
-from hvdx.strategies.warmup import DEFAULT_STEPS, Warmup, parse
+from hvdx.strategies.threshold.warmup import DEFAULT_STEPS, Warmup, parse
 
 
 def test_density_falls_to_its_target_and_stays():

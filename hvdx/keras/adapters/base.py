@@ -11,7 +11,7 @@ import tensorflow as tf
 from hvdx import comm as world
 from hvdx.errors import ConfigError
 from hvdx.keras.shards import shard_of
-from hvdx.strategies import Strategy, TensorSpec
+from hvdx.strategies import Exchange, Strategy, TensorSpec
 from hvdx.strategies.split import open_split
 from hvdx.strategies.telemetry import Telemetry
 
@@ -58,7 +58,7 @@ class Adapter:
         with tf.device("CPU:0"):
             self.steps = tf.Variable(0, dtype=tf.int64, trainable=False)
 
-    def open_exchange(self, variables: Sequence[Any], specs: Sequence[TensorSpec], momentum: float = 0.0) -> Any:
+    def open_exchange(self, variables: Sequence[Any], specs: Sequence[TensorSpec], momentum: float = 0.0) -> Exchange:
         """Open the exchange of variables with the ranks that hold the same ones. Collective on the host.
 
         Args:

@@ -3,7 +3,7 @@
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import tensorflow as tf
@@ -25,7 +25,7 @@ from hvdx.keras.adapters.base import (
 from hvdx.keras.adapters.optimizer_state import innermost, slots
 from hvdx.keras.shards import shard_of
 from hvdx.keras.variables import KerasVariable
-from hvdx.strategies import HostExchange, Strategy
+from hvdx.strategies import HostExchange, StepInput, Strategy
 from hvdx.strategies.telemetry import Telemetry, merged
 
 # Open exchanges of an optimiser and their variables, by the `id` of each variable.
@@ -102,7 +102,7 @@ class HostAdapter(Adapter):
     def reset(self) -> None:
         super().reset()
         for exchange, _ in self._open.values():
-            exchange.telemetry = type(exchange.telemetry)(elements=exchange.telemetry.elements)
+            exchange.reset_telemetry()
 
     def restart_timer(self) -> None:
         for exchange, _ in self._open.values():
@@ -197,7 +197,7 @@ class HostAdapter(Adapter):
         tensors: list[Any],
         first_bad: Any,
         variables: Sequence[Any],
-        work: Callable[[Any, list[np.ndarray], bool], list[np.ndarray]] | None = None,
+        work: Callable[[HostExchange, StepInput], list[np.ndarray]] | None = None,
         dtype: tf.DType = tf.float32,
         lent: bool = True,
         sample: Sequence[Any] = (),
@@ -208,10 +208,10 @@ class HostAdapter(Adapter):
             tensors: arguments of `work`.
             first_bad: int32, index of the first variable whose gradient is not finite; -1 for none.
             variables: variables of the exchange.
-            work: method of the exchange; by default, `step`.
+            work: function of the exchange and the input; by default, `HostExchange.take`.
             dtype: dtype in which the exchange works.
             lent: see `on_host`. If False, the tensors must be used before the next step.
-            sample: see `HostExchange.sample`; empty for none.
+            sample: see `StepInput`; empty for none.
 
         Returns:
             One tensor per variable.
@@ -226,10 +226,9 @@ class HostAdapter(Adapter):
             if adapter is None:
                 raise HvdxError("a training function was called after its optimiser was deleted. Trace it again.")
             exchange = adapter._opened(alive)
-            exchange.blamed = describe(alive[bad]).name if bad >= 0 else ""
-            exchange.sample = sample or None
-            exchange.allocate = allocate
-            return (work or type(exchange).step)(exchange, tensors, bad < 0)
+            blamed = describe(alive[bad]).name if bad >= 0 else ""
+            taken = StepInput(tensors, bad < 0, blamed, sample or None, allocate=allocate)
+            return exchange.take(taken) if work is None else work(exchange, taken)
 
         if self._on_device(variables):
             return on_gpu(step, tensors, sample, first_bad, variables)
@@ -255,7 +254,8 @@ class HostAdapter(Adapter):
         key = tuple(id(v) for v in variables)
         if key not in self._open:
             specs = [describe(v) for v in variables]
-            exchange: HostExchange = self.open_exchange(variables, specs, self._momentum)
+            # A strategy that runs on the host opens one.
+            exchange = cast(HostExchange, self.open_exchange(variables, specs, self._momentum))
             self._open[key] = exchange, list(variables)
         if key not in self._used:
             self._used.add(key)
@@ -305,9 +305,9 @@ def on_gpu(
 
     Args:
         step: function of the index of the first variable whose gradient is not finite, of the tensors, of
-            `HostExchange.sample`, and of `HostExchange.allocate`.
+            `sample`, and of `allocate`; see `StepInput`.
         tensors: tensors of this rank, one for each variable.
-        sample: see `HostExchange.sample`; empty for none.
+        sample: see `StepInput`; empty for none.
         first_bad: index of the first variable whose gradient is not finite; -1 for none.
         variables: variables of the exchange.
 

@@ -1,6 +1,6 @@
 """Samples of the gradients of an optimiser that divides by their second moment.
 
-A strategy compares the samples of all ranks; see `hvdx.strategies.noise`.
+A strategy compares the samples of all ranks; see `hvdx.strategies.threshold.noise`.
 """
 
 import math
@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from hvdx.keras.shards import shard_of
-from hvdx.strategies.noise import SAMPLE
+from hvdx.strategies.threshold.noise import SAMPLE
 
 # Optimisers whose update is proportional to the gradients of a rank, divided by the root of the state `_velocities`.
 # Lamb is none of them: it scales its updates to the norm of the weights.

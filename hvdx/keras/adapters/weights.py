@@ -1,6 +1,7 @@
 """Adapter for strategies that exchange weights on the host, such as a parameter server."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from hvdx.keras.adapters.host import HostAdapter, any_rank
 from hvdx.keras.adapters.optimizer_state import innermost, moving_averages
 from hvdx.keras.shards import by_ranks, mark_state
 from hvdx.keras.variables import KerasVariable
-from hvdx.strategies import Strategy
+from hvdx.strategies import HostExchange, StepInput, Strategy
 
 
 class WeightsAdapter(HostAdapter):
@@ -233,18 +234,17 @@ def _make_flag() -> tf.Variable:
         return tf.Variable(False, trainable=False)
 
 
-def _step(exchange: Any, arrays: list[np.ndarray], finite: bool) -> list[np.ndarray]:
+def _step(exchange: HostExchange, given: StepInput) -> list[np.ndarray]:
     """Push and pull weights.
 
     Args:
         exchange: exchange of the weights.
-        arrays: weights before the step, or empty arrays if the exchange is open; then the weights after the step.
-        finite: see `Exchange.step`.
+        given: weights before the step, or empty arrays if the exchange is open; then the weights after the step.
     """
-    before, after = arrays[: len(arrays) // 2], arrays[len(arrays) // 2 :]
+    count = len(given.tensors) // 2
     if not exchange.is_open:
-        exchange.begin(before)
-    return exchange.step(after, finite)
+        exchange.begin(given.tensors[:count])
+    return exchange.take(replace(given, tensors=given.tensors[count:]))
 
 
 def _initialized(variables: Sequence[Any]) -> bool:

@@ -19,7 +19,8 @@ from hvdx.comm.waiting import LIMIT_VARIABLE, Backoff, time_limit
 from hvdx.errors import ExchangeError, HvdxError, WireError
 from hvdx.strategies.serving.messages import SERVER_BOX, WORKER_BOX, MessageType
 from hvdx.strategies.serving.request_handler import RequestHandler
-from hvdx.strategies.serving.server import BUSY_SLEEP, IDLE_SLEEP, serve_in_thread
+from hvdx.strategies.serving.server import serve_in_thread
+from hvdx.strategies.sessions import PerComm, Polling, Series
 
 #: Message to a server: rank of the server, header and body.
 Call = tuple[int, list[int], np.ndarray | None]
@@ -52,7 +53,7 @@ class ServerClient:
 
     Attributes:
         exchanges: exchange of each session, by session number; it provides the arrays for received bodies.
-        series: number of the last series of session numbers. Each exchange uses a series of its own.
+        series: numbers of sessions.
         round: number of the last round; a round is an epoch whose steps the first server hands out.
     """
 
@@ -60,7 +61,7 @@ class ServerClient:
         self._comm = comm
         self.exchanges: weakref.WeakValueDictionary[int, Receiver] = weakref.WeakValueDictionary()
         self._box = comm.mailbox(WORKER_BOX, self._place)
-        self.round = self.series = 0
+        self.round, self.series = 0, Series()
         self._servers: set[int] = set()
         # Sessions that another worker has opened, and this worker has not begun.
         self._ready: set[int] = set()
@@ -70,6 +71,14 @@ class ServerClient:
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._closed = False
+
+    def agree_on_round(self) -> None:
+        """Continue with the last round of any worker: an exception may have ended a fit before some began an epoch."""
+        self.round = max(self._comm.all_gather_object(self.round, "the round"))
+
+    def begin_round(self) -> None:
+        """Begin the next round."""
+        self.round += 1
 
     def open_server(self) -> None:
         """Start this worker's server in a thread, if it is not running."""
@@ -149,7 +158,7 @@ class ServerClient:
             awaited: workers that each server waits for, if known.
         """
         answers: dict[int, Message] = {}
-        idle, limit, backoff, warned = _IdleTimer(self._box), time_limit(), Backoff(), False
+        idle, limit, polling, warned = _IdleTimer(self._box), time_limit(), Polling(), False
         while len(answers) < len(servers):
             while to_send and self._box.leaving() < _WINDOW:
                 self._unanswered.add(to_send[0][1][1])
@@ -163,9 +172,9 @@ class ServerClient:
                 if waited > _WARN_SECONDS and awaited and not warned:
                     warned = True
                     print(f"hvdx: {self._report_wait(waited, [], awaited)}", file=sys.stderr, flush=True)
-                backoff.sleep(BUSY_SLEEP if self._box.coming else IDLE_SLEEP)
+                polling.sleep(self._box.coming, naps=False)
                 continue
-            backoff.renew()
+            polling.found()
             self._note_answer(message)
             if message.header[1] not in servers:
                 if message.header[0] == MessageType.READY:
@@ -271,26 +280,16 @@ class _IdleTimer:
         return now - max(self._since, self._coming or 0.0)
 
 
-_clients: "weakref.WeakKeyDictionary[Comm, ServerClient]" = weakref.WeakKeyDictionary()
-
-
-def client_of(comm: Comm) -> ServerClient:
-    """Return the client of a worker. The first call makes it and is collective.
-
-    Args:
-        comm: the workers.
-    """
-    if comm not in _clients:
-        _clients[comm] = ServerClient(comm)
-    return _clients[comm]
+_clients: PerComm[ServerClient] = PerComm(ServerClient)
+#: Function that returns the client of a worker; its first call with a communicator makes it, and is collective.
+client_of = _clients.of
 
 
 @atexit.register
 def close_all() -> None:
     """Disconnect from all servers, before the world is left."""
-    clients = list(_clients.values())
+    clients = _clients.take_all()
     for client in clients:
         client.disconnect()
     for client in clients:
         client.close()
-    _clients.clear()

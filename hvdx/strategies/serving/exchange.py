@@ -12,7 +12,7 @@ from hvdx.comm.launcher import kernel_threads
 from hvdx.errors import UpdateError
 from hvdx.strategies.base import TensorSpec, views
 from hvdx.strategies.compiling import prepare_together
-from hvdx.strategies.driver import MAX_SKIPPED_STEPS, HostExchange
+from hvdx.strategies.host import MAX_SKIPPED_STEPS, HostExchange, StepInput, find
 from hvdx.strategies.serving.client import Call, client_of
 from hvdx.strategies.serving.messages import MessageType, SessionConfig, cut
 from hvdx.strategies.serving.updates import is_finite, joined_residual, make_codec
@@ -23,8 +23,6 @@ HEADER_BYTES = 88
 # Smallest size in bytes, and largest number, of the parts of a server's share. Each part is a session of its own: while
 # one part is pushed, the answer for the previous part arrives, so that a link is busy in both directions.
 _MIN_PART_BYTES, _MAX_PARTS = 1 << 19, 4
-# The sessions of an exchange have the numbers (series << _SERIES_BITS) + 0, 1, 2, ...
-_SERIES_BITS = 32
 
 
 class Options(Protocol):
@@ -100,7 +98,7 @@ class ServerExchange(HostExchange):
         ConfigError: if there are more servers, or more updates to aggregate, than workers.
     """
 
-    telemetry: ServerTelemetry
+    _counters: ServerTelemetry
 
     def __init__(self, strategy: Options, comm: Comm, specs: Sequence[TensorSpec]):
         super().__init__(specs, ServerTelemetry())
@@ -129,6 +127,11 @@ class ServerExchange(HostExchange):
         self.renew()
         self._reason = ""
 
+    @property
+    def telemetry(self) -> ServerTelemetry:
+        """Counters of the exchange."""
+        return self._counters
+
     # -- begin and end of a session -----------------------------------------------------------------------------------
 
     @property
@@ -138,13 +141,7 @@ class ServerExchange(HostExchange):
 
     def renew(self) -> None:
         self.close()
-        # Each exchange has its own series of session numbers, because workers may begin sessions in different orders.
-        mine = self._client.series, self._ranks
-        everyone = self._everyone.all_gather_object(mine, "opening an exchange")
-        sets_of_workers = sorted({ranks for _, ranks in everyone})
-        first = max(series for series, _ in everyone) + 1
-        self._next_session = first + sets_of_workers.index(self._ranks) << _SERIES_BITS
-        self._client.series = first + len(sets_of_workers) - 1
+        self._next_session = self._client.series.agree(self._everyone, self._ranks)
 
     def begin(self, weights: Sequence[np.ndarray]) -> None:
         """Load worker 0's weights into the servers; the other workers wait until the servers have them.
@@ -201,12 +198,11 @@ class ServerExchange(HostExchange):
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def combine(self, tensors: Sequence[np.ndarray], finite: bool) -> list[np.ndarray]:
+    def combine(self, given: StepInput) -> list[np.ndarray]:
         """Push the update of a step, and pull the servers' weights. Not collective.
 
         Args:
-            tensors: this worker's weights after its own step, of the shapes of the specs.
-            finite: False if this worker's gradients held NaN or infinity; the update is then not sent.
+            given: this worker's weights after its own step. If they are not finite, the update is not sent.
 
         Returns:
             The servers' weights: new arrays of the shapes of the specs.
@@ -216,19 +212,19 @@ class ServerExchange(HostExchange):
             WireError: if a server could not decode the update.
             HvdxError: after `MAX_SKIPPED_STEPS` refused updates in a row.
         """
-        calls = self.push(tensors, finite)
+        calls = self.push(given)
         begin = time.perf_counter()
         answers = self._client.call(calls, MessageType.WEIGHTS)
         return self.pull(answers, time.perf_counter() - begin)
 
-    def push(self, tensors: Sequence[np.ndarray], finite: bool) -> list[Call]:
-        """Return the messages that push the update of a step; see `combine` for the arguments."""
+    def push(self, given: StepInput) -> list[Call]:
+        """Return the messages that push the update of a step; see `combine`."""
         begin = time.perf_counter()
-        for update, now, pulled in zip(self._update_views, tensors, self._weight_views, strict=True):
+        for update, now, pulled in zip(self._update_views, given.tensors, self._weight_views, strict=True):
             np.subtract(now, pulled, out=update)
-        valid = finite and is_finite(self._update)
+        valid = given.finite and is_finite(self._update)
         if not valid:
-            self._reason = f"it held NaN or infinity{self._locate_nonfinite(finite)}"
+            self._reason = f"it held NaN or infinity{self._locate_nonfinite(given)}"
         bodies = self._encode() if valid else None
         messages: list[Call] = []
         for i, part in enumerate(self._parts):
@@ -279,19 +275,19 @@ class ServerExchange(HostExchange):
                         residual = encoded.state.residual
                         self._codec.decode([message], [residual])
                         np.subtract(residual, encoded.of(self._single), out=residual)
-                variable, element = self._find(part.begin + error.element)
+                variable, element = find(self.specs, part.begin + error.element)
                 self._reason = UpdateError(error.problem, variable, element).within(self.specs[variable].name)
                 return None
             bodies.append(body)
         self.telemetry.messages += sum(body.size for body in bodies)
         return bodies
 
-    def _locate_nonfinite(self, finite: bool) -> str:
+    def _locate_nonfinite(self, given: StepInput) -> str:
         """Return a text that names the variable with NaN or infinity, if known."""
-        if not finite:
-            return f" in the gradient of {self.blamed}" if self.blamed else ""
+        if not given.finite:
+            return f" in the gradient of {given.blamed}" if given.blamed else ""
         bad = np.flatnonzero(~np.isfinite(self._update))
-        return f" in the update of {self.specs[self._find(int(bad[0]))[0]].name}" if bad.size else ""
+        return f" in the update of {self.specs[find(self.specs, int(bad[0]))[0]].name}" if bad.size else ""
 
     def _count_outcome(self, accepted: bool) -> None:
         """Count a refused update; after an accepted one, restart the count of refusals in a row."""

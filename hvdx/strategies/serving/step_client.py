@@ -32,14 +32,13 @@ class StepClient:
         self._before, self._begun = 0, begun // self._together
         self._client, self._server = client_of(comm), server
         self._client.register_servers([self._server])
-        # Rounds may differ: an exception may have ended a fit on some workers before they began an epoch.
-        self._client.round = max(comm.all_gather_object(self._client.round, "the round"))
+        self._client.agree_on_round()
         if comm.rank == self._server:
             self._client.open_server()
 
     def begin(self) -> None:
         """Begin an epoch, on all workers."""
-        self._client.round += 1
+        self._client.begin_round()
         self._before, self._begun = self._begun, 0
         self.taken, self.over, self.stopped = self._before * self._together, False, False
 

@@ -81,7 +81,7 @@ def _plain(config: SessionConfig, body: np.ndarray, worker: int) -> Addend | Non
     dtype = np.dtype(config.dtype)
     if body.size != config.elements * dtype.itemsize:
         raise WireError(
-            f"expected {config.elements * dtype.itemsize} bytes, got {body.size}. Every rank must train the same model.",
+            f"expected {config.elements * dtype.itemsize} bytes, got {body.size}. Train the same model on every rank.",
             worker,
             "update",
         )

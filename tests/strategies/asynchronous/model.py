@@ -3,7 +3,7 @@
 from collections import deque
 from typing import NamedTuple
 
-from hvdx.strategies.asynchronous.replica import Replica
+from hvdx.strategies.threshold.routes.replica import Replica
 
 # What a worker does next: begin, send a message, go on to the next step, flush, end.
 BEGIN, SEND, CONTINUE, END, DONE = range(5)

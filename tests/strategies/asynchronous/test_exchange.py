@@ -3,13 +3,14 @@
 import random
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from hvdx.errors import ConfigError, ExchangeError, HvdxError, ReplicaError, WireError
-from hvdx.strategies import TensorSpec, Threshold, parse
-from hvdx.strategies.asynchronous import replica
+from hvdx.strategies import StepInput, TensorSpec, Threshold, parse
+from hvdx.strategies.threshold.routes import replica
 from tests.strategies.serving.ranks import DOUBLE, SPECS, all_fine, expect_everywhere, flat, run, zeros
 
 ELEMENTS = sum(s.elements for s in SPECS)
@@ -267,10 +268,10 @@ def test_nan_on_one_rank_skips_the_step_on_that_rank_alone(bound, where, capfd):
         exchange.begin(weights)
         for step in range(12):
             bad = comm.rank == 1 and step in (3, 4)
-            exchange.blamed = "kernel" if bad else ""
             value = np.float32(np.nan if bad and where == "update" else 0.5)
             before = flat(exchange.residuals).copy()
-            weights = exchange.step([w + value for w in weights], not (bad and where == "gradient"))
+            finite = not (bad and where == "gradient")
+            weights = exchange.take(StepInput([w + value for w in weights], finite, "kernel" if bad else ""))
             if bad:
                 np.testing.assert_allclose(flat(exchange.residuals), before, atol=1e-6)
             assert np.isfinite(flat(weights)).all()
@@ -299,8 +300,13 @@ def test_a_damaged_message_names_its_sender():
         exchange, weights = sparse().open(comm, SPECS), zeros()
         exchange.begin(weights)
         if comm.rank == 1:
-            encode = exchange.encode
-            exchange.encode = lambda *given: encode(*given)[:-1]
+            encode = exchange.encoder.encode
+
+            def cut(*given):
+                encoded = encode(*given)
+                return replace(encoded, message=encoded.message[:-1])
+
+            exchange.encoder.encode = cut
         for _ in range(3):
             weights = exchange.step([w + np.float32(1) for w in weights])
         exchange.flush()
@@ -339,9 +345,10 @@ def test_updates_of_adam_are_scaled_by_their_sender():
         exchange.begin(zeros())
         weights = zeros()
         for _ in range(60):
-            exchange.sample = [noise.normal(size=64).astype(np.float32)]
-            weights = exchange.step([w + np.asarray(normal(noise, w.shape), np.float32) for w in weights])
-        return flat(exchange.flush()).tobytes(), exchange.scale(4)
+            sample = [noise.normal(size=64).astype(np.float32)]
+            tensors = [w + np.asarray(normal(noise, w.shape), np.float32) for w in weights]
+            weights = exchange.take(StepInput(tensors, sample=sample))
+        return flat(exchange.flush()).tobytes(), exchange.encoder.correction(4) / 4
 
     results = all_fine(run(4, work))
     assert len({weights for weights, _ in results}) == 1

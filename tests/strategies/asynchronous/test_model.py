@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvdx.strategies.asynchronous.replica import Replica
+from hvdx.strategies.threshold.routes.replica import Replica
 from tests.strategies.asynchronous.model import BrokenError, Model
 
 RULES = {

@@ -3,7 +3,7 @@
 import pytest
 
 from hvdx.errors import ExchangeError
-from hvdx.strategies.asynchronous.replica import Kind, Letter, Replica
+from hvdx.strategies.threshold.routes.replica import Kind, Letter, Replica
 
 
 def update(number, seen=0, payload="update"):

@@ -42,9 +42,9 @@ def run(workers, function, servers=0, limit=40.0):
         except Exception as error:
             results[comm.rank] = error
         finally:
-            if comm in client._clients:
-                client._clients[comm].close()
-                del client._clients[comm]
+            opened = client._clients.pop(comm)
+            if opened is not None:
+                opened.close()
 
     threads = [threading.Thread(target=work, args=(comm,), daemon=True) for comm in world]
     for thread in threads:

@@ -9,7 +9,7 @@ import pytest
 
 from hvdx.comm.local import LocalComm, virtual_world
 from hvdx.errors import ConfigError, ExchangeError, HvdxError, ReplicaError
-from hvdx.strategies import ParameterServer, TensorSpec
+from hvdx.strategies import ParameterServer, StepInput, TensorSpec
 from hvdx.strategies.base import views
 from hvdx.strategies.serving.client import client_of
 from tests.strategies.serving.ranks import DOUBLE, SPECS, all_fine, expect_everywhere, flat, run, zeros
@@ -332,8 +332,7 @@ def test_updates_that_are_not_finite_are_refused_counted_and_reported(value, cod
             tensors = [w + np.float32(1) for w in weights]
             if value is not None:
                 tensors[3][5] = value
-            exchange.blamed = "kernel" if value is None else ""
-            weights = exchange.step(tensors, finite=value is not None)
+            weights = exchange.take(StepInput(tensors, value is not None, "kernel" if value is None else ""))
             np.testing.assert_array_equal(flat(exchange.residuals), before[1])
         else:
             for _ in range(3):
@@ -371,7 +370,7 @@ def test_an_update_is_dropped_as_a_whole_if_one_part_is_refused(capfd):
         return exchange.telemetry.skipped
 
     assert all_fine(run(2, work)) == [0, 1]
-    assert f"its update was refused: {SPECS[-1].name}: update[0]: element" in capfd.readouterr().err
+    assert f"its update was refused: {SPECS[-1].name}: element" in capfd.readouterr().err
 
 
 def test_refused_updates_release_waiting_workers():

@@ -6,8 +6,10 @@ order of the shards, each shard's blocks follow one another. Zeros fill up the l
 length.
 """
 
+import abc
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -35,7 +37,64 @@ def owner_density(density: float) -> float:
     return min(OWNER_DENSITY * density, MOST_DENSITY)
 
 
-class Shards:
+class Order(abc.ABC):
+    """Order in which messages hold the elements of some arrays, which make up a vector."""
+
+    @property
+    @abc.abstractmethod
+    def sizes(self) -> list[int]:
+        """Number of elements of each of the arrays that are encoded."""
+
+    @property
+    def message_part(self) -> int | None:
+        """Number of elements of a part into which messages are split; None if they are not."""
+        return None
+
+    @abc.abstractmethod
+    def arranged(self, arrays: Sequence[Any]) -> list[Any]:
+        """Return the arrays that are encoded, views of the given ones."""
+
+    @abc.abstractmethod
+    def origin(self, piece: int, element: int) -> tuple[int, int]:
+        """Return the number of the array, and the element in it, of an element of an encoded array."""
+
+    @abc.abstractmethod
+    def to_vector(self, encoded: np.ndarray) -> np.ndarray:
+        """Return the elements of all encoded arrays in the order of the vector."""
+
+    @abc.abstractmethod
+    def from_vector(self, vector: np.ndarray) -> np.ndarray:
+        """Return the elements of a vector in the order of the encoded arrays."""
+
+
+class VectorOrder(Order):
+    """The order of the vector itself.
+
+    Args:
+        sizes: number of elements of each of the arrays.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes = list(sizes)
+
+    @property
+    def sizes(self) -> list[int]:
+        return self._sizes
+
+    def arranged(self, arrays: Sequence[Any]) -> list[Any]:
+        return list(arrays)
+
+    def origin(self, piece: int, element: int) -> tuple[int, int]:
+        return piece, element
+
+    def to_vector(self, encoded: np.ndarray) -> np.ndarray:
+        return encoded
+
+    def from_vector(self, vector: np.ndarray) -> np.ndarray:
+        return vector
+
+
+class Shards(Order):
     """Shards of a vector.
 
     Args:
@@ -51,23 +110,25 @@ class Shards:
         >>> shards.part, shards.elements
         (128, 256)
         >>> vector = np.arange(130, dtype=np.float32)
-        >>> shards.padded(vector)[[0, 15, 16, 128]]
+        >>> shards.from_vector(vector)[[0, 15, 16, 128]]
         array([ 0., 15., 32., 16.], dtype=float32)
-        >>> bool((shards.natural(shards.padded(vector)) == vector).all())
+        >>> bool((shards.to_vector(shards.from_vector(vector)) == vector).all())
         True
     """
 
     def __init__(self, sizes: Sequence[int], ranks: int) -> None:
-        self._sizes, self._ranks, self._n = list(sizes), ranks, sum(sizes)
+        self._arrays, self._ranks, self._n = list(sizes), ranks, sum(sizes)
         least = -(-self._n // ranks) or 1
         regions = -(-least // _REGION)
         self.part = regions * -(-least // (regions * _ALIGNED)) * _ALIGNED
         self.elements = ranks * self.part
+        self._zeros = np.zeros(self.part, np.float32)
+        self._zeros.flags.writeable = False
 
     @cached_property
     def _plan(self) -> list[tuple[int, int, int]]:
         """Pieces in the order of the shards: (number of the array, first element, end); number -1 for padding."""
-        block, ends = self.part // _BLOCKS, np.cumsum(self._sizes, dtype=np.int64)
+        block, ends = self.part // _BLOCKS, np.cumsum(self._arrays, dtype=np.int64)
         plan = []
         for rank in range(self._ranks):
             for slot in range(_BLOCKS):
@@ -75,7 +136,7 @@ class Shards:
                 stop = at + block
                 while at < min(stop, self._n):
                     array = int(np.searchsorted(ends, at, side="right"))
-                    begin = int(ends[array]) - self._sizes[array]
+                    begin = int(ends[array]) - self._arrays[array]
                     end = min(stop, int(ends[array]))
                     plan.append((array, at - begin, end - begin))
                     at = end
@@ -103,29 +164,36 @@ class Shards:
         array, begin, _ = self._plan[piece]
         return array, begin + element
 
-    def padded(self, vector: np.ndarray) -> np.ndarray:
+    @property
+    def message_part(self) -> int:
+        return self.part
+
+    def arranged(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return self.pieces(arrays, self._zeros)
+
+    def from_vector(self, vector: np.ndarray) -> np.ndarray:
         """Return a copy of a vector in the order of the shards."""
         filled = np.zeros(self.elements, vector.dtype)
         filled[: self._n] = vector
         return np.ascontiguousarray(filled.reshape(_BLOCKS, self._ranks, -1).transpose(1, 0, 2)).reshape(-1)
 
-    def natural(self, shards: np.ndarray) -> np.ndarray:
+    def to_vector(self, encoded: np.ndarray) -> np.ndarray:
         """Return a copy of all shards in the order of the vector, without padding."""
-        blocks = shards.reshape(self._ranks, _BLOCKS, -1).transpose(1, 0, 2)
+        blocks = encoded.reshape(self._ranks, _BLOCKS, -1).transpose(1, 0, 2)
         return np.ascontiguousarray(blocks).reshape(-1)[: self._n].copy()
 
     def of_rank(self, vector: np.ndarray, rank: int) -> np.ndarray:
         """Return a copy of one shard of a vector."""
-        return self.padded(vector)[rank * self.part : (rank + 1) * self.part]
+        return self.from_vector(vector)[rank * self.part : (rank + 1) * self.part]
 
-    def whole(self, shard: np.ndarray, rank: int) -> np.ndarray:
+    def embed(self, shard: np.ndarray, rank: int) -> np.ndarray:
         """Return a vector of zeros with one shard filled in."""
         everything = np.zeros(self.elements, shard.dtype)
         everything[rank * self.part : (rank + 1) * self.part] = shard
-        return self.natural(everything)
+        return self.to_vector(everything)
 
 
-# Prefix of the state of a shard in a saved state of `hvdx.strategies.threshold_sharded`, and its number of ranks.
+# Prefix of the state of a shard in a saved state of `routes.sharded`, and its number of ranks.
 OWNER, OWNERS = "owner.", "owner.ranks"
 
 
@@ -148,10 +216,10 @@ def whole_residual(state: Mapping[str, np.ndarray], rank: int) -> Mapping[str, n
             f"threshold: the saved state: expected the residual of shard {rank} of {residual.size} elements, got "
             f"{shard.size} elements of one of {ranks} shards."
         )
-    return dict(state) | {"codec.residual": residual + shards.whole(shard, rank)}
+    return dict(state) | {"codec.residual": residual + shards.embed(shard, rank)}
 
 
-def divide_again(saved: Sequence[Mapping[str, np.ndarray]], rank: int, size: int) -> dict[str, np.ndarray]:
+def reshard(saved: Sequence[Mapping[str, np.ndarray]], rank: int, size: int) -> dict[str, np.ndarray]:
     """Cut the residuals of the shards of saved states anew, for another number of ranks.
 
     Args:
@@ -163,7 +231,7 @@ def divide_again(saved: Sequence[Mapping[str, np.ndarray]], rank: int, size: int
     """
     sizes = [saved[0]["codec.residual"].size]
     before, now = Shards(sizes, len(saved)), Shards(sizes, size)
-    whole = before.natural(np.concatenate([state[OWNER + "residual"] for state in saved]))
+    whole = before.to_vector(np.concatenate([state[OWNER + "residual"] for state in saved]))
     return {
         OWNER + "residual": now.of_rank(whole, rank),
         OWNER + "lengths": np.array([now.part], np.int64),

@@ -6,7 +6,6 @@ move while their receiver computes.
 
 import atexit
 import threading
-import time
 import weakref
 from collections.abc import Sequence
 
@@ -14,17 +13,14 @@ import numpy as np
 
 from hvdx.comm import Comm, Message
 from hvdx.comm.base import HEADER_WORDS
-from hvdx.comm.waiting import Backoff, until
-from hvdx.strategies.asynchronous.replica import Kind, Letter, Replica
-from hvdx.strategies.serving.server import BUSY_SLEEP, IDLE_SLEEP
+from hvdx.comm.waiting import until
+from hvdx.strategies.sessions import PerComm, Polling, Series
+from hvdx.strategies.threshold.routes.replica import Kind, Letter, Replica
 
 #: Number of the mailbox; the parameter server, which also hands out steps, has 0 and 1.
 BOX = 2
 #: Bytes of a header on the wire.
 HEADER_BYTES = 8 * (HEADER_WORDS + 1)
-# Seconds without a letter after which the thread polls less often, and the sleep between its polls from then on: each
-# poll interrupts the Python code of the main thread.
-_NAP_AFTER, _NAP = 0.5, 0.02
 # Seconds that the end of the process waits for the thread.
 _JOIN_SECONDS = 5.0
 
@@ -51,13 +47,26 @@ class Session:
         replica: state of this rank.
 
     Attributes:
-        sent, received: bytes, letters of all types.
         letters: number of letters received.
     """
 
     def __init__(self, number: int, replica: Replica):
-        self.number, self.replica = number, replica
-        self.sent = self.received = self.letters = 0
+        self.number, self.replica, self.letters = number, replica, 0
+        self._sent = self._received = 0
+
+    def count_sent(self, size: int) -> None:
+        """Count a letter that leaves, and the bytes of its body."""
+        self._sent += HEADER_BYTES + size
+
+    def count_received(self, size: int) -> None:
+        """Count a letter that has come, and the bytes of its body."""
+        self.letters += 1
+        self._received += HEADER_BYTES + size
+
+    def take_bytes(self) -> tuple[int, int]:
+        """Return the bytes sent and received since the last call."""
+        counted, self._sent, self._received = (self._sent, self._received), 0, 0
+        return counted
 
 
 class Post:
@@ -68,11 +77,11 @@ class Post:
 
     Attributes:
         lock: held while the mailbox or a replica is used.
-        series: number of the last exchange; each has sessions of its own.
+        series: numbers of sessions.
     """
 
     def __init__(self, comm: Comm):
-        self._box, self.lock, self.series = comm.mailbox(BOX), threading.RLock(), 0
+        self._box, self.lock, self.series = comm.mailbox(BOX), threading.RLock(), Series()
         # An exchange owns its sessions. When it is gone, their letters are dropped.
         self._sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
         # Sessions that have begun and not ended; the thread runs while there are any.
@@ -113,7 +122,7 @@ class Post:
             for letter in letters:
                 words, body = _pack(letter)
                 self._box.send(letter.to, BOX, [letter.kind, session.number, letter.number, letter.seen, *words], body)
-                session.sent += HEADER_BYTES + (0 if body is None else body.size)
+                session.count_sent(0 if body is None else body.size)
 
     def poll(self) -> int:
         """Take in the letters that have arrived, and announce places; return the number of letters.
@@ -130,8 +139,7 @@ class Post:
                 session = self._sessions.get(message.header[1])
                 if session is None:
                     continue  # of a session that an exception ended
-                session.letters += 1
-                session.received += HEADER_BYTES + (0 if message.body is None else message.body.size)
+                session.count_received(0 if message.body is None else message.body.size)
                 session.replica.receive(message.sender, _unpack(message))
                 touched[session.number] = session
             for session in touched.values():
@@ -152,7 +160,7 @@ class Post:
         return until(lambda: not self.leaving(), limit)
 
     def _run(self) -> None:
-        backoff, last = Backoff(), time.monotonic()
+        polling = Polling()
         while not self._stop.is_set():
             try:
                 count = self.poll()
@@ -161,17 +169,14 @@ class Post:
                 self._error = error
                 return
             if count:
-                backoff.renew()
-                last = time.monotonic()
+                polling.found()
                 continue
             with self.lock:
                 coming = self._box.coming
                 if not self._active:
                     self._thread = None
                     return
-            if time.monotonic() - last > _NAP_AFTER and not coming:
-                time.sleep(_NAP)
-            backoff.sleep(BUSY_SLEEP if coming else IDLE_SLEEP)
+            polling.sleep(coming)
 
 
 def _pack(letter: Letter) -> tuple[Sequence[int], np.ndarray | None]:
@@ -196,22 +201,13 @@ def _unpack(message: Message) -> Letter:
     return Letter(-1, Kind(kind), number, seen, payload)
 
 
-_posts: "weakref.WeakKeyDictionary[Comm, Post]" = weakref.WeakKeyDictionary()
-
-
-def post_of(comm: Comm) -> Post:
-    """Return the post of a communicator. The first call makes it and is collective.
-
-    Args:
-        comm: the ranks.
-    """
-    if comm not in _posts:
-        _posts[comm] = Post(comm)
-    return _posts[comm]
+_posts: PerComm[Post] = PerComm(Post)
+#: Function that returns the post of a communicator; its first call makes it, and is collective.
+post_of = _posts.of
 
 
 @atexit.register
 def stop_all() -> None:
     """End the threads, before the world is left."""
-    for post in list(_posts.values()):
+    for post in _posts.take_all():
         post.stop()

@@ -74,7 +74,6 @@ class Replica:
     Attributes:
         sent: number of this rank's messages.
         begun: whether the sequencer has begun the session.
-        weights: payload of BEGIN.
 
     Example:
         >>> first, second = Replica(0, 2), Replica(1, 2)
@@ -88,7 +87,7 @@ class Replica:
 
     def __init__(self, rank: int, size: int, bound: int | None = None, most: int = MOST_AHEAD, room: int = 1 << 62):
         self.rank, self.size, self._bound, self._most, self._room = rank, size, bound, most, room
-        self.sent, self.begun, self.weights = 0, rank == SEQUENCER, None
+        self.sent, self.begun, self._weights = 0, rank == SEQUENCER, None
         self._others = [r for r in range(size) if r != rank]
         # By sender: messages that are not applied yet; messages received and applied; their total after a FLUSH.
         self._arrived: list[deque[Any]] = [deque() for _ in range(size)]
@@ -166,7 +165,12 @@ class Replica:
         elif kind == Kind.FLUSH:
             self._totals[sender] = number
         else:
-            self.begun, self.weights = True, payload
+            self.begun, self._weights = True, payload
+
+    def take_weights(self) -> Any:
+        """Return the payload of BEGIN, once; None before it has come, and if there is none."""
+        weights, self._weights = self._weights, None
+        return weights
 
     # -- messages -----------------------------------------------------------------------------------------------------
 

@@ -9,15 +9,13 @@ import copy
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from hvdx.comm import Comm
 from hvdx.errors import ConfigError
-from hvdx.strategies import link, threshold_costs, warmup
 from hvdx.strategies.base import (
-    Exchange,
     SecondMoments,
     Strategy,
     TensorSpec,
@@ -25,12 +23,12 @@ from hvdx.strategies.base import (
     agree_on_tensors,
     one_of,
 )
+from hvdx.strategies.host import HostExchange
 from hvdx.strategies.prediction import Prediction, Situation
 from hvdx.strategies.serving.step_client import StepClient
-from hvdx.strategies.shards import OWNERS, divide_again
-
-if TYPE_CHECKING:
-    from hvdx.strategies.threshold_exchange import ThresholdExchange
+from hvdx.strategies.threshold import costs, warmup
+from hvdx.strategies.threshold.options import Options
+from hvdx.strategies.threshold.shards import OWNERS, reshard
 
 #: Placements that a user may choose.
 Placement = Literal["update", "gradient"]
@@ -186,7 +184,7 @@ class Threshold(Strategy):
                 "threshold: both tau and target_density are given. Give one: a density finds its own tau."
             )
         # Checks the options of the codec.
-        self.make_codec(None if isinstance(target_density, str) else target_density, threads)
+        self.options.make_codec(None if isinstance(target_density, str) else target_density, threads)
 
     def _refuse_synchronous_options(self) -> None:
         """Refuse options that need steps which all workers take together."""
@@ -205,34 +203,23 @@ class Threshold(Strategy):
                     f"different times, got {option}. Leave {option.partition('=')[0]} out, or use max_staleness=0."
                 )
 
-    def make_codec(
-        self,
-        density: float | None,
-        threads: int | None,
-        device: str = "cpu",
-        part: int | None = None,
-        of_sum: int = 1,
-    ) -> Any:
-        """Make the codec of these options.
-
-        Args:
-            density: density to aim at; None keeps the threshold at tau.
-            threads: threads of the codec's kernels.
-            device: device of the codec's arrays.
-            part: number of elements of a part, if messages are split.
-            of_sum: number of updates in a sum that the codec encodes; a fixed tau is multiplied by it.
-        """
-        from hvdx import codec
-
-        return codec.Threshold(
-            tau=self.tau * of_sum if density is None and self.tau is not None else None,
-            target_density=density,
-            scope=self.scope,
+    @property
+    def options(self) -> Options:
+        """The options of exchanges as one value."""
+        return Options(
+            tau=self.tau,
+            target_density=self.target_density,
+            op=self.op,
+            start=self.start,
+            overlap=self.overlap,
+            max_staleness=self.max_staleness,
+            overhead=self.overhead,
+            exchange=self.exchange,
+            local=self.local,
             index_coding=self.index_coding,
+            scope=self.scope,
             tau_steps=self.tau_steps,
-            threads=threads,
-            device=device,
-            part=part,
+            threads=self.threads,
         )
 
     def device_for(self, specs: Sequence[TensorSpec]) -> str:
@@ -261,72 +248,38 @@ class Threshold(Strategy):
             return "cpu", str(error)
         return chosen, ""
 
-    def open(self, comm: Comm, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = "") -> Exchange:
+    def open(self, comm: Comm, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = "") -> HostExchange:
         agree_on_strategy(self, comm)
         agree_on_tensors(specs, comm)
+        options, lookahead = self.options, self.lookahead_for(momentum)
         if self.asynchronous:
-            from hvdx.strategies.asynchronous.exchange import AsynchronousExchange
+            from hvdx.strategies.threshold.ordered import OrderedExchange
 
-            return AsynchronousExchange(self, comm, specs, self.lookahead_for(momentum))
+            return OrderedExchange(options, comm, specs, lookahead)
         device, why = self._choose_device(specs)
         if why and comm.rank == 0:
             print(f"hvdx: every update crosses from the GPU to the host. {why}", file=sys.stderr, flush=True)
-        if self._adds_up(comm, sum(s.elements for s in specs), device):
-            # Imported here because it imports Numba, which other strategies do not need.
-            from hvdx.strategies.threshold_hosts import HostsExchange
+        # Imported here because they import Numba, which other strategies do not need.
+        from hvdx.strategies.threshold.hosts import HostsExchange
+        from hvdx.strategies.threshold.opening import open_messages
 
-            hosts = HostsExchange(self, comm, specs, self.lookahead_for(momentum))
-            self._report(comm, hosts.way, "auto" in (self.local, self.exchange))
+        if self._adds_up(comm, sum(s.elements for s in specs), device):
+            hosts = HostsExchange(
+                options,
+                comm,
+                specs,
+                lambda between, pieces, **more: open_messages(options, between, pieces, lookahead, **more),
+            )
+            self._report(comm, hosts.description, "auto" in (self.local, self.exchange))
             return hosts
-        exchange = self.open_kind(comm, specs, self.lookahead_for(momentum), device)
-        self._report(comm, exchange.way, self.exchange == "auto")
+        exchange = open_messages(options, comm, specs, lookahead, device)
+        self._report(comm, exchange.description, self.exchange == "auto")
         return exchange
 
-    def _report(self, comm: Comm, way: str, chosen: bool) -> None:
+    def _report(self, comm: Comm, description: str, chosen: bool) -> None:
         """Print on rank 0 how messages travel, if hvdx has chosen it and it is not the usual way."""
-        first = comm.rank == 0 and (comm.parent_ranks is None or comm.parent_ranks[0] == 0)
-        if first and way and chosen:
-            print(f"hvdx: threshold: {way}", file=sys.stderr, flush=True)
-
-    def open_kind(
-        self,
-        comm: Comm,
-        specs: Sequence[TensorSpec],
-        lookahead: float,
-        device: str = "cpu",
-        network: link.Link | None = None,
-        summed: int = 1,
-        elements: int | None = None,
-    ) -> "ThresholdExchange":
-        """Open the exchange of messages of the kind that fits the ranks and the link. Collective.
-
-        Args:
-            comm, specs, lookahead, device, network, summed, elements: see `ThresholdExchange`.
-        """
-        from hvdx.strategies.threshold_exchange import ThresholdExchange
-
-        kind, network = self._choose_exchange(comm, elements or sum(s.elements for s in specs), device, network)
-        if kind == "sharded":
-            from hvdx.strategies.threshold_sharded import ShardedExchange
-
-            return ShardedExchange(self, comm, specs, lookahead, network, summed, elements)
-        return ThresholdExchange(self, comm, specs, lookahead, device, network, summed, elements)
-
-    def _choose_exchange(
-        self, comm: Comm, elements: int, device: str, network: link.Link | None = None
-    ) -> tuple[str, link.Link | None]:
-        """Return the kind of exchange, and the link if it has been measured. Collective."""
-        if self.exchange == "all_gather" or comm.size == 1 or not elements:
-            return "all_gather", network
-        # Hosts may differ: some have no GPU.
-        if set(comm.all_gather_object(device, "the devices of updates")) != {"cpu"}:
-            return "all_gather", network
-        if network is None and threshold_costs.follows_link(self, comm.size):
-            channel = comm.channel("the link")
-            network = link.probe(channel)
-            channel.close()
-        situation = Situation(comm.size, (elements,), 0.0, network or link.Link(0.0, 1.0))
-        return threshold_costs.kind_for(self, situation), network
+        if comm.world_ranks[comm.rank] == 0 and description and chosen:
+            print(f"hvdx: threshold: {description}", file=sys.stderr, flush=True)
 
     def step_client(self, comm: Comm, steps: int, begun: int = 0) -> StepClient:
         """Return the client of rank 0, which hands out the steps."""
@@ -386,7 +339,7 @@ class Threshold(Strategy):
 
     def predict(self, situation: Situation) -> Prediction | None:
         """Predict the steps after the warm-up; None for a fixed tau, whose density depends on the updates."""
-        return threshold_costs.predict(self, situation)
+        return costs.predict(self.options, situation)
 
     def merge(self, saved: Sequence[Mapping[str, np.ndarray]], rank: int, size: int) -> dict[str, np.ndarray]:
         """Distribute the saved residuals over the ranks, so that their sum stays the same."""
@@ -397,7 +350,7 @@ class Threshold(Strategy):
         for other in range(rank, len(saved), size):
             residual += saved[other]["codec.residual"]
         mine["codec.residual"] = residual.astype(np.float32)
-        return mine | (divide_again(saved, rank, size) if OWNERS in mine else {})
+        return mine | (reshard(saved, rank, size) if OWNERS in mine else {})
 
     def _defaults(self) -> dict[str, Any]:
         # Without tau, the default of `target_density` is "auto".

@@ -1,9 +1,8 @@
 """Exchange of the threshold strategy on hosts with several ranks: dense sums within a host, messages between hosts."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
 
 import numpy as np
 
@@ -13,46 +12,34 @@ from hvdx.errors import ConfigError
 from hvdx.strategies import link
 from hvdx.strategies.base import TensorSpec, views
 from hvdx.strategies.compiling import prepare_together
-from hvdx.strategies.density import INITIAL_DENSITY
-from hvdx.strategies.driver import HostExchange, Prepared
-from hvdx.strategies.host_sums import open_sums
-from hvdx.strategies.noise import common_sample
-from hvdx.strategies.shards import OWNER, whole_residual
+from hvdx.strategies.host import HostExchange, Prepared, StepInput
+from hvdx.strategies.step import MessageExchange, StepInFlight
 from hvdx.strategies.telemetry import Telemetry
-from hvdx.strategies.threshold_exchange import Options, ThresholdExchange
+from hvdx.strategies.threshold.density import INITIAL_DENSITY
+from hvdx.strategies.threshold.host_sums import open_sums
+from hvdx.strategies.threshold.noise import common_sample
+from hvdx.strategies.threshold.options import Options
+from hvdx.strategies.threshold.shards import OWNER, whole_residual
 
 # "No rank", where a header names a rank of the host.
 _NOBODY = -1
 
-
-class HostOptions(Options, Protocol):
-    """Options that the exchange reads; see `hvdx.strategies.Threshold`."""
-
-    def open_kind(
-        self,
-        comm: Comm,
-        specs: Sequence[TensorSpec],
-        lookahead: float,
-        device: str = "cpu",
-        network: link.Link | None = None,
-        summed: int = 1,
-        elements: int | None = None,
-    ) -> ThresholdExchange:
-        """Open the exchange of a piece between hosts."""
+#: Function that opens the exchange of a piece between hosts; see `hvdx.strategies.threshold.opening.open_messages`.
+OpenMessages = Callable[..., MessageExchange]
 
 
-@dataclass
+@dataclass(frozen=True)
 class _HostStep(Prepared):
     """Encoded piece of a step.
 
     Attributes:
-        update: tensors of this rank.
+        given: input of this rank.
         status: status of this rank alone.
-        sent: the step in the exchange between hosts.
+        inner: the step in the exchange between hosts.
         others_fail: whether the host cannot take the step because of one of its other ranks.
     """
 
-    sent: Any
+    inner: StepInFlight
     others_fail: bool
 
 
@@ -60,17 +47,20 @@ class HostsExchange(HostExchange):
     """Exchange of one optimiser under `Threshold(local="dense")`.
 
     The vector of all elements is divided into one piece for each rank of a host. The ranks of a host add up their
-    updates, each for its own piece (`hvdx.strategies.host_sums`). The ranks with the same piece, one on each host,
-    exchange its sums by a `ThresholdExchange`. Then each host gathers the results.
+    updates, each for its own piece (`threshold.host_sums`). The ranks with the same piece, one on each host, exchange
+    its sums by a `MessageExchange`. Then each host gathers the results.
 
     Args:
-        strategy: options, the same on all ranks.
+        options: options, the same on all ranks.
         comm: the ranks, the same number on each host.
         specs: the tensors, of the same shapes on all ranks.
-        lookahead: see `Threshold`.
+        open_messages: opens the exchange of a piece between hosts.
+
+    Attributes:
+        inner: exchange of this rank's piece between hosts.
     """
 
-    def __init__(self, strategy: HostOptions, comm: Comm, specs: Sequence[TensorSpec], lookahead: float):
+    def __init__(self, options: Options, comm: Comm, specs: Sequence[TensorSpec], open_messages: OpenMessages):
         hosts = list(dict.fromkeys(comm.hosts))
         members = [[rank for rank, name in enumerate(comm.hosts) if name == host] for host in hosts]
         self._host = hosts.index(comm.hosts[comm.rank])
@@ -79,12 +69,12 @@ class HostsExchange(HostExchange):
         local = comm.divide(self._host, self._position, "the ranks of a host")
         between = comm.divide(self._position, self._host, "the hosts")
         # Numbers in reports, of the ranks of this host.
-        self._numbers = local.world_ranks
+        self._world_ranks = local.world_ranks
         self._hosts = between.size
         self._channel = local.channel("the updates within a host")
 
-        given = strategy.target_density
-        self._codec = strategy.make_codec(INITIAL_DENSITY if isinstance(given, str) else given, None, "cpu")
+        given = options.target_density
+        self._codec = options.make_codec(INITIAL_DENSITY if isinstance(given, str) else given, None, "cpu")
         prepare_together(self._codec, comm, "Threshold")
         self._sizes = [s.elements for s in specs]
         self._sums = open_sums(self._channel, self._sizes)
@@ -95,12 +85,16 @@ class HostsExchange(HostExchange):
             network = self.network = self._probe(between)
         # The same link and size on all ranks, so that all pieces have one kind of exchange and one density.
         largest = int(np.diff(self._parts.bounds).max())
-        self._inner: ThresholdExchange = strategy.open_kind(
-            between, fragments, lookahead, network=network, summed=self._count, elements=largest
+        self.inner = open_messages(
+            between,
+            fragments,
+            network=network,
+            ranks_per_message=self._count,
+            elements=largest,
+            results=self._sums.targets,
         )
-        if self._sums.targets is not None:
-            self._inner.write_to(self._sums.targets)
-        super().__init__(specs, Telemetry())
+        # The counters are those of the exchange between hosts, for the elements of the whole update.
+        super().__init__(specs, self.inner.telemetry)
         # Sum of the host's updates, for this rank's piece.
         self._piece = np.zeros(int(np.diff(self._parts.bounds)[self._position]), np.float32)
         self._fragments = views(self._piece, fragments)
@@ -108,9 +102,9 @@ class HostsExchange(HostExchange):
         self._drained: np.ndarray | None = None
 
     @property
-    def way(self) -> str:
+    def description(self) -> str:
         """How messages travel."""
-        between = self._inner.way or f"all-gather between {self._hosts} hosts"
+        between = self.inner.description or f"all-gather between {self._hosts} hosts"
         return f"the {self._count} workers of each host add up their updates; {between}"
 
     def _probe(self, between: Comm) -> link.Link:
@@ -121,70 +115,55 @@ class HostsExchange(HostExchange):
         measured = self._channel.exchange([round(1e9 * found.latency), round(found.bandwidth)]).headers
         return link.Link(int(measured[:, 0].max()) / 1e9, float(measured[:, 1].min()))
 
-    # `HostExchange` keeps the counters and the timer; here they are those of the exchange between hosts.
     @property
     def telemetry(self) -> Telemetry:
-        """Counters of the exchange; `sent` and `received` count bytes between hosts."""
-        return self._inner.telemetry
+        """Counters of the exchange between hosts; `sent` and `received` count bytes between hosts."""
+        return self.inner.telemetry
 
-    @telemetry.setter
-    def telemetry(self, fresh: Telemetry) -> None:
-        self._inner.telemetry = fresh
-
-    def start_timer(self) -> None:
-        self._inner.start_timer()
-
-    def stop_timer(self) -> None:
-        self._inner.stop_timer()
-
-    def restart_timer(self) -> None:
-        self._inner.restart_timer()
+    def reset_telemetry(self) -> None:
+        self.inner.reset_telemetry()
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def combine(self, tensors: Sequence[np.ndarray], finite: bool) -> list[np.ndarray]:
-        return self.deliver(self.prepare(tensors, finite))
+    def combine(self, given: StepInput) -> list[np.ndarray]:
+        return self.deliver(self.prepare(given))
 
-    def prepare(self, tensors: Sequence[np.ndarray], finite: bool) -> _HostStep:
+    def prepare(self, given: StepInput) -> _HostStep:
         """Add up the updates of the host, and encode this rank's piece. Collective among the ranks of a host."""
-        inner = self._inner
+        inner, tensors = self.inner, given.tensors
         begin = clock.now()
         self._sums.offer(tensors)
         seconds = clock.now() - begin
-        arrived = self._channel.exchange([int(not finite), *self._sample_words()])
+        arrived = self._channel.exchange([int(not given.finite), *_words_of(given.sample)])
         self.telemetry.waiting += arrived.waited
-        self._take_samples(arrived.headers[:, 1:])
+        sample = _common(given.sample, arrived.headers[:, 1:])
         begin = clock.now()
         finite = self._add_up(tensors, self._piece)
         faulty, fault = (_NOBODY, "") if finite else self._find_fault(tensors)
         seconds += clock.now() - begin
-        sent = inner.prepare(self._fragments, True)
-        inner.charge(seconds)
+        sent = inner.prepare(StepInput(self._fragments, sample=sample, computing=given.computing))
+        inner.add_exchange_time(seconds)
         if not sent.is_fine:
             faulty = self._position
-        times = [round(1e9 * s) for s in inner.times]
-        statuses = self._channel.exchange([faulty, *times])
+        statuses = self._channel.exchange([faulty, round(1e9 * sent.computing), round(1e9 * sent.cost)])
         self.telemetry.waiting += statuses.waited
         # The same times on all ranks of a host, so that all pieces keep one density.
-        inner.times = float(statuses.headers[:, 1].mean()) / 1e9, float(statuses.headers[:, 2].max()) / 1e9
+        computing, cost = float(statuses.headers[:, 1].mean()) / 1e9, float(statuses.headers[:, 2].max()) / 1e9
+        sent = replace(sent, computing=computing, cost=cost)
         blaming = statuses.headers[:, 0].tolist()
         failed = {*np.flatnonzero(arrived.headers[:, 0]).tolist(), *blaming} - {_NOBODY}
         if self._host >= sent.active:
             # The updates of this host do not count, so its NaN does not count either.
             failed = set()
         elif fault and blaming.index(faulty) == self._position:
-            where = f"rank {self._numbers[faulty]}, step {sent.step + 1}"
+            where = f"rank {self._world_ranks[faulty]}, step {sent.number + 1}"
             print(f"hvdx: {where}: {fault}: NaN or infinity in the update", file=sys.stderr, flush=True)
-        step = _HostStep(tensors, sent.status, sent, bool(failed))
-        if self._position in failed:
-            step.skip(blamed=True)
-        return step
+        step = _HostStep(given, sent.status, sent, bool(failed))
+        return step.skipped(blamed=True) if self._position in failed else step
 
     def deliver(self, prepared: _HostStep) -> list[np.ndarray]:
-        prepared.sent.status = prepared.status
-        if prepared.is_fine and prepared.others_fail:
-            prepared.sent.skip(blamed=False)
-        self._inner.deliver(prepared.sent)
+        inner = replace(prepared.inner, status=prepared.status)
+        self.inner.deliver(inner.skipped(blamed=False) if prepared.is_fine and prepared.others_fail else inner)
         return self._gather()
 
     def _add_up(self, tensors: Sequence[np.ndarray], out: np.ndarray) -> bool:
@@ -198,7 +177,7 @@ class HostsExchange(HostExchange):
         element = int(np.argmin(np.isfinite(self._piece)))
         values = self._sums.values(element, tensors)
         rank = next((r for r, value in enumerate(values) if not np.isfinite(value)), self._position)
-        ends = np.cumsum([s.elements for s in self._inner.specs])
+        ends = np.cumsum([s.elements for s in self.inner.specs])
         # All ranks will skip the step, and its message must not hold NaN.
         self._piece.fill(0)
         return rank, self.specs[int(np.searchsorted(ends, element, side="right"))].name
@@ -206,13 +185,13 @@ class HostsExchange(HostExchange):
     def _gather(self) -> list[np.ndarray]:
         """Gather the results of the host's ranks, and add the drained one."""
         begin = clock.now()
-        waited = self._sums.gather(self._inner.result if self._sums.targets is None else None)
+        waited = self._sums.gather(self.inner.result if self._sums.targets is None else None)
         out = self._out
         if self._drained is not None:
             out, self._drained = self._own(self._sums.result + self._drained), None
         self.telemetry.inside += self._sums.gathered
         self.telemetry.waiting += waited
-        self._inner.charge(clock.now() - begin - waited)
+        self.inner.add_exchange_time(clock.now() - begin - waited)
         return out
 
     def _own(self, values: np.ndarray) -> list[np.ndarray]:
@@ -221,34 +200,14 @@ class HostsExchange(HostExchange):
         flat[...] = values
         return views(flat, self.specs)
 
-    # -- second moments -----------------------------------------------------------------------------------------------
-
-    def _sample_words(self) -> list[int]:
-        """Return the sample of this rank's gradients, two float32 in an integer."""
-        if not self.sample:
-            return []
-        sample = np.concatenate([np.ravel(s) for s in self.sample])
-        words = np.zeros(-(-sample.size // 2) * 2, np.float32)
-        with np.errstate(over="ignore"):
-            words[: sample.size] = sample
-        return words.view(np.int64).tolist()
-
-    def _take_samples(self, words: np.ndarray) -> None:
-        """Pass the samples of the host's ranks to the exchange between hosts, as one."""
-        self._inner.sample = None
-        if self.sample:
-            size = sum(np.size(s) for s in self.sample)
-            samples = np.ascontiguousarray(words).view(np.float32)[:, :size]
-            self._inner.sample = [common_sample(samples)]
-
     # -- results in flight --------------------------------------------------------------------------------------------
 
     def _flush_inner(self) -> bool:
         """Wait for the step in flight between hosts; return whether there was one."""
-        if not self._inner.in_flight:
+        if not self.inner.in_flight:
             return False
         self.telemetry.waiting += self._sums.release()
-        self._inner.flush()
+        self.inner.flush()
         return True
 
     def flush(self) -> list[np.ndarray] | None:
@@ -268,13 +227,13 @@ class HostsExchange(HostExchange):
     @property
     def residuals(self) -> list[np.ndarray]:
         """Share of this rank in its host's residual: that of its piece, and zeros elsewhere."""
-        return views(self._whole(np.concatenate([np.ravel(r) for r in self._inner.residuals])), self.specs)
+        return views(self._whole(np.concatenate([np.ravel(r) for r in self.inner.residuals])), self.specs)
 
     def add_to_residual(self, tensors: Sequence[np.ndarray]) -> None:
         """Add the tensors of all ranks of the host to its residual. Collective among them."""
         total = np.empty_like(self._piece)
         self._sums.total(tensors, total)
-        self._inner.add_to_residual(views(total, self._inner.specs))
+        self.inner.add_to_residual(views(total, self.inner.specs))
 
     def _whole(self, piece: np.ndarray) -> np.ndarray:
         """Return float32[n] with the elements of this rank's piece, and zeros elsewhere."""
@@ -287,7 +246,7 @@ class HostsExchange(HostExchange):
         if self._codec.scope == "all":
             return [0]
         filled = [k for k, size in enumerate(self._sizes) if size]
-        return [run for run, k in enumerate(filled) if self._inner.specs[k].elements]
+        return [run for run, k in enumerate(filled) if self.inner.specs[k].elements]
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Return a state that an exchange of any number of ranks and hosts can restore.
@@ -295,7 +254,7 @@ class HostsExchange(HostExchange):
         It is that of an exchange without sums on hosts: residual and taus are for all elements. The state of this
         rank's piece comes in addition, for a restored exchange of the same hosts.
         """
-        state = self._inner.state_dict()
+        state = self.inner.state_dict()
         own = {f"piece.{name}": value for name, value in state.items()} | {"piece": self._place}
         # The residual of a shard becomes a part of that of the piece.
         state = dict(whole_residual(state, self._host))
@@ -327,10 +286,10 @@ class HostsExchange(HostExchange):
         flags = self._channel.exchange([int(bool(problem)), int(elsewhere)]).headers
         failed = np.flatnonzero(flags[:, 0]).tolist()
         if failed:
-            other = f"rank {self._numbers[failed[0]]} of this host cannot restore its state; see its error."
+            other = f"rank {self._world_ranks[failed[0]]} of this host cannot restore its state; see its error."
             raise ConfigError(f"threshold: the saved state: {problem or other}")
         piece = {k.removeprefix("piece."): v for k, v in state.items() if k.startswith("piece.")}
-        self._inner.load_state_dict(self._piece_of(state) if flags[:, 1].any() else piece)
+        self.inner.load_state_dict(self._piece_of(state) if flags[:, 1].any() else piece)
         self._drained = np.array(state["late"], np.float32) if "late" in state else None
 
     def _problem_of(self, state: Mapping[str, np.ndarray]) -> str:
@@ -358,7 +317,7 @@ class HostsExchange(HostExchange):
         residual = np.empty_like(self._piece)
         whole = whole_residual(state, self._rank)["codec.residual"]
         self._sums.total(views(np.ascontiguousarray(whole), self.specs), residual)
-        runs, lengths = self._runs(), self._codec.init([s.elements for s in self._inner.specs]).lengths
+        runs, lengths = self._runs(), self._codec.init([s.elements for s in self.inner.specs]).lengths
         names = ("taus", "found", "floors", "quiet", "means", "sent")
         piece = {name: np.array(state[f"codec.{name}"][runs]) for name in names}
         ratio = lengths / state["codec.lengths"][runs]
@@ -367,3 +326,28 @@ class HostsExchange(HostExchange):
         piece |= {"residual": residual, "lengths": lengths, "step": state["codec.step"]}
         rest = {k: v for k, v in state.items() if not k.startswith(("codec.", "piece", "late", OWNER))}
         return rest | {f"codec.{k}": v for k, v in piece.items()}
+
+
+def _words_of(sample: Sequence[np.ndarray] | None) -> list[int]:
+    """Return the sample of a rank's gradients, two float32 in an integer."""
+    if not sample:
+        return []
+    flat = np.concatenate([np.ravel(s) for s in sample])
+    words = np.zeros(-(-flat.size // 2) * 2, np.float32)
+    with np.errstate(over="ignore"):
+        words[: flat.size] = flat
+    found: list[int] = words.view(np.int64).tolist()
+    return found
+
+
+def _common(sample: Sequence[np.ndarray] | None, words: np.ndarray) -> list[np.ndarray] | None:
+    """Return the samples of a host's ranks as one; None without samples.
+
+    Args:
+        sample: sample of this rank.
+        words: results of `_words_of` of all ranks.
+    """
+    if not sample:
+        return None
+    samples = np.ascontiguousarray(words).view(np.float32)[:, : sum(np.size(s) for s in sample)]
+    return [common_sample(samples)]

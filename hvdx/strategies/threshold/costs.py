@@ -1,12 +1,12 @@
 """Costs of `Threshold`: prediction of a step, and choice between its two kinds of exchange."""
 
 from dataclasses import replace
-from typing import Literal, Protocol
 
 from hvdx.strategies import link
-from hvdx.strategies.density import STARVED, affordable_density, budget_with
 from hvdx.strategies.prediction import Codec, Machine, Prediction, Situation, added
-from hvdx.strategies.shards import OWNER_DENSITY, owner_density
+from hvdx.strategies.threshold.density import STARVED, affordable_density, budget_with
+from hvdx.strategies.threshold.options import Options
+from hvdx.strategies.threshold.shards import OWNER_DENSITY, owner_density
 
 #: Bytes of the header of a message: status, two times and the size of the message. The sample of gradients that is
 #: sent with Adam and its relatives, some 140 bytes, is not included: predictions do not know the optimiser.
@@ -26,19 +26,6 @@ _FEWEST_SHARDS = 6
 _MANY, _LARGE = 8, 1 << 18
 # Density at which the cost of an exchange is its fixed part.
 _NEXT_TO_NOTHING = 1e-9
-
-
-class Options(Protocol):
-    """Options on which the costs depend; see `hvdx.strategies.Threshold`."""
-
-    target_density: float | str | None
-    exchange: str
-    local: str
-    scope: Literal["all", "variable"]
-    overlap: bool
-    overhead: float
-    max_staleness: int | str
-    asynchronous: bool
 
 
 def follows_link(options: Options, size: int) -> bool:

@@ -4,57 +4,65 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import replace
 
 import numpy as np
 
 from hvdx.comm import Comm, progress
+from hvdx.comm.alignment import aligned
 from hvdx.comm.waiting import LIMIT_VARIABLE, Backoff, time_limit
 from hvdx.errors import ExchangeError, UpdateError, WireError
-from hvdx.strategies import threshold_exchange
-from hvdx.strategies.asynchronous.post import HEADER_BYTES, Payload, Session, post_of
-from hvdx.strategies.asynchronous.replica import SEQUENCER, Replica
+from hvdx.strategies import link
 from hvdx.strategies.base import TensorSpec, refuse_constraints, views
-from hvdx.strategies.driver import MAX_SKIPPED_STEPS
+from hvdx.strategies.host import MAX_SKIPPED_STEPS, HostExchange, StepInput
+from hvdx.strategies.step import RESIDUAL_EVERY, count_entries, saved_step
 from hvdx.strategies.telemetry import StaleTelemetry
-from hvdx.strategies.threshold_exchange import ThresholdExchange
+from hvdx.strategies.threshold.encoder import ThresholdEncoder
+from hvdx.strategies.threshold.options import Options
+from hvdx.strategies.threshold.routes.all_gather import words_of
+from hvdx.strategies.threshold.routes.post import HEADER_BYTES, Payload, Session, post_of
+from hvdx.strategies.threshold.routes.replica import SEQUENCER, Replica
+from hvdx.strategies.threshold.shards import VectorOrder, whole_residual
 
-# The sessions of an exchange have the numbers (series << _SERIES_BITS) + 0, 1, 2, ...
-_SERIES_BITS = 32
 # Bytes that may be in flight in any case.
 _LEAST_ROOM = 1 << 20
 # Words of a payload: bytes of the sample in front of the message, whether it is dense, bits of the factor (float64).
 _SAMPLE, _DENSE, _FACTOR = range(3)
 
 
-class Options(threshold_exchange.Options, Protocol):
-    """Options that the exchange reads; see `hvdx.strategies.Threshold`."""
-
-    max_staleness: int | str
-
-
-class AsynchronousExchange(ThresholdExchange):
+class OrderedExchange(HostExchange):
     """Exchange of one optimiser under `Threshold(max_staleness=...)`. Making it is collective.
 
     The *mirror* holds the weights to which this rank has applied the messages of all ranks, in their order. A step
     returns the mirror and, on top of it, this rank's own messages that have no place in the order yet.
 
     Args:
-        strategy: options, the same on all ranks.
+        options: options, the same on all ranks.
         comm: the ranks.
         specs: the variables, of the same shapes on all ranks.
         lookahead: see `Threshold`.
     """
 
-    telemetry: StaleTelemetry
+    _counters: StaleTelemetry
 
-    def __init__(self, strategy: Options, comm: Comm, specs: Sequence[TensorSpec], lookahead: float):
-        if strategy.op == "sum" and comm.size > 1:
+    def __init__(self, options: Options, comm: Comm, specs: Sequence[TensorSpec], lookahead: float):
+        if options.op == "sum" and comm.size > 1:
             refuse_constraints(specs)
-        super().__init__(strategy, comm, specs, lookahead)
-        self.telemetry = StaleTelemetry(elements=self._n)
-        self._comm, bound = comm, strategy.max_staleness
-        self._bound = bound if isinstance(bound, int) else None
+        super().__init__(specs, StaleTelemetry())
+        self._comm, bound = comm, options.max_staleness
+        self._rank, self._size, self._world_ranks = comm.rank, comm.size, comm.world_ranks
+        self._mean, self._bound = options.op == "mean", bound if isinstance(bound, int) else None
+        self.encoder = ThresholdEncoder(options, comm, specs, lookahead, VectorOrder([s.elements for s in specs]))
+        channel = comm.channel("the updates")
+        channel.exchange([])  # all ranks have compiled
+        if options.target_density == "auto":
+            self.network = link.probe(channel)
+            self.encoder.follow(self.network, comm.size - 1, self._n)
+        channel.close()
+        self._step, self._computing = 0, 0.0
+        # The update of a step, also as arrays.
+        self._update = aligned(self._n)
+        self._update_views = views(self._update, specs)
         self._dtype = np.dtype(np.float64 if any(s.itemsize > 4 for s in specs) else np.float32)
         self._mirror = np.zeros(self._n, self._dtype)
         # Weights that the last step returned: the mirror, or a copy with own messages on top.
@@ -70,6 +78,11 @@ class AsynchronousExchange(ThresholdExchange):
         self._next: Session | None = None
         self.renew()
 
+    @property
+    def telemetry(self) -> StaleTelemetry:
+        """Counters of the exchange."""
+        return self._counters
+
     # -- begin and end of a session -----------------------------------------------------------------------------------
 
     @property
@@ -79,9 +92,7 @@ class AsynchronousExchange(ThresholdExchange):
 
     def renew(self) -> None:
         self.close()
-        series = max(self._comm.all_gather_object(self._post.series, "opening an exchange")) + 1
-        self._post.series = series
-        self._register(series << _SERIES_BITS)
+        self._register(self._post.series.agree(self._comm))
         # No rank may send a letter before all ranks accept it.
         self._comm.all_gather_object(None, "opening an exchange")
         # Whether the mirror is the same on all ranks, and holds the weights of the last flush.
@@ -156,12 +167,11 @@ class AsynchronousExchange(ThresholdExchange):
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def combine(self, tensors: Sequence[np.ndarray], finite: bool) -> list[np.ndarray]:
+    def combine(self, given: StepInput) -> list[np.ndarray]:
         """Send the update of a step, and return weights with the messages that have come. Not collective.
 
         Args:
-            tensors: this rank's weights after its own step, of the shapes of the specs.
-            finite: False if this rank's gradients held NaN or infinity; this rank then skips the step.
+            given: this rank's weights after its own step. If they are not finite, this rank skips the step.
 
         Returns:
             The weights for the next step: arrays of the shapes of the specs, which the next step overwrites.
@@ -173,10 +183,12 @@ class AsynchronousExchange(ThresholdExchange):
         """
         assert self._session is not None  # the caller asks `is_open`
         counts, replica, self._cost = self.telemetry, self._session.replica, 0.0
-        payload = self._clock("encoding", lambda: self._encode_update(tensors, finite))
+        if given.computing is not None:
+            self._computing = given.computing
+        payload = self._timed("encoding", lambda: self._encode_update(given))
         size = 0 if payload is None else payload.body.size
         # Messages that have not left after a whole step show that the network, not a receiver, is the limit.
-        backlog = self._computed if self._post.leaving() else 0.0
+        backlog = self._computing if self._post.leaving() else 0.0
         counts.waiting += self._wait(lambda: replica.awaited_to_send(size), "messages to be applied")
         with self._post.lock:
             self._post.send(self._session, replica.send(payload, size))
@@ -185,33 +197,36 @@ class AsynchronousExchange(ThresholdExchange):
             self._own.append((payload, self._base))
             counts.messages += payload.body.size
         counts.waiting += self._wait(replica.awaited_to_continue, "the bound of the staleness")
-        self._clock("decoding", self._look_ahead)
+        self._timed("decoding", self._look_ahead)
         counts.steps += 1
         self._step += 1
         self._count_bytes()
         if payload is not None:
             self._skips = 0
-            self._measure(self._computed, [self._cost + max(self._transfer(size), backlog)])
+            if counts.steps % RESIDUAL_EVERY == 1 and counts.tau:
+                counts.residual = self.encoder.residual_rms()
+            self.encoder.observe_cost(self._computing, [self._cost + max(self._transfer(size), backlog)])
         return views(self._given, self.specs)
 
-    def _encode_update(self, tensors: Sequence[np.ndarray], finite: bool) -> Payload | None:
+    def _encode_update(self, given: StepInput) -> Payload | None:
         """Return the message of a step; None if this rank skips the step, which is reported."""
-        for out, now, given in zip(self._out, tensors, views(self._given, self.specs), strict=True):
-            np.subtract(now, given, out=out, casting="same_kind")
-        codec = self.codec()
-        if not finite:
-            self._skip(f"NaN or infinity in the gradient{f' of {self.blamed}' if self.blamed else ''}")
+        for out, now, before in zip(self._update_views, given.tensors, views(self._given, self.specs), strict=True):
+            np.subtract(now, before, out=out, casting="same_kind")
+        if not given.finite:
+            self._skip(f"NaN or infinity in the gradient{f' of {given.blamed}' if given.blamed else ''}")
             return None
         try:
-            message = self.encode(self._out, codec)
+            encoded = self.encoder.encode(replace(given, tensors=self._update_views), self._step)
         except UpdateError as error:
             self._skip(error.within(self.specs[error.variable].name))
             return None
-        sample = np.array(self.more_header(), np.int64).view(np.uint8)
-        factor = np.float64(self.scale(self._size)).view(np.int64)
+        count_entries(self.telemetry, encoded, self._n)
+        flat = np.concatenate([np.ravel(s) for s in given.sample]) if given.sample and self._size > 1 else None
+        sample = np.array(words_of(flat), np.int64).view(np.uint8)
+        factor = np.float64((1.0 / self._size if self._mean else 1.0) * self.encoder.correction(self._size))
         # A copy: the codec may use the memory of the message again, before the message has left.
-        words = [sample.size, int(codec is self._bfloat16), int(factor)]
-        return Payload(words, np.concatenate([sample, message]))
+        words = [sample.size, int(encoded.is_dense), int(factor.view(np.int64))]
+        return Payload(words, np.concatenate([sample, encoded.message]))
 
     def _skip(self, reason: str) -> None:
         self._skipped(
@@ -258,10 +273,10 @@ class AsynchronousExchange(ThresholdExchange):
         return max(time.monotonic() - begin - spent, 0.0) if waits else 0.0
 
     def _report(self, what: str, seconds: float, ranks: Sequence[int]) -> str:
-        numbers = [str(self._numbers[r]) for r in ranks]
+        numbers = [str(self._world_ranks[r]) for r in ranks]
         named = f" for rank{'s' * (len(numbers) > 1)} {', '.join(numbers)}" if numbers else " for the network"
         return (
-            f"{what}: rank {self._numbers[self._rank]} has been waiting for {seconds:.0f} s{named}. Check the last "
+            f"{what}: rank {self._world_ranks[self._rank]} has been waiting for {seconds:.0f} s{named}. Check the last "
             f"output there. {LIMIT_VARIABLE}=seconds sets the time limit."
         )
 
@@ -273,11 +288,11 @@ class AsynchronousExchange(ThresholdExchange):
         with self._post.lock:
             replica = self._session.replica
             taken = list(iter(replica.take, None))
-        if replica.weights is not None:
-            self._mirror[:] = replica.weights.view(self._dtype)
-            replica.weights = None
+        weights = replica.take_weights()
+        if weights is not None:
+            self._mirror[:] = weights.view(self._dtype)
         if taken:
-            self._clock("decoding", lambda: self._apply_all(taken))
+            self._timed("decoding", lambda: self._apply_all(taken))
 
     def _apply_all(self, taken: Sequence[tuple[int, Payload | None]]) -> None:
         there = [(sender, payload) for sender, payload in taken if payload is not None]
@@ -293,24 +308,24 @@ class AsynchronousExchange(ThresholdExchange):
                 _, base = self._own.popleft()
                 self.telemetry.staleness.add(self._updates - base)
                 if len(self._samples) == self._size:
-                    self._noise.observe(np.stack([self._samples[r] for r in range(self._size)]))
+                    self.encoder.noise.observe(np.stack([self._samples[r] for r in range(self._size)]))
 
     def _add(self, messages: Sequence[tuple[int, Payload]], out: np.ndarray) -> None:
         """Add messages of the same kind and factor, each with its sender, to an array, one after the other."""
         _, dense, factor, *_ = messages[0][1].words
-        codec: Any = self._bfloat16 if dense else self._codec
+        codec = self.encoder.dense_codec if dense else self.encoder.codec
         scale = float(np.int64(factor).view(np.float64))
         double = out.dtype != np.float32
         for some in [[one] for one in messages] if double else [messages]:
             bodies = [payload.body[payload.words[_SAMPLE] :] for _, payload in some]
             try:
                 if double:
-                    codec.decode_sum(bodies, [self._flat], scale)
-                    np.add(out, self._flat, out=out)
+                    codec.decode_sum(bodies, [self._update], scale)
+                    np.add(out, self._update, out=out)
                 else:
                     codec.decode(bodies, [out], scale)
             except WireError as error:
-                raise error.of(self._numbers[some[error.rank or 0][0]], "update") from None
+                raise error.of(self._world_ranks[some[error.rank or 0][0]], "update") from None
 
     def _look_ahead(self) -> None:
         """Set the weights that the step returns."""
@@ -338,12 +353,24 @@ class AsynchronousExchange(ThresholdExchange):
         session = self._session
         assert session is not None
         with self._post.lock:
-            self.telemetry.sent += session.sent
-            self.telemetry.received += session.received
-            session.sent = session.received = 0
+            sent, received = session.take_bytes()
+        self.telemetry.sent += sent
+        self.telemetry.received += received
+
+    @property
+    def residuals(self) -> list[np.ndarray]:
+        return views(self.encoder.read_residual(), self.specs)
+
+    def add_to_residual(self, tensors: Sequence[np.ndarray]) -> None:
+        self.encoder.add_to_residual(tensors)
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        return {"step": np.array(self._step)} | self.encoder.arrays()
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        super().load_state_dict(state)
+        step = saved_step(state)
+        self.encoder.restore(whole_residual(state, self._rank))
+        self._step = step
         self._samples.clear()
 
 

@@ -78,6 +78,10 @@ class DensityControl:
         self._slope = 0.0
         self._too_high = self._too_low = 0
 
+    def restore(self, density: float) -> None:
+        """Begin with a density, before the first step."""
+        self.density = density
+
     def observe(self, computing: float, costs: Sequence[float], overhead: float | None = None) -> None:
         """Add one step, and change `density` if a review is due.
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from hvdx.comm import Channel
 from hvdx.comm.alignment import aligned
-from hvdx.strategies.interleaving import Interleaved
+from hvdx.strategies.threshold.interleaving import Interleaved
 
 # Elements that are summed at a time. They stay in the level-2 cache until they have been checked.
 _CHUNK = 1 << 16

@@ -10,6 +10,8 @@ Source: McCandlish et al. 2018, "An empirical model of large-batch training", wh
 the gradients of a small and a large batch.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 
 #: Elements of the gradients in a sample.
@@ -75,6 +77,36 @@ class NoiseEstimate:
         _, signal, whole = self.state
         share = min(max(signal / whole, 0.0), 1.0) if whole > 0 else 1.0
         return float((share + (1 - share) / ranks) ** -0.5)
+
+
+@dataclass(frozen=True)
+class GatheredSample:
+    """Samples of all ranks, or results of `common_sample`.
+
+    Attributes:
+        values: float[k, n].
+        each: number of ranks in each of the samples.
+    """
+
+    values: np.ndarray
+    each: int
+
+    def add_to(self, estimate: NoiseEstimate) -> None:
+        """Add the sample to an estimate."""
+        estimate.observe(self.values, self.each)
+
+
+@dataclass(frozen=True)
+class SummedSample:
+    """Sums over the ranks of their samples; see `NoiseEstimate.observe_sums`."""
+
+    total: np.ndarray
+    squares: float
+    ranks: int
+
+    def add_to(self, estimate: NoiseEstimate) -> None:
+        """Add the sample to an estimate."""
+        estimate.observe_sums(self.total, self.squares, self.ranks)
 
 
 def common_sample(samples: np.ndarray) -> np.ndarray:

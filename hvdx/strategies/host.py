@@ -1,0 +1,230 @@
+"""The contract of an exchange on the host, with the compute timer and the reports of skipped steps."""
+
+import abc
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self, TypeVar
+
+import numpy as np
+
+from hvdx.comm import clock
+from hvdx.errors import HvdxError
+from hvdx.strategies.base import Exchange, TensorSpec
+from hvdx.strategies.link import Link
+from hvdx.strategies.telemetry import Telemetry
+
+T = TypeVar("T")
+
+#: Status of a rank's step, in the header of its message. "Elsewhere": another exchange reports why the step is skipped.
+FINE, NOT_FINITE, REFUSED, ELSEWHERE = 0, 1, 2, 3
+#: Number of skipped steps in a row after which the training ends with an error, because it has diverged.
+MAX_SKIPPED_STEPS = 100
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """Input of a step of an exchange on the host.
+
+    Attributes:
+        tensors: contiguous arrays of the shapes of the specs, float32 (weights also float64); on a GPU one array in a
+            list, with the elements of all.
+        finite: False if this rank's gradients held NaN or infinity.
+        blamed: name of the variable whose gradient did; "" if unknown.
+        sample: for a strategy that corrects second moments, some elements of this rank's gradients in this step, each
+            divided by the root of its second moment: one float array per tensor (on a GPU, one for all tensors), of the
+            same sizes on all ranks and in all steps. None if the optimiser does not divide by second moments.
+        computing: seconds of computing before this step; None if they were not measured.
+        allocate: on a GPU, function from a number of elements to a new float32 array of zeros there, as which the step
+            returns its result; None for an array of Numba.
+    """
+
+    tensors: Sequence[Any]
+    finite: bool = True
+    blamed: str = ""
+    sample: Sequence[np.ndarray] | None = None
+    computing: float | None = None
+    allocate: Callable[[int], Any] | None = None
+
+    def part(self, where: Sequence[int]) -> "StepInput":
+        """Return the input of an exchange of some of the tensors.
+
+        Args:
+            where: indices of the tensors.
+        """
+        sample = None if self.sample is None else [self.sample[i] for i in where]
+        return replace(self, tensors=[self.tensors[i] for i in where], sample=sample)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Step of one rank that is ready to be exchanged.
+
+    Attributes:
+        given: input of the step.
+        status: status of this rank; it is sent to the others.
+    """
+
+    given: StepInput
+    status: int
+
+    @property
+    def is_fine(self) -> bool:
+        """True if this rank can take the step."""
+        return self.status == FINE
+
+    def skipped(self, blamed: bool) -> Self:
+        """Return this step as one that is skipped, because a rank skips it in another of its exchanges.
+
+        Args:
+            blamed: whether reports name this rank.
+        """
+        return replace(self, status=NOT_FINITE if blamed else ELSEWHERE)
+
+
+class HostExchange(Exchange):
+    """Exchange that runs on the host. A subclass implements `combine`, and may override the other methods.
+
+    Args:
+        specs: the tensors.
+        telemetry: counters of the exchange.
+
+    Attributes:
+        network: link between the ranks, if the exchange has measured it; otherwise None.
+    """
+
+    network: Link | None = None
+
+    def __init__(self, specs: Sequence[TensorSpec], telemetry: Telemetry):
+        self.specs, self._counters = list(specs), telemetry
+        self._n = telemetry.elements = sum(s.elements for s in specs)
+        # End of the last step; None if the time from there to the next step is not all computing.
+        self._last_end: float | None = None
+        self._skips = 0
+        # Seconds that this step has cost so far.
+        self._cost = 0.0
+
+    @abc.abstractmethod
+    def combine(self, given: StepInput) -> list[np.ndarray]:
+        """Do the work of `Exchange.step`, without the measurement of the time between two steps."""
+
+    def step(self, tensors: Sequence[np.ndarray], finite: Any = True) -> list[np.ndarray]:
+        return self.take(StepInput(tensors, bool(finite)))
+
+    def take(self, given: StepInput) -> list[np.ndarray]:
+        """Take a step; see `step`. The time since the last step is added to the input, and counted as computing."""
+        if self._last_end is not None:
+            given = replace(given, computing=clock.now() - self._last_end)
+            self.count_computing(given.computing or 0.0)
+        result = self.combine(given)
+        self._last_end = clock.now()
+        return result
+
+    def prepare(self, given: StepInput) -> Any:
+        """Do the part of `combine` that comes before the exchange. Not collective.
+
+        Returns:
+            A `Prepared`.
+        """
+        fine = given.finite and all(bool(np.isfinite(t.sum(dtype=np.float64))) for t in given.tensors)
+        return Prepared(given, FINE if fine else NOT_FINITE)
+
+    def deliver(self, prepared: Any) -> list[np.ndarray]:
+        """Exchange what `prepare` returned; return the result of `combine`. Collective, as `step` is."""
+        return self.combine(replace(prepared.given, finite=prepared.is_fine))
+
+    def restart_timer(self) -> None:
+        """Restart the compute timer before a run of steps."""
+        self._last_end = None
+
+    # -- counters -----------------------------------------------------------------------------------------------------
+
+    @property
+    def telemetry(self) -> Telemetry:
+        """Counters of the exchange."""
+        return self._counters
+
+    def reset_telemetry(self) -> None:
+        """Set the counters to zero."""
+        self._counters = type(self._counters)(elements=self._counters.elements)
+
+    def count_computing(self, seconds: float) -> None:
+        """Count computing before a step."""
+        self.telemetry.computing += seconds
+
+    def _timed(self, counter: str, work: Callable[[], T]) -> T:
+        """Count the seconds of some work as a part of the cost of this step."""
+        begin = clock.now()
+        result = work()
+        seconds = clock.now() - begin
+        self._cost += seconds
+        setattr(self.telemetry, counter, getattr(self.telemetry, counter) + seconds)
+        return result
+
+    # -- weights, and results in flight -------------------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        """True if `step` may be called. An exchange of weights may be closed: `begin` must then be called first."""
+        return True
+
+    def begin(self, weights: Sequence[np.ndarray]) -> None:
+        """Open an exchange of weights with the given weights. Collective.
+
+        Args:
+            weights: arrays of the shapes of the specs; those of rank 0 are used.
+        """
+
+    def renew(self) -> None:
+        """Discard a session that an exception ended. Some ranks may not have begun the session. Collective."""
+
+    @property
+    def residuals(self) -> list[np.ndarray]:
+        """Residuals of this rank, which callers must not change: float32 arrays of the shapes of the specs."""
+        return [np.zeros(s.shape, np.float32) for s in self.specs]
+
+    def add_to_residual(self, tensors: Sequence[np.ndarray]) -> None:
+        """Add tensors to the residual; a no-op if the exchange has none.
+
+        Args:
+            tensors: float32 arrays of the shapes of the specs.
+        """
+
+    def drain(self) -> None:
+        """Wait for the step in flight, and keep its result for the next step. Collective.
+
+        Unlike `flush`, it does not change the results of the training.
+        """
+
+    # -- reports ------------------------------------------------------------------------------------------------------
+
+    def _skipped(self, reports: bool, report: Callable[[str], str], error: Callable[[], str]) -> None:
+        """Count a skipped step. Report only the 1st, 2nd, 4th, 8th ... in a row, so that a long series stays readable.
+
+        Args:
+            reports: whether this rank prints the report.
+            report: function that returns the report; its argument is "" or a text such as ", 4 in a row".
+            error: function that returns the message of the error that ends the training.
+
+        Raises:
+            HvdxError: after `MAX_SKIPPED_STEPS` steps in a row.
+        """
+        self.telemetry.skipped += 1
+        self._skips += 1
+        if self._skips >= MAX_SKIPPED_STEPS:
+            raise HvdxError(error())
+        if reports and (self._skips & (self._skips - 1)) == 0:
+            again = f", {self._skips} in a row" if self._skips > 1 else ""
+            print(f"hvdx: {report(again)}", file=sys.stderr, flush=True)
+
+
+def find(specs: Sequence[TensorSpec], place: int) -> tuple[int, int]:
+    """Return the index of the tensor that holds an element of the vector of all tensors, and the element in it.
+
+    Example:
+        >>> find([TensorSpec("a", (3,), 4), TensorSpec("b", (5,), 4)], 4)
+        (1, 1)
+    """
+    ends = np.cumsum([s.elements for s in specs])
+    variable = int(np.searchsorted(ends, place, side="right"))
+    return variable, place - int(ends[variable]) + specs[variable].elements

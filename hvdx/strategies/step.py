@@ -1,0 +1,600 @@
+"""A step of an exchange of messages: input -> encoder -> route -> result.
+
+`MessageExchange` is the step. It holds an `Encoder` (what a rank sends, and what it keeps) and a `Route` (how messages
+travel), adds the agreement on NaN, skipped steps, overlap and counters, and knows neither their classes nor their
+parts. All decisions depend only on what the route returns, which is the same on all ranks, so all ranks decide the same
+without another exchange. If one rank has NaN, all ranks skip the step, and their residuals stay unchanged.
+"""
+
+import abc
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from hvdx.comm import Comm, clock
+from hvdx.comm.alignment import aligned
+from hvdx.errors import ConfigError, HvdxError, UpdateError, WireError
+from hvdx.strategies.base import TensorSpec, views
+from hvdx.strategies.host import (
+    ELSEWHERE,
+    FINE,
+    MAX_SKIPPED_STEPS,
+    NOT_FINITE,
+    REFUSED,
+    HostExchange,
+    Prepared,
+    StepInput,
+)
+from hvdx.strategies.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from hvdx.codec import Codec  # imports Numba, which not all strategies need
+
+#: Steps between measurements of the residual, each of which reads all of it.
+RESIDUAL_EVERY = 64
+
+
+class DeviceArrays(Protocol):
+    """Functions for arrays of another device than the host, such as `hvdx.codec.devices.Gpu`."""
+
+    def zeros(self, n: int) -> Any:
+        """Return float32[n] of zeros."""
+
+    def view(self, array: Any) -> Any:
+        """Return an array of another library as one that the other functions take without a conversion."""
+
+    def place(self, values: np.ndarray) -> Any:
+        """Return a copy of a host array."""
+
+    def fetch(self, array: Any) -> np.ndarray:
+        """Return a copy in host memory."""
+
+    def copy(self, array: Any) -> Any:
+        """Return a copy on the device."""
+
+    def assign(self, values: np.ndarray, out: Any) -> None:
+        """Copy a host array to an array of the device."""
+
+    def add(self, values: Any, out: Any) -> None:
+        """Add an array to another one."""
+
+    def subtract(self, values: Any, out: Any) -> None:
+        """Subtract an array from another one."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Encoded tensors of a step.
+
+    Attributes:
+        message: uint8[bytes], message of this rank; it must not change before it is decoded.
+        codec: codec of the message.
+        tensors: the tensors; with overlap, copies. Empty if this rank encoded nothing.
+        taus: thresholds of the encoder after the step, if it has any.
+        entries: number of entries in the message; None if it has all elements.
+        density: share of the elements that are entries.
+        tau: median of the thresholds in this step; 0 for none.
+        starved: number of steps, this one included, that are found to be starved; see `Telemetry`.
+    """
+
+    message: np.ndarray
+    codec: "Codec[Any]"
+    tensors: Sequence[Any] = ()
+    taus: np.ndarray | None = None
+    entries: int | None = None
+    density: float = 0.0
+    tau: float = 0.0
+    starved: int = 0
+
+    @property
+    def is_dense(self) -> bool:
+        """True if the message has all elements."""
+        return self.entries is None
+
+
+def count_entries(counts: Telemetry, encoded: Encoded, elements: int) -> None:
+    """Count the entries of a message of some elements."""
+    if encoded.entries is not None:
+        counts.entries += encoded.entries
+        counts.encoded += elements
+        counts.entry_bytes += encoded.message.size
+    counts.density, counts.tau = encoded.density, encoded.tau
+    counts.starved += encoded.starved
+
+
+class Encoder(abc.ABC):
+    """Encoder of the tensors of one optimiser: what a rank sends in a step, and what it keeps in a residual.
+
+    Attributes:
+        device: device of tensors, residual and result; None for the host.
+    """
+
+    device: DeviceArrays | None = None
+
+    @abc.abstractmethod
+    def encode(self, given: StepInput, step: int) -> Encoded:
+        """Encode the tensors of a step, and add to the residual what the message does not hold.
+
+        Args:
+            given: input of the step. Its tensors are float32 arrays of the shapes of the specs, or one array on the
+                device, in a list.
+            step: number of the step, from 0.
+
+        Raises:
+            UpdateError: if the tensors cannot be encoded, for example because of NaN; all ranks then skip the step.
+        """
+
+    @abc.abstractmethod
+    def silent(self, step: int) -> Encoded:
+        """Return an empty message for a step in which this rank's tensors do not count."""
+
+    @abc.abstractmethod
+    def roll_back(self, encoded: Encoded) -> None:
+        """Restore the residual to its value before a step that all ranks skip.
+
+        The update is dropped on every rank. If the residual kept it, the updates of several skipped steps, all computed
+        from the same weights, would later be applied together.
+        """
+
+    def correction(self, ranks: int) -> float:
+        """Return a factor on the sum or mean of the updates; the same on all ranks.
+
+        Args:
+            ranks: number of ranks whose updates are in it.
+        """
+        return 1.0
+
+    def observe_sample(self, sample: Any) -> None:
+        """Process the sample of gradients of all ranks, as the route returned it."""
+        return
+
+    def observe_cost(self, computing: float, costs: Sequence[float]) -> None:
+        """Adapt to the seconds of a step, which are the same on all ranks.
+
+        Args:
+            computing: seconds of computing.
+            costs: seconds that the exchange took on each rank.
+        """
+        return
+
+    @abc.abstractmethod
+    def read_residual(self) -> np.ndarray:
+        """Return the residual in host memory, float32[elements], in the order of the elements of the tensors."""
+
+    @abc.abstractmethod
+    def write_residual(self, values: np.ndarray) -> None:
+        """Set the residual to what `read_residual` is to return."""
+
+    def add_to_residual(self, tensors: Sequence[np.ndarray]) -> None:
+        """Add tensors to the residual; see `HostExchange.add_to_residual`."""
+        flat = np.concatenate([np.ravel(t) for t in tensors])
+        self.write_residual((self.read_residual() + flat).astype(np.float32, copy=False))
+
+    def residual_rms(self) -> float:
+        """Return the root mean square of the residual, in units of tau; 0 without tau."""
+        return 0.0
+
+    @abc.abstractmethod
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return the state for a checkpoint."""
+
+    @abc.abstractmethod
+    def restore(self, state: Mapping[str, np.ndarray]) -> None:
+        """Restore a saved state.
+
+        Raises:
+            ConfigError: if it does not fit the tensors or the options.
+        """
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """Contribution of this rank to a step.
+
+    Attributes:
+        encoded: the encoded tensors.
+        status: status of this rank, see `hvdx.strategies.host`.
+        computing, cost: seconds of computing in this step, and seconds that the previous exchange cost.
+        active: number of ranks whose messages count; they are the lowest ranks.
+        step: number of the step, from 0.
+        sample: elements of this rank's gradients, float[n]; None if they are not compared.
+    """
+
+    encoded: Encoded
+    status: int
+    computing: float
+    cost: float
+    active: int
+    step: int
+    sample: np.ndarray | None = None
+
+    @property
+    def times(self) -> list[int]:
+        """Computing and cost in nanoseconds."""
+        return [round(1e9 * self.computing), round(1e9 * self.cost)]
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """What a route returns: the contributions of all ranks to a step. A route derives its own class, with `add_to`.
+
+    Attributes:
+        statuses: int64[ranks], status of each rank.
+        times: int64[ranks, 2], computing and cost of each rank in nanoseconds.
+        waited: seconds until all ranks had begun the exchange.
+        seconds: seconds from then until all messages had arrived, without the next two.
+        encoding, decoding: seconds of work on messages of other ranks.
+        sent, received: bytes to and from other ranks.
+        sample: sample of the gradients of all ranks, for the encoder; None if there is none.
+    """
+
+    statuses: np.ndarray
+    times: np.ndarray
+    waited: float
+    seconds: float
+    encoding: float = 0.0
+    decoding: float = 0.0
+    sent: int = 0
+    received: int = 0
+    sample: Any = None
+
+    @abc.abstractmethod
+    def add_to(self, out: Sequence[Any], scale: float, clear: bool) -> None:
+        """Add the sum of the messages that count, times a factor, to an output.
+
+        Args:
+            out: contiguous arrays of as many elements together as the tensors, in their order.
+            scale: the factor.
+            clear: the output is set to the sum; its elements are not read.
+
+        Raises:
+            WireError: if a message is damaged; it names the rank by its number in the route.
+        """
+
+
+class Route(abc.ABC):
+    """Way of messages between the ranks. One thread at a time uses it.
+
+    Attributes:
+        description: how messages travel, if it is not from each rank to all others; else "".
+    """
+
+    description: str = ""
+
+    @abc.abstractmethod
+    def send(self, outgoing: Outgoing) -> Arrived:
+        """Exchange the contributions of all ranks. Collective.
+
+        Raises:
+            ExchangeError: if ranks do not join within the time limit.
+            WireError: see `Arrived.add_to`.
+        """
+
+    def residual(self) -> np.ndarray | float:
+        """Return the residual that this rank keeps for the route, float32[elements] in the order of the tensors."""
+        return 0.0
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return the state for a checkpoint."""
+        return {}
+
+    def restore(self, state: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        """Restore a saved state of this or another route; return the state for the encoder.
+
+        Raises:
+            ConfigError: if it does not fit the tensors or the ranks.
+        """
+        return state
+
+
+@dataclass(frozen=True)
+class StepInFlight(Prepared):
+    """Encoded step, before it is sent or in flight.
+
+    Attributes:
+        encoded: the encoded tensors.
+        active: number of ranks whose messages count.
+        number: number of the step, from 0.
+        computing, cost: see `Outgoing`.
+        late: the step before, if this rank has waited for it, and ranks did not skip it.
+    """
+
+    encoded: Encoded
+    active: int
+    number: int
+    computing: float
+    cost: float
+    late: "tuple[StepInFlight, Arrived] | None" = None
+
+
+class MessageExchange(HostExchange):
+    """Exchange of one optimiser by messages: the step around an encoder and a route.
+
+    Args:
+        comm: the ranks.
+        specs: the tensors.
+        encoder: what a rank sends, and keeps.
+        route: how messages travel.
+        op: "mean" or "sum" of the ranks' tensors.
+        overlap: let messages travel while the next step is computed; they are added one step late.
+        active: function from the number of a step to the number of ranks whose messages count; all by default.
+        ranks_per_message: number of ranks whose tensors each message holds.
+        results: arrays to which results are written, contiguous float32 arrays of the host with as many elements
+            together as the tensors; then the arrays that a step returns, and `result`, are undefined.
+        network: link between the ranks, if it was measured.
+
+    Attributes:
+        encoder, route: see above.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        specs: Sequence[TensorSpec],
+        encoder: Encoder,
+        route: Route,
+        op: str = "mean",
+        overlap: bool = False,
+        active: Callable[[int], int] | None = None,
+        ranks_per_message: int = 1,
+        results: Sequence[np.ndarray] | None = None,
+        network: Any = None,
+    ):
+        super().__init__(specs, Telemetry())
+        self.encoder, self.route, self._device = encoder, route, encoder.device
+        self._rank, self._size, self._op, self._per_message = comm.rank, comm.size, op, ranks_per_message
+        self._active, self.network = active or (lambda step: comm.size), network
+        self._world_ranks = comm.world_ranks
+        # Result of a step.
+        self._flat: Any = aligned(self._n if self._device is None else 0)
+        self._out = [] if self._device is not None else views(self._flat, specs)
+        # Arrays that are set to the result on the host.
+        self._results = list(results) if results is not None else [self._flat]
+        self._thread = clock.background("hvdx-exchange") if overlap else None
+        self._pending: tuple[StepInFlight, Future[Arrived]] | None = None
+        self._drained: np.ndarray | None = None
+        self._step = 0
+        self._computing = 0.0
+
+    @property
+    def description(self) -> str:
+        """How messages travel, if it is not from each worker to all others; else ""."""
+        return self.route.description
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def combine(self, given: StepInput) -> list[np.ndarray]:
+        return self.deliver(self.prepare(given))
+
+    def prepare(self, given: StepInput) -> StepInFlight:
+        # The late step comes first: if all ranks skip it, the residual is restored before the next update is added.
+        cost_before, self._cost = self._cost, 0.0
+        if given.computing is not None:
+            self._computing = given.computing
+        late = self._take_pending()
+        active = self._active(self._step)
+        status, encoded = self._timed("encoding", lambda: self._encode(given, active))
+        return StepInFlight(given, status, encoded, active, self._step, self._computing, cost_before, late)
+
+    def deliver(self, prepared: StepInFlight) -> list[np.ndarray]:
+        outgoing, late = self._outgoing(prepared), prepared.late
+        # A step in flight must not keep TensorFlow's arrays.
+        step = replace(prepared, late=None, given=StepInput(()))
+        if self._thread is None:
+            arrived = self._send(outgoing)
+            late = (step, arrived) if self._count(step, arrived) else None
+        result = self._timed("decoding", lambda: self._decode(late, prepared.given.allocate))
+        if self._thread is not None:
+            # The next exchange begins after decoding, because it overwrites the messages of the late step.
+            self._pending = step, self._thread.submit(self._send, outgoing)
+        if self._device is not None:
+            self._flat, self._out = None, []  # the caller has the result
+        self._step += 1
+        return result
+
+    def _encode(self, given: StepInput, active: int) -> tuple[int, Encoded]:
+        """Return the status of this rank and its encoded tensors."""
+        if self._rank >= active:
+            # This rank's message does not count, so its NaN does not count either.
+            return FINE, self.encoder.silent(self._step)
+        tensors = given.tensors if self._device is None else [self._device.view(t) for t in given.tensors]
+        try:
+            encoded = self.encoder.encode(replace(given, tensors=tensors), self._step)
+        except UpdateError as error:
+            where = f"rank {self._world_ranks[self._rank]}, step {self._step + 1}"
+            fault = error.within(self.specs[error.variable].name)
+            print(f"hvdx: {where}: {fault}", file=sys.stderr, flush=True)
+            return REFUSED, self.encoder.silent(self._step)
+        count_entries(self.telemetry, encoded, self._n)
+        if self._thread is not None:
+            # With overlap the update is needed after the step, when TensorFlow may have overwritten its arrays.
+            copy = np.copy if self._device is None else self._device.copy
+            encoded = replace(encoded, tensors=[copy(t) for t in tensors])
+        return FINE if given.finite else NOT_FINITE, encoded
+
+    def _outgoing(self, step: StepInFlight) -> Outgoing:
+        sample = step.given.sample
+        flat = np.concatenate([np.ravel(s) for s in sample]) if sample else None
+        if self._size * self._per_message == 1:
+            flat = None
+        return Outgoing(step.encoded, step.status, step.computing, step.cost, step.active, step.number, flat)
+
+    def _send(self, outgoing: Outgoing) -> Arrived:
+        with self._naming():
+            return self.route.send(outgoing)
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Name the sender of a damaged message by its rank among all ranks."""
+        try:
+            yield
+        except WireError as error:
+            raise error if error.rank is None else error.of(self._world_ranks[error.rank]) from None
+
+    @property
+    def result(self) -> Any:
+        """Result of the last step or flush as one array, float32[elements], which the next step overwrites."""
+        return self._flat
+
+    @property
+    def in_flight(self) -> bool:
+        """True if a result is still to come; see `flush`."""
+        return self._pending is not None or self._drained is not None
+
+    @property
+    def steps(self) -> int:
+        """Number of steps taken, those of the restored state included."""
+        return self._step
+
+    def add_exchange_time(self, seconds: float) -> None:
+        """Count work of this exchange's owner as a part of the exchange of this step.
+
+        Args:
+            seconds: time that the work took.
+        """
+        self._cost += seconds
+        self.telemetry.exchanging += seconds
+
+    def flush(self) -> list[np.ndarray] | None:
+        if not self.in_flight:
+            return None
+        late = self._timed("decoding", lambda: self._decode(self._take_pending(), None))
+        # Outside of a step results are on the host.
+        return late if self._device is None else views(self._device.fetch(self._flat), self.specs)
+
+    def drain(self) -> None:
+        if self._pending is not None:
+            self._timed("decoding", lambda: self._decode(self._take_pending(), None))
+            self._drained = np.concatenate(self._results) if self._device is None else self._device.fetch(self._flat)
+
+    def _take_pending(self) -> tuple[StepInFlight, Arrived] | None:
+        """Wait for the step in flight. Return None if there is none, or if all ranks skip it."""
+        if self._pending is None:
+            return None
+        (step, future), self._pending = self._pending, None
+        begin = clock.now()
+        arrived = future.result()
+        # The time spent here is the part of the exchange that the computation did not hide.
+        return (step, arrived) if self._count(step, arrived, clock.now() - begin) else None
+
+    def _decode(
+        self, arrived: tuple[StepInFlight, Arrived] | None, allocate: Callable[[int], Any] | None
+    ) -> list[np.ndarray]:
+        """Return the sum of the messages that arrived and of the drained result."""
+        if self._device is not None:
+            # A new array, because TensorFlow may keep the previous one.
+            self._out = [(allocate or self._device.zeros)(self._n)]
+            self._flat = self._device.view(self._out[0])
+        elif arrived is None:
+            for result in self._results:
+                result.fill(0)
+        if arrived is not None:
+            step, messages = arrived
+            ranks = step.active * self._per_message
+            scale = (1.0 / ranks if self._op == "mean" else 1.0) * self.encoder.correction(ranks)
+            with self._naming():
+                on_host = self._device is None
+                messages.add_to(self._results if on_host else [self._flat], scale, on_host)
+        if self._drained is not None:
+            self._add_drained(self._drained)
+            self._drained = None
+        return self._out
+
+    def _add_drained(self, drained: np.ndarray) -> None:
+        if self._device is not None:
+            self._device.add(self._device.place(drained), self._flat)
+            return
+        ends = np.cumsum([r.size for r in self._results])
+        for result, more in zip(self._results, np.split(drained, ends[:-1]), strict=True):
+            np.add(result, more, out=result)
+
+    # -- counters -----------------------------------------------------------------------------------------------------
+
+    def _count(self, step: StepInFlight, arrived: Arrived, exposed: float | None = None) -> bool:
+        """Count the cost of an exchange; return whether its step is to be added.
+
+        Args:
+            step: the step.
+            arrived: result of its exchange.
+            exposed: seconds of the exchange that the computation did not hide; None without overlap.
+        """
+        counts = self.telemetry
+        counts.steps += 1
+        counts.messages += step.encoded.message.size
+        counts.sent += arrived.sent
+        counts.received += arrived.received
+        if exposed is None:
+            counts.waiting += arrived.waited
+            counts.encoding += arrived.encoding
+            counts.decoding += arrived.decoding
+            exposed = arrived.seconds
+            self._cost += arrived.encoding + arrived.decoding
+        counts.exchanging += exposed
+        self._cost += exposed
+        skipped = bool(arrived.statuses.any())
+        if not skipped:
+            self.encoder.observe_sample(arrived.sample)
+        if counts.steps % RESIDUAL_EVERY == 1 and counts.tau:
+            counts.residual = self.encoder.residual_rms()
+        computing = float(np.median(arrived.times[:, 0])) / 1e9
+        self.encoder.observe_cost(computing, (arrived.times[:, 1] / 1e9).tolist())
+        if skipped:
+            if step.encoded.message.size:
+                self.encoder.roll_back(step.encoded)
+            self._report_skipped(arrived.statuses, step.number)
+            return False
+        self._skips = 0
+        return True
+
+    def _report_skipped(self, statuses: np.ndarray, step: int) -> None:
+        ranks = [self._world_ranks[i] for i, status in enumerate(statuses) if status not in (FINE, ELSEWHERE)]
+        listed = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else "a rank that reports name"
+        self._skipped(
+            self._rank == 0 and bool(ranks),  # otherwise another exchange reports
+            lambda again: f"step {step + 1}: NaN or infinity on {listed}; all ranks skipped the step{again}.",
+            lambda: f"{MAX_SKIPPED_STEPS} steps in a row were skipped: NaN or infinity on {listed}. The training has "
+            "diverged: lower the learning rate, clip gradients, or check the data of that rank.",
+        )
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    @property
+    def residuals(self) -> list[np.ndarray]:
+        """Residuals of this rank, with that which it keeps for the route."""
+        kept = self.route.residual()
+        mine = self.encoder.read_residual()
+        return views(mine if isinstance(kept, float) else mine + kept, self.specs)
+
+    def add_to_residual(self, tensors: Sequence[np.ndarray]) -> None:
+        self.encoder.add_to_residual(tensors)
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Return the state of encoder and route, the number of steps, and the result that `drain` kept."""
+        if self._pending is not None:
+            raise HvdxError("state_dict: expected no step in flight, got one. Call flush or drain first.")
+        late = {} if self._drained is None else {"late": self._drained}
+        return late | {"step": np.array(self._step)} | self.encoder.arrays() | self.route.arrays()
+
+    def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
+        step, late = saved_step(state), state.get("late")
+        if late is not None and late.size != self._n:
+            raise ConfigError(f"the saved state: expected a drained result of {self._n} elements, got {late.size}.")
+        self.encoder.restore(self.route.restore(state))
+        self._step = step
+        self._drained = None if late is None else np.array(late, np.float32)
+
+
+def saved_step(state: Mapping[str, np.ndarray]) -> int:
+    """Return the number of steps in a saved state.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    if "step" not in state:
+        raise ConfigError(f"the saved state: expected a step, got {sorted(state)}.")
+    return int(state["step"])

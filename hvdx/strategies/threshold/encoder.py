@@ -1,0 +1,279 @@
+"""Encoder of the threshold strategy: the residual, the density of each step, and the correction for noise."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+
+from hvdx import codec as codecs
+from hvdx.comm import Comm, progress
+from hvdx.comm.launcher import kernel_threads
+from hvdx.errors import ConfigError, UpdateError
+from hvdx.strategies.base import TensorSpec
+from hvdx.strategies.compiling import prepare_together
+from hvdx.strategies.host import StepInput, find
+from hvdx.strategies.link import Link
+from hvdx.strategies.step import DeviceArrays, Encoded, Encoder
+from hvdx.strategies.threshold.density import INITIAL_DENSITY, STARVED, DensityControl
+from hvdx.strategies.threshold.noise import GatheredSample, NoiseEstimate, SummedSample
+from hvdx.strategies.threshold.options import Options
+from hvdx.strategies.threshold.shards import Order
+from hvdx.strategies.threshold.warmup import START
+
+# Steps whose entries are counted together, to notice an exchange that is starved.
+_STARVATION_STEPS = 16
+
+
+class ThresholdEncoder(Encoder):
+    """Encoder of one optimiser under `Threshold`.
+
+    Args:
+        options: options, the same on all ranks.
+        comm: the ranks. Making the encoder is collective: its kernels are compiled.
+        specs: the tensors, of the same shapes on all ranks.
+        lookahead: see `Threshold`.
+        order: order of the elements in messages.
+        device: device of the tensors, of the result and of the residual; see `Strategy.device_for`.
+
+    Attributes:
+        options: see above.
+        codec: codec of the last step that was not dense.
+        dense_codec: codec of a dense warm-up.
+        state: state of the codec.
+        noise: estimate of the noise of gradients.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        comm: Comm,
+        specs: Sequence[TensorSpec],
+        lookahead: float,
+        order: Order,
+        device: str = "cpu",
+    ):
+        given = options.target_density
+        self.options, self._specs, self._lookahead, self._order = options, list(specs), lookahead, order
+        self._threads, self._kind = options.threads or kernel_threads(comm.local_size), device
+        self._density = INITIAL_DENSITY if isinstance(given, str) else given
+        self.codec = self._make_codec(self._density)
+        self.device: DeviceArrays | None = None if device == "cpu" else self.codec.arrays  # type: ignore[assignment]
+        self._dense = codecs.make("bf16")
+        self.dense_codec: Any = self._dense if self.device is None else _ThroughHost(self._dense, self.device)
+        self.state: Any = self.codec.init(order.sizes)
+        self.noise = NoiseEstimate()
+        self._control: DensityControl | None = None
+        self._n, self._rank = sum(s.elements for s in specs), comm.world_ranks[comm.rank]
+        # Median of the thresholds in the last step; 0 after a dense one.
+        self._tau, self._warned = 0.0, False
+        # Warm-up of the optimiser, which is known in a step: samples come from those that divide by second moments.
+        self._warmup, self._step = options.start.for_optimizer(divides=False), 0
+        # Entries of each of the last steps with entries of this rank; whether there is nobody to learn from.
+        self._entries: list[int] = []
+        self._alone, self._starved = comm.size == 1, False
+        self._compile(comm)
+
+    def _compile(self, comm: Comm) -> None:
+        """Compile and call the kernels before anything is timed."""
+        prepare_together(self.codec, comm, "Threshold")
+        place = self.codec.arrays.place
+        # Kernels for a GPU are compiled by their first launch, in each process.
+        with nullcontext() if self.device is None else progress.compiling("the CUDA kernels of Threshold"):
+            trial, out = place(np.ones(1, np.float32)), place(np.zeros(1, np.float32))
+            message, _ = self.codec.encode([trial], self.codec.init([1]))
+            self.codec.decode([message], [out])
+
+    def follow(self, network: Link, messages: float, elements: int) -> None:
+        """Adapt the density to the cost of the exchange from here on.
+
+        Args:
+            network, messages, elements: see `DensityControl`.
+        """
+        self._control = DensityControl(self.options.overhead, network, messages, elements)
+
+    def _make_codec(self, density: float | None) -> codecs.Threshold:
+        return self.options.make_codec(density, self._threads, self._kind, self._order.message_part)
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def _codec_of(self, step: int) -> codecs.Codec[Any]:
+        """Return the codec of a step, the same on all ranks; bfloat16 in a dense warm-up."""
+        if self._warmup.dense(step):
+            return self.dense_codec
+        density = self._density
+        if self._control is not None:
+            if step == 0 and self._warmup.kind == "density":
+                density = self._density = START
+                self._control.restore(START)
+        elif density is not None:
+            density = self._warmup.density(step, density)
+        if density != self.codec.target_density:
+            self.codec = self._make_codec(density)
+        return self.codec
+
+    def encode(self, given: StepInput, step: int) -> Encoded:
+        tensors, self._step = given.tensors, step
+        self._warmup = self.options.start.for_optimizer(divides=bool(given.sample))
+        codec = self._codec_of(step)
+        if codec is self.dense_codec:
+            return self._encode_dense(tensors)
+        # With the subtraction of the previous step this adds update + lookahead * (update - previous update), and the
+        # previous update need not be stored.
+        try:
+            message, self.state = self.codec.encode(self._order.arranged(tensors), self.state, self._lookahead)
+        except UpdateError as error:
+            raise UpdateError(error.problem, *self._order.origin(error.variable, error.element)) from None
+        entries = int(self.state.sent.sum())
+        self._tau = float(np.median(self.state.taus))
+        self._warn_of_size(message.size)
+        starved, density = self._starved_steps(entries), entries / max(self._n, 1)
+        return Encoded(message, codec, tensors, self.state.taus, entries, density, self._tau, starved)
+
+    def silent(self, step: int) -> Encoded:
+        return Encoded(np.zeros(0, np.uint8), self._codec_of(step), taus=self.state.taus)
+
+    def _warn_of_size(self, size: int) -> None:
+        """Warn once if messages are larger than float32 updates, which a fixed tau far below the updates causes."""
+        if size > 4 * self._n + 1000 and not self._warned:
+            self._warned = True
+            print(
+                f"hvdx: rank {self._rank}: a message has {size:,} bytes, the update in float32 only {4 * self._n:,}: "
+                f"tau={self.options.tau} is too small for these updates. Raise it, or give target_density instead.",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _starved_steps(self, entries: int) -> int:
+        """Return the number of steps that are found to be starved, this one included, and say so once on rank 0.
+
+        Args:
+            entries: entries of this rank's message.
+        """
+        self._entries.append(entries)
+        if len(self._entries) < _STARVATION_STEPS:
+            return 0
+        density, self._entries = sum(self._entries) / (_STARVATION_STEPS * max(self._n, 1)), []
+        given = self.options.target_density
+        # A small density that the user chose is none of our business, unless the messages do not have it.
+        limit = STARVED if isinstance(given, str) else min(STARVED, given / 4) if given else 0.0
+        if density > limit or self._alone:
+            return 0
+        if not self._starved and self._rank == 0:
+            self._starved = True
+            remedy = "Lower tau, or give a target_density"
+            if isinstance(given, str):
+                remedy = f"Give a density, such as target_density=0.01, or more than overhead={self.options.overhead:g}"
+            elif given:
+                remedy = "Give a larger target_density, or a warm-up such as warmup='density:200'"
+            print(
+                f"hvdx: threshold: the exchange is starved: in the last {_STARVATION_STEPS} steps rank 0 sent "
+                f"{100 * density:.2g} % of the elements, so the workers hardly learn from each other. {remedy}.",
+                file=sys.stderr,
+                flush=True,
+            )
+        return _STARVATION_STEPS
+
+    def _encode_dense(self, tensors: Sequence[Any]) -> Encoded:
+        """Encode the whole update as bfloat16; the residual keeps the rounding errors."""
+        update = np.concatenate([np.ravel(t if self.device is None else self.device.fetch(t)) for t in tensors])
+        update += self.read_residual()
+        finite = np.isfinite(update)
+        if not finite.all():
+            raise UpdateError("is NaN or infinite.", *find(self._specs, int(np.argmin(finite))))
+        codec = self._dense
+        message, _ = codec.encode([update], codec.init([self._n]))
+        codec.decode([message], [update], -1.0)
+        self.write_residual(update)
+        self._tau = 0.0
+        return Encoded(message, self.dense_codec, tensors, self.state.taus, None, 1.0, 0.0)
+
+    def roll_back(self, encoded: Encoded) -> None:
+        residual = self.state.residual
+        if self.device is not None:
+            encoded.codec.decode([encoded.message], [residual])
+            self.device.subtract(encoded.tensors[0], residual)
+            return
+        if encoded.codec is self.dense_codec:
+            values = self.read_residual()
+            encoded.codec.decode([encoded.message], [values])
+            self.write_residual(values - np.concatenate([np.ravel(t) for t in encoded.tensors]))
+            return
+        encoded.codec.decode([encoded.message], [residual])
+        at = 0
+        for array in self._order.arranged(encoded.tensors):
+            part = residual[at : at + array.size]
+            np.subtract(part, array.reshape(-1), out=part)
+            at += array.size
+
+    # -- density and noise --------------------------------------------------------------------------------------------
+
+    def correction(self, ranks: int) -> float:
+        """Return the factor for optimisers such as Adam; 1 without samples of their gradients."""
+        return self.noise.factor(ranks)
+
+    def observe_sample(self, sample: GatheredSample | SummedSample | None) -> None:
+        if sample is not None:
+            sample.add_to(self.noise)
+
+    def observe_cost(self, computing: float, costs: Sequence[float]) -> None:
+        # The steps of a dense warm-up have no tau.
+        if self._control is not None and self.codec.target_density == self._control.density and self._tau:
+            overhead = self._warmup.overhead(self._step, self.options.overhead)
+            self._control.observe(computing, costs, overhead)
+            self._density = self._control.density
+
+    # -- the residual, and the rest of the state ----------------------------------------------------------------------
+
+    def residual_rms(self) -> float:
+        residual, tau = self.state.residual, float(np.median(self.state.taus))
+        residual = residual if self.device is None else self.device.fetch(residual)
+        return float(np.sqrt(np.dot(residual, residual) / max(residual.size, 1))) / tau if tau else 0.0
+
+    def read_residual(self) -> np.ndarray:
+        residual = self.state.residual if self.device is None else self.device.fetch(self.state.residual)
+        return self._order.to_vector(np.asarray(residual))
+
+    def write_residual(self, values: np.ndarray) -> None:
+        if self.device is None:
+            self.state.residual[:] = self._order.from_vector(values)
+        else:
+            self.device.assign(values, self.state.residual)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        density = np.nan if self._density is None else self._density
+        codec = {f"codec.{k}": v for k, v in self.state.arrays().items()}
+        if self._order.message_part is not None:
+            codec |= {"codec.residual": self.read_residual()}
+            codec |= {"codec.lengths": np.array([self._n] * (self._n > 0), np.int64)}
+        noise = {"noise": self.noise.state.copy()} if self.noise.state[0] else {}
+        return codec | {"density": np.array(density)} | noise
+
+    def restore(self, state: Mapping[str, np.ndarray]) -> None:
+        if "density" not in state:
+            raise ConfigError(f"threshold: the saved state: expected a density, got {sorted(state)}.")
+        mine = {k.removeprefix("codec."): v for k, v in state.items() if k.startswith("codec.")}
+        if self._order.message_part is not None and "residual" in mine and mine["residual"].size == self._n:
+            mine["residual"] = self._order.from_vector(mine["residual"])
+            mine["lengths"] = np.array([mine["residual"].size], np.int64)
+        self.state = self.codec.restore(mine, self._order.sizes)
+        # Checkpoints of optimisers without second moments, and old ones, hold none.
+        self.noise.state[:] = state.get("noise", 0.0)
+        if self._control is not None:
+            self._density = float(state["density"])
+            self._control.restore(self._density)
+
+
+class _ThroughHost:
+    """Codec without kernels on a device, for arrays there."""
+
+    device = "cpu"
+
+    def __init__(self, codec: codecs.Codec[Any], arrays: DeviceArrays):
+        self._codec, self._arrays = codec, arrays
+
+    def decode(self, messages: Sequence[np.ndarray], out: Sequence[Any], scale: float = 1.0) -> None:
+        flat = self._arrays.fetch(out[0])
+        self._codec.decode(messages, [flat], scale)
+        self._arrays.assign(flat, out[0])

@@ -1,0 +1,281 @@
+"""Sharded route of the threshold strategy: in two phases, whose messages do not grow with the number of ranks.
+
+The update is cut into a shard for each rank. In the first phase each rank sends each shard's entries to the shard's
+owner. The owner adds up the messages of all ranks and its own residual, encodes the sum again, and keeps the rest. In
+the second phase it sends the result to all, at four times the density. So a rank receives 5 (N - 1) / N messages of
+whole updates, where an all-gather brings N - 1. All ranks, the owners too, apply the messages of the second phase.
+
+    sum of the applied messages + residuals of all ranks + residuals of all owners = sum of all updates
+
+Sources: DoubleSqueeze (Tang et al. 2019) compresses a second time where updates are added up, with a residual there;
+1-bit Adam (Tang et al. 2021) has an owner for each shard.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from hvdx import codec as codecs
+from hvdx.codec.tau import on_grid
+from hvdx.comm import Channel, clock
+from hvdx.errors import ConfigError, UpdateError, WireError
+from hvdx.strategies.host import NOT_FINITE
+from hvdx.strategies.step import Arrived, Outgoing, Route
+from hvdx.strategies.threshold.noise import SummedSample, sums_of
+from hvdx.strategies.threshold.options import Options
+from hvdx.strategies.threshold.routes.all_gather import AllGatherRoute
+from hvdx.strategies.threshold.shards import OWNER, OWNER_LOOKAHEAD, OWNERS, Shards, owner_density
+
+# Numbers that a rank sends to each other rank before the first phase: bytes of its part, status, and the times in
+# microseconds.
+_PART, _STATUS, _TIMES = 0, 1, slice(2, 4)
+_NUMBERS = 4
+# Steps between two samples of the gradients: each takes an all-reduce of its own.
+_SAMPLE_EVERY = 4
+# An owner raises its tau at once if a message has this many times the wanted entries.
+_TOO_MANY = 1.5
+
+
+@dataclass(frozen=True)
+class OwnersMessages(Arrived):
+    """Messages of the owners of all shards.
+
+    Attributes:
+        codec: codec of the ranks' messages, which joins those of shards.
+        messages: uint8[bytes] of each owner, in rank order.
+        part: number of elements of a shard.
+        arranged: function that returns views of an output in the order of the shards.
+    """
+
+    codec: Any = None
+    messages: Sequence[np.ndarray] = ()
+    part: int = 0
+    arranged: Callable[[Sequence[np.ndarray]], Sequence[np.ndarray]] = list
+
+    def add_to(self, out: Sequence[Any], scale: float, clear: bool) -> None:
+        out = self.arranged(out)
+        joined = self.codec.join(self.messages, self.part)
+        try:
+            (self.codec.decode_sum if clear else self.codec.decode)([joined], out, scale)
+        except WireError:
+            for rank, message in enumerate(self.messages):
+                _blame(self.codec, message, self.part, rank)
+            raise
+
+
+class ShardedRoute(Route):
+    """Route by the owners of shards, on the host. Messages of a dense warm-up go from each rank to all.
+
+    Args:
+        options: options of the strategy.
+        channel: channel between the ranks.
+        shards: the shards, the order in which the ranks' messages hold the elements.
+        lookahead: see `Threshold`.
+        codec: codec of the ranks' first messages.
+        ranks_per_message: number of ranks whose updates each message adds up.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        channel: Channel,
+        shards: Shards,
+        lookahead: float,
+        codec: codecs.Threshold,
+        ranks_per_message: int = 1,
+    ):
+        self._options, self._channel, self._shards, self._threads = options, channel, shards, codec.threads
+        self._rank, self._size, self._per_message = channel.rank, channel.size, ranks_per_message
+        self._dense = AllGatherRoute(channel, ranks_per_message)
+        self._lookahead, self._density = OWNER_LOOKAHEAD * lookahead, codec.target_density
+        self._sum = np.zeros(shards.part, np.float32)
+        self._out: list[np.ndarray] = []
+        self._views: list[np.ndarray] = []
+        self._second: codecs.Threshold | None = None
+        self._owner: Any = self._owner_codec(self._density).init([shards.part])
+        self.description = f"sharded exchange between {self._size} {'hosts' if ranks_per_message > 1 else 'workers'}"
+
+    def _owner_codec(self, density: float | None) -> codecs.Threshold:
+        """Return the codec of a shard's owner, given the density of a rank's message; None for a fixed tau.
+
+        A fixed tau is one of the mean, and the owner encodes the sum.
+        """
+        density = None if density is None else owner_density(density)
+        if self._second is None or self._second.target_density != density:
+            self._second = self._options.make_codec(density, self._threads, tau_factor=self._size)
+        return self._second
+
+    def _arranged(self, out: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return views of an output in the order of the shards; those of the last one are kept."""
+        if len(out) != len(self._out) or any(a is not b for a, b in zip(out, self._out, strict=True)):
+            padding = np.zeros(self._shards.part, np.float32)
+            self._out, self._views = list(out), Shards([a.size for a in out], self._size).pieces(out, padding)
+        return self._views
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def send(self, outgoing: Outgoing) -> Arrived:
+        encoded = outgoing.encoded
+        if not isinstance(encoded.codec, codecs.Threshold):
+            return self._dense.send(replace(outgoing, sample=None))
+        self._density = encoded.codec.target_density
+        work = _Work()
+        begin = clock.now()
+        parts = [np.zeros(0, np.uint8)] * self._size
+        if encoded.message.size:
+            codec = encoded.codec
+            parts = work.timed("encoding", lambda: codec.split(encoded.message, self._shards.elements))
+        numbers = np.empty((self._size, _NUMBERS), np.int32)
+        numbers[:, _PART] = [part.size for part in parts]
+        numbers[:, _STATUS:] = outgoing.status, *(min(ns // 1000, 2**31 - 1) for ns in outgoing.times)
+        numbers = self._channel.swap(numbers)
+        begun, cutting = clock.now(), work.seconds
+        statuses, times = numbers[:, _STATUS].astype(np.int64), 1000 * numbers[:, _TIMES].astype(np.int64)
+        arrived = OwnersMessages(statuses, times, begun - begin - cutting, 0.0)
+        if not statuses.any():
+            sample = self._sum_samples(outgoing)
+            arrived = replace(self._two_phases(parts, numbers[:, _PART], outgoing, arrived, work), sample=sample)
+        seconds = clock.now() - begun - (work.seconds - cutting)
+        return replace(arrived, seconds=seconds, encoding=work.encoding, decoding=work.decoding)
+
+    def _sum_samples(self, outgoing: Outgoing) -> SummedSample | None:
+        """Return the sums over the ranks of the samples of gradients, if one is due in this step."""
+        if outgoing.sample is None or outgoing.step % _SAMPLE_EVERY:
+            return None
+        sample = outgoing.sample.astype(np.float64)
+        squares = float(np.dot(sample, sample))
+        if self._per_message > 1:
+            sample, squares = sums_of(sample, self._per_message)
+        sums = np.append(sample, squares)
+        self._channel.all_reduce(sums)
+        return SummedSample(sums[:-1], float(sums[-1]), self._size * self._per_message)
+
+    def _two_phases(
+        self,
+        parts: list[np.ndarray],
+        sizes: np.ndarray,
+        outgoing: Outgoing,
+        arrived: OwnersMessages,
+        work: "_Work",
+    ) -> OwnersMessages:
+        """Return the messages of all owners; if one cannot encode its sum, with its status."""
+        got = self._channel.all_to_all(parts, sizes.tolist())
+        codec = self._owner_codec(self._density)
+        work.timed("decoding", lambda: codec.decode_sum(got[: outgoing.active], [self._sum]))
+        status, message = 0, np.zeros(0, np.uint8)
+        lookahead = self._lookahead if outgoing.sample is not None else 0.0
+        try:
+            message = work.timed("encoding", lambda: self._encode_sum(codec, outgoing.encoded.taus, lookahead))
+        except UpdateError:
+            status = NOT_FINITE
+        received = self._channel.exchange([status], message)
+        headed = (self._size - 1) * (4 * _NUMBERS + 16)
+        sent = sum(map(len, parts)) - len(parts[self._rank]) + (self._size - 1) * message.size + headed
+        got_bytes = int(sizes.sum() - sizes[self._rank]) + headed
+        got_bytes += sum(m.size for m in received.messages) - message.size
+        faults = received.headers[:, 0]
+        if faults.any() and not status:
+            codec.decode([message], [self._owner.residual])
+            np.subtract(self._owner.residual, self._sum, out=self._owner.residual)
+        return replace(
+            arrived,
+            statuses=faults if faults.any() else arrived.statuses,
+            sent=sent,
+            received=got_bytes,
+            codec=outgoing.encoded.codec,
+            messages=received.messages,
+            part=self._shards.part,
+            arranged=self._arranged,
+        )
+
+    def _encode_sum(self, codec: codecs.Threshold, least: np.ndarray | None, lookahead: float) -> np.ndarray:
+        """Encode this rank's shard of the sum.
+
+        Args:
+            codec: codec of the owner.
+            least: taus of this rank's messages.
+            lookahead: see `Threshold`.
+        """
+        if codec.target_density is not None and least is not None:
+            # Entries are multiples of the ranks' taus. If there are fewer than the owner may send, a smaller tau would
+            # only make the multiples larger.
+            taus = np.where(self._owner.found, np.maximum(self._owner.taus, least), least)
+            self._owner = replace(self._owner, taus=taus, found=np.ones_like(self._owner.found))
+        message, self._owner = codec.encode([self._sum], self._owner, lookahead)
+        if codec.target_density is not None:
+            self._owner = _with_fewer_entries(self._owner, codec)
+        return message
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def residual(self) -> np.ndarray:
+        return self._shards.embed(self._owner.residual, self._rank)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        return {OWNER + name: value for name, value in self._owner.arrays().items()} | {OWNERS: np.array(self._size)}
+
+    def restore(self, state: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        """Restore a saved state, of this route or of one that gathers all messages."""
+        ranks = int(state.get(OWNERS, self._size))
+        if ranks != self._size:
+            raise ConfigError(f"threshold: the saved state: expected one of {self._size} shards, got one of {ranks}.")
+        codec, sizes = self._owner_codec(self._density), [self._shards.part]
+        owner = {name.removeprefix(OWNER): value for name, value in state.items() if name.startswith(OWNER)}
+        self._owner = codec.restore(owner, sizes) if OWNERS in state else codec.init(sizes)
+        return state
+
+
+class _Work:
+    """Seconds of work on this rank in a step.
+
+    Attributes:
+        encoding, decoding: by kind.
+    """
+
+    def __init__(self) -> None:
+        self.encoding = self.decoding = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of both kinds."""
+        return self.encoding + self.decoding
+
+    def timed(self, kind: str, work: Any) -> Any:
+        """Call a function, and count its seconds."""
+        begin = clock.now()
+        result = work()
+        seconds = clock.now() - begin
+        if kind == "encoding":
+            self.encoding += seconds
+        else:
+            self.decoding += seconds
+        return result
+
+
+def _with_fewer_entries(owner: Any, codec: codecs.Threshold) -> Any:
+    """Return the state of an owner with a larger tau, if its last message had too many entries.
+
+    A sum starts at the tau of one rank, and settles at one that grows with the number of ranks. Up to four times the
+    wanted entries the codec raises tau by 2 % in a step, so an owner would send too much for a hundred steps.
+
+    Args:
+        owner: state of the owner's encoder.
+        codec: its codec, with a target density.
+    """
+    wanted, sent = max((codec.target_density or 0.0) * owner.residual.size, 1.0), float(owner.sent.sum())
+    if not _TOO_MANY * wanted < sent <= 4 * wanted:
+        return owner
+    # As the codec does above four times the wanted number: the density falls at least with the square of tau.
+    raised = [on_grid(float(tau) * (sent / wanted) ** 0.5, codec.tau_steps, up=True) for tau in owner.taus]
+    taus = np.maximum(owner.taus, np.array(raised, np.float32))
+    return replace(owner, taus=taus, means=np.minimum(owner.means, wanted))
+
+
+def _blame(codec: Any, message: np.ndarray, part: int, rank: int) -> None:
+    """Raise WireError with the rank that sent the message of a shard, if it is invalid."""
+    try:
+        codec.decode([message], [np.zeros(part, np.float32)])
+    except WireError as error:
+        raise error.of(rank) from None

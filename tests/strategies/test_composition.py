@@ -1,0 +1,89 @@
+"""Exchanges are composed: nobody changes another object, and no part inherits from another of its kind."""
+
+import ast
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import hvdx.strategies.serving.split_exchange
+import hvdx.strategies.threshold.hosts
+import hvdx.strategies.threshold.ordered
+import hvdx.strategies.threshold.routes.sharded
+from hvdx.strategies import Encoder, Exchange, Route
+from hvdx.strategies.step import Arrived
+from tests.strategies.test_threshold import flat, steps_of, update
+from tests.strategies.virtual import on_all
+
+STRATEGIES = Path(hvdx.strategies.__file__).parent
+# Modules in which nobody assigns attributes of another object. Those of the parameter server are not among them yet.
+CLEAN = [
+    *STRATEGIES.glob("threshold/**/*.py"),
+    *(STRATEGIES / f"{m}.py" for m in ("host", "step", "split", "sessions")),
+]
+# Counters are added to wherever something is counted; the flag of an array is its own.
+COUNTERS = {"counts", "telemetry", "self.telemetry", "self._zeros.flags"}
+# Copies that a class makes of itself.
+COPIES = {("strategy", "other")}
+
+
+def owners(tree):
+    """Yield (owner, line) of each attribute that is assigned or deleted, except those of `self`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+            owner = ast.unparse(node.value)
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("setattr", "delattr"):
+            owner = ast.unparse(node.args[0])
+        else:
+            continue
+        if owner not in ("self", "cls"):
+            yield owner, node.lineno
+
+
+@pytest.mark.parametrize("path", CLEAN, ids=lambda path: path.stem)
+def test_nobody_assigns_attributes_of_another_object(path):
+    found = owners(ast.parse(path.read_text()))
+    assert [f"{path}:{line}: {o}" for o, line in found if o not in COUNTERS and (path.stem, o) not in COPIES] == []
+
+
+def test_assignments_are_found():
+    code = "a.b = 1\nself.inner.times = 2\nfor x.y in z: pass\nsetattr(e, 'f', 3)\ng.h += 1\ndel i.j\nself.k = 4"
+    assert sorted(line for _, line in owners(ast.parse(code))) == [1, 2, 3, 4, 5, 6]
+
+
+def test_route_of_another_package_gives_the_sum_and_skips_steps(monkeypatch):
+    """The route of docs/extending.md."""
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "fixtures" / "extension")
+    from hvdx_example.route import TotalThreshold
+
+    run = steps_of(TotalThreshold(target_density=0.05), 12, finite=lambda rank, step: (rank, step) != (1, 3))
+    everyone = on_all(3, run)
+    for got, exchange in everyone:
+        assert exchange.telemetry.skipped == 1
+        assert [step.tobytes() for step in got] == [step.tobytes() for step in everyone[0][0]]
+    applied = 3 * np.sum(everyone[0][0], axis=0, dtype=np.float64)
+    residuals = np.sum([flat(exchange.residuals) for _, exchange in everyone], axis=0, dtype=np.float64)
+    wanted = np.sum([flat(update(r, t)) for r in range(3) for t in range(12) if t != 3], axis=0, dtype=np.float64)
+    np.testing.assert_allclose(applied + residuals, wanted, atol=2e-6)
+
+
+def classes_below(base):
+    """Return {class: number of classes of hvdx from `base` down to it}."""
+    found, depth = {}, 0
+    level = [c for c in base.__subclasses__() if c.__module__.startswith("hvdx.")]
+    while level:
+        depth += 1
+        found |= dict.fromkeys(level, depth)
+        level = [c for one in level for c in one.__subclasses__() if c.__module__.startswith("hvdx.")]
+    return found
+
+
+@pytest.mark.parametrize("base", [Encoder, Route, Arrived])
+def test_no_part_inherits_from_another_of_its_kind(base):
+    assert set(classes_below(base).values()) == {1}
+
+
+def test_exchanges_are_at_most_two_levels_below_the_contract():
+    found = classes_below(Exchange)
+    assert len(found) > 8
+    assert [c.__name__ for c, depth in found.items() if depth > 2] == []
