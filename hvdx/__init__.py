@@ -35,7 +35,7 @@ def __getattr__(name: str) -> Any:
 
     if name == "codec":
         return importlib.import_module("hvdx.codec")
-    if name in __all__ or name == "keras":
+    if name in __all__ or name in ("keras", "run"):  # hvdx.keras has the error for `horovod.run`
         package = importlib.import_module("hvdx.keras")
         return package if name == "keras" else getattr(package, name)
     raise AttributeError(f"module 'hvdx' has no attribute {name!r}")

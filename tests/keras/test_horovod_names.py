@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import hvdx
 import hvdx.keras as hvd
 from hvdx.errors import ConfigError, HorovodError
 from hvdx.keras.horovod.names import REMEDIES
@@ -55,3 +56,9 @@ def test_name_exists_or_raises_with_its_remedy(name, status, how):
 
 def test_names_with_a_remedy_do_not_exist():
     assert not set(REMEDIES) & {*hvd.__all__, *(name for name, status, _ in TABLE if status != "raises")}
+
+
+@pytest.mark.parametrize("module", [hvdx, hvd], ids=lambda m: m.__name__)
+def test_run_of_horovod_raises_and_names_the_command(module):
+    with pytest.raises(ConfigError, match="hvdx run -n"):
+        module.run(print, np=2)

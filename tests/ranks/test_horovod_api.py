@@ -228,6 +228,13 @@ def test_load_model_keeps_the_state(tmp_path):
     models.assert_close(loaded, model)
 
 
+@pytest.mark.sizes(1)
+def test_load_model_refuses_an_optimizer_that_keras_did_not_restore(tmp_path):
+    models.compiled(models.network(), keras.optimizers.SGD(0.1)).save(tmp_path / "model.h5")
+    with pytest.raises(ConfigError, match=r"model\.h5.*\.keras"):
+        hvd.load_model(tmp_path / "model.h5")
+
+
 @pytest.mark.sizes(1, 2)
 def test_best_model_checkpoint_saves_on_rank_0(tmp_path):
     model = models.compiled(models.network(seed=0), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))

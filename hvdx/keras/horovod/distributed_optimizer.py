@@ -281,13 +281,28 @@ def load_model(
         custom_objects: see `keras.models.load_model`.
         compression: see `DistributedOptimizer`.
         legacy_opts: not supported; Keras 3 has no legacy optimisers.
+
+    Raises:
+        ConfigError: if Keras did not restore the optimiser, as happens with a compiled model in an HDF5 file.
     """
     unsupported("load_model", legacy_opts=legacy_opts)
     objects = {cls.__name__: cls for cls in custom_optimizers or ()} | (custom_objects or {})
     model = keras.models.load_model(filepath, custom_objects=objects)
     if model.optimizer is not None:
+        _check_restored(model, filepath)
         DistributedOptimizer(model.optimizer, compression=compression)
     return model
+
+
+def _check_restored(model: Any, filepath: Any) -> None:
+    """Raise ConfigError if the optimiser was built for no variables: Keras 3 does so for HDF5 files."""
+    # Only this private name tells an optimiser that trains nothing from one without slots.
+    if model.optimizer.built and model.trainable_variables and not innermost(model.optimizer)._trainable_variables:
+        raise ConfigError(
+            f"load_model: {filepath}: expected a file from which Keras restores the optimizer, got one for which Keras "
+            "builds it without variables, so that it cannot train. Do: save the model as .keras; to use this file, "
+            "load it with keras.models.load_model(path, compile=False) and compile the model."
+        )
 
 
 def _in_graph(strategy: Strategy) -> bool:

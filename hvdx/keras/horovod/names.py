@@ -1,4 +1,4 @@
-"""Names of `horovod.tensorflow` and `horovod.tensorflow.keras` that hvdx does not have, each with a remedy."""
+"""Names of Horovod that hvdx does not have, each with a remedy."""
 
 from hvdx.errors import ConfigError
 
@@ -6,6 +6,7 @@ _INTERNAL = "It is a part of Horovod that scripts do not need. Do: leave it out,
 
 #: Remedies by name.
 REMEDIES = {
+    "run": "Do: call the function in the script, and start the script with `hvdx run -n N python SCRIPT`.",
     "elastic": (
         "The number of ranks is fixed while a job runs. Do: save with hvdx.keras.Checkpoint and start with `hvdx job`. "
         "It puts a job that lost a rank back into the queue, and the job resumes with the number of ranks that it gets."
