@@ -37,6 +37,12 @@ def by_kind(verdict):
 # --- noise
 
 
+def test_two_runs_are_too_few_and_ranks_that_overlap_decide_nothing():
+    assert not noise.beats([1.0, 1.01], [2.0, 2.01])
+    assert not noise.beats([1.0, 1.01, 2.1], [2.0, 9.0, 9.1], ranges=0.5)
+    assert noise.beats([1.0, 1.01, 1.02], [2.0, 2.01, 2.02])
+
+
 def called(shift, strategies, trials=2000, seeds=3):
     """Return the share of trials with a winner, and with a strategy left out of those that cannot be told apart."""
     draws = np.random.default_rng(7).normal(size=(trials, strategies, seeds))
