@@ -81,8 +81,8 @@ print("WORKER", hvdx.rank(), hvdx.size(), steps, float(sum(np.abs(w).sum() for w
     assert {size for _, size, *_ in said} == {"2"}
     assert sum(int(steps) for _, _, steps, _ in said) == 2 * 2 * 16
     assert len({weights for *_, weights in said}) == 1
-    # The only output is the line about workers and threads.
-    known = ("WORKER", "I0000", "hvdx: 2 workers on one host")
+    # The only output is the line about workers and threads, and that the workers train on the same data.
+    known = ("WORKER", "I0000", "hvdx: 2 workers on one host", "hvdx: WARNING: all 2 ranks train on the same data")
     others = [line for line in done.out.splitlines() if line.strip() and not line.startswith(known)]
     assert not [line for line in others if "hvdx" in line or "Error" in line or "Traceback" in line], done
 

@@ -195,7 +195,8 @@ def _report(
     if not fits:
         raise ConfigError(
             f"advise: -n: expected at most {alone.batches} workers, one for each batch of an epoch of the script, got "
-            f"{min(workers)}: a worker would have less than a batch. Do: -n {max(1, alone.batches // 2)}"
+            f"{min(workers)}: a worker would have less than a batch. Do: -n {max(1, alone.batches // 2)}, or raise the "
+            "script's steps_per_epoch= if its epochs are shorter than its data."
         )
     document: dict[str, Any] = {"command": list(words), "training": _facts(alone, shared), "links": []}
     texts = [_head(alone, shared, machine, per_host)]

@@ -331,13 +331,15 @@ def _read_file(path: Path) -> list[RankRecord]:
     except OSError as error:
         raise ConfigError(f"{path}: expected a record, got: {error.strerror}. Do: remove it, or repair it.") from error
     left_out: list[str] = []
-    last_step = 0.0
+    last_step, in_fit = 0.0, False
     # Only "\n" ends a line; `splitlines` would also divide damaged ones.
     for number, line in enumerate(text.split("\n"), 1):
         kind, values, problem = lines.decode(line, last_step)
         if problem:
             if line and not (not kind and lines.is_cut_off(line)):
                 left_out.append(f"line {number}: {problem}")
+            # The lines of a fit without its first line belong to no fit.
+            in_fit = in_fit and kind != "fit"
             continue
         if kind == "fit":
             if int(values.get("schema", 0)) > SCHEMA:
@@ -347,18 +349,18 @@ def _read_file(path: Path) -> list[RankRecord]:
                 )
             records.append(RankRecord(values))
             columns.append({})
-            last_step = 0.0
-        elif records and kind == "steps":
+            last_step, in_fit = 0.0, True
+        elif in_fit and kind == "steps":
             for name in COLUMNS:
                 zeros = [0.0] * len(values["step"])
                 columns[-1].setdefault(name, []).append(values.get(name, zeros))
             last_step = max([last_step, *values["step"]])
-        elif records and kind == "strategy":
+        elif in_fit and kind == "strategy":
             records[-1].header["chosen"] = values.get("strategy")
             records[-1].traced.append(sum(map(len, columns[-1].get("step", []))))
-        elif records and kind == "epoch":
+        elif in_fit and kind == "epoch":
             records[-1].epochs.append(Epoch(values["epoch"], values["step"], values["time"], values.get("logs", {})))
-        elif records and kind == "end":
+        elif in_fit and kind == "end":
             records[-1].end = values
     if left_out:
         more = f"; {len(left_out) - 1} more lines are left out" if len(left_out) > 1 else ""

@@ -220,7 +220,7 @@ class Outgoing:
 
 
 @dataclass(frozen=True)
-class Arrived:
+class Arrived(abc.ABC):
     """What a route returns: the contributions of all ranks to a step. A route derives its own class, with `add_to`.
 
     Attributes:

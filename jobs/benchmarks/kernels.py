@@ -175,7 +175,7 @@ def measure(case: Case, threads: int, rounds: int) -> dict:
         "threads": threads,
         "elements": case.n,
         "entries": int((np.abs(case.start + case.update) >= 1).sum()),
-        "message_bytes": plain.sent.message.size,
+        "message_bytes": plain.sent.encoded.message.size,
         "seconds": {name: float(np.median(each)) for name, each in times.items()},
         "add_bytes_per_second": BYTES * case.n / float(np.median(times["add"])),
         "ratios": {

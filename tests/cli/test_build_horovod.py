@@ -173,6 +173,8 @@ def test_cache_returns_no_wheel_that_others_can_have_written(tmp_path, which, ca
 
 def test_cache_that_others_can_write_to_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("HVDX_CACHE", str(tmp_path))
+    cache.make_root().chmod(0o775)
+    assert cache.make_root().stat().st_mode & 0o777 == 0o755
     cache.make_root().chmod(0o777)
     with pytest.raises(ConfigError, match=r"others may write to .*/horovod .* set HVDX_CACHE"):
         cache.make_root()

@@ -34,6 +34,8 @@ def routes(tmp_path, monkeypatch):
     path.write_text("\n".join(["Iface\tDestination\t...", *lines, ""]))
     monkeypatch.setattr(mpi_traffic, "_ROUTES", path)
 
+    monkeypatch.setattr(mpi_traffic, "is_this_machine", lambda host: host in ("localhost", "127.0.0.1"))
+
     def find(name):
         if name not in ADDRESSES:
             raise socket.gaierror(name)
@@ -55,7 +57,8 @@ def routes(tmp_path, monkeypatch):
         (["near", "wide"], {"OMPI_MCA_btl_tcp_if_exclude": "eth0"}, []),
         (["near", "far"], {}, []),
         (["near", "only-ssh"], {}, []),
-        (["me"], {}, []),
+        (["localhost", "127.0.0.1"], {}, ALONE),
+        (["localhost"], {"SLURM_JOB_ID": "7"}, ALONE),
     ],
 )
 def test_options_by_hosts_and_environment(routes, hosts, environ, expected):

@@ -37,7 +37,7 @@ def test_text_alone_needs_no_packages_and_writes_nothing(tmp_path, capsys, monke
     assert main(["report", str(tmp_path)]) == 2
     captured = capsys.readouterr()
     assert "AllReduce()" in captured.out
-    assert "pip install 'hvdx[report]'" in captured.err
+    assert "pip install matplotlib jinja2" in captured.err
 
 
 def test_only_a_report_is_overwritten(tmp_path, capsys):

@@ -17,7 +17,9 @@ from hvdx.cli.common.mpi_tools import Mpi
 # Variables of a user who chooses the transports or the networks of Open MPI.
 _CHOSEN = {"OMPI_MCA_btl", "OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_btl_tcp_if_exclude"}
 # Variables that give mpirun other hosts than this one.
-_ALLOCATED = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE", *HOSTFILE.values())
+ALLOCATED = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE", *HOSTFILE.values())
+# Open MPI's files of parameters below the home folder, and below its own; a distribution moves the second.
+_FILES = ("~/.openmpi/mca-params.conf", "etc/openmpi-mca-params.conf", "/etc/openmpi/openmpi-mca-params.conf")
 _DEFAULT_HOSTS = "default_hostfile"
 _ROUTES = Path("/proc/net/route")
 _UP, _GATEWAY = 1, 2
@@ -27,8 +29,9 @@ def traffic_options(mpi: Mpi, hosts: Sequence[str] = (), environ: Mapping[str, s
     """Return the options of mpirun that limit the networks of ranks.
 
     Ranks on this host alone exchange through shared memory, and listen nowhere. Ranks on several hosts exchange over
-    the network that all hosts are on. There are no options if the user has chosen transports or networks by Open MPI's
-    variables, if a batch system chooses the hosts, if the hosts share no network, or for the mpirun of another vendor.
+    the network that all hosts are on. There are no options if the user or the site has chosen transports or networks by
+    Open MPI's variables or files of parameters, if a batch system chooses the hosts, if the hosts share no network, or
+    for the mpirun of another vendor.
 
     Args:
         mpi: the MPI tools.
@@ -40,20 +43,43 @@ def traffic_options(mpi: Mpi, hosts: Sequence[str] = (), environ: Mapping[str, s
         ['--mca', 'btl', '^tcp']
     """
     environ = os.environ if environ is None else environ
-    if mpi.launcher_vendor != "Open MPI" or not _CHOSEN.isdisjoint(environ):
+    if mpi.launcher_vendor != "Open MPI" or not _CHOSEN.isdisjoint({*environ, *_in_files(mpi)}):
         return []
-    if not hosts:
-        elsewhere = any(name in _ALLOCATED or name.endswith(_DEFAULT_HOSTS) for name in environ)
+    if all(map(is_this_machine, hosts)):
+        elsewhere = not hosts and any(name in ALLOCATED or name.endswith(_DEFAULT_HOSTS) for name in environ)
         return [] if elsewhere else ["--mca", "btl", "^tcp"]
     network = _network_of(hosts)
     return ["--mca", "btl_tcp_if_include", network] if network else []
+
+
+def is_this_machine(host: str) -> bool:
+    """Return whether a name or an address is one of this machine: only such an address can be bound."""
+    try:
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+    except (OSError, UnicodeError):
+        return False
+    return True
+
+
+def _in_files(mpi: Mpi) -> list[str]:
+    """Return the parameters that Open MPI's files set, named as its variables."""
+    prefix = Path(mpi.mpirun or "").resolve().parent.parent
+    found = []
+    for name in _FILES:
+        try:
+            lines = (prefix / os.path.expanduser(name)).read_text(errors="replace").splitlines()
+        except OSError:
+            continue
+        found += [f"OMPI_MCA_{line.partition('=')[0].strip()}" for line in lines if "=" in line]
+    return found
 
 
 def _network_of(hosts: Sequence[str]) -> str:
     """Return the directly connected IPv4 network of all hosts, such as "10.0.0.0/24"; "" if there is none."""
     try:
         addresses = [ipaddress.IPv4Address(socket.gethostbyname(host)) for host in hosts]
-    except OSError:  # a name that only ssh knows
+    except (OSError, UnicodeError):  # a name that only ssh knows, or none at all
         return ""
     # This host's own name may stand for a loopback address.
     others = [address for address in addresses if not address.is_loopback]

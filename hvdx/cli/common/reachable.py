@@ -2,11 +2,11 @@
 
 import os
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
+from hvdx.cli.common.mpi_traffic import ALLOCATED, is_this_machine
 from hvdx.cli.common.processes import key_line
 from hvdx.errors import LaunchError
 
@@ -16,8 +16,9 @@ _CONNECT, _ANSWER = 5, 15.0
 _AT_ONCE = 32
 # Variables that replace ssh as the way to other hosts: an agent of the user, or a batch system.
 _OTHER_WAYS = (
-    "PRTE_MCA_plm", "PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm", "OMPI_MCA_plm_rsh_agent", "HYDRA_LAUNCHER",
-    "HYDRA_LAUNCHER_EXEC", "I_MPI_HYDRA_BOOTSTRAP", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID",
+    "PRTE_MCA_plm", "PRTE_MCA_plm_ssh_agent", "PRTE_MCA_plm_rsh_agent", "OMPI_MCA_plm", "OMPI_MCA_plm_rsh_agent",
+    "OMPI_MCA_plm_ssh_agent", "OMPI_MCA_orte_rsh_agent", "HYDRA_LAUNCHER", "HYDRA_LAUNCHER_EXEC",
+    "I_MPI_HYDRA_BOOTSTRAP", "I_MPI_HYDRA_BOOTSTRAP_EXEC", *ALLOCATED,
 )  # fmt: skip
 
 
@@ -48,19 +49,9 @@ def check_hosts(hosts: Iterable[str], environ: Mapping[str, str] | None = None) 
         )
 
 
-def _is_this_machine(host: str) -> bool:
-    """Return whether a name or an address is one of this machine: only such an address can be bound."""
-    try:
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-    except OSError:
-        return False
-    return True
-
-
 def _reason(host: str) -> str:
     """Return why ssh does not reach a host, in one line; "" if it does, or if the host is this machine."""
-    if _is_this_machine(host):
+    if is_this_machine(host):
         return ""
     ssh = shutil.which("ssh")
     if ssh is None:

@@ -62,14 +62,19 @@ def root() -> Path:
 
 
 def make_root() -> Path:
-    """Create the folder of `root`, and check that no other user can write to it.
+    """Create the folder of `root`, and make sure that no other user can write to it.
 
     Raises:
-        ConfigError: if another user owns it, or may write to it.
+        ConfigError: if another user owns it, or all users may write to it.
     """
-    folder = root()
     # Not writable by the user's group, whatever the umask: what is in it is executed.
-    folder.mkdir(0o755, parents=True, exist_ok=True)
+    root().mkdir(0o755, parents=True, exist_ok=True)
+    # The user may have put a link there, to a larger disk.
+    folder = root().resolve()
+    status = folder.stat()
+    if status.st_uid == os.geteuid() and status.st_mode & 0o022 == 0o020:
+        # An earlier version left the mode to the umask, which often allows the user's group to write.
+        folder.chmod(0o755)
     try:
         trust.check(folder)
     except PermissionError as error:

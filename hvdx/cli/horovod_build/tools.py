@@ -87,7 +87,7 @@ def build_environment(root: Path) -> dict[str, str]:
 
 def _install(requirements: Sequence[str], folder: Path) -> None:
     """Install into a temporary folder and rename it to `folder`, so that `folder` is never incomplete."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.parent.mkdir(0o755, parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
     try:
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(temporary), *requirements]

@@ -93,7 +93,7 @@ def relevant_lines(log: str) -> list[str]:
 
 
 def _run_logged(command: list[str], env: Mapping[str, str], log: Path) -> int:
-    log.parent.mkdir(parents=True, exist_ok=True)
+    log.parent.mkdir(0o755, parents=True, exist_ok=True)
     with (
         log.open("w", encoding="utf-8") as file,
         Progress("building Horovod") as progress,

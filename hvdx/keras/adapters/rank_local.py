@@ -30,8 +30,8 @@ def listed(option: str, given: Any) -> list[Any]:
         >>> listed("local", None), len(listed("local", keras.layers.Dense(1)))
         ([], 1)
     """
-    kinds = keras.Variable | keras.layers.Layer
-    found = [given] if isinstance(given, kinds) else given or []
+    kinds = KerasVariable | keras.layers.Layer
+    found = [given] if isinstance(given, kinds) else [] if given is None else given
     if not isinstance(found, list | tuple) or not all(isinstance(item, kinds) for item in found):
         raise ConfigError(
             f"Distribute: {option}: expected variables or layers of Keras, got {given!r}. Do: give a list such as "

@@ -150,6 +150,8 @@ class Distribute(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Attach the optimisers; `SyncCallback` calls `_agree` once the other callbacks have begun."""
+        if self._comm.size > 1:
+            nested.refuse(self.model)
         declare(self.model, self._local, self._summed)
         callback_list.unmute(self._muted)
         self._sync.reset()
@@ -161,7 +163,6 @@ class Distribute(keras.callbacks.Callback):
         if self._comm.size == 1:
             self._recording.agree([self._recording.state])
             return
-        nested.refuse(self)
         progress.first_step(True)
         self._first_step, self._weights_broadcast = True, 0
         self._steps_before = 0
@@ -337,6 +338,9 @@ class Distribute(keras.callbacks.Callback):
         self._epoch, self._epoch_began = epoch, True
         if self._callback_list is None and self._comm.size > 1:
             self._sync.on_epoch_begin(epoch, logs)
+        if self._comm.size > 1:
+            # The end of a fit of another model, which a callback may run, makes the common generator the same again.
+            noise.differ(self.model, self._comm.rank)
         self.counters.steps_before = self.counters.steps
         self._logs.begin()
         for adapter in self._adapters:

@@ -1,4 +1,4 @@
-"""A `fit` inside another `fit` of the same model."""
+"""A `fit` inside another `fit` that trains with the same optimiser."""
 
 import inspect
 from typing import Any
@@ -7,20 +7,21 @@ from hvdx.errors import ConfigError
 from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
 
 
-def refuse(callback: Any) -> None:
+def refuse(model: Any) -> None:
     """Refuse a nested `fit` with `Distribute`: its end would detach the optimiser of the outer one.
 
     Args:
-        callback: the callback of the nested `fit`, in its `on_train_begin`.
+        model: model of the nested `fit`, at its start.
 
     Raises:
-        ConfigError: if the model is being trained by an outer `fit` with `Distribute`.
+        ConfigError: if an outer `fit` with `Distribute` is training the model, or a model that it is a part of.
     """
-    adapters = [adapter_of(optimizer) for optimizer in optimizers_of(callback.model)]
-    # After an exception the optimiser is attached too, but no other `fit` is running.
-    if any(a is not None and a.owner is not None for a in adapters) and _running_fits(callback.model) > 1:
+    adapters = [adapter_of(optimizer) for optimizer in optimizers_of(model)]
+    outer = [a.owner.model for a in adapters if a is not None and a.owner is not None]
+    # After an exception the optimiser is attached too, but the `fit` is not running.
+    if any(_running_fits(other) > (other is model) for other in outer):
         raise ConfigError.on_all_ranks(
-            f"fit: model {callback.model.name}: expected one fit with Distribute at a time, got one inside another. "
+            f"fit: model {model.name}: expected one fit with Distribute at a time, got one inside another. "
             "Do: train the model again after the outer fit has ended."
         )
 

@@ -14,11 +14,11 @@ _COUNTS = ("decay_steps", "first_decay_steps", "boundaries", "warmup_steps", "to
 
 
 def remark(schedule: Any, steps: int, size: int) -> str:
-    """Return a remark on a schedule that one process would finish and some ranks do not; "" if there is none.
+    """Return a remark on a schedule that counts more steps than a rank takes, but no more than one process would.
 
     Args:
         schedule: schedule of an optimiser.
-        steps: steps of each rank at the end of the fit, earlier fits included.
+        steps: steps of each rank in the fit.
         size: number of ranks.
 
     Example:
@@ -34,13 +34,13 @@ def remark(schedule: Any, steps: int, size: int) -> str:
         return ""
     listed = ", ".join(f"{name}={value:,}" for name, value in counts.items())
     return (
-        f"the learning-rate schedule {type(schedule).__name__} ({listed}) ends after {end:,} steps, but the fit ends "
-        f"after {steps:,} steps on each of {size} ranks. Divide the schedule's steps by hvdx.size()."
+        f"the learning-rate schedule {type(schedule).__name__} ({listed}) counts {end:,} steps, but this fit has "
+        f"{steps:,} steps on each of {size} ranks. Divide the schedule's steps by hvdx.size(), unless more fits follow."
     )
 
 
 def tell(model: Any, steps: int, comm: Comm) -> None:
-    """Print the remarks on the schedules of a model's optimisers on rank 0.
+    """Print the remarks on the schedules of a model's optimisers on rank 0, before their first step.
 
     Args:
         model: compiled model at the start of a fit.
@@ -55,7 +55,8 @@ def tell(model: Any, steps: int, comm: Comm) -> None:
         if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
             # A schedule counts micro-steps, of which `iterations` may be a fraction.
             done = int(getattr(optimizer, "_iterations", optimizer.iterations))
-            text = remark(schedule, done + steps, comm.size)
+            # In a later fit it is not known how many steps the script has planned.
+            text = remark(schedule, steps, comm.size) if done == 0 else ""
             if text:
                 print(f"hvdx: {text}", file=sys.stderr, flush=True)
 

@@ -16,10 +16,10 @@ def precede(model: Any, *functions: Callable[[Any], None]) -> None:
     restore(model)
     own_step = model.train_step
 
-    def train_step(data: Any) -> Any:
+    def train_step(data: Any, *rest: Any, **named: Any) -> Any:
         for function in functions:
             function(data)
-        return own_step(data)
+        return own_step(data, *rest, **named)
 
     setattr(train_step, _MARK, vars(model).get("train_step"))
     model.train_step = train_step

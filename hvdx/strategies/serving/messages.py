@@ -112,7 +112,7 @@ class SessionConfig:
             valid = values.keys() == {field.name for field in fields(cls)} and all(
                 _fits(*item) for item in values.items()
             )
-        except (ValueError, AttributeError):
+        except (ValueError, AttributeError, RecursionError):
             valid = False
         if not valid:
             raise WireError(

@@ -132,6 +132,7 @@ class ThresholdEncoder(Encoder):
         return Encoded(message, codec, tensors, self.state.taus, entries, density, self._tau, starved)
 
     def silent(self, step: int) -> Encoded:
+        self._step = step
         return Encoded(np.zeros(0, np.uint8), self._codec_of(step), taus=self.state.taus)
 
     def _warn_of_size(self, size: int) -> None:
@@ -218,8 +219,9 @@ class ThresholdEncoder(Encoder):
             sample.add_to(self.noise)
 
     def observe_cost(self, computing: float, costs: Sequence[float]) -> None:
-        # The steps of a dense warm-up have no tau.
-        if self._control is not None and self.codec.target_density == self._control.density and self._tau:
+        # The same on all ranks, those included that sent nothing. A dense warm-up has another cost.
+        dense = self._warmup.dense(self._step)
+        if self._control is not None and self.codec.target_density == self._control.density and not dense:
             overhead = self._warmup.overhead(self._step, self.options.overhead)
             self._control.observe(computing, costs, overhead)
             self._density = self._control.density

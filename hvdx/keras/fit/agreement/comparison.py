@@ -1,15 +1,14 @@
 """Comparisons over the ranks at the start of a fit and after its first step."""
 
+import functools
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-import tensorflow as tf
-
 from hvdx.comm import Comm
 from hvdx.errors import ReplicaError
 from hvdx.keras.fit import callback_list
-from hvdx.keras.fit.agreement import constants, generators, model_state, shares
+from hvdx.keras.fit.agreement import constants, first_batch, generators, model_state, shares
 from hvdx.keras.fit.agreement.first_batch import FirstBatch
 from hvdx.keras.fit.agreement.sample import sample
 from hvdx.keras.fit.sync_callback import all_gather_at
@@ -49,7 +48,8 @@ class Comparison:
         train = shares.shares_in(dataset)
         arrays = getattr(getattr(self._iterator, "data_adapter", None), "_inputs", None)
         whole = arrays is not None and self._iterator.steps_per_epoch is None
-        if not train and not whole and isinstance(dataset, tf.data.Dataset):
+        # A later fit of the same trace has the data of the earlier one, as a rule.
+        if self._traced and not train and not whole and first_batch.can_pass(dataset):
             self._first_batch = FirstBatch(dataset)
             self._iterator._distributed_dataset = self._first_batch.dataset
         return {
@@ -153,7 +153,8 @@ class Comparison:
         self._warn(
             f"{who} train on the same data: an epoch takes {len(largest)} times the work for the same samples. Give "
             "each rank its share: model.fit(hvdx.shard((x, y), batch_size=...), shuffle=False, ...) in place of "
-            "model.fit(x, y, batch_size=...); hvdx.shard(dataset, batch_size) divides a tf.data.Dataset."
+            "model.fit(x, y, batch_size=...); hvdx.shard(dataset, batch_size) divides a tf.data.Dataset. If train_step "
+            "draws other data on each rank, nothing is wrong."
         )
 
     def _refuse(self, text: str) -> None:
@@ -163,7 +164,13 @@ class Comparison:
 
     def _warn(self, text: str) -> None:
         if self._comm.rank == 0:
-            print(f"\nhvdx: WARNING: {text}", file=sys.stderr, flush=True)
+            _print(text)
+
+
+@functools.cache
+def _print(text: str) -> None:
+    """Print a warning once, however many fits the script has."""
+    print(f"\nhvdx: WARNING: {text}", file=sys.stderr, flush=True)
 
 
 def _listed(items: Sequence[str]) -> str:

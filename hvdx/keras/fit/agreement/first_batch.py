@@ -6,6 +6,8 @@ import numpy as np
 import tensorflow as tf
 import xxhash
 
+from hvdx.keras.fit.agreement import pipeline
+
 
 class FirstBatch:
     """Dataset that computes a digest of its first batch when it is read first.
@@ -51,6 +53,13 @@ class FirstBatch:
             digest.update(content)
         self.digest = digest.intdigest()
         return np.bool_(True)
+
+
+def can_pass(dataset: Any) -> bool:
+    """Return whether `FirstBatch` can stand behind a dataset; TensorFlow allows nothing behind a copy to a GPU."""
+    return isinstance(dataset, tf.data.Dataset) and not any(
+        "CopyToDevice" in type(part).__name__ for part in pipeline.datasets(dataset)
+    )
 
 
 def _has_values(part: Any) -> bool:

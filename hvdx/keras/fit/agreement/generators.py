@@ -55,9 +55,9 @@ def differing(everyone: Sequence[list[Elements]]) -> list[int]:
 def _differ(first: Elements, other: Elements) -> bool:
     """Return whether two generators differ in every component that tells their elements apart."""
     count = min(len(first), len(other))
+    if len({len(element) for element in (*first, *other)}) > 1:
+        return False
     mine, theirs = list(zip(*first[:count], strict=True)), list(zip(*other[:count], strict=True))
-    if len(mine) != len(theirs):
-        return True
     telling = [(a, b) for a, b in zip(mine, theirs, strict=True) if len({*a, *b}) > 1]
     return bool(telling) and all(a != b for a, b in telling)
 
@@ -67,15 +67,27 @@ def _recording(generator: Any, elements: Elements) -> Any:
         iterator = iter(generator(*args))
         if not elements:
             for element in itertools.islice(iterator, _ELEMENTS):
-                elements.append(tuple(_digest(part) for part in tf.nest.flatten(element, expand_composites=True)))
+                elements.append(tuple(map(_digest, _components(element))))
                 yield element
         yield from iterator
 
     return recording
 
 
+def _components(element: Any) -> list[Any]:
+    """Return the components of an element; unlike in `tf.nest`, a list is one tensor, as in `from_generator`."""
+    if isinstance(element, dict):
+        return [part for key in sorted(element) for part in _components(element[key])]
+    if isinstance(element, tuple):
+        return [part for inner in element for part in _components(inner)]
+    return tf.nest.flatten(element, expand_composites=True) if not isinstance(element, list) else [element]
+
+
 def _digest(part: Any) -> int:
-    array = np.asarray(part)
+    try:
+        array = np.asarray(part)
+    except ValueError:  # lists of different lengths
+        array = np.array(repr(part))
     content = repr(array.tolist()).encode() if array.dtype.kind == "O" else array.tobytes()
     return xxhash.xxh3_64(content).intdigest()
 
