@@ -65,6 +65,14 @@ def test_options_by_hosts_and_environment(routes, hosts, environ, expected):
     assert traffic_options(OPEN_MPI, hosts, environ) == expected
 
 
+def test_files_of_parameters_count_as_choices(tmp_path):
+    own = Mpi("Open MPI", "5.0.11", mpirun=str(tmp_path / "bin" / "mpirun"), launcher_vendor="Open MPI")
+    assert traffic_options(own, [], {}) == ALONE
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc" / "openmpi-mca-params.conf").write_text("# the site's\nbtl_tcp_if_exclude = lo,docker0\n")
+    assert traffic_options(own, [], {}) == []
+
+
 def test_other_vendors_get_no_options():
     assert traffic_options(Mpi("MPICH", "4.2", launcher_vendor="MPICH"), [], {}) == []
 

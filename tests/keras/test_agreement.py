@@ -209,6 +209,19 @@ def test_first_elements_of_a_generator_are_recorded_while_they_pass():
     assert generators.differing([first, [first[0][:3]], [[]]]) == []
 
 
+def test_generators_may_yield_lists_of_different_lengths():
+    words = [([3, 17, 9], 0), ([4, 4, 8, 1, 2], 1), ([5], 0)]
+    spec = tf.TensorSpec([None], tf.int32), tf.TensorSpec([], tf.int32)
+
+    def elements(order):
+        dataset = tf.data.Dataset.from_generator(lambda: (words[i] for i in order), output_signature=spec)
+        generators.record(dataset)
+        assert len(list(dataset)) == 3
+        return generators.recorded(dataset)
+
+    assert generators.differing([elements([0, 1, 2]), elements([0, 1, 2]), elements([1, 2, 0])]) == [2]
+
+
 class _Constant(keras.layers.Layer):
     def __init__(self, values, captured):
         super().__init__()

@@ -35,8 +35,17 @@ def two_fits():
     noisy = Noisy()
     model = models.compiled(models.network(lambda: noisy, seed=5), "sgd")
     found = []
+    probe = models.compiled(models.network(seed=6), "sgd")
+
+    class Probe(keras.callbacks.Callback):
+        """Callback that trains another model after the first epoch."""
+
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 0:
+                models.fit(probe, [hvd.Distribute()], epochs=1)
+
     for _ in range(2):
-        models.fit(model, [hvd.Distribute()], epochs=1)
+        models.fit(model, [hvd.Distribute(), Probe()], epochs=2)
         found.append([variable.numpy().tolist() for variable in noisy.seen])
     return found, keras.random.uniform([4]).numpy().tolist()
 

@@ -6,6 +6,7 @@ import pytest
 
 from hvdx.cli.main import main
 from hvdx.report.lines import decode
+from hvdx.report.records import read
 
 FIT = {"kind": "fit", "schema": 1, "rank": 0, "size": 1, "id": "a", "time": 1.0, "strategy": "AllReduce()"}
 STEPS = {"kind": "steps", "step": [1, 2, 3], "time": [0.1, 0.2, 0.3], "seconds": [0.1, 0.1, 0.1], "sent": [1, 1, 1]}
@@ -103,3 +104,11 @@ def test_record_that_cannot_be_opened_is_named(tmp_path, capsys):
     (tmp_path / "rank-0.jsonl").mkdir()
     assert main(["report", "--text", str(tmp_path)]) == 2
     assert "rank-0.jsonl: expected a record, got: Is a directory" in capsys.readouterr().err
+
+
+def test_lines_of_a_fit_without_its_first_line_count_for_no_other_fit(tmp_path, capsys):
+    later = [FIT | {"schema": "x"}, EPOCH | {"epoch": 2, "logs": {"loss": 9.0}}, END | {"reason": "stopped"}]
+    (tmp_path / "rank-0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*GOOD, *later, FIT | {"id": "b"}, *GOOD[1:]]))
+    found = [(len(run.ranks[0].epochs), run.ranks[0].end["reason"]) for run in read(tmp_path)]
+    assert found == [(1, "done"), (1, "done")]
+    assert "line 5" in capsys.readouterr().err
