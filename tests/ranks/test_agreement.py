@@ -9,6 +9,7 @@ from tensorflow.python.eager import context
 import hvdx
 import hvdx.keras as hvd
 from hvdx.errors import ConfigError, ReplicaError
+from hvdx.keras.fit.agreement import comparison
 from tests.ranks import models
 
 
@@ -23,6 +24,7 @@ def warnings(capfd):
     """Return a function that returns hvdx' warnings on this rank since its last call."""
 
     def read():
+        comparison.print_once.cache_clear()
         return [line for line in capfd.readouterr().err.splitlines() if "hvdx: WARNING" in line]
 
     read()

@@ -108,7 +108,8 @@ def test_record_that_cannot_be_opened_is_named(tmp_path, capsys):
 
 def test_lines_of_a_fit_without_its_first_line_count_for_no_other_fit(tmp_path, capsys):
     later = [FIT | {"schema": "x"}, EPOCH | {"epoch": 2, "logs": {"loss": 9.0}}, END | {"reason": "stopped"}]
-    (tmp_path / "rank-0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*GOOD, *later, FIT | {"id": "b"}, *GOOD[1:]]))
+    written = [*GOOD, *later, FIT | {"id": "b"}, *GOOD[1:]]
+    (tmp_path / "rank-0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in written))
     found = [(len(run.ranks[0].epochs), run.ranks[0].end["reason"]) for run in read(tmp_path)]
     assert found == [(1, "done"), (1, "done")]
     assert "line 5" in capsys.readouterr().err

@@ -164,11 +164,11 @@ class Comparison:
 
     def _warn(self, text: str) -> None:
         if self._comm.rank == 0:
-            _print(text)
+            print_once(text)
 
 
 @functools.cache
-def _print(text: str) -> None:
+def print_once(text: str) -> None:
     """Print a warning once, however many fits the script has."""
     print(f"\nhvdx: WARNING: {text}", file=sys.stderr, flush=True)
 
