@@ -312,7 +312,7 @@ def write_page(page: Path, cells: Sequence[Cell]) -> None:
     scripts = {path.stem: read(path) for path in sorted(FOLDER.glob("*.py"))}
     names = [s.replace(":", " ") for s in STRATEGIES]
     lines = ["| script | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
-    for name, *verdicts in rows_of([c for c in cells if c.strategy], STRATEGIES):
+    for name, _, *verdicts in rows_of(cells, STRATEGIES):
         lines.append(f"| [{name}](../tests/scripts/{name}.py) | " + " | ".join(verdicts) + " |")
     lines += ["", "What the scripts do:", ""]
     for name, script in scripts.items():
