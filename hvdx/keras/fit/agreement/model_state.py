@@ -1,4 +1,4 @@
-"""What a model is besides its weights: its configuration, its vocabularies, and what its layers were adapted to."""
+"""State of a model besides its weights: its configuration, its vocabularies, and the statistics of adapted layers."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""What each rank handed to `hvdx.shard`: shares are disjoint only if all ranks handed over the same."""
+"""Data that each rank hands to `hvdx.shard`: shares are disjoint only if all ranks hand over the same data."""
 
 import os
 import sys
