@@ -1,6 +1,7 @@
 """Launcher of Python scripts on several ranks, with an outer time limit, so that a deadlock fails and does not hang."""
 
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -60,9 +61,14 @@ def run(
         fresh: start new processes, like a user; otherwise fork a process that has imported TensorFlow (`warm`).
     """
     command = [*([sys.executable] if fresh else warm.command(environment())), *program]
-    if ranks > 1:
-        command = mpirun_command(ranks) + command
-    return run_command(command, timeout, env)
+    if ranks == 1:
+        return run_command(command, timeout, env)
+    done = run_command(mpirun_command(ranks) + command, timeout, env)
+    if done.code != -signal.SIGSEGV:
+        return done
+    # Open MPI's launcher itself crashed at the end of the job (open-mpi/ompi#13650); a rank's crash has code 139.
+    print(f"mpirun crashed; once more. Its output:\n{done.out}")
+    return run_command(mpirun_command(ranks) + command, timeout, env)
 
 
 def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:

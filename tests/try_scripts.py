@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from hvdx.cli.common.processes import key_line
+from hvdx.jobs.benchmarks import harness
 from hvdx.report.table import render
 from tests.launch import ROOT, Run, run
 
@@ -291,7 +292,7 @@ def merge(path: Path, cells: Sequence[Cell]) -> list[Cell]:
         (c for c in merged.values() if c.script in scripts and c.strategy in order),
         key=lambda c: (c.script, order.index(c.strategy)),
     )
-    path.write_text("[\n" + ",\n".join(json.dumps(asdict(cell)) for cell in kept) + "\n]\n")
+    path.write_text(harness.dump([asdict(cell) for cell in kept]))
     return kept
 
 

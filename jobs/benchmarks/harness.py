@@ -151,7 +151,7 @@ def show(path: str | None, document: dict[str, Any], as_text: Callable[[dict[str
     print(dump(document).rstrip() if path == "-" else as_text(document))
 
 
-def dump(document: dict[str, Any]) -> str:
+def dump(document: dict[str, Any] | list[dict[str, Any]]) -> str:
     """Return a document as compact JSON, with a line for each key, and for each row of a list of rows.
 
     Example:
