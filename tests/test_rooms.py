@@ -15,14 +15,15 @@ MAY = {
     "errors": set(),
     "cache": set(),
     "version": set(),
+    "log": set(),
     "codec": {"numpy", "xxhash", "hvdx.kernels", "hvdx.cache", "hvdx.errors"},
-    "strategies": {"numpy", "hvdx.comm", "hvdx.codec", "hvdx.errors"},
+    "strategies": {"numpy", "hvdx.comm", "hvdx.codec", "hvdx.errors", "hvdx.log"},
     "simulation": {"numpy", "hvdx.comm", "hvdx.strategies", "hvdx.errors"},
-    "report": {"numpy", "matplotlib", "jinja2", "hvdx.errors"},
+    "report": {"numpy", "matplotlib", "jinja2", "hvdx.errors", "hvdx.log"},
     "comm": None,
     "keras": {
         *("numpy", "tensorflow", "keras", "xxhash"),
-        *("hvdx.strategies", "hvdx.comm", "hvdx.report", "hvdx.errors", "hvdx.version"),
+        *("hvdx.strategies", "hvdx.comm", "hvdx.report", "hvdx.errors", "hvdx.log", "hvdx.version"),
         # Checkpoints are written by the functions that write the files of `hvdx average`.
         *("hvdx.averaging.dtypes", "hvdx.averaging.extents", "hvdx.averaging.output", "hvdx.averaging.safetensors"),
     },

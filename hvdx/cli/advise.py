@@ -3,7 +3,6 @@
 import argparse
 import functools
 import shlex
-import sys
 import tempfile
 import textwrap
 import time
@@ -17,12 +16,15 @@ from hvdx.cli.common.termination import TERMINATED, TerminatedError, sigterm_rai
 from hvdx.cli.emulation.network import parse_rate
 from hvdx.cli.run import parse_hosts
 from hvdx.errors import ConfigError
+from hvdx.log import Log
 
 if TYPE_CHECKING:
     from hvdx.cli.advising.answer import Answer
     from hvdx.cli.advising.script import Training
     from hvdx.strategies.link import Link
     from hvdx.strategies.prediction import Machine, Situation
+
+_log = Log(__name__)
 
 NAME = "advise"
 HELP = "predict the fastest strategy for a script, without training"
@@ -290,4 +292,4 @@ def _section(
 
 
 def _say(line: str) -> None:
-    print(f"hvdx advise: {line}", file=sys.stderr, flush=True)
+    _log.info(line, head="hvdx advise: ")

@@ -1,7 +1,6 @@
 """`hvdx average`: the mean of saved networks, in their own format."""
 
 import argparse
-import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -12,7 +11,10 @@ from typing import Any
 from hvdx.cli.common.progress import Progress
 from hvdx.cli.common.termination import TERMINATED, TerminatedError, sigterm_raises
 from hvdx.errors import ConfigError, HvdxError
+from hvdx.log import Log
 from hvdx.report.table import quantity
+
+_log = Log(__name__)
 
 NAME = "average"
 HELP = "average saved networks: Keras, TensorFlow, PyTorch, safetensors, MXNet"
@@ -84,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         # A library in between may have turned TerminatedError into an error of its own.
         if not received:
             raise
-    print("hvdx: terminated", file=sys.stderr)
+    _log.error("terminated")
     return TERMINATED
 
 
@@ -132,7 +134,7 @@ def _average(args: argparse.Namespace) -> None:
         )
     for warning in caught:
         if issubclass(warning.category, UserWarning):
-            print(f"hvdx: warning: {warning.message}", file=sys.stderr)
+            _log.warning(str(warning.message), head="hvdx: warning: ")
     if not args.quiet:
         # Open the output again, so that the line describes the file that was written.
         written = open_network(args.output)

@@ -10,6 +10,9 @@ from pathlib import Path
 
 from hvdx.cli.horovod_build import cache, install, needs, patches, source, tools, wheel
 from hvdx.errors import ConfigError
+from hvdx.log import Log
+
+_log = Log(__name__)
 
 NAME = "build-horovod"
 HELP = "build Horovod for the TensorFlow and the MPI of this environment, and install it"
@@ -53,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         return _run(args, found, key)
     except (wheel.BuildError, install.ProofError) as error:
-        print(f"hvdx: {error}", file=sys.stderr)
+        _log.error(str(error))
         return 1
 
 
@@ -116,7 +119,7 @@ def print_survey(found: needs.Survey) -> None:
     if found.missing:
         sys.stdout.flush()
         names = ", ".join(need.name for need in found.missing)
-        print(f"hvdx: cannot build Horovod yet, missing: {names}. The remedies are above.", file=sys.stderr)
+        _log.error(f"cannot build Horovod yet, missing: {names}. The remedies are above.")
 
 
 def _variables(env: dict[str, str], settings: dict[str, str], gpu: str | None, gloo: bool) -> dict[str, str]:

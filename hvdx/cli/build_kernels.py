@@ -1,10 +1,12 @@
 """`hvdx build-kernels`: compile the kernels of the threshold codec before the first training."""
 
 import argparse
-import sys
 import time
 
 from hvdx.cache import kernels_folder
+from hvdx.log import Log
+
+_log = Log(__name__)
 
 NAME = "build-kernels"
 HELP = "compile the kernels of Threshold for this machine's processor, and keep them"
@@ -37,8 +39,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"hvdx: compiling the kernels: about {threshold.compile_seconds} s on an idle core", flush=True)
     why = threshold.prepare()
     if why:
-        print(f"hvdx: cannot keep the kernels in {kernels_folder()}: {why}. Set HVDX_CACHE to a folder of your "
-              "own.", file=sys.stderr)  # fmt: skip
+        _log.error(f"cannot keep the kernels in {kernels_folder()}: {why}. Set HVDX_CACHE to a folder of your own.")
         return 1
     print(f"hvdx: compiled in {time.monotonic() - begin:.0f} s, kept in {kernels_folder()}")
     return 0

@@ -2,12 +2,14 @@
 
 import argparse
 import shlex
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 from hvdx.cli.common.termination import TERMINATED, TerminatedError, sigterm_raises
 from hvdx.errors import ConfigError, LaunchError
+from hvdx.log import Log
+
+_log = Log(__name__)
 
 NAME = "compare"
 HELP = "run a script under several strategies, and say which one is best"
@@ -81,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
             store(plan)
             good = run_all(plan, made, lock, args.retry)
     except (KeyboardInterrupt, TerminatedError) as cause:
-        print(f"\nhvdx compare: interrupted; runs that ended are kept. To go on: {plan.words}", file=sys.stderr)
+        _log.error(f"interrupted; runs that ended are kept. To go on: {plan.words}", head="\nhvdx compare: ")
         return TERMINATED if isinstance(cause, TerminatedError) else 130
     _report(plan.output)
     return 0 if good else 1
@@ -101,10 +103,10 @@ def _announce_page() -> None:
 
     absent = [package for package in PACKAGES if find_spec(package) is None]
     if absent:
-        print(
-            f"hvdx compare: the verdict will have no page, because {' and '.join(absent)} "
+        _log.warning(
+            f"the verdict will have no page, because {' and '.join(absent)} "
             f"{'is' if len(absent) == 1 else 'are'} not installed. Do: {INSTALL}",
-            file=sys.stderr,
+            head="hvdx compare: ",
         )
 
 
@@ -122,6 +124,6 @@ def _report(folder: Path) -> None:
     try:
         page.write(page.render(overview, verdict, folder.resolve().name), path)
     except ConfigError as error:
-        print(f"hvdx compare: no page: {error} Then: hvdx report {shlex.quote(str(folder))}", file=sys.stderr)
+        _log.warning(f"no page: {error} Then: hvdx report {shlex.quote(str(folder))}", head="hvdx compare: ")
     else:
         print(f"\npage: {path}")

@@ -12,6 +12,9 @@ from hvdx.cli.common.mpi_tools import find_mpi
 from hvdx.cli.diagnosis import checks
 from hvdx.cli.diagnosis.checks import Check
 from hvdx.cli.diagnosis.probes import probe_all
+from hvdx.log import Log
+
+_log = Log(__name__)
 
 NAME = "doctor"
 HELP = "check TensorFlow, Keras, MPI, Horovod and this machine, with a remedy for each problem"
@@ -91,7 +94,7 @@ def _seconds(text: str) -> float:
 
 
 def _say(line: str) -> None:
-    print(f"hvdx doctor: {line}", file=sys.stderr, flush=True)
+    _log.info(line, head="hvdx doctor: ")
 
 
 def as_json(found: list[Check]) -> str:

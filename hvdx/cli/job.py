@@ -3,7 +3,6 @@
 import argparse
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 from hvdx.cli.batch import site
@@ -11,6 +10,9 @@ from hvdx.cli.batch.plan import BATCH, DEFAULTS, LAUNCHERS, VENDORS, make_plan
 from hvdx.cli.batch.script import script
 from hvdx.cli.common.processes import program_of
 from hvdx.errors import ConfigError
+from hvdx.log import Log
+
+_log = Log(__name__)
 
 NAME = "job"
 HELP = "write the script of a batch job: Slurm, PBS, LSF, or plain hosts"
@@ -168,7 +170,7 @@ def run(args: argparse.Namespace) -> int:
     elif args.file is None:
         print(text, end="")
     else:
-        print(f"{args.file}: written; {_next_step(args.system, args.file)}", file=sys.stderr)
+        _log.info(f"{args.file}: written; {_next_step(args.system, args.file)}", head="")
     return 0
 
 

@@ -17,7 +17,10 @@ from hvdx.cli.emulation.inside import GRACE, Plan
 from hvdx.cli.emulation.namespaces import enter, obstacle
 from hvdx.cli.emulation.network import MAX_HOSTS, SCRATCH, SUBNET, Shape, parse_burst, parse_rate
 from hvdx.errors import ConfigError, LaunchError
+from hvdx.log import Log
 from hvdx.report.table import quantity, render
+
+_log = Log(__name__)
 
 NAME = "lab"
 HELP = "run a job on several emulated hosts of this machine, with links of a chosen speed"
@@ -98,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     if answer:
         facts = _facts(args, shape, program, code, answer)
         if not args.check:
-            print(f"\n{_table(facts)}", file=sys.stderr)
+            _log.info(_table(facts), head="\n")
         if args.json:
             args.json.write_text(json.dumps(facts, indent=2) + "\n")
     return code
@@ -255,4 +258,4 @@ def _in_words(shape: Shape) -> str:
 
 
 def _say(text: str) -> None:
-    print(f"hvdx lab: {text}", file=sys.stderr, flush=True)
+    _log.info(text, head="hvdx lab: ")

@@ -1,12 +1,14 @@
 """The `hvdx` command: find the sub-command, run it, and turn an HvdxError into one line and exit code 2."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 from hvdx.errors import HvdxError
+from hvdx.log import Log
 from hvdx.version import __version__
+
+_log = Log(__name__)
 
 #: The modules of the sub-commands, in the order of the help text. Each has NAME, HELP, EXAMPLE,
 #: add_arguments(parser) and run(args) -> exit code, and perhaps DETAILS; it imports nothing slow at its top.
@@ -62,10 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return args.run(args)
     except HvdxError as error:
-        print(f"hvdx: {error}", file=sys.stderr)
+        _log.error(str(error))
         return 2
     except KeyboardInterrupt:
-        print("hvdx: interrupted", file=sys.stderr)
+        _log.error("interrupted")
         return 130
 
 

@@ -3,7 +3,6 @@
 import argparse
 import math
 import re
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hvdx.cli.advise import LATENCY, given_link
 from hvdx.cli.common import json_file
 from hvdx.errors import ConfigError
+from hvdx.log import Log
 
 if TYPE_CHECKING:
     from hvdx.simulation.training import Outcome, Setting
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from hvdx.strategies import Strategy
     from hvdx.strategies.link import Link
     from hvdx.strategies.prediction import Machine
+
+_log = Log(__name__)
 
 NAME = "simulate"
 HELP = "run the strategies on up to 2048 virtual workers, with a virtual clock"
@@ -327,4 +329,4 @@ def _as_dict(machine: "Machine") -> dict[str, float | None]:
 
 
 def _say(line: str) -> None:
-    print(f"hvdx simulate: {line}", file=sys.stderr, flush=True)
+    _log.info(line, head="hvdx simulate: ")

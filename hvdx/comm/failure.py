@@ -7,12 +7,14 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from types import TracebackType
 from typing import Any, NoReturn
 
 from hvdx.comm import mpi, progress, watchdog
 from hvdx.errors import HvdxError
+from hvdx.log import ERROR, Log
+
+_log = Log(__name__)
 
 # Seconds that this rank waits before it ends the job, so that another rank can print a shared error, or all ranks can
 # end by themselves.
@@ -60,18 +62,15 @@ def install(rank: int, size: int) -> None:
                 time.sleep(_COURTESY_SECONDS)
         elif isinstance(error, HvdxError) and error.collective:
             if rank == 0:
-                print(f"hvdx: {kind.__name__}: {error}", file=sys.stderr, flush=True)
+                _log.urgent(ERROR, f"{kind.__name__}: {error}")
             else:
                 time.sleep(_COURTESY_SECONDS)
         else:
-            text = "".join(traceback.format_exception(kind, error, trace))
-            headline = f"hvdx: rank {rank} of {size} on {socket.gethostname()} failed; ending the job on all ranks"
+            headline = f"rank {rank} of {size} on {socket.gethostname()} failed; ending the job on all ranks"
             said = find_user_error(str(error)) if kind.__module__.startswith("tensorflow.") else ""
             said = said or f"{kind.__name__}: {str(error).partition(chr(10))[0]}"
-            # One write, so that the messages of different ranks do not mix.
-            sys.stderr.write(f"{text}{headline}: {said}\n")
+            _log.urgent(ERROR, f"{headline}: {said}", (kind, error, trace))
         sys.stdout.flush()
-        sys.stderr.flush()
         mpi.abort(departed[0] or 1 if departed else 1)
         os._exit(1)
 

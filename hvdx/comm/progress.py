@@ -271,8 +271,8 @@ def message(
     compiling = _awaited_compilers(reports, gone, missing)
     if compiling:
         what = Counter(report.compiling for r in compiling if (report := reports[r])).most_common(1)[0][0]
-        return f"hvdx: {names(compiling)} been compiling {what} for {seconds:.0f} s, which takes long only once."
-    headline = f"hvdx: no progress for {seconds:.0f} s: "
+        return f"{names(compiling)} been compiling {what} for {seconds:.0f} s, which takes long only once."
+    headline = f"no progress for {seconds:.0f} s: "
     if missing:
         headline += f"{names(missing)} {why}."
     else:

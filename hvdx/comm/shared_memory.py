@@ -19,6 +19,9 @@ from typing import Any
 import numpy as np
 
 from hvdx.comm.base import Channel
+from hvdx.log import Log
+
+_log = Log(__name__)
 
 _NAME = "hvdx-updates"
 # Bytes behind the elements of an array, which hold a number by which other ranks recognise it.
@@ -72,7 +75,7 @@ def share(channel: Channel, elements: int, who: str) -> list[np.ndarray] | None:
     if not failed.any():
         return arrays
     if reason and not failed[: channel.rank].any():
-        _report(f"hvdx: {who}: {reason} Until then the ranks of this host send messages, which takes more time.")
+        _report(f"{who}: {reason} Until then the ranks of this host send messages, which takes more time.")
     return None
 
 
@@ -138,4 +141,4 @@ def _report(text: str) -> None:
     global _reported
     if not _reported:
         _reported = True
-        print(text, file=sys.stderr, flush=True)
+        _log.warning(text)

@@ -19,6 +19,9 @@ from hvdx.comm import progress
 from hvdx.comm.progress import Report
 from hvdx.comm.waiting import LIMIT_VARIABLE, time_limit, until
 from hvdx.errors import ConfigError, ExchangeError
+from hvdx.log import ERROR, WARNING, Log
+
+_log = Log(__name__)
 
 #: Seconds without progress after which a rank prints the position of all ranks; 0 for never.
 STALL_VARIABLE = "HVDX_STALL_WARNING"
@@ -168,7 +171,7 @@ class Watchdog:
         except Exception as error:
             # A watchdog must not harm the training; MPI is breaking down anyway.
             if not self._stop.is_set():
-                print(f"hvdx: rank {self._rank} no longer watches for stalls: {error}", file=sys.stderr, flush=True)
+                _log.urgent(WARNING, f"rank {self._rank} no longer watches for stalls: {error}")
 
     def _announce_end(self) -> None:
         if self._end_announced or self._mpi.Is_finalized():
@@ -227,9 +230,7 @@ class Watchdog:
         everyone: dict[int, Report | None] = {r: self._reports.get(r) for r in range(self._size)}
         gone = sorted(self._gone.keys() - self._reports.keys())
         text = progress.message(everyone, gone, progress.idle(), self._hosts)
-        # One write, so that it does not mix with the output of other ranks.
-        sys.stderr.write(f"{text}\n")
-        sys.stderr.flush()
+        _log.urgent(WARNING, text)
 
     def _receive(self) -> None:
         """Receive and handle the messages that have arrived."""
@@ -275,10 +276,9 @@ def departure(rank: int, size: int, host: str, how: str) -> str:
 
 
 def print_end(said: str) -> None:
-    """Print the reason for which this rank is about to end the job, in one write, and flush the script's output."""
-    sys.stderr.write(f"hvdx: {said}; ending the job on all ranks\n")
+    """Log the reason for which this rank is about to end the job, and flush the script's output."""
+    _log.urgent(ERROR, f"{said}; ending the job on all ranks")
     sys.stdout.flush()
-    sys.stderr.flush()
 
 
 def _await(request: Any) -> None:

@@ -7,7 +7,6 @@ also carries tensors.
 
 import os
 import socket
-import sys
 from dataclasses import replace
 from importlib import metadata
 from typing import Any
@@ -18,6 +17,9 @@ from hvdx.comm.base import Comm, Engine, GraphComm
 from hvdx.comm.launcher import Launch, detect, usable_cores
 from hvdx.comm.local import LocalComm
 from hvdx.errors import ConfigError, LaunchError
+from hvdx.log import Log, set_rank
+
+_log = Log(__name__)
 
 # Ranks that poll for messages starve each other. With more ranks per core, a step takes minutes and looks like a hang.
 _RANKS_PER_CORE = 4
@@ -63,7 +65,9 @@ def start(servers: int = 0) -> Comm:
             _launch = replace(_launch, size=mpi.initialise())
         if _launch is None or _launch.size == 1:
             _comm = LocalComm()
+            set_rank(0)
         else:
+            set_rank(_launch.rank)
             split = mesh.parse(os.environ.get(mesh.VARIABLE) if _split is None else _split)
             _check_machine(_launch)
             failure.install(_launch.rank, _launch.size or 0)
@@ -156,11 +160,9 @@ def _choose(comm: Comm, has_horovod: bool) -> Engine:
         return "horovod"
     if comm.rank == 0 and (any(everyone) or _first_time()):
         where = f" on rank {everyone.index(False)}" if any(everyone) else ""
-        print(
-            f"hvdx: Horovod is not installed{where}, so MPI on the host exchanges the tensors. "
-            "`hvdx build-horovod` adds collectives that run inside the TensorFlow graph, without calls of Python.",
-            file=sys.stderr,
-            flush=True,
+        _log.info(
+            f"Horovod is not installed{where}, so MPI on the host exchanges the tensors. "
+            "`hvdx build-horovod` adds collectives that run inside the TensorFlow graph, without calls of Python."
         )
     return "mpi"
 

@@ -3,7 +3,6 @@
 import os
 import re
 import socket
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +10,9 @@ import tensorflow as tf
 
 from hvdx.comm import Comm, GraphComm
 from hvdx.comm.launcher import TENSORFLOW_THREADS, detect, threads_for
+from hvdx.log import Log
+
+_log = Log(__name__)
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def place(comm: Comm) -> None:
     gpu = _set_gpu(comm, [environ for host, _, environ in ranks if host == socket.gethostname()])
     if comm.rank == 0:
         sizes = sorted(size for _, size, _ in ranks)
-        print(f"hvdx: {_describe_ranks(comm, sizes)}; {threads} and {gpu} a worker.", file=sys.stderr, flush=True)
+        _log.info(f"{_describe_ranks(comm, sizes)}; {threads} and {gpu} a worker.")
 
 
 def _describe_ranks(comm: Comm, sizes: list[int]) -> str:
@@ -159,11 +161,10 @@ def _set_gpu(comm: Comm, environs: Sequence[Mapping[str, str]]) -> str:
         return "all GPUs of its host (TensorFlow started before hvdx: call hvdx.init() first)"
     if chosen.shared:
         if comm.local_rank == 0:
-            print(
-                f"hvdx: warning: {comm.local_size} workers on this host share {len(gpus)} "
+            _log.warning(
+                f"{comm.local_size} workers on this host share {len(gpus)} "
                 f"GPU{'s' * (len(gpus) != 1)}. Start one worker per GPU.",
-                file=sys.stderr,
-                flush=True,
+                head="hvdx: warning: ",
             )
         return "part of a GPU"
     return "one GPU"

@@ -17,7 +17,6 @@ import itertools
 import json
 import os
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +25,10 @@ from typing import Any
 import numpy as np
 
 from hvdx.errors import ConfigError
+from hvdx.log import Log
 from hvdx.report import lines
+
+_log = Log(__name__)
 
 #: Version of the schema. A reader refuses a later one.
 SCHEMA = 1
@@ -364,7 +366,7 @@ def _read_file(path: Path) -> list[RankRecord]:
             records[-1].end = values
     if left_out:
         more = f"; {len(left_out) - 1} more lines are left out" if len(left_out) > 1 else ""
-        print(f"hvdx: WARNING: {path}: {left_out[0]}. The line is left out{more}.", file=sys.stderr, flush=True)
+        _log.warning(f"{path}: {left_out[0]}. The line is left out{more}.", head="hvdx: WARNING: ")
     for record, found in zip(records, columns, strict=True):
         record.steps = {name: np.array([*itertools.chain(*lists)], np.float64) for name, lists in found.items()}
     return records

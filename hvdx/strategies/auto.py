@@ -1,6 +1,5 @@
 """Automatic choice of a strategy, by a measurement of a few steps and of the network."""
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,6 +9,7 @@ import numpy as np
 
 from hvdx.comm import Comm
 from hvdx.comm.launcher import kernel_threads, own_cores
+from hvdx.log import Log
 from hvdx.strategies import link
 from hvdx.strategies.all_reduce import AllReduce
 from hvdx.strategies.base import Strategy, TensorSpec, views
@@ -19,6 +19,8 @@ from hvdx.strategies.link import ring_bytes
 from hvdx.strategies.prediction import Codec, Prediction, Situation, installed_engine, measure_codec
 from hvdx.strategies.telemetry import Telemetry
 from hvdx.strategies.threshold import Threshold
+
+_log = Log(__name__)
 
 #: Number of steps to measure. The first step of an epoch is not measured: its time may include compiling.
 TRIAL_STEPS = 3
@@ -73,7 +75,7 @@ class Auto(Strategy):
             if isinstance(chosen, Threshold) and not updates:
                 chosen = Threshold(placement="gradient", overhead=chosen.overhead)
                 reason += f" This optimiser has no updates, so its gradients are compressed: {chosen}."
-            print(f"hvdx: auto: {reason}", file=sys.stderr, flush=True)
+            _log.info(f"auto: {reason}")
         strategy: Strategy = comm.all_gather_object(chosen, "the strategy")[0]
         return strategy
 

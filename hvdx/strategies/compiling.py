@@ -1,12 +1,14 @@
 """Compilation of a codec's kernels on all ranks, reported once by rank 0."""
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 from hvdx.comm import Comm, progress
+from hvdx.log import Log
 
 if TYPE_CHECKING:
     from hvdx.codec import Codec
+
+_log = Log(__name__)
 
 
 def prepare_together(codec: "Codec[Any]", comm: Comm, what: str) -> None:
@@ -25,7 +27,7 @@ def prepare_together(codec: "Codec[Any]", comm: Comm, what: str) -> None:
     reasons = comm.all_gather_object(why, f"the kernels of {what}")
     if any(reasons) and comm.rank == 0:
         rank, reason = next((r, text) for r, text in enumerate(reasons) if text)
-        _say(
+        _log.warning(
             f"rank {rank} cannot keep the compiled kernels, so each process compiles them again: {reason}. "
             "Set HVDX_CACHE to a folder of your own."
         )
@@ -39,11 +41,7 @@ def announce(codec: "Codec[Any]", what: str, where: str = "") -> None:
         what: owner of the kernels.
         where: text to add after `what`, such as " on 2 of 4 ranks".
     """
-    _say(
+    _log.info(
         f"compiling the kernels of {what}{where}: about {codec.compile_seconds} s of an idle core, once on each "
         "machine (`hvdx build-kernels` does it beforehand)"
     )
-
-
-def _say(text: str) -> None:
-    print(f"hvdx: {text}", file=sys.stderr, flush=True)

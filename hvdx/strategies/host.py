@@ -1,7 +1,6 @@
 """The contract of an exchange on the host, with the compute timer and the reports of skipped steps."""
 
 import abc
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
@@ -10,9 +9,12 @@ import numpy as np
 
 from hvdx.comm import clock
 from hvdx.errors import HvdxError
+from hvdx.log import Log
 from hvdx.strategies.base import Exchange, TensorSpec
 from hvdx.strategies.link import Link
 from hvdx.strategies.telemetry import Telemetry
+
+_log = Log(__name__)
 
 T = TypeVar("T")
 
@@ -215,7 +217,7 @@ class HostExchange(Exchange):
             raise HvdxError(error())
         if reports and (self._skips & (self._skips - 1)) == 0:
             again = f", {self._skips} in a row" if self._skips > 1 else ""
-            print(f"hvdx: {report(again)}", file=sys.stderr, flush=True)
+            _log.warning(report(again))
 
 
 def find(specs: Sequence[TensorSpec], place: int) -> tuple[int, int]:

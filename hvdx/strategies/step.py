@@ -7,7 +7,6 @@ without another exchange. If one rank has NaN, all ranks skip the step, and thei
 """
 
 import abc
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ import numpy as np
 from hvdx.comm import Comm, clock
 from hvdx.comm.alignment import aligned
 from hvdx.errors import ConfigError, HvdxError, UpdateError, WireError
+from hvdx.log import Log
 from hvdx.strategies.base import TensorSpec, views
 from hvdx.strategies.host import (
     ELSEWHERE,
@@ -34,6 +34,8 @@ from hvdx.strategies.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from hvdx.codec import Codec  # imports Numba, which not all strategies need
+
+_log = Log(__name__)
 
 #: Steps between measurements of the residual, each of which reads all of it.
 RESIDUAL_EVERY = 64
@@ -408,7 +410,7 @@ class MessageExchange(HostExchange):
         except UpdateError as error:
             where = f"rank {self._world_ranks[self._rank]}, step {self._step + 1}"
             fault = error.within(self.specs[error.variable].name)
-            print(f"hvdx: {where}: {fault}", file=sys.stderr, flush=True)
+            _log.warning(f"{where}: {fault}")
             return REFUSED, self.encoder.silent(self._step)
         count_entries(self.telemetry, encoded, self._n)
         if self._thread is not None:

@@ -123,7 +123,7 @@ def test_diagnosis_names_the_missing_ranks(reports, gone, ranks):
 def test_message_has_a_line_for_each_rank():
     text = message({0: waits(), 1: trains(4, lines=("train.py:42 in load",)), 2: None}, [], 60.4, "abc")
     assert text.splitlines() == [
-        "hvdx: no progress for 60 s: ranks 1 (b), 2 (c) have not reached the updates.",
+        "no progress for 60 s: ranks 1 (b), 2 (c) have not reached the updates.",
         "  rank 0 (a): waits in the updates, step 5 of epoch 1, for 60 s",
         "  rank 1 (b): step 4 of epoch 1, for 60 s; at train.py:42 in load",
         "  rank 2 (c): does not answer: its process is stopped or gone, or a library blocks Python",
@@ -132,7 +132,7 @@ def test_message_has_a_line_for_each_rank():
 
 def test_message_names_no_missing_rank_if_all_wait():
     text = message({0: waits(), 1: waits(), 2: Report("b", serves=True)}, [], 60)
-    assert text.startswith("hvdx: no progress for 60 s: all workers wait in the updates, and none is missing.")
+    assert text.startswith("no progress for 60 s: all workers wait in the updates, and none is missing.")
     assert "rank 2 (b): serves the others" in text
 
 
@@ -142,9 +142,9 @@ def compiles(idle=60.0, what="the training step", **more):
 
 def test_compiling_ranks_are_reported_and_not_called_missing():
     text = message({0: waits(), 1: compiles(what="the kernels of Threshold"), 2: waits()}, [], 60)
-    assert text == "hvdx: rank 1 (c) has been compiling the kernels of Threshold for 60 s, which takes long only once."
+    assert text == "rank 1 (c) has been compiling the kernels of Threshold for 60 s, which takes long only once."
     text = message({0: compiles(), 1: compiles()}, [], 120)
-    assert text.startswith("hvdx: ranks 0 (c), 1 (c) have been compiling the training step for 120 s")
+    assert text.startswith("ranks 0 (c), 1 (c) have been compiling the training step for 120 s")
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_compiling_ranks_are_reported_and_not_called_missing():
     ],
 )
 def test_stall_is_reported_although_other_ranks_compile(reports, gone, ranks):
-    assert message(dict(enumerate(reports)), gone, 60).startswith(f"hvdx: no progress for 60 s: {ranks}")
+    assert message(dict(enumerate(reports)), gone, 60).startswith(f"no progress for 60 s: {ranks}")
 
 
 def test_here_names_the_object_that_is_compiled():

@@ -67,14 +67,14 @@ def test_one_rank_without_memory_is_reported_once_and_all_do_without(fault, monk
     monkeypatch.setattr(shared_memory, "_report", printed.append)
     assert [arrays for arrays, _ in on_all(3, share)] == [None] * 3
     (line,) = printed
-    assert line.startswith(f"hvdx: {text}: not permitted.")
+    assert line.startswith(f"{text}: not permitted.")
     assert ("one container" in line) == (fault == "another container")
 
 
 def test_report_is_printed_once(capfd):
     for text in ("one", "two"):
         shared_memory._report(text)
-    assert capfd.readouterr().err == "one\n"
+    assert capfd.readouterr().err == "hvdx: one\n"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 import hvdx
 import hvdx.keras as hvd
+from hvdx.log import Log
 
 
 def test_functions_of_hvdx_are_not_converted(tmp_path, monkeypatch):
@@ -27,3 +28,17 @@ def test_functions_of_hvdx_are_not_converted(tmp_path, monkeypatch):
     converted = [path.read_text() for path in tmp_path.glob("__autograph_generated_file*")]
     assert len(converted) == 1
     assert "def tf__step(x)" in converted[0]
+
+
+def test_messages_of_a_function_that_is_traced(capfd):
+    hvdx.init()
+    say = Log("hvdx.test")
+
+    @tf.function
+    def step(x):
+        say.info("text")
+        return x
+
+    capfd.readouterr()
+    step(tf.ones(1))
+    assert capfd.readouterr().err == "hvdx: text\n"

@@ -1,6 +1,9 @@
+import logging
+
 import pytest
 
 from hvdx import comm as world
+from hvdx.log import Log
 from tests.checks import COMM_CHECKS, GRAPH_CHECKS, MAILBOX_CHECKS
 
 
@@ -29,3 +32,14 @@ def test_graph_comm_without_horovod_passes(check):
 @pytest.mark.parametrize("check", MAILBOX_CHECKS.values(), ids=MAILBOX_CHECKS)
 def test_messages_pass(check):
     check(world.start())
+
+
+@pytest.mark.sizes(1, 2, 4)
+def test_records_have_the_rank(monkeypatch):
+    comm, found, handler = world.start(), [], logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: found.append((record.rank, record.getMessage())))
+    logger = logging.getLogger("hvdx.test")
+    logger.addHandler(handler)
+    Log(logger.name).info("text")
+    logger.removeHandler(handler)
+    assert found == [(comm.rank, "text")]

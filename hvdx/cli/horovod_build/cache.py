@@ -17,6 +17,9 @@ from hvdx.cache import cache_folder
 from hvdx.cli.horovod_build import patches, source
 from hvdx.errors import ConfigError
 from hvdx.kernels import trust
+from hvdx.log import Log
+
+_log = Log(__name__)
 
 _METADATA = "metadata.json"
 
@@ -103,7 +106,7 @@ def get(key: Key, folder: Path) -> Path | None:
         trust.check(wheel.parent)
         trust.check(wheel)
     except PermissionError as error:
-        print(f"hvdx: the cached wheel is not used, and built again: {error}", file=sys.stderr)
+        _log.warning(f"the cached wheel is not used, and built again: {error}")
         return None
     return wheel if source.digest(wheel) == metadata.get("sha256") else None
 

@@ -16,12 +16,15 @@ from hvdx.errors import ConfigError
 from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
 from hvdx.keras.checkpoint.contents import Data, random_states, set_random_states, snapshot
 from hvdx.keras.checkpoint.folder import Folder, Position, positions_in
-from hvdx.keras.checkpoint.restoring import Restored, print_on_rank_0, restore_newest
+from hvdx.keras.checkpoint.restoring import Restored, restore_newest
 from hvdx.keras.checkpoint.schedule import Polls, parse
 from hvdx.keras.checkpoint.writer import Writer, wait_for_all
 from hvdx.keras.fit import callback_list, data, state
 from hvdx.keras.fit.sync_callback import SyncCallback, all_gather_at
 from hvdx.keras.joining import join
+from hvdx.log import Log
+
+_log = Log(__name__)
 
 
 class _Status(NamedTuple):
@@ -159,7 +162,8 @@ class Checkpoint(keras.callbacks.Callback):
     def _resume_from(self, restored: Restored) -> None:
         position, skip = self._convert_position(restored)
         self.model._initial_epoch = position.epoch
-        print_on_rank_0(f"resuming after {position}, from {self.directory}")
+        if self._comm.rank == 0:
+            _log.info(f"resuming after {position}, from {self.directory}.")
         if self._sync is not None:
             self._sync.steps_done = position.step
         if self._asynchronous or not (position.step or skip):
@@ -348,7 +352,8 @@ class Checkpoint(keras.callbacks.Callback):
         assert self._writer is not None
         self._writer.finish()
         self._folder.release()
-        print_on_rank_0(f"{signal}: saved to {self.directory}, to resume later; ending with exit code {REQUEUE_CODE}")
+        if self._comm.rank == 0:
+            _log.info(f"{signal}: saved to {self.directory}, to resume later; ending with exit code {REQUEUE_CODE}.")
         # When the first rank ends, a launcher sends signals to the others.
         PreemptionListener.ignore()
         acknowledge()

@@ -17,7 +17,6 @@ import os
 import re
 import shutil
 import socket
-import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +30,9 @@ from hvdx.keras.checkpoint import owner
 from hvdx.keras.checkpoint.files import Arrays, as_checkpoint_error
 from hvdx.keras.checkpoint.owner import Owner
 from hvdx.keras.fit.sync_callback import all_gather_at
+from hvdx.log import Log
+
+_log = Log(__name__)
 
 T = TypeVar("T")
 
@@ -195,8 +197,7 @@ class Folder:
         if refusal:
             raise ConfigError.on_all_ranks(refusal)
         if self._owner is not None and not self._owner.locked:
-            message = f"hvdx: {self.path}: this file system has no locks: a second job that saves here is not detected."
-            print(message, file=sys.stderr, flush=True)
+            _log.warning(f"{self.path}: this file system has no locks: a second job that saves here is not detected.")
 
     def release(self) -> None:
         """Release the folder for other jobs."""

@@ -1,7 +1,6 @@
 """Restoring of a model from a checkpoint."""
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +24,9 @@ from hvdx.keras.checkpoint.parts import PREFIX, Division
 from hvdx.keras.fit import data, noise, replicas
 from hvdx.keras.joining import join
 from hvdx.keras.shards import shard_of, whole_shape
+from hvdx.log import Log
+
+_log = Log(__name__)
 
 Assignments = list[tuple[Any, np.ndarray]]
 
@@ -109,7 +111,8 @@ def _restore_or_set_aside(folder: Folder, position: Position, model: Any) -> Res
     if not all(failure.damaged for failure in failed.values()):
         folder.fail(place, problem, failed, "Nothing was changed.")
     listed = "; ".join(f"rank {rank}: {failure.text}" for rank, failure in failed.items())
-    print_on_rank_0(f"{path}: {listed}. It is set aside, and the checkpoint before it is used")
+    if comm.rank == 0:
+        _log.warning(f"{path}: {listed}. It is set aside, and the checkpoint before it is used.")
 
     def set_aside() -> None:
         if comm.rank == 0:
@@ -157,7 +160,8 @@ class _LoadedCheckpoint:
             ConfigError, ReplicaError: if the saved state of a strategy does not fit the strategy.
         """
         for remark in self._remarks:
-            print_on_rank_0(remark)
+            if folder.comm.rank == 0:
+                _log.warning(f"{remark}.")
         for variable, value in self._variables:
             variable.assign(value)
         for adapter, _, weights in self._adapters:
@@ -341,9 +345,3 @@ class _LoadedCheckpoint:
             return dict(self._rank_file().part(prefix))
         saved = [self._saved.rank(rank).part(prefix) for rank in range(self._saved_size)]
         return adapter.merge([dict(arrays) for arrays in saved], self._rank, self._size)
-
-
-def print_on_rank_0(message: str) -> None:
-    """Print a message to stderr on rank 0."""
-    if join().rank == 0:
-        print(f"hvdx: {message}.", file=sys.stderr, flush=True)

@@ -20,7 +20,10 @@ from hvdx.comm import Comm
 from hvdx.keras.adapters.optimizer_state import innermost, slots
 from hvdx.keras.adapters.updates import momentum_of
 from hvdx.keras.fit import callback_list, data
+from hvdx.log import Log
 from hvdx.version import __version__
+
+_log = Log(__name__)
 
 
 def attempt(describe: Callable[[Any], dict[str, Any] | None], thing: Any) -> dict[str, Any] | None:
@@ -37,7 +40,7 @@ def attempt(describe: Callable[[Any], dict[str, Any] | None], thing: Any) -> dic
     try:
         return describe(thing)
     except Exception as error:  # Properties of a user's class may raise anything.
-        print(f"hvdx: record: {type(thing).__name__} cannot be described: {error!r}", file=sys.stderr)
+        _log.warning(f"record: {type(thing).__name__} cannot be described: {error!r}")
         return {}
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import os
-import sys
 from collections.abc import Callable, Collection
 from typing import Any, Literal
 
@@ -39,10 +38,13 @@ from hvdx.keras.fit.recording import Recording
 from hvdx.keras.fit.sync_callback import SyncCallback
 from hvdx.keras.joining import join
 from hvdx.keras.shards import by_ranks
+from hvdx.log import Log
 from hvdx.report.counters import Counters
 from hvdx.report.summary import summary
 from hvdx.strategies import Strategy, agree_on_strategy, resolve
 from hvdx.strategies.telemetry import Telemetry, followed, merged
+
+_log = Log(__name__)
 
 
 class Distribute(keras.callbacks.Callback):
@@ -181,10 +183,7 @@ class Distribute(keras.callbacks.Callback):
         if self.model.jit_compile:
             self._jit_compile, self.model.jit_compile = self.model.jit_compile, False
             if self._comm.rank == 0:
-                print(
-                    "hvdx: jit_compile is off during this fit: XLA cannot compile exchanges with other ranks.",
-                    file=sys.stderr,
-                )
+                _log.info("jit_compile is off during this fit: XLA cannot compile exchanges with other ranks.")
         self._precede_steps()
         if kept is not None:
             self.model.train_function = kept.function
@@ -396,7 +395,7 @@ class Distribute(keras.callbacks.Callback):
 
     def _say(self, what: str) -> None:
         if self._comm.rank == 0:
-            print(f"\nhvdx: {limits.VARIABLE}={self._limit.text}: {what}.", file=sys.stderr, flush=True)
+            _log.info(f"{limits.VARIABLE}={self._limit.text}: {what}.", head="\nhvdx: ")
 
     def _print_end(self) -> None:
         """Print on rank 0 what the exchanges of this fit cost, or that it had nothing left to train."""
@@ -404,7 +403,7 @@ class Distribute(keras.callbacks.Callback):
         if self._comm.rank != 0:
             return
         if epochs and not self._epoch_began:
-            print(f"hvdx: nothing was trained: {epochs} epochs of this fit were trained before.", file=sys.stderr)
+            _log.info(f"nothing was trained: {epochs} epochs of this fit were trained before.")
         elif self._comm.size > 1 and self.params.get("verbose"):
             print(self.summary(), flush=True)
 

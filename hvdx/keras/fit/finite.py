@@ -1,6 +1,5 @@
 """Detection of NaN and infinity, with the rank, step and gradient where they first occurred."""
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +7,9 @@ import tensorflow as tf
 
 from hvdx.comm import Comm
 from hvdx.errors import ReplicaError
+from hvdx.log import Log
+
+_log = Log(__name__)
 
 # The cheapest tensor summary of tfdbg, in one pass without a copy: [an id, whether the tensor holds NaN or infinity].
 _HEALTH = 2
@@ -102,5 +104,6 @@ def check(weights: Sequence[Any], firsts: Sequence[tuple[int, str]], comm: Comm,
             "no checkpoint of these weights should be used."
         )
     if source and comm.rank == 0:
-        print(f"hvdx: warning: a gradient held NaN or infinity. {source}; the weights are finite {when}.",
-              file=sys.stderr, flush=True)  # fmt: skip
+        _log.warning(
+            f"a gradient held NaN or infinity. {source}; the weights are finite {when}.", head="hvdx: warning: "
+        )

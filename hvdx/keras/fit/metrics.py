@@ -6,7 +6,6 @@ counts, or the AUC of all samples, which differs from the mean of the ranks' AUC
 """
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvdx.comm import Comm
+from hvdx.log import Log
+
+_log = Log(__name__)
 
 
 def are_metrics_of(model: Any, logs: dict[str, Any]) -> bool:
@@ -175,9 +177,7 @@ def _mean(name: str, arrays: list[np.ndarray], comm: Comm) -> Any:
 
 @functools.cache
 def _tell_of_shapes(name: str) -> None:
-    print(
-        f"hvdx: train_step or test_step returns {name!r}, of different shapes on the ranks, so the logs hold only rank "
-        "0's value. Return its mean over the samples, or use a metric.",
-        file=sys.stderr,
-        flush=True,
+    _log.warning(
+        f"train_step or test_step returns {name!r}, of different shapes on the ranks, so the logs hold only rank "
+        "0's value. Return its mean over the samples, or use a metric."
     )

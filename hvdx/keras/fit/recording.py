@@ -7,7 +7,6 @@ of TensorFlow; they are read once for each line, and its calls share the differe
 
 import atexit
 import os
-import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -18,8 +17,11 @@ import numpy as np
 from hvdx.errors import ConfigError, ReplicaError
 from hvdx.keras.adapters.base import Adapter
 from hvdx.keras.fit.description import peak_memory
+from hvdx.log import WARNING, Log
 from hvdx.report.records import COLUMNS, SCHEMA, Writer
 from hvdx.strategies.telemetry import Telemetry
+
+_log = Log(__name__)
 
 #: Environment variable: folder of the record.
 VARIABLE = "HVDX_RECORD"
@@ -207,7 +209,7 @@ class Recording:
         try:
             self._write(epoch_over=True, live=False)
         except Exception as error:  # The process is ending because of another error, which matters more.
-            print(f"hvdx: record: its last rows are missing: {error}", file=sys.stderr)
+            _log.urgent(WARNING, f"record: its last rows are missing: {error}")
         self._stop()
 
     # -- lines --------------------------------------------------------------------------------------------------------
@@ -239,10 +241,8 @@ class Recording:
             self._writer.write(kind, **values)
         except OSError as error:
             # Training is worth more than its record.
-            print(
-                f"hvdx: WARNING: rank {self._rank} records no more: {self._writer.path}: {error.strerror}.",
-                file=sys.stderr,
-                flush=True,
+            _log.warning(
+                f"rank {self._rank} records no more: {self._writer.path}: {error.strerror}.", head="hvdx: WARNING: "
             )
             self._stop()
 

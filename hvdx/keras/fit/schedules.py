@@ -1,6 +1,5 @@
 """Learning-rate schedules that are counted in steps: N ranks take one N-th of the steps of one process."""
 
-import sys
 from typing import Any
 
 import keras
@@ -8,6 +7,9 @@ import keras
 from hvdx.comm import Comm
 from hvdx.keras.adapters.optimizer import optimizers_of
 from hvdx.keras.adapters.optimizer_state import innermost
+from hvdx.log import Log
+
+_log = Log(__name__)
 
 # Numbers of steps in the schedules of Keras, and in those of others that name them so. `boundaries` is a list.
 _COUNTS = ("decay_steps", "first_decay_steps", "boundaries", "warmup_steps", "total_steps")
@@ -58,7 +60,7 @@ def tell(model: Any, steps: int, comm: Comm) -> None:
             # In a later fit it is not known how many steps the script has planned.
             text = remark(schedule, steps, comm.size) if done == 0 else ""
             if text:
-                print(f"hvdx: {text}", file=sys.stderr, flush=True)
+                _log.warning(text)
 
 
 def _last(count: Any) -> int:

@@ -2,7 +2,6 @@
 
 import functools
 import os
-import sys
 import weakref
 from typing import Any
 
@@ -10,6 +9,9 @@ import keras
 
 from hvdx.comm import Comm, graph_calls
 from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
+from hvdx.log import Log
+
+_log = Log(__name__)
 
 #: Environment variable; 1 turns the warning off.
 VARIABLE = "HVDX_ALLOW_SEPARATE"
@@ -63,12 +65,11 @@ class _FirstStep(keras.callbacks.Callback):
         if graph_calls() > self._before or _is_distributed(self.model) or os.environ.get(VARIABLE) == "1":
             return
         if self._comm.rank == 0:
-            print(
-                f"\nhvdx: WARNING: {self._comm.size} ranks each train a model of their own: nothing combines their "
+            _log.warning(
+                f"{self._comm.size} ranks each train a model of their own: nothing combines their "
                 "gradients or weights, and their weights will differ. Add the callback, model.fit(..., "
                 "callbacks=[hvdx.keras.Distribute()]), or compile the model with "
                 "hvdx.keras.DistributedOptimizer(optimizer); an optimizer that was made again from a configuration or "
                 f"a file has to be distributed again. Set {VARIABLE}=1 if this is intended.",
-                file=sys.stderr,
-                flush=True,
+                head="\nhvdx: WARNING: ",
             )

@@ -1,7 +1,6 @@
 """Weights that no gradient reaches, at the end of an epoch: means, sums (`Distribute(summed=...)`), or rank 0's."""
 
 import functools
-import sys
 import weakref
 from typing import Any
 
@@ -11,6 +10,9 @@ import tensorflow as tf
 from hvdx.comm import Comm
 from hvdx.keras.adapters.rank_local import declared
 from hvdx.keras.fit import replicas
+from hvdx.log import Log
+
+_log = Log(__name__)
 
 # For each model, the values by the `id` of the variable when they were last the same on all ranks.
 _common: "weakref.WeakKeyDictionary[Any, dict[int, np.ndarray]]" = weakref.WeakKeyDictionary()
@@ -26,12 +28,10 @@ def combine(model: Any, comm: Comm) -> None:
 
 @functools.cache
 def _tell(names: str) -> None:
-    print(
-        f"hvdx: {names}: different on the ranks, and without a mean, because it is no floating-point number; all ranks "
+    _log.warning(
+        f"{names}: different on the ranks, and without a mean, because it is no floating-point number; all ranks "
         "get the value of rank 0 after each epoch. Distribute(summed=[...]) adds up counts, Distribute(local=[...]) "
-        "leaves each rank its own.",
-        file=sys.stderr,
-        flush=True,
+        "leaves each rank its own."
     )
 
 

@@ -1,6 +1,5 @@
 """Synchronisation of the ranks' `fit`: the part of `Distribute` that runs after all other callbacks."""
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +8,10 @@ import keras
 from hvdx.comm import Comm
 from hvdx.errors import HvdxError, ReplicaError
 from hvdx.keras.fit import callback_list, py_datasets
+from hvdx.log import Log
 from hvdx.strategies import StepClient, Strategy
+
+_log = Log(__name__)
 
 
 def all_gather_at(comm: Comm, place: str, payload: Any = None) -> list[Any]:
@@ -101,10 +103,9 @@ class SyncCallback(keras.callbacks.Callback):
             )
         self._limit = fewest
         if self._comm.rank == 0:
-            print(
-                f"hvdx: the ranks have {min(known)} to {max(known)} steps; every epoch ends after {fewest}. "
-                "hvdx.shard distributes the data evenly.",
-                file=sys.stderr,
+            _log.warning(
+                f"the ranks have {min(known)} to {max(known)} steps; every epoch ends after {fewest}. "
+                "hvdx.shard distributes the data evenly."
             )
 
     def share_steps(self, steps: list[int | None], steps_per_execution: int, strategy: Strategy) -> StepClient:

@@ -3,7 +3,6 @@
 import atexit
 import json
 import os
-import sys
 import threading
 import time
 import weakref
@@ -17,10 +16,13 @@ from hvdx.comm import Comm, Mailbox, Message, progress
 from hvdx.comm.launcher import kernel_threads
 from hvdx.comm.waiting import LIMIT_VARIABLE, Backoff, time_limit
 from hvdx.errors import ExchangeError, HvdxError, WireError
+from hvdx.log import Log
 from hvdx.strategies.serving.messages import SERVER_BOX, WORKER_BOX, MessageType
 from hvdx.strategies.serving.request_handler import RequestHandler
 from hvdx.strategies.serving.server import serve_in_thread
 from hvdx.strategies.sessions import PerComm, Polling, Series
+
+_log = Log(__name__)
 
 #: Message to a server: rank of the server, header and body.
 Call = tuple[int, list[int], np.ndarray | None]
@@ -171,7 +173,7 @@ class ServerClient:
                     raise ExchangeError(self._report_wait(waited, sorted(silent), awaited))
                 if waited > _WARN_SECONDS and awaited and not warned:
                     warned = True
-                    print(f"hvdx: {self._report_wait(waited, [], awaited)}", file=sys.stderr, flush=True)
+                    _log.warning(self._report_wait(waited, [], awaited))
                 polling.sleep(self._box.coming, naps=False)
                 continue
             polling.found()
@@ -228,11 +230,7 @@ class ServerClient:
             if waited > _QUIET_SECONDS and not reported and self._handler is not None:
                 reported = True
                 others = sorted(self._handler.present)
-                print(
-                    f"hvdx: rank {self._comm.rank} has ended, and serves until ranks {others} have ended.",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                _log.info(f"rank {self._comm.rank} has ended, and serves until ranks {others} have ended.")
             backoff.sleep()
         self._stop.set()
         if self._thread is not None:

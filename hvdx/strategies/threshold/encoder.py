@@ -1,6 +1,5 @@
 """Encoder of the threshold strategy: the residual, the density of each step, and the correction for noise."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -11,6 +10,7 @@ from hvdx import codec as codecs
 from hvdx.comm import Comm, progress
 from hvdx.comm.launcher import kernel_threads
 from hvdx.errors import ConfigError, UpdateError
+from hvdx.log import Log
 from hvdx.strategies.base import TensorSpec
 from hvdx.strategies.compiling import prepare_together
 from hvdx.strategies.host import StepInput, find
@@ -21,6 +21,8 @@ from hvdx.strategies.threshold.noise import GatheredSample, NoiseEstimate, Summe
 from hvdx.strategies.threshold.options import Options
 from hvdx.strategies.threshold.shards import Order
 from hvdx.strategies.threshold.warmup import START
+
+_log = Log(__name__)
 
 # Steps whose entries are counted together, to notice an exchange that is starved.
 _STARVATION_STEPS = 16
@@ -139,11 +141,9 @@ class ThresholdEncoder(Encoder):
         """Warn once if messages are larger than float32 updates, which a fixed tau far below the updates causes."""
         if size > 4 * self._n + 1000 and not self._warned:
             self._warned = True
-            print(
-                f"hvdx: rank {self._rank}: a message has {size:,} bytes, the update in float32 only {4 * self._n:,}: "
-                f"tau={self.options.tau} is too small for these updates. Raise it, or give target_density instead.",
-                file=sys.stderr,
-                flush=True,
+            _log.warning(
+                f"rank {self._rank}: a message has {size:,} bytes, the update in float32 only {4 * self._n:,}: "
+                f"tau={self.options.tau} is too small for these updates. Raise it, or give target_density instead."
             )
 
     def _starved_steps(self, entries: int) -> int:
@@ -168,11 +168,9 @@ class ThresholdEncoder(Encoder):
                 remedy = f"Give a density, such as target_density=0.01, or more than overhead={self.options.overhead:g}"
             elif given:
                 remedy = "Give a larger target_density, or a warm-up such as warmup='density:200'"
-            print(
-                f"hvdx: threshold: the exchange is starved: in the last {_STARVATION_STEPS} steps rank 0 sent "
-                f"{100 * density:.2g} % of the elements, so the workers hardly learn from each other. {remedy}.",
-                file=sys.stderr,
-                flush=True,
+            _log.warning(
+                f"threshold: the exchange is starved: in the last {_STARVATION_STEPS} steps rank 0 sent "
+                f"{100 * density:.2g} % of the elements, so the workers hardly learn from each other. {remedy}."
             )
         return _STARVATION_STEPS
 

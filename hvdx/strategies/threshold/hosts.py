@@ -1,6 +1,5 @@
 """Exchange of the threshold strategy on hosts with several ranks: dense sums within a host, messages between hosts."""
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -9,6 +8,7 @@ import numpy as np
 from hvdx.comm import Comm, clock
 from hvdx.comm.alignment import aligned
 from hvdx.errors import ConfigError
+from hvdx.log import Log
 from hvdx.strategies import link
 from hvdx.strategies.base import TensorSpec, views
 from hvdx.strategies.compiling import prepare_together
@@ -20,6 +20,8 @@ from hvdx.strategies.threshold.host_sums import open_sums
 from hvdx.strategies.threshold.noise import common_sample
 from hvdx.strategies.threshold.options import Options
 from hvdx.strategies.threshold.shards import OWNER, whole_residual
+
+_log = Log(__name__)
 
 # "No rank", where a header names a rank of the host.
 _NOBODY = -1
@@ -157,7 +159,7 @@ class HostsExchange(HostExchange):
             failed = set()
         elif fault and blaming.index(faulty) == self._position:
             where = f"rank {self._world_ranks[faulty]}, step {sent.number + 1}"
-            print(f"hvdx: {where}: {fault}: NaN or infinity in the update", file=sys.stderr, flush=True)
+            _log.warning(f"{where}: {fault}: NaN or infinity in the update")
         step = _HostStep(given, sent.status, sent, bool(failed))
         return step.skipped(blamed=True) if self._position in failed else step
 

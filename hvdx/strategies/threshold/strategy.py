@@ -6,7 +6,6 @@ the weights are the same on all workers, to the bit.
 """
 
 import copy
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -15,6 +14,7 @@ import numpy as np
 
 from hvdx.comm import Comm
 from hvdx.errors import ConfigError
+from hvdx.log import Log
 from hvdx.strategies.base import (
     SecondMoments,
     Strategy,
@@ -29,6 +29,8 @@ from hvdx.strategies.serving.step_client import StepClient
 from hvdx.strategies.threshold import costs, warmup
 from hvdx.strategies.threshold.options import Options
 from hvdx.strategies.threshold.shards import OWNERS, reshard
+
+_log = Log(__name__)
 
 #: Placements that a user may choose.
 Placement = Literal["update", "gradient"]
@@ -258,7 +260,7 @@ class Threshold(Strategy):
             return OrderedExchange(options, comm, specs, lookahead)
         device, why = self._choose_device(specs)
         if why and comm.rank == 0:
-            print(f"hvdx: every update crosses from the GPU to the host. {why}", file=sys.stderr, flush=True)
+            _log.warning(f"every update crosses from the GPU to the host. {why}")
         # Imported here because they import Numba, which other strategies do not need.
         from hvdx.strategies.threshold.hosts import HostsExchange
         from hvdx.strategies.threshold.opening import open_messages
@@ -279,7 +281,7 @@ class Threshold(Strategy):
     def _report(self, comm: Comm, description: str, chosen: bool) -> None:
         """Print on rank 0 how messages travel, if hvdx has chosen it and it is not the usual way."""
         if comm.world_ranks[comm.rank] == 0 and description and chosen:
-            print(f"hvdx: threshold: {description}", file=sys.stderr, flush=True)
+            _log.info(f"threshold: {description}")
 
     def step_client(self, comm: Comm, steps: int, begun: int = 0) -> StepClient:
         """Return the client of rank 0, which hands out the steps."""

@@ -1,7 +1,6 @@
 """Comparisons over the ranks at the start of a fit and after its first step."""
 
 import functools
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,9 @@ from hvdx.keras.fit.agreement import constants, first_batch, generators, model_s
 from hvdx.keras.fit.agreement.first_batch import FirstBatch
 from hvdx.keras.fit.agreement.sample import sample
 from hvdx.keras.fit.sync_callback import all_gather_at
+from hvdx.log import Log
+
+_log = Log(__name__)
 
 # Largest number of differences that a message lists.
 _LISTED = 3
@@ -170,7 +172,7 @@ class Comparison:
 @functools.cache
 def print_once(text: str) -> None:
     """Print a warning once, however many fits the script has."""
-    print(f"\nhvdx: WARNING: {text}", file=sys.stderr, flush=True)
+    _log.warning(text, head="\nhvdx: WARNING: ")
 
 
 def _listed(items: Sequence[str]) -> str:

@@ -1,7 +1,6 @@
 """Data that each rank hands to `hvdx.shard`: shares are disjoint only if all ranks hand over the same data."""
 
 import os
-import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +9,9 @@ import tensorflow as tf
 from hvdx.errors import ConfigError
 from hvdx.keras.fit.agreement import generators, pipeline
 from hvdx.keras.fit.agreement.sample import Sample, alike, sample
+from hvdx.log import Log
+
+_log = Log(__name__)
 
 #: Environment variable; 1 turns the errors of this package into warnings.
 VARIABLE = "HVDX_ALLOW_DIFFERENT"
@@ -57,7 +59,7 @@ def check_order(dataset: tf.data.Dataset) -> None:
     )
     if not allowed():
         raise ConfigError(text)
-    print(f"hvdx: WARNING: {text}", file=sys.stderr, flush=True)
+    _log.warning(text, head="hvdx: WARNING: ")
 
 
 def mark(share: tf.data.Dataset, data: Any, batch_size: int | None, shuffle: bool | int, seed: int) -> None:
