@@ -93,7 +93,8 @@ def records():
 
 
 def python(*words):
-    return subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    command = [sys.executable, *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
 
 
 def test_lines_on_stderr(say, capfd):
