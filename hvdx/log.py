@@ -12,6 +12,8 @@ import traceback
 from logging import ERROR, INFO, WARNING
 from types import TracebackType
 
+_Error = tuple[type[BaseException], BaseException, TracebackType | None]
+
 _HEAD = "hvdx: "
 # Seconds that the handlers of a program get for an urgent message.
 _HANDLER_SECONDS = 1.0
@@ -66,12 +68,7 @@ class Log:
         if self._logger.isEnabledFor(ERROR):
             self._deliver(self._record(ERROR, text, head))
 
-    def urgent(
-        self,
-        level: int,
-        text: str,
-        error: tuple[type[BaseException], BaseException, TracebackType | None] | None = None,
-    ) -> None:
+    def urgent(self, level: int, text: str, error: _Error | None = None) -> None:
         """Log a message of a process that is stuck or about to end, even if another thread holds a lock of logging.
 
         Handlers may wait for a lock or for a disk, so they run in a thread. After a second the message is written to
@@ -98,14 +95,8 @@ class Log:
                 return
         _write(record)
 
-    def _record(
-        self,
-        level: int,
-        text: str,
-        head: str,
-        error: tuple[type[BaseException], BaseException, TracebackType | None] | None = None,
-    ) -> logging.LogRecord:
-        # The caller of the caller of this method.
+    def _record(self, level: int, text: str, head: str, error: _Error | None = None) -> logging.LogRecord:
+        # 3: the caller of the caller of this method.
         path, line, function, _ = self._logger.findCaller(stacklevel=3)
         fields = {"rank": _rank, "head": head}
         return self._logger.makeRecord(self._logger.name, level, path, line, text, (), error, function, fields)
@@ -130,12 +121,13 @@ def _is_implicit(handler: logging.Handler) -> bool:
     """Return whether `logging.basicConfig()` made the handler.
 
     `logging.warning` and absl call that if the root logger has no handler, so a warning of Keras in the middle of a
-    training makes one that nobody asked for. What it would write goes to stderr in either case.
+    training makes one that nobody asked for. What it would write goes to stderr in either case, or nowhere if stderr
+    has been replaced and closed since.
     """
     return (
         type(handler) is logging.StreamHandler
         and handler in logging.root.handlers
-        and handler.stream in (sys.stderr, sys.__stderr__)
+        and (handler.stream in (sys.stderr, sys.__stderr__) or handler.stream.closed)
         and getattr(handler.formatter, "_fmt", None) == logging.BASIC_FORMAT
     )
 

@@ -1,6 +1,7 @@
 """Messages: lines on stderr, or records of the logger "hvdx" for a program that has handlers."""
 
 import ast
+import contextlib
 import io
 import logging
 import signal
@@ -176,13 +177,16 @@ def test_basic_config_with_a_file(say, capsys, tmp_path):
     assert capsys.readouterr().err == ""
 
 
-def test_look_is_the_same_after_a_warning_of_keras(say, capfd):
+def test_look_is_the_same_after_a_warning_of_keras(say, capsys):
     absl = pytest.importorskip("absl.logging")
-    absl.warning("You are saving your model as an HDF5 file")  # makes a handler of the root logger
-    assert len(logging.root.handlers) == 1
-    capfd.readouterr()
-    say.info("text")
-    assert capfd.readouterr().err == "hvdx: text\n"
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+        absl.warning("You are saving your model as an HDF5 file")  # makes a handler of the root logger
+        assert len(logging.root.handlers) == 1
+        say.info("one")
+    assert err.getvalue().endswith("HDF5 file\nhvdx: one\n")
+    err.close()
+    say.info("two")
+    assert capsys.readouterr().err == "hvdx: two\n"
 
 
 def test_caplog_has_the_record(tmp_path):
