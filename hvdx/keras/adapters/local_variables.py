@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from hvdx.errors import ConfigError
 from hvdx.keras.adapters.base import scaled
-from hvdx.keras.adapters.optimizer_state import innermost, slots
+from hvdx.keras.optimizer_state import innermost, slots
 from hvdx.keras.variables import KerasVariable
 
 

@@ -12,7 +12,7 @@ from hvdx.errors import ConfigError, ReplicaError
 from hvdx.keras.adapters import second_moments
 from hvdx.keras.adapters.base import apply_constraints, describe
 from hvdx.keras.adapters.host import HostAdapter, any_rank
-from hvdx.keras.adapters.optimizer_state import innermost, moving_averages
+from hvdx.keras.optimizer_state import innermost, moving_averages
 from hvdx.keras.shards import by_ranks, mark_state
 from hvdx.keras.variables import KerasVariable
 from hvdx.strategies import HostExchange, StepInput, Strategy

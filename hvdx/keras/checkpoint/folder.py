@@ -30,7 +30,7 @@ from hvdx.errors import CheckpointError, ConfigError, HvdxError, ReplicaError
 from hvdx.keras.checkpoint import owner
 from hvdx.keras.checkpoint.files import Arrays, as_checkpoint_error
 from hvdx.keras.checkpoint.owner import Owner
-from hvdx.keras.fit.sync_callback import all_gather_at
+from hvdx.keras.fit.positions import all_gather_at
 
 T = TypeVar("T")
 

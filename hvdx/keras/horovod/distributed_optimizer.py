@@ -13,10 +13,10 @@ from hvdx.keras.adapters import xla
 from hvdx.keras.adapters.base import Adapter
 from hvdx.keras.adapters.local_variables import LocalVariables, trained_by
 from hvdx.keras.adapters.optimizer import attach
-from hvdx.keras.adapters.optimizer_state import innermost
 from hvdx.keras.horovod.api import Average, Compression, operation, unsupported, wire
 from hvdx.keras.horovod.process_sets import comm_or_none, is_partial
 from hvdx.keras.joining import join
+from hvdx.keras.optimizer_state import innermost
 from hvdx.keras.variables import KerasVariable
 from hvdx.strategies import AllReduce, Strategy, agree_on_strategy, resolve
 
