@@ -6,9 +6,9 @@ from typing import Any, Literal
 from hvdx.comm import Comm
 from hvdx.keras.adapters.rank_local import listed
 from hvdx.keras.fit import callback_list, limits
-from hvdx.keras.fit.agreement.comparison import Comparison
 from hvdx.keras.fit.attachment import Attachment
 from hvdx.keras.fit.checks import Checks
+from hvdx.keras.fit.comparison import Comparison
 from hvdx.keras.fit.costs import Costs
 from hvdx.keras.fit.counting import Counting
 from hvdx.keras.fit.limiting import Limiting
