@@ -4,6 +4,7 @@ from typing import Any
 
 from hvdx.comm import Comm, progress
 from hvdx.keras.fit.part import Part
+from hvdx.keras.fit.recording import Recording
 from hvdx.report.counters import Counters
 from hvdx.strategies import Strategy
 
@@ -14,6 +15,7 @@ class Counting(Part):
     Args:
         comm: the ranks.
         strategy: strategy at the start of a fit.
+        recording: recording of the fits, which measures the steps.
 
     Attributes:
         counters: counters of the last fit.
@@ -23,9 +25,9 @@ class Counting(Part):
 
     alone = True
 
-    def __init__(self, comm: Comm, strategy: Strategy):
+    def __init__(self, comm: Comm, strategy: Strategy, recording: Recording):
         super().__init__()
-        self._comm, self._asynchronous = comm, strategy.asynchronous
+        self._comm, self._asynchronous, self._recording = comm, strategy.asynchronous, recording
         self.counters = Counters()
         self.epoch, self.trained = 0, False
         # Number of the first step of this fit in its epoch; above 0 after a checkpoint in mid-epoch.
@@ -58,6 +60,8 @@ class Counting(Part):
         progress.step(f"step {batch + 1} of epoch {self.epoch + 1}", (self.epoch, batch))
         if self._first_batch is None:
             self._first_batch = batch
+        if self._recording.on:
+            self._recording.step_begins()
 
     def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Record the position of this rank in validation."""
@@ -68,6 +72,13 @@ class Counting(Part):
         progress.first_step(False)
         known = None if self._asynchronous else self.params.get("steps")
         self.counters.count(min(batch + 1, known or batch + 1))
+        if self._recording.on:
+            self._recording.step_ends(self.steps_of_fit)
+
+    def end_steps(self) -> None:
+        """Read the counters for the record, before the adapters are flushed."""
+        if self._recording.on:
+            self._recording.steps_end()
 
     def on_train_end(self, logs: Any = None) -> None:
         """Leave the position."""

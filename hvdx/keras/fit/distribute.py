@@ -4,21 +4,20 @@ import os
 from typing import Any, Literal
 
 from hvdx.comm import Comm
-from hvdx.keras.adapters.rank_local import listed
 from hvdx.keras.fit import callback_list, limits
 from hvdx.keras.fit.attachment import Attachment
 from hvdx.keras.fit.checks import Checks
 from hvdx.keras.fit.comparison import Comparison
 from hvdx.keras.fit.costs import Costs
 from hvdx.keras.fit.counting import Counting
+from hvdx.keras.fit.evaluation import Evaluation
 from hvdx.keras.fit.limiting import Limiting
 from hvdx.keras.fit.metrics import EpochLogs
 from hvdx.keras.fit.nested import Nested
 from hvdx.keras.fit.noise import Noise
 from hvdx.keras.fit.part import Part, Parts
 from hvdx.keras.fit.plain_copies import PlainCopies
-from hvdx.keras.fit.positions import Positions
-from hvdx.keras.fit.record import Clock, Record
+from hvdx.keras.fit.record import Record
 from hvdx.keras.fit.recording import Recording
 from hvdx.keras.fit.schedules import Schedules
 from hvdx.keras.fit.settings import Settings
@@ -80,28 +79,26 @@ class Distribute(Parts):
     ):
         super().__init__()
         strategy = resolve(strategy)
-        declared = Declared(listed("local", local), listed("summed", summed))
         limit, recording = limits.from_environment(), Recording(record)
         comm: Comm = join(strategy)
         strategy.check(comm)
         self.check_every, self._comm, self._limit = check_every, comm, limit
-        self._counting = counting = Counting(comm, strategy)
+        self._counting = counting = Counting(comm, strategy, recording)
         self._attachment = attachment = Attachment(comm, strategy, recording)
         self._costs = costs = Costs(comm, counting, attachment)
         self._sync = sync = SyncCallback(comm, counting, attachment, self)
-        self._copies, clock = PlainCopies(), Clock(recording, counting)
+        self._copies = PlainCopies()
         written = Record(comm, recording, sync, attachment, counting, costs, limit)
         # The order in which the hooks of the parts run; see `Part`.
         order: list[Part] = [
             Nested(),  # no fit inside another one
-            declared,  # the weights of `local` and `summed`
+            Declared(local, summed),  # the weights of `local` and `summed`
             counting,  # of steps and epochs
-            clock,  # of the steps, for the record
             Settings(limit),  # the same arguments of `fit` and orders of data on all ranks
             sync,  # length of the epochs, and their end
             Schedules(comm, sync),  # a remark on learning-rate schedules
             Noise(comm.rank),  # random numbers of each rank
-            Positions(comm, counting),  # the ranks are in the same hook
+            Evaluation(comm, counting),  # validation and the end of an epoch, with all ranks
             Start(comm, sync, attachment),  # weights of rank 0
             State(comm),  # weights without a gradient
             EpochLogs(comm),  # metrics over all ranks
@@ -111,7 +108,7 @@ class Distribute(Parts):
             costs,  # of the exchanges
             self._copies,  # plain copies of models with split layers
             written,  # the record
-            Limiting(comm, limit, counting, clock, attachment, costs, written),  # the end at `HVDX_LIMIT`
+            Limiting(comm, limit, counting, attachment, costs, written),  # the end at `HVDX_LIMIT`
         ]
         self.parts = self.called = [part for part in order if comm.size > 1 or part.alone]
         self._muted: list[Any] = []

@@ -11,7 +11,7 @@ from hvdx.keras.fit.costs import Costs
 from hvdx.keras.fit.counting import Counting
 from hvdx.keras.fit.limits import Limit
 from hvdx.keras.fit.part import Part
-from hvdx.keras.fit.record import Clock, Record
+from hvdx.keras.fit.record import Record
 
 
 class Limiting(Part):
@@ -20,7 +20,7 @@ class Limiting(Part):
     Args:
         comm: the ranks.
         limit: limit of the fits.
-        counting, clock, attachment, costs, record: parts of the fit.
+        counting, attachment, costs, record: parts of the fit.
 
     Raises:
         ConfigError: if the limit is a number of steps, which asynchronous workers do not take together.
@@ -33,7 +33,6 @@ class Limiting(Part):
         comm: Comm,
         limit: Limit,
         counting: Counting,
-        clock: Clock,
         attachment: Attachment,
         costs: Costs,
         record: Record,
@@ -44,7 +43,7 @@ class Limiting(Part):
                 f"{limits.VARIABLE}={limit.text}: expected epochs or minutes under {attachment.strategy!r}, "
                 "whose workers take different numbers of steps. Set another limit, or train with one worker."
             )
-        self._comm, self._limit, self._counting, self._clock = comm, limit, counting, clock
+        self._comm, self._limit, self._counting = comm, limit, counting
         self._attachment, self._costs, self._record = attachment, costs, record
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -56,7 +55,7 @@ class Limiting(Part):
         steps = self._counting.steps_of_fit
         if not self._limit.after_step(steps):
             return
-        self._clock.end_steps()
+        self._counting.end_steps()
         self._attachment.end_steps()
         self._limit.reach()
         self._costs.finish()

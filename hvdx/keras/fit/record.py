@@ -15,45 +15,8 @@ from hvdx.keras.fit.sync_callback import SyncCallback
 from hvdx.strategies.telemetry import merged
 
 
-class Clock(Part):
-    """Measure the steps for the record.
-
-    Args:
-        recording: recording of the fits.
-        counting: counts of the fit.
-    """
-
-    alone = True
-
-    def __init__(self, recording: Recording, counting: Counting):
-        super().__init__()
-        self._recording, self._counting = recording, counting
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Start the clock."""
-        if self._recording.on:
-            self._recording.step_begins()
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Stop the clock."""
-        if self._recording.on:
-            self._recording.step_ends(self._counting.steps_of_fit)
-
-    def end_steps(self) -> None:
-        """Read the counters, before the adapters are flushed."""
-        if self._recording.on:
-            self._recording.steps_end()
-
-
 class Record(Part):
-    """Write the record of a fit.
-
-    Args:
-        comm: the ranks.
-        recording: recording of the fits.
-        sync: length of the epochs.
-        attachment, counting, costs, limit: parts and limit of the fit.
-    """
+    """Write the record of a fit."""
 
     alone = True
 
@@ -72,7 +35,6 @@ class Record(Part):
         self._counting, self._costs, self._limit = counting, costs, limit
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Begin the record."""
         describe = functools.partial(self._describe, repr(self._attachment.strategy))
         self._recording.begin(self._comm.rank, lambda: self._attachment.adapters, describe)
 

@@ -5,6 +5,7 @@ import sys
 import weakref
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -12,6 +13,7 @@ from hvdx.comm import Comm
 from hvdx.keras.adapters.rank_local import declare, declared
 from hvdx.keras.fit import replicas
 from hvdx.keras.fit.part import Part
+from hvdx.keras.variables import KerasVariable, listed
 
 # For each model, the values by the `id` of the variable when they were last the same on all ranks.
 _common: "weakref.WeakKeyDictionary[Any, dict[int, np.ndarray]]" = weakref.WeakKeyDictionary()
@@ -21,18 +23,26 @@ class Declared(Part):
     """Declare the weights that each rank keeps for itself, and those that are summed.
 
     Args:
-        local, summed: as for `rank_local.declare`.
+        local, summed: as for `Distribute`.
+
+    Raises:
+        ConfigError: if they are no variables or layers.
     """
 
     alone = True
 
-    def __init__(self, local: list[Any], summed: list[Any]):
+    def __init__(self, local: Any, summed: Any):
         super().__init__()
-        self._local, self._summed = local, summed
+        self._local, self._summed = _listed("local", local), _listed("summed", summed)
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Declare them for the model of this fit."""
         declare(self.model, self._local, self._summed)
+
+
+def _listed(option: str, given: Any) -> list[Any]:
+    expected = f"Distribute: {option}: expected variables or layers of Keras"
+    return listed(given, KerasVariable | keras.layers.Layer, expected, "give a list such as [model.queue]")
 
 
 class State(Part):
