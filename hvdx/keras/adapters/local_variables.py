@@ -62,6 +62,10 @@ class LocalVariables:
         remedy = "give a variable, or a list such as layer.trainable_weights"
         self._refs |= {_ref(v) for v in listed(variables, KerasVariable | tf.Variable, expected, remedy)}
 
+    def divide(self, scale: bool) -> None:
+        """Choose whether gradients are divided by the number of ranks."""
+        self.scale = scale
+
     def holds(self, variable: Any) -> bool:
         """Return whether a variable is in the set; False for a tensor."""
         return isinstance(variable, KerasVariable | tf.Variable) and _ref(variable) in self._refs

@@ -201,8 +201,7 @@ class WeightsAdapter(HostAdapter):
             "flushes, got it in two; servers keep each list separately. Give optimizer.apply the same list in every "
             "step, or call hvdx.keras.flush(optimizer) before you change the list."
         )
-        error.collective = collective
-        return error
+        return error.as_collective() if collective else error
 
     def _agree_on_averages(self) -> None:
         """Average the moving averages of the weights, so that Keras sets the same weights on all workers at the end."""

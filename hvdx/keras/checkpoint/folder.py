@@ -139,8 +139,7 @@ class Folder:
         """Raise the error of `on_all_ranks` from the problem and failures that `attempt` returned."""
         same = len(failed) == self.comm.size and len({_KERAS_NUMBER.sub("", f.text) for f in failed.values()}) == 1
         if isinstance(problem, HvdxError) and same:
-            problem.collective = True
-            raise problem
+            raise problem.as_collective()
         listed = "; ".join(f"rank {rank}: {failure.text}" for rank, failure in failed.items())
         raise ReplicaError(f"{self.path}: {place}: {listed}. {remedy}") from problem
 

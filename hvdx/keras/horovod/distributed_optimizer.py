@@ -313,7 +313,7 @@ def _in_graph(strategy: Strategy) -> bool:
 def _add_register_local_var(optimizer: Any, strategy: Strategy, adapter: Adapter | None, scale: bool) -> None:
     """Add the method `register_local_var` to an optimiser."""
     local = (adapter.local if adapter is not None else None) or LocalVariables()
-    local.scale = scale
+    local.divide(scale)
 
     def register_local_var(variables: Any) -> None:
         if not _in_graph(strategy):
