@@ -32,9 +32,12 @@ class HvdxError(Exception):
             >>> ConfigError.on_all_ranks("split=3: expected a divisor of 4, got 3.").collective
             True
         """
-        error = cls(message)
-        error.collective = True
-        return error
+        return cls(message).as_collective()
+
+    def as_collective(self) -> Self:
+        """Mark this error as one that every rank raises at the same point, and return it."""
+        self.collective = True
+        return self
 
 
 class ConfigError(HvdxError, ValueError):

@@ -1,4 +1,4 @@
-"""Imports agree with the table of rooms in docs/architecture.md, and have no circles."""
+"""Imports agree with the table of rooms in docs/architecture.md, and have no circles, of packages neither."""
 
 import ast
 import sys
@@ -157,6 +157,34 @@ def test_no_modules_import_each_other():
 
 def test_circle_is_found():
     assert circle_in({"a": {"b", "d"}, "b": {"c"}, "c": {"d", "b"}, "d": set()}) == ["b", "c", "b"]
+
+
+def children_of(package, graph):
+    """Return the graph of the modules and packages directly in a package; edges are imports from one into another."""
+    children = {module: ".".join(module.split(".")[: package.count(".") + 2]) for module in graph}
+    inside = [module for module in graph if module.startswith(f"{package}.")]
+    found = {children[module]: set() for module in inside}
+    for module in inside:
+        found[children[module]] |= {children[o] for o in graph[module] if o in inside} - {children[module]}
+    return found
+
+
+def packages_in(graph):
+    """Return the rooms that are packages, and the packages in them."""
+    names = [module.split(".") for module in graph]
+    return sorted({".".join(name[:depth]) for name in names for depth in range(2, len(name))})
+
+
+def test_no_packages_import_each_other():
+    graph = graph_of(path for _, path in sources())
+    assert {p: c for p in packages_in(graph) if (c := circle_in(children_of(p, graph)))} == {}
+
+
+def test_circle_of_packages_is_found():
+    graph = {"hvdx.r.a.x": {"hvdx.r.b.x"}, "hvdx.r.a.y": set(), "hvdx.r.b.x": set(), "hvdx.r.b.y": {"hvdx.r.a.y"}}
+    assert circle_in(graph) == []
+    assert packages_in(graph) == ["hvdx.r", "hvdx.r.a", "hvdx.r.b"]
+    assert circle_in(children_of("hvdx.r", graph)) == ["hvdx.r.a", "hvdx.r.b", "hvdx.r.a"]
 
 
 def strategies():

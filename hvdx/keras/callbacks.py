@@ -8,10 +8,10 @@ import keras
 from hvdx.errors import ConfigError
 from hvdx.keras.adapters.local_variables import LocalVariables
 from hvdx.keras.adapters.optimizer import adapter_of, flush, optimizers_of
-from hvdx.keras.adapters.optimizer_state import innermost
 from hvdx.keras.adapters.rank_local import rank_local_ids
 from hvdx.keras.fit import metrics, replicas
 from hvdx.keras.joining import join
+from hvdx.keras.optimizer_state import innermost
 from hvdx.keras.variables import KerasVariable
 
 # Method of a Keras model that turns the state of its metrics into values.
@@ -93,7 +93,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._done = True
 
 
-class MetricAverageCallback(keras.callbacks.Callback):
+class MetricAverageCallback(metrics.EpochLogs):
     """Combine the metrics of an epoch and of `evaluate` over all ranks. Put it before callbacks that read metrics.
 
     All ranks must call `evaluate`; their data may differ in length.
@@ -103,33 +103,24 @@ class MetricAverageCallback(keras.callbacks.Callback):
     """
 
     def __init__(self, device: str = ""):
-        super().__init__()
         if device:
             raise ConfigError("MetricAverageCallback: device: not supported by hvdx. Leave it out.")
-        self._logs = metrics.EpochLogs(join())
+        super().__init__(join())
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Restore the model, in case an exception ended an `evaluate`."""
         _restore_result(self.model)
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Start to combine the metrics of another epoch."""
-        self._logs.begin()
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Record the logs of the training step."""
-        self._logs.see_step(logs)
-
     def on_test_begin(self, logs: Any = None) -> None:
         """Combine the training metrics before validation overwrites them; make `evaluate` return combined metrics."""
-        self._logs.before_validation(self.model)
-        model = self.model
+        super().on_test_begin(logs)
+        model, combine = self.model, super().on_test_end
 
         # `evaluate` returns the result of this method, and gives callbacks a copy.
         def over_all_ranks(logs: Any) -> Any:
             _restore_result(model)
             result = dict(getattr(model, _RESULT)(logs))
-            self._logs.after_validation(model, result)
+            combine(result)
             return result
 
         if hasattr(model, _RESULT):
@@ -137,14 +128,14 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     def on_test_end(self, logs: Any = None) -> None:
         """Combine the validation metrics, unless `evaluate` has combined them already."""
-        if not self._logs.validated:
-            self._logs.after_validation(self.model, {} if logs is None else logs)
+        if not self.validated:
+            super().on_test_end(logs)
         _restore_result(self.model)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Replace this rank's metrics by those over all ranks."""
         if logs is not None:
-            self._logs.finish(self.model, logs)
+            super().on_epoch_end(epoch, logs)
 
 
 def _restore_result(model: Any) -> None:

@@ -9,8 +9,8 @@ import keras
 import tensorflow as tf
 
 from hvdx.errors import ConfigError
-from hvdx.keras.adapters.optimizer_state import innermost
 from hvdx.keras.joining import join
+from hvdx.keras.optimizer_state import innermost
 from hvdx.keras.shards import whole_shape
 from hvdx.report.table import quantity, render
 from hvdx.strategies.link import ring_bytes

@@ -4,8 +4,7 @@ import weakref
 
 from hvdx import strategies
 from hvdx.comm import Comm
-from hvdx.keras import autograph, placement
-from hvdx.keras.fit import separate
+from hvdx.keras import autograph, placement, separate
 from hvdx.strategies import Strategy
 
 _joined: "weakref.WeakSet[Comm]" = weakref.WeakSet()

@@ -12,7 +12,7 @@ from hvdx.comm import Comm
 from hvdx.comm.mesh import Mesh
 from hvdx.comm.split_tensors import SplitTensors
 from hvdx.errors import ConfigError
-from hvdx.keras.adapters.optimizer_state import accumulated_gradients, innermost, slots
+from hvdx.keras.optimizer_state import accumulated_gradients, innermost, slots
 
 _ATTRIBUTE = "_hvdx_shard"
 # These optimisers compute norms or statistics of whole weights.

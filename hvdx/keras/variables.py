@@ -1,9 +1,34 @@
-"""Class of the variables of Keras."""
+"""Class of the variables of Keras, and lists of them in arguments."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 
+from hvdx.errors import ConfigError
+
 #: Class of the variables that layers and optimisers make. `keras.Variable` derives from it; in Keras 3.6, variables of
 #: layers are not instances of `keras.Variable`.
 KerasVariable: Any = keras.Variable.__mro__[1]
+
+
+def listed(given: Any, kinds: Any, expected: str, remedy: str) -> list[Any]:
+    """Return one object, or several, as a list.
+
+    Args:
+        given: None, an object, or a collection of them.
+        kinds: classes of the objects.
+        expected: what was expected for which option, for the message.
+        remedy: what to give.
+
+    Raises:
+        ConfigError: if it is anything else.
+
+    Example:
+        >>> [len(listed(given, int, "size: expected integers", "give 1")) for given in (None, 3, [3, 4])]
+        [0, 1, 2]
+    """
+    found = [given] if isinstance(given, kinds) else [] if given is None else given
+    if not isinstance(found, Sequence | set | frozenset) or not all(isinstance(item, kinds) for item in found):
+        raise ConfigError(f"{expected}, got {given!r}. Do: {remedy}.")
+    return list(found)

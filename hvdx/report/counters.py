@@ -45,6 +45,19 @@ class Counters:
         """Mean number of bytes that this rank sent per exchange."""
         return round(self.bytes_sent / self.exchanges) if self.exchanges else 0
 
+    @property
+    def steps_of_epoch(self) -> int:
+        """Steps taken in the present epoch."""
+        return self.steps - self.steps_before
+
+    def begin_epoch(self) -> None:
+        """Begin to count an epoch."""
+        self.steps_before = self.steps
+
+    def count(self, steps: int) -> None:
+        """Count the steps of the present epoch: `steps` so far."""
+        self.steps = self.steps_before + steps
+
     def start(self) -> None:
         """Start the clock."""
         self._begin = time.perf_counter()

@@ -5,10 +5,10 @@ import pytest
 import tensorflow as tf
 
 from hvdx.errors import ConfigError
-from hvdx.keras.adapters.rank_local import listed
+from hvdx.keras.fit.state import Declared
 
 
 @pytest.mark.parametrize("given", [tf.Variable([1.0, 2.0]), np.ones(3), "queue", [1]])
 def test_other_things_than_variables_and_layers_are_named(given):
     with pytest.raises(ConfigError, match="Distribute: local: expected variables or layers of Keras"):
-        listed("local", given)
+        Declared(given, None)

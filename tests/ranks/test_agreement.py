@@ -9,7 +9,7 @@ from tensorflow.python.eager import context
 import hvdx
 import hvdx.keras as hvd
 from hvdx.errors import ConfigError, ReplicaError
-from hvdx.keras.fit.agreement import comparison
+from hvdx.keras.fit import comparison
 from tests.ranks import models
 
 

@@ -13,8 +13,8 @@ from hvdx import comm as world
 from hvdx.errors import ConfigError, ReplicaError
 from hvdx.keras import checkpoint
 from hvdx.keras.adapters.optimizer import adapter_of, attach, detach
-from hvdx.keras.adapters.optimizer_state import slots
 from hvdx.keras.fit import replicas
+from hvdx.keras.optimizer_state import slots
 from hvdx.strategies import resolve
 from tests.ranks import models
 from tests.ranks.checkpoints import of_other_ranks

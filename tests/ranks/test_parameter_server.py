@@ -14,8 +14,8 @@ from hvdx import comm as world
 from hvdx.errors import ConfigError, ReplicaError
 from hvdx.keras import checkpoint
 from hvdx.keras.adapters.optimizer import adapter_of
-from hvdx.keras.adapters.optimizer_state import moving_averages, slots
 from hvdx.keras.fit import replicas
+from hvdx.keras.optimizer_state import moving_averages, slots
 from hvdx.strategies import TensorSpec
 from hvdx.strategies.telemetry import ServerTelemetry
 from tests.ranks import models

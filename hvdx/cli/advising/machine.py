@@ -18,6 +18,7 @@ from typing import Any
 
 from hvdx.cli.batch import systems
 from hvdx.cli.common.mpi_tools import find_mpi, host_options, mpirun_command
+from hvdx.cli.common.mpi_traffic import HOSTFILE
 from hvdx.cli.common.processes import child_environment, key_line, kill_group, parse_reports, run, start_group
 from hvdx.errors import LaunchError
 from hvdx.strategies.link import Link
@@ -121,11 +122,11 @@ def probe(hosts: Sequence[str], elements: int) -> Link:
 
 def job_size() -> int:
     """Return the number of hosts of this batch job; 1 outside of a batch job."""
-    return max(systems.hosts_of_job(name) for name in ("Slurm", *systems.HOSTFILE))
+    return max(systems.hosts_of_job(name) for name in ("Slurm", *HOSTFILE))
 
 
 def _hostfile() -> str:
-    return next((os.environ[name] for name in systems.HOSTFILE.values() if os.environ.get(name)), "")
+    return next((os.environ[name] for name in HOSTFILE.values() if os.environ.get(name)), "")
 
 
 def _main(words: Sequence[str]) -> None:

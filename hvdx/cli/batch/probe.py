@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hvdx.cli.batch import site as site_file
-from hvdx.cli.batch.systems import HOSTFILE, BatchSystem, SlurmSite, job_of
+from hvdx.cli.batch.systems import BatchSystem, SlurmSite, job_of
 from hvdx.cli.batch.template import shell_words
 from hvdx.cli.common.mpi_tools import Mpi, host_options, mpirun_command
+from hvdx.cli.common.mpi_traffic import HOSTFILE
 from hvdx.cli.common.processes import Outcome, child_environment, parse_reports, run
 
 _MINUTES = 2  # the job's own time limit, short enough for a gap between larger jobs

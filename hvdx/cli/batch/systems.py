@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvdx.cli.common.mpi_traffic import HOSTFILE
 from hvdx.cli.common.processes import run
 
 _TIMEOUT = 20.0  # seconds; a busy controller has taken several
@@ -27,8 +28,6 @@ _VERSION = {
 
 # Variable with the job's id, set inside a job.
 _JOB = {"Slurm": "SLURM_JOB_ID", "PBS": "PBS_JOBID", "LSF": "LSB_JOBID"}
-#: Variable with the path of the job's host file, which has a line for each task; Slurm has none.
-HOSTFILE = {"PBS": "PBS_NODEFILE", "LSF": "LSB_DJOB_HOSTFILE"}
 
 
 @dataclass(frozen=True)

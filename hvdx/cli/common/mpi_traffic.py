@@ -11,11 +11,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hvdx.cli.batch.systems import HOSTFILE
 from hvdx.cli.common.mpi_tools import Mpi
 
 # Variables of a user who chooses the transports or the networks of Open MPI.
 _CHOSEN = {"OMPI_MCA_btl", "OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_btl_tcp_if_exclude"}
+#: Variable of a batch system with the path of the job's host file, which has a line for each task; Slurm has none.
+HOSTFILE = {"PBS": "PBS_NODEFILE", "LSF": "LSB_DJOB_HOSTFILE"}
 # Variables that give mpirun other hosts than this one.
 ALLOCATED = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE", *HOSTFILE.values())
 # Open MPI's files of parameters below the home folder, and below its own; a distribution moves the second.

@@ -30,7 +30,7 @@ class Adapter:
         exchange: for a strategy on the host, the exchange that was used or opened last; None if none is open, and for
             strategies in the graph.
         local: `LocalVariables`, whose gradients stay on their rank; None if the adapter does not support them.
-        owner: callback that attached the adapter and will detach it; None if a script did.
+        owner: part of a fit that attached the adapter and will detach it; None if a script did.
         holds_loss_scale: True if the attached optimiser is a loss-scale optimiser, whose skipped steps the adapter
             handles.
         steps: int64 variable, number of steps that reached the optimiser, including skipped and accumulated ones.
@@ -82,6 +82,14 @@ class Adapter:
         else:
             peers = world.start().mesh.peers
         return open_split(self.strategy, self.comm, peers, specs, is_part, momentum, self.name)
+
+    def belong_to(self, owner: Any) -> None:
+        """Record the part of a fit that attached the adapter, and will detach it."""
+        self.owner = owner
+
+    def agree_on_overflow(self) -> None:
+        """Handle the steps that a loss-scale optimiser skips."""
+        self.holds_loss_scale = True
 
     def reset(self) -> None:
         """Reset the counters to zero."""

@@ -9,9 +9,9 @@ import tensorflow as tf
 from hvdx.comm import GraphComm
 from hvdx.comm.base import Reduction
 from hvdx.keras.adapters.base import Adapter, refuse_local_skip, scaled, values_of
+from hvdx.keras.adapters.first_bad import FirstBad
 from hvdx.keras.adapters.local_variables import LocalVariables
-from hvdx.keras.adapters.optimizer_state import innermost
-from hvdx.keras.fit.finite import FirstBad
+from hvdx.keras.optimizer_state import innermost
 from hvdx.strategies import Exchange, Strategy, TensorSpec
 from hvdx.strategies.telemetry import Telemetry
 

@@ -22,7 +22,7 @@ from hvdx.keras.adapters.base import (
     values_of,
     with_values,
 )
-from hvdx.keras.adapters.optimizer_state import innermost, slots
+from hvdx.keras.optimizer_state import innermost, slots
 from hvdx.keras.shards import shard_of
 from hvdx.keras.variables import KerasVariable
 from hvdx.strategies import HostExchange, StepInput, Strategy

@@ -8,34 +8,8 @@ import tensorflow as tf
 
 from hvdx.errors import ConfigError
 from hvdx.keras.adapters.base import scaled
-from hvdx.keras.adapters.optimizer_state import innermost, slots
-from hvdx.keras.variables import KerasVariable
-
-
-def listed(variables: Any) -> list[Any]:
-    """Return one variable, or several, as a list.
-
-    Args:
-        variables: None, a Keras or TensorFlow variable, or a collection of them.
-
-    Raises:
-        ConfigError: if an element is not a variable.
-
-    Example:
-        >>> len(listed(tf.Variable(1.0))), len(listed([keras.Variable(1.0), tf.Variable(1.0)])), listed(None)
-        (1, 2, [])
-    """
-    if variables is None:
-        return []
-    found = [variables] if isinstance(variables, KerasVariable | tf.Variable) else variables
-    if not isinstance(found, Sequence | set | frozenset) or not all(
-        isinstance(v, KerasVariable | tf.Variable) for v in found
-    ):
-        raise ConfigError(
-            f"local variables: expected variables of Keras or TensorFlow, got {variables!r}. Do: give a variable, or "
-            "a list such as layer.trainable_weights."
-        )
-    return list(found)
+from hvdx.keras.optimizer_state import innermost, slots
+from hvdx.keras.variables import KerasVariable, listed
 
 
 def trained_by(layers: Any) -> list[Any]:
@@ -79,8 +53,18 @@ class LocalVariables:
         self._refs: set[Any] = set()
 
     def add(self, variables: Any) -> None:
-        """Add one variable or several; see `listed`."""
-        self._refs |= {_ref(v) for v in listed(variables)}
+        """Add one variable of Keras or TensorFlow, or several; None for none.
+
+        Raises:
+            ConfigError: if an element is not a variable.
+        """
+        expected = "local variables: expected variables of Keras or TensorFlow"
+        remedy = "give a variable, or a list such as layer.trainable_weights"
+        self._refs |= {_ref(v) for v in listed(variables, KerasVariable | tf.Variable, expected, remedy)}
+
+    def divide(self, scale: bool) -> None:
+        """Choose whether gradients are divided by the number of ranks."""
+        self.scale = scale
 
     def holds(self, variable: Any) -> bool:
         """Return whether a variable is in the set; False for a tensor."""

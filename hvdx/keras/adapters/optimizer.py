@@ -23,8 +23,8 @@ from hvdx.keras.adapters.base import Adapter
 from hvdx.keras.adapters.clipping import clip
 from hvdx.keras.adapters.graph import GraphAdapter
 from hvdx.keras.adapters.host import HostAdapter
-from hvdx.keras.adapters.optimizer_state import innermost
 from hvdx.keras.adapters.weights import WeightsAdapter
+from hvdx.keras.optimizer_state import innermost
 from hvdx.strategies import Strategy
 from hvdx.strategies.base import EACH_STEP
 
@@ -231,7 +231,7 @@ def _agree_on_overflow(optimizer: Any, adapter: Adapter) -> None:
         return tf.equal(adapter.any_overflow(overflowed), 0.0)
 
     optimizer.check_finite = types.MethodType(check_finite, optimizer)
-    adapter.holds_loss_scale = True
+    adapter.agree_on_overflow()
 
 
 def _wrap_apply(optimizer: Any, adapter: Adapter) -> None:

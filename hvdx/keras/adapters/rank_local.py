@@ -4,40 +4,14 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import keras
-
 from hvdx.errors import ConfigError
 from hvdx.keras.adapters.base import Adapter
 from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
-from hvdx.keras.adapters.optimizer_state import accumulated_gradients
+from hvdx.keras.optimizer_state import accumulated_gradients
 from hvdx.keras.variables import KerasVariable
 
 # For each model, the weights that `Distribute` was given as `local` and as `summed`, as variables or layers.
 _declared: "weakref.WeakKeyDictionary[Any, tuple[list[Any], list[Any]]]" = weakref.WeakKeyDictionary()
-
-
-def listed(option: str, given: Any) -> list[Any]:
-    """Return variables and layers as a list.
-
-    Args:
-        option: name of the argument, for messages.
-        given: a Keras variable or layer, or a list of them; None for none.
-
-    Raises:
-        ConfigError: if it is anything else.
-
-    Example:
-        >>> listed("local", None), len(listed("local", keras.layers.Dense(1)))
-        ([], 1)
-    """
-    kinds = KerasVariable | keras.layers.Layer
-    found = [given] if isinstance(given, kinds) else [] if given is None else given
-    if not isinstance(found, list | tuple) or not all(isinstance(item, kinds) for item in found):
-        raise ConfigError(
-            f"Distribute: {option}: expected variables or layers of Keras, got {given!r}. Do: give a list such as "
-            "[model.queue]."
-        )
-    return list(found)
 
 
 def declare(model: Any, local: list[Any], summed: list[Any]) -> None:

@@ -12,7 +12,7 @@ from hvdx.errors import ConfigError, ReplicaError
 from hvdx.keras.adapters import second_moments
 from hvdx.keras.adapters.base import apply_constraints, describe
 from hvdx.keras.adapters.host import HostAdapter, any_rank
-from hvdx.keras.adapters.optimizer_state import innermost, moving_averages
+from hvdx.keras.optimizer_state import innermost, moving_averages
 from hvdx.keras.shards import by_ranks, mark_state
 from hvdx.keras.variables import KerasVariable
 from hvdx.strategies import HostExchange, StepInput, Strategy
@@ -201,8 +201,7 @@ class WeightsAdapter(HostAdapter):
             "flushes, got it in two; servers keep each list separately. Give optimizer.apply the same list in every "
             "step, or call hvdx.keras.flush(optimizer) before you change the list."
         )
-        error.collective = collective
-        return error
+        return error.as_collective() if collective else error
 
     def _agree_on_averages(self) -> None:
         """Average the moving averages of the weights, so that Keras sets the same weights on all workers at the end."""

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any, NamedTuple, NoReturn
 
-import keras
 import numpy as np
 
 from hvdx.comm import Comm
@@ -20,7 +19,9 @@ from hvdx.keras.checkpoint.restoring import Restored, restore_newest
 from hvdx.keras.checkpoint.schedule import Polls, parse
 from hvdx.keras.checkpoint.writer import Writer, wait_for_all
 from hvdx.keras.fit import callback_list, data, state
-from hvdx.keras.fit.sync_callback import SyncCallback, all_gather_at
+from hvdx.keras.fit.part import Part
+from hvdx.keras.fit.positions import all_gather_at
+from hvdx.keras.fit.sync_callback import SyncCallback
 from hvdx.keras.joining import join
 from hvdx.log import Log
 
@@ -44,7 +45,7 @@ class _Status(NamedTuple):
 _NO_STATUS = _Status()
 
 
-class Checkpoint(keras.callbacks.Callback):
+class Checkpoint(Part):
     """Save a training, and resume it from its newest checkpoint.
 
     The callback may stand anywhere in the list, with or without `Distribute`. A checkpoint holds the weights, the
@@ -99,7 +100,7 @@ class Checkpoint(keras.callbacks.Callback):
             self._preemption.listen()
         self._sync: SyncCallback | None = None
         self._writer: Writer | None = None
-        self._epoch = 0
+        self._epoch = self._steps_done = 0
 
     def set_model(self, model: Any) -> None:
         """Move this callback to the end, before `SyncCallback`, since others may change weights and learning rates."""
@@ -109,9 +110,7 @@ class Checkpoint(keras.callbacks.Callback):
             others = [c for c in found.callbacks if c is not self]
             if any(isinstance(c, Checkpoint) for c in others):
                 raise ConfigError("callbacks: Checkpoint is there twice. One saves everything.")
-            last = [c for c in others if isinstance(c, SyncCallback)]
-            # A new list: Keras is iterating over the old one.
-            found.callbacks = [*(c for c in others if c not in last), self, *last]
+            callback_list.move(found, self, SyncCallback)
             with contextlib.suppress(OSError):  # `Folder.check` reports these errors on all ranks
                 # This must be set here: loggers open their files before this callback restores a checkpoint.
                 if self.resume and positions_in(self.directory):
@@ -130,8 +129,6 @@ class Checkpoint(keras.callbacks.Callback):
         found = callback_list.find(self)
         others = [] if found is None else found.callbacks
         self._sync = next((c for c in others if isinstance(c, SyncCallback)), None)
-        if self._sync is not None:
-            self._sync.preempted, self._sync.save_and_leave = self._signal_received, self._save_and_leave_together
         self._polls, self._saved_at, self._steps = Polls(), time.monotonic(), 0
         adapters = [adapter_of(o) for o in optimizers_of(self.model)]
         self._asynchronous = any(b is not None and b.strategy.asynchronous for b in adapters)
@@ -151,7 +148,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._share_checked = False
         # Of the batches of this pass, `_trained` counts those that were trained, and `_skip` those before this fit. Of
         # the steps of the epoch, `_step` and `_start_step` count the same.
-        self._trained = self._skip = self._step = self._start_step = 0
+        self._trained = self._skip = self._step = self._start_step = self._steps_done = 0
         if self.resume:
             restored = restore_newest(self._folder, self.model)
             if restored is not None:
@@ -164,8 +161,7 @@ class Checkpoint(keras.callbacks.Callback):
         self.model._initial_epoch = position.epoch
         if self._comm.rank == 0:
             _log.info(f"resuming after {position}, from {self.directory}.")
-        if self._sync is not None:
-            self._sync.steps_done = position.step
+        self._steps_done = position.step
         if self._asynchronous or not (position.step or skip):
             return
         self._skip, self._start_step = skip, position.step
@@ -246,7 +242,7 @@ class Checkpoint(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Save if a checkpoint is due or the job is about to end."""
         if self._asynchronous:
-            return  # `SyncCallback` calls `_save_and_leave_together`
+            return  # `SyncCallback` calls `save_and_leave`
         if not self._share_checked and self._drawn is not None:
             # Determine the share now: a later validation begins a pass through a share of its own.
             self._share, self._share_checked = data.started_share(self._drawn), True
@@ -338,11 +334,18 @@ class Checkpoint(keras.callbacks.Callback):
             return Data(*data.position_after(self._drawn, self._trained, self._share), *sizes)
         return Data(self._drawn or (), self._trained, *sizes, self._random) if position.step else Data(drawn, 0, *sizes)
 
-    def _signal_received(self) -> bool:
+    @property
+    def steps_done(self) -> int:
+        """As the checkpoint has it from which this fit resumes."""
+        return self._steps_done
+
+    @property
+    def preempted(self) -> bool:
+        """True after SIGUSR1 or SIGTERM."""
         return self._preemption is not None and bool(self._preemption.received)
 
-    def _save_and_leave_together(self, steps: int) -> None:
-        """Save and leave, after a signal has made the strategy hand out no more steps. Collective."""
+    def save_and_leave(self, steps: int) -> None:
+        """Save and leave, after a signal has made an asynchronous strategy hand out no more steps. Collective."""
         status = self._exchange_status(f"the end of steps in epoch {self._epoch + 1}")
         self._save(Position(self._epoch, steps))
         if not status.stops:

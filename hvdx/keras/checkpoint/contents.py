@@ -11,11 +11,11 @@ import tensorflow as tf
 from hvdx.comm import Comm
 from hvdx.errors import ConfigError
 from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
-from hvdx.keras.adapters.optimizer_state import innermost
 from hvdx.keras.adapters.rank_local import accumulated, rank_local_ids
 from hvdx.keras.checkpoint.parts import PREFIX, Division
 from hvdx.keras.fit import replicas
 from hvdx.keras.fit.noise import common_generator, generators
+from hvdx.keras.optimizer_state import innermost
 from hvdx.keras.shards import shard_of, whole_shape
 from hvdx.version import __version__
 

@@ -29,7 +29,7 @@ from hvdx.errors import CheckpointError, ConfigError, HvdxError, ReplicaError
 from hvdx.keras.checkpoint import owner
 from hvdx.keras.checkpoint.files import Arrays, as_checkpoint_error
 from hvdx.keras.checkpoint.owner import Owner
-from hvdx.keras.fit.sync_callback import all_gather_at
+from hvdx.keras.fit.positions import all_gather_at
 from hvdx.log import Log
 
 _log = Log(__name__)
@@ -141,8 +141,7 @@ class Folder:
         """Raise the error of `on_all_ranks` from the problem and failures that `attempt` returned."""
         same = len(failed) == self.comm.size and len({_KERAS_NUMBER.sub("", f.text) for f in failed.values()}) == 1
         if isinstance(problem, HvdxError) and same:
-            problem.collective = True
-            raise problem
+            raise problem.as_collective()
         listed = "; ".join(f"rank {rank}: {failure.text}" for rank, failure in failed.items())
         raise ReplicaError(f"{self.path}: {place}: {listed}. {remedy}") from problem
 

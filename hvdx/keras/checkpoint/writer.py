@@ -20,7 +20,7 @@ from hvdx.keras.checkpoint import files
 from hvdx.keras.checkpoint.contents import Data, Snapshot, snapshot, value_of
 from hvdx.keras.checkpoint.folder import FORMAT, SHARED, Folder, Position, of_rank, one_line
 from hvdx.keras.fit import data
-from hvdx.keras.fit.sync_callback import all_gather_at
+from hvdx.keras.fit.positions import all_gather_at
 from hvdx.keras.joining import join
 
 _REMEDY = "Earlier checkpoints are unchanged."

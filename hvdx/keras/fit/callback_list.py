@@ -74,6 +74,12 @@ def arrange(callbacks: Any, first: Any, last: Any, replaced: type, rank: int) ->
     return muted
 
 
+def move(callbacks: Any, callback: Any, last: type) -> None:
+    """Put a callback after all others except those of the class `last`."""
+    # `sorted` keeps the order otherwise. A new list: Keras is iterating over the old one.
+    callbacks.callbacks = sorted(callbacks.callbacks, key=lambda c: 2 * isinstance(c, last) + (c is callback))
+
+
 def extend_epochs(callback: Any, steps: int) -> Callable[[], None] | None:
     """Let each epoch of the current `fit` take up to `steps` steps, and repeat its data if necessary.
 

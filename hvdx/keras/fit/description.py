@@ -17,9 +17,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvdx.comm import Comm
-from hvdx.keras.adapters.optimizer_state import innermost, slots
 from hvdx.keras.adapters.updates import momentum_of
 from hvdx.keras.fit import callback_list, data
+from hvdx.keras.optimizer_state import innermost, slots
 from hvdx.log import Log
 from hvdx.version import __version__
 

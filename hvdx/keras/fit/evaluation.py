@@ -1,4 +1,4 @@
-"""Evaluation of models with split layers: all ranks of a group take part in every batch of the group."""
+"""Validation on several ranks, and the end of an epoch, which they reach together."""
 
 from typing import Any
 
@@ -7,45 +7,32 @@ import tensorflow as tf
 from hvdx.comm import Comm
 from hvdx.errors import ConfigError
 from hvdx.keras.fit import callback_list
+from hvdx.keras.fit.counting import Counting
+from hvdx.keras.fit.part import Part
+from hvdx.keras.fit.positions import all_gather_at
 from hvdx.keras.shards import has_parts
 
 
-class GroupEvaluation:
-    """Evaluation in which a rank that has fewer batches than its group goes on with batches that do not count.
+class Evaluation(Part):
+    """Compare positions at a validation and at the end of an epoch; all ranks of a group evaluate all its batches.
 
-    Args:
-        comm: all ranks.
+    With split layers, a rank that has fewer batches than its group goes on with batches that do not count.
     """
 
-    def __init__(self, comm: Comm):
-        self._comm = comm
+    def __init__(self, comm: Comm, counting: Counting):
+        super().__init__()
+        self._comm, self._counting = comm, counting
         # Number of batches that do not count, after this rank's own.
         self._missing = 0
         self._filler: Any = None
 
-    def batches(self, callback: Any) -> int | None:
-        """Return this rank's number of batches: -1 if it is unknown, None for a model without split layers.
-
-        Args:
-            callback: a callback, in its `on_test_begin`.
-        """
-        if not has_parts(callback.model):
-            return None
-        iterator = callback_list.epoch_iterator(callback)
-        dataset = getattr(iterator, "_distributed_dataset", None)
-        self._filler = None if dataset is None else tf.nest.map_structure(_one_row, dataset.element_spec)
-        number = getattr(iterator, "num_batches", None)
-        return -1 if number is None else int(number)
-
-    def begin(self, everyone: list[int | None]) -> None:
+    def on_test_begin(self, logs: Any = None) -> None:
         """Compare the numbers of batches in this rank's group.
-
-        Args:
-            everyone: results of `batches`, of all ranks.
 
         Raises:
             ConfigError: on all ranks, if a number is unknown.
         """
+        everyone = all_gather_at(self._comm, f"validation in epoch {self._counting.epoch + 1}", self._batches())
         self._missing = 0
         numbers = [number for number in everyone if number is not None]
         if not numbers:
@@ -58,16 +45,30 @@ class GroupEvaluation:
         mine = self._comm.mesh.groups[self._comm.mesh.index]
         self._missing = max(numbers[rank] for rank in mine) - numbers[self._comm.rank]
 
-    def finish(self, model: Any) -> None:
+    def _batches(self) -> int | None:
+        """Return this rank's number of batches: -1 if it is unknown, None for a model without split layers."""
+        if not has_parts(self.model):
+            return None
+        iterator = callback_list.epoch_iterator(self)
+        dataset = getattr(iterator, "_distributed_dataset", None)
+        self._filler = None if dataset is None else tf.nest.map_structure(_one_row, dataset.element_spec)
+        number = getattr(iterator, "num_batches", None)
+        return -1 if number is None else int(number)
+
+    def on_test_end(self, logs: Any = None) -> None:
         """Take this rank's part in the batches that others of its group still have."""
         missing, self._missing = self._missing, 0
-        if not missing:
-            return
-        values = [v.numpy() for v in model.metrics_variables]
-        for _ in range(missing):
-            model.test_step(self._filler)
-        for variable, value in zip(model.metrics_variables, values, strict=True):
-            variable.assign(value)
+        if missing:
+            values = [v.numpy() for v in self.model.metrics_variables]
+            for _ in range(missing):
+                self.model.test_step(self._filler)
+            for variable, value in zip(self.model.metrics_variables, values, strict=True):
+                variable.assign(value)
+        all_gather_at(self._comm, f"the end of validation in epoch {self._counting.epoch + 1}")
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Compare the positions."""
+        all_gather_at(self._comm, f"the end of epoch {epoch + 1}")
 
 
 def _one_row(spec: Any) -> Any:

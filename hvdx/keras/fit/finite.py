@@ -1,4 +1,4 @@
-"""Detection of NaN and infinity, with the rank, step and gradient where they first occurred."""
+"""Detection of NaN and infinity in the weights, with the rank, step and gradient where they first occurred."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,63 +7,10 @@ import tensorflow as tf
 
 from hvdx.comm import Comm
 from hvdx.errors import ReplicaError
+from hvdx.keras.adapters.first_bad import bad_flags
 from hvdx.log import Log
 
 _log = Log(__name__)
-
-# The cheapest tensor summary of tfdbg, in one pass without a copy: [an id, whether the tensor holds NaN or infinity].
-_HEALTH = 2
-_FLOAT_DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
-
-
-class FirstBad:
-    """Record of the first step in which a gradient of this rank held NaN or infinity; part of the training function.
-
-    Attributes:
-        found: int64[2] variable: number of the step, counted from 1, and index of the gradient; [0, 0] if none.
-
-    Example:
-        >>> first = FirstBad()
-        >>> first.look([tf.constant([1.0]), tf.constant([float("nan")])], tf.constant(7, tf.int64))
-        >>> first.found.numpy().tolist()
-        [7, 1]
-    """
-
-    def __init__(self) -> None:
-        with tf.device("CPU:0"):
-            self.found = tf.Variable([0, 0], dtype=tf.int64, trainable=False)
-
-    def reset(self) -> None:
-        """Clear the record."""
-        self.found.assign([0, 0])
-
-    def look(self, values: Sequence[Any], step: Any) -> None:
-        """Record the step if one of its gradients is the first to hold NaN or infinity.
-
-        Args:
-            values: gradients as tensors; those that are not floating-point count as finite.
-            step: int64 scalar, number of the step.
-        """
-        if not values:
-            return
-        bad = _bad_flags(values)
-        with tf.device("CPU:0"):
-            now = tf.stack([step, tf.argmax(bad, output_type=tf.int64)])
-            first = tf.logical_and(tf.reduce_any(bad > 0), self.found[0] == 0)
-            self.found.assign(tf.where(first, now, self.found))
-
-
-def _bad_flags(values: Sequence[Any]) -> Any:
-    """Return float32[n]: 1 for each tensor that holds NaN or infinity, 0 for the others."""
-    return tf.stack([_health(value) for value in values])[:, 1]
-
-
-def _health(value: Any) -> Any:
-    if value.dtype not in _FLOAT_DTYPES:
-        return tf.zeros(2)
-    return tf.raw_ops.DebugNumericSummaryV2(
-        input=value, output_dtype=tf.float32, tensor_debug_mode=_HEALTH, tensor_id=0
-    )
 
 
 def check(weights: Sequence[Any], firsts: Sequence[tuple[int, str]], comm: Comm, when: str) -> None:
@@ -79,7 +26,7 @@ def check(weights: Sequence[Any], firsts: Sequence[tuple[int, str]], comm: Comm,
     Raises:
         ReplicaError: on every rank, if weights of a rank hold NaN or infinity.
     """
-    bad_here = _bad_flags([tf.convert_to_tensor(v) for v in weights]).numpy() if weights else []
+    bad_here = bad_flags([tf.convert_to_tensor(v) for v in weights]).numpy() if weights else []
     mine = (
         next((v.path for v, bad in zip(weights, bad_here, strict=True) if bad), ""),
         min((first for first in firsts if first[0]), default=(0, "")),

@@ -43,6 +43,10 @@ class Limit:
         """Begin a fit."""
         self.reached, self._epochs_done, self._begin = False, 0, time.monotonic()
 
+    def reach(self) -> None:
+        """Record that the limit ends the fit."""
+        self.reached = True
+
     def after_epoch(self) -> bool:
         """Count an epoch; return whether it is to be the last one of the fit."""
         self._epochs_done += 1

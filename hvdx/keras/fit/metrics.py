@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdx.comm import Comm
+from hvdx.keras.fit.part import Part
 from hvdx.log import Log
 
 _log = Log(__name__)
@@ -68,8 +69,8 @@ def over_all_ranks(model: Any, logs: dict[str, Any], comm: Comm) -> dict[str, An
     return over_all_samples(model, comm) if are_metrics_of(model, logs) else mean_over_ranks(logs, comm)
 
 
-class EpochLogs:
-    """Logs of an epoch over all ranks; a callback's hooks call its methods.
+class EpochLogs(Part):
+    """Logs of an epoch over all ranks.
 
     Validation overwrites the state of the training metrics, so they are combined before validation. The values of a
     custom `train_step` have no such state; they are combined at the end of the epoch.
@@ -79,6 +80,7 @@ class EpochLogs:
     """
 
     def __init__(self, comm: Comm):
+        super().__init__()
         self._comm = comm
         self._step: dict[str, Any] = {}
         self._train: dict[str, Any] | None = None
@@ -91,41 +93,45 @@ class EpochLogs:
         """True after validation has run in this epoch."""
         return bool(self._test)
 
-    def begin(self) -> None:
-        """Begin an epoch: discard the combined values of the last one."""
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Discard the combined values of the last epoch."""
         self._train, self._test, self._idle = None, {}, False
 
-    def see_step(self, logs: dict[str, Any] | None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Store the values that the training step returned."""
         self._step = dict(logs or {})
 
-    def before_validation(self, model: Any) -> None:
-        """Combine the training metrics, if the values of the step are theirs. Collective."""
-        if self._step and are_metrics_of(model, self._step):
-            self._train = over_all_samples(model, self._comm)
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Combine the training metrics before validation overwrites them. Collective."""
+        if self._step and are_metrics_of(self.model, self._step):
+            self._train = over_all_samples(self.model, self._comm)
 
-    def after_validation(self, model: Any, logs: dict[str, Any]) -> None:
+    def on_test_end(self, logs: Any = None) -> None:
         """Replace the validation metrics of this rank by those of all ranks, in place. Collective.
 
-        Args:
-            model: compiled model.
-            logs: values of this rank; empty if it had no batch.
+        A rank without validation batches has no logs, and takes part all the same.
         """
-        self._idle = not logs
+        logs = {} if logs is None else logs
+        self._idle, model = not logs, self.model
         everyone = self._comm.all_gather_object(are_metrics_of(model, logs) if logs else None, "kinds of logs")
         kinds = [kind for kind in everyone if kind is not None]
         if kinds:
             self._test = over_all_samples(model, self._comm) if all(kinds) else mean_over_ranks(logs, self._comm)
             logs.update(self._test)
 
-    def finish(self, model: Any, logs: dict[str, Any]) -> None:
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Replace the values of this rank by those of all ranks, in place. Collective."""
+        logs, model = {} if logs is None else logs, self.model
         if self._train is None:
             own = {k: v for k, v in logs.items() if k in self._step}
             self._train = mean_over_ranks(own, self._comm) if self._test else over_all_ranks(model, own, self._comm)
         # Keras copies the logs of a validation before it passes them to callbacks, so they are replaced here again.
         combined = self._train | {f"val_{k}": v for k, v in self._test.items()}
         logs.update({k: v for k, v in combined.items() if k in logs or (self._idle and k.startswith("val_"))})
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Forget the last step, so that an `evaluate` after the fit has no training metrics to combine."""
+        self._step = {}
 
 
 def _combine_states(model: Any, comm: Comm) -> None:

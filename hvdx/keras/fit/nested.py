@@ -5,25 +5,27 @@ from typing import Any
 
 from hvdx.errors import ConfigError
 from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
+from hvdx.keras.fit.part import Part
 
 
-def refuse(model: Any) -> None:
-    """Refuse a nested `fit` with `Distribute`: its end would detach the optimiser of the outer one.
+class Nested(Part):
+    """Refuse a nested `fit` with `Distribute`: its end would detach the optimiser of the outer one."""
 
-    Args:
-        model: model of the nested `fit`, at its start.
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Refuse the `fit`.
 
-    Raises:
-        ConfigError: if an outer `fit` with `Distribute` is training the model, or a model that it is a part of.
-    """
-    adapters = [adapter_of(optimizer) for optimizer in optimizers_of(model)]
-    outer = [a.owner.model for a in adapters if a is not None and a.owner is not None]
-    # After an exception the optimiser is attached too, but the `fit` is not running.
-    if any(_running_fits(other) > (other is model) for other in outer):
-        raise ConfigError.on_all_ranks(
-            f"fit: model {model.name}: expected one fit with Distribute at a time, got one inside another. "
-            "Do: train the model again after the outer fit has ended."
-        )
+        Raises:
+            ConfigError: if an outer `fit` with `Distribute` is training the model, or a model that it is a part of.
+        """
+        model = self.model
+        adapters = [adapter_of(optimizer) for optimizer in optimizers_of(model)]
+        outer = [a.owner.model for a in adapters if a is not None and a.owner is not None]
+        # After an exception the optimiser is attached too, but the `fit` is not running.
+        if any(_running_fits(other) > (other is model) for other in outer):
+            raise ConfigError.on_all_ranks(
+                f"fit: model {model.name}: expected one fit with Distribute at a time, got one inside another. "
+                "Do: train the model again after the outer fit has ended."
+            )
 
 
 def _running_fits(model: Any) -> int:

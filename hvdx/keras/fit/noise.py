@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvdx.keras.fit.part import Part
+
 # A state of a layer's generator is [seed, counter]. Keras' seeds have 32 bits of the 64; the rank goes into the others.
 _SEED_BITS = 32
 _SEED = (1 << _SEED_BITS) - 1
@@ -18,6 +20,37 @@ _SEED = (1 << _SEED_BITS) - 1
 _HASH = 2654435761
 # In the common generator, Keras maps each of two numbers to (x + 1) * 5387 % 933199, a prime.
 _PRIME, _STRIDE = 933_199, 414_361
+
+
+class Noise(Part):
+    """Give this rank random numbers of its own during a fit.
+
+    Args:
+        rank: this rank.
+    """
+
+    def __init__(self, rank: int):
+        super().__init__()
+        self._rank, self._first_step = rank, True
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Begin; `Checkpoint`, which begins later, restores the states that this rank saved."""
+        self._first_step = True
+        differ(self.model, self._rank)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Begin again: a callback may have run a fit of another model, whose end changes the common generator."""
+        differ(self.model, self._rank)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Begin in layers that were built in the first step, and had no generators before it."""
+        if self._first_step:
+            self._first_step = False
+            differ_in_layers(self.model, self._rank)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """End: ranks draw the same numbers again."""
+        agree(self.model)
 
 
 def generators(model: Any) -> list[Any]:

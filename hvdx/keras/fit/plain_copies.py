@@ -7,6 +7,7 @@ from typing import Any
 import keras
 
 from hvdx.errors import ConfigError
+from hvdx.keras.fit.part import Part
 from hvdx.keras.gathering import gather_to
 from hvdx.keras.joining import join
 from hvdx.keras.shards import has_parts
@@ -15,72 +16,64 @@ from hvdx.keras.shards import has_parts
 _REFUSED = ("BackupAndRestore", "OrbaxCheckpoint")
 
 
-class PlainCopies:
-    """Plain copy of a model for the callbacks of rank 0 that save it.
+class PlainCopies(Part):
+    """Plain copy of a model for the callbacks of rank 0 that save it."""
 
-    Args:
-        callbacks: all callbacks of `fit` on this rank, also those that run on rank 0 only.
-    """
-
-    def __init__(self, callbacks: Sequence[Any] = ()):
-        self._savers = [c for c in callbacks if isinstance(c, keras.callbacks.ModelCheckpoint)]
-        #: For each saver, its frequency and its counts from earlier fits.
-        self.described = [(c.save_freq, *_counts(c)) for c in self._savers]
-        self.refused = [type(c).__name__ for c in callbacks if type(c).__name__ in _REFUSED]
+    def __init__(self) -> None:
+        super().__init__()
+        self._callbacks: Sequence[Any] = ()
+        self._savers: list[Any] = []
         self._counters: list[_Counter] = []
         self._to_refuse: Sequence[str] = ()
         self._copy: Any = None
 
-    def begin(self, model: Any, described: Sequence[tuple[Any, int, int]], refused: Sequence[str]) -> None:
-        """Begin a fit. Collective.
+    def serve(self, callbacks: Sequence[Any]) -> None:
+        """Serve the callbacks of a `fit`, before those that run on rank 0 only are removed elsewhere."""
+        self._callbacks = callbacks
+        self._savers = [c for c in callbacks if isinstance(c, keras.callbacks.ModelCheckpoint)]
 
-        Args:
-            model: model that is trained.
-            described: `described` of rank 0, whose callbacks save.
-            refused: `refused` of rank 0.
+    def offer(self) -> tuple[list[tuple[Any, int, int]], list[str]]:
+        """Return the frequency and the counts of each callback that saves, and the callbacks that are refused."""
+        refused = [type(c).__name__ for c in self._callbacks if type(c).__name__ in _REFUSED]
+        return [(c.save_freq, *_counts(c)) for c in self._savers], refused
+
+    def agree(self, offered: list[Any]) -> None:
+        """Count the steps of rank 0's callbacks on all ranks.
 
         Raises:
             ConfigError: on all ranks, if a callback of rank 0 cannot handle split layers.
         """
-        self._counters = [_Counter(*counts) for counts in described]
-        self._to_refuse, self._copy = refused, None
-        self._refuse(model)
+        described, self._to_refuse = offered[0]
+        self._counters, self._copy = [_Counter(*counts) for counts in described], None
+        self._refuse()
 
-    def _refuse(self, model: Any) -> None:
-        if self._to_refuse and has_parts(model):
+    def _refuse(self) -> None:
+        if self._to_refuse and has_parts(self.model):
             raise ConfigError.on_all_ranks(
                 f"callbacks: {self._to_refuse[0]}: it saves and loads on rank 0 alone, which holds a part of the split "
                 "layers. Use hvdx.keras.Checkpoint."
             )
 
-    def after_step(self, model: Any, batch: int) -> None:
-        """Gather the weights if a callback saves after this step. Collective.
-
-        Args:
-            model: model that is trained.
-            batch: argument of `on_train_batch_end`.
-
-        Raises:
-            ConfigError: see `begin`.
-        """
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Gather the weights if a callback saves after this step. Collective."""
         # Layers that are built in the first step were unknown before it.
-        self._refuse(model)
+        self._refuse()
         # Every counter must count the step.
         due = [counter.saves(batch) for counter in self._counters]
         if any(due):
-            self._gather(model)
+            self._gather()
 
-    def after_epoch(self, model: Any) -> None:
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Gather the weights if a callback saves after each epoch. Collective."""
         if any(counter.frequency == "epoch" for counter in self._counters):
-            self._gather(model)
+            self._gather()
 
-    def _gather(self, model: Any) -> None:
+    def _gather(self) -> None:
         mesh = join().mesh
-        if mesh is None or mesh.index or not has_parts(model):
+        if mesh is None or mesh.index or not has_parts(self.model):
             return
         keep = mesh.position == 0
-        self._copy = gather_to(model, self._copy, keep)
+        self._copy = gather_to(self.model, self._copy, keep)
         if keep:
             for callback in self._savers:
                 callback.set_model(self._copy)

@@ -10,8 +10,8 @@ import tensorflow as tf
 from hvdx.comm import Comm
 from hvdx.errors import ReplicaError
 from hvdx.keras.adapters.optimizer import optimizers_of
-from hvdx.keras.adapters.optimizer_state import accumulated_gradients
 from hvdx.keras.adapters.rank_local import declared
+from hvdx.keras.optimizer_state import accumulated_gradients
 from hvdx.keras.shards import by_ranks, mark_state, shard_of, whole_shape
 
 # Largest number of differing variables that an error lists.

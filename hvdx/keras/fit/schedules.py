@@ -6,13 +6,33 @@ import keras
 
 from hvdx.comm import Comm
 from hvdx.keras.adapters.optimizer import optimizers_of
-from hvdx.keras.adapters.optimizer_state import innermost
+from hvdx.keras.fit.part import Part
+from hvdx.keras.fit.sync_callback import SyncCallback
+from hvdx.keras.optimizer_state import innermost
 from hvdx.log import Log
 
 _log = Log(__name__)
 
 # Numbers of steps in the schedules of Keras, and in those of others that name them so. `boundaries` is a list.
 _COUNTS = ("decay_steps", "first_decay_steps", "boundaries", "warmup_steps", "total_steps")
+
+
+class Schedules(Part):
+    """Remark on schedules that end after this fit.
+
+    Args:
+        comm: the ranks.
+        sync: length of the epochs.
+    """
+
+    def __init__(self, comm: Comm, sync: SyncCallback):
+        super().__init__()
+        self._comm, self._sync = comm, sync
+
+    def agree(self, offered: list[Any]) -> None:
+        """Print the remarks, now that the length of an epoch is known."""
+        epochs = (self.params.get("epochs") or 0) - (self.model._initial_epoch or 0)
+        tell(self.model, epochs * (self._sync.steps or 0) - self._sync.steps_done, self._comm)
 
 
 def remark(schedule: Any, steps: int, size: int) -> str:

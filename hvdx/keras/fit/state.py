@@ -4,18 +4,77 @@ import functools
 import weakref
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from hvdx.comm import Comm
-from hvdx.keras.adapters.rank_local import declared
+from hvdx.keras.adapters.rank_local import declare, declared
 from hvdx.keras.fit import replicas
+from hvdx.keras.fit.part import Part
+from hvdx.keras.variables import KerasVariable, listed
 from hvdx.log import Log
 
 _log = Log(__name__)
 
 # For each model, the values by the `id` of the variable when they were last the same on all ranks.
 _common: "weakref.WeakKeyDictionary[Any, dict[int, np.ndarray]]" = weakref.WeakKeyDictionary()
+
+
+class Declared(Part):
+    """Declare the weights that each rank keeps for itself, and those that are summed.
+
+    Args:
+        local, summed: as for `Distribute`.
+
+    Raises:
+        ConfigError: if they are no variables or layers.
+    """
+
+    alone = True
+
+    def __init__(self, local: Any, summed: Any):
+        super().__init__()
+        self._local, self._summed = _listed("local", local), _listed("summed", summed)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Declare them for the model of this fit."""
+        declare(self.model, self._local, self._summed)
+
+
+def _listed(option: str, given: Any) -> list[Any]:
+    expected = f"Distribute: {option}: expected variables or layers of Keras"
+    return listed(given, KerasVariable | keras.layers.Layer, expected, "give a list such as [model.queue]")
+
+
+class State(Part):
+    """Combine the weights that no gradient reaches, before a validation or at the end of an epoch without one.
+
+    Args:
+        comm: the ranks.
+    """
+
+    def __init__(self, comm: Comm):
+        super().__init__()
+        self._comm, self._combined = comm, False
+
+    def agree(self, offered: list[Any]) -> None:
+        """Remember the values from which the ranks count."""
+        begin(self.model)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Begin an epoch."""
+        self._combined = False
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Combine the weights for the validation."""
+        combine(self.model, self._comm)
+        self._combined = True
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Combine the weights without a validation."""
+        if not self._combined:
+            combine(self.model, self._comm)
 
 
 def combine(model: Any, comm: Comm) -> None:

@@ -1,99 +1,81 @@
-"""Synchronisation of the ranks' `fit`: the part of `Distribute` that runs after all other callbacks."""
+"""Length of the epochs and end of training: what the ranks agree on after all other callbacks."""
 
 from collections.abc import Callable
 from typing import Any
 
-import keras
-
 from hvdx.comm import Comm
 from hvdx.errors import HvdxError, ReplicaError
 from hvdx.keras.fit import callback_list, py_datasets
+from hvdx.keras.fit.attachment import Attachment
+from hvdx.keras.fit.counting import Counting
+from hvdx.keras.fit.part import Part
+from hvdx.keras.fit.positions import all_gather_at
 from hvdx.log import Log
-from hvdx.strategies import StepClient, Strategy
+from hvdx.strategies import StepClient
 
 _log = Log(__name__)
 
 
-def all_gather_at(comm: Comm, place: str, payload: Any = None) -> list[Any]:
-    """Gather a payload from all ranks, and check that they are in the same hook. Collective.
-
-    Every hook that exchanges data begins with this call. If two ranks are in different hooks, they receive an error
-    and do not deadlock.
-
-    Args:
-        comm: the ranks.
-        place: name of the place for messages, such as "the end of epoch 3".
-        payload: any picklable object.
-
-    Returns:
-        The payloads in rank order.
-
-    Raises:
-        ReplicaError: on all ranks, if their places differ.
-    """
-    everyone = comm.all_gather_object((place, payload), place)
-    places = [where for where, _ in everyone]
-    if len(set(places)) > 1:
-        listed = "; ".join(f"rank {rank} is at {where}" for rank, where in enumerate(places))
-        raise ReplicaError(
-            f"the ranks are in different places: {listed}. Give fit the same arguments on every rank: validation "
-            "data, epochs and initial_epoch too."
-        )
-    return [theirs for _, theirs in everyone]
-
-
-class SyncCallback(keras.callbacks.Callback):
+class SyncCallback(Part):
     """Callback by which the ranks agree on the length of an epoch and on the end of training.
 
     Args:
         comm: the ranks.
-        agree: function to call after `on_train_begin` of all other callbacks, if there are several ranks.
-        begin_epoch: function to call after `on_epoch_begin` of all other callbacks.
+        counting: counts of the fit.
+        attachment: optimisers of the fit.
+        parts: parts that agree after `on_train_begin` of all other callbacks.
     """
 
-    def __init__(self, comm: Comm, agree: Callable[[], None], begin_epoch: Callable[[], None]):
+    def __init__(self, comm: Comm, counting: Counting, attachment: Attachment, parts: Part):
         super().__init__()
-        self._comm = comm
-        self._agree, self._begin_epoch = agree, begin_epoch
+        self._comm, self._counting, self._attachment = comm, counting, attachment
+        self._parts = parts
         self._limit: int | None = None
         self._step_client: StepClient | None = None
         # Ends the repeated data of an asynchronous strategy; None if they cannot be repeated.
         self._finish_data: Callable[[], None] | None = None
         self._cut_short = False
         self._stop_wanted = False
-        self.reset()
-
-    def reset(self) -> None:
-        """Reset the attributes that belong to one fit."""
-        #: Number of steps of the first epoch that were taken before this fit.
-        self.steps_done = 0
-        #: Function that returns True once this rank has received a preemption signal. No rank then receives more steps.
-        self.preempted: Callable[[], bool] = bool
-        #: Function that each rank then calls, with the number of steps that all ranks took in the epoch.
-        self.save_and_leave: Callable[[int], None] = lambda steps: None
+        self._callback_list: Any = None
+        # Parts among the other callbacks, such as `Checkpoint`.
+        self._others: list[Part] = []
+        self._steps_before = 0
 
     @property
     def steps(self) -> int | None:
         """Number of steps of each rank in an epoch, or None if unknown."""
         return self._limit or self.params.get("steps")
 
-    def all_gather_at(self, place: str, payload: Any = None) -> list[Any]:
-        """Call `all_gather_at` with the ranks of this callback. Collective."""
-        return all_gather_at(self._comm, place, payload)
+    @property
+    def steps_done(self) -> int:
+        """As the other parts have it, one of which may have resumed a training."""
+        return max((part.steps_done for part in self._others), default=0)
 
-    def limit_steps(self, steps: list[int | None], steps_per_execution: int) -> None:
-        """End every epoch when the rank with the fewest batches has no more.
+    def offer(self) -> int | None:
+        """Return the number of batches in an epoch of this rank, or None if it is unknown."""
+        steps: int | None = self.params.get("steps")
+        return steps
 
-        Args:
-            steps: number of batches in an epoch on each rank, or None if unknown.
-            steps_per_execution: `steps_per_execution` of the compiled model.
-
-        Raises:
-            ReplicaError: on all ranks, if a number is unknown or too small.
-        """
+    def agree(self, offered: list[int | None]) -> None:
+        """Set the length of an epoch. Collective under an asynchronous strategy."""
         self._limit = self._step_client = self._finish_data = None
         self._cut_short = self._stop_wanted = False
-        known = self._require_known(steps)
+        self._steps_before = -self.steps_done
+        unknown = [rank for rank, number in enumerate(offered) if number is None]
+        if unknown:
+            raise ReplicaError(
+                f"fit: the number of steps is not known beforehand on ranks {unknown}, so the ranks could end an epoch "
+                "at different times and wait for each other. Give fit steps_per_epoch=, or the dataset a size: "
+                "hvdx.shard(dataset, ..., steps=...) or dataset.apply(tf.data.experimental.assert_cardinality(n))."
+            )
+        known = [number for number in offered if number is not None]
+        if self._attachment.strategy.asynchronous:
+            self._share_steps(known, self.model.steps_per_execution)
+        else:
+            self._limit_steps(known, self.model.steps_per_execution)
+
+    def _limit_steps(self, known: list[int], steps_per_execution: int) -> None:
+        """End every epoch when the rank with the fewest batches has no more."""
         if len(set(known)) == 1:
             return
         fewest = min(known) // steps_per_execution * steps_per_execution
@@ -108,22 +90,8 @@ class SyncCallback(keras.callbacks.Callback):
                 "hvdx.shard distributes the data evenly."
             )
 
-    def share_steps(self, steps: list[int | None], steps_per_execution: int, strategy: Strategy) -> StepClient:
-        """End every epoch when the ranks together have taken all their steps; a fast rank takes more. Collective.
-
-        Args:
-            steps, steps_per_execution: as for `limit_steps`.
-            strategy: asynchronous strategy that hands out the steps.
-
-        Returns:
-            The client that requests steps; each of its steps is one execution, of `steps_per_execution` steps.
-
-        Raises:
-            ReplicaError: on all ranks, if a number is unknown or 0.
-        """
-        self._limit = None
-        self._cut_short = self._stop_wanted = False
-        known = self._require_known(steps)
+    def _share_steps(self, known: list[int], steps_per_execution: int) -> None:
+        """End every epoch when the ranks together have taken all their steps; a fast rank takes more. Collective."""
         if min(known) == 0:
             raise ReplicaError(f"fit: a rank has no step: {known} steps on the ranks. Give each its share of data.")
         numbers = [-(-number // steps_per_execution) for number in known]
@@ -134,36 +102,35 @@ class SyncCallback(keras.callbacks.Callback):
                 for rank in group:
                     numbers[rank] = fewest
         total = sum(numbers)
-        self._step_client = strategy.step_client(self._comm, total, self.steps_done // steps_per_execution)
+        begun = self.steps_done // steps_per_execution
+        # Each step of the client is one execution.
+        self._step_client = client = self._attachment.strategy.step_client(self._comm, total, begun)
         self._finish_data = callback_list.extend_epochs(self, total * steps_per_execution)
-        return self._step_client
-
-    def _require_known(self, steps: list[int | None]) -> list[int]:
-        unknown = [rank for rank, number in enumerate(steps) if number is None]
-        if unknown:
-            raise ReplicaError(
-                f"fit: the number of steps is not known beforehand on ranks {unknown}, so the ranks could end an epoch "
-                "at different times and wait for each other. Give fit steps_per_epoch=, or the dataset a size: "
-                "hvdx.shard(dataset, ..., steps=...) or dataset.apply(tf.data.experimental.assert_cardinality(n))."
+        if self._callback_list is not None:
+            callback_list.show_steps_of_all_ranks(
+                self._callback_list, lambda: client.taken * steps_per_execution, client.steps * steps_per_execution
             )
-        return [number for number in steps if number is not None]
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Call `agree`; all other callbacks have run their `on_train_begin`."""
-        if self._comm.size > 1:
-            self._agree()
+        """Let the parts agree; all other callbacks have run their `on_train_begin`."""
+        found = self._callback_list = callback_list.find(self)
+        callbacks = [] if found is None else found.callbacks
+        self._others = [c for c in callbacks if isinstance(c, Part) and c is not self]
+        self._parts.agree(all_gather_at(self._comm, "the start of fit", self._parts.offer()))
 
     def on_train_end(self, logs: Any = None) -> None:
         """End the last pass through repeated data."""
         finish, self._finish_data = self._finish_data, None
         if finish is not None:
             finish()
+        if self._callback_list is not None:
+            callback_list.show_steps_of_this_rank(self._callback_list)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begin to hand out the steps of an epoch, if the strategy does so; all other callbacks have begun it."""
         if self._step_client is not None:
             self._step_client.begin()
-        self._begin_epoch()
+        self._parts.begin_steps()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Postpone a stop to the end of the epoch, and end an epoch whose steps are taken.
@@ -174,12 +141,24 @@ class SyncCallback(keras.callbacks.Callback):
             self._stop_wanted = True
             self.model.stop_training = False
         over = self._limit is not None and batch + 1 >= self._limit
-        if over or (self._step_client is not None and not self._step_client.another(self.preempted())):
+        client = self._step_client
+        if over or (client is not None and not client.another(any(part.preempted for part in self._others))):
             self._cut_short = self.model.stop_training = True
-            if self._step_client is None:
+            if client is None:
                 py_datasets.end_epoch(callback_list.epoch_iterator(self))
-        if self._step_client is not None and self._step_client.stopped:
-            self.save_and_leave(self._step_client.taken * self.model.steps_per_execution)
+        if client is not None and client.stopped:
+            for part in self._others:
+                part.save_and_leave(client.taken * self.model.steps_per_execution)
+
+    def end_steps(self) -> None:
+        """Check that this rank took all steps of the epoch, and continue the training if this callback ended it."""
+        taken, total = self._counting.counters.steps_of_epoch, self._attachment.steps
+        if self.model.steps_per_execution > 1 and total is not None:
+            # Keras counts the last execution as full, even if it ran out of data.
+            taken, self._steps_before = total - self._steps_before, total
+        self.check_enough(taken)
+        if self._cut_short:
+            self._cut_short = self.model.stop_training = False
 
     def check_enough(self, taken: int) -> None:
         """End the job if this rank ran out of data, since the others wait for it in mid-epoch.
@@ -209,12 +188,7 @@ class SyncCallback(keras.callbacks.Callback):
         """True if this rank asks to end the training after this epoch."""
         return bool(self.model.stop_training and not self._cut_short) or self._stop_wanted
 
-    def reset_cut(self) -> None:
-        """Reset the stop by which this callback ended an epoch, so that training continues."""
-        if self._cut_short:
-            self._cut_short = self.model.stop_training = False
-
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Stop all ranks if one wants to stop. Collective."""
         wanted = bool(self.model.stop_training or self._stop_wanted)
-        self.model.stop_training = any(self.all_gather_at(f"the end of epoch {epoch + 1}", wanted))
+        self.model.stop_training = any(all_gather_at(self._comm, f"the end of epoch {epoch + 1}", wanted))

@@ -10,7 +10,7 @@ from typing import Any
 
 from hvdx.keras.adapters.base import Adapter
 from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
-from hvdx.keras.adapters.optimizer_state import innermost
+from hvdx.keras.optimizer_state import innermost
 from hvdx.strategies import Strategy
 
 

@@ -13,10 +13,10 @@ from hvdx.keras.adapters import xla
 from hvdx.keras.adapters.base import Adapter
 from hvdx.keras.adapters.local_variables import LocalVariables, trained_by
 from hvdx.keras.adapters.optimizer import attach
-from hvdx.keras.adapters.optimizer_state import innermost
 from hvdx.keras.horovod.api import Average, Compression, operation, unsupported, wire
 from hvdx.keras.horovod.process_sets import comm_or_none, is_partial
 from hvdx.keras.joining import join
+from hvdx.keras.optimizer_state import innermost
 from hvdx.keras.variables import KerasVariable
 from hvdx.strategies import AllReduce, Strategy, agree_on_strategy, resolve
 
@@ -313,7 +313,7 @@ def _in_graph(strategy: Strategy) -> bool:
 def _add_register_local_var(optimizer: Any, strategy: Strategy, adapter: Adapter | None, scale: bool) -> None:
     """Add the method `register_local_var` to an optimiser."""
     local = (adapter.local if adapter is not None else None) or LocalVariables()
-    local.scale = scale
+    local.divide(scale)
 
     def register_local_var(variables: Any) -> None:
         if not _in_graph(strategy):

@@ -44,6 +44,10 @@ class ProcessSet:
         self._comm: GraphComm | None = None
         self._world: Comm | None = None
 
+    def _assign(self, number: int | None, comm: GraphComm | None = None, world: Comm | None = None) -> None:
+        """Record that the set was added, or without a number that it was removed."""
+        self.process_set_id, self._comm, self._world = number, comm, world
+
     def included(self) -> bool:
         """Return whether this rank is in the set."""
         return join().rank in self.ranks
@@ -115,9 +119,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         )
     if not world.graph_calls():
         allow()
-    added._comm, added._world = world.graph().subset(added.ranks), joined
     _sets.append(added)
-    added.process_set_id = len(_sets)
+    added._assign(len(_sets), world.graph().subset(added.ranks), joined)
     return added
 
 
@@ -137,7 +140,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if process_set not in _sets:
         return False
     _sets.remove(process_set)
-    process_set.process_set_id = process_set._comm = process_set._world = None
+    process_set._assign(None)
     return True
 
 

@@ -10,7 +10,9 @@ from hvdx.keras.fit import callback_list
 from hvdx.keras.fit.agreement import constants, first_batch, generators, model_state, shares
 from hvdx.keras.fit.agreement.first_batch import FirstBatch
 from hvdx.keras.fit.agreement.sample import sample
-from hvdx.keras.fit.sync_callback import all_gather_at
+from hvdx.keras.fit.attachment import Attachment
+from hvdx.keras.fit.part import Part
+from hvdx.keras.fit.positions import all_gather_at
 from hvdx.log import Log
 
 _log = Log(__name__)
@@ -20,33 +22,31 @@ _LISTED = 3
 _ALLOW = f"Set {shares.VARIABLE}=1 if this is intended."
 
 
-class Comparison:
-    """Comparison of what must be alike on all ranks in one fit, or must differ.
+class Comparison(Part):
+    """Comparison of what must be alike on all ranks in a fit, or must differ.
 
     Args:
         comm: the ranks.
-        traced: False if this fit uses the trace of an earlier one, whose model and constants were compared.
+        attachment: optimisers of the fit. If it uses the trace of an earlier fit, model and constants were compared.
     """
 
-    def __init__(self, comm: Comm, traced: bool = True):
-        self._comm, self._traced = comm, traced
+    def __init__(self, comm: Comm, attachment: Attachment):
+        super().__init__()
+        self._comm, self._attachment = comm, attachment
+        self._traced = True
         self._iterator: Any = None
         self._first_batch: FirstBatch | None = None
         self._dataset: Any = None
         self._configuration: dict[str, str] = {}
         self._pending = False
 
-    def begin(self, callback: Any) -> dict[str, Any]:
-        """Return what this rank has, for `check`.
-
-        Args:
-            callback: a callback, in its `on_train_begin`.
-        """
-        self._iterator = callback_list.epoch_iterator(callback)
-        self._pending = True
+    def offer(self) -> dict[str, Any]:
+        """Return what this rank has."""
+        self._iterator = callback_list.epoch_iterator(self)
+        self._traced, self._pending, self._first_batch = self._attachment.traced, True, None
         self._dataset = dataset = getattr(self._iterator, "_distributed_dataset", None)
-        validation = callback_list.validation_inputs(callback)
-        self._configuration = model_state.configuration(callback.model) if self._traced else {}
+        validation = callback_list.validation_inputs(self)
+        self._configuration = model_state.configuration(self.model) if self._traced else {}
         train = shares.shares_in(dataset)
         arrays = getattr(getattr(self._iterator, "data_adapter", None), "_inputs", None)
         whole = arrays is not None and self._iterator.steps_per_epoch is None
@@ -58,26 +58,23 @@ class Comparison:
             "training": train,
             "validation": shares.shares_in(validation),
             "arrays": sample(arrays).digest() if whole else None,
-            "adapted": model_state.adapted(callback.model),
+            "adapted": model_state.adapted(self.model),
             "tables": model_state.tables_of(dataset) + model_state.tables_of(validation),
             "configuration": model_state.digest(self._configuration),
         }
 
-    def check(self, everyone: Sequence[dict[str, Any]]) -> None:
-        """Compare what the ranks have before the first step. Collective.
-
-        Args:
-            everyone: result of `begin` on each rank.
+    def agree(self, offered: list[dict[str, Any]]) -> None:
+        """Compare what the ranks have before the first step.
 
         Raises:
             ReplicaError: on all ranks, if something differs that must be alike.
         """
         for use in ("training", "validation"):
-            text = shares.difference(use, [mine[use] for mine in everyone])
+            text = shares.difference(use, [theirs[use] for theirs in offered])
             if text is not None:
                 self._refuse(text)
         for key in ("adapted", "tables"):
-            differing = model_state.differing([mine[key] for mine in everyone])
+            differing = model_state.differing([theirs[key] for theirs in offered])
             if differing:
                 self._refuse(
                     f"fit: expected preprocessing with the same state on all ranks; not as on rank 0: "
@@ -85,7 +82,7 @@ class Comparison:
                     "to the same data in the same order on every rank, before the data is divided; sort words from a "
                     "set or a directory; seed shuffles (hvdx.init(seed=1))."
                 )
-        digests = [mine["configuration"] for mine in everyone]
+        digests = [theirs["configuration"] for theirs in offered]
         if len(set(digests)) > 1:
             # Only two ranks send theirs: a configuration can be large.
             other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
@@ -98,20 +95,19 @@ class Comparison:
                 "them alike), for sets, and for values that depend on the rank or on its data."
             )
         self._configuration = {}
-        self._warn_of_equal([mine["arrays"] for mine in everyone])
+        self._warn_of_equal([theirs["arrays"] for theirs in offered])
 
-    def after_first_step(self, model: Any) -> None:
-        """Compare first batches, elements of generators, and constants of the training function. Collective.
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Compare what the first step shows; workers of an asynchronous strategy meet at the end of an epoch only."""
+        if not self._attachment.strategy.asynchronous:
+            self.end_steps()
 
-        Only the first call in a fit compares anything.
-
-        Args:
-            model: the model.
-        """
+    def end_steps(self) -> None:
+        """Compare first batches, elements of generators, and constants of the training function, once in a fit."""
         if not self._pending:
             return
         self._pending = False
-        found = constants.constants_of(model.train_function) if self._traced else []
+        found = constants.constants_of(self.model.train_function) if self._traced else []
         first, self._first_batch = self._first_batch, None
         if first is not None and self._iterator._distributed_dataset is first.dataset:
             self._iterator._distributed_dataset = self._dataset
@@ -171,7 +167,7 @@ class Comparison:
 
 @functools.cache
 def print_once(text: str) -> None:
-    """Print a warning once, however many fits the script has."""
+    """Log a warning once, however many fits the script has."""
     _log.warning(text, head="\nhvdx: WARNING: ")
 
 

@@ -1,0 +1,60 @@
+"""The first step in which a gradient held NaN or infinity."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+# The cheapest tensor summary of tfdbg, in one pass without a copy: [an id, whether the tensor holds NaN or infinity].
+_HEALTH = 2
+_FLOAT_DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
+
+
+class FirstBad:
+    """Record of the first step in which a gradient of this rank held NaN or infinity; part of the training function.
+
+    Attributes:
+        found: int64[2] variable: number of the step, counted from 1, and index of the gradient; [0, 0] if none.
+
+    Example:
+        >>> first = FirstBad()
+        >>> first.look([tf.constant([1.0]), tf.constant([float("nan")])], tf.constant(7, tf.int64))
+        >>> first.found.numpy().tolist()
+        [7, 1]
+    """
+
+    def __init__(self) -> None:
+        with tf.device("CPU:0"):
+            self.found = tf.Variable([0, 0], dtype=tf.int64, trainable=False)
+
+    def reset(self) -> None:
+        """Clear the record."""
+        self.found.assign([0, 0])
+
+    def look(self, values: Sequence[Any], step: Any) -> None:
+        """Record the step if one of its gradients is the first to hold NaN or infinity.
+
+        Args:
+            values: gradients as tensors; those that are not floating-point count as finite.
+            step: int64 scalar, number of the step.
+        """
+        if not values:
+            return
+        bad = bad_flags(values)
+        with tf.device("CPU:0"):
+            now = tf.stack([step, tf.argmax(bad, output_type=tf.int64)])
+            first = tf.logical_and(tf.reduce_any(bad > 0), self.found[0] == 0)
+            self.found.assign(tf.where(first, now, self.found))
+
+
+def bad_flags(values: Sequence[Any]) -> Any:
+    """Return float32[n]: 1 for each tensor that holds NaN or infinity, 0 for the others."""
+    return tf.stack([_health(value) for value in values])[:, 1]
+
+
+def _health(value: Any) -> Any:
+    if value.dtype not in _FLOAT_DTYPES:
+        return tf.zeros(2)
+    return tf.raw_ops.DebugNumericSummaryV2(
+        input=value, output_dtype=tf.float32, tensor_debug_mode=_HEALTH, tensor_id=0
+    )

@@ -1,0 +1,56 @@
+"""Checks of the weights: finite, and the same bits on all ranks."""
+
+from typing import Any, Literal
+
+from hvdx.comm import Comm
+from hvdx.errors import ConfigError
+from hvdx.keras.adapters.rank_local import rank_local_ids
+from hvdx.keras.fit import finite, replicas
+from hvdx.keras.fit.attachment import Attachment
+from hvdx.keras.fit.counting import Counting
+from hvdx.keras.fit.part import Part
+from hvdx.keras.shards import by_ranks
+
+
+class Checks(Part):
+    """Check the weights at the end of each epoch, and every few steps.
+
+    Args:
+        comm: the ranks.
+        every: `check_every` of `Distribute`.
+        counting: counts of the fit.
+        attachment: optimisers of the fit.
+
+    Raises:
+        ConfigError: if `every` is something else, or a number of steps under an asynchronous strategy.
+    """
+
+    def __init__(self, comm: Comm, every: int | Literal["epoch"] | None, counting: Counting, attachment: Attachment):
+        super().__init__()
+        if every not in ("epoch", None) and not (isinstance(every, int) and every > 0):
+            raise ConfigError(f"check_every: expected 'epoch', a positive number of steps or None, got {every!r}.")
+        if attachment.strategy.asynchronous and isinstance(every, int):
+            raise ConfigError(
+                f"check_every={every}: under {attachment.strategy!r}, workers have different weights until the end of "
+                "an epoch. Use check_every='epoch'."
+            )
+        self._comm, self._every, self._counting, self._attachment = comm, every, counting, attachment
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Check the weights if that is due."""
+        if isinstance(self._every, int) and (batch + 1) % self._every == 0:
+            self._check(f"after step {batch + 1} of epoch {self._counting.epoch + 1}")
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Check the weights; if `every` is None, only whether they are finite."""
+        self._check(f"after epoch {epoch + 1}")
+
+    def _check(self, when: str) -> None:
+        firsts = [adapter.first_bad() for adapter in self._attachment.adapters]
+        finite.check(self.model.trainable_weights, firsts, self._comm, when)
+        if self._every is None:
+            return
+        own = rank_local_ids(self.model)
+        variables = [*self.model.trainable_weights, *replicas.optimizer_state_of(self.model)]
+        for ranks, some in by_ranks([v for v in variables if id(v) not in own], self._comm):
+            replicas.check_identical(some, ranks, when)

@@ -1,0 +1,61 @@
+"""Costs of the exchanges: in the logs, in the counters, and in the table after a fit."""
+
+from typing import Any
+
+from hvdx.comm import Comm
+from hvdx.keras.fit.attachment import Attachment
+from hvdx.keras.fit.counting import Counting
+from hvdx.keras.fit.part import Part
+from hvdx.log import Log
+from hvdx.report.summary import summary
+from hvdx.strategies.telemetry import Telemetry, merged
+
+_log = Log(__name__)
+
+
+class Costs(Part):
+    """Show what the exchanges of a fit cost.
+
+    Args:
+        comm: the ranks.
+        counting: counts of the fit.
+        attachment: optimisers of the fit.
+    """
+
+    alone = True
+
+    def __init__(self, comm: Comm, counting: Counting, attachment: Attachment):
+        super().__init__()
+        self._comm, self._counting, self._attachment = comm, counting, attachment
+
+    def so_far(self) -> Telemetry:
+        """Return the telemetry of the exchanges of this fit so far, on this rank."""
+        return merged(self._counting.counters.telemetry or self._attachment.costs())
+
+    def table(self) -> str:
+        """Return the table of the last fit."""
+        return summary(repr(self._attachment.strategy), self._counting.counters)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Add the costs to the logs."""
+        if logs is not None and self._attachment.reports:
+            logs.update(self.so_far().live())
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Add the costs to the logs."""
+        self.on_train_batch_end(epoch, logs)
+
+    def finish(self) -> None:
+        """Store the costs in the counters."""
+        self._counting.counters.finish(self._attachment.costs())
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Print on rank 0 what the exchanges of this fit cost, or that it had nothing left to train."""
+        self.finish()
+        epochs = self.params.get("epochs")
+        if self._comm.rank != 0:
+            return
+        if epochs and not self._counting.trained:
+            _log.info(f"nothing was trained: {epochs} epochs of this fit were trained before.")
+        elif self._comm.size > 1 and self.params.get("verbose"):
+            print(self.table(), flush=True)

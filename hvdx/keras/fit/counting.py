@@ -1,0 +1,86 @@
+"""Steps and epochs of a fit: counts, and the position of this rank for reports of a stall."""
+
+from typing import Any
+
+from hvdx.comm import Comm, progress
+from hvdx.keras.fit.part import Part
+from hvdx.keras.fit.recording import Recording
+from hvdx.report.counters import Counters
+from hvdx.strategies import Strategy
+
+
+class Counting(Part):
+    """Counts of a fit.
+
+    Args:
+        comm: the ranks.
+        strategy: strategy at the start of a fit.
+        recording: recording of the fits, which measures the steps.
+
+    Attributes:
+        counters: counters of the last fit.
+        epoch: number of the present epoch, from 0.
+        trained: True once an epoch has begun.
+    """
+
+    alone = True
+
+    def __init__(self, comm: Comm, strategy: Strategy, recording: Recording):
+        super().__init__()
+        self._comm, self._asynchronous, self._recording = comm, strategy.asynchronous, recording
+        self.counters = Counters()
+        self.epoch, self.trained = 0, False
+        # Number of the first step of this fit in its epoch; above 0 after a checkpoint in mid-epoch.
+        self._first_batch: int | None = None
+
+    @property
+    def steps_of_fit(self) -> int:
+        """Steps of this rank since the fit began."""
+        return self.counters.steps - (self._first_batch or 0)
+
+    @property
+    def ended(self) -> bool:
+        """True in the last epoch of the fit."""
+        return self.epoch + 1 >= (self.params.get("epochs") or 0)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Begin the counts of a fit."""
+        self.counters = Counters(size=self._comm.size)
+        self.counters.start()
+        self._first_batch, self.trained = None, False
+        progress.first_step(self._comm.size > 1)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Begin the counts of an epoch."""
+        self.epoch, self.trained = epoch, True
+        self.counters.begin_epoch()
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Record the position of this rank."""
+        progress.step(f"step {batch + 1} of epoch {self.epoch + 1}", (self.epoch, batch))
+        if self._first_batch is None:
+            self._first_batch = batch
+        if self._recording.on:
+            self._recording.step_begins()
+
+    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Record the position of this rank in validation."""
+        progress.step(f"step {batch + 1} of validation in epoch {self.epoch + 1}")
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Count the steps of the epoch; Keras counts the last execution of several steps as full."""
+        progress.first_step(False)
+        known = None if self._asynchronous else self.params.get("steps")
+        self.counters.count(min(batch + 1, known or batch + 1))
+        if self._recording.on:
+            self._recording.step_ends(self.steps_of_fit)
+
+    def end_steps(self) -> None:
+        """Read the counters for the record, before the adapters are flushed."""
+        if self._recording.on:
+            self._recording.steps_end()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Leave the position."""
+        progress.step("")
+        progress.first_step(False)

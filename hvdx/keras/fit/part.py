@@ -1,0 +1,140 @@
+"""The contract of a part of a fit: a callback of Keras with hooks for what the ranks do together."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+
+class Part(keras.callbacks.Callback):
+    """Part of what hvdx does in a `fit`; a part overrides the hooks that it needs, and the others do nothing.
+
+    `Distribute` lists its parts. All ranks call their hooks in the order of the list, and `on_train_end` in the reverse
+    order. `Checkpoint` and `SyncCallback` are parts too, whose hooks of Keras run after those of all other callbacks.
+
+    Attributes:
+        alone: True if the part also runs in a world of one.
+    """
+
+    alone = False
+
+    @property
+    def steps_done(self) -> int:
+        """Number of steps of the first epoch that were taken before this fit."""
+        return 0
+
+    @property
+    def preempted(self) -> bool:
+        """True once this rank has received a preemption signal; no rank then begins another step."""
+        return False
+
+    def offer(self) -> Any:
+        """Return a picklable value of this rank for `agree`, after `on_train_begin` of all callbacks."""
+
+    def agree(self, offered: list[Any]) -> None:
+        """Make all ranks begin alike.
+
+        Args:
+            offered: result of `offer` on each rank.
+        """
+
+    def begin_steps(self) -> None:
+        """Prepare the steps of an epoch, after `on_epoch_begin` of all callbacks."""
+
+    def end_steps(self) -> None:
+        """Finish the steps of an epoch, before its validation, or before its end if there is none."""
+
+    def save_and_leave(self, steps: int) -> None:
+        """Save the training and end the process, after a rank was `preempted`.
+
+        Args:
+            steps: steps of the epoch that all ranks have taken.
+        """
+
+
+class Parts(Part):
+    """Parts in the order in which their hooks run.
+
+    Args:
+        parts: the parts.
+
+    Attributes:
+        parts: the parts.
+        called: those whose hooks of Keras run here; Keras itself calls the others.
+    """
+
+    def __init__(self, parts: Sequence[Part] = ()):
+        super().__init__()
+        self.parts = self.called = list(parts)
+
+    def _run(self, hook: str, *args: Any) -> None:
+        for part in self.called:
+            getattr(part, hook)(*args)
+
+    def set_model(self, model: Any) -> None:
+        """Give the parts their model."""
+        super().set_model(model)
+        for part in self.parts:
+            part.set_model(model)
+
+    def set_params(self, params: dict[str, Any]) -> None:
+        """Give the parts the epochs and steps of a fit."""
+        super().set_params(params)
+        for part in self.parts:
+            part.set_params(params)
+
+    def offer(self) -> list[Any]:
+        """Return the offers of the parts."""
+        return [part.offer() for part in self.parts]
+
+    def agree(self, offered: list[list[Any]]) -> None:
+        """Give each part what it offered on all ranks."""
+        for part, *theirs in zip(self.parts, *offered, strict=True):
+            part.agree(theirs)
+
+    def begin_steps(self) -> None:
+        """Begin the steps of an epoch."""
+        for part in self.parts:
+            part.begin_steps()
+
+    def end_steps(self) -> None:
+        """End the steps of an epoch."""
+        for part in self.parts:
+            part.end_steps()
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Begin a fit."""
+        self._run("on_train_begin", logs)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """End a fit."""
+        for part in reversed(self.called):
+            part.on_train_end(logs)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Begin an epoch."""
+        self._run("on_epoch_begin", epoch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """End an epoch."""
+        self._run("on_epoch_end", epoch, logs)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Begin a step."""
+        self._run("on_train_batch_begin", batch, logs)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """End a step."""
+        self._run("on_train_batch_end", batch, logs)
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Begin a validation."""
+        self._run("on_test_begin", logs)
+
+    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Begin a step of a validation."""
+        self._run("on_test_batch_begin", batch, logs)
+
+    def on_test_end(self, logs: Any = None) -> None:
+        """End a validation."""
+        self._run("on_test_end", logs)

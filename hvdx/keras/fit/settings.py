@@ -1,0 +1,44 @@
+"""Settings of a fit: arguments, limit, and orders of data that must be the same on all ranks."""
+
+from typing import Any
+
+from hvdx.errors import ReplicaError
+from hvdx.keras.fit import data, limits
+from hvdx.keras.fit.limits import Limit
+from hvdx.keras.fit.part import Part
+
+
+class Settings(Part):
+    """Compare the settings of the ranks, and use rank 0's first epoch and orders of data that follow from all ranks.
+
+    Args:
+        limit: limit of this rank.
+    """
+
+    def __init__(self, limit: Limit):
+        super().__init__()
+        self._limit = limit
+
+    def offer(self) -> dict[str, Any]:
+        """Return the settings of this rank."""
+        return {
+            "steps_per_execution": self.model.steps_per_execution,
+            "epochs": self.params.get("epochs"),
+            "built": self.model.built,
+            limits.VARIABLE: self._limit.text,
+            "initial_epoch": getattr(self.model, "_initial_epoch", None),
+            "shares": data.state(),
+        }
+
+    def agree(self, offered: list[dict[str, Any]]) -> None:
+        """Compare the settings.
+
+        Raises:
+            ReplicaError: on all ranks, if they differ.
+        """
+        for name in ("steps_per_execution", "epochs", "built", limits.VARIABLE):
+            values = [theirs[name] for theirs in offered]
+            if len(set(values)) > 1:
+                raise ReplicaError(f"fit: {name} differs between ranks: {values}. Every rank must be given the same.")
+        data.agree_on_orders([theirs["shares"] for theirs in offered])
+        self.model._initial_epoch = offered[0]["initial_epoch"]

@@ -1,0 +1,50 @@
+"""The weights with which the ranks start a fit: those of rank 0."""
+
+from collections.abc import Collection
+from typing import Any
+
+from hvdx.comm import Comm
+from hvdx.keras.adapters.rank_local import declared, rank_local_ids
+from hvdx.keras.fit import replicas
+from hvdx.keras.fit.attachment import Attachment
+from hvdx.keras.fit.part import Part
+from hvdx.keras.fit.sync_callback import SyncCallback
+
+
+class Start(Part):
+    """Broadcast weights and optimiser state of rank 0, also to layers that are built in the first step.
+
+    Args:
+        comm: the ranks.
+        sync: length of the epochs.
+        attachment: optimisers of the fit.
+    """
+
+    def __init__(self, comm: Comm, sync: SyncCallback, attachment: Attachment):
+        super().__init__()
+        self._comm, self._sync, self._attachment = comm, sync, attachment
+        self._first_step, self._weights = True, 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Begin a fit."""
+        self._first_step, self._weights = True, 0
+
+    def agree(self, offered: list[Any]) -> None:
+        """Broadcast, after all callbacks have restored what they restore."""
+        if self.model.built:
+            # Rank-local state from an earlier fit or a checkpoint is not broadcast, so that a rank's momenta match its
+            # residual. In mid-epoch, non-trainable weights are rank-local too.
+            within = bool(self._sync.steps_done)
+            self._broadcast(rank_local_ids(self.model, within, of=lambda _, adapter: adapter.has_state))
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Broadcast again if the first step has built layers."""
+        if self._first_step and len(self.model.weights) > self._weights:
+            for adapter in self._attachment.adapters:
+                adapter.prepare_broadcast()
+            self._broadcast({id(v) for part in declared(self.model) for v in part})
+        self._first_step = False
+
+    def _broadcast(self, excluded: Collection[int]) -> None:
+        replicas.broadcast_state(self.model, 0, self._comm, excluded)
+        self._weights = len(self.model.weights)
