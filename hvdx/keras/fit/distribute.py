@@ -38,6 +38,8 @@ from hvdx.keras.fit.plain_copies import PlainCopies
 from hvdx.keras.fit.recording import Recording
 from hvdx.keras.fit.sync_callback import SyncCallback
 from hvdx.keras.joining import join
+from hvdx.keras.seams.frames import calling_list
+from hvdx.keras.seams.models import initial_epoch, layers_of, restore_train_step, set_initial_epoch, use_train_function
 from hvdx.keras.shards import by_ranks
 from hvdx.report.counters import Counters
 from hvdx.report.summary import summary
@@ -137,7 +139,7 @@ class Distribute(keras.callbacks.Callback):
         """Arrange the callback list; Keras calls this before it makes the training function."""
         super().set_model(model)
         self._sync.set_model(model)
-        found = callback_list.find(self) if self._comm.size > 1 else None
+        found = calling_list(self) if self._comm.size > 1 else None
         self._callback_list = found
         if found is not None:
             self._copies = PlainCopies(found.callbacks)
@@ -187,7 +189,7 @@ class Distribute(keras.callbacks.Callback):
                 )
         self._precede_steps()
         if kept is not None:
-            self.model.train_function = kept.function
+            use_train_function(self.model, kept.function)
         else:
             self.model.make_train_function(force=True)
         if self._callback_list is None:
@@ -224,7 +226,7 @@ class Distribute(keras.callbacks.Callback):
         model = self.model
         # A custom train_step may apply the optimiser to other variables. A subclassed model without a `build` of its
         # own counts as built while some of its layers have no weights yet.
-        complete = all(layer.built for layer in model._flatten_layers())
+        complete = all(layer.built for layer in layers_of(model))
         standard = type(model).train_step is keras.Model.train_step and optimizers_of(model) == [model.optimizer]
         if model.built and complete and standard and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
@@ -258,7 +260,7 @@ class Distribute(keras.callbacks.Callback):
         mine = {
             "steps": self.params.get("steps"),
             "steps_per_execution": model.steps_per_execution,
-            "initial_epoch": getattr(model, "_initial_epoch", None),
+            "initial_epoch": initial_epoch(model),
             "epochs": self.params.get("epochs"),
             "built": model.built,
             "shards": data.state(),
@@ -277,8 +279,8 @@ class Distribute(keras.callbacks.Callback):
         data.agree_on_orders([r["shards"] for r in everyone])
         self._set_epoch_length([r["steps"] for r in everyone])
         self._steps_before = -self._sync.steps_done
-        model._initial_epoch = everyone[0]["initial_epoch"]
-        epochs = (self.params.get("epochs") or 0) - (model._initial_epoch or 0)
+        set_initial_epoch(model, everyone[0]["initial_epoch"])
+        epochs = (self.params.get("epochs") or 0) - (initial_epoch(model) or 0)
         schedules.tell(model, epochs * (self._sync.steps or 0) - self._sync.steps_done, self._comm)
         self._copies.begin(model, *everyone[0]["savers"])
         if model.built:
@@ -326,7 +328,7 @@ class Distribute(keras.callbacks.Callback):
         else:
             self._sync.on_train_end(logs)
         noise.agree(self.model)
-        train_step.restore(self.model)
+        restore_train_step(self.model)
         if self._jit_compile is not None:
             self.model.jit_compile, self._jit_compile = self._jit_compile, None
         traces.keep(self.model, adapters, self.strategy)

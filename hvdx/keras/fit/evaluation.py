@@ -6,7 +6,8 @@ import tensorflow as tf
 
 from hvdx.comm import Comm
 from hvdx.errors import ConfigError
-from hvdx.keras.fit import callback_list
+from hvdx.keras.seams.frames import epoch_iterator
+from hvdx.keras.seams.iterators import dataset_of, number_of_batches
 from hvdx.keras.shards import has_parts
 
 
@@ -31,11 +32,11 @@ class GroupEvaluation:
         """
         if not has_parts(callback.model):
             return None
-        iterator = callback_list.epoch_iterator(callback)
-        dataset = getattr(iterator, "_distributed_dataset", None)
+        iterator = epoch_iterator(callback)
+        dataset = dataset_of(iterator)
         self._filler = None if dataset is None else tf.nest.map_structure(_one_row, dataset.element_spec)
-        number = getattr(iterator, "num_batches", None)
-        return -1 if number is None else int(number)
+        number = number_of_batches(iterator)
+        return -1 if number is None else number
 
     def begin(self, everyone: list[int | None]) -> None:
         """Compare the numbers of batches in this rank's group.

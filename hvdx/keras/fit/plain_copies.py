@@ -9,6 +9,7 @@ import keras
 from hvdx.errors import ConfigError
 from hvdx.keras.gathering import gather_to
 from hvdx.keras.joining import join
+from hvdx.keras.seams.callbacks import steps_since_saving
 from hvdx.keras.shards import has_parts
 
 # These callbacks load weights on rank 0 alone.
@@ -25,7 +26,7 @@ class PlainCopies:
     def __init__(self, callbacks: Sequence[Any] = ()):
         self._savers = [c for c in callbacks if isinstance(c, keras.callbacks.ModelCheckpoint)]
         #: For each saver, its frequency and its counts from earlier fits.
-        self.described = [(c.save_freq, *_counts(c)) for c in self._savers]
+        self.described = [(c.save_freq, *steps_since_saving(c)) for c in self._savers]
         self.refused = [type(c).__name__ for c in callbacks if type(c).__name__ in _REFUSED]
         self._counters: list[_Counter] = []
         self._to_refuse: Sequence[str] = ()
@@ -84,12 +85,6 @@ class PlainCopies:
         if keep:
             for callback in self._savers:
                 callback.set_model(self._copy)
-
-
-def _counts(saver: Any) -> tuple[int, int]:
-    """Return the number of steps since a callback saved, and the number of the last step; see `_Counter`."""
-    last = getattr(saver, "_last_batch_seen", None)
-    return getattr(saver, "_batches_seen_since_last_saving", 0), -1 if last is None else last
 
 
 @dataclass

@@ -8,6 +8,7 @@ import keras
 from hvdx.comm import Comm
 from hvdx.keras.adapters.optimizer import optimizers_of
 from hvdx.keras.adapters.optimizer_state import innermost
+from hvdx.keras.seams.optimizers import rate_of, step_counter
 
 # Numbers of steps in the schedules of Keras, and in those of others that name them so. `boundaries` is a list.
 _COUNTS = ("decay_steps", "first_decay_steps", "boundaries", "warmup_steps", "total_steps")
@@ -50,11 +51,9 @@ def tell(model: Any, steps: int, comm: Comm) -> None:
     if comm.rank != 0:
         return
     for optimizer in map(innermost, optimizers_of(model)):
-        # Keras gives no public access to the schedule; `learning_rate` is its present value.
-        schedule = getattr(optimizer, "_learning_rate", None)
+        schedule = rate_of(optimizer)
         if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
-            # A schedule counts micro-steps, of which `iterations` may be a fraction.
-            done = int(getattr(optimizer, "_iterations", optimizer.iterations))
+            done = int(step_counter(optimizer))
             # In a later fit it is not known how many steps the script has planned.
             text = remark(schedule, steps, comm.size) if done == 0 else ""
             if text:

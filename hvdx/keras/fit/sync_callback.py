@@ -9,6 +9,7 @@ import keras
 from hvdx.comm import Comm
 from hvdx.errors import HvdxError, ReplicaError
 from hvdx.keras.fit import callback_list, py_datasets
+from hvdx.keras.seams.frames import epoch_iterator
 from hvdx.strategies import StepClient, Strategy
 
 
@@ -176,7 +177,7 @@ class SyncCallback(keras.callbacks.Callback):
         if over or (self._step_client is not None and not self._step_client.another(self.preempted())):
             self._cut_short = self.model.stop_training = True
             if self._step_client is None:
-                py_datasets.end_epoch(callback_list.epoch_iterator(self))
+                py_datasets.end_epoch(epoch_iterator(self))
         if self._step_client is not None and self._step_client.stopped:
             self.save_and_leave(self._step_client.taken * self.model.steps_per_execution)
 
