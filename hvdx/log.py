@@ -127,7 +127,7 @@ def _is_implicit(handler: logging.Handler) -> bool:
     return (
         type(handler) is logging.StreamHandler
         and handler in logging.root.handlers
-        and (handler.stream in (sys.stderr, sys.__stderr__) or handler.stream.closed)
+        and (handler.stream in (sys.stderr, sys.__stderr__) or getattr(handler.stream, "closed", False))
         and getattr(handler.formatter, "_fmt", None) == logging.BASIC_FORMAT
     )
 
