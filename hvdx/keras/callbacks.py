@@ -12,10 +12,10 @@ from hvdx.keras.adapters.rank_local import rank_local_ids
 from hvdx.keras.fit import metrics, replicas
 from hvdx.keras.joining import join
 from hvdx.keras.optimizer_state import innermost
-from hvdx.keras.variables import KerasVariable
-
-# Method of a Keras model that turns the state of its metrics into values.
-_RESULT = "_get_metrics_result_or_logs"
+from hvdx.keras.seams.callbacks import GuardedModelCheckpoint
+from hvdx.keras.seams.layers import KerasVariable
+from hvdx.keras.seams.models import change_result, restore_result
+from hvdx.keras.seams.optimizers import momenta_of, rate_of, trained_variables
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
@@ -109,38 +109,23 @@ class MetricAverageCallback(metrics.EpochLogs):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Restore the model, in case an exception ended an `evaluate`."""
-        _restore_result(self.model)
+        restore_result(self.model)
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Combine the training metrics before validation overwrites them; make `evaluate` return combined metrics."""
         super().on_test_begin(logs)
-        model, combine = self.model, super().on_test_end
-
-        # `evaluate` returns the result of this method, and gives callbacks a copy.
-        def over_all_ranks(logs: Any) -> Any:
-            _restore_result(model)
-            result = dict(getattr(model, _RESULT)(logs))
-            combine(result)
-            return result
-
-        if hasattr(model, _RESULT):
-            setattr(model, _RESULT, over_all_ranks)
+        change_result(self.model, super().on_test_end)
 
     def on_test_end(self, logs: Any = None) -> None:
         """Combine the validation metrics, unless `evaluate` has combined them already."""
         if not self.validated:
             super().on_test_end(logs)
-        _restore_result(self.model)
+        restore_result(self.model)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Replace this rank's metrics by those over all ranks."""
         if logs is not None:
             super().on_epoch_end(epoch, logs)
-
-
-def _restore_result(model: Any) -> None:
-    """Restore a model's own method for the values of its metrics."""
-    model.__dict__.pop(_RESULT, None)
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
@@ -190,9 +175,9 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Look up the learning rate and the length of an epoch, if they were not given."""
         optimizer = self._optimizer()
-        if not isinstance(optimizer._learning_rate, KerasVariable):
+        if not isinstance(rate_of(optimizer), KerasVariable):
             raise ConfigError(
-                f"{type(self).__name__}: the optimizer's learning rate is {optimizer._learning_rate!r}, which cannot "
+                f"{type(self).__name__}: the optimizer's learning rate is {rate_of(optimizer)!r}, which cannot "
                 "be set. Give the optimizer a number."
             )
         if self.initial_lr is None:
@@ -236,8 +221,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         old, new = self._rate(), float(self.initial_lr or 0.0) * factor
         optimizer.learning_rate = new
         if self.momentum_correction and getattr(optimizer, "momentum", False) and old not in (0.0, new):
-            velocities: list[Any] = getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", [])
-            for velocity in velocities:
+            for velocity in momenta_of(optimizer):
                 velocity.assign(velocity * (new / old))
             if getattr(optimizer, "nesterov", False):
                 self._ahead = (new / old, int(optimizer.iterations))
@@ -249,7 +233,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         if ahead is None or int(optimizer.iterations) == ahead[1]:
             return
         local = rank_local_ids(self.model)
-        for weight, velocity in zip(optimizer._trainable_variables, optimizer.momentums, strict=True):
+        for weight, velocity in zip(trained_variables(optimizer), momenta_of(optimizer), strict=True):
             if (id(weight) in local) == (id(velocity) in local):
                 weight.assign_add((ahead[0] - 1.0) * optimizer.momentum * velocity)
 
@@ -297,7 +281,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
             print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {self._rate():g}.")
 
 
-class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
+class BestModelCheckpoint(GuardedModelCheckpoint):
     """Save the best model so far, on rank 0.
 
     Args:
@@ -325,6 +309,6 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
             raise ConfigError("BestModelCheckpoint: filepath: expected a path before training starts, got None.")
         super().on_train_begin(logs)
 
-    def _save_model(self, *args: Any, **kwargs: Any) -> None:
-        if join().rank == 0:
-            super()._save_model(*args, **kwargs)
+    def saves_here(self) -> bool:
+        """Return whether this is rank 0."""
+        return join().rank == 0

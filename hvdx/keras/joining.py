@@ -4,7 +4,8 @@ import weakref
 
 from hvdx import strategies
 from hvdx.comm import Comm
-from hvdx.keras import autograph, placement, separate
+from hvdx.keras import placement, separate
+from hvdx.keras.seams.graphs import leave_to_python
 from hvdx.strategies import Strategy
 
 _joined: "weakref.WeakSet[Comm]" = weakref.WeakSet()
@@ -27,5 +28,7 @@ def join(strategy: Strategy | str | None = None) -> Comm:
         _joined.add(comm)
         placement.place(comm)
         separate.watch(comm)
-        autograph.exclude()
+        # No function of hvdx has a Python condition on a tensor. For each one, a conversion would write a file to the
+        # temporary folder, which stays there if the process is killed, and warn about compiled modules such as mpi4py.
+        leave_to_python("hvdx", "mpi4py", convert=["hvdx.jobs"])
     return comm

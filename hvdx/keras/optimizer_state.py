@@ -4,6 +4,8 @@ from typing import Any
 
 import keras
 
+from hvdx.keras.seams.optimizers import accumulators_of, averages_of, rate_of, step_counter
+
 
 def innermost(optimizer: Any) -> Any:
     """Return the optimiser that changes weights: the one inside a loss-scale optimiser, else the given one."""
@@ -14,17 +16,17 @@ def innermost(optimizer: Any) -> Any:
 
 def accumulated_gradients(optimizer: Any) -> list[Any]:
     """Return the gradients that an optimiser is still accumulating; they belong to its rank."""
-    return list(getattr(innermost(optimizer), "_accumulated_gradients", ()))
+    return accumulators_of(innermost(optimizer))
 
 
 def moving_averages(optimizer: Any) -> list[Any]:
     """Return the moving averages of the weights that an optimiser with `use_ema` keeps."""
-    return [v for v in getattr(innermost(optimizer), "_model_variables_moving_average", None) or () if v is not None]
+    return [v for v in averages_of(innermost(optimizer)) if v is not None]
 
 
 def slots(optimizer: Any) -> list[Any]:
     """Return the state that an optimiser derives from gradients, such as momenta, without the step counter."""
     inner = innermost(optimizer)
-    shared = [inner._iterations, inner._learning_rate, *moving_averages(inner)]
+    shared = [step_counter(inner), rate_of(inner), *moving_averages(inner)]
     known = {id(v) for v in (*shared, *accumulated_gradients(inner))}
     return [v for v in inner.variables if id(v) not in known]

@@ -1,6 +1,5 @@
 """Warning about a `fit` on several ranks in which nothing combines gradients or weights."""
 
-import functools
 import os
 import weakref
 from typing import Any
@@ -9,6 +8,7 @@ import keras
 
 from hvdx.comm import Comm, graph_calls
 from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
+from hvdx.keras.seams.callbacks import watch_fits
 from hvdx.log import Log
 
 _log = Log(__name__)
@@ -24,7 +24,7 @@ _watching = False
 def watch(comm: Comm) -> None:
     """Check the first step of each model's `fit` in this process from now on, if there are several ranks.
 
-    The check needs no callback from the script: it wraps `CallbackList.on_train_begin`, which every `fit` calls.
+    The check needs no callback from the script: see `watch_fits`.
 
     Args:
         comm: the ranks that train.
@@ -33,16 +33,13 @@ def watch(comm: Comm) -> None:
     if comm.size == 1 or _watching:
         return
     _watching = True
-    original = keras.callbacks.CallbackList.on_train_begin
 
-    @functools.wraps(original)
-    def on_train_begin(self: Any, logs: Any = None) -> None:
-        original(self, logs)
-        model = next((c.model for c in self.callbacks if getattr(c, "model", None) is not None), None)
+    def check(callbacks: Any) -> None:
+        model = next((c.model for c in callbacks.callbacks if getattr(c, "model", None) is not None), None)
         if model is not None and model not in _checked and not _is_distributed(model):
-            self.callbacks.append(_FirstStep(model, comm, self))
+            callbacks.callbacks.append(_FirstStep(model, comm, callbacks))
 
-    keras.callbacks.CallbackList.on_train_begin = on_train_begin
+    watch_fits(check)
 
 
 def _is_distributed(model: Any) -> bool:

@@ -13,6 +13,7 @@ from hvdx.comm.mesh import Mesh
 from hvdx.comm.split_tensors import SplitTensors
 from hvdx.errors import ConfigError
 from hvdx.keras.optimizer_state import accumulated_gradients, innermost, slots
+from hvdx.keras.seams.optimizers import averages_of, slot_prefix, trained_variables
 
 _ATTRIBUTE = "_hvdx_shard"
 # These optimisers compute norms or statistics of whole weights.
@@ -98,7 +99,7 @@ def mark_state(optimizer: Any) -> None:
         ConfigError: if the optimiser needs norms or statistics of whole weights.
     """
     inner = innermost(optimizer)
-    trained = list(getattr(inner, "_trainable_variables", ())) if inner.built else []
+    trained = trained_variables(inner) if inner.built else []
     shards = [(i, v, shard_of(v)) for i, v in enumerate(trained) if shard_of(v) is not None]
     if not shards:
         return
@@ -107,13 +108,12 @@ def mark_state(optimizer: Any) -> None:
             f"optimizer {type(inner).__name__}: it needs norms or statistics of whole weights, and split layers hold "
             "parts. Use another optimizer, such as Adam or SGD, or keras.layers.Dense in place of SplitDense."
         )
-    # Keras links a slot to its weight by the slot's name only.
-    by_name = {f"{v.path.replace('/', '_')}_": shard for _, v, shard in shards}
+    by_name = {slot_prefix(v): shard for _, v, shard in shards}
     for slot in slots(inner):
         prefix = max((p for p in by_name if slot.name.startswith(p)), key=len, default=None)
         if prefix is not None and tuple(slot.shape) == by_name[prefix].part_shape:  # type: ignore[union-attr]
             mark(slot, by_name[prefix])  # type: ignore[arg-type]
-    averages = getattr(inner, "_model_variables_moving_average", None) or ()
+    averages = averages_of(inner)
     for i, variable, shard in shards:
         for parallel in (averages, accumulated_gradients(inner)):
             if i < len(parallel) and parallel[i] is not None and tuple(parallel[i].shape) == tuple(variable.shape):

@@ -1,15 +1,9 @@
-"""Class of the variables of Keras, and lists of them in arguments."""
+"""Lists of variables in arguments."""
 
 from collections.abc import Sequence
 from typing import Any
 
-import keras
-
 from hvdx.errors import ConfigError
-
-#: Class of the variables that layers and optimisers make. `keras.Variable` derives from it; in Keras 3.6, variables of
-#: layers are not instances of `keras.Variable`.
-KerasVariable: Any = keras.Variable.__mro__[1]
 
 
 def listed(given: Any, kinds: Any, expected: str, remedy: str) -> list[Any]:

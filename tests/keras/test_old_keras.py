@@ -9,7 +9,7 @@ from hvdx.keras.adapters.local_variables import LocalVariables
 from hvdx.keras.adapters.weights import _initialized
 from hvdx.keras.fit import callback_list
 from hvdx.keras.horovod.collectives import _tensor
-from hvdx.keras.variables import KerasVariable
+from hvdx.keras.seams.layers import KerasVariable
 
 
 class Iterator:

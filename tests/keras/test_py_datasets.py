@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 from hvdx.keras.fit import callback_list, py_datasets
+from hvdx.keras.seams.frames import epoch_iterator
 
 LENGTH, STEPS = 5, 3
 
@@ -61,7 +62,7 @@ class Cut(keras.callbacks.Callback):
         if batch + 1 == STEPS:
             self.model.stop_training = True
             if not self.repeats:
-                py_datasets.end_epoch(callback_list.epoch_iterator(self))
+                py_datasets.end_epoch(epoch_iterator(self))
 
     def on_epoch_end(self, epoch, logs=None):
         self.model.stop_training = False

@@ -16,6 +16,7 @@ from hvdx.errors import ConfigError
 from hvdx.keras.adapters import updates
 from hvdx.keras.adapters.base import Adapter, apply_constraints, describe, refuse_local_skip, scaled
 from hvdx.keras.optimizer_state import accumulated_gradients, innermost, moving_averages, slots
+from hvdx.keras.seams.optimizers import step_counter, trained_variables
 from hvdx.keras.shards import mark_state, shard_of, tensors_of
 from hvdx.strategies import Strategy, TensorSpec
 from hvdx.strategies.telemetry import AveragingTelemetry, Telemetry
@@ -93,7 +94,7 @@ class AveragingAdapter(Adapter):
             )
         with tf.device("CPU:0"):
             # The step counts of ranks that skip steps differ. Right after an average they are the same.
-            due = self._period(tf.cast(tf.convert_to_tensor(self._inner._iterations), tf.int64))
+            due = self._period(tf.cast(tf.convert_to_tensor(step_counter(self._inner)), tf.int64))
             self._due.assign(tf.where(tf.equal(self.since, 0), due, self._due))
 
     def _period(self, calls: Any) -> Any:
@@ -150,7 +151,7 @@ class AveragingAdapter(Adapter):
         inner = self._inner
         mark_state(inner)
         state = [*moving_averages(inner), *(() if self.strategy.rank_local_state else slots(inner))]
-        return list(inner._trainable_variables), [v for v in state if tf.as_dtype(v.dtype).is_floating]
+        return trained_variables(inner), [v for v in state if tf.as_dtype(v.dtype).is_floating]
 
     def _average(self) -> Any:
         weights, state = self._averaged()
@@ -221,7 +222,7 @@ class AveragingAdapter(Adapter):
         outer, inner = self._outer, self._inner
         if outer is inner:
             return
-        counters = [inner._iterations, outer.step_counter, outer.dynamic_scale]
+        counters = [step_counter(inner), outer.step_counter, outer.dynamic_scale]
         mine = tf.stack([tf.cast(tf.convert_to_tensor(c), tf.float64) for c in counters])
         mine *= float(self.comm.rank == 0)
         (those,) = self.comm.all_reduce([mine], Reduction(average=False), f"{self.name}.counters")
@@ -255,7 +256,7 @@ class AveragingAdapter(Adapter):
         outer, inner = self._outer, self._inner
         local = {id(v) for v in accumulated_gradients(inner)}
         state = {id(v): v for v in (*outer.variables, *inner.variables) if id(v) not in local}
-        return [*inner._trainable_variables, *state.values()]
+        return [*trained_variables(inner), *state.values()]
 
     @property
     def has_state(self) -> bool:

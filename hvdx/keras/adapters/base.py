@@ -1,15 +1,14 @@
 """The contract of an adapter, which connects one optimiser to a strategy inside the training function."""
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
 from hvdx import comm as world
 from hvdx.errors import ConfigError
+from hvdx.keras.seams.frames import loss_scale_calls
 from hvdx.keras.shards import shard_of
 from hvdx.strategies import Exchange, Strategy, TensorSpec
 from hvdx.strategies.split import open_split
@@ -268,15 +267,12 @@ def refuse_local_skip() -> None:
 
     The loss-scale optimiser would skip a step on its rank alone, and the other ranks would wait.
     """
-    frame = inspect.currentframe()
-    while frame is not None:
-        if isinstance(frame.f_locals.get("self"), keras.optimizers.LossScaleOptimizer):
-            raise ConfigError(
-                "mixed_float16: the loss-scale optimiser was made after the optimiser had been distributed, and it "
-                "would skip steps on one rank only. Distribute it instead: "
-                "DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer)), or use the Distribute callback."
-            )
-        frame = frame.f_back
+    if loss_scale_calls():
+        raise ConfigError(
+            "mixed_float16: the loss-scale optimiser was made after the optimiser had been distributed, and it would "
+            "skip steps on one rank only. Distribute it instead: "
+            "DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer)), or use the Distribute callback."
+        )
 
 
 def apply_constraints(variables: Sequence[Any]) -> None:

@@ -12,6 +12,7 @@ from hvdx.keras.adapters.base import Adapter, refuse_local_skip, scaled, values_
 from hvdx.keras.adapters.first_bad import FirstBad
 from hvdx.keras.adapters.local_variables import LocalVariables
 from hvdx.keras.optimizer_state import innermost
+from hvdx.keras.seams.optimizers import step_counter
 from hvdx.strategies import Exchange, Strategy, TensorSpec
 from hvdx.strategies.telemetry import Telemetry
 
@@ -91,7 +92,7 @@ class GraphAdapter(Adapter):
     def has_state(self) -> bool:
         """True if local variables have been trained."""
         optimizer = self._optimizer()
-        return optimizer is not None and bool(self.local.of(optimizer)) and int(optimizer._iterations.numpy()) > 0
+        return optimizer is not None and bool(self.local.of(optimizer)) and int(step_counter(optimizer).numpy()) > 0
 
     def cost(self) -> Telemetry:
         exchanges = int(self.exchanges.numpy())

@@ -23,8 +23,8 @@ from hvdx.keras.adapters.base import (
     with_values,
 )
 from hvdx.keras.optimizer_state import innermost, slots
+from hvdx.keras.seams.layers import KerasVariable
 from hvdx.keras.shards import shard_of
-from hvdx.keras.variables import KerasVariable
 from hvdx.strategies import HostExchange, StepInput, Strategy
 from hvdx.strategies.telemetry import Telemetry, merged
 

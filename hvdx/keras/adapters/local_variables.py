@@ -9,7 +9,9 @@ import tensorflow as tf
 from hvdx.errors import ConfigError
 from hvdx.keras.adapters.base import scaled
 from hvdx.keras.optimizer_state import innermost, slots
-from hvdx.keras.variables import KerasVariable, listed
+from hvdx.keras.seams.layers import KerasVariable, raw_variable
+from hvdx.keras.seams.optimizers import slot_prefix, trained_variables
+from hvdx.keras.variables import listed
 
 
 def trained_by(layers: Any) -> list[Any]:
@@ -94,12 +96,10 @@ class LocalVariables:
         inner = innermost(optimizer)
         if not self._refs or not inner.built:
             return []
-        own = [v for v in inner._trainable_variables if self.holds(v)]
-        # Keras links a slot to its weight by the slot's name only.
-        names = tuple(f"{v.path.replace('/', '_')}_" for v in own)
+        own = [v for v in trained_variables(inner) if self.holds(v)]
+        names = tuple(map(slot_prefix, own))
         return own + [slot for slot in slots(inner) if own and slot.name.startswith(names)]
 
 
 def _ref(variable: Any) -> Any:
-    # `value` would be a cast copy if a layer computes in another precision.
-    return (variable._value if isinstance(variable, KerasVariable) else variable).ref()
+    return raw_variable(variable).ref()

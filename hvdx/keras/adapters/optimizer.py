@@ -2,13 +2,12 @@
 
 Keras applies gradients in this order: skip the step if the loss scale overflowed, accumulate, clip, decay, update.
 The ranks' gradients must be combined after accumulation, so that micro-steps send nothing, and before clipping, so
-that the norm is that of the combined gradient, the same as in one process with the whole batch. `_clip_gradients` is
-the only method that runs at this point. To combine updates, an adapter wraps `_backend_update_step`, which runs later.
-To average weights, it wraps the whole of `apply`. Methods are replaced on the optimiser object. Its class stays the
-same, so that Keras saves, compares and copies a plain optimiser.
+that the norm is that of the combined gradient, the same as in one process with the whole batch. The method that clips
+is the only one that runs at this point. To combine updates, an adapter wraps the update step, which runs later. To
+average weights, it wraps the whole of `apply`. Methods are replaced on the optimiser object, see `seams/optimizers.py`.
+Its class stays the same, so that Keras saves, compares and copies a plain optimiser.
 """
 
-import types
 from typing import Any
 
 import keras
@@ -25,6 +24,15 @@ from hvdx.keras.adapters.graph import GraphAdapter
 from hvdx.keras.adapters.host import HostAdapter
 from hvdx.keras.adapters.weights import WeightsAdapter
 from hvdx.keras.optimizer_state import innermost
+from hvdx.keras.seams.models import layers_of
+from hvdx.keras.seams.optimizers import (
+    has_parts_of_step,
+    unwrap_optimizer,
+    wrap_apply,
+    wrap_optimizer,
+    wrap_overflow_check,
+)
+from hvdx.keras.seams.replacing import Method
 from hvdx.strategies import Strategy
 from hvdx.strategies.base import EACH_STEP
 
@@ -37,10 +45,6 @@ _ADAPTERS: dict[tuple[str, str], Any] = {
     ("host", "weights"): WeightsAdapter,
 }
 _ADAPTER = "_hvdx_adapter"
-_REPLACED = (
-    *("_backend_apply_gradients", "_clip_gradients", "_backend_update_step"),
-    "_overwrite_variables_directly_with_gradients",
-)
 
 
 def attach(
@@ -106,9 +110,9 @@ def _make_adapter(strategy: Strategy, optimizer: Any, name: str, gain: float, co
 def detach(optimizer: Any) -> None:
     """Make an optimiser a plain one again; leave a plain one unchanged."""
     for part in (optimizer, innermost(optimizer)):
-        for attribute in (*_REPLACED, "apply", "check_finite", "register_local_var", _ADAPTER):
-            if attribute in vars(part):
-                delattr(part, attribute)
+        unwrap_optimizer(part)
+        if _ADAPTER in vars(part):
+            delattr(part, _ADAPTER)
 
 
 def flush(optimizer: Any) -> None:
@@ -154,7 +158,7 @@ def adapter_of(optimizer: Any) -> Adapter | None:
 def optimizers_of(model: Any) -> list[Any]:
     """Return all optimisers of a model and its layers, also those in lists and dictionaries; the model's own first."""
     held = [model.optimizer]
-    for layer in model._flatten_layers():
+    for layer in layers_of(model):
         for value in vars(layer).values():
             held += _leaves(value)
     inner = {id(innermost(o)) for o in held if isinstance(o, keras.optimizers.LossScaleOptimizer)}
@@ -173,75 +177,59 @@ def _leaves(value: Any) -> list[Any]:
 
 def _check_kind(optimizer: Any) -> None:
     """Refuse an optimiser that lacks the replaced methods or bypasses them."""
-    kind = type(optimizer)
-    has_methods = all(hasattr(optimizer, method) for method in _REPLACED)
-    if not has_methods or (kind.__module__.startswith("keras.") and kind.apply is not keras.optimizers.Optimizer.apply):
+    if not has_parts_of_step(optimizer):
         raise ConfigError(
-            f"optimizer: expected a single optimizer of Keras 3.6 or later, got {kind.__name__}, which hvdx cannot "
-            "distribute. Give the model one optimizer, or several in a custom train_step."
+            f"optimizer: expected a single optimizer of Keras 3.6 or later, got {type(optimizer).__name__}, which hvdx "
+            "cannot distribute. Give the model one optimizer, or several in a custom train_step."
         )
 
 
 def _replace_methods(optimizer: Any, adapter: Adapter) -> None:
-    kind = type(optimizer)
-
-    def _backend_apply_gradients(self: Any, grads: Any, trainable_variables: Any) -> Any:
+    def begin(_: Any, original: Method, grads: Any, trainable_variables: Any) -> Any:
         xla.refuse()
         adapter.record_variables(trainable_variables)
         if not adapter.holds_loss_scale:
             adapter.count_step()
-        return kind._backend_apply_gradients(self, grads, trainable_variables)
+        return original(grads, trainable_variables)
 
-    def _clip_gradients(self: Any, grads: Any) -> Any:
-        combined = adapter.gradients(grads)
-        return clip(self, combined, adapter.variables, lambda given: kind._clip_gradients(self, given))
+    def combine_and_clip(self: Any, original: Method, grads: Any) -> Any:
+        return clip(self, adapter.gradients(grads), adapter.variables, original)
 
-    def _backend_update_step(self: Any, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
-        def step() -> None:
-            kind._backend_update_step(self, grads, trainable_variables, learning_rate)
+    def update(self: Any, original: Method, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
+        adapter.apply(self, lambda: original(grads, trainable_variables, learning_rate), trainable_variables)
 
-        adapter.apply(self, step, trainable_variables)
-
-    # Keras calls this first, and then leaves out the variables that it has overwritten.
-    def _overwrite_variables_directly_with_gradients(self: Any, grads: Any, variables: Any) -> Any:
+    def overwrite(_: Any, original: Method, grads: Any, variables: Any) -> Any:
         for variable in variables:
             if getattr(variable, "overwrite_with_gradient", False):
                 raise ConfigError(
                     f"variable {variable.path}: float8 scales are overwritten by each rank's own gradients, which "
                     "hvdx does not combine. Train with another dtype policy."
                 )
-        return kind._overwrite_variables_directly_with_gradients(self, grads, variables)
+        return original(grads, variables)
 
-    replacements = (
-        *(_backend_apply_gradients, _clip_gradients, _backend_update_step),
-        _overwrite_variables_directly_with_gradients,
-    )
-    for method in replacements:
-        setattr(optimizer, method.__name__, types.MethodType(method, optimizer))
+    wrap_optimizer(optimizer, begin=begin, clip=combine_and_clip, update=update, overwrite=overwrite)
     setattr(optimizer, _ADAPTER, adapter)
 
 
 def _agree_on_overflow(optimizer: Any, adapter: Adapter) -> None:
     """Let the adapter decide on an overflow, so that ranks can skip a step together."""
-    kind = type(optimizer)
 
-    def check_finite(self: Any, grads: Any) -> Any:
+    def check_finite(_: Any, original: Method, grads: Any) -> Any:
         adapter.count_step()
-        overflowed = tf.cast(tf.logical_not(kind.check_finite(self, grads)), tf.float32)
+        overflowed = tf.cast(tf.logical_not(original(grads)), tf.float32)
         return tf.equal(adapter.any_overflow(overflowed), 0.0)
 
-    optimizer.check_finite = types.MethodType(check_finite, optimizer)
+    wrap_overflow_check(optimizer, check_finite)
     adapter.agree_on_overflow()
 
 
 def _wrap_apply(optimizer: Any, adapter: Adapter) -> None:
     """Call the adapter before and after each step, also on ranks that skip the step."""
-    kind = type(optimizer)
 
-    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+    def apply(_: Any, original: Method, grads: Any, trainable_variables: Any = None) -> Any:
         adapter.before_step()
-        result = kind.apply(self, grads, trainable_variables)
+        result = original(grads, trainable_variables)
         adapter.after_step()
         return result
 
-    optimizer.apply = types.MethodType(apply, optimizer)
+    wrap_apply(optimizer, apply)

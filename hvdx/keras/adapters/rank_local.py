@@ -8,7 +8,7 @@ from hvdx.errors import ConfigError
 from hvdx.keras.adapters.base import Adapter
 from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
 from hvdx.keras.optimizer_state import accumulated_gradients
-from hvdx.keras.variables import KerasVariable
+from hvdx.keras.seams.layers import KerasVariable
 
 # For each model, the weights that `Distribute` was given as `local` and as `summed`, as variables or layers.
 _declared: "weakref.WeakKeyDictionary[Any, tuple[list[Any], list[Any]]]" = weakref.WeakKeyDictionary()

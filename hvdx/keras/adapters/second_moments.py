@@ -10,10 +10,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdx.keras.seams.optimizers import owner_of_update_step, velocity_of
 from hvdx.keras.shards import shard_of
 from hvdx.strategies.threshold.noise import SAMPLE
 
-# Optimisers whose update is proportional to the gradients of a rank, divided by the root of the state `_velocities`.
+# Optimisers whose update is proportional to the gradients of a rank, divided by the root of the second moment.
 # Lamb is none of them: it scales its updates to the norm of the weights.
 _KINDS = (keras.optimizers.Adam, keras.optimizers.Nadam, keras.optimizers.RMSprop)
 # A sample is taken from this number of the largest variables, because each costs some operations of the graph.
@@ -33,7 +34,7 @@ def divides(optimizer: Any) -> bool:
     if not isinstance(optimizer, _KINDS) or getattr(optimizer, "centered", False):
         return False
     # A subclass with an update step of its own may divide by something else.
-    return next(c for c in type(optimizer).__mro__ if "update_step" in vars(c)) in _KINDS
+    return owner_of_update_step(optimizer) in _KINDS
 
 
 def sample(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], moves: bool = True) -> list[Any]:
@@ -57,9 +58,7 @@ def sample(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], m
     where = step if moves else tf.zeros_like(step)
     correction = 1.0 - decay ** (tf.cast(step, tf.float32) + 1.0)
     return [
-        _elements(g, optimizer._velocities[optimizer._get_variable_index(v)], where, count) * tf.sqrt(correction)
-        if count
-        else tf.zeros(0)
+        _elements(g, velocity_of(optimizer, v), where, count) * tf.sqrt(correction) if count else tf.zeros(0)
         for g, v, count in zip(gradients, variables, counts, strict=True)
     ]
 

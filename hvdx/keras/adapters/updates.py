@@ -1,12 +1,12 @@
 """Computation of the updates that an optimiser would add to the weights."""
 
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from hvdx.errors import ConfigError
+from hvdx.keras.seams.optimizers import divert_assignments, is_of_keras, owner_of_update_step
 
 # The weights of these optimisers are a function of their state, which is rank-local here: the next step would undo
 # any other change of the weights.
@@ -68,33 +68,26 @@ def momentum_of(optimizer: Any) -> float:
 
 def _is_keras(optimizer: Any) -> bool:
     """Return whether the update step is one of Keras' own, which change variables only by `optimizer.assign...`."""
-    return next(c for c in type(optimizer).__mro__ if "update_step" in vars(c)).__module__.startswith("keras.")
+    return is_of_keras(owner_of_update_step(optimizer))
 
 
 def _divert_updates(optimizer: Any, step: Callable[[], Any], variables: Sequence[Any]) -> list[Any]:
     """Intercept the assignments of the step, which needs no copy of the weights and no subtraction."""
-    kind, found = type(optimizer), {optimizer._var_key(v): i for i, v in enumerate(variables)}
     total: list[Any] = [None] * len(variables)
 
-    def divert(method: str, delta_of: Callable[[Any, Any], Any], replaces: bool) -> None:
-        def diverted(self: Any, variable: Any, value: Any) -> None:
-            i = found.get(self._var_key(variable))
-            if i is None:
-                getattr(kind, method)(self, variable, value)
-                return
-            delta = delta_of(tf.cast(_dense(value), variables[i].dtype), variables[i])
-            total[i] = delta if replaces or total[i] is None else total[i] + delta
+    def record(method: str, i: int, value: Any) -> None:
+        value = tf.cast(_dense(value), variables[i].dtype)
+        if method == "assign":
+            total[i] = value - tf.convert_to_tensor(variables[i])
+        else:
+            delta = value if method == "assign_add" else -value
+            total[i] = delta if total[i] is None else total[i] + delta
 
-        setattr(optimizer, method, types.MethodType(diverted, optimizer))
-
-    divert("assign", lambda value, variable: value - tf.convert_to_tensor(variable), replaces=True)
-    divert("assign_add", lambda value, _: value, replaces=False)
-    divert("assign_sub", lambda value, _: -value, replaces=False)
+    restore = divert_assignments(optimizer, variables, record)
     try:
         step()
     finally:
-        for method in ("assign", "assign_add", "assign_sub"):
-            delattr(optimizer, method)
+        restore()
     return [tf.zeros(v.shape, v.dtype) if t is None else t for t, v in zip(total, variables, strict=True)]
 
 

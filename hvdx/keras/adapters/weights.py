@@ -13,8 +13,9 @@ from hvdx.keras.adapters import second_moments
 from hvdx.keras.adapters.base import apply_constraints, describe
 from hvdx.keras.adapters.host import HostAdapter, any_rank
 from hvdx.keras.optimizer_state import innermost, moving_averages
+from hvdx.keras.seams.layers import KerasVariable
+from hvdx.keras.seams.optimizers import rate_of
 from hvdx.keras.shards import by_ranks, mark_state
-from hvdx.keras.variables import KerasVariable
 from hvdx.strategies import HostExchange, StepInput, Strategy
 
 
@@ -223,7 +224,7 @@ class WeightsAdapter(HostAdapter):
     def rank_local_variables(self, now: bool = True) -> list[Any]:
         """Return all optimiser variables except the learning rate and moving averages; step counters differ, too."""
         inner: Any = self._optimizer()
-        common = {id(v) for v in (inner._learning_rate, *moving_averages(inner))}
+        common = {id(v) for v in (rate_of(inner), *moving_averages(inner))}
         mine = {id(v): v for part in (inner, self._scaler) if part is not None for v in part.variables}
         return [v for i, v in mine.items() if i not in common]
 

@@ -23,6 +23,8 @@ from hvdx.keras.fit.part import Part
 from hvdx.keras.fit.positions import all_gather_at
 from hvdx.keras.fit.sync_callback import SyncCallback
 from hvdx.keras.joining import join
+from hvdx.keras.seams.frames import calling_list
+from hvdx.keras.seams.models import build_metrics, set_initial_epoch
 from hvdx.log import Log
 
 _log = Log(__name__)
@@ -105,7 +107,7 @@ class Checkpoint(Part):
     def set_model(self, model: Any) -> None:
         """Move this callback to the end, before `SyncCallback`, since others may change weights and learning rates."""
         super().set_model(model)
-        found = callback_list.find(self)
+        found = calling_list(self)
         if found is not None:
             others = [c for c in found.callbacks if c is not self]
             if any(isinstance(c, Checkpoint) for c in others):
@@ -126,7 +128,7 @@ class Checkpoint(Part):
         self._comm: Comm = join()
         self._folder = Folder(os.fspath(self.directory), self._comm)
         self._folder.check()
-        found = callback_list.find(self)
+        found = calling_list(self)
         others = [] if found is None else found.callbacks
         self._sync = next((c for c in others if isinstance(c, SyncCallback)), None)
         self._polls, self._saved_at, self._steps = Polls(), time.monotonic(), 0
@@ -158,7 +160,7 @@ class Checkpoint(Part):
 
     def _resume_from(self, restored: Restored) -> None:
         position, skip = self._convert_position(restored)
-        self.model._initial_epoch = position.epoch
+        set_initial_epoch(self.model, position.epoch)
         if self._comm.rank == 0:
             _log.info(f"resuming after {position}, from {self.directory}.")
         self._steps_done = position.step
@@ -211,7 +213,7 @@ class Checkpoint(Part):
             return
         if len(self.model.metrics_variables) != len(values) and batch is not None:
             # Keras makes these variables in the first step, which has not run yet.
-            self.model._symbolic_build(data_batch=batch)
+            build_metrics(self.model, batch)
         variables = self.model.metrics_variables
         if [tuple(v.shape) for v in variables] == [value.shape for value in values]:
             for variable, value in zip(variables, values, strict=True):
@@ -230,7 +232,7 @@ class Checkpoint(Part):
         """Record the position in the data if a pass through them begins."""
         # Keras has read the attribute. It is cleared here, so that the next fit uses its own `initial_epoch` even if an
         # exception ends this one.
-        self.model._initial_epoch = None
+        set_initial_epoch(self.model, None)
         self._epoch, self._step = epoch, self._start_step
         if self._one_pass or self._drawn is None:
             # Shares of earlier fits may be collected at any time, and the position counts on their places.
@@ -277,7 +279,7 @@ class Checkpoint(Part):
 
     def on_train_end(self, logs: Any = None) -> None:
         """Wait until the last checkpoint is published, and release the folder. Collective."""
-        self.model._initial_epoch = None
+        set_initial_epoch(self.model, None)
         self._held = []
         try:
             if self._writer is not None:

@@ -16,6 +16,7 @@ from hvdx.keras.checkpoint.parts import PREFIX, Division
 from hvdx.keras.fit import replicas
 from hvdx.keras.fit.noise import common_generator, generators
 from hvdx.keras.optimizer_state import innermost
+from hvdx.keras.seams.optimizers import trained_variables
 from hvdx.keras.shards import shard_of, whole_shape
 from hvdx.version import __version__
 
@@ -122,7 +123,7 @@ def _manifest(
 
 
 def _optimizer_manifest(optimizer: Any, model: Any, has_state: bool) -> dict[str, Any]:
-    adapter, trained = adapter_of(optimizer), innermost(optimizer)._trainable_variables
+    adapter, trained = adapter_of(optimizer), trained_variables(innermost(optimizer))
     entry: dict[str, Any] = {
         "class": type(optimizer).__name__,
         "trains": _positions(trained, model) if optimizer.built else None,

@@ -23,6 +23,7 @@ from hvdx.keras.checkpoint.folder import Folder, Position, Saved
 from hvdx.keras.checkpoint.parts import PREFIX, Division
 from hvdx.keras.fit import data, noise, replicas
 from hvdx.keras.joining import join
+from hvdx.keras.seams.models import common_generator
 from hvdx.keras.shards import shard_of, whole_shape
 from hvdx.log import Log
 
@@ -296,7 +297,7 @@ class _LoadedCheckpoint:
                 f"{self._saved.path} holds {saved} random generators, the model {len(present)}: they are not restored"
             )
         found = [(v, mine[f"generators.{i}"]) for i, v in enumerate(present)] if saved == len(present) else []
-        common = [(noise.common_generator(make=True).state, mine["generator"])] if "generator" in mine else []
+        common = [(common_generator(make=True).state, mine["generator"])] if "generator" in mine else []
         if self._size != self._saved_size:
             # Two ranks may have read the file of one rank.
             found = [(v, noise.of_rank(value, self._rank)) for v, value in found]

@@ -15,6 +15,7 @@ from hvdx.keras.fit.part import Part
 from hvdx.keras.fit.positions import all_gather_at
 from hvdx.keras.fit.recording import Recording
 from hvdx.keras.optimizer_state import innermost
+from hvdx.keras.seams.models import layers_of, restore_train_step, use_train_function
 from hvdx.log import Log
 from hvdx.strategies import Strategy, agree_on_strategy
 from hvdx.strategies.telemetry import Telemetry, followed
@@ -84,7 +85,7 @@ class Attachment(Part):
         counts = [lambda data: samples.count_samples_of(model, data)] if self.strategy.counts_samples else []
         train_step.precede(model, lambda data: noise.seed_graph(rank), *counts)
         if kept is not None:
-            model.train_function = kept.function
+            use_train_function(model, kept.function)
         else:
             model.make_train_function(force=True)
 
@@ -93,7 +94,7 @@ class Attachment(Part):
         model = self.model
         # A custom train_step may apply the optimiser to other variables. A subclassed model without a `build` of its
         # own counts as built while some of its layers have no weights yet.
-        complete = all(layer.built for layer in model._flatten_layers())
+        complete = all(layer.built for layer in layers_of(model))
         standard = type(model).train_step is keras.Model.train_step and optimizers_of(model) == [model.optimizer]
         if model.built and complete and standard and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
@@ -165,7 +166,7 @@ class Attachment(Part):
             if attached is not None and attached.owner is self:
                 detach(optimizer)
         adapters, self.adapters = self.adapters, []
-        train_step.restore(self.model)
+        restore_train_step(self.model)
         if self._jit_compile is not None:
             self.model.jit_compile, self._jit_compile = self._jit_compile, None
         traces.keep(self.model, adapters, self.strategy)

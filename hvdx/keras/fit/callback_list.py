@@ -1,7 +1,6 @@
 """Order of the callbacks of a `fit`, callbacks that run on rank 0 only, and access to the data iterator of `fit`."""
 
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -9,6 +8,11 @@ import tensorflow as tf
 
 from hvdx.errors import ConfigError
 from hvdx.keras.fit import py_datasets
+from hvdx.keras.seams import iterators
+from hvdx.keras.seams.callbacks import mute_set_model, show_own_steps, show_steps, unmute_set_model
+from hvdx.keras.seams.frames import epoch_iterator
+from hvdx.keras.seams.iterators import count_batches, dataset_of, take_steps, wrap_steps
+from hvdx.keras.seams.optimizers import is_of_keras
 
 # These callbacks write files or lines that one rank should write for all. All other callbacks run on every rank: they
 # act on the training (early stopping, learning rates), and receive the same metrics on every rank.
@@ -25,20 +29,6 @@ RANK_0_ONLY = tuple(
     )
     if hasattr(keras.callbacks, name)  # older versions of Keras lack some
 )
-
-
-def find(callback: Any) -> Any:
-    """Return the `CallbackList` that is calling `callback.set_model`, or None.
-
-    Keras gives a callback the model but not the list, so this function searches the frames of the callers.
-    """
-    frame = inspect.currentframe()
-    for _ in range(4):
-        frame = frame.f_back if frame is not None else None
-        caller = frame.f_locals.get("self") if frame is not None else None
-        if isinstance(caller, keras.callbacks.CallbackList) and callback in caller.callbacks:
-            return caller
-    return None
 
 
 def arrange(callbacks: Any, first: Any, last: Any, replaced: type, rank: int) -> list[Any]:
@@ -64,11 +54,10 @@ def arrange(callbacks: Any, first: Any, last: Any, replaced: type, rank: int) ->
     if rank != 0:
         muted = [c for c in others if isinstance(c, RANK_0_ONLY)]
         for callback in muted:
-            # TensorBoard opens its files in set_model, which Keras may still call.
-            callback.set_model = lambda model: None
+            mute_set_model(callback)
         others = [c for c in others if not isinstance(c, RANK_0_ONLY)]
         for callback in others:
-            if isinstance(getattr(callback, "verbose", None), int) and type(callback).__module__.startswith("keras"):
+            if isinstance(getattr(callback, "verbose", None), int) and is_of_keras(type(callback)):
                 callback.verbose = 0
     callbacks.callbacks = [first, *others, last]
     return muted
@@ -91,16 +80,13 @@ def extend_epochs(callback: Any, steps: int) -> Callable[[], None] | None:
         A function to call after the last step; None if the data of the `fit` cannot be repeated.
     """
     iterator = epoch_iterator(callback)
-    dataset: Any = getattr(iterator, "_distributed_dataset", None)
+    dataset = dataset_of(iterator)
     if hasattr(dataset, "repeat"):
         # The prefetch that TensorFlow injects would start the next pass, and draw its order, before this pass ends.
         options = tf.data.Options()
         options.experimental_optimization.inject_prefetch = False
         repeated, finish = py_datasets.repeat(iterator, dataset.prefetch(tf.data.AUTOTUNE))
-        iterator._distributed_dataset, iterator._num_batches = repeated.with_options(options), None
-        iterator.steps_per_epoch = steps
-        # Keras up to 3.6 has this attribute only if it was created with a number of steps.
-        iterator._current_iterator = None
+        take_steps(iterator, repeated.with_options(options), steps)
         return finish
     return None
 
@@ -111,7 +97,7 @@ def epoch_is_one_pass(callback: Any) -> bool:
     Args:
         callback: a callback, in its `on_train_begin`.
     """
-    return getattr(epoch_iterator(callback), "steps_per_epoch", None) is None
+    return iterators.epoch_is_one_pass(epoch_iterator(callback))
 
 
 def start_at_step(callback: Any, step: int, skip: int, ready: Callable[[Any], None]) -> bool:
@@ -128,50 +114,22 @@ def start_at_step(callback: Any, step: int, skip: int, ready: Callable[[Any], No
         True if this version of Keras allows it.
     """
     iterator = epoch_iterator(callback)
-    # The generator of the steps of `fit`, as newer and as older versions of Keras name it.
-    name = next((n for n in ("_enumerate_iterator", "enumerate_epoch") if hasattr(iterator, n)), None)
-    if name is None:
-        return False
-    all_steps = getattr(iterator, name)
 
-    def rest() -> Any:
-        delattr(iterator, name)
-        batch, items = None, all_steps()
+    def rest(items: Iterator[Any]) -> Iterator[Any]:
+        batch = None
         for item in items:
             if item[0] == 0:
                 for _ in range(skip):
                     batch = next(item[-1], batch)
                 # The iterator has counted one batch for each step, `step` in all, but `skip` batches were taken.
-                iterator._steps_seen += skip - step
+                count_batches(iterator, skip - step)
             if item[0] >= step:
                 ready(batch)
                 yield item
                 break
         yield from items
 
-    setattr(iterator, name, rest)
-    return True
-
-
-def epoch_iterator(callback: Any) -> Any:
-    """Return the iterator over the batches of `fit` or `evaluate`, whichever calls a callback, or None.
-
-    Keras gives a callback no access to the data, so this function searches the frames of the callers.
-    """
-    return _local(callback, "epoch_iterator")
-
-
-def validation_inputs(callback: Any) -> Any:
-    """Return the inputs of the validation data of the `fit` that calls a callback, or None: a dataset or arrays."""
-    return _local(callback, "val_x")
-
-
-def _local(callback: Any, name: str) -> Any:
-    """Return a local variable of the `fit` or `evaluate` that calls a callback; None if it has none."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_locals.get("self") is not callback.model:
-        frame = frame.f_back
-    return None if frame is None else frame.f_locals.get(name)
+    return wrap_steps(iterator, rest)
 
 
 def show_steps_of_all_ranks(callbacks: Any, taken: Callable[[], int], steps: int) -> None:
@@ -183,22 +141,13 @@ def show_steps_of_all_ranks(callbacks: Any, taken: Callable[[], int], steps: int
         steps: number of steps of all ranks in an epoch.
     """
     for bar in [c for c in callbacks.callbacks if isinstance(c, keras.callbacks.ProgbarLogger)]:
-        bar.target = steps
-        bar.on_train_batch_end = _batch_end_for_all_ranks(bar, taken)
+        show_steps(bar, taken, steps)
 
 
 def show_steps_of_this_rank(callbacks: Any) -> None:
     """Make the progress bar show the steps of this rank again."""
     for bar in [c for c in callbacks.callbacks if isinstance(c, keras.callbacks.ProgbarLogger)]:
-        vars(bar).pop("on_train_batch_end", None)
-
-
-def _batch_end_for_all_ranks(bar: Any, taken: Callable[[], int]) -> Callable[..., None]:
-    def on_train_batch_end(batch: int, logs: Any = None) -> None:
-        # Keras counts from 0.
-        type(bar).on_train_batch_end(bar, max(taken() - 1, 0), logs)
-
-    return on_train_batch_end
+        show_own_steps(bar)
 
 
 def append_to_logs(callbacks: list[Any]) -> None:
@@ -210,4 +159,4 @@ def append_to_logs(callbacks: list[Any]) -> None:
 def unmute(callbacks: list[Any]) -> None:
     """Enable `set_model` of the callbacks that `arrange` returned."""
     for callback in callbacks:
-        vars(callback).pop("set_model", None)
+        unmute_set_model(callback)

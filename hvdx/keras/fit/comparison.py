@@ -6,13 +6,14 @@ from typing import Any
 
 from hvdx.comm import Comm
 from hvdx.errors import ReplicaError
-from hvdx.keras.fit import callback_list
 from hvdx.keras.fit.agreement import constants, first_batch, generators, model_state, shares
 from hvdx.keras.fit.agreement.first_batch import FirstBatch
 from hvdx.keras.fit.agreement.sample import sample
 from hvdx.keras.fit.attachment import Attachment
 from hvdx.keras.fit.part import Part
 from hvdx.keras.fit.positions import all_gather_at
+from hvdx.keras.seams.frames import epoch_iterator, validation_inputs
+from hvdx.keras.seams.iterators import arrays_of, dataset_of, epoch_is_one_pass, read_from
 from hvdx.log import Log
 
 _log = Log(__name__)
@@ -42,18 +43,18 @@ class Comparison(Part):
 
     def offer(self) -> dict[str, Any]:
         """Return what this rank has."""
-        self._iterator = callback_list.epoch_iterator(self)
+        self._iterator = epoch_iterator(self)
         self._traced, self._pending, self._first_batch = self._attachment.traced, True, None
-        self._dataset = dataset = getattr(self._iterator, "_distributed_dataset", None)
-        validation = callback_list.validation_inputs(self)
+        self._dataset = dataset = dataset_of(self._iterator)
+        validation = validation_inputs(self)
         self._configuration = model_state.configuration(self.model) if self._traced else {}
         train = shares.shares_in(dataset)
-        arrays = getattr(getattr(self._iterator, "data_adapter", None), "_inputs", None)
-        whole = arrays is not None and self._iterator.steps_per_epoch is None
+        arrays = arrays_of(self._iterator)
+        whole = arrays is not None and epoch_is_one_pass(self._iterator)
         # A later fit of the same trace has the data of the earlier one, as a rule.
         if self._traced and not train and not whole and first_batch.can_pass(dataset):
             self._first_batch = FirstBatch(dataset)
-            self._iterator._distributed_dataset = self._first_batch.dataset
+            read_from(self._iterator, self._first_batch.dataset)
         return {
             "training": train,
             "validation": shares.shares_in(validation),
@@ -109,8 +110,8 @@ class Comparison(Part):
         self._pending = False
         found = constants.constants_of(self.model.train_function) if self._traced else []
         first, self._first_batch = self._first_batch, None
-        if first is not None and self._iterator._distributed_dataset is first.dataset:
-            self._iterator._distributed_dataset = self._dataset
+        if first is not None and dataset_of(self._iterator) is first.dataset:
+            read_from(self._iterator, self._dataset)
         elements = generators.recorded(self._dataset)
         self._iterator = self._dataset = None
         mine = (first.digest if first else None, elements, found)

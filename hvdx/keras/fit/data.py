@@ -11,6 +11,7 @@ from hvdx.errors import ConfigError, ReplicaError
 from hvdx.keras.fit import arrays
 from hvdx.keras.fit.agreement import shares
 from hvdx.keras.joining import join
+from hvdx.keras.seams.pipelines import batch_size_of_dataset, dataset_before, set_batch_size
 
 # Size of the shuffle buffer, in elements, for a dataset of unknown or large size.
 _BUFFER = 10_000
@@ -183,7 +184,7 @@ def _shard_arrays(
     dataset = tf.data.Dataset.range(1).flat_map(epoch_of)
     made = untuned(dataset.apply(tf.data.experimental.assert_cardinality(steps)).prefetch(2))
     # TensorFlow does not know the length of the gathered rows; `batch_size` reads it here.
-    made._batch_size = batch
+    set_batch_size(made, batch)
     return made
 
 
@@ -260,13 +261,13 @@ def batch_size(dataset: Any) -> int | None:
     """
     while dataset is not None:
         # A dataset whose last batch may be smaller has elements of no fixed shape; its transformation has the size.
-        size = getattr(dataset, "_batch_size", None)
+        size = batch_size_of_dataset(dataset)
         if size is not None:
-            return int(size)
+            return size
         shapes = [spec.shape for spec in tf.nest.flatten(dataset.element_spec) if hasattr(spec, "shape")]
         if shapes and shapes[0].rank and shapes[0][0]:
             return int(shapes[0][0])
-        dataset = getattr(dataset, "_input_dataset", None)
+        dataset = dataset_before(dataset)
     return None
 
 

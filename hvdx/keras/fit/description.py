@@ -18,8 +18,11 @@ import tensorflow as tf
 
 from hvdx.comm import Comm
 from hvdx.keras.adapters.updates import momentum_of
-from hvdx.keras.fit import callback_list, data
+from hvdx.keras.fit import data
 from hvdx.keras.optimizer_state import innermost, slots
+from hvdx.keras.seams.frames import epoch_iterator
+from hvdx.keras.seams.iterators import batch_size_of, dataset_of
+from hvdx.keras.seams.optimizers import trained_variables
 from hvdx.log import Log
 from hvdx.version import __version__
 
@@ -101,7 +104,7 @@ def describe_optimizer(optimizer: Any) -> dict[str, Any] | None:
     if optimizer is None:
         return None
     inner = innermost(optimizer)
-    trained = len(getattr(inner, "_trainable_variables", ()))
+    trained = len(trained_variables(inner))
     return {
         "name": type(inner).__name__,
         "momentum": momentum_of(inner),
@@ -115,9 +118,8 @@ def batch_size(callback: Any) -> int | None:
     Args:
         callback: a callback, in one of its hooks during `fit`.
     """
-    iterator = callback_list.epoch_iterator(callback)
-    size = getattr(getattr(iterator, "data_adapter", None), "batch_size", None)
-    return int(size) if size else data.batch_size(getattr(iterator, "_distributed_dataset", None))
+    iterator = epoch_iterator(callback)
+    return batch_size_of(iterator) or data.batch_size(dataset_of(iterator))
 
 
 def describe_versions(comm: Comm) -> dict[str, str | None]:

@@ -25,6 +25,7 @@ from hvdx.keras.fit.start import Start
 from hvdx.keras.fit.state import Declared, State
 from hvdx.keras.fit.sync_callback import SyncCallback
 from hvdx.keras.joining import join
+from hvdx.keras.seams.frames import calling_list
 from hvdx.report.counters import Counters
 from hvdx.strategies import Strategy, resolve
 from hvdx.strategies.telemetry import Telemetry
@@ -135,7 +136,7 @@ class Distribute(Parts):
     def set_model(self, model: Any) -> None:
         """Arrange the callback list; Keras calls this before it makes the training function."""
         super().set_model(model)
-        found = callback_list.find(self) if self._comm.size > 1 else None
+        found = calling_list(self) if self._comm.size > 1 else None
         if found is not None:
             self._copies.serve(found.callbacks)
             self._muted = callback_list.arrange(found, self, self._sync, EpochLogs, self._comm.rank)

@@ -6,10 +6,11 @@ import tensorflow as tf
 
 from hvdx.comm import Comm
 from hvdx.errors import ConfigError
-from hvdx.keras.fit import callback_list
 from hvdx.keras.fit.counting import Counting
 from hvdx.keras.fit.part import Part
 from hvdx.keras.fit.positions import all_gather_at
+from hvdx.keras.seams.frames import epoch_iterator
+from hvdx.keras.seams.iterators import dataset_of, number_of_batches
 from hvdx.keras.shards import has_parts
 
 
@@ -49,11 +50,11 @@ class Evaluation(Part):
         """Return this rank's number of batches: -1 if it is unknown, None for a model without split layers."""
         if not has_parts(self.model):
             return None
-        iterator = callback_list.epoch_iterator(self)
-        dataset = getattr(iterator, "_distributed_dataset", None)
+        iterator = epoch_iterator(self)
+        dataset = dataset_of(iterator)
         self._filler = None if dataset is None else tf.nest.map_structure(_one_row, dataset.element_spec)
-        number = getattr(iterator, "num_batches", None)
-        return -1 if number is None else int(number)
+        number = number_of_batches(iterator)
+        return -1 if number is None else number
 
     def on_test_end(self, logs: Any = None) -> None:
         """Take this rank's part in the batches that others of its group still have."""

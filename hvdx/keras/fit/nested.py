@@ -1,11 +1,11 @@
 """A `fit` inside another `fit` that trains with the same optimiser."""
 
-import inspect
 from typing import Any
 
 from hvdx.errors import ConfigError
 from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
 from hvdx.keras.fit.part import Part
+from hvdx.keras.seams.frames import running_fits
 
 
 class Nested(Part):
@@ -21,19 +21,8 @@ class Nested(Part):
         adapters = [adapter_of(optimizer) for optimizer in optimizers_of(model)]
         outer = [a.owner.model for a in adapters if a is not None and a.owner is not None]
         # After an exception the optimiser is attached too, but the `fit` is not running.
-        if any(_running_fits(other) > (other is model) for other in outer):
+        if any(running_fits(other) > (other is model) for other in outer):
             raise ConfigError.on_all_ranks(
                 f"fit: model {model.name}: expected one fit with Distribute at a time, got one inside another. "
                 "Do: train the model again after the outer fit has ended."
             )
-
-
-def _running_fits(model: Any) -> int:
-    """Count the calls of Keras' `fit` of a model that have not returned; Keras keeps no count."""
-    frame, found = inspect.currentframe(), 0
-    while frame is not None:
-        # A `fit` of a subclass that calls Keras' own has no such iterator.
-        local = frame.f_locals
-        found += frame.f_code.co_name == "fit" and local.get("self") is model and "epoch_iterator" in local
-        frame = frame.f_back
-    return found

@@ -4,7 +4,6 @@ A script seeds all ranks alike, so that shuffles, splits and initial weights are
 module, ranks would also draw the same dropout masks, for different samples.
 """
 
-import importlib
 import random
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdx.keras.fit.part import Part
+from hvdx.keras.seams.models import common_generator, layers_of, seed_generators_of
 
 # A state of a layer's generator is [seed, counter]. Keras' seeds have 32 bits of the 64; the rank goes into the others.
 _SEED_BITS = 32
@@ -55,18 +55,8 @@ class Noise(Part):
 
 def generators(model: Any) -> list[Any]:
     """Return the states of the random generators that layers hold."""
-    # Keras has no public access to the layers inside of layers, and to their generators.
-    found = [g.state for layer in model._flatten_layers() for g in getattr(layer, "_seed_generators", ())]
+    found = [g.state for layer in layers_of(model) for g in seed_generators_of(layer)]
     return list({id(state): state for state in found}.values())
-
-
-def common_generator(make: bool = False) -> Any:
-    """Return the generator that `keras.random` uses without a seed; None if it does not exist and `make` is False."""
-    # Keras has no public access to this generator.
-    module = importlib.import_module("keras.src.random.seed_generator")
-    held = importlib.import_module("keras.src.backend.common.global_state")
-    name = getattr(module, "GLOBAL_SEED_GENERATOR", "global_seed_generator")
-    return module.global_seed_generator() if make else held.get_global_attribute(name)
 
 
 def differ(model: Any, rank: int) -> None:

@@ -10,6 +10,7 @@ from hvdx.errors import ConfigError
 from hvdx.keras.fit.part import Part
 from hvdx.keras.gathering import gather_to
 from hvdx.keras.joining import join
+from hvdx.keras.seams.callbacks import steps_since_saving
 from hvdx.keras.shards import has_parts
 
 # These callbacks load weights on rank 0 alone.
@@ -35,7 +36,7 @@ class PlainCopies(Part):
     def offer(self) -> tuple[list[tuple[Any, int, int]], list[str]]:
         """Return the frequency and the counts of each callback that saves, and the callbacks that are refused."""
         refused = [type(c).__name__ for c in self._callbacks if type(c).__name__ in _REFUSED]
-        return [(c.save_freq, *_counts(c)) for c in self._savers], refused
+        return [(c.save_freq, *steps_since_saving(c)) for c in self._savers], refused
 
     def agree(self, offered: list[Any]) -> None:
         """Count the steps of rank 0's callbacks on all ranks.
@@ -77,12 +78,6 @@ class PlainCopies(Part):
         if keep:
             for callback in self._savers:
                 callback.set_model(self._copy)
-
-
-def _counts(saver: Any) -> tuple[int, int]:
-    """Return the number of steps since a callback saved, and the number of the last step; see `_Counter`."""
-    last = getattr(saver, "_last_batch_seen", None)
-    return getattr(saver, "_batches_seen_since_last_saving", 0), -1 if last is None else last
 
 
 @dataclass

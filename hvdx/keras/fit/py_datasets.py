@@ -7,25 +7,24 @@ refuses the next one.
 from collections.abc import Callable
 from typing import Any
 
-import keras
 import tensorflow as tf
+
+from hvdx.keras.seams.iterators import drop_read_ahead, py_dataset_adapter, take_epoch_hooks
 
 
 def end_epoch(iterator: Any) -> None:
     """Let the data end an epoch in which not all batches were taken; do nothing for other data.
 
     Args:
-        iterator: iterator of the `fit`, see `callback_list.epoch_iterator`.
+        iterator: iterator of the `fit`, see `epoch_iterator`.
     """
-    adapter: Any = getattr(iterator, "data_adapter", None)
-    if not _reads_py_dataset(adapter):
+    adapter = py_dataset_adapter(iterator)
+    if adapter is None:
         return
     adapter.on_epoch_end()
-    # With workers, Keras keeps the batches that were read ahead for the next epoch. It would begin with them, and the
-    # batches left over would become more with each epoch.
-    ahead = getattr(adapter.enqueuer, "ready_queue", None)
-    while ahead is not None and not ahead.empty():
-        ahead.get()
+    # Keras keeps the batches that were read ahead for the next epoch. It would begin with them, and the batches left
+    # over would become more with each epoch.
+    drop_read_ahead(adapter)
 
 
 def repeat(iterator: Any, dataset: tf.data.Dataset) -> tuple[tf.data.Dataset, Callable[[], None]]:
@@ -38,11 +37,10 @@ def repeat(iterator: Any, dataset: tf.data.Dataset) -> tuple[tf.data.Dataset, Ca
     Returns:
         The repeated dataset, and a function to call after the last step.
     """
-    adapter: Any = getattr(iterator, "data_adapter", None)
-    if not _reads_py_dataset(adapter):
+    adapter = py_dataset_adapter(iterator)
+    if adapter is None:
         return dataset.repeat(), lambda: None
-    passes = _Passes(adapter.on_epoch_begin, adapter.on_epoch_end)
-    adapter.on_epoch_begin = adapter.on_epoch_end = lambda: None
+    passes = _Passes(*take_epoch_hooks(adapter))
     numbers = tf.data.Dataset.counter().map(lambda number: tf.numpy_function(passes.begin, [number], tf.int64))
     return numbers.flat_map(lambda _: dataset), passes.finish
 
@@ -70,7 +68,3 @@ class _Passes:
         if self._open:
             self._open = False
             self._end()
-
-
-def _reads_py_dataset(adapter: Any) -> bool:
-    return isinstance(getattr(adapter, "py_dataset", None), keras.utils.PyDataset)

@@ -9,6 +9,8 @@ from hvdx.keras.adapters.optimizer import optimizers_of
 from hvdx.keras.fit.part import Part
 from hvdx.keras.fit.sync_callback import SyncCallback
 from hvdx.keras.optimizer_state import innermost
+from hvdx.keras.seams.models import initial_epoch
+from hvdx.keras.seams.optimizers import rate_of, step_counter
 from hvdx.log import Log
 
 _log = Log(__name__)
@@ -31,7 +33,7 @@ class Schedules(Part):
 
     def agree(self, offered: list[Any]) -> None:
         """Print the remarks, now that the length of an epoch is known."""
-        epochs = (self.params.get("epochs") or 0) - (self.model._initial_epoch or 0)
+        epochs = (self.params.get("epochs") or 0) - (initial_epoch(self.model) or 0)
         tell(self.model, epochs * (self._sync.steps or 0) - self._sync.steps_done, self._comm)
 
 
@@ -72,11 +74,9 @@ def tell(model: Any, steps: int, comm: Comm) -> None:
     if comm.rank != 0:
         return
     for optimizer in map(innermost, optimizers_of(model)):
-        # Keras gives no public access to the schedule; `learning_rate` is its present value.
-        schedule = getattr(optimizer, "_learning_rate", None)
+        schedule = rate_of(optimizer)
         if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
-            # A schedule counts micro-steps, of which `iterations` may be a fraction.
-            done = int(getattr(optimizer, "_iterations", optimizer.iterations))
+            done = int(step_counter(optimizer))
             # In a later fit it is not known how many steps the script has planned.
             text = remark(schedule, steps, comm.size) if done == 0 else ""
             if text:

@@ -6,6 +6,7 @@ from hvdx.errors import ReplicaError
 from hvdx.keras.fit import data, limits
 from hvdx.keras.fit.limits import Limit
 from hvdx.keras.fit.part import Part
+from hvdx.keras.seams.models import initial_epoch, set_initial_epoch
 
 
 class Settings(Part):
@@ -26,7 +27,7 @@ class Settings(Part):
             "epochs": self.params.get("epochs"),
             "built": self.model.built,
             limits.VARIABLE: self._limit.text,
-            "initial_epoch": getattr(self.model, "_initial_epoch", None),
+            "initial_epoch": initial_epoch(self.model),
             "shares": data.state(),
         }
 
@@ -41,4 +42,4 @@ class Settings(Part):
             if len(set(values)) > 1:
                 raise ReplicaError(f"fit: {name} differs between ranks: {values}. Every rank must be given the same.")
         data.agree_on_orders([theirs["shares"] for theirs in offered])
-        self.model._initial_epoch = offered[0]["initial_epoch"]
+        set_initial_epoch(self.model, offered[0]["initial_epoch"])

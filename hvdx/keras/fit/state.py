@@ -12,7 +12,8 @@ from hvdx.comm import Comm
 from hvdx.keras.adapters.rank_local import declare, declared
 from hvdx.keras.fit import replicas
 from hvdx.keras.fit.part import Part
-from hvdx.keras.variables import KerasVariable, listed
+from hvdx.keras.seams.layers import KerasVariable
+from hvdx.keras.variables import listed
 from hvdx.log import Log
 
 _log = Log(__name__)

@@ -10,6 +10,7 @@ from hvdx.keras.fit.attachment import Attachment
 from hvdx.keras.fit.counting import Counting
 from hvdx.keras.fit.part import Part
 from hvdx.keras.fit.positions import all_gather_at
+from hvdx.keras.seams.frames import calling_list, epoch_iterator
 from hvdx.log import Log
 from hvdx.strategies import StepClient
 
@@ -113,7 +114,7 @@ class SyncCallback(Part):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Let the parts agree; all other callbacks have run their `on_train_begin`."""
-        found = self._callback_list = callback_list.find(self)
+        found = self._callback_list = calling_list(self)
         callbacks = [] if found is None else found.callbacks
         self._others = [c for c in callbacks if isinstance(c, Part) and c is not self]
         self._parts.agree(all_gather_at(self._comm, "the start of fit", self._parts.offer()))
@@ -145,7 +146,7 @@ class SyncCallback(Part):
         if over or (client is not None and not client.another(any(part.preempted for part in self._others))):
             self._cut_short = self.model.stop_training = True
             if client is None:
-                py_datasets.end_epoch(callback_list.epoch_iterator(self))
+                py_datasets.end_epoch(epoch_iterator(self))
         if client is not None and client.stopped:
             for part in self._others:
                 part.save_and_leave(client.taken * self.model.steps_per_execution)

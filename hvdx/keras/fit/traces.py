@@ -11,6 +11,8 @@ from typing import Any
 from hvdx.keras.adapters.base import Adapter
 from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
 from hvdx.keras.optimizer_state import innermost
+from hvdx.keras.seams.models import use_train_function
+from hvdx.keras.seams.optimizers import rate_of
 from hvdx.strategies import Strategy
 
 
@@ -67,7 +69,7 @@ def keep(model: Any, adapters: Sequence[Adapter], strategy: Strategy) -> None:
     kept = function is not None and not isinstance(function, KeptTrace) and all(a.lasts for a in adapters)
     # An optimiser that came in during the fit is in the trace without an adapter.
     kept = kept and len(optimizers_of(model)) == len(adapters)
-    model.train_function = KeptTrace(model, function, adapters, strategy) if kept else None
+    use_train_function(model, KeptTrace(model, function, adapters, strategy) if kept else None)
 
 
 def kept(model: Any, strategy: Strategy) -> KeptTrace | None:
@@ -85,7 +87,7 @@ def _traced(model: Any) -> list[Any]:
     """Return the objects that a trace refers to and a script may replace, such as trainable weights."""
     optimizers = optimizers_of(model)
     # A variable, or a schedule.
-    rates = [getattr(innermost(o), "_learning_rate", None) for o in optimizers]
+    rates = [rate_of(innermost(o)) for o in optimizers]
     return [*optimizers, *rates, *model.trainable_variables]
 
 

@@ -9,10 +9,11 @@ from hvdx import comm as world
 from hvdx.comm import GraphComm
 from hvdx.comm.base import Reduction
 from hvdx.keras.horovod.collectives import name_of
+from hvdx.keras.seams.layers import CombinedBatchNormalization
 
 
 @keras.saving.register_keras_serializable("hvdx")
-class SyncBatchNormalization(keras.layers.BatchNormalization):
+class SyncBatchNormalization(CombinedBatchNormalization):
     """Batch normalisation with mean and variance over the batches of all ranks in training.
 
     Mean and variance of rank r over its n_r samples, m_r and v_r, become m = sum n_r m_r / n and
@@ -44,13 +45,13 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         super().__init__(**options)
         self.supports_jit = False
 
-    def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
-        mean, variance = super()._moments(inputs, mask)
+    def combine(self, inputs: Any, mask: Any, axes: Any, mean: Any, variance: Any) -> tuple[Any, Any]:
+        """Return mean and variance over all ranks."""
         comm = world.graph(engine="auto")
         if comm.size == 1:
             return mean, variance
         mean, variance = tf.reshape(mean, [-1]), tf.reshape(variance, [-1])
-        count = _count(inputs, mask, self._reduction_axes, mean.dtype)
+        count = _count(inputs, mask, axes, mean.dtype)
         mine = tf.concat([[count], mean, variance], axis=0)[None]
         ranks = _gathered(mine, comm)
         counts, (means, variances) = ranks[:, :1], tf.split(ranks[:, 1:], 2, axis=1)

@@ -13,7 +13,7 @@ from hvdx.keras.fit import replicas
 from hvdx.keras.horovod.api import Average, Compression, Sum, operation, rank, wire
 from hvdx.keras.horovod.process_sets import comm_of, is_partial, root_in
 from hvdx.keras.joining import join
-from hvdx.keras.variables import KerasVariable
+from hvdx.keras.seams.layers import KerasVariable
 
 
 def allreduce(

@@ -17,7 +17,8 @@ from hvdx.keras.horovod.api import Average, Compression, operation, unsupported,
 from hvdx.keras.horovod.process_sets import comm_or_none, is_partial
 from hvdx.keras.joining import join
 from hvdx.keras.optimizer_state import innermost
-from hvdx.keras.variables import KerasVariable
+from hvdx.keras.seams.layers import KerasVariable
+from hvdx.keras.seams.optimizers import add_local_variables_method, trained_variables
 from hvdx.strategies import AllReduce, Strategy, agree_on_strategy, resolve
 
 # Optimisers are numbered per process set, so that its ranks agree on names even if other ranks make more optimisers.
@@ -296,8 +297,8 @@ def load_model(
 
 def _check_restored(model: Any, filepath: Any) -> None:
     """Raise ConfigError if the optimiser was built for no variables: Keras 3 does so for HDF5 files."""
-    # Only this private name tells an optimiser that trains nothing from one without slots.
-    if model.optimizer.built and model.trainable_variables and not innermost(model.optimizer)._trainable_variables:
+    # An optimiser without slots has no variables either.
+    if model.optimizer.built and model.trainable_variables and not trained_variables(innermost(model.optimizer)):
         raise ConfigError(
             f"load_model: {filepath}: expected a file from which Keras restores the optimizer, got one for which Keras "
             "builds it without variables, so that it cannot train. Do: save the model as .keras; to use this file, "
@@ -329,7 +330,7 @@ def _add_register_local_var(optimizer: Any, strategy: Strategy, adapter: Adapter
         local.add(variables)
 
     for part in (optimizer, innermost(optimizer)):
-        part.register_local_var = register_local_var
+        add_local_variables_method(part, register_local_var)
 
 
 def _all_reduce(

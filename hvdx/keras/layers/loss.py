@@ -8,6 +8,7 @@ import tensorflow as tf
 from hvdx.errors import ConfigError
 from hvdx.keras.layers import collectives
 from hvdx.keras.layers.group import joined_mesh
+from hvdx.keras.seams.layers import set_mask, set_metric_function
 from hvdx.keras.shards import tensors_of
 
 
@@ -75,7 +76,7 @@ class SplitSparseCategoricalCrossentropy(keras.losses.SparseCategoricalCrossentr
             valid = tf.not_equal(labels, self.ignore_class)
             losses = tf.where(valid, losses, 0)
             # Keras leaves these rows out of the mean, too.
-            losses._keras_mask = valid
+            set_mask(losses, valid)
         return losses
 
 
@@ -98,7 +99,7 @@ class SplitSparseCategoricalAccuracy(keras.metrics.SparseCategoricalAccuracy):
 
     def __init__(self, name: str = "sparse_categorical_accuracy", dtype: Any = None):
         super().__init__(name=name, dtype=dtype)
-        self._fn = _matches
+        set_metric_function(self, _matches)
 
 
 def _matches(y_true: Any, y_pred: Any) -> Any:

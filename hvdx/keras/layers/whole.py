@@ -1,25 +1,16 @@
 """Files of models with split layers: they hold plain layers of Keras with whole weights."""
 
-import functools
-import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import keras
-
 from hvdx.errors import ConfigError
+from hvdx.keras.seams.layers import change_loaded_state, guard_saving, name_in_files
 from hvdx.keras.shards import has_parts, mark_state, shard_of
 
 _REMEDY = (
     "this rank holds one part of its weights, so it cannot save them alone. Call plain = hvdx.keras.gather(model) on "
     "all ranks, then plain.save(...) on rank 0. During fit, use hvdx.keras.Checkpoint or "
     "keras.callbacks.ModelCheckpoint with the Distribute callback."
-)
-# Functions of Keras that write a model, their first argument, to a file.
-_SAVING = (
-    *((keras.Model, name) for name in ("save", "save_weights", "export")),
-    *((keras.saving, name) for name in ("save_model", "save_weights")),
-    (keras.models, "save_model"),
 )
 _guarded = False
 
@@ -34,10 +25,7 @@ def name_as_plain(split: type, plain: type) -> None:
         split: class of a split layer.
         plain: class of Keras with the same configuration.
     """
-    split.__name__ = plain.__name__
-    # Keras has no public access to these names.
-    names = importlib.import_module("keras.src.api_export").REGISTERED_OBJS_TO_NAMES
-    names[split] = names[plain]
+    name_in_files(split, plain)
 
 
 def guard_files() -> None:
@@ -50,30 +38,18 @@ def guard_files() -> None:
     if _guarded:
         return
     _guarded = True
-    for owner, name in _SAVING:
-        original = getattr(owner, name, None)
-        if original is not None:
-            setattr(owner, name, _refusing(original))
-    keras.optimizers.Optimizer.load_own_variables = _cutting(keras.optimizers.Optimizer.load_own_variables)
+    guard_saving(_refuse)
+    change_loaded_state(_cut_state)
 
 
-def _refusing(save: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(save)
-    def guarded(model: Any, *args: Any, **kwargs: Any) -> Any:
-        if has_parts(model):
-            raise ConfigError(f"model {model.name}: {_REMEDY}")
-        return save(model, *args, **kwargs)
-
-    return guarded
+def _refuse(model: Any) -> None:
+    if has_parts(model):
+        raise ConfigError(f"model {model.name}: {_REMEDY}")
 
 
-def _cutting(load: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(load)
-    def guarded(optimizer: Any, store: Mapping[str, Any]) -> Any:
-        mark_state(optimizer)
-        return load(optimizer, cut_saved(store, optimizer.variables))
-
-    return guarded
+def _cut_state(optimizer: Any, store: Mapping[str, Any]) -> Mapping[str, Any]:
+    mark_state(optimizer)
+    return cut_saved(store, optimizer.variables)
 
 
 def refuse_to_save(layer: Any, mesh: Any) -> None:

@@ -1,6 +1,5 @@
 """Constants in a traced training function: values that no variable holds, and that no broadcast makes equal."""
 
-import inspect
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -9,10 +8,10 @@ import numpy as np
 import tensorflow as tf
 import xxhash
 
+from hvdx.keras.seams.graphs import functions_in, traces_of
+
 # Smaller constants are seeds, rates, sizes and numbers of ranks, which scripts may choose for each rank.
 _ELEMENTS = 16
-# Depth of the search for TensorFlow functions in closures.
-_DEPTH = 4
 
 
 class Constant(NamedTuple):
@@ -37,9 +36,8 @@ def constants_of(train_function: Any) -> list[Constant]:
     """
     found: dict[tuple[str, int], Constant] = {}
     seen: set[str] = set()
-    for function in _functions(train_function, _DEPTH):
-        # The list of traces has no public name.
-        traces = function._list_all_concrete_functions()
+    for function in functions_in(train_function):
+        traces = traces_of(function)
         if any(tf.compat.as_str(traced.name) in seen for traced in traces):
             continue  # The definitions of a function contain those of the functions that it calls.
         for traced in traces:
@@ -74,15 +72,6 @@ def differing(everyone: Sequence[list[Constant]]) -> list[str]:
         if ranks:
             listed.append(f"{constant.name}, {constant.kind} (ranks {', '.join(map(str, ranks))})")
     return listed
-
-
-def _functions(thing: Any, depth: int) -> Iterator[Any]:
-    """Yield the `tf.function`s in a function's closure; Keras keeps those of the training step there."""
-    if hasattr(thing, "_list_all_concrete_functions"):
-        yield thing
-    elif depth and callable(thing):
-        for value in inspect.getclosurevars(thing).nonlocals.values() if inspect.isfunction(thing) else ():
-            yield from _functions(value, depth - 1)
 
 
 def _in_graph(definition: Any) -> Iterator[Constant]:

@@ -7,6 +7,7 @@ import tensorflow as tf
 import xxhash
 
 from hvdx.keras.fit.agreement import pipeline
+from hvdx.keras.seams.pipelines import copies_to_device
 
 
 class FirstBatch:
@@ -58,7 +59,7 @@ class FirstBatch:
 def can_pass(dataset: Any) -> bool:
     """Return whether `FirstBatch` can stand behind a dataset; TensorFlow allows nothing behind a copy to a GPU."""
     return isinstance(dataset, tf.data.Dataset) and not any(
-        "CopyToDevice" in type(part).__name__ for part in pipeline.datasets(dataset)
+        copies_to_device(part) for part in pipeline.datasets(dataset)
     )
 
 

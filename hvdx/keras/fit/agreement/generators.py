@@ -1,6 +1,6 @@
 """First elements of the generators that feed a share, recorded while they pass."""
 
-import inspect
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,6 +10,7 @@ import tensorflow as tf
 import xxhash
 
 from hvdx.keras.fit.agreement import pipeline
+from hvdx.keras.seams.pipelines import generator_states, wrap_generator
 
 # Elements of each generator that are recorded.
 _ELEMENTS = 16
@@ -28,7 +29,7 @@ def record(end: Any) -> None:
         if not hasattr(state, _MARK):
             elements: Elements = []
             setattr(state, _MARK, elements)
-            state._generator = _recording(state._generator, elements)
+            wrap_generator(state, functools.partial(_recording, elements=elements))
 
 
 def recorded(end: Any) -> list[Elements]:
@@ -93,12 +94,4 @@ def _digest(part: Any) -> int:
 
 
 def _states(end: Any) -> list[Any]:
-    """Return TensorFlow's record of each Python generator in a pipeline; only the closures of its functions hold it."""
-    functions = [f for dataset in pipeline.datasets(end) for f in dataset._functions()]
-    held = [v for f in functions for inner in _nonlocals(getattr(f, "_func", None)) for v in _nonlocals(inner)]
-    states = [v for v in held if hasattr(v, "_generator") and hasattr(v, "get_next_id")]
-    return list({id(state): state for state in states}.values())
-
-
-def _nonlocals(function: Any) -> list[Any]:
-    return list(inspect.getclosurevars(function).nonlocals.values()) if inspect.isfunction(function) else []
+    return generator_states(list(pipeline.datasets(end)))

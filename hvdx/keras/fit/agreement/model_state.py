@@ -10,6 +10,8 @@ import xxhash
 
 from hvdx.keras.fit.agreement import pipeline
 from hvdx.keras.fit.agreement.sample import Sample, alike, sample
+from hvdx.keras.seams.models import direct_layers_of, layers_of
+from hvdx.keras.seams.pipelines import functions_of
 
 # Keys that may differ: names (counters of Keras), seeds (noise of a rank's own), and numbers of objects.
 _OMITTED = {"name", "seed", "shared_object_id"}
@@ -24,7 +26,7 @@ def adapted(model: Any) -> list[tuple[str, Any]]:
         Name of the layer, and a digest of its vocabulary or a sample of its statistics.
     """
     found: list[tuple[str, Any]] = []
-    for layer in model._flatten_layers():
+    for layer in layers_of(model):
         name = f"{type(layer).__name__} {layer.name}"
         table = getattr(layer, "lookup_table", None)
         if isinstance(table, tf.lookup.experimental.MutableHashTable | tf.lookup.StaticHashTable):
@@ -45,7 +47,7 @@ def tables_of(end: Any) -> list[tuple[str, Any]]:
         end: a dataset; anything else has no tables.
     """
     found: dict[int, tuple[str, Any]] = {}
-    for function in (f for dataset in pipeline.datasets(end) for f in pipeline.functions(dataset)):
+    for function in (f for dataset in pipeline.datasets(end) for f in functions_of(dataset)):
         handles = {id(inside): outside for outside, inside in function.graph.captures}
         for operation in function.graph.get_operations():
             handle = handles.get(id(operation.inputs[0])) if operation.type == "LookupTableFindV2" else None
@@ -152,7 +154,7 @@ def _configs(layer: Any) -> Iterator[tuple[str, Any]]:
         config = {}
     yield type(layer).__name__, config
     if not isinstance(config, Mapping) or "layers" not in config:
-        for inner in layer._flatten_layers(include_self=False, recursive=False):
+        for inner in direct_layers_of(layer):
             yield from _configs(inner)
 
 

@@ -6,6 +6,15 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from hvdx.keras.fit.agreement.sample import Sample, alike, sample
+from hvdx.keras.seams.pipelines import (
+    UNSEEDED_SHUFFLE,
+    determinism_of,
+    functions_of,
+    inputs_of,
+    seeds_of,
+    tensors_in,
+    unseeded_order,
+)
 
 _PYTHON = {"PyFunc", "PyFuncStateless", "EagerPyFunc", "GeneratorDataset"}
 
@@ -36,20 +45,7 @@ def datasets(end: Any) -> Iterator[Any]:
         if isinstance(dataset, tf.data.Dataset) and id(dataset) not in seen:
             seen.add(id(dataset))
             yield dataset
-            waiting += reversed(_inputs(dataset))
-
-
-def _inputs(dataset: Any) -> list[Any]:
-    """Return the datasets that a dataset reads; TensorFlow has no public way to them."""
-    # Readers of files are made of other datasets, which they do not count as their inputs.
-    inside = getattr(dataset, "_impl", None)
-    return [inside] if isinstance(inside, tf.data.Dataset) else list(dataset._inputs())
-
-
-def functions(dataset: Any) -> list[Any]:
-    """Return the concrete functions that a dataset calls for its elements, such as that of `map`."""
-    wrappers = dataset._functions() if hasattr(dataset, "_functions") else []
-    return [wrapper.function for wrapper in wrappers if hasattr(wrapper.function, "graph")]
+            waiting += reversed(inputs_of(dataset))
 
 
 def cause_of_other_order(end: Any) -> str | None:
@@ -63,30 +59,24 @@ def cause_of_other_order(end: Any) -> str | None:
     """
     free = isinstance(end, tf.data.Dataset) and end.options().deterministic is False
     for dataset in datasets(end):
-        if _seeds(dataset) == (0, 0):
-            return _SHUFFLES.get(type(dataset).__name__, "a random order without a seed")
-        kept = getattr(dataset, "_deterministic", "true")
+        if seeds_of(dataset) == (0, 0):
+            return unseeded_order(dataset)
+        kept = determinism_of(dataset)
         if kept == "false" or (free and kept == "default"):
             return "deterministic=False"
-        for function in functions(dataset):
+        for function in functions_of(dataset):
             for operation in function.graph.get_operations():
                 if operation.type.startswith("ShuffleDataset") and _constants(operation.inputs[2:4]) == (0, 0):
-                    return _SHUFFLES["_ShuffleDataset"]
+                    return UNSEEDED_SHUFFLE
     return None
-
-
-_SHUFFLES = {
-    "_ShuffleDataset": "Dataset.shuffle without a seed",
-    "_RandomDataset": "Dataset.random or sample_from_datasets without a seed",
-}
 
 
 def order_of(end: Any) -> list[Step]:
     """Return the sources and the seeds of a dataset: two ranks that differ in them read different orders."""
     steps = []
     for dataset in datasets(end):
-        source = None if _inputs(dataset) else sample(_tensors(dataset), paths=True)
-        seeds = _seeds(dataset)
+        source = None if inputs_of(dataset) else sample(tensors_in(dataset), paths=True)
+        seeds = seeds_of(dataset)
         if seeds or source is not None:
             steps.append(Step(type(dataset).__name__, seeds, source))
     return steps
@@ -116,22 +106,11 @@ def runs_python(end: Any) -> bool:
     return any(
         operation.type in _PYTHON
         for dataset in datasets(end)
-        for function in functions(dataset)
+        for function in functions_of(dataset)
         for operation in function.graph.get_operations()
     )
-
-
-def _seeds(dataset: Any) -> tuple[int, ...]:
-    pair = [getattr(dataset, "_seed", None), getattr(dataset, "_seed2", None)]
-    return tuple(int(seed) for seed in pair if isinstance(seed, tf.Tensor))
 
 
 def _constants(tensors: Any) -> tuple[int | None, ...]:
     values = [tf.get_static_value(tensor) for tensor in tensors]
     return tuple(None if value is None else int(value) for value in values)
-
-
-def _tensors(dataset: Any) -> list[Any]:
-    """Return the tensors that a source holds, such as arrays, bounds of a range, and names of files."""
-    held = [v for value in vars(dataset).values() for v in (value if isinstance(value, list | tuple) else [value])]
-    return [v for v in held if isinstance(v, tf.Tensor) and v.dtype not in (tf.variant, tf.resource)]

@@ -1,0 +1,125 @@
+"""The iterator over the batches of a fit, and its data."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+from hvdx.keras.seams.replacing import restore
+
+
+def dataset_of(iterator: Any) -> Any:
+    """Return the dataset that a fit reads; None if it is unknown.
+
+    Relies on: `TFEpochIterator._distributed_dataset`.
+    """
+    return getattr(iterator, "_distributed_dataset", None)
+
+
+def read_from(iterator: Any, dataset: Any) -> None:
+    """Make a fit read another dataset from its next pass on.
+
+    Relies on: `TFEpochIterator` reads `_distributed_dataset` when a pass begins.
+    """
+    iterator._distributed_dataset = dataset
+
+
+def take_steps(iterator: Any, dataset: Any, steps: int) -> None:
+    """Make each epoch of a fit take some steps of a dataset that repeats.
+
+    Relies on: `EpochIterator` ends an epoch after `steps_per_epoch` steps, or after `_num_batches` if known.
+    """
+    iterator._distributed_dataset, iterator._num_batches = dataset, None
+    iterator.steps_per_epoch = steps
+    # Keras up to 3.6 has this attribute only if it was created with a number of steps.
+    iterator._current_iterator = None
+
+
+def epoch_is_one_pass(iterator: Any) -> bool:
+    """Return whether each epoch of a fit is one pass through its data.
+
+    Relies on: `EpochIterator.steps_per_epoch` is None then.
+    """
+    return getattr(iterator, "steps_per_epoch", None) is None
+
+
+def number_of_batches(iterator: Any) -> int | None:
+    """Return the number of batches of a pass; None if it is unknown.
+
+    Relies on: `EpochIterator.num_batches`.
+    """
+    number = getattr(iterator, "num_batches", None)
+    return None if number is None else int(number)
+
+
+def batch_size_of(iterator: Any) -> int | None:
+    """Return the batch size of arrays that a fit divides into batches; None for other data.
+
+    Relies on: `ArrayDataAdapter.batch_size`.
+    """
+    size = getattr(getattr(iterator, "data_adapter", None), "batch_size", None)
+    return int(size) if size else None
+
+
+def arrays_of(iterator: Any) -> Any:
+    """Return the arrays of a fit; None for other data.
+
+    Relies on: `ArrayDataAdapter._inputs`.
+    """
+    return getattr(getattr(iterator, "data_adapter", None), "_inputs", None)
+
+
+def wrap_steps(iterator: Any, wrapper: Callable[[Iterator[Any]], Iterator[Any]]) -> bool:
+    """Replace the steps of the next epoch by `wrapper(steps)`; return False if Keras names the generator differently.
+
+    Relies on: `fit` calls `EpochIterator._enumerate_iterator` (3.6: `enumerate_epoch`), which yields tuples of a step's
+    number first and the iterator over batches last.
+    """
+    name = next((n for n in ("_enumerate_iterator", "enumerate_epoch") if hasattr(iterator, n)), None)
+    if name is None:
+        return False
+    steps = getattr(iterator, name)
+
+    def once() -> Iterator[Any]:
+        restore(iterator, [name])
+        return wrapper(steps())
+
+    setattr(iterator, name, once)
+    return True
+
+
+def count_batches(iterator: Any, batches: int) -> None:
+    """Tell the iterator of a fit that batches were taken in addition to those that it has counted.
+
+    Relies on: `EpochIterator._steps_seen`.
+    """
+    iterator._steps_seen += batches
+
+
+def py_dataset_adapter(iterator: Any) -> Any:
+    """Return the adapter of a fit that reads a `PyDataset`, with its hooks of an epoch; None for other data.
+
+    Relies on: `EpochIterator.data_adapter.py_dataset`, and `on_epoch_begin` and `on_epoch_end` of the adapter.
+    """
+    adapter = getattr(iterator, "data_adapter", None)
+    return adapter if isinstance(getattr(adapter, "py_dataset", None), keras.utils.PyDataset) else None
+
+
+def take_epoch_hooks(adapter: Any) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Return the hooks of a `PyDataset` around an epoch, which Keras no longer calls from now on.
+
+    Relies on: `fit` calls `on_epoch_begin` and `on_epoch_end` of the object `data_adapter`.
+    """
+    hooks = adapter.on_epoch_begin, adapter.on_epoch_end
+    adapter.on_epoch_begin = adapter.on_epoch_end = lambda: None
+    return hooks
+
+
+def drop_read_ahead(adapter: Any) -> None:
+    """Drop the batches of a `PyDataset` with workers that were read for this epoch and not taken.
+
+    Relies on: `PyDatasetAdapter.enqueuer.ready_queue`; without workers there is no enqueuer or queue.
+    """
+    ahead = getattr(getattr(adapter, "enqueuer", None), "ready_queue", None)
+    while ahead is not None and not ahead.empty():
+        ahead.get()
