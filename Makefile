@@ -7,9 +7,10 @@
 #   TF=gpu              tensorflow[and-cuda] in place of tensorflow-cpu
 #   SECONDS=600         how long `make fuzz` goes on
 #   TIMES=10            how many jobs of each kind `make deaths` starts
-#   ONLY="NAME NAME"    the faults of `make mutants`, or the scripts of `make scripts`; all of them by default
+#   ONLY="NAME NAME"    the faults of `make mutants`, the scripts of `make scripts`, or the beginnings of TensorFlow's
+#                       versions for `make matrix`; all of them by default
 #   STRATEGIES="NAME"   beginnings of the names of strategies for `make scripts`; all of them by default
-#   SAVE=1              `make scripts` writes its results to docs/scripts.md
+#   SAVE=1              `make scripts` writes its results to docs/scripts.md, `make matrix` to docs/install.md
 #   JOBS=2              how many faults are tried side by side
 #   MXNET_PYTHON=python3.11  the Python of .venv-mxnet, which `make test` makes; MXNet goes with 3.11 at the latest
 #   GPU_PYTHON=python3  the Python of `make gpu`, where .venv is not the one with the GPU's packages
@@ -56,7 +57,7 @@ MXNET_PYTHON ?= $(PYTHON)
 MXNET_PACKAGES = 'mxnet==1.9.1' 'numpy==1.23.5'
 
 .DEFAULT_GOAL := help
-.PHONY: help venv frameworks kernels demo test test-quick check docs mutants scripts deaths fuzz gpu fmt clean
+.PHONY: help venv frameworks kernels demo test test-quick check docs mutants scripts matrix deaths fuzz gpu fmt clean
 .DELETE_ON_ERROR:
 
 help:
@@ -67,6 +68,7 @@ help:
 	@echo 'make docs        build the pages as a site, site/index.html; a broken link fails (prepares .venv-docs first)'
 	@echo 'make mutants     break one line at a time, and see whether the tests notice (an hour; ONLY="NAME NAME" for some)'
 	@echo 'make scripts     train the Keras scripts of tests/scripts on two workers under each strategy (half an hour; ONLY=)'
+	@echo 'make matrix      test with the oldest and newest TensorFlow and Keras, each in an environment of its own (20 minutes)'
 	@echo 'make deaths      end, kill and stop one of four ranks, TIMES=$(TIMES) times for each strategy and way (hours)'
 	@echo 'make fuzz        throw damaged messages at the decoders for $(SECONDS) seconds'
 	@echo 'make gpu         on a machine with a GPU: test its kernels against the reference, and measure them'
@@ -141,6 +143,9 @@ mutants: $(HOROVOD) $(FRAMEWORKS) kernels
 scripts: $(HOROVOD) kernels
 	$(BIN)/python -m tests.try_scripts $(if $(strip $(ONLY)),--only $(ONLY)) \
 		$(if $(strip $(STRATEGIES)),--strategies $(STRATEGIES)) $(if $(strip $(SAVE)),--save)
+
+matrix: $(INSTALLED)
+	$(BIN)/python -m tests.matrix $(if $(strip $(ONLY)),--only $(ONLY)) $(if $(strip $(SAVE)),--save)
 
 deaths: $(HOROVOD) kernels
 	$(BIN)/python -m tests.deaths --times $(TIMES)

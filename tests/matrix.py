@@ -32,7 +32,8 @@ NEWEST = 2
 INSTALL_SECONDS, TEST_SECONDS, TRAINING_SECONDS = 900, 240, 120
 # The package of TensorFlow in the extra `tf`.
 TENSORFLOW = "tensorflow-cpu"
-TRAINING = str(ROOT / "tests" / "matrix_training.py")
+# As a module: the folder tests has one named keras.
+TRAINING = ["-m", "tests.matrix_training"]
 STRATEGIES = {
     "AllReduce": "all_reduce:engine=mpi",
     "Threshold": "threshold",
@@ -53,18 +54,18 @@ ROWS: list[Row] = [
         TEST_SECONDS,
     ),
     *(
-        (name, [TRAINING, "arrays"], 3 if "=1" in spelled else 2, {"HVDX_STRATEGY": spelled}, TRAINING_SECONDS)
+        (name, [*TRAINING, "arrays"], 3 if "=1" in spelled else 2, {"HVDX_STRATEGY": spelled}, TRAINING_SECONDS)
         for name, spelled in STRATEGIES.items()
     ),
     (
         "`PyDataset`, late messages",
-        [TRAINING, "py_dataset"],
+        [*TRAINING, "py_dataset"],
         2,
         {"HVDX_STRATEGY": "threshold:max_staleness=inf"},
         TRAINING_SECONDS,
     ),
-    ("resuming in mid-epoch", [TRAINING, "resume"], 2, {"HVDX_STRATEGY": "threshold"}, TRAINING_SECONDS),
-    ("split layers", [TRAINING, "split"], 2, {"HVDX_SPLIT": "2"}, TRAINING_SECONDS),
+    ("resuming in mid-epoch", [*TRAINING, "resume"], 2, {"HVDX_STRATEGY": "threshold"}, TRAINING_SECONDS),
+    ("split layers", [*TRAINING, "split"], 2, {"HVDX_SPLIT": "2"}, TRAINING_SECONDS),
 ]
 
 
@@ -119,7 +120,7 @@ def pairs() -> list[tuple[str, str]]:
     listed = processes.run(command, 60, environment(), ROOT, merged=True)
     found = newest_minors(listed.text, (int(allowed[1]), int(allowed[2])))
     if len(found) < NEWEST:
-        raise MatrixError(f"{' '.join(command)}: expected versions, got: {processes.key_line(listed.text)}")
+        raise MatrixError(f"{' '.join(command)}: expected versions, got: {listed.reason()}")
     return [*FIXED, *((version, "") for version in found)]
 
 
@@ -143,10 +144,9 @@ def prepare(tensorflow: str, keras: str, python: str) -> Path:
     for command in ([python, "-m", "venv", "--clear", str(folder)], pip):
         done = processes.run(command, INSTALL_SECONDS, None, ROOT, merged=True)
         if done.code != 0:
-            said = "no end within the time limit" if done.code is None else processes.key_line(done.text)
             raise MatrixError(
-                f"TensorFlow {tensorflow}: expected an environment, got: {said}. TensorFlow 2.16 and 2.18 need Python "
-                "3.11 or 3.12. Do: give --python."
+                f"TensorFlow {tensorflow}: expected an environment, got: {done.reason()}. TensorFlow 2.16 and 2.18 "
+                "need Python 3.11 or 3.12. Do: give --python."
             )
     stamp.write_text(stamp_text)
     return folder
@@ -169,27 +169,20 @@ def attempt(row: Row, folder: Path, tensorflow: str, keras: str) -> Cell:
     began = time.monotonic()
     done = processes.run([*launcher, python, *program], limit, environment(variables), ROOT, merged=True)
     seconds = round(time.monotonic() - began, 1)
-    return Cell(tensorflow, keras, name, verdict(done.code, done.text, limit), seconds)
+    return Cell(tensorflow, keras, name, verdict(done), seconds)
 
 
-def verdict(code: int | None, text: str, limit: float) -> str:
+def verdict(done: processes.Outcome) -> str:
     """Return "passed", or the first line of a failure.
 
-    Args:
-        code: exit status; None if the time limit ended the run.
-        text: its output.
-        limit: the time limit in seconds.
-
     Example:
-        >>> verdict(1, "E   AssertionError: seam layers_of: ...\\n1 failed", 60)
+        >>> verdict(processes.Outcome(1, "E   AssertionError: seam layers_of: ...\\n1 failed"))
         'AssertionError: seam layers_of: ...'
     """
-    if code == 0:
+    if done.code == 0:
         return "passed"
-    if code is None:
-        return f"no end within {limit:.0f} s"
-    failure = re.search(r"^E +(.+)$", text, re.MULTILINE)
-    return failure[1] if failure else processes.key_line(text)
+    failure = None if done.timed_out else re.search(r"^E +(.+)$", done.text, re.MULTILINE)
+    return failure[1] if failure else done.reason()
 
 
 def merge(path: Path, cells: Sequence[Cell]) -> list[Cell]:

@@ -1,10 +1,12 @@
-"""A small training of `make matrix`: `python matrix_training.py arrays|py_dataset|resume|split`, on several ranks.
+"""A small training of `make matrix`: `python -m tests.matrix_training KIND`, on several ranks.
 
-Every row checks that the loss falls; `Distribute` itself compares the replicas after each epoch.
+The kinds are `arrays`, `py_dataset`, `resume` and `split`.
+Each checks that the loss falls; `Distribute` itself compares the replicas after each epoch.
 """
 
 import contextlib
 import os
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -43,7 +45,7 @@ class Stop(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         """Stop at step 11."""
         if int(self.model.optimizer.iterations) == 11:
-            raise StopIteration
+            raise KeyboardInterrupt
 
 
 def model():
@@ -70,12 +72,14 @@ def fit(*callbacks):
 
 if KIND == "resume":
     folder = Path(tempfile.gettempdir()) / f"hvdx-matrix-{os.getppid()}"
-    with contextlib.suppress(StopIteration):
+    with contextlib.suppress(KeyboardInterrupt):
         fit(Checkpoint(folder, every="5 steps"), Stop())
     trained, losses = fit(Checkpoint(folder, every="5 steps"))
     # 256 samples make 8 steps an epoch on each of two ranks.
     assert int(trained.optimizer.iterations) == 8 * EPOCHS, int(trained.optimizer.iterations)
     assert len(losses) == EPOCHS - 1, losses
+    if hvdx.rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
 else:
     _, losses = fit()
 assert losses[-1] < losses[0], f"the loss does not fall: {losses}"

@@ -114,8 +114,7 @@ class MetricAverageCallback(metrics.EpochLogs):
     def on_test_begin(self, logs: Any = None) -> None:
         """Combine the training metrics before validation overwrites them; make `evaluate` return combined metrics."""
         super().on_test_begin(logs)
-        model, combine = self.model, super().on_test_end
-        change_result(model, combine)
+        change_result(self.model, super().on_test_end)
 
     def on_test_end(self, logs: Any = None) -> None:
         """Combine the validation metrics, unless `evaluate` has combined them already."""

@@ -10,7 +10,7 @@ from hvdx.keras.fit.attachment import Attachment
 from hvdx.keras.fit.counting import Counting
 from hvdx.keras.fit.part import Part
 from hvdx.keras.fit.positions import all_gather_at
-from hvdx.keras.seams.frames import calling_list
+from hvdx.keras.seams.frames import calling_list, epoch_iterator
 from hvdx.log import Log
 from hvdx.strategies import StepClient
 
@@ -146,7 +146,7 @@ class SyncCallback(Part):
         if over or (client is not None and not client.another(any(part.preempted for part in self._others))):
             self._cut_short = self.model.stop_training = True
             if client is None:
-                py_datasets.end_epoch(callback_list.epoch_iterator(self))
+                py_datasets.end_epoch(epoch_iterator(self))
         if client is not None and client.stopped:
             for part in self._others:
                 part.save_and_leave(client.taken * self.model.steps_per_execution)
