@@ -17,11 +17,6 @@ from hvdx.keras.fit.record import Record
 class Limiting(Part):
     """End the fit after an epoch, or the process after a step.
 
-    Args:
-        comm: the ranks.
-        limit: limit of the fits.
-        counting, attachment, costs, record: parts of the fit.
-
     Raises:
         ConfigError: if the limit is a number of steps, which asynchronous workers do not take together.
     """
@@ -47,7 +42,6 @@ class Limiting(Part):
         self._attachment, self._costs, self._record = attachment, costs, record
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Begin to count."""
         self._limit.begin()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
