@@ -24,13 +24,7 @@ class Limiting(Part):
     alone = True
 
     def __init__(
-        self,
-        comm: Comm,
-        limit: Limit,
-        counting: Counting,
-        attachment: Attachment,
-        costs: Costs,
-        record: Record,
+        self, comm: Comm, limit: Limit, counting: Counting, attachment: Attachment, costs: Costs, record: Record
     ):
         super().__init__()
         if attachment.strategy.asynchronous and limit.steps and comm.size > 1:
