@@ -45,6 +45,13 @@ class Part(keras.callbacks.Callback):
     def end_steps(self) -> None:
         """Finish the steps of an epoch, before its validation, or before its end if there is none."""
 
+    # In each step, the versions of Keras would call two functions more.
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Begin a step, or several that are executed together."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """End a step, or several that were executed together."""
+
     def save_and_leave(self, steps: int) -> None:
         """Save the training and end the process, after a rank was `preempted`.
 
