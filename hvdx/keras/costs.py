@@ -180,7 +180,7 @@ def layer_costs(model: Any, setting: Setting) -> list[LayerCosts]:
         setting: ranks and batches.
     """
     found, trained = [], False
-    for layer in _leaves(model):
+    for layer in leaves_of(model):
         if not layer.weights:
             continue
         whole, split = Costs(_whole_sent(layer, setting), _held(layer, setting, 1)), None
@@ -195,11 +195,11 @@ def layer_costs(model: Any, setting: Setting) -> list[LayerCosts]:
     return found
 
 
-def _leaves(model: Any) -> Iterator[Any]:
+def leaves_of(model: Any) -> Iterator[Any]:
     """Yield the layers of a model, and of the models in it."""
     for layer in model.layers:
         if isinstance(layer, keras.Model):
-            yield from _leaves(layer)
+            yield from leaves_of(layer)
         else:
             yield layer
 

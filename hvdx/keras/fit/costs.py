@@ -14,13 +14,7 @@ _log = Log(__name__)
 
 
 class Costs(Part):
-    """Show what the exchanges of a fit cost.
-
-    Args:
-        comm: the ranks.
-        counting: counts of the fit.
-        attachment: optimisers of the fit.
-    """
+    """Show what the exchanges of a fit cost."""
 
     alone = True
 
@@ -46,7 +40,6 @@ class Costs(Part):
         self.on_train_batch_end(epoch, logs)
 
     def finish(self) -> None:
-        """Store the costs in the counters."""
         self._counting.counters.finish(self._attachment.costs())
 
     def on_train_end(self, logs: Any = None) -> None:

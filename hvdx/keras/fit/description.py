@@ -8,7 +8,7 @@ import re
 import resource
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from hvdx.comm import Comm
 from hvdx.keras.adapters.updates import momentum_of
+from hvdx.keras.costs import leaves_of
 from hvdx.keras.fit import data
 from hvdx.keras.optimizer_state import innermost, slots
 from hvdx.keras.seams.frames import epoch_iterator
@@ -71,18 +72,9 @@ def describe_model(model: Any) -> dict[str, Any]:
                 "inputs": _elements(layer, "input"),
                 "outputs": _elements(layer, "output"),
             }
-            for layer in _leaves(model)
+            for layer in leaves_of(model)
         ],
     }
-
-
-def _leaves(model: Any) -> Iterator[Any]:
-    """Yield the layers of a model, and of the models in it."""
-    for layer in model.layers:
-        if isinstance(layer, keras.Model):
-            yield from _leaves(layer)
-        else:
-            yield layer
 
 
 def _elements(layer: Any, side: str) -> int | None:

@@ -153,7 +153,6 @@ class Distribute(Parts):
             self.agree([self.offer()])
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Begin an epoch."""
         self._in_steps = True
         super().on_epoch_begin(epoch, logs)
 

@@ -19,11 +19,6 @@ _log = Log(__name__)
 class Limiting(Part):
     """End the fit after an epoch, or the process after a step.
 
-    Args:
-        comm: the ranks.
-        limit: limit of the fits.
-        counting, attachment, costs, record: parts of the fit.
-
     Raises:
         ConfigError: if the limit is a number of steps, which asynchronous workers do not take together.
     """
@@ -31,13 +26,7 @@ class Limiting(Part):
     alone = True
 
     def __init__(
-        self,
-        comm: Comm,
-        limit: Limit,
-        counting: Counting,
-        attachment: Attachment,
-        costs: Costs,
-        record: Record,
+        self, comm: Comm, limit: Limit, counting: Counting, attachment: Attachment, costs: Costs, record: Record
     ):
         super().__init__()
         if attachment.strategy.asynchronous and limit.steps and comm.size > 1:
@@ -49,7 +38,6 @@ class Limiting(Part):
         self._attachment, self._costs, self._record = attachment, costs, record
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Begin to count."""
         self._limit.begin()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

@@ -23,11 +23,7 @@ _PRIME, _STRIDE = 933_199, 414_361
 
 
 class Noise(Part):
-    """Give this rank random numbers of its own during a fit.
-
-    Args:
-        rank: this rank.
-    """
+    """Give this rank random numbers of its own during a fit."""
 
     def __init__(self, rank: int):
         super().__init__()

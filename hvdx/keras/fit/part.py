@@ -11,6 +11,7 @@ class Part(keras.callbacks.Callback):
 
     `Distribute` lists its parts. All ranks call their hooks in the order of the list, and `on_train_end` in the reverse
     order. `Checkpoint` and `SyncCallback` are parts too, whose hooks of Keras run after those of all other callbacks.
+    Constructors take the ranks, and the parts whose values a part reads.
 
     Attributes:
         alone: True if the part also runs in a world of one.
@@ -44,6 +45,13 @@ class Part(keras.callbacks.Callback):
     def end_steps(self) -> None:
         """Finish the steps of an epoch, before its validation, or before its end if there is none."""
 
+    # In each step, the versions of Keras would call two functions more.
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Begin a step, or several that are executed together."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """End a step, or several that were executed together."""
+
     def save_and_leave(self, steps: int) -> None:
         """Save the training and end the process, after a rank was `preempted`.
 
@@ -72,19 +80,16 @@ class Parts(Part):
             getattr(part, hook)(*args)
 
     def set_model(self, model: Any) -> None:
-        """Give the parts their model."""
         super().set_model(model)
         for part in self.parts:
             part.set_model(model)
 
     def set_params(self, params: dict[str, Any]) -> None:
-        """Give the parts the epochs and steps of a fit."""
         super().set_params(params)
         for part in self.parts:
             part.set_params(params)
 
     def offer(self) -> list[Any]:
-        """Return the offers of the parts."""
         return [part.offer() for part in self.parts]
 
     def agree(self, offered: list[list[Any]]) -> None:
@@ -93,48 +98,37 @@ class Parts(Part):
             part.agree(theirs)
 
     def begin_steps(self) -> None:
-        """Begin the steps of an epoch."""
         for part in self.parts:
             part.begin_steps()
 
     def end_steps(self) -> None:
-        """End the steps of an epoch."""
         for part in self.parts:
             part.end_steps()
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Begin a fit."""
         self._run("on_train_begin", logs)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """End a fit."""
         for part in reversed(self.called):
             part.on_train_end(logs)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Begin an epoch."""
         self._run("on_epoch_begin", epoch, logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """End an epoch."""
         self._run("on_epoch_end", epoch, logs)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Begin a step."""
         self._run("on_train_batch_begin", batch, logs)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """End a step."""
         self._run("on_train_batch_end", batch, logs)
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Begin a validation."""
         self._run("on_test_begin", logs)
 
     def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Begin a step of a validation."""
         self._run("on_test_batch_begin", batch, logs)
 
     def on_test_end(self, logs: Any = None) -> None:
-        """End a validation."""
         self._run("on_test_end", logs)

@@ -22,21 +22,20 @@ class PlainCopies(Part):
 
     def __init__(self) -> None:
         super().__init__()
-        self._callbacks: Sequence[Any] = ()
         self._savers: list[Any] = []
+        self._refused: list[str] = []
         self._counters: list[_Counter] = []
         self._to_refuse: Sequence[str] = ()
         self._copy: Any = None
 
     def serve(self, callbacks: Sequence[Any]) -> None:
         """Serve the callbacks of a `fit`, before those that run on rank 0 only are removed elsewhere."""
-        self._callbacks = callbacks
         self._savers = [c for c in callbacks if isinstance(c, keras.callbacks.ModelCheckpoint)]
+        self._refused = [type(c).__name__ for c in callbacks if type(c).__name__ in _REFUSED]
 
     def offer(self) -> tuple[list[tuple[Any, int, int]], list[str]]:
         """Return the frequency and the counts of each callback that saves, and the callbacks that are refused."""
-        refused = [type(c).__name__ for c in self._callbacks if type(c).__name__ in _REFUSED]
-        return [(c.save_freq, *steps_since_saving(c)) for c in self._savers], refused
+        return [(c.save_freq, *steps_since_saving(c)) for c in self._savers], self._refused
 
     def agree(self, offered: list[Any]) -> None:
         """Count the steps of rank 0's callbacks on all ranks.

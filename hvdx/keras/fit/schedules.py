@@ -20,12 +20,7 @@ _COUNTS = ("decay_steps", "first_decay_steps", "boundaries", "warmup_steps", "to
 
 
 class Schedules(Part):
-    """Remark on schedules that end after this fit.
-
-    Args:
-        comm: the ranks.
-        sync: length of the epochs.
-    """
+    """Remark on schedules that end after this fit."""
 
     def __init__(self, comm: Comm, sync: SyncCallback):
         super().__init__()

@@ -10,11 +10,7 @@ from hvdx.keras.seams.models import initial_epoch, set_initial_epoch
 
 
 class Settings(Part):
-    """Compare the settings of the ranks, and use rank 0's first epoch and orders of data that follow from all ranks.
-
-    Args:
-        limit: limit of this rank.
-    """
+    """Compare the settings of the ranks, and make the first epoch and the orders of data the same."""
 
     def __init__(self, limit: Limit):
         super().__init__()

@@ -12,13 +12,7 @@ from hvdx.keras.fit.sync_callback import SyncCallback
 
 
 class Start(Part):
-    """Broadcast weights and optimiser state of rank 0, also to layers that are built in the first step.
-
-    Args:
-        comm: the ranks.
-        sync: length of the epochs.
-        attachment: optimisers of the fit.
-    """
+    """Broadcast weights and optimiser state of rank 0, also to layers that are built in the first step."""
 
     def __init__(self, comm: Comm, sync: SyncCallback, attachment: Attachment):
         super().__init__()
@@ -26,7 +20,6 @@ class Start(Part):
         self._first_step, self._weights = True, 0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Begin a fit."""
         self._first_step, self._weights = True, 0
 
     def agree(self, offered: list[Any]) -> None:

@@ -49,11 +49,7 @@ def _listed(option: str, given: Any) -> list[Any]:
 
 
 class State(Part):
-    """Combine the weights that no gradient reaches, before a validation or at the end of an epoch without one.
-
-    Args:
-        comm: the ranks.
-    """
+    """Combine the weights that no gradient reaches, before a validation or at the end of an epoch without one."""
 
     def __init__(self, comm: Comm):
         super().__init__()
@@ -64,7 +60,6 @@ class State(Part):
         begin(self.model)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Begin an epoch."""
         self._combined = False
 
     def on_test_begin(self, logs: Any = None) -> None:

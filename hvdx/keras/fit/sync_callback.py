@@ -18,14 +18,7 @@ _log = Log(__name__)
 
 
 class SyncCallback(Part):
-    """Callback by which the ranks agree on the length of an epoch and on the end of training.
-
-    Args:
-        comm: the ranks.
-        counting: counts of the fit.
-        attachment: optimisers of the fit.
-        parts: parts that agree after `on_train_begin` of all other callbacks.
-    """
+    """Callback by which the ranks agree on the length of an epoch and on the end of training."""
 
     def __init__(self, comm: Comm, counting: Counting, attachment: Attachment, parts: Part):
         super().__init__()
