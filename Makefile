@@ -164,7 +164,7 @@ $(BIN)/python:
 	@echo "hvdx: making $(VENV) with $$($(PYTHON) --version 2>&1)"
 	@$(PYTHON) -m venv $(VENV)
 
-$(INSTALLED): pyproject.toml setup.py | $(BIN)/python
+$(INSTALLED): pyproject.toml | $(BIN)/python
 	@if ls $(VENV)/.installed-* 2>/dev/null | grep -qv -- '-$(MPI)-'; then \
 	    echo 'hvdx: $(VENV) was made for another MPI, and the two would mix. Do: make clean' >&2; exit 1; fi
 ifeq ($(MPI),system)
