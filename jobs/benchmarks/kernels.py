@@ -15,9 +15,9 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeVar, cast
 
 import numpy as np
 
@@ -30,6 +30,10 @@ from hvdx.kernels.pieces import aligned
 from hvdx.kernels.threads import cut, default_threads, spread
 from hvdx.report.table import render
 from hvdx.strategies import StepInput, TensorSpec, Threshold
+from hvdx.strategies.step import MessageExchange, StepInFlight
+from hvdx.strategies.threshold.encoder import ThresholdEncoder
+
+T = TypeVar("T")
 
 DENSITIES = (1e-4, 1e-3, 1e-2, 1 / 16, 0.1)
 #: Goals for the speed of encoding relative to np.add, by the largest density of each goal.
@@ -89,14 +93,14 @@ class Copies(LocalComm):
 
     size = MESSAGES
 
-    def all_gather_object(self, value: Any, what: str) -> list[Any]:
+    def all_gather_object(self, value: T, what: str) -> list[T]:
         return [value] * MESSAGES
 
     def channel(self, what: str) -> Channel:
         channel = super().channel(what)
         alone = channel.exchange
 
-        def exchange(header: Any, message: np.ndarray | None = None) -> Received:
+        def exchange(header: Sequence[int], message: np.ndarray | None = None) -> Received:
             got = alone(header, message)
             return Received(np.repeat(got.headers, MESSAGES, 0), got.messages * MESSAGES, got.waited, got.seconds)
 
@@ -126,29 +130,37 @@ class Step:
     def __init__(self, case: Case, arrays: list[np.ndarray], threads: int, lookahead: float) -> None:
         specs = [TensorSpec(f"v{i}", a.shape, 4) for i, a in enumerate(arrays)]
         self.case, self.arrays = case, arrays
-        self.exchange: Any = Threshold(tau=1.0, threads=threads, lookahead=lookahead).open(Copies(), specs)
+        self.exchange = cast(
+            "MessageExchange", Threshold(tau=1.0, threads=threads, lookahead=lookahead).open(Copies(), specs)
+        )
         self.reset()
         self.sent = self.encode()
 
+    @property
+    def residual(self) -> np.ndarray:
+        """Return the residual, float32[n]."""
+        residual: np.ndarray = cast("ThresholdEncoder", self.exchange.encoder).state.residual
+        return residual
+
     def reset(self) -> None:
         """Reset the residual to its initial values."""
-        self.exchange.encoder.state.residual[:] = self.case.start
+        self.residual[:] = self.case.start
 
-    def encode(self) -> Any:
+    def encode(self) -> StepInFlight:
         """Encode the arrays."""
         return self.exchange.prepare(StepInput(self.arrays))
 
-    def decode(self) -> Any:
+    def decode(self) -> list[np.ndarray]:
         """Decode the message of the first call of `encode`, once for each worker."""
         return self.exchange.deliver(self.sent)
 
 
-def measure(case: Case, threads: int, rounds: int) -> dict:
+def measure(case: Case, threads: int, rounds: int) -> harness.Row:
     """Time all calls in turns, at one density and number of threads."""
     plain = Step(case, [case.update], threads, 0.0)
     ahead = Step(case, [case.smaller], threads, LOOKAHEAD)
     small = Step(case, case.arrays, threads, LOOKAHEAD)
-    residual, borders = plain.exchange.encoder.state.residual, cut(case.n, threads, 64)
+    residual, borders = plain.residual, cut(case.n, threads, 64)
 
     def add() -> None:
         def share(i: int) -> None:
@@ -170,7 +182,7 @@ def measure(case: Case, threads: int, rounds: int) -> dict:
     if threads == 1:
         seconds |= take_turns({"numpy": lambda: encode_in_numpy(residual, case.update)}, steps, min(rounds, 3))
     times = {name: np.array(each) for name, each in seconds.items()}
-    figure = {
+    figure: harness.Row = {
         "density": case.density,
         "threads": threads,
         "elements": case.n,
@@ -247,7 +259,7 @@ def extra_memory(case: Case, threads: int) -> int | None:
     return min(peaks)
 
 
-def shortfalls(figure: dict) -> list[str]:
+def shortfalls(figure: harness.Row) -> list[str]:
     """Describe the goals that a figure misses."""
     p, t = figure["density"], figure["threads"]
     missed = []
@@ -268,7 +280,7 @@ def shortfalls(figure: dict) -> list[str]:
     return missed
 
 
-def as_text(document: dict) -> str:
+def as_text(document: harness.Row) -> str:
     """Return the figures as a table."""
     n, rows = document["elements"], []
     for f in document["figures"]:
@@ -305,7 +317,7 @@ def as_text(document: dict) -> str:
     return "\n".join(lines)
 
 
-def memory(figure: dict, n: int) -> str:
+def memory(figure: harness.Row, n: int) -> str:
     """Return the memory in addition to the message, in percent of the update's size."""
     if figure["extra_memory_bytes"] is None:
         return "-"

@@ -12,7 +12,6 @@ on one core of this machine; and in brackets what the cost model of `hvdx advise
 
 import argparse
 import sys
-from typing import Any
 
 from hvdx.cli.advise import given_link
 from hvdx.jobs.benchmarks import harness
@@ -73,7 +72,7 @@ def compare(options: argparse.Namespace) -> int:
     return 0
 
 
-def text(rows: list[dict[str, Any]]) -> str:
+def text(rows: list[harness.Row]) -> str:
     """Return the table.
 
     Example:

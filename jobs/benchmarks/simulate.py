@@ -16,16 +16,15 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any
 
 import numpy as np
 
 from hvdx.cli.advise import given_link
 from hvdx.jobs.benchmarks import harness
 from hvdx.report.table import quantity, render
-from hvdx.simulation.training import Setting, simulate, window
+from hvdx.simulation.training import Outcome, Setting, simulate, window
 from hvdx.simulation.workloads import MOMENTUM, Made
 from hvdx.strategies import parse
 from hvdx.strategies.link import Link
@@ -76,7 +75,12 @@ def compare(options: argparse.Namespace) -> int:
             steps = [_steps(spelling, given, options.steps) for spelling in spellings]
             job = {"cases": list(zip(spellings, steps, strict=True)), "elements": options.elements}
             ended = harness.launch(
-                __file__, job | {"computing": given.computing}, hosts, bandwidth, limit=300, OMP_NUM_THREADS="1"
+                __file__,
+                job | {"computing": given.computing},
+                hosts,
+                bandwidth,
+                limit=300,
+                env={"OMP_NUM_THREADS": "1"},
             )
             facts = {name: median(rank[name] for rank in ended.ranks) for name in ("latency", "bandwidth", "codec")}
             link, speed = Link(facts["latency"], facts["bandwidth"]), alone / max(facts["codec"], alone)
@@ -109,7 +113,7 @@ def _simulated(
     passes: tuple[float, float],
     steps: int,
     made: Made,
-) -> Any:
+) -> Outcome:
     """Simulate the steps of a case.
 
     Args:
@@ -131,7 +135,7 @@ def _simulated(
     return simulate(strategy, Setting(situation, max(steps, 12), core_speed=speed), made)
 
 
-def text(rows: list[dict[str, Any]]) -> str:
+def text(rows: list[harness.Row]) -> str:
     """Return the table.
 
     Example:
@@ -177,7 +181,7 @@ def codec_seconds(elements: int, meet: Callable[[], object]) -> float:
     return median(seconds[_ROUNDS // 3 :])
 
 
-def work(given: argparse.Namespace) -> dict[str, Any]:
+def work(given: argparse.Namespace) -> harness.Row:
     """Measure link and codec between the hosts of the lab, then exchange updates; return the figures of this rank."""
     from hvdx import comm as communication
     from hvdx.strategies import link
@@ -199,8 +203,8 @@ def _exchange(spelling: str, count: int, made: Made, computing: float) -> dict[s
     from hvdx import comm as communication
 
     strategy = parse(spelling)
-    comm: Any = communication.start()
-    place: Callable[[Any], Any] = list
+    comm = communication.start()
+    place: Callable[[Sequence[np.ndarray]], list[object]] = list
     if strategy.runs == "graph":
         import tensorflow as tf
 
