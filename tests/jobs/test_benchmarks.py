@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hvdx.jobs.benchmarks import harness
+from hvdx.jobs.benchmarks import gpu, harness, record_update, wire
 from tests.launch import ROOT, run
 
 _SECONDS = 120
@@ -38,7 +38,7 @@ ELSEWHERE = {
     "averaging_question": "test_averaging_jobs",
     "gpu": "test_benchmarks",
     "kernels": "test_bench_codec",
-    "record_update": "test_bench_codec",
+    "record_update": "test_benchmarks",
     "scale": "test_harness",
     "staleness": "test_parameter_server_jobs",
     "step": "test_jobs",
@@ -79,9 +79,14 @@ def test_benchmark_writes_figures_and_prints_a_table(name, on_this_machine, tmp_
     assert len(capsys.readouterr().out.splitlines()) >= 3
 
 
-def test_benchmark_of_a_gpu_says_that_there_is_none(capsys):
-    from hvdx.jobs.benchmarks import gpu
+def test_recorded_updates_are_measured(tmp_path):
+    file = str(tmp_path / "update.npz")
+    small = ["--data", "digits", "--hidden", "4", "--batch", "8", "--step", "2", "--densities", "0.1"]
+    assert record_update.main([*small, "--output", file]) == 0
+    assert [row["step"] for row in wire.measure_recorded(file)["all"]] == [2]
 
+
+def test_benchmark_of_a_gpu_says_that_there_is_none(capsys):
     if gpu.main([]):
         assert "expected a GPU" in capsys.readouterr().err
 
