@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hvdx.jobs.benchmarks import harness
-from hvdx.report.table import render
 
 if TYPE_CHECKING:
     import keras
@@ -62,7 +61,7 @@ def compare(options: argparse.Namespace) -> int:
     rows = [row for name in options.formats.split(",") if (row := measure(name, options))]
     if not rows:
         return 1
-    print(f"\n{_table(rows)}\n")
+    print(f"\n{harness.table(rows, _COLUMNS)}\n\n{_NOTE}\n")
     met = _check_goals(rows)
     versions = {"python": platform.python_version(), "numpy": np.__version__, "kernel": platform.release()}
     sizes = {"GB": options.size, "files": _FILES, "rounds": options.rounds}
@@ -253,20 +252,19 @@ def _drop_from_cache(paths: Sequence[Path]) -> None:
         os.close(handle)
 
 
-def _table(rows: Sequence[harness.Row]) -> str:
-    header = ["format", "made by", "read whole", "in blocks", "average", "no sync", "ratio", "cold", "blocks", "MB"]
-    cells = [
-        [
-            row["format"],
-            row["made_by"],
-            *(f"{row[key]:.2f} s" for key in ("read_whole_s", "read_blocks_s", "average_s", "no_sync_s")),
-            *(f"{row[key]:.2f}" for key in ("ratio", "cold_ratio", "ratio_blocks_no_sync")),
-            f"{row['memory_MB']:.0f}",
-        ]
-        for row in rows
-    ]
-    note = "ratio: read whole / average; cold: the same from disk; blocks: in blocks / no sync; MB: above the imports."
-    return f"{render(cells, header)}\n\n{note}"
+_COLUMNS = [
+    ("format", lambda row: row["format"]),
+    ("made by", lambda row: row["made_by"]),
+    harness.figure("read whole, s", "read_whole_s", ".2f"),
+    harness.figure("in blocks", "read_blocks_s", ".2f"),
+    harness.figure("average", "average_s", ".2f"),
+    harness.figure("no sync", "no_sync_s", ".2f"),
+    harness.figure("ratio", "ratio", ".2f"),
+    harness.figure("cold", "cold_ratio", ".2f"),
+    harness.figure("blocks", "ratio_blocks_no_sync", ".2f"),
+    harness.figure("MB", "memory_MB", ".0f"),
+]
+_NOTE = "ratio: read whole / average; cold: the same from disk; blocks: in blocks / no sync; MB: above the imports."
 
 
 def _check_goals(rows: Sequence[harness.Row]) -> bool:

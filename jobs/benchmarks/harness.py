@@ -231,6 +231,7 @@ def run_cases(
     measure: Callable[[Row], Row],
     columns: Sequence[Column],
     shared: Row | None = None,
+    resumes: bool = False,
 ) -> list[Row]:
     """Measure cases one after another, write the file after each, and print the table.
 
@@ -240,9 +241,12 @@ def run_cases(
         measure: returns the figures of a case.
         columns: columns of the table. A line of progress has the first two.
         shared: what all rows share; written beside them.
+        resumes: True to keep the rows that an earlier call has written, and to measure the other cases only.
     """
-    rows: list[Row] = []
+    rows = finished(path, **(shared or {})) if resumes else []
     for case in cases:
+        if any(case.items() <= row.items() for row in rows):
+            continue
         rows.append(case | measure(case))
         name, first = (cell(rows[-1]) for _, cell in columns[:2])
         print(f"{name}: {first} {columns[1][0]}", file=sys.stderr, flush=True)

@@ -28,7 +28,6 @@ from hvdx.errors import ConfigError
 from hvdx.jobs.benchmarks import harness
 from hvdx.kernels.pieces import aligned
 from hvdx.kernels.threads import cut, default_threads, spread
-from hvdx.report.table import render
 from hvdx.strategies import StepInput, TensorSpec, Threshold
 from hvdx.strategies.step import MessageExchange, StepInFlight
 from hvdx.strategies.threshold.encoder import ThresholdEncoder
@@ -282,32 +281,31 @@ def shortfalls(figure: harness.Row) -> list[str]:
 
 def as_text(document: harness.Row) -> str:
     """Return the figures as a table."""
-    n, rows = document["elements"], []
-    for f in document["figures"]:
-        seconds, ratios = f["seconds"], f["ratios"]
-        rows.append(
-            [
-                f"{f['density']:.4g}",
-                str(f["threads"]),
-                f"{f['add_bytes_per_second'] / 1e9:.1f}",
-                *(f"{r[1]:.2f} ({r[0]:.2f}-{r[2]:.2f})" for r in (ratios["encode"], ratios["encode_ahead"])),
-                f"{ratios['numpy'][1]:.3f}" if "numpy" in ratios else "",
-                f"{f['arrays_per_one']:.2f}",
-                f"{seconds['decode'] / seconds['add']:.2f}",
-                f"{f['step_per_add']:.2f}",
-                f"{1e9 * seconds['decode'] / (MESSAGES * f['entries'] or 1):.1f}",
-                memory(f, n),
-            ]
-        )
-    header = ["density", "threads", "np.add", "encode", f"with lookahead {LOOKAHEAD:.0f}", "NumPy's way"]
-    header += [f"{ARRAYS} arrays", f"decode {MESSAGES}", "both", "ns an entry", "memory beside message"]
+    n = document["elements"]
+
+    def speed(name: str, what: str) -> harness.Column:
+        return what, lambda f: "{1:.2f} ({0:.2f}-{2:.2f})".format(*f["ratios"][name])
+
+    columns = [
+        harness.figure("density", "density", ".4g"),
+        harness.figure("threads", "threads", "d"),
+        harness.figure("np.add", "add_bytes_per_second", ".1f", 1e-9),
+        speed("encode", "encode"),
+        speed("encode_ahead", f"with lookahead {LOOKAHEAD:.0f}"),
+        ("NumPy's way", lambda f: f"{f['ratios']['numpy'][1]:.3f}" if "numpy" in f["ratios"] else ""),
+        harness.figure(f"{ARRAYS} arrays", "arrays_per_one", ".2f"),
+        (f"decode {MESSAGES}", lambda f: f"{f['seconds']['decode'] / f['seconds']['add']:.2f}"),
+        harness.figure("both", "step_per_add", ".2f"),
+        ("ns an entry", lambda f: f"{1e9 * f['seconds']['decode'] / (MESSAGES * f['entries'] or 1):.1f}"),
+        ("memory beside message", lambda f: memory(f, n)),
+    ]
     lines = [
         f"{document['machine']}; {n:,} float32; medians of {document['rounds']} rounds.",
         "The calls of a training step, with update check and checksums. np.add: GB/s of 12 bytes per element.",
         "Speed of encoding relative to np.add, with quartiles. Time of encoding many arrays, relative to one.",
         "Time of decoding, and of both, relative to np.add. Memory as a share of the update.",
         "",
-        render(rows, header),
+        harness.table(document["figures"], columns),
         "",
         "goals: encode at least 0.75 of np.add at density <= 0.001 and 0.55 at 0.01; there, "
         f"{ARRAYS} arrays at most {ARRAYS_COST} times one array;",

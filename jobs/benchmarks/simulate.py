@@ -23,7 +23,7 @@ import numpy as np
 
 from hvdx.cli.advise import given_link
 from hvdx.jobs.benchmarks import harness
-from hvdx.report.table import quantity, render
+from hvdx.report.table import quantity
 from hvdx.simulation.training import Outcome, Setting, simulate, window
 from hvdx.simulation.workloads import MOMENTUM, Made
 from hvdx.strategies import parse
@@ -91,9 +91,9 @@ def compare(options: argparse.Namespace) -> int:
                 row |= {"measured": measured["seconds"], "simulated": simulated.seconds, "parts": simulated.parts}
                 row |= {"sent": simulated.sent, "measured_sent": measured["sent"]}
                 rows.append(row | {"latency": link.latency, "rate": link.bandwidth, "core_speed": speed})
-                print(text(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
+                print(harness.table(rows[-1:], _COLUMNS).splitlines()[-1], file=sys.stderr, flush=True)
                 harness.write(options.json, shared | {"rows": rows})
-    print(text(rows))
+    print(harness.table(rows, _COLUMNS))
     near = sum(abs(row["simulated"] / row["measured"] - 1) <= _NEAR for row in rows)
     print(f"\n{near} of {len(rows)} simulated steps are within {_NEAR:.0%} of the measured ones.")
     return 0
@@ -135,26 +135,14 @@ def _simulated(
     return simulate(strategy, Setting(situation, max(steps, 12), core_speed=speed), made)
 
 
-def text(rows: list[harness.Row]) -> str:
-    """Return the table.
-
-    Example:
-        >>> row = {"hosts": 2, "bandwidth": "1gbit", "strategy": "threshold", "measured": 0.02, "simulated": 0.018}
-        >>> print(text([row | {"sent": 2000.0, "measured_sent": 2000.0}]).splitlines()[2])
-        2 hosts, 1gbit, threshold  20.0  18.0   0.90   2 kB   2 kB
-    """
-    cells = [
-        [
-            f"{row['hosts']} hosts, {row['bandwidth']}, {row['strategy']}",
-            f"{1e3 * row['measured']:.1f}",
-            f"{1e3 * row['simulated']:.1f}",
-            f"{row['simulated'] / row['measured']:.2f}",
-            quantity(row["measured_sent"], "B"),
-            quantity(row["sent"], "B"),
-        ]
-        for row in rows
-    ]
-    return render(cells, ["case", "lab", "sim", "ratio", "lab B", "sim B"])
+_COLUMNS = [
+    ("case", lambda row: f"{row['hosts']} hosts, {row['bandwidth']}, {row['strategy']}"),
+    ("ratio", lambda row: f"{row['simulated'] / row['measured']:.2f}"),
+    harness.figure("lab, ms", "measured", ".1f", 1e3),
+    harness.figure("simulation", "simulated", ".1f", 1e3),
+    ("lab B", lambda row: quantity(row["measured_sent"], "B")),
+    ("simulation B", lambda row: quantity(row["sent"], "B")),
+]
 
 
 def codec_seconds(elements: int, meet: Callable[[], object]) -> float:
