@@ -47,6 +47,7 @@ WAYS: dict[str, tuple[str, str, str]] = {
     "4": ("threshold, 4 steps late", "threshold:max_staleness=4", "1"),
     "inf": ("threshold, without waiting", "threshold:max_staleness=inf", "1"),
 }
+_DEFAULT = "all_reduce,all_reduce_n,full,plain,scaled,soft,soft_scaled,bound,bound_far"
 # Uncounted first steps, which trace and compile.
 _COMPILING = 2
 # Time limit of a training, in seconds.
@@ -64,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     add(
         "--ways",
         type=words,
-        default=",".join(WAYS),
+        default=_DEFAULT,
         metavar="WAY,...",
         help="ways or strategies with a slow worker; may be ''",
     )
