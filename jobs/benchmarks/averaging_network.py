@@ -128,7 +128,7 @@ def train(given: argparse.Namespace) -> harness.Row:
     model, data, test, _ = harness.mlp(given)
     distribute, watch = hvdx.keras.Distribute(given.spelling), _Watch()
     model.fit(
-        data,
+        data.repeat() if given.steps else data,
         epochs=1 if given.steps else given.epochs,
         steps_per_epoch=given.steps or None,
         validation_data=None if given.steps else test,

@@ -23,7 +23,7 @@ BENCHMARKS = {
     "density": ("--hosts 2 --bandwidth 1gbit --burst 5kB --steps 40 --hidden 4 --batch 8", {}),
     "first_step": ("--starts 1", {"GOAL": 100.0}),
     "memory": ("--hidden 4 8", {"STRATEGIES": {"AllReduce": "all_reduce"}}),
-    "network": ("--strategies alone=alone;t=threshold --target 1 --most-steps 30 --timed-steps 30 --hidden 4", {}),
+    "network": ("--strategies t=threshold --target 1 --most-steps 30 --timed-steps 30 --hidden 4", {}),
     "predict": ("--again --models mlp --hosts 2 --bandwidth 1gbit", {}),
     "servers": ("--workers 2 --servers 1 --steps 4 --hidden 4", {}),
     "sharded": ("--hosts 2 --steps 3 --hidden 4", {}),
