@@ -37,16 +37,7 @@ from numba import boolean, cuda, float32, int64, types, uint8, uint32
 from numba.core.typing.templates import Signature
 
 from hvdx.kernels import cuda_decode, cuda_encode, cuda_tiles
-from hvdx.kernels.arrays import (
-    AnyArray,
-    DeviceArray,
-    Exportable,
-    Int64Array,
-    Kernel,
-    Stream,
-    StreamLike,
-    UInt8Array,
-)
+from hvdx.kernels.arrays import AnyArray, DeviceArray, Exportable, Int64Array, Kernel, Stream, StreamLike, UInt8Array
 from hvdx.kernels.cuda_decode import ERRORS, MARKS, NO_ERROR, ROW
 from hvdx.kernels.cuda_device import SIMULATED
 from hvdx.kernels.cuda_encode import BYTES, CHUNK, COLUMNS, FAULT, NO_FAULT, PER_RUN, TALLIES, TILES

@@ -320,13 +320,7 @@ def unpack_entries(builder: IRBuilder, entries: Value, count: Value, gaps: Value
 
 @make_intrinsic(types.int64(*[types.int64] * 6))
 def code_entries(
-    builder: IRBuilder,
-    gaps: Value,
-    signs: Value,
-    k: Value,
-    length: Value,
-    words: Value,
-    sizes: Value,
+    builder: IRBuilder, gaps: Value, signs: Value, k: Value, length: Value, words: Value, sizes: Value
 ) -> Value:
     """Write the codes of up to 64 gaps, each followed by a sign, in the gap code with parameter k.
 

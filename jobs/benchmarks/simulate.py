@@ -106,13 +106,7 @@ def _steps(spelling: str, given: Situation, most: int) -> int:
 
 
 def _simulated(
-    spelling: str,
-    given: Situation,
-    link: Link,
-    speed: float,
-    passes: tuple[float, float],
-    steps: int,
-    made: Made,
+    spelling: str, given: Situation, link: Link, speed: float, passes: tuple[float, float], steps: int, made: Made
 ) -> Outcome:
     """Simulate the steps of a case.
 
