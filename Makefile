@@ -96,7 +96,7 @@ STARTS = tests/slurm $(filter-out $(ALONE) %/test_packaging.py %/test_public.py 
 	$(wildcard tests/jobs/test_*.py tests/test_*.py))
 ALONE = tests/test_stalls.py tests/test_at_ranks.py tests/cli/test_lab.py tests/jobs/test_parameter_server_jobs.py
 # Every room, and one job on two ranks; no framework but TensorFlow, and no Horovod, whose build takes a C++ compiler.
-QUICK = tests/codec tests/comm tests/report tests/strategies tests/kernels/test_doors.py tests/kernels/test_tiles.py \
+QUICK = tests/codec tests/comm tests/report tests/strategies tests/kernels/test_cpu_arguments.py tests/kernels/test_tiles.py \
 	tests/kernels/test_cpu_borders.py tests/kernels/test_cpu_decode.py tests/keras/test_data.py \
 	tests/keras/test_checkpoint_files.py tests/averaging/test_mean.py tests/averaging/test_keras_archive.py \
 	tests/averaging/test_safetensors.py tests/cli/test_main.py tests/cli/test_job.py tests/cli/test_average.py \

@@ -14,6 +14,12 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import keras
+
+    from hvdx.jobs.data import Data
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -102,7 +108,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def build(data, model: str, hidden: int | None, optimizer: str, learning_rate: float | None):
+def build(data: "Data", model: str, hidden: int | None, optimizer: str, learning_rate: float | None) -> "keras.Model":
     """Build and compile the network."""
     import keras
     from keras import layers

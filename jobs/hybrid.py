@@ -16,7 +16,11 @@ import sys
 import time
 from collections.abc import Sequence
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Literal, TypedDict
+
+if TYPE_CHECKING:
+    import keras
+    import numpy as np
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -93,7 +97,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 # -- data -------------------------------------------------------------------------------------------------------------
 
 
-def images(args: argparse.Namespace) -> tuple[Any, Any]:
+def images(args: argparse.Namespace) -> "tuple[np.ndarray, np.ndarray]":
     """Return the training images and their classes."""
     from hvdx.jobs.data import load
 
@@ -101,7 +105,7 @@ def images(args: argparse.Namespace) -> tuple[Any, Any]:
     return data.train_x, data.train_y
 
 
-def lists_of_ids(args: argparse.Namespace) -> tuple[Any, Any]:
+def lists_of_ids(args: argparse.Namespace) -> "tuple[np.ndarray, np.ndarray]":
     """Make samples of ids whose class depends on them.
 
     Each sample has a topic, which follows Zipf's law as words do. Its ids come from the rows of the topic, and the
@@ -120,17 +124,30 @@ def lists_of_ids(args: argparse.Namespace) -> tuple[Any, Any]:
     return ids.astype(np.int32), (topic % args.classes).astype(np.int32)
 
 
+class Figures(TypedDict):
+    """Figures of a training on one process: milliseconds and bytes of a step, and bytes of memory."""
+
+    strategy: str
+    milliseconds: float
+    loss: float
+    layers_sent: float
+    strategy_sent: float
+    held: float
+    resident: float
+
+
 # -- models -----------------------------------------------------------------------------------------------------------
 
 
-def cnn(args: argparse.Namespace, shape: tuple[int, ...]) -> Any:
+def cnn(args: argparse.Namespace, shape: tuple[int, ...]) -> "keras.Model":
     """Build the network for images: data-parallel convolutions, two split layers, and a small layer."""
     import keras
     from keras import layers
 
     from hvdx.keras.layers import SplitDense
 
-    width, draw = args.width or 4096, args.draw or "whole"
+    width = args.width or 4096
+    draw: Literal["whole", "shard"] = args.draw or "whole"
     first, second = ({"gather_output": False}, {"input_is_split": True}) if args.layers == "pair" else ({}, {})
     network = keras.Sequential(
         [
@@ -154,14 +171,14 @@ def cnn(args: argparse.Namespace, shape: tuple[int, ...]) -> Any:
     return network
 
 
-def embedding(args: argparse.Namespace) -> Any:
+def embedding(args: argparse.Namespace) -> "keras.Model":
     """Build the network for lists of ids: a split table, a small dense layer, and a split softmax."""
     import keras
     from keras import layers
 
     from hvdx.keras.layers import SplitDense, SplitEmbedding, SplitSparseCategoricalCrossentropy
 
-    draw = args.draw or "shard"
+    draw: Literal["whole", "shard"] = args.draw or "shard"
     network = keras.Sequential(
         [
             keras.Input((args.length,), dtype="int32"),
@@ -179,7 +196,7 @@ def embedding(args: argparse.Namespace) -> Any:
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
-def clock() -> Any:
+def clock() -> "keras.callbacks.Callback":
     """Make a callback that records the end of each step."""
     import keras
 
@@ -188,13 +205,18 @@ def clock() -> Any:
             super().__init__()
             self.ends: list[float] = []
 
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        def on_train_batch_end(self, batch: int, logs: object = None) -> None:
             self.ends.append(time.perf_counter())
 
     return Clock()
 
 
-def train(args: argparse.Namespace, x: Any, y: Any, callbacks: Sequence[Any] = ()) -> tuple[Any, dict[str, Any]]:
+def train(
+    args: argparse.Namespace,
+    x: "np.ndarray",
+    y: "np.ndarray",
+    callbacks: "Sequence[keras.callbacks.Callback]" = (),
+) -> "tuple[keras.Model, Figures]":
     """Build a network and train it on all processes.
 
     Args:
@@ -240,7 +262,7 @@ def resident() -> int:
         return next(1024 * int(line.split()[1]) for line in status if line.startswith("VmHWM"))
 
 
-def table(args: argparse.Namespace, figures: dict[str, Any], ranks: int) -> str:
+def table(args: argparse.Namespace, figures: Figures, ranks: int) -> str:
     """Return the table that is printed at the end of a run."""
     from hvdx.report.table import quantity, render
 

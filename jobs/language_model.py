@@ -16,6 +16,12 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import keras
+    import numpy as np
+    import tensorflow as tf
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -88,7 +94,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def build(vocabulary: int, context: int, layers: int, width: int, heads: int, learning_rate: float):
+def build(vocabulary: int, context: int, layers: int, width: int, heads: int, learning_rate: float) -> "keras.Model":
     """Build and compile the transformer, with layer normalisation at the start of each branch.
 
     Args:
@@ -125,7 +131,7 @@ def build(vocabulary: int, context: int, layers: int, width: int, heads: int, le
     return network
 
 
-def windows(text, beginnings, context: int):
+def windows(text: "np.ndarray", beginnings: "tf.data.Dataset", context: int) -> "tf.data.Dataset":
     """Return batches of (characters, the characters that follow them), both int32[batch, context].
 
     Args:
@@ -136,10 +142,10 @@ def windows(text, beginnings, context: int):
     import tensorflow as tf
 
     with tf.device("CPU:0"):
-        text = tf.constant(text)
+        codes = tf.constant(text)
 
-    def cut(begin):
-        window = tf.cast(tf.gather(text, begin[:, None] + tf.range(context + 1)), tf.int32)
+    def cut(begin: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        window = tf.cast(tf.gather(codes, begin[:, None] + tf.range(context + 1)), tf.int32)
         return window[:, :-1], window[:, 1:]
 
     return beginnings.map(cut, num_parallel_calls=1).prefetch(2)

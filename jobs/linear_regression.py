@@ -81,7 +81,8 @@ def train_together(x: np.ndarray, y: np.ndarray, examples: int, steps: int, rate
 
     for _ in range(steps):
         step()
-    return theta.numpy()
+    found: np.ndarray = theta.numpy()
+    return found
 
 
 def train_alone(x: np.ndarray, y: np.ndarray, steps: int, rate: float) -> np.ndarray:

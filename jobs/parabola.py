@@ -19,7 +19,6 @@ import importlib.util
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -98,7 +97,7 @@ def train(
     y: np.ndarray,
     options: argparse.Namespace,
     everything: tuple[np.ndarray, np.ndarray],
-    callbacks: Sequence[Any],
+    callbacks: Sequence[keras.callbacks.Callback],
 ) -> np.ndarray:
     """Run batch gradient descent: every step uses all of `x`.
 

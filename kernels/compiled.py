@@ -18,19 +18,22 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, Protocol, TypeVar, cast
 
 import llvmlite
 import numba
 import numpy as np
 from numba.core import config
+from numba.core.base import BaseContext
 from numba.core.caching import _Cache
+from numba.core.codegen import CodeLibrary
 from numba.core.compiler import CompileResult
 from numba.core.registry import cpu_target
 from numba.core.serialize import dumps
+from numba.core.types import Type
 
 from hvdx.kernels import trust
 
@@ -43,6 +46,24 @@ _HARMLESS = {"NUMBA_CACHE_DIR", "NUMBA_NUM_THREADS", "NUMBA_CACHE_LOCATOR_CLASSE
 _FILE, _DIGEST_BYTES = "kernels.bin", 32
 
 Outcome = Literal["loaded", "compiled", "not kept"]
+Types = tuple[Type, ...]
+F = TypeVar("F", bound=Callable[..., object])
+
+
+class _Compiled(Protocol):
+    """The parts of Numba's result of a compilation that are used here."""
+
+    lifted: Sequence[object]
+    library: CodeLibrary
+
+    def _reduce(self) -> tuple[object, ...]: ...
+
+
+class _Dispatcher(Protocol):
+    """The parts of Numba's dispatcher that are used here. Its stub lacks `_cache`."""
+
+    _cache: _Cache
+    overloads: dict[Types, CompileResult]
 
 
 @dataclass(frozen=True)
@@ -71,14 +92,14 @@ class _Entry(_Cache):
     def cache_path(self) -> str:
         return ""
 
-    def load_overload(self, sig: Any, target_context: Any) -> Any:
+    def load_overload(self, sig: Types, target_context: BaseContext) -> CompileResult | None:
         payload = _loaded.get(self._name, {}).get(sig)
         if payload is None:
             return None
         target_context.refresh()
-        return CompileResult._rebuild(target_context, *pickle.loads(payload))
+        return cast("CompileResult", CompileResult._rebuild(target_context, *pickle.loads(payload)))
 
-    def save_overload(self, sig: Any, data: Any) -> None:
+    def save_overload(self, sig: Types, data: _Compiled) -> None:
         if _collected is not None and not data.lifted and not data.library.has_dynamic_globals:
             _collected.setdefault(self._name, {})[sig] = dumps(data._reduce())
 
@@ -92,22 +113,28 @@ class _Entry(_Cache):
         """Do nothing: a complete file is not changed."""
 
 
-_entries: dict[str, Any] = {}
+_entries: dict[str, _Dispatcher] = {}
 # Compiled code by kernel and signature: loaded from the file, or, while `prepare` compiles, kept for the file.
-_loaded: dict[str, dict[Any, bytes]] = {}
-_collected: dict[str, dict[Any, bytes]] | None = None
+_loaded: dict[str, dict[Types, bytes]] = {}
+_collected: dict[str, dict[Types, bytes]] | None = None
 _ready: dict[Path, Ready] = {}
 _lock = threading.RLock()
 
 
-def entry(function: Callable[..., Any]) -> Any:
+def disabled() -> bool:
+    """Return True if Numba compiles nothing (NUMBA_DISABLE_JIT)."""
+    # Numba sets the attributes of this module by their names.
+    return bool(vars(config)["DISABLE_JIT"])
+
+
+def entry(function: F) -> F:
     """Compile a kernel that Python calls. Its code includes the kernels that it calls."""
-    dispatcher = numba.njit(nogil=True, error_model="numpy")(function)
-    if not config.DISABLE_JIT:
+    dispatcher = cast("_Dispatcher", numba.njit(nogil=True, error_model="numpy")(function))
+    if not disabled():
         name = f"{function.__module__}.{function.__qualname__}"
         dispatcher._cache = _Entry(name)
         _entries[name] = dispatcher
-    return dispatcher
+    return cast("F", dispatcher)
 
 
 def _source_digest() -> str:
@@ -143,7 +170,7 @@ def is_kept(folder: Path) -> bool:
     Args:
         folder: folder of compiled kernels of all versions.
     """
-    return bool(config.DISABLE_JIT) or folder in _ready or _read(location(folder)) is not None
+    return disabled() or folder in _ready or _read(location(folder)) is not None
 
 
 def prepare(folder: Path, call_all: Callable[[], None]) -> Ready:
@@ -162,7 +189,7 @@ def prepare(folder: Path, call_all: Callable[[], None]) -> Ready:
             # This entry ends the recursion: `call_all` calls functions that call `prepare`.
             path = location(folder)
             _ready[folder] = Ready("not kept", path, "Numba does not compile (NUMBA_DISABLE_JIT)")
-            if not config.DISABLE_JIT:
+            if not disabled():
                 _ready[folder] = _load(path) or _build(path, call_all)
         return _ready[folder]
 
@@ -175,7 +202,7 @@ def _load(path: Path) -> Ready | None:
     return Ready("loaded", path)
 
 
-def _read(path: Path) -> dict[str, dict[Any, bytes]] | None:
+def _read(path: Path) -> dict[str, dict[Types, bytes]] | None:
     """Return the content of a file; None if it is missing or damaged, or if another user can have written it."""
     try:
         content = trust.read(path)
@@ -184,7 +211,7 @@ def _read(path: Path) -> dict[str, dict[Any, bytes]] | None:
     body = content[_DIGEST_BYTES:]
     if len(content) <= _DIGEST_BYTES or hashlib.sha256(body).digest() != content[:_DIGEST_BYTES]:
         return None
-    found = pickle.loads(body)
+    found: dict[str, dict[Types, bytes]] = pickle.loads(body)
     return found if found.keys() >= _entries.keys() else None
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from hvdx.kernels import compiled, cpu_scan, cpu_tiles
 from hvdx.kernels import cpu_decode as dec
 from hvdx.kernels import cpu_encode as enc
+from hvdx.kernels.arrays import AnyArray, Float32Array, Int64Array, UInt8Array
 from hvdx.kernels.lengths import read_lengths
 from hvdx.kernels.pieces import SIZE, check_runs, frozen, locate, pieces
 from hvdx.kernels.table import ENTRIES, START, table
@@ -59,7 +60,7 @@ def _call_all() -> None:
         histogram([update], runs.lengths)
 
 
-def check(update: Sequence[np.ndarray], runs: Runs, threads: int | None = None) -> int:
+def check(update: Sequence[Float32Array], runs: Runs, threads: int | None = None) -> int:
     """Return the index of the first element that cannot be sent (NaN, infinity, above `limit`), or -1.
 
     Args:
@@ -81,7 +82,7 @@ def check(update: Sequence[np.ndarray], runs: Runs, threads: int | None = None) 
     return _find_fault(n, pieces(arrays, runs), runs, np.float32(1), threads or default_threads())
 
 
-def _find_fault(n: int, where: np.ndarray, runs: Runs, scale: np.float32, threads: int) -> int:
+def _find_fault(n: int, where: Int64Array, runs: Runs, scale: np.float32, threads: int) -> int:
     """Return the result of `check` for `scale` times an update with the table of pieces `where`."""
     limits, borders = frozen(limit(runs.taus)), cut(n, threads if n > 1 << 16 else 1)
     found = spread(
@@ -91,8 +92,8 @@ def _find_fault(n: int, where: np.ndarray, runs: Runs, scale: np.float32, thread
 
 
 def encode(
-    update: Sequence[np.ndarray],
-    residual: np.ndarray,
+    update: Sequence[Float32Array],
+    residual: Float32Array,
     runs: Runs,
     rice: bool = True,
     layout: Layout = LAYOUT,
@@ -145,7 +146,7 @@ def encode(
     work, vector, taus, limits = workspace, residual.reshape(-1), frozen(runs.taus), frozen(limit(runs.taus))
     scale, back = factors(lookahead)
 
-    def encode_share(i: int) -> list[np.ndarray]:
+    def encode_share(i: int) -> list[UInt8Array]:
         place, out, filled, done = work.places[i], work.buffers[i], [], False
         begin = work.borders[i]
         while not done:
@@ -175,7 +176,7 @@ def encode(
     return Encoded(tiles, total[:, 0], total[:, 1:], -1)
 
 
-def histogram(update: Sequence[np.ndarray], lengths: np.ndarray) -> np.ndarray:
+def histogram(update: Sequence[Float32Array], lengths: Int64Array) -> Int64Array:
     """Count an update's elements by absolute value.
 
     Args:
@@ -237,7 +238,7 @@ class Workspace:
         self.buffers = [np.empty(room, np.uint8) for _ in self.scratch]
 
 
-def _scratch(layout: Layout) -> tuple[np.ndarray, ...]:
+def _scratch(layout: Layout) -> tuple[AnyArray, ...]:
     """Return the scratch arrays of one thread: entries, multiples, records of blocks, one block, gaps, signs."""
     most = max(TILE_MAX, layout.tile_max) + 64 * cpu_scan.CHUNK + 8
     return (
@@ -250,7 +251,7 @@ def _scratch(layout: Layout) -> tuple[np.ndarray, ...]:
     )
 
 
-def _mapped(size: int) -> np.ndarray:
+def _mapped(size: int) -> UInt8Array:
     """Return uint8[size] of which only the written pages take memory. The system gets the memory back when it is freed.
 
     An allocator would keep freed memory, and may return memory that was advised to use pages of 2 MiB. But an allocator
@@ -259,7 +260,7 @@ def _mapped(size: int) -> np.ndarray:
     return np.frombuffer(mmap.mmap(-1, size), np.uint8)
 
 
-def _join(buffers: list[np.ndarray], work: Workspace, rice: bool, reserve: int) -> np.ndarray:
+def _join(buffers: list[UInt8Array], work: Workspace, rice: bool, reserve: int) -> UInt8Array:
     """Join the threads' tiles and the shared tiles of remaining entries in order. Each buffer is freed after use."""
     records = work.records
     most_left = 3 * int(records[:, enc.LEFT].sum()) + cpu_tiles.HEADER_BYTES * (len(records) + 1)
@@ -295,7 +296,7 @@ _ERRORS = (
 )
 
 
-def inspect(message: np.ndarray, n: int, rice: bool = True, threads: int | None = None) -> np.ndarray:
+def inspect(message: UInt8Array, n: int, rice: bool = True, threads: int | None = None) -> Int64Array:
     """Check an untrusted message to its last bit, and return the table of its tiles (see `table.table`).
 
     Args:
@@ -315,7 +316,7 @@ def inspect(message: np.ndarray, n: int, rice: bool = True, threads: int | None 
     return rows
 
 
-def _check_tiles(message: np.ndarray, rows: np.ndarray, rice: bool, threads: int) -> None:
+def _check_tiles(message: UInt8Array, rows: Int64Array, rice: bool, threads: int) -> None:
     """Raise Malformed if a tile of a message with the table `rows` is invalid."""
     borders = cut(len(rows), min(threads, max(len(rows) // 8, 1)), 8)
     depth = _depth(rows)
@@ -327,12 +328,12 @@ def _check_tiles(message: np.ndarray, rows: np.ndarray, rice: bool, threads: int
             raise Malformed(f"{_ERRORS[error]}, in the tile with its payload at byte {rows[tile, START]}")
 
 
-def _depth(rows: np.ndarray) -> int:
+def _depth(rows: Int64Array) -> int:
     """Return the largest number of entries of a tile."""
     return int(rows[:, ENTRIES].max(initial=1))
 
 
-def _checked(message: np.ndarray) -> np.ndarray:
+def _checked(message: UInt8Array) -> UInt8Array:
     """Return a read-only view; raise TypeError or ValueError unless the message is contiguous uint8[bytes]."""
     if not isinstance(message, np.ndarray) or message.dtype != np.uint8 or message.ndim != 1:
         raise TypeError(
@@ -344,9 +345,9 @@ def _checked(message: np.ndarray) -> np.ndarray:
 
 
 def decode(
-    messages: Sequence[tuple[np.ndarray, Runs]],
+    messages: Sequence[tuple[UInt8Array, Runs]],
     scale: float,
-    out: Sequence[np.ndarray],
+    out: Sequence[Float32Array],
     rice: bool = True,
     threads: int | None = None,
     clear: bool = False,
@@ -397,9 +398,9 @@ def decode(
 
 
 def _add(
-    messages: list[tuple[np.ndarray, np.ndarray, Runs]],
+    messages: list[tuple[UInt8Array, Int64Array, Runs]],
     scale: float,
-    where: np.ndarray,
+    where: Int64Array,
     borders: list[int],
     rice: bool,
     clear: bool,
@@ -419,7 +420,7 @@ def _add(
     return all(spread(add_share, len(borders) - 1, threads))
 
 
-def _check_all(messages: list[tuple[np.ndarray, np.ndarray, Runs]], rice: bool, threads: int) -> None:
+def _check_all(messages: list[tuple[UInt8Array, Int64Array, Runs]], rice: bool, threads: int) -> None:
     """Raise Malformed for the first of (tiles, table of tiles, runs) with an invalid tile."""
     for i, (message, rows, _) in enumerate(messages):
         try:
@@ -428,7 +429,9 @@ def _check_all(messages: list[tuple[np.ndarray, np.ndarray, Runs]], rice: bool, 
             raise Malformed(str(error), i) from None
 
 
-def _joined(messages: list[tuple[np.ndarray, np.ndarray, Runs]]) -> tuple[np.ndarray, ...]:
+def _joined(
+    messages: list[tuple[UInt8Array, Int64Array, Runs]],
+) -> tuple[Int64Array, Int64Array, Int64Array, Float32Array]:
     """Return the tables of messages for `dec.add_messages`: messages, tiles, ends and taus of runs."""
     counts = np.array([(len(rows), len(runs.taus)) for _, rows, runs in messages], np.int64).reshape(-1, 2)
     ends = counts.cumsum(0)

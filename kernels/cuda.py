@@ -20,9 +20,10 @@ import math
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
+import numpy.typing as npt
 
 if importlib.util.find_spec("numba_cuda") is None:
     raise ImportError("hvdx.kernels.cuda: expected the package numba-cuda, got none. Do: pip install 'hvdx[cuda]'")
@@ -30,11 +31,13 @@ if importlib.util.find_spec("numba_cuda") is None:
 from numba.core import config
 
 if os.environ.get("HVDX_CUDA_SIMULATOR") == "1":
-    config.ENABLE_CUDASIM = 1  # before the import of numba.cuda, which looks at it once
+    vars(config)["ENABLE_CUDASIM"] = 1  # before the import of numba.cuda, which looks at it once
 
 from numba import boolean, cuda, float32, int64, types, uint8, uint32
+from numba.core.typing.templates import Signature
 
 from hvdx.kernels import cuda_decode, cuda_encode, cuda_tiles
+from hvdx.kernels.arrays import AnyArray, DeviceArray, Exportable, Int64Array, Kernel, Stream, StreamLike, UInt8Array
 from hvdx.kernels.cuda_decode import ERRORS, MARKS, NO_ERROR, ROW
 from hvdx.kernels.cuda_device import SIMULATED
 from hvdx.kernels.cuda_encode import BYTES, CHUNK, COLUMNS, FAULT, NO_FAULT, PER_RUN, TALLIES, TILES
@@ -84,12 +87,12 @@ KERNELS = {
 }
 
 
-def signatures() -> dict[str, tuple[Any, types.FunctionType]]:
+def signatures() -> dict[str, tuple[Kernel, Signature]]:
     """Return the dispatcher and the signature of every kernel by name."""
     return {name: (kernel, types.void(*arguments)) for name, (kernel, arguments) in KERNELS.items()}
 
 
-def as_device(x: Any, name: str = "array", stream: Any = None) -> Any:
+def as_device(x: object, name: str = "array", stream: StreamLike = None) -> DeviceArray:
     """Return an array on the GPU as an array of Numba, without a copy.
 
     Args:
@@ -107,17 +110,18 @@ def as_device(x: Any, name: str = "array", stream: Any = None) -> Any:
         ValueError: if DLPack gives an array on another GPU than this thread's.
     """
     if getattr(x, "__cuda_ndarray__", False):
-        return x
+        return cast("DeviceArray", x)
     if hasattr(x, "__cuda_array_interface__"):
-        return cuda.as_cuda_array(x)
+        return cast("DeviceArray", cuda.as_cuda_array(x))
     if hasattr(x, "__dlpack_device__") and not isinstance(x, np.ndarray):
-        kind = int(x.__dlpack_device__()[0])
+        exportable = cast("Exportable", x)
+        kind = int(exportable.__dlpack_device__()[0])
         if SIMULATED and kind == _DLPACK_CPU:
-            return _simulated(x)
+            return _simulated(exportable)
         if kind == _DLPACK_CUDA:
-            return _from_dlpack(x, name, stream)
-    kind = f"{type(x).__module__}.{type(x).__qualname__}"
-    raise TypeError(f"{name}: expected an array on a GPU, got {kind}. Copy it with numba.cuda.to_device first.")
+            return _from_dlpack(exportable, name, stream)
+    found = f"{type(x).__module__}.{type(x).__qualname__}"
+    raise TypeError(f"{name}: expected an array on a GPU, got {found}. Copy it with numba.cuda.to_device first.")
 
 
 #: Values of kDLCPU and kDLCUDA in dlpack.h, and DLPack's number for CUDA's default stream.
@@ -134,17 +138,23 @@ def number() -> int:
     return len(cuda.gpus)
 
 
-def on(index: int | None) -> AbstractContextManager[Any]:
+def on(index: int | None) -> AbstractContextManager[object]:
     """Return a context in which this thread uses the GPU with an index, or the one that it uses anyway for None."""
-    return nullcontext() if index is None else cuda.gpus[index]
+    return nullcontext() if index is None else cast("AbstractContextManager[object]", cuda.gpus[index])
 
 
-def to_device(values: np.ndarray) -> Any:
+def to_device(values: AnyArray) -> DeviceArray:
     """Return a copy of a NumPy array on the GPU."""
-    return cuda.to_device(values)
+    return cast("DeviceArray", cuda.to_device(values))
 
 
-def as_stream(stream: Any) -> Any:
+def _device_array(shape: int | tuple[int, ...], dtype: npt.DTypeLike, stream: Stream | int = 0) -> DeviceArray:
+    """Return uninitialised memory on the GPU."""
+    array: DeviceArray = cuda.device_array(shape, dtype, stream=stream)
+    return array
+
+
+def as_stream(stream: StreamLike) -> Stream | int:
     """Return a stream of Numba.
 
     Args:
@@ -157,7 +167,7 @@ def as_stream(stream: Any) -> Any:
     if stream is None or (isinstance(stream, int) and stream == 0):
         return 0
     if isinstance(stream, int) and not isinstance(stream, bool):
-        return cuda.external_stream(stream)
+        return cast("Stream", cuda.external_stream(stream))
     if hasattr(stream, "synchronize") and (SIMULATED or hasattr(stream, "handle")):
         return stream
     raise TypeError(
@@ -175,10 +185,10 @@ class Exporter:
         x: array with `__dlpack__`.
     """
 
-    def __init__(self, x: Any) -> None:
+    def __init__(self, x: Exportable) -> None:
         self._x = x
 
-    def __dlpack__(self, *, stream: Any = None, **_: Any) -> Any:
+    def __dlpack__(self, *, stream: int | None = None, **_: object) -> object:
         if stream is not None and stream != -1:
             try:
                 return self._x.__dlpack__(stream=stream)
@@ -190,11 +200,11 @@ class Exporter:
         return self._x.__dlpack_device__()
 
 
-def _from_dlpack(x: Any, name: str, stream: Any) -> Any:
+def _from_dlpack(x: Exportable, name: str, stream: StreamLike) -> DeviceArray:
     from numba.cuda.cudadrv.devicearray import StridedMemoryView
     from numba.cuda.cudadrv.driver import binding, driver
 
-    pointer = int(stream) if stream else _DLPACK_DEFAULT_STREAM
+    pointer = int(cast("int", stream)) if stream else _DLPACK_DEFAULT_STREAM
     view = StridedMemoryView.from_dlpack(Exporter(x), stream_ptr=pointer)
     if view.ptr:
         ordinal = binding.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
@@ -213,22 +223,23 @@ def _from_dlpack(x: Any, name: str, stream: Any) -> Any:
         "data": (view.ptr, False),
         "version": 3,
     }
-    return cuda.from_cuda_array_interface(interface, owner=view)
+    return cast("DeviceArray", cuda.from_cuda_array_interface(interface, owner=view))
 
 
-def _simulated(x: Any) -> Any:
+def _simulated(x: Exportable) -> DeviceArray:
     """Return an array in host memory as one of the simulator, writable, because an array of a GPU would be, too."""
     import ctypes
 
     from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
 
-    view = np.from_dlpack(Exporter(x))
+    view = np.from_dlpack(Exporter(x))  # type: ignore[arg-type]
     memory = (ctypes.c_byte * view.nbytes).from_address(view.ctypes.data)
-    memory.owner = view, x
-    return FakeCUDAArray(np.frombuffer(memory, view.dtype).reshape(view.shape))
+    memory.owner = view, x  # type: ignore[attr-defined]
+    array = np.frombuffer(memory, view.dtype).reshape(view.shape)  # type: ignore[call-overload]
+    return cast("DeviceArray", FakeCUDAArray(array))
 
 
-def _address(array: Any) -> int:
+def _address(array: DeviceArray) -> int:
     """Return the address of the first element of an array of Numba."""
     return int(array.ctypes.data if SIMULATED else array.__cuda_array_interface__["data"][0])
 
@@ -252,19 +263,19 @@ class _Arrays(NamedTuple):
         parameters: uint8[largest possible number of tiles, blocks of gaps], Rice parameters.
     """
 
-    numbers: Any
-    summary: Any
-    ends: Any
-    pieces: Any
-    floats: Any
-    taus: Any
-    limits: Any
-    masks: Any
-    prefixes: Any
-    starts: Any
-    plan: list[Any]
-    tiles: Any
-    parameters: Any
+    numbers: DeviceArray
+    summary: DeviceArray
+    ends: DeviceArray
+    pieces: DeviceArray
+    floats: DeviceArray
+    taus: DeviceArray
+    limits: DeviceArray
+    masks: DeviceArray
+    prefixes: DeviceArray
+    starts: DeviceArray
+    plan: list[DeviceArray]
+    tiles: DeviceArray
+    parameters: DeviceArray
 
 
 class Scratch:
@@ -275,32 +286,32 @@ class Scratch:
     """
 
     def __init__(self) -> None:
-        self._key: Any = None
-        self._arrays: Any = None
-        self._buffers: dict[str, Any] = {}
+        self._key: tuple[int, int, int, Layout] | None = None
+        self._arrays: _Arrays | None = None
+        self._buffers: dict[str, DeviceArray] = {}
 
-    def buffer(self, name: str, shape: tuple[int, ...], dtype: Any, stream: Any) -> Any:
+    def buffer(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike, stream: Stream | int) -> DeviceArray:
         """Return uninitialised memory that the next call with this name may return again."""
         size = math.prod(shape)
         kept = self._buffers.get(name)
         if kept is None or kept.size < size:
             self._buffers.pop(name, None)
             # A quarter more, so that messages of slowly growing sizes do not allocate each time.
-            self._buffers[name] = kept = cuda.device_array(size + size // 4, dtype, stream=stream)
+            self._buffers[name] = kept = _device_array(size + size // 4, dtype, stream)
         flat = kept if kept.size == size else kept[:size]
         return flat if len(shape) == 1 else flat.reshape(*shape)
 
-    def arrays(self, n: int, runs: int, pieces: int, layout: Layout, stream: Any) -> _Arrays:
+    def arrays(self, n: int, runs: int, pieces: int, layout: Layout, stream: Stream | int) -> _Arrays:
         """Return the arrays for an update of n elements, runs and pieces."""
         key = n, runs, pieces, layout
-        if key != self._key:
+        if self._arrays is None or key != self._key:
             self._arrays = None
             regions, chunks = -(-n // layout.region), layout.region // math.gcd(CHUNK, layout.region)
             # A region has full tiles and one smaller tile. One shared tile may end before them, and another after them.
             most = min(n, regions * (layout.region // layout.tile_max + 3) + 1)
 
-            def array(shape: Any, dtype: Any) -> Any:
-                return cuda.device_array(shape, dtype, stream=stream)
+            def array(shape: int | tuple[int, int], dtype: npt.DTypeLike) -> DeviceArray:
+                return _device_array(shape, dtype, stream)
 
             tallies = TALLIES + PER_RUN * runs
             numbers, floats = array(tallies + runs + 4 * pieces, np.int64), array(2 * runs, np.float32)
@@ -323,7 +334,7 @@ class Scratch:
         return self._arrays
 
 
-def check(update: Sequence[Any], runs: Runs, stream: Any = None) -> int:
+def check(update: Sequence[object], runs: Runs, stream: StreamLike = None) -> int:
     """Return the index of the first element that cannot be sent (NaN, infinity, above `limit`), or -1.
 
     Args:
@@ -347,7 +358,9 @@ def check(update: Sequence[Any], runs: Runs, stream: Any = None) -> int:
     return -1 if fault == NO_FAULT else fault
 
 
-def histogram(update: Sequence[Any], lengths: np.ndarray, lookahead: float = 0.0, stream: Any = None) -> np.ndarray:
+def histogram(
+    update: Sequence[object], lengths: Int64Array, lookahead: float = 0.0, stream: StreamLike = None
+) -> Int64Array:
     """Count the elements of (1 + lookahead) * update by absolute value.
 
     Args:
@@ -377,7 +390,7 @@ def histogram(update: Sequence[Any], lengths: np.ndarray, lookahead: float = 0.0
     return to_host(on_device, stream)
 
 
-def clear(array: Any) -> Any:
+def clear(array: DeviceArray) -> DeviceArray:
     """Set a float32 array on the GPU to zero, and return it."""
     flat = _check_array(array, "array", 0)
     if flat.size:
@@ -386,49 +399,49 @@ def clear(array: Any) -> Any:
     return array
 
 
-def zeros(n: int) -> Any:
+def zeros(n: int) -> DeviceArray:
     """Return a new float32[n] of zeros on the GPU."""
-    return clear(cuda.device_array(n, np.float32))
+    return clear(_device_array(n, np.float32))
 
 
-def copy(array: Any) -> Any:
+def copy(array: object) -> DeviceArray:
     """Return a copy of an array on the GPU."""
-    array = as_device(array)
-    copied = cuda.device_array(array.shape, array.dtype)
-    copied.copy_to_device(array)
+    source = as_device(array)
+    copied = _device_array(source.shape, source.dtype)
+    copied.copy_to_device(source)
     cuda.synchronize()
     return copied
 
 
-def add(values: Any, out: Any, stream: Any = None) -> None:
+def add(values: object, out: object, stream: StreamLike = None) -> None:
     """Add a float32 array on the GPU to another one."""
     _each(cuda_decode.add_all, values, out, stream)
 
 
-def subtract(values: Any, out: Any, stream: Any = None) -> None:
+def subtract(values: object, out: object, stream: StreamLike = None) -> None:
     """Subtract a float32 array on the GPU from another one."""
     _each(cuda_encode.subtract, values, out, stream)
 
 
-def _each(kernel: Any, values: Any, out: Any, stream: Any) -> None:
+def _each(kernel: Kernel, values: object, out: object, stream: StreamLike) -> None:
     """Launch a kernel over the elements of two arrays, and wait for it."""
-    stream = as_stream(stream)
-    values, out = _check_array(values, "values", stream), _check_array(out, "out", stream)
-    if values.size != out.size:
-        raise ValueError(f"values: expected the {out.size} elements of out, got {values.size}.")
-    if out.size:
-        kernel[_grid(out.size), cuda_encode.THREADS, stream](values, out)
-        stream.synchronize() if stream else cuda.synchronize()
+    queue = as_stream(stream)
+    added, to = _check_array(values, "values", queue), _check_array(out, "out", queue)
+    if added.size != to.size:
+        raise ValueError(f"values: expected the {to.size} elements of out, got {added.size}.")
+    if to.size:
+        kernel[_grid(to.size), cuda_encode.THREADS, queue](added, to)
+        cuda.synchronize() if isinstance(queue, int) else queue.synchronize()
 
 
 def encode(
-    update: Sequence[Any],
-    residual: Any,
+    update: Sequence[object],
+    residual: object,
     runs: Runs,
     rice: bool = True,
     layout: Layout = LAYOUT,
     trusted: bool = False,
-    stream: Any = None,
+    stream: StreamLike = None,
     scratch: Scratch | None = None,
     lookahead: float = 0.0,
 ) -> Encoded:
@@ -461,7 +474,7 @@ def encode(
     if residual.size != n:
         raise ValueError(f"residual: expected the {n} elements of the update, got {residual.size}.")
     if n == 0:
-        return Encoded.of_fault(-1, 0)._replace(tiles=cuda.device_array(1, np.uint8)[:0])
+        return Encoded.of_fault(-1, 0)._replace(tiles=_as_tiles(_device_array(1, np.uint8)[:0]))
     return _encode(pieces(where, runs), residual, runs, rice, layout, trusted, stream, scratch or Scratch(), lookahead)
 
 
@@ -470,7 +483,10 @@ def _grid(items: int, each: int = cuda_encode.THREADS) -> int:
     return _blocks(-(-items // each), _BLOCKS_OF_ELEMENTS)
 
 
-def _encode(where, residual, runs, rice, layout, trusted, stream, scratch, lookahead) -> Encoded:
+def _encode(
+    where: Int64Array, residual: DeviceArray, runs: Runs, rice: bool, layout: Layout, trusted: bool,
+    stream: Stream | int, scratch: Scratch, lookahead: float,
+) -> Encoded:  # fmt: skip
     """Launch the kernels of `encode`, with one wait for the GPU to read the summary."""
     number, n, (factor, back) = len(runs.lengths), residual.size, factors(lookahead)
     chunk = math.gcd(CHUNK, layout.region)
@@ -501,33 +517,40 @@ def _encode(where, residual, runs, rice, layout, trusted, stream, scratch, looka
     words = scratch.buffer("tiles", (max(-(-size // 4), 1),), np.uint32, stream)
     found = words.view(np.uint8)[:size]
     if host[FAULT] != NO_FAULT:
-        return Encoded.of_fault(int(host[FAULT]), number)._replace(tiles=found)
+        return Encoded.of_fault(int(host[FAULT]), number)._replace(tiles=_as_tiles(found))
     if size:
         cuda_encode.clear[_grid(words.size), threads, stream](words)
         grid = _blocks(int(host[TILES]), _BLOCKS_OF_TILES)
         cuda_tiles.write_tiles[grid, tile_threads, stream](*shared, words, work.pieces, factor, back)
     tallies = host[TALLIES:].reshape(number, PER_RUN)
-    return Encoded(found, tallies[:, 0].copy(), tallies[:, 1:].copy(), -1)
+    return Encoded(_as_tiles(found), tallies[:, 0].copy(), tallies[:, 1:].copy(), -1)
 
 
-def _blank_summary(runs: int) -> np.ndarray:
+def _as_tiles(tiles: DeviceArray) -> UInt8Array:
+    """Return tiles on the GPU as the type that `Encoded` names. Its user knows where they are."""
+    return cast("UInt8Array", tiles)
+
+
+def _blank_summary(runs: int) -> Int64Array:
     """Return an empty summary."""
     summary = np.zeros(TALLIES + PER_RUN * runs, np.int64)
     summary[FAULT] = NO_FAULT
     return summary
 
 
-def _find_fault(where, limits, summary, factor, n, stream) -> None:
+def _find_fault(
+    where: DeviceArray, limits: DeviceArray, summary: DeviceArray, factor: np.float32, n: int, stream: Stream | int
+) -> None:
     """Launch the kernel that writes the index of the first fault into the summary."""
     cuda_encode.find_fault[_grid(n, cuda_encode.SPAN), cuda_encode.THREADS, stream](where, limits, summary, factor)
 
 
 def decode(
-    messages: Sequence[tuple[Any, Runs]],
+    messages: Sequence[tuple[object, Runs]],
     scale: float,
-    out: Any,
+    out: object,
     rice: bool = True,
-    stream: Any = None,
+    stream: StreamLike = None,
     scratch: Scratch | None = None,
 ) -> None:
     """Add messages to `out`, one after another: out[i] += +-float32(m * tau) * scale, each step rounded to float32.
@@ -566,7 +589,10 @@ def decode(
         _decode(data, tables, everyone, np.float32(scale), pieces(where, whole), n, rice, stream, scratch or Scratch())
 
 
-def _decode(data, tables, runs, scale, where, n, rice, stream, scratch):
+def _decode(
+    data: list[UInt8Array], tables: list[Int64Array], runs: list[Runs], scale: np.float32, where: Int64Array, n: int,
+    rice: bool, stream: Stream | int, scratch: Scratch,
+) -> None:  # fmt: skip
     """Launch the kernels of `decode`, with one wait for the GPU at the end, to read the status."""
     rows, messages = _joined(tables, [d.size for d in data], runs)
     entries, blocks = int(messages[-1, cuda_decode.STOP]), int(_blocks_of(rows).sum())
@@ -576,16 +602,16 @@ def _decode(data, tables, runs, scale, where, n, rice, stream, scratch):
     padded = np.zeros(sum(d.size for d in data) // 4 + 3, np.uint32)
     padded.view(np.uint8)[: sum(d.size for d in data)] = np.concatenate(data)
 
-    def copied(name: str, values: np.ndarray) -> Any:
+    def copied(name: str, values: AnyArray) -> DeviceArray:
         array = scratch.buffer(name, values.shape, values.dtype, stream)
         array.copy_to_device(values, stream=stream)
         return array
 
-    words, taus = copied("words", padded), copied("taus", taus)
+    words, gpu_taus = copied("words", padded), copied("taus", taus)
     parts = [np.array([NO_ERROR]), ends, rows.reshape(-1), messages.reshape(-1), where.reshape(-1)]
     numbers = copied("numbers", np.concatenate(parts))
     borders = np.cumsum([len(p) for p in parts]).tolist()
-    status, ends, rows, messages, where = (
+    status, gpu_ends, gpu_rows, gpu_messages, gpu_where = (
         numbers[stop - len(part) : stop] if table is None else numbers[stop - len(part) : stop].reshape(*table.shape)
         for part, stop, table in zip(parts, borders, [None, None, rows, messages, where], strict=True)
     )
@@ -595,21 +621,21 @@ def _decode(data, tables, runs, scale, where, n, rice, stream, scratch):
 
     readers, rice = cuda_decode.READERS, bool(rice)
     grid = max(_FEWEST_BLOCKS, -(-rows.shape[0] // readers))
-    cuda_decode.check_tiles[grid, readers, stream](words, rows, marks, status, rice)
+    cuda_decode.check_tiles[grid, readers, stream](words, gpu_rows, marks, status, rice)
     grid = max(_FEWEST_BLOCKS, -(-blocks // readers))
     cuda_decode.read_blocks[grid, readers, stream](
-        words, rows, marks, messages, ends, taus, scale, index, value, status, rice
+        words, gpu_rows, marks, gpu_messages, gpu_ends, gpu_taus, scale, index, value, status, rice
     )
     # Twice the blocks of a launch at least, while there are elements enough.
     span = min(max(n // (2 * _blocks(n, _BLOCKS_OF_ELEMENTS)), _LEAST_SPAN), _MOST_SPAN)
-    cuda_decode.add[_grid(n, span), cuda_decode.THREADS, stream](where, messages, index, value, span, status)
+    cuda_decode.add[_grid(n, span), cuda_decode.THREADS, stream](gpu_where, gpu_messages, index, value, span, status)
     worst = int(to_host(status, stream)[0])
     if worst != NO_ERROR:
         row, error = divmod(worst, len(ERRORS))
         raise Malformed(ERRORS[error], int(np.searchsorted(np.cumsum([len(t) for t in tables]), row, side="right")))
 
 
-def _joined(tables, sizes, runs) -> tuple[np.ndarray, np.ndarray]:
+def _joined(tables: list[Int64Array], sizes: list[int], runs: list[Runs]) -> tuple[Int64Array, Int64Array]:
     """Return the tables of all messages as one, int64[tiles, ROW], and the table of messages, int64[M, 4]."""
     before, counts = np.cumsum([0, *sizes]), [len(found) for found in tables]
     rows = np.zeros((sum(counts), ROW), np.int64)
@@ -625,16 +651,17 @@ def _joined(tables, sizes, runs) -> tuple[np.ndarray, np.ndarray]:
     return rows, np.stack([lines[:-1], lines[1:], starts, stops], axis=1).astype(np.int64)
 
 
-def _blocks_of(rows: np.ndarray) -> np.ndarray:
+def _blocks_of(rows: Int64Array) -> Int64Array:
     """Return the number of blocks of each tile. The first entry belongs to the first block."""
     return np.maximum(-(-(rows[:, ENTRIES] - 1) // BLOCK), 1)
 
 
-def to_host(array: Any, stream: Any = None) -> np.ndarray:
+def to_host(array: DeviceArray, stream: StreamLike = None) -> AnyArray:
     """Return a copy on the host, after all earlier work on the stream."""
-    host = array.copy_to_host(stream=stream)
-    if stream:
-        stream.synchronize()
+    queue = as_stream(stream)
+    host = array.copy_to_host(stream=queue)
+    if not isinstance(queue, int):
+        queue.synchronize()
     return host
 
 
@@ -645,14 +672,14 @@ def _blocks(work: int, each: int) -> int:
     return max(_FEWEST_BLOCKS, min(work, most))
 
 
-def _locate(arrays: Sequence[Any], what: str, stream: Any) -> tuple[np.ndarray, int]:
+def _locate(arrays: Sequence[object], what: str, stream: Stream | int) -> tuple[Int64Array, int]:
     """Return the sizes and addresses of arrays on the GPU, as `pieces.locate` does, and the number of elements."""
     found = [_check_array(array, f"{what}[{i}]", stream) for i, array in enumerate(arrays)]
     where = np.array([(a.size, _address(a) if a.size else 0) for a in found], np.int64).reshape(-1, 2)
     return where, int(where[:, 0].sum())
 
 
-def _check_array(x: Any, name: str, stream: Any) -> Any:
+def _check_array(x: object, name: str, stream: Stream | int) -> DeviceArray:
     """Return a flat view of a float32 array on the GPU; raise TypeError or ValueError if it is another array."""
     array = as_device(x, name, stream)
     if array.dtype != np.float32:
@@ -662,7 +689,7 @@ def _check_array(x: Any, name: str, stream: Any) -> Any:
     return array if array.ndim == 1 else array.reshape(array.size)
 
 
-def _check_bytes(tiles: Any, name: str, stream: Any) -> np.ndarray:
+def _check_bytes(tiles: object, name: str, stream: Stream | int) -> UInt8Array:
     """Return the tiles on the host; raise TypeError if they are not uint8[bytes]."""
     if not isinstance(tiles, np.ndarray):
         tiles = to_host(as_device(tiles, name, stream), stream)

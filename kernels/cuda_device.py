@@ -6,31 +6,36 @@ In the simulator they are functions in Python. Elsewhere they are LLVM code and 
 import ctypes
 import sys
 import threading
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 from llvmlite import ir
+from llvmlite.ir import Value
 from numba import cuda, types
 from numba.core import config
+from numba.core.base import BaseContext
+from numba.core.typing.templates import Signature
 
+from hvdx.kernels.arrays import AnyArray
 from hvdx.kernels.pieces import ADDRESS, END, START
 
 #: True if Numba's simulator takes the place of a GPU.
-SIMULATED = bool(config.ENABLE_CUDASIM)
+SIMULATED = bool(vars(config)["ENABLE_CUDASIM"])
 
 if SIMULATED:
     from numba.cuda.simulator.kernelapi import FakeCUDAShared
 
     _allocating = threading.Lock()
 
-    def _shared_array(shared: Any, shape: Any, dtype: Any) -> np.ndarray:
+    def _shared_array(shared: FakeCUDAShared, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> AnyArray:
         """Return the array that the threads of a block share at the calling line.
 
         The simulator's own function has no lock: at the first call, two threads at once would get an array each.
         """
         frame = sys._getframe(1)
         with _allocating:
-            array: np.ndarray = shared._allocations.setdefault((frame.f_code, frame.f_lineno), np.empty(shape, dtype))
+            array: AnyArray = shared._allocations.setdefault((frame.f_code, frame.f_lineno), np.empty(shape, dtype))
             return array
 
     FakeCUDAShared.array = _shared_array
@@ -58,14 +63,17 @@ else:
     from numba.cuda import libdevice
     from numba.cuda.extending import intrinsic
 
+    _Typed = tuple[Signature, Callable[..., Value]]
     # Address space 1 is the GPU's memory: without it every access would first find out which memory it is.
     _POINTER = ir.PointerType(ir.FloatType(), 1)
 
     @intrinsic
-    def load(_: Any, address: Any) -> Any:
+    def load(_: object, address: types.Type) -> _Typed:
         """Return the float32 at an address."""
 
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        def generate(
+            context: BaseContext, builder: ir.IRBuilder, _: Signature, arguments: Sequence[ir.Value]
+        ) -> ir.Value:
             value = builder.load(builder.inttoptr(arguments[0], _POINTER))
             value.align = 4
             return value
@@ -73,10 +81,12 @@ else:
         return types.float32(types.int64), generate
 
     @intrinsic
-    def store(_: Any, address: Any, value: Any) -> Any:
+    def store(_: object, address: types.Type, value: types.Type) -> _Typed:
         """Write a float32 to an address."""
 
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        def generate(
+            context: BaseContext, builder: ir.IRBuilder, _: Signature, arguments: Sequence[ir.Value]
+        ) -> ir.Value:
             builder.store(arguments[1], builder.inttoptr(arguments[0], _POINTER)).align = 4
             return context.get_dummy_value()
 

@@ -5,9 +5,8 @@ depend on the number of threads that share the work. The mode is in a register o
 754 behaviour when it begins, and restores it when it ends.
 """
 
-from typing import Any
-
 from llvmlite import ir
+from llvmlite.ir import IRBuilder, Value
 from numba.core import cgutils, types
 
 from hvdx.kernels.simd import call, make_intrinsic
@@ -19,15 +18,15 @@ _MXCSR = 1 << 15 | 1 << 6
 _FPCR = 1 << 24 | 1 << 0
 
 
-def _is_x86(builder: Any) -> bool:
-    return builder.module.triple.startswith(("x86_64", "i686"))
+def _is_x86(builder: IRBuilder) -> bool:
+    return str(builder.module.triple).startswith(("x86_64", "i686"))
 
 
-def _is_arm(builder: Any) -> bool:
-    return builder.module.triple.startswith(("aarch64", "arm64"))
+def _is_arm(builder: IRBuilder) -> bool:
+    return str(builder.module.triple).startswith(("aarch64", "arm64"))
 
 
-def _read(builder: Any) -> Any:
+def _read(builder: IRBuilder) -> Value:
     """Return the mode, an i64; 0 on a processor of another kind."""
     if _is_x86(builder):
         slot = cgutils.alloca_once(builder, _I32)
@@ -38,7 +37,7 @@ def _read(builder: Any) -> Any:
     return ir.Constant(_I64, 0)
 
 
-def _write(builder: Any, mode: Any) -> None:
+def _write(builder: IRBuilder, mode: Value) -> None:
     # The compiler moves no load or store across a fence, so the arithmetic between them stays there too. A fence of one
     # thread emits no instruction.
     builder.fence("seq_cst", "singlethread")
@@ -52,7 +51,7 @@ def _write(builder: Any, mode: Any) -> None:
 
 
 @make_intrinsic(types.int64())
-def keep_denormals(builder: Any) -> Any:
+def keep_denormals(builder: IRBuilder) -> Value:
     """Let this thread keep denormal numbers; return its mode before, for `restore_mode`."""
     before = _read(builder)
     flags = _MXCSR if _is_x86(builder) else _FPCR
@@ -61,6 +60,6 @@ def keep_denormals(builder: Any) -> Any:
 
 
 @make_intrinsic(types.void(types.int64))
-def restore_mode(builder: Any, mode: Any) -> None:
+def restore_mode(builder: IRBuilder, mode: Value) -> None:
     """Set the mode of this thread to the one that `keep_denormals` returned."""
     _write(builder, mode)

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from hvdx.kernels.arrays import Int64Array, UInt8Array
 from hvdx.kernels.compiled import entry
 from hvdx.kernels.pieces import frozen
 from hvdx.kernels.table import get_varint
@@ -13,13 +14,13 @@ _NUMBERS = ("", "a number that does not end", "a number with a superfluous byte"
 
 
 @entry
-def _count(data):
+def _count(data: UInt8Array) -> tuple[int, int, int]:
     """Read the number of runs: (number, offset of its end, 0 or an error code)."""
     return get_varint(data, 0)
 
 
 @entry
-def _read(data, at, n, lengths):
+def _read(data: UInt8Array, at: int, n: int, lengths: Int64Array) -> tuple[int, int, int, int]:
     """Fill `lengths`: (number of lengths read, elements of n without a run, offset of the end, 0 or an error code).
 
     Reading stops after a run of no elements, and after one that exceeds n.
@@ -36,7 +37,7 @@ def _read(data, at, n, lengths):
     return lengths.size, left, at, 0
 
 
-def read_lengths(data: np.ndarray, n: int) -> tuple[np.ndarray, int]:
+def read_lengths(data: UInt8Array, n: int) -> tuple[Int64Array, int]:
     """Read the lengths of a message's runs.
 
     Args:

@@ -4,19 +4,24 @@ import ctypes
 import platform
 import struct
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from hvdx.kernels import simd
+from hvdx.kernels.arrays import AnyArray, Float32Array, Int64Array
 from hvdx.kernels.compiled import entry
 from hvdx.kernels.tiles import N_MAX, Runs
+
+Scalar = TypeVar("Scalar", bound=np.generic)
 
 #: Columns of a table of pieces.
 START, END, ADDRESS, RUN = range(4)
 _TINY, _HUGE = np.finfo(np.float32).tiny, np.finfo(np.float32).max
 
 
-def check_arrays(arrays: Sequence[np.ndarray], what: str, writable: bool = False) -> int:
+def check_arrays(arrays: Sequence[Float32Array], what: str, writable: bool = False) -> int:
     """Return the number of elements of arrays that kernels can use in place.
 
     Args:
@@ -37,7 +42,7 @@ def _check_total(total: int, what: str) -> int:
     return total
 
 
-def locate(arrays: Sequence[np.ndarray], what: str, writable: bool = False) -> np.ndarray:
+def locate(arrays: Sequence[Float32Array], what: str, writable: bool = False) -> Int64Array:
     """Return the sizes and addresses of arrays that kernels can use in place, int64[arrays, 2].
 
     Arguments and errors are those of `check_arrays`. Compiled code reads the headers of the arrays, so thousands of
@@ -59,7 +64,7 @@ def locate(arrays: Sequence[np.ndarray], what: str, writable: bool = False) -> n
     return table
 
 
-def _check_array(array: np.ndarray, name: str, writable: bool) -> tuple[int, int]:
+def _check_array(array: AnyArray, name: str, writable: bool) -> tuple[int, int]:
     """Return the row of `locate` for one array of any kind."""
     if not isinstance(array, np.ndarray):
         raise TypeError(f"{name}: expected a NumPy array, got {type(array).__name__}. Convert it first.")
@@ -106,7 +111,7 @@ _HEADERS_ARE_KNOWN = _headers_are_known()
 
 
 @entry
-def _read_headers(known, head, kind, dtype, flags, at, table):
+def _read_headers(known: Int64Array, head: int, kind: int, dtype: int, flags: int, at: int, table: Int64Array) -> int:
     """Fill the table from row `at` on; return the first row whose array is not plainly of this kind, dtype and flags.
 
     `known` has the addresses of the arrays' headers; if it is empty, none is read.
@@ -126,14 +131,14 @@ def _read_headers(known, head, kind, dtype, flags, at, table):
     return max(at, known.size)
 
 
-def aligned(n: int) -> np.ndarray:
+def aligned(n: int) -> Float32Array:
     """Return an uninitialised float32[n] that starts at a cache line, so that no SIMD vector crosses one."""
     raw = np.empty(4 * n + 64, np.uint8)
     start = -raw.__array_interface__["data"][0] % 64
     return raw[start : start + 4 * n].view(np.float32)
 
 
-def frozen(array: np.ndarray) -> np.ndarray:
+def frozen(array: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
     """Return a read-only view. To Numba a writable array has another type, for which it would compile again."""
     array = array.view()
     array.flags.writeable = False
@@ -158,7 +163,7 @@ def check_runs(runs: Runs, n: int, what: str) -> None:
 
 
 @entry
-def _runs_error(lengths, taus, n):
+def _runs_error(lengths: Int64Array, taus: Float32Array, n: int) -> int:
     """Return 0 or an error code. NumPy's reductions take ten times the time on few elements."""
     left = n
     for i in range(lengths.size):
@@ -170,7 +175,7 @@ def _runs_error(lengths, taus, n):
     return 0 if left == 0 else 1
 
 
-def pieces(arrays: np.ndarray, runs: Runs) -> np.ndarray:
+def pieces(arrays: Int64Array, runs: Runs) -> Int64Array:
     """Divide arrays, read as one vector, into pieces of one array and one run: int64[P, 4], in order.
 
     `arrays` is the table of `locate`. A row of the result has the START and END of a piece in the vector, the ADDRESS
@@ -187,7 +192,7 @@ def pieces(arrays: np.ndarray, runs: Runs) -> np.ndarray:
 
 
 @entry
-def _cut(arrays, lengths, rows):
+def _cut(arrays: Int64Array, lengths: Int64Array, rows: Int64Array) -> np.int64:
     """Fill `rows` with the pieces of arrays, given as (elements, address); return the number of pieces."""
     found = at = run_end = np.int64(0)
     run = np.int64(-1)

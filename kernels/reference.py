@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hvdx.kernels.arrays import BoolArray, Float32Array, Int64Array, UInt8Array
 from hvdx.kernels.tiles import (
     BLOCK,
     ESCAPE,
@@ -27,12 +28,12 @@ from hvdx.kernels.tiles import (
 )
 
 
-def amount(m: np.ndarray, tau: np.ndarray) -> np.ndarray:
+def amount(m: Int64Array, tau: Float32Array) -> Float32Array:
     """Return the value of an entry, float32(m * tau), with the product computed in float64."""
     return (np.asarray(m, np.float64) * np.asarray(tau, np.float64)).astype(np.float32)
 
 
-def check(update: Sequence[np.ndarray], runs: Runs) -> int:
+def check(update: Sequence[Float32Array], runs: Runs) -> int:
     """Return the index of the first element that cannot be sent (NaN, infinity, above `limit`), or -1.
 
     Args:
@@ -44,8 +45,8 @@ def check(update: Sequence[np.ndarray], runs: Runs) -> int:
 
 
 def encode(
-    update: Sequence[np.ndarray],
-    residual: np.ndarray,
+    update: Sequence[Float32Array],
+    residual: Float32Array,
     runs: Runs,
     rice: bool = True,
     layout: Layout = LAYOUT,
@@ -89,12 +90,12 @@ def encode(
     return Encoded(tiles, *counts, -1)
 
 
-def vector(arrays: Sequence[np.ndarray]) -> np.ndarray:
+def vector(arrays: Sequence[Float32Array]) -> Float32Array:
     """Return the elements of float32 arrays as one vector."""
     return np.concatenate([a.reshape(-1) for a in arrays]) if arrays else np.zeros(0, np.float32)
 
 
-def count(index: np.ndarray, residual: np.ndarray, runs: Runs) -> tuple[np.ndarray, np.ndarray]:
+def count(index: Int64Array, residual: Float32Array, runs: Runs) -> tuple[Int64Array, Int64Array]:
     """Count the entries of each run, int64[R], and the residuals that reach each of SHARES of tau, int64[R, 4]."""
     ends = np.cumsum(runs.lengths)
     sent = np.diff(np.searchsorted(index, ends), prepend=0)
@@ -106,7 +107,7 @@ def count(index: np.ndarray, residual: np.ndarray, runs: Runs) -> tuple[np.ndarr
 
 
 def write(
-    index: np.ndarray, negative: np.ndarray, m: np.ndarray, n: int, rice: bool = True, layout: Layout = LAYOUT
+    index: Int64Array, negative: BoolArray, m: Int64Array, n: int, rice: bool = True, layout: Layout = LAYOUT
 ) -> np.ndarray:
     """Return entries as tiles, uint8[bytes].
 
@@ -127,7 +128,7 @@ def write(
     return np.frombuffer(bytes(parts), np.uint8)
 
 
-def tile(index: np.ndarray, negative: np.ndarray, m: np.ndarray, last: int, rice: bool) -> bytes:
+def tile(index: Int64Array, negative: BoolArray, m: Int64Array, last: int, rice: bool) -> bytes:
     """Return one tile: header and payload. `last` is the index of the last entry before it, -1 for the first tile.
 
     Only the first number of the header depends on the tiles before.
@@ -204,7 +205,7 @@ def choose_parameter(gaps: list[int], before: int) -> int:
     return before if cost[before] <= cost[best] + SWITCH else best
 
 
-def rice_payload(gaps: np.ndarray, negative: np.ndarray, m: np.ndarray, skipped: int, multiple: bool) -> bytes:
+def rice_payload(gaps: Int64Array, negative: BoolArray, m: Int64Array, skipped: int, multiple: bool) -> bytes:
     """Return the payload of an entropy-coded tile.
 
     `gaps` lacks the gap before the last entry, because the header gives the index of the first and of the last entry.
@@ -274,7 +275,7 @@ def read_varint(data: bytes, at: int) -> tuple[int, int]:
     raise Malformed("a number that does not end")
 
 
-def read(tiles: np.ndarray, n: int, rice: bool = True) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def read(tiles: UInt8Array, n: int, rice: bool = True) -> tuple[Int64Array, BoolArray, Int64Array]:
     """Read the entries of tiles for n elements: index int64[e], negative bool[e], m int64[e].
 
     Raises:
@@ -306,7 +307,10 @@ def read(tiles: np.ndarray, n: int, rice: bool = True) -> tuple[np.ndarray, np.n
     return np.array(index, np.int64), np.array(negative, bool), np.array(times, np.int64)
 
 
-def read_rice(payload, entries, first, last, multiple, index, negative, times) -> None:
+def read_rice(
+    payload: bytes, entries: int, first: int, last: int, multiple: bool,
+    index: list[int], negative: list[bool], times: list[int],
+) -> None:  # fmt: skip
     """Append the entries of an entropy-coded tile to the three lists. `first` and `last` are from its header."""
     bits = Reader(payload)
     k = first_parameter(last - first + 1 - entries, entries)
@@ -339,7 +343,10 @@ def read_rice(payload, entries, first, last, multiple, index, negative, times) -
         raise Malformed("bytes after the last entry of a tile")
 
 
-def read_plain(payload, entries, first, last, multiple, index, negative, times) -> None:
+def read_plain(
+    payload: bytes, entries: int, first: int, last: int, multiple: bool,
+    index: list[int], negative: list[bool], times: list[int],
+) -> None:  # fmt: skip
     """Append the entries of a tile of plain positions to the three lists."""
     if len(payload) != 4 * entries * (1 + multiple):
         raise Malformed("a payload whose length does not match its entries")
@@ -356,7 +363,7 @@ def read_plain(payload, entries, first, last, multiple, index, negative, times) 
 
 
 def decode(
-    messages: Sequence[tuple[np.ndarray, Runs]], scale: float, out: Sequence[np.ndarray], rice: bool = True
+    messages: Sequence[tuple[UInt8Array, Runs]], scale: float, out: Sequence[Float32Array], rice: bool = True
 ) -> None:
     """Add messages to `out`, one after another: out[i] += +-float32(m * tau) * scale, each step rounded to float32.
 

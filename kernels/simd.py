@@ -4,11 +4,14 @@ Addresses are int64. LLVM splits the 16-lane vectors into vectors of the process
 SSE and NEON.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import cast
 
 from llvmlite import ir
+from llvmlite.ir import IRBuilder, Value
 from numba.core import cgutils, types
+from numba.core.base import BaseContext
+from numba.core.typing.templates import Signature
 from numba.extending import intrinsic
 
 from hvdx.kernels.tiles import ESCAPE, N_MAX, SHARES
@@ -29,42 +32,48 @@ TILES = 16
 AHEAD = 6144
 
 
-def call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
+# Function that emits the instructions of an intrinsic: (builder, *arguments) -> result, a tuple of results, or None.
+Generator = Callable[..., Value | tuple[Value, ...] | None]
+# What Numba's compiler puts in the place of a call. Python never calls it.
+Intrinsic = Callable[..., int]
+
+
+def call(builder: IRBuilder, name: str, result: ir.Type, *arguments: Value) -> Value:
     """Call an LLVM intrinsic by its name."""
     kind = ir.FunctionType(result, [a.type for a in arguments])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
 
 
-def _splat(builder: Any, scalar: Any, kind: Any) -> Any:
+def _splat(builder: IRBuilder, scalar: Value, kind: ir.VectorType) -> Value:
     undefined = ir.Constant(kind, ir.Undefined)
     first = builder.insert_element(undefined, scalar, ir.Constant(_I32, 0))
     return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(_I32, kind.count), [0] * kind.count))
 
 
-def _pointer(builder: Any, address: Any, offset: int, kind: Any) -> Any:
+def _pointer(builder: IRBuilder, address: Value, offset: int, kind: ir.Type) -> Value:
     return builder.inttoptr(builder.add(address, ir.Constant(_I64, offset)), kind.as_pointer())
 
 
-def _load(builder: Any, address: Any, offset: int, kind: Any) -> Any:
+def _load(builder: IRBuilder, address: Value, offset: int, kind: ir.Type) -> Value:
     value = builder.load(_pointer(builder, address, offset, kind))
     value.align = 1 if kind == _I64 else 4
     return value
 
 
-def _store(builder: Any, value: Any, address: Any, offset: int) -> None:
+def _store(builder: IRBuilder, value: Value, address: Value, offset: int) -> None:
     builder.store(value, _pointer(builder, address, offset, value.type)).align = 1 if value.type == _I64 else 4
 
 
-def _bits(builder: Any, lanes: Any) -> Any:
+def _bits(builder: IRBuilder, lanes: Value) -> Value:
     """Return a mask of one bit per lane, as i64."""
     return builder.zext(builder.bitcast(lanes, _I16), _I64)
 
 
-def make_intrinsic(signature: Any) -> Callable[[Callable[..., Any]], Any]:
+def make_intrinsic(signature: Signature) -> Callable[[Generator], Intrinsic]:
     """Return a decorator that makes `generate(builder, *arguments)` callable from Numba with this signature."""
 
-    def wrap(generate: Callable[..., Any]) -> Any:
-        def codegen(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
+    def wrap(generate: Generator) -> Intrinsic:
+        def codegen(context: BaseContext, builder: IRBuilder, _: Signature, arguments: Sequence[Value]) -> Value:
             result = generate(builder, *arguments)
             if isinstance(result, tuple):
                 return context.make_tuple(builder, signature.return_type, result)
@@ -74,7 +83,8 @@ def make_intrinsic(signature: Any) -> Callable[[Callable[..., Any]], Any]:
         names = ", ".join(f"a{i}" for i in range(len(signature.args)))
         scope = {"result": (signature, codegen)}
         exec(f"def typing(context, {names}): return result", scope)
-        return intrinsic(scope["typing"])
+        compiled: Intrinsic = intrinsic(cast("Callable[..., object]", scope["typing"]))
+        return compiled
 
     return wrap
 
@@ -83,7 +93,7 @@ _BLOCKS = types.UniTuple(types.int64, 3)(*[types.int64] * 5, *[types.float32] * 
 
 
 @make_intrinsic(_BLOCKS)
-def accumulate(builder: Any, *arguments: Any) -> tuple[Any, ...]:
+def accumulate(builder: IRBuilder, *arguments: Value) -> tuple[Value, ...]:
     """Add blocks of 64 float32 at `update` to those at `residual`, and subtract +-tau from each sum that reaches tau.
 
     The arguments are residual, update, block, end, found, tau, limit, scale, back, marks, near. `scale` must be 1 and
@@ -103,7 +113,7 @@ def accumulate(builder: Any, *arguments: Any) -> tuple[Any, ...]:
 
 
 @make_intrinsic(_BLOCKS)
-def accumulate_ahead(builder: Any, *arguments: Any) -> tuple[Any, ...]:
+def accumulate_ahead(builder: IRBuilder, *arguments: Value) -> tuple[Value, ...]:
     """Do the work of `accumulate` for `scale` times the update, and subtract `back` times this from the new residual.
 
     A sum that is stored whole keeps what would be subtracted.
@@ -112,20 +122,20 @@ def accumulate_ahead(builder: Any, *arguments: Any) -> tuple[Any, ...]:
 
 
 def _accumulate(
-    builder: Any,
+    builder: IRBuilder,
     ahead: bool,
-    residual: Any,
-    update: Any,
-    block: Any,
-    end: Any,
-    found: Any,
-    tau: Any,
-    limit: Any,
-    scale: Any,
-    back: Any,
-    marks: Any,
-    near: Any,
-) -> tuple[Any, ...]:
+    residual: Value,
+    update: Value,
+    block: Value,
+    end: Value,
+    found: Value,
+    tau: Value,
+    limit: Value,
+    scale: Value,
+    back: Value,
+    marks: Value,
+    near: Value,
+) -> tuple[Value, ...]:
     taus, limits, scales, backs = (_splat(builder, x, _FLOATS) for x in (tau, limit, scale, back))
     shares = [
         builder.bitcast(_splat(builder, builder.fmul(tau, ir.Constant(_F32, share)), _FLOATS), _INTS)
@@ -141,31 +151,31 @@ def _accumulate(
     wholes, hit, negative, whole = (cgutils.alloca_once_value(builder, zero) for _ in range(4))
     offsets = range(0, 256, _STRIDE)
 
-    def bits(lanes: Any) -> Any:
+    def bits(lanes: Value) -> Value:
         return builder.bitcast(lanes, _INTS)
 
-    def absolute(lanes: Any) -> Any:
+    def absolute(lanes: Value) -> Value:
         return call(builder, f"llvm.fabs.v{_LANES}f32", _FLOATS, lanes)
 
-    def load_update(address: Any, offset: int) -> Any:
+    def load_update(address: Value, offset: int) -> Value:
         values = _load(builder, address, offset, _FLOATS)
         return builder.fmul(values, scales) if ahead else values
 
-    def subtract(total: Any, added: Any) -> tuple[Any, Any, Any]:
+    def subtract(total: Value, added: Value) -> tuple[Value, Value, Value]:
         """Return which sums reach tau, the absolute values after the subtraction, and the new residual."""
         over = builder.fcmp_ordered(">=", absolute(total), taus)
         rest = builder.select(over, builder.fsub(absolute(total), taus), absolute(total))
         left = builder.bitcast(builder.or_(bits(rest), builder.and_(bits(total), sign_bit)), _FLOATS)
         return over, rest, builder.fsub(left, builder.fmul(added, backs)) if ahead else left
 
-    def count_near(rest: Any) -> None:
+    def count_near(rest: Value) -> None:
         # Numbers that are not negative are in the order of their bits, and a difference of bits takes less time than a
         # comparison of floats.
         for count, share in zip(below, shares, strict=True):
             minus_one = builder.ashr(builder.sub(bits(rest), share), ir.Constant(_INTS, [31] * _LANES))
             builder.store(builder.sub(builder.load(count), minus_one), count)
 
-    def masks(overs: list[Any], totals: list[Any]) -> None:
+    def masks(overs: list[Value], totals: list[Value]) -> None:
         minus = [builder.icmp_signed("<", bits(total), none) for total in totals]
         for target, lanes in ((hit, overs), (negative, minus)):
             mask = zero
@@ -173,7 +183,7 @@ def _accumulate(
                 mask = builder.or_(mask, builder.shl(_bits(builder, each), ir.Constant(_I64, offset // 4)))
             builder.store(mask, target)
 
-    def accumulate_block(r: Any, u: Any) -> None:
+    def accumulate_block(r: Value, u: Value) -> None:
         """Process any block."""
         block_overs, block_totals, kept = [], [], zero
         for offset in offsets:
@@ -201,10 +211,10 @@ def _accumulate(
                 hint = [ir.Constant(_I32, v) for v in (0, 3, 1)]
                 call(builder, "llvm.prefetch.p0", ir.VoidType(), _pointer(builder, address, offset + AHEAD, _I8), *hint)
         # First as if the block had no fault and no whole sum, which is then checked for all elements at once.
-        overs: list[Any] = []
-        totals: list[Any] = []
-        rests: list[Any] = []
-        lefts: list[Any] = []
+        overs: list[Value] = []
+        totals: list[Value] = []
+        rests: list[Value] = []
+        lefts: list[Value] = []
         most_added, most_rest = none, none
         for offset in offsets:
             added = load_update(u, offset)
@@ -245,7 +255,7 @@ def _accumulate(
 
 
 @make_intrinsic(types.uint64(types.int64, types.float32, types.float32))
-def beyond(builder: Any, update: Any, limit: Any, scale: Any) -> Any:
+def beyond(builder: IRBuilder, update: Value, limit: Value, scale: Value) -> Value:
     """Return a mask of the 64 float32 at `update` that, times `scale`, have absolute values above `limit` or NaN."""
     limits, scales = _splat(builder, limit, _FLOATS), _splat(builder, scale, _FLOATS)
     mask = ir.Constant(_I64, 0)
@@ -258,7 +268,7 @@ def beyond(builder: Any, update: Any, limit: Any, scale: Any) -> Any:
 
 
 @make_intrinsic(types.int64(types.int64))
-def bit_lengths(builder: Any, gaps: Any) -> Any:
+def bit_lengths(builder: IRBuilder, gaps: Value) -> Value:
     """Return the sum of the bit lengths of the 64 uint32 at `gaps`."""
     total = ir.Constant(_INTS, [0] * _LANES)
     for offset in range(0, 256, _STRIDE):
@@ -269,10 +279,10 @@ def bit_lengths(builder: Any, gaps: Any) -> Any:
 
 
 @make_intrinsic(types.int64(types.int64, types.int64))
-def code_lengths(builder: Any, gaps: Any, k: Any) -> Any:
+def code_lengths(builder: IRBuilder, gaps: Value, k: Value) -> Value:
     """Return the bits of the 64 uint32 at `gaps` in the gap code with parameter k, without the k low bits of each."""
 
-    def constant(value: int) -> Any:
+    def constant(value: int) -> Value:
         return ir.Constant(_INTS, [value] * _LANES)
 
     shift, total = _splat(builder, builder.trunc(k, _I32), _INTS), constant(0)
@@ -287,13 +297,13 @@ def code_lengths(builder: Any, gaps: Any, k: Any) -> Any:
 
 
 @make_intrinsic(types.void(*[types.int64] * 4))
-def unpack_entries(builder: Any, entries: Any, count: Any, gaps: Any, signs: Any) -> None:
+def unpack_entries(builder: IRBuilder, entries: Value, count: Value, gaps: Value, signs: Value) -> None:
     """Split packed entries into the uint32 gaps between them and uint8 signs: 1 for a negative one, 2 for a multiple.
 
     The arguments are addresses and a number of entries, which is rounded up to a multiple of 16.
     """
 
-    def constant(value: int) -> Any:
+    def constant(value: int) -> Value:
         return ir.Constant(_INTS, [value] * _LANES)
 
     with cgutils.for_range_slice(builder, ir.Constant(_I64, 0), count, ir.Constant(_I64, _LANES), _I64) as (first, _):
@@ -309,7 +319,9 @@ def unpack_entries(builder: Any, entries: Any, count: Any, gaps: Any, signs: Any
 
 
 @make_intrinsic(types.int64(*[types.int64] * 6))
-def code_entries(builder: Any, gaps: Any, signs: Any, k: Any, length: Any, words: Any, sizes: Any) -> Any:
+def code_entries(
+    builder: IRBuilder, gaps: Value, signs: Value, k: Value, length: Value, words: Value, sizes: Value
+) -> Value:
     """Write the codes of up to 64 gaps, each followed by a sign, in the gap code with parameter k.
 
     The arguments are the addresses of uint32 gaps and uint8 signs, k, the number of gaps, and the addresses of 32
@@ -318,10 +330,10 @@ def code_entries(builder: Any, gaps: Any, signs: Any, k: Any, length: Any, words
     Returns the largest number of bits of an entry. If it is above 28, the codes are wrong.
     """
 
-    def constant(value: int) -> Any:
+    def constant(value: int) -> Value:
         return ir.Constant(_INTS, [value] * _LANES)
 
-    def pairs(lanes: Any) -> tuple[Any, Any]:
+    def pairs(lanes: Value) -> tuple[Value, Value]:
         wide = builder.bitcast(lanes, _WORDS)
         return builder.and_(wide, ir.Constant(_WORDS, [0xFFFFFFFF] * _WIDE_LANES)), builder.lshr(
             wide, ir.Constant(_WORDS, [32] * _WIDE_LANES)
@@ -357,56 +369,56 @@ def code_entries(builder: Any, gaps: Any, signs: Any, k: Any, length: Any, words
 
 
 @make_intrinsic(types.int64(types.uint64))
-def trailing_zeros(builder: Any, x: Any) -> Any:
+def trailing_zeros(builder: IRBuilder, x: Value) -> Value:
     """Return the number of zero bits below the lowest set bit; 64 if no bit is set."""
     return call(builder, "llvm.cttz.i64", _I64, x, ir.Constant(ir.IntType(1), 0))
 
 
 @make_intrinsic(types.int64(types.uint64))
-def bit_length(builder: Any, x: Any) -> Any:
+def bit_length(builder: IRBuilder, x: Value) -> Value:
     """Return the number of bits of x without leading zeros; 0 for 0."""
     zeros = call(builder, "llvm.ctlz.i64", _I64, x, ir.Constant(ir.IntType(1), 0))
     return builder.sub(ir.Constant(_I64, 64), zeros)
 
 
 @make_intrinsic(types.int64(types.uint64))
-def population(builder: Any, x: Any) -> Any:
+def population(builder: IRBuilder, x: Value) -> Value:
     """Return the number of set bits."""
     return call(builder, "llvm.ctpop.i64", _I64, x)
 
 
 @make_intrinsic(types.uint64(types.int64))
-def load_word(builder: Any, address: Any) -> Any:
+def load_word(builder: IRBuilder, address: Value) -> Value:
     """Return the uint64 at an address, which may be unaligned."""
     return _load(builder, address, 0, _I64)
 
 
 @make_intrinsic(types.void(types.int64, types.uint64))
-def store_word(builder: Any, address: Any, value: Any) -> None:
+def store_word(builder: IRBuilder, address: Value, value: Value) -> None:
     """Write a uint64 at an address, which may be unaligned."""
     _store(builder, value, address, 0)
 
 
 @make_intrinsic(types.float32(types.int64))
-def load_float(builder: Any, address: Any) -> Any:
+def load_float(builder: IRBuilder, address: Value) -> Value:
     """Return the float32 at an address."""
     return _load(builder, address, 0, _F32)
 
 
 @make_intrinsic(types.void(types.int64, types.float32))
-def store_float(builder: Any, address: Any, value: Any) -> None:
+def store_float(builder: IRBuilder, address: Value, value: Value) -> None:
     """Write a float32 at an address."""
     _store(builder, value, address, 0)
 
 
 @make_intrinsic(types.uint8(types.int64))
-def load_byte(builder: Any, address: Any) -> Any:
+def load_byte(builder: IRBuilder, address: Value) -> Value:
     """Return the byte at an address."""
     return builder.load(_pointer(builder, address, 0, _I8))
 
 
 @make_intrinsic(types.uint32(types.int64))
-def load_half(builder: Any, address: Any) -> Any:
+def load_half(builder: IRBuilder, address: Value) -> Value:
     """Return the uint32 at an address, which may be unaligned."""
     value = builder.load(_pointer(builder, address, 0, _I32))
     value.align = 1
@@ -414,13 +426,13 @@ def load_half(builder: Any, address: Any) -> Any:
 
 
 @make_intrinsic(types.void(types.int64, types.uint32))
-def store_half(builder: Any, address: Any, value: Any) -> None:
+def store_half(builder: IRBuilder, address: Value, value: Value) -> None:
     """Write a uint32 at an address, which may be unaligned."""
     builder.store(value, _pointer(builder, address, 0, _I32)).align = 1
 
 
 @make_intrinsic(types.void(types.int64))
-def prefetch(builder: Any, address: Any) -> None:
+def prefetch(builder: IRBuilder, address: Value) -> None:
     """Prefetch 128 bytes at an address. An invalid address has no effect."""
     for offset in (0, 64):
         hint = [ir.Constant(_I32, v) for v in (0, 3, 1)]
@@ -428,7 +440,7 @@ def prefetch(builder: Any, address: Any) -> None:
 
 
 @make_intrinsic(types.int64(types.int64))
-def fetch(builder: Any, address: Any) -> Any:
+def fetch(builder: IRBuilder, address: Value) -> Value:
     """Prefetch the memory at an address for writing, and return the address."""
     hint = [ir.Constant(_I32, v) for v in (1, 3, 1)]
     call(builder, "llvm.prefetch.p0", ir.VoidType(), _pointer(builder, address, 0, _I8), *hint)
@@ -437,8 +449,14 @@ def fetch(builder: Any, address: Any) -> Any:
 
 @make_intrinsic(types.int64(*[types.int64] * 6))
 def read_entries(
-    builder: Any, message: Any, last_word: Any, lanes: Any, entries: Any, triples: Any, singles: Any
-) -> Any:
+    builder: IRBuilder,
+    message: Value,
+    last_word: Value,
+    lanes: Value,
+    entries: Value,
+    triples: Value,
+    singles: Value,
+) -> Value:
     """Read the gaps and signs of entries of TILES tiles at once. No branch depends on the bits.
 
     The arguments are the address of the message; the offset of its last 8 bytes, after which nothing is read; the
@@ -451,13 +469,13 @@ def read_entries(
     index above any update's.
     """
 
-    def constant(value: int) -> Any:
+    def constant(value: int) -> Value:
         return ir.Constant(_WORDS, [value] * _WIDE_LANES)
 
-    def larger(a: Any, b: Any) -> Any:
+    def larger(a: Value, b: Value) -> Value:
         return call(builder, f"llvm.umax.v{_WIDE_LANES}i64", _WORDS, a, b)
 
-    def smaller(a: Any, b: Any) -> Any:
+    def smaller(a: Value, b: Value) -> Value:
         return call(builder, f"llvm.umin.v{_WIDE_LANES}i64", _WORDS, a, b)
 
     one, final, groups = constant(1), _splat(builder, last_word, _WORDS), range(0, TILES, _WIDE_LANES)
@@ -468,7 +486,7 @@ def read_entries(
     longest, highest = ([cgutils.alloca_once_value(builder, constant(0)) for _ in groups] for _ in range(2))
     target = cgutils.alloca_once_value(builder, entries)
 
-    def load_words(g: int) -> tuple[Any, Any, Any]:
+    def load_words(g: int) -> tuple[Value, Value, Value]:
         bit = builder.load(position[g])
         byte = smaller(builder.lshr(bit, constant(3)), final)
         word = constant(0)
@@ -479,7 +497,7 @@ def read_entries(
         begin = builder.sub(bit, builder.shl(byte, constant(3)))
         return builder.lshr(word, smaller(begin, constant(63))), begin, begin
 
-    def read_entry(g: int, word: Any, used: Any, address: Any) -> tuple[Any, Any]:
+    def read_entry(g: int, word: Value, used: Value, address: Value) -> tuple[Value, Value]:
         # A limit on the ones keeps shifts below 64. Words with more of them do not hold the entry anyway.
         stop = builder.or_(builder.xor(word, constant(-1)), constant(1 << 40))
         ones = call(builder, f"llvm.cttz.v{_WIDE_LANES}i64", _WORDS, stop, ir.Constant(ir.IntType(1), 0))
@@ -525,7 +543,7 @@ def read_entries(
 
 
 @make_intrinsic(types.void(*[types.int64] * 4))
-def transpose(builder: Any, rows: Any, lists: Any, stride: Any, count: Any) -> None:
+def transpose(builder: IRBuilder, rows: Value, lists: Value, stride: Value, count: Value) -> None:
     """Copy rows of TILES uint32 to lists whose addresses are `stride` bytes apart; `count` is rounded up to eights."""
     step = ir.Constant(_I64, _WIDE_LANES)
     with cgutils.for_range_slice(builder, ir.Constant(_I64, 0), count, step, _I64) as (first, _):
@@ -547,14 +565,14 @@ def transpose(builder: Any, rows: Any, lists: Any, stride: Any, count: Any) -> N
 
 
 @make_intrinsic(types.void(types.int64, types.uint32, types.float32))
-def add_signed(builder: Any, address: Any, flags: Any, value: Any) -> None:
+def add_signed(builder: IRBuilder, address: Value, flags: Value, value: Value) -> None:
     """Add a float32 to the one at an address, with the opposite sign if bit 0 of `flags` is set. Nothing branches."""
     sign = builder.shl(flags, ir.Constant(_I32, 31))
     signed = builder.bitcast(builder.xor(builder.bitcast(value, _I32), sign), _F32)
     _store(builder, builder.fadd(_load(builder, address, 0, _F32), signed), address, 0)
 
 
-def _move_line(builder: Any, source: Any, target: Any, bypass: bool) -> None:
+def _move_line(builder: IRBuilder, source: Value, target: Value, bypass: bool) -> None:
     values = builder.load(_pointer(builder, source, 0, _FLOATS))
     stores = (
         builder.store(ir.Constant(_FLOATS, [0.0] * _LANES), _pointer(builder, source, 0, _FLOATS)),
@@ -567,18 +585,18 @@ def _move_line(builder: Any, source: Any, target: Any, bypass: bool) -> None:
 
 
 @make_intrinsic(types.void(types.int64, types.int64))
-def move_line(builder: Any, source: Any, target: Any) -> None:
+def move_line(builder: IRBuilder, source: Value, target: Value) -> None:
     """Copy a line of 64 bytes, and set it to zero at `source`. The addresses are multiples of 64."""
     _move_line(builder, source, target, False)
 
 
 @make_intrinsic(types.void(types.int64, types.int64))
-def stream_line(builder: Any, source: Any, target: Any) -> None:
+def stream_line(builder: IRBuilder, source: Value, target: Value) -> None:
     """Do the work of `move_line`, past the caches. Another thread may read the target after a `fence` of this one."""
     _move_line(builder, source, target, True)
 
 
 @make_intrinsic(types.void())
-def fence(builder: Any) -> None:
+def fence(builder: IRBuilder) -> None:
     """Complete the stores of this thread."""
     builder.fence("seq_cst")

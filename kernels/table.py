@@ -3,6 +3,7 @@
 import numpy as np
 from numba import njit
 
+from hvdx.kernels.arrays import Int64Array, UInt8Array
 from hvdx.kernels.compiled import entry
 from hvdx.kernels.tiles import TILE_MAX, Malformed
 
@@ -21,7 +22,7 @@ _ERRORS = (
 
 
 @njit(nogil=True)
-def get_varint(data, at):
+def get_varint(data: UInt8Array, at: int) -> tuple[int, int, int]:
     """Read a LEB128 number: (number, offset of its end, 0), or an error code in the third place."""
     value, shift = 0, 0
     while at < data.size and shift < 63:
@@ -34,7 +35,7 @@ def get_varint(data, at):
 
 
 @entry
-def _walk(data, n, rows):
+def _walk(data: UInt8Array, n: int, rows: Int64Array) -> tuple[int, int, int]:
     """Fill `rows`, which may be too short: (number of tiles, error code, offset of the error)."""
     at, last, tiles = 0, -1, 0
     while at < data.size:
@@ -73,7 +74,7 @@ def _walk(data, n, rows):
     return tiles, 0, at
 
 
-def table(tiles: np.ndarray, n: int) -> np.ndarray:
+def table(tiles: UInt8Array, n: int) -> Int64Array:
     """Return the table of the tiles of a message.
 
     Args:

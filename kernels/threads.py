@@ -6,8 +6,8 @@ once, as they do when a training step overlaps with an exchange.
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any, TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TypeVar
 
 T = TypeVar("T")
 _pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
@@ -27,7 +27,7 @@ def spread(function: Callable[[int], T], tasks: int, threads: int) -> list[T]:
     key = os.getpid(), threads
     if key not in _pools:
         _pools[key] = ThreadPoolExecutor(threads - 1, thread_name_prefix="hvdx-kernel")
-    rest: list[Any] = []
+    rest: list[Future[T]] = []
     try:
         for i in range(1, tasks):
             rest.append(_pools[key].submit(function, i))
@@ -37,7 +37,7 @@ def spread(function: Callable[[int], T], tasks: int, threads: int) -> list[T]:
         _wait_for_all(rest)
 
 
-def _wait_for_all(futures: list[Any]) -> None:
+def _wait_for_all(futures: list[Future[T]]) -> None:
     """Wait until no future runs, and only then raise an exception that interrupted the wait."""
     interrupted = None
     for future in futures:

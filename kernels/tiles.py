@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hvdx.kernels.arrays import Float32Array, Int64Array, UInt8Array
+
 #: Number of gaps that share one Rice parameter.
 BLOCK = 64
 #: Quotients below this are unary; larger ones escape to an Elias-gamma code, so that one huge gap costs few bits.
@@ -73,11 +75,11 @@ class Runs(NamedTuple):
         taus: float32[R], positive and normal.
     """
 
-    lengths: np.ndarray
-    taus: np.ndarray
+    lengths: Int64Array
+    taus: Float32Array
 
 
-def limit(taus: np.ndarray) -> np.ndarray:
+def limit(taus: Float32Array) -> Float32Array:
     """Return the largest absolute value in an update, float32[R]. With a residual below tau, m then fits M_MAX."""
     return np.minimum(np.asarray(taus, np.float64) * 2.0**30, 2.0**126).astype(np.float32)
 
@@ -93,9 +95,9 @@ class Encoded(NamedTuple):
             is not -1, the residual is unchanged and there are no tiles.
     """
 
-    tiles: np.ndarray
-    sent: np.ndarray
-    near: np.ndarray
+    tiles: UInt8Array
+    sent: Int64Array
+    near: Int64Array
     fault: int
 
     @classmethod
@@ -118,7 +120,7 @@ def check_layout(layout: Layout) -> None:
         raise ValueError(f"layout: expected numbers within the limits that Layout names, got {layout}.")
 
 
-def plan(counts: np.ndarray, layout: Layout = LAYOUT) -> np.ndarray:
+def plan(counts: Int64Array, layout: Layout = LAYOUT) -> Int64Array:
     """Return the number of entries of each tile in order, int64[tiles].
 
     Args:

@@ -120,12 +120,13 @@ def check_messages_come_in_order(comm: Comm) -> None:
         i = expected[message.sender]
         expected[message.sender] += 1
         assert message.header == (i, message.sender, -(2**62), comm.rank, *[0] * (HEADER_WORDS - 4))
-        if sizes[i] is None:
+        size = sizes[i]
+        if size is None:
             assert message.body is None
         else:
             assert message.body is not None
             assert message.body.dtype == np.uint8
-            np.testing.assert_array_equal(message.body, np.full(sizes[i], message.sender + i, np.uint8))
+            np.testing.assert_array_equal(message.body, np.full(size, message.sender + i, np.uint8))
     assert set(expected.values()) == {len(sizes)}
     assert box.fetch() is None
     assert until(box.left, _SECONDS)

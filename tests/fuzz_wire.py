@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hvdx.codec import Codec, frame, make, varint
+from hvdx.codec import Codec, Threshold, frame, make, varint
 from hvdx.errors import WireError
 from hvdx.kernels import cpu, reference
 from hvdx.kernels.tiles import TILE_MAX, Malformed, Runs
@@ -80,7 +80,7 @@ class Journal:
             self._memory = mmap.mmap(file.fileno(), 0)
 
     def note(self, case: Case) -> None:
-        head = json.dumps(case._replace(data=len(case.data), before=len(case.before))._asdict()).encode() + b"\n"
+        head = json.dumps(case._asdict() | {"data": len(case.data), "before": len(case.before)}).encode() + b"\n"
         whole = head + case.data + case.before
         self._memory[: len(whole)] = whole
 
@@ -202,7 +202,7 @@ def _sealed(codec: Codec) -> list[tuple[int, bytes]]:
         update, _ = noise(n, np.full(n, 0.5, np.float32), density, n)
         arrays = split(np.clip(update, -6e4, 6e4), [n // 2])
         messages.append((n, codec.encode(arrays, codec.init([a.size for a in arrays]))[0].tobytes()))
-        if codec.name == "threshold":
+        if isinstance(codec, Threshold):
             per_array = make("threshold", tau=0.5, scope="variable", index_coding=codec.index_coding, threads=1)
             messages.append((n, per_array.encode(arrays, per_array.init([a.size for a in arrays]))[0].tobytes()))
     return messages

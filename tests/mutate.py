@@ -35,8 +35,6 @@ FAULTS = ROOT / "tests" / "mutants.toml"
 # This variable marks all processes of a run, in whichever session they are.
 _MARK = "HVDX_MUTATE"
 _LIMIT_SECONDS = 180.0
-# Top-level folders that are packages inside hvdx.
-_MAPPED = ("kernels", "jobs")
 # Number of lines of a test's output that are shown for a problem.
 _LINES = 25
 
@@ -201,13 +199,10 @@ class Copy:
         self._scratch.mkdir(parents=True)
         listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, check=True, capture_output=True, text=True)
         for name in filter(None, listed.stdout.split("\0")):
-            if (root / name).is_file():
+            # hvdx/kernels and hvdx/jobs are links to folders.
+            if (root / name).is_file() or (root / name).is_symlink():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(root / name, folder / name)
-        for room in _MAPPED:
-            # `import hvdx.kernels` must find the copy, and not the target of an editable install.
-            if (folder / "hvdx").is_dir() and (folder / room).is_dir():
-                (folder / "hvdx" / room).symlink_to(f"../{room}")
+                shutil.copy2(root / name, folder / name, follow_symlinks=False)
 
     @contextlib.contextmanager
     def broken(self, mutant: Mutant) -> Iterator[None]:

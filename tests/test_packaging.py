@@ -15,10 +15,10 @@ def wheel(tmp_path_factory):
     """Build a wheel from a clean copy of the checkout."""
     source = tmp_path_factory.mktemp("source") / "hvdx"
     source.mkdir()
-    for name in ("pyproject.toml", "setup.py", "README.md"):
+    for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, source)
     for name in ("hvdx", "kernels", "jobs", "tests"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", source, source]
     subprocess.run(command, check=True, timeout=120)
     return zipfile.ZipFile(next(source.glob("*.whl")))
@@ -42,6 +42,10 @@ def test_wheel_holds_the_templates_of_job_scripts(wheel):
     assert "hvdx/jobs/templates/slurm.sh" in templates
     others = {"hvdx/jobs/benchmarks/recorded_update.npz", "hvdx/report/templates/report.html.j2"}
     assert templates | others <= set(wheel.namelist())
+
+
+def test_wheel_says_that_it_is_typed(wheel):
+    assert "hvdx/py.typed" in wheel.namelist()
 
 
 def test_wheel_installs_the_command(wheel):

@@ -129,8 +129,8 @@ class _Server:
             In each fork, its request; in the server, None.
         """
         with selectors.DefaultSelector() as selector:
-            for source in (self._listening, self._woken, 0):
-                selector.register(source, selectors.EVENT_READ)
+            for watched in (self._listening, self._woken, 0):
+                selector.register(watched, selectors.EVENT_READ)
             while True:
                 for key, _ in selector.select():
                     source = key.fileobj
@@ -249,7 +249,7 @@ def _end_as_python(program: Callable[[], None]) -> None:
     except BaseException:
         status = 1
         sys.excepthook(*sys.exc_info())
-    threading._shutdown()
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     # mpi4py finalises MPI at the end of Python's own shutdown, which `os._exit` skips.
     if "mpi4py.MPI" in sys.modules:
@@ -271,4 +271,5 @@ if __name__ == "__main__":
     received = _Server(socket.socket(fileno=int(sys.argv[2]))).serve()
     if received is None:
         os._exit(0)
-    _end_as_python(lambda: _run(received, import_paths))
+    request = received
+    _end_as_python(lambda: _run(request, import_paths))

@@ -22,12 +22,24 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from hvdx.jobs.benchmarks import harness
 
+if TYPE_CHECKING:
+    import keras
+    import tensorflow as tf
+
+    from hvdx.strategies import AllReduce, Strategy
+    from hvdx.strategies.host import HostExchange
+
+Batch = tuple[np.ndarray, np.ndarray]
+Step = Callable[[Sequence[Batch]], None]
+Tensors = list["tf.Tensor"]
+#: Network, batches of each worker, steps of an epoch, and a function that evaluates.
+Training = tuple["keras.Model", list[Iterator[Batch]], int, Callable[[], float]]
 #: Compared strategies by name.
 STRATEGIES = {
     "dense": "all_reduce",
@@ -55,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the missing trainings, and print the table."""
     options = arguments(argv)
     file = Path(options.json) if options.json else None
-    runs: list[dict[str, Any]] = json.loads(file.read_text())["runs"] if file and file.exists() else []
+    runs: list[harness.Row] = json.loads(file.read_text())["runs"] if file and file.exists() else []
     wanted = [
         {"model": model, "strategy": name, "spelling": STRATEGIES[name], "seed": seed,
          "workers": options.workers, "epochs": options.epochs, "optimizer": options.optimizer,
@@ -113,7 +125,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 # -- a run --------------------------------------------------------------------------------------------------------
 
 
-def train(run: dict[str, Any]) -> dict[str, Any]:
+def train(run: harness.Row) -> harness.Row:
     """Train one network under one strategy; return accuracies and bytes."""
     import keras
 
@@ -136,7 +148,7 @@ def train(run: dict[str, Any]) -> dict[str, Any]:
     return {"accuracy": accuracy, "bytes": cost(), "ratio": dense / cost(), "elements": elements, "steps": epoch}
 
 
-def images(run: dict[str, Any]) -> tuple[Any, list[Iterator[Any]], int, Callable[[], float]]:
+def images(run: harness.Row) -> Training:
     """Return an image network, the batches of each worker, the steps of an epoch, and the test accuracy in %."""
     import hvdx
     from hvdx.jobs.data import load
@@ -155,7 +167,7 @@ def images(run: dict[str, Any]) -> tuple[Any, list[Iterator[Any]], int, Callable
     return network, shares, len(data.train_y) // (run["batch"] * workers), evaluate
 
 
-def text(run: dict[str, Any]) -> tuple[Any, list[Iterator[Any]], int, Callable[[], float]]:
+def text(run: harness.Row) -> Training:
     """Return a transformer, the batches of each worker, the steps of an epoch, and the held-out loss."""
     from hvdx.jobs.data import VOCABULARY, load_text
     from hvdx.jobs.language_model import build
@@ -163,14 +175,14 @@ def text(run: dict[str, Any]) -> tuple[Any, list[Iterator[Any]], int, Callable[[
     texts = load_text()
     network = build(VOCABULARY, _CONTEXT, _LAYERS, _WIDTH, _HEADS, 1e-3)
 
-    def windows(characters: np.ndarray, begins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def windows(characters: np.ndarray, begins: np.ndarray) -> Batch:
         codes = characters[begins[:, None] + np.arange(_CONTEXT + 1)].astype(np.int32)
         return codes[:, :-1], codes[:, 1:]
 
-    def batches(rank: int) -> Iterator[Any]:
+    def batches(rank: int) -> Iterator[Batch]:
         random = np.random.default_rng([run["seed"], rank])
         while True:
-            yield windows(texts.train, random.integers(0, len(texts.train) - _CONTEXT - 1, run["batch"]))
+            yield windows(texts.train, random.integers(0, len(texts.train) - _CONTEXT - 1, (run["batch"],)))
 
     held_out = windows(texts.held_out, np.linspace(0, len(texts.held_out) - _CONTEXT - 2, _WINDOWS).astype(np.int64))
 
@@ -181,30 +193,30 @@ def text(run: dict[str, Any]) -> tuple[Any, list[Iterator[Any]], int, Callable[[
     return network, [batches(r) for r in range(run["workers"])], epoch, evaluate
 
 
-def gradients_of(network: Any) -> Callable[[Any, Any], list[Any]]:
+def gradients_of(network: "keras.Model") -> "Callable[[np.ndarray, np.ndarray], list[tf.Tensor]]":
     """Return a graph function that computes one worker's gradients."""
     import tensorflow as tf
 
     @tf.function(reduce_retracing=True)
-    def gradients(x: Any, y: Any) -> list[Any]:
+    def gradients(x: tf.Tensor, y: tf.Tensor) -> list[tf.Tensor]:
         with tf.GradientTape() as tape:
             loss = network.compute_loss(y=y, y_pred=network(x, training=True))
         found = tape.gradient(loss, [v.value for v in network.trainable_variables])
         return [tf.convert_to_tensor(g) for g in found]
 
-    return gradients
+    return cast("Callable[[np.ndarray, np.ndarray], list[tf.Tensor]]", gradients)
 
 
-def dense_step(network: Any, strategy: Any, workers: int) -> tuple[Callable[..., None], Callable[[], float]]:
+def dense_step(network: "keras.Model", strategy: "Strategy", workers: int) -> tuple[Step, Callable[[], float]]:
     """Return a step with mean gradients, exchanged in float32 or float16, and a function for one worker's bytes."""
     import tensorflow as tf
 
-    half, gradients = strategy.compression == "fp16", gradients_of(network)
+    half, gradients = cast("AllReduce", strategy).compression == "fp16", gradients_of(network)
     elements = sum(int(np.prod(v.shape)) for v in network.trainable_variables)
     taken = 0
 
     @tf.function
-    def apply(everyone: list[list[Any]]) -> None:
+    def apply(everyone: list[list[tf.Tensor]]) -> None:
         kind = tf.float16 if half else tf.float32
         means = [
             tf.cast(tf.add_n([tf.cast(g, kind) for g in together]), tf.float32) / workers
@@ -212,7 +224,7 @@ def dense_step(network: Any, strategy: Any, workers: int) -> tuple[Callable[...,
         ]
         network.optimizer.apply(means, network.trainable_variables)
 
-    def step(batches: Sequence[Any]) -> None:
+    def step(batches: Sequence[Batch]) -> None:
         nonlocal taken
         taken += 1
         apply([gradients(x, y) for x, y in batches])
@@ -220,7 +232,7 @@ def dense_step(network: Any, strategy: Any, workers: int) -> tuple[Callable[...,
     return step, lambda: taken * elements * (2.0 if half else 4.0)
 
 
-def host_step(network: Any, strategy: Any, workers: int) -> tuple[Callable[..., None], Callable[[], float]]:
+def host_step(network: "keras.Model", strategy: "Strategy", workers: int) -> tuple[Step, Callable[[], float]]:
     """Return a step with an optimiser and exchange for each worker, and a function for one worker's mean bytes."""
     import keras
     import tensorflow as tf
@@ -241,9 +253,9 @@ def host_step(network: Any, strategy: Any, workers: int) -> tuple[Callable[..., 
 
     corrects = strategy.second_moments == "mean" and second_moments.divides(own[0])
 
-    def make_update(optimizer: Any) -> Callable[[list[Any]], tuple[list[Any], list[Any]]]:
+    def make_update(optimizer: keras.optimizers.Optimizer) -> Callable[[Tensors], tuple[Tensors, Tensors]]:
         @tf.function
-        def update(given: list[Any]) -> tuple[list[Any], list[Any]]:
+        def update(given: Tensors) -> tuple[Tensors, Tensors]:
             def step() -> None:
                 optimizer._backend_update_step(given, variables, optimizer.learning_rate)
 
@@ -252,18 +264,18 @@ def host_step(network: Any, strategy: Any, workers: int) -> tuple[Callable[..., 
             optimizer.iterations.assign_add(1)
             return changes, sample
 
-        return update
+        return cast("Callable[[Tensors], tuple[Tensors, Tensors]]", update)
 
     updates = [make_update(optimizer) for optimizer in own]
     rank_local = strategy.placement == "update"
 
-    def step(batches: Sequence[Any]) -> None:
-        given, samples = [gradients(x, y) for x, y in batches], [[] for _ in batches]
+    def step(batches: Sequence[Batch]) -> None:
+        found: list[tuple[Tensors, Tensors]] = [(gradients(x, y), []) for x, y in batches]
         if rank_local:
-            given, samples = zip(*(update(g) for update, g in zip(updates, given, strict=True)), strict=True)
+            found = [update(given) for update, (given, _) in zip(updates, found, strict=True)]
         inputs = [
             StepInput([np.asarray(t) for t in one], sample=[np.asarray(s) for s in sample] or None)
-            for one, sample in zip(given, samples, strict=True)
+            for one, sample in found
         ]
         (combined, *_) = list(pool.map(lambda e, i: e.take(i), exchanges, inputs))
         if rank_local:
@@ -272,13 +284,13 @@ def host_step(network: Any, strategy: Any, workers: int) -> tuple[Callable[..., 
         else:
             network.optimizer.apply([tf.constant(c) for c in combined], variables)
 
-    return step, lambda: float(np.mean([e.telemetry.messages for e in exchanges]))
+    return step, lambda: float(np.mean([cast("HostExchange", e).telemetry.messages for e in exchanges]))
 
 
 # -- the table ----------------------------------------------------------------------------------------------------
 
 
-def show(runs: Sequence[dict[str, Any]]) -> None:
+def show(runs: Sequence[harness.Row]) -> None:
     """Print a Markdown table of means and standard deviations over the seeds."""
     print("\n| network | strategy | seeds | after 3 | last 3 | after all | against dense | bytes | of dense |")
     print("|---|---|---|---|---|---|---|---|---|")

@@ -21,13 +21,16 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hvdx.jobs.benchmarks import harness
-from hvdx.report.table import render
 
+if TYPE_CHECKING:
+    import keras
+
+Array = Callable[[], np.ndarray]
 #: Goals: least ratio of the speed to plain reads of whole files, and largest memory above the imports in MB.
 GOALS = {"ratio": 0.5, "memory_MB": 1500.0}
 _FILES = 3
@@ -58,7 +61,7 @@ def compare(options: argparse.Namespace) -> int:
     rows = [row for name in options.formats.split(",") if (row := measure(name, options))]
     if not rows:
         return 1
-    print(f"\n{_table(rows)}\n")
+    print(f"\n{harness.table(rows, _COLUMNS)}\n\n{_NOTE}\n")
     met = _check_goals(rows)
     versions = {"python": platform.python_version(), "numpy": np.__version__, "kernel": platform.release()}
     sizes = {"GB": options.size, "files": _FILES, "rounds": options.rounds}
@@ -66,7 +69,7 @@ def compare(options: argparse.Namespace) -> int:
     return 0 if met else 1
 
 
-def measure(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
+def measure(name: str, options: argparse.Namespace) -> harness.Row | None:
     """Make the files of one format, and measure; return None if its framework is missing."""
     if name not in MAKERS:
         raise SystemExit(f"average_files: --formats: expected some of {', '.join(MAKERS)}; got {name}.")
@@ -82,8 +85,8 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
         reads: dict[str, list[float]] = {"whole": [], "blocks": []}
         runs = []
         for number in range(options.rounds):
-            for how, seconds in reads.items():
-                seconds.append(_read(paths, how))
+            for how, taken in reads.items():
+                taken.append(_read(paths, how))
             runs.append(_averaged(paths, out))
             print(f"{name}: round {number + 1}: {runs[-1]['seconds']:.2f} s, read whole in {reads['whole'][-1]:.2f} s")
         _drop_from_cache(paths)
@@ -131,7 +134,7 @@ def average_once(paths: Sequence[Path], cold: bool) -> dict[str, float]:
         real(handle)
         synced[0] += time.perf_counter() - begin
 
-    os.fsync = timed
+    os.fsync = timed  # type: ignore[assignment]
     if cold:
         _drop_from_cache(paths[:-1])
     before = harness.memory("VmRSS")
@@ -153,19 +156,19 @@ def make_one(name: str, path: Path, size: float) -> None:
         os.close(handle)
 
 
-def _make_safetensors(path: Path, array: Callable[[], Any], count: int) -> None:
+def _make_safetensors(path: Path, array: Array, count: int) -> None:
     from hvdx.averaging.safetensors import save
 
     save(path, {f"layers.{i}.weight": array() for i in range(count)})
 
 
-def _make_pytorch(path: Path, array: Callable[[], Any], count: int) -> None:
+def _make_pytorch(path: Path, array: Array, count: int) -> None:
     import torch
 
     torch.save({f"layers.{i}.weight": torch.from_numpy(array()) for i in range(count)}, path)
 
 
-def _make_mxnet(path: Path, array: Callable[[], Any], count: int) -> None:
+def _make_mxnet(path: Path, array: Array, count: int) -> None:
     with path.open("wb") as file:
         file.write(struct.pack("<QQQ", 0x112, 0, count))
         for _ in range(count):
@@ -178,7 +181,7 @@ def _make_mxnet(path: Path, array: Callable[[], Any], count: int) -> None:
             file.write(struct.pack("<Q", len(name)) + name)
 
 
-def _keras_model(array: Callable[[], Any], count: int) -> Any:
+def _keras_model(array: Array, count: int) -> "keras.Model":
     import keras
 
     layers = [keras.layers.Dense(_SIDE, use_bias=False) for _ in range(count)]
@@ -188,22 +191,22 @@ def _keras_model(array: Callable[[], Any], count: int) -> Any:
     return model
 
 
-def _make_weights(path: Path, array: Callable[[], Any], count: int) -> None:
+def _make_weights(path: Path, array: Array, count: int) -> None:
     _keras_model(array, count).save_weights(path)
 
 
-def _make_keras(path: Path, array: Callable[[], Any], count: int) -> None:
+def _make_keras(path: Path, array: Array, count: int) -> None:
     _keras_model(array, count).save(path)
 
 
-def _make_checkpoint(path: Path, array: Callable[[], Any], count: int) -> None:
+def _make_checkpoint(path: Path, array: Array, count: int) -> None:
     import tensorflow as tf
 
     tf.train.Checkpoint(layers=[tf.Variable(array()) for _ in range(count)]).write(str(path))
 
 
 #: By format: suffix of the files, framework that makes them ("" for hvdx), and the function that makes one.
-MAKERS: dict[str, tuple[str, str, Callable[[Path, Callable[[], Any], int], None]]] = {
+MAKERS: dict[str, tuple[str, str, Callable[[Path, Array, int], None]]] = {
     "safetensors": (".safetensors", "", _make_safetensors),
     "pt": (".pt", "torch", _make_pytorch),
     "params": (".params", "", _make_mxnet),
@@ -249,23 +252,22 @@ def _drop_from_cache(paths: Sequence[Path]) -> None:
         os.close(handle)
 
 
-def _table(rows: Sequence[dict[str, Any]]) -> str:
-    header = ["format", "made by", "read whole", "in blocks", "average", "no sync", "ratio", "cold", "blocks", "MB"]
-    cells = [
-        [
-            row["format"],
-            row["made_by"],
-            *(f"{row[key]:.2f} s" for key in ("read_whole_s", "read_blocks_s", "average_s", "no_sync_s")),
-            *(f"{row[key]:.2f}" for key in ("ratio", "cold_ratio", "ratio_blocks_no_sync")),
-            f"{row['memory_MB']:.0f}",
-        ]
-        for row in rows
-    ]
-    note = "ratio: read whole / average; cold: the same from disk; blocks: in blocks / no sync; MB: above the imports."
-    return f"{render(cells, header)}\n\n{note}"
+_COLUMNS = [
+    ("format", lambda row: row["format"]),
+    ("made by", lambda row: row["made_by"]),
+    harness.figure("read whole, s", "read_whole_s", ".2f"),
+    harness.figure("in blocks", "read_blocks_s", ".2f"),
+    harness.figure("average", "average_s", ".2f"),
+    harness.figure("no sync", "no_sync_s", ".2f"),
+    harness.figure("ratio", "ratio", ".2f"),
+    harness.figure("cold", "cold_ratio", ".2f"),
+    harness.figure("blocks", "ratio_blocks_no_sync", ".2f"),
+    harness.figure("MB", "memory_MB", ".0f"),
+]
+_NOTE = "ratio: read whole / average; cold: the same from disk; blocks: in blocks / no sync; MB: above the imports."
 
 
-def _check_goals(rows: Sequence[dict[str, Any]]) -> bool:
+def _check_goals(rows: Sequence[harness.Row]) -> bool:
     """Print whether each format meets its goals; return True if all do."""
     met = True
     for row in rows:

@@ -17,10 +17,9 @@ import itertools
 import sys
 import time
 from statistics import mean
-from typing import Any
 
 from hvdx.jobs.benchmarks import harness
-from hvdx.report.table import quantity, render
+from hvdx.report.table import quantity
 
 # Bandwidth of the fast links, which do not delay the workers.
 _FAST = "10gbit"
@@ -48,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
 # -- the comparison ---------------------------------------------------------------------------------------------------
 
 
-def ways(periods: list[int]) -> list[dict[str, Any]]:
+def ways(periods: list[int]) -> list[harness.Row]:
     """List the compared ways: the dense baseline, and each period with and without the optimiser's state."""
     found = [{"name": "all_reduce", "spelling": "all_reduce", "period": 1, "state": False}]
     for period in periods:
@@ -61,7 +60,7 @@ def ways(periods: list[int]) -> list[dict[str, Any]]:
 
 def compare(options: argparse.Namespace) -> int:
     """Train each way over fast links, time its steps over slow ones, and print the table."""
-    rows: list[dict[str, Any]] = []
+    rows: list[harness.Row] = []
     for way in ways(options.periods):
         learnt = launch(way["spelling"], _FAST, options)
         steps = max(2 * way["period"], 12)
@@ -77,7 +76,7 @@ def compare(options: argparse.Namespace) -> int:
     return 0
 
 
-def launch(spelling: str, bandwidth: str, options: argparse.Namespace, steps: int = 0) -> dict[str, Any]:
+def launch(spelling: str, bandwidth: str, options: argparse.Namespace, steps: int = 0) -> harness.Row:
     """Train on emulated hosts, and return the figures of rank 0."""
     given = {"spelling": spelling, "steps": steps, "epochs": options.epochs, "hidden": options.hidden}
     return harness.launch(__file__, given | {"seed": options.seed}, options.hosts, bandwidth).ranks[0]
@@ -89,92 +88,80 @@ def parameters(options: argparse.Namespace) -> int:
     return sum((a + 1) * b for a, b in itertools.pairwise(sizes))
 
 
-def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
+def show(rows: list[harness.Row], options: argparse.Namespace) -> None:
     """Print the table."""
     dense = 4 * parameters(options) * 2 * (options.hosts - 1) / options.hosts
-    cells = []
-    for row in rows:
-        expected = dense / row["period"] * (2 if row["state"] else 1)
-        sent = row["sent"] / row["steps"]
-        reached = next((steps for steps, accuracy in row["curve"] if accuracy >= options.target), None)
-        cells.append(
-            [
-                row["name"],
-                quantity(sent, "B"),
-                f"{sent / expected:.3f}",
-                f"{row['auto'] / row['sent']:.3f}",
-                f"{row['ms']:.1f}",
-                *(f"{accuracy:.2f}" for _, accuracy in row["curve"]),
-                f"{row['steps'] * row['ms'] / 1e3:.0f}",
-                f"{reached * row['ms'] / 1e3:.0f}" if reached else "-",
-            ]
-        )
-    epochs = [f"epoch {i + 1}" for i in range(len(rows[0]["curve"]))]
-    header = [
-        "way",
-        "sent a step",
-        "/ expected",
-        "link / sent",
-        "ms a step",
-        *epochs,
-        "s in all",
-        f"s to {options.target:g}",
+
+    def expected(row: harness.Row) -> float:
+        return float(dense / row["period"] * (2 if row["state"] else 1))
+
+    def reached(row: harness.Row) -> str:
+        steps = next((steps for steps, accuracy in row["curve"] if accuracy >= options.target), None)
+        return f"{steps * row['ms'] / 1e3:.0f}" if steps else "-"
+
+    def accuracy(epoch: int) -> harness.Column:
+        return f"epoch {epoch + 1}", lambda row: f"{row['curve'][epoch][1]:.2f}"
+
+    columns = [
+        ("way", lambda row: row["name"]),
+        ("sent a step", lambda row: quantity(row["sent"] / row["steps"], "B")),
+        ("/ expected", lambda row: f"{row['sent'] / row['steps'] / expected(row):.3f}"),
+        ("link / sent", lambda row: f"{row['auto'] / row['sent']:.3f}"),
+        harness.figure("ms a step", "ms", ".1f"),
+        *map(accuracy, range(len(rows[0]["curve"]))),
+        ("s in all", lambda row: f"{row['steps'] * row['ms'] / 1e3:.0f}"),
+        (f"s to {options.target:g}", reached),
     ]
     print(f"\n{options.hosts} hosts, {options.bandwidth} a link; dense: {quantity(dense, 'B')} a step")
-    print(render(cells, header=header))
+    print(harness.table(rows, columns))
     print("expected: dense / period, twice that with momenta; averages at the ends of epochs are not included")
 
 
 # -- one rank ---------------------------------------------------------------------------------------------------------
 
 
-def train(given: argparse.Namespace) -> dict[str, Any]:
+def train(given: argparse.Namespace) -> harness.Row:
     """Train all epochs with validation, or, if `steps` is given, that number of steps without validation."""
     import hvdx
 
     hvdx.init()
     model, data, test, _ = harness.mlp(given)
-    distribute, watch = hvdx.keras.Distribute(given.spelling), make_watch()
+    distribute, watch = hvdx.keras.Distribute(given.spelling), _Watch()
     model.fit(
-        data,
+        data.repeat() if given.steps else data,
         epochs=1 if given.steps else given.epochs,
         steps_per_epoch=given.steps or None,
         validation_data=None if given.steps else test,
         shuffle=False,
         verbose=0,
-        callbacks=[distribute, watch],
+        callbacks=[distribute, harness.callback(watch)],
     )
     figures = {"seconds": watch.seconds, "curve": watch.curve, "auto": watch.link, "steps": len(watch.seconds)}
     return figures | {"sent": distribute.counters.bytes_sent}
 
 
-def make_watch() -> Any:
-    """Make a callback that times steps, and records the accuracy and the bytes of the link after each epoch."""
-    import keras
+class _Watch:
+    """Watch of a `fit` that times steps, and records the accuracy and the bytes of the link after each epoch."""
 
-    class Watch(keras.callbacks.Callback):
-        def __init__(self) -> None:
-            super().__init__()
-            self.seconds: list[float] = []
-            self.curve: list[tuple[int, float]] = []
-            self.link = 0
-            self._first: int | None = None
-            self._end = 0.0
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.curve: list[tuple[int, float]] = []
+        self.link = 0
+        self._first: int | None = None
+        self._end = 0.0
 
-        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-            if self._first is None:
-                self._first = harness.link_bytes("tx")
-            self._end = time.perf_counter()
+    def on_epoch_begin(self, epoch: int, logs: harness.Logs = None) -> None:
+        if self._first is None:
+            self._first = harness.link_bytes("tx")
+        self._end = time.perf_counter()
 
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            self.seconds.append(time.perf_counter() - self._end)
-            self._end = time.perf_counter()
+    def on_train_batch_end(self, batch: int, logs: harness.Logs = None) -> None:
+        self.seconds.append(time.perf_counter() - self._end)
+        self._end = time.perf_counter()
 
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            self.curve.append((len(self.seconds), 100 * (logs or {}).get("val_accuracy", 0.0)))
-            self.link = harness.link_bytes("tx") - (self._first or 0)
-
-    return Watch()
+    def on_epoch_end(self, epoch: int, logs: harness.Logs = None) -> None:
+        self.curve.append((len(self.seconds), 100 * (logs or {}).get("val_accuracy", 0.0)))
+        self.link = harness.link_bytes("tx") - (self._first or 0)
 
 
 if __name__ == "__main__":

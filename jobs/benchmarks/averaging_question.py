@@ -16,13 +16,16 @@ this one equals dense, up to rounding.
 
 import argparse
 import sys
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hvdx.jobs.benchmarks import harness
-from hvdx.report.table import render
 
+if TYPE_CHECKING:
+    from hvdx.strategies import Strategy
+
+Weights = list[np.ndarray]
 #: Optimisers, each with a learning rate at which it trains well here.
 OPTIMIZERS = {
     "sgd": ("SGD", {"learning_rate": 0.1}),
@@ -47,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     import keras
 
     keras.config.disable_interactive_logging()
-    rows: list[dict[str, Any]] = []
+    rows: list[harness.Row] = []
     for name in options.optimizers:
         dense, row = train(name, hvdx.AllReduce(), options)
         rows.append({"optimizer": name, "way": "gradients", "from_dense": 0.0} | row)
@@ -68,18 +71,19 @@ def main(argv: list[str] | None = None) -> int:
                 if hvdx.rank() == 0:
                     print(rows[-1], file=sys.stderr, flush=True)
     if hvdx.rank() == 0:
-        show(rows, hvdx.size(), options)
+        print(f"{hvdx.size()} workers, {options.steps} steps of 64 samples on each")
+        print(harness.table(rows, _COLUMNS))
         harness.write(options.json, {"rows": rows}, hvdx.size())
     return 0
 
 
-def train(optimizer: str, strategy: Any, options: argparse.Namespace) -> tuple[list[Any], dict[str, Any]]:
+def train(optimizer: str, strategy: "Strategy", options: argparse.Namespace) -> tuple[Weights, harness.Row]:
     """Train in one way, and return the final weights and the figures."""
     import keras
 
     import hvdx
 
-    model, batches, test, _ = harness.mlp(options, options.data)
+    model, batches, test, _ = harness.mlp(options)
     kind, settings = OPTIMIZERS[optimizer]
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(getattr(keras.optimizers, kind)(**settings), loss, metrics=["accuracy"])
@@ -98,20 +102,19 @@ def train(optimizer: str, strategy: Any, options: argparse.Namespace) -> tuple[l
     return model.get_weights(), {"accuracy": 100 * history["val_accuracy"][-1], "divergence": float(divergence)}
 
 
-def relative_distance(weights: list[Any], others: list[Any]) -> float:
+def relative_distance(weights: Weights, others: Weights) -> float:
     """Return the 2-norm of the difference, divided by the norm of `others`."""
     difference = sum(np.sum(np.square(a - b, dtype=np.float64)) for a, b in zip(weights, others, strict=True))
     return float(np.sqrt(difference / sum(np.sum(np.square(b, dtype=np.float64)) for b in others)))
 
 
-def show(rows: list[dict[str, Any]], size: int, options: argparse.Namespace) -> None:
-    """Print the table."""
-    cells = [
-        [row["optimizer"], row["way"], f"{row['from_dense']:.2g}", f"{row['divergence']:.2g}", f"{row['accuracy']:.2f}"]
-        for row in rows
-    ]
-    print(f"{size} workers, {options.steps} steps of 64 samples on each")
-    print(render(cells, header=["optimizer", "averaged", "from dense", "divergence", "accuracy, %"]))
+_COLUMNS = [
+    ("optimizer", lambda row: row["optimizer"]),
+    ("averaged", lambda row: row["way"]),
+    harness.figure("from dense", "from_dense", ".2g"),
+    harness.figure("divergence", "divergence", ".2g"),
+    harness.figure("accuracy, %", "accuracy", ".2f"),
+]
 
 
 if __name__ == "__main__":

@@ -16,13 +16,22 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from hvdx.jobs.benchmarks import harness
 
+if TYPE_CHECKING:
+    import keras
 
-def model_of(parameters: int):
+    from hvdx.keras.checkpoint.writer import Writer
+
+
+def model_of(parameters: int) -> "keras.Model":
     """Build a network of about this number of parameters, with momenta."""
     import keras
 
@@ -34,7 +43,7 @@ def model_of(parameters: int):
     return model
 
 
-def write_once(folder: Path, arrays) -> float:
+def write_once(folder: Path, arrays: Sequence[np.ndarray]) -> float:
     """Return the seconds for a write of the arrays to one file."""
     path = folder / "once"
     begin = time.perf_counter()
@@ -48,7 +57,7 @@ def write_once(folder: Path, arrays) -> float:
     return seconds
 
 
-def copy_once(arrays) -> float:
+def copy_once(arrays: Sequence[np.ndarray]) -> float:
     """Return the seconds for a copy of the arrays into newly allocated memory, as a checkpoint uses."""
     begin = time.perf_counter()
     copies = [array.copy() for array in arrays]
@@ -57,7 +66,7 @@ def copy_once(arrays) -> float:
     return seconds
 
 
-def save_once(writer, folder: Path, model) -> tuple[float, float]:
+def save_once(writer: "Writer", folder: Path, model: "keras.Model") -> tuple[float, float]:
     """Return the seconds that training waits, and the seconds until the checkpoint has its final name."""
     from hvdx.keras.checkpoint.contents import Data, snapshot
     from hvdx.keras.checkpoint.folder import Position
@@ -89,15 +98,15 @@ def main(argv: list[str] | None = None) -> int:
     size = sum(a.nbytes for a in arrays)
     folder = Path(tempfile.mkdtemp(dir=args.folder))
     writer = Writer(Folder(os.fspath(folder / "ckpt"), join()), keep=1)
-    once, copies, waits, wholes = [], [], [], []
+    turns = []
     try:
         for turn in range(args.repeat + 1):
             measured = write_once(folder, arrays), copy_once(arrays), *save_once(writer, folder, model)
             if turn:  # the first turn is a warm-up
-                for values, value in zip((once, copies, waits, wholes), measured, strict=True):
-                    values.append(value)
+                turns.append(measured)
     finally:
         shutil.rmtree(folder)
+    once, copies, waits, wholes = (list(values) for values in zip(*turns, strict=True))
 
     def ratio(upper: list[float], lower: list[float]) -> float:
         return median(a / b for a, b in zip(upper, lower, strict=True))

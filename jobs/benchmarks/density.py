@@ -14,10 +14,8 @@ import argparse
 import sys
 from itertools import pairwise
 from statistics import fmean, median
-from typing import Any
 
 from hvdx.jobs.benchmarks import harness
-from hvdx.report.table import render
 
 #: Steps in which the density settles.
 SETTLING = 100
@@ -28,6 +26,15 @@ _ALONE = 100
 # Steps over which a density is averaged.
 _AVERAGED = 20
 _PARTS = ("encoding", "waiting", "exchanging", "decoding")
+_COLUMNS = [
+    ("network", lambda row: f"{row['hosts']} hosts, {row['bandwidth']}, {row['burst']}"),
+    harness.figure("ratio", "ratio", ".2f"),
+    harness.figure("alone ms", "alone_ms", ".1f"),
+    harness.figure("ms", "ms", ".1f"),
+    harness.figure("density", "density", ".2g"),
+    ("range", lambda row: f"{row['lowest']:.2f} to {row['highest']:.2f}"),
+    *(harness.figure(part, part, ".2f") for part in _PARTS),
+]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,39 +53,22 @@ def main(argv: list[str] | None = None) -> int:
 
 def compare(options: argparse.Namespace) -> int:
     """Run every network, and print a table."""
-    rows: list[dict[str, Any]] = []
     shape = {"hidden": options.hidden, "batch": options.batch}
     given = {"spelling": options.strategy, "seed": 0, "steps": options.steps} | shape
-    for hosts in options.hosts:
-        for bandwidth in options.bandwidth:
-            for burst in options.burst:
-                figures = harness.launch(__file__, given, hosts, bandwidth, burst=burst).ranks[0]
-                rows.append({"hosts": hosts, "bandwidth": bandwidth, "burst": burst, "batch": options.batch} | figures)
-                print(f"{hosts} hosts, {bandwidth}, {burst}: {figures['ratio']:.2f}", file=sys.stderr, flush=True)
-                harness.write(options.json, {"rows": rows})
-    print(text(rows))
+
+    def measure(case: harness.Row) -> harness.Row:
+        return harness.launch(__file__, given, case["hosts"], case["bandwidth"], burst=case["burst"]).ranks[0]
+
+    cases = (
+        network | {"burst": burst, "batch": options.batch}
+        for network in harness.networks(options.hosts, options.bandwidth)
+        for burst in options.burst
+    )
+    harness.run_cases(options.json, cases, measure, _COLUMNS)
     return 0
 
 
-def text(rows: list[dict[str, Any]]) -> str:
-    """Return the table."""
-    cells = [
-        [
-            f"{row['hosts']} hosts, {row['bandwidth']}, {row['burst']}",
-            f"{row['alone_ms']:.1f}",
-            f"{row['ms']:.1f}",
-            f"{row['ratio']:.2f}",
-            f"{row['density']:.2g}",
-            f"{row['lowest']:.2f} to {row['highest']:.2f}",
-            *(f"{row[part]:.2f}" for part in _PARTS),
-        ]
-        for row in rows
-    ]
-    header = ["network", "alone ms", "ms", "ratio", "density", "range", *_PARTS]
-    return render(cells, header)
-
-
-def train(given: argparse.Namespace) -> dict[str, Any]:
+def train(given: argparse.Namespace) -> harness.Row:
     """Train alone, under the strategy, and alone again."""
     import hvdx
 
@@ -92,17 +82,17 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
         entries.append(cost.entries / max(cost.elements, 1))
         return {part: getattr(cost, part) for part in _PARTS}
 
-    def fit(steps: int, watch: Any, *callbacks: Any) -> list[float]:
-        model.fit(data.repeat(), steps_per_epoch=steps, shuffle=False, verbose=0, callbacks=[*callbacks, watch])
-        seconds: list[float] = watch.seconds
-        return seconds
+    def fit(steps: int, watch: harness.StepWatch, *callbacks: hvdx.keras.Distribute) -> list[float]:
+        hooks = [*callbacks, harness.callback(watch)]
+        model.fit(data.repeat(), steps_per_epoch=steps, shuffle=False, verbose=0, callbacks=hooks)
+        return watch.seconds
 
     def fit_alone() -> float:
-        return fmean(fit(_ALONE, harness.step_watch(_ALONE + 1, dict))[_COMPILING:])
+        return fmean(fit(_ALONE, harness.StepWatch(_ALONE + 1, dict))[_COMPILING:])
 
     before = fit_alone()
     distribute = hvdx.keras.Distribute(given.spelling)
-    watch = harness.step_watch(SETTLING, read)
+    watch = harness.StepWatch(SETTLING, read)
     measured = fmean(fit(SETTLING + given.steps, watch, distribute)[SETTLING:])
     alone = (before + fit_alone()) / 2
     # The density of a single step varies with the update: at 1e-4 a message of this model has 190 entries.

@@ -57,7 +57,7 @@ def compare(options: argparse.Namespace) -> int:
 
 def start(kind: str, **env: str) -> tuple[float, str]:
     """Start two workers; return the seconds of rank 0's first step, and the output."""
-    ended = harness.launch(__file__, {"kind": kind}, ranks=2, limit=_LIMIT, **env)
+    ended = harness.launch(__file__, {"kind": kind}, ranks=2, limit=_LIMIT, env=env)
     return ended.ranks[0]["seconds"], ended.out
 
 

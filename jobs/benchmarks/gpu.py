@@ -19,14 +19,19 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from importlib import metadata
-from typing import Any
+from types import ModuleType
+from typing import TypeVar
 
 import numpy as np
 
 from hvdx.comm.local import virtual_world
 from hvdx.jobs.benchmarks import harness
+from hvdx.kernels.arrays import Kernel
+from hvdx.kernels.tiles import Encoded
 from hvdx.report import table
 from hvdx.strategies import StepInput, TensorSpec, Threshold
+
+T = TypeVar("T")
 
 _DENSITIES = (1e-4, 1e-3, 1e-2, 1 / 16, 0.1)
 #: Largest density at which decoding is measured, since each decoded entry takes 12 bytes of GPU memory.
@@ -40,14 +45,14 @@ _WARM_UP = 2
 _TAU = 1.0
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Measure every size, and print a table for each."""
     parser = harness.parser(f"{__doc__}\nThe benchmark needs about 25 bytes of GPU memory per element.")
     parser.add_argument(
         "--elements", type=harness.several(harness.size), default="256M", help="elements of the update, such as 16M,1G"
     )
     parser.add_argument("--rounds", type=int, default=20, help="timed rounds")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     if options.rounds < 1:
         parser.error("--rounds: expected 1 or more")
     try:
@@ -55,14 +60,15 @@ def main() -> int:
     except ImportError as error:
         print(f"gpu: {error}", file=sys.stderr)
         return 1
-    cuda = kernels.cuda  # with HVDX_CUDA_SIMULATOR=1 the simulator
+    from numba import cuda  # with HVDX_CUDA_SIMULATOR=1 the simulator
+
     if not cuda.is_available():
         print("gpu: expected a GPU and its driver, numba.cuda finds none. Run it on a machine with a GPU.",
               file=sys.stderr)  # fmt: skip
         return 1
     about = describe(cuda)
     print(f"{about['gpu']}, driver {about['driver']}, numba-cuda {about['numba-cuda']}")
-    rows: list[dict[str, Any]] = []
+    rows: list[harness.Row] = []
     for elements in options.elements:
         bench = Bench(cuda, kernels, elements, options.rounds)
         measured = [*(bench.encode(density) for density in _DENSITIES)]
@@ -78,7 +84,7 @@ def main() -> int:
 class Bench:
     """Arrays of one size, and the measurements with them."""
 
-    def __init__(self, cuda: Any, kernels: Any, elements: int, rounds: int) -> None:
+    def __init__(self, cuda: ModuleType, kernels: ModuleType, elements: int, rounds: int) -> None:
         self.cuda, self.kernels, self.elements, self.rounds = cuda, kernels, elements, rounds
         self.update, self.residual, self.saved = (cuda.device_array(elements, np.float32) for _ in range(3))
         self.runs = kernels.Runs(np.array([elements]), np.array([_TAU], np.float32))
@@ -88,7 +94,7 @@ class Bench:
         self.fill, self.add = make_kernels(cuda)
         self.start, self.stop = cuda.event(), cuda.event()
 
-    def encode(self, density: float) -> dict[str, Any]:
+    def encode(self, density: float) -> harness.Row:
         """Measure the encoding of an update of which this share of the elements reaches tau; return a row."""
         self.prepare(density, seed=0)
         variants = {
@@ -101,25 +107,25 @@ class Bench:
             ),
         }
         times: dict[str, list[float]] = {name: [] for name in variants}
-        message = None
         for number in range(-_WARM_UP, self.rounds):
             for name, function in variants.items():
                 # Yardstick and encoder overwrite the residual, but the density must be the same in every round.
                 self.residual.copy_to_device(self.saved)
-                elapsed, result = self.time(function)
-                message = result or message
+                elapsed, _ = self.time(function)
                 if number >= 0:
                     times[name].append(elapsed)
+        self.residual.copy_to_device(self.saved)
+        message = self.run_encode(trusted=True)
         row = self.row("encode", density, times)
         return row | {"sent": int(message.sent.sum()), "message_bytes": message.tiles.size}
 
-    def decode(self, density: float) -> dict[str, Any]:
+    def decode(self, density: float) -> harness.Row:
         """Measure the decoding and summing of many ranks' messages from host memory; return a row."""
         messages = []
         for seed in range(_MESSAGES):
             self.prepare(density, seed)
             self.residual.copy_to_device(self.saved)
-            messages.append((self.run_encode(trusted=True).tiles.copy_to_host(), self.runs))
+            messages.append((self.kernels.to_host(self.run_encode(trusted=True).tiles), self.runs))
         variants = {
             "plain": self.run_add,
             "copy": lambda: self.residual.copy_to_device(self.saved),
@@ -128,7 +134,7 @@ class Bench:
         row = self.row(f"decode {_MESSAGES}", density, self.time_all(variants))
         return row | {"message_bytes": sum(tiles.size for tiles, _ in messages)}
 
-    def step(self, density: float) -> dict[str, Any]:
+    def step(self, density: float) -> harness.Row:
         """Measure a step of the strategy on one worker, on the GPU and through the host; return a row."""
         self.prepare(density, seed=0)
         specs = [TensorSpec("update", (self.elements,), 4, device="GPU:0")]
@@ -148,7 +154,7 @@ class Bench:
         row = self.row("step", density, self.time_all(variants))
         return row | {"message_bytes": gpu.telemetry.messages // gpu.telemetry.steps}
 
-    def time_all(self, variants: Mapping[str, Callable[[], Any]]) -> dict[str, list[float]]:
+    def time_all(self, variants: Mapping[str, Callable[[], object]]) -> dict[str, list[float]]:
         """Call functions in turn, and return the seconds of each call after the first rounds, by name."""
         times: dict[str, list[float]] = {name: [] for name in variants}
         for number in range(-_WARM_UP, self.rounds):
@@ -161,17 +167,20 @@ class Bench:
     def prepare(self, density: float, seed: int) -> None:
         """Fill the update, and `saved`, the residual that each round begins with."""
         blocks = -(-self.elements // _THREADS)
-        self.fill[blocks, _THREADS](self.update, self.saved, density, seed)
+        self.fill[blocks, _THREADS, 0](self.update, self.saved, density, seed)
 
     def run_add(self) -> None:
         """Run the yardstick."""
-        self.add[-(-self.elements // _THREADS), _THREADS](self.update, self.saved, self.residual)
+        self.add[-(-self.elements // _THREADS), _THREADS, 0](self.update, self.saved, self.residual)
 
-    def run_encode(self, trusted: bool) -> Any:
+    def run_encode(self, trusted: bool) -> Encoded:
         """Call the encoder once, with scratch memory that is reused as in training; return the message."""
-        return self.kernels.encode([self.update], self.residual, self.runs, trusted=trusted, scratch=self.scratch)
+        message: Encoded = self.kernels.encode(
+            [self.update], self.residual, self.runs, trusted=trusted, scratch=self.scratch
+        )
+        return message
 
-    def time(self, function: Any) -> tuple[float, Any]:
+    def time(self, function: Callable[[], T]) -> tuple[float, T]:
         """Return the milliseconds of a call on GPU and host, and its result."""
         self.cuda.synchronize()
         self.start.record()
@@ -180,9 +189,9 @@ class Bench:
         self.stop.synchronize()
         return self.start.elapsed_time(self.stop), result
 
-    def row(self, what: str, density: float, times: dict[str, list[float]]) -> dict[str, Any]:
+    def row(self, what: str, density: float, times: dict[str, list[float]]) -> harness.Row:
         """Return medians and quartiles over the rounds, of times and of ratios to the yardstick and to a copy."""
-        row: dict[str, Any] = {"what": what, "elements": self.elements, "density": density, "rounds": self.rounds}
+        row: harness.Row = {"what": what, "elements": self.elements, "density": density, "rounds": self.rounds}
         for name, measured in times.items():
             low, median, high = harness.spread(measured)
             row[f"{name}_ms"], row[f"{name}_quartiles_ms"] = median, [low, high]
@@ -193,11 +202,11 @@ class Bench:
         return row
 
 
-def make_kernels(cuda: Any) -> tuple[Any, Any]:
+def make_kernels(cuda: ModuleType) -> tuple[Kernel, Kernel]:
     """Return the kernel that generates data, and the yardstick."""
 
     @cuda.jit
-    def fill(update, residual, density, seed):
+    def fill(update: np.ndarray, residual: np.ndarray, density: float, seed: int) -> None:
         i = cuda.grid(1)
         if i < update.size:
             # splitmix64; its two halves are uniform random numbers.
@@ -213,7 +222,7 @@ def make_kernels(cuda: Any) -> tuple[Any, Any]:
             update[i] = np.float32(sign * _TAU if second < density else -sign * 0.001 * _TAU)
 
     @cuda.jit
-    def add(a, b, out):
+    def add(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
         i = cuda.grid(1)
         if i < out.size:
             out[i] = a[i] + b[i]
@@ -221,7 +230,7 @@ def make_kernels(cuda: Any) -> tuple[Any, Any]:
     return fill, add
 
 
-def show(rows: list[dict[str, Any]]) -> None:
+def show(rows: list[harness.Row]) -> None:
     """Print the table of one size."""
     cells = []
     for row in rows:
@@ -246,7 +255,7 @@ def show(rows: list[dict[str, Any]]) -> None:
     print(f"{rows[0]['rounds']} rounds; ratios: the time of out = a + b, or of a copy, over this one's", flush=True)
 
 
-def describe(cuda: Any) -> dict[str, Any]:
+def describe(cuda: ModuleType) -> harness.Row:
     """Return the GPU, driver and package versions of this run."""
     device = cuda.get_current_device()
     name = device.name.decode() if isinstance(device.name, bytes) else device.name

@@ -6,10 +6,10 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -20,6 +20,21 @@ from hvdx.cli.common import processes
 from hvdx.cli.common.mpi_tools import mpirun_command
 from hvdx.comm import launcher
 from hvdx.errors import ConfigError
+from hvdx.report.table import render
+
+if TYPE_CHECKING:
+    import keras
+    import tensorflow as tf
+
+    from hvdx.jobs.data import Data
+
+T = TypeVar("T")
+#: Object of a JSON document: the figures of a case, or the values given to a worker.
+Row = dict[str, Any]
+#: Column of a table: its header, and a function that formats the cell of a row.
+Column = tuple[str, Callable[[Row], str]]
+#: Metrics that Keras hands to a callback.
+Logs = Mapping[str, float] | None
 
 _UNITS = {"k": 1e3, "M": 1e6, "G": 1e9}
 _BITS = {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3, "bit": 1.0}
@@ -63,7 +78,7 @@ def size(text: str) -> int:
     return number
 
 
-def several(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+def several(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
     """Return the type of an option with several values, separated by commas.
 
     Example:
@@ -71,10 +86,10 @@ def several(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
         [1, 4]
     """
 
-    def read(text: str) -> list[Any]:
+    def read(text: str) -> list[T]:
         return [kind(part.strip()) for part in text.split(",")]
 
-    read.__name__ = f"list of {kind.__name__}"
+    read.__name__ = f"list of {getattr(kind, '__name__', kind)}"
     return read
 
 
@@ -89,7 +104,7 @@ def bits(bandwidth: str) -> float:
     return float(bandwidth.removesuffix(unit)) * _BITS[unit] if unit else float("inf")
 
 
-def write(path: str | None, figures: dict[str, Any], ranks: int = 1) -> None:
+def write(path: str | None, figures: Row, ranks: int = 1) -> None:
     """Write figures to a JSON file, with the command that made them.
 
     Args:
@@ -113,7 +128,7 @@ def write(path: str | None, figures: dict[str, Any], ranks: int = 1) -> None:
         ) from error
 
 
-def finished(path: str | None, **options: Any) -> list[dict[str, Any]]:
+def finished(path: str | None, **options: object) -> list[Row]:
     """Return the rows that an earlier call of a benchmark has written to its JSON file.
 
     Args:
@@ -127,7 +142,7 @@ def finished(path: str | None, **options: Any) -> list[dict[str, Any]]:
         return []
     try:
         document = json.loads(Path(path).read_text())
-        rows: list[dict[str, Any]] = document["rows"]
+        rows: list[Row] = document["rows"]
         others = {name: document[name] for name, value in options.items() if document[name] != value}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
@@ -138,7 +153,7 @@ def finished(path: str | None, **options: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def show(path: str | None, document: dict[str, Any], as_text: Callable[[dict[str, Any]], str]) -> None:
+def show(path: str | None, document: Row, as_text: Callable[[Row], str]) -> None:
     """Print figures as text, and write them as JSON; with path "-", print only the JSON.
 
     Args:
@@ -151,7 +166,7 @@ def show(path: str | None, document: dict[str, Any], as_text: Callable[[dict[str
     print(dump(document).rstrip() if path == "-" else as_text(document))
 
 
-def dump(document: dict[str, Any] | list[dict[str, Any]]) -> str:
+def dump(document: Row | list[Row]) -> str:
     """Return a document as compact JSON, with a line for each key, and for each row of a list of rows.
 
     Example:
@@ -164,7 +179,7 @@ def dump(document: dict[str, Any] | list[dict[str, Any]]) -> str:
     return _text(_rounded(document), top=True) + "\n"
 
 
-def _text(value: Any, top: bool = False) -> str:
+def _text(value: object, top: bool = False) -> str:
     if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
         return "[\n" + ",\n".join(map(json.dumps, value)) + "]"
     if isinstance(value, dict) and (top or any(_text(part).startswith("[\n") for part in value.values())):
@@ -172,7 +187,7 @@ def _text(value: Any, top: bool = False) -> str:
     return json.dumps(value)
 
 
-def _rounded(value: Any) -> Any:
+def _rounded(value: object) -> object:
     if isinstance(value, dict):
         return {str(key): _rounded(part) for key, part in value.items()}
     if isinstance(value, list | tuple | np.ndarray):
@@ -207,6 +222,68 @@ def memory(which: str) -> int:
     raise OSError(f"/proc/self/status has no {which}")
 
 
+# -- cases ------------------------------------------------------------------------------------------------------------
+
+
+def run_cases(
+    path: str | None,
+    cases: Iterable[Row],
+    measure: Callable[[Row], Row],
+    columns: Sequence[Column],
+    shared: Row | None = None,
+    resumes: bool = False,
+) -> list[Row]:
+    """Measure cases one after another, write the file after each, and print the table.
+
+    Args:
+        path: as in `write`.
+        cases: what sets the cases apart; the first values of their rows.
+        measure: returns the figures of a case.
+        columns: columns of the table. A line of progress has the first two.
+        shared: what all rows share; written beside them.
+        resumes: True to keep the rows that an earlier call has written, and to measure the other cases only.
+    """
+    rows = finished(path, **(shared or {})) if resumes else []
+    for case in cases:
+        if any(case.items() <= row.items() for row in rows):
+            continue
+        rows.append(case | measure(case))
+        name, first = (cell(rows[-1]) for _, cell in columns[:2])
+        print(f"{name}: {first} {columns[1][0]}", file=sys.stderr, flush=True)
+        write(path, (shared or {}) | {"rows": rows})
+    print(table(rows, columns))
+    return rows
+
+
+def table(rows: Iterable[Row], columns: Sequence[Column]) -> str:
+    """Return rows as a table.
+
+    Example:
+        >>> print(table([{"way": "dense", "ms": 2.0}], [("way", lambda r: r["way"]), figure("ms", "ms", ".1f")]))
+        way     ms
+        -----  ---
+        dense  2.0
+    """
+    return render([[cell(row) for _, cell in columns] for row in rows], [header for header, _ in columns])
+
+
+def figure(header: str, key: str, form: str, factor: float = 1) -> Column:
+    """Return the column of a number, times a factor.
+
+    Args:
+        header: header of the column.
+        key: key of the number in a row; a number that is None has an empty cell.
+        form: format, such as ".2f".
+        factor: factor.
+    """
+    return header, lambda row: "" if row[key] is None else format(factor * row[key], form)
+
+
+def networks(hosts: Iterable[int], bandwidths: Iterable[str]) -> Iterator[Row]:
+    """Yield the cases of all numbers of emulated hosts and all bandwidths of links."""
+    return ({"hosts": number, "bandwidth": bandwidth} for number in hosts for bandwidth in bandwidths)
+
+
 # -- workers ----------------------------------------------------------------------------------------------------------
 
 
@@ -220,15 +297,15 @@ class Ended:
         lab: JSON document of `hvdx lab`; empty without it.
     """
 
-    ranks: list[dict[str, Any]]
+    ranks: list[Row]
     out: str
-    lab: dict[str, Any]
+    lab: Row
 
 
 def run(
     options: argparse.ArgumentParser,
     compare: Callable[[argparse.Namespace], int],
-    work: Callable[[argparse.Namespace], dict[str, Any] | None],
+    work: Callable[[argparse.Namespace], Row | None],
     argv: Sequence[str] | None = None,
 ) -> int:
     """Run a benchmark; or, in a process that `launch` started, one of its workers.
@@ -253,13 +330,13 @@ def run(
 
 def launch(
     file: str,
-    given: dict[str, Any],
+    given: Row,
     ranks: int = 1,
     bandwidth: str = "",
     burst: str = "",
     per_host: int = 1,
     limit: float = 14_400,
-    **env: str,
+    env: Mapping[str, str] | None = None,
 ) -> Ended:
     """Run workers of a benchmark to their end.
 
@@ -271,7 +348,7 @@ def launch(
         burst: bytes that these links pass after a pause, such as 256kB; "" for the default of `hvdx lab`.
         per_host: number of workers on each emulated host.
         limit: time limit in seconds.
-        env: additional environment variables of the workers.
+        env: further environment variables of the workers.
 
     Raises:
         SystemExit: if the workers fail, or none reports figures; the message has their output.
@@ -288,7 +365,7 @@ def launch(
             worker = [*mpirun_command(ranks), *worker]
         # The benchmark chooses the strategy.
         inherited = {name: value for name, value in os.environ.items() if name != "HVDX_STRATEGY"}
-        ended = processes.run(worker, limit, inherited | env)
+        ended = processes.run(worker, limit, inherited | dict(env or {}))
         files = sorted(folder.glob("*.json"), key=lambda path: int(path.stem))
         if ended.code != 0 or not files:
             sys.exit(f"{' '.join(worker)}\nfailed ({ended.reason()}):\n{ended.text}")
@@ -296,12 +373,12 @@ def launch(
         return Ended([json.loads(path.read_text()) for path in files], ended.text, table)
 
 
-def mlp(given: argparse.Namespace, data: str = "fashion-mnist") -> tuple[Any, Any, Any, Any]:
+def mlp(given: argparse.Namespace) -> "tuple[keras.Model, tf.data.Dataset, tf.data.Dataset, Data]":
     """Build the network of the comparisons, and load its data, on a rank of a running job.
 
     Args:
-        given: `hidden`, the units of each layer; `seed`; and optionally `learning_rate` and `batch`.
-        data: name of the data set, as in `hvdx.jobs.data.load`.
+        given: `hidden`, the units of each layer; `seed`; and optionally `learning_rate`, `batch` and `data`, the name
+            of a data set, as in `hvdx.jobs.data.load`.
 
     Returns:
         The compiled model, training batches (of 64 on each rank by default), test batches, and the data set.
@@ -311,7 +388,7 @@ def mlp(given: argparse.Namespace, data: str = "fashion-mnist") -> tuple[Any, An
     from hvdx.jobs.data import load
     from hvdx.jobs.fashion_mnist import build
 
-    loaded = load(data)
+    loaded = load(getattr(given, "data", "fashion-mnist"))
     keras.utils.set_random_seed(given.seed)
     model = build(loaded, "mlp", given.hidden, "sgd", getattr(given, "learning_rate", None))
     train = hvdx.shard((loaded.train_x, loaded.train_y), getattr(given, "batch", 64), seed=given.seed)
@@ -319,36 +396,42 @@ def mlp(given: argparse.Namespace, data: str = "fashion-mnist") -> tuple[Any, An
     return model, train, test, loaded
 
 
-def step_watch(settled: int, read: Callable[[], dict[str, float]]) -> Any:
-    """Make a callback of Keras that measures the steps of a `fit`.
+class StepWatch:
+    """Watch of a `fit` that times its steps, and reads counters; see `callback`.
 
     Args:
         settled: number of first steps that are not measured.
         read: returns counters.
 
-    Returns:
-        The callback. Its `seconds` has the seconds of every step, and its `totals` the counters after the first
-        `settled` steps and at the end.
+    Attributes:
+        seconds: seconds of every step.
+        totals: counters after the first `settled` steps, and at the end.
     """
+
+    def __init__(self, settled: int, read: Callable[[], dict[str, float]]) -> None:
+        self._settled, self._read = settled, read
+        self.seconds: list[float] = []
+        self.totals: list[dict[str, float]] = []
+        self._end = time.perf_counter()
+
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        """Begin to time a step."""
+        self._end = time.perf_counter()
+
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        """Time a step, and read the counters."""
+        self.seconds.append(time.perf_counter() - self._end)
+        if len(self.seconds) >= self._settled:
+            self.totals[1:] = [self._read()]
+        self._end = time.perf_counter()
+
+
+def callback(watch: object) -> "keras.callbacks.Callback":
+    """Return a callback of Keras that calls the hooks of an object, such as its `on_train_batch_end(batch, logs)`."""
     import keras
 
-    class Watch(keras.callbacks.Callback):
-        def __init__(self) -> None:
-            super().__init__()
-            self.seconds: list[float] = []
-            self.totals: list[dict[str, float]] = []
-            self._end = time.perf_counter()
-
-        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-            self._end = time.perf_counter()
-
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            self.seconds.append(time.perf_counter() - self._end)
-            if len(self.seconds) >= settled:
-                self.totals[1:] = [read()]
-            self._end = time.perf_counter()
-
-    return Watch()
+    hooks = ("on_epoch_begin", "on_epoch_end", "on_train_batch_begin", "on_train_batch_end")
+    return keras.callbacks.LambdaCallback(**{hook: getattr(watch, hook) for hook in hooks if hasattr(watch, hook)})
 
 
 def link_bytes(way: str) -> int:

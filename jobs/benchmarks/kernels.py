@@ -15,9 +15,9 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeVar, cast
 
 import numpy as np
 
@@ -28,8 +28,11 @@ from hvdx.errors import ConfigError
 from hvdx.jobs.benchmarks import harness
 from hvdx.kernels.pieces import aligned
 from hvdx.kernels.threads import cut, default_threads, spread
-from hvdx.report.table import render
 from hvdx.strategies import StepInput, TensorSpec, Threshold
+from hvdx.strategies.step import MessageExchange, StepInFlight
+from hvdx.strategies.threshold.encoder import ThresholdEncoder
+
+T = TypeVar("T")
 
 DENSITIES = (1e-4, 1e-3, 1e-2, 1 / 16, 0.1)
 #: Goals for the speed of encoding relative to np.add, by the largest density of each goal.
@@ -89,14 +92,14 @@ class Copies(LocalComm):
 
     size = MESSAGES
 
-    def all_gather_object(self, value: Any, what: str) -> list[Any]:
+    def all_gather_object(self, value: T, what: str) -> list[T]:
         return [value] * MESSAGES
 
     def channel(self, what: str) -> Channel:
         channel = super().channel(what)
         alone = channel.exchange
 
-        def exchange(header: Any, message: np.ndarray | None = None) -> Received:
+        def exchange(header: Sequence[int], message: np.ndarray | None = None) -> Received:
             got = alone(header, message)
             return Received(np.repeat(got.headers, MESSAGES, 0), got.messages * MESSAGES, got.waited, got.seconds)
 
@@ -126,29 +129,37 @@ class Step:
     def __init__(self, case: Case, arrays: list[np.ndarray], threads: int, lookahead: float) -> None:
         specs = [TensorSpec(f"v{i}", a.shape, 4) for i, a in enumerate(arrays)]
         self.case, self.arrays = case, arrays
-        self.exchange: Any = Threshold(tau=1.0, threads=threads, lookahead=lookahead).open(Copies(), specs)
+        self.exchange = cast(
+            "MessageExchange", Threshold(tau=1.0, threads=threads, lookahead=lookahead).open(Copies(), specs)
+        )
         self.reset()
         self.sent = self.encode()
 
+    @property
+    def residual(self) -> np.ndarray:
+        """Return the residual, float32[n]."""
+        residual: np.ndarray = cast("ThresholdEncoder", self.exchange.encoder).state.residual
+        return residual
+
     def reset(self) -> None:
         """Reset the residual to its initial values."""
-        self.exchange.encoder.state.residual[:] = self.case.start
+        self.residual[:] = self.case.start
 
-    def encode(self) -> Any:
+    def encode(self) -> StepInFlight:
         """Encode the arrays."""
         return self.exchange.prepare(StepInput(self.arrays))
 
-    def decode(self) -> Any:
+    def decode(self) -> list[np.ndarray]:
         """Decode the message of the first call of `encode`, once for each worker."""
         return self.exchange.deliver(self.sent)
 
 
-def measure(case: Case, threads: int, rounds: int) -> dict:
+def measure(case: Case, threads: int, rounds: int) -> harness.Row:
     """Time all calls in turns, at one density and number of threads."""
     plain = Step(case, [case.update], threads, 0.0)
     ahead = Step(case, [case.smaller], threads, LOOKAHEAD)
     small = Step(case, case.arrays, threads, LOOKAHEAD)
-    residual, borders = plain.exchange.encoder.state.residual, cut(case.n, threads, 64)
+    residual, borders = plain.residual, cut(case.n, threads, 64)
 
     def add() -> None:
         def share(i: int) -> None:
@@ -170,7 +181,7 @@ def measure(case: Case, threads: int, rounds: int) -> dict:
     if threads == 1:
         seconds |= take_turns({"numpy": lambda: encode_in_numpy(residual, case.update)}, steps, min(rounds, 3))
     times = {name: np.array(each) for name, each in seconds.items()}
-    figure = {
+    figure: harness.Row = {
         "density": case.density,
         "threads": threads,
         "elements": case.n,
@@ -247,7 +258,7 @@ def extra_memory(case: Case, threads: int) -> int | None:
     return min(peaks)
 
 
-def shortfalls(figure: dict) -> list[str]:
+def shortfalls(figure: harness.Row) -> list[str]:
     """Describe the goals that a figure misses."""
     p, t = figure["density"], figure["threads"]
     missed = []
@@ -268,34 +279,33 @@ def shortfalls(figure: dict) -> list[str]:
     return missed
 
 
-def as_text(document: dict) -> str:
+def as_text(document: harness.Row) -> str:
     """Return the figures as a table."""
-    n, rows = document["elements"], []
-    for f in document["figures"]:
-        seconds, ratios = f["seconds"], f["ratios"]
-        rows.append(
-            [
-                f"{f['density']:.4g}",
-                str(f["threads"]),
-                f"{f['add_bytes_per_second'] / 1e9:.1f}",
-                *(f"{r[1]:.2f} ({r[0]:.2f}-{r[2]:.2f})" for r in (ratios["encode"], ratios["encode_ahead"])),
-                f"{ratios['numpy'][1]:.3f}" if "numpy" in ratios else "",
-                f"{f['arrays_per_one']:.2f}",
-                f"{seconds['decode'] / seconds['add']:.2f}",
-                f"{f['step_per_add']:.2f}",
-                f"{1e9 * seconds['decode'] / (MESSAGES * f['entries'] or 1):.1f}",
-                memory(f, n),
-            ]
-        )
-    header = ["density", "threads", "np.add", "encode", f"with lookahead {LOOKAHEAD:.0f}", "NumPy's way"]
-    header += [f"{ARRAYS} arrays", f"decode {MESSAGES}", "both", "ns an entry", "memory beside message"]
+    n = document["elements"]
+
+    def speed(name: str, what: str) -> harness.Column:
+        return what, lambda f: "{1:.2f} ({0:.2f}-{2:.2f})".format(*f["ratios"][name])
+
+    columns = [
+        harness.figure("density", "density", ".4g"),
+        harness.figure("threads", "threads", "d"),
+        harness.figure("np.add", "add_bytes_per_second", ".1f", 1e-9),
+        speed("encode", "encode"),
+        speed("encode_ahead", f"with lookahead {LOOKAHEAD:.0f}"),
+        ("NumPy's way", lambda f: f"{f['ratios']['numpy'][1]:.3f}" if "numpy" in f["ratios"] else ""),
+        harness.figure(f"{ARRAYS} arrays", "arrays_per_one", ".2f"),
+        (f"decode {MESSAGES}", lambda f: f"{f['seconds']['decode'] / f['seconds']['add']:.2f}"),
+        harness.figure("both", "step_per_add", ".2f"),
+        ("ns an entry", lambda f: f"{1e9 * f['seconds']['decode'] / (MESSAGES * f['entries'] or 1):.1f}"),
+        ("memory beside message", lambda f: memory(f, n)),
+    ]
     lines = [
         f"{document['machine']}; {n:,} float32; medians of {document['rounds']} rounds.",
         "The calls of a training step, with update check and checksums. np.add: GB/s of 12 bytes per element.",
         "Speed of encoding relative to np.add, with quartiles. Time of encoding many arrays, relative to one.",
         "Time of decoding, and of both, relative to np.add. Memory as a share of the update.",
         "",
-        render(rows, header),
+        harness.table(document["figures"], columns),
         "",
         "goals: encode at least 0.75 of np.add at density <= 0.001 and 0.55 at 0.01; there, "
         f"{ARRAYS} arrays at most {ARRAYS_COST} times one array;",
@@ -305,7 +315,7 @@ def as_text(document: dict) -> str:
     return "\n".join(lines)
 
 
-def memory(figure: dict, n: int) -> str:
+def memory(figure: harness.Row, n: int) -> str:
     """Return the memory in addition to the message, in percent of the update's size."""
     if figure["extra_memory_bytes"] is None:
         return "-"

@@ -10,7 +10,6 @@ compilers cancel out. Memory is the peak resident size of rank 0.
 import sys
 
 from hvdx.jobs.benchmarks import harness, network
-from hvdx.report.table import render
 
 #: Compared strategies by name.
 STRATEGIES = {
@@ -30,25 +29,24 @@ def main(argv: list[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     weights = [4 * (785 * h + (h + 1) * h + (h + 1) * 10) / 1e6 for h in options.hidden]
-    rows = []
-    for name, spelling in STRATEGIES.items():
-        small, large = (measure(spelling, hidden) for hidden in options.hidden)
-        rows.append({"strategy": name, "MB": [small, large], "copies": (large - small) / (weights[1] - weights[0])})
-    base = rows[0]["copies"]
-    cells = [
-        [r["strategy"], *(f"{mb:.0f}" for mb in r["MB"]), f"{r['copies']:.2f}", f"{r['copies'] - base:+.2f}"]
-        for r in rows
+
+    def measure(case: harness.Row) -> harness.Row:
+        given = {"spelling": STRATEGIES[case["strategy"]], "seed": 0, "steps": _STEPS, "target": 101.0}
+        peaks = [
+            harness.launch(network.__file__, given | {"hidden": hidden}, ranks=2).ranks[0]["memory_MB"]
+            for hidden in options.hidden
+        ]
+        return {"MB": peaks, "copies": (peaks[1] - peaks[0]) / (weights[1] - weights[0])}
+
+    columns = [
+        ("strategy", lambda row: row["strategy"]),
+        harness.figure("copies", "copies", ".2f"),
+        (f"MB at {weights[0]:.0f} MB of weights", lambda row: f"{row['MB'][0]:.0f}"),
+        (f"MB at {weights[1]:.0f} MB of weights", lambda row: f"{row['MB'][1]:.0f}"),
     ]
-    header = ["strategy", *(f"MB at {w:.0f} MB of weights" for w in weights), "copies", "above AllReduce"]
-    print(render(cells, header=header))
-    harness.write(options.json, {"weights_MB": weights, "rows": rows})
+    cases = [{"strategy": name} for name in STRATEGIES]
+    harness.run_cases(options.json, cases, measure, columns, {"weights_MB": weights})
     return 0
-
-
-def measure(spelling: str, hidden: int) -> float:
-    """Return the peak megabytes of rank 0 in a short training."""
-    given = {"spelling": spelling, "hidden": hidden, "seed": 0, "steps": _STEPS, "target": 101.0}
-    return harness.launch(network.__file__, given, ranks=2).ranks[0]["memory_MB"]
 
 
 if __name__ == "__main__":

@@ -17,12 +17,17 @@ import resource
 import sys
 import time
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hvdx.jobs.benchmarks import harness
-from hvdx.report.table import quantity, render
+from hvdx.report.table import quantity
+
+if TYPE_CHECKING:
+    import keras
+
+    from hvdx.keras import Distribute
 
 #: Strategies that are compared by default, by name; "alone" stands for no strategy.
 STRATEGIES = {
@@ -74,94 +79,76 @@ def compare(options: argparse.Namespace) -> int:
     if options.strategies:
         pairs = (item.partition("=") for item in options.strategies.split(";"))
         chosen = {name.strip(): spelling.strip() for name, _, spelling in pairs}
-    rows: list[dict[str, Any]] = []
+    rows: list[harness.Row] = []
     for hosts in options.hosts:
         learnt: dict[str, int] = {}
         # The fastest network first, since it gives the number of steps that a strategy needs.
         for bandwidth in sorted(options.bandwidth, key=harness.bits, reverse=True):
-            for name, spelling in chosen.items():
-                row = run_strategy(name, spelling, hosts, bandwidth, learnt, options)
-                rows.append(row)
-                print(line(row), flush=True)
-            show([r for r in rows if (r["hosts"], r["bandwidth"]) == (hosts, bandwidth)], options)
-            harness.write(options.json, {"target": options.target, "rows": rows})
+            print(f"{hosts} hosts, {bandwidth} a link")
+
+            def measure(case: harness.Row, learnt: dict[str, int] = learnt) -> harness.Row:
+                return run_strategy(**case, learnt=learnt, options=options)
+
+            cases = [
+                {"strategy": name, "spelling": spelling, "hosts": hosts, "bandwidth": bandwidth}
+                for name, spelling in chosen.items()
+            ]
+            shared = {"target": options.target, "rows": rows}
+            rows += harness.run_cases(None, cases, measure, columns(options.target))
+            harness.write(options.json, shared)
     return 0
 
 
 def run_strategy(
-    name: str, spelling: str, hosts: int, bandwidth: str, learnt: dict[str, int], options: argparse.Namespace
-) -> dict[str, Any]:
+    strategy: str, spelling: str, hosts: int, bandwidth: str, learnt: dict[str, int], options: argparse.Namespace
+) -> harness.Row:
     """Run one strategy on one network: in full, or, if that would take too long, for some steps."""
-    row = {"strategy": name, "spelling": spelling, "hosts": hosts, "bandwidth": bandwidth}
 
-    def launch(steps: int, target: float) -> dict[str, Any]:
+    def launch(steps: int, target: float) -> harness.Row:
         given = {"spelling": spelling, "hidden": options.hidden, "seed": options.seed, "steps": steps, "target": target}
         return harness.launch(__file__, given, hosts, bandwidth).ranks[0]
 
     quick = launch(options.timed_steps, 101.0)
-    expected = learnt.get(name, 500) * quick["milliseconds"] / 1e3
+    expected = learnt.get(strategy, 500) * quick["milliseconds"] / 1e3
     if spelling == "alone":
-        return row | quick
-    if name in learnt and expected > options.patience:
-        return row | quick | {"steps_to_target": learnt[name], "seconds_to_target": expected, "extrapolated": True}
+        return quick
+    if strategy in learnt and expected > options.patience:
+        return quick | {"steps_to_target": learnt[strategy], "seconds_to_target": expected, "extrapolated": True}
     full = launch(options.most_steps, options.target)
     if full["steps_to_target"]:
-        learnt[name] = full["steps_to_target"]
-    return row | full
+        learnt[strategy] = full["steps_to_target"]
+    return full
 
 
-def line(row: dict[str, Any]) -> str:
-    """Return the progress line of a finished run."""
-    return f"{row['hosts']} hosts, {row['bandwidth']}: {row['strategy']}: {row['milliseconds']:.1f} ms a step"
+def columns(target: float) -> list[harness.Column]:
+    """Return the columns of the table of one network; *: the steps of the fastest network, times ms a step."""
 
-
-def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    """Print the table of one network."""
-    (alone,) = [r["milliseconds"] for r in rows if r["spelling"] == "alone"] or [None]
-    cells = []
-    for row in rows:
-        seconds = row.get("seconds_to_target")
+    def seconds(row: harness.Row) -> str:
         mark = "*" if row.get("extrapolated") else ""
-        cells.append(
-            [
-                row["strategy"],
-                f"{row['milliseconds']:.1f}",
-                f"{row['milliseconds'] / alone:.2f}" if alone else "",
-                quantity(row["bytes_per_step"], "B"),
-                f"{row['link_bytes_of_reported']:.3f}" if row["link_bytes_of_reported"] else "-",
-                str(row.get("steps_to_target") or "-"),
-                f"{seconds:.1f}{mark}" if seconds else "-",
-                f"{row['memory_MB']:.0f}",
-            ]
-        )
-    header = [
-        "strategy",
-        "ms a step",
-        "/ alone",
-        "sent a step",
-        "link / sent",
-        f"steps to {options.target:g} %",
-        "seconds",
-        "MB",
+        return f"{row['seconds_to_target']:.1f}{mark}" if row["seconds_to_target"] else "-"
+
+    return [
+        ("strategy", lambda row: row["strategy"]),
+        harness.figure("ms a step", "milliseconds", ".1f"),
+        ("sent a step", lambda row: quantity(row["bytes_per_step"], "B")),
+        harness.figure("link / sent", "link_bytes_of_reported", ".3f"),
+        (f"steps to {target:g} %", lambda row: str(row["steps_to_target"] or "-")),
+        ("seconds", seconds),
+        harness.figure("MB of rank 0", "memory_MB", ".0f"),
     ]
-    print(f"\n{rows[0]['hosts']} hosts, {rows[0]['bandwidth']} a link")
-    print(render(cells, header=header))
-    print(
-        "MB: peak resident memory of rank 0; *: number of steps from the fastest network, times ms a step\n", flush=True
-    )
 
 
 # -- one rank -----------------------------------------------------------------------------------------------------
 
 
-def train(given: argparse.Namespace) -> dict[str, Any]:
+def train(given: argparse.Namespace) -> harness.Row:
     """Train under one strategy until the target accuracy or the number of steps is reached."""
     import hvdx
 
     hvdx.init()
     model, data, test, _ = harness.mlp(given)
     distribute = None if given.spelling == "alone" else hvdx.keras.Distribute(given.spelling)
-    watch = make_watch(given.target, distribute)
+    watch = _Watch(model, given.target, distribute)
     model.fit(
         data.repeat(),
         steps_per_epoch=_EVERY,
@@ -169,51 +156,53 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
         validation_data=test if given.target <= 100 else None,
         shuffle=False,
         verbose=0,
-        callbacks=[watch] if distribute is None else [distribute, watch],
+        callbacks=[harness.callback(watch)] if distribute is None else [distribute, harness.callback(watch)],
     )
     return result(watch, distribute)
 
 
-def make_watch(target: float, distribute: Any) -> Any:
-    """Make a callback that times steps, compares the link's counter with hvdx', and stops at the target accuracy."""
-    import keras
+class _Watch:
+    """Watch of a `fit` that times steps, compares the link's counter with hvdx', and stops at the target accuracy.
 
-    class Watch(keras.callbacks.Callback):
-        def __init__(self) -> None:
-            super().__init__()
-            self.steps: list[float] = []
-            self.reached: tuple[int, float] | None = None
-            self.counted = np.zeros(2)
-            self._before = np.zeros(2)
-            self._end = time.perf_counter()
+    Args:
+        model: the model in training.
+        target: accuracy in %.
+        distribute: callback of hvdx, or None.
+    """
 
-        def sent(self) -> np.ndarray:
-            """Return the bytes sent according to the interface, and according to hvdx."""
-            return np.array([harness.link_bytes("tx"), distribute.cost().sent if distribute else 0], float)
+    def __init__(self, model: "keras.Model", target: float, distribute: "Distribute | None") -> None:
+        self.steps: list[float] = []
+        self.reached: tuple[int, float] | None = None
+        self.counted = np.zeros(2)
+        self._model, self._target, self._distribute = model, target, distribute
+        self._before = np.zeros(2)
+        self._end = time.perf_counter()
 
-        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-            self._before = self.sent()
-            self._end = time.perf_counter()
+    def sent(self) -> np.ndarray:
+        """Return the bytes sent according to the interface, and according to hvdx."""
+        return np.array([harness.link_bytes("tx"), self._distribute.cost().sent if self._distribute else 0], float)
 
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            now = time.perf_counter()
-            self.steps.append(now - self._end)
-            if batch == _EVERY - 1 and len(self.steps) > _EVERY:
-                # The first steps open channels and measure the link.
-                self.counted += self.sent() - self._before
-            self._end = time.perf_counter()
+    def on_epoch_begin(self, epoch: int, logs: harness.Logs = None) -> None:
+        self._before = self.sent()
+        self._end = time.perf_counter()
 
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            accuracy = 100 * (logs or {}).get("val_accuracy", 0.0)
-            seconds = sum(self.steps[_COMPILING:])
-            if accuracy >= target and self.reached is None:
-                self.reached = len(self.steps), seconds
-                self.model.stop_training = True
+    def on_train_batch_end(self, batch: int, logs: harness.Logs = None) -> None:
+        now = time.perf_counter()
+        self.steps.append(now - self._end)
+        if batch == _EVERY - 1 and len(self.steps) > _EVERY:
+            # The first steps open channels and measure the link.
+            self.counted += self.sent() - self._before
+        self._end = time.perf_counter()
 
-    return Watch()
+    def on_epoch_end(self, epoch: int, logs: harness.Logs = None) -> None:
+        accuracy = 100 * (logs or {}).get("val_accuracy", 0.0)
+        seconds = sum(self.steps[_COMPILING:])
+        if accuracy >= self._target and self.reached is None:
+            self.reached = len(self.steps), seconds
+            self._model.stop_training = True
 
 
-def result(watch: Any, distribute: Any) -> dict[str, Any]:
+def result(watch: _Watch, distribute: "Distribute | None") -> harness.Row:
     """Return the figures of a run."""
     # Without the first step of each epoch, which waits for ranks that are still evaluating.
     timed = [s for i, s in enumerate(watch.steps) if i >= _EVERY and i % _EVERY] or watch.steps[_COMPILING:]

@@ -19,7 +19,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
 
@@ -31,6 +30,7 @@ from hvdx.report import records
 from hvdx.report.table import render
 from hvdx.strategies import parse
 from hvdx.strategies.link import Link
+from hvdx.strategies.prediction import Prediction
 
 _JOBS = Path(__file__).resolve().parent.parent
 #: Command of each model, and the options that end it after some steps of all workers together: strategies without a
@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def measure(model: str, hosts: int, bandwidth: str, spelling: str, predicted: Any) -> dict[str, Any]:
+def measure(model: str, hosts: int, bandwidth: str, spelling: str, predicted: Prediction) -> harness.Row:
     """Train in the lab under one strategy for some steps; return the figures of its record.
 
     Args:
@@ -119,7 +119,7 @@ def measure(model: str, hosts: int, bandwidth: str, spelling: str, predicted: An
         return step_of(run, predicted.period) | {"seconds": time.monotonic() - begin}
 
 
-def step_of(run: records.Run, period: int) -> dict[str, Any]:
+def step_of(run: records.Run, period: int) -> harness.Row:
     """Return the seconds of a step of a run, the parts of a step, and its bytes.
 
     Args:
@@ -142,7 +142,7 @@ def step_of(run: records.Run, period: int) -> dict[str, Any]:
 # -- what is measured beforehand, once for each model and number of hosts ----------------------------------------------
 
 
-def _speeds(done: dict[str, Any], model: str, hosts: int, path: str | None) -> tuple[script.Training, Any]:
+def _speeds(done: harness.Row, model: str, hosts: int, path: str | None) -> tuple[script.Training, machine.Machine]:
     """Return the training of a copy beside the others, and the speeds of the machine; measure them once."""
     key = f"{model} {hosts}"
     if key not in done["machines"]:
@@ -163,7 +163,7 @@ def _speeds(done: dict[str, Any], model: str, hosts: int, path: str | None) -> t
     )
 
 
-def _link(done: dict[str, Any], hosts: int, bandwidth: str, elements: int, path: str | None) -> Link:
+def _link(done: harness.Row, hosts: int, bandwidth: str, elements: int, path: str | None) -> Link:
     """Return the link between the hosts of the lab; measure it once."""
     key = f"{hosts} {bandwidth} {elements}"
     if key not in done["links"]:
@@ -178,12 +178,12 @@ def _link(done: dict[str, Any], hosts: int, bandwidth: str, elements: int, path:
     return Link(**done["links"][key])
 
 
-def _load(path: str | None) -> dict[str, Any]:
-    empty: dict[str, Any] = {"machines": {}, "links": {}, "cases": {}}
+def _load(path: str | None) -> harness.Row:
+    empty: harness.Row = {"machines": {}, "links": {}, "cases": {}}
     return empty | json.loads(Path(path).read_text()) if path and Path(path).exists() else empty
 
 
-def _save(path: str | None, done: dict[str, Any]) -> None:
+def _save(path: str | None, done: harness.Row) -> None:
     if path:
         # Whole or not at all: the next call reads it after an interruption.
         temporary = Path(f"{path}.part")
@@ -194,7 +194,7 @@ def _save(path: str | None, done: dict[str, Any]) -> None:
 # -- the answer -------------------------------------------------------------------------------------------------------
 
 
-def _line(key: str, case: dict[str, Any]) -> str:
+def _line(key: str, case: harness.Row) -> str:
     measured = case["measured"]
     if "failed" in measured:
         return f"{key}: failed: {measured['failed']}"
@@ -204,7 +204,7 @@ def _line(key: str, case: dict[str, Any]) -> str:
     )
 
 
-def summary(cases: dict[str, dict[str, Any]]) -> str:
+def summary(cases: dict[str, harness.Row]) -> str:
     """Return a table of the settings, the errors, and in how many settings the first-ranked strategy was the fastest.
 
     Args:

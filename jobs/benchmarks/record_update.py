@@ -11,7 +11,15 @@ elements that reach tau, as float32.
 import argparse
 import os
 import sys
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import keras
+    import numpy as np
+
+# Function that draws a batch.
+Samples = Callable[[], "tuple[np.ndarray, np.ndarray]"]
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -47,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     import numpy as np
 
     steps = sorted(set(args.step))
-    saved: dict[str, Any] = {
+    saved: dict[str, np.ndarray] = {
         "densities": np.repeat(args.densities, len(steps)),
         "steps": np.tile(steps, len(args.densities)),
     }
@@ -56,16 +64,19 @@ def main(argv: list[str] | None = None) -> int:
         for total, tau, saved["sizes"], saved["names"] in record(density, args):
             index = np.flatnonzero(np.abs(total) >= tau)
             gaps = np.diff(index, prepend=0).astype(np.uint32)
-            saved |= {f"gaps{i}": gaps, f"values{i}": total[index], f"tau{i}": tau}
+            saved |= {f"gaps{i}": gaps, f"values{i}": total[index], f"tau{i}": np.array(tau)}
             i += 1
     hidden, optimizer = (args.hidden or 64, "adamw") if args.data == "text" else (args.hidden or 1024, args.optimizer)
     settings = f"{hidden} hidden units, {optimizer}, batch {args.batch}, step {' '.join(map(str, steps))}"
-    np.savez_compressed(args.output, what=np.array(f"{args.data}, {settings}"), **saved)
+    saved["what"] = np.array(f"{args.data}, {settings}")
+    np.savez_compressed(args.output, **saved)  # type: ignore[arg-type]
     print(f"{args.output}: {sum(saved['sizes'])} elements in {len(saved['sizes'])} variables, {i} updates")
     return 0
 
 
-def record(density: float, args: argparse.Namespace):
+def record(
+    density: float, args: argparse.Namespace
+) -> "Iterator[tuple[np.ndarray, np.float32, np.ndarray, np.ndarray]]":
     """Train with this density; yield residual plus update, tau, and variables' sizes and names in each chosen step."""
     import keras
     import numpy as np
@@ -93,7 +104,7 @@ def record(density: float, args: argparse.Namespace):
             yield total, tau, np.array([w.size for w in weights]), np.array([v.path for v in variables])
 
 
-def classifier(args: argparse.Namespace):
+def classifier(args: argparse.Namespace) -> "tuple[keras.Model, Samples]":
     """Return the network of jobs/fashion_mnist.py, and a function that draws a batch."""
     import numpy as np
 
@@ -102,14 +113,14 @@ def classifier(args: argparse.Namespace):
 
     data, order = load(args.data, args.data_folder), np.random.default_rng(args.seed)
 
-    def samples():
+    def samples() -> tuple[np.ndarray, np.ndarray]:
         chosen = order.integers(0, len(data.train_x), args.batch)
         return data.train_x[chosen], data.train_y[chosen]
 
     return build(data, "mlp", args.hidden or 1024, args.optimizer, None), samples
 
 
-def language_model(args: argparse.Namespace):
+def language_model(args: argparse.Namespace) -> "tuple[keras.Model, Samples]":
     """Return a network of jobs/language_model.py with two blocks, and a function that draws a batch of windows."""
     import numpy as np
 
@@ -118,7 +129,7 @@ def language_model(args: argparse.Namespace):
 
     text, order, context = load_text(args.data_folder).train, np.random.default_rng(args.seed), 64
 
-    def samples():
+    def samples() -> tuple[np.ndarray, np.ndarray]:
         begins = order.integers(0, len(text) - context - 1, args.batch)
         codes = text[begins[:, None] + np.arange(context + 1)].astype(np.int32)
         return codes[:, :-1], codes[:, 1:]

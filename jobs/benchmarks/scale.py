@@ -12,11 +12,10 @@ on one core of this machine; and in brackets what the cost model of `hvdx advise
 
 import argparse
 import sys
-from typing import Any
 
 from hvdx.cli.advise import given_link
 from hvdx.jobs.benchmarks import harness
-from hvdx.report.table import quantity, render
+from hvdx.report.table import quantity
 from hvdx.simulation.training import Setting, simulate
 from hvdx.simulation.workloads import Made
 from hvdx.strategies import Threshold
@@ -47,57 +46,40 @@ def compare(options: argparse.Namespace) -> int:
     """Simulate every number of workers under both exchanges, and print a table."""
     machine, made, link = measure_machine(options.elements, 1), Made(options.elements), given_link(options.bandwidth)
     shared = {"elements": options.elements, "density": options.density, "bandwidth": options.bandwidth}
-    rows = harness.finished(options.json, **shared)
-    for workers in options.workers:
+
+    def measure(case: harness.Row) -> harness.Row:
+        workers = case["workers"]
         situation = Situation(workers, (options.elements,), _COMPUTING, link, machine, "mpi")
         setting = Setting(situation, options.steps, running=_RUNNING, limit=options.limit)
-        for kind in options.exchanges:
-            if any((row["workers"], row["exchange"]) == (workers, kind) for row in rows):
-                continue
-            strategy = Threshold(target_density=options.density, exchange=kind)
-            found, predicted = simulate(strategy, setting, made), strategy.predict(situation)
-            assert predicted is not None  # its density is given
-            message = found.message
-            row = {"workers": workers, "exchange": kind, "message": message, "received": found.received}
-            # A worker also decodes its own messages, which it does not receive.
-            row |= {"messages": found.received / message, "decoded": found.received * workers / (workers - 1) / message}
-            for part in ("encoding", "network", "decoding", "copying"):
-                row[part] = 1e3 * found.parts[part]
-            terms = predicted.terms
-            row |= {"predicted_received": predicted.sent, "predicted_encoding": 1e3 * terms["encoding"]}
-            row |= {"predicted_network": 1e3 * (terms["latency"] + terms["transfer"])}
-            rows.append(row | {"predicted_decoding": 1e3 * terms["decoding"], "steps": found.steps})
-            print(f"{workers} workers, {kind}: {quantity(found.received, 'B')}", file=sys.stderr, flush=True)
-            harness.write(options.json, shared | {"rows": rows})
-    print(text(sorted(rows, key=lambda row: (row["workers"], row["exchange"]))))
+        strategy = Threshold(target_density=options.density, exchange=case["exchange"])
+        found, predicted = simulate(strategy, setting, made), strategy.predict(situation)
+        assert predicted is not None  # its density is given
+        message, terms = found.message, predicted.terms
+        row = {"message": message, "received": found.received, "messages": found.received / message}
+        # A worker also decodes its own messages, which it does not receive.
+        row["decoded"] = found.received * workers / (workers - 1) / message
+        row |= {part: 1e3 * found.parts[part] for part in ("encoding", "network", "decoding", "copying")}
+        row |= {"predicted_received": predicted.sent, "predicted_encoding": 1e3 * terms["encoding"]}
+        row |= {"predicted_network": 1e3 * (terms["latency"] + terms["transfer"])}
+        return row | {"predicted_decoding": 1e3 * terms["decoding"], "steps": found.steps}
+
+    cases = ({"workers": workers, "exchange": kind} for workers in options.workers for kind in options.exchanges)
+    harness.run_cases(options.json, cases, measure, _COLUMNS, shared, resumes=True)
     return 0
 
 
-def text(rows: list[dict[str, Any]]) -> str:
-    """Return the table.
+def _part(part: str) -> harness.Column:
+    """Return the column of a part of a step, with the ratio of the prediction."""
+    return f"{part}, ms", lambda row: f"{row[part]:.1f} ({row[f'predicted_{part}'] / max(row[part], 1e-9):.2f})"
 
-    Example:
-        >>> row = {"workers": 4, "exchange": "all_gather", "received": 3e6, "messages": 3.0, "decoded": 4.0}
-        >>> row |= {"predicted_received": 3.3e6, "encoding": 5.0, "decoding": 2.0, "network": 10.0, "copying": 0.5}
-        >>> row |= {"predicted_encoding": 4.0, "predicted_decoding": 2.0, "predicted_network": 10.0}
-        >>> print(text([row]).splitlines()[2])
-        4 workers, all_gather  3 MB (1.10)       3.0      4.0    5.0 (0.80)    2.0 (1.00)  10.0 (1.00)
-    """
-    cells = [
-        [
-            f"{row['workers']} workers, {row['exchange']}",
-            f"{quantity(row['received'], 'B')} ({row['predicted_received'] / row['received']:.2f})",
-            f"{row['messages']:.1f}",
-            f"{row['decoded']:.1f}",
-            *(
-                f"{row[part]:.1f} ({row[f'predicted_{part}'] / max(row[part], 1e-9):.2f})"
-                for part in ("encoding", "decoding", "network")
-            ),
-        ]
-        for row in rows
-    ]
-    header = ["case", "received", "messages", "decoded", "encoding, ms", "decoding, ms", "network, ms"]
-    return render(cells, header)
+
+_COLUMNS = [
+    ("case", lambda row: f"{row['workers']} workers, {row['exchange']}"),
+    ("received", lambda row: f"{quantity(row['received'], 'B')} ({row['predicted_received'] / row['received']:.2f})"),
+    harness.figure("messages", "messages", ".1f"),
+    harness.figure("decoded", "decoded", ".1f"),
+    *map(_part, ("encoding", "decoding", "network")),
+]
 
 
 if __name__ == "__main__":

@@ -16,10 +16,9 @@ wait behind the data.
 import argparse
 import sys
 import time
-from typing import Any
 
 from hvdx.jobs.benchmarks import harness
-from hvdx.report.table import render
+from hvdx.strategies.telemetry import ServerTelemetry
 
 # Uncounted first steps, which trace, compile and open connections.
 _WARM_UP = 3
@@ -41,16 +40,23 @@ def main(argv: list[str] | None = None) -> int:
 
 def compare(options: argparse.Namespace) -> int:
     """Time every number of servers, and print the table."""
-    rows: list[dict[str, Any]] = []
-    for servers in options.servers:
-        rows.append({"servers": servers} | launch(servers, options))
-        print(f"{servers} server(s): {rows[-1]['steps_per_second']:.2f} steps/s", file=sys.stderr, flush=True)
-    show(rows, options)
-    harness.write(options.json, {"rows": rows})
+    where = "on separate hosts" if options.dedicated else "on the workers' hosts"
+    print(f"{options.workers} workers, {options.bandwidth} a link, servers {where}")
+    columns = [
+        ("servers", lambda row: str(row["servers"])),
+        harness.figure("steps/s", "steps_per_second", ".2f"),
+        ("busiest server's link", lambda row: server_link(row, options)),
+        harness.figure("workers' links, %", "workers_busy", ".0f", 100),
+        harness.figure("staleness", "mean_staleness", ".2f"),
+    ]
+    cases = [{"servers": servers} for servers in options.servers]
+    harness.run_cases(options.json, cases, lambda case: launch(case["servers"], options), columns)
+    if options.dedicated:
+        print("*: over the whole run, including start and end, since no worker on those hosts measures the time")
     return 0
 
 
-def launch(servers: int, options: argparse.Namespace) -> dict[str, Any]:
+def launch(servers: int, options: argparse.Namespace) -> harness.Row:
     """Train on emulated hosts, and combine the workers' figures."""
     where = str(servers) if options.dedicated else f"colocated:{servers}"
     hosts = options.workers + (servers if options.dedicated else 0)
@@ -72,28 +78,7 @@ def launch(servers: int, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    """Print the table."""
-    cells = [
-        [
-            str(row["servers"]),
-            f"{row['steps_per_second']:.2f}",
-            f"{row['steps_per_second'] / rows[0]['steps_per_second']:.2f}",
-            server_link(row, options),
-            f"{100 * row['workers_busy']:.0f} %",
-            f"{row['mean_staleness']:.2f}",
-        ]
-        for row in rows
-    ]
-    where = "on separate hosts" if options.dedicated else "on the workers' hosts"
-    print(f"\n{options.workers} workers, {options.bandwidth} a link, servers {where}")
-    header = ["servers", "steps/s", f"/ {rows[0]['servers']}", "busiest server's link", "workers' links", "staleness"]
-    print(render(cells, header=header))
-    if options.dedicated:
-        print("*: over the whole run, including start and end, since no worker on those hosts measures the time")
-
-
-def server_link(row: dict[str, Any], options: argparse.Namespace) -> str:
+def server_link(row: harness.Row, options: argparse.Namespace) -> str:
     """Return the load of the busiest server's link."""
     if row["busiest"] is not None:
         return f"{100 * row['busiest']:.0f} %"
@@ -103,7 +88,7 @@ def server_link(row: dict[str, Any], options: argparse.Namespace) -> str:
 # -- one rank ---------------------------------------------------------------------------------------------------------
 
 
-def train(given: argparse.Namespace) -> dict[str, Any]:
+def train(given: argparse.Namespace) -> harness.Row:
     """Train, and count the bytes on the interface of this rank."""
     import hvdx
 
@@ -113,40 +98,40 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
     model, data, _, _ = harness.mlp(given)
     # Without `Distribute`, which would hand out the steps of an epoch to workers that are ready.
     optimizer = hvdx.keras.DistributedOptimizer(model.optimizer)
-    watch = make_watch(given.steps + _WARM_UP)
+    watch = _Watch(given.steps + _WARM_UP)
     model.fit(
         data.repeat(),
         steps_per_epoch=given.steps + _WARM_UP,
         shuffle=False,
         verbose=0,
-        callbacks=[hvdx.keras.callbacks.BroadcastGlobalVariablesCallback(0), watch],
+        callbacks=[hvdx.keras.callbacks.BroadcastGlobalVariablesCallback(0), harness.callback(watch)],
     )
-    return watch.figures | {"staleness": adapter_of(optimizer).cost().staleness.mean}
+    adapter = adapter_of(optimizer)
+    assert adapter is not None
+    cost = adapter.cost()
+    assert isinstance(cost, ServerTelemetry)
+    return watch.figures | {"staleness": cost.staleness.mean}
 
 
-def make_watch(last: int) -> Any:
-    """Make a callback that counts seconds and bytes, from the end of the warm-up to step `last`."""
-    import keras
+class _Watch:
+    """Watch of a `fit` that counts seconds and bytes, from the end of the warm-up to step `last`."""
 
-    class Watch(keras.callbacks.Callback):
-        def __init__(self) -> None:
-            super().__init__()
-            self.figures: dict[str, float] = {}
-            self._begin: list[float] = []
+    def __init__(self, last: int) -> None:
+        self.figures: dict[str, float] = {}
+        self._last = last
+        self._begin: list[float] = []
 
-        def now(self) -> list[float]:
-            return [time.time(), *map(harness.link_bytes, ("tx", "rx"))]
+    def now(self) -> list[float]:
+        return [time.time(), *map(harness.link_bytes, ("tx", "rx"))]
 
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            if batch + 1 == _WARM_UP:
-                self._begin = self.now()
-            elif batch + 1 == last:
-                end = self.now()
-                seconds, sent, received = (b - a for a, b in zip(self._begin, end, strict=True))
-                self.figures = {"begin": self._begin[0], "end": end[0], "steps": last - _WARM_UP}
-                self.figures |= {"seconds": seconds, "sent": sent, "received": received}
-
-    return Watch()
+    def on_train_batch_end(self, batch: int, logs: harness.Logs = None) -> None:
+        if batch + 1 == _WARM_UP:
+            self._begin = self.now()
+        elif batch + 1 == self._last:
+            end = self.now()
+            seconds, sent, received = (b - a for a, b in zip(self._begin, end, strict=True))
+            self.figures = {"begin": self._begin[0], "end": end[0], "steps": self._last - _WARM_UP}
+            self.figures |= {"seconds": seconds, "sent": sent, "received": received}
 
 
 if __name__ == "__main__":

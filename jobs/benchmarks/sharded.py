@@ -10,15 +10,21 @@ multiples of its own message, and the mean milliseconds of each part of the exch
 
 import argparse
 import sys
-from statistics import median
-from typing import Any
+from statistics import fmean, median
 
 from hvdx.jobs.benchmarks import harness
-from hvdx.report.table import render
 
 # Uncounted first steps, which trace and compile, and in which the codec finds tau.
 _WARM = 20
 _PARTS = ("encoding", "waiting", "exchanging", "decoding")
+_COLUMNS = [
+    ("network", lambda row: f"{row['hosts']} hosts, {row['bandwidth']}, {row['exchange']}"),
+    harness.figure("ms", "ms", ".1f"),
+    harness.figure("message, kB", "message", ".1f", 1e-3),
+    ("sent, messages", lambda row: f"{row['sent'] / row['message']:.2f}"),
+    ("received, messages", lambda row: f"{row['received'] / row['message']:.2f}"),
+    *(harness.figure(part, part, ".2f") for part in _PARTS),
+]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -35,38 +41,23 @@ def main(argv: list[str] | None = None) -> int:
 
 def compare(options: argparse.Namespace) -> int:
     """Run every network under both exchanges, and print a table."""
-    rows: list[dict[str, Any]] = []
-    for hosts in options.hosts:
-        for bandwidth in options.bandwidth:
-            for exchange in ("all_gather", "sharded"):
-                spelling = f"{options.strategy}{',' if ':' in options.strategy else ':'}exchange={exchange}"
-                given = {"spelling": spelling, "hidden": options.hidden, "seed": 0, "steps": options.steps}
-                ranks = harness.launch(__file__, given, hosts, bandwidth).ranks
-                mean = {name: sum(rank[name] for rank in ranks) / len(ranks) for name in ranks[0]}
-                rows.append({"hosts": hosts, "bandwidth": bandwidth, "exchange": exchange} | mean)
-                print(f"{hosts} hosts, {bandwidth}, {exchange}: {mean['ms']:.1f} ms", file=sys.stderr, flush=True)
-                harness.write(options.json, {"rows": rows})
-    print(text(rows))
+
+    def measure(case: harness.Row) -> harness.Row:
+        spelling = f"{options.strategy}{',' if ':' in options.strategy else ':'}exchange={case['exchange']}"
+        given = {"spelling": spelling, "hidden": options.hidden, "seed": 0, "steps": options.steps}
+        ranks = harness.launch(__file__, given, case["hosts"], case["bandwidth"]).ranks
+        return {name: fmean(rank[name] for rank in ranks) for name in ranks[0]}
+
+    cases = (
+        network | {"exchange": exchange}
+        for network in harness.networks(options.hosts, options.bandwidth)
+        for exchange in ("all_gather", "sharded")
+    )
+    harness.run_cases(options.json, cases, measure, _COLUMNS)
     return 0
 
 
-def text(rows: list[dict[str, Any]]) -> str:
-    """Return the table."""
-    cells = [
-        [
-            f"{row['hosts']} hosts, {row['bandwidth']}, {row['exchange']}",
-            f"{row['ms']:.1f}",
-            f"{row['message'] / 1e3:.1f}",
-            f"{row['sent'] / row['message']:.2f}",
-            f"{row['received'] / row['message']:.2f}",
-            *(f"{row[part]:.2f}" for part in _PARTS),
-        ]
-        for row in rows
-    ]
-    return render(cells, ["network", "ms", "message, kB", "sent, messages", "received, messages", *_PARTS])
-
-
-def train(given: argparse.Namespace) -> dict[str, Any]:
+def train(given: argparse.Namespace) -> harness.Row:
     """Train, and return the means of a step."""
     import hvdx
 
@@ -74,9 +65,13 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
     model, data, _, _ = harness.mlp(given)
     distribute = hvdx.keras.Distribute(given.spelling)
     names = ("messages", "sent", "received", *_PARTS)
-    watch = harness.step_watch(_WARM, lambda: {name: getattr(distribute.cost(), name) for name in names})
+    watch = harness.StepWatch(_WARM, lambda: {name: getattr(distribute.cost(), name) for name in names})
     model.fit(
-        data.repeat(), steps_per_epoch=_WARM + given.steps, shuffle=False, verbose=0, callbacks=[distribute, watch]
+        data.repeat(),
+        steps_per_epoch=_WARM + given.steps,
+        shuffle=False,
+        verbose=0,
+        callbacks=[distribute, harness.callback(watch)],
     )
     first, last = watch.totals[0], watch.totals[-1]
     means = {name: (last[name] - first[name]) / given.steps for name in first}

@@ -16,16 +16,15 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any
 
 import numpy as np
 
 from hvdx.cli.advise import given_link
 from hvdx.jobs.benchmarks import harness
-from hvdx.report.table import quantity, render
-from hvdx.simulation.training import Setting, simulate, window
+from hvdx.report.table import quantity
+from hvdx.simulation.training import Outcome, Setting, simulate, window
 from hvdx.simulation.workloads import MOMENTUM, Made
 from hvdx.strategies import parse
 from hvdx.strategies.link import Link
@@ -76,7 +75,12 @@ def compare(options: argparse.Namespace) -> int:
             steps = [_steps(spelling, given, options.steps) for spelling in spellings]
             job = {"cases": list(zip(spellings, steps, strict=True)), "elements": options.elements}
             ended = harness.launch(
-                __file__, job | {"computing": given.computing}, hosts, bandwidth, limit=300, OMP_NUM_THREADS="1"
+                __file__,
+                job | {"computing": given.computing},
+                hosts,
+                bandwidth,
+                limit=300,
+                env={"OMP_NUM_THREADS": "1"},
             )
             facts = {name: median(rank[name] for rank in ended.ranks) for name in ("latency", "bandwidth", "codec")}
             link, speed = Link(facts["latency"], facts["bandwidth"]), alone / max(facts["codec"], alone)
@@ -87,9 +91,9 @@ def compare(options: argparse.Namespace) -> int:
                 row |= {"measured": measured["seconds"], "simulated": simulated.seconds, "parts": simulated.parts}
                 row |= {"sent": simulated.sent, "measured_sent": measured["sent"]}
                 rows.append(row | {"latency": link.latency, "rate": link.bandwidth, "core_speed": speed})
-                print(text(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
+                print(harness.table(rows[-1:], _COLUMNS).splitlines()[-1], file=sys.stderr, flush=True)
                 harness.write(options.json, shared | {"rows": rows})
-    print(text(rows))
+    print(harness.table(rows, _COLUMNS))
     near = sum(abs(row["simulated"] / row["measured"] - 1) <= _NEAR for row in rows)
     print(f"\n{near} of {len(rows)} simulated steps are within {_NEAR:.0%} of the measured ones.")
     return 0
@@ -102,14 +106,8 @@ def _steps(spelling: str, given: Situation, most: int) -> int:
 
 
 def _simulated(
-    spelling: str,
-    given: Situation,
-    link: Link,
-    speed: float,
-    passes: tuple[float, float],
-    steps: int,
-    made: Made,
-) -> Any:
+    spelling: str, given: Situation, link: Link, speed: float, passes: tuple[float, float], steps: int, made: Made
+) -> Outcome:
     """Simulate the steps of a case.
 
     Args:
@@ -131,26 +129,14 @@ def _simulated(
     return simulate(strategy, Setting(situation, max(steps, 12), core_speed=speed), made)
 
 
-def text(rows: list[dict[str, Any]]) -> str:
-    """Return the table.
-
-    Example:
-        >>> row = {"hosts": 2, "bandwidth": "1gbit", "strategy": "threshold", "measured": 0.02, "simulated": 0.018}
-        >>> print(text([row | {"sent": 2000.0, "measured_sent": 2000.0}]).splitlines()[2])
-        2 hosts, 1gbit, threshold  20.0  18.0   0.90   2 kB   2 kB
-    """
-    cells = [
-        [
-            f"{row['hosts']} hosts, {row['bandwidth']}, {row['strategy']}",
-            f"{1e3 * row['measured']:.1f}",
-            f"{1e3 * row['simulated']:.1f}",
-            f"{row['simulated'] / row['measured']:.2f}",
-            quantity(row["measured_sent"], "B"),
-            quantity(row["sent"], "B"),
-        ]
-        for row in rows
-    ]
-    return render(cells, ["case", "lab", "sim", "ratio", "lab B", "sim B"])
+_COLUMNS = [
+    ("case", lambda row: f"{row['hosts']} hosts, {row['bandwidth']}, {row['strategy']}"),
+    ("ratio", lambda row: f"{row['simulated'] / row['measured']:.2f}"),
+    harness.figure("lab, ms", "measured", ".1f", 1e3),
+    harness.figure("simulation", "simulated", ".1f", 1e3),
+    ("lab B", lambda row: quantity(row["measured_sent"], "B")),
+    ("simulation B", lambda row: quantity(row["sent"], "B")),
+]
 
 
 def codec_seconds(elements: int, meet: Callable[[], object]) -> float:
@@ -177,7 +163,7 @@ def codec_seconds(elements: int, meet: Callable[[], object]) -> float:
     return median(seconds[_ROUNDS // 3 :])
 
 
-def work(given: argparse.Namespace) -> dict[str, Any]:
+def work(given: argparse.Namespace) -> harness.Row:
     """Measure link and codec between the hosts of the lab, then exchange updates; return the figures of this rank."""
     from hvdx import comm as communication
     from hvdx.strategies import link
@@ -199,8 +185,8 @@ def _exchange(spelling: str, count: int, made: Made, computing: float) -> dict[s
     from hvdx import comm as communication
 
     strategy = parse(spelling)
-    comm: Any = communication.start()
-    place: Callable[[Any], Any] = list
+    comm = communication.start()
+    place: Callable[[Sequence[np.ndarray]], list[object]] = list
     if strategy.runs == "graph":
         import tensorflow as tf
 

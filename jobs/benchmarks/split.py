@@ -13,11 +13,14 @@ bytes that `hvdx.keras.summary` predicts. "Payload" is what the link carried wit
 
 import argparse
 import sys
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hvdx.jobs import hybrid
 from hvdx.jobs.benchmarks import harness
-from hvdx.report.table import quantity, render
+from hvdx.report.table import quantity
+
+if TYPE_CHECKING:
+    import keras
 
 #: Options of `jobs/hybrid.py` for each way to train.
 WAYS = {
@@ -48,63 +51,46 @@ def main(argv: list[str] | None = None) -> int:
 
 def compare(options: argparse.Namespace) -> int:
     """Run every way, and print a table."""
-    rows: list[dict[str, Any]] = []
-    document = {"hosts": options.hosts, "bandwidth": options.bandwidth, "batch": options.batch, "rows": rows}
-    for way in options.ways:
-        steps = min(options.steps, _FEW.get(way, options.steps))
-        given = {"options": [*WAYS[way], "--steps", str(steps), "--batch", str(options.batch)], "steps": steps}
-        rows.append({"way": way, **harness.launch(__file__, given, options.hosts, options.bandwidth).ranks[0]})
-        print(f"{way}: {rows[-1]['milliseconds']:.0f} ms a step", file=sys.stderr, flush=True)
-        harness.write(options.json, document)
-    print(text(document))
+
+    def measure(case: harness.Row) -> harness.Row:
+        steps = min(options.steps, _FEW.get(case["way"], options.steps))
+        given = {"options": [*WAYS[case["way"]], "--steps", str(steps), "--batch", str(options.batch)], "steps": steps}
+        return harness.launch(__file__, given, options.hosts, options.bandwidth).ranks[0]
+
+    shared = {"hosts": options.hosts, "bandwidth": options.bandwidth, "batch": options.batch}
+    harness.run_cases(options.json, [{"way": way} for way in options.ways], measure, COLUMNS, shared)
     return 0
 
 
-def text(document: dict[str, Any]) -> str:
-    """Return the table."""
-    rows = document["rows"]
-    slowest = next((row["milliseconds"] for row in rows if row["way"] == "all_reduce"), None)
-    cells = [
-        [
-            row["way"],
-            f"{row['milliseconds']:.0f}",
-            f"{row['milliseconds'] / slowest:.3f}" if slowest else "",
-            quantity(row["layers_sent"], "B"),
-            quantity(row["strategy_sent"], "B"),
-            quantity(row["formula"], "B") if row["formula"] else "",
-            quantity(row["link"], "B"),
-            quantity(row["payload"], "B"),
-            f"{row['payload'] / row['formula']:.3f}" if row["formula"] else "",
-        ]
-        for row in rows
-    ]
-    header = [
-        "way",
-        "ms a step",
-        "/ AllReduce",
-        "layers",
-        "strategy",
-        "formula",
-        "link",
-        "payload",
-        "/ formula",
-    ]
-    return f"{document['hosts']} hosts, {document['bandwidth']} a link\n{render(cells, header=header)}"
+def _bytes(header: str, key: str) -> harness.Column:
+    return header, lambda row: quantity(row[key], "B") if row[key] else ""
 
 
-def train(given: argparse.Namespace) -> dict[str, Any]:
+COLUMNS = [
+    ("way", lambda row: row["way"]),
+    harness.figure("ms a step", "milliseconds", ".0f"),
+    _bytes("layers", "layers_sent"),
+    _bytes("strategy", "strategy_sent"),
+    _bytes("formula", "formula"),
+    _bytes("link", "link"),
+    _bytes("payload", "payload"),
+    ("/ formula", lambda row: f"{row['payload'] / row['formula']:.3f}" if row["formula"] else ""),
+]
+
+
+def train(given: argparse.Namespace) -> harness.Row:
     """Train one way, and return the figures of this rank."""
     import hvdx
 
     args = hybrid.arguments(given.options)
     hvdx.init(split=args.split)
-    counter = make_counter(given.steps)
-    model, figures = hybrid.train(args, *hybrid.images(args), [counter])
+    counter = _Counter(given.steps)
+    model, figures = hybrid.train(args, *hybrid.images(args), [harness.callback(counter)])
     link, payload = ((b - a) / (given.steps - _OPENING) for a, b in zip(*counter.read, strict=True))
     return figures | {"formula": predicted(model, args), "link": link, "payload": payload}
 
 
-def predicted(model: Any, args: argparse.Namespace) -> float | None:
+def predicted(model: "keras.Model", args: argparse.Namespace) -> float | None:
     """Return the bytes that a rank sends in a step by the formula, which is that of `AllReduce` in float32."""
     from hvdx.keras.costs import layer_costs, setting_of
 
@@ -113,20 +99,16 @@ def predicted(model: Any, args: argparse.Namespace) -> float | None:
     return sum(costs.present.sent for costs in layer_costs(model, setting_of(model, args.batch, None, None)))
 
 
-def make_counter(steps: int) -> Any:
-    """Make a callback that reads the counter of the link after the opening steps and after the last one."""
-    import keras
+class _Counter:
+    """Watch of a `fit` that reads the counter of the link after the opening steps and after the last one."""
 
-    class Counter(keras.callbacks.Callback):
-        def __init__(self) -> None:
-            super().__init__()
-            self.read: list[tuple[int, int]] = []
+    def __init__(self, steps: int) -> None:
+        self.read: list[tuple[int, int]] = []
+        self._steps = steps
 
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            if batch + 1 in (_OPENING, steps):
-                self.read.append((harness.link_bytes("tx"), harness.link_payload("tx")))
-
-    return Counter()
+    def on_train_batch_end(self, batch: int, logs: harness.Logs = None) -> None:
+        if batch + 1 in (_OPENING, self._steps):
+            self.read.append((harness.link_bytes("tx"), harness.link_payload("tx")))
 
 
 if __name__ == "__main__":

@@ -10,10 +10,9 @@ TensorFlow's compiled functions.
 
 import argparse
 import sys
-from typing import Any
 
 from hvdx.jobs.benchmarks import harness
-from hvdx.report.table import quantity, render
+from hvdx.report.table import quantity
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -29,27 +28,22 @@ def main(argv: list[str] | None = None) -> int:
 
 def compare(options: argparse.Namespace) -> int:
     """Measure every number of ranks, and print a table."""
-    rows = []
-    for ranks in options.ranks:
-        given = {"ranks": ranks, "width": options.width, "batch": options.batch, "steps": options.steps}
-        found = harness.launch(__file__, given, ranks).ranks
-        rows.append({"ranks": ranks} | {key: max(figures[key] for figures in found) for key in found[0]})
-    harness.show(options.json, {"width": options.width, "batch": options.batch, "rows": rows}, text)
+    shared = {"width": options.width, "batch": options.batch}
+
+    def measure(case: harness.Row) -> harness.Row:
+        given = case | shared | {"steps": options.steps}
+        found = harness.launch(__file__, given, case["ranks"]).ranks
+        return {key: max(figures[key] for figures in found) for key in found[0]}
+
+    def memory(key: str) -> harness.Column:
+        return key, lambda row: quantity(row[key], "B")
+
+    columns = [("ranks", lambda row: str(row["ranks"])), memory("counted"), memory("resident"), memory("peak")]
+    harness.run_cases(options.json, [{"ranks": ranks} for ranks in options.ranks], measure, columns, shared)
     return 0
 
 
-def text(document: dict[str, Any]) -> str:
-    """Return the table."""
-    rows, keys = document["rows"], ("counted", "resident", "peak")
-    first = rows[0]
-    cells = [
-        [str(row["ranks"]), *(f"{quantity(row[key], 'B')} ({row[key] / first[key]:.3f})" for key in keys)]
-        for row in rows
-    ]
-    return render(cells, header=["ranks", *(f"{key} (/ {first['ranks']} rank)" for key in keys)])
-
-
-def train(given: argparse.Namespace) -> dict[str, Any]:
+def train(given: argparse.Namespace) -> harness.Row:
     """Train the layer, and return the memory of this rank; the largest of the ranks is reported."""
     import keras
     import numpy as np
@@ -64,20 +58,11 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
     model = keras.Sequential([keras.Input((given.width,)), layer])
     model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse")
     x = np.random.default_rng(hvdx.rank()).normal(size=(given.batch, given.width)).astype(np.float32)
-    model.fit(
-        x,
-        x,
-        batch_size=given.batch,
-        epochs=given.steps,
-        shuffle=False,
-        verbose=0,
-        callbacks=[hvdx.keras.Distribute(check_every=None)],
-    )
+    distribute = hvdx.keras.Distribute(check_every=None)
+    model.fit(x, x, batch_size=given.batch, epochs=given.steps, shuffle=False, verbose=0, callbacks=[distribute])
     held = sum(4 * int(np.prod(v.shape)) for v in [*model.weights, *model.optimizer.variables])
-    return {
-        "counted": held,
-        "resident": harness.memory("VmRSS") - before,
-        "peak": harness.memory("VmHWM") - before,
+    return {"counted": held} | {
+        name: harness.memory(which) - before for name, which in (("resident", "VmRSS"), ("peak", "VmHWM"))
     }
 
 

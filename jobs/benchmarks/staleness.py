@@ -4,6 +4,7 @@
     python jobs/benchmarks/staleness.py --json staleness.json         also write the figures
     python jobs/benchmarks/staleness.py --ways all_reduce,plain --equal plain --hidden 256
     python jobs/benchmarks/staleness.py --bandwidth 100mbit           workers on emulated hosts of `hvdx lab`
+    python jobs/benchmarks/staleness.py --ways step,4,inf,plain --equal step,4,inf,plain --bandwidth 100mbit
     python jobs/benchmarks/staleness.py --ways "" --equal "threshold,threshold:target_density=0.01" --pause 0
 
 Workers train a dense network on Fashion-MNIST, 64 images per step on each, SGD with momentum. In every step each worker
@@ -20,10 +21,15 @@ import argparse
 import sys
 import time
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from hvdx.jobs.benchmarks import harness
 from hvdx.report.table import render
+
+if TYPE_CHECKING:
+    import keras
 
 _SERVER = "parameter_server:servers=colocated"
 #: Compared ways: name, strategy, and factor of the learning rate ("N" is the number of workers).
@@ -37,7 +43,11 @@ WAYS: dict[str, tuple[str, str, str]] = {
     "soft_scaled": ("soft sync, 2 updates, scaled", f"{_SERVER},aggregate=2,staleness=scale", "1"),
     "bound": ("bounded, 4 steps ahead", f"{_SERVER},staleness=bound,max_staleness=4", "1"),
     "bound_far": ("bounded, 64 steps ahead", f"{_SERVER},staleness=bound,max_staleness=64", "1"),
+    "step": ("threshold, in step", "threshold", "1"),
+    "4": ("threshold, 4 steps late", "threshold:max_staleness=4", "1"),
+    "inf": ("threshold, without waiting", "threshold:max_staleness=inf", "1"),
 }
+_DEFAULT = "all_reduce,all_reduce_n,full,plain,scaled,soft,soft_scaled,bound,bound_far"
 # Uncounted first steps, which trace and compile.
 _COMPILING = 2
 # Time limit of a training, in seconds.
@@ -48,27 +58,23 @@ _STORE_SECONDS = 0.25
 
 def main(argv: list[str] | None = None) -> int:
     """Run the comparison, or one of its workers."""
-    return main_with(argv, __doc__, ",".join(WAYS), "all_reduce,plain,soft", 500)
-
-
-def main_with(argv: list[str] | None, text: str | None, ways: str, equal: str, steps: int) -> int:
-    """Run a comparison of some of `WAYS`, or one of its workers.
-
-    Args:
-        argv: command line; None for that of this process.
-        text: description of the comparison.
-        ways, equal: ways that run by default with a slow worker, and without one.
-        steps: steps of each worker by default.
-    """
-    parser = harness.parser(text)
+    parser = harness.parser(__doc__)
     add, words = parser.add_argument, harness.several(str)
     add("--workers", type=int, default=4, metavar="N", help="number of workers")
     add("--bandwidth", default="", metavar="RATE", help="give each worker an emulated host with a link of this rate")
-    add("--ways", type=words, default=ways, metavar="WAY,...", help="ways or strategies with a slow worker; may be ''")
+    add(
+        "--ways",
+        type=words,
+        default=_DEFAULT,
+        metavar="WAY,...",
+        help="ways or strategies with a slow worker; may be ''",
+    )
     add("--pause", type=float, default=20.0, metavar="MS", help="sleep of every worker in each step")
-    add("--equal", type=words, default=equal, metavar="WAY,...", help="ways or strategies without one")
+    add(
+        "--equal", type=words, default="all_reduce,plain,soft", metavar="WAY,...", help="ways or strategies without one"
+    )
     add("--slower", type=float, default=10.0, help="duration of the slow worker's step, relative to the others'")
-    add("--steps", type=int, default=steps, help="steps of each worker in a training")
+    add("--steps", type=int, default=500, help="steps of each worker in a training")
     add("--target", type=float, default=85.0, help="test accuracy to reach, in %%")
     add("--hidden", type=int, default=512, help="units in each of two hidden layers")
     add("--learning-rate", type=float, default=0.05, metavar="X", help="learning rate; all_reduce_n multiplies it by N")
@@ -108,7 +114,7 @@ def compare(options: argparse.Namespace) -> int:
     step = median(run("alone", 1, 0.0, 0, options)[0]["steps"][_COMPILING:])
     delay = (options.slower - 1) * step
     print(f"a step takes {1e3 * step:.1f} ms; the slow worker sleeps for {1e3 * delay:.0f} ms more", flush=True)
-    rows: list[dict[str, Any]] = []
+    rows: list[harness.Row] = []
     for slow in (True, False):
         for key in options.ways if slow else options.equal:
             name, spelling, factor = way_of(key)
@@ -123,16 +129,16 @@ def compare(options: argparse.Namespace) -> int:
     return 0
 
 
-def run(spelling: str, factor: int, delay: float, seed: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+def run(spelling: str, factor: int, delay: float, seed: int, options: argparse.Namespace) -> list[harness.Row]:
     """Train once, and return the figures of every worker."""
     chosen = {key: getattr(options, key) for key in ("hidden", "target", "data", "pause")}
     chosen |= {"spelling": spelling, "learning_rate": factor * options.learning_rate, "delay": delay, "seed": seed}
     chosen["steps"] = 30 if spelling == "alone" else options.steps
     one = dict.fromkeys(("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"), "1")
-    return harness.launch(__file__, chosen, options.workers, options.bandwidth, limit=_MOST_SECONDS, **one).ranks
+    return harness.launch(__file__, chosen, options.workers, options.bandwidth, limit=_MOST_SECONDS, env=one).ranks
 
 
-def figures(ranks: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
+def figures(ranks: list[harness.Row], options: argparse.Namespace) -> harness.Row:
     """Combine the workers' figures of one run."""
     from hvdx.strategies.telemetry import StalenessHistogram
 
@@ -153,14 +159,14 @@ def figures(ranks: list[dict[str, Any]], options: argparse.Namespace) -> dict[st
     }
 
 
-def line(row: dict[str, Any], options: argparse.Namespace) -> str:
+def line(row: harness.Row, options: argparse.Namespace) -> str:
     """Return the progress line of a finished run."""
     reached = f"{row['seconds']:.1f} s" if row["seconds"] else "not reached"
     where = "one slow worker" if row["slow"] else "equal workers"
     return f"{where}: {row['name']}: {options.target:g} %: {reached}; steps of the workers: {row['steps']}"
 
 
-def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
+def show(rows: list[harness.Row], options: argparse.Namespace) -> None:
     """Print a table of medians over the seeds."""
 
     def middle(key: str, way: str) -> float | None:
@@ -200,22 +206,22 @@ def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
 # -- one rank ---------------------------------------------------------------------------------------------------------
 
 
-def train(given: argparse.Namespace) -> dict[str, Any]:
+def train(given: argparse.Namespace) -> harness.Row:
     """Train, and return the figures of this worker."""
     import hvdx
 
     alone = given.spelling == "alone"
     hvdx.init(strategy=None if alone else given.spelling)
-    model, batches, _, data = harness.mlp(given, given.data)
+    model, batches, _, data = harness.mlp(given)
     slow = hvdx.rank() == hvdx.size() - 1
-    watch = make_watch(given.pause / 1e3 + (given.delay if slow else 0.0), hvdx.rank() == 0)
+    watch = _Watch(model, given.pause / 1e3 + (given.delay if slow else 0.0), hvdx.rank() == 0)
     distribute = None if alone else hvdx.keras.Distribute()
     model.fit(
         batches.repeat(),
         steps_per_epoch=given.steps,
         shuffle=False,
         verbose=0,
-        callbacks=[watch] if distribute is None else [distribute, watch],
+        callbacks=[harness.callback(watch)] if distribute is None else [distribute, harness.callback(watch)],
     )
     end = time.perf_counter() - watch.start
     if watch.stores:
@@ -236,33 +242,35 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def make_watch(delay: float, stores: bool) -> Any:
-    """Make a callback that sleeps before each step, times the steps, and stores weights."""
-    import keras
+class _Watch:
+    """Watch of a `fit` that sleeps before each step, times the steps, and stores weights.
 
-    class Watch(keras.callbacks.Callback):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stores = stores
-            self.steps: list[float] = []
-            self.stored: list[tuple[float, Any]] = []
-            self.start = self._last = self._begin = time.perf_counter()
+    Args:
+        model: the model in training.
+        delay: seconds of sleep.
+        stores: True to store weights.
+    """
 
-        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-            self._begin = time.perf_counter()
-            if batch == _COMPILING:
-                self.start = self._last = self._begin
-            if delay:
-                time.sleep(delay)
+    def __init__(self, model: "keras.Model", delay: float, stores: bool) -> None:
+        self.stores = stores
+        self.steps: list[float] = []
+        self.stored: list[tuple[float, list[np.ndarray]]] = []
+        self._model, self._delay = model, delay
+        self.start = self._last = self._begin = time.perf_counter()
 
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            now = time.perf_counter()
-            self.steps.append(now - self._begin)
-            if stores and now - self._last > _STORE_SECONDS and batch >= _COMPILING:
-                self._last = now
-                self.stored.append((now - self.start, self.model.get_weights()))
+    def on_train_batch_begin(self, batch: int, logs: harness.Logs = None) -> None:
+        self._begin = time.perf_counter()
+        if batch == _COMPILING:
+            self.start = self._last = self._begin
+        if self._delay:
+            time.sleep(self._delay)
 
-    return Watch()
+    def on_train_batch_end(self, batch: int, logs: harness.Logs = None) -> None:
+        now = time.perf_counter()
+        self.steps.append(now - self._begin)
+        if self.stores and now - self._last > _STORE_SECONDS and batch >= _COMPILING:
+            self._last = now
+            self.stored.append((now - self.start, self._model.get_weights()))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 # Turns off hvdx's warning about the variants that do not communicate.
@@ -62,7 +61,7 @@ class Variant:
 
     name: str
     wire: str
-    step: Callable[[], Any]
+    step: Callable[[], object]
     close: Callable[[], None] = lambda: None
     rounds: list[list[float]] = field(default_factory=list)
 
@@ -73,7 +72,7 @@ def main() -> int:
     # TensorFlow would warn about retracing, because every variant has its own training function.
     tf.get_logger().setLevel("ERROR")
     hvdx.init()
-    rows: list[dict[str, Any]] = []
+    rows: list[harness.Row] = []
     for size in options.sizes:
         measured = measure(size, options)
         rows += measured
@@ -84,7 +83,7 @@ def main() -> int:
     return 0
 
 
-def measure(size: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(size: int, options: argparse.Namespace) -> list[harness.Row]:
     """Time all variants with a network of about `size` parameters; return a row for each, the same on all ranks."""
     keras.utils.set_random_seed(0)
     network = build_network(size)
@@ -144,24 +143,25 @@ def default_strategy(horovod: bool) -> str:
     return f"all_reduce:engine={'horovod' if horovod else 'mpi'}"
 
 
-def hvdx_loop(network: keras.Model, data: tf.data.Dataset, strategy: str) -> Callable[[], Any]:
+def hvdx_loop(network: keras.Model, data: tf.data.Dataset, strategy: str) -> Callable[[], object]:
     """Make a hand-written loop with hvdx's optimiser."""
     optimizer = hvdx.keras.DistributedOptimizer(make_optimizer(), strategy=strategy)
     return hand_loop(network, data, optimizer, lambda gradients: gradients)
 
 
-def horovod_loop(network: keras.Model, data: tf.data.Dataset, compression: str) -> Callable[[], Any]:
+def horovod_loop(network: keras.Model, data: tf.data.Dataset, compression: str) -> Callable[[], object]:
     """Make a hand-written loop with Horovod's own collective, the yardstick."""
     import horovod.tensorflow as hvd
 
     def average(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
-        return hvd.grouped_allreduce(
+        averaged: list[tf.Tensor] = hvd.grouped_allreduce(
             gradients,
             op=hvd.Average,
             compression=getattr(hvd.Compression, compression),
             name=f"bench.{compression}.{network.count_params()}",
             ignore_name_scope=True,
         )
+        return averaged
 
     return hand_loop(network, data, make_optimizer(), average)
 
@@ -232,7 +232,7 @@ class StepTimer(keras.callbacks.Callback):
         super().__init__()
         self.ends: list[float] = []
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: harness.Logs = None) -> None:
         """Record the time."""
         self.ends.append(time.perf_counter())
 
@@ -262,10 +262,11 @@ def choose_rounds(variants: Sequence[Variant], options: argparse.Namespace) -> t
     if steps < _FEWEST_STEPS:
         steps = _FEWEST_STEPS
         rounds = min(rounds, max(_FEWEST_ROUNDS, round(options.seconds / ((steps + 1) * once))))
-    return hvdx.keras.broadcast_object((rounds, steps), 0)
+    agreed: tuple[int, int] = hvdx.keras.broadcast_object((rounds, steps), 0)
+    return agreed
 
 
-def time_steps(step: Callable[[], Any], steps: int) -> list[float]:
+def time_steps(step: Callable[[], object], steps: int) -> list[float]:
     """Return the seconds of each of `steps` steps, after an untimed one."""
     wait_for_all_ranks()
     step()
@@ -282,7 +283,7 @@ def wait_for_all_ranks() -> None:
     hvdx.keras.allgather_object(None)
 
 
-def summarise(variants: Sequence[Variant], parameters: int, batch: int) -> list[dict[str, Any]]:
+def summarise(variants: Sequence[Variant], parameters: int, batch: int) -> list[harness.Row]:
     """Return rows with medians, quartiles and ratios of one size."""
     yardstick = (_RAW, "float32") if any(v.name == _RAW for v in variants) else (_LOOP_ALONE, "-")
     (base,) = (v for v in variants if (v.name, v.wire) == yardstick)
@@ -313,36 +314,21 @@ def summarise(variants: Sequence[Variant], parameters: int, batch: int) -> list[
     return rows
 
 
-def show(rows: Sequence[dict[str, Any]]) -> None:
+def show(rows: Sequence[harness.Row]) -> None:
     """Print the table."""
-    cells = [
-        [
-            row["variant"],
-            table.quantity(row["parameters"], "").strip(),
-            row["wire"],
-            str(row["ranks"]),
-            str(row["steps"]),
-            f"{row['median_ms']:.2f}",
-            f"{row['iqr_ms']:.2f}",
-            f"{row['tenth_percentile_ms']:.2f}",
-            f"{row['ratio']:.3f}",
-            "{:.3f}-{:.3f}".format(*row["ratio_quartiles"]),
-        ]
-        for row in rows
+    columns = [
+        ("variant", lambda row: row["variant"]),
+        ("parameters", lambda row: table.quantity(row["parameters"], "").strip()),
+        ("on the wire", lambda row: row["wire"]),
+        harness.figure("ranks", "ranks", "d"),
+        harness.figure("steps", "steps", "d"),
+        harness.figure("median ms", "median_ms", ".2f"),
+        harness.figure("IQR", "iqr_ms", ".2f"),
+        harness.figure("10 %", "tenth_percentile_ms", ".2f"),
+        harness.figure("ratio", "ratio", ".3f"),
+        ("its quartiles", lambda row: "{:.3f}-{:.3f}".format(*row["ratio_quartiles"])),
     ]
-    header = [
-        "variant",
-        "parameters",
-        "on the wire",
-        "ranks",
-        "steps",
-        "median ms",
-        "IQR",
-        "10 %",
-        "ratio",
-        "its quartiles",
-    ]
-    print(table.render(cells, header=header))
+    print(harness.table(rows, columns))
     print(f"batch {rows[0]['batch']} on each rank, SGD with momentum; IQR: interquartile range of the steps, in ms;")
     print(
         f"10 %: 10th percentile in ms, which other load disturbs least; ratio to: {rows[0]['yardstick']}",

@@ -10,10 +10,8 @@ before it starts MPI, unless OMPI_MCA_btl_tcp_flags is set. The hosts are those 
 
 import argparse
 import sys
-from typing import Any
 
 from hvdx.jobs.benchmarks import harness
-from hvdx.report.table import render
 
 _DEFAULT = "send,put,inplace,need-ack,need-csum,hetero-rdma"
 
@@ -30,22 +28,26 @@ def main(argv: list[str] | None = None) -> int:
 
 def compare(options: argparse.Namespace) -> int:
     """Time the all-reduce with both settings, and print a table."""
-    rows: list[dict[str, Any]] = []
     given = {"elements": round(options.megabytes * 1e6 / 4)}
-    for hosts in options.hosts:
+
+    def measure(case: harness.Row) -> harness.Row:
+        hosts = case["hosts"]
         ideal = 2 * (hosts - 1) / hosts * 8e6 * options.megabytes / harness.bits(options.bandwidth)
-        ours = harness.launch(__file__, given, hosts, options.bandwidth).ranks[0]["seconds"]
-        theirs = harness.launch(__file__, given, hosts, options.bandwidth, OMPI_MCA_btl_tcp_flags=_DEFAULT)
-        default = theirs.ranks[0]["seconds"]
-        rows.append({"hosts": hosts, "ideal": ideal, "hvdx": ours, "default": default, "ratio": ours / default})
-        harness.write(options.json, {"bandwidth": options.bandwidth, "megabytes": options.megabytes, "rows": rows})
-    cells = [[str(row["hosts"]), *(f"{row[key]:.3f}" for key in ("ideal", "hvdx", "default", "ratio"))] for row in rows]
+        ours, theirs = (
+            harness.launch(__file__, given, hosts, options.bandwidth, env=env).ranks[0]["seconds"]
+            for env in (None, {"OMPI_MCA_btl_tcp_flags": _DEFAULT})
+        )
+        return {"ideal": ideal, "hvdx": ours, "default": theirs, "ratio": ours / theirs}
+
+    names = {"ideal": "ideal", "hvdx": "hvdx", "Open MPI's default": "default", "ratio": "ratio"}
+    columns = [("hosts", lambda row: str(row["hosts"])), *(harness.figure(h, key, ".3f") for h, key in names.items())]
     print(f"{options.megabytes:g} MB at {options.bandwidth}, seconds")
-    print(render(cells, ["hosts", "ideal", "hvdx", "Open MPI's default", "ratio"]))
+    shared = {"bandwidth": options.bandwidth, "megabytes": options.megabytes}
+    harness.run_cases(options.json, [{"hosts": hosts} for hosts in options.hosts], measure, columns, shared)
     return 0
 
 
-def reduce(given: argparse.Namespace) -> dict[str, Any]:
+def reduce(given: argparse.Namespace) -> harness.Row:
     """Time the all-reduce; the fastest of five counts."""
     from hvdx.comm import mpi
 

@@ -15,7 +15,6 @@ import numpy as np
 from hvdx.codec import Threshold
 from hvdx.errors import ConfigError
 from hvdx.jobs.benchmarks import harness
-from hvdx.jobs.benchmarks.wire_runs import bits_saved
 from hvdx.report.table import render
 
 #: Default densities and sizes; and the goals, for independent positions at GOAL_SIZE and for the recorded step.
@@ -67,7 +66,7 @@ def entropy(p: float) -> float:
     return float((-p * np.log2(p) - (1 - p) * np.log2(1 - p)) / p + 1)
 
 
-def measure_independent(n: int, p: float, seed: int) -> dict[str, float | None]:
+def measure_independent(n: int, p: float, seed: int) -> harness.Row:
     """Measure the bits per entry of one message with p * n entries at random positions."""
     rng = np.random.default_rng(seed)
     index = np.sort(rng.choice(n, max(round(p * n), 1), replace=False))
@@ -109,7 +108,7 @@ def zstd(index: np.ndarray) -> float | None:
     return 8 * len(zstandard.ZstdCompressor().compress(index.astype(np.int32).tobytes())) / len(index) + 1
 
 
-def measure_recorded(path: str) -> dict:
+def measure_recorded(path: str) -> harness.Row:
     """Measure the bits per entry of a recorded step at each density, in one message and layer by layer."""
     everything, by_layer = [], []
     with np.load(path) as saved:
@@ -118,10 +117,7 @@ def measure_recorded(path: str) -> dict:
             total = np.zeros(sum(sizes), np.float32)
             total[np.cumsum(saved[f"gaps{i}"], dtype=np.int64)] = saved[f"values{i}"]
             layers, tau = np.split(total, np.cumsum(sizes)[:-1]), float(saved[f"tau{i}"])
-            figure = {"density": density} | compare_with_entropy(layers, tau)
-            index = np.flatnonzero(np.abs(total) >= tau)
-            saved_bits = bits_saved(index, total[index] < 0, total.size)
-            figure["saved_by_runs"] = saved_bits / (figure["bits"] * figure["entries"]) if len(index) else 0.0
+            figure: harness.Row = {"density": density} | compare_with_entropy(layers, tau)
             everything.append(figure | ({"step": int(saved["steps"][i])} if "steps" in saved else {}))
             if density == LAYERS_AT:
                 by_layer = [
@@ -143,7 +139,7 @@ def compare_with_entropy(update: list[np.ndarray], tau: float) -> dict[str, floa
     return {"entries": entries, "multiples": multiples, "bits": bits, "entropy": ideal, "ratio": bits / ideal}
 
 
-def as_text(document: dict) -> str:
+def as_text(document: harness.Row) -> str:
     """Return the figures as tables."""
 
     def number(value: float | None) -> str:
@@ -159,7 +155,7 @@ def as_text(document: dict) -> str:
     recorded = document["recorded"]
     columns = ["entries", "entropy", "hvdx", "ratio", "m > 1"]
 
-    def cells(r: dict) -> list[str]:
+    def cells(r: harness.Row) -> list[str]:
         return [
             str(r["entries"]),
             number(r["entropy"]),
@@ -168,8 +164,8 @@ def as_text(document: dict) -> str:
             f"{r['multiples']:.1%}",
         ]
 
-    def step(r: dict) -> list[str]:
-        return [f"{r['density']:.4g}", str(r.get("step", "-")), *cells(r), f"{r['saved_by_runs']:.1%}"]
+    def step(r: harness.Row) -> list[str]:
+        return [f"{r['density']:.4g}", str(r.get("step", "-")), *cells(r)]
 
     layers = [[r["layer"], f"{r['elements']:,}", *cells(r)] for r in recorded["layers"]]
     return "\n".join(
@@ -180,7 +176,7 @@ def as_text(document: dict) -> str:
             render(rows, header),
             "",
             f"a recorded step ({recorded['what']}; {recorded['elements']:,} elements):",
-            render([step(r) for r in recorded["all"]], ["density aimed at", "step", *columns, "runs would save"]),
+            render([step(r) for r in recorded["all"]], ["density aimed at", "step", *columns]),
             "",
             f"its layers at density {LAYERS_AT}, each in its own message:",
             render(layers, ["layer", "elements", *columns]),
@@ -190,7 +186,7 @@ def as_text(document: dict) -> str:
     )
 
 
-def goals_line(document: dict) -> str:
+def goals_line(document: harness.Row) -> str:
     """Return a line about the goals that the figures cover."""
     missed = document["goals_missed"]
     reached = "met" if not missed else f"{missed} missed"

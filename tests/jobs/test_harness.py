@@ -16,7 +16,7 @@ import os, sys
 from hvdx.jobs.benchmarks import harness
 
 def compare(options):
-    ended = harness.launch(__file__, {"number": 3, "fails": options.fails}, ranks=2, MINE="1")
+    ended = harness.launch(__file__, {"number": 3, "fails": options.fails}, ranks=2, env={"MINE": "1"})
     harness.write(options.json, {"rows": ended.ranks})
     return 0
 

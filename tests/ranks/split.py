@@ -9,7 +9,7 @@ from hvdx import comm as world
 from hvdx.comm import mesh
 from tests.ranks.models import CLASSES, FEATURES
 
-_meshes = {}
+_meshes: dict[object, object] = {}
 
 
 @contextlib.contextmanager
