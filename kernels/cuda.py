@@ -80,7 +80,6 @@ KERNELS = {
         ),
     ),
     "add": (cuda_decode.add, (_TABLE, _TABLE, int64[::1], float32[::1], int64, int64[::1])),
-    "add_all": (cuda_decode.add_all, (float32[::1], float32[::1])),
 }
 
 
@@ -389,20 +388,6 @@ def clear(array: Any) -> Any:
 def zeros(n: int) -> Any:
     """Return a new float32[n] of zeros on the GPU."""
     return clear(cuda.device_array(n, np.float32))
-
-
-def copy(array: Any) -> Any:
-    """Return a copy of an array on the GPU."""
-    array = as_device(array)
-    copied = cuda.device_array(array.shape, array.dtype)
-    copied.copy_to_device(array)
-    cuda.synchronize()
-    return copied
-
-
-def add(values: Any, out: Any, stream: Any = None) -> None:
-    """Add a float32 array on the GPU to another one."""
-    _each(cuda_decode.add_all, values, out, stream)
 
 
 def subtract(values: Any, out: Any, stream: Any = None) -> None:

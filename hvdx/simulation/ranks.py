@@ -66,10 +66,7 @@ class _Member:
         """Count this rank's work up to here, and none within the block. Return its clock."""
         mine = clock.current()
         if not isinstance(mine, RankClock):
-            raise ConfigError(
-                "simulate: a thread without a virtual clock called a collective. Start it by "
-                "hvdx.comm.clock.background."
-            )
+            raise ConfigError("simulate: a collective: expected the thread of a rank, got one without a virtual clock.")
         with mine.paused():
             yield mine
 

@@ -277,7 +277,7 @@ class Exchange(abc.ABC):
         return
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Return the state as named arrays for a checkpoint. Call it after `flush` or `HostExchange.drain`."""
+        """Return the state as named arrays for a checkpoint. Call it after `flush`."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:

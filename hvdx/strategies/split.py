@@ -264,10 +264,6 @@ class SplitHostExchange(HostExchange):
         result = self._all(self._step.flush(self._shares))
         return None if all(r is None for r in result) else result
 
-    def drain(self) -> None:
-        for share in self._shares:
-            share.exchange.drain()
-
     def close(self) -> None:
         for share in self._shares:
             share.exchange.close()

@@ -40,8 +40,7 @@ class Telemetry:
         computing: seconds from the end of one exchange to the beginning of the next.
         encoding: seconds spent on encoding messages.
         waiting: seconds until all ranks had begun the exchange.
-        exchanging: seconds from then until all messages had arrived; with overlap, the part of an exchange that the
-            computation did not hide.
+        exchanging: seconds from then until all messages had arrived.
         decoding: seconds spent on adding up the messages.
         density, tau: density and tau of the last step; tau is 0 if none is used.
         residual: root mean square of the residual in units of tau, from the last measurement, which is not taken in

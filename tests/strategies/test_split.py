@@ -56,7 +56,6 @@ THRESHOLD = {
     "fixed tau": {"tau": 0.01},
     "auto": {},
     "gradient": {"target_density": 0.1, "placement": "gradient"},
-    "overlap": {"target_density": 0.1, "overlap": True},
     "dense": {"target_density": 0.1, "warmup": "dense:3"},
 }
 

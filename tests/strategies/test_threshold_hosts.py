@@ -68,14 +68,13 @@ def test_inactive_hosts_do_not_count():
     np.testing.assert_allclose(everyone[3][0][0], both / 2, atol=2.0**-19)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("bad", [0, 3])
-def test_nan_on_one_rank_skips_the_step_everywhere(bad, overlap, capfd):
-    run = steps_of(dense(target_density=0.05, overlap=overlap), 8, finite=lambda rank, t: (rank, t) != (bad, 3))
+def test_nan_on_one_rank_skips_the_step_everywhere(bad, capfd):
+    run = steps_of(dense(target_density=0.05), 8, finite=lambda rank, t: (rank, t) != (bad, 3))
     everyone = on_hosts("aabb", run)
     assert all(exchange.telemetry.skipped == 1 for _, exchange in everyone)
-    assert not everyone[0][0][3 + overlap].any()
-    assert everyone[0][0][4 + overlap].any()
+    assert not everyone[0][0][3].any()
+    assert everyone[0][0][4].any()
     applied = np.sum(everyone[0][0], axis=0, dtype=np.float64) * 4
     wanted = np.sum([flat(update(r, t)) for r in range(4) for t in range(8) if t != 3], axis=0, dtype=np.float64)
     np.testing.assert_allclose(applied + total_residual([e for _, e in everyone]), wanted, atol=4e-6)
@@ -297,50 +296,10 @@ def test_local_work_counts_as_exchanging(monkeypatch):
 
 
 @pytest.mark.parametrize("hosts", ["aabb", "aaabbb"])
-@pytest.mark.parametrize("name", ["density", "variable", "fixed tau", "falling", "overlap", "sharded"])
+@pytest.mark.parametrize("name", ["density", "variable", "fixed tau", "falling", "sharded"])
 def test_restored_exchange_continues_bit_for_bit(name, hosts):
     straight, stopped = restarted(dense(**OPTIONS[name]))
     assert on_hosts(hosts, straight) == on_hosts(hosts, stopped)
-
-
-def test_drained_step_is_added_to_the_next_and_saved():
-    strategy = dense(target_density=0.05, overlap=True)
-
-    def run(comm, held=None, restored=None):
-        exchange, got = strategy.open(comm, SPECS, 0.9), []
-        for t in range(6):
-            got.append(flat(exchange.step(update(comm.rank, t))).copy())
-            if t == held:
-                exchange.drain()
-            if t == restored:
-                state, exchange = exchange.state_dict(), strategy.open(comm, SPECS, 0.9)
-                exchange.load_state_dict(state)
-        return [*got, flat(exchange.flush()).copy()]
-
-    straight, drained, resumed = (
-        on_hosts("aabb", lambda comm, given=given: run(comm, **given))
-        for given in ({}, {"held": 3}, {"held": 3, "restored": 3})
-    )
-    assert straight[0][4].any()
-    np.testing.assert_array_equal(drained, straight)
-    np.testing.assert_array_equal(resumed, straight)
-
-
-def test_drained_step_can_be_flushed():
-    def run(comm, drained):
-        exchange = dense(target_density=0.05, overlap=True).open(comm, SPECS)
-        exchange.step(update(comm.rank, 0))
-        with pytest.raises(HvdxError, match="flush or drain"):
-            exchange.state_dict()
-        if drained:
-            exchange.drain()
-        late = flat(exchange.flush()).copy()
-        assert exchange.flush() is None
-        return late
-
-    plain, drained = (on_hosts("aabb", lambda comm, d=d: run(comm, d)) for d in (False, True))
-    assert plain[0].any()
-    np.testing.assert_array_equal(plain, drained)
 
 
 LAYOUT = st.tuples(

@@ -100,7 +100,7 @@ def predict(options: Options, situation: Situation) -> Prediction | None:
     density = float(density)
     exchange, sent = exchange_costs(between, density, kind)
     coding = {name: exchange.pop(name) for name in ("encoding", "decoding")}
-    hidden = min(given.computing, sum(exchange.values())) if options.overlap or options.asynchronous else 0.0
+    hidden = min(given.computing, sum(exchange.values())) if options.asynchronous else 0.0
     shown = 1 - hidden / max(sum(exchange.values()), 1e-12)
     own = {
         "waiting": 0.0 if options.max_staleness == "inf" else given.slowest,

@@ -41,7 +41,7 @@ class HostSums(abc.ABC):
     """Sums of the updates of a host's ranks.
 
     A step consists of `offer`, an exchange of the channel, `add_up`, another exchange, and `gather`. The ranks may
-    share the arrays: a rank may write to `targets` between the exchange after `add_up` (or `release`) and `gather`, and
+    share the arrays: a rank may write to `targets` between the exchange after `add_up` and `gather`, and
     a result is valid until this rank's first exchange after its next `offer`.
 
     Args:
@@ -96,10 +96,6 @@ class HostSums(abc.ABC):
             piece: float32[piece], that of this rank; None if it was written to `targets`.
         """
 
-    @abc.abstractmethod
-    def release(self) -> float:
-        """Wait until no rank reads the last `result`, if others then write to it; return the seconds. Collective."""
-
     def total(self, tensors: Sequence[np.ndarray], out: np.ndarray) -> None:
         """Set `out` to the sum of the updates of all ranks, for this rank's piece. Collective.
 
@@ -137,10 +133,6 @@ class MessageSums(HostSums):
         assert piece is not None
         self._channel.gather_pieces(piece, self.parts.bounds, self._pieces)
         self.parts.join(self._pieces, self.result)
-        return 0.0
-
-    def release(self) -> float:
-        """Return 0 at once: each rank has a result of its own."""
         return 0.0
 
 
@@ -221,9 +213,6 @@ class SharedSums(HostSums):
     def gather(self, piece: np.ndarray | None) -> float:
         if piece is not None:
             self.parts.place(piece, self._rank, self.result)
-        return self._channel.exchange([]).waited
-
-    def release(self) -> float:
         return self._channel.exchange([]).waited
 
 

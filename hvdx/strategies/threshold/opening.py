@@ -66,7 +66,6 @@ def open_messages(
         encoder,
         route,
         op=options.op,
-        overlap=options.overlap,
         active=partial(options.start.active, size=comm.size),
         ranks_per_message=ranks_per_message,
         results=results,

@@ -21,7 +21,6 @@ class Options:
     target_density: float | str | None
     op: str
     start: Warmup
-    overlap: bool
     max_staleness: int | str
     overhead: float
     exchange: str

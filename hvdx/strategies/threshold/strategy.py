@@ -64,7 +64,6 @@ class Threshold(Strategy):
             falls from ten times `overhead` to it), "dense:50" (sends everything as bfloat16), "workers:200" (1, 2, 4,
             ... workers count). "auto": "density:200" for the optimisers that `second_moments` corrects, unless tau is
             fixed; else "none".
-        overlap: let messages travel while the next step is computed; they are applied one step late.
         max_staleness: number of steps by which messages may be applied late. With 0 all workers take each step
             together. With k a worker waits if it is k steps ahead of a message that it has not applied. With "inf" it
             waits only at the end of an epoch. Unless it is 0, each worker applies messages as they come, in the same
@@ -116,7 +115,6 @@ class Threshold(Strategy):
         second_moments: SecondMoments = "mean",
         op: Op = "mean",
         warmup: str = "auto",
-        overlap: bool = False,
         max_staleness: int | Literal["inf"] = 0,
         overhead: float = 0.1,
         exchange: ExchangeKind = "auto",
@@ -152,23 +150,10 @@ class Threshold(Strategy):
             raise ConfigError(f"threshold: lookahead: expected a number from 0 to 10, got {lookahead!r}.")
         if lookahead and placement == "gradient":
             raise ConfigError("threshold: lookahead applies to updates only. Use placement='update'.")
-        if not isinstance(overlap, bool):
-            raise ConfigError(f"threshold: overlap: expected True or False, got {overlap!r}.")
-        if overlap and placement == "gradient":
-            raise ConfigError(
-                "threshold: overlap applies updates one step late, which is not possible for gradients. Use "
-                "placement='update'."
-            )
         if isinstance(overhead, bool) or not isinstance(overhead, int | float) or not 0 < overhead <= 10:
             raise ConfigError(f"threshold: overhead: expected a share of a step such as 0.1, got {overhead!r}.")
         self.tau, self.target_density = tau, target_density
-        self.placement, self.lookahead, self.op, self.overlap, self.overhead = (
-            placement,
-            lookahead,
-            op,
-            overlap,
-            float(overhead),
-        )
+        self.placement, self.lookahead, self.op, self.overhead = placement, lookahead, op, float(overhead)
         self.second_moments = second_moments
         self.warmup, self.index_coding, self.scope = str(warmup), index_coding, scope
         self.tau_steps, self.threads, self.device, self.exchange = tau_steps, threads, device, exchange
@@ -190,7 +175,6 @@ class Threshold(Strategy):
         """Refuse options that need steps which all workers take together."""
         refused = {
             "placement='gradient'": self.placement == "gradient",
-            "overlap=True": self.overlap,
             f"warmup={self.warmup!r}": self.start.kind == "workers",
             "device='cuda'": self.device == "cuda",
             "exchange='sharded'": self.exchange == "sharded",
@@ -211,7 +195,6 @@ class Threshold(Strategy):
             target_density=self.target_density,
             op=self.op,
             start=self.start,
-            overlap=self.overlap,
             max_staleness=self.max_staleness,
             overhead=self.overhead,
             exchange=self.exchange,

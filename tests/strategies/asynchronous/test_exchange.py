@@ -384,7 +384,6 @@ def test_restored_residuals_are_sent():
         ({"max_staleness": -1}, "from 0 on, or 'inf'"),
         ({"max_staleness": "all"}, "from 0 on, or 'inf'"),
         ({"max_staleness": True}, "from 0 on, or 'inf'"),
-        ({"max_staleness": 2, "overlap": True}, "overlap=True"),
         ({"max_staleness": 2, "placement": "gradient"}, "placement='gradient'"),
         ({"max_staleness": "inf", "warmup": "workers:20"}, "warmup='workers:20'"),
         ({"max_staleness": "inf", "device": "cuda"}, "device='cuda'"),
