@@ -69,7 +69,7 @@ class Encoded:
         codec: codec of the message.
         tensors: the tensors. Empty if this rank encoded nothing.
         taus: thresholds of the encoder after the step, if it has any.
-        entries: number of entries in the message; None if it has all elements.
+        entries: number of entries in the message.
         density: share of the elements that are entries.
         tau: median of the thresholds in this step; 0 for none.
         starved: number of steps, this one included, that are found to be starved; see `Telemetry`.
@@ -79,23 +79,17 @@ class Encoded:
     codec: "Codec[Any]"
     tensors: Sequence[Any] = ()
     taus: np.ndarray | None = None
-    entries: int | None = None
+    entries: int = 0
     density: float = 0.0
     tau: float = 0.0
     starved: int = 0
 
-    @property
-    def is_dense(self) -> bool:
-        """True if the message has all elements."""
-        return self.entries is None
-
 
 def count_entries(counts: Telemetry, encoded: Encoded, elements: int) -> None:
     """Count the entries of a message of some elements."""
-    if encoded.entries is not None:
-        counts.entries += encoded.entries
-        counts.encoded += elements
-        counts.entry_bytes += encoded.message.size
+    counts.entries += encoded.entries
+    counts.encoded += elements
+    counts.entry_bytes += encoded.message.size
     counts.density, counts.tau = encoded.density, encoded.tau
     counts.starved += encoded.starved
 

@@ -69,7 +69,6 @@ SYNCHRONOUS = {
     "own momenta": hvdx.ParameterAveraging(1, average_optimizer=False, engine="mpi"),
     "threshold": hvdx.Threshold(tau=2.0**-24, lookahead=0),
     "gradient": hvdx.Threshold(tau=2.0**-24, placement="gradient"),
-    "dense": hvdx.Threshold(target_density=0.5, warmup="dense:100", lookahead=0),
 }
 
 

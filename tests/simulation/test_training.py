@@ -41,7 +41,7 @@ def trained(task, spelling, setting=SETTING):
         *("all_reduce", "all_reduce:compression=fp16", "parameter_averaging:period=4"),
         *("threshold:target_density=0.1", "threshold", "threshold:tau=0.01"),
         *("threshold:target_density=0.2,exchange=sharded", "threshold:exchange=sharded"),
-        *("threshold:target_density=0.1,warmup=dense:4", "threshold:target_density=0.1,placement=gradient"),
+        *("threshold:target_density=0.1,warmup=density:4", "threshold:target_density=0.1,placement=gradient"),
     ],
 )
 def test_training_learns_and_is_repeatable(task, spelling):

@@ -33,16 +33,14 @@ THRESHOLD = {
     "gradient": DENSE | {"placement": "gradient"},
     "variable, plain indices": DENSE | {"scope": "variable", "index_coding": "none"},
     "sum, no lookahead": DENSE | {"op": "sum", "lookahead": 0},
-    "dense": DENSE | {"warmup": "dense:10"},
     "falling": DENSE | {"warmup": "density:30"},
     "workers": DENSE | {"warmup": "workers:20"},
     "sharded": SHARDED,
     "sharded, fixed tau": {"tau": 0.03, "exchange": "sharded", "index_coding": "none"},
-    "sharded, dense": SHARDED | {"warmup": "dense:10"},
     "sharded, workers": SHARDED | {"warmup": "workers:20"},
 }
-HOSTS = ("density", "dense", "variable, plain indices", "workers", "sharded")
-STALE = {"stale": {}, "stale, dense": {"warmup": "dense:10"}, "stale, fixed tau": {"target_density": None, "tau": 0.03}}
+HOSTS = ("density", "variable, plain indices", "workers", "sharded")
+STALE = {"stale": {}, "stale, fixed tau": {"target_density": None, "tau": 0.03}}
 SERVERS = {
     "servers": {},
     "servers, scaled": {"staleness": "scale", "codec": "threshold:0.1"},

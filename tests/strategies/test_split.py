@@ -56,7 +56,7 @@ THRESHOLD = {
     "fixed tau": {"tau": 0.01},
     "auto": {},
     "gradient": {"target_density": 0.1, "placement": "gradient"},
-    "dense": {"target_density": 0.1, "warmup": "dense:3"},
+    "falling": {"target_density": 0.1, "warmup": "density:3"},
 }
 
 

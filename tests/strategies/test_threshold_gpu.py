@@ -22,7 +22,7 @@ SPECS = [TensorSpec(f"variable {i}", shape, 4) for i, shape in enumerate(((9, 8)
 OPTIONS = {
     "density": {"target_density": 0.1},
     "variable, plain": {"tau": 0.01, "scope": "variable", "index_coding": "none", "lookahead": 0, "op": "sum"},
-    "dense first": {"target_density": 0.1, "warmup": "dense:2"},
+    "falling": {"target_density": 0.1, "warmup": "density:2"},
 }
 
 

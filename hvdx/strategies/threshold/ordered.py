@@ -26,8 +26,8 @@ from hvdx.strategies.threshold.shards import VectorOrder, whole_residual
 
 # Bytes that may be in flight in any case.
 _LEAST_ROOM = 1 << 20
-# Words of a payload: bytes of the sample in front of the message, whether it is dense, bits of the factor (float64).
-_SAMPLE, _DENSE, _FACTOR = range(3)
+# Words of a payload: bytes of the sample in front of the message, bits of the factor (float64).
+_SAMPLE, _FACTOR = range(2)
 
 
 class OrderedExchange(HostExchange):
@@ -225,7 +225,7 @@ class OrderedExchange(HostExchange):
         sample = np.array(words_of(flat), np.int64).view(np.uint8)
         factor = np.float64((1.0 / self._size if self._mean else 1.0) * self.encoder.correction(self._size))
         # A copy: the codec may use the memory of the message again, before the message has left.
-        words = [sample.size, int(encoded.is_dense), int(factor.view(np.int64))]
+        words = [sample.size, int(factor.view(np.int64))]
         return Payload(words, np.concatenate([sample, encoded.message]))
 
     def _skip(self, reason: str) -> None:
@@ -297,7 +297,7 @@ class OrderedExchange(HostExchange):
     def _apply_all(self, taken: Sequence[tuple[int, Payload | None]]) -> None:
         there = [(sender, payload) for sender, payload in taken if payload is not None]
         # One call of the decoder for messages with the same factor; it adds one after the other.
-        for _, some in itertools.groupby(there, lambda one: one[1].words[_DENSE : _FACTOR + 1]):
+        for _, some in itertools.groupby(there, lambda one: one[1].words[_FACTOR]):
             self._add(list(some), self._mirror)
         for sender, payload in there:
             self._updates += 1
@@ -311,10 +311,8 @@ class OrderedExchange(HostExchange):
                     self.encoder.noise.observe(np.stack([self._samples[r] for r in range(self._size)]))
 
     def _add(self, messages: Sequence[tuple[int, Payload]], out: np.ndarray) -> None:
-        """Add messages of the same kind and factor, each with its sender, to an array, one after the other."""
-        _, dense, factor, *_ = messages[0][1].words
-        codec = self.encoder.dense_codec if dense else self.encoder.codec
-        scale = float(np.int64(factor).view(np.float64))
+        """Add messages of the same factor, each with its sender, to an array, one after the other."""
+        codec, scale = self.encoder.codec, float(np.int64(messages[0][1].words[_FACTOR]).view(np.float64))
         double = out.dtype != np.float32
         for some in [[one] for one in messages] if double else [messages]:
             bodies = [payload.body[payload.words[_SAMPLE] :] for _, payload in some]

@@ -61,9 +61,8 @@ class Threshold(Strategy):
             nor with placement="gradient".
         op: "mean" or "sum" of the workers' updates.
         warmup: "none", "density:200" (falls from 1/8 to the target in 200 steps; with an automatic density, the budget
-            falls from ten times `overhead` to it), "dense:50" (sends everything as bfloat16), "workers:200" (1, 2, 4,
-            ... workers count). "auto": "density:200" for the optimisers that `second_moments` corrects, unless tau is
-            fixed; else "none".
+            falls from ten times `overhead` to it), "workers:200" (1, 2, 4, ... workers count). "auto": "density:200"
+            for the optimisers that `second_moments` corrects, unless tau is fixed; else "none".
         max_staleness: number of steps by which messages may be applied late. With 0 all workers take each step
             together. With k a worker waits if it is k steps ahead of a message that it has not applied. With "inf" it
             waits only at the end of an epoch. Unless it is 0, each worker applies messages as they come, in the same
@@ -89,8 +88,8 @@ class Threshold(Strategy):
         ConfigError: if an option is unknown or has a wrong value.
 
     Example:
-        >>> Threshold(target_density=0.03, warmup="dense:50")
-        Threshold(target_density=0.03, warmup='dense:50')
+        >>> Threshold(target_density=0.03, warmup="workers:50")
+        Threshold(target_density=0.03, warmup='workers:50')
 
     Source: Strom 2015; the update is compressed after the optimiser as in Deep Gradient Compression (Lin et al. 2018,
     "momentum correction"). An entry carries the whole multiple of tau that the element holds; Strom sends one tau.
@@ -354,6 +353,6 @@ def _warmup(text: str, tau: float | None) -> warmup.Warmup:
     if start.kind == "density" and tau is not None:
         raise ConfigError(
             "threshold: warmup='density' lowers a density, and tau is fixed. Give target_density instead, or "
-            "warmup='dense' or 'workers'."
+            "warmup='workers'."
         )
     return start

@@ -69,7 +69,7 @@ def test_each_message_is_applied_exactly_once_on_every_rank(bound):
         assert exchange.telemetry.steps == sum(exchange.telemetry.staleness.values())
 
 
-@pytest.mark.parametrize("options", [{}, {"warmup": "dense:5"}, {"warmup": "density:9"}, {"target_density": "auto"}])
+@pytest.mark.parametrize("options", [{}, {"warmup": "density:9"}, {"target_density": "auto"}])
 def test_final_weights_have_the_same_bits_on_all_ranks(options):
     """Sums of floats depend on their order, so equal bits show that all ranks applied the messages in one order."""
     strategy = sparse("inf", **options)
