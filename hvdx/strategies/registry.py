@@ -30,6 +30,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
 # Options that were removed, and the reason; see docs/adr/0032-options-that-win-nowhere-are-removed.md.
 _REMOVED = {
     ("threshold", "overlap"): "updates that are applied a step late cost four points of accuracy with momentum",
+    ("threshold", "scope"): "a tau for each variable was no better than one tau for all",
 }
 
 _default: Strategy | None = None

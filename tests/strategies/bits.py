@@ -31,7 +31,6 @@ THRESHOLD = {
     "fixed tau": {"tau": 0.03},
     "density": DENSE,
     "gradient": DENSE | {"placement": "gradient"},
-    "variable, plain indices": DENSE | {"scope": "variable", "index_coding": "none"},
     "sum, no lookahead": DENSE | {"op": "sum", "lookahead": 0},
     "falling": DENSE | {"warmup": "density:30"},
     "workers": DENSE | {"warmup": "workers:20"},
@@ -39,7 +38,7 @@ THRESHOLD = {
     "sharded, fixed tau": {"tau": 0.03, "exchange": "sharded", "index_coding": "none"},
     "sharded, workers": SHARDED | {"warmup": "workers:20"},
 }
-HOSTS = ("density", "variable, plain indices", "workers", "sharded")
+HOSTS = ("density", "workers", "sharded")
 STALE = {"stale": {}, "stale, fixed tau": {"target_density": None, "tau": 0.03}}
 SERVERS = {
     "servers": {},

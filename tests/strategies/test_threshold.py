@@ -15,7 +15,6 @@ OPTIONS = {
     "fixed tau": {"tau": 0.01},
     "density": {"target_density": 0.05},
     "auto": {},
-    "variable": {"target_density": 0.05, "scope": "variable"},
     "plain indices": {"target_density": 0.05, "index_coding": "none"},
     "gradient": {"target_density": 0.05, "placement": "gradient"},
     "sum": {"target_density": 0.05, "op": "sum"},
@@ -233,7 +232,7 @@ def test_inactive_workers_do_not_count():
     np.testing.assert_allclose(np.sum(first[:2], axis=0), flat(update(0, 0)) + flat(update(0, 1)), atol=2.0**-19)
 
 
-@pytest.mark.parametrize("name", ["density", "variable", "fixed tau", "falling", "sharded"])
+@pytest.mark.parametrize("name", ["density", "fixed tau", "falling", "sharded"])
 def test_restored_exchange_continues_bit_for_bit(name):
     straight, stopped = restarted(Threshold(**OPTIONS[name]))
     assert on_all(2, straight) == on_all(2, stopped)
@@ -360,11 +359,10 @@ def test_telemetry_counts_messages_and_headers():
         ({"warmup": "slowly"}, "'density' or 'workers'"),
         ({"warmup": "density:0"}, "'density' or 'workers'"),
         ({"warmup": "density:10", "tau": 0.1}, "tau is fixed"),
-        ({"scope": "layer"}, "scope"),
         ({"index_coding": "golomb"}, "index_coding"),
         ({"threads": 0}, "threads"),
         ({"exchange": "ring"}, "'all_gather', 'sharded'"),
-        ({"exchange": "sharded", "scope": "variable"}, "scope='all'"),
+        ({"exchange": "sharded", "device": "cuda"}, "device='cpu'"),
     ],
 )
 def test_wrong_options_are_refused(options, named):

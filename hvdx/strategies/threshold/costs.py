@@ -30,7 +30,7 @@ _NEXT_TO_NOTHING = 1e-9
 
 def follows_link(options: Options, size: int) -> bool:
     """Return whether the kind of exchange depends on the link. If the density is fixed, it must not."""
-    free = options.exchange == "auto" and options.scope == "all" and options.target_density == "auto"
+    free = options.exchange == "auto" and options.target_density == "auto"
     return free and size >= _FEWEST_SHARDS
 
 
@@ -45,7 +45,7 @@ def kind_for(options: Options, situation: Situation) -> str:
         return "sharded" if sharded < _WORTH_SHARDING * gathered else "all_gather"
     if options.exchange == "auto":
         # The result of a training with a fixed density must not depend on a measurement.
-        many = size >= _MANY and options.scope == "all" and isinstance(density, float)
+        many = size >= _MANY and isinstance(density, float)
         large = many and size * link.message_bytes(situation.elements, float(density or 0)) >= _LARGE
         return "sharded" if large else "all_gather"
     return options.exchange if size > 1 else "all_gather"

@@ -208,13 +208,6 @@ class HostsExchange(HostExchange):
         self._parts.place(piece, self._position, whole)
         return whole
 
-    def _runs(self) -> list[int]:
-        """Return the number of each of this piece's runs among the runs of the whole vector."""
-        if self._codec.scope == "all":
-            return [0]
-        filled = [k for k, size in enumerate(self._sizes) if size]
-        return [run for run, k in enumerate(filled) if self.inner.specs[k].elements]
-
     def state_dict(self) -> dict[str, np.ndarray]:
         """Return a state that an exchange of any number of ranks and hosts can restore.
 
@@ -226,12 +219,8 @@ class HostsExchange(HostExchange):
         # The residual of a shard becomes a part of that of the piece.
         state = dict(whole_residual(state, self._host))
         piece = {k.removeprefix("codec."): v for k, v in state.items() if k.startswith("codec.")}
-        whole, runs = self._codec.init(self._sizes).arrays(), self._runs()
-        for name in ("taus", "found", "floors", "quiet"):
-            whole[name][runs] = piece[name]
-        ratio = whole["lengths"][runs] / piece["lengths"]
-        whole["means"][runs] = np.where(piece["means"] < 0, piece["means"], piece["means"] * ratio)
-        whole["sent"][runs] = np.rint(piece["sent"] * ratio).astype(np.int64)
+        whole = self._codec.init(self._sizes).arrays()
+        whole |= _scaled(piece, whole["lengths"] / piece["lengths"])
         whole |= {"residual": self._whole(piece["residual"]), "step": piece["step"]}
         rest = {k: v for k, v in state.items() if not k.startswith(("codec.", OWNER))}
         return rest | {f"codec.{k}": v for k, v in whole.items()} | own
@@ -266,7 +255,7 @@ class HostsExchange(HostExchange):
                 return f"expected {', '.join(wanted)}, got {sorted(state)}."
             if np.shape(state[name]) != shape:
                 got = np.shape(state[name])
-                return f"{name}: expected the shape {shape}, got {got}. It is of another model, or of another `scope`."
+                return f"{name}: expected the shape {shape}, got {got}. It is of another model."
         if (state["codec.lengths"] != fresh["lengths"]).any():
             return f"codec.lengths: expected {fresh['lengths']}, got {state['codec.lengths']}."
         try:
@@ -281,15 +270,21 @@ class HostsExchange(HostExchange):
         residual = np.empty_like(self._piece)
         whole = whole_residual(state, self._rank)["codec.residual"]
         self._sums.total(views(np.ascontiguousarray(whole), self.specs), residual)
-        runs, lengths = self._runs(), self._codec.init([s.elements for s in self.inner.specs]).lengths
-        names = ("taus", "found", "floors", "quiet", "means", "sent")
-        piece = {name: np.array(state[f"codec.{name}"][runs]) for name in names}
-        ratio = lengths / state["codec.lengths"][runs]
-        piece["means"] = np.where(piece["means"] < 0, piece["means"], piece["means"] * ratio)
-        piece["sent"] = np.rint(piece["sent"] * ratio).astype(np.int64)
+        lengths = self._codec.init([s.elements for s in self.inner.specs]).lengths
+        before = {k.removeprefix("codec."): v for k, v in state.items() if k.startswith("codec.")}
+        piece = _scaled(before, lengths / before["lengths"])
         piece |= {"residual": residual, "lengths": lengths, "step": state["codec.step"]}
         rest = {k: v for k, v in state.items() if not k.startswith(("codec.", "piece", OWNER))}
         return rest | {f"codec.{k}": v for k, v in piece.items()}
+
+
+def _scaled(state: Mapping[str, np.ndarray], ratio: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the taus of a codec's state, and its counts for `ratio` times the elements."""
+    means = state["means"]
+    return {name: np.array(state[name]) for name in ("taus", "found", "floors", "quiet")} | {
+        "means": np.where(means < 0, means, means * ratio),
+        "sent": np.rint(state["sent"] * ratio).astype(np.int64),
+    }
 
 
 def _words_of(sample: Sequence[np.ndarray] | None) -> list[int]:

@@ -26,7 +26,6 @@ class Options:
     exchange: str
     local: str
     index_coding: Literal["rice", "none"]
-    scope: Literal["all", "variable"]
     tau_steps: int
     threads: int | None
 
@@ -57,7 +56,6 @@ class Options:
         return codec.Threshold(
             tau=self.tau * tau_factor if density is None and self.tau is not None else None,
             target_density=density,
-            scope=self.scope,
             index_coding=self.index_coding,
             tau_steps=self.tau_steps,
             threads=threads,

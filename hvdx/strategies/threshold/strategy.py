@@ -73,7 +73,7 @@ class Threshold(Strategy):
             does not grow with their number. "auto": with an automatic density, the one whose exchange takes less time
             on this network, sharded only if it saves a fifth; with a fixed density, sharded for 8 workers or more
             whose messages have 256 kB together; with a fixed tau, all_gather.
-        index_coding, scope, tau_steps: see `hvdx.codec.Threshold`.
+        index_coding, tau_steps: see `hvdx.codec.Threshold`.
         threads: threads of the codec's kernels; by default the host's cores divided by its ranks.
         device: "cuda" to encode and decode updates on the GPU, so that only messages cross to the host; "cpu" for the
             host; "auto" for "cuda" if the variables are on a GPU and numba-cuda is installed. The weights are the same,
@@ -101,7 +101,6 @@ class Threshold(Strategy):
     target_density: float | str | None
     op: str
     exchange: str
-    scope: Literal["all", "variable"]
     local: str
     max_staleness: int | str
 
@@ -119,7 +118,6 @@ class Threshold(Strategy):
         exchange: ExchangeKind = "auto",
         local: Local = "auto",
         index_coding: Literal["rice", "none"] = "rice",
-        scope: Literal["all", "variable"] = "all",
         tau_steps: int = 32,
         threads: int | None = None,
         device: Literal["auto", "cpu", "cuda"] = "auto",
@@ -138,10 +136,9 @@ class Threshold(Strategy):
         if local == "dense" and device == "cuda":
             raise ConfigError("threshold: local='dense' adds up updates on the CPU. Use device='cpu', or local='none'.")
         one_of("threshold", "exchange", exchange, ("auto", "all_gather", "sharded"))
-        if exchange == "sharded" and (scope != "all" or device == "cuda"):
+        if exchange == "sharded" and device == "cuda":
             raise ConfigError(
-                "threshold: exchange='sharded' needs one tau for all variables, and runs on the host. Use scope='all' "
-                "and device='cpu', or exchange='all_gather'."
+                "threshold: exchange='sharded' runs on the host. Use device='cpu', or exchange='all_gather'."
             )
         if lookahead is not None and (
             isinstance(lookahead, bool) or not isinstance(lookahead, int | float) or not 0 <= lookahead <= 10
@@ -154,7 +151,7 @@ class Threshold(Strategy):
         self.tau, self.target_density = tau, target_density
         self.placement, self.lookahead, self.op, self.overhead = placement, lookahead, op, float(overhead)
         self.second_moments = second_moments
-        self.warmup, self.index_coding, self.scope = str(warmup), index_coding, scope
+        self.warmup, self.index_coding = str(warmup), index_coding
         self.tau_steps, self.threads, self.device, self.exchange = tau_steps, threads, device, exchange
         self.local = local
         self.start = _warmup(self.warmup, tau)
@@ -199,7 +196,6 @@ class Threshold(Strategy):
             exchange=self.exchange,
             local=self.local,
             index_coding=self.index_coding,
-            scope=self.scope,
             tau_steps=self.tau_steps,
             threads=self.threads,
         )
