@@ -27,14 +27,12 @@ class TensorSpec:
         name: name of the variable, for error messages.
         shape: shape of the tensor.
         itemsize: bytes per element.
-        constraint: constraint that the optimiser applies to the variable, for error messages; "" for none.
         device: device that holds the variable: "CPU", or "GPU:0", "GPU:1" ..., as CUDA counts them.
     """
 
     name: str
     shape: tuple[int, ...]
     itemsize: int
-    constraint: str = ""
     device: str = "CPU"
 
     @property
@@ -356,21 +354,4 @@ def agree_on_tensors(specs: Sequence[TensorSpec], comm: Comm) -> None:
             raise ReplicaError(
                 f"the ranks exchange different variables: {everyone[0]} on rank 0, {theirs} on rank {rank}. "
                 "Every rank must train the same variables."
-            )
-
-
-def refuse_constraints(specs: Sequence[TensorSpec]) -> None:
-    """Refuse constraints under op="sum": each of N workers would push a constraint's correction.
-
-    Args:
-        specs: the variables.
-
-    Raises:
-        ConfigError: if one of them has a constraint.
-    """
-    for spec in specs:
-        if spec.constraint:
-            raise ConfigError.on_all_ranks(
-                f"variable {spec.name}: expected none with a constraint under op='sum', got {spec.constraint}, whose "
-                "correction every worker pushes. Use op='mean'."
             )

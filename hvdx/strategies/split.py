@@ -99,11 +99,6 @@ def _refuse_options(strategy: Strategy) -> None:
             "it is asynchronous, and the ranks of a group take the steps of split layers together. Choose another "
             "strategy, or give this one a split_exchange."
         )
-    elif _adds_up(strategy) and (strategy.placement != "gradient" or strategy.runs != "graph"):
-        problem = (
-            "op='sum' adds up each rank's own steps, and the ranks of a group take one step of a split layer together. "
-            "Use op='mean'."
-        )
     elif strategy.runs == "host" and getattr(strategy, "device", "cpu") == "cuda":
         problem = (
             "device: expected 'auto' or 'cpu' for a model with split layers, whose updates are combined on the host, "

@@ -129,7 +129,7 @@ class Encoder(abc.ABC):
         """
 
     def correction(self, ranks: int) -> float:
-        """Return a factor on the sum or mean of the updates; the same on all ranks.
+        """Return a factor on the mean of the updates; the same on all ranks.
 
         Args:
             ranks: number of ranks whose updates are in it.
@@ -305,7 +305,6 @@ class MessageExchange(HostExchange):
         specs: the tensors.
         encoder: what a rank sends, and keeps.
         route: how messages travel.
-        op: "mean" or "sum" of the ranks' tensors.
         active: function from the number of a step to the number of ranks whose messages count; all by default.
         ranks_per_message: number of ranks whose tensors each message holds.
         results: arrays to which results are written, contiguous float32 arrays of the host with as many elements
@@ -322,7 +321,6 @@ class MessageExchange(HostExchange):
         specs: Sequence[TensorSpec],
         encoder: Encoder,
         route: Route,
-        op: str = "mean",
         active: Callable[[int], int] | None = None,
         ranks_per_message: int = 1,
         results: Sequence[np.ndarray] | None = None,
@@ -330,7 +328,7 @@ class MessageExchange(HostExchange):
     ):
         super().__init__(specs, Telemetry())
         self.encoder, self.route, self._device = encoder, route, encoder.device
-        self._rank, self._size, self._op, self._per_message = comm.rank, comm.size, op, ranks_per_message
+        self._rank, self._size, self._per_message = comm.rank, comm.size, ranks_per_message
         self._active, self.network = active or (lambda step: comm.size), network
         self._world_ranks = comm.world_ranks
         # Result of a step.
@@ -428,7 +426,7 @@ class MessageExchange(HostExchange):
             self._flat = self._device.view(self._out[0])
         if arrived is not None:
             ranks = step.active * self._per_message
-            scale = (1.0 / ranks if self._op == "mean" else 1.0) * self.encoder.correction(ranks)
+            scale = 1.0 / ranks * self.encoder.correction(ranks)
             with self._naming():
                 arrived.add_to(self._results if on_host else [self._flat], scale, on_host)
         elif on_host:

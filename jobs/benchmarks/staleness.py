@@ -30,7 +30,6 @@ _SERVER = "parameter_server:servers=colocated"
 WAYS: dict[str, tuple[str, str, str]] = {
     "all_reduce": ("all-reduce", "all_reduce", "1"),
     "all_reduce_n": ("all-reduce, learning rate times N", "all_reduce", "N"),
-    "full": ("asynchronous, updates in full", f"{_SERVER},op=sum", "1"),
     "plain": ("asynchronous", _SERVER, "1"),
     "scaled": ("asynchronous, scaled by 1/s", f"{_SERVER},staleness=scale", "1"),
     "soft": ("soft sync, 2 updates", f"{_SERVER},aggregate=2", "1"),

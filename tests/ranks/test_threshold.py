@@ -26,7 +26,7 @@ STRATEGIES = [
     "threshold:tau=0.001",
     "threshold",
     "threshold:target_density=0.05,placement=gradient",
-    "threshold:target_density=0.05,op=sum,exchange=sharded",
+    "threshold:target_density=0.05,exchange=sharded",
     "threshold:target_density=0.05,index_coding=none",
     "threshold:target_density=0.05,warmup=workers:4",
     "threshold:target_density=0.02,warmup=density:6,exchange=sharded",

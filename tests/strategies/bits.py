@@ -31,7 +31,6 @@ THRESHOLD = {
     "fixed tau": {"tau": 0.03},
     "density": DENSE,
     "gradient": DENSE | {"placement": "gradient"},
-    "sum, no lookahead": DENSE | {"op": "sum", "lookahead": 0},
     "falling": DENSE | {"warmup": "density:30"},
     "workers": DENSE | {"warmup": "workers:20"},
     "sharded": SHARDED,
@@ -43,7 +42,6 @@ STALE = {"stale": {}, "stale, fixed tau": {"target_density": None, "tau": 0.03}}
 SERVERS = {
     "servers": {},
     "servers, scaled": {"staleness": "scale", "codec": "threshold:0.1"},
-    "servers, sum": {"op": "sum", "codec": "fp16"},
 }
 IN_STEP = {"staleness": "bound", "max_staleness": 0, "codec": "threshold:0.1"}
 GRAPH = {

@@ -156,8 +156,6 @@ def test_telemetry_counts_steps_once_and_bytes_of_both_exchanges():
     [
         (Threshold(max_staleness="inf"), "it is asynchronous.*split_exchange"),
         (Auto(), "measures whole gradients"),
-        (Threshold(op="sum"), "op='mean'"),
-        (ParameterServer("colocated", op="sum"), "op='mean'"),
         (AllReduce(groups=((0,), (1, 2))), "groups: expected a number .* Give groups=1"),
         (Threshold(device="cuda"), "device: expected 'auto' or 'cpu' for a model with split layers"),
     ],

@@ -17,14 +17,13 @@ OPTIONS = {
     "auto": {},
     "plain indices": {"target_density": 0.05, "index_coding": "none"},
     "gradient": {"target_density": 0.05, "placement": "gradient"},
-    "sum": {"target_density": 0.05, "op": "sum"},
     "no lookahead": {"target_density": 0.05, "lookahead": 0},
     "falling": {"target_density": 0.05, "warmup": "density:6"},
     "workers": {"target_density": 0.05, "warmup": "workers:6"},
     "sharded": {"target_density": 0.05, "exchange": "sharded"},
     "sharded, auto": {"exchange": "sharded"},
     "sharded, fixed tau": {"tau": 0.01, "exchange": "sharded"},
-    "sharded, plain indices, sum": {"tau": 0.01, "exchange": "sharded", "index_coding": "none", "op": "sum"},
+    "sharded, plain indices": {"tau": 0.01, "exchange": "sharded", "index_coding": "none"},
     "sharded, workers": {"target_density": 0.05, "exchange": "sharded", "warmup": "workers:6"},
 }
 
@@ -63,9 +62,8 @@ def test_all_ranks_get_the_same_bits(name, size):
 @pytest.mark.parametrize("name", [n for n in OPTIONS if "workers" not in n])
 def test_updates_and_residuals_keep_their_sum(name, size):
     """Applied updates and residuals add up to the sum of all updates."""
-    strategy = Threshold(**OPTIONS[name])
-    everyone = on_all(size, steps_of(strategy, 12))
-    applied = np.sum(everyone[0][0], axis=0, dtype=np.float64) * (1 if strategy.op == "sum" else size)
+    everyone = on_all(size, steps_of(Threshold(**OPTIONS[name]), 12))
+    applied = np.sum(everyone[0][0], axis=0, dtype=np.float64) * size
     residuals = np.sum([flat(exchange.residuals) for _, exchange in everyone], axis=0, dtype=np.float64)
     wanted = np.sum([flat(update(r, t)) for r in range(size) for t in range(12)], axis=0, dtype=np.float64)
     np.testing.assert_allclose(applied + residuals, wanted, atol=2e-6)
@@ -352,7 +350,6 @@ def test_telemetry_counts_messages_and_headers():
         ({"tau": -1.0}, "positive"),
         ({"second_moments": "shared"}, "'mean', 'own'"),
         ({"placement": "weights"}, "'update', 'gradient'"),
-        ({"op": "average"}, "'mean', 'sum'"),
         ({"lookahead": -1}, "from 0 to 10"),
         ({"lookahead": 1, "placement": "gradient"}, "updates only"),
         ({"overhead": 0}, "share of a step"),

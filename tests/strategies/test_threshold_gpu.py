@@ -21,7 +21,7 @@ TIME_LIMIT = 200
 SPECS = [TensorSpec(f"variable {i}", shape, 4) for i, shape in enumerate(((9, 8), (), (0, 3), (7,)))]
 OPTIONS = {
     "density": {"target_density": 0.1},
-    "plain": {"tau": 0.01, "index_coding": "none", "lookahead": 0, "op": "sum"},
+    "plain": {"tau": 0.01, "index_coding": "none", "lookahead": 0},
     "falling": {"target_density": 0.1, "warmup": "density:2"},
 }
 

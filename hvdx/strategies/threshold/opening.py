@@ -65,7 +65,6 @@ def open_messages(
         specs,
         encoder,
         route,
-        op=options.op,
         active=partial(options.start.active, size=comm.size),
         ranks_per_message=ranks_per_message,
         results=results,

@@ -19,7 +19,6 @@ class Options:
 
     tau: float | None
     target_density: float | str | None
-    op: str
     start: Warmup
     max_staleness: int | str
     overhead: float

@@ -13,7 +13,7 @@ from hvdx.comm.alignment import aligned
 from hvdx.comm.waiting import LIMIT_VARIABLE, Backoff, time_limit
 from hvdx.errors import ExchangeError, UpdateError, WireError
 from hvdx.strategies import link
-from hvdx.strategies.base import TensorSpec, refuse_constraints, views
+from hvdx.strategies.base import TensorSpec, views
 from hvdx.strategies.host import MAX_SKIPPED_STEPS, HostExchange, StepInput
 from hvdx.strategies.step import RESIDUAL_EVERY, count_entries, saved_step
 from hvdx.strategies.telemetry import StaleTelemetry
@@ -46,12 +46,10 @@ class OrderedExchange(HostExchange):
     _counters: StaleTelemetry
 
     def __init__(self, options: Options, comm: Comm, specs: Sequence[TensorSpec], lookahead: float):
-        if options.op == "sum" and comm.size > 1:
-            refuse_constraints(specs)
         super().__init__(specs, StaleTelemetry())
         self._comm, bound = comm, options.max_staleness
         self._rank, self._size, self._world_ranks = comm.rank, comm.size, comm.world_ranks
-        self._mean, self._bound = options.op == "mean", bound if isinstance(bound, int) else None
+        self._bound = bound if isinstance(bound, int) else None
         self.encoder = ThresholdEncoder(options, comm, specs, lookahead, VectorOrder([s.elements for s in specs]))
         channel = comm.channel("the updates")
         channel.exchange([])  # all ranks have compiled
@@ -223,7 +221,7 @@ class OrderedExchange(HostExchange):
         count_entries(self.telemetry, encoded, self._n)
         flat = np.concatenate([np.ravel(s) for s in given.sample]) if given.sample and self._size > 1 else None
         sample = np.array(words_of(flat), np.int64).view(np.uint8)
-        factor = np.float64((1.0 / self._size if self._mean else 1.0) * self.encoder.correction(self._size))
+        factor = np.float64(1.0 / self._size * self.encoder.correction(self._size))
         # A copy: the codec may use the memory of the message again, before the message has left.
         words = [sample.size, int(factor.view(np.int64))]
         return Payload(words, np.concatenate([sample, encoded.message]))

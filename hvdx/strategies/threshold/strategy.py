@@ -36,7 +36,6 @@ ExchangeKind = Literal["auto", "all_gather", "sharded"]
 Local = Literal["auto", "dense", "none"]
 # Largest number of elements that the ranks of a host add up: MPI counts bytes in a C int.
 _MOST_ELEMENTS = 2**29 - 1
-Op = Literal["mean", "sum"]
 
 
 class Threshold(Strategy):
@@ -59,7 +58,6 @@ class Threshold(Strategy):
             by the second moment of the ranks' mean gradient. "own": they divide by that of their rank's gradients,
             which makes the steps too small if gradients are mostly noise. The option has no effect on other optimisers,
             nor with placement="gradient".
-        op: "mean" or "sum" of the workers' updates.
         warmup: "none", "density:200" (falls from 1/8 to the target in 200 steps; with an automatic density, the budget
             falls from ten times `overhead` to it), "workers:200" (1, 2, 4, ... workers count). "auto": "density:200"
             for the optimisers that `second_moments` corrects, unless tau is fixed; else "none".
@@ -99,7 +97,6 @@ class Threshold(Strategy):
     own_spelling = frozenset({"max_staleness"})
     runs = "host"
     target_density: float | str | None
-    op: str
     exchange: str
     local: str
     max_staleness: int | str
@@ -111,7 +108,6 @@ class Threshold(Strategy):
         placement: Placement = "update",
         lookahead: float | None = None,
         second_moments: SecondMoments = "mean",
-        op: Op = "mean",
         warmup: str = "auto",
         max_staleness: int | Literal["inf"] = 0,
         overhead: float = 0.1,
@@ -129,7 +125,6 @@ class Threshold(Strategy):
                 f"threshold: target_density: expected 'auto' or a share between 0 and 1, got {target_density!r}."
             )
         one_of("threshold", "placement", placement, ("update", "gradient"))
-        one_of("threshold", "op", op, ("mean", "sum"))
         one_of("threshold", "second_moments", second_moments, ("mean", "own"))
         one_of("threshold", "device", device, ("auto", "cpu", "cuda"))
         one_of("threshold", "local", local, ("auto", "dense", "none"))
@@ -149,7 +144,7 @@ class Threshold(Strategy):
         if isinstance(overhead, bool) or not isinstance(overhead, int | float) or not 0 < overhead <= 10:
             raise ConfigError(f"threshold: overhead: expected a share of a step such as 0.1, got {overhead!r}.")
         self.tau, self.target_density = tau, target_density
-        self.placement, self.lookahead, self.op, self.overhead = placement, lookahead, op, float(overhead)
+        self.placement, self.lookahead, self.overhead = placement, lookahead, float(overhead)
         self.second_moments = second_moments
         self.warmup, self.index_coding = str(warmup), index_coding
         self.tau_steps, self.threads, self.device, self.exchange = tau_steps, threads, device, exchange
@@ -189,7 +184,6 @@ class Threshold(Strategy):
         return Options(
             tau=self.tau,
             target_density=self.target_density,
-            op=self.op,
             start=self.start,
             max_staleness=self.max_staleness,
             overhead=self.overhead,
