@@ -211,12 +211,11 @@ class ServerTelemetry(Telemetry):
 
 @dataclass
 class StaleTelemetry(Telemetry):
-    """Counters of one worker under `Threshold(max_staleness=...)`; `skipped` counts its own skipped steps.
+    """Counters of one worker under `Threshold(max_staleness="inf")`; `skipped` counts its own skipped steps.
 
     Attributes:
         staleness: staleness of this worker's updates.
-        waiting: seconds for which this worker waited because of `max_staleness`, or for a worker that had many messages
-            to apply.
+        waiting: seconds for which this worker waited for a worker that had many messages to apply.
         ending: seconds for which it waited for the others in flushes.
 
     Example:

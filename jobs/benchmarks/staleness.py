@@ -96,8 +96,8 @@ def way_of(key: str) -> tuple[str, str, str]:
     """Return name, strategy and factor of the learning rate of a way, or of a strategy.
 
     Example:
-        >>> way_of("threshold:max_staleness=2")
-        ('threshold:max_staleness=2', 'threshold:max_staleness=2', '1')
+        >>> way_of("threshold:tau=0.1")
+        ('threshold:tau=0.1', 'threshold:tau=0.1', '1')
     """
     return WAYS.get(key, (key, key, "1"))
 

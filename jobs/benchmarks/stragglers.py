@@ -18,9 +18,6 @@ from hvdx.jobs.benchmarks import staleness
 #: Compared ways: name, strategy, and factor of the learning rate.
 WAYS: dict[str, tuple[str, str, str]] = {
     "step": ("threshold, in step", "threshold", "1"),
-    "1": ("threshold, 1 step late", "threshold:max_staleness=1", "1"),
-    "4": ("threshold, 4 steps late", "threshold:max_staleness=4", "1"),
-    "8": ("threshold, 8 steps late", "threshold:max_staleness=8", "1"),
     "inf": ("threshold, without waiting", "threshold:max_staleness=inf", "1"),
     "server": ("parameter server", "parameter_server:servers=colocated", "1"),
 }
@@ -29,7 +26,7 @@ WAYS: dict[str, tuple[str, str, str]] = {
 def main(argv: list[str] | None = None) -> int:
     """Run the comparison, or one of its workers."""
     staleness.WAYS.update(WAYS)
-    return staleness.main_with(argv, __doc__, "step,4,inf,server", "step,4,inf,server", 500)
+    return staleness.main_with(argv, __doc__, "step,inf,server", "step,inf,server", 500)
 
 
 if __name__ == "__main__":

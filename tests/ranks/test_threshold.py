@@ -341,14 +341,14 @@ class Pace(keras.callbacks.Callback):
         self.differing.append(replicas.differing(self.model.weights, world.start()))
 
 
-def train_at_different_paces(optimizer, bound):
+def train_at_different_paces(optimizer):
     """Train with one rank that is ten times slower; return the steps of each rank in the second epoch.
 
     After each epoch the replicas are identical, and all steps were taken once.
     """
     last = hvdx.rank() == hvdx.size() - 1
     model, pace = network(optimizer), Pace(0.03 if last else 0.003)
-    strategy = f"threshold:target_density=0.1,max_staleness={bound}"
+    strategy = "threshold:target_density=0.1,max_staleness=inf"
     callback, history = fit(model, strategy, epochs=2, callbacks=[pace], given=data(8 * 10))
     assert pace.differing == [{}, {}]
     assert_identical(model.weights)
@@ -365,15 +365,9 @@ def train_at_different_paces(optimizer, bound):
 
 @pytest.mark.graph
 @pytest.mark.sizes(1, 2, 4)
-def test_slow_rank_does_not_slow_the_others_down_without_a_bound():
-    steps = train_at_different_paces(keras.optimizers.SGD(0.05, momentum=0.9), "inf")
+def test_slow_rank_does_not_slow_the_others_down():
+    steps = train_at_different_paces(keras.optimizers.SGD(0.05, momentum=0.9))
     assert hvdx.size() == 1 or steps[-1] < max(steps)
-
-
-def test_ranks_stay_within_the_bound_of_a_slow_one():
-    steps = train_at_different_paces(keras.optimizers.AdamW(0.01), 2)
-    # A fast rank may have begun one more step before the bound delays it.
-    assert max(steps) - min(steps) <= 3
 
 
 class SlowStep(keras.layers.Layer):
@@ -411,7 +405,7 @@ def test_late_messages_resume_from_a_checkpoint(tmp_path_factory):
     for epochs in (1, 3):
         model = network(keras.optimizers.SGD(0.05, momentum=0.9))
         checkpoint = hvd.Checkpoint(folder)
-        fit(model, "threshold:target_density=0.1,max_staleness=3", epochs=epochs, callbacks=[checkpoint])
+        fit(model, "threshold:target_density=0.1,max_staleness=inf", epochs=epochs, callbacks=[checkpoint])
         assert_identical(model.weights)
         seen.append(int(model.optimizer.iterations))
     total = world.start().all_gather_object(seen, "test")

@@ -103,7 +103,7 @@ def predict(options: Options, situation: Situation) -> Prediction | None:
     hidden = min(given.computing, sum(exchange.values())) if options.asynchronous else 0.0
     shown = 1 - hidden / max(sum(exchange.values()), 1e-12)
     own = {
-        "waiting": 0.0 if options.max_staleness == "inf" else given.slowest,
+        "waiting": 0.0 if options.asynchronous else given.slowest,
         # The result is returned: TensorFlow copies tensors whose addresses are not aligned. The update is made, and
         # the result is added to the weights, as on one worker.
         "copying": given.passes(8),

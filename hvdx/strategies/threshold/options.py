@@ -15,23 +15,19 @@ class Options:
 
     Attributes:
         start: the warm-up.
+        asynchronous: True if workers take steps at different times.
     """
 
     tau: float | None
     target_density: float | str | None
     start: Warmup
-    max_staleness: int | str
+    asynchronous: bool
     overhead: float
     exchange: str
     local: str
     index_coding: Literal["rice", "none"]
     tau_steps: int
     threads: int | None
-
-    @property
-    def asynchronous(self) -> bool:
-        """True if workers take steps at different times."""
-        return self.max_staleness != 0
 
     def make_codec(
         self,

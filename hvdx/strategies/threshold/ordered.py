@@ -31,7 +31,7 @@ _SAMPLE, _FACTOR = range(2)
 
 
 class OrderedExchange(HostExchange):
-    """Exchange of one optimiser under `Threshold(max_staleness=...)`. Making it is collective.
+    """Exchange of one optimiser under `Threshold(max_staleness="inf")`. Making it is collective.
 
     The *mirror* holds the weights to which this rank has applied the messages of all ranks, in their order. A step
     returns the mirror and, on top of it, this rank's own messages that have no place in the order yet.
@@ -47,9 +47,8 @@ class OrderedExchange(HostExchange):
 
     def __init__(self, options: Options, comm: Comm, specs: Sequence[TensorSpec], lookahead: float):
         super().__init__(specs, StaleTelemetry())
-        self._comm, bound = comm, options.max_staleness
+        self._comm = comm
         self._rank, self._size, self._world_ranks = comm.rank, comm.size, comm.world_ranks
-        self._bound = bound if isinstance(bound, int) else None
         self.encoder = ThresholdEncoder(options, comm, specs, lookahead, VectorOrder([s.elements for s in specs]))
         channel = comm.channel("the updates")
         channel.exchange([])  # all ranks have compiled
@@ -98,7 +97,7 @@ class OrderedExchange(HostExchange):
 
     def _register(self, number: int) -> None:
         # In flight may be as many bytes as the weights have in float32.
-        replica = Replica(self._comm.rank, self._comm.size, self._bound, room=max(4 * self._n, _LEAST_ROOM))
+        replica = Replica(self._comm.rank, self._comm.size, room=max(4 * self._n, _LEAST_ROOM))
         self._next = Session(number, replica)
         self._post.register(self._next)
 
@@ -194,7 +193,8 @@ class OrderedExchange(HostExchange):
         if payload is not None:
             self._own.append((payload, self._base))
             counts.messages += payload.body.size
-        counts.waiting += self._wait(replica.awaited_to_continue, "the bound of the staleness")
+        self._post.poll()
+        self._apply()
         self._timed("decoding", self._look_ahead)
         counts.steps += 1
         self._step += 1

@@ -61,10 +61,9 @@ class Threshold(Strategy):
         warmup: "none", "density:200" (falls from 1/8 to the target in 200 steps; with an automatic density, the budget
             falls from ten times `overhead` to it), "workers:200" (1, 2, 4, ... workers count). "auto": "density:200"
             for the optimisers that `second_moments` corrects, unless tau is fixed; else "none".
-        max_staleness: number of steps by which messages may be applied late. With 0 all workers take each step
-            together. With k a worker waits if it is k steps ahead of a message that it has not applied. With "inf" it
-            waits only at the end of an epoch. Unless it is 0, each worker applies messages as they come, in the same
-            order on all workers, and a fast worker takes more of the steps of an epoch.
+        max_staleness: with 0 all workers take each step together. With "inf" nobody waits until the end of an epoch:
+            each worker applies messages as they come, in the same order on all workers, and a fast worker takes more of
+            the steps of an epoch.
         overhead: share of a step's computing time that "auto" may spend on messages.
         exchange: "all_gather": every worker receives every worker's message. "sharded": each worker adds up the entries
             of its share of the elements and sends the sum, compressed again, to all, so that the traffic of a worker
@@ -109,7 +108,7 @@ class Threshold(Strategy):
         lookahead: float | None = None,
         second_moments: SecondMoments = "mean",
         warmup: str = "auto",
-        max_staleness: int | Literal["inf"] = 0,
+        max_staleness: Literal[0, "inf"] = 0,
         overhead: float = 0.1,
         exchange: ExchangeKind = "auto",
         local: Local = "auto",
@@ -185,7 +184,7 @@ class Threshold(Strategy):
             tau=self.tau,
             target_density=self.target_density,
             start=self.start,
-            max_staleness=self.max_staleness,
+            asynchronous=self.asynchronous,
             overhead=self.overhead,
             exchange=self.exchange,
             local=self.local,
@@ -332,10 +331,12 @@ class Threshold(Strategy):
 
 
 def _max_staleness(value: Any) -> int | str:
-    number = int(value) if isinstance(value, str) and value.isdecimal() else value
-    if number != "inf" and (type(number) is not int or number < 0):
-        raise ConfigError(f"threshold: max_staleness: expected a number of steps from 0 on, or 'inf', got {value!r}.")
-    return "inf" if number == "inf" else int(number)
+    if value not in (0, "0", "inf") or isinstance(value, bool):
+        raise ConfigError(
+            f"threshold: max_staleness: expected 0 or 'inf', got {value!r}. A bound between them was removed: it saved "
+            "no time. Use 'inf' if a worker is slow, or ParameterServer(staleness='bound')."
+        )
+    return "inf" if value == "inf" else 0
 
 
 def _warmup(text: str, tau: float | None) -> warmup.Warmup:
