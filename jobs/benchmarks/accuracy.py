@@ -34,6 +34,7 @@ STRATEGIES = {
     "fp16": "all_reduce:compression=fp16",
     "3e-2": "threshold:target_density=0.03",
     "1e-2": "threshold:target_density=0.01",
+    "1e-2, no warm-up": "threshold:target_density=0.01,warmup=none",
     "1e-2, all-gather": "threshold:target_density=0.01,exchange=all_gather",
     "1.4e-3": "threshold:target_density=0.0014",
     "1e-2, warm-up density": "threshold:target_density=0.0085,warmup=density:200",

@@ -26,7 +26,6 @@ class Options:
     exchange: str
     local: str
     index_coding: Literal["rice", "none"]
-    tau_steps: int
     threads: int | None
 
     def make_codec(
@@ -52,7 +51,6 @@ class Options:
             tau=self.tau * tau_factor if density is None and self.tau is not None else None,
             target_density=density,
             index_coding=self.index_coding,
-            tau_steps=self.tau_steps,
             threads=threads,
             device=device,
             part=part,

@@ -70,7 +70,7 @@ class Threshold(Strategy):
             does not grow with their number. "auto": with an automatic density, the one whose exchange takes less time
             on this network, sharded only if it saves a fifth; with a fixed density, sharded for 8 workers or more
             whose messages have 256 kB together; with a fixed tau, all_gather.
-        index_coding, tau_steps: see `hvdx.codec.Threshold`.
+        index_coding: see `hvdx.codec.Threshold`.
         threads: threads of the codec's kernels; by default the host's cores divided by its ranks.
         device: "cuda" to encode and decode updates on the GPU, so that only messages cross to the host; "cpu" for the
             host; "auto" for "cuda" if the variables are on a GPU and numba-cuda is installed. The weights are the same,
@@ -113,7 +113,6 @@ class Threshold(Strategy):
         exchange: ExchangeKind = "auto",
         local: Local = "auto",
         index_coding: Literal["rice", "none"] = "rice",
-        tau_steps: int = 32,
         threads: int | None = None,
         device: Literal["auto", "cpu", "cuda"] = "auto",
     ):
@@ -146,7 +145,7 @@ class Threshold(Strategy):
         self.placement, self.lookahead, self.overhead = placement, lookahead, float(overhead)
         self.second_moments = second_moments
         self.warmup, self.index_coding = str(warmup), index_coding
-        self.tau_steps, self.threads, self.device, self.exchange = tau_steps, threads, device, exchange
+        self.threads, self.device, self.exchange = threads, device, exchange
         self.local = local
         self.start = _warmup(self.warmup, tau)
         self.max_staleness = _max_staleness(max_staleness)
@@ -189,7 +188,6 @@ class Threshold(Strategy):
             exchange=self.exchange,
             local=self.local,
             index_coding=self.index_coding,
-            tau_steps=self.tau_steps,
             threads=self.threads,
         )
 
