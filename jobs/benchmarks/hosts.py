@@ -166,12 +166,12 @@ def add_up(given: argparse.Namespace) -> dict[str, float]:
     """Return the milliseconds of a sum over the ranks by each way, and of one pass over an update."""
     import hvdx
     from hvdx.comm import world
+    from hvdx.strategies.threshold.dealing import Dealing
     from hvdx.strategies.threshold.host_sums import MessageSums, SharedSums, open_sums
-    from hvdx.strategies.threshold.interleaving import Interleaved
 
     hvdx.init()
     channel = world.start().channel("sums")
-    messages = MessageSums(channel, Interleaved([given.elements], channel.size))
+    messages = MessageSums(channel, Dealing([given.elements], channel.size))
     memory = open_sums(channel, [given.elements])
     if not isinstance(memory, SharedSums):
         sys.exit("hosts: --local-only: expected ranks that can share memory; see the line above.")

@@ -13,7 +13,7 @@ import numpy as np
 
 from hvdx.comm import Channel
 from hvdx.comm.alignment import aligned
-from hvdx.strategies.threshold.interleaving import Interleaved
+from hvdx.strategies.threshold.dealing import Dealing
 
 # Elements that are summed at a time. They stay in the level-2 cache until they have been checked.
 _CHUNK = 1 << 16
@@ -29,7 +29,7 @@ def open_sums(channel: Channel, sizes: Sequence[int]) -> "HostSums":
         channel: the ranks of the host; at least two.
         sizes: number of elements of each tensor.
     """
-    parts = Interleaved(sizes, channel.size)
+    parts = Dealing(sizes, channel.size)
     updates = channel.share(sum(sizes))
     result = None if updates is None else channel.share(0 if channel.rank else sum(sizes))
     if updates is None or result is None:
@@ -59,7 +59,7 @@ class HostSums(abc.ABC):
     targets: list[np.ndarray] | None = None
     gathered: int
 
-    def __init__(self, channel: Channel, parts: Interleaved):
+    def __init__(self, channel: Channel, parts: Dealing):
         self.parts, self._channel, self._rank = parts, channel, channel.rank
 
     @abc.abstractmethod
@@ -111,14 +111,14 @@ class HostSums(abc.ABC):
 class MessageSums(HostSums):
     """Sums by messages: an all-to-all of the updates and an all-gather of the result."""
 
-    def __init__(self, channel: Channel, parts: Interleaved):
+    def __init__(self, channel: Channel, parts: Dealing):
         super().__init__(channel, parts)
         self._pieces, self.result = np.zeros(parts.elements, np.float32), aligned(parts.elements)
         self._theirs = self._pieces[:0]
         self.gathered = 4 * (parts.count - 1) * int(np.diff(parts.bounds)[self._rank])
 
     def offer(self, tensors: Sequence[np.ndarray]) -> None:
-        self.parts.split(tensors, self._pieces)
+        self._pieces[:] = self.parts.split(np.concatenate([np.ravel(t) for t in tensors]))
 
     def add_up(self, tensors: Sequence[np.ndarray], out: np.ndarray) -> bool:
         self._theirs = self._channel.scatter_pieces(self._pieces, self.parts.bounds)
@@ -148,7 +148,7 @@ class SharedSums(HostSums):
         result: float32[n].
     """
 
-    def __init__(self, channel: Channel, parts: Interleaved, updates: Sequence[np.ndarray], result: np.ndarray):
+    def __init__(self, channel: Channel, parts: Dealing, updates: Sequence[np.ndarray], result: np.ndarray):
         super().__init__(channel, parts)
         self._updates, self.result = list(updates), result
         self.gathered = 4 * int(np.diff(parts.bounds)[self._rank])
