@@ -267,7 +267,7 @@ class Exchange(abc.ABC):
         """
 
     def flush(self) -> list[np.ndarray] | None:
-        """Return the result that is still in flight, in the form that `step` returns, or None. Collective."""
+        """End a session of weights and return them, in the form that `step` returns; None for others. Collective."""
         return None
 
     def close(self) -> None:

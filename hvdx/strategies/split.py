@@ -255,7 +255,7 @@ class SplitHostExchange(HostExchange):
             share.exchange.add_to_residual(share.of(tensors))
 
     def flush(self) -> list[Any] | None:
-        """Return the results in flight; None in the place of a tensor without one. Collective."""
+        """Return the final weights; None in the place of a tensor without one. Collective."""
         result = self._all(self._step.flush(self._shares))
         return None if all(r is None for r in result) else result
 

@@ -323,6 +323,15 @@ def test_one_variable_in_a_loop_without_a_graph(strategy):
     assert float(weight.numpy()[0]) < 0.9
 
 
+def test_weights_take_the_mean_update():
+    """Powers of two, so that all sums are exact."""
+    weight = keras.Variable(tf.zeros(4), name="weight")
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), strategy="threshold:tau=0.0009765625")
+    for _ in range(3):
+        optimizer.apply([tf.fill([4], hvdx.rank() + 1.0)], [weight])
+    np.testing.assert_array_equal(weight.numpy(), np.full(4, -3 * (hvdx.size() + 1) / 2))
+
+
 class Pace(keras.callbacks.Callback):
     """Callback that slows this rank down, counts its steps in each epoch, and compares the replicas after it."""
 

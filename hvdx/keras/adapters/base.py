@@ -197,7 +197,7 @@ class Adapter:
         self.flush()
 
     def drain(self) -> None:
-        """Prepare for a checkpoint in mid-epoch, without a change to the later steps. Collective."""
+        """Prepare for a checkpoint in mid-epoch, without a change to the later steps if possible. Collective."""
 
     @property
     def state_key(self) -> str:
