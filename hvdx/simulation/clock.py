@@ -73,7 +73,6 @@ class RankClock(clock.Clock):
     """Virtual clock of a rank that runs, and of the ranks that repeat its work.
 
     Args:
-        turn: lock of the rank that runs.
         factors: float64[members], virtual seconds for each second of work, of the rank and those that repeat it.
         timer: returns the seconds of work of the calling thread.
 
@@ -83,14 +82,14 @@ class RankClock(clock.Clock):
 
     Example:
         >>> ticks = iter([0.0, 2.0, 2.0, 2.0])
-        >>> mine = RankClock(Turn(), np.array([1.0, 10.0]), lambda: next(ticks))
+        >>> mine = RankClock(np.array([1.0, 10.0]), lambda: next(ticks))
         >>> mine.charge()
         >>> mine.times
         array([ 2., 20.])
     """
 
-    def __init__(self, turn: Turn, factors: np.ndarray, timer: Callable[[], float]) -> None:
-        self.turn, self.times, self.costs = turn, np.zeros(len(factors)), Costs()
+    def __init__(self, factors: np.ndarray, timer: Callable[[], float]) -> None:
+        self.times, self.costs = np.zeros(len(factors)), Costs()
         self._factors, self._timer, self._mark = factors, timer, timer()
         self._paused = False
 

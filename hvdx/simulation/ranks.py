@@ -317,7 +317,7 @@ def world(
     comms = []
     for rank in running:
         factors = slow[repeats == rank] / core_speed
-        comms.append(SimulatedComm(rank, group, hosts, RankClock(turn, factors, timer), rarely))
+        comms.append(SimulatedComm(rank, group, hosts, RankClock(factors, timer), rarely))
     return comms
 
 
