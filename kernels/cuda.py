@@ -83,7 +83,6 @@ KERNELS = {
         ),
     ),
     "add": (cuda_decode.add, (_TABLE, _TABLE, int64[::1], float32[::1], int64, int64[::1])),
-    "add_all": (cuda_decode.add_all, (float32[::1], float32[::1])),
 }
 
 
@@ -402,20 +401,6 @@ def clear(array: DeviceArray) -> DeviceArray:
 def zeros(n: int) -> DeviceArray:
     """Return a new float32[n] of zeros on the GPU."""
     return clear(_device_array(n, np.float32))
-
-
-def copy(array: object) -> DeviceArray:
-    """Return a copy of an array on the GPU."""
-    source = as_device(array)
-    copied = _device_array(source.shape, source.dtype)
-    copied.copy_to_device(source)
-    cuda.synchronize()
-    return copied
-
-
-def add(values: object, out: object, stream: StreamLike = None) -> None:
-    """Add a float32 array on the GPU to another one."""
-    _each(cuda_decode.add_all, values, out, stream)
 
 
 def subtract(values: object, out: object, stream: StreamLike = None) -> None:

@@ -332,10 +332,3 @@ def add(pieces, messages, index, value, span, status):
                     address = address_of(pieces, index[i])
                     store(address, load(address) + value[i])
                 cuda.syncthreads()
-
-
-@cuda.jit
-def add_all(values, out):
-    """Add an array to another one."""
-    for i in range(cuda.grid(1), values.size, cuda.gridsize(1)):
-        out[i] += values[i]

@@ -49,7 +49,7 @@ class Look(keras.callbacks.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 look = Look()
-distribute = hvdx.keras.Distribute(os.environ.get("STRATEGY", "threshold:target_density=0.05,overlap=True"))
+distribute = hvdx.keras.Distribute(os.environ.get("STRATEGY", "threshold:target_density=0.05"))
 callbacks = [distribute, hvdx.keras.Checkpoint(f"{folder}/ckpt"), look]
 model.fit(hvdx.shard((x, y), 4), epochs=epochs, verbose=0, shuffle=False, callbacks=callbacks)
 digest = lambda variables: hashlib.sha256(b"".join(np.asarray(v).tobytes() for v in variables)).hexdigest()

@@ -39,7 +39,7 @@ whole hosts at least). The others repeat them: their messages are copies of thos
 are then of repeated messages, but every message is received, checked and decoded.
 
 Graph strategies (all_reduce, parameter_averaging) take the time of the cost model, and add up arrays of NumPy. Left out
-are strategies without a common step (parameter_server, threshold:max_staleness=k), and auto.
+are strategies without a common step (parameter_server, threshold:max_staleness=inf), and auto.
 
   hvdx simulate --slow 3:10 --strategies "all_reduce;threshold"     worker 3 is ten times slower
   hvdx simulate --jitter 0.2 --workers 16                           computing times differ by about 20 %

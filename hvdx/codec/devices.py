@@ -158,19 +158,9 @@ class Gpu:
         return self._cuda.zeros(n)
 
     @_there
-    def copy(self, array: Any) -> Any:
-        """Return a copy on the GPU."""
-        return self._cuda.copy(array)
-
-    @_there
     def assign(self, values: np.ndarray, out: Any) -> None:
         """Copy a NumPy array to an array on the GPU."""
         self._cuda.as_device(out).copy_to_device(values)
-
-    @_there
-    def add(self, values: Any, out: Any) -> None:
-        """Add an array on the GPU to another one."""
-        self._cuda.add(values, out)
 
     @_there
     def subtract(self, values: Any, out: Any) -> None:

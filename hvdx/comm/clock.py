@@ -1,11 +1,10 @@
 """Clock by which exchanges measure their parts: that of the machine; in a simulation, that of each virtual rank.
 
-An exchange that reads the time here, and starts its threads here, runs unchanged in `hvdx simulate`.
+An exchange that reads the time here runs unchanged in `hvdx simulate`.
 """
 
 import threading
 import time
-from concurrent.futures import Executor, ThreadPoolExecutor
 
 
 class Clock:
@@ -14,14 +13,6 @@ class Clock:
     def now(self) -> float:
         """Return a time in seconds, of which only differences mean something."""
         return time.perf_counter()
-
-    def background(self, name: str) -> Executor:
-        """Return an executor of one thread, which works while the calling thread computes.
-
-        Args:
-            name: name of the thread.
-        """
-        return ThreadPoolExecutor(1, name)
 
 
 _MACHINE = Clock()
@@ -52,8 +43,3 @@ def now() -> float:
         True
     """
     return current().now()
-
-
-def background(name: str) -> Executor:
-    """Return an executor of one thread beside the calling thread; see `Clock.background`."""
-    return current().background(name)

@@ -2,10 +2,8 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -62,7 +60,7 @@ class Costs:
         computing: training steps.
         work: work of the exchange on this rank's core, such as encoding.
         waiting: for ranks that came later to an exchange.
-        network: transfers; with overlap, their part that computing did not hide.
+        network: transfers.
     """
 
     computing: float = 0.0
@@ -75,7 +73,6 @@ class RankClock(clock.Clock):
     """Virtual clock of a rank that runs, and of the ranks that repeat its work.
 
     Args:
-        turn: lock of the rank that runs.
         factors: float64[members], virtual seconds for each second of work, of the rank and those that repeat it.
         timer: returns the seconds of work of the calling thread.
 
@@ -85,14 +82,14 @@ class RankClock(clock.Clock):
 
     Example:
         >>> ticks = iter([0.0, 2.0, 2.0, 2.0])
-        >>> mine = RankClock(Turn(), np.array([1.0, 10.0]), lambda: next(ticks))
+        >>> mine = RankClock(np.array([1.0, 10.0]), lambda: next(ticks))
         >>> mine.charge()
         >>> mine.times
         array([ 2., 20.])
     """
 
-    def __init__(self, turn: Turn, factors: np.ndarray, timer: Callable[[], float]) -> None:
-        self.turn, self.times, self.costs = turn, np.zeros(len(factors)), Costs()
+    def __init__(self, factors: np.ndarray, timer: Callable[[], float]) -> None:
+        self.times, self.costs = np.zeros(len(factors)), Costs()
         self._factors, self._timer, self._mark = factors, timer, timer()
         self._paused = False
 
@@ -136,76 +133,8 @@ class RankClock(clock.Clock):
         self.times[:] = begin + seconds
         self.resume()
 
-    def join(self, times: np.ndarray) -> None:
-        """Wait until the times, float64[members], at which work in the background ended."""
-        before = float(self.times[0])
-        np.maximum(self.times, times, out=self.times)
-        self.costs.network += float(self.times[0]) - before
-        self.resume()
-
     def reset(self) -> None:
         """Set times and costs to zero."""
         self.times[:] = 0.0
         self.costs = Costs()
         self.resume()
-
-    def branch(self) -> "RankClock":
-        """Return a clock for work in the background that begins now. Its thread must call `resume`."""
-        other = RankClock(self.turn, self._factors, self._timer)
-        other.times[:] = self.times
-        return other
-
-    def background(self, name: str) -> Executor:
-        return _Background(self, name)
-
-
-class _Background(Executor):
-    """Executor of one thread, whose work begins at the virtual time of its submission.
-
-    Args:
-        main: clock of the submitting thread, which waits for each result before it submits more.
-        name: name of the thread.
-    """
-
-    def __init__(self, main: RankClock, name: str) -> None:
-        self._main, self._pool = main, ThreadPoolExecutor(1, name)
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        self._main.charge()
-        lane = self._main.branch()
-        return _Submitted(self._main, lane, self._pool.submit(_work, lane, fn, args, kwargs))
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        self._pool.shutdown(wait, cancel_futures=cancel_futures)
-
-
-class _Submitted(Future[Any]):
-    """Work in the background. `result` moves the clock of the submitting thread to its end."""
-
-    def __init__(self, main: RankClock, lane: RankClock, real: Future[Any]) -> None:
-        super().__init__()
-        self._main, self._lane, self._real = main, lane, real
-
-    def result(self, timeout: float | None = None) -> Any:
-        turn = self._main.turn
-        self._main.charge()
-        turn.lock.release()
-        try:
-            value = self._real.result(turn.limit if timeout is None else timeout)
-        finally:
-            turn.lock.acquire()
-        self._main.join(self._lane.times)
-        return value
-
-
-def _work(lane: RankClock, work: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    with lane.turn.lock:
-        clock.use(lane)
-        lane.resume()
-        try:
-            value = work(*args, **kwargs)
-        except BaseException as error:
-            lane.turn.fail(error)
-            raise
-        lane.charge()
-        return value

@@ -66,10 +66,7 @@ class _Member:
         """Count this rank's work up to here, and none within the block. Return its clock."""
         mine = clock.current()
         if not isinstance(mine, RankClock):
-            raise ConfigError(
-                "simulate: a thread without a virtual clock called a collective. Start it by "
-                "hvdx.comm.clock.background."
-            )
+            raise ConfigError("simulate: a collective: expected the thread of a rank, got one without a virtual clock.")
         with mine.paused():
             yield mine
 
@@ -320,7 +317,7 @@ def world(
     comms = []
     for rank in running:
         factors = slow[repeats == rank] / core_speed
-        comms.append(SimulatedComm(rank, group, hosts, RankClock(turn, factors, timer), rarely))
+        comms.append(SimulatedComm(rank, group, hosts, RankClock(factors, timer), rarely))
     return comms
 
 

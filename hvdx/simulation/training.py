@@ -259,9 +259,6 @@ def _train(comm: SimulatedComm, plan: _Plan) -> _Log:
         if comm.rank == 0:
             plan.ended(step)
     mine.resume()
-    late = exchange.flush()
-    if late is not None:
-        replica.add(late)
     exchange.close()
     log.memory = bytes_held(exchange) + (comm.traffic.buffer if strategy.runs == "host" else 0.0)
     return log

@@ -27,14 +27,12 @@ class TensorSpec:
         name: name of the variable, for error messages.
         shape: shape of the tensor.
         itemsize: bytes per element.
-        constraint: constraint that the optimiser applies to the variable, for error messages; "" for none.
         device: device that holds the variable: "CPU", or "GPU:0", "GPU:1" ..., as CUDA counts them.
     """
 
     name: str
     shape: tuple[int, ...]
     itemsize: int
-    constraint: str = ""
     device: str = "CPU"
 
     @property
@@ -269,7 +267,7 @@ class Exchange(abc.ABC):
         """
 
     def flush(self) -> list[np.ndarray] | None:
-        """Return the result that is still in flight, in the form that `step` returns, or None. Collective."""
+        """End a session of weights and return them, in the form that `step` returns; None for others. Collective."""
         return None
 
     def close(self) -> None:
@@ -277,7 +275,7 @@ class Exchange(abc.ABC):
         return
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Return the state as named arrays for a checkpoint. Call it after `flush` or `HostExchange.drain`."""
+        """Return the state as named arrays for a checkpoint. Call it after `flush`."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
@@ -356,21 +354,4 @@ def agree_on_tensors(specs: Sequence[TensorSpec], comm: Comm) -> None:
             raise ReplicaError(
                 f"the ranks exchange different variables: {everyone[0]} on rank 0, {theirs} on rank {rank}. "
                 "Every rank must train the same variables."
-            )
-
-
-def refuse_constraints(specs: Sequence[TensorSpec]) -> None:
-    """Refuse constraints under op="sum": each of N workers would push a constraint's correction.
-
-    Args:
-        specs: the variables.
-
-    Raises:
-        ConfigError: if one of them has a constraint.
-    """
-    for spec in specs:
-        if spec.constraint:
-            raise ConfigError.on_all_ranks(
-                f"variable {spec.name}: expected none with a constraint under op='sum', got {spec.constraint}, whose "
-                "correction every worker pushes. Use op='mean'."
             )

@@ -163,7 +163,7 @@ class HostExchange(Exchange):
         setattr(self.telemetry, counter, getattr(self.telemetry, counter) + seconds)
         return result
 
-    # -- weights, and results in flight -------------------------------------------------------------------------------
+    # -- weights and residuals -------------------------------------------------------------------------------
 
     @property
     def is_open(self) -> bool:
@@ -190,12 +190,6 @@ class HostExchange(Exchange):
 
         Args:
             tensors: float32 arrays of the shapes of the specs.
-        """
-
-    def drain(self) -> None:
-        """Wait for the step in flight, and keep its result for the next step. Collective.
-
-        Unlike `flush`, it does not change the results of the training.
         """
 
     # -- reports ------------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from hvdx.strategies.base import (
     agree_on_strategy,
     agree_on_tensors,
     one_of,
-    refuse_constraints,
 )
 from hvdx.strategies.prediction import Prediction, Situation
 from hvdx.strategies.serving.costs import predict
@@ -43,7 +42,9 @@ class ParameterServer(Strategy):
     each server; large variables are cut too.
 
     If a server changed the weights s - 1 times after a worker pulled them, the worker's next update has staleness s.
-    With N workers the mean staleness is N; with `aggregate=n` it is (N + n - 1) / n.
+    With N workers the mean staleness is N; with `aggregate=n` it is (N + n - 1) / n. An update counts 1 / N, so that a
+    learning rate has the same meaning as under `AllReduce`; if updates are also scaled by their staleness, the factor
+    before the scaling is (N / aggregate)^exponent / N, since the staleness is about N / aggregate.
 
     Args:
         servers: number of servers. They are ranks of their own, the last ranks of the job, and end with the training.
@@ -56,9 +57,6 @@ class ParameterServer(Strategy):
             synchronous.
         aggregate: soft synchronisation: number of updates, from any workers, that a server waits for and applies
             together.
-        op: "mean": an update counts 1 / N, so that a learning rate has the same meaning as under `AllReduce`; if
-            updates are also scaled by their staleness, the factor before the scaling is (N / aggregate)^exponent / N,
-            since the staleness is about N / aggregate. "sum": an update counts in full.
         codec: codec of the updates: "none", "fp16", "bf16", or "threshold:0.01" with the share of elements to send; the
             rest stays in a residual. Weights are not encoded.
 
@@ -91,7 +89,6 @@ class ParameterServer(Strategy):
         staleness_exponent: float = 1.0,
         max_staleness: int | None = None,
         aggregate: int = 1,
-        op: Literal["mean", "sum"] = "mean",
         codec: str = "none",
     ):
         self.servers = int(servers) if isinstance(servers, str) and servers.isdecimal() else servers
@@ -104,7 +101,6 @@ class ParameterServer(Strategy):
         self.dedicated = 0 if colocated else int(self.servers)
         self._colocated = int(colocated[1] or 0) if colocated else 0
         one_of("ParameterServer", "staleness", staleness, ("none", "scale", "bound", "scale+bound"))
-        one_of("ParameterServer", "op", op, ("mean", "sum"))
         exponent = staleness_exponent
         if isinstance(exponent, bool) or not isinstance(exponent, int | float) or not 0 < exponent <= 10:
             raise ConfigError(
@@ -119,7 +115,7 @@ class ParameterServer(Strategy):
                 f"{staleness!r}."
             )
         self.staleness, self.staleness_exponent = staleness, float(exponent)
-        self.aggregate, self.codec, self.op = aggregate, codec, op
+        self.aggregate, self.codec = aggregate, codec
         self.max_staleness = _MAX_STALENESS if max_staleness is None and "bound" in staleness else max_staleness
         make_codec(codec)  # checks it
 
@@ -202,16 +198,12 @@ class ParameterServer(Strategy):
             exponent = self.staleness_exponent
             # In this form the share is exactly 1 / aggregate for an exponent of 1.
             share = workers ** (exponent - 1) / min(aggregate, workers) ** exponent
-        if self.op == "sum":
-            share = 1.0
         return SessionConfig(
             workers, elements, dtype, self.codec, aggregate, share, exponent, self.max_staleness, tuple(ranks)
         )
 
     def open(self, comm: Comm, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = "") -> ServerExchange:
         """Open the exchange, whose `begin` must be called next. Collective."""
-        if self.op == "sum" and comm.size > 1:
-            refuse_constraints(specs)
         agree_on_strategy(self, comm)
         agree_on_tensors(specs, comm)
         return ServerExchange(self, comm, specs)

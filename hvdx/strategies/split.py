@@ -99,11 +99,6 @@ def _refuse_options(strategy: Strategy) -> None:
             "it is asynchronous, and the ranks of a group take the steps of split layers together. Choose another "
             "strategy, or give this one a split_exchange."
         )
-    elif _adds_up(strategy) and (strategy.placement != "gradient" or strategy.runs != "graph"):
-        problem = (
-            "op='sum' adds up each rank's own steps, and the ranks of a group take one step of a split layer together. "
-            "Use op='mean'."
-        )
     elif strategy.runs == "host" and getattr(strategy, "device", "cpu") == "cuda":
         problem = (
             "device: expected 'auto' or 'cpu' for a model with split layers, whose updates are combined on the host, "
@@ -260,13 +255,9 @@ class SplitHostExchange(HostExchange):
             share.exchange.add_to_residual(share.of(tensors))
 
     def flush(self) -> list[Any] | None:
-        """Return the results in flight; None in the place of a tensor without one. Collective."""
+        """Return the final weights; None in the place of a tensor without one. Collective."""
         result = self._all(self._step.flush(self._shares))
         return None if all(r is None for r in result) else result
-
-    def drain(self) -> None:
-        for share in self._shares:
-            share.exchange.drain()
 
     def close(self) -> None:
         for share in self._shares:

@@ -1,23 +1,22 @@
 """A step of an exchange of messages: input -> encoder -> route -> result.
 
 `MessageExchange` is the step. It holds an `Encoder` (what a rank sends, and what it keeps) and a `Route` (how messages
-travel), adds the agreement on NaN, skipped steps, overlap and counters, and knows neither their classes nor their
-parts. All decisions depend only on what the route returns, which is the same on all ranks, so all ranks decide the same
-without another exchange. If one rank has NaN, all ranks skip the step, and their residuals stay unchanged.
+travel), adds the agreement on NaN, skipped steps and counters, and knows neither their classes nor their parts. All
+decisions depend only on what the route returns, which is the same on all ranks, so all ranks decide the same without
+another exchange. If one rank has NaN, all ranks skip the step, and their residuals stay unchanged.
 """
 
 import abc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from hvdx.comm import Comm, clock
+from hvdx.comm import Comm
 from hvdx.comm.alignment import aligned
-from hvdx.errors import ConfigError, HvdxError, UpdateError, WireError
+from hvdx.errors import ConfigError, UpdateError, WireError
 from hvdx.log import Log
 from hvdx.strategies.base import TensorSpec, views
 from hvdx.strategies.host import (
@@ -56,14 +55,8 @@ class DeviceArrays(Protocol):
     def fetch(self, array: Any) -> np.ndarray:
         """Return a copy in host memory."""
 
-    def copy(self, array: Any) -> Any:
-        """Return a copy on the device."""
-
     def assign(self, values: np.ndarray, out: Any) -> None:
         """Copy a host array to an array of the device."""
-
-    def add(self, values: Any, out: Any) -> None:
-        """Add an array to another one."""
 
     def subtract(self, values: Any, out: Any) -> None:
         """Subtract an array from another one."""
@@ -76,9 +69,9 @@ class Encoded:
     Attributes:
         message: uint8[bytes], message of this rank; it must not change before it is decoded.
         codec: codec of the message.
-        tensors: the tensors; with overlap, copies. Empty if this rank encoded nothing.
+        tensors: the tensors. Empty if this rank encoded nothing.
         taus: thresholds of the encoder after the step, if it has any.
-        entries: number of entries in the message; None if it has all elements.
+        entries: number of entries in the message.
         density: share of the elements that are entries.
         tau: median of the thresholds in this step; 0 for none.
         starved: number of steps, this one included, that are found to be starved; see `Telemetry`.
@@ -88,23 +81,17 @@ class Encoded:
     codec: "Codec[Any]"
     tensors: Sequence[Any] = ()
     taus: np.ndarray | None = None
-    entries: int | None = None
+    entries: int = 0
     density: float = 0.0
     tau: float = 0.0
     starved: int = 0
 
-    @property
-    def is_dense(self) -> bool:
-        """True if the message has all elements."""
-        return self.entries is None
-
 
 def count_entries(counts: Telemetry, encoded: Encoded, elements: int) -> None:
     """Count the entries of a message of some elements."""
-    if encoded.entries is not None:
-        counts.entries += encoded.entries
-        counts.encoded += elements
-        counts.entry_bytes += encoded.message.size
+    counts.entries += encoded.entries
+    counts.encoded += elements
+    counts.entry_bytes += encoded.message.size
     counts.density, counts.tau = encoded.density, encoded.tau
     counts.starved += encoded.starved
 
@@ -144,7 +131,7 @@ class Encoder(abc.ABC):
         """
 
     def correction(self, ranks: int) -> float:
-        """Return a factor on the sum or mean of the updates; the same on all ranks.
+        """Return a factor on the mean of the updates; the same on all ranks.
 
         Args:
             ranks: number of ranks whose updates are in it.
@@ -260,7 +247,7 @@ class Arrived(abc.ABC):
 
 
 class Route(abc.ABC):
-    """Way of messages between the ranks. One thread at a time uses it.
+    """Way of messages between the ranks.
 
     Attributes:
         description: how messages travel, if it is not from each rank to all others; else "".
@@ -296,14 +283,13 @@ class Route(abc.ABC):
 
 @dataclass(frozen=True)
 class StepInFlight(Prepared):
-    """Encoded step, before it is sent or in flight.
+    """Encoded step, before it is sent.
 
     Attributes:
         encoded: the encoded tensors.
         active: number of ranks whose messages count.
         number: number of the step, from 0.
         computing, cost: see `Outgoing`.
-        late: the step before, if this rank has waited for it, and ranks did not skip it.
     """
 
     encoded: Encoded
@@ -311,7 +297,6 @@ class StepInFlight(Prepared):
     number: int
     computing: float
     cost: float
-    late: "tuple[StepInFlight, Arrived] | None" = None
 
 
 class MessageExchange(HostExchange):
@@ -322,8 +307,6 @@ class MessageExchange(HostExchange):
         specs: the tensors.
         encoder: what a rank sends, and keeps.
         route: how messages travel.
-        op: "mean" or "sum" of the ranks' tensors.
-        overlap: let messages travel while the next step is computed; they are added one step late.
         active: function from the number of a step to the number of ranks whose messages count; all by default.
         ranks_per_message: number of ranks whose tensors each message holds.
         results: arrays to which results are written, contiguous float32 arrays of the host with as many elements
@@ -340,8 +323,6 @@ class MessageExchange(HostExchange):
         specs: Sequence[TensorSpec],
         encoder: Encoder,
         route: Route,
-        op: str = "mean",
-        overlap: bool = False,
         active: Callable[[int], int] | None = None,
         ranks_per_message: int = 1,
         results: Sequence[np.ndarray] | None = None,
@@ -349,7 +330,7 @@ class MessageExchange(HostExchange):
     ):
         super().__init__(specs, Telemetry())
         self.encoder, self.route, self._device = encoder, route, encoder.device
-        self._rank, self._size, self._op, self._per_message = comm.rank, comm.size, op, ranks_per_message
+        self._rank, self._size, self._per_message = comm.rank, comm.size, ranks_per_message
         self._active, self.network = active or (lambda step: comm.size), network
         self._world_ranks = comm.world_ranks
         # Result of a step.
@@ -357,9 +338,6 @@ class MessageExchange(HostExchange):
         self._out = [] if self._device is not None else views(self._flat, specs)
         # Arrays that are set to the result on the host.
         self._results = list(results) if results is not None else [self._flat]
-        self._thread = clock.background("hvdx-exchange") if overlap else None
-        self._pending: tuple[StepInFlight, Future[Arrived]] | None = None
-        self._drained: np.ndarray | None = None
         self._step = 0
         self._computing = 0.0
 
@@ -374,26 +352,18 @@ class MessageExchange(HostExchange):
         return self.deliver(self.prepare(given))
 
     def prepare(self, given: StepInput) -> StepInFlight:
-        # The late step comes first: if all ranks skip it, the residual is restored before the next update is added.
         cost_before, self._cost = self._cost, 0.0
         if given.computing is not None:
             self._computing = given.computing
-        late = self._take_pending()
         active = self._active(self._step)
         status, encoded = self._timed("encoding", lambda: self._encode(given, active))
-        return StepInFlight(given, status, encoded, active, self._step, self._computing, cost_before, late)
+        return StepInFlight(given, status, encoded, active, self._step, self._computing, cost_before)
 
     def deliver(self, prepared: StepInFlight) -> list[np.ndarray]:
-        outgoing, late = self._outgoing(prepared), prepared.late
-        # A step in flight must not keep TensorFlow's arrays.
-        step = replace(prepared, late=None, given=StepInput(()))
-        if self._thread is None:
-            arrived = self._send(outgoing)
-            late = (step, arrived) if self._count(step, arrived) else None
-        result = self._timed("decoding", lambda: self._decode(late, prepared.given.allocate))
-        if self._thread is not None:
-            # The next exchange begins after decoding, because it overwrites the messages of the late step.
-            self._pending = step, self._thread.submit(self._send, outgoing)
+        with self._naming():
+            arrived = self.route.send(self._outgoing(prepared))
+        counted = arrived if self._count(prepared, arrived) else None
+        result = self._timed("decoding", lambda: self._decode(prepared, counted))
         if self._device is not None:
             self._flat, self._out = None, []  # the caller has the result
         self._step += 1
@@ -413,10 +383,6 @@ class MessageExchange(HostExchange):
             _log.warning(f"{where}: {fault}")
             return REFUSED, self.encoder.silent(self._step)
         count_entries(self.telemetry, encoded, self._n)
-        if self._thread is not None:
-            # With overlap the update is needed after the step, when TensorFlow may have overwritten its arrays.
-            copy = np.copy if self._device is None else self._device.copy
-            encoded = replace(encoded, tensors=[copy(t) for t in tensors])
         return FINE if given.finite else NOT_FINITE, encoded
 
     def _outgoing(self, step: StepInFlight) -> Outgoing:
@@ -425,10 +391,6 @@ class MessageExchange(HostExchange):
         if self._size * self._per_message == 1:
             flat = None
         return Outgoing(step.encoded, step.status, step.computing, step.cost, step.active, step.number, flat)
-
-    def _send(self, outgoing: Outgoing) -> Arrived:
-        with self._naming():
-            return self.route.send(outgoing)
 
     @contextmanager
     def _naming(self) -> Iterator[None]:
@@ -440,13 +402,8 @@ class MessageExchange(HostExchange):
 
     @property
     def result(self) -> Any:
-        """Result of the last step or flush as one array, float32[elements], which the next step overwrites."""
+        """Result of the last step as one array, float32[elements], which the next step overwrites."""
         return self._flat
-
-    @property
-    def in_flight(self) -> bool:
-        """True if a result is still to come; see `flush`."""
-        return self._pending is not None or self._drained is not None
 
     @property
     def steps(self) -> int:
@@ -462,82 +419,38 @@ class MessageExchange(HostExchange):
         self._cost += seconds
         self.telemetry.exchanging += seconds
 
-    def flush(self) -> list[np.ndarray] | None:
-        if not self.in_flight:
-            return None
-        late = self._timed("decoding", lambda: self._decode(self._take_pending(), None))
-        # Outside of a step results are on the host.
-        return late if self._device is None else views(self._device.fetch(self._flat), self.specs)
-
-    def drain(self) -> None:
-        if self._pending is not None:
-            self._timed("decoding", lambda: self._decode(self._take_pending(), None))
-            self._drained = np.concatenate(self._results) if self._device is None else self._device.fetch(self._flat)
-
-    def _take_pending(self) -> tuple[StepInFlight, Arrived] | None:
-        """Wait for the step in flight. Return None if there is none, or if all ranks skip it."""
-        if self._pending is None:
-            return None
-        (step, future), self._pending = self._pending, None
-        begin = clock.now()
-        arrived = future.result()
-        # The time spent here is the part of the exchange that the computation did not hide.
-        return (step, arrived) if self._count(step, arrived, clock.now() - begin) else None
-
-    def _decode(
-        self, arrived: tuple[StepInFlight, Arrived] | None, allocate: Callable[[int], Any] | None
-    ) -> list[np.ndarray]:
-        """Return the sum of the messages that arrived and of the drained result."""
+    def _decode(self, step: StepInFlight, arrived: Arrived | None) -> list[np.ndarray]:
+        """Return the sum of the messages that arrived; zeros for None, if all ranks skip the step."""
+        on_host = self._device is None
         if self._device is not None:
             # A new array, because TensorFlow may keep the previous one.
-            self._out = [(allocate or self._device.zeros)(self._n)]
+            self._out = [(step.given.allocate or self._device.zeros)(self._n)]
             self._flat = self._device.view(self._out[0])
-        elif arrived is None:
+        if arrived is not None:
+            ranks = step.active * self._per_message
+            scale = 1.0 / ranks * self.encoder.correction(ranks)
+            with self._naming():
+                arrived.add_to(self._results if on_host else [self._flat], scale, on_host)
+        elif on_host:
             for result in self._results:
                 result.fill(0)
-        if arrived is not None:
-            step, messages = arrived
-            ranks = step.active * self._per_message
-            scale = (1.0 / ranks if self._op == "mean" else 1.0) * self.encoder.correction(ranks)
-            with self._naming():
-                on_host = self._device is None
-                messages.add_to(self._results if on_host else [self._flat], scale, on_host)
-        if self._drained is not None:
-            self._add_drained(self._drained)
-            self._drained = None
         return self._out
-
-    def _add_drained(self, drained: np.ndarray) -> None:
-        if self._device is not None:
-            self._device.add(self._device.place(drained), self._flat)
-            return
-        ends = np.cumsum([r.size for r in self._results])
-        for result, more in zip(self._results, np.split(drained, ends[:-1]), strict=True):
-            np.add(result, more, out=result)
 
     # -- counters -----------------------------------------------------------------------------------------------------
 
-    def _count(self, step: StepInFlight, arrived: Arrived, exposed: float | None = None) -> bool:
-        """Count the cost of an exchange; return whether its step is to be added.
-
-        Args:
-            step: the step.
-            arrived: result of its exchange.
-            exposed: seconds of the exchange that the computation did not hide; None without overlap.
-        """
+    def _count(self, step: StepInFlight, arrived: Arrived) -> bool:
+        """Count the cost of an exchange; return whether its step is to be added."""
         counts = self.telemetry
         counts.steps += 1
         counts.messages += step.encoded.message.size
         counts.sent += arrived.sent
         counts.received += arrived.received
-        if exposed is None:
-            counts.waiting += arrived.waited
-            counts.encoding += arrived.encoding
-            counts.decoding += arrived.decoding
-            exposed = arrived.seconds
-            self._cost += arrived.encoding + arrived.decoding
-        counts.exchanging += exposed
-        self._cost += exposed
+        counts.waiting += arrived.waited
+        counts.encoding += arrived.encoding
+        counts.decoding += arrived.decoding
+        counts.exchanging += arrived.seconds
+        self._cost += arrived.encoding + arrived.decoding
+        self._cost += arrived.seconds
         skipped = bool(arrived.statuses.any())
         if not skipped:
             self.encoder.observe_sample(arrived.sample)
@@ -576,27 +489,26 @@ class MessageExchange(HostExchange):
         self.encoder.add_to_residual(tensors)
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Return the state of encoder and route, the number of steps, and the result that `drain` kept."""
-        if self._pending is not None:
-            raise HvdxError("state_dict: expected no step in flight, got one. Call flush or drain first.")
-        late = {} if self._drained is None else {"late": self._drained}
-        return late | {"step": np.array(self._step)} | self.encoder.arrays() | self.route.arrays()
+        """Return the state of encoder and route, and the number of steps."""
+        return {"step": np.array(self._step)} | self.encoder.arrays() | self.route.arrays()
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        step, late = saved_step(state), state.get("late")
-        if late is not None and late.size != self._n:
-            raise ConfigError(f"the saved state: expected a drained result of {self._n} elements, got {late.size}.")
+        step = saved_step(state)
         self.encoder.restore(self.route.restore(state))
         self._step = step
-        self._drained = None if late is None else np.array(late, np.float32)
 
 
 def saved_step(state: Mapping[str, np.ndarray]) -> int:
     """Return the number of steps in a saved state.
 
     Raises:
-        ConfigError: if there is none.
+        ConfigError: if there is none, or a result waited to be applied.
     """
+    if "late" in state:
+        raise ConfigError(
+            "the saved state: expected no result in flight, got one of overlap=True, an option that was removed. "
+            "Restore a checkpoint of the end of an epoch."
+        )
     if "step" not in state:
         raise ConfigError(f"the saved state: expected a step, got {sorted(state)}.")
     return int(state["step"])

@@ -40,8 +40,7 @@ class Telemetry:
         computing: seconds from the end of one exchange to the beginning of the next.
         encoding: seconds spent on encoding messages.
         waiting: seconds until all ranks had begun the exchange.
-        exchanging: seconds from then until all messages had arrived; with overlap, the part of an exchange that the
-            computation did not hide.
+        exchanging: seconds from then until all messages had arrived.
         decoding: seconds spent on adding up the messages.
         density, tau: density and tau of the last step; tau is 0 if none is used.
         residual: root mean square of the residual in units of tau, from the last measurement, which is not taken in
@@ -212,12 +211,11 @@ class ServerTelemetry(Telemetry):
 
 @dataclass
 class StaleTelemetry(Telemetry):
-    """Counters of one worker under `Threshold(max_staleness=...)`; `skipped` counts its own skipped steps.
+    """Counters of one worker under `Threshold(max_staleness="inf")`; `skipped` counts its own skipped steps.
 
     Attributes:
         staleness: staleness of this worker's updates.
-        waiting: seconds for which this worker waited because of `max_staleness`, or for a worker that had many messages
-            to apply.
+        waiting: seconds for which this worker waited for a worker that had many messages to apply.
         ending: seconds for which it waited for the others in flushes.
 
     Example:

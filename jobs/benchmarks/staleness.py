@@ -4,7 +4,7 @@
     python jobs/benchmarks/staleness.py --json staleness.json         also write the figures
     python jobs/benchmarks/staleness.py --ways all_reduce,plain --equal plain --hidden 256
     python jobs/benchmarks/staleness.py --bandwidth 100mbit           workers on emulated hosts of `hvdx lab`
-    python jobs/benchmarks/staleness.py --ways step,4,inf,plain --equal step,4,inf,plain --bandwidth 100mbit
+    python jobs/benchmarks/staleness.py --ways step,inf,plain --equal step,inf,plain --bandwidth 100mbit
     python jobs/benchmarks/staleness.py --ways "" --equal "threshold,threshold:target_density=0.01" --pause 0
 
 Workers train a dense network on Fashion-MNIST, 64 images per step on each, SGD with momentum. In every step each worker
@@ -36,7 +36,6 @@ _SERVER = "parameter_server:servers=colocated"
 WAYS: dict[str, tuple[str, str, str]] = {
     "all_reduce": ("all-reduce", "all_reduce", "1"),
     "all_reduce_n": ("all-reduce, learning rate times N", "all_reduce", "N"),
-    "full": ("asynchronous, updates in full", f"{_SERVER},op=sum", "1"),
     "plain": ("asynchronous", _SERVER, "1"),
     "scaled": ("asynchronous, scaled by 1/s", f"{_SERVER},staleness=scale", "1"),
     "soft": ("soft sync, 2 updates", f"{_SERVER},aggregate=2", "1"),
@@ -44,10 +43,9 @@ WAYS: dict[str, tuple[str, str, str]] = {
     "bound": ("bounded, 4 steps ahead", f"{_SERVER},staleness=bound,max_staleness=4", "1"),
     "bound_far": ("bounded, 64 steps ahead", f"{_SERVER},staleness=bound,max_staleness=64", "1"),
     "step": ("threshold, in step", "threshold", "1"),
-    "4": ("threshold, 4 steps late", "threshold:max_staleness=4", "1"),
     "inf": ("threshold, without waiting", "threshold:max_staleness=inf", "1"),
 }
-_DEFAULT = "all_reduce,all_reduce_n,full,plain,scaled,soft,soft_scaled,bound,bound_far"
+_DEFAULT = "all_reduce,all_reduce_n,plain,scaled,soft,soft_scaled,bound,bound_far"
 # Uncounted first steps, which trace and compile.
 _COMPILING = 2
 # Time limit of a training, in seconds.
@@ -103,8 +101,8 @@ def way_of(key: str) -> tuple[str, str, str]:
     """Return name, strategy and factor of the learning rate of a way, or of a strategy.
 
     Example:
-        >>> way_of("threshold:max_staleness=2")
-        ('threshold:max_staleness=2', 'threshold:max_staleness=2', '1')
+        >>> way_of("threshold:tau=0.1")
+        ('threshold:tau=0.1', 'threshold:tau=0.1', '1')
     """
     return WAYS.get(key, (key, key, "1"))
 

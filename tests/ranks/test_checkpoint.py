@@ -25,7 +25,6 @@ MOMENTUM = {"sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9), "adam": lamb
 STRATEGIES = {
     "all_reduce": hvdx.AllReduce(),
     "threshold": hvdx.Threshold(target_density=0.05),
-    "overlap": hvdx.Threshold(target_density=0.05, overlap=True),
     "gradient": hvdx.Threshold(target_density=0.05, placement="gradient"),
 }
 SPARSE = STRATEGIES["threshold"]
@@ -108,7 +107,7 @@ def assert_same(model, other):
 @pytest.mark.sizes(1, 2, 4)
 @pytest.mark.parametrize(
     ("strategy", "optimizer"),
-    [("all_reduce", "adam"), ("threshold", "adam"), ("overlap", "sgd"), ("gradient", "sgd")],
+    [("all_reduce", "adam"), ("threshold", "adam"), ("threshold", "sgd"), ("gradient", "sgd")],
 )
 def test_resumed_training_equals_the_uninterrupted_one_bit_for_bit(folder, strategy, optimizer):
     make, chosen = MOMENTUM[optimizer], STRATEGIES[strategy]
@@ -514,8 +513,7 @@ def test_save_and_restore_in_a_loop(folder):
         return first
 
     def make(seed):
-        overlapped = hvdx.Threshold(target_density=0.05, overlap=True)
-        optimizer = hvd.DistributedOptimizer(MOMENTUM["sgd"](), strategy=overlapped)
+        optimizer = hvd.DistributedOptimizer(MOMENTUM["sgd"](), strategy=SPARSE)
         model = models.network(lambda: keras.layers.Dense(8), lambda: keras.layers.Dropout(0.3), seed=seed)
         model.optimizer = optimizer
         return model

@@ -27,7 +27,6 @@ SPARSE = {"target_density": 0.05}
 STRATEGIES = {
     "all_reduce": lambda: hvdx.AllReduce(),
     "threshold": lambda: hvdx.Threshold(**SPARSE),
-    "overlap": lambda: hvdx.Threshold(**SPARSE, overlap=True),
     "averaging": lambda: hvdx.ParameterAveraging(5),
     "averaging, own momenta": lambda: hvdx.ParameterAveraging(5, average_optimizer=False),
 }

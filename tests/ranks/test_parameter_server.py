@@ -158,12 +158,12 @@ def test_second_fit_keeps_momenta_like_all_reduce():
 
 def test_float64_weights_keep_their_precision():
     keras.config.set_dtype_policy("float64")
-    model, optimizer, step = constant_gradients(hvdx.ParameterServer("colocated", op="sum"), 2.0**-40)
+    model, optimizer, step = constant_gradients(hvdx.ParameterServer("colocated"), 2.0**-40)
     model.set_weights([np.ones((FEATURES, 1))])
     for _ in range(3):
         step()
     hvd.flush(optimizer)
-    np.testing.assert_array_equal(model.get_weights()[0][:, 0], 1 - 3 * hvdx.size() * 2.0**-40 * COUNTED)
+    np.testing.assert_array_equal(model.get_weights()[0][:, 0], 1 - 3 * 2.0**-40 * COUNTED)
 
 
 def train(model, optimizer, steps, given=None):
@@ -238,7 +238,7 @@ def constant_gradients(strategy, rate=1.0):
 @pytest.mark.sizes(2, 4)
 @pytest.mark.parametrize("servers", ["colocated:1", "colocated"])
 def test_each_step_of_each_rank_counts_exactly_once(servers):
-    model, optimizer, step = constant_gradients(hvdx.ParameterServer(servers, op="sum"))
+    model, optimizer, step = constant_gradients(hvdx.ParameterServer(servers))
     random, total = np.random.default_rng(hvdx.rank()), 0
     for _ in range(3):
         mine = int(random.integers(0, 40))
@@ -247,7 +247,7 @@ def test_each_step_of_each_rank_counts_exactly_once(servers):
             time.sleep(random.exponential(5e-4))
         hvd.flush(optimizer)
         total += sum(everyone(mine))
-        np.testing.assert_array_equal(model.get_weights()[0][:, 0], -total * COUNTED)
+        np.testing.assert_array_equal(model.get_weights()[0][:, 0], -total / hvdx.size() * COUNTED)
 
 
 def test_aggregated_updates_count_as_their_mean():
@@ -561,36 +561,24 @@ def test_lists_that_share_a_variable_are_refused_between_two_flushes():
 
 
 def test_lists_that_share_a_variable_may_follow_each_other():
-    optimizer, first, second, step = two_weights(hvdx.ParameterServer("colocated", op="sum"))
+    optimizer, first, second, step = two_weights(hvdx.ParameterServer("colocated"))
     for _ in range(2):
         for names in (("one", "two"), ("two",)):
             step(*names)
             hvd.flush(optimizer)
-    np.testing.assert_array_equal(first.numpy(), np.full(FEATURES, -2 * hvdx.size()))
-    np.testing.assert_array_equal(second.numpy(), np.full(FEATURES, -4 * hvdx.size()))
+    np.testing.assert_array_equal(first.numpy(), np.full(FEATURES, -2))
+    np.testing.assert_array_equal(second.numpy(), np.full(FEATURES, -4))
 
 
 def test_lists_without_common_variables_are_allowed_together():
-    optimizer, first, second, step = two_weights(hvdx.ParameterServer("colocated", op="sum"))
+    optimizer, first, second, step = two_weights(hvdx.ParameterServer("colocated"))
     for _ in range(2):
         for _ in range(3):
             step("one")
             step("two")
         hvd.flush(optimizer)
     for variable in (first, second):
-        np.testing.assert_array_equal(variable.numpy(), np.full(FEATURES, -6 * hvdx.size()))
-
-
-def test_constraint_under_a_sum_is_refused_by_name():
-    *_, second, step = two_weights(hvdx.ParameterServer("colocated", op="sum"))
-    second.constraint = keras.constraints.UnitNorm(axis=0)
-    if hvdx.size() == 1:
-        step("one", "two")
-        return
-    with pytest.raises(ConfigError, match=r"variable two: .* got UnitNorm.*Use op='mean'") as caught:
-        step("one", "two")
-    assert caught.value.collective
-    step("one")
+        np.testing.assert_array_equal(variable.numpy(), np.full(FEATURES, -6))
 
 
 def test_worker_without_a_step_before_the_first_flush_is_named_by_all():

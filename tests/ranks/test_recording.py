@@ -36,7 +36,6 @@ def classifier(seed=0):
     [
         ("all_reduce:engine=mpi", {"exchanging"}),
         ("threshold:tau=0.001", {"computing", "encoding", "decoding", "exchanging"}),
-        ("threshold:tau=0.001,overlap=true", {"computing", "encoding", "decoding"}),
         ("parameter_averaging:period=3", {"exchanging"}),
         ("parameter_server:servers=colocated", {"computing", "exchanging"}),
         ("auto", {"computing", "exchanging"}),
@@ -101,7 +100,7 @@ def test_minutes_of_rank_0_end_the_fit_on_all(tmp_path, monkeypatch):
     assert {rank.end["reason"] for rank in recorded(folder).ranks.values()} == {"limit"}
 
 
-@pytest.mark.parametrize("strategy", ["all_reduce:engine=mpi", "threshold:tau=0.001,overlap=true"])
+@pytest.mark.parametrize("strategy", ["all_reduce:engine=mpi", "threshold:tau=0.001"])
 def test_steps_end_all_ranks_with_complete_records(strategy, tmp_path, monkeypatch):
     monkeypatch.setenv("HVDX_LIMIT", f"steps:{STEPS + 1}")
     folder, callback = shared(tmp_path), hvd.Distribute(strategy, record=shared(tmp_path))

@@ -203,9 +203,8 @@ def test_layer_refuses_arguments_that_need_whole_weights(tmp_path):
         with pytest.raises(ConfigError, match="Lamb: it needs norms"):
             models.fit(model, [Distribute("all_reduce:engine=mpi")])
         model = models.compiled(network(one), keras.optimizers.SGD())
-        for strategy, said in (("auto", "measures whole gradients"), ("threshold:op=sum", "op='mean'")):
-            with pytest.raises(ConfigError, match=said):
-                models.fit(model, [Distribute(strategy)])
+        with pytest.raises(ConfigError, match="measures whole gradients"):
+            models.fit(model, [Distribute("auto")])
 
 
 @pytest.mark.sizes(2)

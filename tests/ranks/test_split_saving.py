@@ -108,9 +108,7 @@ def accumulating():
 
 
 @pytest.mark.sizes(2)
-@pytest.mark.parametrize(
-    "strategy", [hvdx.Threshold(target_density=0.05, overlap=True), MPI], ids=["threshold", "all_reduce"]
-)
+@pytest.mark.parametrize("strategy", [hvdx.Threshold(target_density=0.05), MPI], ids=["threshold", "all_reduce"])
 def test_checkpoint_within_an_epoch_resumes_bit_for_bit(folder, strategy):
     with split(2):
         straight, resumed = compiled(accumulating), compiled(accumulating, seed=hvdx.rank())

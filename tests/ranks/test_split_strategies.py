@@ -69,7 +69,6 @@ SYNCHRONOUS = {
     "own momenta": hvdx.ParameterAveraging(1, average_optimizer=False, engine="mpi"),
     "threshold": hvdx.Threshold(tau=2.0**-24, lookahead=0),
     "gradient": hvdx.Threshold(tau=2.0**-24, placement="gradient"),
-    "dense": hvdx.Threshold(target_density=0.5, warmup="dense:100", lookahead=0),
 }
 
 
@@ -106,7 +105,7 @@ def test_training_is_that_of_whole_layers(names):
 
 OTHERS = {
     "update": lambda: hvdx.Threshold(target_density=0.2),
-    "overlap": lambda: hvdx.Threshold(overlap=True),
+    "auto": lambda: hvdx.Threshold(),
     "averaging": lambda: hvdx.ParameterAveraging(3, engine="mpi"),
     "weighted": lambda: hvdx.ParameterAveraging(2, average_optimizer=False, weighted=True, engine="mpi"),
     "servers": lambda: hvdx.ParameterServer("colocated", staleness="bound", max_staleness=1, codec="bf16"),
@@ -133,7 +132,7 @@ def loss_of(model):
 @pytest.mark.sizes(4)
 @pytest.mark.parametrize(
     ("names", "policy"),
-    [(("overlap", "servers", "averaging"), "float32"), (("update", "two servers", "weighted"), "mixed_float16")],
+    [(("auto", "servers", "averaging"), "float32"), (("update", "two servers", "weighted"), "mixed_float16")],
 )
 def test_infinity_on_one_rank_skips_a_step_of_the_ranks_that_take_it_together(names, policy):
     keras.config.set_dtype_policy(policy)
@@ -149,7 +148,7 @@ def test_infinity_on_one_rank_skips_a_step_of_the_ranks_that_take_it_together(na
                 x, y = spoiled(bad)
                 model.fit(x, y, batch_size=models.BATCH, epochs=3, verbose=0, shuffle=False, callbacks=[callback])
                 assert loss_of(model) < before, name
-                own = name in ("update", "overlap", "weighted") or asynchronous
+                own = name in ("update", "auto", "weighted") or asynchronous
                 assert differing(model, not own) == [], name
                 counted = callback.cost().skipped
                 if scaled:

@@ -26,12 +26,10 @@ STRATEGIES = [
     "threshold:tau=0.001",
     "threshold",
     "threshold:target_density=0.05,placement=gradient",
-    "threshold:target_density=0.05,op=sum,exchange=sharded",
-    "threshold:target_density=0.05,scope=variable,index_coding=none",
-    "threshold:target_density=0.05,warmup=dense:4",
+    "threshold:target_density=0.05,exchange=sharded",
+    "threshold:target_density=0.05,index_coding=none",
     "threshold:target_density=0.05,warmup=workers:4",
-    "threshold:target_density=0.02,warmup=density:6,overlap=true,exchange=sharded",
-    "threshold:target_density=0.05,overlap=true",
+    "threshold:target_density=0.02,warmup=density:6,exchange=sharded",
     "auto",
 ]
 
@@ -71,7 +69,7 @@ def fit(model, strategy, epochs=2, batch=8, callbacks=(), given=None, **options)
 @pytest.mark.sizes(1, 2, 4)
 @pytest.mark.parametrize(
     ("strategy", "optimizer"),
-    [*((s, "sgd") for s in STRATEGIES), *((s, "adam") for s in (STRATEGIES[0], STRATEGIES[9]))],
+    [*((s, "sgd") for s in STRATEGIES), *((s, "adam") for s in (STRATEGIES[0], STRATEGIES[7]))],
 )
 def test_replicas_are_identical_and_learn(strategy, optimizer):
     made = {"sgd": lambda: keras.optimizers.SGD(0.05, momentum=0.9), "adam": lambda: keras.optimizers.Adam(0.01)}
@@ -120,7 +118,7 @@ def test_replicas_stay_identical_under_optimizers_of_keras(make):
 @pytest.mark.parametrize(("second_moments", "power"), [("mean", 0.0), ("own", -0.5)])
 def test_adam_takes_the_steps_of_the_mean_gradient(second_moments, power):
     """With gradients of noise, steps that divide by one rank's second moment are shorter by the root of the ranks."""
-    strategy = hvdx.Threshold(target_density=0.1, warmup="dense:30", second_moments=second_moments)
+    strategy = hvdx.Threshold(tau=2.0**-16, second_moments=second_moments)
     distributed = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), strategy=strategy)
     reference = keras.optimizers.Adam(0.01)
     mine, whole = (keras.Variable(np.zeros((40, 50), np.float32)) for _ in range(2))
@@ -231,7 +229,7 @@ class Scaled(keras.layers.Layer):
         return x * self.scale
 
 
-@pytest.mark.parametrize("strategy", ["threshold:target_density=0.1", "threshold:tau=0.5,overlap=true,warmup=dense:5"])
+@pytest.mark.parametrize("strategy", ["threshold:target_density=0.1", "threshold:tau=0.5"])
 def test_weights_without_dimensions_and_constraints_that_hold_after_a_flush(strategy):
     model = keras.Sequential([keras.Input((6,)), Scaled(), keras.layers.Dense(1, kernel_constraint="NonNeg")])
     model.compile(keras.optimizers.SGD(0.5, momentum=0.9), "mse")
@@ -284,7 +282,7 @@ def test_optimizers_that_compute_weights_train_under_auto(monkeypatch):
 def test_steps_per_execution_and_layers_built_late():
     model = keras.Sequential([keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", steps_per_execution=4)
-    callback, _ = fit(model, "threshold:target_density=0.1,overlap=true")
+    callback, _ = fit(model, "threshold:target_density=0.1")
     assert_identical(model.weights)
     if hvdx.size() > 1:
         assert callback.counters.exchanges == 2 * STEPS
@@ -296,7 +294,7 @@ def test_custom_loop_with_a_distributed_optimizer():
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
     hvd.broadcast_variables(model.variables, 0)
     optimizer = hvd.DistributedOptimizer(
-        keras.optimizers.SGD(0.05, momentum=0.9), strategy="threshold:target_density=0.1,overlap=true"
+        keras.optimizers.SGD(0.05, momentum=0.9), strategy="threshold:target_density=0.1"
     )
     x, y = data()
 
@@ -325,13 +323,12 @@ def test_one_variable_in_a_loop_without_a_graph(strategy):
     assert float(weight.numpy()[0]) < 0.9
 
 
-def test_step_in_flight_is_in_the_weights_after_a_flush():
+def test_weights_take_the_mean_update():
     """Powers of two, so that all sums are exact."""
     weight = keras.Variable(tf.zeros(4), name="weight")
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), strategy="threshold:tau=0.0009765625,overlap=true")
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), strategy="threshold:tau=0.0009765625")
     for _ in range(3):
         optimizer.apply([tf.fill([4], hvdx.rank() + 1.0)], [weight])
-    hvd.flush(optimizer)
     np.testing.assert_array_equal(weight.numpy(), np.full(4, -3 * (hvdx.size() + 1) / 2))
 
 
@@ -353,14 +350,14 @@ class Pace(keras.callbacks.Callback):
         self.differing.append(replicas.differing(self.model.weights, world.start()))
 
 
-def train_at_different_paces(optimizer, bound):
+def train_at_different_paces(optimizer):
     """Train with one rank that is ten times slower; return the steps of each rank in the second epoch.
 
     After each epoch the replicas are identical, and all steps were taken once.
     """
     last = hvdx.rank() == hvdx.size() - 1
     model, pace = network(optimizer), Pace(0.03 if last else 0.003)
-    strategy = f"threshold:target_density=0.1,max_staleness={bound}"
+    strategy = "threshold:target_density=0.1,max_staleness=inf"
     callback, history = fit(model, strategy, epochs=2, callbacks=[pace], given=data(8 * 10))
     assert pace.differing == [{}, {}]
     assert_identical(model.weights)
@@ -377,15 +374,9 @@ def train_at_different_paces(optimizer, bound):
 
 @pytest.mark.graph
 @pytest.mark.sizes(1, 2, 4)
-def test_slow_rank_does_not_slow_the_others_down_without_a_bound():
-    steps = train_at_different_paces(keras.optimizers.SGD(0.05, momentum=0.9), "inf")
+def test_slow_rank_does_not_slow_the_others_down():
+    steps = train_at_different_paces(keras.optimizers.SGD(0.05, momentum=0.9))
     assert hvdx.size() == 1 or steps[-1] < max(steps)
-
-
-def test_ranks_stay_within_the_bound_of_a_slow_one():
-    steps = train_at_different_paces(keras.optimizers.AdamW(0.01), 2)
-    # A fast rank may have begun one more step before the bound delays it.
-    assert max(steps) - min(steps) <= 3
 
 
 class SlowStep(keras.layers.Layer):
@@ -423,7 +414,7 @@ def test_late_messages_resume_from_a_checkpoint(tmp_path_factory):
     for epochs in (1, 3):
         model = network(keras.optimizers.SGD(0.05, momentum=0.9))
         checkpoint = hvd.Checkpoint(folder)
-        fit(model, "threshold:target_density=0.1,max_staleness=3", epochs=epochs, callbacks=[checkpoint])
+        fit(model, "threshold:target_density=0.1,max_staleness=inf", epochs=epochs, callbacks=[checkpoint])
         assert_identical(model.weights)
         seen.append(int(model.optimizer.iterations))
     total = world.start().all_gather_object(seen, "test")

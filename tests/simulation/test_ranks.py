@@ -133,26 +133,6 @@ def test_work_is_charged_to_the_rank_that_does_it():
     assert first.times[0] == second.times[0] == pytest.approx(12.0 + header(0))
 
 
-def test_background_work_begins_when_it_is_submitted():
-    def work(comm):
-        channel = comm.channel("a test")
-        comm.start()
-        pool = clock.background("a test")
-        message = np.zeros(1_000_000, np.uint8)
-        hidden = pool.submit(channel.exchange, [], message)
-        comm.clock.compute(np.array([5.0]))
-        hidden.result()
-        after = comm.clock.now()
-        shown = pool.submit(channel.exchange, [], message)
-        comm.clock.compute(np.array([0.4]))
-        shown.result()
-        return after, comm.clock.now(), comm.clock.costs.network
-
-    exchange = header(0) + 1.0 + LATENCY + LATE
-    for found in on_all(ranks(2), work):
-        assert found == pytest.approx((5.0, 5.0 + exchange, exchange - 0.4))
-
-
 def test_collectives_carry_the_data_of_all_ranks():
     def work(comm):
         channel, rank = comm.channel("a test"), comm.rank

@@ -31,25 +31,17 @@ THRESHOLD = {
     "fixed tau": {"tau": 0.03},
     "density": DENSE,
     "gradient": DENSE | {"placement": "gradient"},
-    "variable, plain indices": DENSE | {"scope": "variable", "index_coding": "none"},
-    "sum, no lookahead": DENSE | {"op": "sum", "lookahead": 0},
-    "dense": DENSE | {"warmup": "dense:10"},
     "falling": DENSE | {"warmup": "density:30"},
     "workers": DENSE | {"warmup": "workers:20"},
-    "overlap": DENSE | {"overlap": True},
-    "overlap, dense": DENSE | {"overlap": True, "warmup": "dense:30"},
     "sharded": SHARDED,
     "sharded, fixed tau": {"tau": 0.03, "exchange": "sharded", "index_coding": "none"},
-    "sharded, dense": SHARDED | {"warmup": "dense:10"},
     "sharded, workers": SHARDED | {"warmup": "workers:20"},
-    "sharded, overlap": SHARDED | {"overlap": True, "warmup": "dense:10"},
 }
-HOSTS = ("density", "dense", "overlap", "variable, plain indices", "workers", "sharded", "sharded, overlap")
-STALE = {"stale": {}, "stale, dense": {"warmup": "dense:10"}, "stale, fixed tau": {"target_density": None, "tau": 0.03}}
+HOSTS = ("density", "workers", "sharded")
+STALE = {"stale": {}, "stale, fixed tau": {"target_density": None, "tau": 0.03}}
 SERVERS = {
     "servers": {},
     "servers, scaled": {"staleness": "scale", "codec": "threshold:0.1"},
-    "servers, sum": {"op": "sum", "codec": "fp16"},
 }
 IN_STEP = {"staleness": "bound", "max_staleness": 0, "codec": "threshold:0.1"}
 GRAPH = {
@@ -121,7 +113,6 @@ def in_common_steps(strategy, sample=False, split=0):
         exchange, digest = opened(comm, specs), Digest()
         for t in range(STEPS):
             if t == RESTART:
-                exchange.drain()
                 state = {name: np.array(value) for name, value in exchange.state_dict().items()}
                 first = stated(exchange)
                 exchange = opened(comm, specs)
@@ -199,14 +190,14 @@ def cases(size):
     found = {}
     for name, options in THRESHOLD.items():
         found[name] = lambda o=options: summary(on_all(size, in_common_steps(Threshold(**o))))
-    for name in ("density", "sharded", "overlap"):
+    for name in ("density", "sharded"):
         work = in_common_steps(Threshold(**THRESHOLD[name]), sample=True)
         found[f"{name}, Adam"] = lambda w=work: summary(on_all(size, w))
     for name in HOSTS:
         hosts = "aabb"[:size]
-        work = in_common_steps(Threshold(**THRESHOLD[name], local="dense"), sample="overlap" not in name)
+        work = in_common_steps(Threshold(**THRESHOLD[name], local="dense"), sample=True)
         found[f"hosts, {name}"] = lambda w=work, h=hosts: summary(on_hosts(h, w))
-    for name in ("fixed tau", "overlap", "gradient"):
+    for name in ("fixed tau", "gradient"):
         work = in_common_steps(Threshold(**THRESHOLD[name]), split=2)
         found[f"split, {name}"] = lambda w=work: summary(on_all(size, w))
     for name, options in STALE.items():

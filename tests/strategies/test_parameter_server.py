@@ -22,7 +22,6 @@ def test_by_default_one_rank_serves_and_no_worker_waits():
     ("text", "expected"),
     [
         ("parameter_server", "ParameterServer()"),
-        ("parameter_server:op=sum", "ParameterServer(op='sum')"),
         ("parameter_server:servers=3", "ParameterServer(servers=3)"),
         (
             "parameter_server:servers=colocated:2,staleness=scale",
@@ -70,7 +69,6 @@ def test_other_servers_are_refused(servers):
             r"staleness: expected one of 'none', 'scale', 'bound', 'scale\+bound', got 'bounded'",
         ),
         ({"staleness": None}, "staleness: expected one of"),
-        ({"op": "average"}, "op: expected one of 'mean', 'sum'"),
         ({"staleness_exponent": 0}, "staleness_exponent: expected a number above 0"),
         ({"staleness_exponent": -1.0}, "staleness_exponent: "),
         ({"staleness_exponent": 11}, "staleness_exponent: .*at most 10"),
@@ -120,7 +118,6 @@ def test_max_staleness_has_a_default_for_bound():
 
 def test_session_config_holds_the_options():
     assert ParameterServer().config(4, 10, "float32") == SessionConfig(4, 10, share=0.25)
-    assert ParameterServer(op="sum").config(4, 10, "float32") == SessionConfig(4, 10)
     strategy = ParameterServer(
         staleness="scale+bound", staleness_exponent=0.5, max_staleness=2, aggregate=3, codec="fp16"
     )

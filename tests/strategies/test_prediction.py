@@ -18,7 +18,7 @@ from tests.strategies.virtual import on_all
 PLAIN = Machine(memory=1e30, half=0.0, codec=Codec(encode_element=1e-9))
 BASE = Situation(4, (1_000_000,), 0.02, Link(1e-3, 1e6), PLAIN, "mpi", batch=32, slots=1.0)
 STRATEGIES = [
-    *("all_reduce", "all_reduce:compression=fp16", "threshold", "threshold:target_density=0.01,overlap=true"),
+    *("all_reduce", "all_reduce:compression=fp16", "threshold", "threshold:target_density=0.01,max_staleness=inf"),
     *("parameter_averaging", "parameter_server", "parameter_server:servers=colocated,codec=fp16"),
     *("parameter_server:servers=colocated:2,codec=threshold:0.01",),
 ]
@@ -100,10 +100,10 @@ def test_hosts_send_one_update_for_all_their_workers():
         )
 
 
-def test_overlap_hides_the_exchange_behind_computing():
-    shown, hidden = (Threshold(target_density=0.01, overlap=o).predict(BASE) for o in (False, True))
+def test_computing_hides_late_messages():
+    shown, hidden = (Threshold(target_density=0.01, max_staleness=late).predict(BASE) for late in (0, "inf"))
     assert shown.seconds - hidden.seconds == pytest.approx(BASE.computing)
-    assert "transfer" not in Threshold(target_density=0.01, overlap=True).predict(change(computing=9.0)).terms
+    assert "transfer" not in Threshold(target_density=0.01, max_staleness="inf").predict(change(computing=9.0)).terms
 
 
 def test_averages_are_divided_by_the_period():

@@ -34,6 +34,9 @@ def test_parse_reads_names_and_options(text, expected):
         ("all_reduce:groups=true", "expected a number"),
         ("all_reduce:groups=0", "1 or more"),
         ("all_reduce:op=sum,gradient_predivide_factor=2", "predivide"),
+        ("threshold:overlap=true", "threshold: option overlap was removed: updates .* Leave it out"),
+        ("parameter_server:op=sum", "option op was removed: updates count as their mean"),
+        ("threshold:max_staleness=4", "expected 0 or 'inf', got '4'. A bound between them was removed"),
     ],
 )
 def test_parse_refuses_wrong_spellings_and_lists_right_ones(text, named):

@@ -56,8 +56,7 @@ THRESHOLD = {
     "fixed tau": {"tau": 0.01},
     "auto": {},
     "gradient": {"target_density": 0.1, "placement": "gradient"},
-    "overlap": {"target_density": 0.1, "overlap": True},
-    "dense": {"target_density": 0.1, "warmup": "dense:3"},
+    "falling": {"target_density": 0.1, "warmup": "density:3"},
 }
 
 
@@ -157,8 +156,6 @@ def test_telemetry_counts_steps_once_and_bytes_of_both_exchanges():
     [
         (Threshold(max_staleness="inf"), "it is asynchronous.*split_exchange"),
         (Auto(), "measures whole gradients"),
-        (Threshold(op="sum"), "op='mean'"),
-        (ParameterServer("colocated", op="sum"), "op='mean'"),
         (AllReduce(groups=((0,), (1, 2))), "groups: expected a number .* Give groups=1"),
         (Threshold(device="cuda"), "device: expected 'auto' or 'cpu' for a model with split layers"),
     ],

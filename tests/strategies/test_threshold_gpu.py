@@ -21,9 +21,8 @@ TIME_LIMIT = 200
 SPECS = [TensorSpec(f"variable {i}", shape, 4) for i, shape in enumerate(((9, 8), (), (0, 3), (7,)))]
 OPTIONS = {
     "density": {"target_density": 0.1},
-    "variable, plain": {"tau": 0.01, "scope": "variable", "index_coding": "none", "lookahead": 0, "op": "sum"},
-    "overlap": {"target_density": 0.1, "overlap": True},
-    "dense first": {"target_density": 0.1, "warmup": "dense:2"},
+    "plain": {"tau": 0.01, "index_coding": "none", "lookahead": 0},
+    "falling": {"target_density": 0.1, "warmup": "density:2"},
 }
 
 
@@ -104,13 +103,7 @@ class TestSimulator:
         pair = Pair(**OPTIONS[name])
         results = [pair.step(step, finite=step != 2) for step in range(5)]
         assert sum(map(np.any, results)) >= 3
-        for exchange in (pair.host, pair.gpu):
-            exchange.drain()
         saved = pair.compare()
-        late = [exchange.flush() for exchange in (pair.host, pair.gpu)]
-        assert (late[0] is None) == (late[1] is None) == (name != "overlap")
-        for mine, theirs in zip(*(arrays or [] for arrays in late), strict=True):
-            assert (mine.shape, mine.tobytes()) == (theirs.shape, theirs.tobytes())
         resumed = Pair(**OPTIONS[name])
         resumed.gpu.load_state_dict(saved)
         resumed.host.load_state_dict(saved)

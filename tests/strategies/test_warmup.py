@@ -23,29 +23,25 @@ def test_workers_double_until_all_count():
         assert active == sorted(active)
 
 
-def test_dense_ends():
-    assert [parse("dense:2").dense(step) for step in range(4)] == [True, True, False, False]
-
-
 def test_budget_falls_to_its_target_and_stays():
     shares = [parse("density:10").overhead(step, 0.1) for step in range(12)]
     assert shares[0] == 1.0
     assert shares[10:] == [0.1, 0.1]
     assert all(a > b for a, b in itertools.pairwise(shares[:11]))
-    assert [parse(text).overhead(0, 0.1) for text in ("auto", "none", "dense:5")] == [0.1, 0.1, 0.1]
+    assert [parse(text).overhead(0, 0.1) for text in ("auto", "none", "workers:5")] == [0.1, 0.1, 0.1]
 
 
 def test_auto_depends_on_the_optimizer():
     assert parse("auto").for_optimizer(divides=True) == Warmup("density", DEFAULT_STEPS)
     assert parse("auto").for_optimizer(divides=False) == Warmup()
-    assert parse("dense:5").for_optimizer(divides=True) == parse("dense:5")
+    assert parse("workers:5").for_optimizer(divides=True) == parse("workers:5")
 
 
 def test_spellings():
     assert str(parse("auto")) == "auto"
     assert parse("none") == Warmup()
-    assert parse("dense") == Warmup("dense", DEFAULT_STEPS)
+    assert parse("density") == Warmup("density", DEFAULT_STEPS)
     assert str(parse("workers:7")) == "workers:7"
-    for wrong in ("", "none:3", "dense:", "dense:-1", "dense:1.5", "dense:x", "sparse"):
+    for wrong in ("", "none:3", "dense:50", "density:", "density:-1", "density:1.5", "density:x", "sparse"):
         with pytest.raises(ConfigError, match="warmup"):
             parse(wrong)

@@ -204,7 +204,7 @@ class Adapter:
         self.flush()
 
     def drain(self) -> None:
-        """Prepare for a checkpoint in mid-epoch, without a change to the later steps. Collective."""
+        """Prepare for a checkpoint in mid-epoch, without a change to the later steps if possible. Collective."""
 
     @property
     def state_key(self) -> str:
@@ -240,11 +240,10 @@ class Adapter:
 
 
 def describe(variable: Any) -> TensorSpec:
-    """Return the name, shape, element size and constraint of a Keras or TensorFlow variable."""
-    dtype, constraint = tf.as_dtype(variable.dtype), getattr(variable, "constraint", None)
-    constraint_name = "" if constraint is None else type(constraint).__name__
+    """Return the name, shape, element size and device of a Keras or TensorFlow variable."""
+    dtype = tf.as_dtype(variable.dtype)
     name, shape = getattr(variable, "path", variable.name), tuple(variable.shape)
-    return TensorSpec(name, shape, dtype.size, constraint_name, _cuda_device(device_of(variable)))
+    return TensorSpec(name, shape, dtype.size, _cuda_device(device_of(variable)))
 
 
 def device_of(variable: Any) -> str:

@@ -14,7 +14,6 @@ from hvdx.errors import HvdxError
 from hvdx.keras.adapters import second_moments, updates
 from hvdx.keras.adapters.base import (
     Adapter,
-    apply_constraints,
     describe,
     device_of,
     refuse_local_skip,
@@ -168,18 +167,6 @@ class HostAdapter(Adapter):
         combined = self._call(wanted, self._first_bad, variables, lent=False, sample=sample)
         # The next step of the exchange overwrites the arrays of these tensors.
         wait_for(_add(variables, combined))
-
-    def flush(self) -> None:
-        for exchange, variables in self._open.values():
-            late = exchange.flush()
-            if late is not None:
-                there = [(v, update) for v, update in zip(variables, late, strict=True) if update is not None]
-                _add([v for v, _ in there], [update for _, update in there])
-                apply_constraints([v for v, _ in there])
-
-    def drain(self) -> None:
-        for exchange, _ in self._open.values():
-            exchange.drain()
 
     def any_overflow(self, overflowed: Any) -> Any:
         return any_rank(self.comm, overflowed)

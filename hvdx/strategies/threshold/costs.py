@@ -30,7 +30,7 @@ _NEXT_TO_NOTHING = 1e-9
 
 def follows_link(options: Options, size: int) -> bool:
     """Return whether the kind of exchange depends on the link. If the density is fixed, it must not."""
-    free = options.exchange == "auto" and options.scope == "all" and options.target_density == "auto"
+    free = options.exchange == "auto" and options.target_density == "auto"
     return free and size >= _FEWEST_SHARDS
 
 
@@ -45,7 +45,7 @@ def kind_for(options: Options, situation: Situation) -> str:
         return "sharded" if sharded < _WORTH_SHARDING * gathered else "all_gather"
     if options.exchange == "auto":
         # The result of a training with a fixed density must not depend on a measurement.
-        many = size >= _MANY and options.scope == "all" and isinstance(density, float)
+        many = size >= _MANY and isinstance(density, float)
         large = many and size * link.message_bytes(situation.elements, float(density or 0)) >= _LARGE
         return "sharded" if large else "all_gather"
     return options.exchange if size > 1 else "all_gather"
@@ -100,10 +100,10 @@ def predict(options: Options, situation: Situation) -> Prediction | None:
     density = float(density)
     exchange, sent = exchange_costs(between, density, kind)
     coding = {name: exchange.pop(name) for name in ("encoding", "decoding")}
-    hidden = min(given.computing, sum(exchange.values())) if options.overlap or options.asynchronous else 0.0
+    hidden = min(given.computing, sum(exchange.values())) if options.asynchronous else 0.0
     shown = 1 - hidden / max(sum(exchange.values()), 1e-12)
     own = {
-        "waiting": 0.0 if options.max_staleness == "inf" else given.slowest,
+        "waiting": 0.0 if options.asynchronous else given.slowest,
         # The result is returned: TensorFlow copies tensors whose addresses are not aligned. The update is made, and
         # the result is added to the weights, as on one worker.
         "copying": given.passes(8),

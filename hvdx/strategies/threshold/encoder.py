@@ -13,7 +13,7 @@ from hvdx.errors import ConfigError, UpdateError
 from hvdx.log import Log
 from hvdx.strategies.base import TensorSpec
 from hvdx.strategies.compiling import prepare_together
-from hvdx.strategies.host import StepInput, find
+from hvdx.strategies.host import StepInput
 from hvdx.strategies.link import Link
 from hvdx.strategies.step import DeviceArrays, Encoded, Encoder
 from hvdx.strategies.threshold.density import INITIAL_DENSITY, STARVED, DensityControl
@@ -41,8 +41,7 @@ class ThresholdEncoder(Encoder):
 
     Attributes:
         options: see above.
-        codec: codec of the last step that was not dense.
-        dense_codec: codec of a dense warm-up.
+        codec: codec of the last step.
         state: state of the codec.
         noise: estimate of the noise of gradients.
     """
@@ -62,13 +61,11 @@ class ThresholdEncoder(Encoder):
         self._density = INITIAL_DENSITY if isinstance(given, str) else given
         self.codec = self._make_codec(self._density)
         self.device: DeviceArrays | None = None if device == "cpu" else self.codec.arrays  # type: ignore[assignment]
-        self._dense = codecs.make("bf16")
-        self.dense_codec: Any = self._dense if self.device is None else _ThroughHost(self._dense, self.device)
         self.state: Any = self.codec.init(order.sizes)
         self.noise = NoiseEstimate()
         self._control: DensityControl | None = None
         self._n, self._rank = sum(s.elements for s in specs), comm.world_ranks[comm.rank]
-        # Median of the thresholds in the last step; 0 after a dense one.
+        # Median of the thresholds in the last step.
         self._tau, self._warned = 0.0, False
         # Warm-up of the optimiser, which is known in a step: samples come from those that divide by second moments.
         self._warmup, self._step = options.start.for_optimizer(divides=False), 0
@@ -100,10 +97,8 @@ class ThresholdEncoder(Encoder):
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def _codec_of(self, step: int) -> codecs.Codec[Any]:
-        """Return the codec of a step, the same on all ranks; bfloat16 in a dense warm-up."""
-        if self._warmup.dense(step):
-            return self.dense_codec
+    def _codec_of(self, step: int) -> codecs.Threshold:
+        """Return the codec of a step, the same on all ranks."""
         density = self._density
         if self._control is not None:
             if step == 0 and self._warmup.kind == "density":
@@ -119,12 +114,10 @@ class ThresholdEncoder(Encoder):
         tensors, self._step = given.tensors, step
         self._warmup = self.options.start.for_optimizer(divides=bool(given.sample))
         codec = self._codec_of(step)
-        if codec is self.dense_codec:
-            return self._encode_dense(tensors)
         # With the subtraction of the previous step this adds update + lookahead * (update - previous update), and the
         # previous update need not be stored.
         try:
-            message, self.state = self.codec.encode(self._order.arranged(tensors), self.state, self._lookahead)
+            message, self.state = codec.encode(self._order.arranged(tensors), self.state, self._lookahead)
         except UpdateError as error:
             raise UpdateError(error.problem, *self._order.origin(error.variable, error.element)) from None
         entries = int(self.state.sent.sum())
@@ -174,30 +167,11 @@ class ThresholdEncoder(Encoder):
             )
         return _STARVATION_STEPS
 
-    def _encode_dense(self, tensors: Sequence[Any]) -> Encoded:
-        """Encode the whole update as bfloat16; the residual keeps the rounding errors."""
-        update = np.concatenate([np.ravel(t if self.device is None else self.device.fetch(t)) for t in tensors])
-        update += self.read_residual()
-        finite = np.isfinite(update)
-        if not finite.all():
-            raise UpdateError("is NaN or infinite.", *find(self._specs, int(np.argmin(finite))))
-        codec = self._dense
-        message, _ = codec.encode([update], codec.init([self._n]))
-        codec.decode([message], [update], -1.0)
-        self.write_residual(update)
-        self._tau = 0.0
-        return Encoded(message, self.dense_codec, tensors, self.state.taus, None, 1.0, 0.0)
-
     def roll_back(self, encoded: Encoded) -> None:
         residual = self.state.residual
         if self.device is not None:
             encoded.codec.decode([encoded.message], [residual])
             self.device.subtract(encoded.tensors[0], residual)
-            return
-        if encoded.codec is self.dense_codec:
-            values = self.read_residual()
-            encoded.codec.decode([encoded.message], [values])
-            self.write_residual(values - np.concatenate([np.ravel(t) for t in encoded.tensors]))
             return
         encoded.codec.decode([encoded.message], [residual])
         at = 0
@@ -217,9 +191,8 @@ class ThresholdEncoder(Encoder):
             sample.add_to(self.noise)
 
     def observe_cost(self, computing: float, costs: Sequence[float]) -> None:
-        # The same on all ranks, those included that sent nothing. A dense warm-up has another cost.
-        dense = self._warmup.dense(self._step)
-        if self._control is not None and self.codec.target_density == self._control.density and not dense:
+        # The same on all ranks, those included that sent nothing.
+        if self._control is not None and self.codec.target_density == self._control.density:
             overhead = self._warmup.overhead(self._step, self.options.overhead)
             self._control.observe(computing, costs, overhead)
             self._density = self._control.density
@@ -263,17 +236,3 @@ class ThresholdEncoder(Encoder):
         if self._control is not None:
             self._density = float(state["density"])
             self._control.restore(self._density)
-
-
-class _ThroughHost:
-    """Codec without kernels on a device, for arrays there."""
-
-    device = "cpu"
-
-    def __init__(self, codec: codecs.Codec[Any], arrays: DeviceArrays):
-        self._codec, self._arrays = codec, arrays
-
-    def decode(self, messages: Sequence[np.ndarray], out: Sequence[Any], scale: float = 1.0) -> None:
-        flat = self._arrays.fetch(out[0])
-        self._codec.decode(messages, [flat], scale)
-        self._arrays.assign(flat, out[0])

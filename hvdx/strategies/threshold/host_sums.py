@@ -13,7 +13,7 @@ import numpy as np
 
 from hvdx.comm import Channel
 from hvdx.comm.alignment import aligned
-from hvdx.strategies.threshold.interleaving import Interleaved
+from hvdx.strategies.threshold.dealing import Dealing
 
 # Elements that are summed at a time. They stay in the level-2 cache until they have been checked.
 _CHUNK = 1 << 16
@@ -29,7 +29,7 @@ def open_sums(channel: Channel, sizes: Sequence[int]) -> "HostSums":
         channel: the ranks of the host; at least two.
         sizes: number of elements of each tensor.
     """
-    parts = Interleaved(sizes, channel.size)
+    parts = Dealing(sizes, channel.size)
     updates = channel.share(sum(sizes))
     result = None if updates is None else channel.share(0 if channel.rank else sum(sizes))
     if updates is None or result is None:
@@ -41,7 +41,7 @@ class HostSums(abc.ABC):
     """Sums of the updates of a host's ranks.
 
     A step consists of `offer`, an exchange of the channel, `add_up`, another exchange, and `gather`. The ranks may
-    share the arrays: a rank may write to `targets` between the exchange after `add_up` (or `release`) and `gather`, and
+    share the arrays: a rank may write to `targets` between the exchange after `add_up` and `gather`, and
     a result is valid until this rank's first exchange after its next `offer`.
 
     Args:
@@ -59,7 +59,7 @@ class HostSums(abc.ABC):
     targets: list[np.ndarray] | None = None
     gathered: int
 
-    def __init__(self, channel: Channel, parts: Interleaved):
+    def __init__(self, channel: Channel, parts: Dealing):
         self.parts, self._channel, self._rank = parts, channel, channel.rank
 
     @abc.abstractmethod
@@ -96,10 +96,6 @@ class HostSums(abc.ABC):
             piece: float32[piece], that of this rank; None if it was written to `targets`.
         """
 
-    @abc.abstractmethod
-    def release(self) -> float:
-        """Wait until no rank reads the last `result`, if others then write to it; return the seconds. Collective."""
-
     def total(self, tensors: Sequence[np.ndarray], out: np.ndarray) -> None:
         """Set `out` to the sum of the updates of all ranks, for this rank's piece. Collective.
 
@@ -115,14 +111,14 @@ class HostSums(abc.ABC):
 class MessageSums(HostSums):
     """Sums by messages: an all-to-all of the updates and an all-gather of the result."""
 
-    def __init__(self, channel: Channel, parts: Interleaved):
+    def __init__(self, channel: Channel, parts: Dealing):
         super().__init__(channel, parts)
         self._pieces, self.result = np.zeros(parts.elements, np.float32), aligned(parts.elements)
         self._theirs = self._pieces[:0]
         self.gathered = 4 * (parts.count - 1) * int(np.diff(parts.bounds)[self._rank])
 
     def offer(self, tensors: Sequence[np.ndarray]) -> None:
-        self.parts.split(tensors, self._pieces)
+        self._pieces[:] = self.parts.split(np.concatenate([np.ravel(t) for t in tensors]))
 
     def add_up(self, tensors: Sequence[np.ndarray], out: np.ndarray) -> bool:
         self._theirs = self._channel.scatter_pieces(self._pieces, self.parts.bounds)
@@ -139,10 +135,6 @@ class MessageSums(HostSums):
         self.parts.join(self._pieces, self.result)
         return 0.0
 
-    def release(self) -> float:
-        """Return 0 at once: each rank has a result of its own."""
-        return 0.0
-
 
 class SharedSums(HostSums):
     """Sums in memory that all ranks read and write.
@@ -156,7 +148,7 @@ class SharedSums(HostSums):
         result: float32[n].
     """
 
-    def __init__(self, channel: Channel, parts: Interleaved, updates: Sequence[np.ndarray], result: np.ndarray):
+    def __init__(self, channel: Channel, parts: Dealing, updates: Sequence[np.ndarray], result: np.ndarray):
         super().__init__(channel, parts)
         self._updates, self.result = list(updates), result
         self.gathered = 4 * int(np.diff(parts.bounds)[self._rank])
@@ -221,9 +213,6 @@ class SharedSums(HostSums):
     def gather(self, piece: np.ndarray | None) -> float:
         if piece is not None:
             self.parts.place(piece, self._rank, self.result)
-        return self._channel.exchange([]).waited
-
-    def release(self) -> float:
         return self._channel.exchange([]).waited
 
 

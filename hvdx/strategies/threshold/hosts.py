@@ -6,14 +6,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hvdx.comm import Comm, clock
-from hvdx.comm.alignment import aligned
 from hvdx.errors import ConfigError
 from hvdx.log import Log
 from hvdx.strategies import link
 from hvdx.strategies.base import TensorSpec, views
 from hvdx.strategies.compiling import prepare_together
 from hvdx.strategies.host import HostExchange, Prepared, StepInput
-from hvdx.strategies.step import MessageExchange, StepInFlight
+from hvdx.strategies.step import MessageExchange, StepInFlight, saved_step
 from hvdx.strategies.telemetry import Telemetry
 from hvdx.strategies.threshold.density import INITIAL_DENSITY
 from hvdx.strategies.threshold.host_sums import open_sums
@@ -101,7 +100,6 @@ class HostsExchange(HostExchange):
         self._piece = np.zeros(int(np.diff(self._parts.bounds)[self._position]), np.float32)
         self._fragments = views(self._piece, fragments)
         self._out = views(self._sums.result, specs)
-        self._drained: np.ndarray | None = None
 
     @property
     def description(self) -> str:
@@ -185,44 +183,13 @@ class HostsExchange(HostExchange):
         return rank, self.specs[int(np.searchsorted(ends, element, side="right"))].name
 
     def _gather(self) -> list[np.ndarray]:
-        """Gather the results of the host's ranks, and add the drained one."""
+        """Gather the results of the host's ranks."""
         begin = clock.now()
         waited = self._sums.gather(self.inner.result if self._sums.targets is None else None)
-        out = self._out
-        if self._drained is not None:
-            out, self._drained = self._own(self._sums.result + self._drained), None
         self.telemetry.inside += self._sums.gathered
         self.telemetry.waiting += waited
         self.inner.add_exchange_time(clock.now() - begin - waited)
-        return out
-
-    def _own(self, values: np.ndarray) -> list[np.ndarray]:
-        """Return values as tensors that no other rank reads."""
-        flat = aligned(self._n)
-        flat[...] = values
-        return views(flat, self.specs)
-
-    # -- results in flight --------------------------------------------------------------------------------------------
-
-    def _flush_inner(self) -> bool:
-        """Wait for the step in flight between hosts; return whether there was one."""
-        if not self.inner.in_flight:
-            return False
-        self.telemetry.waiting += self._sums.release()
-        self.inner.flush()
-        return True
-
-    def flush(self) -> list[np.ndarray] | None:
-        if self._flush_inner():
-            return self._gather()
-        if self._drained is None:
-            return None
-        out, self._drained = self._own(self._drained), None
-        return out
-
-    def drain(self) -> None:
-        if self._flush_inner():
-            self._drained = np.concatenate([np.ravel(update) for update in self._gather()])
+        return self._out
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -243,13 +210,6 @@ class HostsExchange(HostExchange):
         self._parts.place(piece, self._position, whole)
         return whole
 
-    def _runs(self) -> list[int]:
-        """Return the number of each of this piece's runs among the runs of the whole vector."""
-        if self._codec.scope == "all":
-            return [0]
-        filled = [k for k, size in enumerate(self._sizes) if size]
-        return [run for run, k in enumerate(filled) if self.inner.specs[k].elements]
-
     def state_dict(self) -> dict[str, np.ndarray]:
         """Return a state that an exchange of any number of ranks and hosts can restore.
 
@@ -261,16 +221,11 @@ class HostsExchange(HostExchange):
         # The residual of a shard becomes a part of that of the piece.
         state = dict(whole_residual(state, self._host))
         piece = {k.removeprefix("codec."): v for k, v in state.items() if k.startswith("codec.")}
-        whole, runs = self._codec.init(self._sizes).arrays(), self._runs()
-        for name in ("taus", "found", "floors", "quiet"):
-            whole[name][runs] = piece[name]
-        ratio = whole["lengths"][runs] / piece["lengths"]
-        whole["means"][runs] = np.where(piece["means"] < 0, piece["means"], piece["means"] * ratio)
-        whole["sent"][runs] = np.rint(piece["sent"] * ratio).astype(np.int64)
+        whole = self._codec.init(self._sizes).arrays()
+        whole |= _scaled(piece, whole["lengths"] / piece["lengths"])
         whole |= {"residual": self._whole(piece["residual"]), "step": piece["step"]}
         rest = {k: v for k, v in state.items() if not k.startswith(("codec.", OWNER))}
-        late = {} if self._drained is None else {"late": self._drained}
-        return rest | {f"codec.{k}": v for k, v in whole.items()} | own | late
+        return rest | {f"codec.{k}": v for k, v in whole.items()} | own
 
     @property
     def _place(self) -> np.ndarray:
@@ -292,23 +247,21 @@ class HostsExchange(HostExchange):
             raise ConfigError(f"threshold: the saved state: {problem or other}")
         piece = {k.removeprefix("piece."): v for k, v in state.items() if k.startswith("piece.")}
         self.inner.load_state_dict(self._piece_of(state) if flags[:, 1].any() else piece)
-        self._drained = np.array(state["late"], np.float32) if "late" in state else None
 
     def _problem_of(self, state: Mapping[str, np.ndarray]) -> str:
         """Return the reason why a state does not fit, or ""."""
         fresh = self._codec.init(self._sizes).arrays()
         wanted = {f"codec.{name}": array.shape for name, array in fresh.items()} | {"step": (), "density": ()}
-        if "late" in state:
-            wanted["late"] = (self._n,)
         for name, shape in wanted.items():
             if name not in state:
                 return f"expected {', '.join(wanted)}, got {sorted(state)}."
             if np.shape(state[name]) != shape:
                 got = np.shape(state[name])
-                return f"{name}: expected the shape {shape}, got {got}. It is of another model, or of another `scope`."
+                return f"{name}: expected the shape {shape}, got {got}. It is of another model."
         if (state["codec.lengths"] != fresh["lengths"]).any():
             return f"codec.lengths: expected {fresh['lengths']}, got {state['codec.lengths']}."
         try:
+            saved_step(state)
             whole_residual(state, self._rank)
         except ConfigError as error:
             return str(error)
@@ -319,15 +272,21 @@ class HostsExchange(HostExchange):
         residual = np.empty_like(self._piece)
         whole = whole_residual(state, self._rank)["codec.residual"]
         self._sums.total(views(np.ascontiguousarray(whole), self.specs), residual)
-        runs, lengths = self._runs(), self._codec.init([s.elements for s in self.inner.specs]).lengths
-        names = ("taus", "found", "floors", "quiet", "means", "sent")
-        piece = {name: np.array(state[f"codec.{name}"][runs]) for name in names}
-        ratio = lengths / state["codec.lengths"][runs]
-        piece["means"] = np.where(piece["means"] < 0, piece["means"], piece["means"] * ratio)
-        piece["sent"] = np.rint(piece["sent"] * ratio).astype(np.int64)
+        lengths = self._codec.init([s.elements for s in self.inner.specs]).lengths
+        before = {k.removeprefix("codec."): v for k, v in state.items() if k.startswith("codec.")}
+        piece = _scaled(before, lengths / before["lengths"])
         piece |= {"residual": residual, "lengths": lengths, "step": state["codec.step"]}
-        rest = {k: v for k, v in state.items() if not k.startswith(("codec.", "piece", "late", OWNER))}
+        rest = {k: v for k, v in state.items() if not k.startswith(("codec.", "piece", OWNER))}
         return rest | {f"codec.{k}": v for k, v in piece.items()}
+
+
+def _scaled(state: Mapping[str, np.ndarray], ratio: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the taus of a codec's state, and its counts for `ratio` times the elements."""
+    means = state["means"]
+    return {name: np.array(state[name]) for name in ("taus", "found", "floors", "quiet")} | {
+        "means": np.where(means < 0, means, means * ratio),
+        "sent": np.rint(state["sent"] * ratio).astype(np.int64),
+    }
 
 
 def _words_of(sample: Sequence[np.ndarray] | None) -> list[int]:

@@ -65,8 +65,6 @@ def open_messages(
         specs,
         encoder,
         route,
-        op=options.op,
-        overlap=options.overlap,
         active=partial(options.start.active, size=comm.size),
         ranks_per_message=ranks_per_message,
         results=results,

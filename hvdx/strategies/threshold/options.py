@@ -15,26 +15,18 @@ class Options:
 
     Attributes:
         start: the warm-up.
+        asynchronous: True if workers take steps at different times.
     """
 
     tau: float | None
     target_density: float | str | None
-    op: str
     start: Warmup
-    overlap: bool
-    max_staleness: int | str
+    asynchronous: bool
     overhead: float
     exchange: str
     local: str
     index_coding: Literal["rice", "none"]
-    scope: Literal["all", "variable"]
-    tau_steps: int
     threads: int | None
-
-    @property
-    def asynchronous(self) -> bool:
-        """True if workers take steps at different times."""
-        return self.max_staleness != 0
 
     def make_codec(
         self,
@@ -58,9 +50,7 @@ class Options:
         return codec.Threshold(
             tau=self.tau * tau_factor if density is None and self.tau is not None else None,
             target_density=density,
-            scope=self.scope,
             index_coding=self.index_coding,
-            tau_steps=self.tau_steps,
             threads=threads,
             device=device,
             part=part,

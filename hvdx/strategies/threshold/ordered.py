@@ -13,7 +13,7 @@ from hvdx.comm.alignment import aligned
 from hvdx.comm.waiting import LIMIT_VARIABLE, Backoff, time_limit
 from hvdx.errors import ExchangeError, UpdateError, WireError
 from hvdx.strategies import link
-from hvdx.strategies.base import TensorSpec, refuse_constraints, views
+from hvdx.strategies.base import TensorSpec, views
 from hvdx.strategies.host import MAX_SKIPPED_STEPS, HostExchange, StepInput
 from hvdx.strategies.step import RESIDUAL_EVERY, count_entries, saved_step
 from hvdx.strategies.telemetry import StaleTelemetry
@@ -26,12 +26,12 @@ from hvdx.strategies.threshold.shards import VectorOrder, whole_residual
 
 # Bytes that may be in flight in any case.
 _LEAST_ROOM = 1 << 20
-# Words of a payload: bytes of the sample in front of the message, whether it is dense, bits of the factor (float64).
-_SAMPLE, _DENSE, _FACTOR = range(3)
+# Words of a payload: bytes of the sample in front of the message, bits of the factor (float64).
+_SAMPLE, _FACTOR = range(2)
 
 
 class OrderedExchange(HostExchange):
-    """Exchange of one optimiser under `Threshold(max_staleness=...)`. Making it is collective.
+    """Exchange of one optimiser under `Threshold(max_staleness="inf")`. Making it is collective.
 
     The *mirror* holds the weights to which this rank has applied the messages of all ranks, in their order. A step
     returns the mirror and, on top of it, this rank's own messages that have no place in the order yet.
@@ -46,12 +46,9 @@ class OrderedExchange(HostExchange):
     _counters: StaleTelemetry
 
     def __init__(self, options: Options, comm: Comm, specs: Sequence[TensorSpec], lookahead: float):
-        if options.op == "sum" and comm.size > 1:
-            refuse_constraints(specs)
         super().__init__(specs, StaleTelemetry())
-        self._comm, bound = comm, options.max_staleness
+        self._comm = comm
         self._rank, self._size, self._world_ranks = comm.rank, comm.size, comm.world_ranks
-        self._mean, self._bound = options.op == "mean", bound if isinstance(bound, int) else None
         self.encoder = ThresholdEncoder(options, comm, specs, lookahead, VectorOrder([s.elements for s in specs]))
         channel = comm.channel("the updates")
         channel.exchange([])  # all ranks have compiled
@@ -100,7 +97,7 @@ class OrderedExchange(HostExchange):
 
     def _register(self, number: int) -> None:
         # In flight may be as many bytes as the weights have in float32.
-        replica = Replica(self._comm.rank, self._comm.size, self._bound, room=max(4 * self._n, _LEAST_ROOM))
+        replica = Replica(self._comm.rank, self._comm.size, room=max(4 * self._n, _LEAST_ROOM))
         self._next = Session(number, replica)
         self._post.register(self._next)
 
@@ -196,7 +193,8 @@ class OrderedExchange(HostExchange):
         if payload is not None:
             self._own.append((payload, self._base))
             counts.messages += payload.body.size
-        counts.waiting += self._wait(replica.awaited_to_continue, "the bound of the staleness")
+        self._post.poll()
+        self._apply()
         self._timed("decoding", self._look_ahead)
         counts.steps += 1
         self._step += 1
@@ -223,9 +221,9 @@ class OrderedExchange(HostExchange):
         count_entries(self.telemetry, encoded, self._n)
         flat = np.concatenate([np.ravel(s) for s in given.sample]) if given.sample and self._size > 1 else None
         sample = np.array(words_of(flat), np.int64).view(np.uint8)
-        factor = np.float64((1.0 / self._size if self._mean else 1.0) * self.encoder.correction(self._size))
+        factor = np.float64(1.0 / self._size * self.encoder.correction(self._size))
         # A copy: the codec may use the memory of the message again, before the message has left.
-        words = [sample.size, int(encoded.is_dense), int(factor.view(np.int64))]
+        words = [sample.size, int(factor.view(np.int64))]
         return Payload(words, np.concatenate([sample, encoded.message]))
 
     def _skip(self, reason: str) -> None:
@@ -297,7 +295,7 @@ class OrderedExchange(HostExchange):
     def _apply_all(self, taken: Sequence[tuple[int, Payload | None]]) -> None:
         there = [(sender, payload) for sender, payload in taken if payload is not None]
         # One call of the decoder for messages with the same factor; it adds one after the other.
-        for _, some in itertools.groupby(there, lambda one: one[1].words[_DENSE : _FACTOR + 1]):
+        for _, some in itertools.groupby(there, lambda one: one[1].words[_FACTOR]):
             self._add(list(some), self._mirror)
         for sender, payload in there:
             self._updates += 1
@@ -311,10 +309,8 @@ class OrderedExchange(HostExchange):
                     self.encoder.noise.observe(np.stack([self._samples[r] for r in range(self._size)]))
 
     def _add(self, messages: Sequence[tuple[int, Payload]], out: np.ndarray) -> None:
-        """Add messages of the same kind and factor, each with its sender, to an array, one after the other."""
-        _, dense, factor, *_ = messages[0][1].words
-        codec = self.encoder.dense_codec if dense else self.encoder.codec
-        scale = float(np.int64(factor).view(np.float64))
+        """Add messages of the same factor, each with its sender, to an array, one after the other."""
+        codec, scale = self.encoder.codec, float(np.int64(messages[0][1].words[_FACTOR]).view(np.float64))
         double = out.dtype != np.float32
         for some in [[one] for one in messages] if double else [messages]:
             bodies = [payload.body[payload.words[_SAMPLE] :] for _, payload in some]

@@ -1,9 +1,7 @@
 """Shards of a vector: the share of each rank in a sharded exchange, and the order in which shards are contiguous.
 
-Elements that change together often stand together, such as the rows of an embedding that a batch looks up. So a shard
-does not have consecutive elements: the vector is cut into blocks, which are dealt out to the ranks in turn. In the
-order of the shards, each shard's blocks follow one another. Zeros fill up the last blocks, so all shards have the same
-length.
+Shards are the pieces of a `Dealing`. In the order of the shards, each shard's blocks follow one another. Zeros fill up
+the last blocks, so all shards have the same length.
 """
 
 import abc
@@ -14,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from hvdx.errors import ConfigError
+from hvdx.strategies.threshold.dealing import Dealing
 
 #: Density of an owner's message, in multiples of that of a rank's message, and its limit. The entries of several ranks
 #: are at different elements, so at the same density most of their sum would wait in the residual of the owner.
@@ -122,17 +121,18 @@ class Shards(Order):
         regions = -(-least // _REGION)
         self.part = regions * -(-least // (regions * _ALIGNED)) * _ALIGNED
         self.elements = ranks * self.part
+        self._dealing = Dealing([self.elements], ranks, self.part // _BLOCKS)
         self._zeros = np.zeros(self.part, np.float32)
         self._zeros.flags.writeable = False
 
     @cached_property
     def _plan(self) -> list[tuple[int, int, int]]:
         """Pieces in the order of the shards: (number of the array, first element, end); number -1 for padding."""
-        block, ends = self.part // _BLOCKS, np.cumsum(self._arrays, dtype=np.int64)
+        block, ends = self._dealing.block, np.cumsum(self._arrays, dtype=np.int64)
         plan = []
         for rank in range(self._ranks):
             for slot in range(_BLOCKS):
-                at = (slot * self._ranks + rank) * block
+                at = self._dealing.origin(rank, slot * block)
                 stop = at + block
                 while at < min(stop, self._n):
                     array = int(np.searchsorted(ends, at, side="right"))
@@ -173,24 +173,28 @@ class Shards(Order):
 
     def from_vector(self, vector: np.ndarray) -> np.ndarray:
         """Return a copy of a vector in the order of the shards."""
-        filled = np.zeros(self.elements, vector.dtype)
-        filled[: self._n] = vector
-        return np.ascontiguousarray(filled.reshape(_BLOCKS, self._ranks, -1).transpose(1, 0, 2)).reshape(-1)
+        return self._dealing.split(self._padded(vector))
 
     def to_vector(self, encoded: np.ndarray) -> np.ndarray:
         """Return a copy of all shards in the order of the vector, without padding."""
-        blocks = encoded.reshape(self._ranks, _BLOCKS, -1).transpose(1, 0, 2)
-        return np.ascontiguousarray(blocks).reshape(-1)[: self._n].copy()
+        padded = np.empty(self.elements, encoded.dtype)
+        self._dealing.join(encoded, padded)
+        return padded[: self._n].copy()
 
     def of_rank(self, vector: np.ndarray, rank: int) -> np.ndarray:
         """Return a copy of one shard of a vector."""
-        return self.from_vector(vector)[rank * self.part : (rank + 1) * self.part]
+        return self._dealing.piece(self._padded(vector), rank)
 
     def embed(self, shard: np.ndarray, rank: int) -> np.ndarray:
         """Return a vector of zeros with one shard filled in."""
-        everything = np.zeros(self.elements, shard.dtype)
-        everything[rank * self.part : (rank + 1) * self.part] = shard
-        return self.to_vector(everything)
+        padded = np.zeros(self.elements, shard.dtype)
+        self._dealing.place(shard, rank, padded)
+        return padded[: self._n]
+
+    def _padded(self, vector: np.ndarray) -> np.ndarray:
+        padded = np.zeros(self.elements, vector.dtype)
+        padded[: self._n] = vector
+        return padded
 
 
 # Prefix of the state of a shard in a saved state of `routes.sharded`, and its number of ranks.

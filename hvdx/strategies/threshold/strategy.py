@@ -38,7 +38,6 @@ ExchangeKind = Literal["auto", "all_gather", "sharded"]
 Local = Literal["auto", "dense", "none"]
 # Largest number of elements that the ranks of a host add up: MPI counts bytes in a C int.
 _MOST_ELEMENTS = 2**29 - 1
-Op = Literal["mean", "sum"]
 
 
 class Threshold(Strategy):
@@ -61,23 +60,19 @@ class Threshold(Strategy):
             by the second moment of the ranks' mean gradient. "own": they divide by that of their rank's gradients,
             which makes the steps too small if gradients are mostly noise. The option has no effect on other optimisers,
             nor with placement="gradient".
-        op: "mean" or "sum" of the workers' updates.
         warmup: "none", "density:200" (falls from 1/8 to the target in 200 steps; with an automatic density, the budget
-            falls from ten times `overhead` to it), "dense:50" (sends everything as bfloat16), "workers:200" (1, 2, 4,
-            ... workers count). "auto": "density:200" for the optimisers that `second_moments` corrects, unless tau is
-            fixed; else "none".
-        overlap: let messages travel while the next step is computed; they are applied one step late.
-        max_staleness: number of steps by which messages may be applied late. With 0 all workers take each step
-            together. With k a worker waits if it is k steps ahead of a message that it has not applied. With "inf" it
-            waits only at the end of an epoch. Unless it is 0, each worker applies messages as they come, in the same
-            order on all workers, and a fast worker takes more of the steps of an epoch.
+            falls from ten times `overhead` to it), "workers:200" (1, 2, 4, ... workers count). "auto": "density:200"
+            for the optimisers that `second_moments` corrects, unless tau is fixed; else "none".
+        max_staleness: with 0 all workers take each step together. With "inf" nobody waits until the end of an epoch:
+            each worker applies messages as they come, in the same order on all workers, and a fast worker takes more of
+            the steps of an epoch.
         overhead: share of a step's computing time that "auto" may spend on messages.
         exchange: "all_gather": every worker receives every worker's message. "sharded": each worker adds up the entries
             of its share of the elements and sends the sum, compressed again, to all, so that the traffic of a worker
             does not grow with their number. "auto": with an automatic density, the one whose exchange takes less time
             on this network, sharded only if it saves a fifth; with a fixed density, sharded for 8 workers or more
             whose messages have 256 kB together; with a fixed tau, all_gather.
-        index_coding, scope, tau_steps: see `hvdx.codec.Threshold`.
+        index_coding: see `hvdx.codec.Threshold`.
         threads: threads of the codec's kernels; by default the host's cores divided by its ranks.
         device: "cuda" to encode and decode updates on the GPU, so that only messages cross to the host; "cpu" for the
             host; "auto" for "cuda" if the variables are on a GPU and numba-cuda is installed. The weights are the same,
@@ -92,8 +87,8 @@ class Threshold(Strategy):
         ConfigError: if an option is unknown or has a wrong value.
 
     Example:
-        >>> Threshold(target_density=0.03, warmup="dense:50")
-        Threshold(target_density=0.03, warmup='dense:50')
+        >>> Threshold(target_density=0.03, warmup="workers:50")
+        Threshold(target_density=0.03, warmup='workers:50')
 
     Source: Strom 2015; the update is compressed after the optimiser as in Deep Gradient Compression (Lin et al. 2018,
     "momentum correction"). An entry carries the whole multiple of tau that the element holds; Strom sends one tau.
@@ -103,9 +98,7 @@ class Threshold(Strategy):
     own_spelling = frozenset({"max_staleness"})
     runs = "host"
     target_density: float | str | None
-    op: str
     exchange: str
-    scope: Literal["all", "variable"]
     local: str
     max_staleness: int | str
 
@@ -116,16 +109,12 @@ class Threshold(Strategy):
         placement: Placement = "update",
         lookahead: float | None = None,
         second_moments: SecondMoments = "mean",
-        op: Op = "mean",
         warmup: str = "auto",
-        overlap: bool = False,
-        max_staleness: int | Literal["inf"] = 0,
+        max_staleness: Literal[0, "inf"] = 0,
         overhead: float = 0.1,
         exchange: ExchangeKind = "auto",
         local: Local = "auto",
         index_coding: Literal["rice", "none"] = "rice",
-        scope: Literal["all", "variable"] = "all",
-        tau_steps: int = 32,
         threads: int | None = None,
         device: Literal["auto", "cpu", "cuda"] = "auto",
     ):
@@ -136,17 +125,15 @@ class Threshold(Strategy):
                 f"threshold: target_density: expected 'auto' or a share between 0 and 1, got {target_density!r}."
             )
         one_of("threshold", "placement", placement, ("update", "gradient"))
-        one_of("threshold", "op", op, ("mean", "sum"))
         one_of("threshold", "second_moments", second_moments, ("mean", "own"))
         one_of("threshold", "device", device, ("auto", "cpu", "cuda"))
         one_of("threshold", "local", local, ("auto", "dense", "none"))
         if local == "dense" and device == "cuda":
             raise ConfigError("threshold: local='dense' adds up updates on the CPU. Use device='cpu', or local='none'.")
         one_of("threshold", "exchange", exchange, ("auto", "all_gather", "sharded"))
-        if exchange == "sharded" and (scope != "all" or device == "cuda"):
+        if exchange == "sharded" and device == "cuda":
             raise ConfigError(
-                "threshold: exchange='sharded' needs one tau for all variables, and runs on the host. Use scope='all' "
-                "and device='cpu', or exchange='all_gather'."
+                "threshold: exchange='sharded' runs on the host. Use device='cpu', or exchange='all_gather'."
             )
         if lookahead is not None and (
             isinstance(lookahead, bool) or not isinstance(lookahead, int | float) or not 0 <= lookahead <= 10
@@ -154,26 +141,13 @@ class Threshold(Strategy):
             raise ConfigError(f"threshold: lookahead: expected a number from 0 to 10, got {lookahead!r}.")
         if lookahead and placement == "gradient":
             raise ConfigError("threshold: lookahead applies to updates only. Use placement='update'.")
-        if not isinstance(overlap, bool):
-            raise ConfigError(f"threshold: overlap: expected True or False, got {overlap!r}.")
-        if overlap and placement == "gradient":
-            raise ConfigError(
-                "threshold: overlap applies updates one step late, which is not possible for gradients. Use "
-                "placement='update'."
-            )
         if isinstance(overhead, bool) or not isinstance(overhead, int | float) or not 0 < overhead <= 10:
             raise ConfigError(f"threshold: overhead: expected a share of a step such as 0.1, got {overhead!r}.")
         self.tau, self.target_density = tau, target_density
-        self.placement, self.lookahead, self.op, self.overlap, self.overhead = (
-            placement,
-            lookahead,
-            op,
-            overlap,
-            float(overhead),
-        )
+        self.placement, self.lookahead, self.overhead = placement, lookahead, float(overhead)
         self.second_moments = second_moments
-        self.warmup, self.index_coding, self.scope = str(warmup), index_coding, scope
-        self.tau_steps, self.threads, self.device, self.exchange = tau_steps, threads, device, exchange
+        self.warmup, self.index_coding = str(warmup), index_coding
+        self.threads, self.device, self.exchange = threads, device, exchange
         self.local = local
         self.start = _warmup(self.warmup, tau)
         self.max_staleness = _max_staleness(max_staleness)
@@ -192,7 +166,6 @@ class Threshold(Strategy):
         """Refuse options that need steps which all workers take together."""
         refused = {
             "placement='gradient'": self.placement == "gradient",
-            "overlap=True": self.overlap,
             f"warmup={self.warmup!r}": self.start.kind == "workers",
             "device='cuda'": self.device == "cuda",
             "exchange='sharded'": self.exchange == "sharded",
@@ -211,16 +184,12 @@ class Threshold(Strategy):
         return Options(
             tau=self.tau,
             target_density=self.target_density,
-            op=self.op,
             start=self.start,
-            overlap=self.overlap,
-            max_staleness=self.max_staleness,
+            asynchronous=self.asynchronous,
             overhead=self.overhead,
             exchange=self.exchange,
             local=self.local,
             index_coding=self.index_coding,
-            scope=self.scope,
-            tau_steps=self.tau_steps,
             threads=self.threads,
         )
 
@@ -362,10 +331,12 @@ class Threshold(Strategy):
 
 
 def _max_staleness(value: Any) -> int | str:
-    number = int(value) if isinstance(value, str) and value.isdecimal() else value
-    if number != "inf" and (type(number) is not int or number < 0):
-        raise ConfigError(f"threshold: max_staleness: expected a number of steps from 0 on, or 'inf', got {value!r}.")
-    return "inf" if number == "inf" else int(number)
+    if value not in (0, "0", "inf") or isinstance(value, bool):
+        raise ConfigError(
+            f"threshold: max_staleness: expected 0 or 'inf', got {value!r}. A bound between them was removed: it saved "
+            "no time. Use 'inf' if a worker is slow, or ParameterServer(staleness='bound')."
+        )
+    return "inf" if value == "inf" else 0
 
 
 def _warmup(text: str, tau: float | None) -> warmup.Warmup:
@@ -373,6 +344,6 @@ def _warmup(text: str, tau: float | None) -> warmup.Warmup:
     if start.kind == "density" and tau is not None:
         raise ConfigError(
             "threshold: warmup='density' lowers a density, and tau is fixed. Give target_density instead, or "
-            "warmup='dense' or 'workers'."
+            "warmup='workers'."
         )
     return start

@@ -5,7 +5,7 @@ from typing import Literal
 
 from hvdx.errors import ConfigError
 
-Kind = Literal["auto", "none", "density", "dense", "workers"]
+Kind = Literal["auto", "none", "density", "workers"]
 #: Steps of a warm-up, if none are given.
 DEFAULT_STEPS = 200
 #: Density in the first step of a density warm-up.
@@ -20,8 +20,7 @@ class Warmup:
 
     Attributes:
         kind: "density": the density falls from 1/8 to its target, by the same factor in every step (Lin et al. 2018,
-            "Deep Gradient Compression", lower it every epoch). "dense": everything is sent as bfloat16, and the
-            residual keeps the rounding errors (Vogels et al. 2019, "PowerSGD", do so for a tenth of the training).
+            "Deep Gradient Compression", lower it every epoch).
             "workers": the updates of 1, 2, 4, ... workers count, and those of the others are dropped (Strom 2015).
             "none": no warm-up. "auto": "density" for an optimiser that divides by second moments, else "none".
         steps: number of steps.
@@ -74,10 +73,6 @@ class Warmup:
             return target
         return START * (target / START) ** (step / self.steps)
 
-    def dense(self, step: int) -> bool:
-        """Return whether a step sends everything."""
-        return self.kind == "dense" and step < self.steps
-
     def active(self, step: int, size: int) -> int:
         """Return the number of workers whose updates count in a step: those of the lowest ranks.
 
@@ -98,24 +93,24 @@ def parse(text: str) -> Warmup:
     """Parse a warm-up.
 
     Args:
-        text: "auto", "none", or one of "density", "dense", "workers", followed by ":steps" if they are not 200.
+        text: "auto", "none", or "density" or "workers", followed by ":steps" if they are not 200.
 
     Raises:
         ConfigError: if the text is anything else.
 
     Example:
-        >>> parse("dense:50")
-        Warmup(kind='dense', steps=50)
+        >>> parse("density:50")
+        Warmup(kind='density', steps=50)
     """
     kind, colon, steps = str(text).partition(":")
-    right = kind in ("density", "dense", "workers") and (not colon or (steps.isdecimal() and int(steps) > 0))
+    right = kind in ("density", "workers") and (not colon or (steps.isdecimal() and int(steps) > 0))
     if text == "none":
         return Warmup()
     if text == "auto":
         return Warmup("auto", DEFAULT_STEPS)
     if not right:
         raise ConfigError(
-            f"threshold: warmup: expected 'auto', 'none', or 'density', 'dense' or 'workers', with or without "
-            f"':steps', such as 'density:500'; got {text!r}."
+            f"threshold: warmup: expected 'auto', 'none', or 'density' or 'workers', with or without ':steps', such as "
+            f"'density:500'; got {text!r}."
         )
     return Warmup(kind, int(steps) if colon else DEFAULT_STEPS)  # type: ignore[arg-type]

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from hvdx.strategies.threshold.routes.replica import Replica
 
-# What a worker does next: begin, send a message, go on to the next step, flush, end.
-BEGIN, SEND, CONTINUE, END, DONE = range(5)
+# What a worker does next: begin, send a message, end, nothing.
+BEGIN, SEND, END, DONE = range(4)
 
 
 class BrokenError(AssertionError):
@@ -42,22 +42,19 @@ class Model:
 
     Args:
         messages: number of messages of each rank.
-        bound, most, room: see `Replica`; each message has one byte.
+        most, room: see `Replica`; each message has one byte.
         begins: whether the session has to begin; if not, it has begun on all ranks.
-
-    Attributes:
-        latest: largest number of steps by which a message of another rank was missing in a step.
     """
 
-    def __init__(self, messages, bound=None, most=64, room=1 << 62, begins=True):
-        self.messages, self.bound, self.most, self.room, self.begins = messages, bound, most, room, begins
-        self.size, self.latest = len(messages), 0
+    def __init__(self, messages, most=64, room=1 << 62, begins=True):
+        self.messages, self.most, self.room, self.begins = messages, most, room, begins
+        self.size = len(messages)
         # Without a limit of the messages in flight, nobody reads how many of them were applied.
         self.tells = most < 64 or room < 64
 
     def explore(self):
         """Visit all states, and return their number."""
-        first = tuple(Replica(r, self.size, self.bound, self.most, self.room) for r in range(self.size))
+        first = tuple(Replica(r, self.size, self.most, self.room) for r in range(self.size))
         for replica in () if self.begins else first:
             replica.begun = True
         channels = ((),) * self.size**2
@@ -103,7 +100,7 @@ class Model:
             return [] if replica.begun else [0]
         if phase == SEND:
             return replica.awaited_to_send(1)
-        return replica.awaited_to_continue() if phase == CONTINUE else replica.awaited_to_end()
+        return replica.awaited_to_end()
 
     def deliver(self, state, sender, receiver):
         channels, at = list(state.channels), sender * self.size + receiver
@@ -114,16 +111,13 @@ class Model:
 
     def act(self, state, rank):
         replica, phase = clone(state.replicas[rank]), state.phases[rank]
-        letters, sent = [], replica.sent
+        letters, after = [], DONE
         if phase == SEND:
-            self.check_staleness(state, rank, sent)
-            letters = replica.send((rank, sent), 1) + replica.announce()
-            after = CONTINUE
-        elif phase == END:
-            after = DONE
-        else:
-            letters = replica.begin(None) if phase == BEGIN and rank == 0 else []
-            after = SEND if sent < self.messages[rank] else END
+            letters = replica.send((rank, replica.sent), 1) + replica.announce()
+        elif phase == BEGIN and rank == 0:
+            letters = replica.begin(None)
+        if phase != END:
+            after = SEND if replica.sent < self.messages[rank] else END
             letters += replica.flush() if after == END else []
         phases = (*state.phases[:rank], after, *state.phases[rank + 1 :])
         return self.settle(state, rank, replica, list(state.channels), phases, letters)
@@ -157,17 +151,6 @@ class Model:
         replicas = (*state.replicas[:rank], replica, *state.replicas[rank + 1 :])
         keys = (*state.keys[:rank], key_of(replica), *state.keys[rank + 1 :])
         return State(replicas, keys, phases, tuple(channels), order, tuple(applied))
-
-    def check_staleness(self, state, rank, step):
-        """Check that this step was computed from all messages that it must not miss."""
-        there = state.order[: state.applied[rank]]
-        for other in range(self.size):
-            missing = min(step, self.messages[other]) - there.count(other)
-            if other != rank and missing > 0:
-                late = step - there.count(other)
-                self.latest = max(self.latest, late)
-                if self.bound is not None and late > self.bound:
-                    raise BrokenError(f"step {step} of rank {rank} misses messages of rank {other}: it saw {there}")
 
     def check_end(self, state):
         if state.phases != (DONE,) * self.size:

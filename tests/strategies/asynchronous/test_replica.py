@@ -74,33 +74,25 @@ def test_a_rank_tells_what_it_applied_once():
 
 
 def test_waits_name_the_rank_that_must_act():
-    replica = Replica(1, 3, bound=1)
-    replica.send("message")
-    replica.send("message")
-    assert replica.awaited_to_continue() == [0, 2]
-    replica.receive(2, update(0))
-    replica.receive(0, update(0))
-    assert replica.awaited_to_continue() == [0]  # which must place them
-    replica.receive(0, Letter(-1, Kind.ORDER, 0, payload=(2, 2, 0)))
-    replica.take()
-    assert replica.awaited_to_continue() == [2]  # whose second message comes before that of rank 0
+    replica = Replica(1, 3)
     replica.flush()
     assert replica.awaited_to_end() == [0, 2]
-
-
-def test_no_rank_waits_for_steps_after_a_flush():
-    replica = Replica(1, 2, bound=1)
-    for _ in range(3):
-        replica.send("message")
-    assert replica.awaited_to_continue() == [0]
-    replica.receive(0, Letter(-1, Kind.FLUSH, 0))
-    assert replica.awaited_to_continue() == []
+    replica.receive(2, Letter(-1, Kind.FLUSH, 2))
+    assert replica.awaited_to_end() == [0]
+    replica.receive(0, Letter(-1, Kind.FLUSH, 1))
+    assert replica.awaited_to_end() == [0, 2]
+    replica.receive(2, update(0))
+    replica.receive(0, update(0))
+    assert replica.awaited_to_end() == [0]  # which must place them
+    replica.receive(0, Letter(-1, Kind.ORDER, 0, payload=(2, 2, 0)))
+    replica.take()
+    assert replica.awaited_to_end() == [2]  # whose second message comes before that of rank 0
 
 
 def test_one_rank_alone_waits_for_nobody():
-    replica = Replica(0, 1, bound=1, most=1)
+    replica = Replica(0, 1, most=1)
     for _ in range(3):
-        assert replica.awaited_to_send() + replica.awaited_to_continue() == []
+        assert replica.awaited_to_send() == []
         replica.send("message")
         assert replica.take() == (0, "message")
     replica.flush()

@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,9 +20,11 @@ SERVERS = {"1": (1, 1), "2": (2, 2), "4": (4, 4), "one of them": ("colocated:1",
            "all of them": ("colocated", 0)}  # fmt: skip
 
 
-def summing(*options, **more):
-    """Return a strategy in which each update counts in full."""
-    return ParameterServer(*options, **{"op": "sum"} | more)
+class Summing(ParameterServer):
+    """Parameter server in which each update counts in full, so that sums of whole numbers are exact."""
+
+    def config(self, *given, **more):
+        return replace(super().config(*given, **more), share=1.0)
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +68,7 @@ def check_sum(results, exact=True):
 @pytest.mark.parametrize("rule", [{}, {"staleness": "bound", "max_staleness": 2}], ids=["plain", "bound"])
 @pytest.mark.parametrize("servers", SERVERS)
 def test_each_update_is_applied_exactly_once(servers, rule):
-    strategy, ranks = summing(SERVERS[servers][0], **rule), SERVERS[servers][1]
+    strategy, ranks = Summing(SERVERS[servers][0], **rule), SERVERS[servers][1]
     steps = 250
     results = run(4, train(strategy, steps), ranks)
     assert check_sum(results).any()
@@ -79,7 +82,7 @@ def test_each_update_is_applied_exactly_once(servers, rule):
 
 @pytest.mark.parametrize("servers", ["1", "4", "two of them", "all of them"])
 def test_weights_and_residuals_add_up_to_the_sum_of_the_updates(servers):
-    strategy, ranks = summing(SERVERS[servers][0], codec="threshold:0.2"), SERVERS[servers][1]
+    strategy, ranks = Summing(SERVERS[servers][0], codec="threshold:0.2"), SERVERS[servers][1]
     results = run(4, train(strategy, 120, DOUBLE), ranks)
     check_sum(results)
     assert any(flat(exchange.residuals).any() for *_, exchange in results)
@@ -88,18 +91,18 @@ def test_weights_and_residuals_add_up_to_the_sum_of_the_updates(servers):
 
 @pytest.mark.parametrize("codec", ["fp16", "bf16"])
 def test_dense_codecs_send_small_whole_numbers_exactly(codec):
-    results = run(3, train(summing(2, codec=codec), 20), 2)
+    results = run(3, train(Summing(2, codec=codec), 20), 2)
     check_sum(results)
 
 
 @pytest.mark.parametrize("rule", [{}, {"staleness": "bound", "max_staleness": 0}, {"staleness": "bound"}], ids=str)
 def test_workers_may_take_different_numbers_of_steps(rule):
-    results = run(4, train(summing(2, **rule), [10, 120, 0, 61]), 2)
+    results = run(4, train(Summing(2, **rule), [10, 120, 0, 61]), 2)
     check_sum(results)
 
 
 def test_aggregated_updates_are_applied_together():
-    results = all_fine(run(4, train(summing("colocated", aggregate=4), 50)))
+    results = all_fine(run(4, train(Summing("colocated", aggregate=4), 50)))
     for *_, exchange in results:
         for server in exchange.telemetry.servers:
             assert server[2:4] == (200, 200)
@@ -130,7 +133,7 @@ def test_in_synchronous_training_all_workers_pull_the_same_weights(servers):
 
 def test_double_precision_weights_keep_all_their_bits():
     start = [np.full(s.shape, 2.0**40) for s in DOUBLE]
-    results = all_fine(run(2, train(summing(1), 50, DOUBLE, begin=start), 1))
+    results = all_fine(run(2, train(Summing(1), 50, DOUBLE, begin=start), 1))
     wanted = np.sum([total for total, _, _ in results], axis=0)
     assert results[0][1].dtype == np.float64
     np.testing.assert_array_equal(results[0][1] - 2.0**40, wanted)
@@ -138,7 +141,7 @@ def test_double_precision_weights_keep_all_their_bits():
 
 def test_the_first_weights_are_those_of_worker_0():
     def work(comm):
-        exchange = summing("colocated").open(comm, SPECS)
+        exchange = Summing("colocated").open(comm, SPECS)
         exchange.begin([w + np.float32(comm.rank + 5) for w in zeros()])
         return flat(exchange.flush())
 
@@ -148,7 +151,7 @@ def test_the_first_weights_are_those_of_worker_0():
 
 def test_workers_may_begin_a_session_at_any_time():
     def work(comm):
-        exchange, weights = summing("colocated").open(comm, SPECS), zeros()
+        exchange, weights = Summing("colocated").open(comm, SPECS), zeros()
         for session in range(3):
             time.sleep(0.05 * ((comm.rank + session) % 3))
             exchange.begin(zeros())
@@ -199,7 +202,7 @@ def test_two_exchanges_may_be_open_at_once():
 
     def work(comm):
         chance = random.Random(comm.rank)
-        strategy = summing("colocated:2", staleness="bound", max_staleness=3)
+        strategy = Summing("colocated:2", staleness="bound", max_staleness=3)
         exchanges = [strategy.open(comm, specs) for specs in (SPECS, others)]
         weights, totals = [zeros(), zeros(others)], [0, 0]
         for exchange, begin in zip(exchanges, weights, strict=True):
@@ -220,7 +223,7 @@ def test_two_exchanges_may_be_open_at_once():
 @pytest.mark.parametrize(("servers", "ranks"), [(2, 2), ("colocated", 0)])
 def test_an_exchange_may_begin_again_after_its_end(servers, ranks):
     def work(comm):
-        exchange, ends = summing(servers, codec="fp16").open(comm, SPECS), []
+        exchange, ends = Summing(servers, codec="fp16").open(comm, SPECS), []
         assert not exchange.is_open
         assert exchange.flush() is None
         for session in range(5):
@@ -244,7 +247,7 @@ def test_there_may_be_fewer_elements_than_servers(shapes, codec):
     specs = [TensorSpec(str(i), shape, 4) for i, shape in enumerate(shapes)]
 
     def work(comm):
-        exchange = summing("colocated", codec=codec).open(comm, specs)
+        exchange = Summing("colocated", codec=codec).open(comm, specs)
         weights = zeros(specs)
         exchange.begin(weights)
         for _ in range(5):
@@ -260,7 +263,7 @@ def test_there_may_be_fewer_elements_than_servers(shapes, codec):
 
 def test_large_weights_are_divided_into_several_parts():
     specs = [TensorSpec("large", (700_001,), 4), TensorSpec("small", (3,), 4)]
-    results = run(2, train(summing(1), 6, specs), 1)
+    results = run(2, train(Summing(1), 6, specs), 1)
     check_sum(results)
     assert len(results[0][2].telemetry.servers) > 1
 
@@ -271,14 +274,14 @@ def test_large_weights_are_divided_into_several_parts():
 def test_different_variables_are_an_error_before_anything_is_sent():
     def work(comm):
         specs = SPECS[:-1] if comm.rank == 2 else SPECS
-        summing("colocated").open(comm, specs)
+        Summing("colocated").open(comm, specs)
 
     expect_everywhere(run(3, work), ReplicaError, "different variables")
 
 
 def test_different_strategies_are_an_error_before_anything_is_sent():
     def work(comm):
-        summing("colocated", staleness="scale" if comm.rank else "none").open(comm, SPECS)
+        Summing("colocated", staleness="scale" if comm.rank else "none").open(comm, SPECS)
 
     expect_everywhere(run(3, work), ReplicaError, "different strategies")
 
@@ -302,7 +305,7 @@ def test_strategies_that_do_not_fit_the_ranks_are_refused_on_all(strategy, serve
 
 def test_a_single_process_serves_itself():
     comm = LocalComm()
-    for strategy in (summing(), summing(3), summing("colocated", staleness="bound", max_staleness=0)):
+    for strategy in (Summing(), Summing(3), Summing("colocated", staleness="bound", max_staleness=0)):
         exchange, weights = strategy.open(comm, SPECS), zeros()
         exchange.begin(weights)
         for step in range(1, 4):
@@ -324,7 +327,7 @@ def test_updates_that_are_not_finite_are_refused_counted_and_reported(value, cod
     where = f"update of {SPECS[3].name}" if value is not None else "gradient of kernel"
 
     def work(comm):
-        exchange = summing("colocated:1", codec=codec).open(comm, SPECS)
+        exchange = Summing("colocated:1", codec=codec).open(comm, SPECS)
         weights = zeros()
         exchange.begin(weights)
         before = [flat(weights), flat(exchange.residuals)]
@@ -357,7 +360,7 @@ def test_an_update_is_dropped_as_a_whole_if_one_part_is_refused(capfd):
     """Parts that were already encoded are not sent, and do not change the residual."""
 
     def work(comm):
-        exchange = summing("colocated", codec="threshold:0.3").open(comm, SPECS)
+        exchange = Summing("colocated", codec="threshold:0.3").open(comm, SPECS)
         exchange.begin(zeros())
         noise = np.random.default_rng(comm.rank).normal(size=(2, ELEMENTS)).astype(np.float32)
         weights = exchange.step(views(noise[0], SPECS))
@@ -375,7 +378,7 @@ def test_an_update_is_dropped_as_a_whole_if_one_part_is_refused(capfd):
 
 def test_refused_updates_release_waiting_workers():
     def work(comm):
-        exchange = summing(1, staleness="bound", max_staleness=0, aggregate=2).open(comm, SPECS)
+        exchange = Summing(1, staleness="bound", max_staleness=0, aggregate=2).open(comm, SPECS)
         weights = zeros()
         exchange.begin(weights)
         for step in range(20):
@@ -388,7 +391,7 @@ def test_refused_updates_release_waiting_workers():
 
 def test_a_long_series_of_refusals_ends_the_training(capfd):
     def work(comm):
-        exchange = summing("colocated:1").open(comm, SPECS)
+        exchange = Summing("colocated:1").open(comm, SPECS)
         exchange.begin(zeros())
         good = 0
         for _ in range(99):
@@ -414,7 +417,7 @@ def saved_by(workers, servers, steps=20, strategy="threshold:0.1"):
     """Return each worker's state and residual after some steps."""
 
     def work(comm):
-        exchange, weights = summing(servers, codec=strategy).open(comm, SPECS), zeros()
+        exchange, weights = Summing(servers, codec=strategy).open(comm, SPECS), zeros()
         numbers = np.random.default_rng(comm.rank)
         exchange.begin(weights)
         for _ in range(steps):
@@ -429,7 +432,7 @@ def restored(workers, servers, arrays_of):
     """Return each worker's state and residual after restoring."""
 
     def work(comm):
-        exchange = summing(servers, codec="threshold:0.1").open(comm, SPECS)
+        exchange = Summing(servers, codec="threshold:0.1").open(comm, SPECS)
         exchange.load_state_dict(arrays_of(comm))
         return exchange.state_dict(), flat(exchange.residuals)
 
@@ -452,7 +455,7 @@ def test_residuals_are_restored_bit_for_bit(servers):
 @pytest.mark.parametrize("servers", ["colocated:1", "colocated"])
 def test_residuals_are_distributed_over_another_number_of_workers_and_servers(servers, workers):
     before = saved_by(3, "colocated")
-    strategy = summing(servers, codec="threshold:0.1")
+    strategy = Summing(servers, codec="threshold:0.1")
     arrays = [a for a, _ in before]
     after = restored(workers, servers, lambda comm: strategy.merge(arrays, comm.rank, comm.size))
     sums = [np.sum([residuals for _, residuals in side], axis=0, dtype=np.float64) for side in (before, after)]
@@ -460,8 +463,8 @@ def test_residuals_are_distributed_over_another_number_of_workers_and_servers(se
 
 
 def test_codecs_without_a_residual_have_no_state():
-    assert summing().merge([{}, {}], 0, 1) == {}
-    assert summing().merge([], 0, 1) == {}
+    assert Summing().merge([{}, {}], 0, 1) == {}
+    assert Summing().merge([], 0, 1) == {}
     ((arrays, residuals),) = saved_by(1, 1, strategy="fp16")
     assert arrays == {}
     assert not residuals.any()
@@ -469,7 +472,7 @@ def test_codecs_without_a_residual_have_no_state():
 
 def test_tensors_added_to_the_residual_are_sent_with_the_next_updates():
     def work(comm):
-        exchange, weights = summing("colocated", codec="threshold:0.5").open(comm, SPECS), zeros()
+        exchange, weights = Summing("colocated", codec="threshold:0.5").open(comm, SPECS), zeros()
         exchange.add_to_residual([np.full(s.shape, 3, np.float32) for s in SPECS])
         assert set(flat(exchange.residuals).tolist()) == {3.0}
         exchange.begin(weights)
@@ -483,7 +486,7 @@ def test_tensors_added_to_the_residual_are_sent_with_the_next_updates():
 
 def test_a_step_returns_new_arrays():
     (comm,) = virtual_world(1)
-    exchange = summing("colocated").open(comm, SPECS)
+    exchange = Summing("colocated").open(comm, SPECS)
     exchange.begin(zeros())
     first = exchange.step([w + np.float32(1) for w in zeros()])
     kept = flat(first).copy()
@@ -501,7 +504,7 @@ def test_a_worker_that_waits_too_long_names_the_worker_it_waits_for(servers, ran
     gave_up = threading.Semaphore(0)
 
     def work(comm):
-        exchange = summing(servers, staleness="bound", max_staleness=0).open(comm, SPECS)
+        exchange = Summing(servers, staleness="bound", max_staleness=0).open(comm, SPECS)
         exchange.begin(zeros())
         if comm.rank == 1:
             # Connected but idle until both others have given up.
@@ -529,7 +532,7 @@ def test_a_worker_that_waits_too_long_names_the_worker_it_waits_for(servers, ran
 def test_a_server_that_never_answers_is_named(monkeypatch):
     monkeypatch.setenv("HVDX_TIMEOUT", "1")
     comm, _ = virtual_world(1, 1)
-    exchange = summing(1).open(comm, SPECS)
+    exchange = Summing(1).open(comm, SPECS)
     with pytest.raises(ExchangeError, match=r"no answer from the server at rank 1\b"):
         exchange.begin(zeros())
     client_of(comm).close()
@@ -537,7 +540,7 @@ def test_a_server_that_never_answers_is_named(monkeypatch):
 
 def test_no_worker_waits_for_one_that_failed():
     def work(comm):
-        exchange = summing("colocated", staleness="bound", max_staleness=0).open(comm, SPECS)
+        exchange = Summing("colocated", staleness="bound", max_staleness=0).open(comm, SPECS)
         weights = zeros()
         exchange.begin(weights)
         for step in range(10):
@@ -555,7 +558,7 @@ def test_no_worker_waits_for_one_that_failed():
 @pytest.mark.parametrize(("servers", "ranks"), [(1, 1), ("colocated", 0), ("colocated:1", 0)])
 def test_an_exchange_without_steps_ends_at_once(servers, ranks):
     def work(comm):
-        summing(servers).open(comm, SPECS).begin(zeros())
+        Summing(servers).open(comm, SPECS).begin(zeros())
         return comm.rank
 
     begin = time.monotonic()
@@ -568,7 +571,7 @@ def test_an_exchange_without_steps_ends_at_once(servers, ranks):
 def test_sent_and_received_bytes_are_counted(servers, codec):
     """Colocated servers count for their rank: all sent bytes are received, except for those of the first weights."""
     steps, workers, specs = 10, 3, [TensorSpec("a", (50, 40), 4)]
-    strategy, ranks = summing(SERVERS[servers][0], codec=codec), SERVERS[servers][1]
+    strategy, ranks = Summing(SERVERS[servers][0], codec=codec), SERVERS[servers][1]
     results = all_fine(run(workers, train(strategy, steps, specs), ranks))
     sent, received = (sum(getattr(e.telemetry, name) for *_, e in results) for name in ("sent", "received"))
     if not ranks:

@@ -67,7 +67,6 @@ class Replica:
 
     Args:
         rank, size: rank, and number of ranks.
-        bound: number of steps that a rank may be ahead of the messages that it has applied; None sets no limit.
         most: limit of the messages in flight, see `MOST_AHEAD`.
         room: limit of their bytes; one message may exceed it.
 
@@ -85,8 +84,8 @@ class Replica:
         ((1, 'update'), (1, 'update'), None)
     """
 
-    def __init__(self, rank: int, size: int, bound: int | None = None, most: int = MOST_AHEAD, room: int = 1 << 62):
-        self.rank, self.size, self._bound, self._most, self._room = rank, size, bound, most, room
+    def __init__(self, rank: int, size: int, most: int = MOST_AHEAD, room: int = 1 << 62):
+        self.rank, self.size, self._most, self._room = rank, size, most, room
         self.sent, self.begun, self._weights = 0, rank == SEQUENCER, None
         self._others = [r for r in range(size) if r != rank]
         # By sender: messages that are not applied yet; messages received and applied; their total after a FLUSH.
@@ -194,16 +193,10 @@ class Replica:
         least = self.sent - len(self._unconfirmed) if full else self.sent - self._most
         return [r for r in self._others if self._confirmed[r] <= least]
 
-    def awaited_to_continue(self) -> list[int]:
-        """Return the ranks whose messages must be applied here before this rank may take another step."""
-        if self._bound is None:
-            return []
-        return self._blocking([r for r in self._others if self._applied[r] < self._due(r, self.sent - self._bound)])
-
     def awaited_to_end(self) -> list[int]:
         """Return the ranks that must flush, or whose messages must be applied here, before the session is over."""
         training = [r for r in self._others if self._totals[r] is None]
-        return training or self._blocking([r for r in range(self.size) if self._applied[r] < self._due(r, 1 << 62)])
+        return training or self._blocking([r for r in range(self.size) if self._applied[r] != self._totals[r]])
 
     # -- parts of the above -------------------------------------------------------------------------------------------
 
@@ -224,11 +217,6 @@ class Replica:
         least = min(self._confirmed[r] for r in self._others)
         while self.sent - len(self._unconfirmed) < least:
             self._unconfirmed.popleft()
-
-    def _due(self, rank: int, messages: int) -> int:
-        """Return a number of messages of a rank, or their total if it has flushed and they are fewer."""
-        total = self._totals[rank]
-        return messages if total is None else min(messages, total)
 
     def _blocking(self, ranks: Sequence[int]) -> list[int]:
         """Return the ranks that must act before messages of the given ones can be applied."""

@@ -25,7 +25,6 @@ from hvdx.strategies.host import NOT_FINITE
 from hvdx.strategies.step import Arrived, Outgoing, Route
 from hvdx.strategies.threshold.noise import SummedSample, sums_of
 from hvdx.strategies.threshold.options import Options
-from hvdx.strategies.threshold.routes.all_gather import AllGatherRoute
 from hvdx.strategies.threshold.shards import OWNER, OWNER_LOOKAHEAD, OWNERS, Shards, owner_density
 
 # Numbers that a rank sends to each other rank before the first phase: bytes of its part, status, and the times in
@@ -66,7 +65,7 @@ class OwnersMessages(Arrived):
 
 
 class ShardedRoute(Route):
-    """Route by the owners of shards, on the host. Messages of a dense warm-up go from each rank to all.
+    """Route by the owners of shards, on the host.
 
     Args:
         options: options of the strategy.
@@ -88,7 +87,6 @@ class ShardedRoute(Route):
     ):
         self._options, self._channel, self._shards, self._threads = options, channel, shards, codec.threads
         self._rank, self._size, self._per_message = channel.rank, channel.size, ranks_per_message
-        self._dense = AllGatherRoute(channel, ranks_per_message)
         self._lookahead, self._density = OWNER_LOOKAHEAD * lookahead, codec.target_density
         self._sum = np.zeros(shards.part, np.float32)
         self._out: list[np.ndarray] = []
@@ -117,15 +115,13 @@ class ShardedRoute(Route):
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def send(self, outgoing: Outgoing) -> Arrived:
-        encoded = outgoing.encoded
-        if not isinstance(encoded.codec, codecs.Threshold):
-            return self._dense.send(replace(outgoing, sample=None))
-        self._density = encoded.codec.target_density
+        encoded, codec = outgoing.encoded, outgoing.encoded.codec
+        assert isinstance(codec, codecs.Threshold)  # the encoder's
+        self._density = codec.target_density
         work = _Work()
         begin = clock.now()
         parts = [np.zeros(0, np.uint8)] * self._size
         if encoded.message.size:
-            codec = encoded.codec
             parts = work.timed("encoding", lambda: codec.split(encoded.message, self._shards.elements))
         numbers = np.empty((self._size, _NUMBERS), np.int32)
         numbers[:, _PART] = [part.size for part in parts]

@@ -1,10 +1,8 @@
-"""Division of tensors into interleaved pieces."""
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdx.strategies.threshold.interleaving import Interleaved
+from hvdx.strategies.threshold.dealing import Dealing
 
 
 @settings(max_examples=60, deadline=None, database=None, derandomize=True)
@@ -16,10 +14,8 @@ from hvdx.strategies.threshold.interleaving import Interleaved
 def test_pieces_hold_every_element_once(sizes, count, block):
     n = sum(sizes)
     count = min(count, n)
-    parts, vector = Interleaved(sizes, count, block), np.arange(n)
-    tensors = np.split(vector, np.cumsum(sizes)[:-1])
-    pieces, joined = np.full(n, -1), np.full(n, -1)
-    parts.split(tensors, pieces)
+    parts, vector = Dealing(sizes, count, block), np.arange(n)
+    pieces, joined = parts.split(vector), np.full(n, -1)
     assert sorted(pieces) == list(range(n))
     assert np.diff(parts.bounds).min() > 0
     parts.join(pieces, joined)
@@ -33,8 +29,8 @@ def test_pieces_hold_every_element_once(sizes, count, block):
 
 def test_pieces_of_a_large_tensor_are_alike():
     """Each piece has elements of all parts of the tensor, in blocks that are quick to copy."""
-    parts, pieces = Interleaved([100_000, 10], 4), np.zeros(100_010)
-    parts.split([np.arange(100_000), np.zeros(10)], pieces)
+    parts = Dealing([100_000, 10], 4)
+    pieces = parts.split(np.append(np.arange(100_000), np.zeros(10)))
     for position in range(4):
         piece = pieces[parts.bounds[position] : parts.bounds[position + 1]]
         assert abs(piece.size - 25_000) < 300

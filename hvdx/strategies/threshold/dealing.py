@@ -1,4 +1,4 @@
-"""Division of a vector into pieces of interleaved blocks, one piece for each rank of a host."""
+"""Dealing of a vector: its blocks go to pieces in turn, one piece for each rank."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -10,10 +10,11 @@ import numpy as np
 _LEAST, _MOST, _MANY = 256, 4096, 128
 
 
-class Interleaved:
-    """Division of tensors into pieces: the tensors form one vector, and its block b belongs to piece b modulo `count`.
+class Dealing:
+    """Division of a vector, made up of tensors, into pieces: block b belongs to piece b modulo `count`.
 
-    Each piece has elements of all large tensors, so a threshold finds about as many entries in one piece as in another.
+    Each piece has elements of all large tensors, so a threshold finds about as many entries in one piece as in another,
+    also where elements that change together stand together, such as the rows of an embedding.
 
     Args:
         sizes: number of elements of each tensor.
@@ -28,12 +29,11 @@ class Interleaved:
         block, round: number of elements of a block, and of a block of each piece.
 
     Example:
-        >>> parts = Interleaved([3, 4], 2, block=2)
-        >>> pieces, vector = np.empty(7), np.empty(7)
-        >>> parts.split([np.arange(3), np.arange(3, 7)], pieces)
-        >>> pieces.tolist(), parts.bounds.tolist(), parts.fragments(0)
+        >>> dealing, vector = Dealing([3, 4], 2, block=2), np.empty(7)
+        >>> pieces = dealing.split(np.arange(7.0))
+        >>> pieces.tolist(), dealing.bounds.tolist(), dealing.fragments(0)
         ([0.0, 1.0, 4.0, 5.0, 2.0, 3.0, 6.0], [0, 4, 7], [2, 2])
-        >>> parts.join(pieces, vector)
+        >>> dealing.join(pieces, vector)
         >>> vector.tolist()
         [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     """
@@ -48,49 +48,20 @@ class Interleaved:
         self.ends = np.cumsum([0, *sizes]).tolist()
         lengths = [self._before(self.elements, position) for position in range(count)]
         self.bounds = np.cumsum([0, *lengths]).astype(np.int64)
-        # For each tensor: copies of (begin, end, begin in the pieces), and of whole rounds: (begin, number).
-        self._copies: list[list[tuple[int, int, int]]] = []
-        self._rounds: list[tuple[int, int]] = []
-        for begin, end in pairwise(self.ends):
-            self._plan(begin, end)
 
     def _before(self, element: int, position: int) -> int:
         """Return the number of elements of a piece that come before an element of the vector."""
         rounds, rest = divmod(element, self.round)
         return rounds * self.block + min(max(rest - position * self.block, 0), self.block)
 
-    def _plan(self, begin: int, end: int) -> None:
-        """Plan the copies of the tensor that is [begin, end) of the vector."""
-        first = min(-(-begin // self.round) * self.round, end)
-        last = max(end // self.round * self.round, first)
-        copies = []
-        for low, high in ((begin, first), (last, end)):
-            inner = range((low // self.block + 1) * self.block, high, self.block)
-            for start, stop in pairwise([low, *inner, high] if low < high else []):
-                position = start // self.block % self.count
-                at = int(self.bounds[position]) + self._before(start, position)
-                copies.append((start - begin, stop - begin, at))
-        self._copies.append(copies)
-        self._rounds.append((first - begin, (last - first) // self.round))
+    def piece(self, vector: np.ndarray, position: int) -> np.ndarray:
+        """Return a copy of one piece of a vector, [n]."""
+        whole = vector[: self.elements // self.round * self.round]
+        return np.concatenate([self.blocks(whole, position).reshape(-1), self.rest(vector, position)])
 
-    def split(self, tensors: Sequence[np.ndarray], into: np.ndarray) -> None:
-        """Copy tensors to their pieces, which lie one after another.
-
-        Args:
-            tensors: contiguous arrays of the sizes that were given.
-            into: [n], the output.
-        """
-        for tensor, start, copies, (first, rounds) in zip(
-            tensors, self.ends[:-1], self._copies, self._rounds, strict=True
-        ):
-            flat = np.ravel(tensor)
-            for begin, end, at in copies:
-                into[at : at + end - begin] = flat[begin:end]
-            if rounds:
-                blocks = flat[first : first + rounds * self.round].reshape(rounds, self.count, self.block)
-                for position in range(self.count):
-                    at = int(self.bounds[position]) + self._before(start + first, position)
-                    into[at : at + rounds * self.block].reshape(rounds, self.block)[...] = blocks[:, position]
+    def split(self, vector: np.ndarray) -> np.ndarray:
+        """Return the pieces of a vector, [n], one after another."""
+        return np.concatenate([self.piece(vector, position) for position in range(self.count)])
 
     def join(self, pieces: np.ndarray, into: np.ndarray) -> None:
         """Copy pieces that lie one after another, [n], to the vector, [n]."""
