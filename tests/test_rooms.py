@@ -16,13 +16,14 @@ MAY = {
     "cache": set(),
     "version": set(),
     "codec": {"numpy", "xxhash", "hvdx.kernels", "hvdx.cache", "hvdx.errors"},
-    "strategies": {"numpy", "hvdx.comm", "hvdx.codec", "hvdx.errors"},
-    "simulation": {"numpy", "hvdx.comm", "hvdx.strategies", "hvdx.errors"},
+    "costs": {"numpy", "hvdx.comm", "hvdx.codec"},
+    "strategies": {"numpy", "hvdx.comm", "hvdx.codec", "hvdx.costs", "hvdx.errors"},
+    "simulation": {"numpy", "hvdx.comm", "hvdx.strategies", "hvdx.costs", "hvdx.errors"},
     "report": {"numpy", "matplotlib", "jinja2", "hvdx.errors"},
     "comm": None,
     "keras": {
         *("numpy", "tensorflow", "keras", "xxhash"),
-        *("hvdx.strategies", "hvdx.comm", "hvdx.report", "hvdx.errors", "hvdx.version"),
+        *("hvdx.strategies", "hvdx.comm", "hvdx.costs", "hvdx.report", "hvdx.errors", "hvdx.version"),
         # Checkpoints are written by the functions that write the files of `hvdx average`.
         *("hvdx.averaging.dtypes", "hvdx.averaging.extents", "hvdx.averaging.output", "hvdx.averaging.safetensors"),
     },
@@ -99,6 +100,7 @@ def test_table_can_fail(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
     cases = {
         "kernels": "from hvdx.errors import HvdxError",
+        "costs": "from hvdx.strategies.base import Strategy",
         "strategies": "import keras",
         "keras": "from hvdx.codec import make",
         "comm": "import mpi4py\nfrom horovod import tensorflow",
@@ -156,6 +158,24 @@ def test_no_modules_import_each_other():
 
 def test_circle_is_found():
     assert circle_in({"a": {"b", "d"}, "b": {"c"}, "c": {"d", "b"}, "d": set()}) == ["b", "c", "b"]
+
+
+def reached(graph, module):
+    """Return the modules of hvdx that a module imports, and that these import in turn."""
+    found, waiting = set(), [module]
+    while waiting:
+        new = graph[waiting.pop()] - found
+        found |= new
+        waiting += new
+    return found
+
+
+def test_contract_of_a_strategy_needs_nothing_that_measures():
+    files = {name_of(path): path for _, path in sources()}
+    found = reached(graph_of(files.values()), "hvdx.strategies.base")
+    assert {"hvdx.comm.base", "hvdx.costs.types"} <= found
+    assert not found & {"hvdx.costs.measure", "hvdx.costs.link"}
+    assert [m for m in sorted(found) if {"socket", "mpi4py"} & {name for name, *_ in imports(files[m])}] == []
 
 
 def strategies():

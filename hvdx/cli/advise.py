@@ -21,8 +21,8 @@ from hvdx.errors import ConfigError
 if TYPE_CHECKING:
     from hvdx.cli.advising.answer import Answer
     from hvdx.cli.advising.script import Training
-    from hvdx.strategies.link import Link
-    from hvdx.strategies.prediction import Machine, Situation
+    from hvdx.costs.model import Situation
+    from hvdx.costs.types import Link, Machine
 
 NAME = "advise"
 HELP = "predict the fastest strategy for a script, without training"
@@ -127,7 +127,7 @@ def given_link(bandwidth: str, latency: float = LATENCY) -> "Link":
     Raises:
         ConfigError: if the bandwidth has another form.
     """
-    from hvdx.strategies.link import Link
+    from hvdx.costs.types import Link
 
     try:
         rate = parse_rate(bandwidth)
@@ -188,7 +188,7 @@ def _report(
 ) -> int:
     """Predict for each link, print, and write the JSON file."""
     from hvdx.cli.advising import answer
-    from hvdx.strategies.prediction import one_worker
+    from hvdx.costs.model import one_worker
 
     alone, shared, machine = measured
     fits = [count for count in workers if count <= (alone.batches or count)]

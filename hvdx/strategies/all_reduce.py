@@ -6,10 +6,11 @@ from typing import Any, Literal, get_args
 
 from hvdx.comm import GraphComm
 from hvdx.comm.base import Engine, Reduction, Wire
+from hvdx.costs.model import Situation, added
+from hvdx.costs.sizes import ring_bytes
+from hvdx.costs.types import Prediction
 from hvdx.errors import ConfigError
 from hvdx.strategies.base import Exchange, Strategy, TensorSpec, one_of
-from hvdx.strategies.link import ring_bytes
-from hvdx.strategies.prediction import Prediction, Situation, added
 
 Op = Literal["average", "sum"]
 Sparse = Literal["gather", "dense"]

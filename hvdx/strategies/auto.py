@@ -10,13 +10,15 @@ import numpy as np
 
 from hvdx.comm import Comm
 from hvdx.comm.launcher import kernel_threads, own_cores
-from hvdx.strategies import link
+from hvdx.costs.link import probe
+from hvdx.costs.measure import installed_engine, measure_codec
+from hvdx.costs.model import Situation
+from hvdx.costs.sizes import ring_bytes
+from hvdx.costs.types import Codec, Link, Prediction
 from hvdx.strategies.all_reduce import AllReduce
 from hvdx.strategies.base import Strategy, TensorSpec, views
 from hvdx.strategies.compiling import announce
 from hvdx.strategies.host import HostExchange, StepInput
-from hvdx.strategies.link import ring_bytes
-from hvdx.strategies.prediction import Codec, Prediction, Situation, installed_engine, measure_codec
 from hvdx.strategies.telemetry import Telemetry
 from hvdx.strategies.threshold import Threshold
 
@@ -137,7 +139,7 @@ class TrialExchange(HostExchange):
         self._channel = comm.channel("the gradients")
         self._size = comm.size
         self._flat = np.zeros(self._n, np.float32)
-        self.network: link.Link = link.probe(self._channel)
+        self.network: Link = probe(self._channel)
         #: Seconds of computing in each measured step.
         self.computed: list[float] = []
         self._opened = time.perf_counter()

@@ -4,14 +4,16 @@ import abc
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
-from hvdx.comm import Comm
-from hvdx.comm.base import Engine
+from hvdx.comm.base import Comm, Engine
 from hvdx.errors import ConfigError, ReplicaError
-from hvdx.strategies.prediction import Prediction, Situation
+
+if TYPE_CHECKING:
+    from hvdx.costs.model import Situation
+    from hvdx.costs.types import Prediction
 
 #: Pairs (first step, period), in increasing order of the steps; the first pair begins at step 0.
 Schedule = tuple[tuple[int, int], ...]
@@ -195,7 +197,7 @@ class Strategy(abc.ABC):
         """
         return self
 
-    def predict(self, situation: Situation) -> Prediction | None:
+    def predict(self, situation: "Situation") -> "Prediction | None":
         """Return the costs of a step, predicted without training; None if the strategy cannot predict them.
 
         Args:

@@ -9,9 +9,9 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from hvdx.comm import clock
+from hvdx.costs.types import Link
 from hvdx.errors import HvdxError
 from hvdx.strategies.base import Exchange, TensorSpec
-from hvdx.strategies.link import Link
 from hvdx.strategies.telemetry import Telemetry
 
 T = TypeVar("T")

@@ -7,10 +7,11 @@ from typing import Any, get_args
 
 from hvdx.comm import GraphComm
 from hvdx.comm.base import Engine, Reduction
+from hvdx.costs.model import Situation
+from hvdx.costs.sizes import ring_bytes
+from hvdx.costs.types import Prediction
 from hvdx.errors import ConfigError, ReplicaError
 from hvdx.strategies.base import Exchange, Schedule, Strategy, TensorSpec, one_of
-from hvdx.strategies.link import ring_bytes
-from hvdx.strategies.prediction import Prediction, Situation
 
 _SPELLING = re.compile(r"(\d+)(?:@(\d+))?")
 

@@ -9,6 +9,8 @@ import numpy as np
 from hvdx.comm import Comm, GraphComm
 from hvdx.comm.launcher import kernel_threads
 from hvdx.comm.preemption import PreemptionListener
+from hvdx.costs.model import Situation
+from hvdx.costs.types import Prediction
 from hvdx.errors import ConfigError
 from hvdx.strategies.base import (
     Strategy,
@@ -18,7 +20,6 @@ from hvdx.strategies.base import (
     one_of,
     refuse_constraints,
 )
-from hvdx.strategies.prediction import Prediction, Situation
 from hvdx.strategies.serving.costs import predict
 from hvdx.strategies.serving.exchange import ServerExchange
 from hvdx.strategies.serving.messages import SERVER_BOX, SessionConfig

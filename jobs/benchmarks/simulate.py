@@ -23,13 +23,14 @@ from typing import Any
 import numpy as np
 
 from hvdx.cli.advise import given_link
+from hvdx.costs.measure import measure_memory
+from hvdx.costs.model import Situation
+from hvdx.costs.types import Link, Machine
 from hvdx.jobs.benchmarks import harness
 from hvdx.report.table import quantity, render
 from hvdx.simulation.training import Setting, simulate, window
 from hvdx.simulation.workloads import MOMENTUM, Made
 from hvdx.strategies import parse
-from hvdx.strategies.link import Link
-from hvdx.strategies.prediction import Machine, Situation, measure_memory
 
 STRATEGIES = (
     *("all_reduce:engine=mpi", "all_reduce:engine=mpi,compression=fp16"),
@@ -180,11 +181,11 @@ def codec_seconds(elements: int, meet: Callable[[], object]) -> float:
 def work(given: argparse.Namespace) -> dict[str, Any]:
     """Measure link and codec between the hosts of the lab, then exchange updates; return the figures of this rank."""
     from hvdx import comm as communication
-    from hvdx.strategies import link
+    from hvdx.costs.link import probe
 
     comm = communication.start()
     channel = comm.channel("the benchmark")
-    found = max((link.probe(channel) for _ in range(_PROBES)), key=lambda each: each.bandwidth)
+    found = max((probe(channel) for _ in range(_PROBES)), key=lambda each: each.bandwidth)
     codec = codec_seconds(given.elements, lambda: channel.exchange([])) - found.latency
     made, steps = Made(given.elements), {}
     for spelling, count in given.cases:

@@ -10,11 +10,11 @@ import numpy as np
 from hvdx import codec as codecs
 from hvdx.comm import Comm, progress
 from hvdx.comm.launcher import kernel_threads
+from hvdx.costs.types import Link
 from hvdx.errors import ConfigError, UpdateError
 from hvdx.strategies.base import TensorSpec
 from hvdx.strategies.compiling import prepare_together
 from hvdx.strategies.host import StepInput, find
-from hvdx.strategies.link import Link
 from hvdx.strategies.step import DeviceArrays, Encoded, Encoder
 from hvdx.strategies.threshold.density import INITIAL_DENSITY, STARVED, DensityControl
 from hvdx.strategies.threshold.noise import GatheredSample, NoiseEstimate, SummedSample

@@ -8,8 +8,9 @@ import numpy as np
 
 from hvdx.comm import Comm, clock
 from hvdx.comm.alignment import aligned
+from hvdx.costs.link import probe
+from hvdx.costs.types import Link
 from hvdx.errors import ConfigError
-from hvdx.strategies import link
 from hvdx.strategies.base import TensorSpec, views
 from hvdx.strategies.compiling import prepare_together
 from hvdx.strategies.host import HostExchange, Prepared, StepInput
@@ -107,13 +108,13 @@ class HostsExchange(HostExchange):
         between = self.inner.description or f"all-gather between {self._hosts} hosts"
         return f"the {self._count} workers of each host add up their updates; {between}"
 
-    def _probe(self, between: Comm) -> link.Link:
+    def _probe(self, between: Comm) -> Link:
         """Measure the link of the hosts, which the ranks of a host use at once; the same on all ranks."""
         channel = between.channel("the link between hosts")
-        found = link.probe(channel)
+        found = probe(channel)
         channel.close()
         measured = self._channel.exchange([round(1e9 * found.latency), round(found.bandwidth)]).headers
-        return link.Link(int(measured[:, 0].max()) / 1e9, float(measured[:, 1].min()))
+        return Link(int(measured[:, 0].max()) / 1e9, float(measured[:, 1].min()))
 
     @property
     def telemetry(self) -> Telemetry:

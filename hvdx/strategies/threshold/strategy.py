@@ -14,6 +14,8 @@ from typing import Any, Literal
 import numpy as np
 
 from hvdx.comm import Comm
+from hvdx.costs.model import Situation
+from hvdx.costs.types import Prediction
 from hvdx.errors import ConfigError
 from hvdx.strategies.base import (
     SecondMoments,
@@ -24,7 +26,6 @@ from hvdx.strategies.base import (
     one_of,
 )
 from hvdx.strategies.host import HostExchange
-from hvdx.strategies.prediction import Prediction, Situation
 from hvdx.strategies.serving.step_client import StepClient
 from hvdx.strategies.threshold import costs, warmup
 from hvdx.strategies.threshold.options import Options
