@@ -76,7 +76,8 @@ class Auto(Strategy):
                 chosen = Threshold(placement="gradient", overhead=chosen.overhead)
                 reason += f" This optimiser has no updates, so its gradients are compressed: {chosen}."
             print(f"hvdx: auto: {reason}", file=sys.stderr, flush=True)
-        strategy: Strategy = comm.all_gather_object(chosen, "the strategy")[0]
+        strategy = comm.all_gather_object(chosen, "the strategy")[0]
+        assert strategy is not None  # that of rank 0
         return strategy
 
     def decide(self, situation: Situation, threads: int | None = None) -> tuple[Strategy, str]:

@@ -9,6 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvdx import comm as world
+from hvdx.comm.base import Comm
+from hvdx.comm.mesh import mesh_of
 from hvdx.errors import ConfigError
 from hvdx.keras.shards import shard_of
 from hvdx.strategies import Exchange, Strategy, TensorSpec
@@ -78,9 +80,9 @@ class Adapter:
                 "process_set out."
             )
         if self.strategy.runs == "graph":
-            peers: Any = world.graph_of_peers(self.strategy.placement == "weights", self.strategy.engine)
+            peers: Comm = world.graph_of_peers(self.strategy.placement == "weights", self.strategy.engine)
         else:
-            peers = world.start().mesh.peers
+            peers = mesh_of(world.start()).peers
         return open_split(self.strategy, self.comm, peers, specs, is_part, momentum, self.name)
 
     def reset(self) -> None:

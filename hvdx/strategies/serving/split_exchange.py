@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from hvdx.comm import Comm
+from hvdx.comm.mesh import mesh_of
 from hvdx.strategies.base import TensorSpec
 from hvdx.strategies.host import StepInput
 from hvdx.strategies.serving.client import Call, client_of
@@ -34,7 +35,7 @@ class ServedStep(SplitStep):
     def combine(self, shares: Sequence[Share], given: StepInput) -> list[Any]:
         # The ranks of a group take a step of their split layers together, or skip it.
         mine = given.finite and all(is_finite(t) for t in given.tensors)
-        given = replace(given, finite=not self._comm.mesh.group.any_true(not mine))
+        given = replace(given, finite=not mesh_of(self._comm).group.any_true(not mine))
         calls: list[Call] = []
         for share in shares:
             calls += share.exchange.push(given.part(share.where)) if _served(share) else []
