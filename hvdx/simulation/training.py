@@ -259,7 +259,7 @@ def _train(comm: SimulatedComm, plan: _Plan) -> _Log:
         if comm.rank == 0:
             plan.ended(step)
     mine.resume()
-    late = exchange.flush()
+    late: Any = exchange.flush()
     if late is not None:
         replica.add(late)
     exchange.close()

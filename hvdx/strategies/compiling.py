@@ -1,15 +1,15 @@
 """Compilation of a codec's kernels on all ranks, reported once by rank 0."""
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hvdx.comm import Comm, progress
 
 if TYPE_CHECKING:
-    from hvdx.codec import Codec
+    from hvdx.codec.base import Codec, S
 
 
-def prepare_together(codec: "Codec[Any]", comm: Comm, what: str) -> None:
+def prepare_together(codec: "Codec[S]", comm: Comm, what: str) -> None:
     """Load or compile a codec's kernels on all ranks. Collective.
 
     Args:
@@ -31,7 +31,7 @@ def prepare_together(codec: "Codec[Any]", comm: Comm, what: str) -> None:
         )
 
 
-def announce(codec: "Codec[Any]", what: str, where: str = "") -> None:
+def announce(codec: "Codec[S]", what: str, where: str = "") -> None:
     """Print that kernels are about to be compiled.
 
     Args:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -225,6 +225,6 @@ class ParameterServer(Strategy):
         nothing = np.zeros(joined_residual(saved[0])[1].size)
         return {"residual": np.sum([nothing, *mine], axis=0).astype(np.float32)}
 
-    def _defaults(self) -> dict[str, Any]:
+    def _defaults(self) -> dict[str, object]:
         # With "bound", the default of `max_staleness` is 4.
         return super()._defaults() | ({"max_staleness": _MAX_STALENESS} if "bound" in self.staleness else {})

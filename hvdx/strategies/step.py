@@ -18,6 +18,7 @@ import numpy as np
 
 from hvdx.comm import Comm, clock
 from hvdx.comm.alignment import aligned
+from hvdx.costs.types import Link
 from hvdx.errors import ConfigError, HvdxError, UpdateError, WireError
 from hvdx.strategies.base import TensorSpec, views
 from hvdx.strategies.host import (
@@ -33,7 +34,7 @@ from hvdx.strategies.host import (
 from hvdx.strategies.telemetry import Telemetry
 
 if TYPE_CHECKING:
-    from hvdx.codec import Codec  # imports Numba, which not all strategies need
+    from hvdx.codec.base import Array, Decoder  # imports Numba, which not all strategies need
 
 #: Steps between measurements of the residual, each of which reads all of it.
 RESIDUAL_EVERY = 64
@@ -42,28 +43,28 @@ RESIDUAL_EVERY = 64
 class DeviceArrays(Protocol):
     """Functions for arrays of another device than the host, such as `hvdx.codec.devices.Gpu`."""
 
-    def zeros(self, n: int) -> Any:
+    def zeros(self, n: int) -> "Array":
         """Return float32[n] of zeros."""
 
-    def view(self, array: Any) -> Any:
+    def view(self, array: "Array") -> "Array":
         """Return an array of another library as one that the other functions take without a conversion."""
 
-    def place(self, values: np.ndarray) -> Any:
+    def place(self, values: np.ndarray) -> "Array":
         """Return a copy of a host array."""
 
-    def fetch(self, array: Any) -> np.ndarray:
+    def fetch(self, array: "Array") -> np.ndarray:
         """Return a copy in host memory."""
 
-    def copy(self, array: Any) -> Any:
+    def copy(self, array: "Array") -> "Array":
         """Return a copy on the device."""
 
-    def assign(self, values: np.ndarray, out: Any) -> None:
+    def assign(self, values: np.ndarray, out: "Array") -> None:
         """Copy a host array to an array of the device."""
 
-    def add(self, values: Any, out: Any) -> None:
+    def add(self, values: "Array", out: "Array") -> None:
         """Add an array to another one."""
 
-    def subtract(self, values: Any, out: Any) -> None:
+    def subtract(self, values: "Array", out: "Array") -> None:
         """Subtract an array from another one."""
 
 
@@ -83,8 +84,8 @@ class Encoded:
     """
 
     message: np.ndarray
-    codec: "Codec[Any]"
-    tensors: Sequence[Any] = ()
+    codec: "Decoder"
+    tensors: "Sequence[Array]" = ()
     taus: np.ndarray | None = None
     entries: int | None = None
     density: float = 0.0
@@ -149,7 +150,7 @@ class Encoder(abc.ABC):
         """
         return 1.0
 
-    def observe_sample(self, sample: Any) -> None:
+    def observe_sample(self, sample: object) -> None:
         """Process the sample of gradients of all ranks, as the route returned it."""
         return
 
@@ -241,10 +242,10 @@ class Arrived(abc.ABC):
     decoding: float = 0.0
     sent: int = 0
     received: int = 0
-    sample: Any = None
+    sample: object = None
 
     @abc.abstractmethod
-    def add_to(self, out: Sequence[Any], scale: float, clear: bool) -> None:
+    def add_to(self, out: "Sequence[Array]", scale: float, clear: bool) -> None:
         """Add the sum of the messages that count, times a factor, to an output.
 
         Args:
@@ -343,7 +344,7 @@ class MessageExchange(HostExchange):
         active: Callable[[int], int] | None = None,
         ranks_per_message: int = 1,
         results: Sequence[np.ndarray] | None = None,
-        network: Any = None,
+        network: Link | None = None,
     ):
         super().__init__(specs, Telemetry())
         self.encoder, self.route, self._device = encoder, route, encoder.device
@@ -352,7 +353,7 @@ class MessageExchange(HostExchange):
         self._world_ranks = comm.world_ranks
         # Result of a step.
         self._flat: Any = aligned(self._n if self._device is None else 0)
-        self._out = [] if self._device is not None else views(self._flat, specs)
+        self._out: Sequence[Array] = [] if self._device is not None else views(self._flat, specs)
         # Arrays that are set to the result on the host.
         self._results = list(results) if results is not None else [self._flat]
         self._thread = clock.background("hvdx-exchange") if overlap else None
@@ -368,7 +369,7 @@ class MessageExchange(HostExchange):
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def combine(self, given: StepInput) -> list[np.ndarray]:
+    def combine(self, given: StepInput) -> "Sequence[Array]":
         return self.deliver(self.prepare(given))
 
     def prepare(self, given: StepInput) -> StepInFlight:
@@ -381,7 +382,8 @@ class MessageExchange(HostExchange):
         status, encoded = self._timed("encoding", lambda: self._encode(given, active))
         return StepInFlight(given, status, encoded, active, self._step, self._computing, cost_before, late)
 
-    def deliver(self, prepared: StepInFlight) -> list[np.ndarray]:
+    def deliver(self, prepared: Prepared) -> "Sequence[Array]":
+        assert isinstance(prepared, StepInFlight)  # that of `prepare`
         outgoing, late = self._outgoing(prepared), prepared.late
         # A step in flight must not keep TensorFlow's arrays.
         step = replace(prepared, late=None, given=StepInput(()))
@@ -437,7 +439,7 @@ class MessageExchange(HostExchange):
             raise error if error.rank is None else error.of(self._world_ranks[error.rank]) from None
 
     @property
-    def result(self) -> Any:
+    def result(self) -> "Array":
         """Result of the last step or flush as one array, float32[elements], which the next step overwrites."""
         return self._flat
 
@@ -460,7 +462,7 @@ class MessageExchange(HostExchange):
         self._cost += seconds
         self.telemetry.exchanging += seconds
 
-    def flush(self) -> list[np.ndarray] | None:
+    def flush(self) -> "Sequence[Array] | None":
         if not self.in_flight:
             return None
         late = self._timed("decoding", lambda: self._decode(self._take_pending(), None))
@@ -483,8 +485,8 @@ class MessageExchange(HostExchange):
         return (step, arrived) if self._count(step, arrived, clock.now() - begin) else None
 
     def _decode(
-        self, arrived: tuple[StepInFlight, Arrived] | None, allocate: Callable[[int], Any] | None
-    ) -> list[np.ndarray]:
+        self, arrived: tuple[StepInFlight, Arrived] | None, allocate: "Callable[[int], Array] | None"
+    ) -> "Sequence[Array]":
         """Return the sum of the messages that arrived and of the drained result."""
         if self._device is not None:
             # A new array, because TensorFlow may keep the previous one.

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from hvdx import codec as codecs
+from hvdx.codec.base import Array, Decoder
 from hvdx.comm import Comm, progress
 from hvdx.comm.launcher import kernel_threads
 from hvdx.costs.types import Link
@@ -98,7 +99,7 @@ class ThresholdEncoder(Encoder):
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def _codec_of(self, step: int) -> codecs.Codec[Any]:
+    def _codec_of(self, step: int) -> Decoder:
         """Return the codec of a step, the same on all ranks; bfloat16 in a dense warm-up."""
         if self._warmup.dense(step):
             return self.dense_codec
@@ -176,7 +177,7 @@ class ThresholdEncoder(Encoder):
             )
         return _STARVATION_STEPS
 
-    def _encode_dense(self, tensors: Sequence[Any]) -> Encoded:
+    def _encode_dense(self, tensors: Sequence[Array]) -> Encoded:
         """Encode the whole update as bfloat16; the residual keeps the rounding errors."""
         update = np.concatenate([np.ravel(t if self.device is None else self.device.fetch(t)) for t in tensors])
         update += self.read_residual()
@@ -203,7 +204,7 @@ class ThresholdEncoder(Encoder):
             return
         encoded.codec.decode([encoded.message], [residual])
         at = 0
-        for array in self._order.arranged(encoded.tensors):
+        for array in map(np.asarray, self._order.arranged(encoded.tensors)):
             part = residual[at : at + array.size]
             np.subtract(part, array.reshape(-1), out=part)
             at += array.size
@@ -214,8 +215,8 @@ class ThresholdEncoder(Encoder):
         """Return the factor for optimisers such as Adam; 1 without samples of their gradients."""
         return self.noise.factor(ranks)
 
-    def observe_sample(self, sample: GatheredSample | SummedSample | None) -> None:
-        if sample is not None:
+    def observe_sample(self, sample: object) -> None:
+        if isinstance(sample, GatheredSample | SummedSample):
             sample.add_to(self.noise)
 
     def observe_cost(self, computing: float, costs: Sequence[float]) -> None:
@@ -272,10 +273,10 @@ class _ThroughHost:
 
     device = "cpu"
 
-    def __init__(self, codec: codecs.Codec[Any], arrays: DeviceArrays):
+    def __init__(self, codec: Decoder, arrays: DeviceArrays):
         self._codec, self._arrays = codec, arrays
 
-    def decode(self, messages: Sequence[np.ndarray], out: Sequence[Any], scale: float = 1.0) -> None:
+    def decode(self, messages: Sequence[np.ndarray], out: Sequence[Array], scale: float = 1.0) -> None:
         flat = self._arrays.fetch(out[0])
         self._codec.decode(messages, [flat], scale)
         self._arrays.assign(flat, out[0])

@@ -131,7 +131,7 @@ class HostsExchange(HostExchange):
 
     def prepare(self, given: StepInput) -> _HostStep:
         """Add up the updates of the host, and encode this rank's piece. Collective among the ranks of a host."""
-        inner, tensors = self.inner, given.tensors
+        inner, tensors = self.inner, [np.asarray(t) for t in given.tensors]
         begin = clock.now()
         self._sums.offer(tensors)
         seconds = clock.now() - begin
@@ -162,7 +162,8 @@ class HostsExchange(HostExchange):
         step = _HostStep(given, sent.status, sent, bool(failed))
         return step.skipped(blamed=True) if self._position in failed else step
 
-    def deliver(self, prepared: _HostStep) -> list[np.ndarray]:
+    def deliver(self, prepared: Prepared) -> list[np.ndarray]:
+        assert isinstance(prepared, _HostStep)  # that of `prepare`
         inner = replace(prepared.inner, status=prepared.status)
         self.inner.deliver(inner.skipped(blamed=False) if prepared.is_fine and prepared.others_fail else inner)
         return self._gather()
@@ -186,7 +187,7 @@ class HostsExchange(HostExchange):
     def _gather(self) -> list[np.ndarray]:
         """Gather the results of the host's ranks, and add the drained one."""
         begin = clock.now()
-        waited = self._sums.gather(self.inner.result if self._sums.targets is None else None)
+        waited = self._sums.gather(np.asarray(self.inner.result) if self._sums.targets is None else None)
         out = self._out
         if self._drained is not None:
             out, self._drained = self._own(self._sums.result + self._drained), None

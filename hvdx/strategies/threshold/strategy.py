@@ -9,7 +9,7 @@ import copy
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -353,14 +353,14 @@ class Threshold(Strategy):
         mine["codec.residual"] = residual.astype(np.float32)
         return mine | (reshard(saved, rank, size) if OWNERS in mine else {})
 
-    def _defaults(self) -> dict[str, Any]:
+    def _defaults(self) -> dict[str, object]:
         # Without tau, the default of `target_density` is "auto".
         defaults = super()._defaults() | ({"target_density": "auto"} if self.tau is None else {})
         # `max_staleness` sets the placement.
         return defaults | ({"placement": self.placement} if self.asynchronous else {})
 
 
-def _max_staleness(value: Any) -> int | str:
+def _max_staleness(value: object) -> int | str:
     number = int(value) if isinstance(value, str) and value.isdecimal() else value
     if number != "inf" and (type(number) is not int or number < 0):
         raise ConfigError(f"threshold: max_staleness: expected a number of steps from 0 on, or 'inf', got {value!r}.")
