@@ -63,7 +63,7 @@ class ThresholdEncoder(Encoder):
         self.device: DeviceArrays | None = None if device == "cpu" else self.codec.arrays  # type: ignore[assignment]
         self._dense = codecs.make("bf16")
         self.dense_codec: Any = self._dense if self.device is None else _ThroughHost(self._dense, self.device)
-        self.state: Any = self.codec.init(order.sizes)
+        self.state: codecs.ThresholdState = self.codec.init(order.sizes)
         self.noise = NoiseEstimate()
         self._control: DensityControl | None = None
         self._n, self._rank = sum(s.elements for s in specs), comm.world_ranks[comm.rank]
@@ -205,7 +205,7 @@ class ThresholdEncoder(Encoder):
         encoded.codec.decode([encoded.message], [residual])
         at = 0
         for array in map(np.asarray, self._order.arranged(encoded.tensors)):
-            part = residual[at : at + array.size]
+            part = np.asarray(residual)[at : at + array.size]
             np.subtract(part, array.reshape(-1), out=part)
             at += array.size
 
@@ -240,7 +240,7 @@ class ThresholdEncoder(Encoder):
 
     def write_residual(self, values: np.ndarray) -> None:
         if self.device is None:
-            self.state.residual[:] = self._order.from_vector(values)
+            np.asarray(self.state.residual)[:] = self._order.from_vector(values)
         else:
             self.device.assign(values, self.state.residual)
 

@@ -13,7 +13,7 @@ Sources: DoubleSqueeze (Tang et al. 2019) compresses a second time where updates
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -101,7 +101,7 @@ class ShardedRoute(Route):
         self._out: list[np.ndarray] = []
         self._views: list[np.ndarray] = []
         self._second: codecs.Threshold | None = None
-        self._owner: Any = self._owner_codec(self._density).init([shards.part])
+        self._owner: codecs.ThresholdState = self._owner_codec(self._density).init([shards.part])
         self.description = f"sharded exchange between {self._size} {'hosts' if ranks_per_message > 1 else 'workers'}"
 
     def _owner_codec(self, density: float | None) -> codecs.Threshold:
@@ -188,7 +188,8 @@ class ShardedRoute(Route):
         faults = received.headers[:, 0]
         if faults.any() and not status:
             codec.decode([message], [self._owner.residual])
-            np.subtract(self._owner.residual, self._sum, out=self._owner.residual)
+            residual = np.asarray(self._owner.residual)
+            np.subtract(residual, self._sum, out=residual)
         return replace(
             arrived,
             statuses=faults if faults.any() else arrived.statuses,
@@ -221,7 +222,7 @@ class ShardedRoute(Route):
     # -- state --------------------------------------------------------------------------------------------------------
 
     def residual(self) -> np.ndarray:
-        return self._shards.embed(self._owner.residual, self._rank)
+        return self._shards.embed(np.asarray(self._owner.residual), self._rank)
 
     def arrays(self) -> dict[str, np.ndarray]:
         return {OWNER + name: value for name, value in self._owner.arrays().items()} | {OWNERS: np.array(self._size)}
