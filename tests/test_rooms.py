@@ -17,13 +17,14 @@ MAY = {
     "version": set(),
     "log": set(),
     "codec": {"numpy", "xxhash", "hvdx.kernels", "hvdx.cache", "hvdx.errors"},
-    "strategies": {"numpy", "hvdx.comm", "hvdx.codec", "hvdx.errors", "hvdx.log"},
-    "simulation": {"numpy", "hvdx.comm", "hvdx.strategies", "hvdx.errors"},
+    "costs": {"numpy", "hvdx.comm", "hvdx.codec"},
+    "strategies": {"numpy", "hvdx.comm", "hvdx.codec", "hvdx.costs", "hvdx.errors", "hvdx.log"},
+    "simulation": {"numpy", "hvdx.comm", "hvdx.strategies", "hvdx.costs", "hvdx.errors"},
     "report": {"numpy", "matplotlib", "jinja2", "hvdx.errors", "hvdx.log"},
     "comm": None,
     "keras": {
         *("numpy", "tensorflow", "keras", "xxhash"),
-        *("hvdx.strategies", "hvdx.comm", "hvdx.report", "hvdx.errors", "hvdx.log", "hvdx.version"),
+        *("hvdx.strategies", "hvdx.comm", "hvdx.costs", "hvdx.report", "hvdx.errors", "hvdx.log", "hvdx.version"),
         # Checkpoints are written by the functions that write the files of `hvdx average`.
         *("hvdx.averaging.dtypes", "hvdx.averaging.extents", "hvdx.averaging.output", "hvdx.averaging.safetensors"),
     },
@@ -100,6 +101,7 @@ def test_table_can_fail(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
     cases = {
         "kernels": "from hvdx.errors import HvdxError",
+        "costs": "from hvdx.strategies.base import Strategy",
         "strategies": "import keras",
         "keras": "from hvdx.codec import make",
         "comm": "import mpi4py\nfrom horovod import tensorflow",
@@ -185,6 +187,24 @@ def test_circle_of_packages_is_found():
     assert circle_in(graph) == []
     assert packages_in(graph) == ["hvdx.r", "hvdx.r.a", "hvdx.r.b"]
     assert circle_in(children_of("hvdx.r", graph)) == ["hvdx.r.a", "hvdx.r.b", "hvdx.r.a"]
+
+
+def reached(graph, module):
+    """Return the modules of hvdx that a module imports, and that these import in turn."""
+    found, waiting = set(), [module]
+    while waiting:
+        new = graph[waiting.pop()] - found
+        found |= new
+        waiting += new
+    return found
+
+
+def test_contract_of_a_strategy_needs_nothing_that_measures():
+    files = {name_of(path): path for _, path in sources()}
+    found = reached(graph_of(files.values()), "hvdx.strategies.base")
+    assert {"hvdx.comm.base", "hvdx.costs.types"} <= found
+    assert not found & {"hvdx.costs.measure", "hvdx.costs.link"}
+    assert [m for m in sorted(found) if {"socket", "mpi4py"} & {name for name, *_ in imports(files[m])}] == []
 
 
 def strategies():

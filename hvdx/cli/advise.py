@@ -21,8 +21,8 @@ from hvdx.log import Log
 if TYPE_CHECKING:
     from hvdx.cli.advising.answer import Answer
     from hvdx.cli.advising.script import Training
-    from hvdx.strategies.link import Link
-    from hvdx.strategies.prediction import Machine, Situation
+    from hvdx.costs.model import Situation
+    from hvdx.costs.types import Link, Machine
 
 _log = Log(__name__)
 
@@ -129,7 +129,7 @@ def given_link(bandwidth: str, latency: float = LATENCY) -> "Link":
     Raises:
         ConfigError: if the bandwidth has another form.
     """
-    from hvdx.strategies.link import Link
+    from hvdx.costs.types import Link
 
     try:
         rate = parse_rate(bandwidth)
@@ -190,7 +190,7 @@ def _report(
 ) -> int:
     """Predict for each link, print, and write the JSON file."""
     from hvdx.cli.advising import answer
-    from hvdx.strategies.prediction import one_worker
+    from hvdx.costs.model import one_worker
 
     alone, shared, machine = measured
     fits = [count for count in workers if count <= (alone.batches or count)]

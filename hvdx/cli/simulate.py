@@ -15,11 +15,10 @@ from hvdx.errors import ConfigError
 from hvdx.log import Log
 
 if TYPE_CHECKING:
+    from hvdx.costs.types import Link, Machine
     from hvdx.simulation.training import Outcome, Setting
     from hvdx.simulation.workloads import Workload
     from hvdx.strategies import Strategy
-    from hvdx.strategies.link import Link
-    from hvdx.strategies.prediction import Machine
 
 _log = Log(__name__)
 
@@ -222,20 +221,22 @@ def _workload(args: argparse.Namespace) -> "Workload":
 
 def _machine(args: argparse.Namespace, elements: int) -> "Machine":
     """Return the speeds of a worker's machine: passes over memory and TCP of this one, times --core-speed."""
-    from hvdx.strategies import prediction
+    from hvdx.costs.measure import measure_memory, measure_network
+    from hvdx.costs.types import Machine
 
     if math.isinf(args.core_speed):
-        return prediction.Machine()
+        return Machine()
     speed = args.core_speed
-    (memory, half), (message, transport) = prediction.measure_memory(elements), prediction.measure_network()
-    return prediction.Machine(speed * memory, half / speed, message / speed, speed * transport)
+    (memory, half), (message, transport) = measure_memory(elements), measure_network()
+    return Machine(speed * memory, half / speed, message / speed, speed * transport)
 
 
 def _setting(
     args: argparse.Namespace, count: int, link: "Link", machine: "Machine", slow: dict[int, float], workload: "Workload"
 ) -> "Setting":
+    from hvdx.costs.measure import installed_engine
+    from hvdx.costs.model import Situation
     from hvdx.simulation.training import Setting
-    from hvdx.strategies.prediction import Situation, installed_engine
 
     sizes = tuple(s.elements for s in workload.specs)
     situation = Situation(

@@ -15,9 +15,34 @@ it can be saved and loaded. The codec itself holds no state. Every codec keeps t
 
 import abc
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from types import EllipsisType
+from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeVar, cast
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from hvdx.kernels.arrays import Float32Array
+
+
+class Array(Protocol):
+    """Contiguous array of float32 in the memory of a host or a GPU, such as one of NumPy or Numba."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Extent of each dimension."""
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+
+    def __array__(self) -> np.ndarray: ...
+
+    def __setitem__(self, index: EllipsisType, value: float) -> None: ...
+
+
+def as_numpy(arrays: Sequence[Array]) -> "Sequence[Float32Array]":
+    """Return the arrays of the host, for the type checker; the kernels check what they are."""
+    return cast("Sequence[Float32Array]", arrays)
 
 
 class State(abc.ABC):
@@ -36,6 +61,16 @@ class Nothing(State):
 
 
 S = TypeVar("S", bound=State)
+
+
+class Decoder(Protocol):
+    """Codec as a receiver of messages sees it, without the state of an encoder."""
+
+    def decode(self, messages: Sequence[np.ndarray], out: Sequence[Array], scale: float = 1.0) -> None:
+        """See `Codec.decode`."""
+
+    def decode_sum(self, messages: Sequence[np.ndarray], out: Sequence[Array], scale: float = 1.0) -> None:
+        """See `Codec.decode_sum`."""
 
 
 class Codec(abc.ABC, Generic[S]):
@@ -59,7 +94,7 @@ class Codec(abc.ABC, Generic[S]):
         """
 
     @abc.abstractmethod
-    def encode(self, update: Sequence[Any], state: S) -> tuple[np.ndarray, S]:
+    def encode(self, update: Sequence[Array], state: S) -> tuple[np.ndarray, S]:
         """Encode an update as a message.
 
         Args:
@@ -75,7 +110,7 @@ class Codec(abc.ABC, Generic[S]):
         """
 
     @abc.abstractmethod
-    def decode(self, messages: Sequence[np.ndarray], out: Sequence[Any], scale: float = 1.0) -> None:
+    def decode(self, messages: Sequence[np.ndarray], out: Sequence[Array], scale: float = 1.0) -> None:
         """Decode messages and add them, times `scale`, to an output, one message after another.
 
         Args:
@@ -90,7 +125,7 @@ class Codec(abc.ABC, Generic[S]):
                 unchanged.
         """
 
-    def decode_sum(self, messages: Sequence[np.ndarray], out: Sequence[Any], scale: float = 1.0) -> None:
+    def decode_sum(self, messages: Sequence[np.ndarray], out: Sequence[Array], scale: float = 1.0) -> None:
         """Set an output to the sum of messages: to zeros, to which `decode` adds the messages.
 
         The sum has the same bits as if `out` had been cleared and `decode` called. A codec may override this method to

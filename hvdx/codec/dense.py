@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from hvdx.codec import frame, halves, varint
-from hvdx.codec.base import Codec, Nothing
+from hvdx.codec.base import Array, Codec, Nothing, as_numpy
 from hvdx.errors import UpdateError, WireError
 from hvdx.kernels.pieces import check_arrays
 
@@ -28,8 +28,8 @@ class Dense(Codec[Nothing]):
     def restore(self, arrays: Mapping[str, np.ndarray], sizes: Sequence[int]) -> Nothing:
         return Nothing()
 
-    def encode(self, update: Sequence[np.ndarray], state: Nothing) -> tuple[np.ndarray, Nothing]:
-        n = check_arrays(update, "update")
+    def encode(self, update: Sequence[Array], state: Nothing) -> tuple[np.ndarray, Nothing]:
+        n = check_arrays(as_numpy(update), "update")
         header = bytes(frame.SIZE) + varint.put(n)
         message = np.empty(len(header) + n * np.dtype(self._wire).itemsize, np.uint8)
         message[: len(header)] = np.frombuffer(header, np.uint8)
@@ -47,8 +47,8 @@ class Dense(Codec[Nothing]):
                 )
         return frame.seal(message, self.number), state
 
-    def decode(self, messages: Sequence[np.ndarray], out: Sequence[np.ndarray], scale: float = 1.0) -> None:
-        n = check_arrays(out, "out", writable=True)
+    def decode(self, messages: Sequence[np.ndarray], out: Sequence[Array], scale: float = 1.0) -> None:
+        n = check_arrays(as_numpy(out), "out", writable=True)
         bodies = []
         for rank, message in enumerate(messages):
             body = frame.unseal(message, self.number, self.name, rank)
@@ -131,11 +131,11 @@ class Bfloat16(Dense):
         return (coded.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
-def _chunks(arrays: Sequence[np.ndarray]) -> Iterator[tuple[int, int, int, np.ndarray]]:
+def _chunks(arrays: Sequence[Array]) -> Iterator[tuple[int, int, int, np.ndarray]]:
     """Yield chunks of all arrays as (array number, offset in the array, offset in all elements, float32 view)."""
     at = 0
     for i, array in enumerate(arrays):
-        flat = array.reshape(-1)
+        flat = np.asarray(array).reshape(-1)
         for first in range(0, flat.size, _CHUNK):
             yield i, first, at + first, flat[first : first + _CHUNK]
         at += flat.size

@@ -6,14 +6,22 @@ import os
 from collections.abc import Callable, Sequence
 from threading import Lock
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar, cast
 
 import numpy as np
 
+from hvdx.codec.base import Array, as_numpy
 from hvdx.errors import ConfigError
 from hvdx.kernels import cpu
+from hvdx.kernels.arrays import Float32Array
 from hvdx.kernels.pieces import SIZE, aligned, locate
 from hvdx.kernels.tiles import LAYOUT, Encoded, Layout, Runs, factors
+
+if TYPE_CHECKING:
+    from hvdx.kernels import cuda  # imports numba-cuda, which may be missing
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Host:
@@ -22,13 +30,13 @@ class Host:
     def __init__(self, threads: int | None) -> None:
         self.threads = threads
 
-    def check(self, arrays: Sequence[Any], what: str, writable: bool = False, stream: Any = None) -> list[int]:
+    def check(self, arrays: Sequence[Array], what: str, writable: bool = False, stream: object = None) -> list[int]:
         """Return the arrays' sizes; raise TypeError or ValueError unless the kernels can use the arrays in place."""
         if stream is not None:
             raise ValueError(
                 f"stream: expected none for device='cpu', got {type(stream).__name__}. Give device='cuda' or no stream."
             )
-        sizes: list[int] = locate(arrays, what, writable)[:, SIZE].tolist()
+        sizes: list[int] = locate(as_numpy(arrays), what, writable)[:, SIZE].tolist()
         return sizes
 
     def place(self, values: np.ndarray) -> np.ndarray:
@@ -37,15 +45,15 @@ class Host:
         placed[:] = values
         return placed
 
-    def fetch(self, array: np.ndarray) -> np.ndarray:
+    def fetch(self, array: Array) -> np.ndarray:
         """Return a copy as a NumPy array."""
-        return array.copy()
+        return np.array(array)
 
-    def item(self, array: np.ndarray, element: int) -> np.float32:
+    def item(self, array: Array, element: int) -> np.float32:
         """Return one element of an array, read as a vector."""
-        return np.float32(array.reshape(-1)[element])
+        return np.float32(np.asarray(array).reshape(-1)[element])
 
-    def histogram(self, update: Sequence[Any], lengths: np.ndarray, lookahead: float, stream: Any) -> np.ndarray:
+    def histogram(self, update: Sequence[Array], lengths: np.ndarray, lookahead: float, stream: object) -> np.ndarray:
         """Return the histograms of (1 + lookahead) * update, int64[R, 2048]; see `cpu.histogram`."""
         scale, _ = factors(lookahead)
         # `encode` refuses what overflows.
@@ -58,12 +66,12 @@ class Host:
         return cpu.Workspace(n, runs, _layout(part) if part else LAYOUT, self.threads)
 
     def encode(
-        self, update: Sequence[Any], residual: Any, runs: Runs, rice: bool, header: bytes, work: Any, lookahead: float,
-        stream: Any,
+        self, update: Sequence[Array], residual: Array, runs: Runs, rice: bool, header: bytes, work: cpu.Workspace,
+        lookahead: float, stream: object,
     ) -> tuple[np.ndarray, Encoded]:  # fmt: skip
         """Encode, and change `residual` in place. Return the message, which begins with `header`, and the counts."""
         coded = cpu.encode(
-            update, residual, runs, rice, work.layout,
+            as_numpy(update), cast(Float32Array, residual), runs, rice, work.layout,
             threads=work.threads, reserve=len(header), workspace=work, lookahead=lookahead,
         )  # fmt: skip
         if coded.fault < 0:
@@ -71,11 +79,11 @@ class Host:
         return coded.tiles, coded
 
     def decode(
-        self, messages: Sequence[tuple[np.ndarray, Runs]], scale: float, out: Sequence[Any], rice: bool, clear: bool,
-        stream: Any,
+        self, messages: Sequence[tuple[np.ndarray, Runs]], scale: float, out: Sequence[Array], rice: bool, clear: bool,
+        stream: object,
     ) -> None:  # fmt: skip
         """Add messages to `out`, or with `clear` to zeros; raise Malformed if one is invalid."""
-        cpu.decode(messages, scale, out, rice, self.threads, clear)
+        cpu.decode(messages, scale, as_numpy(out), rice, self.threads, clear)
 
 
 def _layout(part: int) -> Layout:
@@ -86,11 +94,11 @@ def _layout(part: int) -> Layout:
     return LAYOUT._replace(region=part // regions, tile_min=1, group_regions=1)
 
 
-def _there(method: Callable[..., Any]) -> Callable[..., Any]:
+def _there(method: Callable[Concatenate["Gpu", P], R]) -> Callable[Concatenate["Gpu", P], R]:
     """Make a method of `Gpu` use its GPU, whatever the calling thread has used before."""
 
     @functools.wraps(method)
-    def on_gpu(self: "Gpu", *arguments: Any, **options: Any) -> Any:
+    def on_gpu(self: "Gpu", *arguments: P.args, **options: P.kwargs) -> R:
         with self._cuda.on(self._index):
             return method(self, *arguments, **options)
 
@@ -125,61 +133,61 @@ class Gpu:
         self._decoding, self._one = cuda.Scratch(), Lock()
 
     @_there
-    def check(self, arrays: Sequence[Any], what: str, writable: bool = False, stream: Any = None) -> list[int]:
+    def check(self, arrays: Sequence[Array], what: str, writable: bool = False, stream: object = None) -> list[int]:
         """Return the arrays' sizes; raise TypeError unless they are on a GPU."""
         stream = self._cuda.as_stream(stream)
         return [math.prod(self._cuda.as_device(a, f"{what}[{i}]", stream).shape) for i, a in enumerate(arrays)]
 
     @_there
-    def view(self, array: Any) -> Any:
+    def view(self, array: Array) -> Array:
         """Return an array of another library as one of Numba, without a copy."""
         return self._cuda.as_device(array)
 
     @_there
-    def place(self, values: np.ndarray) -> Any:
+    def place(self, values: np.ndarray) -> Array:
         """Return a copy on the GPU."""
         return self._cuda.to_device(values)
 
     @_there
-    def fetch(self, array: Any) -> np.ndarray:
+    def fetch(self, array: Array) -> np.ndarray:
         """Return a copy as a NumPy array."""
         return self._cuda.as_device(array).copy_to_host()
 
     @_there
-    def item(self, array: Any, element: int) -> np.float32:
+    def item(self, array: Array, element: int) -> np.float32:
         """Return one element of an array, read as a vector."""
-        array = self._cuda.as_device(array)
-        flat = array if array.ndim == 1 else array.reshape(array.size)
+        there = self._cuda.as_device(array)
+        flat = there if there.ndim == 1 else there.reshape(there.size)
         return np.float32(flat[element : element + 1].copy_to_host()[0])
 
     @_there
-    def zeros(self, n: int) -> Any:
+    def zeros(self, n: int) -> Array:
         """Return a new float32[n] of zeros on the GPU."""
         return self._cuda.zeros(n)
 
     @_there
-    def assign(self, values: np.ndarray, out: Any) -> None:
+    def assign(self, values: np.ndarray, out: Array) -> None:
         """Copy a NumPy array to an array on the GPU."""
         self._cuda.as_device(out).copy_to_device(values)
 
     @_there
-    def subtract(self, values: Any, out: Any) -> None:
+    def subtract(self, values: Array, out: Array) -> None:
         """Subtract an array on the GPU from another one."""
         self._cuda.subtract(values, out)
 
     @_there
-    def histogram(self, update: Sequence[Any], lengths: np.ndarray, lookahead: float, stream: Any) -> np.ndarray:
+    def histogram(self, update: Sequence[Array], lengths: np.ndarray, lookahead: float, stream: object) -> np.ndarray:
         """Return the histograms of (1 + lookahead) * update, int64[R, 2048]; see `cpu.histogram`."""
         return self._cuda.histogram(update, lengths, lookahead, stream)
 
-    def workspace(self, n: int, runs: int, part: int = 0) -> Any:
+    def workspace(self, n: int, runs: int, part: int = 0) -> "cuda.Scratch":
         """Return scratch memory for `encode`, which writes tiles without regard to parts."""
         return self._cuda.Scratch()
 
     @_there
     def encode(
-        self, update: Sequence[Any], residual: Any, runs: Runs, rice: bool, header: bytes, work: Any, lookahead: float,
-        stream: Any,
+        self, update: Sequence[Array], residual: Array, runs: Runs, rice: bool, header: bytes, work: "cuda.Scratch",
+        lookahead: float, stream: object,
     ) -> tuple[np.ndarray, Encoded]:  # fmt: skip
         """Encode, and change `residual` in place. Return the message, which begins with `header`, and the counts."""
         stream = self._cuda.as_stream(stream)
@@ -192,8 +200,8 @@ class Gpu:
 
     @_there
     def decode(
-        self, messages: Sequence[tuple[np.ndarray, Runs]], scale: float, out: Sequence[Any], rice: bool, clear: bool,
-        stream: Any,
+        self, messages: Sequence[tuple[np.ndarray, Runs]], scale: float, out: Sequence[Array], rice: bool, clear: bool,
+        stream: object,
     ) -> None:  # fmt: skip
         """Add messages to `out`, or with `clear` to zeros; raise Malformed if one is invalid."""
         if clear:

@@ -5,7 +5,7 @@ import inspect
 from importlib.metadata import entry_points
 from typing import Any
 
-from hvdx.codec.base import Codec
+from hvdx.codec.base import Codec, State
 from hvdx.codec.dense import Bfloat16, Float16, Raw
 from hvdx.codec.threshold import Threshold
 from hvdx.errors import ConfigError
@@ -13,10 +13,10 @@ from hvdx.errors import ConfigError
 #: Group of entry points by which other packages register their codecs.
 GROUP = "hvdx.codecs"
 
-CODECS: dict[str, type[Codec]] = {cls.name: cls for cls in (Raw, Float16, Bfloat16, Threshold)}
+CODECS: dict[str, type[Codec[Any]]] = {cls.name: cls for cls in (Raw, Float16, Bfloat16, Threshold)}
 
 
-def make(name: str, **options: Any) -> Codec:
+def make(name: str, **options: object) -> Codec[State]:
     """Make a codec.
 
     Args:
@@ -41,7 +41,7 @@ def make(name: str, **options: Any) -> Codec:
         if option not in known:
             listed = ", ".join(str(p) for p in known.values()) or "none"
             raise ConfigError(f"codec {name}: unknown option {option!r}. Its options: {listed}.")
-    codec: Codec[Any] = cls(**options)
+    codec: Codec[State] = cls(**options)
     return codec
 
 

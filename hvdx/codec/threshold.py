@@ -17,7 +17,7 @@ import numpy as np
 
 from hvdx.cache import kernels_folder
 from hvdx.codec import frame, tau, varint
-from hvdx.codec.base import Codec, State
+from hvdx.codec.base import Array, Codec, State
 from hvdx.codec.devices import Gpu, Host, gpu
 from hvdx.codec.parts import cut_tiles, join_tiles
 from hvdx.errors import ConfigError, UpdateError, WireError
@@ -55,7 +55,7 @@ class ThresholdState(State):
     """
 
     sizes: tuple[int, ...]
-    residual: Any
+    residual: Array
     lengths: np.ndarray
     taus: np.ndarray
     found: np.ndarray
@@ -214,7 +214,7 @@ class Threshold(Codec[ThresholdState]):
         return self._device
 
     def encode(
-        self, update: Sequence[np.ndarray], state: ThresholdState, lookahead: float = 0.0, stream: Any = None
+        self, update: Sequence[Array], state: ThresholdState, lookahead: float = 0.0, stream: object = None
     ) -> tuple[np.ndarray, ThresholdState]:
         """Encode an update as a message, as `Codec.encode` does.
 
@@ -256,19 +256,19 @@ class Threshold(Codec[ThresholdState]):
         return frame.seal(message, self._wire_number), after
 
     def decode(
-        self, messages: Sequence[np.ndarray], out: Sequence[np.ndarray], scale: float = 1.0, stream: Any = None
+        self, messages: Sequence[np.ndarray], out: Sequence[Array], scale: float = 1.0, stream: object = None
     ) -> None:
         """Decode messages as `Codec.decode` does; `stream` is that of `encode`."""
         self._decode(messages, out, scale, False, stream)
 
     def decode_sum(
-        self, messages: Sequence[np.ndarray], out: Sequence[np.ndarray], scale: float = 1.0, stream: Any = None
+        self, messages: Sequence[np.ndarray], out: Sequence[Array], scale: float = 1.0, stream: object = None
     ) -> None:
         """Decode messages as `Codec.decode_sum` does; `stream` is that of `encode`."""
         self._decode(messages, out, scale, True, stream)
 
     def _decode(
-        self, messages: Sequence[np.ndarray], out: Sequence[np.ndarray], scale: float, clear: bool, stream: Any
+        self, messages: Sequence[np.ndarray], out: Sequence[Array], scale: float, clear: bool, stream: object
     ) -> None:
         self.prepare()
         n = sum(self._device.check(out, "out", writable=True, stream=stream))
@@ -369,7 +369,7 @@ class Threshold(Codec[ThresholdState]):
         return replace(fresh, **new)
 
     def _encode(
-        self, update: Sequence[Any], state: ThresholdState, lookahead: float, stream: Any
+        self, update: Sequence[Array], state: ThresholdState, lookahead: float, stream: object
     ) -> tuple[np.ndarray, Encoded, np.ndarray, np.ndarray, np.ndarray]:
         """Return the message, the counts, and the taus, found and floors used. Raise _Refused if there is a fault."""
         taus, found, floors = state.taus, state.found, state.floors
@@ -444,7 +444,7 @@ class Threshold(Codec[ThresholdState]):
         return taus, means
 
     def _cannot_send(
-        self, update: Sequence[Any], state: ThresholdState, fault: int, taus: np.ndarray, lookahead: float
+        self, update: Sequence[Array], state: ThresholdState, fault: int, taus: np.ndarray, lookahead: float
     ) -> UpdateError:
         """Return the error for the element at index `fault`."""
         variable, element = 0, fault
@@ -462,7 +462,7 @@ class Threshold(Codec[ThresholdState]):
         return UpdateError(f"is {value}, {why}.", variable, element)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float | np.number) and not isinstance(value, bool)
 
 

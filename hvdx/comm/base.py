@@ -9,9 +9,10 @@ communicator that cannot reach a rank raises an error after its time limit.
 import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, Protocol, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from hvdx.comm.alignment import aligned
 
@@ -20,6 +21,31 @@ Wire = Literal["none", "fp16", "bf16"]
 Engine = Literal["auto", "horovod", "mpi"]
 # Block size of `Channel.sum_in_order`, in bytes: MPI counts in a C int, and small blocks keep the buffers small.
 _BLOCK_BYTES = 1 << 26
+
+
+T = TypeVar("T")
+
+
+class DType(Protocol):
+    """Element type of a tensor, `tf.DType`."""
+
+    @property
+    def name(self) -> str:
+        """Name, such as "float32"."""
+
+
+class Tensor(Protocol):
+    """Tensor of TensorFlow: `tf.Tensor`, or for a gradient also `tf.IndexedSlices`, which has only a dtype."""
+
+    @property
+    def dtype(self) -> DType:
+        """Type of the elements."""
+
+    def __getitem__(self, index: slice) -> "Tensor": ...
+
+    def __mul__(self, other: float) -> "Tensor": ...
+
+    def __truediv__(self, other: "Tensor") -> "Tensor": ...
 
 
 @dataclass(frozen=True)
@@ -280,7 +306,7 @@ class Comm(abc.ABC):
         servers: number of server ranks outside the group; mailboxes number them from `size` on.
         serves: True if this process is a server rank.
         hosts: name of each rank's host.
-        mesh: `hvdx.comm.mesh.Mesh` of the ranks, if they split layers; otherwise None.
+        mesh: `Mesh` of the ranks, if they split layers; otherwise None.
         parent: communicator of which `divide` made this one; None if it made none.
         parent_ranks: rank in the parent of each rank; None if there is no parent.
         library: name and version of the MPI library; "" without one.
@@ -295,7 +321,7 @@ class Comm(abc.ABC):
     servers: int = 0
     serves: bool = False
     hosts: Sequence[str] = ("",)
-    mesh: Any = None
+    mesh: "Mesh | None" = None
     parent: "Comm | None" = None
     parent_ranks: Sequence[int] | None = None
     library: str = ""
@@ -314,7 +340,7 @@ class Comm(abc.ABC):
         return self.size
 
     @abc.abstractmethod
-    def all_gather_object(self, value: Any, what: str) -> list[Any]:
+    def all_gather_object(self, value: T, what: str) -> list[T]:
         """Gather one value from each rank.
 
         Args:
@@ -338,7 +364,7 @@ class Comm(abc.ABC):
         """
 
     @abc.abstractmethod
-    def broadcast(self, tensors: Sequence[Any], root: int, what: str) -> list[Any]:
+    def broadcast(self, tensors: Sequence[npt.ArrayLike], root: int, what: str) -> Sequence[npt.ArrayLike]:
         """Send the tensors of the root to every rank.
 
         Args:
@@ -399,11 +425,48 @@ class Comm(abc.ABC):
         """Disconnect from the other ranks. Nothing may be sent afterwards."""
 
 
+@dataclass(frozen=True)
+class Mesh:
+    """Position of this rank in its group and among its peers.
+
+    Attributes:
+        groups: ranks of each group, each by position.
+        index: number of this rank's group.
+        position: position of this rank in its group, which is the number of its part of a split layer.
+        group: communicator of the group, ranked by position.
+        peers: communicator of the ranks with this position in all groups, ranked by group.
+        channel: channel of the group, for the collectives of split layers.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    index: int
+    position: int
+    group: Comm
+    peers: Comm
+    channel: Channel
+
+    @property
+    def split(self) -> int:
+        """Number of ranks in a group."""
+        return len(self.groups[0])
+
+    @property
+    def peer_ranks(self) -> list[list[int]]:
+        """Ranks of each set of peers, by position."""
+        return [list(ranks) for ranks in zip(*self.groups, strict=True)]
+
+    def close(self) -> None:
+        """Free the channels. Collective."""
+        self.channel.close()
+        self.group.close()
+        self.peers.close()
+
+
 class GraphComm(Comm):
     """Communicator with collectives that also work inside a TensorFlow graph."""
 
     @abc.abstractmethod
-    def all_reduce(self, tensors: Sequence[Any], how: Reduction, name: str) -> list[Any]:
+    def all_reduce(self, tensors: Sequence[Tensor], how: Reduction, name: str) -> list[Tensor]:
         """Sum or average tensors over the ranks, inside a TensorFlow graph or eagerly.
 
         Args:
@@ -416,7 +479,7 @@ class GraphComm(Comm):
         """
 
     @abc.abstractmethod
-    def all_gather(self, tensor: Any, name: str) -> Any:
+    def all_gather(self, tensor: Tensor, name: str) -> Tensor:
         """Concatenate the ranks' tensors along their first dimension, in rank order.
 
         Args:
@@ -425,7 +488,7 @@ class GraphComm(Comm):
         """
 
     @abc.abstractmethod
-    def all_to_all(self, tensor: Any, splits: Any, name: str) -> tuple[Any, Any]:
+    def all_to_all(self, tensor: Tensor, splits: Tensor, name: str) -> tuple[Tensor, Tensor]:
         """Send every rank its rows of this rank's tensor, inside a TensorFlow graph or eagerly.
 
         Args:

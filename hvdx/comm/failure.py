@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from hvdx.comm import mpi, progress, watchdog
 from hvdx.errors import HvdxError
@@ -126,10 +126,10 @@ class _Exit(SystemExit):
 
 
 # The argument of the `sys.exit` that ends this process; empty if there was none.
-_ending: list[Any] = []
+_ending: list[object] = []
 
 
-def _exit(status: Any = None, /) -> NoReturn:
+def _exit(status: object = None, /) -> NoReturn:
     raise _Exit(status)
 
 

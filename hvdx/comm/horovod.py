@@ -8,13 +8,14 @@ import pickle
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from hvdx.comm import failure, mpi
-from hvdx.comm.base import Channel, Comm, Mailbox, Place, Reduction
+from hvdx.comm.base import Channel, Comm, Mailbox, Place, Reduction, T
 from hvdx.comm.launcher import Launch
 from hvdx.comm.tensors import TensorComm, device_scope
 from hvdx.errors import ConfigError, HorovodError
@@ -36,7 +37,7 @@ _CARRIED = (
 )
 
 
-def load() -> Any:
+def load() -> ModuleType:
     """Import and return `horovod.tensorflow`.
 
     Raises:
@@ -83,7 +84,7 @@ class HorovodComm(TensorComm):
         LaunchError: if Horovod's world differs from the launcher's.
     """
 
-    def __init__(self, launch: Launch, rarely: bool = False, group: Any = None):
+    def __init__(self, launch: Launch, rarely: bool = False, group: object = None):
         limit = _RARE_STALL_SECONDS if rarely else _STALL_SECONDS
         os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", limit)
         if rarely:
@@ -108,9 +109,9 @@ class HorovodComm(TensorComm):
         self.cross_rank, self.cross_size = hvd.cross_rank(), hvd.cross_size()
         self._set = hvd.global_process_set
         self._ranks: Sequence[int] = range(self.size)
-        self._sets: dict[tuple[int, ...], Any] = {}
+        self._sets: dict[tuple[int, ...], object] = {}
 
-    def all_gather_object(self, value: Any, what: str) -> list[Any]:
+    def all_gather_object(self, value: T, what: str) -> list[T]:
         message = np.frombuffer(pickle.dumps(value), dtype=np.uint8)
         with tf.device("CPU:0"):
             sizes = self.all_gather(tf.constant([message.size], tf.int64), f"{what}.sizes").numpy()
@@ -126,7 +127,7 @@ class HorovodComm(TensorComm):
                 tensor, op=self._hvd.Sum, name=_tag(what), ignore_name_scope=True, process_set=self._set
             ).numpy()
 
-    def broadcast(self, tensors: Sequence[Any], root: int, what: str) -> list[Any]:
+    def broadcast(self, tensors: Sequence[npt.ArrayLike], root: int, what: str) -> Sequence[npt.ArrayLike]:
         # In a graph the collectives have the same names on all ranks, and run concurrently.
         @tf.function(autograph=False)
         def run(values: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -146,11 +147,11 @@ class HorovodComm(TensorComm):
 
         return run(list(tensors)) if tensors else []
 
-    def all_gather(self, tensor: Any, name: str) -> Any:
+    def all_gather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         rows = self._hvd.allgather(_packed(tensor), name=_tag(name), ignore_name_scope=True, process_set=self._set)
         return _unpacked(rows, tensor.dtype)
 
-    def all_to_all(self, tensor: Any, splits: Any, name: str) -> tuple[Any, Any]:
+    def all_to_all(self, tensor: tf.Tensor, splits: tf.Tensor, name: str) -> tuple[tf.Tensor, tf.Tensor]:
         rows, numbers = self._hvd.alltoall(
             _packed(tensor), splits=splits, name=_tag(name), ignore_name_scope=True, process_set=self._set
         )
@@ -189,7 +190,7 @@ class HorovodComm(TensorComm):
     def close(self) -> None:
         self._hvd.shutdown()
 
-    def reduce_group(self, tensors: list[Any], how: Reduction, name: str) -> list[Any]:
+    def reduce_group(self, tensors: list[tf.Tensor], how: Reduction, name: str) -> list[tf.Tensor]:
         if how.wire == "bf16":
             return self._reduce_bf16(tensors, how, name)
         # One collective has one dtype, and none has bfloat16.
@@ -202,7 +203,7 @@ class HorovodComm(TensorComm):
                 result[i] = tensor
         return result
 
-    def _reduce_alike(self, tensors: list[Any], how: Reduction, name: str) -> list[Any]:
+    def _reduce_alike(self, tensors: list[tf.Tensor], how: Reduction, name: str) -> list[tf.Tensor]:
         """All-reduce tensors of one dtype."""
         hvd = self._hvd
         scale = how.predivide if how.average else 1.0
@@ -219,7 +220,7 @@ class HorovodComm(TensorComm):
                 process_set=self._set,
             )
 
-    def _reduce_bf16(self, tensors: list[Any], how: Reduction, name: str) -> list[Any]:
+    def _reduce_bf16(self, tensors: list[tf.Tensor], how: Reduction, name: str) -> list[tf.Tensor]:
         """All-reduce with bfloat16 on the network, a dtype that Horovod does not have.
 
         Each rank sums one part in float32 and sends it to the others, as in the two halves of a ring all-reduce.
@@ -251,12 +252,12 @@ class HorovodComm(TensorComm):
             return [tf.cast(tf.reshape(piece, tf.shape(t)), t.dtype) for piece, t in zip(pieces, tensors, strict=True)]
 
 
-def _packed(tensor: Any) -> Any:
+def _packed(tensor: tf.Tensor) -> tf.Tensor:
     """Return a tensor, or its bytes along a last dimension if Horovod cannot move its dtype."""
     return tensor if tensor.dtype in _CARRIED else tf.bitcast(tensor, tf.uint8)
 
 
-def _unpacked(tensor: Any, dtype: tf.DType) -> Any:
+def _unpacked(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     """Undo `_packed`."""
     return tensor if dtype in _CARRIED else tf.bitcast(tensor, dtype)
 

@@ -2,14 +2,14 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from hvdx.comm import failure
 from hvdx.comm.alignment import is_aligned
-from hvdx.comm.base import Channel, Comm, GraphComm, Mailbox, Place, Reduction
+from hvdx.comm.base import Channel, Comm, GraphComm, Mailbox, Place, Reduction, T
 from hvdx.comm.tensors import TensorComm
 from hvdx.errors import ConfigError, HorovodError
 
@@ -36,13 +36,13 @@ class HostGraphComm(TensorComm):
         self._channel = comm.channel("the all-reduce")
         self._flat = np.empty(0, np.uint8)
 
-    def all_gather_object(self, value: Any, what: str) -> list[Any]:
+    def all_gather_object(self, value: T, what: str) -> list[T]:
         return self._comm.all_gather_object(value, what)
 
     def all_reduce_sum(self, vector: np.ndarray, what: str) -> np.ndarray:
         return self._comm.all_reduce_sum(vector, what)
 
-    def broadcast(self, tensors: Sequence[Any], root: int, what: str) -> list[Any]:
+    def broadcast(self, tensors: Sequence[npt.ArrayLike], root: int, what: str) -> Sequence[npt.ArrayLike]:
         return self._comm.broadcast(tensors, root, what)
 
     def any_true(self, mine: bool) -> bool:
@@ -61,7 +61,9 @@ class HostGraphComm(TensorComm):
         """Close the channel of the all-reduce; the host communicator stays open."""
         self._channel.close()
 
-    def all_reduce(self, tensors: Sequence[Any], how: Reduction, name: str) -> list[Any]:
+    def all_reduce(
+        self, tensors: Sequence[tf.Tensor | tf.IndexedSlices], how: Reduction, name: str
+    ) -> list[tf.Tensor | tf.IndexedSlices]:
         """Sum or average tensors over the ranks; see `GraphComm.all_reduce`.
 
         Raises:
@@ -74,7 +76,7 @@ class HostGraphComm(TensorComm):
             )
         return super().all_reduce(tensors, how, name)
 
-    def reduce_group(self, tensors: list[Any], how: Reduction, name: str) -> list[Any]:
+    def reduce_group(self, tensors: list[tf.Tensor], how: Reduction, name: str) -> list[tf.Tensor]:
         before = how.predivide if how.average else 1.0
         after = before / self.size if how.average else 1.0
         # Cast on the tensor's own device: only half the bytes then leave a GPU, and TensorFlow casts several times
@@ -98,7 +100,7 @@ class HostGraphComm(TensorComm):
                 result[i] = total[end - vectors[i].size : end]
         return result
 
-    def all_gather(self, tensor: Any, name: str) -> Any:
+    def all_gather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         (rows,) = on_host(self._gathered, [tensor], [tensor.dtype])
         rows.set_shape([None, *tensor.shape[1:]])
         return rows
@@ -108,7 +110,7 @@ class HostGraphComm(TensorComm):
         parts = zip(received.headers[:, 0], received.messages, strict=True)
         return [np.concatenate([m.view(rows.dtype).reshape(n, *rows.shape[1:]) for n, m in parts])]
 
-    def all_to_all(self, tensor: Any, splits: Any, name: str) -> tuple[Any, Any]:
+    def all_to_all(self, tensor: tf.Tensor, splits: tf.Tensor, name: str) -> tuple[tf.Tensor, tf.Tensor]:
         """Raise HorovodError: this communicator has no all-to-all."""
         raise _needs_horovod("alltoall")
 
@@ -130,8 +132,11 @@ def prepare() -> None:
 
 
 def on_host(
-    work: Callable[..., list[np.ndarray]], tensors: Sequence[Any], dtypes: Sequence[Any], lent: bool = True
-) -> list[Any]:
+    work: Callable[..., Sequence[npt.ArrayLike]],
+    tensors: Sequence[tf.Tensor],
+    dtypes: Sequence[tf.DType],
+    lent: bool = True,
+) -> list[tf.Tensor]:
     """Call Python code as an operation of the graph, in the order of the program's calls of this function.
 
     Args:
@@ -142,7 +147,7 @@ def on_host(
             aligned arrays without a copy, so such results are then copied.
     """
 
-    def host(*given: np.ndarray) -> list[np.ndarray]:
+    def host(*given: npt.ArrayLike) -> Sequence[npt.ArrayLike]:
         try:
             results = work(*(np.asarray(a, order="C") for a in given))
             return [_copied(result) for result in results] if lent else results
@@ -154,11 +159,11 @@ def on_host(
     return in_order(lambda: tf.nest.flatten(tf.numpy_function(host, list(tensors), list(dtypes))))
 
 
-def _copied(result: Any) -> Any:
+def _copied(result: npt.ArrayLike) -> npt.ArrayLike:
     return result.copy() if isinstance(result, np.ndarray) and is_aligned(result) else result
 
 
-def wait_for(tensors: Sequence[Any]) -> None:
+def wait_for(tensors: Sequence[tf.Tensor]) -> None:
     """Let later calls of `on_host` begin after some tensors have been computed.
 
     Args:
@@ -168,7 +173,7 @@ def wait_for(tensors: Sequence[Any]) -> None:
         _sequence().assign_add(1)
 
 
-def on_device(work: Callable[..., Any], tensors: Sequence[Any], dtype: Any, device: str) -> Any:
+def on_device(work: Callable[..., tf.Tensor], tensors: Sequence[tf.Tensor], dtype: tf.DType, device: str) -> tf.Tensor:
     """Call Python code with eager tensors as an operation of the graph, in the order of `on_host`.
 
     Args:
@@ -178,21 +183,21 @@ def on_device(work: Callable[..., Any], tensors: Sequence[Any], dtype: Any, devi
         device: name of the device, such as "GPU:0".
     """
 
-    def call(*given: Any) -> Any:
+    def call(*given: tf.Tensor) -> tf.Tensor:
         try:
             return work(*given)
         except BaseException as error:
             failure.remember(error)
             raise
 
-    def operation() -> list[Any]:
+    def operation() -> list[tf.Tensor]:
         with tf.device(device):
             return [tf.py_function(call, list(tensors), dtype)]
 
     return in_order(operation)[0]
 
 
-def in_order(operation: Callable[[], list[Any]]) -> list[Any]:
+def in_order(operation: Callable[[], list[tf.Tensor]]) -> list[tf.Tensor]:
     """Make an operation that waits for other ranks run in the order of the program, which is the same on all ranks.
 
     Otherwise two ranks could begin two of them in different orders, and wait for each other.
@@ -211,13 +216,13 @@ def in_order(operation: Callable[[], list[Any]]) -> list[Any]:
 
 
 @functools.cache
-def _sequence() -> Any:
+def _sequence() -> tf.Variable:
     """Return the variable that every collective on the host writes before and after its work."""
     with tf.init_scope(), tf.device("CPU:0"):
         return tf.Variable(0, dtype=tf.int64, trainable=False)
 
 
-def _narrow(tensor: Any, wire: str) -> Any:
+def _narrow(tensor: tf.Tensor, wire: str) -> tf.Tensor:
     """Cast a floating-point tensor to the dtype on the network if that is narrower."""
     narrower = wire in _WIRES and tensor.dtype.is_floating and tensor.dtype.size > 2
     return tf.cast(tensor, _WIRES[wire]) if narrower else tensor

@@ -3,11 +3,24 @@
 import threading
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from typing import Any
+from typing import cast
 
 import numpy as np
+import numpy.typing as npt
 
-from hvdx.comm.base import HEADER_WORDS, Channel, Comm, GraphComm, Mailbox, Message, Place, Received, Reduction
+from hvdx.comm.base import (
+    HEADER_WORDS,
+    Channel,
+    Comm,
+    GraphComm,
+    Mailbox,
+    Message,
+    Place,
+    Received,
+    Reduction,
+    T,
+    Tensor,
+)
 
 # Time limit of a virtual rank for the others.
 _LIMIT_SECONDS = 60.0
@@ -27,22 +40,22 @@ class LocalComm(GraphComm):
     def __init__(self) -> None:
         self._table: _Table | None = None
 
-    def all_gather_object(self, value: Any, what: str) -> list[Any]:
+    def all_gather_object(self, value: T, what: str) -> list[T]:
         return [value]
 
     def all_reduce_sum(self, vector: np.ndarray, what: str) -> np.ndarray:
         return np.array(vector, dtype=np.float64)
 
-    def broadcast(self, tensors: Sequence[Any], root: int, what: str) -> list[Any]:
+    def broadcast(self, tensors: Sequence[npt.ArrayLike], root: int, what: str) -> list[npt.ArrayLike]:
         return list(tensors)
 
-    def all_reduce(self, tensors: Sequence[Any], how: Reduction, name: str) -> list[Any]:
+    def all_reduce(self, tensors: Sequence[Tensor], how: Reduction, name: str) -> list[Tensor]:
         return list(tensors)
 
-    def all_gather(self, tensor: Any, name: str) -> Any:
+    def all_gather(self, tensor: Tensor, name: str) -> Tensor:
         return tensor
 
-    def all_to_all(self, tensor: Any, splits: Any, name: str) -> tuple[Any, Any]:
+    def all_to_all(self, tensor: Tensor, splits: Tensor, name: str) -> tuple[Tensor, Tensor]:
         return tensor, splits
 
     def subset(self, ranks: Sequence[int]) -> "LocalComm":
@@ -84,16 +97,16 @@ class _Table:
     """Memory through which virtual ranks exchange values and messages."""
 
     def __init__(self, size: int) -> None:
-        self.given: list[Any] = [None] * size
+        self.given: list[object] = [None] * size
         self.barrier = threading.Barrier(size)
         # Messages by rank and box.
         self.boxes: defaultdict[tuple[int, int], deque[Message]] = defaultdict(deque)
 
-    def swap(self, rank: int, value: Any) -> list[Any]:
+    def swap(self, rank: int, value: T) -> list[T]:
         """Gather one value from each rank, in rank order."""
         self.given[rank] = value
         self.barrier.wait(_LIMIT_SECONDS)
-        everyone = list(self.given)
+        everyone = cast(list[T], list(self.given))
         self.barrier.wait(_LIMIT_SECONDS)
         return everyone
 
@@ -124,17 +137,17 @@ class VirtualComm(Comm):
         peers = [rank for rank, number in enumerate(numbers) if number == self.local_rank]
         self.cross_rank, self.cross_size = peers.index(self.rank), len(peers)
 
-    def all_gather_object(self, value: Any, what: str) -> list[Any]:
+    def all_gather_object(self, value: T, what: str) -> list[T]:
         return self._table.swap(self.rank, value)
 
     def all_reduce_sum(self, vector: np.ndarray, what: str) -> np.ndarray:
         return np.sum(self._table.swap(self.rank, np.array(vector, np.float64)), axis=0)
 
-    def broadcast(self, tensors: Sequence[Any], root: int, what: str) -> list[Any]:
+    def broadcast(self, tensors: Sequence[npt.ArrayLike], root: int, what: str) -> list[npt.ArrayLike]:
         return [np.array(t) for t in self._table.swap(self.rank, list(tensors))[root]]
 
     def channel(self, what: str) -> Channel:
-        shared = self._table.swap(self.rank, _Table(self.size) if self.rank == 0 else None)[0]
+        shared = self._table.swap(self.rank, _Table(self.size))[0]
         return VirtualChannel(self.rank, self.size, shared)
 
     def divide(self, part: int, key: int, what: str) -> "VirtualComm":
@@ -166,7 +179,7 @@ class VirtualChannel(Channel):
 
     def exchange(self, header: Sequence[int], message: np.ndarray | None = None) -> Received:
         everyone = self._table.swap(self.rank, (list(header), None if message is None else message.copy()))
-        messages = [] if message is None else [m for _, m in everyone]
+        messages = [] if message is None else [m for _, m in everyone if m is not None]
         return Received(np.array([h for h, _ in everyone], np.int64), messages, 0.0, 0.0)
 
     def all_reduce(self, vector: np.ndarray) -> None:

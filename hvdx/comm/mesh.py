@@ -1,10 +1,8 @@
 """Mesh of the ranks: groups that split layers among them, and the peers that hold the same part in every group."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
-from hvdx.comm.base import Channel, Comm
+from hvdx.comm.base import Comm, Mesh
 from hvdx.errors import ConfigError
 
 #: Environment variable that sets the number of ranks that split a layer.
@@ -13,44 +11,21 @@ VARIABLE = "HVDX_SPLIT"
 NODE = "node"
 
 
-@dataclass(frozen=True)
-class Mesh:
-    """Position of this rank in its group and among its peers.
+def mesh_of(comm: Comm) -> Mesh:
+    """Return the mesh of ranks that split layers.
 
-    Attributes:
-        groups: ranks of each group, each by position.
-        index: number of this rank's group.
-        position: position of this rank in its group, which is the number of its part of a split layer.
-        group: communicator of the group, ranked by position.
-        peers: communicator of the ranks with this position in all groups, ranked by group.
-        channel: channel of the group, for the collectives of split layers.
+    Args:
+        comm: all ranks.
+
+    Raises:
+        ConfigError: if they split none.
     """
-
-    groups: tuple[tuple[int, ...], ...]
-    index: int
-    position: int
-    group: Comm
-    peers: Comm
-    channel: Channel
-
-    @property
-    def split(self) -> int:
-        """Number of ranks in a group."""
-        return len(self.groups[0])
-
-    @property
-    def peer_ranks(self) -> list[list[int]]:
-        """Ranks of each set of peers, by position."""
-        return [list(ranks) for ranks in zip(*self.groups, strict=True)]
-
-    def close(self) -> None:
-        """Free the channels. Collective."""
-        self.channel.close()
-        self.group.close()
-        self.peers.close()
+    if comm.mesh is None:
+        raise ConfigError("split layers: expected ranks in groups, got none. Do: call hvdx.init(split=...) first.")
+    return comm.mesh
 
 
-def parse(split: Any) -> int | str:
+def parse(split: object) -> int | str:
     """Return the option `split` as a positive number or "node".
 
     Args:

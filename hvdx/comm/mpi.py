@@ -10,16 +10,20 @@ import pickle
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from hvdx.comm import launcher, mesh, progress, shared_memory, watchdog
-from hvdx.comm.base import Channel, Comm, Mailbox, Place, Received
+from hvdx.comm.base import Channel, Comm, Mailbox, Place, Received, T
 from hvdx.comm.launcher import Launch
 from hvdx.comm.mpi_mailbox import MpiMailbox
 from hvdx.comm.waiting import LIMIT_VARIABLE, time_limit, until
 from hvdx.errors import ExchangeError, LaunchError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 # Time limit of the exchange in which the ranks that timed out find the missing ranks.
 _SEARCH_SECONDS = 2.0
@@ -133,7 +137,7 @@ class MpiComm(Comm):
         self.servers, self.serves = servers, everyone.Get_rank() >= everyone.Get_size() - servers
         progress.serve(self.serves)
         self._workers = everyone.Get_size() - servers
-        self._mailbox_group: Any = everyone.Dup() if servers else None
+        self._mailbox_group: MPI.Comm | None = everyone.Dup() if servers else None
         self.group = everyone.Split(int(self.serves), everyone.Get_rank()) if servers else everyone
         self._channel = MpiChannel(self.group, "a collective")
         self._flags: Channel | None = None
@@ -155,7 +159,7 @@ class MpiComm(Comm):
     def workers(self) -> int:
         return self._workers
 
-    def all_gather_object(self, value: Any, what: str) -> list[Any]:
+    def all_gather_object(self, value: T, what: str) -> list[T]:
         message = np.frombuffer(pickle.dumps(value), np.uint8)
         # Unpickling is safe: the bytes come from ranks of this job, which run the same user's code.
         return [pickle.loads(m.tobytes()) for m in self._channel.named(what).exchange([], message).messages]
@@ -165,7 +169,7 @@ class MpiComm(Comm):
         self._channel.named(what).all_reduce(total)
         return total
 
-    def broadcast(self, tensors: Sequence[Any], root: int, what: str) -> list[Any]:
+    def broadcast(self, tensors: Sequence[npt.ArrayLike], root: int, what: str) -> list[np.ndarray]:
         channel, result = self._channel.named(what), []
         for tensor in tensors:
             array = np.array(np.asarray(tensor), order="C")
@@ -214,7 +218,7 @@ class MpiComm(Comm):
             self._watchdog.stop()
 
 
-def _agree(everyone: Any, servers: int, split: int | str, stall: float) -> float:
+def _agree(everyone: "MPI.Comm", servers: int, split: int | str, stall: float) -> float:
     """Check that all ranks have the same servers and split; otherwise they would form different groups and deadlock.
 
     Returns:
@@ -252,7 +256,7 @@ class MpiChannel(Channel):
         ranks: number in the world of each rank of the channel, for error messages; None if they are the same.
     """
 
-    def __init__(self, parent: Any, what: str, ranks: Sequence[int] | None = None):
+    def __init__(self, parent: "MPI.Comm", what: str, ranks: Sequence[int] | None = None):
         from mpi4py import MPI
 
         self._mpi, self._what, self._limit = MPI, what, time_limit()
@@ -344,7 +348,7 @@ class MpiChannel(Channel):
         if not self._mpi.Is_finalized():
             self._comm.Free()
 
-    def _wait(self, request: Any) -> None:
+    def _wait(self, request: "MPI.Request") -> None:
         """Wait until the request is done; raise ExchangeError after the time limit."""
         progress.enter(self._what)
         try:

@@ -6,11 +6,14 @@ bodies are received at the same time, so that a slow sender does not delay the o
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hvdx.comm.base import HEADER_WORDS, Mailbox, Message, Place
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 # MPI counts in a C int.
 _PIECE = 1 << 30
@@ -25,14 +28,14 @@ class MpiMailbox(Mailbox):
         place: see `hvdx.comm.base.Place`.
     """
 
-    def __init__(self, comm: Any, box: int, place: Place | None):
+    def __init__(self, comm: "MPI.Comm", box: int, place: Place | None):
         from mpi4py import MPI
 
         self._mpi, self._comm, self._box, self._place = MPI, comm, box, place
         self.rank = comm.Get_rank()
-        self._leaving: list[tuple[Any, Any]] = []
+        self._leaving: list[tuple[MPI.Request, np.ndarray]] = []
         # By sender: messages in the order of their headers, with the open requests for their bodies.
-        self._arriving: dict[int, deque[tuple[Message, list[Any]]]] = {}
+        self._arriving: dict[int, deque[tuple[Message, list[MPI.Request]]]] = {}
 
     def send(self, to: int, box: int, header: Sequence[int], body: np.ndarray | None = None) -> None:
         # The last word is the size of the body, or -1 for no body, which differs from an empty one.

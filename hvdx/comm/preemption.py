@@ -4,8 +4,8 @@ import os
 import signal
 import threading
 import weakref
+from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 #: Exit code of a training that saved and is to continue later: "temporary failure, try again" of sysexits.h.
 REQUEUE_CODE = 75
@@ -68,8 +68,10 @@ class PreemptionListener:
 
 
 _listeners: "weakref.WeakSet[PreemptionListener]" = weakref.WeakSet()
+# Handler of a signal, as `signal.signal` takes it.
+_Handler = Callable[[int, FrameType | None], object] | int | None
 # Handlers before the first listener, by signal.
-_previous: dict[int, Any] = {}
+_previous: dict[int, _Handler] = {}
 # Name of the signal received and not yet acknowledged, for later listeners.
 _pending = ""
 

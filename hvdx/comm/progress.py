@@ -153,12 +153,12 @@ class Report:
     busy: bool = True
     compiling: str = ""
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """Return the attributes as a dict for JSON."""
         return asdict(self)
 
     @staticmethod
-    def of_json(values: Mapping[str, Any]) -> "Report":
+    def of_json(values: Mapping[str, object]) -> "Report":
         """Restore a report from the result of `as_json`, in which JSON has turned tuples into lists."""
         read: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
         return Report(**read)

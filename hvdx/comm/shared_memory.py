@@ -14,7 +14,6 @@ import mmap
 import os
 import secrets
 import sys
-from typing import Any
 
 import numpy as np
 
@@ -27,7 +26,7 @@ _NAME = "hvdx-updates"
 # Bytes behind the elements of an array, which hold a number by which other ranks recognise it.
 _MARK = 64
 # A mapping needs no descriptor, but Python keeps one unless it is told not to.
-_UNTRACKED: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+_UNTRACKED: dict[str, bool] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 _CONTAINER = " Start the ranks of a host in one container, as one user."
 # Reports of this process: each exchange asks for memory, and only the first failure is reported.
 _reported = False

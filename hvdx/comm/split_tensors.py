@@ -5,7 +5,7 @@ order, are the rows of the group. MPI carries the tensors on the host.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -31,14 +31,14 @@ class Lookup(NamedTuple):
         distinct_asked, asked: int64[ranks], number of distinct rows, and of rows, that each rank reads from this one.
     """
 
-    order: Any
-    place: Any
-    distinct: Any
-    ids: Any
-    rows: Any
-    first: Any
-    distinct_asked: Any
-    asked: Any
+    order: tf.Tensor
+    place: tf.Tensor
+    distinct: tf.Tensor
+    ids: tf.Tensor
+    rows: tf.Tensor
+    first: tf.Tensor
+    distinct_asked: tf.Tensor
+    asked: tf.Tensor
 
 
 class SplitTensors:
@@ -55,9 +55,9 @@ class SplitTensors:
     def __init__(self, channel: Channel):
         self._channel = channel
         self.rank, self.size, self.sent = channel.rank, channel.size, 0
-        self._counts: Any = None
+        self._counts: tf.Tensor | None = None
 
-    def remember_counts(self, counts: Any) -> None:
+    def remember_counts(self, counts: tf.Tensor) -> None:
         """Keep the numbers of rows for a layer whose input has the rows of the group.
 
         Args:
@@ -65,7 +65,7 @@ class SplitTensors:
         """
         self._counts = counts
 
-    def counts_for(self, rows: Any, layer: str) -> Any:
+    def counts_for(self, rows: tf.Tensor, layer: str) -> tf.Tensor:
         """Return the numbers of rows that were kept last.
 
         Args:
@@ -87,7 +87,7 @@ class SplitTensors:
             )
         return counts
 
-    def gather_rows(self, tensor: Any) -> tuple[Any, Any]:
+    def gather_rows(self, tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Return the rows of the group, and int64[size], the number of rows from each rank.
 
         Args:
@@ -105,7 +105,7 @@ class SplitTensors:
         parts = [_array(m, mine, (n, mine.shape[1])) for n, m in zip(counts, received.messages, strict=True)]
         return [np.concatenate(parts), np.array(counts, np.int64)]
 
-    def sum_rows(self, tensor: Any, counts: Any) -> Any:
+    def sum_rows(self, tensor: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
         """Sum the ranks' tensors, and return the rows of this rank's batch: the transpose of `gather_rows`.
 
         Args:
@@ -131,7 +131,7 @@ class SplitTensors:
                 total += other.astype(wide, copy=False)
             return [total.astype(terms.dtype, copy=False)]
 
-    def columns_to_rows(self, tensor: Any, counts: Any, bounds: Sequence[int]) -> Any:
+    def columns_to_rows(self, tensor: tf.Tensor, counts: tf.Tensor, bounds: Sequence[int]) -> tf.Tensor:
         """Exchange this rank's columns of all rows for all columns of this rank's rows.
 
         Args:
@@ -152,7 +152,7 @@ class SplitTensors:
         rows.set_shape([None, bounds[-1]])
         return rows
 
-    def rows_to_columns(self, tensor: Any, counts: Any, bounds: Sequence[int]) -> Any:
+    def rows_to_columns(self, tensor: tf.Tensor, counts: tf.Tensor, bounds: Sequence[int]) -> tf.Tensor:
         """Exchange all columns of this rank's rows for this rank's columns of all rows: undo `columns_to_rows`.
 
         Args:
@@ -173,7 +173,7 @@ class SplitTensors:
         columns.set_shape([None, width])
         return columns
 
-    def send_rows(self, tensor: Any, counts: Any, received: Any) -> Any:
+    def send_rows(self, tensor: tf.Tensor, counts: tf.Tensor, received: tf.Tensor) -> tf.Tensor:
         """Send rows of this rank's tensor to each rank (an all-to-all), and return the rows received, in rank order.
 
         Args:
@@ -190,7 +190,7 @@ class SplitTensors:
         rows.set_shape([None, tensor.shape[1]])
         return rows
 
-    def send_ids(self, ids: Any, bounds: Sequence[int], layer: str) -> Lookup:
+    def send_ids(self, ids: tf.Tensor, bounds: Sequence[int], layer: str) -> Lookup:
         """Send each id to the rank that holds its row.
 
         Args:
@@ -231,7 +231,9 @@ class SplitTensors:
             tensor.set_shape([extent])
         return lookup
 
-    def gather_labels(self, labels: Any, logits: Any, ignored: int | None) -> tuple[Any, Any, Any]:
+    def gather_labels(
+        self, labels: tf.Tensor, logits: tf.Tensor, ignored: int | None
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """Gather the labels of the group's rows.
 
         Args:
@@ -272,7 +274,7 @@ class SplitTensors:
         first.set_shape([])
         return everyone, counts, first
 
-    def sum(self, tensor: Any) -> Any:
+    def sum(self, tensor: tf.Tensor) -> tf.Tensor:
         """Return the sum of the ranks' tensors, the same bits on all ranks.
 
         Args:

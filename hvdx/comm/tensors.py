@@ -4,7 +4,6 @@ import abc
 import contextlib
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -16,8 +15,10 @@ from hvdx.errors import ConfigError
 class TensorComm(GraphComm):
     """Base class that reduces tensors group by group and gathers the rows of `tf.IndexedSlices`."""
 
-    def all_reduce(self, tensors: Sequence[Any], how: Reduction, name: str) -> list[Any]:
-        result: list[Any] = list(tensors)
+    def all_reduce(
+        self, tensors: Sequence[tf.Tensor | tf.IndexedSlices], how: Reduction, name: str
+    ) -> list[tf.Tensor | tf.IndexedSlices]:
+        result: list[tf.Tensor | tf.IndexedSlices] = list(tensors)
         if how.sparse == "dense":
             result = [tf.convert_to_tensor(t) if isinstance(t, tf.IndexedSlices) else t for t in result]
         sparse = [i for i, t in enumerate(result) if isinstance(t, tf.IndexedSlices)]
@@ -31,7 +32,7 @@ class TensorComm(GraphComm):
         return result
 
     @abc.abstractmethod
-    def reduce_group(self, tensors: list[Any], how: Reduction, name: str) -> list[Any]:
+    def reduce_group(self, tensors: list[tf.Tensor], how: Reduction, name: str) -> list[tf.Tensor]:
         """Reduce dense tensors in one collective.
 
         Args:
@@ -52,7 +53,7 @@ class TensorComm(GraphComm):
                 values /= tf.cast(self.size, values.dtype)
         return tf.IndexedSlices(values, indices, slices.dense_shape)
 
-    def _gather_values(self, values: Any, wire: Wire, name: str) -> Any:
+    def _gather_values(self, values: tf.Tensor, wire: Wire, name: str) -> tf.Tensor:
         if wire == "fp16":
             return tf.cast(self.all_gather(tf.cast(values, tf.float16), name), values.dtype)
         if wire == "bf16":
@@ -60,7 +61,7 @@ class TensorComm(GraphComm):
         return self.all_gather(values, name)
 
 
-def device_scope(device: str) -> contextlib.AbstractContextManager[Any]:
+def device_scope(device: str) -> contextlib.AbstractContextManager[object]:
     """Return a context that places operations on a device; "" leaves the placement to TensorFlow."""
     return tf.device(device) if device else contextlib.nullcontext()
 

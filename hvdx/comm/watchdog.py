@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from hvdx.errors import ConfigError, ExchangeError
 from hvdx.log import ERROR, WARNING, Log
 
 _log = Log(__name__)
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 #: Seconds without progress after which a rank prints the position of all ranks; 0 for never.
 STALL_VARIABLE = "HVDX_STALL_WARNING"
@@ -65,6 +68,16 @@ def stall_limit() -> float:
     return limit
 
 
+class _Said(TypedDict, total=False):
+    """Content of a message between watchdogs: of an end (status, how), a question (question, stall), or an answer."""
+
+    status: int
+    how: str
+    question: int
+    stall: bool
+    report: dict[str, object]
+
+
 class Watchdog:
     """Watchdog of this rank's progress; it also answers the watchdogs of other ranks. Creating one is collective.
 
@@ -76,7 +89,7 @@ class Watchdog:
         ExchangeError: if ranks do not join within the time limit.
     """
 
-    def __init__(self, world: Any, limit: float):
+    def __init__(self, world: "MPI.Comm", limit: float):
         from mpi4py import MPI
 
         self._mpi, self._limit = MPI, limit
@@ -91,7 +104,7 @@ class Watchdog:
         self._tick = min(max(limit / 10, _MIN_TICK), _TICK)
         self._due = limit
         self._seen_idle = 0.0
-        self._leaving: list[tuple[Any, bytes]] = []
+        self._leaving: list[tuple[MPI.Request, bytes]] = []
         # Ranks that have left: exit status, and the call that ended them.
         self._gone: dict[int, tuple[int, str]] = {}
         self._own_end: tuple[int, str] | None = None
@@ -246,7 +259,7 @@ class Watchdog:
             found.Recv([data, self._mpi.BYTE])
             self._handle(sender, tag, json.loads(data))
 
-    def _handle(self, sender: int, tag: int, said: dict[str, Any]) -> None:
+    def _handle(self, sender: int, tag: int, said: _Said) -> None:
         if tag == _LEAVE:
             self._gone[sender] = said["status"], said["how"]
         elif tag == _ASK:
@@ -256,7 +269,7 @@ class Watchdog:
         elif said["question"] == self._question and self._end:
             self._reports[sender] = Report.of_json(said["report"])
 
-    def _send(self, to: int, tag: int, said: dict[str, Any]) -> None:
+    def _send(self, to: int, tag: int, said: _Said) -> None:
         data = json.dumps(said).encode()
         self._leaving.append((self._comm.Isend([data, self._mpi.BYTE], to, tag), data))
 
@@ -281,7 +294,7 @@ def print_end(said: str) -> None:
     sys.stdout.flush()
 
 
-def _await(request: Any) -> None:
+def _await(request: "MPI.Request") -> None:
     if not until(request.Test, time_limit()):
         raise ExchangeError(f"joining the world: not all ranks joined within {time_limit():.0f} s ({LIMIT_VARIABLE}).")
 

@@ -9,7 +9,6 @@ import os
 import socket
 from dataclasses import replace
 from importlib import metadata
-from typing import Any
 
 from hvdx.cache import cache_folder
 from hvdx.comm import failure, mesh, mpi
@@ -35,7 +34,7 @@ _launch: Launch | None = None
 _servers_ended = False
 _graph_calls = 0
 # The option `split` of `init`; None if it was not given.
-_split: Any = None
+_split: int | str | None = None
 # File in the cache folder: this machine has been told that Horovod is not installed.
 _TOLD = "told-about-horovod"
 
@@ -84,7 +83,7 @@ def start(servers: int = 0) -> Comm:
     return _comm
 
 
-def set_split(split: Any) -> None:
+def set_split(split: int | str | None) -> None:
     """Set the number of ranks that split a layer, before `start`.
 
     Args:
@@ -139,17 +138,17 @@ def graph_of_peers(rarely: bool = False, engine: Engine = "horovod") -> GraphCom
     Args:
         rarely, engine: see `graph`.
     """
-    comm = start()
-    if comm.mesh.peers.size == 1:
+    groups = mesh.mesh_of(start())
+    if groups.peers.size == 1:
         return LocalComm()
     whole = graph(rarely, engine)
     engine_used = type(whole).__name__
-    key = engine_used, comm.mesh.groups
+    key = engine_used, groups.groups
     if key not in _peer_graphs:
         # Horovod makes every process set on all ranks, in the same order.
-        sets = [whole.subset(sorted(ranks)) for ranks in comm.mesh.peer_ranks] if engine_used == "HorovodComm" else []
+        sets = [whole.subset(sorted(ranks)) for ranks in groups.peer_ranks] if engine_used == "HorovodComm" else []
         mine = next((s for s in sets if s is not None), None)
-        _peer_graphs[key] = _host_graph(comm.mesh.peers) if mine is None else mine
+        _peer_graphs[key] = _host_graph(groups.peers) if mine is None else mine
     return _peer_graphs[key]
 
 
@@ -192,7 +191,7 @@ def graph_calls() -> int:
     return _graph_calls
 
 
-def _horovod(launch: Launch, rarely: bool = False, group: Any = None) -> GraphComm:
+def _horovod(launch: Launch, rarely: bool = False, group: object = None) -> GraphComm:
     # Imported here because it imports TensorFlow, which a world of one may never need.
     from hvdx.comm.horovod import PROCESS_SETS, HorovodComm
 

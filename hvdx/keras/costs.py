@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from hvdx.costs.sizes import ring_bytes
 from hvdx.errors import ConfigError
 from hvdx.keras.joining import join
 from hvdx.keras.optimizer_state import innermost
 from hvdx.keras.shards import whole_shape
 from hvdx.report.table import quantity, render
-from hvdx.strategies.link import ring_bytes
 
 # Bytes of an id that a rank sends to another rank, with the times that it occurs, and of the index of a gradient's row.
 _ID, _INDEX = 16, 4

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hvdx.strategies.link import ring_bytes
-from hvdx.strategies.prediction import Situation
+from hvdx.costs.model import Situation
+from hvdx.costs.sizes import ring_bytes
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Network:
         sharing: number of groups of ranks that use a host's link at the same time.
 
     Example:
-        >>> from hvdx.strategies.link import Link
+        >>> from hvdx.costs.types import Link
         >>> network = Network(Situation(2, (1,), 0.0, Link(0.0, 1e6)), ["a", "b"])
         >>> round(network.all_to_all(np.full((2, 2), 1e6)).seconds, 2)
         1.0

@@ -19,11 +19,11 @@ import numpy as np
 
 from hvdx.comm import clock
 from hvdx.comm.base import Channel, GraphComm, Mailbox, Place, Received, Reduction
+from hvdx.costs.model import Situation
 from hvdx.errors import ConfigError
 from hvdx.simulation.clock import RankClock, Turn
 from hvdx.simulation.groups import Given, Group, divided
 from hvdx.simulation.network import Network, Transfer
-from hvdx.strategies.prediction import Situation
 
 T = TypeVar("T")
 
@@ -302,7 +302,7 @@ def world(
         rarely: whether most steps have no all-reduce.
 
     Example:
-        >>> from hvdx.strategies.link import Link
+        >>> from hvdx.costs.types import Link
         >>> pair = world(Situation(2, (1,), 0.0, Link(0.0, 1e6)), np.ones(2), 1.0, 2, lambda: 0.0)
         >>> [comm.rank for comm in pair]
         [0, 1]

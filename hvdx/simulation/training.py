@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from hvdx.costs.model import Situation
 from hvdx.errors import ConfigError
 from hvdx.simulation.clock import RankClock
 from hvdx.simulation.memory import bytes_held
 from hvdx.simulation.ranks import SimulatedComm, on_all, world
 from hvdx.simulation.workloads import MOMENTUM, Replica, Workload
 from hvdx.strategies import Strategy, TensorSpec
-from hvdx.strategies.prediction import Situation
 
 #: Parts of a step, in their order.
 PARTS = ("computing", "waiting", "encoding", "network", "decoding", "copying")
@@ -111,7 +111,7 @@ def simulate(strategy: Strategy, setting: Setting, workload: Workload) -> Outcom
     Example:
         >>> from hvdx.simulation.workloads import Made
         >>> from hvdx.strategies import AllReduce
-        >>> from hvdx.strategies.link import Link
+        >>> from hvdx.costs.types import Link
         >>> situation = Situation(2, (1000,), 0.01, Link(0.0, 1e6), engine="mpi")
         >>> outcome = simulate(AllReduce(), Setting(situation, 8, core_speed=float("inf")), Made(1000))
         >>> outcome.sent, round(1e3 * outcome.parts["computing"])

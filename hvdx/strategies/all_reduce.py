@@ -2,14 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Literal, cast, get_args
 
-from hvdx.comm import GraphComm
-from hvdx.comm.base import Engine, Reduction, Wire
+from hvdx.comm import Comm, GraphComm
+from hvdx.comm.base import Engine, Reduction, Tensor, Wire
+from hvdx.costs.model import Situation, added
+from hvdx.costs.sizes import ring_bytes
+from hvdx.costs.types import Prediction
 from hvdx.errors import ConfigError
-from hvdx.strategies.base import Exchange, Strategy, TensorSpec, one_of
-from hvdx.strategies.link import ring_bytes
-from hvdx.strategies.prediction import Prediction, Situation, added
+from hvdx.strategies.base import Exchange, Finite, Strategy, TensorSpec, one_of
 
 Op = Literal["average", "sum"]
 Sparse = Literal["gather", "dense"]
@@ -104,14 +105,15 @@ class AllReduce(Strategy):
         return given.prediction(terms, ring_bytes(itemsize * whole, given.workers) + gathered, buffers)
 
     def open(
-        self, comm: GraphComm, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = ""
+        self, comm: Comm, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = ""
     ) -> "AllReduceExchange":
         # The gradients of embeddings are counted as dense.
         payload = sum(s.elements * (s.itemsize if self.compression == "none" else 2) for s in specs)
-        return AllReduceExchange(comm, self._how, name, ring_bytes(payload, comm.size))
+        graph = cast(GraphComm, comm)  # strategies in the graph are given one
+        return AllReduceExchange(graph, self._how, name, ring_bytes(payload, comm.size))
 
 
-class AllReduceExchange(Exchange):
+class AllReduceExchange(Exchange[Tensor]):
     """Exchange of gradients under `AllReduce`. It has no state.
 
     Args:
@@ -124,5 +126,5 @@ class AllReduceExchange(Exchange):
     def __init__(self, comm: GraphComm, how: Reduction, name: str, sent: int):
         self._comm, self._how, self._name, self.sent = comm, how, name, sent
 
-    def step(self, tensors: Sequence[Any], finite: Any = True) -> list[Any]:
+    def step(self, tensors: Sequence[Tensor], finite: Finite = True) -> list[Tensor]:
         return self._comm.all_reduce(tensors, self._how, self._name)

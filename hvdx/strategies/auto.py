@@ -3,24 +3,28 @@
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from hvdx.comm import Comm
 from hvdx.comm.launcher import kernel_threads, own_cores
+from hvdx.costs.link import probe
+from hvdx.costs.measure import installed_engine, measure_codec
+from hvdx.costs.model import Situation
+from hvdx.costs.sizes import ring_bytes
+from hvdx.costs.types import Codec, Link, Prediction
 from hvdx.log import Log
-from hvdx.strategies import link
 from hvdx.strategies.all_reduce import AllReduce
-from hvdx.strategies.base import Strategy, TensorSpec, views
+from hvdx.strategies.base import Exchange, Strategy, TensorSpec, views
 from hvdx.strategies.compiling import announce
 from hvdx.strategies.host import HostExchange, StepInput
-from hvdx.strategies.link import ring_bytes
-from hvdx.strategies.prediction import Codec, Prediction, Situation, installed_engine, measure_codec
 from hvdx.strategies.telemetry import Telemetry
 from hvdx.strategies.threshold import Threshold
 
 _log = Log(__name__)
+if TYPE_CHECKING:
+    from hvdx.codec.base import Array
 
 #: Number of steps to measure. The first step of an epoch is not measured: its time may include compiling.
 TRIAL_STEPS = 3
@@ -58,25 +62,28 @@ class Auto(Strategy):
         """Open the exchange of the measured steps."""
         return TrialExchange(comm, specs)
 
-    def ready(self, exchanges: Sequence["TrialExchange"]) -> bool:
-        return bool(exchanges) and all(e.ready for e in exchanges)
+    def ready(self, exchanges: "Sequence[Exchange[Array]]") -> bool:
+        trials = cast(Sequence[TrialExchange], exchanges)
+        return bool(trials) and all(e.ready for e in trials)
 
-    def successor(self, exchanges: Sequence["TrialExchange"], comm: Comm, updates: bool) -> Strategy:
+    def successor(self, exchanges: "Sequence[Exchange[Array]]", comm: Comm, updates: bool) -> Strategy:
         """Choose the successor on rank 0, which prints the reason. Collective."""
+        trials = cast(Sequence[TrialExchange], exchanges)
         # The largest time, because the time between two exchanges of one optimiser includes the other optimisers' work.
-        everyone = comm.all_gather_object(max(e.seconds for e in exchanges), "the choice of a strategy")
+        everyone = comm.all_gather_object(max(e.seconds for e in trials), "the choice of a strategy")
         chosen = None
         if comm.rank == 0:
-            tensors = tuple(spec.elements for e in exchanges for spec in e.specs)
+            tensors = tuple(spec.elements for e in trials for spec in e.specs)
             facts: Any = {"engine": installed_engine(), "cores": own_cores(comm.local_size)}
             # The link of all ranks was measured with the messages of all, also of those that share a host.
-            situation = Situation(comm.size, tensors, max(everyone), exchanges[0].network, **facts)
+            situation = Situation(comm.size, tensors, max(everyone), trials[0].network, **facts)
             chosen, reason = self.decide(situation, kernel_threads(comm.local_size))
             if isinstance(chosen, Threshold) and not updates:
                 chosen = Threshold(placement="gradient", overhead=chosen.overhead)
                 reason += f" This optimiser has no updates, so its gradients are compressed: {chosen}."
             _log.info(f"auto: {reason}")
-        strategy: Strategy = comm.all_gather_object(chosen, "the strategy")[0]
+        strategy = comm.all_gather_object(chosen, "the strategy")[0]
+        assert strategy is not None  # that of rank 0
         return strategy
 
     def decide(self, situation: Situation, threads: int | None = None) -> tuple[Strategy, str]:
@@ -139,7 +146,7 @@ class TrialExchange(HostExchange):
         self._channel = comm.channel("the gradients")
         self._size = comm.size
         self._flat = np.zeros(self._n, np.float32)
-        self.network: link.Link = link.probe(self._channel)
+        self.network: Link = probe(self._channel)
         #: Seconds of computing in each measured step.
         self.computed: list[float] = []
         self._opened = time.perf_counter()

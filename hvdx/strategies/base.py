@@ -2,21 +2,29 @@
 
 import abc
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 
-from hvdx.comm import Comm
-from hvdx.comm.base import Engine
+from hvdx.comm.base import Comm, DType, Engine, Tensor
 from hvdx.errors import ConfigError, ReplicaError
-from hvdx.strategies.prediction import Prediction, Situation
+
+if TYPE_CHECKING:
+    from hvdx.codec.base import Array
+    from hvdx.costs.model import Situation
+    from hvdx.costs.types import Prediction
 
 #: Pairs (first step, period), in increasing order of the steps; the first pair begins at step 0.
 Schedule = tuple[tuple[int, int], ...]
 EACH_STEP: Schedule = ((0, 1),)
 SecondMoments = Literal["mean", "own"]
+#: Factor of a rank in a mean of weights, by dtype of the weights.
+Weights = Mapping[DType, Tensor]
+#: Second argument of `Exchange.step`; of split layers a pair: for whole weights, and for parts.
+Finite = bool | Tensor | Weights | tuple[Weights, Weights]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -90,7 +98,7 @@ class Strategy(abc.ABC):
     provisional: bool = False
     remembers: bool = True
     second_moments: SecondMoments = "own"
-    split_exchange: ClassVar[Any] = None
+    split_exchange: ClassVar[Callable[..., "Exchange[Array]"] | None] = None
 
     @property
     def rank_local_state(self) -> bool:
@@ -98,7 +106,9 @@ class Strategy(abc.ABC):
         return self.placement != "gradient"
 
     @abc.abstractmethod
-    def open(self, comm: Any, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = "") -> "Exchange":
+    def open(
+        self, comm: Comm, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = ""
+    ) -> "Exchange[Tensor] | Exchange[Array]":
         """Open the exchange for the tensors of one optimiser. Collective on the host.
 
         Args:
@@ -175,7 +185,7 @@ class Strategy(abc.ABC):
         """
         raise NotImplementedError(f"{type(self).__name__}: an asynchronous strategy must implement step_client.")
 
-    def ready(self, exchanges: Sequence[Any]) -> bool:
+    def ready(self, exchanges: "Sequence[Exchange[Array]]") -> bool:
         """Return whether a `provisional` strategy can choose its successor; the same on all ranks.
 
         Args:
@@ -183,7 +193,7 @@ class Strategy(abc.ABC):
         """
         return False
 
-    def successor(self, exchanges: Sequence[Any], comm: Comm, updates: bool) -> "Strategy":
+    def successor(self, exchanges: "Sequence[Exchange[Array]]", comm: Comm, updates: bool) -> "Strategy":
         """Choose the strategy that replaces a `provisional` one. Collective.
 
         Args:
@@ -193,7 +203,7 @@ class Strategy(abc.ABC):
         """
         return self
 
-    def predict(self, situation: Situation) -> Prediction | None:
+    def predict(self, situation: "Situation") -> "Prediction | None":
         """Return the costs of a step, predicted without training; None if the strategy cannot predict them.
 
         Args:
@@ -206,7 +216,7 @@ class Strategy(abc.ABC):
         given = [f"{k}={getattr(self, k)!r}" for k, v in self._defaults().items() if getattr(self, k) != v]
         return f"{type(self).__name__}({', '.join(given)})"
 
-    def _defaults(self) -> dict[str, Any]:
+    def _defaults(self) -> dict[str, object]:
         """Return the options, each with the value that `repr` omits."""
         return {k: p.default for k, p in inspect.signature(type(self)).parameters.items()}
 
@@ -237,8 +247,8 @@ class StepClient(Protocol):
         """
 
 
-class Exchange(abc.ABC):
-    """Exchange of one optimiser, with its state from step to step.
+class Exchange(abc.ABC, Generic[T]):
+    """Exchange of one optimiser, with its state from step to step; T is the type of its tensors.
 
     Attributes:
         sent: bytes that this rank sends in each exchange, for exchanges in the graph, which cannot count them.
@@ -247,7 +257,7 @@ class Exchange(abc.ABC):
     sent: int = 0
 
     @abc.abstractmethod
-    def step(self, tensors: Sequence[Any], finite: Any = True) -> list[Any]:
+    def step(self, tensors: Sequence[T], finite: Finite = True) -> Sequence[T]:
         """Combine this rank's tensors with those of the others. Collective, unless the strategy is asynchronous.
 
         Args:
@@ -266,7 +276,7 @@ class Exchange(abc.ABC):
             ExchangeError: if a message did not arrive within the time limit.
         """
 
-    def flush(self) -> list[np.ndarray] | None:
+    def flush(self) -> Sequence[T | None] | None:
         """End a session of weights and return them, in the form that `step` returns; None for others. Collective."""
         return None
 
@@ -291,7 +301,7 @@ class Exchange(abc.ABC):
             raise ConfigError(f"{type(self).__name__}: expected no saved state, got {sorted(state)}.")
 
 
-def one_of(where: str, option: str, value: Any, known: Sequence[Any]) -> None:
+def one_of(where: str, option: str, value: object, known: Sequence[object]) -> None:
     """Refuse an option's value that the option does not accept.
 
     Args:

@@ -1,17 +1,17 @@
 """Compilation of a codec's kernels on all ranks, reported once by rank 0."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hvdx.comm import Comm, progress
 from hvdx.log import Log
 
 if TYPE_CHECKING:
-    from hvdx.codec import Codec
+    from hvdx.codec.base import Codec, S
 
 _log = Log(__name__)
 
 
-def prepare_together(codec: "Codec[Any]", comm: Comm, what: str) -> None:
+def prepare_together(codec: "Codec[S]", comm: Comm, what: str) -> None:
     """Load or compile a codec's kernels on all ranks. Collective.
 
     Args:
@@ -33,7 +33,7 @@ def prepare_together(codec: "Codec[Any]", comm: Comm, what: str) -> None:
         )
 
 
-def announce(codec: "Codec[Any]", what: str, where: str = "") -> None:
+def announce(codec: "Codec[S]", what: str, where: str = "") -> None:
     """Print that kernels are about to be compiled.
 
     Args:

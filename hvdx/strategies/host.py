@@ -3,16 +3,19 @@
 import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import numpy as np
 
 from hvdx.comm import clock
+from hvdx.costs.types import Link
 from hvdx.errors import HvdxError
 from hvdx.log import Log
-from hvdx.strategies.base import Exchange, TensorSpec
-from hvdx.strategies.link import Link
+from hvdx.strategies.base import Exchange, Finite, TensorSpec
 from hvdx.strategies.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from hvdx.codec.base import Array  # imports Numba, which not all strategies need
 
 _log = Log(__name__)
 
@@ -41,12 +44,12 @@ class StepInput:
             returns its result; None for an array of Numba.
     """
 
-    tensors: Sequence[Any]
+    tensors: "Sequence[Array]"
     finite: bool = True
     blamed: str = ""
     sample: Sequence[np.ndarray] | None = None
     computing: float | None = None
-    allocate: Callable[[int], Any] | None = None
+    allocate: "Callable[[int], Array] | None" = None
 
     def part(self, where: Sequence[int]) -> "StepInput":
         """Return the input of an exchange of some of the tensors.
@@ -84,7 +87,7 @@ class Prepared:
         return replace(self, status=NOT_FINITE if blamed else ELSEWHERE)
 
 
-class HostExchange(Exchange):
+class HostExchange(Exchange["Array"]):
     """Exchange that runs on the host. A subclass implements `combine`, and may override the other methods.
 
     Args:
@@ -107,13 +110,13 @@ class HostExchange(Exchange):
         self._cost = 0.0
 
     @abc.abstractmethod
-    def combine(self, given: StepInput) -> list[np.ndarray]:
+    def combine(self, given: StepInput) -> "Sequence[Array]":
         """Do the work of `Exchange.step`, without the measurement of the time between two steps."""
 
-    def step(self, tensors: Sequence[np.ndarray], finite: Any = True) -> list[np.ndarray]:
+    def step(self, tensors: "Sequence[Array]", finite: Finite = True) -> "Sequence[Array]":
         return self.take(StepInput(tensors, bool(finite)))
 
-    def take(self, given: StepInput) -> list[np.ndarray]:
+    def take(self, given: StepInput) -> "Sequence[Array]":
         """Take a step; see `step`. The time since the last step is added to the input, and counted as computing."""
         if self._last_end is not None:
             given = replace(given, computing=clock.now() - self._last_end)
@@ -122,16 +125,16 @@ class HostExchange(Exchange):
         self._last_end = clock.now()
         return result
 
-    def prepare(self, given: StepInput) -> Any:
+    def prepare(self, given: StepInput) -> Prepared:
         """Do the part of `combine` that comes before the exchange. Not collective.
 
         Returns:
             A `Prepared`.
         """
-        fine = given.finite and all(bool(np.isfinite(t.sum(dtype=np.float64))) for t in given.tensors)
+        fine = given.finite and all(bool(np.isfinite(np.asarray(t).sum(dtype=np.float64))) for t in given.tensors)
         return Prepared(given, FINE if fine else NOT_FINITE)
 
-    def deliver(self, prepared: Any) -> list[np.ndarray]:
+    def deliver(self, prepared: Prepared) -> "Sequence[Array]":
         """Exchange what `prepare` returned; return the result of `combine`. Collective, as `step` is."""
         return self.combine(replace(prepared.given, finite=prepared.is_fine))
 

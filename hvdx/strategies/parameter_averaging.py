@@ -2,15 +2,16 @@
 
 import itertools
 import re
-from collections.abc import Sequence
-from typing import Any, get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, cast, get_args
 
-from hvdx.comm import GraphComm
-from hvdx.comm.base import Engine, Reduction
+from hvdx.comm import Comm, GraphComm
+from hvdx.comm.base import Engine, Reduction, Tensor
+from hvdx.costs.model import Situation
+from hvdx.costs.sizes import ring_bytes
+from hvdx.costs.types import Prediction
 from hvdx.errors import ConfigError, ReplicaError
-from hvdx.strategies.base import Exchange, Schedule, Strategy, TensorSpec, one_of
-from hvdx.strategies.link import ring_bytes
-from hvdx.strategies.prediction import Prediction, Situation
+from hvdx.strategies.base import Exchange, Finite, Schedule, Strategy, TensorSpec, one_of
 
 _SPELLING = re.compile(r"(\d+)(?:@(\d+))?")
 
@@ -85,12 +86,12 @@ class ParameterAveraging(Strategy):
         return given.prediction(terms, sent, buffers, period=period, note=f"averages every {period} steps")
 
     def open(
-        self, comm: GraphComm, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = ""
+        self, comm: Comm, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = ""
     ) -> "AveragingExchange":
-        return AveragingExchange(comm, specs, name)
+        return AveragingExchange(cast(GraphComm, comm), specs, name)  # strategies in the graph are given one
 
 
-class AveragingExchange(Exchange):
+class AveragingExchange(Exchange[Tensor]):
     """Exchange of one optimiser under `ParameterAveraging`.
 
     Args:
@@ -104,7 +105,7 @@ class AveragingExchange(Exchange):
         self.elements = sum(s.elements for s in specs)
         self.sent = ring_bytes(sum(s.elements * s.itemsize for s in specs), comm.size)
 
-    def step(self, tensors: Sequence[Any], weights: Any = True) -> list[Any]:
+    def step(self, tensors: Sequence[Tensor], weights: Finite = True) -> list[Tensor]:
         """Return the weighted means over the ranks.
 
         Args:
@@ -114,7 +115,8 @@ class AveragingExchange(Exchange):
         Returns:
             The weighted means, the same bits on every rank; NaN on all ranks if all are left out.
         """
-        means: dict[int, Any] = {}
+        assert isinstance(weights, Mapping)  # the adapter of averages passes them
+        means: dict[int, Tensor] = {}
         # Each dtype needs an all-reduce of its own; all ranks must call these all-reduces in the same order.
         for dtype in sorted({t.dtype for t in tensors}, key=lambda d: d.name):
             members = [i for i, t in enumerate(tensors) if t.dtype == dtype]
@@ -141,7 +143,7 @@ class AveragingExchange(Exchange):
         return since
 
 
-def _schedule(period: Any) -> Schedule:
+def _schedule(period: object) -> Schedule:
     wrong = ConfigError(
         f"ParameterAveraging: period: expected a positive number, or pairs of a step and a period that begin with step "
         f"0, such as ((0, 1), (500, 16)) or '1@0/16@500'; got {period!r}."

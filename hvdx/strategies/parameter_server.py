@@ -2,13 +2,15 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from hvdx.comm import Comm, GraphComm
 from hvdx.comm.launcher import kernel_threads
 from hvdx.comm.preemption import PreemptionListener
+from hvdx.costs.model import Situation
+from hvdx.costs.types import Prediction
 from hvdx.errors import ConfigError
 from hvdx.strategies.base import (
     Strategy,
@@ -17,7 +19,6 @@ from hvdx.strategies.base import (
     agree_on_tensors,
     one_of,
 )
-from hvdx.strategies.prediction import Prediction, Situation
 from hvdx.strategies.serving.costs import predict
 from hvdx.strategies.serving.exchange import ServerExchange
 from hvdx.strategies.serving.messages import SERVER_BOX, SessionConfig
@@ -216,6 +217,6 @@ class ParameterServer(Strategy):
         nothing = np.zeros(joined_residual(saved[0])[1].size)
         return {"residual": np.sum([nothing, *mine], axis=0).astype(np.float32)}
 
-    def _defaults(self) -> dict[str, Any]:
+    def _defaults(self) -> dict[str, object]:
         # With "bound", the default of `max_staleness` is 4.
         return super()._defaults() | ({"max_staleness": _MAX_STALENESS} if "bound" in self.staleness else {})

@@ -78,7 +78,7 @@ def _installed() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=GROUP)}
 
 
-def options(name: str) -> dict[str, Any]:
+def options(name: str) -> dict[str, object]:
     """Return the options of a strategy with their defaults.
 
     Args:
@@ -166,7 +166,7 @@ def _did_you_mean(word: str, known: list[str]) -> str:
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-def _value(text: str, default: Any, where: str) -> Any:
+def _value(text: str, default: object, where: str) -> object:
     """Convert a text to the type of the default that it replaces."""
     if isinstance(default, str):
         return text

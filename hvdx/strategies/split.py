@@ -5,20 +5,27 @@ So an optimiser has two exchanges of the same strategy, with different ranks, wh
 """
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 
 from hvdx.comm import Comm
+from hvdx.comm.base import Tensor
 from hvdx.errors import ConfigError
-from hvdx.strategies.base import Exchange, Strategy, TensorSpec
+from hvdx.strategies.base import Exchange, Finite, Strategy, TensorSpec
 from hvdx.strategies.host import HostExchange, StepInput
 from hvdx.strategies.telemetry import Telemetry, merged
 
+if TYPE_CHECKING:
+    from hvdx.codec.base import Array
 
-class Share(NamedTuple):
+E = TypeVar("E", bound="Exchange[Tensor] | Exchange[Array]")
+V = TypeVar("V")
+
+
+class Share(NamedTuple, Generic[E]):
     """Exchange of some of an optimiser's tensors.
 
     Attributes:
@@ -27,24 +34,24 @@ class Share(NamedTuple):
         is_parts: whether the tensors are parts of split layers.
     """
 
-    exchange: Any
+    exchange: E
     where: list[int]
     is_parts: bool
 
-    def of(self, tensors: Sequence[Any]) -> list[Any]:
+    def of(self, tensors: Sequence[V]) -> list[V]:
         """Return the tensors of this exchange."""
         return [tensors[i] for i in self.where]
 
 
 def open_split(
     strategy: Strategy,
-    comm: Any,
-    peers: Any,
+    comm: Comm,
+    peers: Comm,
     specs: Sequence[TensorSpec],
     is_part: Sequence[bool],
     momentum: float = 0.0,
     name: str = "",
-) -> Exchange:
+) -> "Exchange[Tensor] | Exchange[Array]":
     """Open the exchange of whole weights and parts. Collective on the host.
 
     Args:
@@ -66,17 +73,18 @@ def open_split(
     if whole and parts and peers.size > 1:
         # Both exchanges together stay within the overhead that the user allows.
         strategy = strategy.with_overhead(0.5)
-    shares = []
+    in_graph = strategy.runs == "graph"
+    shares: list[Share[Any]] = []
     if whole:
         shares.append(Share(strategy.open(comm, [specs[i] for i in whole], momentum, name), whole, False))
     if parts:
         of_parts = [specs[i] for i in parts]
-        if peers.size == 1:
-            exchange: Any = _LocalExchange(of_parts, strategy.placement == "weights" and strategy.runs == "host")
+        if peers.size > 1:
+            shares.append(Share(strategy.open(peers, of_parts, momentum, f"{name}.parts"), parts, True))
         else:
-            exchange = strategy.open(peers, of_parts, momentum, f"{name}.parts")
-        shares.append(Share(exchange, parts, True))
-    if strategy.runs == "graph":
+            alone = _LocalGraphExchange() if in_graph else _LocalExchange(of_parts, strategy.placement == "weights")
+            shares.append(Share(alone, parts, True))
+    if in_graph:
         # The sum over all ranks of the parts' gradients, each of which is the mean over a group.
         return SplitGraphExchange(specs, shares, comm.size / peers.size if _adds_up(strategy) else 1.0)
     return (strategy.split_exchange or SplitHostExchange)(comm, specs, shares)
@@ -113,7 +121,14 @@ def _refuse_options(strategy: Strategy) -> None:
         raise ConfigError.on_all_ranks(f"{strategy!r}: {problem}")
 
 
-class SplitGraphExchange(Exchange):
+class _Agreeing(Protocol):
+    """Exchange of averages in the graph."""
+
+    def agree(self, since: int) -> int:
+        """See `AveragingExchange.agree`."""
+
+
+class SplitGraphExchange(Exchange[Tensor]):
     """Exchange in the graph, made of one for whole weights and one for parts.
 
     Args:
@@ -122,19 +137,19 @@ class SplitGraphExchange(Exchange):
         factor: factor on the results of the exchange of parts.
     """
 
-    def __init__(self, specs: Sequence[TensorSpec], shares: Sequence[Share], factor: float):
+    def __init__(self, specs: Sequence[TensorSpec], shares: Sequence[Share[Exchange[Tensor]]], factor: float):
         self.specs, self._shares, self._factor = list(specs), list(shares), factor
         self.elements = sum(s.elements for s in specs)
         self.sent = sum(share.exchange.sent for share in shares)
 
-    def step(self, tensors: Sequence[Any], finite: Any = True) -> list[Any]:
+    def step(self, tensors: Sequence[Tensor], finite: Finite = True) -> list[Tensor]:
         """Combine the tensors of both exchanges.
 
         Args:
             tensors: see `Exchange.step`.
             finite: see `Exchange.step`; for weights a pair: the mapping for whole weights, and that for parts.
         """
-        result: list[Any] = [None] * len(tensors)
+        result = list(tensors)
         for share in self._shares:
             given = finite[share.is_parts] if isinstance(finite, tuple) else finite
             for i, tensor in zip(share.where, share.exchange.step(share.of(tensors), given), strict=True):
@@ -143,14 +158,14 @@ class SplitGraphExchange(Exchange):
 
     def agree(self, since: int) -> int:
         """Return the steps since the last average; see `AveragingExchange.agree`. Collective."""
-        found: int = self._shares[0].exchange.agree(since)
-        return found
+        return cast(_Agreeing, self._shares[0].exchange).agree(since)
 
 
-def _times(tensor: Any, factor: float) -> Any:
+def _times(tensor: Tensor, factor: float) -> Tensor:
     """Return a tensor times a factor; of gathered rows, the rows times the factor."""
     if hasattr(tensor, "indices"):
-        return type(tensor)(tensor.values * factor, tensor.indices, tensor.dense_shape)
+        rows: Any = tensor  # `tf.IndexedSlices`, of a library that this room does not import
+        return type(rows)(rows.values * factor, rows.indices, rows.dense_shape)
     return tensor * factor
 
 
@@ -165,7 +180,7 @@ class SplitStep(abc.ABC):
         self._comm = comm
 
     @abc.abstractmethod
-    def combine(self, shares: Sequence[Share], given: StepInput) -> list[Any]:
+    def combine(self, shares: Sequence[Share[HostExchange]], given: StepInput) -> "list[Sequence[Array]]":
         """Return the results of `HostExchange.combine` of each exchange.
 
         Args:
@@ -173,7 +188,7 @@ class SplitStep(abc.ABC):
             given: input of the step, for all tensors.
         """
 
-    def flush(self, shares: Sequence[Share]) -> list[Any]:
+    def flush(self, shares: Sequence[Share[HostExchange]]) -> "list[Sequence[Array | None] | None]":
         """Return the results of `Exchange.flush` of each exchange."""
         return [share.exchange.flush() for share in shares]
 
@@ -181,7 +196,7 @@ class SplitStep(abc.ABC):
 class CommonStep(SplitStep):
     """Step that all ranks take together in both exchanges, or skip in both."""
 
-    def combine(self, shares: Sequence[Share], given: StepInput) -> list[Any]:
+    def combine(self, shares: Sequence[Share[HostExchange]], given: StepInput) -> "list[Sequence[Array]]":
         prepared = [share.exchange.prepare(given.part(share.where)) for share in shares]
         mine = all(p.is_fine for p in prepared)
         if self._comm.any_true(not mine):
@@ -200,7 +215,13 @@ class SplitHostExchange(HostExchange):
         step: the step of both; `CommonStep` by default.
     """
 
-    def __init__(self, comm: Comm, specs: Sequence[TensorSpec], shares: Sequence[Share], step: SplitStep | None = None):
+    def __init__(
+        self,
+        comm: Comm,
+        specs: Sequence[TensorSpec],
+        shares: Sequence[Share[HostExchange]],
+        step: SplitStep | None = None,
+    ):
         self._shares, self._step = list(shares), step or CommonStep(comm)
         super().__init__(specs, Telemetry())
         # Whole weights are exchanged by all ranks, so their link comes first.
@@ -223,12 +244,12 @@ class SplitHostExchange(HostExchange):
         for share in self._shares:
             share.exchange.count_computing(seconds)
 
-    def combine(self, given: StepInput) -> list[np.ndarray]:
-        return self._all(self._step.combine(self._shares, given))
+    def combine(self, given: StepInput) -> "Sequence[Array]":
+        return [t for t in self._all(self._step.combine(self._shares, given)) if t is not None]
 
-    def _all(self, results: Any) -> list[Any]:
+    def _all(self, results: Iterable[Sequence[V | None] | None]) -> list[V | None]:
         """Return the results of the exchanges in the order of the specs; None where an exchange has none."""
-        everything: list[Any] = [None] * len(self.specs)
+        everything: list[V | None] = [None] * len(self.specs)
         for share, arrays in zip(self._shares, results, strict=True):
             for i, array in zip(share.where, arrays or (), strict=arrays is not None):
                 everything[i] = array
@@ -248,13 +269,14 @@ class SplitHostExchange(HostExchange):
 
     @property
     def residuals(self) -> list[np.ndarray]:
-        return self._all(share.exchange.residuals for share in self._shares)
+        everything = self._all(share.exchange.residuals for share in self._shares)
+        return [r for r in everything if r is not None]
 
     def add_to_residual(self, tensors: Sequence[np.ndarray]) -> None:
         for share in self._shares:
             share.exchange.add_to_residual(share.of(tensors))
 
-    def flush(self) -> list[Any] | None:
+    def flush(self) -> "Sequence[Array | None] | None":
         """Return the final weights; None in the place of a tensor without one. Collective."""
         result = self._all(self._step.flush(self._shares))
         return None if all(r is None for r in result) else result
@@ -275,7 +297,7 @@ class SplitHostExchange(HostExchange):
             share.exchange.load_state_dict(mine)
 
 
-def _is_local(share: Share) -> bool:
+def _is_local(share: Share[HostExchange]) -> bool:
     return isinstance(share.exchange, _LocalExchange)
 
 
@@ -308,7 +330,7 @@ class _LocalExchange(HostExchange):
     def begin(self, weights: Sequence[np.ndarray]) -> None:
         self._weights = [np.array(w) for w in weights]
 
-    def combine(self, given: StepInput) -> list[Any]:
+    def combine(self, given: StepInput) -> "Sequence[Array]":
         self.telemetry.steps += 1
         self.telemetry.skipped += not given.finite
         if self._weights is None:
@@ -317,8 +339,12 @@ class _LocalExchange(HostExchange):
             self._weights = [np.array(t) for t in given.tensors]
         return [w.copy() for w in self._weights]
 
-    def step(self, tensors: Sequence[Any], finite: Any = True) -> list[Any]:
-        """Return tensors of the graph; those of an average divided by this rank's weight."""
+
+class _LocalGraphExchange(Exchange[Tensor]):
+    """Exchange in the graph of parts that no other rank holds: it returns the tensors unchanged."""
+
+    def step(self, tensors: Sequence[Tensor], finite: Finite = True) -> list[Tensor]:
+        """Return the tensors; those of an average divided by this rank's weight."""
         return [t / finite[t.dtype] for t in tensors] if isinstance(finite, Mapping) else list(tensors)
 
     def agree(self, since: int) -> int:

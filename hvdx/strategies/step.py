@@ -16,6 +16,7 @@ import numpy as np
 
 from hvdx.comm import Comm
 from hvdx.comm.alignment import aligned
+from hvdx.costs.types import Link
 from hvdx.errors import ConfigError, UpdateError, WireError
 from hvdx.log import Log
 from hvdx.strategies.base import TensorSpec, views
@@ -32,7 +33,7 @@ from hvdx.strategies.host import (
 from hvdx.strategies.telemetry import Telemetry
 
 if TYPE_CHECKING:
-    from hvdx.codec import Codec  # imports Numba, which not all strategies need
+    from hvdx.codec.base import Array, Decoder  # imports Numba, which not all strategies need
 
 _log = Log(__name__)
 
@@ -43,22 +44,22 @@ RESIDUAL_EVERY = 64
 class DeviceArrays(Protocol):
     """Functions for arrays of another device than the host, such as `hvdx.codec.devices.Gpu`."""
 
-    def zeros(self, n: int) -> Any:
+    def zeros(self, n: int) -> "Array":
         """Return float32[n] of zeros."""
 
-    def view(self, array: Any) -> Any:
+    def view(self, array: "Array") -> "Array":
         """Return an array of another library as one that the other functions take without a conversion."""
 
-    def place(self, values: np.ndarray) -> Any:
+    def place(self, values: np.ndarray) -> "Array":
         """Return a copy of a host array."""
 
-    def fetch(self, array: Any) -> np.ndarray:
+    def fetch(self, array: "Array") -> np.ndarray:
         """Return a copy in host memory."""
 
-    def assign(self, values: np.ndarray, out: Any) -> None:
+    def assign(self, values: np.ndarray, out: "Array") -> None:
         """Copy a host array to an array of the device."""
 
-    def subtract(self, values: Any, out: Any) -> None:
+    def subtract(self, values: "Array", out: "Array") -> None:
         """Subtract an array from another one."""
 
 
@@ -78,8 +79,8 @@ class Encoded:
     """
 
     message: np.ndarray
-    codec: "Codec[Any]"
-    tensors: Sequence[Any] = ()
+    codec: "Decoder"
+    tensors: "Sequence[Array]" = ()
     taus: np.ndarray | None = None
     entries: int = 0
     density: float = 0.0
@@ -138,7 +139,7 @@ class Encoder(abc.ABC):
         """
         return 1.0
 
-    def observe_sample(self, sample: Any) -> None:
+    def observe_sample(self, sample: object) -> None:
         """Process the sample of gradients of all ranks, as the route returned it."""
         return
 
@@ -230,10 +231,10 @@ class Arrived(abc.ABC):
     decoding: float = 0.0
     sent: int = 0
     received: int = 0
-    sample: Any = None
+    sample: object = None
 
     @abc.abstractmethod
-    def add_to(self, out: Sequence[Any], scale: float, clear: bool) -> None:
+    def add_to(self, out: "Sequence[Array]", scale: float, clear: bool) -> None:
         """Add the sum of the messages that count, times a factor, to an output.
 
         Args:
@@ -326,7 +327,7 @@ class MessageExchange(HostExchange):
         active: Callable[[int], int] | None = None,
         ranks_per_message: int = 1,
         results: Sequence[np.ndarray] | None = None,
-        network: Any = None,
+        network: Link | None = None,
     ):
         super().__init__(specs, Telemetry())
         self.encoder, self.route, self._device = encoder, route, encoder.device
@@ -335,7 +336,7 @@ class MessageExchange(HostExchange):
         self._world_ranks = comm.world_ranks
         # Result of a step.
         self._flat: Any = aligned(self._n if self._device is None else 0)
-        self._out = [] if self._device is not None else views(self._flat, specs)
+        self._out: Sequence[Array] = [] if self._device is not None else views(self._flat, specs)
         # Arrays that are set to the result on the host.
         self._results = list(results) if results is not None else [self._flat]
         self._step = 0
@@ -348,7 +349,7 @@ class MessageExchange(HostExchange):
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def combine(self, given: StepInput) -> list[np.ndarray]:
+    def combine(self, given: StepInput) -> "Sequence[Array]":
         return self.deliver(self.prepare(given))
 
     def prepare(self, given: StepInput) -> StepInFlight:
@@ -359,7 +360,8 @@ class MessageExchange(HostExchange):
         status, encoded = self._timed("encoding", lambda: self._encode(given, active))
         return StepInFlight(given, status, encoded, active, self._step, self._computing, cost_before)
 
-    def deliver(self, prepared: StepInFlight) -> list[np.ndarray]:
+    def deliver(self, prepared: Prepared) -> "Sequence[Array]":
+        assert isinstance(prepared, StepInFlight)  # that of `prepare`
         with self._naming():
             arrived = self.route.send(self._outgoing(prepared))
         counted = arrived if self._count(prepared, arrived) else None
@@ -401,7 +403,7 @@ class MessageExchange(HostExchange):
             raise error if error.rank is None else error.of(self._world_ranks[error.rank]) from None
 
     @property
-    def result(self) -> Any:
+    def result(self) -> "Array":
         """Result of the last step as one array, float32[elements], which the next step overwrites."""
         return self._flat
 
@@ -419,7 +421,7 @@ class MessageExchange(HostExchange):
         self._cost += seconds
         self.telemetry.exchanging += seconds
 
-    def _decode(self, step: StepInFlight, arrived: Arrived | None) -> list[np.ndarray]:
+    def _decode(self, step: StepInFlight, arrived: Arrived | None) -> "Sequence[Array]":
         """Return the sum of the messages that arrived; zeros for None, if all ranks skip the step."""
         on_host = self._device is None
         if self._device is not None:

@@ -1,24 +1,9 @@
 """Counters of an exchange."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
-
-def entropy(density: float) -> float:
-    """Return the bits per entry of the positions and signs of independent entries of a given density: H(p) / p + 1.
-
-    Args:
-        density: the share p of elements that are entries, in (0, 1].
-
-    Example:
-        >>> round(entropy(0.01), 2)
-        9.08
-    """
-    if density >= 1:
-        return 1.0
-    absent = 1 - density
-    return -math.log2(density) - absent / density * math.log2(absent) + 1
+from hvdx.costs.sizes import entropy
 
 
 @dataclass

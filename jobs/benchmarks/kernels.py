@@ -138,8 +138,7 @@ class Step:
     @property
     def residual(self) -> np.ndarray:
         """Return the residual, float32[n]."""
-        residual: np.ndarray = cast("ThresholdEncoder", self.exchange.encoder).state.residual
-        return residual
+        return np.asarray(cast("ThresholdEncoder", self.exchange.encoder).state.residual)
 
     def reset(self) -> None:
         """Reset the residual to its initial values."""
@@ -149,7 +148,7 @@ class Step:
         """Encode the arrays."""
         return self.exchange.prepare(StepInput(self.arrays))
 
-    def decode(self) -> list[np.ndarray]:
+    def decode(self) -> Sequence[object]:
         """Decode the message of the first call of `encode`, once for each worker."""
         return self.exchange.deliver(self.sent)
 
@@ -241,7 +240,7 @@ def extra_memory(case: Case, threads: int) -> int | None:
     try:
         library.prctl(_THP_DISABLE, 1, 0, 0, 0)
         for _ in range(3):
-            state.residual[:] = case.start
+            np.copyto(np.asarray(state.residual), case.start)
             # Free memory that the allocator kept from earlier turns, which would hide the need of this one.
             state.scratch.clear()
             library.malloc_trim(0)

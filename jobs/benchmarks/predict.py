@@ -25,12 +25,11 @@ import numpy as np
 from hvdx.cli.advising import answer, machine, script
 from hvdx.cli.common import processes
 from hvdx.comm.launcher import usable_cores
+from hvdx.costs.types import Link, Prediction
 from hvdx.jobs.benchmarks import harness
 from hvdx.report import records
 from hvdx.report.table import render
 from hvdx.strategies import parse
-from hvdx.strategies.link import Link
-from hvdx.strategies.prediction import Prediction
 
 _JOBS = Path(__file__).resolve().parent.parent
 #: Command of each model, and the options that end it after some steps of all workers together: strategies without a

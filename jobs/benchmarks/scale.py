@@ -14,12 +14,13 @@ import argparse
 import sys
 
 from hvdx.cli.advise import given_link
+from hvdx.costs.measure import measure_machine
+from hvdx.costs.model import Situation
 from hvdx.jobs.benchmarks import harness
 from hvdx.report.table import quantity
 from hvdx.simulation.training import Setting, simulate
 from hvdx.simulation.workloads import Made
 from hvdx.strategies import Threshold
-from hvdx.strategies.prediction import Situation, measure_machine
 
 KINDS = ("all_gather", "sharded")
 # Workers that run; the others repeat them.

@@ -18,17 +18,19 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
+from typing import Any, cast
 
 import numpy as np
 
 from hvdx.cli.advise import given_link
+from hvdx.costs.measure import measure_memory
+from hvdx.costs.model import Situation
+from hvdx.costs.types import Link, Machine
 from hvdx.jobs.benchmarks import harness
 from hvdx.report.table import quantity
 from hvdx.simulation.training import Outcome, Setting, simulate, window
 from hvdx.simulation.workloads import MOMENTUM, Made
 from hvdx.strategies import parse
-from hvdx.strategies.link import Link
-from hvdx.strategies.prediction import Machine, Situation, measure_memory
 
 STRATEGIES = (
     *("all_reduce:engine=mpi", "all_reduce:engine=mpi,compression=fp16"),
@@ -166,11 +168,11 @@ def codec_seconds(elements: int, meet: Callable[[], object]) -> float:
 def work(given: argparse.Namespace) -> harness.Row:
     """Measure link and codec between the hosts of the lab, then exchange updates; return the figures of this rank."""
     from hvdx import comm as communication
-    from hvdx.strategies import link
+    from hvdx.costs.link import probe
 
     comm = communication.start()
     channel = comm.channel("the benchmark")
-    found = max((link.probe(channel) for _ in range(_PROBES)), key=lambda each: each.bandwidth)
+    found = max((probe(channel) for _ in range(_PROBES)), key=lambda each: each.bandwidth)
     codec = codec_seconds(given.elements, lambda: channel.exchange([])) - found.latency
     made, steps = Made(given.elements), {}
     for spelling, count in given.cases:
@@ -201,7 +203,7 @@ def _exchange(spelling: str, count: int, made: Made, computing: float) -> dict[s
         update = place(replica.gradients())
         begin = time.perf_counter()
         time.sleep(computing)
-        exchange.step(update)
+        exchange.step(cast(Any, update))
         seconds.append(time.perf_counter() - begin)
     exchange.flush()
     exchange.close()

@@ -9,8 +9,7 @@ import pytest
 
 from hvdx.cli.advising import answer, machine, script
 from hvdx.cli.main import main
-from hvdx.strategies.link import Link
-from hvdx.strategies.prediction import Machine
+from hvdx.costs.types import Link, Machine
 
 STAND_IN = [sys.executable, str(Path(__file__).with_name("stand_ins") / "recorded.py")]
 TRAINING = script.Training(0.02, 0.0, 20, (1_860_000,), batch=64, slots=1.0)

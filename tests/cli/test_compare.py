@@ -13,8 +13,8 @@ from hvdx.cli.advising.script import Training
 from hvdx.cli.comparing.launch import command, environment
 from hvdx.cli.comparing.plan import Plan, Single
 from hvdx.cli.main import main
+from hvdx.costs.types import Machine
 from hvdx.errors import LaunchError
-from hvdx.strategies.prediction import Machine
 from hvdx.strategies.registry import resolve
 
 FAKE = """

@@ -6,9 +6,9 @@ import sys
 import pytest
 
 from hvdx.cli.common.processes import run
+from hvdx.costs.types import Codec, Machine
 from hvdx.errors import ConfigError
 from hvdx.jobs.benchmarks import harness, scale
-from hvdx.strategies.prediction import Codec, Machine
 from tests.launch import ROOT, environment
 
 BENCHMARK = """

@@ -7,9 +7,10 @@ import numpy as np
 
 from hvdx import comm as world
 from hvdx.comm import mesh
+from hvdx.comm.base import Mesh
 from tests.ranks.models import CLASSES, FEATURES
 
-_meshes: dict[object, object] = {}
+_meshes: dict[int, Mesh | None] = {}
 
 
 @contextlib.contextmanager

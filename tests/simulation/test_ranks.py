@@ -8,10 +8,10 @@ import pytest
 from hvdx.comm import clock
 from hvdx.comm.base import Reduction
 from hvdx.comm.waiting import LIMIT_VARIABLE, overshoot
+from hvdx.costs.model import Situation
+from hvdx.costs.types import Link, Machine
 from hvdx.errors import ConfigError, ExchangeError
 from hvdx.simulation.ranks import on_all, world
-from hvdx.strategies.link import Link
-from hvdx.strategies.prediction import Machine, Situation
 
 # Memory is endless and messages take no work, so a transfer takes its bytes in microseconds, and 1 ms.
 PLAIN = Machine(memory=1e30)

@@ -2,11 +2,11 @@
 
 import pytest
 
+from hvdx.costs.model import Situation
+from hvdx.costs.types import Link, Machine
 from hvdx.simulation.training import Setting, simulate
 from hvdx.simulation.workloads import Made
 from hvdx.strategies import Threshold
-from hvdx.strategies.link import Link
-from hvdx.strategies.prediction import Machine, Situation
 
 ELEMENTS, DENSITY = 2_000_000, 0.01
 

@@ -5,12 +5,12 @@ import dataclasses
 import numpy as np
 import pytest
 
+from hvdx.costs.model import Situation
+from hvdx.costs.types import Link, Machine
 from hvdx.errors import ConfigError
 from hvdx.simulation.training import Setting, check, simulate
 from hvdx.simulation.workloads import Digits, Made
 from hvdx.strategies import parse
-from hvdx.strategies.link import Link
-from hvdx.strategies.prediction import Machine, Situation
 
 SITUATION = Situation(4, (1,), 0.02, Link(1e-3, 1e6), Machine(memory=1e30), "mpi", batch=8, slots=1.0)
 # Work of codecs takes no time, so every run gives the same figures.

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from hvdx.comm import mesh
+from hvdx.costs.model import Situation
+from hvdx.costs.types import Link
 from hvdx.simulation import ranks as simulated
 from hvdx.strategies import AllReduce, Auto, ParameterAveraging, ParameterServer, StepInput, TensorSpec, Threshold
-from hvdx.strategies.link import Link
-from hvdx.strategies.prediction import Situation
 from hvdx.strategies.split import open_split
 from tests.strategies.serving.ranks import all_fine, run
 from tests.strategies.virtual import on_all, on_hosts

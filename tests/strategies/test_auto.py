@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
+from hvdx.costs.model import Situation
+from hvdx.costs.types import Codec, Link
 from hvdx.strategies import AllReduce, Auto, Threshold, auto
-from hvdx.strategies.link import Link
-from hvdx.strategies.prediction import Codec, Situation
 from tests.strategies.virtual import SPECS, on_all
 
 SHARED_MEMORY = Link(5e-5, 3e9)

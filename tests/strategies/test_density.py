@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from hvdx.strategies.link import Link, message_bytes
+from hvdx.costs.sizes import message_bytes
+from hvdx.costs.types import Link
 from hvdx.strategies.threshold.density import (
     INITIAL_DENSITY,
     MAX_DENSITY,

@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from hvdx.costs.model import Situation
+from hvdx.costs.types import Link
 from hvdx.errors import ConfigError, UpdateError, WireError
-from hvdx.strategies import StepInput, TensorSpec, Threshold, link
-from hvdx.strategies.link import Link
-from hvdx.strategies.prediction import Situation
+from hvdx.strategies import StepInput, TensorSpec, Threshold
 from hvdx.strategies.threshold.shards import Shards
 from tests.strategies.test_threshold import flat, steps_of, update
 from tests.strategies.virtual import ELEMENTS, SPECS, on_all
@@ -226,7 +226,7 @@ def test_auto_takes_what_costs_less(workers, density, latency, bandwidth, kind, 
     assert ("sharded" in prediction.note) == (kind == "sharded")
     if workers > 8:
         return
-    monkeypatch.setattr(link, "probe", lambda channel: Link(latency, bandwidth))
+    monkeypatch.setattr("hvdx.strategies.threshold.opening.probe", lambda channel: Link(latency, bandwidth))
     specs = [TensorSpec("w", (5_000_000,), 4)]
     opened = on_all(workers, lambda comm: type(strategy.open(comm, specs).route).__name__)
     assert set(opened) == {"ShardedRoute" if kind == "sharded" else "AllGatherRoute"}

@@ -4,8 +4,9 @@ import weakref
 import numpy as np
 import pytest
 
+from hvdx.costs.sizes import message_bytes
 from hvdx.errors import ConfigError, HvdxError, ReplicaError
-from hvdx.strategies import StepInput, TensorSpec, Threshold, link, parse
+from hvdx.strategies import StepInput, TensorSpec, Threshold, parse
 from hvdx.strategies.threshold.density import INITIAL_DENSITY
 from hvdx.strategies.threshold.warmup import START
 from hvdx.strategies.threshold.warmup import parse as parse_warmup
@@ -386,4 +387,4 @@ def test_bytes_sent_are_near_the_entropy():
         return exchange.telemetry.sent / 30
 
     for sent in on_all(2, run):
-        assert 0.7 < sent / link.message_bytes(200_000, 0.02) < 1.4
+        assert 0.7 < sent / message_bytes(200_000, 0.02) < 1.4

@@ -7,11 +7,12 @@ from typing import Any
 
 from hvdx.cli.advising.script import Training
 from hvdx.comm.launcher import usable_cores
+from hvdx.costs.measure import installed_engine
+from hvdx.costs.model import Situation, one_worker, split_layers
+from hvdx.costs.types import TERMS, Link, Machine, Prediction
 from hvdx.report.table import WIDTH, fitted, quantity
 from hvdx.strategies import names, parse
 from hvdx.strategies.auto import WORTH_WORKERS
-from hvdx.strategies.link import Link
-from hvdx.strategies.prediction import TERMS, Machine, Prediction, Situation, installed_engine, one_worker, split_layers
 
 #: Spelling of "one worker" in the answers.
 ALONE = "one worker"

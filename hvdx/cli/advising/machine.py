@@ -20,9 +20,8 @@ from hvdx.cli.batch import systems
 from hvdx.cli.common.mpi_tools import find_mpi, host_options, mpirun_command
 from hvdx.cli.common.mpi_traffic import HOSTFILE
 from hvdx.cli.common.processes import child_environment, key_line, kill_group, parse_reports, run, start_group
+from hvdx.costs.types import Codec, Link, Machine
 from hvdx.errors import LaunchError
-from hvdx.strategies.link import Link
-from hvdx.strategies.prediction import Codec, Machine
 
 _MODULE = [sys.executable, "-m", "hvdx.cli.advising.machine"]
 # Measurements of the link, of which the fastest counts.
@@ -130,10 +129,12 @@ def _hostfile() -> str:
 
 
 def _main(words: Sequence[str]) -> None:
-    from hvdx.strategies import link, prediction
+    from hvdx.costs import link
+    from hvdx.costs.measure import measure_machine
+    from hvdx.costs.model import Situation
 
     if words[0] == "speeds":
-        print("HVDX", json.dumps(as_speeds(prediction.measure_machine(int(words[1])))))
+        print("HVDX", json.dumps(as_speeds(measure_machine(int(words[1])))))
         return
     from hvdx import comm
     from hvdx.comm import mpi
@@ -146,7 +147,7 @@ def _main(words: Sequence[str]) -> None:
         # Not the whole model on a slow link, and the same number on all ranks, because the link is.
         bytes_in_time = _REDUCING_SECONDS * found.bandwidth * world.size / (2 * (world.size - 1))
         elements = max(1, min(int(words[1]), int(bytes_in_time / 4)))
-        ideal = prediction.Situation(world.size, (elements,), 0.0, found).ring(4 * elements)
+        ideal = Situation(world.size, (elements,), 0.0, found).ring(4 * elements)
         spent = mpi.all_reduce_seconds(elements) - ideal["latency"]
         found = dataclasses.replace(found, reducing=min(1.0, ideal["transfer"] / max(spent, 1e-9)))
     if world.rank == 0:

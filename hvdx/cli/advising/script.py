@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from hvdx.cli.common.processes import child_environment, exit_reason, key_line, kill_group, last_of
+from hvdx.costs.types import Layer
 from hvdx.errors import ConfigError, LaunchError
 from hvdx.report import records
-from hvdx.strategies.prediction import Layer
 
 #: Steps that each copy of the script takes.
 STEPS = 24

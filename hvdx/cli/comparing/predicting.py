@@ -9,9 +9,9 @@ from hvdx.cli.advising import answer, machine, script
 from hvdx.cli.comparing.plan import Plan, Single, write_whole
 from hvdx.cli.run import parse_hosts
 from hvdx.comm.launcher import usable_cores
+from hvdx.costs.types import Link
 from hvdx.errors import HvdxError
 from hvdx.report.records import OUTCOME, read_outcome
-from hvdx.strategies.link import Link
 from hvdx.strategies.registry import parse
 
 # Seconds for the steps of the copies of the script.

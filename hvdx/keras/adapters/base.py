@@ -7,6 +7,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvdx import comm as world
+from hvdx.comm.base import Comm
+from hvdx.comm.mesh import mesh_of
 from hvdx.errors import ConfigError
 from hvdx.keras.seams.frames import loss_scale_calls
 from hvdx.keras.shards import shard_of
@@ -77,9 +79,9 @@ class Adapter:
                 "process_set out."
             )
         if self.strategy.runs == "graph":
-            peers: Any = world.graph_of_peers(self.strategy.placement == "weights", self.strategy.engine)
+            peers: Comm = world.graph_of_peers(self.strategy.placement == "weights", self.strategy.engine)
         else:
-            peers = world.start().mesh.peers
+            peers = mesh_of(world.start()).peers
         return open_split(self.strategy, self.comm, peers, specs, is_part, momentum, self.name)
 
     def belong_to(self, owner: Any) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdx import comm as world
+from hvdx.comm.mesh import mesh_of
 from hvdx.keras.adapters.base import values_of, with_values
 from hvdx.keras.shards import shard_of, tensors_of
 
@@ -25,7 +26,7 @@ def clip(
     if not parts or not (optimizer.clipnorm or optimizer.global_clipnorm):
         return of_keras(gradients)
     squares = [None if g is None else _square(g) for g in gradients]
-    ranks = tensors_of(world.start().mesh)
+    ranks = tensors_of(mesh_of(world.start()))
     sums = tf.unstack(ranks.sum(tf.stack([squares[i] for i in parts])))
     for i, total in zip(parts, sums, strict=True):
         squares[i] = total

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from hvdx.comm import Comm
@@ -184,7 +185,7 @@ class HostAdapter(Adapter):
         tensors: list[Any],
         first_bad: Any,
         variables: Sequence[Any],
-        work: Callable[[HostExchange, StepInput], list[np.ndarray]] | None = None,
+        work: Callable[[HostExchange, StepInput], Sequence[npt.ArrayLike]] | None = None,
         dtype: tf.DType = tf.float32,
         lent: bool = True,
         sample: Sequence[Any] = (),
@@ -208,7 +209,7 @@ class HostAdapter(Adapter):
 
         def step(
             bad: int, tensors: list[Any], sample: list[np.ndarray], allocate: Callable[[int], Any] | None = None
-        ) -> list[Any]:
+        ) -> Sequence[npt.ArrayLike]:
             adapter, alive = adapter_ref(), [ref() for ref in variable_refs]
             if adapter is None:
                 raise HvdxError("a training function was called after its optimiser was deleted. Trace it again.")
@@ -220,7 +221,7 @@ class HostAdapter(Adapter):
         if self._on_device(variables):
             return on_gpu(step, tensors, sample, first_bad, variables)
 
-        def host(bad: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
+        def host(bad: np.ndarray, *arrays: np.ndarray) -> Sequence[npt.ArrayLike]:
             return step(int(bad), list(arrays[:given]), list(arrays[given:]))
 
         with tf.device("CPU:0"):
@@ -278,7 +279,7 @@ def _move_residual(
 
 
 def on_gpu(
-    step: Callable[[int, list[Any], list[np.ndarray], Callable[[int], Any]], list[Any]],
+    step: Callable[[int, list[Any], list[np.ndarray], Callable[[int], Any]], Sequence[npt.ArrayLike]],
     tensors: Sequence[Any],
     sample: Sequence[Any],
     first_bad: Any,

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from hvdx.comm import Comm
@@ -234,7 +235,7 @@ def _make_flag() -> tf.Variable:
         return tf.Variable(False, trainable=False)
 
 
-def _step(exchange: HostExchange, given: StepInput) -> list[np.ndarray]:
+def _step(exchange: HostExchange, given: StepInput) -> Sequence[npt.ArrayLike]:
     """Push and pull weights.
 
     Args:
@@ -243,7 +244,7 @@ def _step(exchange: HostExchange, given: StepInput) -> list[np.ndarray]:
     """
     count = len(given.tensors) // 2
     if not exchange.is_open:
-        exchange.begin(given.tensors[:count])
+        exchange.begin([np.asarray(t) for t in given.tensors[:count]])
     return exchange.take(replace(given, tensors=given.tensors[count:]))
 
 

@@ -192,12 +192,13 @@ class Checkpoint(Part):
         position, saved = restored.position, restored.data
         share = data.samples_per_step(saved.share) if saved.samples else None
         everyone = self._comm.all_gather_object((self._steps_an_epoch, share), "the steps of an epoch")
-        steps, samples = min((steps for steps, _ in everyone if steps), default=None), everyone[0][1]
+        steps: int | None = min((steps for steps, _ in everyone if steps), default=None)
+        samples = everyone[0][1]
         ratio = Fraction(restored.ranks, self._comm.size)
         if saved.samples and samples:
             ratio = Fraction(saved.samples, samples)
         # If the data are the same, the steps of an epoch have this ratio too, with a difference below one step.
-        if self._one_pass and saved.steps and steps and abs(ratio * saved.steps - steps) > max(ratio, 1):
+        if self._one_pass and saved.steps and steps and abs(ratio * saved.steps - steps) > max(ratio, Fraction(1)):
             ratio = Fraction(steps, saved.steps)
         if self._asynchronous:
             return position, saved.skip

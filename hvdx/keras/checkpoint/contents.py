@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdx.comm import Comm
+from hvdx.comm.mesh import mesh_of
 from hvdx.errors import ConfigError
 from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
 from hvdx.keras.adapters.rank_local import accumulated, rank_local_ids
@@ -86,7 +87,7 @@ def snapshot(model: Any, comm: Comm, data: Data, within_epoch: bool = False) -> 
                 mine[f"{name}.{i}"] = array_of(variable)
             elif shard_of(variable) is None and comm.rank == 0:
                 shared[f"{name}.{i}"] = variable
-            elif shard_of(variable) is not None and comm.mesh.index == 0:
+            elif shard_of(variable) is not None and mesh_of(comm).index == 0:
                 parts[f"{PREFIX}{name}.{i}"] = variable
     return Snapshot(_manifest(model, groups, mine, data, comm), shared, mine, parts)
 

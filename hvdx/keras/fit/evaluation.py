@@ -5,6 +5,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdx.comm import Comm
+from hvdx.comm.mesh import mesh_of
 from hvdx.errors import ConfigError
 from hvdx.keras.fit.counting import Counting
 from hvdx.keras.fit.part import Part
@@ -43,7 +44,8 @@ class Evaluation(Part):
                 f"evaluation with split layers: expected a known number of batches on all ranks, got none on rank "
                 f"{numbers.index(-1)}. Give fit validation_steps=, or evaluate steps=."
             )
-        mine = self._comm.mesh.groups[self._comm.mesh.index]
+        mesh = mesh_of(self._comm)
+        mine = mesh.groups[mesh.index]
         self._missing = max(numbers[rank] for rank in mine) - numbers[self._comm.rank]
 
     def _batches(self) -> int | None:

@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdx.comm import Comm
+from hvdx.comm.mesh import mesh_of
 from hvdx.errors import ReplicaError
 from hvdx.keras.adapters.optimizer import optimizers_of
 from hvdx.keras.adapters.rank_local import declared
@@ -118,7 +119,7 @@ def _root_among(ranks: Comm, root: int, comm: Comm) -> int:
     """Return the number of the root among all ranks, or of the root's group among the peers."""
     if ranks is comm:
         return root
-    return next(i for i, group in enumerate(comm.mesh.groups) if root in group)
+    return next(i for i, group in enumerate(mesh_of(comm).groups) if root in group)
 
 
 def digests(variables: Sequence[Any]) -> list[bytes]:

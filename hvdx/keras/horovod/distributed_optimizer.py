@@ -231,11 +231,9 @@ class DistributedGradientTape:
         comm = self._comm
         if comm is not None and comm.size > 1 and present:
             xla.refuse()
+            exchange: Any = self._strategy.open(comm, [], name="tape")
             combined = self._local.exchange_others(
-                [variables[i] for i in present],
-                [gradients[i] for i in present],
-                comm.size,
-                self._strategy.open(comm, [], name="tape").step,
+                [variables[i] for i in present], [gradients[i] for i in present], comm.size, exchange.step
             )
             for i, gradient in zip(present, combined, strict=True):
                 gradients[i] = gradient

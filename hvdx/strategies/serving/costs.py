@@ -1,8 +1,9 @@
 """Costs of a step under a parameter server, predicted without training."""
 
 from hvdx.comm.waiting import overshoot
-from hvdx.strategies.link import message_bytes
-from hvdx.strategies.prediction import Prediction, Situation
+from hvdx.costs.model import Situation
+from hvdx.costs.sizes import message_bytes
+from hvdx.costs.types import Prediction
 from hvdx.strategies.serving.exchange import HEADER_BYTES, parts_of_server
 from hvdx.strategies.serving.updates import density_of
 

@@ -375,8 +375,11 @@ class ServerExchange(HostExchange):
         parts, residual = joined_residual(state)
         if parts not in (0, len(self._parts)):
             state = {"residual": residual}
-        for i, part in enumerate(self._parts if self._codec and parts + ("residual" in state) else ()):
+        codec = self._codec
+        if codec is None or not parts + ("residual" in state):
+            return
+        for i, part in enumerate(self._parts):
             mine = {k.removeprefix(f"{i}."): v for k, v in state.items() if k.startswith(f"{i}.")}
             if "residual" in state:  # `merge` made it, or another division into parts saved it
-                mine = self._codec.init([part.elements]).arrays() | {"residual": part.of(state["residual"])}
-            part.state = self._codec.restore(mine, [part.elements])
+                mine = codec.init([part.elements]).arrays() | {"residual": part.of(state["residual"])}
+            part.state = codec.restore(mine, [part.elements])

@@ -10,7 +10,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import IntEnum
-from typing import Any
 
 from hvdx.errors import WireError
 
@@ -121,7 +120,7 @@ class SessionConfig:
         return cls(**values | {"ranks": tuple(values["ranks"])})
 
 
-def _fits(name: str, value: Any) -> bool:
+def _fits(name: str, value: object) -> bool:
     """Return whether a decoded value has the type of a field of `SessionConfig`."""
     if name == "ranks":
         return isinstance(value, list) and all(type(rank) is int for rank in value)

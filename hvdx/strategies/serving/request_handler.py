@@ -4,7 +4,6 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -198,7 +197,7 @@ class RequestHandler:
                 yield release.worker, header, body
 
 
-def _weights(config: SessionConfig, body: Any) -> np.ndarray:
+def _weights(config: SessionConfig, body: np.ndarray | None) -> np.ndarray:
     expected = config.elements * np.dtype(config.dtype).itemsize
     if body is None or body.size != expected:
         raise ValueError(f"weights: expected {expected} bytes, got {0 if body is None else body.size}.")

@@ -3,19 +3,27 @@
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from hvdx.comm import Comm
+from hvdx.comm.mesh import mesh_of
 from hvdx.strategies.base import TensorSpec
-from hvdx.strategies.host import StepInput
+from hvdx.strategies.host import HostExchange, StepInput
 from hvdx.strategies.serving.client import Call, client_of
 from hvdx.strategies.serving.exchange import ServerExchange
 from hvdx.strategies.serving.messages import MessageType
 from hvdx.strategies.serving.updates import is_finite
 from hvdx.strategies.split import Share, SplitHostExchange, SplitStep
 
+if TYPE_CHECKING:
+    from hvdx.codec.base import Array
 
-def open_split_servers(comm: Comm, specs: Sequence[TensorSpec], shares: Sequence[Share]) -> SplitHostExchange:
+
+def open_split_servers(
+    comm: Comm, specs: Sequence[TensorSpec], shares: Sequence[Share[HostExchange]]
+) -> SplitHostExchange:
     """Return the exchange made of a `ServerExchange` for whole weights and one for parts.
 
     Args:
@@ -31,38 +39,37 @@ class ServedStep(SplitStep):
     worker that waits, because of `max_staleness`, for it in the second.
     """
 
-    def combine(self, shares: Sequence[Share], given: StepInput) -> list[Any]:
+    def combine(self, shares: Sequence[Share[HostExchange]], given: StepInput) -> "list[Sequence[Array]]":
         # The ranks of a group take a step of their split layers together, or skip it.
-        mine = given.finite and all(is_finite(t) for t in given.tensors)
-        given = replace(given, finite=not self._comm.mesh.group.any_true(not mine))
+        mine = given.finite and all(is_finite(np.asarray(t)) for t in given.tensors)
+        given = replace(given, finite=not mesh_of(self._comm).group.any_true(not mine))
         calls: list[Call] = []
         for share in shares:
-            calls += share.exchange.push(given.part(share.where)) if _served(share) else []
+            if isinstance(share.exchange, ServerExchange):
+                calls += share.exchange.push(given.part(share.where))
         begin = time.perf_counter()
         answers = client_of(self._comm).call(calls, MessageType.WEIGHTS)
         # The time is counted once.
         seconds = [time.perf_counter() - begin, 0.0]
         return [
             share.exchange.pull(answers, seconds.pop(0))
-            if _served(share)
+            if isinstance(share.exchange, ServerExchange)
             else share.exchange.combine(given.part(share.where))
             for share in shares
         ]
 
-    def flush(self, shares: Sequence[Share]) -> list[Any]:
+    def flush(self, shares: Sequence[Share[HostExchange]]) -> "list[Sequence[Array | None] | None]":
         """Return the final weights of each exchange; None if no session is open, and for parts of this rank alone."""
         if not all(share.exchange.is_open for share in shares):
             return [None] * len(shares)
-        served = [share.exchange for share in shares if _served(share)]
+        served = [share.exchange for share in shares if isinstance(share.exchange, ServerExchange)]
         begin = time.perf_counter()
         answers = client_of(self._comm).call([c for exchange in served for c in exchange.finish()], MessageType.FINAL)
         seconds = [time.perf_counter() - begin, 0.0]
-        result = [share.exchange.final(answers, seconds.pop(0)) if _served(share) else None for share in shares]
+        result: list[Sequence[Array | None] | None] = [
+            share.exchange.final(answers, seconds.pop(0)) if isinstance(share.exchange, ServerExchange) else None
+            for share in shares
+        ]
         for share in shares:
             share.exchange.close()
         return result
-
-
-def _served(share: Share) -> bool:
-    """Return whether servers hold the weights of an exchange."""
-    return isinstance(share.exchange, ServerExchange)

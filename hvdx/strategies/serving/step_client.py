@@ -56,7 +56,9 @@ class StepClient:
         else:
             stop = self._group.any_true(stop)
             mine = self._ask(stop) if self._group.rank == 0 else None
-            granted, given, stopped = self._group.all_gather_object(mine, "the next step")[0]
+            answer = self._group.all_gather_object(mine, "the next step")[0]
+            assert answer is not None  # that of rank 0, which asked
+            granted, given, stopped = answer
         self.taken = (self._before + self._workers + given) * self._together
         self.over, self.stopped = not granted, stopped
         return granted

@@ -1,7 +1,7 @@
 """Codecs of updates under `ParameterServer`: workers encode updates, and servers decode and add them."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -9,11 +9,14 @@ from hvdx.errors import ConfigError, WireError
 from hvdx.strategies.serving.messages import SessionConfig
 from hvdx.strategies.serving.shard import Addend
 
+if TYPE_CHECKING:
+    from hvdx.codec import Codec, State
+
 # Density of "threshold" without a number.
 _DENSITY = 0.01
 
 
-def make_codec(spelling: str, threads: int | None = None) -> Any:
+def make_codec(spelling: str, threads: int | None = None) -> "Codec[State] | None":
     """Return the codec of a spelling; None for "none", whose updates are sent uncompressed.
 
     Args:
@@ -97,7 +100,7 @@ def _plain(config: SessionConfig, body: np.ndarray, worker: int) -> Addend | Non
     return add
 
 
-def _coded(config: SessionConfig, codec: Any, body: np.ndarray, worker: int) -> Addend:
+def _coded(config: SessionConfig, codec: "Codec[State]", body: np.ndarray, worker: int) -> Addend:
     # The body is decoded here and not in `add`, so that the sender of a damaged update gets the error.
     dense = np.zeros(config.elements, np.float32)
     try:

@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
-from hvdx.strategies import link
-from hvdx.strategies.prediction import Codec, Machine, Prediction, Situation, added
+from hvdx.costs.model import Situation, added
+from hvdx.costs.sizes import message_bytes
+from hvdx.costs.types import Codec, Machine, Prediction
 from hvdx.strategies.threshold.density import STARVED, affordable_density, budget_with
 from hvdx.strategies.threshold.options import Options
 from hvdx.strategies.threshold.shards import OWNER_DENSITY, owner_density
@@ -46,7 +47,7 @@ def kind_for(options: Options, situation: Situation) -> str:
     if options.exchange == "auto":
         # The result of a training with a fixed density must not depend on a measurement.
         many = size >= _MANY and isinstance(density, float)
-        large = many and size * link.message_bytes(situation.elements, float(density or 0)) >= _LARGE
+        large = many and size * message_bytes(situation.elements, float(density or 0)) >= _LARGE
         return "sharded" if large else "all_gather"
     return options.exchange if size > 1 else "all_gather"
 
@@ -54,7 +55,7 @@ def kind_for(options: Options, situation: Situation) -> str:
 def exchange_costs(given: Situation, density: float, kind: str) -> tuple[dict[str, float], float]:
     """Return the terms of an exchange, with the codec, and the bytes that a worker sends."""
     count, workers, codec = given.elements, given.workers, given.machine.codec
-    message = link.message_bytes(count, density)
+    message = message_bytes(count, density)
     if kind == "all_gather":
         # Headers travel before the messages.
         terms = added([given.all_to_all(HEADER_BYTES), given.all_to_all(message)])
@@ -63,7 +64,7 @@ def exchange_costs(given: Situation, density: float, kind: str) -> tuple[dict[st
             "decoding": codec.decoding(count, density, workers),
         }
         return terms | coding, (workers - 1) * (message + HEADER_BYTES)
-    of_owners = link.message_bytes(count, owner_density(density))
+    of_owners = message_bytes(count, owner_density(density))
     parts = [message / workers + PART_BYTES, of_owners / workers + PART_BYTES]
     terms = added([given.all_to_all(size) for size in (*parts, HEADER_BYTES / 2, HEADER_BYTES / 2)])
     shard = -(-count // workers)
@@ -110,7 +111,7 @@ def predict(options: Options, situation: Situation) -> Prediction | None:
     }
     terms = added([own, within, coding, {name: value * shown for name, value in exchange.items()}])
     others = between.workers - 1
-    message = link.message_bytes(count, density)
+    message = message_bytes(count, density)
     buffers = {"residual": 4.0 * count, "buffers": 8.0 * count + between.workers * message}
     note = f"density {density:.2g}"
     if kind == "sharded":

@@ -5,7 +5,8 @@ from statistics import median
 
 import numpy as np
 
-from hvdx.strategies.link import Link, message_bytes
+from hvdx.costs.sizes import message_bytes
+from hvdx.costs.types import Link
 
 #: Range of automatic densities. Below 1e-4 an element would wait for thousands of steps in the residual.
 MIN_DENSITY, MAX_DENSITY = 1e-4, 1 / 8
@@ -49,7 +50,7 @@ class DensityControl:
 
     Args:
         overhead: budget, as a share of a step's computing time.
-        network: result of `link.probe`, for the first review only.
+        network: result of `hvdx.costs.link.probe`, for the first review only.
         messages: number of messages of whole updates that a rank receives in a step.
         elements: number of elements of an update.
 

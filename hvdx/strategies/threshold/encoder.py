@@ -2,19 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import numpy as np
 
 from hvdx import codec as codecs
 from hvdx.comm import Comm, progress
 from hvdx.comm.launcher import kernel_threads
+from hvdx.costs.types import Link
 from hvdx.errors import ConfigError, UpdateError
 from hvdx.log import Log
 from hvdx.strategies.base import TensorSpec
 from hvdx.strategies.compiling import prepare_together
 from hvdx.strategies.host import StepInput
-from hvdx.strategies.link import Link
 from hvdx.strategies.step import DeviceArrays, Encoded, Encoder
 from hvdx.strategies.threshold.density import INITIAL_DENSITY, STARVED, DensityControl
 from hvdx.strategies.threshold.noise import GatheredSample, NoiseEstimate, SummedSample
@@ -61,7 +60,7 @@ class ThresholdEncoder(Encoder):
         self._density = INITIAL_DENSITY if isinstance(given, str) else given
         self.codec = self._make_codec(self._density)
         self.device: DeviceArrays | None = None if device == "cpu" else self.codec.arrays  # type: ignore[assignment]
-        self.state: Any = self.codec.init(order.sizes)
+        self.state: codecs.ThresholdState = self.codec.init(order.sizes)
         self.noise = NoiseEstimate()
         self._control: DensityControl | None = None
         self._n, self._rank = sum(s.elements for s in specs), comm.world_ranks[comm.rank]
@@ -175,8 +174,8 @@ class ThresholdEncoder(Encoder):
             return
         encoded.codec.decode([encoded.message], [residual])
         at = 0
-        for array in self._order.arranged(encoded.tensors):
-            part = residual[at : at + array.size]
+        for array in map(np.asarray, self._order.arranged(encoded.tensors)):
+            part = np.asarray(residual)[at : at + array.size]
             np.subtract(part, array.reshape(-1), out=part)
             at += array.size
 
@@ -186,8 +185,8 @@ class ThresholdEncoder(Encoder):
         """Return the factor for optimisers such as Adam; 1 without samples of their gradients."""
         return self.noise.factor(ranks)
 
-    def observe_sample(self, sample: GatheredSample | SummedSample | None) -> None:
-        if sample is not None:
+    def observe_sample(self, sample: object) -> None:
+        if isinstance(sample, GatheredSample | SummedSample):
             sample.add_to(self.noise)
 
     def observe_cost(self, computing: float, costs: Sequence[float]) -> None:
@@ -210,7 +209,7 @@ class ThresholdEncoder(Encoder):
 
     def write_residual(self, values: np.ndarray) -> None:
         if self.device is None:
-            self.state.residual[:] = self._order.from_vector(values)
+            np.asarray(self.state.residual)[:] = self._order.from_vector(values)
         else:
             self.device.assign(values, self.state.residual)
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hvdx.comm import Comm, clock
+from hvdx.costs.link import probe
+from hvdx.costs.types import Link
 from hvdx.errors import ConfigError
 from hvdx.log import Log
-from hvdx.strategies import link
 from hvdx.strategies.base import TensorSpec, views
 from hvdx.strategies.compiling import prepare_together
 from hvdx.strategies.host import HostExchange, Prepared, StepInput
@@ -107,13 +108,13 @@ class HostsExchange(HostExchange):
         between = self.inner.description or f"all-gather between {self._hosts} hosts"
         return f"the {self._count} workers of each host add up their updates; {between}"
 
-    def _probe(self, between: Comm) -> link.Link:
+    def _probe(self, between: Comm) -> Link:
         """Measure the link of the hosts, which the ranks of a host use at once; the same on all ranks."""
         channel = between.channel("the link between hosts")
-        found = link.probe(channel)
+        found = probe(channel)
         channel.close()
         measured = self._channel.exchange([round(1e9 * found.latency), round(found.bandwidth)]).headers
-        return link.Link(int(measured[:, 0].max()) / 1e9, float(measured[:, 1].min()))
+        return Link(int(measured[:, 0].max()) / 1e9, float(measured[:, 1].min()))
 
     @property
     def telemetry(self) -> Telemetry:
@@ -130,7 +131,7 @@ class HostsExchange(HostExchange):
 
     def prepare(self, given: StepInput) -> _HostStep:
         """Add up the updates of the host, and encode this rank's piece. Collective among the ranks of a host."""
-        inner, tensors = self.inner, given.tensors
+        inner, tensors = self.inner, [np.asarray(t) for t in given.tensors]
         begin = clock.now()
         self._sums.offer(tensors)
         seconds = clock.now() - begin
@@ -161,7 +162,8 @@ class HostsExchange(HostExchange):
         step = _HostStep(given, sent.status, sent, bool(failed))
         return step.skipped(blamed=True) if self._position in failed else step
 
-    def deliver(self, prepared: _HostStep) -> list[np.ndarray]:
+    def deliver(self, prepared: Prepared) -> list[np.ndarray]:
+        assert isinstance(prepared, _HostStep)  # that of `prepare`
         inner = replace(prepared.inner, status=prepared.status)
         self.inner.deliver(inner.skipped(blamed=False) if prepared.is_fine and prepared.others_fail else inner)
         return self._gather()
@@ -185,7 +187,7 @@ class HostsExchange(HostExchange):
     def _gather(self) -> list[np.ndarray]:
         """Gather the results of the host's ranks."""
         begin = clock.now()
-        waited = self._sums.gather(self.inner.result if self._sums.targets is None else None)
+        waited = self._sums.gather(np.asarray(self.inner.result) if self._sums.targets is None else None)
         self.telemetry.inside += self._sums.gathered
         self.telemetry.waiting += waited
         self.inner.add_exchange_time(clock.now() - begin - waited)

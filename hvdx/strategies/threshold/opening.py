@@ -6,9 +6,10 @@ from functools import partial
 import numpy as np
 
 from hvdx.comm import Comm
-from hvdx.strategies import link
+from hvdx.costs.link import probe
+from hvdx.costs.model import Situation
+from hvdx.costs.types import Link
 from hvdx.strategies.base import TensorSpec
-from hvdx.strategies.prediction import Situation
 from hvdx.strategies.step import MessageExchange, Route
 from hvdx.strategies.threshold import costs
 from hvdx.strategies.threshold.encoder import ThresholdEncoder
@@ -24,7 +25,7 @@ def open_messages(
     specs: Sequence[TensorSpec],
     lookahead: float,
     device: str = "cpu",
-    network: link.Link | None = None,
+    network: Link | None = None,
     ranks_per_message: int = 1,
     elements: int | None = None,
     results: Sequence[np.ndarray] | None = None,
@@ -54,7 +55,7 @@ def open_messages(
     if shards is not None:
         route = ShardedRoute(options, channel, shards, lookahead, encoder.codec, ranks_per_message)
     if options.target_density == "auto":
-        network = network or link.probe(channel)
+        network = network or probe(channel)
         size = comm.size
         messages = (1 + OWNER_DENSITY) * (size - 1) / size if shards is not None else size - 1
         encoder.follow(network, messages, elements)
@@ -73,8 +74,8 @@ def open_messages(
 
 
 def choose_route(
-    options: Options, comm: Comm, elements: int, device: str, network: link.Link | None = None
-) -> tuple[str, link.Link | None]:
+    options: Options, comm: Comm, elements: int, device: str, network: Link | None = None
+) -> tuple[str, Link | None]:
     """Return the kind of route, and the link if it has been measured. Collective.
 
     Args:
@@ -87,7 +88,7 @@ def choose_route(
         return "all_gather", network
     if network is None and costs.follows_link(options, comm.size):
         channel = comm.channel("the link")
-        network = link.probe(channel)
+        network = probe(channel)
         channel.close()
-    situation = Situation(comm.size, (elements,), 0.0, network or link.Link(0.0, 1.0))
+    situation = Situation(comm.size, (elements,), 0.0, network or Link(0.0, 1.0))
     return costs.kind_for(options, situation), network

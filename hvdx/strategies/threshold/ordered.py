@@ -11,8 +11,8 @@ import numpy as np
 from hvdx.comm import Comm, progress
 from hvdx.comm.alignment import aligned
 from hvdx.comm.waiting import LIMIT_VARIABLE, Backoff, time_limit
+from hvdx.costs.link import probe
 from hvdx.errors import ExchangeError, UpdateError, WireError
-from hvdx.strategies import link
 from hvdx.strategies.base import TensorSpec, views
 from hvdx.strategies.host import MAX_SKIPPED_STEPS, HostExchange, StepInput
 from hvdx.strategies.step import RESIDUAL_EVERY, count_entries, saved_step
@@ -53,7 +53,7 @@ class OrderedExchange(HostExchange):
         channel = comm.channel("the updates")
         channel.exchange([])  # all ranks have compiled
         if options.target_density == "auto":
-            self.network = link.probe(channel)
+            self.network = probe(channel)
             self.encoder.follow(self.network, comm.size - 1, self._n)
         channel.close()
         self._step, self._computing = 0, 0.0

@@ -7,10 +7,10 @@ the last blocks, so all shards have the same length.
 import abc
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
+from hvdx.codec.base import Array
 from hvdx.errors import ConfigError
 from hvdx.strategies.threshold.dealing import Dealing
 
@@ -50,7 +50,7 @@ class Order(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def arranged(self, arrays: Sequence[Any]) -> list[Any]:
+    def arranged(self, arrays: Sequence[Array]) -> Sequence[Array]:
         """Return the arrays that are encoded, views of the given ones."""
 
     @abc.abstractmethod
@@ -80,7 +80,7 @@ class VectorOrder(Order):
     def sizes(self) -> list[int]:
         return self._sizes
 
-    def arranged(self, arrays: Sequence[Any]) -> list[Any]:
+    def arranged(self, arrays: Sequence[Array]) -> Sequence[Array]:
         return list(arrays)
 
     def origin(self, piece: int, element: int) -> tuple[int, int]:
@@ -168,8 +168,8 @@ class Shards(Order):
     def message_part(self) -> int:
         return self.part
 
-    def arranged(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        return self.pieces(arrays, self._zeros)
+    def arranged(self, arrays: Sequence[Array]) -> list[np.ndarray]:
+        return self.pieces([np.asarray(array) for array in arrays], self._zeros)
 
     def from_vector(self, vector: np.ndarray) -> np.ndarray:
         """Return a copy of a vector in the order of the shards."""

@@ -8,11 +8,13 @@ the weights are the same on all workers, to the bit.
 import copy
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from hvdx.comm import Comm
+from hvdx.costs.model import Situation
+from hvdx.costs.types import Prediction
 from hvdx.errors import ConfigError
 from hvdx.log import Log
 from hvdx.strategies.base import (
@@ -24,7 +26,6 @@ from hvdx.strategies.base import (
     one_of,
 )
 from hvdx.strategies.host import HostExchange
-from hvdx.strategies.prediction import Prediction, Situation
 from hvdx.strategies.serving.step_client import StepClient
 from hvdx.strategies.threshold import costs, warmup
 from hvdx.strategies.threshold.options import Options
@@ -323,14 +324,14 @@ class Threshold(Strategy):
         mine["codec.residual"] = residual.astype(np.float32)
         return mine | (reshard(saved, rank, size) if OWNERS in mine else {})
 
-    def _defaults(self) -> dict[str, Any]:
+    def _defaults(self) -> dict[str, object]:
         # Without tau, the default of `target_density` is "auto".
         defaults = super()._defaults() | ({"target_density": "auto"} if self.tau is None else {})
         # `max_staleness` sets the placement.
         return defaults | ({"placement": self.placement} if self.asynchronous else {})
 
 
-def _max_staleness(value: Any) -> int | str:
+def _max_staleness(value: object) -> int | str:
     if value not in (0, "0", "inf") or isinstance(value, bool):
         raise ConfigError(
             f"threshold: max_staleness: expected 0 or 'inf', got {value!r}. A bound between them was removed: it saved "

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,6 +13,8 @@ from hvdx.strategies.threshold.shards import whole_residual
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from hvdx.codec.base import Array, Decoder
 
 # Integers of a header before the sample of gradients: status and two times.
 _HEADER = 3
@@ -27,10 +29,11 @@ class Messages(Arrived):
         messages: uint8[bytes] of each rank that counts, in rank order.
     """
 
-    codec: Any = None
+    codec: "Decoder | None" = None
     messages: Sequence[np.ndarray] = ()
 
-    def add_to(self, out: Sequence[Any], scale: float, clear: bool) -> None:
+    def add_to(self, out: "Sequence[Array]", scale: float, clear: bool) -> None:
+        assert self.codec is not None  # the default is for the fields before it
         (self.codec.decode_sum if clear else self.codec.decode)(self.messages, out, scale)
 
 

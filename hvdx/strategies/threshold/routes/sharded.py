@@ -13,11 +13,12 @@ Sources: DoubleSqueeze (Tang et al. 2019) compresses a second time where updates
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
 from hvdx import codec as codecs
+from hvdx.codec.base import Array, Decoder
 from hvdx.codec.tau import on_grid
 from hvdx.comm import Channel, clock
 from hvdx.errors import ConfigError, UpdateError, WireError
@@ -31,10 +32,15 @@ from hvdx.strategies.threshold.shards import OWNER, OWNER_LOOKAHEAD, OWNERS, Sha
 # microseconds.
 _PART, _STATUS, _TIMES = 0, 1, slice(2, 4)
 _NUMBERS = 4
+T = TypeVar("T")
 # Steps between two samples of the gradients: each takes an all-reduce of its own.
 _SAMPLE_EVERY = 4
 # An owner raises its tau at once if a message has this many times the wanted entries.
 _TOO_MANY = 1.5
+
+
+def _on_host(arrays: Sequence[Array]) -> list[np.ndarray]:
+    return [np.asarray(array) for array in arrays]
 
 
 @dataclass(frozen=True)
@@ -48,12 +54,13 @@ class OwnersMessages(Arrived):
         arranged: function that returns views of an output in the order of the shards.
     """
 
-    codec: Any = None
+    codec: codecs.Threshold | None = None
     messages: Sequence[np.ndarray] = ()
     part: int = 0
-    arranged: Callable[[Sequence[np.ndarray]], Sequence[np.ndarray]] = list
+    arranged: Callable[[Sequence[Array]], Sequence[np.ndarray]] = _on_host
 
-    def add_to(self, out: Sequence[Any], scale: float, clear: bool) -> None:
+    def add_to(self, out: Sequence[Array], scale: float, clear: bool) -> None:
+        assert self.codec is not None  # the default is for the fields before it
         out = self.arranged(out)
         joined = self.codec.join(self.messages, self.part)
         try:
@@ -92,7 +99,7 @@ class ShardedRoute(Route):
         self._out: list[np.ndarray] = []
         self._views: list[np.ndarray] = []
         self._second: codecs.Threshold | None = None
-        self._owner: Any = self._owner_codec(self._density).init([shards.part])
+        self._owner: codecs.ThresholdState = self._owner_codec(self._density).init([shards.part])
         self.description = f"sharded exchange between {self._size} {'hosts' if ranks_per_message > 1 else 'workers'}"
 
     def _owner_codec(self, density: float | None) -> codecs.Threshold:
@@ -105,11 +112,12 @@ class ShardedRoute(Route):
             self._second = self._options.make_codec(density, self._threads, tau_factor=self._size)
         return self._second
 
-    def _arranged(self, out: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def _arranged(self, out: Sequence[Array]) -> list[np.ndarray]:
         """Return views of an output in the order of the shards; those of the last one are kept."""
         if len(out) != len(self._out) or any(a is not b for a, b in zip(out, self._out, strict=True)):
             padding = np.zeros(self._shards.part, np.float32)
-            self._out, self._views = list(out), Shards([a.size for a in out], self._size).pieces(out, padding)
+            self._out = _on_host(out)
+            self._views = Shards([a.size for a in out], self._size).pieces(self._out, padding)
         return self._views
 
     # -- a step -------------------------------------------------------------------------------------------------------
@@ -160,6 +168,8 @@ class ShardedRoute(Route):
         got = self._channel.all_to_all(parts, sizes.tolist())
         codec = self._owner_codec(self._density)
         work.timed("decoding", lambda: codec.decode_sum(got[: outgoing.active], [self._sum]))
+        joining = outgoing.encoded.codec
+        assert isinstance(joining, codecs.Threshold)  # see `send`
         status, message = 0, np.zeros(0, np.uint8)
         lookahead = self._lookahead if outgoing.sample is not None else 0.0
         try:
@@ -174,13 +184,14 @@ class ShardedRoute(Route):
         faults = received.headers[:, 0]
         if faults.any() and not status:
             codec.decode([message], [self._owner.residual])
-            np.subtract(self._owner.residual, self._sum, out=self._owner.residual)
+            residual = np.asarray(self._owner.residual)
+            np.subtract(residual, self._sum, out=residual)
         return replace(
             arrived,
             statuses=faults if faults.any() else arrived.statuses,
             sent=sent,
             received=got_bytes,
-            codec=outgoing.encoded.codec,
+            codec=joining,
             messages=received.messages,
             part=self._shards.part,
             arranged=self._arranged,
@@ -207,7 +218,7 @@ class ShardedRoute(Route):
     # -- state --------------------------------------------------------------------------------------------------------
 
     def residual(self) -> np.ndarray:
-        return self._shards.embed(self._owner.residual, self._rank)
+        return self._shards.embed(np.asarray(self._owner.residual), self._rank)
 
     def arrays(self) -> dict[str, np.ndarray]:
         return {OWNER + name: value for name, value in self._owner.arrays().items()} | {OWNERS: np.array(self._size)}
@@ -238,7 +249,7 @@ class _Work:
         """Seconds of both kinds."""
         return self.encoding + self.decoding
 
-    def timed(self, kind: str, work: Any) -> Any:
+    def timed(self, kind: str, work: Callable[[], T]) -> T:
         """Call a function, and count its seconds."""
         begin = clock.now()
         result = work()
@@ -250,7 +261,7 @@ class _Work:
         return result
 
 
-def _with_fewer_entries(owner: Any, codec: codecs.Threshold) -> Any:
+def _with_fewer_entries(owner: codecs.ThresholdState, codec: codecs.Threshold) -> codecs.ThresholdState:
     """Return the state of an owner with a larger tau, if its last message had too many entries.
 
     A sum starts at the tau of one rank, and settles at one that grows with the number of ranks. Up to four times the
@@ -269,7 +280,7 @@ def _with_fewer_entries(owner: Any, codec: codecs.Threshold) -> Any:
     return replace(owner, taus=taus, means=np.minimum(owner.means, wanted))
 
 
-def _blame(codec: Any, message: np.ndarray, part: int, rank: int) -> None:
+def _blame(codec: Decoder, message: np.ndarray, part: int, rank: int) -> None:
     """Raise WireError with the rank that sent the message of a shard, if it is invalid."""
     try:
         codec.decode([message], [np.zeros(part, np.float32)])

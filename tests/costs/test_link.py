@@ -2,8 +2,7 @@ import numpy as np
 import pytest
 
 from hvdx.comm.base import Channel, Received
-from hvdx.strategies import link
-from hvdx.strategies.telemetry import entropy
+from hvdx.costs.link import probe
 
 
 class Slow(Channel):
@@ -34,12 +33,7 @@ class Slow(Channel):
 @pytest.mark.parametrize("bandwidth", [1e6, 12.5e6, 125e6, 5e9])
 def test_probe_finds_latency_and_bandwidth(size, bandwidth):
     channel = Slow(size, 2e-4, bandwidth)
-    found = link.probe(channel)
+    found = probe(channel)
     assert found.latency == pytest.approx(2e-4, rel=0.01)
     assert found.bandwidth == pytest.approx(bandwidth, rel=0.01)
     assert channel.carried / bandwidth < 1 + size / 16, "the probe takes too long"
-
-
-def test_entropy_is_that_of_the_table():
-    assert [round(entropy(p), 2) for p in (0.1, 1 / 16, 1e-2, 1e-3, 1e-4)] == [5.69, 6.40, 9.08, 12.41, 15.73]
-    assert entropy(1.0) == 1.0
