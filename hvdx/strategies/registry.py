@@ -27,7 +27,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
     cls.name: cls for cls in (AllReduce, Auto, ParameterAveraging, ParameterServer, Threshold)
 }
 
-# Options that were removed, and the reason; see docs/adr/0032-options-that-win-nowhere-are-removed.md.
+# Options that were removed, and the reason; see docs/adr/0037-options-that-win-nowhere-are-removed.md.
 _REMOVED = {
     ("threshold", "overlap"): "updates that are applied a step late cost four points of accuracy with momentum",
     ("threshold", "scope"): "a tau for each variable was no better than one tau for all",
