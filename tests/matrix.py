@@ -4,16 +4,17 @@
     python -m tests.matrix --only 2.16 2.18   some pairs, by the beginnings of TensorFlow's versions
     python -m tests.matrix --save             also write the table of docs/install.md
 
-The environments are in the cache folder of hvdx, below "matrix"; they are made again when pyproject.toml changes.
+The environments are in the cache folder of hvdx, below "matrix". They are made again when the dependencies in
+pyproject.toml change; delete one to get a newer Keras.
 """
 
 import argparse
-import hashlib
 import json
 import re
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -133,8 +134,8 @@ def prepare(tensorflow: str, keras: str, python: str) -> Path:
     wanted = [f"{TENSORFLOW}=={tensorflow}", f"keras=={keras}" if keras else "keras>=3.6"]
     # What tests/conftest.py and the tests of the first rows import.
     wanted += ["pytest>=8", "hypothesis", "--editable", f"{ROOT}[mpi]"]
-    content = (ROOT / "pyproject.toml").read_bytes() + repr((wanted, python)).encode()
-    stamp_text = hashlib.sha256(content).hexdigest()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    stamp_text = repr((python, wanted, project["dependencies"], project["optional-dependencies"]["mpi"]))
     folder = cache_folder() / "matrix" / f"tensorflow-{tensorflow}-keras-{keras or 'newest'}".replace("*", "x")
     stamp = folder / "installed"
     if stamp.exists() and stamp.read_text() == stamp_text:
