@@ -83,3 +83,4 @@ if KIND == "resume":
 else:
     _, losses = fit()
 assert losses[-1] < losses[0], f"the loss does not fall: {losses}"
+print(f"trained: {losses}", flush=True)

@@ -35,10 +35,12 @@ def test_verdict_is_the_first_line_of_the_failure():
 def test_row_runs_in_its_environment_with_a_limit(tmp_path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").symlink_to(sys.executable)
-    code = "import os, sys; sys.exit(0 if os.environ['HVDX_STRATEGY'] == 'threshold' else 1)"
+    code = "import os, sys; print('trained: [2, 1]'); sys.exit(0 if os.environ['HVDX_STRATEGY'] == 'threshold' else 1)"
     for strategy, passes in (("threshold", True), ("auto", False)):
         cell = attempt(("row", ["-c", code], 1, {"HVDX_STRATEGY": strategy}, 30), tmp_path, "2.16.2", "3.6.0")
         assert (cell.result == "passed") is passes, cell
+    cell = attempt(("row", ["-c", "pass"], 1, {}, 30), tmp_path, "2.16.2", "3.6.0")
+    assert cell.result == "exit status 0 without a test or a training"
     cell = attempt(("row", ["-c", "import time; time.sleep(30)"], 1, {}, 0.5), tmp_path, "2.16.2", "3.6.0")
     assert cell.result == "no answer within the time limit"
 
