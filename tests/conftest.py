@@ -1,9 +1,21 @@
 """Setup of all tests: a faster start of Keras, and kernels loaded from the cache."""
 
+import logging
+
+import pytest
+
 from tests.quick_start import sitecustomize  # noqa: F401
 
 # Folders whose tests call kernels directly; code that uses a codec loads the kernels itself.
 _CALL_KERNELS = ("kernels", "codec", "strategies", "jobs")
+
+
+@pytest.fixture(autouse=True)
+def root_logger():
+    """Remove handlers that libraries have given the root logger; they would take the lines of hvdx in later tests."""
+    before = [*logging.root.handlers]
+    yield
+    logging.root.handlers[:] = before
 
 
 def pytest_collection_finish(session):

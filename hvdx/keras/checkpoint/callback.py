@@ -72,7 +72,7 @@ class Checkpoint(Part):
             the directory.
 
     Example:
-        >>> import tempfile
+        >>> import keras, tempfile
         >>> import numpy as np
         >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         >>> model.compile("sgd", "mse")
