@@ -235,3 +235,13 @@ def test_random_constants_of_the_training_function_are_reported(strategy, warnin
             expected = fit == "first" and seed != 0 if hvdx.rank() else False
             everyone = hvd.allgather_object((len(said), expected))
             assert everyone[0][0] == any(wanted for _, wanted in everyone), (fit, seed, said)
+
+
+@pytest.mark.graph(every=True)
+@pytest.mark.sizes(2)
+def test_constants_are_compared_although_the_first_execution_ends_a_trial(warnings):
+    """`Auto` replaces the traced function after its trial, here right after the first execution."""
+    model = models.compiled(models.network(lambda: _Mask(hvdx.rank())), "sgd")
+    model.steps_per_execution = 10
+    _fit(hvdx.shard(models.data(), 4).repeat(), model, callbacks=[hvd.Distribute("auto")], steps_per_epoch=10)
+    assert ["holds constants" in line for line in warnings()] == [True] * (hvdx.rank() == 0)

@@ -34,7 +34,8 @@ class Comparison(Part):
     def __init__(self, comm: Comm, attachment: Attachment):
         super().__init__()
         self._comm, self._attachment = comm, attachment
-        self._traced = True
+        # Training function that this fit traces; None if it uses the trace of an earlier one.
+        self._function: Any = None
         self._iterator: Any = None
         self._first_batch: FirstBatch | None = None
         self._dataset: Any = None
@@ -44,15 +45,18 @@ class Comparison(Part):
     def offer(self) -> dict[str, Any]:
         """Return what this rank has."""
         self._iterator = epoch_iterator(self)
-        self._traced, self._pending, self._first_batch = self._attachment.traced, True, None
+        traced = self._attachment.traced
+        # After the first step, the successor of a provisional strategy may have another function, not traced yet.
+        self._function = self.model.train_function if traced else None
+        self._pending, self._first_batch = True, None
         self._dataset = dataset = dataset_of(self._iterator)
         validation = validation_inputs(self)
-        self._configuration = model_state.configuration(self.model) if self._traced else {}
+        self._configuration = model_state.configuration(self.model) if traced else {}
         train = shares.shares_in(dataset)
         arrays = arrays_of(self._iterator)
         whole = arrays is not None and epoch_is_one_pass(self._iterator)
         # A later fit of the same trace has the data of the earlier one, as a rule.
-        if self._traced and not train and not whole and first_batch.can_pass(dataset):
+        if traced and not train and not whole and first_batch.can_pass(dataset):
             self._first_batch = FirstBatch(dataset)
             read_from(self._iterator, self._first_batch.dataset)
         return {
@@ -108,7 +112,8 @@ class Comparison(Part):
         if not self._pending:
             return
         self._pending = False
-        found = constants.constants_of(self.model.train_function) if self._traced else []
+        function, self._function = self._function, None
+        found = constants.constants_of(function) if function is not None else []
         first, self._first_batch = self._first_batch, None
         if first is not None and dataset_of(self._iterator) is first.dataset:
             read_from(self._iterator, self._dataset)
