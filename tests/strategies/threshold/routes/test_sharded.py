@@ -10,7 +10,7 @@ from hvdx.costs.types import Link
 from hvdx.errors import ConfigError, UpdateError, WireError
 from hvdx.strategies import StepInput, TensorSpec, Threshold
 from hvdx.strategies.threshold.shards import Shards
-from tests.strategies.test_threshold import flat, steps_of, update
+from tests.strategies.threshold.test_strategy import flat, steps_of, update
 from tests.strategies.virtual import ELEMENTS, SPECS, on_all
 
 _LARGE = [TensorSpec("table", (300, 200), 4), TensorSpec("w", (40_000,), 4)]

@@ -9,7 +9,7 @@ from hvdx.comm.local import VirtualChannel
 from hvdx.strategies import Threshold
 from hvdx.strategies.threshold import dealing, host_sums
 from hvdx.strategies.threshold.host_sums import MessageSums, SharedSums, open_sums
-from tests.strategies.test_threshold import OPTIONS, flat, steps_of
+from tests.strategies.threshold.test_strategy import OPTIONS, flat, steps_of
 from tests.strategies.virtual import on_all, on_hosts
 
 #: Sizes of tensors, in rounds of 3 ranks and blocks of 8 elements mostly.

@@ -12,7 +12,7 @@ import hvdx.keras as hvd
 from hvdx.errors import ConfigError, HorovodError
 from hvdx.keras.horovod.names import REMEDIES
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "horovod.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "horovod.md"
 ROW = re.compile(r"^\| (`.+?`) \| (same|differs|raises) \| (.*)\|$", re.MULTILINE)
 TABLE = [
     (name, status, how.strip())

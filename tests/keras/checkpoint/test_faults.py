@@ -22,7 +22,7 @@ from hvdx.keras.checkpoint import restoring, writer
 from hvdx.keras.checkpoint.contents import Snapshot
 from hvdx.keras.checkpoint.folder import SHARED, Folder, Position, Saved, of_rank
 from hvdx.keras.checkpoint.writer import Writer
-from tests.keras.faulty_disk import Disk, Operation, forked
+from tests.keras.checkpoint.faulty_disk import Disk, Operation, forked
 from tests.strategies.virtual import on_all
 
 RANKS, KEEP, OLD, NEW, NEXT = 2, 2, 1.0, 2.0, 3.0

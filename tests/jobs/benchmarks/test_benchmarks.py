@@ -32,18 +32,6 @@ BENCHMARKS = {
     "split_memory": ("--ranks 2 --width 16 --steps 1", {}),
     "tcp": ("--hosts 2 --megabytes 0.01", {}),
 }
-#: Benchmarks with a test of their own, by the file of the test.
-ELSEWHERE = {
-    "average_files": "test_bench_average",
-    "averaging_question": "test_averaging_jobs",
-    "gpu": "test_benchmarks",
-    "kernels": "test_bench_codec",
-    "record_update": "test_benchmarks",
-    "scale": "test_harness",
-    "staleness": "test_parameter_server_jobs",
-    "step": "test_jobs",
-    "wire": "test_bench_codec",
-}
 
 
 @pytest.fixture
@@ -91,10 +79,3 @@ def test_recorded_updates_are_measured(tmp_path):
 def test_benchmark_of_a_gpu_says_that_there_is_none(capsys):
     if gpu.main([]):
         assert "expected a GPU" in capsys.readouterr().err
-
-
-def test_every_benchmark_has_a_test():
-    files = {path.stem for path in (ROOT / "jobs" / "benchmarks").glob("*.py")} - {"__init__", "harness"}
-    assert files == BENCHMARKS.keys() | ELSEWHERE.keys()
-    for name, test in ELSEWHERE.items():
-        assert name in (ROOT / "tests" / "jobs" / f"{test}.py").read_text()

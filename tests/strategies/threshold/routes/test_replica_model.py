@@ -3,7 +3,7 @@
 import pytest
 
 from hvdx.strategies.threshold.routes.replica import Replica
-from tests.strategies.asynchronous.model import BrokenError, Model
+from tests.strategies.threshold.routes.replica_model import BrokenError, Model
 
 RULES = {
     "inf": {},

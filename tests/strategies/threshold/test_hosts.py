@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hvdx.errors import ConfigError, HvdxError, WireError
 from hvdx.strategies import StepInput, TensorSpec, Threshold
 from hvdx.strategies.threshold.hosts import HostsExchange
-from tests.strategies.test_threshold import OPTIONS, flat, restarted, steps_of, update
+from tests.strategies.threshold.test_strategy import OPTIONS, flat, restarted, steps_of, update
 from tests.strategies.virtual import ELEMENTS, SPECS, on_hosts
 
 #: Layouts: the host of each rank.
