@@ -1,5 +1,7 @@
 """Averages of TensorFlow checkpoints and SavedModels, compared with means of what TensorFlow reads."""
 
+# Tests: hvdx/averaging/saved_model.py
+
 import resource
 import shutil
 import sys

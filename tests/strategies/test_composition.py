@@ -1,5 +1,7 @@
 """Exchanges are composed: nobody changes another object, and no part inherits from another of its kind."""
 
+# Tests: hvdx/strategies/step.py
+
 import ast
 from pathlib import Path
 

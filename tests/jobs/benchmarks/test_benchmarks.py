@@ -1,5 +1,11 @@
 """Each benchmark runs at a tiny size. Workers run on this machine, without emulated links."""
 
+# Tests: jobs/benchmarks/accuracy.py, jobs/benchmarks/averaging_network.py, jobs/benchmarks/checkpoint.py
+# Tests: jobs/benchmarks/density.py, jobs/benchmarks/first_step.py, jobs/benchmarks/gpu.py, jobs/benchmarks/memory.py
+# Tests: jobs/benchmarks/network.py, jobs/benchmarks/predict.py, jobs/benchmarks/record_update.py
+# Tests: jobs/benchmarks/servers.py, jobs/benchmarks/sharded.py, jobs/benchmarks/simulate.py, jobs/benchmarks/split.py
+# Tests: jobs/benchmarks/split_memory.py, jobs/benchmarks/tcp.py
+
 import importlib
 import json
 import shutil

@@ -1,5 +1,7 @@
 """The helpers of the benchmarks."""
 
+# Tests: jobs/benchmarks/scale.py
+
 import json
 import sys
 

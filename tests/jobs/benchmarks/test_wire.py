@@ -1,5 +1,7 @@
 """The benchmarks of the codec run, and the bits on the wire meet their goals."""
 
+# Tests: hvdx/cli/bench.py, hvdx/cli/common/json_file.py, jobs/benchmarks/kernels.py
+
 import json
 
 import numpy as np

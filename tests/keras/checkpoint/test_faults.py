@@ -5,6 +5,9 @@ save counts the operations. One more save follows for each operation, in which t
 that operation.
 """
 
+# Tests: hvdx/keras/checkpoint/contents.py, hvdx/keras/checkpoint/folder.py, hvdx/keras/checkpoint/restoring.py
+# Tests: hvdx/keras/checkpoint/writer.py
+
 import itertools
 import re
 import shutil

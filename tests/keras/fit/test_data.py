@@ -1,5 +1,7 @@
 """Shares of data for any rank and size, tested in one process."""
 
+# Tests: hvdx/keras/fit/arrays.py
+
 import gc
 
 import keras

@@ -1,5 +1,7 @@
 """The order in which the parts of a fit run, and what they tell each other, without training."""
 
+# Tests: hvdx/keras/fit/attachment.py, hvdx/keras/fit/sync_callback.py
+
 import keras
 
 import hvdx.keras as hvd

@@ -1,5 +1,7 @@
 """`keras.utils.PyDataset` in epochs that are no passes through the data."""
 
+# Tests: hvdx/keras/fit/callback_list.py
+
 import keras
 import numpy as np
 import pytest

@@ -1,5 +1,7 @@
 """The record of a `fit` on one worker, the recorder by itself, and the limits of a fit."""
 
+# Tests: hvdx/keras/fit/description.py, hvdx/keras/fit/limits.py
+
 import os
 import time
 from types import SimpleNamespace

@@ -1,5 +1,7 @@
 """Look-ups in a split table and a split softmax, with their gradients, on virtual ranks."""
 
+# Tests: hvdx/comm/split_tensors.py
+
 import numpy as np
 import pytest
 import tensorflow as tf

@@ -3,6 +3,8 @@
 The simulator must be chosen before numba.cuda is imported, so the cases run in a separate process.
 """
 
+# Tests: hvdx/codec/devices.py
+
 from dataclasses import replace
 
 import numpy as np

@@ -1,5 +1,7 @@
 """Asynchronous trainings on virtual ranks: each message counts once on every rank, and every wait ends."""
 
+# Tests: hvdx/strategies/threshold/routes/post.py
+
 import random
 import threading
 import time

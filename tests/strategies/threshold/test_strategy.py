@@ -1,3 +1,6 @@
+# Tests: hvdx/strategies/step.py, hvdx/strategies/threshold/opening.py
+# Tests: hvdx/strategies/threshold/options.py, hvdx/strategies/threshold/routes/all_gather.py
+
 import gc
 import weakref
 

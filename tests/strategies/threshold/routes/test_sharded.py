@@ -1,5 +1,7 @@
 """Sharded exchange of `Threshold`: bookkeeping of both residuals, traffic, shards, and choice of the exchange."""
 
+# Tests: hvdx/strategies/threshold/opening.py, hvdx/strategies/threshold/shards.py
+
 from dataclasses import replace
 
 import numpy as np
