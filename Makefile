@@ -92,15 +92,15 @@ demo: $(HOROVOD) kernels
 # Tests that start processes wait a good part of the time, Slurm's the most.
 # Tests that measure seconds, and those on ranks, have the machine for themselves.
 STARTS = tests/slurm $(filter-out $(ALONE) %/test_packaging.py %/test_public.py %/test_rooms.py %/test_mutate.py \
-	%/test_docs.py %/test_extending.py, \
-	$(wildcard tests/jobs/test_*.py tests/test_*.py))
+	%/test_docs.py %/test_extending.py %/test_mirror.py, \
+	$(wildcard tests/jobs/test_*.py tests/jobs/benchmarks/test_*.py tests/test_*.py))
 ALONE = tests/test_stalls.py tests/test_at_ranks.py tests/cli/test_lab.py tests/jobs/test_parameter_server_jobs.py
 # Every room, and one job on two ranks; no framework but TensorFlow, and no Horovod, whose build takes a C++ compiler.
 QUICK = tests/codec tests/comm tests/report tests/strategies tests/kernels/test_cpu_arguments.py tests/kernels/test_tiles.py \
-	tests/kernels/test_cpu_borders.py tests/kernels/test_cpu_decode.py tests/keras/test_data.py \
-	tests/keras/test_checkpoint_files.py tests/averaging/test_mean.py tests/averaging/test_keras_archive.py \
+	tests/kernels/test_cpu_borders.py tests/kernels/test_cpu_decode.py tests/keras/fit/test_data.py \
+	tests/keras/checkpoint/test_files.py tests/averaging/test_mean.py tests/averaging/test_keras_archive.py \
 	tests/averaging/test_safetensors.py tests/cli/test_main.py tests/cli/test_job.py tests/cli/test_average.py \
-	tests/test_rooms.py tests/test_public.py \
+	tests/test_rooms.py tests/test_mirror.py tests/test_public.py \
 	'tests/jobs/test_fashion_mnist.py::test_three_epochs_leave_identical_weights[2-mlp]'
 PYTEST = $(BIN)/python -m pytest
 AT_ONCE = -n 2 --dist loadfile
@@ -154,7 +154,7 @@ fuzz: $(INSTALLED)
 	$(BIN)/python -m tests.fuzz_wire --seconds $(SECONDS)
 
 gpu: $(if $(findstring $(BIN),$(GPU_PYTHON)),$(INSTALLED))
-	$(GPU_PYTHON) -m pytest tests/kernels/test_cuda_gpu.py tests/keras/test_threshold_gpu_at_ranks.py
+	$(GPU_PYTHON) -m pytest tests/kernels/test_cuda_gpu.py tests/keras/adapters/test_host_gpu_at_ranks.py
 	$(GPU_PYTHON) jobs/benchmarks/gpu.py --json docs/benchmarks/gpu.json
 
 fmt: $(INSTALLED)

@@ -1,5 +1,7 @@
 """A rank that calls `sys.exit` while the others continue ends the job, with its number and argument in the message."""
 
+# Tests: hvdx/comm/failure.py
+
 import time
 
 import pytest

@@ -1,5 +1,7 @@
 """Bad input causes a clear error on all ranks within seconds."""
 
+# Tests: hvdx/errors.py, hvdx/comm/failure.py
+
 import re
 import socket
 import time

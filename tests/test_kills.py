@@ -1,6 +1,6 @@
 """After a rank is killed while checkpoints are written, the next job resumes bit for bit.
 
-tests/keras/test_checkpoint_faults.py tries every operation of a save; these tests have real processes and a launcher.
+tests/keras/checkpoint/test_faults.py tries every operation of a save; these tests have real processes and a launcher.
 """
 
 import json

@@ -18,7 +18,7 @@ case "$*" in *"$FAIL_AT"*) exit 1;; esac
 @pytest.fixture
 def make(tmp_path):
     """Return a function that runs `make` in a folder where all is installed but Horovod, unless a stamp is added."""
-    for name in ("Makefile", "pyproject.toml"):
+    for name in ("Makefile", "pyproject.toml", "setup.py"):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     for name in ("python", "hvdx"):

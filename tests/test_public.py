@@ -1,5 +1,7 @@
 """Public names are documented, and the examples in docstrings run."""
 
+# Tests: hvdx/report/bars.py
+
 import doctest
 import importlib
 import inspect

@@ -1,5 +1,7 @@
 """Jobs with split layers that start wrong, or lose a rank: each rank says why, and the job ends."""
 
+# Tests: hvdx/keras/fit/positions.py, hvdx/keras/layers/group.py
+
 import time
 
 import pytest

@@ -1,5 +1,7 @@
 """A rank that hangs is named with its position; a healthy job prints nothing; every job ends."""
 
+# Tests: hvdx/comm/waiting.py, hvdx/comm/watchdog.py
+
 import re
 import socket
 

@@ -1,5 +1,7 @@
 """Objects that training scripts save beside tensors: copied from the first network, and read without executing code."""
 
+# Tests: hvdx/averaging/torch_beside.py, hvdx/averaging/torch_names.py
+
 import argparse
 import collections
 import datetime

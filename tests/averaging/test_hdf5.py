@@ -1,5 +1,7 @@
 """Averages of HDF5 weights, compared with means of what Keras and h5py read."""
 
+# Tests: hvdx/averaging/extents.py, hvdx/averaging/formats.py
+
 import json
 import resource
 import sys

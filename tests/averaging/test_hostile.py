@@ -1,5 +1,7 @@
 """Hostile files, made to hang or crash their reader: a one-line error, in little time and memory."""
 
+# Tests: hvdx/averaging/limits.py, hvdx/averaging/formats.py, hvdx/averaging/torch_pickle.py
+
 import io
 import json
 import pickle

@@ -1,5 +1,7 @@
 """Averages of Keras archives, compared with means of what Keras loads."""
 
+# Tests: hvdx/averaging/keras_config.py
+
 import io
 import json
 import resource

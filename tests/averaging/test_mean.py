@@ -1,5 +1,7 @@
 """Arithmetic of averaging."""
 
+# Tests: hvdx/averaging/api.py, hvdx/averaging/dtypes.py, hvdx/averaging/network.py, hvdx/averaging/formats.py
+
 import ml_dtypes
 import numpy as np
 import pytest

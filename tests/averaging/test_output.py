@@ -1,5 +1,7 @@
 """Atomic output: the result appears when it is complete, and existing files are kept until then."""
 
+# Tests: hvdx/averaging/extents.py, hvdx/cli/common/termination.py
+
 import collections
 import os
 import signal

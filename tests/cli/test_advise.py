@@ -1,5 +1,7 @@
 """`hvdx advise`: the measurements of a script, the answers, and the errors. No TensorFlow."""
 
+# Tests: hvdx/cli/advising/answer.py, hvdx/cli/advising/machine.py, hvdx/cli/advising/script.py
+
 import json
 import sys
 import time

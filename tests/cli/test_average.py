@@ -1,5 +1,7 @@
 """`hvdx average`, called through the command line."""
 
+# Tests: hvdx/averaging/api.py, hvdx/cli/common/progress.py
+
 import re
 import subprocess
 import sys

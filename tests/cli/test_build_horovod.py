@@ -1,5 +1,9 @@
 """`hvdx build-horovod`, without the build itself: no test here compiles Horovod."""
 
+# Tests: hvdx/cli/horovod_build/cache.py, hvdx/cli/horovod_build/install.py, hvdx/cli/horovod_build/needs.py
+# Tests: hvdx/cli/horovod_build/patches.py, hvdx/cli/horovod_build/progress.py, hvdx/cli/horovod_build/source.py
+# Tests: hvdx/cli/horovod_build/tools.py, hvdx/cli/horovod_build/wheel.py
+
 import dataclasses
 import io
 import json

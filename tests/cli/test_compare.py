@@ -1,5 +1,8 @@
 """`hvdx compare` with a script that writes records and does not train."""
 
+# Tests: hvdx/cli/comparing/guard.py, hvdx/cli/comparing/launch.py, hvdx/cli/comparing/options.py
+# Tests: hvdx/cli/comparing/plan.py, hvdx/cli/comparing/predicting.py, hvdx/cli/comparing/runner.py
+
 import json
 import os
 import signal

@@ -1,5 +1,7 @@
 """`hvdx doctor`: its probes, and its conclusions from their findings."""
 
+# Tests: hvdx/cli/diagnosis/checks.py, hvdx/cli/diagnosis/probes.py
+
 import json
 
 import pytest

@@ -1,5 +1,7 @@
 """`hvdx doctor --batch` with stand-ins for the commands of Slurm, PBS and LSF."""
 
+# Tests: hvdx/cli/batch/checks.py, hvdx/cli/batch/probe.py, hvdx/cli/batch/systems.py
+
 import json
 import shlex
 

@@ -1,5 +1,7 @@
 """`hvdx job`: options, output and submission. test_job_templates.py runs the scripts."""
 
+# Tests: hvdx/cli/batch/plan.py, hvdx/cli/batch/script.py, hvdx/cli/batch/template.py
+
 import json
 import os
 import subprocess

@@ -1,5 +1,7 @@
 """The scripts of `hvdx job`, checked by bash and shellcheck, and run with stand-ins for launchers and batch systems."""
 
+# Tests: hvdx/cli/batch/script.py, hvdx/cli/batch/template.py
+
 import json
 import os
 import re

@@ -1,5 +1,7 @@
 """The `hvdx` command: help, errors, exit codes."""
 
+# Tests: hvdx/cli/build_kernels.py
+
 import subprocess
 import sys
 import types

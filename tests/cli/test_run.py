@@ -1,5 +1,7 @@
 """`hvdx run`: the mpirun command, and the environment and output of a rank."""
 
+# Tests: hvdx/cli/common/rank.py
+
 import os
 import shlex
 import subprocess

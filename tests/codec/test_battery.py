@@ -1,3 +1,5 @@
+# Tests: hvdx/codec/base.py, hvdx/codec/dense.py, hvdx/codec/threshold.py
+
 import pytest
 
 from hvdx.codec import CODECS

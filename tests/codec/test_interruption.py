@@ -1,5 +1,7 @@
 """Tests of interrupted encoders, of two encoders with one state, and of invalid arguments."""
 
+# Tests: hvdx/codec/threshold.py
+
 import threading
 
 import numpy as np

@@ -1,5 +1,7 @@
 """Tests that docs/wire-format.md, the decoder that was written from it, and hvdx agree about every message."""
 
+# Tests: hvdx/codec/dense.py, hvdx/codec/threshold.py, hvdx/codec/frame.py, hvdx/codec/varint.py
+
 import math
 import re
 import struct

@@ -1,5 +1,7 @@
 """Collectives on tensors without Horovod, eagerly between virtual ranks; tests/ranks tests them in graphs."""
 
+# Tests: hvdx/comm/alignment.py, hvdx/comm/tensors.py
+
 import time
 
 import numpy as np

@@ -1,5 +1,7 @@
 """Groups of ranks that split layers, and the collectives of a group, on virtual ranks."""
 
+# Tests: hvdx/comm/split_tensors.py
+
 import numpy as np
 import pytest
 import tensorflow as tf

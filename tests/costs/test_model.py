@@ -1,5 +1,7 @@
 """The cost model: formulas by hand-counted examples."""
 
+# Tests: hvdx/costs/types.py
+
 import dataclasses
 
 import pytest

@@ -1,5 +1,7 @@
 """Short runs of the jobs about averaging networks."""
 
+# Tests: jobs/benchmarks/averaging_question.py
+
 import json
 
 from tests.launch import run

@@ -1,5 +1,7 @@
 """The main job: equal replicas, and the loss curve of one process."""
 
+# Tests: jobs/data.py
+
 import gzip
 import json
 import re

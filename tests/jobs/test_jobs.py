@@ -1,5 +1,7 @@
 """The small jobs, run as their docstrings show: on one rank, on several ranks, and under horovodrun."""
 
+# Tests: jobs/benchmarks/step.py, jobs/horovod_keras_digits.py, jobs/linear_regression.py, jobs/parabola.py
+
 import json
 import os
 import re

@@ -1,5 +1,7 @@
 """Short runs of the jobs about the parameter server, and of the main job under it."""
 
+# Tests: jobs/benchmarks/staleness.py
+
 import json
 import re
 

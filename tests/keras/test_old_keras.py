@@ -1,5 +1,8 @@
 """What differs in the oldest version of Keras that hvdx supports, 3.6, on stand-ins for its classes."""
 
+# Tests: hvdx/keras/adapters/local_variables.py, hvdx/keras/adapters/weights.py, hvdx/keras/fit/callback_list.py
+# Tests: hvdx/keras/horovod/collectives.py, hvdx/keras/seams/layers.py
+
 from types import SimpleNamespace
 
 import keras

@@ -4,6 +4,10 @@ A function `check_NAME` here checks the function or class NAME of the seams. Its
 on, and the versions.
 """
 
+# Tests: hvdx/keras/seams/callbacks.py, hvdx/keras/seams/frames.py, hvdx/keras/seams/graphs.py
+# Tests: hvdx/keras/seams/iterators.py, hvdx/keras/seams/layers.py, hvdx/keras/seams/models.py
+# Tests: hvdx/keras/seams/optimizers.py, hvdx/keras/seams/pipelines.py, hvdx/keras/seams/replacing.py
+
 import importlib
 import inspect
 import pkgutil

@@ -3,6 +3,8 @@
 Most tests use a package of two small kernels, because the real ones take 15 s to compile.
 """
 
+# Tests: hvdx/cache.py
+
 import json
 import os
 import signal

@@ -1,5 +1,7 @@
 """Tests of the argument checks of `cpu`, and of their error messages."""
 
+# Tests: kernels/pieces.py
+
 import platform
 import sys
 

@@ -1,5 +1,7 @@
 """Tests of `cpu.encode` against the specification, and of its promises."""
 
+# Tests: kernels/cpu_scan.py, kernels/cpu_tiles.py, kernels/reference.py, kernels/simd.py
+
 from fractions import Fraction
 
 import numpy as np

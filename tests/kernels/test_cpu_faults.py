@@ -1,5 +1,7 @@
 """Tests of faults (NaN, infinity, elements above the limit): the update is taken back from the residual."""
 
+# Tests: kernels/cpu_scan.py
+
 import numpy as np
 import pytest
 from hypothesis import given

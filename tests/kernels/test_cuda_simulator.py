@@ -3,6 +3,8 @@
 The simulator must be chosen before numba.cuda is imported, so the cases run in a separate process.
 """
 
+# Tests: kernels/cuda_decode.py, kernels/cuda_device.py, kernels/cuda_encode.py, kernels/cuda_tiles.py
+
 import os
 
 import numpy as np

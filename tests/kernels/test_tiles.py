@@ -1,3 +1,5 @@
+# Tests: kernels/table.py
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st

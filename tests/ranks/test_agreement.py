@@ -1,5 +1,7 @@
 """Data, vocabularies, models and constants that differ between ranks, or are the same where they must differ."""
 
+# Tests: hvdx/keras/fit/comparison.py, hvdx/keras/fit/agreement/shares.py
+
 import keras
 import numpy as np
 import pytest

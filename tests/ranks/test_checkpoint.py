@@ -1,5 +1,7 @@
 """Checkpoints: an interrupted training resumes as the uninterrupted one."""
 
+# Tests: hvdx/keras/checkpoint/restoring.py, hvdx/keras/checkpoint/writer.py
+
 import shutil
 import time
 

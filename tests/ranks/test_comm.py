@@ -1,3 +1,5 @@
+# Tests: hvdx/comm/horovod.py, hvdx/comm/mpi.py, hvdx/comm/mpi_mailbox.py, hvdx/comm/tensors.py
+
 import logging
 
 import pytest

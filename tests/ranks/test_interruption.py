@@ -1,5 +1,8 @@
 """A preempted job saves at the end of a step on all ranks, and resumes as the uninterrupted one."""
 
+# Tests: hvdx/keras/checkpoint/callback.py, hvdx/keras/checkpoint/contents.py, hvdx/keras/checkpoint/schedule.py
+# Tests: hvdx/keras/fit/sync_callback.py
+
 import gc
 import os
 import signal

@@ -1,5 +1,7 @@
 """Variables that each rank trains alone."""
 
+# Tests: hvdx/keras/adapters/local_variables.py, hvdx/keras/variables.py
+
 import keras
 import numpy as np
 import pytest

@@ -1,5 +1,7 @@
 """Training on N ranks with batches of b equals training on one rank with batches of N*b."""
 
+# Tests: hvdx/keras/adapters/graph.py, hvdx/keras/fit/start.py
+
 import functools
 
 import keras

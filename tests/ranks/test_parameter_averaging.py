@@ -1,5 +1,7 @@
 """Parameter averaging at any number of ranks, compared with the same arithmetic in one process."""
 
+# Tests: hvdx/keras/adapters/averaging.py, hvdx/keras/optimizer_state.py, hvdx/keras/fit/samples.py
+
 from pathlib import Path
 
 import keras

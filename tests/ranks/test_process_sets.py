@@ -1,5 +1,7 @@
 """Process sets and alltoall."""
 
+# Tests: hvdx/keras/horovod/process_sets.py
+
 import re
 
 import keras

@@ -1,5 +1,7 @@
 """Weights without a gradient that belong to a rank, or that count over all ranks; values that a train_step returns."""
 
+# Tests: hvdx/keras/adapters/rank_local.py, hvdx/keras/fit/nested.py, hvdx/keras/fit/state.py
+
 import keras
 import numpy as np
 import pytest

@@ -1,5 +1,7 @@
 """Warnings and errors for ranks that train separately or hold NaN."""
 
+# Tests: hvdx/keras/fit/finite.py, hvdx/keras/separate.py, hvdx/keras/adapters/first_bad.py
+
 import keras
 import numpy as np
 import pytest

@@ -1,5 +1,7 @@
 """`SplitEmbedding`: the same training as `Embedding`, with a part of the rows on each rank."""
 
+# Tests: hvdx/keras/layers/embedding.py, hvdx/keras/layers/rules.py, hvdx/keras/gathering.py
+
 import functools
 
 import keras

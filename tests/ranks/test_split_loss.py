@@ -1,5 +1,7 @@
 """`SplitSparseCategoricalCrossentropy` and its metric: those of whole logits, whose classes no rank holds whole."""
 
+# Tests: hvdx/keras/layers/loss.py
+
 import keras
 import numpy as np
 import pytest

@@ -1,5 +1,7 @@
 """Batch normalisation over the samples of all ranks, compared with one process that has all samples."""
 
+# Tests: hvdx/keras/horovod/batch_norm.py
+
 import keras
 import numpy as np
 import pytest

@@ -1,5 +1,7 @@
 """Decentralised training with compressed updates, at any number of ranks."""
 
+# Tests: hvdx/keras/adapters/host.py, hvdx/keras/adapters/updates.py, hvdx/keras/adapters/weights.py
+
 import json
 import time
 from pathlib import Path

@@ -1,5 +1,7 @@
 """A browser shows the page of a report on a phone and on a wide screen, light and dark."""
 
+# Tests: hvdx/report/page.py
+
 import json
 import re
 import shutil

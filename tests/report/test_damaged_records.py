@@ -1,5 +1,7 @@
 """Damaged records: a damaged line is left out with a warning that names file and line, and the rest is reported."""
 
+# Tests: hvdx/report/lines.py
+
 import json
 
 import pytest

@@ -1,5 +1,7 @@
 """The page of a report: complete in one file, with the numbers of its charts in tables."""
 
+# Tests: hvdx/report/figures.py, hvdx/report/overview.py, hvdx/report/text.py
+
 import json
 import re
 from html.parser import HTMLParser

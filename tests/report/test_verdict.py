@@ -1,5 +1,7 @@
 """Verdicts: criteria, noise, failures, one worker, flips."""
 
+# Tests: hvdx/report/noise.py
+
 from pathlib import Path
 
 import numpy as np

@@ -1,5 +1,7 @@
 """Virtual clocks, by hand-computed cases, and the data of collectives between simulated ranks."""
 
+# Tests: hvdx/comm/clock.py, hvdx/simulation/clock.py, hvdx/simulation/groups.py, hvdx/simulation/network.py
+
 import time
 
 import numpy as np

@@ -1,5 +1,7 @@
 """The cost model of `Threshold` against its simulated exchanges, on up to 1024 workers."""
 
+# Tests: hvdx/strategies/threshold/costs.py, hvdx/simulation/training.py
+
 import pytest
 
 from hvdx.costs.model import Situation

@@ -1,5 +1,7 @@
 """Simulated trainings: their times, bytes and losses under each strategy."""
 
+# Tests: hvdx/simulation/memory.py, hvdx/simulation/workloads.py
+
 import dataclasses
 
 import numpy as np

@@ -1,5 +1,7 @@
 """Exchanges are composed: nobody changes another object, and no part inherits from another of its kind."""
 
+# Tests: hvdx/strategies/step.py
+
 import ast
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import hvdx.strategies.threshold.ordered
 import hvdx.strategies.threshold.routes.sharded
 from hvdx.strategies import Encoder, Exchange, Route
 from hvdx.strategies.step import Arrived
-from tests.strategies.test_threshold import flat, steps_of, update
+from tests.strategies.threshold.test_strategy import flat, steps_of, update
 from tests.strategies.virtual import on_all
 
 STRATEGIES = Path(hvdx.strategies.__file__).parent

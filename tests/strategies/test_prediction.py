@@ -1,5 +1,8 @@
 """Predictions of strategies: terms by hand-counted examples, and bytes as the exchanges count them."""
 
+# Tests: hvdx/strategies/all_reduce.py, hvdx/strategies/parameter_averaging.py, hvdx/strategies/parameter_server.py
+# Tests: hvdx/strategies/serving/costs.py, hvdx/strategies/threshold/costs.py
+
 import dataclasses
 import itertools
 

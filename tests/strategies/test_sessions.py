@@ -1,9 +1,10 @@
 """What the parameter server and the ordered route share."""
 
 import gc
+import time
 
 from hvdx.comm.local import LocalComm
-from hvdx.strategies.sessions import PerComm, Series
+from hvdx.strategies.sessions import PerComm, Polling, Series
 from tests.strategies.virtual import on_all
 
 
@@ -37,3 +38,29 @@ def test_an_object_belongs_to_a_communicator_and_ends_with_it():
     del first
     gc.collect()
     assert made.take_all() == []
+
+
+def test_polls_become_rare_after_half_a_second_without_messages(monkeypatch):
+    now, slept = [0.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", slept.append)
+
+    def longest(**how):
+        slept.clear()
+        for _ in range(200):
+            polling.sleep(**how)
+        return max(slept)
+
+    polling = Polling()
+    assert longest(coming=False) <= 1e-3
+    assert longest(coming=True) <= 1e-4
+    now[0] = 0.6
+    assert polling.idle == 0.6
+    assert longest(coming=False) == 0.02
+    assert longest(coming=True) <= 1e-4
+    assert longest(coming=False, naps=False) <= 1e-3
+    polling.found()
+    assert polling.idle == 0
+    slept.clear()
+    polling.sleep(coming=False)
+    assert slept == []  # the back-off begins anew

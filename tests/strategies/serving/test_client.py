@@ -1,5 +1,7 @@
 """Waiting and closing of a worker's client, and the end of a server."""
 
+# Tests: hvdx/strategies/serving/server.py
+
 import os
 import threading
 import time

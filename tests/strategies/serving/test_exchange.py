@@ -1,5 +1,7 @@
 """Trainings on virtual ranks: the weights hold each pushed update exactly once, and every wait ends."""
 
+# Tests: hvdx/strategies/base.py
+
 import random
 import threading
 import time

@@ -1,5 +1,7 @@
 """Properties that hold in every order of messages, for two workers, two servers and a few steps."""
 
+# Tests: hvdx/strategies/serving/client.py, hvdx/strategies/serving/request_handler.py, hvdx/strategies/serving/shard.py
+
 import numpy as np
 import pytest
 

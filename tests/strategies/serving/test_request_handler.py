@@ -1,5 +1,7 @@
 """Answers of a server to each message."""
 
+# Tests: hvdx/strategies/serving/messages.py
+
 import dataclasses
 import json
 import os

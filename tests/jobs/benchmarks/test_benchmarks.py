@@ -1,0 +1,87 @@
+"""Each benchmark runs at a tiny size. Workers run on this machine, without emulated links."""
+
+# Tests: jobs/benchmarks/accuracy.py, jobs/benchmarks/averaging_network.py, jobs/benchmarks/checkpoint.py
+# Tests: jobs/benchmarks/density.py, jobs/benchmarks/first_step.py, jobs/benchmarks/gpu.py, jobs/benchmarks/memory.py
+# Tests: jobs/benchmarks/network.py, jobs/benchmarks/predict.py, jobs/benchmarks/record_update.py
+# Tests: jobs/benchmarks/servers.py, jobs/benchmarks/sharded.py, jobs/benchmarks/simulate.py, jobs/benchmarks/split.py
+# Tests: jobs/benchmarks/split_memory.py, jobs/benchmarks/tcp.py
+
+import importlib
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from hvdx.jobs.benchmarks import gpu, harness, record_update, wire
+from tests.launch import ROOT, run
+
+_SECONDS = 120
+_PAIR = ["--split", "2", "--layers", "pair", "--data", "digits", "--width", "16", "--channels", "4"]
+#: By benchmark: options, and attributes of its module in place of longer lists of cases.
+BENCHMARKS = {
+    "accuracy": ("--models lm --strategies 1e-2 --seeds 1 --steps 2 --workers 2 --batch 2", {}),
+    "averaging_network": (
+        "--hosts 2 --epochs 1 --hidden 4",
+        {"ways": lambda periods: [{"name": "all", "spelling": "all_reduce", "period": 1, "state": False}]},
+    ),
+    "checkpoint": ("--parameters 1000 --repeat 1", {}),
+    "density": ("--hosts 2 --bandwidth 1gbit --burst 5kB --steps 40 --hidden 4 --batch 8", {}),
+    "first_step": ("--starts 1", {"GOAL": 100.0}),
+    "memory": ("--hidden 4 8", {"STRATEGIES": {"AllReduce": "all_reduce"}}),
+    "network": ("--strategies t=threshold --target 1 --most-steps 30 --timed-steps 30 --hidden 4", {}),
+    "predict": ("--again --models mlp --hosts 2 --bandwidth 1gbit", {}),
+    "servers": ("--workers 2 --servers 1 --steps 4 --hidden 4", {}),
+    "sharded": ("--hosts 2 --steps 3 --hidden 4", {}),
+    "simulate": ("--hosts 2 --bandwidth 1gbit --elements 2k --steps 4", {}),
+    "split": ("--ways pair --steps 4 --batch 4", {"WAYS": {"pair": _PAIR}}),
+    "split_memory": ("--ranks 2 --width 16 --steps 1", {}),
+    "tcp": ("--hosts 2 --megabytes 0.01", {}),
+}
+
+
+@pytest.fixture
+def on_this_machine(tmp_path, monkeypatch):
+    """Replace `harness.launch` by a function that starts the workers without emulated hosts, on little data."""
+
+    def launch(file, given, ranks=1, bandwidth="", burst="", per_host=1, limit=0.0, env=None):
+        folder = tmp_path / "workers"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        given = {"data": "digits"} | given | {"folder": str(folder)}
+        done = run(ranks, [file, "--worker", json.dumps(given)], _SECONDS, env)
+        assert done.code == 0, done
+        found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+        link = {"sent": 1, "received": 1}
+        return harness.Ended(found, done.out, {"seconds": 1.0, "links": [link] * ranks})
+
+    monkeypatch.setattr(harness, "launch", launch)
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_benchmark_writes_figures_and_prints_a_table(name, on_this_machine, tmp_path, monkeypatch, capsys):
+    words, attributes = BENCHMARKS[name]
+    benchmark, file = importlib.import_module(f"hvdx.jobs.benchmarks.{name}"), tmp_path / "figures.json"
+    for attribute, value in attributes.items():
+        monkeypatch.setattr(benchmark, attribute, value)
+    if name == "accuracy":
+        monkeypatch.setattr(benchmark, "ProcessPoolExecutor", lambda workers, _: ThreadPoolExecutor(workers))
+    if name == "predict":
+        facts = json.loads((ROOT / "docs" / "benchmarks" / "predict.json").read_text())
+        measured = {f"mlp 2 1gbit {strategy}": {"measured": {"step": 0.1}} for strategy in ("all_reduce", "threshold")}
+        file.write_text(json.dumps(facts | {"cases": measured}))
+    assert benchmark.main([*words.split(), "--json", str(file)]) == 0
+    assert json.loads(file.read_text())
+    assert len(capsys.readouterr().out.splitlines()) >= 3
+
+
+def test_recorded_updates_are_measured(tmp_path):
+    file = str(tmp_path / "update.npz")
+    small = ["--data", "digits", "--hidden", "4", "--batch", "8", "--step", "2", "--densities", "0.1"]
+    assert record_update.main([*small, "--output", file]) == 0
+    assert [row["step"] for row in wire.measure_recorded(file)["all"]] == [2]
+
+
+def test_benchmark_of_a_gpu_says_that_there_is_none(capsys):
+    if gpu.main([]):
+        assert "expected a GPU" in capsys.readouterr().err
