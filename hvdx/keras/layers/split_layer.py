@@ -91,8 +91,8 @@ class SplitLayer:
 
     def load_own_variables(self, store: Any) -> None:
         """Load the weights of the plain layer, and keep this rank's part."""
-        given = store if self._mesh is None else cut_saved(store, self.weights)  # type: ignore[attr-defined]
-        super().load_own_variables(given)  # type: ignore[misc]
+        values = store if self._mesh is None else cut_saved(store, self.weights)  # type: ignore[attr-defined]
+        super().load_own_variables(values)  # type: ignore[misc]
 
     def enable_lora(self, *args: Any, **kwargs: Any) -> None:
         """Refuse LoRA for split weights."""
