@@ -151,8 +151,8 @@ class SplitGraphExchange(Exchange[Tensor]):
         """
         result = list(tensors)
         for share in self._shares:
-            given = finite[share.is_parts] if isinstance(finite, tuple) else finite
-            for i, tensor in zip(share.where, share.exchange.step(share.of(tensors), given), strict=True):
+            its_finite = finite[share.is_parts] if isinstance(finite, tuple) else finite
+            for i, tensor in zip(share.where, share.exchange.step(share.of(tensors), its_finite), strict=True):
                 result[i] = _times(tensor, self._factor) if share.is_parts and self._factor != 1.0 else tensor
         return result
 
@@ -180,12 +180,12 @@ class SplitStep(abc.ABC):
         self._comm = comm
 
     @abc.abstractmethod
-    def combine(self, shares: Sequence[Share[HostExchange]], given: StepInput) -> "list[Sequence[Array]]":
+    def combine(self, shares: Sequence[Share[HostExchange]], step_input: StepInput) -> "list[Sequence[Array]]":
         """Return the results of `HostExchange.combine` of each exchange.
 
         Args:
             shares: the exchanges.
-            given: input of the step, for all tensors.
+            step_input: input of the step, for all tensors.
         """
 
     def flush(self, shares: Sequence[Share[HostExchange]]) -> "list[Sequence[Array | None] | None]":
@@ -196,8 +196,8 @@ class SplitStep(abc.ABC):
 class CommonStep(SplitStep):
     """Step that all ranks take together in both exchanges, or skip in both."""
 
-    def combine(self, shares: Sequence[Share[HostExchange]], given: StepInput) -> "list[Sequence[Array]]":
-        prepared = [share.exchange.prepare(given.part(share.where)) for share in shares]
+    def combine(self, shares: Sequence[Share[HostExchange]], step_input: StepInput) -> "list[Sequence[Array]]":
+        prepared = [share.exchange.prepare(step_input.part(share.where)) for share in shares]
         mine = all(p.is_fine for p in prepared)
         if self._comm.any_true(not mine):
             # A rank that skips one of the exchanges skips the other, and all ranks with it. The first one reports.
@@ -244,8 +244,8 @@ class SplitHostExchange(HostExchange):
         for share in self._shares:
             share.exchange.count_computing(seconds)
 
-    def combine(self, given: StepInput) -> "Sequence[Array]":
-        return [t for t in self._all(self._step.combine(self._shares, given)) if t is not None]
+    def combine(self, step_input: StepInput) -> "Sequence[Array]":
+        return [t for t in self._all(self._step.combine(self._shares, step_input)) if t is not None]
 
     def _all(self, results: Iterable[Sequence[V | None] | None]) -> list[V | None]:
         """Return the results of the exchanges in the order of the specs; None where an exchange has none."""
@@ -330,13 +330,14 @@ class _LocalExchange(HostExchange):
     def begin(self, weights: Sequence[np.ndarray]) -> None:
         self._weights = [np.array(w) for w in weights]
 
-    def combine(self, given: StepInput) -> "Sequence[Array]":
+    def combine(self, step_input: StepInput) -> "Sequence[Array]":
         self.telemetry.steps += 1
-        self.telemetry.skipped += not given.finite
+        self.telemetry.skipped += not step_input.finite
         if self._weights is None:
-            return list(given.tensors) if given.finite else [np.zeros(s.shape, np.float32) for s in self.specs]
-        if given.finite:
-            self._weights = [np.array(t) for t in given.tensors]
+            zeros = [np.zeros(s.shape, np.float32) for s in self.specs]
+            return list(step_input.tensors) if step_input.finite else zeros
+        if step_input.finite:
+            self._weights = [np.array(t) for t in step_input.tensors]
         return [w.copy() for w in self._weights]
 
 

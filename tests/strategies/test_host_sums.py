@@ -50,7 +50,7 @@ def test_sums_have_the_bits_of_a_sum_in_rank_order(name, ranks, way, monkeypatch
         assert type(sums) is way
         piece = np.zeros(int(np.diff(sums.parts.bounds)[comm.rank]), np.float32)
         for _ in range(2):
-            sums.offer(mine)
+            sums.publish(mine)
             channel.exchange([])
             assert sums.add_up(mine, piece)
             seen = sums.values(piece.size - 1, mine)
@@ -89,7 +89,7 @@ def test_sum_that_is_not_finite_is_found_in_every_part(bad, way, monkeypatch):
                 mine[element // 9000][element % 9000] = bad
             # Squares that overflow are no fault.
             mine[0][17] = 3e38 if comm.rank else 0.0
-            sums.offer(mine)
+            sums.publish(mine)
             channel.exchange([])
             found.append(not sums.add_up(mine, piece))
             channel.exchange([])

@@ -106,11 +106,11 @@ def test_step_is_skipped_by_all_if_one_owner_cannot_encode():
         exchange = strategy.open(comm, SPECS, 0.9)
         encode, calls = exchange.route._encode_sum, []
 
-        def refuse_once(*given):
+        def refuse_once(*arguments):
             calls.append(1)
             if comm.rank == 2 and len(calls) == 4:
                 raise UpdateError("is infinite.", 0, 0)
-            return encode(*given)
+            return encode(*arguments)
 
         exchange.route._encode_sum = refuse_once
         got = [flat(exchange.step(update(comm.rank, t))).copy() for t in range(7)]
@@ -268,7 +268,7 @@ def test_owners_extrapolate_the_updates_of_adam_only(sample, lookahead):
     def run(comm):
         exchange = Threshold(target_density=0.01, exchange="sharded").open(comm, SPECS, momentum=0.9)
         encode, seen = exchange.route._encode_sum, []
-        exchange.route._encode_sum = lambda *given: seen.append(given[-1]) or encode(*given)
+        exchange.route._encode_sum = lambda *arguments: seen.append(arguments[-1]) or encode(*arguments)
         exchange.take(StepInput(update(comm.rank, 0), sample=sample))
         return seen[0]
 

@@ -332,7 +332,7 @@ def test_ranks_of_a_group_are_given_the_same_steps(steps, begun, stop_at):
         client, chance, taken = StepClient(comm, 0, steps, begun), random.Random(comm.rank), 1
         client.begin()
         # Rank 3 is not the first of its group, and asks to stop.
-        while client.another(stop=comm.rank == 3 and taken == stop_at):
+        while client.request_step(stop=comm.rank == 3 and taken == stop_at):
             taken += 1
             if comm.mesh.group.any_true(chance.random() < 0.1):
                 comm.mesh.group.all_gather_object(None, "a pause")

@@ -39,9 +39,9 @@ class AveragingAdapter(Adapter):
         averages: int64 variable, number of averages.
     """
 
-    reports = True
+    logs_cost = True
     wraps_apply = True
-    lasts = True
+    reusable_across_fits = True
 
     def __init__(self, strategy: Strategy, comm: GraphComm, optimizer: Any, name: str, gain: float = 1.0):
         super().__init__(name, gain)

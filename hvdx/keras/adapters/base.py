@@ -40,11 +40,11 @@ class Adapter:
     strategy: Strategy
     comm: Any
     #: True if the logs report `cost` beside the metrics.
-    reports = False
+    logs_cost = False
     #: True if `before_step` and `after_step` enclose the whole of the optimiser's `apply`.
     wraps_apply = False
     #: True if a later fit can attach the adapter again, with the graph that was traced with it.
-    lasts = False
+    reusable_across_fits = False
     exchange: Any = None
     local: Any = None
 

@@ -188,7 +188,7 @@ class ServerExchange(HostExchange):
             self._client.exchanges.pop(part.session, None)
             part.session = -1
 
-    def place(self, session: int, kind: MessageType, size: int) -> np.ndarray | None:
+    def buffer_for(self, session: int, kind: MessageType, size: int) -> np.ndarray | None:
         """Return the array for the body of a server's message: weights are received in place."""
         for part in self._parts:
             if part.session == session and kind in (MessageType.WEIGHTS, MessageType.FINAL):
@@ -198,11 +198,11 @@ class ServerExchange(HostExchange):
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def combine(self, given: StepInput) -> list[np.ndarray]:
+    def combine(self, step_input: StepInput) -> list[np.ndarray]:
         """Push the update of a step, and pull the servers' weights. Not collective.
 
         Args:
-            given: this worker's weights after its own step. If they are not finite, the update is not sent.
+            step_input: this worker's weights after its own step. If they are not finite, the update is not sent.
 
         Returns:
             The servers' weights: new arrays of the shapes of the specs.
@@ -212,19 +212,19 @@ class ServerExchange(HostExchange):
             WireError: if a server could not decode the update.
             HvdxError: after `MAX_SKIPPED_STEPS` refused updates in a row.
         """
-        calls = self.push(given)
+        calls = self.push(step_input)
         begin = time.perf_counter()
         answers = self._client.call(calls, MessageType.WEIGHTS)
         return self.pull(answers, time.perf_counter() - begin)
 
-    def push(self, given: StepInput) -> list[Call]:
+    def push(self, step_input: StepInput) -> list[Call]:
         """Return the messages that push the update of a step; see `combine`."""
         begin = time.perf_counter()
-        for update, now, pulled in zip(self._update_views, given.tensors, self._weight_views, strict=True):
+        for update, now, pulled in zip(self._update_views, step_input.tensors, self._weight_views, strict=True):
             np.subtract(now, pulled, out=update)
-        valid = given.finite and is_finite(self._update)
+        valid = step_input.finite and is_finite(self._update)
         if not valid:
-            self._reason = f"it held NaN or infinity{self._locate_nonfinite(given)}"
+            self._reason = f"it held NaN or infinity{self._locate_nonfinite(step_input)}"
         bodies = self._encode() if valid else None
         messages: list[Call] = []
         for i, part in enumerate(self._parts):
@@ -282,10 +282,10 @@ class ServerExchange(HostExchange):
         self.telemetry.messages += sum(body.size for body in bodies)
         return bodies
 
-    def _locate_nonfinite(self, given: StepInput) -> str:
+    def _locate_nonfinite(self, step_input: StepInput) -> str:
         """Return a text that names the variable with NaN or infinity, if known."""
-        if not given.finite:
-            return f" in the gradient of {given.blamed}" if given.blamed else ""
+        if not step_input.finite:
+            return f" in the gradient of {step_input.blamed}" if step_input.blamed else ""
         bad = np.flatnonzero(~np.isfinite(self._update))
         return f" in the update of {self.specs[find(self.specs, int(bad[0]))[0]].name}" if bad.size else ""
 

@@ -90,8 +90,8 @@ class RequestHandler:
         kind, number, *_ = message.header
         if kind == MessageType.STEP:
             round_, steps, stop = message.header[2:5]
-            granted, given, stopped = self._dispenser.ask(round_, steps, bool(stop))
-            return [(message.sender, [MessageType.GRANT, number, int(granted), given, int(stopped)], None)]
+            granted, handed_out, stopped = self._dispenser.ask(round_, steps, bool(stop))
+            return [(message.sender, [MessageType.GRANT, number, int(granted), handed_out, int(stopped)], None)]
         if kind == MessageType.DISCONNECT:
             return self._disconnect(message.sender)
         try:

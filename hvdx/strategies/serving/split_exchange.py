@@ -39,14 +39,14 @@ class ServedStep(SplitStep):
     worker that waits, because of `max_staleness`, for it in the second.
     """
 
-    def combine(self, shares: Sequence[Share[HostExchange]], given: StepInput) -> "list[Sequence[Array]]":
+    def combine(self, shares: Sequence[Share[HostExchange]], step_input: StepInput) -> "list[Sequence[Array]]":
         # The ranks of a group take a step of their split layers together, or skip it.
-        mine = given.finite and all(is_finite(np.asarray(t)) for t in given.tensors)
-        given = replace(given, finite=not mesh_of(self._comm).group.any_true(not mine))
+        mine = step_input.finite and all(is_finite(np.asarray(t)) for t in step_input.tensors)
+        step_input = replace(step_input, finite=not mesh_of(self._comm).group.any_true(not mine))
         calls: list[Call] = []
         for share in shares:
             if isinstance(share.exchange, ServerExchange):
-                calls += share.exchange.push(given.part(share.where))
+                calls += share.exchange.push(step_input.part(share.where))
         begin = time.perf_counter()
         answers = client_of(self._comm).call(calls, MessageType.WEIGHTS)
         # The time is counted once.
@@ -54,7 +54,7 @@ class ServedStep(SplitStep):
         return [
             share.exchange.pull(answers, seconds.pop(0))
             if isinstance(share.exchange, ServerExchange)
-            else share.exchange.combine(given.part(share.where))
+            else share.exchange.combine(step_input.part(share.where))
             for share in shares
         ]
 

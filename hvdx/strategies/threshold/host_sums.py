@@ -63,7 +63,7 @@ class HostSums(abc.ABC):
         self.parts, self._channel, self._rank = parts, channel, channel.rank
 
     @abc.abstractmethod
-    def offer(self, tensors: Sequence[np.ndarray]) -> None:
+    def publish(self, tensors: Sequence[np.ndarray]) -> None:
         """Make this rank's update available to the other ranks, after an exchange of the channel.
 
         Args:
@@ -102,7 +102,7 @@ class HostSums(abc.ABC):
         Args:
             tensors, out: see `add_up`.
         """
-        self.offer(tensors)
+        self.publish(tensors)
         self._channel.exchange([])
         self.add_up(tensors, out)
         self._channel.exchange([])  # all ranks have read this update before one of them offers the next
@@ -117,7 +117,7 @@ class MessageSums(HostSums):
         self._theirs = self._pieces[:0]
         self.gathered = 4 * (parts.count - 1) * int(np.diff(parts.bounds)[self._rank])
 
-    def offer(self, tensors: Sequence[np.ndarray]) -> None:
+    def publish(self, tensors: Sequence[np.ndarray]) -> None:
         self._pieces[:] = self.parts.split(np.concatenate([np.ravel(t) for t in tensors]))
 
     def add_up(self, tensors: Sequence[np.ndarray], out: np.ndarray) -> bool:
@@ -167,7 +167,7 @@ class SharedSums(HostSums):
                 at = last
         return [span for span in [*spans, (at, self._end, -1)] if span[0] < span[1]]
 
-    def offer(self, tensors: Sequence[np.ndarray]) -> None:
+    def publish(self, tensors: Sequence[np.ndarray]) -> None:
         mine, count, block = self._updates[self._rank], self.parts.count, self.parts.block
         large = {number: (begin, end) for begin, end, number in self._spans if number >= 0}
         for number, (begin, end) in enumerate(pairwise(self.parts.ends)):

@@ -134,7 +134,7 @@ class ShardedRoute(Route):
         numbers = np.empty((self._size, _NUMBERS), np.int32)
         numbers[:, _PART] = [part.size for part in parts]
         numbers[:, _STATUS:] = outgoing.status, *(min(ns // 1000, 2**31 - 1) for ns in outgoing.times)
-        numbers = self._channel.swap(numbers)
+        numbers = self._channel.all_to_all_rows(numbers)
         begun, cutting = clock.now(), work.seconds
         statuses, times = numbers[:, _STATUS].astype(np.int64), 1000 * numbers[:, _TIMES].astype(np.int64)
         arrived = OwnersMessages(statuses, times, begun - begin - cutting, 0.0)
@@ -167,7 +167,7 @@ class ShardedRoute(Route):
         """Return the messages of all owners; if one cannot encode its sum, with its status."""
         got = self._channel.all_to_all(parts, sizes.tolist())
         codec = self._owner_codec(self._density)
-        work.timed("decoding", lambda: codec.decode_sum(got[: outgoing.active], [self._sum]))
+        work.timed("decoding", lambda: codec.decode_sum(got[: outgoing.active_ranks], [self._sum]))
         joining = outgoing.encoded.codec
         assert isinstance(joining, codecs.Threshold)  # see `send`
         status, message = 0, np.zeros(0, np.uint8)
