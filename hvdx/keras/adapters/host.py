@@ -24,7 +24,7 @@ from hvdx.keras.adapters.base import (
 )
 from hvdx.keras.optimizer_state import innermost, slots
 from hvdx.keras.seams.layers import KerasVariable
-from hvdx.keras.shards import shard_of
+from hvdx.keras.weight_parts import part_of
 from hvdx.strategies import HostExchange, StepInput, Strategy
 from hvdx.strategies.telemetry import Telemetry, merged
 
@@ -234,7 +234,7 @@ class HostAdapter(Adapter):
     def _on_device(self, variables: Sequence[Any]) -> bool:
         """Return True if the exchange of these variables runs on their GPU."""
         # Parts of split layers are exchanged by `SplitHostExchange`, on the host.
-        split = any(shard_of(v) is not None for v in variables)
+        split = any(part_of(v) is not None for v in variables)
         return not split and self.strategy.device_for([describe(v) for v in variables]) != "cpu"
 
     def _opened(self, variables: list[Any]) -> HostExchange:

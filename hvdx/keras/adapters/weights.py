@@ -16,7 +16,7 @@ from hvdx.keras.adapters.host import HostAdapter, any_rank
 from hvdx.keras.optimizer_state import innermost, moving_averages
 from hvdx.keras.seams.layers import KerasVariable
 from hvdx.keras.seams.optimizers import rate_of
-from hvdx.keras.shards import by_ranks, mark_state
+from hvdx.keras.weight_parts import by_ranks, mark_state
 from hvdx.strategies import HostExchange, StepInput, Strategy
 
 

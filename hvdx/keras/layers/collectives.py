@@ -2,7 +2,7 @@
 
 Each function is linear in its tensor. The gradient of a linear map is its transpose, so that the gradient of the sum of
 all ranks' losses arrives at each rank: no factor of the number of ranks appears here. `average_gradient` divides the
-gradients of shards once, by the number of batches in the group.
+gradients of parts once, by the number of batches in the group.
 
 The gradients that Horovod registers for its own collectives average or sum inconsistently; none of them is used.
 Source: https://github.com/horovod/horovod/issues/2654
@@ -132,7 +132,7 @@ def softmax_losses(ranks: SplitTensors, logits: Any, labels: Any, counts: Any, f
 def average_gradient(weight: Any, batches: int) -> Any:
     """Return a weight unchanged, and divide its gradient.
 
-    Each rank of the group computes a loss of its own batch. The gradient of a shard is the sum over the group's losses;
+    Each rank of the group computes a loss of its own batch. The gradient of a part is the sum over the group's losses;
     without splitting it would be the mean.
 
     Args:
