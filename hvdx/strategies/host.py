@@ -51,7 +51,7 @@ class StepInput:
     computing: float | None = None
     allocate: "Callable[[int], Array] | None" = None
 
-    def part(self, where: Sequence[int]) -> "StepInput":
+    def subset(self, where: Sequence[int]) -> "StepInput":
         """Return the input of an exchange of some of the tensors.
 
         Args:

@@ -4,7 +4,7 @@ from hvdx.comm.waiting import overshoot
 from hvdx.costs.model import Situation
 from hvdx.costs.sizes import message_bytes
 from hvdx.costs.types import Prediction
-from hvdx.strategies.serving.exchange import HEADER_BYTES, parts_of_server
+from hvdx.strategies.serving.exchange import HEADER_BYTES, shards_of_server
 from hvdx.strategies.serving.updates import density_of
 
 # Bytes per element of the codecs that send all elements.
@@ -29,15 +29,15 @@ def predict(situation: Situation, workers: int, servers: int, dedicated: bool, c
         return None
     update, encoding, decoding = coded
     network, weights = situation.network, 4.0 * count
-    parts = servers * parts_of_server(int(weights) // servers)
+    shards = servers * shards_of_server(int(weights) // servers)
     push, pull = update / network.bandwidth, weights / network.bandwidth
     # Ranks of one host share its link.
     sharing = situation.per_host if situation.workers > situation.per_host else 1
     # Share of the weights that is at servers of other ranks, on average over the workers.
     remote = 1.0 if dedicated else 1 - 1 / workers
     if dedicated:
-        # While one part is pushed, the answer for the previous part arrives.
-        transfer = sharing * (max(push, pull) + min(push, pull) / parts)
+        # While one shard is pushed, the answer for the previous shard arrives.
+        transfer = sharing * (max(push, pull) + min(push, pull) / shards)
     else:
         # The link of a host with servers carries the host's updates for other servers and the answers to workers of
         # other hosts in one direction, and the reverse in the other.
@@ -46,7 +46,7 @@ def predict(situation: Situation, workers: int, servers: int, dedicated: bool, c
         transfer = max(own * push + others * pull, others * push + own * pull)
     # A message's header travels first. Its body follows when the receiver, which polls, has made room for it.
     trips = 2 * _TRIPS
-    latency = trips * (network.latency + situation.machine.message) + 2 * parts * situation.machine.message
+    latency = trips * (network.latency + situation.machine.message) + 2 * shards * situation.machine.message
     # A server checks an update, adds it, and copies the answer.
     serving = (situation.passes(4 + 12 + 8) + decoding) / servers
     terms = {
@@ -60,12 +60,12 @@ def predict(situation: Situation, workers: int, servers: int, dedicated: bool, c
     link = max(push, pull) * workers / servers * min(sharing, servers) * dedicated
     # Asynchronous workers that serve wait for each other's messages. Of a closed network of W queues with W customers
     # (Lazowska et al. 1984, balanced job bounds), each queue is busy for W / (2 W - 1) of the time; with 2 W customers,
-    # because a worker pushes a part while the answer for another one arrives, for 2 W / (3 W - 1) of it.
-    underway = 2 if parts > servers else 1
+    # because a worker pushes a shard while the answer for another one arrives, for 2 W / (3 W - 1) of it.
+    underway = 2 if shards > servers else 1
     queueing = 0.0 if dedicated else transfer * (1 - 1 / workers) / underway
     idle = max(link, workers * serving) - situation.computing - sum(terms.values())
     terms["waiting"] = max(queueing, idle, 0.0)
-    headers = parts * HEADER_BYTES
+    headers = shards * HEADER_BYTES
     sent = remote * (update + headers) + (0.0 if dedicated else remote * (weights + headers))
     buffers = {"buffers": 3 * weights, "server": 0.0 if dedicated else 2 * weights / servers}
     return situation.prediction(terms, sent, buffers, workers, note=f"workers: {workers}, servers: {servers}")

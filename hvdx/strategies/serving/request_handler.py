@@ -25,12 +25,12 @@ _WAIT_NOTICE_SHARE = 0.25
 
 @dataclass
 class _Session:
-    """Session at this server: the training on one part of the weights.
+    """Session at this server: the training on one shard of the weights.
 
     Attributes:
         config: configuration of the session.
         decode: decoder of its updates.
-        shard: part of the weights; None until they are loaded.
+        shard: the shard; None until they are loaded.
         opened: time of OPEN, in seconds.
         working: seconds spent on updates.
         sent, received: bytes sent to and received from other ranks.
