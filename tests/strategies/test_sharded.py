@@ -77,12 +77,12 @@ def test_shards_are_a_permutation_with_padding(seed):
     shards = Shards(sizes, ranks)
     vector = random.normal(size=sum(sizes)).astype(np.float32)
     arrays = np.split(vector, np.cumsum(sizes)[:-1])
-    pieces = shards.pieces(arrays, np.zeros(shards.part, np.float32))
+    pieces = shards.views(arrays, np.zeros(shards.shard_size, np.float32))
     assert [p.size for p in pieces] == shards.sizes
     np.testing.assert_array_equal(np.concatenate(pieces), shards.from_vector(vector))
     np.testing.assert_array_equal(shards.to_vector(shards.from_vector(vector)), vector)
-    assert shards.part % 64 == 0
-    assert shards.elements == ranks * shards.part
+    assert shards.shard_size % 64 == 0
+    assert shards.elements == ranks * shards.shard_size
     total = sum(shards.embed(shards.of_rank(vector, r), r) for r in range(ranks))
     np.testing.assert_array_equal(total, vector)
     piece = int(np.argmax(np.abs([p.max(initial=0) for p in pieces])))

@@ -92,7 +92,7 @@ class ThresholdEncoder(Encoder):
         self._control = DensityControl(self.options.overhead, network, messages, elements)
 
     def _make_codec(self, density: float | None) -> codecs.Threshold:
-        return self.options.make_codec(density, self._threads, self._kind, self._order.message_part)
+        return self.options.make_codec(density, self._threads, self._kind, self._order.shard_size)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -216,7 +216,7 @@ class ThresholdEncoder(Encoder):
     def arrays(self) -> dict[str, np.ndarray]:
         density = np.nan if self._density is None else self._density
         codec = {f"codec.{k}": v for k, v in self.state.arrays().items()}
-        if self._order.message_part is not None:
+        if self._order.shard_size is not None:
             codec |= {"codec.residual": self.read_residual()}
             codec |= {"codec.lengths": np.array([self._n] * (self._n > 0), np.int64)}
         noise = {"noise": self.noise.state.copy()} if self.noise.state[0] else {}
@@ -226,7 +226,7 @@ class ThresholdEncoder(Encoder):
         if "density" not in state:
             raise ConfigError(f"threshold: the saved state: expected a density, got {sorted(state)}.")
         mine = {k.removeprefix("codec."): v for k, v in state.items() if k.startswith("codec.")}
-        if self._order.message_part is not None and "residual" in mine and mine["residual"].size == self._n:
+        if self._order.shard_size is not None and "residual" in mine and mine["residual"].size == self._n:
             mine["residual"] = self._order.from_vector(mine["residual"])
             mine["lengths"] = np.array([mine["residual"].size], np.int64)
         self.state = self.codec.restore(mine, self._order.sizes)

@@ -80,16 +80,18 @@ class HostsExchange(HostExchange):
         prepare_together(self._codec, comm, "Threshold")
         self._sizes = [s.elements for s in specs]
         self._sums = open_sums(self._channel, self._sizes)
-        self._parts = self._sums.parts
-        fragments = [replace(s, shape=(k,)) for s, k in zip(specs, self._parts.fragments(self._position), strict=True)]
+        self._dealing = self._sums.dealing
+        piece_specs = [
+            replace(s, shape=(k,)) for s, k in zip(specs, self._dealing.sizes_in_piece(self._position), strict=True)
+        ]
         network = None
         if target == "auto":
             network = self.network = self._probe(between)
         # The same link and size on all ranks, so that all pieces have one kind of exchange and one density.
-        largest = int(np.diff(self._parts.bounds).max())
+        largest = int(np.diff(self._dealing.bounds).max())
         self.inner = open_messages(
             between,
-            fragments,
+            piece_specs,
             network=network,
             ranks_per_message=self._count,
             elements=largest,
@@ -98,8 +100,8 @@ class HostsExchange(HostExchange):
         # The counters are those of the exchange between hosts, for the elements of the whole update.
         super().__init__(specs, self.inner.telemetry)
         # Sum of the host's updates, for this rank's piece.
-        self._piece = np.zeros(int(np.diff(self._parts.bounds)[self._position]), np.float32)
-        self._fragments = views(self._piece, fragments)
+        self._piece = np.zeros(int(np.diff(self._dealing.bounds)[self._position]), np.float32)
+        self._piece_views = views(self._piece, piece_specs)
         self._out = views(self._sums.result, specs)
 
     @property
@@ -142,7 +144,7 @@ class HostsExchange(HostExchange):
         finite = self._add_up(tensors, self._piece)
         faulty, fault = (_NOBODY, "") if finite else self._find_fault(tensors)
         seconds += clock.now() - begin
-        sent = inner.prepare(StepInput(self._fragments, sample=sample, computing=step_input.computing))
+        sent = inner.prepare(StepInput(self._piece_views, sample=sample, computing=step_input.computing))
         inner.add_exchange_time(seconds)
         if not sent.is_fine:
             faulty = self._position
@@ -209,7 +211,7 @@ class HostsExchange(HostExchange):
     def _whole(self, piece: np.ndarray) -> np.ndarray:
         """Return float32[n] with the elements of this rank's piece, and zeros elsewhere."""
         whole = np.zeros(self._n, np.float32)
-        self._parts.place(piece, self._position, whole)
+        self._dealing.place(piece, self._position, whole)
         return whole
 
     def state_dict(self) -> dict[str, np.ndarray]:
@@ -232,7 +234,7 @@ class HostsExchange(HostExchange):
     @property
     def _place(self) -> np.ndarray:
         """Position of this rank: pieces, number of its piece, hosts, number of its host, elements of a block."""
-        return np.array([self._count, self._position, self._hosts, self._host, self._parts.block])
+        return np.array([self._count, self._position, self._hosts, self._host, self._dealing.block])
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
         """Restore a saved state. Collective among the ranks of a host.
