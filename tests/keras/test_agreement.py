@@ -48,9 +48,9 @@ def test_sample_ignores_rounding_and_sees_types_shapes_and_the_last_row():
 
 
 def test_sample_takes_scalars_empty_ragged_and_missing_arrays():
-    given = {"a": np.float32(3), "b": np.zeros((0, 4)), "c": tf.ragged.constant([[1, 2], [3]]), "d": None}
-    assert alike(sample(given), sample(given))
-    assert not alike(sample(given), sample(given | {"c": tf.ragged.constant([[1], [2, 3]])}))
+    batch = {"a": np.float32(3), "b": np.zeros((0, 4)), "c": tf.ragged.constant([[1, 2], [3]]), "d": None}
+    assert alike(sample(batch), sample(batch))
+    assert not alike(sample(batch), sample(batch | {"c": tf.ragged.constant([[1], [2, 3]])}))
 
 
 @pytest.mark.parametrize(
@@ -143,8 +143,8 @@ def test_configuration_of_a_subclassed_model_has_its_layers():
 @pytest.mark.parametrize("values", [[3, 1, 2], [0.5, 1.5, -2.0], ["x", "y", "z"]])
 def test_digest_of_a_table_does_not_depend_on_the_order_of_its_entries(values):
     def digest(keys, values):
-        given = tf.lookup.KeyValueTensorInitializer(tf.constant(keys), tf.constant(values))
-        table = tf.lookup.StaticHashTable(given, tf.constant(values[0]))
+        initializer = tf.lookup.KeyValueTensorInitializer(tf.constant(keys), tf.constant(values))
+        table = tf.lookup.StaticHashTable(initializer, tf.constant(values[0]))
         return model_state.table_digest(table.resource_handle, table.key_dtype, table.value_dtype)
 
     first = digest(["a", "b", "c"], values)
