@@ -133,7 +133,7 @@ class SplitGraphExchange(Exchange[Tensor]):
 
     Args:
         specs: all tensors.
-        subsets: the exchanges.
+        subsets: the subsets of the tensors, each with its exchange.
         factor: factor on the results of the exchange of parts.
     """
 
@@ -184,7 +184,7 @@ class SplitStep(abc.ABC):
         """Return the results of `HostExchange.combine` of each exchange.
 
         Args:
-            subsets: the exchanges.
+            subsets: the subsets of the tensors, each with its exchange.
             step_input: input of the step, for all tensors.
         """
 
@@ -211,7 +211,7 @@ class SplitHostExchange(HostExchange):
     Args:
         comm: all ranks.
         specs: all tensors.
-        subsets: the exchanges.
+        subsets: the subsets of the tensors, each with its exchange.
         step: the step of both; `CommonStep` by default.
     """
 

@@ -66,17 +66,17 @@ class _Shard:
         return flat[self.begin : self.end]
 
 
-def shards_of_server(share: int) -> int:
-    """Return the number of shards of a server's share.
+def shards_of_server(size: int) -> int:
+    """Return the number of shards into which the weights at a server are divided.
 
     Args:
-        share: bytes of the weights at the server.
+        size: bytes of the weights at the server.
 
     Example:
         >>> shards_of_server(1000), shards_of_server(10_000_000)
         (1, 4)
     """
-    return max(1, min(_MAX_SHARDS, share // _MIN_SHARD_BYTES))
+    return max(1, min(_MAX_SHARDS, size // _MIN_SHARD_BYTES))
 
 
 def _make_shards(servers: Sequence[int], elements: int, itemsize: int) -> list[_Shard]:
