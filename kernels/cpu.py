@@ -168,7 +168,7 @@ def encode(
         decode([(tiles[reserve:], runs)], 1.0, [vector], rice, threads)
         borders = cut(n, threads)
         spread(
-            lambda i: cpu_scan.take_back(borders[i], borders[i + 1], vector, where, limits, scale, back),
+            lambda i: cpu_scan.roll_back(borders[i], borders[i + 1], vector, where, limits, scale, back),
             threads, threads,
         )  # fmt: skip
         return Encoded.of_fault(_find_fault(n, where, runs, scale, threads), len(runs.taus))

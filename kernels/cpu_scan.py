@@ -224,7 +224,7 @@ def list_multiples(
 
 
 @entry
-def take_back(begin, end, residual, pieces, limits, scale, back):
+def roll_back(begin, end, residual, pieces, limits, scale, back):
     """Subtract from the residual what `scan` added for the elements from `begin` to `end`, apart from the entries."""
     mode = keep_denormals()
     p = piece_of(pieces, begin)

@@ -129,8 +129,8 @@ def check_messages_come_in_order(comm: Comm) -> None:
             np.testing.assert_array_equal(message.body, np.full(size, message.sender + i, np.uint8))
     assert set(expected.values()) == {len(sizes)}
     assert box.fetch() is None
-    assert until(box.left, _SECONDS)
-    assert not box.coming
+    assert until(box.all_sent, _SECONDS)
+    assert not box.receiving
     comm.all_gather_object(None, "the end of a check")
 
 
@@ -146,20 +146,20 @@ def check_boxes_are_separate(comm: Comm) -> None:
             assert message.body is not None
             assert message.body.tobytes() == bytes([number, i] * 50)
         assert boxes[number].fetch() is None
-    assert until(boxes[0].left, _SECONDS)
+    assert until(boxes[0].all_sent, _SECONDS)
     comm.all_gather_object(None, "the end of a check")
 
 
 def check_bodies_are_put_in_their_place(comm: Comm) -> None:
-    """Check that `place` is called once for each body, and that the mailbox allocates a buffer if it returns None."""
+    """Check that `buffer_for` is called once for each body, and that the mailbox allocates a buffer for None."""
     places = np.zeros((comm.size, 1000), np.uint8)
     calls = []
 
-    def place(sender: int, header: tuple[int, ...], size: int) -> np.ndarray | None:
+    def buffer_for(sender: int, header: tuple[int, ...], size: int) -> np.ndarray | None:
         calls.append((sender, header[0], size))
         return places[sender] if header[0] == 1 else None
 
-    box = comm.mailbox(2, place)
+    box = comm.mailbox(2, buffer_for)
     for to in range(comm.size):
         box.send(to, 2, [0])
         box.send(to, 2, [1], np.full(1000, comm.rank + 1, np.uint8))
@@ -171,7 +171,7 @@ def check_bodies_are_put_in_their_place(comm: Comm) -> None:
             assert message.body is not None
             np.testing.assert_array_equal(message.body, np.full(10, message.sender + 1))
     assert sorted(calls) == sorted((s, k, n) for s in range(comm.size) for k, n in ((1, 1000), (2, 10)))
-    assert until(box.left, _SECONDS)
+    assert until(box.all_sent, _SECONDS)
     comm.all_gather_object(None, "the end of a check")
 
 
@@ -184,7 +184,7 @@ def check_messages_pass_collectives(comm: Comm) -> None:
         try:
             for message in _messages(mine, rounds * comm.size):
                 mine.send(message.sender, 1, message.header, message.body)
-            assert until(mine.left, _SECONDS)
+            assert until(mine.all_sent, _SECONDS)
         except BaseException as error:
             failures.append(error)
 

@@ -73,10 +73,10 @@ def run(
 
 def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the environment of a test's processes, with `env` added."""
-    given = os.environ | _ENVIRONMENT | dict(env or {})
+    environ = os.environ | _ENVIRONMENT | dict(env or {})
     # After the folders that a test adds itself.
-    folders = [given.get("PYTHONPATH", ""), str(ROOT / "tests" / "quick_start")]
-    return given | {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
+    folders = [environ.get("PYTHONPATH", ""), str(ROOT / "tests" / "quick_start")]
+    return environ | {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
 
 def run_command(command: Sequence[str], timeout: float = 120, env: Mapping[str, str] | None = None) -> Run:

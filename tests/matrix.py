@@ -238,21 +238,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--save", action="store_true", help=f"write {RESULTS.relative_to(ROOT)} and {PAGE.relative_to(ROOT)}"
     )
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
         known = pairs()
-        chosen = [pair for pair in known if not given.only or pair[0].startswith(tuple(given.only))]
+        chosen = [pair for pair in known if not options.only or pair[0].startswith(tuple(options.only))]
         if not chosen:
-            parser.error(f"--only: expected beginnings of {[pair[0] for pair in known]}, got {given.only}")
+            parser.error(f"--only: expected beginnings of {[pair[0] for pair in known]}, got {options.only}")
         cells: list[Cell] = []
         for number, pair in enumerate(chosen, 1):
-            folder = prepare(*pair, given.python)
+            folder = prepare(*pair, options.python)
             tensorflow, keras = versions_in(folder)
             print(f"{number} of {len(chosen)}: TensorFlow {tensorflow}, Keras {keras}", flush=True)
-            for row in ROWS if not given.prepare else []:
+            for row in ROWS if not options.prepare else []:
                 cells.append(attempt(row, folder, tensorflow, keras))
                 print(f"{cells[-1].seconds:6.1f} s  {row[0]:38}{cells[-1].result[:300]}", flush=True)
-            if given.save and cells:
+            if options.save and cells:
                 write_page(PAGE, merge(RESULTS, cells))
     except MatrixError as error:
         print(f"python -m tests.matrix: {error}", file=sys.stderr)

@@ -147,10 +147,10 @@ def load(path: Path) -> list[Mutant]:
     """
     found = []
     for entry in tomllib.loads(path.read_text())["mutant"]:
-        given = dict(entry)
-        tests = given.pop("test", ())
+        fields = dict(entry)
+        tests = fields.pop("test", ())
         try:
-            found.append(Mutant(tests=(tests,) if isinstance(tests, str) else tuple(tests), **given))
+            found.append(Mutant(tests=(tests,) if isinstance(tests, str) else tuple(tests), **fields))
         except TypeError as error:
             raise ValueError(f"{path.name}: {entry.get('name', entry)}: {error}") from None
     names = [mutant.name for mutant in found]

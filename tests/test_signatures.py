@@ -25,8 +25,8 @@ def vague(tree):
     """Yield (function, line) of each signature that says Any."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            given = node.args
-            arguments = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+            found = node.args
+            arguments = [*found.posonlyargs, *found.args, *found.kwonlyargs, found.vararg, found.kwarg]
             annotations = [a.annotation for a in arguments if a is not None] + [node.returns]
             if any("Any" in names_in(annotation) for annotation in annotations if annotation is not None):
                 yield node.name, node.lineno

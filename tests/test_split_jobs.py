@@ -96,7 +96,7 @@ import hvdx, hvdx.keras
 from hvdx import comm
 from hvdx.keras.fit import replicas
 from hvdx.keras.layers import SplitDense
-from hvdx.keras.shards import by_ranks, whole_values
+from hvdx.keras.weight_parts import by_ranks, whole_values
 hvdx.init(split=2)
 world = comm.start()
 def train(strategy, make, **options):

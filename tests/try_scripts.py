@@ -345,19 +345,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--save", action="store_true",
         help=f"put the results into {RESULTS.relative_to(ROOT)} and {PAGE.relative_to(ROOT)}, beside earlier ones",
     )  # fmt: skip
-    given = parser.parse_args(arguments)
-    paths = [p for p in sorted(given.folder.glob("*.py")) if not given.only or p.stem in given.only]
+    chosen = parser.parse_args(arguments)
+    paths = [p for p in sorted(chosen.folder.glob("*.py")) if not chosen.only or p.stem in chosen.only]
     here = [s for s in STRATEGIES if "horovod" not in s or importlib.util.find_spec("horovod")]
-    strategies = [s for s in here if not given.strategies or s.startswith(tuple(given.strategies))]
+    strategies = [s for s in here if not chosen.strategies or s.startswith(tuple(chosen.strategies))]
     if not paths or not strategies:
-        parser.error(f"--only, --strategies: expected names of {[p.stem for p in sorted(given.folder.glob('*.py'))]} "
-                     f"and beginnings of {here}, got {given.only} and {given.strategies}")  # fmt: skip
+        parser.error(f"--only, --strategies: expected names of {[p.stem for p in sorted(chosen.folder.glob('*.py'))]} "
+                     f"and beginnings of {here}, got {chosen.only} and {chosen.strategies}")  # fmt: skip
     began = time.monotonic()
     cells: list[Cell] = []
     for done, path in enumerate(paths, 1):
         print(f"{done} of {len(paths)}: {path.stem}", flush=True)
-        cells += attempt(read(path), strategies, given.limit)
-        if given.save:
+        cells += attempt(read(path), strategies, chosen.limit)
+        if chosen.save:
             write_page(PAGE, merge(RESULTS, cells))
     print()
     print(render(rows_of(cells, strategies), ["script", "one process", *strategies]))

@@ -104,14 +104,14 @@ class MXNet(OneFile):
 
     def _names(self, at: int, count: int) -> list[str]:
         """Return the names that follow the arrays, or numbered names if `mx.nd.save` was given a list without names."""
-        (given,) = struct.unpack("<Q", self._file.read(at, 8, "its names"))
+        (names_count,) = struct.unpack("<Q", self._file.read(at, 8, "its names"))
         at += 8
-        if given not in (0, count):
+        if names_count not in (0, count):
             raise AverageError(
-                f"{self.path}: expected {count} names, one per array, got {given}. It is damaged: save it again."
+                f"{self.path}: expected {count} names, one per array, got {names_count}. It is damaged: save it again."
             )
         names = []
-        for _ in range(given):
+        for _ in range(names_count):
             (length,) = struct.unpack("<Q", self._file.read(at, 8, "its names"))
             names.append(self._file.read(at + 8, length, "its names").decode(errors="backslashreplace"))
             at += 8 + length

@@ -88,12 +88,12 @@ def run(args: argparse.Namespace) -> int:
     if not args.timeout > 0:
         raise ConfigError(f"advise: --timeout: expected seconds above 0, got {args.timeout}. Do: leave it out.")
     workers = _counts(args.workers) or ([sum(hosts.values())] if sum(hosts.values()) > 1 else list(_DEFAULT))
-    given = _links(args.bandwidth, args.latency)
+    configured = _links(args.bandwidth, args.latency)
     # Killed at once, so that no copy of the script stays behind.
     try:
         with sigterm_raises():
             measured = _measure(words, per_host, args.timeout)
-            links = given or _probed(list(hosts), measured[0].elements)
+            links = configured or _probed(list(hosts), measured[0].elements)
     except TerminatedError:
         return TERMINATED
     return _report(args, words, workers, per_host, measured, links)

@@ -188,10 +188,10 @@ def _seconds(option: str, text: str) -> float:
     return seconds
 
 
-def _slow(given: Sequence[str], most: int) -> dict[int, float]:
+def _slow(texts: Sequence[str], most: int) -> dict[int, float]:
     """Parse "1:10"; the workers exist in the largest world."""
     found = {}
-    for text in given:
+    for text in texts:
         match = re.fullmatch(r"(\d+):(\d+(?:\.\d+)?)", text.strip())
         if match is None or int(match[1]) >= most or not 0 < float(match[2]) <= 1000:
             raise ConfigError(

@@ -53,7 +53,7 @@ class State(abc.ABC):
         """Return a copy of the state as named arrays, for a checkpoint."""
 
 
-class Nothing(State):
+class EmptyState(State):
     """Empty state of a stateless encoder."""
 
     def arrays(self) -> dict[str, np.ndarray]:

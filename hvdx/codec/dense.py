@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from hvdx.codec import frame, halves, varint
-from hvdx.codec.base import Array, Codec, Nothing, as_numpy
+from hvdx.codec.base import Array, Codec, EmptyState, as_numpy
 from hvdx.errors import UpdateError, WireError
 from hvdx.kernels.pieces import check_arrays
 
@@ -14,7 +14,7 @@ from hvdx.kernels.pieces import check_arrays
 _CHUNK = 1 << 15
 
 
-class Dense(Codec[Nothing]):
+class Dense(Codec[EmptyState]):
     """Base class of the dense codecs. The encoder has no residual, so rounding errors are lost."""
 
     _wire: type[np.generic]
@@ -22,13 +22,13 @@ class Dense(Codec[Nothing]):
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
-    def init(self, sizes: Sequence[int]) -> Nothing:
-        return Nothing()
+    def init(self, sizes: Sequence[int]) -> EmptyState:
+        return EmptyState()
 
-    def restore(self, arrays: Mapping[str, np.ndarray], sizes: Sequence[int]) -> Nothing:
-        return Nothing()
+    def restore(self, arrays: Mapping[str, np.ndarray], sizes: Sequence[int]) -> EmptyState:
+        return EmptyState()
 
-    def encode(self, update: Sequence[Array], state: Nothing) -> tuple[np.ndarray, Nothing]:
+    def encode(self, update: Sequence[Array], state: EmptyState) -> tuple[np.ndarray, EmptyState]:
         n = check_arrays(as_numpy(update), "update")
         header = bytes(frame.SIZE) + varint.put(n)
         message = np.empty(len(header) + n * np.dtype(self._wire).itemsize, np.uint8)

@@ -204,7 +204,7 @@ class Channel(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def swap(self, numbers: np.ndarray) -> np.ndarray:
+    def all_to_all_rows(self, numbers: np.ndarray) -> np.ndarray:
         """Send each rank a few numbers of its own (an all-to-all of a fixed size).
 
         Args:
@@ -256,7 +256,7 @@ class Message:
 HEADER_WORDS = 10
 #: Function that returns the buffer, uint8[bytes], for the body of a message, from its sender, header and size in bytes.
 #: If it returns None, the mailbox allocates a buffer.
-Place = Callable[[int, tuple[int, ...], int], np.ndarray | None]
+BufferFor = Callable[[int, tuple[int, ...], int], np.ndarray | None]
 
 
 class Mailbox(abc.ABC):
@@ -275,7 +275,7 @@ class Mailbox(abc.ABC):
             to: rank of the receiver, which may be this rank.
             box: number of the receiver's box.
             header: integers, at most HEADER_WORDS.
-            body: uint8[bytes], contiguous; it must not change until `left` returns True.
+            body: uint8[bytes], contiguous; it must not change until `all_sent` returns True.
         """
 
     @abc.abstractmethod
@@ -283,16 +283,16 @@ class Mailbox(abc.ABC):
         """Return the next message that has arrived completely, or None if there is none. Does not wait."""
 
     @abc.abstractmethod
-    def leaving(self) -> int:
+    def pending_sends(self) -> int:
         """Return the number of sends in flight; headers and bodies count separately."""
 
-    def left(self) -> bool:
+    def all_sent(self) -> bool:
         """Return whether all sends are complete, so that their bodies may be changed."""
-        return not self.leaving()
+        return not self.pending_sends()
 
     @property
     @abc.abstractmethod
-    def coming(self) -> bool:
+    def receiving(self) -> bool:
         """True while a message has arrived in part."""
 
 
@@ -401,12 +401,12 @@ class Comm(abc.ABC):
         """
 
     @abc.abstractmethod
-    def mailbox(self, box: int, place: Place | None = None) -> Mailbox:
+    def mailbox(self, box: int, buffer_for: BufferFor | None = None) -> Mailbox:
         """Open a mailbox for point-to-point messages. The first call is collective.
 
         Args:
             box: number of the box, from 0; each box belongs to one thread.
-            place: chooses the buffers of bodies; by default the mailbox allocates them.
+            buffer_for: chooses the buffers of bodies; by default the mailbox allocates them.
 
         Raises:
             ConfigError: if this communicator has no mailboxes; the error names one that has.

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from hvdx.comm import failure, mpi
-from hvdx.comm.base import Channel, Comm, Mailbox, Place, Reduction, T
+from hvdx.comm.base import BufferFor, Channel, Comm, Mailbox, Reduction, T
 from hvdx.comm.launcher import Launch
 from hvdx.comm.tensors import TensorComm, device_scope
 from hvdx.errors import ConfigError, HorovodError
@@ -183,7 +183,7 @@ class HorovodComm(TensorComm):
         self.channel(what)  # raises the error that names the remedy
         raise NotImplementedError
 
-    def mailbox(self, box: int, place: Place | None = None) -> Mailbox:
+    def mailbox(self, box: int, buffer_for: BufferFor | None = None) -> Mailbox:
         self.channel("a message")  # raises the error that names the remedy
         raise NotImplementedError
 

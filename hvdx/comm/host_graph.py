@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvdx.comm import failure
 from hvdx.comm.alignment import is_aligned
-from hvdx.comm.base import Channel, Comm, GraphComm, Mailbox, Place, Reduction, T
+from hvdx.comm.base import BufferFor, Channel, Comm, GraphComm, Mailbox, Reduction, T
 from hvdx.comm.tensors import TensorComm
 from hvdx.errors import ConfigError, HorovodError
 
@@ -54,8 +54,8 @@ class HostGraphComm(TensorComm):
     def divide(self, part: int, key: int, what: str) -> Comm:
         return self._comm.divide(part, key, what)
 
-    def mailbox(self, box: int, place: Place | None = None) -> Mailbox:
-        return self._comm.mailbox(box, place)
+    def mailbox(self, box: int, buffer_for: BufferFor | None = None) -> Mailbox:
+        return self._comm.mailbox(box, buffer_for)
 
     def close(self) -> None:
         """Close the channel of the all-reduce; the host communicator stays open."""
@@ -82,7 +82,8 @@ class HostGraphComm(TensorComm):
         # Cast on the tensor's own device: only half the bytes then leave a GPU, and TensorFlow casts several times
         # faster than NumPy.
         sent = [tf.reshape(_narrow(t / before if before != 1.0 else t, how.wire), [-1]) for t in tensors]
-        received = on_host(lambda *vectors: self._sums(vectors, after), sent, [t.dtype for t in sent], lent=False)
+        dtypes = [t.dtype for t in sent]
+        received = on_host(lambda *vectors: self._sums(vectors, after), sent, dtypes, copy_results=False)
         return [tf.reshape(tf.cast(r, t.dtype), tf.shape(t)) for r, t in zip(received, tensors, strict=True)]
 
     def _sums(self, vectors: Sequence[np.ndarray], scale: float) -> list[np.ndarray]:
@@ -135,7 +136,7 @@ def on_host(
     work: Callable[..., Sequence[npt.ArrayLike]],
     tensors: Sequence[tf.Tensor],
     dtypes: Sequence[tf.DType],
-    lent: bool = True,
+    copy_results: bool = True,
 ) -> list[tf.Tensor]:
     """Call Python code as an operation of the graph, in the order of the program's calls of this function.
 
@@ -143,14 +144,14 @@ def on_host(
         work: function from arrays to arrays.
         tensors: arguments of `work`, on any device.
         dtypes: dtypes of the results.
-        lent: whether `work` may change its results later. TensorFlow makes tensors, and even values of variables, of
-            aligned arrays without a copy, so such results are then copied.
+        copy_results: copy the results, because `work` may change them later. TensorFlow makes tensors, and even values
+            of variables, of aligned arrays without a copy.
     """
 
-    def host(*given: npt.ArrayLike) -> Sequence[npt.ArrayLike]:
+    def host(*inputs: npt.ArrayLike) -> Sequence[npt.ArrayLike]:
         try:
-            results = work(*(np.asarray(a, order="C") for a in given))
-            return [_copied(result) for result in results] if lent else results
+            results = work(*(np.asarray(a, order="C") for a in inputs))
+            return [_copied(result) for result in results] if copy_results else results
         except BaseException as error:
             failure.remember(error)
             raise
@@ -183,9 +184,9 @@ def on_device(work: Callable[..., tf.Tensor], tensors: Sequence[tf.Tensor], dtyp
         device: name of the device, such as "GPU:0".
     """
 
-    def call(*given: tf.Tensor) -> tf.Tensor:
+    def call(*inputs: tf.Tensor) -> tf.Tensor:
         try:
-            return work(*given)
+            return work(*inputs)
         except BaseException as error:
             failure.remember(error)
             raise

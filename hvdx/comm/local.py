@@ -10,12 +10,12 @@ import numpy.typing as npt
 
 from hvdx.comm.base import (
     HEADER_WORDS,
+    BufferFor,
     Channel,
     Comm,
     GraphComm,
     Mailbox,
     Message,
-    Place,
     Received,
     Reduction,
     T,
@@ -67,10 +67,10 @@ class LocalComm(GraphComm):
     def divide(self, part: int, key: int, what: str) -> "LocalComm":
         return self
 
-    def mailbox(self, box: int, place: Place | None = None) -> Mailbox:
+    def mailbox(self, box: int, buffer_for: BufferFor | None = None) -> Mailbox:
         if self._table is None:
             self._table = _Table(1)
-        return VirtualMailbox(0, box, self._table, place)
+        return VirtualMailbox(0, box, self._table, buffer_for)
 
     def close(self) -> None:
         """Do nothing."""
@@ -97,16 +97,16 @@ class _Table:
     """Memory through which virtual ranks exchange values and messages."""
 
     def __init__(self, size: int) -> None:
-        self.given: list[object] = [None] * size
+        self._values: list[object] = [None] * size
         self.barrier = threading.Barrier(size)
         # Messages by rank and box.
         self.boxes: defaultdict[tuple[int, int], deque[Message]] = defaultdict(deque)
 
-    def swap(self, rank: int, value: T) -> list[T]:
+    def all_gather(self, rank: int, value: T) -> list[T]:
         """Gather one value from each rank, in rank order."""
-        self.given[rank] = value
+        self._values[rank] = value
         self.barrier.wait(_LIMIT_SECONDS)
-        everyone = cast(list[T], list(self.given))
+        everyone = cast(list[T], list(self._values))
         self.barrier.wait(_LIMIT_SECONDS)
         return everyone
 
@@ -138,29 +138,29 @@ class VirtualComm(Comm):
         self.cross_rank, self.cross_size = peers.index(self.rank), len(peers)
 
     def all_gather_object(self, value: T, what: str) -> list[T]:
-        return self._table.swap(self.rank, value)
+        return self._table.all_gather(self.rank, value)
 
     def all_reduce_sum(self, vector: np.ndarray, what: str) -> np.ndarray:
-        return np.sum(self._table.swap(self.rank, np.array(vector, np.float64)), axis=0)
+        return np.sum(self._table.all_gather(self.rank, np.array(vector, np.float64)), axis=0)
 
     def broadcast(self, tensors: Sequence[npt.ArrayLike], root: int, what: str) -> list[npt.ArrayLike]:
-        return [np.array(t) for t in self._table.swap(self.rank, list(tensors))[root]]
+        return [np.array(t) for t in self._table.all_gather(self.rank, list(tensors))[root]]
 
     def channel(self, what: str) -> Channel:
-        shared = self._table.swap(self.rank, _Table(self.size))[0]
+        shared = self._table.all_gather(self.rank, _Table(self.size))[0]
         return VirtualChannel(self.rank, self.size, shared)
 
     def divide(self, part: int, key: int, what: str) -> "VirtualComm":
-        everyone = self._table.swap(self.rank, (part, key, self.rank))
+        everyone = self._table.all_gather(self.rank, (part, key, self.rank))
         ranks = [rank for other, _, rank in sorted(everyone) if other == part]
-        tables = self._table.swap(self.rank, _Table(len(ranks)))
+        tables = self._table.all_gather(self.rank, _Table(len(ranks)))
         here = [self.hosts[rank] for rank in ranks]
         some = VirtualComm(ranks.index(self.rank), len(ranks), tables[ranks[0]], hosts=here)
         some.parent, some.parent_ranks = self, ranks
         return some
 
-    def mailbox(self, box: int, place: Place | None = None) -> Mailbox:
-        return VirtualMailbox(self.rank, box, self._table, place)
+    def mailbox(self, box: int, buffer_for: BufferFor | None = None) -> Mailbox:
+        return VirtualMailbox(self.rank, box, self._table, buffer_for)
 
     def close(self) -> None:
         """Do nothing."""
@@ -178,32 +178,32 @@ class VirtualChannel(Channel):
         self.rank, self.size, self._table = rank, size, table
 
     def exchange(self, header: Sequence[int], message: np.ndarray | None = None) -> Received:
-        everyone = self._table.swap(self.rank, (list(header), None if message is None else message.copy()))
+        everyone = self._table.all_gather(self.rank, (list(header), None if message is None else message.copy()))
         messages = [] if message is None else [m for _, m in everyone if m is not None]
         return Received(np.array([h for h, _ in everyone], np.int64), messages, 0.0, 0.0)
 
     def all_reduce(self, vector: np.ndarray) -> None:
-        everyone = self._table.swap(self.rank, vector.copy())
+        everyone = self._table.all_gather(self.rank, vector.copy())
         vector[:] = everyone[0]
         for other in everyone[1:]:
             vector += other
 
     def scatter_pieces(self, vector: np.ndarray, bounds: np.ndarray) -> np.ndarray:
         mine = slice(bounds[self.rank], bounds[self.rank + 1])
-        return np.stack([theirs[mine] for theirs in self._table.swap(self.rank, vector.copy())])
+        return np.stack([theirs[mine] for theirs in self._table.all_gather(self.rank, vector.copy())])
 
     def gather_pieces(self, piece: np.ndarray, bounds: np.ndarray, into: np.ndarray) -> None:
-        into[:] = np.concatenate(self._table.swap(self.rank, piece.copy()))
+        into[:] = np.concatenate(self._table.all_gather(self.rank, piece.copy()))
 
     def share(self, elements: int) -> list[np.ndarray] | None:
-        shared: list[np.ndarray] = self._table.swap(self.rank, np.zeros(elements, np.float32))
+        shared: list[np.ndarray] = self._table.all_gather(self.rank, np.zeros(elements, np.float32))
         return shared
 
-    def swap(self, numbers: np.ndarray) -> np.ndarray:
-        return np.stack([theirs[self.rank] for theirs in self._table.swap(self.rank, numbers.copy())])
+    def all_to_all_rows(self, numbers: np.ndarray) -> np.ndarray:
+        return np.stack([theirs[self.rank] for theirs in self._table.all_gather(self.rank, numbers.copy())])
 
     def all_to_all(self, parts: Sequence[np.ndarray], sizes: Sequence[int]) -> list[np.ndarray]:
-        return [theirs[self.rank] for theirs in self._table.swap(self.rank, [part.copy() for part in parts])]
+        return [theirs[self.rank] for theirs in self._table.all_gather(self.rank, [part.copy() for part in parts])]
 
     def close(self) -> None:
         """Do nothing."""
@@ -216,13 +216,13 @@ class VirtualMailbox(Mailbox):
         rank: rank of the owner.
         box: number of the box.
         table: memory that all virtual ranks share.
-        place: see `hvdx.comm.base.Place`.
+        buffer_for: see `hvdx.comm.base.BufferFor`.
     """
 
-    coming = False
+    receiving = False
 
-    def __init__(self, rank: int, box: int, table: _Table, place: Place | None = None):
-        self.rank, self._mine, self._boxes, self._place = rank, table.boxes[rank, box], table.boxes, place
+    def __init__(self, rank: int, box: int, table: _Table, buffer_for: BufferFor | None = None):
+        self.rank, self._mine, self._boxes, self._buffer_for = rank, table.boxes[rank, box], table.boxes, buffer_for
 
     def send(self, to: int, box: int, header: Sequence[int], body: np.ndarray | None = None) -> None:
         words = (*map(int, header), *[0] * (HEADER_WORDS - len(header)))
@@ -230,11 +230,11 @@ class VirtualMailbox(Mailbox):
 
     def fetch(self) -> Message | None:
         message = self._mine.popleft() if self._mine else None
-        if message is not None and message.body is not None and self._place is not None:
-            target = self._place(message.sender, message.header, message.body.size)
+        if message is not None and message.body is not None and self._buffer_for is not None:
+            target = self._buffer_for(message.sender, message.header, message.body.size)
             if target is not None:
                 target[:] = message.body
         return message
 
-    def leaving(self) -> int:
+    def pending_sends(self) -> int:
         return 0

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdx.comm import launcher, mesh, progress, shared_memory, watchdog
-from hvdx.comm.base import Channel, Comm, Mailbox, Place, Received, T
+from hvdx.comm.base import BufferFor, Channel, Comm, Mailbox, Received, T
 from hvdx.comm.launcher import Launch
 from hvdx.comm.mpi_mailbox import MpiMailbox
 from hvdx.comm.waiting import LIMIT_VARIABLE, time_limit, until
@@ -192,7 +192,7 @@ class MpiComm(Comm):
         some._mailbox_group = some._flags = some._watchdog = some.mesh = None
         return some
 
-    def mailbox(self, box: int, place: Place | None = None) -> Mailbox:
+    def mailbox(self, box: int, buffer_for: BufferFor | None = None) -> Mailbox:
         if self._mailbox_group is None:
             group, request = self.group.Idup()
             self._mailbox_group = group
@@ -200,7 +200,7 @@ class MpiComm(Comm):
                 raise ExchangeError(
                     f"opening a mailbox: not all ranks joined within {time_limit():.0f} s ({LIMIT_VARIABLE})."
                 )
-        return MpiMailbox(self._mailbox_group, box, place)
+        return MpiMailbox(self._mailbox_group, box, buffer_for)
 
     def any_true(self, mine: bool) -> bool:
         if self._flags is None:
@@ -322,7 +322,7 @@ class MpiChannel(Channel):
     def share(self, elements: int) -> list[np.ndarray] | None:
         return shared_memory.share(self, elements, f"rank {self._ranks[self.rank]}")
 
-    def swap(self, numbers: np.ndarray) -> np.ndarray:
+    def all_to_all_rows(self, numbers: np.ndarray) -> np.ndarray:
         got = np.empty_like(numbers)
         self._wait(self._comm.Ialltoall(numbers, got))
         return got

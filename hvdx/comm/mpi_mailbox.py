@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hvdx.comm.base import HEADER_WORDS, Mailbox, Message, Place
+from hvdx.comm.base import HEADER_WORDS, BufferFor, Mailbox, Message
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -25,15 +25,15 @@ class MpiMailbox(Mailbox):
     Args:
         comm: `MPI.Comm` for mailboxes only, which all boxes share.
         box: number of the box.
-        place: see `hvdx.comm.base.Place`.
+        buffer_for: see `hvdx.comm.base.BufferFor`.
     """
 
-    def __init__(self, comm: "MPI.Comm", box: int, place: Place | None):
+    def __init__(self, comm: "MPI.Comm", box: int, buffer_for: BufferFor | None):
         from mpi4py import MPI
 
-        self._mpi, self._comm, self._box, self._place = MPI, comm, box, place
+        self._mpi, self._comm, self._box, self._buffer_for = MPI, comm, box, buffer_for
         self.rank = comm.Get_rank()
-        self._leaving: list[tuple[MPI.Request, np.ndarray]] = []
+        self._sends: list[tuple[MPI.Request, np.ndarray]] = []
         # By sender: messages in the order of their headers, with the open requests for their bodies.
         self._arriving: dict[int, deque[tuple[Message, list[MPI.Request]]]] = {}
 
@@ -42,17 +42,17 @@ class MpiMailbox(Mailbox):
         words = np.zeros(HEADER_WORDS + 1, np.int64)
         words[: len(header)] = header
         words[-1] = -1 if body is None else body.size
-        self._leaving.append((self._comm.Isend(words, to, 2 * box), words))
+        self._sends.append((self._comm.Isend(words, to, 2 * box), words))
         for piece in () if body is None else _pieces(body):
-            self._leaving.append((self._comm.Isend([piece, self._mpi.BYTE], to, 2 * box + 1), piece))
+            self._sends.append((self._comm.Isend([piece, self._mpi.BYTE], to, 2 * box + 1), piece))
 
-    def leaving(self) -> int:
-        self._leaving = [(request, data) for request, data in self._leaving if not request.Test()]
-        return len(self._leaving)
+    def pending_sends(self) -> int:
+        self._sends = [(request, data) for request, data in self._sends if not request.Test()]
+        return len(self._sends)
 
     def fetch(self) -> Message | None:
-        if self._leaving:
-            self.leaving()
+        if self._sends:
+            self.pending_sends()
         self._receive_headers()
         for sender, waiting in self._arriving.items():
             if waiting:
@@ -66,9 +66,9 @@ class MpiMailbox(Mailbox):
         return None
 
     @property
-    def coming(self) -> bool:
+    def receiving(self) -> bool:
         """True while a message has arrived in part, or a send is in flight."""
-        return bool(self._leaving) or any(self._arriving.values())
+        return bool(self._sends) or any(self._arriving.values())
 
     def _receive_headers(self) -> None:
         """Receive the headers that have arrived, and start to receive their bodies."""
@@ -83,7 +83,7 @@ class MpiMailbox(Mailbox):
             sender = status.Get_source()
             message, missing = Message(sender, tuple(header), None), []
             if size >= 0:
-                body = self._place(sender, message.header, size) if self._place else None
+                body = self._buffer_for(sender, message.header, size) if self._buffer_for else None
                 body = np.empty(size, np.uint8) if body is None else body
                 message = Message(sender, message.header, body)
                 missing = [

@@ -104,7 +104,7 @@ class Watchdog:
         self._tick = min(max(limit / 10, _MIN_TICK), _TICK)
         self._due = limit
         self._seen_idle = 0.0
-        self._leaving: list[tuple[MPI.Request, bytes]] = []
+        self._sends: list[tuple[MPI.Request, bytes]] = []
         # Ranks that have left: exit status, and the call that ended them.
         self._gone: dict[int, tuple[int, str]] = {}
         self._own_end: tuple[int, str] | None = None
@@ -247,7 +247,7 @@ class Watchdog:
 
     def _receive(self) -> None:
         """Receive and handle the messages that have arrived."""
-        self._leaving = [(request, data) for request, data in self._leaving if not request.Test()]
+        self._sends = [(request, data) for request, data in self._sends if not request.Test()]
         status, misses = self._mpi.Status(), 0
         while misses < _PROBES:
             found = self._comm.Improbe(self._mpi.ANY_SOURCE, self._mpi.ANY_TAG, status)
@@ -271,7 +271,7 @@ class Watchdog:
 
     def _send(self, to: int, tag: int, said: _Said) -> None:
         data = json.dumps(said).encode()
-        self._leaving.append((self._comm.Isend([data, self._mpi.BYTE], to, tag), data))
+        self._sends.append((self._comm.Isend([data, self._mpi.BYTE], to, tag), data))
 
 
 def departure(rank: int, size: int, host: str, how: str) -> str:

@@ -119,9 +119,9 @@ def measure_memory(elements: int) -> tuple[float, float]:
         elements: number of elements of the model, since a small one fits the cache.
     """
     n = max(min(elements, _TIMED_ELEMENTS), 1 << 10)
-    given, more, narrow = np.ones(n, np.float32), np.ones(n, np.float32), np.ones(n, np.float16)
+    left, more, narrow = np.ones(n, np.float32), np.ones(n, np.float32), np.ones(n, np.float16)
     # The result is a new array, as in most copies of an exchange.
-    adding = _median(lambda: given + more)
+    adding = _median(lambda: left + more)
     cast = _median(lambda: narrow.astype(np.float32))
     return 12 * n / max(adding, 1e-9), cast / n
 

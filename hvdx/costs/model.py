@@ -277,7 +277,7 @@ def split_layers(situation: Situation) -> Prediction | None:
         return None
     chosen: list[str] = []
     terms: dict[str, float] = {}
-    sent, gone = 0.0, 0
+    sent, split_parameters = 0.0, 0
     for position, layer in enumerate(situation.layers):
         # Gathered inputs, and outputs there and back; the gradient of the first layer's inputs does not travel.
         backward = position > 0
@@ -289,16 +289,16 @@ def split_layers(situation: Situation) -> Prediction | None:
         shared = (whole["transfer"] + whole["copying"], sum(mine.values()))
         if shared[1] < shared[0]:
             chosen.append(layer.name)
-            gone += layer.parameters
+            split_parameters += layer.parameters
             sent += (count - 1) * sum(parts)
             terms = {name: terms.get(name, 0.0) + value for name, value in mine.items()}
     if not chosen:
         return None
-    rest = situation.elements - gone
+    rest = situation.elements - split_parameters
     terms = added([terms, situation.reduction(4, rest), {"polling": situation.polling()}])
     terms["waiting"] = situation.slowest
     made = situation.prediction(terms, sent + 8.0 * rest * (count - 1) / count, note=f"split {', '.join(chosen)}")
-    kept = (rest + gone / count) / max(situation.elements, 1)
+    kept = (rest + split_parameters / count) / max(situation.elements, 1)
     return replace(made, memory={name: size * kept for name, size in made.memory.items()})
 
 

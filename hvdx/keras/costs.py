@@ -12,7 +12,7 @@ from hvdx.costs.sizes import ring_bytes
 from hvdx.errors import ConfigError
 from hvdx.keras.joining import join
 from hvdx.keras.optimizer_state import innermost
-from hvdx.keras.shards import whole_shape
+from hvdx.keras.weight_parts import whole_shape
 from hvdx.report.table import quantity, render
 
 # Bytes of an id that a rank sends to another rank, with the times that it occurs, and of the index of a gradient's row.

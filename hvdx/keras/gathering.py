@@ -8,7 +8,7 @@ import keras
 from hvdx.comm import Comm
 from hvdx.errors import ConfigError
 from hvdx.keras.joining import join
-from hvdx.keras.shards import has_parts, mark_state, shard_of, whole_shape, whole_values
+from hvdx.keras.weight_parts import has_parts, mark_state, part_of, whole_shape, whole_values
 
 _INTO = "Build the same model with plain layers of Keras, and give it: hvdx.keras.gather(model, into=plain)."
 
@@ -92,7 +92,7 @@ def _check_shapes(variables: list[Any], copies: list[Any]) -> None:
 def _copy(variables: list[Any], copies: list[Any] | None, group: Comm) -> None:
     """Gather whole values, one variable at a time, and assign them to the copies, if there are any. Collective."""
     for i, variable in enumerate(variables):
-        if copies is not None or shard_of(variable) is not None:
+        if copies is not None or part_of(variable) is not None:
             (value,) = whole_values([variable], group)
             if copies is not None:
                 copies[i].assign(value)

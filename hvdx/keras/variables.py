@@ -6,11 +6,11 @@ from typing import Any
 from hvdx.errors import ConfigError
 
 
-def listed(given: Any, kinds: Any, expected: str, remedy: str) -> list[Any]:
+def listed(value: Any, kinds: Any, expected: str, remedy: str) -> list[Any]:
     """Return one object, or several, as a list.
 
     Args:
-        given: None, an object, or a collection of them.
+        value: None, an object, or a collection of them.
         kinds: classes of the objects.
         expected: what was expected for which option, for the message.
         remedy: what to give.
@@ -22,7 +22,7 @@ def listed(given: Any, kinds: Any, expected: str, remedy: str) -> list[Any]:
         >>> [len(listed(given, int, "size: expected integers", "give 1")) for given in (None, 3, [3, 4])]
         [0, 1, 2]
     """
-    found = [given] if isinstance(given, kinds) else [] if given is None else given
+    found = [value] if isinstance(value, kinds) else [] if value is None else value
     if not isinstance(found, Sequence | set | frozenset) or not all(isinstance(item, kinds) for item in found):
-        raise ConfigError(f"{expected}, got {given!r}. Do: {remedy}.")
+        raise ConfigError(f"{expected}, got {value!r}. Do: {remedy}.")
     return list(found)

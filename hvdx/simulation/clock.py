@@ -83,7 +83,7 @@ class RankClock(clock.Clock):
     Example:
         >>> ticks = iter([0.0, 2.0, 2.0, 2.0])
         >>> mine = RankClock(np.array([1.0, 10.0]), lambda: next(ticks))
-        >>> mine.charge()
+        >>> mine.count_work()
         >>> mine.times
         array([ 2., 20.])
     """
@@ -98,15 +98,15 @@ class RankClock(clock.Clock):
         return float(self.times[0] + self._factors[0] * running)
 
     def resume(self) -> None:
-        """Measure work from here on; work since the last `charge` is not counted."""
+        """Measure work from here on; work since the last `count_work` is not counted."""
         self._mark = self._timer()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Charge the work up to here, and leave out the work within the block."""
+        """Count the work up to here, and leave out the work within the block."""
         outermost = not self._paused
         if outermost:
-            self.charge()
+            self.count_work()
         self._paused = True
         try:
             yield
@@ -114,7 +114,7 @@ class RankClock(clock.Clock):
             self._paused = not outermost
             self.resume()
 
-    def charge(self) -> None:
+    def count_work(self) -> None:
         """Add the work since `resume`, or since the last call, to the times."""
         work, self._mark = self._timer() - self._mark, self._timer()
         self.times += work * self._factors

@@ -12,7 +12,7 @@ from hvdx.simulation.network import Network, Transfer
 
 
 @dataclass(frozen=True)
-class Given:
+class Contribution:
     """Contribution of one rank to a collective.
 
     Attributes:
@@ -49,7 +49,7 @@ class Group:
         for position, weight in enumerate(self.weights):
             self.turned[repeats == position] = np.arange(weight)
         self._all = turn.condition()
-        self._given: list[Any] = [None] * len(self.running)
+        self._contributions: list[Any] = [None] * len(self.running)
         self._arrived = self._round = 0
         self._outcome: Any = None
 
@@ -84,46 +84,46 @@ class Group:
             total = term if i == 0 else total + term
         return np.asarray(total)
 
-    def meet(self, rank: int, given: Given, finish: Callable[[list[Given]], Any]) -> Any:
+    def meet(self, rank: int, contribution: Contribution, finish: Callable[[list[Contribution]], Any]) -> Any:
         """Give this rank's contribution, and return what `finish` makes of all; the last rank to arrive calls it.
 
         Raises:
             ExchangeError: if ranks call different collectives, another rank has failed, or the time limit has passed.
         """
-        self._given[self.running.index(rank)] = given
+        self._contributions[self.running.index(rank)] = contribution
         self._arrived += 1
-        if self._arrived < len(self._given):
+        if self._arrived < len(self._contributions):
             this = self._round
             self.turn.wait(self._all, lambda: self._round != this)
             return self._outcome
-        names = sorted({other.what for other in self._given})
+        names = sorted({other.what for other in self._contributions})
         if len(names) > 1:
             raise ExchangeError(f"simulate: the ranks are in different collectives: {', '.join(names)}.")
-        self._outcome = finish(self._given)
-        self._given = [None] * len(self._given)
+        self._outcome = finish(self._contributions)
+        self._contributions = [None] * len(self._contributions)
         self._arrived, self._round = 0, self._round + 1
         self._all.notify_all()
         return self._outcome
 
-    def all_to_all(self, given: Sequence[Given]) -> list[Transfer]:
+    def all_to_all(self, contributions: Sequence[Contribution]) -> list[Transfer]:
         """Return the cost of each transfer of a collective, from the bytes that each rank sends to each rank."""
         costs, size = [], self.network.size
         columns = (np.arange(size) + self.turned[:, None]) % size
-        for rows in zip(*(g.rows for g in given), strict=True):
+        for rows in zip(*(c.rows for c in contributions), strict=True):
             known = np.array([np.broadcast_to(row, size) for row in rows], np.float64)
             costs.append(self.network.all_to_all(known[self.repeats[:, None], columns]))
         return costs
 
 
 def divided(
-    whole: Group, hosts: Sequence[str], given: Sequence[tuple[int, int, int]]
+    whole: Group, hosts: Sequence[str], divisions: Sequence[tuple[int, int, int]]
 ) -> dict[int, tuple[Group, list[int]]]:
     """Divide a group.
 
     Args:
         whole: the group.
         hosts: name of each rank's host.
-        given: part, key and rank of each rank that runs.
+        divisions: part, key and rank of each rank that runs.
 
     Returns:
         For each part, its group and the ranks in it.
@@ -131,10 +131,10 @@ def divided(
     Raises:
         ConfigError: if some ranks repeat others, and the parts are neither hosts nor ranks with the same local rank.
     """
-    if len(given) == len(hosts):
-        members = {part: [rank for other, _, rank in sorted(given) if other == part] for part, _, _ in given}
+    if len(divisions) == len(hosts):
+        members = {part: [rank for other, _, rank in sorted(divisions) if other == part] for part, _, _ in divisions}
     else:
-        members = _members_of_all(hosts, given)
+        members = _members_of_all(hosts, divisions)
     position = {rank: i for i, rank in enumerate(whole.running)}
     sharing = _sharing([{hosts[rank] for rank in ranks} for ranks in members.values()])
     parts = {}
@@ -147,18 +147,18 @@ def divided(
     return parts
 
 
-def _members_of_all(hosts: Sequence[str], given: Sequence[tuple[int, int, int]]) -> dict[int, list[int]]:
-    """Return the ranks of each part, if only some ranks run and have given their part."""
+def _members_of_all(hosts: Sequence[str], divisions: Sequence[tuple[int, int, int]]) -> dict[int, list[int]]:
+    """Return the ranks of each part, from the divisions of the ranks that run."""
     seen: dict[str, int] = {}
     local = []
     for host in hosts:
         local.append(seen.get(host, 0))
         seen[host] = local[-1] + 1
     for kind in (hosts, local):
-        if all((a == b) == (kind[one] == kind[other]) for a, _, one in given for b, _, other in given):
-            return {part: [r for r in range(len(hosts)) if kind[r] == kind[one]] for part, _, one in given}
+        if all((a == b) == (kind[one] == kind[other]) for a, _, one in divisions for b, _, other in divisions):
+            return {part: [r for r in range(len(hosts)) if kind[r] == kind[one]] for part, _, one in divisions}
     raise ConfigError(
-        f"simulate: {len(hosts)} workers, of which {len(given)} run: expected a strategy that divides the ranks by "
+        f"simulate: {len(hosts)} workers, of which {len(divisions)} run: expected a strategy that divides the ranks by "
         "host or by local rank, got another division. Simulate 64 workers at most, without --elements."
     )
 

@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hvdx.comm import clock
-from hvdx.comm.base import Channel, GraphComm, Mailbox, Place, Received, Reduction
+from hvdx.comm.base import BufferFor, Channel, GraphComm, Mailbox, Received, Reduction
 from hvdx.costs.model import Situation
 from hvdx.errors import ConfigError
 from hvdx.simulation.clock import RankClock, Turn
-from hvdx.simulation.groups import Given, Group, divided
+from hvdx.simulation.groups import Contribution, Group, divided
 from hvdx.simulation.network import Network, Transfer
 
 T = TypeVar("T")
@@ -92,13 +92,13 @@ class _Member:
         """
         with self.inside() as mine:
 
-            def finish(given: list[Given]) -> tuple[Any, float, list[Transfer]]:
-                begin = max(float(g.times.max()) for g in given)
-                costs = self.group.all_to_all(given) if price is None else [price()]
-                return combine([g.value for g in given]), begin, costs
+            def finish(contributions: list[Contribution]) -> tuple[Any, float, list[Transfer]]:
+                begin = max(float(c.times.max()) for c in contributions)
+                costs = self.group.all_to_all(contributions) if price is None else [price()]
+                return combine([c.value for c in contributions]), begin, costs
 
-            given = Given(what, value, list(rows), mine.times.copy())
-            result, begin, costs = self.group.meet(self.rank, given, finish)
+            contribution = Contribution(what, value, list(rows), mine.times.copy())
+            result, begin, costs = self.group.meet(self.rank, contribution, finish)
             for cost in costs:
                 self.traffic.add(cost, self.rank)
             seconds = [cost.seconds for cost in costs]
@@ -160,18 +160,18 @@ class SimulatedChannel(Channel):
             arrays, *_ = self._member.collective("share", np.zeros(elements, np.float32), [8], self._group.everyone)
             return arrays
 
-    def swap(self, numbers: np.ndarray) -> np.ndarray:
+    def all_to_all_rows(self, numbers: np.ndarray) -> np.ndarray:
         """Send each rank a few numbers of its own; see `Channel`."""
         with self._member.inside():
             row = numbers[0].nbytes
-            given, *_ = self._member.collective("swap", numbers.copy(), [row], list)
-            return np.stack(self._group.parts_for(self.rank, given))
+            everyone, *_ = self._member.collective("all_to_all_rows", numbers.copy(), [row], list)
+            return np.stack(self._group.parts_for(self.rank, everyone))
 
     def all_to_all(self, parts: Sequence[np.ndarray], sizes: Sequence[int]) -> list[np.ndarray]:
         with self._member.inside():
             rows, value = [np.array([part.size for part in parts])], [part.copy() for part in parts]
-            given, *_ = self._member.collective("all_to_all", value, rows, list)
-            return self._group.parts_for(self.rank, given)
+            everyone, *_ = self._member.collective("all_to_all", value, rows, list)
+            return self._group.parts_for(self.rank, everyone)
 
     def close(self) -> None:
         """Do nothing."""
@@ -218,9 +218,9 @@ class SimulatedComm(GraphComm):
         return list(self._member.collective(f"gather {what}", value, rows, self.group.everyone)[0])
 
     def all_reduce_sum(self, vector: np.ndarray, what: str) -> np.ndarray:
-        given, group = np.array(vector, np.float64), self.group
+        addend, group = np.array(vector, np.float64), self.group
         total, *_ = self._member.collective(
-            f"sum {what}", given, [], group.weighted_sum, lambda: group.network.ring(given.nbytes)
+            f"sum {what}", addend, [], group.weighted_sum, lambda: group.network.ring(addend.nbytes)
         )
         return np.array(total)
 
@@ -267,7 +267,7 @@ class SimulatedComm(GraphComm):
 
     def divide(self, part: int, key: int, what: str) -> "SimulatedComm":
         parts, *_ = self._member.collective(
-            f"divide {what}", (part, key, self.rank), [24], lambda given: divided(self.group, self.hosts, given)
+            f"divide {what}", (part, key, self.rank), [24], lambda divisions: divided(self.group, self.hosts, divisions)
         )
         group, ranks = parts[part]
         hosts = [self.hosts[rank] for rank in ranks]
@@ -275,7 +275,7 @@ class SimulatedComm(GraphComm):
         some.parent, some.parent_ranks = self, ranks
         return some
 
-    def mailbox(self, box: int, place: Place | None = None) -> Mailbox:
+    def mailbox(self, box: int, buffer_for: BufferFor | None = None) -> Mailbox:
         """Raise ConfigError: messages without a collective have no virtual time."""
         raise _left_out("exchanges without a common step")
 

@@ -119,13 +119,14 @@ def simulate(strategy: Strategy, setting: Setting, workload: Workload) -> Outcom
     """
     check(strategy)
     strategy = _single_threaded(strategy)
-    given = replace(setting.situation.with_engine(strategy.engine), tensors=tuple(s.elements for s in workload.specs))
-    slow = np.ones(given.workers)
+    tensors = tuple(s.elements for s in workload.specs)
+    situation = replace(setting.situation.with_engine(strategy.engine), tensors=tensors)
+    slow = np.ones(situation.workers)
     for rank, factor in setting.slow.items():
-        if rank < given.workers:
+        if rank < situation.workers:
             slow[rank] = factor
-    plan = _Plan(strategy, workload, given, setting, slow)
-    ranks = world(given, slow, setting.core_speed, setting.running_hosts, setting.timer, plan.rarely)
+    plan = _Plan(strategy, workload, situation, setting, slow)
+    ranks = world(situation, slow, setting.core_speed, setting.running_hosts, setting.timer, plan.rarely)
     return _outcome(plan, on_all(ranks, lambda comm: _train(comm, plan)))
 
 
@@ -173,17 +174,17 @@ class _Plan:
     """
 
     def __init__(
-        self, strategy: Strategy, workload: Workload, given: Situation, setting: Setting, slow: np.ndarray
+        self, strategy: Strategy, workload: Workload, situation: Situation, setting: Setting, slow: np.ndarray
     ) -> None:
-        self.strategy, self.workload, self.given, self.setting = strategy, workload, given, setting
-        self.predicted = strategy.predict(given)
+        self.strategy, self.workload, self.situation, self.setting = strategy, workload, situation, setting
+        self.predicted = strategy.predict(situation)
         self.rarely = strategy.schedule[-1][1] > 1
         on_host = strategy.runs == "host" and self.predicted is not None
         self.copying = self.predicted.terms.get("copying", 0.0) if on_host and self.predicted else 0.0
-        spread = np.random.default_rng(setting.seed).standard_normal((setting.steps, given.workers))
-        seconds = given.computing * np.exp(setting.jitter * spread - setting.jitter**2 / 2) + self.copying
+        spread = np.random.default_rng(setting.seed).standard_normal((setting.steps, situation.workers))
+        seconds = situation.computing * np.exp(setting.jitter * spread - setting.jitter**2 / 2) + self.copying
         if strategy.runs == "graph":
-            seconds += given.polling(self.rarely)
+            seconds += situation.polling(self.rarely)
         self.computing = seconds * slow
         self.last, self._begin = setting.steps, time.monotonic()
 
@@ -275,7 +276,7 @@ def _with_gradients(replica: Replica, exchange: Any, mine: RankClock, seconds: n
     gradients = replica.gradients()
     mine.compute(seconds)
     mean = exchange.step(gradients)
-    mine.charge()
+    mine.count_work()
     replica.add(replica.updates(mean))
 
 
@@ -283,7 +284,7 @@ def _with_updates(replica: Replica, exchange: Any, mine: RankClock, seconds: np.
     updates = replica.updates(replica.gradients())
     mine.compute(seconds)
     mean = exchange.step(updates)
-    mine.charge()
+    mine.count_work()
     replica.add(mean)
 
 
@@ -303,7 +304,7 @@ def _with_weights(strategy: Strategy, tensors: int) -> _Step:
             since, share = 0, np.float32(1.0)
             own = [t * share for t in [*replica.weights, *replica.slots][:tensors]]
             replica.assign(exchange.step(own, {np.dtype(np.float32): share}))
-        mine.charge()
+        mine.count_work()
 
     return step
 
@@ -323,7 +324,7 @@ def _outcome(plan: _Plan, logs: Sequence[_Log]) -> Outcome:
         received=received,
         crossing=crossing,
         message=message,
-        memory=_OWN * plan.given.elements + logs[0].memory + plan.buffers,
+        memory=_OWN * plan.situation.elements + logs[0].memory + plan.buffers,
         losses=logs[0].losses,
         total=float(ends[plan.last]),
         taken=plan.last,

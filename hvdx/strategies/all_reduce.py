@@ -94,15 +94,15 @@ class AllReduce(Strategy):
 
     def predict(self, situation: Situation) -> Prediction:
         itemsize = 4 if self.compression == "none" else 2
-        given = situation.with_engine(self.engine)
+        situation = situation.with_engine(self.engine)
         if self.sparse == "dense":
-            given = replace(given, tables=())
-        whole = given.elements - sum(table.parameters for table in given.tables)
-        rows, gathered = given.gathering(itemsize)
-        terms = added([given.reduction(itemsize, whole), rows])
-        terms |= {"waiting": given.slowest, "polling": given.polling()}
-        buffers = {"buffers": given.reduction_memory(itemsize, whole)}
-        return given.prediction(terms, ring_bytes(itemsize * whole, given.workers) + gathered, buffers)
+            situation = replace(situation, tables=())
+        whole = situation.elements - sum(table.parameters for table in situation.tables)
+        rows, gathered = situation.gathering(itemsize)
+        terms = added([situation.reduction(itemsize, whole), rows])
+        terms |= {"waiting": situation.slowest, "polling": situation.polling()}
+        buffers = {"buffers": situation.reduction_memory(itemsize, whole)}
+        return situation.prediction(terms, ring_bytes(itemsize * whole, situation.workers) + gathered, buffers)
 
     def open(
         self, comm: Comm, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = ""

@@ -52,7 +52,7 @@ class Auto(Strategy):
     placement = "gradient"
     runs = "host"
     provisional = True
-    remembers = False
+    persists_between_fits = False
 
     def __init__(self, overhead: float = 0.1):
         self.threshold = Threshold(overhead=overhead)
@@ -151,12 +151,12 @@ class TrialExchange(HostExchange):
         self.computed: list[float] = []
         self._opened = time.perf_counter()
 
-    def combine(self, given: StepInput) -> list[np.ndarray]:
+    def combine(self, step_input: StepInput) -> list[np.ndarray]:
         """Return the mean gradients; NaN of one rank reaches all ranks."""
         begin = time.perf_counter()
-        if given.computing is not None:
-            self.computed.append(given.computing)
-        np.concatenate([np.ravel(t) for t in given.tensors], out=self._flat)
+        if step_input.computing is not None:
+            self.computed.append(step_input.computing)
+        np.concatenate([np.ravel(t) for t in step_input.tensors], out=self._flat)
         self._channel.all_reduce(self._flat)
         self._flat /= self._size
         counts = self.telemetry

@@ -75,7 +75,7 @@ class Strategy(abc.ABC):
         dedicated: number of ranks that only serve the others, by `serve`.
         counts_samples: whether the adapter needs the number of samples in each step.
         provisional: whether `successor` replaces the strategy after some steps.
-        remembers: whether the state of an exchange is kept from one fit to the next.
+        persists_between_fits: whether the state of an exchange is kept from one fit to the next.
         second_moments: under the placement "update", for optimisers such as Adam. "own": updates are used as they are.
             "mean": the exchange corrects them, and needs a sample of the gradients (`StepInput.sample`).
         split_exchange: for strategies on the host, function that presents the exchanges of whole weights and of parts
@@ -96,7 +96,7 @@ class Strategy(abc.ABC):
     dedicated: int = 0
     counts_samples: bool = False
     provisional: bool = False
-    remembers: bool = True
+    persists_between_fits: bool = True
     second_moments: SecondMoments = "own"
     split_exchange: ClassVar[Callable[..., "Exchange[Array]"] | None] = None
 
@@ -213,8 +213,8 @@ class Strategy(abc.ABC):
 
     def __repr__(self) -> str:
         """Return the call that makes this strategy, without default values. Each option is an attribute of its name."""
-        given = [f"{k}={getattr(self, k)!r}" for k, v in self._defaults().items() if getattr(self, k) != v]
-        return f"{type(self).__name__}({', '.join(given)})"
+        options = [f"{k}={getattr(self, k)!r}" for k, v in self._defaults().items() if getattr(self, k) != v]
+        return f"{type(self).__name__}({', '.join(options)})"
 
     def _defaults(self) -> dict[str, object]:
         """Return the options, each with the value that `repr` omits."""
@@ -239,7 +239,7 @@ class StepClient(Protocol):
     def begin(self) -> None:
         """Begin an epoch, on all ranks."""
 
-    def another(self, stop: bool = False) -> bool:
+    def request_step(self, stop: bool = False) -> bool:
         """Request another step; return whether this rank may take it.
 
         Args:

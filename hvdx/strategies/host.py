@@ -51,7 +51,7 @@ class StepInput:
     computing: float | None = None
     allocate: "Callable[[int], Array] | None" = None
 
-    def part(self, where: Sequence[int]) -> "StepInput":
+    def subset(self, where: Sequence[int]) -> "StepInput":
         """Return the input of an exchange of some of the tensors.
 
         Args:
@@ -66,11 +66,11 @@ class Prepared:
     """Step of one rank that is ready to be exchanged.
 
     Attributes:
-        given: input of the step.
+        step_input: input of the step.
         status: status of this rank; it is sent to the others.
     """
 
-    given: StepInput
+    step_input: StepInput
     status: int
 
     @property
@@ -110,33 +110,34 @@ class HostExchange(Exchange["Array"]):
         self._cost = 0.0
 
     @abc.abstractmethod
-    def combine(self, given: StepInput) -> "Sequence[Array]":
+    def combine(self, step_input: StepInput) -> "Sequence[Array]":
         """Do the work of `Exchange.step`, without the measurement of the time between two steps."""
 
     def step(self, tensors: "Sequence[Array]", finite: Finite = True) -> "Sequence[Array]":
         return self.take(StepInput(tensors, bool(finite)))
 
-    def take(self, given: StepInput) -> "Sequence[Array]":
+    def take(self, step_input: StepInput) -> "Sequence[Array]":
         """Take a step; see `step`. The time since the last step is added to the input, and counted as computing."""
         if self._last_end is not None:
-            given = replace(given, computing=clock.now() - self._last_end)
-            self.count_computing(given.computing or 0.0)
-        result = self.combine(given)
+            step_input = replace(step_input, computing=clock.now() - self._last_end)
+            self.count_computing(step_input.computing or 0.0)
+        result = self.combine(step_input)
         self._last_end = clock.now()
         return result
 
-    def prepare(self, given: StepInput) -> Prepared:
+    def prepare(self, step_input: StepInput) -> Prepared:
         """Do the part of `combine` that comes before the exchange. Not collective.
 
         Returns:
             A `Prepared`.
         """
-        fine = given.finite and all(bool(np.isfinite(np.asarray(t).sum(dtype=np.float64))) for t in given.tensors)
-        return Prepared(given, FINE if fine else NOT_FINITE)
+        sums = (np.asarray(t).sum(dtype=np.float64) for t in step_input.tensors)
+        fine = step_input.finite and all(bool(np.isfinite(total)) for total in sums)
+        return Prepared(step_input, FINE if fine else NOT_FINITE)
 
     def deliver(self, prepared: Prepared) -> "Sequence[Array]":
         """Exchange what `prepare` returned; return the result of `combine`. Collective, as `step` is."""
-        return self.combine(replace(prepared.given, finite=prepared.is_fine))
+        return self.combine(replace(prepared.step_input, finite=prepared.is_fine))
 
     def restart_timer(self) -> None:
         """Restart the compute timer before a run of steps."""

@@ -72,18 +72,18 @@ class ParameterAveraging(Strategy):
 
     def predict(self, situation: Situation) -> Prediction:
         """Divide the costs of an average by the last period of the schedule."""
-        given, period = situation.with_engine(self.engine), self.schedule[-1][1]
-        elements = given.elements * (1 + given.slots * self.average_optimizer)
+        situation, period = situation.with_engine(self.engine), self.schedule[-1][1]
+        elements = situation.elements * (1 + situation.slots * self.average_optimizer)
         # The share of a worker is multiplied in, divided out, and the means are assigned.
-        terms = given.reduction(4, elements, rarely=period > 1)
+        terms = situation.reduction(4, elements, rarely=period > 1)
         if terms:
-            terms["copying"] += given.passes(3 * 8, elements)
+            terms["copying"] += situation.passes(3 * 8, elements)
         # The times of several steps differ less between workers than those of one step.
         terms = {name: value / period for name, value in terms.items()}
-        terms |= {"waiting": given.slowest / period**0.5, "polling": given.polling(rarely=period > 1)}
-        buffers = {"buffers": given.reduction_memory(4, elements) + 4 * elements * (given.workers > 1)}
-        sent = ring_bytes(4 * elements, given.workers) / period
-        return given.prediction(terms, sent, buffers, period=period, note=f"averages every {period} steps")
+        terms |= {"waiting": situation.slowest / period**0.5, "polling": situation.polling(rarely=period > 1)}
+        buffers = {"buffers": situation.reduction_memory(4, elements) + 4 * elements * (situation.workers > 1)}
+        sent = ring_bytes(4 * elements, situation.workers) / period
+        return situation.prediction(terms, sent, buffers, period=period, note=f"averages every {period} steps")
 
     def open(
         self, comm: Comm, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = ""

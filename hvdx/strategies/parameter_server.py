@@ -168,8 +168,8 @@ class ParameterServer(Strategy):
     @property
     def spelling(self) -> str:
         """Value of `HVDX_STRATEGY` for this strategy."""
-        given = [f"{k}={getattr(self, k)}" for k, v in self._defaults().items() if getattr(self, k) != v]
-        return f"{self.name}:{','.join(given or [f'servers={self.servers}'])}"
+        options = [f"{k}={getattr(self, k)}" for k, v in self._defaults().items() if getattr(self, k) != v]
+        return f"{self.name}:{','.join(options or [f'servers={self.servers}'])}"
 
     def predict(self, situation: Situation) -> Prediction | None:
         """Predict a worker's mean step; None without a worker beside the servers, or with another package's codec."""

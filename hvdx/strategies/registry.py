@@ -108,7 +108,7 @@ def parse(text: str) -> Strategy:
     name, _, rest = text.strip().partition(":")
     name = name.strip()
     cls, known = find(name), options(name)
-    given: dict[str, Any] = {}
+    chosen: dict[str, Any] = {}
     for item in filter(None, (part.strip() for part in rest.split(","))):
         option, equals, value = (part.strip() for part in item.partition("="))
         if (name, option) in _REMOVED:
@@ -120,8 +120,8 @@ def parse(text: str) -> Strategy:
                 f"Options and defaults: {listed}."
             )
         parsed_by_strategy = option in cls.own_spelling
-        given[option] = value if parsed_by_strategy else _value(value, known[option], f"strategy {name}: {option}")
-    return cls(**given)
+        chosen[option] = value if parsed_by_strategy else _value(value, known[option], f"strategy {name}: {option}")
+    return cls(**chosen)
 
 
 def set_default(strategy: Strategy | str | None) -> None:

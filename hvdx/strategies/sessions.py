@@ -91,13 +91,13 @@ class Polling:
         self._backoff.renew()
         self._last = time.monotonic()
 
-    def sleep(self, coming: bool, naps: bool = True) -> None:
+    def sleep(self, receiving: bool, naps: bool = True) -> None:
         """Sleep until the next poll.
 
         Args:
-            coming: whether a part of a message is in flight.
+            receiving: whether a part of a message is in flight.
             naps: whether the sleep may be long.
         """
-        if naps and not coming and self.idle > _NAP_AFTER:
+        if naps and not receiving and self.idle > _NAP_AFTER:
             time.sleep(_NAP)
-        self._backoff.sleep(_BUSY_SLEEP if coming else _IDLE_SLEEP)
+        self._backoff.sleep(_BUSY_SLEEP if receiving else _IDLE_SLEEP)

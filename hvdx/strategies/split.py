@@ -25,8 +25,8 @@ E = TypeVar("E", bound="Exchange[Tensor] | Exchange[Array]")
 V = TypeVar("V")
 
 
-class Share(NamedTuple, Generic[E]):
-    """Exchange of some of an optimiser's tensors.
+class Subset(NamedTuple, Generic[E]):
+    """Subset of an optimiser's tensors, with an exchange of its own.
 
     Attributes:
         exchange: the exchange.
@@ -74,20 +74,20 @@ def open_split(
         # Both exchanges together stay within the overhead that the user allows.
         strategy = strategy.with_overhead(0.5)
     in_graph = strategy.runs == "graph"
-    shares: list[Share[Any]] = []
+    subsets: list[Subset[Any]] = []
     if whole:
-        shares.append(Share(strategy.open(comm, [specs[i] for i in whole], momentum, name), whole, False))
+        subsets.append(Subset(strategy.open(comm, [specs[i] for i in whole], momentum, name), whole, False))
     if parts:
         of_parts = [specs[i] for i in parts]
         if peers.size > 1:
-            shares.append(Share(strategy.open(peers, of_parts, momentum, f"{name}.parts"), parts, True))
+            subsets.append(Subset(strategy.open(peers, of_parts, momentum, f"{name}.parts"), parts, True))
         else:
             alone = _LocalGraphExchange() if in_graph else _LocalExchange(of_parts, strategy.placement == "weights")
-            shares.append(Share(alone, parts, True))
+            subsets.append(Subset(alone, parts, True))
     if in_graph:
         # The sum over all ranks of the parts' gradients, each of which is the mean over a group.
-        return SplitGraphExchange(specs, shares, comm.size / peers.size if _adds_up(strategy) else 1.0)
-    return (strategy.split_exchange or SplitHostExchange)(comm, specs, shares)
+        return SplitGraphExchange(specs, subsets, comm.size / peers.size if _adds_up(strategy) else 1.0)
+    return (strategy.split_exchange or SplitHostExchange)(comm, specs, subsets)
 
 
 def _adds_up(strategy: Strategy) -> bool:
@@ -133,14 +133,14 @@ class SplitGraphExchange(Exchange[Tensor]):
 
     Args:
         specs: all tensors.
-        shares: the exchanges.
+        subsets: the subsets of the tensors, each with its exchange.
         factor: factor on the results of the exchange of parts.
     """
 
-    def __init__(self, specs: Sequence[TensorSpec], shares: Sequence[Share[Exchange[Tensor]]], factor: float):
-        self.specs, self._shares, self._factor = list(specs), list(shares), factor
+    def __init__(self, specs: Sequence[TensorSpec], subsets: Sequence[Subset[Exchange[Tensor]]], factor: float):
+        self.specs, self._subsets, self._factor = list(specs), list(subsets), factor
         self.elements = sum(s.elements for s in specs)
-        self.sent = sum(share.exchange.sent for share in shares)
+        self.sent = sum(subset.exchange.sent for subset in subsets)
 
     def step(self, tensors: Sequence[Tensor], finite: Finite = True) -> list[Tensor]:
         """Combine the tensors of both exchanges.
@@ -150,15 +150,15 @@ class SplitGraphExchange(Exchange[Tensor]):
             finite: see `Exchange.step`; for weights a pair: the mapping for whole weights, and that for parts.
         """
         result = list(tensors)
-        for share in self._shares:
-            given = finite[share.is_parts] if isinstance(finite, tuple) else finite
-            for i, tensor in zip(share.where, share.exchange.step(share.of(tensors), given), strict=True):
-                result[i] = _times(tensor, self._factor) if share.is_parts and self._factor != 1.0 else tensor
+        for subset in self._subsets:
+            its_finite = finite[subset.is_parts] if isinstance(finite, tuple) else finite
+            for i, tensor in zip(subset.where, subset.exchange.step(subset.of(tensors), its_finite), strict=True):
+                result[i] = _times(tensor, self._factor) if subset.is_parts and self._factor != 1.0 else tensor
         return result
 
     def agree(self, since: int) -> int:
         """Return the steps since the last average; see `AveragingExchange.agree`. Collective."""
-        return cast(_Agreeing, self._shares[0].exchange).agree(since)
+        return cast(_Agreeing, self._subsets[0].exchange).agree(since)
 
 
 def _times(tensor: Tensor, factor: float) -> Tensor:
@@ -180,29 +180,29 @@ class SplitStep(abc.ABC):
         self._comm = comm
 
     @abc.abstractmethod
-    def combine(self, shares: Sequence[Share[HostExchange]], given: StepInput) -> "list[Sequence[Array]]":
+    def combine(self, subsets: Sequence[Subset[HostExchange]], step_input: StepInput) -> "list[Sequence[Array]]":
         """Return the results of `HostExchange.combine` of each exchange.
 
         Args:
-            shares: the exchanges.
-            given: input of the step, for all tensors.
+            subsets: the subsets of the tensors, each with its exchange.
+            step_input: input of the step, for all tensors.
         """
 
-    def flush(self, shares: Sequence[Share[HostExchange]]) -> "list[Sequence[Array | None] | None]":
+    def flush(self, subsets: Sequence[Subset[HostExchange]]) -> "list[Sequence[Array | None] | None]":
         """Return the results of `Exchange.flush` of each exchange."""
-        return [share.exchange.flush() for share in shares]
+        return [subset.exchange.flush() for subset in subsets]
 
 
 class CommonStep(SplitStep):
     """Step that all ranks take together in both exchanges, or skip in both."""
 
-    def combine(self, shares: Sequence[Share[HostExchange]], given: StepInput) -> "list[Sequence[Array]]":
-        prepared = [share.exchange.prepare(given.part(share.where)) for share in shares]
+    def combine(self, subsets: Sequence[Subset[HostExchange]], step_input: StepInput) -> "list[Sequence[Array]]":
+        prepared = [subset.exchange.prepare(step_input.subset(subset.where)) for subset in subsets]
         mine = all(p.is_fine for p in prepared)
         if self._comm.any_true(not mine):
             # A rank that skips one of the exchanges skips the other, and all ranks with it. The first one reports.
             prepared = [one.skipped(blamed=k == 0 and not mine) for k, one in enumerate(prepared)]
-        return [share.exchange.deliver(p) for share, p in zip(shares, prepared, strict=True)]
+        return [subset.exchange.deliver(p) for subset, p in zip(subsets, prepared, strict=True)]
 
 
 class SplitHostExchange(HostExchange):
@@ -211,7 +211,7 @@ class SplitHostExchange(HostExchange):
     Args:
         comm: all ranks.
         specs: all tensors.
-        shares: the exchanges.
+        subsets: the subsets of the tensors, each with its exchange.
         step: the step of both; `CommonStep` by default.
     """
 
@@ -219,86 +219,86 @@ class SplitHostExchange(HostExchange):
         self,
         comm: Comm,
         specs: Sequence[TensorSpec],
-        shares: Sequence[Share[HostExchange]],
+        subsets: Sequence[Subset[HostExchange]],
         step: SplitStep | None = None,
     ):
-        self._shares, self._step = list(shares), step or CommonStep(comm)
+        self._subsets, self._step = list(subsets), step or CommonStep(comm)
         super().__init__(specs, Telemetry())
         # Whole weights are exchanged by all ranks, so their link comes first.
-        self.network = next((s.exchange.network for s in shares if s.exchange.network is not None), None)
+        self.network = next((s.exchange.network for s in subsets if s.exchange.network is not None), None)
 
     @property
     def telemetry(self) -> Telemetry:
         """Counters of both exchanges together, without those of parts that no other rank holds."""
-        costs = [share.exchange.telemetry for share in self._shares]
-        shared = [c for c, s in zip(costs, self._shares, strict=True) if not _is_local(s)] or costs
+        costs = [subset.exchange.telemetry for subset in self._subsets]
+        shared = [c for c, s in zip(costs, self._subsets, strict=True) if not _is_local(s)] or costs
         # Both exchanges see the same computing, and skip the same steps.
         first = costs[0] if len(shared) > 1 else shared[0]
         return replace(merged(shared), computing=first.computing, skipped=first.skipped, elements=self._n)
 
     def reset_telemetry(self) -> None:
-        for share in self._shares:
-            share.exchange.reset_telemetry()
+        for subset in self._subsets:
+            subset.exchange.reset_telemetry()
 
     def count_computing(self, seconds: float) -> None:
-        for share in self._shares:
-            share.exchange.count_computing(seconds)
+        for subset in self._subsets:
+            subset.exchange.count_computing(seconds)
 
-    def combine(self, given: StepInput) -> "Sequence[Array]":
-        return [t for t in self._all(self._step.combine(self._shares, given)) if t is not None]
+    def combine(self, step_input: StepInput) -> "Sequence[Array]":
+        return [t for t in self._all(self._step.combine(self._subsets, step_input)) if t is not None]
 
     def _all(self, results: Iterable[Sequence[V | None] | None]) -> list[V | None]:
         """Return the results of the exchanges in the order of the specs; None where an exchange has none."""
         everything: list[V | None] = [None] * len(self.specs)
-        for share, arrays in zip(self._shares, results, strict=True):
-            for i, array in zip(share.where, arrays or (), strict=arrays is not None):
+        for subset, arrays in zip(self._subsets, results, strict=True):
+            for i, array in zip(subset.where, arrays or (), strict=arrays is not None):
                 everything[i] = array
         return everything
 
     @property
     def is_open(self) -> bool:
-        return all(share.exchange.is_open for share in self._shares)
+        return all(subset.exchange.is_open for subset in self._subsets)
 
     def begin(self, weights: Sequence[np.ndarray]) -> None:
-        for share in self._shares:
-            share.exchange.begin(share.of(weights))
+        for subset in self._subsets:
+            subset.exchange.begin(subset.of(weights))
 
     def renew(self) -> None:
-        for share in self._shares:
-            share.exchange.renew()
+        for subset in self._subsets:
+            subset.exchange.renew()
 
     @property
     def residuals(self) -> list[np.ndarray]:
-        everything = self._all(share.exchange.residuals for share in self._shares)
+        everything = self._all(subset.exchange.residuals for subset in self._subsets)
         return [r for r in everything if r is not None]
 
     def add_to_residual(self, tensors: Sequence[np.ndarray]) -> None:
-        for share in self._shares:
-            share.exchange.add_to_residual(share.of(tensors))
+        for subset in self._subsets:
+            subset.exchange.add_to_residual(subset.of(tensors))
 
     def flush(self) -> "Sequence[Array | None] | None":
         """Return the final weights; None in the place of a tensor without one. Collective."""
-        result = self._all(self._step.flush(self._shares))
+        result = self._all(self._step.flush(self._subsets))
         return None if all(r is None for r in result) else result
 
     def close(self) -> None:
-        for share in self._shares:
-            share.exchange.close()
+        for subset in self._subsets:
+            subset.exchange.close()
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Return the states of both exchanges, with their number before each name."""
-        states = [share.exchange.state_dict() for share in self._shares]
+        states = [subset.exchange.state_dict() for subset in self._subsets]
         return {f"split{k}.{name}": array for k, state in enumerate(states) for name, array in state.items()}
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        for k, share in enumerate(self._shares):
+        for k, subset in enumerate(self._subsets):
             prefix = f"split{k}."
             mine = {n.removeprefix(prefix): a for n, a in state.items() if n.startswith(prefix)}
-            share.exchange.load_state_dict(mine)
+            subset.exchange.load_state_dict(mine)
 
 
-def _is_local(share: Share[HostExchange]) -> bool:
-    return isinstance(share.exchange, _LocalExchange)
+def _is_local(subset: Subset[HostExchange]) -> bool:
+    return isinstance(subset.exchange, _LocalExchange)
 
 
 class _LocalExchange(HostExchange):
@@ -330,13 +330,14 @@ class _LocalExchange(HostExchange):
     def begin(self, weights: Sequence[np.ndarray]) -> None:
         self._weights = [np.array(w) for w in weights]
 
-    def combine(self, given: StepInput) -> "Sequence[Array]":
+    def combine(self, step_input: StepInput) -> "Sequence[Array]":
         self.telemetry.steps += 1
-        self.telemetry.skipped += not given.finite
+        self.telemetry.skipped += not step_input.finite
         if self._weights is None:
-            return list(given.tensors) if given.finite else [np.zeros(s.shape, np.float32) for s in self.specs]
-        if given.finite:
-            self._weights = [np.array(t) for t in given.tensors]
+            zeros = [np.zeros(s.shape, np.float32) for s in self.specs]
+            return list(step_input.tensors) if step_input.finite else zeros
+        if step_input.finite:
+            self._weights = [np.array(t) for t in step_input.tensors]
         return [w.copy() for w in self._weights]
 
 

@@ -107,12 +107,12 @@ class Encoder(abc.ABC):
     device: DeviceArrays | None = None
 
     @abc.abstractmethod
-    def encode(self, given: StepInput, step: int) -> Encoded:
+    def encode(self, step_input: StepInput, step: int) -> Encoded:
         """Encode the tensors of a step, and add to the residual what the message does not hold.
 
         Args:
-            given: input of the step. Its tensors are float32 arrays of the shapes of the specs, or one array on the
-                device, in a list.
+            step_input: input of the step. Its tensors are float32 arrays of the shapes of the specs, or a list of one
+                array on the device.
             step: number of the step, from 0.
 
         Raises:
@@ -190,7 +190,7 @@ class Outgoing:
         encoded: the encoded tensors.
         status: status of this rank, see `hvdx.strategies.host`.
         computing, cost: seconds of computing in this step, and seconds that the previous exchange cost.
-        active: number of ranks whose messages count; they are the lowest ranks.
+        active_ranks: number of ranks whose messages count; they are the lowest ranks.
         step: number of the step, from 0.
         sample: elements of this rank's gradients, float[n]; None if they are not compared.
     """
@@ -199,7 +199,7 @@ class Outgoing:
     status: int
     computing: float
     cost: float
-    active: int
+    active_ranks: int
     step: int
     sample: np.ndarray | None = None
 
@@ -283,18 +283,18 @@ class Route(abc.ABC):
 
 
 @dataclass(frozen=True)
-class StepInFlight(Prepared):
+class EncodedStep(Prepared):
     """Encoded step, before it is sent.
 
     Attributes:
         encoded: the encoded tensors.
-        active: number of ranks whose messages count.
+        active_ranks: number of ranks whose messages count.
         number: number of the step, from 0.
         computing, cost: see `Outgoing`.
     """
 
     encoded: Encoded
-    active: int
+    active_ranks: int
     number: int
     computing: float
     cost: float
@@ -308,7 +308,7 @@ class MessageExchange(HostExchange):
         specs: the tensors.
         encoder: what a rank sends, and keeps.
         route: how messages travel.
-        active: function from the number of a step to the number of ranks whose messages count; all by default.
+        active_ranks: function from the number of a step to the number of ranks whose messages count; all by default.
         ranks_per_message: number of ranks whose tensors each message holds.
         results: arrays to which results are written, contiguous float32 arrays of the host with as many elements
             together as the tensors; then the arrays that a step returns, and `result`, are undefined.
@@ -324,7 +324,7 @@ class MessageExchange(HostExchange):
         specs: Sequence[TensorSpec],
         encoder: Encoder,
         route: Route,
-        active: Callable[[int], int] | None = None,
+        active_ranks: Callable[[int], int] | None = None,
         ranks_per_message: int = 1,
         results: Sequence[np.ndarray] | None = None,
         network: Link | None = None,
@@ -332,7 +332,7 @@ class MessageExchange(HostExchange):
         super().__init__(specs, Telemetry())
         self.encoder, self.route, self._device = encoder, route, encoder.device
         self._rank, self._size, self._per_message = comm.rank, comm.size, ranks_per_message
-        self._active, self.network = active or (lambda step: comm.size), network
+        self._active_ranks, self.network = active_ranks or (lambda step: comm.size), network
         self._world_ranks = comm.world_ranks
         # Result of a step.
         self._flat: Any = aligned(self._n if self._device is None else 0)
@@ -349,19 +349,19 @@ class MessageExchange(HostExchange):
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def combine(self, given: StepInput) -> "Sequence[Array]":
-        return self.deliver(self.prepare(given))
+    def combine(self, step_input: StepInput) -> "Sequence[Array]":
+        return self.deliver(self.prepare(step_input))
 
-    def prepare(self, given: StepInput) -> StepInFlight:
+    def prepare(self, step_input: StepInput) -> EncodedStep:
         cost_before, self._cost = self._cost, 0.0
-        if given.computing is not None:
-            self._computing = given.computing
-        active = self._active(self._step)
-        status, encoded = self._timed("encoding", lambda: self._encode(given, active))
-        return StepInFlight(given, status, encoded, active, self._step, self._computing, cost_before)
+        if step_input.computing is not None:
+            self._computing = step_input.computing
+        active_ranks = self._active_ranks(self._step)
+        status, encoded = self._timed("encoding", lambda: self._encode(step_input, active_ranks))
+        return EncodedStep(step_input, status, encoded, active_ranks, self._step, self._computing, cost_before)
 
     def deliver(self, prepared: Prepared) -> "Sequence[Array]":
-        assert isinstance(prepared, StepInFlight)  # that of `prepare`
+        assert isinstance(prepared, EncodedStep)  # that of `prepare`
         with self._naming():
             arrived = self.route.send(self._outgoing(prepared))
         counted = arrived if self._count(prepared, arrived) else None
@@ -371,28 +371,28 @@ class MessageExchange(HostExchange):
         self._step += 1
         return result
 
-    def _encode(self, given: StepInput, active: int) -> tuple[int, Encoded]:
+    def _encode(self, step_input: StepInput, active_ranks: int) -> tuple[int, Encoded]:
         """Return the status of this rank and its encoded tensors."""
-        if self._rank >= active:
+        if self._rank >= active_ranks:
             # This rank's message does not count, so its NaN does not count either.
             return FINE, self.encoder.silent(self._step)
-        tensors = given.tensors if self._device is None else [self._device.view(t) for t in given.tensors]
+        tensors = step_input.tensors if self._device is None else [self._device.view(t) for t in step_input.tensors]
         try:
-            encoded = self.encoder.encode(replace(given, tensors=tensors), self._step)
+            encoded = self.encoder.encode(replace(step_input, tensors=tensors), self._step)
         except UpdateError as error:
             where = f"rank {self._world_ranks[self._rank]}, step {self._step + 1}"
             fault = error.within(self.specs[error.variable].name)
             _log.warning(f"{where}: {fault}")
             return REFUSED, self.encoder.silent(self._step)
         count_entries(self.telemetry, encoded, self._n)
-        return FINE if given.finite else NOT_FINITE, encoded
+        return FINE if step_input.finite else NOT_FINITE, encoded
 
-    def _outgoing(self, step: StepInFlight) -> Outgoing:
-        sample = step.given.sample
+    def _outgoing(self, step: EncodedStep) -> Outgoing:
+        sample = step.step_input.sample
         flat = np.concatenate([np.ravel(s) for s in sample]) if sample else None
         if self._size * self._per_message == 1:
             flat = None
-        return Outgoing(step.encoded, step.status, step.computing, step.cost, step.active, step.number, flat)
+        return Outgoing(step.encoded, step.status, step.computing, step.cost, step.active_ranks, step.number, flat)
 
     @contextmanager
     def _naming(self) -> Iterator[None]:
@@ -421,15 +421,15 @@ class MessageExchange(HostExchange):
         self._cost += seconds
         self.telemetry.exchanging += seconds
 
-    def _decode(self, step: StepInFlight, arrived: Arrived | None) -> "Sequence[Array]":
+    def _decode(self, step: EncodedStep, arrived: Arrived | None) -> "Sequence[Array]":
         """Return the sum of the messages that arrived; zeros for None, if all ranks skip the step."""
         on_host = self._device is None
         if self._device is not None:
             # A new array, because TensorFlow may keep the previous one.
-            self._out = [(step.given.allocate or self._device.zeros)(self._n)]
+            self._out = [(step.step_input.allocate or self._device.zeros)(self._n)]
             self._flat = self._device.view(self._out[0])
         if arrived is not None:
-            ranks = step.active * self._per_message
+            ranks = step.active_ranks * self._per_message
             scale = 1.0 / ranks * self.encoder.correction(ranks)
             with self._naming():
                 arrived.add_to(self._results if on_host else [self._flat], scale, on_host)
@@ -440,7 +440,7 @@ class MessageExchange(HostExchange):
 
     # -- counters -----------------------------------------------------------------------------------------------------
 
-    def _count(self, step: StepInFlight, arrived: Arrived) -> bool:
+    def _count(self, step: EncodedStep, arrived: Arrived) -> bool:
         """Count the cost of an exchange; return whether its step is to be added."""
         counts = self.telemetry
         counts.steps += 1

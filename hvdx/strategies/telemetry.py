@@ -242,11 +242,11 @@ def merged(costs: Sequence[Telemetry]) -> Telemetry:
     return total
 
 
-def followed(first: Telemetry, then: Telemetry) -> Telemetry:
+def concatenated(first: Telemetry, then: Telemetry) -> Telemetry:
     """Return the total cost of one exchange and of the exchange that replaced it.
 
     Example:
-        >>> followed(Telemetry(steps=2, sent=5, tau=1.0), Telemetry(steps=3, sent=1, tau=2.0)).live()
+        >>> concatenated(Telemetry(steps=2, sent=5, tau=1.0), Telemetry(steps=3, sent=1, tau=2.0)).live()
         {'density': 0.0, 'tau': 2.0, 'MB_sent': 6e-06}
     """
     total = Telemetry(**{f.name: getattr(first, f.name) + getattr(then, f.name) for f in fields(Telemetry)})

@@ -255,12 +255,12 @@ def host_step(network: "keras.Model", strategy: "Strategy", workers: int) -> tup
 
     def make_update(optimizer: keras.optimizers.Optimizer) -> Callable[[Tensors], tuple[Tensors, Tensors]]:
         @tf.function
-        def update(given: Tensors) -> tuple[Tensors, Tensors]:
+        def update(tensors: Tensors) -> tuple[Tensors, Tensors]:
             def step() -> None:
-                optimizer._backend_update_step(given, variables, optimizer.learning_rate)
+                optimizer._backend_update_step(tensors, variables, optimizer.learning_rate)
 
             changes = updates_of(optimizer, step, variables)
-            sample = second_moments.sample(optimizer, given, variables) if corrects else []
+            sample = second_moments.sample(optimizer, tensors, variables) if corrects else []
             optimizer.iterations.assign_add(1)
             return changes, sample
 
@@ -272,7 +272,7 @@ def host_step(network: "keras.Model", strategy: "Strategy", workers: int) -> tup
     def step(batches: Sequence[Batch]) -> None:
         found: list[tuple[Tensors, Tensors]] = [(gradients(x, y), []) for x, y in batches]
         if rank_local:
-            found = [update(given) for update, (given, _) in zip(updates, found, strict=True)]
+            found = [update(tensors) for update, (tensors, _) in zip(updates, found, strict=True)]
         inputs = [
             StepInput([np.asarray(t) for t in one], sample=[np.asarray(s) for s in sample] or None)
             for one, sample in found

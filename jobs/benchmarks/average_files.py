@@ -48,12 +48,12 @@ def main(argv: list[str] | None = None) -> int:
     return harness.run(parser, compare, work, argv)
 
 
-def work(given: argparse.Namespace) -> dict[str, float]:
+def work(setting: argparse.Namespace) -> dict[str, float]:
     """Make a file, or average files, in a worker process."""
-    if hasattr(given, "make"):
-        make_one(given.make, Path(given.path), given.size)
+    if hasattr(setting, "make"):
+        make_one(setting.make, Path(setting.path), setting.size)
         return {}
-    return average_once([Path(path) for path in given.average], given.cold)
+    return average_once([Path(path) for path in setting.average], setting.cold)
 
 
 def compare(options: argparse.Namespace) -> int:

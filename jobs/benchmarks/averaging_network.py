@@ -78,8 +78,8 @@ def compare(options: argparse.Namespace) -> int:
 
 def launch(spelling: str, bandwidth: str, options: argparse.Namespace, steps: int = 0) -> harness.Row:
     """Train on emulated hosts, and return the figures of rank 0."""
-    given = {"spelling": spelling, "steps": steps, "epochs": options.epochs, "hidden": options.hidden}
-    return harness.launch(__file__, given | {"seed": options.seed}, options.hosts, bandwidth).ranks[0]
+    setting = {"spelling": spelling, "steps": steps, "epochs": options.epochs, "hidden": options.hidden}
+    return harness.launch(__file__, setting | {"seed": options.seed}, options.hosts, bandwidth).ranks[0]
 
 
 def parameters(options: argparse.Namespace) -> int:
@@ -120,18 +120,18 @@ def show(rows: list[harness.Row], options: argparse.Namespace) -> None:
 # -- one rank ---------------------------------------------------------------------------------------------------------
 
 
-def train(given: argparse.Namespace) -> harness.Row:
+def train(setting: argparse.Namespace) -> harness.Row:
     """Train all epochs with validation, or, if `steps` is given, that number of steps without validation."""
     import hvdx
 
     hvdx.init()
-    model, data, test, _ = harness.mlp(given)
-    distribute, watch = hvdx.keras.Distribute(given.spelling), _Watch()
+    model, data, test, _ = harness.mlp(setting)
+    distribute, watch = hvdx.keras.Distribute(setting.spelling), _Watch()
     model.fit(
-        data.repeat() if given.steps else data,
-        epochs=1 if given.steps else given.epochs,
-        steps_per_epoch=given.steps or None,
-        validation_data=None if given.steps else test,
+        data.repeat() if setting.steps else data,
+        epochs=1 if setting.steps else setting.epochs,
+        steps_per_epoch=setting.steps or None,
+        validation_data=None if setting.steps else test,
         shuffle=False,
         verbose=0,
         callbacks=[distribute, harness.callback(watch)],

@@ -54,10 +54,10 @@ def main(argv: list[str] | None = None) -> int:
 def compare(options: argparse.Namespace) -> int:
     """Run every network, and print a table."""
     shape = {"hidden": options.hidden, "batch": options.batch}
-    given = {"spelling": options.strategy, "seed": 0, "steps": options.steps} | shape
+    setting = {"spelling": options.strategy, "seed": 0, "steps": options.steps} | shape
 
     def measure(case: harness.Row) -> harness.Row:
-        return harness.launch(__file__, given, case["hosts"], case["bandwidth"], burst=case["burst"]).ranks[0]
+        return harness.launch(__file__, setting, case["hosts"], case["bandwidth"], burst=case["burst"]).ranks[0]
 
     cases = (
         network | {"burst": burst, "batch": options.batch}
@@ -68,12 +68,12 @@ def compare(options: argparse.Namespace) -> int:
     return 0
 
 
-def train(given: argparse.Namespace) -> harness.Row:
+def train(setting: argparse.Namespace) -> harness.Row:
     """Train alone, under the strategy, and alone again."""
     import hvdx
 
     hvdx.init()
-    model, data, _, _ = harness.mlp(given)
+    model, data, _, _ = harness.mlp(setting)
 
     entries: list[float] = []
 
@@ -91,9 +91,9 @@ def train(given: argparse.Namespace) -> harness.Row:
         return fmean(fit(_ALONE, harness.StepWatch(_ALONE + 1, dict))[_COMPILING:])
 
     before = fit_alone()
-    distribute = hvdx.keras.Distribute(given.spelling)
+    distribute = hvdx.keras.Distribute(setting.spelling)
     watch = harness.StepWatch(SETTLING, read)
-    measured = fmean(fit(SETTLING + given.steps, watch, distribute)[SETTLING:])
+    measured = fmean(fit(SETTLING + setting.steps, watch, distribute)[SETTLING:])
     alone = (before + fit_alone()) / 2
     # The density of a single step varies with the update: at 1e-4 a message of this model has 190 entries.
     # The first entries are those of the last settling step.
@@ -106,7 +106,7 @@ def train(given: argparse.Namespace) -> harness.Row:
         "density": middle,
         "lowest": min(densities) / middle,
         "highest": max(densities) / middle,
-    } | {part: 1e3 * (watch.totals[-1][part] - watch.totals[0][part]) / given.steps for part in _PARTS}
+    } | {part: 1e3 * (watch.totals[-1][part] - watch.totals[0][part]) / setting.steps for part in _PARTS}
 
 
 if __name__ == "__main__":

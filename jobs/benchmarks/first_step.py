@@ -61,7 +61,7 @@ def start(kind: str, **env: str) -> tuple[float, str]:
     return ended.ranks[0]["seconds"], ended.out
 
 
-def train(given: argparse.Namespace) -> dict[str, float]:
+def train(setting: argparse.Namespace) -> dict[str, float]:
     """Train on one worker, and return the seconds until the end of the first step."""
     import keras
     import numpy as np
@@ -73,7 +73,7 @@ def train(given: argparse.Namespace) -> dict[str, float]:
     model.compile(keras.optimizers.SGD(0.01, momentum=0.9), keras.losses.SparseCategoricalCrossentropy(True))
     x, y = np.zeros((64, 784), np.float32), np.zeros(64, np.int64)
     begin = time.perf_counter()
-    callbacks = [hvdx.keras.Distribute(hvdx.Threshold(target_density=0.01))] if given.kind == "threshold" else []
+    callbacks = [hvdx.keras.Distribute(hvdx.Threshold(target_density=0.01))] if setting.kind == "threshold" else []
     took: list[float] = []
 
     class Clock(keras.callbacks.Callback):

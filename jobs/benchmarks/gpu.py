@@ -144,11 +144,11 @@ class Bench:
         )
         # TensorFlow has a pool of memory for results; without it, each step would wait for an allocation.
         result = self.cuda.device_array(self.elements, np.float32)
-        given = StepInput([self.update], allocate=lambda _: self.kernels.clear(result))
+        step_input = StepInput([self.update], allocate=lambda _: self.kernels.clear(result))
         variants = {
             "plain": self.run_add,
             "copy": lambda: self.residual.copy_to_device(self.saved),
-            "on the GPU": lambda: gpu.take(given),
+            "on the GPU": lambda: gpu.take(step_input),
             "through the host": lambda: self.residual.copy_to_device(host.step([self.update.copy_to_host()])[0]),
         }
         row = self.row("step", density, self.time_all(variants))

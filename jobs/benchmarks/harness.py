@@ -320,17 +320,17 @@ def run(
     chosen = options.parse_args(argv)
     if chosen.worker is None:
         return compare(chosen)
-    given = argparse.Namespace(**json.loads(chosen.worker))
-    figures = work(given)
+    setting = argparse.Namespace(**json.loads(chosen.worker))
+    figures = work(setting)
     if figures is not None:
         found = launcher.detect()
-        (Path(given.folder) / f"{found.rank if found else 0}.json").write_text(json.dumps(figures))
+        (Path(setting.folder) / f"{found.rank if found else 0}.json").write_text(json.dumps(figures))
     return 0
 
 
 def launch(
     file: str,
-    given: Row,
+    setting: Row,
     ranks: int = 1,
     bandwidth: str = "",
     burst: str = "",
@@ -342,7 +342,7 @@ def launch(
 
     Args:
         file: file of the benchmark.
-        given: values for `work`.
+        setting: values for `work`.
         ranks: number of workers, or of emulated hosts.
         bandwidth: bandwidth of the links between emulated hosts, such as 100mbit; "" for workers without emulation.
         burst: bytes that these links pass after a pause, such as 256kB; "" for the default of `hvdx lab`.
@@ -355,7 +355,7 @@ def launch(
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        worker = [sys.executable, file, "--worker", json.dumps(given | {"folder": name})]
+        worker = [sys.executable, file, "--worker", json.dumps(setting | {"folder": name})]
         if bandwidth:
             lab = ["lab", "-n", str(ranks), "--bandwidth", bandwidth, "--json", str(folder / "lab")]
             lab += ["--burst", burst] if burst else []
@@ -373,7 +373,7 @@ def launch(
         return Ended([json.loads(path.read_text()) for path in files], ended.text, table)
 
 
-def mlp(given: argparse.Namespace) -> "tuple[keras.Model, tf.data.Dataset, tf.data.Dataset, Data]":
+def mlp(setting: argparse.Namespace) -> "tuple[keras.Model, tf.data.Dataset, tf.data.Dataset, Data]":
     """Build the network of the comparisons, and load its data, on a rank of a running job.
 
     Args:
@@ -388,10 +388,10 @@ def mlp(given: argparse.Namespace) -> "tuple[keras.Model, tf.data.Dataset, tf.da
     from hvdx.jobs.data import load
     from hvdx.jobs.fashion_mnist import build
 
-    loaded = load(getattr(given, "data", "fashion-mnist"))
-    keras.utils.set_random_seed(given.seed)
-    model = build(loaded, "mlp", given.hidden, "sgd", getattr(given, "learning_rate", None))
-    train = hvdx.shard((loaded.train_x, loaded.train_y), getattr(given, "batch", 64), seed=given.seed)
+    loaded = load(getattr(setting, "data", "fashion-mnist"))
+    keras.utils.set_random_seed(setting.seed)
+    model = build(loaded, "mlp", setting.hidden, "sgd", getattr(setting, "learning_rate", None))
+    train = hvdx.shard((loaded.train_x, loaded.train_y), getattr(setting, "batch", 64), seed=setting.seed)
     test = hvdx.shard((loaded.test_x, loaded.test_y), 500, shuffle=False, drop_remainder=False)
     return model, train, test, loaded
 

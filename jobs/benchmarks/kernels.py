@@ -29,7 +29,7 @@ from hvdx.jobs.benchmarks import harness
 from hvdx.kernels.pieces import aligned
 from hvdx.kernels.threads import cut, default_threads, spread
 from hvdx.strategies import StepInput, TensorSpec, Threshold
-from hvdx.strategies.step import MessageExchange, StepInFlight
+from hvdx.strategies.step import EncodedStep, MessageExchange
 from hvdx.strategies.threshold.encoder import ThresholdEncoder
 
 T = TypeVar("T")
@@ -144,7 +144,7 @@ class Step:
         """Reset the residual to its initial values."""
         self.residual[:] = self.case.start
 
-    def encode(self) -> StepInFlight:
+    def encode(self) -> EncodedStep:
         """Encode the arrays."""
         return self.exchange.prepare(StepInput(self.arrays))
 

@@ -31,9 +31,9 @@ def main(argv: list[str] | None = None) -> int:
     weights = [4 * (785 * h + (h + 1) * h + (h + 1) * 10) / 1e6 for h in options.hidden]
 
     def measure(case: harness.Row) -> harness.Row:
-        given = {"spelling": STRATEGIES[case["strategy"]], "seed": 0, "steps": _STEPS, "target": 101.0}
+        setting = {"spelling": STRATEGIES[case["strategy"]], "seed": 0, "steps": _STEPS, "target": 101.0}
         peaks = [
-            harness.launch(network.__file__, given | {"hidden": hidden}, ranks=2).ranks[0]["memory_MB"]
+            harness.launch(network.__file__, setting | {"hidden": hidden}, ranks=2).ranks[0]["memory_MB"]
             for hidden in options.hidden
         ]
         return {"MB": peaks, "copies": (peaks[1] - peaks[0]) / (weights[1] - weights[0])}

@@ -105,8 +105,14 @@ def run_strategy(
     """Run one strategy on one network: in full, or, if that would take too long, for some steps."""
 
     def launch(steps: int, target: float) -> harness.Row:
-        given = {"spelling": spelling, "hidden": options.hidden, "seed": options.seed, "steps": steps, "target": target}
-        return harness.launch(__file__, given, hosts, bandwidth).ranks[0]
+        setting = {
+            "spelling": spelling,
+            "hidden": options.hidden,
+            "seed": options.seed,
+            "steps": steps,
+            "target": target,
+        }
+        return harness.launch(__file__, setting, hosts, bandwidth).ranks[0]
 
     quick = launch(options.timed_steps, 101.0)
     expected = learnt.get(strategy, 500) * quick["milliseconds"] / 1e3
@@ -141,19 +147,19 @@ def columns(target: float) -> list[harness.Column]:
 # -- one rank -----------------------------------------------------------------------------------------------------
 
 
-def train(given: argparse.Namespace) -> harness.Row:
+def train(setting: argparse.Namespace) -> harness.Row:
     """Train under one strategy until the target accuracy or the number of steps is reached."""
     import hvdx
 
     hvdx.init()
-    model, data, test, _ = harness.mlp(given)
-    distribute = None if given.spelling == "alone" else hvdx.keras.Distribute(given.spelling)
-    watch = _Watch(model, given.target, distribute)
+    model, data, test, _ = harness.mlp(setting)
+    distribute = None if setting.spelling == "alone" else hvdx.keras.Distribute(setting.spelling)
+    watch = _Watch(model, setting.target, distribute)
     model.fit(
         data.repeat(),
         steps_per_epoch=_EVERY,
-        epochs=-(-given.steps // _EVERY),
-        validation_data=test if given.target <= 100 else None,
+        epochs=-(-setting.steps // _EVERY),
+        validation_data=test if setting.target <= 100 else None,
         shuffle=False,
         verbose=0,
         callbacks=[harness.callback(watch)] if distribute is None else [distribute, harness.callback(watch)],

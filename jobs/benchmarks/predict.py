@@ -155,9 +155,9 @@ def _speeds(done: harness.Row, model: str, hosts: int, path: str | None) -> tupl
         print(f"{key} hosts: a step computes {1e3 * chosen.computing:.3g} ms", flush=True)
         _save(path, done)
     found = done["machines"][key]
-    given = found["training"]
-    named = {name: tuple(script.Layer(**layer) for layer in given.get(name, ())) for name in ("layers", "tables")}
-    return script.Training(**(given | named | {"tensors": tuple(given["tensors"])})), machine.machine_of(
+    trained = found["training"]
+    named = {name: tuple(script.Layer(**layer) for layer in trained.get(name, ())) for name in ("layers", "tables")}
+    return script.Training(**(trained | named | {"tensors": tuple(trained["tensors"])})), machine.machine_of(
         found["speeds"]
     )
 

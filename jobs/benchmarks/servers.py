@@ -61,8 +61,8 @@ def launch(servers: int, options: argparse.Namespace) -> harness.Row:
     where = str(servers) if options.dedicated else f"colocated:{servers}"
     hosts = options.workers + (servers if options.dedicated else 0)
     strategy = f"parameter_server:servers={where},codec={options.codec}"
-    given = {"strategy": strategy, "steps": options.steps, "hidden": options.hidden, "seed": 0}
-    ended = harness.launch(__file__, given, hosts, options.bandwidth)
+    setting = {"strategy": strategy, "steps": options.steps, "hidden": options.hidden, "seed": 0}
+    ended = harness.launch(__file__, setting, hosts, options.bandwidth)
     ranks, counted = ended.ranks, ended.lab
     rate = harness.bits(options.bandwidth)
     busy = [8 * max(r["sent"], r["received"]) / r["seconds"] / rate for r in ranks]
@@ -88,20 +88,20 @@ def server_link(row: harness.Row, options: argparse.Namespace) -> str:
 # -- one rank ---------------------------------------------------------------------------------------------------------
 
 
-def train(given: argparse.Namespace) -> harness.Row:
+def train(setting: argparse.Namespace) -> harness.Row:
     """Train, and count the bytes on the interface of this rank."""
     import hvdx
 
-    hvdx.init(strategy=given.strategy)
+    hvdx.init(strategy=setting.strategy)
     from hvdx.keras.adapters.optimizer import adapter_of
 
-    model, data, _, _ = harness.mlp(given)
+    model, data, _, _ = harness.mlp(setting)
     # Without `Distribute`, which would hand out the steps of an epoch to workers that are ready.
     optimizer = hvdx.keras.DistributedOptimizer(model.optimizer)
-    watch = _Watch(given.steps + _WARM_UP)
+    watch = _Watch(setting.steps + _WARM_UP)
     model.fit(
         data.repeat(),
-        steps_per_epoch=given.steps + _WARM_UP,
+        steps_per_epoch=setting.steps + _WARM_UP,
         shuffle=False,
         verbose=0,
         callbacks=[hvdx.keras.callbacks.BroadcastGlobalVariablesCallback(0), harness.callback(watch)],

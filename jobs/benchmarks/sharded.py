@@ -44,8 +44,8 @@ def compare(options: argparse.Namespace) -> int:
 
     def measure(case: harness.Row) -> harness.Row:
         spelling = f"{options.strategy}{',' if ':' in options.strategy else ':'}exchange={case['exchange']}"
-        given = {"spelling": spelling, "hidden": options.hidden, "seed": 0, "steps": options.steps}
-        ranks = harness.launch(__file__, given, case["hosts"], case["bandwidth"]).ranks
+        setting = {"spelling": spelling, "hidden": options.hidden, "seed": 0, "steps": options.steps}
+        ranks = harness.launch(__file__, setting, case["hosts"], case["bandwidth"]).ranks
         return {name: fmean(rank[name] for rank in ranks) for name in ranks[0]}
 
     cases = (
@@ -57,24 +57,24 @@ def compare(options: argparse.Namespace) -> int:
     return 0
 
 
-def train(given: argparse.Namespace) -> harness.Row:
+def train(setting: argparse.Namespace) -> harness.Row:
     """Train, and return the means of a step."""
     import hvdx
 
     hvdx.init()
-    model, data, _, _ = harness.mlp(given)
-    distribute = hvdx.keras.Distribute(given.spelling)
+    model, data, _, _ = harness.mlp(setting)
+    distribute = hvdx.keras.Distribute(setting.spelling)
     names = ("messages", "sent", "received", *_PARTS)
     watch = harness.StepWatch(_WARM, lambda: {name: getattr(distribute.cost(), name) for name in names})
     model.fit(
         data.repeat(),
-        steps_per_epoch=_WARM + given.steps,
+        steps_per_epoch=_WARM + setting.steps,
         shuffle=False,
         verbose=0,
         callbacks=[distribute, harness.callback(watch)],
     )
     first, last = watch.totals[0], watch.totals[-1]
-    means = {name: (last[name] - first[name]) / given.steps for name in first}
+    means = {name: (last[name] - first[name]) / setting.steps for name in first}
     times = {part: 1e3 * means[part] for part in _PARTS}
     return (
         {"ms": 1e3 * median(watch.seconds[_WARM:]), "message": means["messages"]}

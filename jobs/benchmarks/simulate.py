@@ -73,12 +73,14 @@ def compare(options: argparse.Namespace) -> int:
             spellings = [spelling for spelling in options.strategies.split(";") if spelling not in done]
             if not spellings or time.monotonic() - begin > options.seconds:
                 continue
-            given = Situation(hosts, (options.elements,), options.computing / 1e3, given_link(bandwidth), engine="mpi")
-            steps = [_steps(spelling, given, options.steps) for spelling in spellings]
+            situation = Situation(
+                hosts, (options.elements,), options.computing / 1e3, given_link(bandwidth), engine="mpi"
+            )
+            steps = [_steps(spelling, situation, options.steps) for spelling in spellings]
             job = {"cases": list(zip(spellings, steps, strict=True)), "elements": options.elements}
             ended = harness.launch(
                 __file__,
-                job | {"computing": given.computing},
+                job | {"computing": situation.computing},
                 hosts,
                 bandwidth,
                 limit=300,
@@ -88,7 +90,7 @@ def compare(options: argparse.Namespace) -> int:
             link, speed = Link(facts["latency"], facts["bandwidth"]), alone / max(facts["codec"], alone)
             for spelling, count in job["cases"]:
                 measured = {key: median(r["found"][spelling][key] for r in ended.ranks) for key in ("seconds", "sent")}
-                simulated = _simulated(spelling, given, link, speed, (memory, half), count, made)
+                simulated = _simulated(spelling, situation, link, speed, (memory, half), count, made)
                 row = {"hosts": hosts, "bandwidth": bandwidth, "strategy": spelling, "steps": count}
                 row |= {"measured": measured["seconds"], "simulated": simulated.seconds, "parts": simulated.parts}
                 row |= {"sent": simulated.sent, "measured_sent": measured["sent"]}
@@ -101,20 +103,20 @@ def compare(options: argparse.Namespace) -> int:
     return 0
 
 
-def _steps(spelling: str, given: Situation, most: int) -> int:
+def _steps(spelling: str, situation: Situation, most: int) -> int:
     """Return the number of steps that fit the time of a case."""
-    predicted = parse(spelling).predict(given)
+    predicted = parse(spelling).predict(situation)
     return most if predicted is None else int(min(max(_SECONDS / predicted.seconds, _FEWEST), most))
 
 
 def _simulated(
-    spelling: str, given: Situation, link: Link, speed: float, passes: tuple[float, float], steps: int, made: Made
+    spelling: str, situation: Situation, link: Link, speed: float, passes: tuple[float, float], steps: int, made: Made
 ) -> Outcome:
     """Simulate the steps of a case.
 
     Args:
         spelling: the strategy.
-        given: number of hosts, elements and computing.
+        situation: number of hosts, elements and computing.
         link: link between the hosts; its latency includes the work on small messages.
         speed: speed of a core that the hosts share, relative to one that a host has for itself.
         passes: bytes per second of a pass over arrays alone, and seconds to convert an element from float16.
@@ -125,10 +127,16 @@ def _simulated(
     memory, half = passes
     # The workers of the benchmark copy no tensors of TensorFlow to an exchange on the host.
     reading = math.inf if strategy.runs == "host" else speed * memory
-    situation = Situation(
-        given.workers, given.tensors, given.computing, link, Machine(reading, half / speed), "mpi", slots=1.0
+    measured = Situation(
+        situation.workers,
+        situation.tensors,
+        situation.computing,
+        link,
+        Machine(reading, half / speed),
+        "mpi",
+        slots=1.0,
     )
-    return simulate(strategy, Setting(situation, max(steps, 12), core_speed=speed), made)
+    return simulate(strategy, Setting(measured, max(steps, 12), core_speed=speed), made)
 
 
 _COLUMNS = [
@@ -165,7 +173,7 @@ def codec_seconds(elements: int, meet: Callable[[], object]) -> float:
     return median(seconds[_ROUNDS // 3 :])
 
 
-def work(given: argparse.Namespace) -> harness.Row:
+def work(setting: argparse.Namespace) -> harness.Row:
     """Measure link and codec between the hosts of the lab, then exchange updates; return the figures of this rank."""
     from hvdx import comm as communication
     from hvdx.costs.link import probe
@@ -173,10 +181,10 @@ def work(given: argparse.Namespace) -> harness.Row:
     comm = communication.start()
     channel = comm.channel("the benchmark")
     found = max((probe(channel) for _ in range(_PROBES)), key=lambda each: each.bandwidth)
-    codec = codec_seconds(given.elements, lambda: channel.exchange([])) - found.latency
-    made, steps = Made(given.elements), {}
-    for spelling, count in given.cases:
-        steps[spelling] = _exchange(spelling, count, made, given.computing)
+    codec = codec_seconds(setting.elements, lambda: channel.exchange([])) - found.latency
+    made, steps = Made(setting.elements), {}
+    for spelling, count in setting.cases:
+        steps[spelling] = _exchange(spelling, count, made, setting.computing)
     channel.close()
     communication.stop()
     return {"latency": found.latency, "bandwidth": found.bandwidth, "codec": codec, "found": steps}

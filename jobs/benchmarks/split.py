@@ -54,8 +54,11 @@ def compare(options: argparse.Namespace) -> int:
 
     def measure(case: harness.Row) -> harness.Row:
         steps = min(options.steps, _FEW.get(case["way"], options.steps))
-        given = {"options": [*WAYS[case["way"]], "--steps", str(steps), "--batch", str(options.batch)], "steps": steps}
-        return harness.launch(__file__, given, options.hosts, options.bandwidth).ranks[0]
+        setting = {
+            "options": [*WAYS[case["way"]], "--steps", str(steps), "--batch", str(options.batch)],
+            "steps": steps,
+        }
+        return harness.launch(__file__, setting, options.hosts, options.bandwidth).ranks[0]
 
     shared = {"hosts": options.hosts, "bandwidth": options.bandwidth, "batch": options.batch}
     harness.run_cases(options.json, [{"way": way} for way in options.ways], measure, COLUMNS, shared)
@@ -78,15 +81,15 @@ COLUMNS = [
 ]
 
 
-def train(given: argparse.Namespace) -> harness.Row:
+def train(setting: argparse.Namespace) -> harness.Row:
     """Train one way, and return the figures of this rank."""
     import hvdx
 
-    args = hybrid.arguments(given.options)
+    args = hybrid.arguments(setting.options)
     hvdx.init(split=args.split)
-    counter = _Counter(given.steps)
+    counter = _Counter(setting.steps)
     model, figures = hybrid.train(args, *hybrid.images(args), [harness.callback(counter)])
-    link, payload = ((b - a) / (given.steps - _OPENING) for a, b in zip(*counter.read, strict=True))
+    link, payload = ((b - a) / (setting.steps - _OPENING) for a, b in zip(*counter.read, strict=True))
     return figures | {"formula": predicted(model, args), "link": link, "payload": payload}
 
 

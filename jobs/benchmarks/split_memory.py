@@ -31,8 +31,8 @@ def compare(options: argparse.Namespace) -> int:
     shared = {"width": options.width, "batch": options.batch}
 
     def measure(case: harness.Row) -> harness.Row:
-        given = case | shared | {"steps": options.steps}
-        found = harness.launch(__file__, given, case["ranks"]).ranks
+        setting = case | shared | {"steps": options.steps}
+        found = harness.launch(__file__, setting, case["ranks"]).ranks
         return {key: max(figures[key] for figures in found) for key in found[0]}
 
     def memory(key: str) -> harness.Column:
@@ -43,7 +43,7 @@ def compare(options: argparse.Namespace) -> int:
     return 0
 
 
-def train(given: argparse.Namespace) -> harness.Row:
+def train(setting: argparse.Namespace) -> harness.Row:
     """Train the layer, and return the memory of this rank; the largest of the ranks is reported."""
     import keras
     import numpy as np
@@ -51,15 +51,15 @@ def train(given: argparse.Namespace) -> harness.Row:
     import hvdx
     from hvdx.keras.layers import SplitDense
 
-    hvdx.init(split=given.ranks)
+    hvdx.init(split=setting.ranks)
     before = harness.memory("VmRSS")
     keras.utils.set_random_seed(0)
-    layer = SplitDense(given.width, draw="shard")
-    model = keras.Sequential([keras.Input((given.width,)), layer])
+    layer = SplitDense(setting.width, draw="shard")
+    model = keras.Sequential([keras.Input((setting.width,)), layer])
     model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse")
-    x = np.random.default_rng(hvdx.rank()).normal(size=(given.batch, given.width)).astype(np.float32)
+    x = np.random.default_rng(hvdx.rank()).normal(size=(setting.batch, setting.width)).astype(np.float32)
     distribute = hvdx.keras.Distribute(check_every=None)
-    model.fit(x, x, batch_size=given.batch, epochs=given.steps, shuffle=False, verbose=0, callbacks=[distribute])
+    model.fit(x, x, batch_size=setting.batch, epochs=setting.steps, shuffle=False, verbose=0, callbacks=[distribute])
     held = sum(4 * int(np.prod(v.shape)) for v in [*model.weights, *model.optimizer.variables])
     return {"counted": held} | {
         name: harness.memory(which) - before for name, which in (("resident", "VmRSS"), ("peak", "VmHWM"))

@@ -204,19 +204,19 @@ def show(rows: list[harness.Row], options: argparse.Namespace) -> None:
 # -- one rank ---------------------------------------------------------------------------------------------------------
 
 
-def train(given: argparse.Namespace) -> harness.Row:
+def train(setting: argparse.Namespace) -> harness.Row:
     """Train, and return the figures of this worker."""
     import hvdx
 
-    alone = given.spelling == "alone"
-    hvdx.init(strategy=None if alone else given.spelling)
-    model, batches, _, data = harness.mlp(given)
+    alone = setting.spelling == "alone"
+    hvdx.init(strategy=None if alone else setting.spelling)
+    model, batches, _, data = harness.mlp(setting)
     slow = hvdx.rank() == hvdx.size() - 1
-    watch = _Watch(model, given.pause / 1e3 + (given.delay if slow else 0.0), hvdx.rank() == 0)
+    watch = _Watch(model, setting.pause / 1e3 + (setting.delay if slow else 0.0), hvdx.rank() == 0)
     distribute = None if alone else hvdx.keras.Distribute()
     model.fit(
         batches.repeat(),
-        steps_per_epoch=given.steps,
+        steps_per_epoch=setting.steps,
         shuffle=False,
         verbose=0,
         callbacks=[harness.callback(watch)] if distribute is None else [distribute, harness.callback(watch)],
@@ -227,7 +227,7 @@ def train(given: argparse.Namespace) -> harness.Row:
     curve: list[tuple[float, float]] = []
     for i, (seconds, weights) in enumerate(watch.stored):
         # After the target is reached, only the final weights are evaluated.
-        if i < len(watch.stored) - 1 and any(accuracy >= given.target for _, accuracy in curve):
+        if i < len(watch.stored) - 1 and any(accuracy >= setting.target for _, accuracy in curve):
             continue
         model.set_weights(weights)
         curve.append((seconds, 100 * model.evaluate(data.test_x, data.test_y, 2000, verbose=0)[1]))

@@ -28,13 +28,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def compare(options: argparse.Namespace) -> int:
     """Time the all-reduce with both settings, and print a table."""
-    given = {"elements": round(options.megabytes * 1e6 / 4)}
+    setting = {"elements": round(options.megabytes * 1e6 / 4)}
 
     def measure(case: harness.Row) -> harness.Row:
         hosts = case["hosts"]
         ideal = 2 * (hosts - 1) / hosts * 8e6 * options.megabytes / harness.bits(options.bandwidth)
         ours, theirs = (
-            harness.launch(__file__, given, hosts, options.bandwidth, env=env).ranks[0]["seconds"]
+            harness.launch(__file__, setting, hosts, options.bandwidth, env=env).ranks[0]["seconds"]
             for env in (None, {"OMPI_MCA_btl_tcp_flags": _DEFAULT})
         )
         return {"ideal": ideal, "hvdx": ours, "default": theirs, "ratio": ours / theirs}
@@ -47,11 +47,11 @@ def compare(options: argparse.Namespace) -> int:
     return 0
 
 
-def reduce(given: argparse.Namespace) -> harness.Row:
+def reduce(setting: argparse.Namespace) -> harness.Row:
     """Time the all-reduce; the fastest of five counts."""
     from hvdx.comm import mpi
 
-    return {"seconds": mpi.all_reduce_seconds(given.elements, times=5)}
+    return {"seconds": mpi.all_reduce_seconds(setting.elements, times=5)}
 
 
 if __name__ == "__main__":

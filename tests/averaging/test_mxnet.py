@@ -41,14 +41,14 @@ net = nn.HybridSequential()
 net.add(nn.Conv2D(4, 3, in_channels=3), nn.BatchNorm(in_channels=4), nn.Dense(300, in_units=700))
 net.load_parameters(f"{sys.argv[1]}/mean.params")
 for name in ("", "list"):
-    given = [mx.nd.load(f"{sys.argv[1]}/{name}{seed}.params") for seed in range(3)]
+    inputs = [mx.nd.load(f"{sys.argv[1]}/{name}{seed}.params") for seed in range(3)]
     mean = mx.nd.load(f"{sys.argv[1]}/{name}mean.params")
     keys = list(mean) if isinstance(mean, dict) else range(len(mean))
-    assert len(mean) == len(given[0]) and (not isinstance(mean, dict) or list(mean) == list(given[0]))
+    assert len(mean) == len(inputs[0]) and (not isinstance(mean, dict) or list(mean) == list(inputs[0]))
     for key in keys:
-        total = given[0][key].astype("float64") + given[1][key].astype("float64") + given[2][key].astype("float64")
+        total = inputs[0][key].astype("float64") + inputs[1][key].astype("float64") + inputs[2][key].astype("float64")
         expected = (total / 3).astype(mean[key].dtype)
-        assert mean[key].dtype == given[0][key].dtype and mean[key].shape == given[0][key].shape, key
+        assert mean[key].dtype == inputs[0][key].dtype and mean[key].shape == inputs[0][key].shape, key
         assert mean[key].asnumpy().tobytes() == expected.asnumpy().tobytes(), key
         print("equal", key)
 assert np.abs(mx.nd.load(f"{sys.argv[1]}/mean.params")["1.running_mean"].asnumpy()).sum() > 0

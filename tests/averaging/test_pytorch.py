@@ -48,13 +48,13 @@ def expected_mean(torch, tensors):
 
 def assert_mean(torch, inputs, result):
     """Check that every tensor in `result` is the mean that PyTorch computes, bit for bit."""
-    found, given = dict(flat(result)), [dict(flat(i)) for i in inputs]
-    assert list(found) == list(given[0])
+    found, sources = dict(flat(result)), [dict(flat(i)) for i in inputs]
+    assert list(found) == list(sources[0])
     for keys, got in found.items():
-        expected = expected_mean(torch, [g[keys] for g in given])
+        expected = expected_mean(torch, [g[keys] for g in sources])
         assert got.dtype == expected.dtype, keys
         assert got.shape == expected.shape, keys
-        assert got.stride() == given[0][keys].stride(), keys
+        assert got.stride() == sources[0][keys].stride(), keys
         raw = [t.detach().contiguous().flatten().view(torch.uint8) for t in (got, expected)]
         assert raw[0].equal(raw[1]), keys
 
@@ -151,9 +151,9 @@ def test_strides_offsets_and_shared_storages_are_kept(torch, tmp_path):
     assert result["tied"].data_ptr() == result["again"].data_ptr()
     assert result["left"].data_ptr() + 40 == result["right"].data_ptr()
     # Elements that no tensor covers are copied from the first file.
-    given = torch.load(tmp_path / "0.pt")
+    sources = torch.load(tmp_path / "0.pt")
     for name, (shape, stride, offset) in {"part": ((3,), (1,), 0), "columns": ((6, 2), (4, 2), 1)}.items():
-        between = [nest[name].as_strided(shape, stride, offset) for nest in (result, given)]
+        between = [nest[name].as_strided(shape, stride, offset) for nest in (result, sources)]
         assert between[0].equal(between[1])
         assert between[0].abs().sum() > 0
 
@@ -193,9 +193,9 @@ def test_single_tensor_is_averaged(torch, tmp_path):
 def test_archive_has_the_layout_of_torch_save(torch, tmp_path):
     """The result has the same entries in the same order, correct checksums, and entries aligned for mmap."""
     averaged(torch, tmp_path, [{str(i): torch.randn(i + 1) for i in range(12)} for _ in range(2)])
-    with zipfile.ZipFile(tmp_path / "mean.pt") as mean, zipfile.ZipFile(tmp_path / "0.pt") as given:
+    with zipfile.ZipFile(tmp_path / "mean.pt") as mean, zipfile.ZipFile(tmp_path / "0.pt") as sources:
         assert mean.testzip() is None
-        assert mean.namelist() == given.namelist()
+        assert mean.namelist() == sources.namelist()
         opened = PyTorch.open(tmp_path / "mean.pt")
         for info in mean.infolist():
             assert info.compress_type == zipfile.ZIP_STORED

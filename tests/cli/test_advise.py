@@ -99,7 +99,7 @@ def test_advise_says_which_link_it_assumes(advise):
 
 def test_advise_measures_the_link_between_hosts(advise, monkeypatch):
     asked = []
-    monkeypatch.setattr(machine, "probe", lambda *given: asked.append(given) or Link(2e-4, 5e6, 0.8))
+    monkeypatch.setattr(machine, "probe", lambda *arguments: asked.append(arguments) or Link(2e-4, 5e6, 0.8))
     _, text, _, document = advise("--hosts", "a:2,b:2", *STAND_IN, "write", "20", "1000")
     assert asked == [(["a", "b"], 1000)]
     assert [a["workers"] for a in document["links"][0]["answers"]] == [4]
@@ -147,8 +147,8 @@ def test_script_that_hangs_is_killed(advise):
 
 def test_copies_are_single_workers_with_a_share_of_the_cores(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
-    given = {"PATH": "/bin", "OMPI_COMM_WORLD_RANK": "1", "HVDX_STRATEGY": "auto", "HVDX_SEED": "3"}
-    made = script.environment(Path("there"), 2, given)
+    arguments = {"PATH": "/bin", "OMPI_COMM_WORLD_RANK": "1", "HVDX_STRATEGY": "auto", "HVDX_SEED": "3"}
+    made = script.environment(Path("there"), 2, arguments)
     assert made == {
         "PATH": "/bin",
         "HVDX_SEED": "3",

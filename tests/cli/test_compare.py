@@ -53,9 +53,9 @@ def compare(tmp_path, monkeypatch):
     script.write_text(FAKE)
 
     def call(*options, words=(), strategies="all_reduce;threshold", seeds=3):
-        given = ["--strategies", strategies, "--seeds", str(seeds), "--output", str(tmp_path / "out")]
+        grid = ["--strategies", strategies, "--seeds", str(seeds), "--output", str(tmp_path / "out")]
         launcher = ["--launcher", "env FAKE_SIZE={n}"]
-        return main(["compare", *given, *launcher, *options, "--", sys.executable, str(script), *words])
+        return main(["compare", *grid, *launcher, *options, "--", sys.executable, str(script), *words])
 
     call.folder = tmp_path / "out"
     call.script = script

@@ -61,9 +61,9 @@ def test_nan_of_one_rank_reaches_all_ranks():
 
 def test_input_vector_is_unchanged():
     def run(comm):
-        given = vector(comm.rank, 100)
-        comm.channel("a sum").sum_in_order(given)
-        return given
+        addend = vector(comm.rank, 100)
+        comm.channel("a sum").sum_in_order(addend)
+        return addend
 
-    for rank, given in enumerate(on_all(3, run)):
-        np.testing.assert_array_equal(given, vector(rank, 100))
+    for rank, addend in enumerate(on_all(3, run)):
+        np.testing.assert_array_equal(addend, vector(rank, 100))

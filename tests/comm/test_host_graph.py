@@ -117,8 +117,8 @@ def test_graph_runs_collectives_in_program_order():
     assert [v.numpy() for v in variables] == [0, 1, 2, 3, 0, 5, 6]
 
 
-@pytest.mark.parametrize("lent", [True, False])
-def test_variable_does_not_follow_a_lent_array(lent):
+@pytest.mark.parametrize("copy_results", [True, False])
+def test_variable_does_not_follow_a_reused_array(copy_results):
     array = aligned(1000)
 
     def work(value):
@@ -129,14 +129,14 @@ def test_variable_does_not_follow_a_lent_array(lent):
 
     @tf.function
     def step():
-        (result,) = on_host(work, [tf.constant(1.0)], [tf.float32], lent)
+        (result,) = on_host(work, [tf.constant(1.0)], [tf.float32], copy_results)
         variable.assign(tf.ensure_shape(result, [1000]))
 
     tf.config.run_functions_eagerly(False)
     step()
     work(2.0)
     # Without a copy, the variable has the array's memory.
-    assert variable.numpy()[0] == (1.0 if lent else 2.0)
+    assert variable.numpy()[0] == (1.0 if copy_results else 2.0)
 
 
 def test_results_of_a_sum_are_taken_without_a_copy():

@@ -48,6 +48,6 @@ def test_bodies_may_change_after_they_have_left():
     (comm,) = virtual_world(1)
     box, body = comm.mailbox(0), np.ones(3, np.uint8)
     box.send(0, 0, [], body)
-    assert box.left()
+    assert box.all_sent()
     body[:] = 9
     assert box.fetch().body.tolist() == [1, 1, 1]

@@ -47,8 +47,8 @@ def test_array_may_be_empty():
 
 
 FAULTS = {
-    "no memory": ("_make", lambda given: given[0] == 11, "rank 1: cannot create shared memory"),
-    "another container": ("_opened", lambda given: given[2] == 10, "rank 0: cannot open the memory of another rank"),
+    "no memory": ("_make", lambda args: args[0] == 11, "rank 1: cannot create shared memory"),
+    "another container": ("_opened", lambda args: args[2] == 10, "rank 0: cannot open the memory of another rank"),
 }
 
 
@@ -57,10 +57,10 @@ def test_one_rank_without_memory_is_reported_once_and_all_do_without(fault, monk
     name, fails, text = FAULTS[fault]
     right = getattr(shared_memory, name)
 
-    def wrong(*given):
-        if fails(given):
+    def wrong(*args):
+        if fails(args):
             raise OSError("not permitted")
-        return right(*given)
+        return right(*args)
 
     printed = []
     monkeypatch.setattr(shared_memory, name, wrong)
@@ -95,9 +95,9 @@ def test_memory_of_another_job_is_refused():
     file = shared_memory._make(3, 77)
     array = shared_memory._opened(os.getpid(), file, 3, 77)
     assert array.dtype == np.float32
-    for given in ((3, 78), (100, 77)):
+    for args in ((3, 78), (100, 77)):
         with pytest.raises(ValueError, match="another"):
-            shared_memory._opened(os.getpid(), file, *given)
+            shared_memory._opened(os.getpid(), file, *args)
     os.close(file)
     with open(os.devnull) as other, pytest.raises(ValueError, match="another file"):
         shared_memory._opened(os.getpid(), other.fileno(), 3, 77)

@@ -23,7 +23,7 @@ class Slow(Channel):
     def all_reduce(self, vector):
         raise NotImplementedError
 
-    scatter_pieces = gather_pieces = all_to_all = swap = all_reduce
+    scatter_pieces = gather_pieces = all_to_all = all_to_all_rows = all_reduce
 
     def close(self):
         pass

@@ -89,8 +89,8 @@ def ranks(size, rank=0, host=None):
 
 @pytest.fixture
 def environment(monkeypatch):
-    given = ("HVDX_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE", "PBS_JOBID", "LSB_MCPU_HOSTS")
-    for name in (*placement.TENSORFLOW_THREADS, *placement._GPU_VARIABLES, *given):
+    variables = ("HVDX_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE", "PBS_JOBID", "LSB_MCPU_HOSTS")
+    for name in (*placement.TENSORFLOW_THREADS, *placement._GPU_VARIABLES, *variables):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("hvdx.comm.launcher._fair", 3)
 

@@ -392,7 +392,7 @@ def check_wrap_optimizer():
     order = []
 
     def note(name):
-        return lambda _, original, *given: (order.append(name), original(*given))[1]
+        return lambda _, original, *args: (order.append(name), original(*args))[1]
 
     optimizers.wrap_optimizer(
         optimizer, begin=note("begin"), clip=note("clip"), update=note("update"), overwrite=note("overwrite")
@@ -415,9 +415,7 @@ def check_wrap_optimizer():
 def check_wrap_apply():
     seen = []
     model = small()
-    optimizers.wrap_apply(
-        model.optimizer, lambda _, original, *given: (seen.append(len(given[0])), original(*given))[1]
-    )
+    optimizers.wrap_apply(model.optimizer, lambda _, original, *args: (seen.append(len(args[0])), original(*args))[1])
     model.fit(X, Y, verbose=0)
     assert seen == [2]
 
@@ -433,7 +431,7 @@ def check_divert_assignments():
     for kind in (keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.Lion):
         optimizer, variable = built(kind(0.5))
         seen = []
-        undo = optimizers.divert_assignments(optimizer, [variable], lambda *given, seen=seen: seen.append(given[:2]))
+        undo = optimizers.divert_assignments(optimizer, [variable], lambda *args, seen=seen: seen.append(args[:2]))
         optimizer.apply([tf.ones(2)], [variable])
         assert variable.numpy().tolist() == [1.0, 1.0], kind
         assert seen == [("assign_sub", 0)], seen

@@ -44,8 +44,8 @@ def check_encode(arrays, residual, runs, rice=True, layout=LAYOUT, lookahead=0.0
     left = residual.copy()
     expected = reference.encode(arrays, left, runs, rice, layout, lookahead)
     on_device = cuda.to_device(residual)
-    given = [cuda.to_device(a) for a in arrays]
-    got = kernels.encode(given, on_device, runs, rice, layout, lookahead=lookahead, **options)
+    inputs = [cuda.to_device(a) for a in arrays]
+    got = kernels.encode(inputs, on_device, runs, rice, layout, lookahead=lookahead, **options)
     np.testing.assert_array_equal(got.tiles.copy_to_host(), expected.tiles)
     np.testing.assert_array_equal(on_device.copy_to_host().view(np.uint32), left.view(np.uint32))
     np.testing.assert_array_equal(got.sent, expected.sent)
@@ -125,9 +125,9 @@ def test_tensors_of_tensorflow_are_used_in_place():
     for _ in range(5):
         expected = reference.encode([update], left, runs)
         with tf.device("GPU:0"):
-            given = tf.constant(update) * 1.0
+            inputs = tf.constant(update) * 1.0
             out = tf.raw_ops.Empty(shape=[1_000_000], dtype=tf.float32, init=True)
-        got = kernels.encode([given], on_device, runs)
+        got = kernels.encode([inputs], on_device, runs)
         kernels.decode([(got.tiles, runs)], 0.5, out)
         total = np.zeros(1_000_000, np.float32)
         reference.decode([(expected.tiles, runs)], 0.5, [total])

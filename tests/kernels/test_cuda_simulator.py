@@ -252,9 +252,9 @@ class TestSimulator:
         update, residual = make_case(n, 0.1, 13, more=0.1)
         sizes = [n // arrays] * (arrays - 1)
         taus = make_runs(*[(n // runs, 0.5)] * runs)
-        given, left, scratch = [on_device(a) for a in split(update, *sizes)], on_device(residual), kernels.Scratch()
+        handed, left, scratch = [on_device(a) for a in split(update, *sizes)], on_device(residual), kernels.Scratch()
         counted = count_work(monkeypatch)
-        tiles = kernels.encode(given, left, taus, layout=SMALL, lookahead=3.0, scratch=scratch).tiles.copy_to_host()
+        tiles = kernels.encode(handed, left, taus, layout=SMALL, lookahead=3.0, scratch=scratch).tiles.copy_to_host()
         assert (counted["launches"], counted["to host"], counted["to device"]) == (8, 2, 2)
         out = [on_device(a) for a in split(update, *sizes)]
         counted.clear()
@@ -430,18 +430,18 @@ class TestSimulator:
 
         class Array:
             def __init__(self, accepts):
-                self.accepts, self.given = accepts, []
+                self.accepts, self.handed = accepts, []
 
             def __dlpack__(self, *, stream=None):
                 if stream is not None and not self.accepts:
                     raise RuntimeError("no stream")
-                self.given.append(stream)
+                self.handed.append(stream)
 
         for accepts, expected in ((True, [5, None]), (False, [None, None])):
             array = Array(accepts)
             Exporter(array).__dlpack__(stream=5, max_version=(1, 0))
             Exporter(array).__dlpack__(stream=-1)
-            assert array.given == expected
+            assert array.handed == expected
 
 
 def on_device(array):

@@ -41,7 +41,7 @@ def network(make_dense, *, hidden=7, seed=0):
 
 def whole(model):
     """Return the whole weights of a model. Collective."""
-    from hvdx.keras.shards import whole_values
+    from hvdx.keras.weight_parts import whole_values
 
     joined = world.start()
     group = joined.mesh.group if joined.mesh is not None else joined

@@ -136,15 +136,15 @@ def test_the_same_data_on_all_ranks_is_reported(warnings):
     for seed in (0, 1 + hvdx.rank()):
         random = np.random.default_rng(seed)
         mine = x + random.normal(size=x.shape).astype("float32")
-        for given, options in (
+        for batches, options in (
             (mine, {"y": y, "batch_size": 4, "shuffle": True}),
             (_datasets(mine, y).batch(4).repeat(), {"steps_per_epoch": 2}),
             (_Batches(seed), {}),
             (_generator(seed), {"steps_per_epoch": 2}),
         ):
-            _fit(given, **options)
+            _fit(batches, **options)
             said = warnings()
-            assert len(said) == (seed == 0 and hvdx.rank() == 0), (type(given), seed, said)
+            assert len(said) == (seed == 0 and hvdx.rank() == 0), (type(batches), seed, said)
             assert all(f"all {hvdx.size()} ranks train on the same data" in line for line in said)
 
 

@@ -32,8 +32,8 @@ class MeanExchange(HostExchange):
         super().__init__(specs, Telemetry())
         self._channel, self._size = comm.channel("the means"), comm.size
 
-    def combine(self, given):
-        flat = np.concatenate([np.ravel(t) for t in given.tensors])
+    def combine(self, step_input):
+        flat = np.concatenate([np.ravel(t) for t in step_input.tensors])
         self._channel.all_reduce(flat)
         self.telemetry.steps += 1
         return views(flat / np.float32(self._size), self.specs)

@@ -87,9 +87,9 @@ def plain(seed=0):
 def train(model, folder=None, *callbacks, strategy="all_reduce", epochs=2, batches=None, every=1, **options):
     """Fit; return the history."""
     saving = [] if folder is None else [hvd.Checkpoint(folder, every=every)]
-    given = hvdx.shard(models.data(), BATCH) if batches is None else batches
+    batches = hvdx.shard(models.data(), BATCH) if batches is None else batches
     callbacks = [hvd.Distribute(STRATEGIES[strategy]()), *saving, *callbacks]
-    return model.fit(given, epochs=epochs, verbose=0, shuffle=False, callbacks=callbacks, **options).history
+    return model.fit(batches, epochs=epochs, verbose=0, shuffle=False, callbacks=callbacks, **options).history
 
 
 def interrupted(model, folder, at, *callbacks, number=signal.SIGUSR1, **options):
@@ -238,9 +238,9 @@ def test_order_drawn_at_the_start_of_a_pass_is_resumed(folder):
         model = models.compiled(models.network(seed=5), "sgd")
         np.random.seed(seed)
         shape = (tf.TensorSpec((BATCH, models.FEATURES)), tf.TensorSpec((BATCH,), tf.int64))
-        given = tf.data.Dataset.from_generator(batches, output_signature=shape)
-        given = given.apply(tf.data.experimental.assert_cardinality(STEPS))
-        train(model, save, *callbacks, batches=given, epochs=2)
+        dataset = tf.data.Dataset.from_generator(batches, output_signature=shape)
+        dataset = dataset.apply(tf.data.experimental.assert_cardinality(STEPS))
+        train(model, save, *callbacks, batches=dataset, epochs=2)
 
     run(save=None)
     straight, seen[:] = list(seen), []
@@ -341,8 +341,8 @@ def test_signal_after_a_stop_does_not_exit(folder):
 def test_shuffled_validation_share_does_not_hide_the_training_share(folder):
     def run(model, *callbacks, save=folder):
         share = hvdx.shard(models.data(), BATCH).repeat()
-        given = {"steps_per_epoch": STEPS // 2 + 1, "validation_data": hvdx.shard(models.data(), BATCH)}
-        return train(model, save, *callbacks, batches=share, epochs=3, **given)
+        more = {"steps_per_epoch": STEPS // 2 + 1, "validation_data": hvdx.shard(models.data(), BATCH)}
+        return train(model, save, *callbacks, batches=share, epochs=3, **more)
 
     straight = plain()
     run(straight, save=None)

@@ -13,8 +13,8 @@ from hvdx.keras.fit import replicas
 from tests.ranks import models
 
 
-@pytest.mark.parametrize("given", ["keras", "tensorflow", "a list", "registered"])
-def test_broadcast_leaves_local_variables_alone(given, comm):
+@pytest.mark.parametrize("option", ["keras", "tensorflow", "a list", "registered"])
+def test_broadcast_leaves_local_variables_alone(option, comm):
     model = models.compiled(models.network(seed=hvd.rank()), hvd.DistributedOptimizer(keras.optimizers.SGD(0.0)))
     kernel, bias = model.layers[0].trainable_weights
     bias.assign(tf.fill(bias.shape, 7.0 + hvd.rank()))
@@ -23,16 +23,16 @@ def test_broadcast_leaves_local_variables_alone(given, comm):
         "tensorflow": kernel.value,
         "a list": [kernel, bias.value],
         "registered": None,
-    }[given]
+    }[option]
     callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0, local_variables=local)
-    if given == "registered":
+    if option == "registered":
         callback.register_local_var(kernel)
     before = kernel.numpy()
     callback.set_model(model)
     callback.on_train_begin()
     callback.on_train_batch_begin(0)
     np.testing.assert_array_equal(kernel.numpy(), before)
-    differs = [0, 1] if given == "a list" else [0]
+    differs = [0, 1] if option == "a list" else [0]
     assert sorted(replicas.differing(model.weights, comm)) == differs
 
 

@@ -47,9 +47,9 @@ def network(optimizer, *layers, seed=3, dtype=None):
     return model
 
 
-def fit(model, strategy, given=None, epochs=1, batch=BATCH, **options):
+def fit(model, strategy, examples=None, epochs=1, batch=BATCH, **options):
     callback = hvd.Distribute(strategy, **options)
-    x, y = given or data(hvdx.rank())
+    x, y = examples or data(hvdx.rank())
     model.fit(x, y, batch_size=batch, epochs=epochs, verbose=0, shuffle=False, callbacks=[callback])
     return callback
 
@@ -154,8 +154,8 @@ def test_nonlinear_optimizers_and_longer_periods_differ_from_all_reduce(name, pe
 
 def test_schedule_lengthens_the_period():
     model = network(OPTIMIZERS["momentum"]())
-    given = data(hvdx.rank())
-    callback = fit(model, "parameter_averaging:period=1@0/2@3/5@10", given, epochs=2)
+    examples = data(hvdx.rank())
+    callback = fit(model, "parameter_averaging:period=1@0/2@3/5@10", examples, epochs=2)
     if hvdx.size() > 1:
         # Averages after steps 1 2 3, 5 7 9, and at the end of each epoch: 10; then 15 and 20.
         assert callback.counters.telemetry[0].averages == 9

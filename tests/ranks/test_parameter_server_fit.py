@@ -49,8 +49,8 @@ def synchronous(servers="colocated", **options):
 
 
 def asynchronous(name="plain", servers="colocated", **options):
-    given = ASYNCHRONOUS[name] | options
-    return hvdx.ParameterServer(servers, **given | {"aggregate": min(given.get("aggregate", 1), hvdx.size())})
+    chosen = ASYNCHRONOUS[name] | options
+    return hvdx.ParameterServer(servers, **chosen | {"aggregate": min(chosen.get("aggregate", 1), hvdx.size())})
 
 
 def data(steps=STEPS, rank=None):
@@ -82,10 +82,10 @@ class Count(keras.callbacks.Callback):
         self.differing.append(replicas.differing(self.model.weights, world.start()))
 
 
-def fit(model, strategy, given=None, epochs=1, callbacks=(), batch=BATCH, **options):
+def fit(model, strategy, examples=None, epochs=1, callbacks=(), batch=BATCH, **options):
     """Train; return the callback, the history and the counts."""
     callback, count = hvd.Distribute(strategy), next((c for c in callbacks if isinstance(c, Count)), Count())
-    x, y = given if given is not None else data()
+    x, y = examples if examples is not None else data()
     if isinstance(x, np.ndarray):
         options |= {"x": x, "y": y, "batch_size": batch}
     else:
@@ -168,7 +168,7 @@ def test_float64_weights_keep_their_precision():
     np.testing.assert_array_equal(model.get_weights()[0][:, 0], 1 - 3 * 2.0**-40 * COUNTED)
 
 
-def train(model, optimizer, steps, given=None):
+def train(model, optimizer, steps, examples=None):
     """Train in a custom loop."""
 
     @tf.function(autograph=False)
@@ -177,7 +177,7 @@ def train(model, optimizer, steps, given=None):
             loss = model.loss(y, model(x, training=True))
         optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
 
-    x, y = given or data()
+    x, y = examples or data()
     for k in range(steps):
         step(x[k * BATCH : (k + 1) * BATCH], y[k * BATCH : (k + 1) * BATCH])
 
@@ -263,9 +263,9 @@ def test_aggregated_updates_count_as_their_mean():
 @pytest.mark.sizes(2, 4)
 def test_slow_rank_takes_fewer_steps_than_others():
     last = hvdx.size() - 1
-    count, given = Count(0.2 if hvdx.rank() == last else 0.0), data(20)
+    count, examples = Count(0.2 if hvdx.rank() == last else 0.0), data(20)
     model = network(OPTIMIZERS["sgd"]())
-    fit(model, asynchronous(), given, callbacks=[count])
+    fit(model, asynchronous(), examples, callbacks=[count])
     taken = everyone(count.steps[0])
     assert sum(taken) == 20 * hvdx.size()
     if hvdx.size() > 1:
@@ -309,9 +309,9 @@ def test_ranks_with_different_numbers_of_batches_take_all_of_them_together():
     mine = 3 + 2 * hvdx.rank()
     expected = sum(everyone(mine))
     x, y = data(mine)
-    for given in ((x, y), (tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH), None)):
+    for examples in ((x, y), (tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH), None)):
         model = network(OPTIMIZERS["sgd"]())
-        _, _, count = fit(model, asynchronous(), given, epochs=2)
+        _, _, count = fit(model, asynchronous(), examples, epochs=2)
         assert [all_steps(count, epoch) for epoch in range(2)] == [expected] * 2
         assert_identical(model.weights)
 
@@ -708,8 +708,8 @@ def folder(tmp_path):
 
 def saved_fit(model, strategy, folder, epochs, *callbacks, keep=3):
     # Shuffled, in an order that the checkpoint must save.
-    given = hvdx.shard(models.data(), BATCH), None
-    return fit(model, strategy, given, epochs, [hvd.Checkpoint(folder, keep=keep), *callbacks])
+    examples = hvdx.shard(models.data(), BATCH), None
+    return fit(model, strategy, examples, epochs, [hvd.Checkpoint(folder, keep=keep), *callbacks])
 
 
 @pytest.mark.sizes(2, 4)

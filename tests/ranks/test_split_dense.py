@@ -113,9 +113,9 @@ def test_gradients_are_finite_differences_of_the_mean_loss(dims):
             gradients = tape.gradient(mine, [v.value for v in model.trainable_weights])
             joined, compared = world.start(), []
             for variable, gradient in zip(model.trainable_weights, gradients, strict=True):
-                shard = getattr(variable, "_hvdx_shard", None)
-                for holder in range(size if shard is not None else 1):
-                    held = shard is None or holder == mesh.position
+                part = getattr(variable, "_hvdx_part", None)
+                for holder in range(size if part is not None else 1):
+                    held = part is None or holder == mesh.position
                     step = np.zeros(variable.shape)
                     step.flat[min(1, step.size - 1)] = 1e-5
                     sums = []
@@ -126,7 +126,7 @@ def test_gradients_are_finite_differences_of_the_mean_loss(dims):
                         variable.assign(before)
                     expected = (sums[0] - sums[1]) / 2e-5
                     got = gradient.numpy().flat[min(1, step.size - 1)]
-                    if shard is None:
+                    if part is None:
                         # The strategy averages the gradients of shared weights.
                         got = float(joined.all_reduce_sum(np.array([got]), "gradient")[0]) / size
                     if held:

@@ -19,7 +19,7 @@ from hvdx.keras.layers import (
     SplitSparseCategoricalAccuracy,
     SplitSparseCategoricalCrossentropy,
 )
-from hvdx.keras.shards import shard_of
+from hvdx.keras.weight_parts import part_of
 from tests.ranks.split import assert_close, split, splits, whole
 
 # Rows of the table, not a multiple of the ranks; ids of a sample; classes.
@@ -146,13 +146,13 @@ def test_gradients_are_finite_differences_of_the_mean_loss():
             # Compared at the end, because the ranks perturb weights in turn.
             found, expected = [], []
             for variable, gradient in zip(model.trainable_weights, gradients, strict=True):
-                shard, got = shard_of(variable), tf.convert_to_tensor(gradient).numpy().flat[1]
-                if shard is None:
+                part, got = part_of(variable), tf.convert_to_tensor(gradient).numpy().flat[1]
+                if part is None:
                     # The strategy averages the gradients of shared weights.
                     got = float(joined.all_reduce_sum(np.array([got]), "gradient")[0]) / size
-                for holder in range(size if shard is not None else 1):
+                for holder in range(size if part is not None else 1):
                     step = np.zeros(variable.shape)
-                    step.flat[1] = 1e-5 if shard is None or holder == mesh.position else 0
+                    step.flat[1] = 1e-5 if part is None or holder == mesh.position else 0
                     sums, before = [], variable.numpy()
                     for sign in (1, -1):
                         variable.assign(before + sign * step)
@@ -235,6 +235,6 @@ def test_whole_weights_are_cut_when_they_are_loaded(tmp_path):
         model = split_network()[0]
         model.layers[0].embeddings.assign(tf.zeros_like(model.layers[0].embeddings))
         model.load_weights(path)
-        expected = shard_of(model.layers[0].embeddings).cut(table)
+        expected = part_of(model.layers[0].embeddings).cut(table)
         np.testing.assert_array_equal(model.layers[0].embeddings.numpy(), expected)
         assert len(expected) == 5 + mesh.position

@@ -45,11 +45,11 @@ def test_loss_and_gradient_are_those_of_whole_logits(case):
     expected, gradients = [], []
     for logits, labels, weights in batches:
         with tf.GradientTape() as tape:
-            given = tf.constant(logits)
-            tape.watch(given)
-            value = tf.reduce_sum(plain(labels, given, weights))
+            scores = tf.constant(logits)
+            tape.watch(scores)
+            value = tf.reduce_sum(plain(labels, scores, weights))
         expected.append(value.numpy())
-        gradients.append(tape.gradient(value, given).numpy())
+        gradients.append(tape.gradient(value, scores).numpy())
     with split(size):
         mine = slice(rank * CLASSES // size, (rank + 1) * CLASSES // size)
         columns = tf.constant(np.concatenate([logits for logits, *_ in batches])[..., mine])

@@ -22,7 +22,7 @@ from hvdx.keras import checkpoint
 from hvdx.keras.checkpoint import files
 from hvdx.keras.checkpoint.folder import of_rank
 from hvdx.keras.layers import SplitDense
-from hvdx.keras.shards import mark_state, shard_of, whole_values
+from hvdx.keras.weight_parts import mark_state, part_of, whole_values
 from tests.ranks import models
 from tests.ranks.checkpoints import rewrite
 from tests.ranks.split import assert_close, network, split, whole
@@ -131,7 +131,7 @@ def test_rank_local_state_of_other_parts_becomes_the_mean_of_its_holders(folder,
     with split(2) as mesh:
         model = compiled(accumulating)
         train(model, 1, hvd.Checkpoint(folder), strategy=hvdx.Threshold(target_density=0.05))
-        state = [(shard_of(v), v.numpy()) for v in (*model.weights, *model.optimizer.variables)]
+        state = [(part_of(v), v.numpy()) for v in (*model.weights, *model.optimizer.variables)]
         held = everyone(state)
         groups = mesh.groups
     expected = []

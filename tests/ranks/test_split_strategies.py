@@ -14,7 +14,7 @@ from hvdx.keras import Distribute
 from hvdx.keras.adapters.optimizer import attach, detach
 from hvdx.keras.fit import replicas
 from hvdx.keras.layers import SplitDense
-from hvdx.keras.shards import by_ranks, shard_of
+from hvdx.keras.weight_parts import by_ranks, part_of
 from tests.ranks import models
 from tests.ranks.split import assert_close, network, split, splits, whole
 
@@ -186,14 +186,14 @@ def test_ranks_of_a_group_count_alike_in_an_average_of_parts(spoiled):
     with split(2) as mesh, attached(optimizer, hvdx.ParameterAveraging(1, weighted=True, engine="mpi")) as found:
         adapter, variables = found
         for variable in variables:
-            variable.assign(np.full(variable.shape, mesh.index if shard_of(variable) is not None else rank, "float32"))
+            variable.assign(np.full(variable.shape, mesh.index if part_of(variable) is not None else rank, "float32"))
         if spoiled and rank == 1:
             variables[0].assign(np.full(variables[0].shape, np.nan, "float32"))
         adapter.count_samples(counts[rank])
         optimizer.apply([tf.zeros(v.shape) for v in variables], variables)
         for variable in variables:
             expected = (4 * 2 + 9 * 3) / 13 if spoiled else np.dot(counts, range(4)) / 16
-            if shard_of(variable) is not None:
+            if part_of(variable) is not None:
                 expected = 1 if spoiled else 13 / 16
             np.testing.assert_allclose(variable.numpy(), expected, rtol=1e-6)
 

@@ -60,9 +60,9 @@ def network(optimizer, **layer):
     return model
 
 
-def fit(model, strategy, epochs=2, batch=8, callbacks=(), given=None, **options):
+def fit(model, strategy, epochs=2, batch=8, callbacks=(), examples=None, **options):
     callback = hvd.Distribute(strategy, **options)
-    x, y = given or data()
+    x, y = examples or data()
     history = model.fit(x, y, batch_size=batch, epochs=epochs, verbose=0, callbacks=[callback, *callbacks])
     return callback, history.history
 
@@ -139,7 +139,7 @@ def test_hosts_add_up_their_updates(monkeypatch):
     """Two ranks to a host, over MPI, in shared memory and without; the hosts are names."""
     monkeypatch.setattr(world.start(), "hosts", [f"host {rank // 2}" for rank in range(hvdx.size())])
     opened, weights = [], []
-    monkeypatch.setattr(hosts, "open_sums", lambda *given: opened.append(open_sums(*given)) or opened[-1])
+    monkeypatch.setattr(hosts, "open_sums", lambda *examples: opened.append(open_sums(*examples)) or opened[-1])
     for _ in range(2):
         keras.utils.set_random_seed(hvdx.rank())
         model = network(keras.optimizers.Adam(0.01))
@@ -193,7 +193,7 @@ def test_embeddings_travel_as_updates():
                               keras.layers.Dense(1)])  # fmt: skip
     model.compile(keras.optimizers.SGD(0.1), "mse")
     x = np.random.default_rng(hvdx.rank()).integers(20, size=(32, 3))
-    fit(model, "threshold:target_density=0.2,exchange=sharded", given=(x, np.ones((32, 1), np.float32)))
+    fit(model, "threshold:target_density=0.2,exchange=sharded", examples=(x, np.ones((32, 1), np.float32)))
     assert_identical(model.weights)
 
 
@@ -236,7 +236,7 @@ def test_weights_without_dimensions_and_constraints_that_hold_after_a_flush(stra
     model = keras.Sequential([keras.Input((6,)), Scaled(), keras.layers.Dense(1, kernel_constraint="NonNeg")])
     model.compile(keras.optimizers.SGD(0.5, momentum=0.9), "mse")
     x, y = data()
-    fit(model, strategy, given=(x, -y))
+    fit(model, strategy, examples=(x, -y))
     assert_identical(model.weights)
     assert all(w.numpy().min() >= 0 for w in model.layers[1].weights[:1])
 
@@ -360,7 +360,7 @@ def train_at_different_paces(optimizer):
     last = hvdx.rank() == hvdx.size() - 1
     model, pace = network(optimizer), Pace(0.03 if last else 0.003)
     strategy = "threshold:target_density=0.1,max_staleness=inf"
-    callback, history = fit(model, strategy, epochs=2, callbacks=[pace], given=data(8 * 10))
+    callback, history = fit(model, strategy, epochs=2, callbacks=[pace], examples=data(8 * 10))
     assert pace.differing == [{}, {}]
     assert_identical(model.weights)
     assert history["loss"][-1] < history["loss"][0]
@@ -403,7 +403,7 @@ def test_nobody_waits_for_the_first_step_of_rank_0():
     model.compile(keras.optimizers.SGD(0.05), keras.losses.BinaryCrossentropy(from_logits=True))
     delay = keras.callbacks.LambdaCallback(on_epoch_begin=lambda *_: setattr(slow, "due", hvdx.rank() == 0))
     strategy = "threshold:target_density=0.1,max_staleness=inf"
-    fit(model, strategy, epochs=2, callbacks=[pace, delay], given=data(8 * 10))
+    fit(model, strategy, epochs=2, callbacks=[pace, delay], examples=data(8 * 10))
     assert pace.differing == [{}, {}]
     everyone = world.start().all_gather_object(pace.steps, "test")
     assert [sum(steps) for steps in zip(*everyone, strict=True)] == [20, 20]

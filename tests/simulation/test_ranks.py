@@ -96,13 +96,13 @@ def test_parts_across_hosts_share_the_links():
 def test_all_reduce_of_the_graph_takes_the_predicted_time():
     def work(comm):
         comm.start()
-        given = [np.full(1_000_000, comm.rank + 1.0, np.float32), np.array([0.1], np.float32)]
-        mean, narrow = comm.all_reduce(given, Reduction(), "a test")
+        tensors = [np.full(1_000_000, comm.rank + 1.0, np.float32), np.array([0.1], np.float32)]
+        mean, narrow = comm.all_reduce(tensors, Reduction(), "a test")
         assert mean[0] == 1.5
         seconds, counts = comm.clock.now(), (comm.traffic.sent, comm.traffic.received)
-        (narrow,) = comm.all_reduce([given[1]], Reduction(average=False, wire="fp16"), "narrow")
+        (narrow,) = comm.all_reduce([tensors[1]], Reduction(average=False, wire="fp16"), "narrow")
         assert narrow[0] == np.float32(np.float16(2 * np.float32(np.float16(0.1))))
-        (rounded,) = comm.all_reduce([given[1]], Reduction(wire="bf16"), "rounded")
+        (rounded,) = comm.all_reduce([tensors[1]], Reduction(wire="bf16"), "rounded")
         assert rounded[0] == np.float32(0.10009765625)
         return seconds, counts
 
@@ -139,7 +139,7 @@ def test_collectives_carry_the_data_of_all_ranks():
     def work(comm):
         channel, rank = comm.channel("a test"), comm.rank
         numbers = 10 * rank + np.arange(3)[:, None]
-        assert channel.swap(numbers).tolist() == [[rank], [10 + rank], [20 + rank]]
+        assert channel.all_to_all_rows(numbers).tolist() == [[rank], [10 + rank], [20 + rank]]
         parts = [np.full(rank + 1, to, np.uint8) for to in range(3)]
         assert [p.tolist() for p in channel.all_to_all(parts, [1, 2, 3])] == [[rank] * n for n in (1, 2, 3)]
         vector, bounds = np.arange(5, dtype=np.float32) * (rank + 1), np.array([0, 1, 3, 5])
@@ -169,7 +169,7 @@ def test_ranks_that_repeat_others_send_their_messages():
         seconds = comm.clock.now()
         sums = np.array([1.0 + comm.rank], np.float32)
         channel.all_reduce(sums)
-        numbers = channel.swap(np.full((7, 1), comm.rank))
+        numbers = channel.all_to_all_rows(np.full((7, 1), comm.rank))
         gathered = np.zeros(7, np.float32)
         channel.gather_pieces(sums, np.arange(8), gathered)
         return got, seconds, sums, numbers[:, 0].tolist(), gathered.tolist(), comm.traffic.received
@@ -190,7 +190,7 @@ def test_parts_of_ranks_that_repeat_others_are_different():
         channel = comm.channel("a test")
         comm.start()
         parts = [np.full(3 + to, 10 * comm.rank + to, np.uint8) for to in range(7)]
-        sizes = channel.swap(np.array([[part.size] for part in parts]))[:, 0].tolist()
+        sizes = channel.all_to_all_rows(np.array([[part.size] for part in parts]))[:, 0].tolist()
         got = channel.all_to_all(parts, sizes)
         assert [part.size for part in got] == sizes
         return [int(part[0]) for part in got], sum(sizes) - sizes[comm.rank], comm.traffic.received

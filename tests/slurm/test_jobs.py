@@ -41,9 +41,9 @@ def steps(folder):
 def job(folder, *options, seconds=0.0, target=None, program=sys.executable):
     """Write the script of a training, and return its path."""
     path = folder / "train.sh"
-    given = ["--nodes", "2", "--tasks-per-node", "1", "--cpus-per-task", "1", "--output", str(folder / "out-%a.txt")]
+    cluster = ["--nodes", "2", "--tasks-per-node", "1", "--cpus-per-task", "1", "--output", str(folder / "out-%a.txt")]
     command = [program, SCRIPT, str(folder) if target is None else target, str(EPOCHS), str(seconds)]
-    words = ["job", "slurm", *given, "--env-setup", QUIET, *options, "-o", str(path), "--", *command]
+    words = ["job", "slurm", *cluster, "--env-setup", QUIET, *options, "-o", str(path), "--", *command]
     assert main(words) == 0, shlex.join(words)
     return path
 

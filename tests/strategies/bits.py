@@ -117,8 +117,8 @@ def in_common_steps(strategy, sample=False, split=0):
                 first = stated(exchange)
                 exchange = opened(comm, specs)
                 exchange.load_state_dict(state)
-            given = sample_of(comm.rank, t) if sample else None
-            digest.add(step_of(exchange, drawn(comm.rank, t), (comm.rank, t) != BAD, given))
+            own_sample = sample_of(comm.rank, t) if sample else None
+            digest.add(step_of(exchange, drawn(comm.rank, t), (comm.rank, t) != BAD, own_sample))
         digest.add(exchange.flush())
         return digest, [first, stated(exchange)]
 
@@ -222,9 +222,9 @@ def _trial(comm):
 
 
 if __name__ == "__main__":
-    from hvdx.strategies.threshold.routes.post import Post
+    from hvdx.strategies.threshold.routes.session_mailbox import SessionMailbox
 
-    Post.start = lambda self, session: None
+    SessionMailbox.start = lambda self, session: None
     rows = {f"{name}, {size} ranks": case() for size in (2, 4) for name, case in cases(size).items()}
     FIXTURE.write_text(
         "{\n"

@@ -69,8 +69,8 @@ def test_least_bad_strategy_and_one_worker_where_no_exchange_is_fast_enough():
 def test_trial_averages(size):
     def run(comm):
         exchange = Auto().open(comm, SPECS)
-        given = [np.full(s.shape, comm.rank + 1.0, np.float32) for s in SPECS]
-        got = [exchange.step(given) for _ in range(3)][-1]
+        tensors = [np.full(s.shape, comm.rank + 1.0, np.float32) for s in SPECS]
+        got = [exchange.step(tensors) for _ in range(3)][-1]
         assert len(exchange.computed) == 2
         assert exchange.network.bandwidth > 0
         return [a.copy() for a in got]

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from hvdx.strategies.threshold.routes.post import Post
+from hvdx.strategies.threshold.routes.session_mailbox import SessionMailbox
 from tests.strategies.bits import FIXTURE, cases
 
 ROWS = json.loads(FIXTURE.read_text())
@@ -17,5 +17,5 @@ ROWS = json.loads(FIXTURE.read_text())
 @pytest.mark.parametrize("name", cases(2))
 def test_fifty_steps_have_the_bits_of_the_fixture(name, size, monkeypatch):
     # Without its thread, a rank takes in messages only when it waits, so that their order is the same in each run.
-    monkeypatch.setattr(Post, "start", lambda self, session: None)
+    monkeypatch.setattr(SessionMailbox, "start", lambda self, session: None)
     assert cases(size)[name]() == ROWS[f"{name}, {size} ranks"]

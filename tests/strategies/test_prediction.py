@@ -65,13 +65,15 @@ def test_fixed_part_above_the_budget_leaves_a_quarter_of_it_for_the_density():
 def test_predicted_kind_of_exchange_does_not_depend_on_the_machine(rate, kind):
     """The ranks of a training choose alike, and measure no codec for it."""
     for codec in (Codec(), Codec(1e-8, 1e-7, 1e-8, 1e-6), Codec(decode_message=1.0), Codec(cut=1.0, join=1.0)):
-        given = change(workers=32, tensors=(100_000,), link=Link(1e-3, rate), machine=Machine(codec=codec))
-        assert kind in Threshold().predict(given).note
+        situation = change(workers=32, tensors=(100_000,), link=Link(1e-3, rate), machine=Machine(codec=codec))
+        assert kind in Threshold().predict(situation).note
 
 
 def test_each_message_and_each_part_takes_time():
-    given = change(machine=dataclasses.replace(PLAIN, codec=Codec(decode_message=1e-3, cut=1e-2, join=2e-2)))
-    gathered, sharded = (Threshold(target_density=0.01, exchange=k).predict(given) for k in ("all_gather", "sharded"))
+    situation = change(machine=dataclasses.replace(PLAIN, codec=Codec(decode_message=1e-3, cut=1e-2, join=2e-2)))
+    gathered, sharded = (
+        Threshold(target_density=0.01, exchange=k).predict(situation) for k in ("all_gather", "sharded")
+    )
     assert gathered.terms["decoding"] == pytest.approx(4e-3)
     # Four parts and a joined message are decoded, and four parts are cut and joined.
     assert sharded.terms["decoding"] == pytest.approx(5e-3 + 8e-2)
@@ -80,8 +82,8 @@ def test_each_message_and_each_part_takes_time():
 
 def test_hosts_send_one_update_for_all_their_workers():
     """Four hosts of two workers: three messages of half of the elements from each worker, two workers to a link."""
-    given = change(workers=8, per_host=2)
-    dense, alone = (Threshold(target_density=0.01, local=local).predict(given) for local in ("auto", "none"))
+    situation = change(workers=8, per_host=2)
+    dense, alone = (Threshold(target_density=0.01, local=local).predict(situation) for local in ("auto", "none"))
     assert dense.terms["transfer"] == pytest.approx(2 * 3 * (11349 / 2 + 32) / 1e6, rel=1e-3)
     assert alone.terms["transfer"] == pytest.approx(2 * 6 * (11349 + 32) / 1e6, rel=1e-3)
     assert dense.terms["encoding"] == pytest.approx(alone.terms["encoding"] / 2, rel=1e-3)

@@ -45,8 +45,8 @@ def test_parse_refuses_wrong_spellings_and_lists_right_ones(text, named):
 
 
 def test_resolve_takes_strategies_names_and_the_environment(monkeypatch):
-    given = hvdx.AllReduce(op="sum")
-    assert resolve(given) is given
+    strategy = hvdx.AllReduce(op="sum")
+    assert resolve(strategy) is strategy
     monkeypatch.delenv("HVDX_STRATEGY", raising=False)
     assert repr(resolve(None)) == "AllReduce()"
     monkeypatch.setenv("HVDX_STRATEGY", "all_reduce:op=sum")

@@ -15,7 +15,7 @@ from hvdx.comm import mesh
 from hvdx.errors import ConfigError
 from hvdx.strategies import AllReduce, Auto, ParameterServer, TensorSpec, Threshold
 from hvdx.strategies.serving.step_client import StepClient
-from hvdx.strategies.split import Share, SplitGraphExchange, open_split
+from hvdx.strategies.split import SplitGraphExchange, Subset, open_split
 from tests.strategies.serving.ranks import all_fine, run
 from tests.strategies.virtual import on_all
 
@@ -131,10 +131,12 @@ def test_values_that_one_exchange_cannot_send_skip_the_step_in_both(capfd):
 
 def test_both_exchanges_share_the_overhead():
     strategy = Threshold(overhead=0.2)
-    shares = on_all(4, lambda comm: [s.exchange.encoder.options.overhead for s in opened(strategy, comm, 2)[0]._shares])
+    shares = on_all(
+        4, lambda comm: [s.exchange.encoder.options.overhead for s in opened(strategy, comm, 2)[0]._subsets]
+    )
     assert shares == [[0.1, 0.1]] * 4
     assert strategy.overhead == 0.2
-    alone = on_all(2, lambda comm: opened(strategy, comm, 2)[0]._shares[0].exchange.encoder.options.overhead)
+    alone = on_all(2, lambda comm: opened(strategy, comm, 2)[0]._subsets[0].exchange.encoder.options.overhead)
     assert alone == [0.2] * 2
 
 
@@ -143,7 +145,7 @@ def test_telemetry_counts_steps_once_and_bytes_of_both_exchanges():
         exchange, specs = opened(Threshold(tau=0.01), comm, 2)
         for step in range(3):
             exchange.step(update(comm, step, specs))
-        total, each = exchange.telemetry, [share.exchange.telemetry for share in exchange._shares]
+        total, each = exchange.telemetry, [subset.exchange.telemetry for subset in exchange._subsets]
         assert (total.steps, total.elements) == (3, sum(s.elements for s in specs))
         assert total.sent == sum(t.sent for t in each) > each[0].sent > 0
         assert total.computing == each[0].computing > 0
@@ -191,7 +193,7 @@ def test_link_is_that_of_whole_weights():
 
     def work(comm):
         automatic, fixed = (opened(Threshold(**options), comm, 2)[0] for options in ({}, {"tau": 0.01}))
-        return automatic.network is automatic._shares[0].exchange.network is not None, fixed.network
+        return automatic.network is automatic._subsets[0].exchange.network is not None, fixed.network
 
     assert on_all(4, work) == [(True, None)] * 4
 
@@ -203,7 +205,7 @@ def test_factor_of_parts_also_applies_to_gathered_rows():
         def step(self, tensors, finite):
             return list(tensors)
 
-    shares = [Share(Same(), [1], False), Share(Same(), [0, 2], True)]
+    shares = [Subset(Same(), [1], False), Subset(Same(), [0, 2], True)]
     exchange = SplitGraphExchange([TensorSpec(str(i), (4, 2), 4) for i in range(3)], shares, 3.0)
     rows = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([3]), tf.constant([4, 2]))
     dense, whole, gathered = exchange.step([tf.ones([4, 2]), tf.ones([4, 2]), rows])
@@ -305,10 +307,10 @@ def test_exchanges_of_peers_have_sessions_of_their_own():
         made = [opened(served("colocated:1"), comm, 2)[0] for _ in range(2)]
         for k, exchange in enumerate(made):
             exchange.begin(ones(exchange.specs, float(10 * k + comm.mesh.position)))
-        sessions = {p.session for e in made for s in e._shares for p in s.exchange._parts}
+        sessions = {p.session for e in made for s in e._subsets for p in s.exchange._shards}
         found = [[np.unique(w).tolist() for w in exchange.flush()] for exchange in made]
         made[0].renew()
-        return sessions, found, made[0]._shares[1].exchange._next_session, comm.mesh.position
+        return sessions, found, made[0]._subsets[1].exchange._next_session, comm.mesh.position
 
     results = all_fine(run(4, work))
     for _, found, _, position in results:
@@ -334,7 +336,7 @@ def test_ranks_of_a_group_are_given_the_same_steps(steps, begun, stop_at):
         client, chance, taken = StepClient(comm, 0, steps, begun), random.Random(comm.rank), 1
         client.begin()
         # Rank 3 is not the first of its group, and asks to stop.
-        while client.another(stop=comm.rank == 3 and taken == stop_at):
+        while client.request_step(stop=comm.rank == 3 and taken == stop_at):
             taken += 1
             if comm.mesh.group.any_true(chance.random() < 0.1):
                 comm.mesh.group.all_gather_object(None, "a pause")

@@ -116,8 +116,8 @@ def environment(record: Path, copies: int, environ: Mapping[str, str] | None = N
         copies: number of copies that share the cores.
         environ: the environment; by default that of this process.
     """
-    given = child_environment() if environ is None else dict(environ)
-    kept = {k: v for k, v in given.items() if not k.startswith(_LAUNCHERS) and k != "HVDX_STRATEGY"}
+    variables = child_environment() if environ is None else dict(environ)
+    kept = {k: v for k, v in variables.items() if not k.startswith(_LAUNCHERS) and k != "HVDX_STRATEGY"}
     if copies > 1:
         threads = str(max(1, len(os.sched_getaffinity(0)) // copies))
         for name in ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"):

@@ -91,46 +91,46 @@ def make_plan(args: argparse.Namespace, site: Mapping[str, Any], words: Sequence
         ConfigError: if a setting is missing or wrong.
     """
     options = {key: value for key, value in vars(args).items() if value is not None}
-    given = {**DEFAULTS, **site, **options}
-    system = given["system"]
-    command = _command(given.get("program", []), system)
+    settings = {**DEFAULTS, **site, **options}
+    system = settings["system"]
+    command = _command(settings.get("program", []), system)
     batch = system in BATCH
-    gpus = _count("--gpus-per-node", given.get("gpus_per_node"), 0) or 0
-    nodes = _count("--nodes", given.get("nodes"), 1) or 1
-    each = _count("--tasks-per-node", given.get("tasks_per_node"), 1) or gpus or 1
-    threads = _count("--threads", given.get("threads"), 1)
-    cores = _count("--cpus-per-task", given.get("cpus_per_task"), 1)
+    gpus = _count("--gpus-per-node", settings.get("gpus_per_node"), 0) or 0
+    nodes = _count("--nodes", settings.get("nodes"), 1) or 1
+    each = _count("--tasks-per-node", settings.get("tasks_per_node"), 1) or gpus or 1
+    threads = _count("--threads", settings.get("threads"), 1)
+    cores = _count("--cpus-per-task", settings.get("cpus_per_task"), 1)
     if "cpus_per_task" not in options:
         # --threads on the command line outranks cpus_per_task in the site file.
         cores = options.get("threads") or cores or threads
-    seconds = parse_time(given.get("time") or "") if batch else 0
-    hosts = None if batch else given.get("hosts")
+    seconds = parse_time(settings.get("time") or "") if batch else 0
+    hosts = None if batch else settings.get("hosts")
     return Plan(
         system=system,
-        name=_name(given.get("name"), command),
+        name=_name(settings.get("name"), command),
         command=tuple(command),
         # It becomes a comment of the script, so it must be one line.
         made_by=" ".join(" ".join(words).split()),
-        launcher=_one_of("--launcher", given.get("launcher", LAUNCHERS[system][0]), LAUNCHERS[system]),
-        mpi=_one_of("--mpi", given["mpi"], VENDORS),
-        mpi_plugin=plain_word("--mpi-plugin", given["mpi_plugin"]),
+        launcher=_one_of("--launcher", settings.get("launcher", LAUNCHERS[system][0]), LAUNCHERS[system]),
+        mpi=_one_of("--mpi", settings["mpi"], VENDORS),
+        mpi_plugin=plain_word("--mpi-plugin", settings["mpi_plugin"]),
         nodes=nodes,
         tasks_per_node=each,
-        tasks=nodes * each if batch else _ranks(given.get("ranks"), hosts, system),
+        tasks=nodes * each if batch else _ranks(settings.get("ranks"), hosts, system),
         gpus_per_node=gpus,
         cpus_per_task=cores,
         threads=threads,
         seconds=seconds,
-        signal=_warning(given["signal"], seconds) if batch else 0,
-        max_restarts=_count("--max-restarts", given["max_restarts"], 0) or 0,
-        account=_word("--account", given.get("account")),
-        queue=_word("--queue", given.get("partition" if system == "slurm" else "queue")),
-        output=_word("--output", given.get("output")),
-        array=_array(given.get("array"), system),
-        strategy=_strategy(given.get("strategy")),
+        signal=_warning(settings["signal"], seconds) if batch else 0,
+        max_restarts=_count("--max-restarts", settings["max_restarts"], 0) or 0,
+        account=_word("--account", settings.get("account")),
+        queue=_word("--queue", settings.get("partition" if system == "slurm" else "queue")),
+        output=_word("--output", settings.get("output")),
+        array=_array(settings.get("array"), system),
+        strategy=_strategy(settings.get("strategy")),
         hosts=hosts,
-        env_setup=tuple(plain_line("--env-setup", line) for line in given.get("env_setup", ())),
-        directives=tuple(plain_line("--directive", line) for line in given.get("directives", ())),
+        env_setup=tuple(plain_line("--env-setup", line) for line in settings.get("env_setup", ())),
+        directives=tuple(plain_line("--directive", line) for line in settings.get("directives", ())),
     )
 
 

@@ -61,13 +61,13 @@ def fill(text: str, values: Mapping[str, Value]) -> str:
 
 def _filled(line: str, values: Mapping[str, Value]) -> list[str]:
     names = Script(line).get_identifiers()
-    given = {name: values[name] for name in names}
-    if any(value is None or value == [] or value == () for value in given.values()):
+    settings = {name: values[name] for name in names}
+    if any(value is None or value == [] or value == () for value in settings.values()):
         return []
-    repeated = next((n for n, v in given.items() if not isinstance(v, str | int)), None)
+    repeated = next((n for n, v in settings.items() if not isinstance(v, str | int)), None)
     if repeated is None:
-        return [Script(line).substitute(given)]
-    return [Script(line).substitute(given | {repeated: item}) for item in given[repeated]]  # type: ignore[union-attr]
+        return [Script(line).substitute(settings)]
+    return [Script(line).substitute(settings | {repeated: item}) for item in settings[repeated]]  # type: ignore[union-attr]
 
 
 def shell_words(words: Sequence[str]) -> str:

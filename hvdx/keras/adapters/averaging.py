@@ -17,7 +17,7 @@ from hvdx.keras.adapters import updates
 from hvdx.keras.adapters.base import Adapter, apply_constraints, describe, refuse_local_skip, scaled
 from hvdx.keras.optimizer_state import accumulated_gradients, innermost, moving_averages, slots
 from hvdx.keras.seams.optimizers import step_counter, trained_variables
-from hvdx.keras.shards import mark_state, shard_of, tensors_of
+from hvdx.keras.weight_parts import mark_state, part_of, tensors_of
 from hvdx.strategies import Strategy, TensorSpec
 from hvdx.strategies.telemetry import AveragingTelemetry, Telemetry
 
@@ -39,9 +39,9 @@ class AveragingAdapter(Adapter):
         averages: int64 variable, number of averages.
     """
 
-    reports = True
+    logs_cost = True
     wraps_apply = True
-    lasts = True
+    reusable_across_fits = True
 
     def __init__(self, strategy: Strategy, comm: GraphComm, optimizer: Any, name: str, gain: float = 1.0):
         super().__init__(name, gain)
@@ -166,7 +166,7 @@ class AveragingAdapter(Adapter):
             # Parts hold the steps of the whole group, so its ranks are left out together, and have the same weight.
             bad, total = tf.unstack(group.sum(tf.stack([tf.cast(tf.logical_not(finite), tf.float32), counts])))
             finite, together = tf.equal(bad, 0.0), total / group.size
-        is_part = [shard_of(v) is not None for v in (*weights, *state)]
+        is_part = [part_of(v) is not None for v in (*weights, *state)]
         means = self._means(tensors, is_part, *(tf.where(finite, weight, 0.0) for weight in (counts, together)))
         with tf.control_dependencies(means):
             self._seconds.assign_add(tf.timestamp() - begin)

@@ -11,7 +11,7 @@ from hvdx.comm.base import Comm
 from hvdx.comm.mesh import mesh_of
 from hvdx.errors import ConfigError
 from hvdx.keras.seams.frames import loss_scale_calls
-from hvdx.keras.shards import shard_of
+from hvdx.keras.weight_parts import part_of
 from hvdx.strategies import Exchange, Strategy, TensorSpec
 from hvdx.strategies.split import open_split
 from hvdx.strategies.telemetry import Telemetry
@@ -40,11 +40,11 @@ class Adapter:
     strategy: Strategy
     comm: Any
     #: True if the logs report `cost` beside the metrics.
-    reports = False
+    logs_cost = False
     #: True if `before_step` and `after_step` enclose the whole of the optimiser's `apply`.
     wraps_apply = False
     #: True if a later fit can attach the adapter again, with the graph that was traced with it.
-    lasts = False
+    reusable_across_fits = False
     exchange: Any = None
     local: Any = None
 
@@ -70,7 +70,7 @@ class Adapter:
         Raises:
             ConfigError, ReplicaError: see `Strategy.open` and `open_split`.
         """
-        is_part = [shard_of(v) is not None for v in variables]
+        is_part = [part_of(v) is not None for v in variables]
         if not any(is_part):
             return self.strategy.open(self.comm, specs, momentum, name=self.name)
         if self.comm.size != world.start().size:

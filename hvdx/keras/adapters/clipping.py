@@ -8,7 +8,7 @@ import tensorflow as tf
 from hvdx import comm as world
 from hvdx.comm.mesh import mesh_of
 from hvdx.keras.adapters.base import values_of, with_values
-from hvdx.keras.shards import shard_of, tensors_of
+from hvdx.keras.weight_parts import part_of, tensors_of
 
 
 def clip(
@@ -22,7 +22,7 @@ def clip(
         variables: variables of the gradients.
         of_keras: Keras' own method, which is used where no gradient is a part or no norm is needed.
     """
-    parts = [i for i, v in enumerate(variables) if shard_of(v) is not None and gradients[i] is not None]
+    parts = [i for i, v in enumerate(variables) if part_of(v) is not None and gradients[i] is not None]
     if not parts or not (optimizer.clipnorm or optimizer.global_clipnorm):
         return of_keras(gradients)
     squares = [None if g is None else _square(g) for g in gradients]

@@ -26,7 +26,7 @@ class GraphAdapter(Adapter):
         local: variables whose gradients stay on their rank.
     """
 
-    lasts = True
+    reusable_across_fits = True
 
     def __init__(self, strategy: Strategy, comm: GraphComm, optimizer: Any, name: str, gain: float = 1.0):
         super().__init__(name, gain)

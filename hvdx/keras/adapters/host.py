@@ -24,7 +24,7 @@ from hvdx.keras.adapters.base import (
 )
 from hvdx.keras.optimizer_state import innermost, slots
 from hvdx.keras.seams.layers import KerasVariable
-from hvdx.keras.shards import shard_of
+from hvdx.keras.weight_parts import part_of
 from hvdx.strategies import HostExchange, StepInput, Strategy
 from hvdx.strategies.telemetry import Telemetry, merged
 
@@ -50,7 +50,7 @@ class HostAdapter(Adapter):
         rank_local: True if each rank's optimiser has a state of its own.
     """
 
-    reports = True
+    logs_cost = True
 
     def __init__(self, strategy: Strategy, comm: Comm, optimizer: Any, name: str, gain: float = 1.0):
         super().__init__(name, gain)
@@ -68,7 +68,7 @@ class HostAdapter(Adapter):
         before = _remembered.get(inner)
         if before is not None and before.strategy == repr(strategy) and before.comm is comm:
             self._open = before.opened
-        if strategy.remembers:
+        if strategy.persists_between_fits:
             _remembered[inner] = _Memory(repr(strategy), comm, self._open)
         # Lists of variables that this adapter has exchanged; other open exchanges are from earlier fits.
         self._used: set[tuple[int, ...]] = set()
@@ -79,9 +79,9 @@ class HostAdapter(Adapter):
         self._last: tuple[HostExchange, list[Any]] | None = None
 
     @property
-    def lasts(self) -> bool:  # type: ignore[override]
+    def reusable_across_fits(self) -> bool:  # type: ignore[override]
         """False if each fit needs a new exchange."""
-        return self.strategy.remembers
+        return self.strategy.persists_between_fits
 
     @property
     def exchange(self) -> HostExchange | None:
@@ -165,7 +165,7 @@ class HostAdapter(Adapter):
         sample: Sequence[Any] = ()
         if self.strategy.second_moments == "mean" and second_moments.divides(optimizer):
             sample = second_moments.sample(optimizer, gradients, variables)
-        combined = self._call(wanted, self._first_bad, variables, lent=False, sample=sample)
+        combined = self._call(wanted, self._first_bad, variables, copy_results=False, sample=sample)
         # The next step of the exchange overwrites the arrays of these tensors.
         wait_for(_add(variables, combined))
 
@@ -187,7 +187,7 @@ class HostAdapter(Adapter):
         variables: Sequence[Any],
         work: Callable[[HostExchange, StepInput], Sequence[npt.ArrayLike]] | None = None,
         dtype: tf.DType = tf.float32,
-        lent: bool = True,
+        copy_results: bool = True,
         sample: Sequence[Any] = (),
     ) -> list[Any]:
         """Call the exchange of some variables from an operation of the graph.
@@ -198,14 +198,14 @@ class HostAdapter(Adapter):
             variables: variables of the exchange.
             work: function of the exchange and the input; by default, `HostExchange.take`.
             dtype: dtype in which the exchange works.
-            lent: see `on_host`. If False, the tensors must be used before the next step.
+            copy_results: see `on_host`. If False, the tensors must be used before the next step.
             sample: see `StepInput`; empty for none.
 
         Returns:
             One tensor per variable.
         """
         # TensorFlow keeps `host` until the process ends. With weak references the adapter can be freed earlier.
-        adapter_ref, variable_refs, given = weakref.ref(self), [weakref.ref(v) for v in variables], len(tensors)
+        adapter_ref, variable_refs, tensor_count = weakref.ref(self), [weakref.ref(v) for v in variables], len(tensors)
 
         def step(
             bad: int, tensors: list[Any], sample: list[np.ndarray], allocate: Callable[[int], Any] | None = None
@@ -222,11 +222,11 @@ class HostAdapter(Adapter):
             return on_gpu(step, tensors, sample, first_bad, variables)
 
         def host(bad: np.ndarray, *arrays: np.ndarray) -> Sequence[npt.ArrayLike]:
-            return step(int(bad), list(arrays[:given]), list(arrays[given:]))
+            return step(int(bad), list(arrays[:tensor_count]), list(arrays[tensor_count:]))
 
         with tf.device("CPU:0"):
             arguments = [tf.cast(first_bad, tf.int32), *(tf.cast(t, dtype) for t in (*tensors, *sample))]
-            results = on_host(host, arguments, [dtype] * len(variables), lent)
+            results = on_host(host, arguments, [dtype] * len(variables), copy_results)
         for result, variable in zip(results, variables, strict=True):
             result.set_shape(variable.shape)
         return results
@@ -234,7 +234,7 @@ class HostAdapter(Adapter):
     def _on_device(self, variables: Sequence[Any]) -> bool:
         """Return True if the exchange of these variables runs on their GPU."""
         # Parts of split layers are exchanged by `SplitHostExchange`, on the host.
-        split = any(shard_of(v) is not None for v in variables)
+        split = any(part_of(v) is not None for v in variables)
         return not split and self.strategy.device_for([describe(v) for v in variables]) != "cpu"
 
     def _opened(self, variables: list[Any]) -> HostExchange:

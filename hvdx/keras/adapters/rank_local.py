@@ -49,8 +49,8 @@ def declared(model: Any) -> tuple[list[Any], list[Any]]:
     return _without_gradient(local), _without_gradient(summed)
 
 
-def _without_gradient(given: list[Any]) -> list[Any]:
-    parts = [[item] if isinstance(item, KerasVariable) else item.non_trainable_weights for item in given]
+def _without_gradient(items: list[Any]) -> list[Any]:
+    parts = [[item] if isinstance(item, KerasVariable) else item.non_trainable_weights for item in items]
     return list({id(v): v for part in parts for v in part}.values())
 
 

@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from hvdx.keras.seams.optimizers import owner_of_update_step, velocity_of
-from hvdx.keras.shards import shard_of
+from hvdx.keras.weight_parts import part_of
 from hvdx.strategies.threshold.noise import SAMPLE
 
 # Optimisers whose update is proportional to the gradients of a rank, divided by the root of the second moment.
@@ -71,7 +71,7 @@ def _counts(gradients: Sequence[Any], variables: Sequence[Any]) -> list[int]:
     counts = [0] * len(sizes)
     # The sizes of parts of split layers differ between the ranks that exchange whole weights.
     for is_part in (False, True):
-        mine = [i for i, v in enumerate(variables) if (shard_of(v) is not None) == is_part]
+        mine = [i for i, v in enumerate(variables) if (part_of(v) is not None) == is_part]
         largest = sorted(mine, key=lambda i: -sizes[i])[:_MOST_VARIABLES]
         total = max(sum(sizes[i] for i in largest), 1)
         for i in largest:

@@ -16,7 +16,7 @@ from hvdx.keras.adapters.host import HostAdapter, any_rank
 from hvdx.keras.optimizer_state import innermost, moving_averages
 from hvdx.keras.seams.layers import KerasVariable
 from hvdx.keras.seams.optimizers import rate_of
-from hvdx.keras.shards import by_ranks, mark_state
+from hvdx.keras.weight_parts import by_ranks, mark_state
 from hvdx.strategies import HostExchange, StepInput, Strategy
 
 
@@ -37,7 +37,7 @@ class WeightsAdapter(HostAdapter):
         ReplicaError: in a step or a flush, if some workers take their first step and others flush without one.
     """
 
-    lasts = False  # its exchange is opened while the step is traced
+    reusable_across_fits = False  # its exchange is opened while the step is traced
 
     def __init__(self, strategy: Strategy, comm: Comm, optimizer: Any, name: str, gain: float = 1.0):
         inner = innermost(optimizer)
@@ -235,17 +235,17 @@ def _make_flag() -> tf.Variable:
         return tf.Variable(False, trainable=False)
 
 
-def _step(exchange: HostExchange, given: StepInput) -> Sequence[npt.ArrayLike]:
+def _step(exchange: HostExchange, step_input: StepInput) -> Sequence[npt.ArrayLike]:
     """Push and pull weights.
 
     Args:
         exchange: exchange of the weights.
-        given: weights before the step, or empty arrays if the exchange is open; then the weights after the step.
+        step_input: weights before the step, or empty arrays if the exchange is open; then the weights after the step.
     """
-    count = len(given.tensors) // 2
+    count = len(step_input.tensors) // 2
     if not exchange.is_open:
-        exchange.begin([np.asarray(t) for t in given.tensors[:count]])
-    return exchange.take(replace(given, tensors=given.tensors[count:]))
+        exchange.begin([np.asarray(t) for t in step_input.tensors[:count]])
+    return exchange.take(replace(step_input, tensors=step_input.tensors[count:]))
 
 
 def _initialized(variables: Sequence[Any]) -> bool:

@@ -19,7 +19,7 @@ from hvdx.keras.fit.noise import generators
 from hvdx.keras.optimizer_state import innermost
 from hvdx.keras.seams.models import common_generator
 from hvdx.keras.seams.optimizers import trained_variables
-from hvdx.keras.shards import shard_of, whole_shape
+from hvdx.keras.weight_parts import part_of, whole_shape
 from hvdx.version import __version__
 
 
@@ -85,9 +85,9 @@ def snapshot(model: Any, comm: Comm, data: Data, within_epoch: bool = False) -> 
         for i, variable in enumerate(variables):
             if id(variable) in own:
                 mine[f"{name}.{i}"] = array_of(variable)
-            elif shard_of(variable) is None and comm.rank == 0:
+            elif part_of(variable) is None and comm.rank == 0:
                 shared[f"{name}.{i}"] = variable
-            elif shard_of(variable) is not None and mesh_of(comm).index == 0:
+            elif part_of(variable) is not None and mesh_of(comm).index == 0:
                 parts[f"{PREFIX}{name}.{i}"] = variable
     return Snapshot(_manifest(model, groups, mine, data, comm), shared, mine, parts)
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from hvdx.comm.mesh import Mesh
 from hvdx.errors import CheckpointError
-from hvdx.keras.shards import Shard, shard_of
+from hvdx.keras.weight_parts import WeightPart, part_of
 
 #: Prefix of the names of parts in the files of the first group.
 PREFIX = "part."
@@ -48,9 +48,9 @@ class Division:
         parts: dict[str, tuple[int, Sequence[int]]] = {}
         for name, variables in lists.items():
             for i, variable in enumerate(variables):
-                shard = shard_of(variable)
-                if shard is not None:
-                    parts[f"{name}.{i}"] = shard.axis, list(shard.bounds)
+                own = part_of(variable)
+                if own is not None:
+                    parts[f"{name}.{i}"] = own.axis, list(own.bounds)
         return cls([list(ranks) for ranks in mesh.groups] if mesh is not None and parts else [], parts)
 
     @classmethod
@@ -80,14 +80,14 @@ class Division:
         return [list(peers) for peers in zip(*self.groups, strict=True)]
 
     def assemble(
-        self, name: str, shape: Sequence[int], shard: Shard | None, read: Callable[[int], np.ndarray]
+        self, name: str, shape: Sequence[int], own: WeightPart | None, read: Callable[[int], np.ndarray]
     ) -> np.ndarray:
         """Return the part of a saved variable that a rank restores.
 
         Args:
             name: name of the variable.
             shape: shape of the whole variable.
-            shard: part to return; None for the whole.
+            own: part to return; None for the whole.
             read: function that returns the saved part at a position, or the whole for a variable that was not split.
 
         Raises:
@@ -96,10 +96,10 @@ class Division:
         if name not in self.parts:
             whole = _with_shape(read(0), shape, name)
             # A view would keep the whole array in memory.
-            return whole if shard is None else np.array(shard.cut(whole))
+            return whole if own is None else np.array(own.cut(whole))
         axis, bounds = self.parts[name]
-        along = shard is not None and shard.axis == axis
-        begin, end = (shard.begin, shard.end) if shard is not None and along else (0, bounds[-1])
+        along = own is not None and own.axis == axis
+        begin, end = (own.begin, own.end) if own is not None and along else (0, bounds[-1])
         pieces = []
         for position, (first, last) in enumerate(itertools.pairwise(bounds)):
             if max(first, begin) < min(last, end):
@@ -107,7 +107,7 @@ class Division:
                 inside = slice(max(begin - first, 0), end - first)
                 pieces.append(np.array(part[(slice(None),) * axis + (inside,)]))
         found = np.concatenate(pieces, axis=axis)
-        return found if shard is None or along else np.array(shard.cut(found))
+        return found if own is None or along else np.array(own.cut(found))
 
 
 def _with_shape(array: np.ndarray, shape: Sequence[int], name: str) -> np.ndarray:

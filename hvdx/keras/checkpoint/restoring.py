@@ -24,7 +24,7 @@ from hvdx.keras.checkpoint.parts import PREFIX, Division
 from hvdx.keras.fit import data, noise, replicas
 from hvdx.keras.joining import join
 from hvdx.keras.seams.models import common_generator
-from hvdx.keras.shards import shard_of, whole_shape
+from hvdx.keras.weight_parts import part_of, whole_shape
 from hvdx.log import Log
 
 _log = Log(__name__)
@@ -214,7 +214,7 @@ class _LoadedCheckpoint:
                 return self._saved.shared()[name]
             return self._saved.rank(self._division.groups[0][position])[f"{PREFIX}{name}"]
 
-        return self._division.assemble(name, whole_shape(variable), shard_of(variable), read)
+        return self._division.assemble(name, whole_shape(variable), part_of(variable), read)
 
     def _compare(self, group: str, saved: Sequence[str], variables: Sequence[Any]) -> None:
         """Compare shapes and dtypes with the manifest; names are not compared, since they differ between processes."""
@@ -275,7 +275,7 @@ class _LoadedCheckpoint:
                 raise CheckpointError(f"{name}: its files are from different checkpoints")
             return np.mean([v.astype(np.float64) for v in values], axis=0).astype(dtype.as_numpy_dtype)
 
-        return self._division.assemble(name, whole_shape(variable), shard_of(variable), read)
+        return self._division.assemble(name, whole_shape(variable), part_of(variable), read)
 
     def _accumulated(self) -> Assignments:
         """Pair the variables of half-accumulated gradients with their saved values."""

@@ -18,7 +18,7 @@ from hvdx.keras.optimizer_state import innermost
 from hvdx.keras.seams.models import layers_of, restore_train_step, use_train_function
 from hvdx.log import Log
 from hvdx.strategies import Strategy, agree_on_strategy
-from hvdx.strategies.telemetry import Telemetry, followed
+from hvdx.strategies.telemetry import Telemetry, concatenated
 
 _log = Log(__name__)
 
@@ -46,9 +46,9 @@ class Attachment(Part):
         self._jit_compile: Any = None
 
     @property
-    def reports(self) -> bool:
+    def logs_cost(self) -> bool:
         """True if the logs show the costs of the exchanges."""
-        return any(adapter.reports for adapter in self.adapters)
+        return any(adapter.logs_cost for adapter in self.adapters)
 
     @property
     def steps(self) -> int | None:
@@ -61,7 +61,7 @@ class Attachment(Part):
         if not self._earlier_costs:
             # Copies, since the exchanges continue to count in the originals.
             return [copy.deepcopy(cost) for cost in now]
-        return [followed(a, b) for a, b in zip(self._earlier_costs, now, strict=True)]
+        return [concatenated(a, b) for a, b in zip(self._earlier_costs, now, strict=True)]
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Attach the optimisers, and make the training function or use the one that an earlier fit kept."""

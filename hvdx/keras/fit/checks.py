@@ -9,7 +9,7 @@ from hvdx.keras.fit import finite, replicas
 from hvdx.keras.fit.attachment import Attachment
 from hvdx.keras.fit.counting import Counting
 from hvdx.keras.fit.part import Part
-from hvdx.keras.shards import by_ranks
+from hvdx.keras.weight_parts import by_ranks
 
 
 class Checks(Part):

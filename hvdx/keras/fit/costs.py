@@ -32,7 +32,7 @@ class Costs(Part):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Add the costs to the logs."""
-        if logs is not None and self._attachment.reports:
+        if logs is not None and self._attachment.logs_cost:
             logs.update(self.so_far().live())
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

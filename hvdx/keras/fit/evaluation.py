@@ -12,7 +12,7 @@ from hvdx.keras.fit.part import Part
 from hvdx.keras.fit.positions import all_gather_at
 from hvdx.keras.seams.frames import epoch_iterator
 from hvdx.keras.seams.iterators import dataset_of, number_of_batches
-from hvdx.keras.shards import has_parts
+from hvdx.keras.weight_parts import has_parts
 
 
 class Evaluation(Part):

@@ -11,7 +11,7 @@ from hvdx.keras.fit.part import Part
 from hvdx.keras.gathering import gather_to
 from hvdx.keras.joining import join
 from hvdx.keras.seams.callbacks import steps_since_saving
-from hvdx.keras.shards import has_parts
+from hvdx.keras.weight_parts import has_parts
 
 # These callbacks load weights on rank 0 alone.
 _REFUSED = ("BackupAndRestore", "OrbaxCheckpoint")

@@ -71,7 +71,7 @@ class Record(Part):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Write the line of an epoch."""
-        costs = self._costs.so_far().full() if self._attachment.reports else {}
+        costs = self._costs.so_far().full() if self._attachment.logs_cost else {}
         self._recording.end_epoch(epoch + 1, logs or {}, costs)
 
     def on_train_end(self, logs: Any = None) -> None:

@@ -13,7 +13,7 @@ from hvdx.errors import ReplicaError
 from hvdx.keras.adapters.optimizer import optimizers_of
 from hvdx.keras.adapters.rank_local import declared
 from hvdx.keras.optimizer_state import accumulated_gradients
-from hvdx.keras.shards import by_ranks, mark_state, shard_of, whole_shape
+from hvdx.keras.weight_parts import by_ranks, mark_state, part_of, whole_shape
 
 # Largest number of differing variables that an error lists.
 _LISTED = 5
@@ -187,7 +187,7 @@ def average_state(model: Any, comm: Comm) -> list[Any]:
     """
     left_out = {id(v) for part in declared(model) for v in part}
     candidates = [v for v in model.non_trainable_weights if id(v) not in left_out]
-    variables = [v for v in candidates if 0 not in v.shape and shard_of(v) is None]
+    variables = [v for v in candidates if 0 not in v.shape and part_of(v) is None]
     found = [variables[i] for i in differing(variables, comm)] if variables else []
     means = [v for v in found if tf.as_dtype(v.dtype).is_floating]
     others = [v for v in found if not tf.as_dtype(v.dtype).is_floating]

@@ -43,9 +43,9 @@ class Declared(Part):
         declare(self.model, self._local, self._summed)
 
 
-def _listed(option: str, given: Any) -> list[Any]:
+def _listed(option: str, value: Any) -> list[Any]:
     expected = f"Distribute: {option}: expected variables or layers of Keras"
-    return listed(given, KerasVariable | keras.layers.Layer, expected, "give a list such as [model.queue]")
+    return listed(value, KerasVariable | keras.layers.Layer, expected, "give a list such as [model.queue]")
 
 
 class State(Part):

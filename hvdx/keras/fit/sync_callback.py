@@ -136,7 +136,7 @@ class SyncCallback(Part):
             self.model.stop_training = False
         over = self._limit is not None and batch + 1 >= self._limit
         client = self._step_client
-        if over or (client is not None and not client.another(any(part.preempted for part in self._others))):
+        if over or (client is not None and not client.request_step(any(part.preempted for part in self._others))):
             self._cut_short = self.model.stop_training = True
             if client is None:
                 py_datasets.end_epoch(epoch_iterator(self))

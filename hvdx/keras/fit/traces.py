@@ -66,7 +66,8 @@ def keep(model: Any, adapters: Sequence[Adapter], strategy: Strategy) -> None:
         strategy: strategy of the fit.
     """
     function = model.train_function
-    kept = function is not None and not isinstance(function, KeptTrace) and all(a.lasts for a in adapters)
+    kept = function is not None and not isinstance(function, KeptTrace)
+    kept = kept and all(a.reusable_across_fits for a in adapters)
     # An optimiser that came in during the fit is in the trace without an adapter.
     kept = kept and len(optimizers_of(model)) == len(adapters)
     use_train_function(model, KeptTrace(model, function, adapters, strategy) if kept else None)

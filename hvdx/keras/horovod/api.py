@@ -83,16 +83,16 @@ def init(
 
 def _seed(seed: int | None) -> int | None:
     """Return the seed of `init` or of HVDX_SEED, checked; None if there is none."""
-    name, given = ("init: seed", seed) if seed is not None else ("HVDX_SEED", os.environ.get("HVDX_SEED", "").strip())
-    if given == "":
+    name, value = ("init: seed", seed) if seed is not None else ("HVDX_SEED", os.environ.get("HVDX_SEED", "").strip())
+    if value == "":
         return None
     try:
-        number = int(given) if isinstance(given, str) else operator.index(given)
+        number = int(value) if isinstance(value, str) else operator.index(value)
     except (TypeError, ValueError):
         number = -1
     if not 0 <= number < 2**32:
         raise ConfigError(
-            f"{name}: expected an integer from 0 to {2**32 - 1}, got {given!r}. Do: give one to all ranks."
+            f"{name}: expected an integer from 0 to {2**32 - 1}, got {value!r}. Do: give one to all ranks."
         )
     return number
 
@@ -173,6 +173,6 @@ def _horovod_constants() -> dict[str, Any]:
 
 def unsupported(function: str, **arguments: Any) -> None:
     """Raise ConfigError if an argument is neither None nor False."""
-    given = [k for k, v in arguments.items() if v is not None and v is not False]
-    if given:
-        raise ConfigError(f"{function}: {', '.join(given)}: not supported by hvdx. Leave it out.")
+    passed = [k for k, v in arguments.items() if v is not None and v is not False]
+    if passed:
+        raise ConfigError(f"{function}: {', '.join(passed)}: not supported by hvdx. Leave it out.")

@@ -88,9 +88,9 @@ def grouped_allreduce(
         average, op, compression, name, process_set: see `allreduce`.
     """
     how = _reduction("grouped_allreduce", average, op, compression)
-    given = [_tensor(value) for value in tensors]
+    inputs = [_tensor(value) for value in tensors]
     comm = comm_of(process_set, "grouped_allreduce")
-    return comm.all_reduce(given, how, name or name_of("grouped_allreduce", *given[:1])) if given else []
+    return comm.all_reduce(inputs, how, name or name_of("grouped_allreduce", *inputs[:1])) if inputs else []
 
 
 def grouped_allgather(tensors: Sequence[Any], name: str | None = None, process_set: Any = None) -> list[Any]:

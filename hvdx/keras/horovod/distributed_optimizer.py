@@ -78,10 +78,10 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         >>> type(DistributedOptimizer(keras.optimizers.SGD(0.1))).__name__
         'SGD'
     """
-    given = _all_reduce(
+    all_reduce = _all_reduce(
         device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op, num_groups, groups
     )
-    chosen = _choose(strategy, given)
+    chosen = _choose(strategy, all_reduce)
     gain = _accumulate(optimizer, backward_passes_per_step, average_aggregated_gradients)
     if keras.config.dtype_policy().name == "mixed_float16":
         optimizer = _loss_scaled(optimizer)
@@ -167,10 +167,10 @@ class DistributedGradientTape:
         scale_local_gradients: bool = True,
         strategy: Strategy | str | None = None,
     ):
-        given = _all_reduce(
+        all_reduce = _all_reduce(
             device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op, num_groups, groups
         )
-        chosen = _choose(strategy, given)
+        chosen = _choose(strategy, all_reduce)
         if not _in_graph(chosen):
             raise ConfigError(
                 f"DistributedGradientTape: expected a strategy that combines gradients in the graph, got {chosen!r}, "
@@ -353,13 +353,13 @@ def _all_reduce(
     )
 
 
-def _choose(strategy: Strategy | str | None, given: AllReduce) -> Strategy:
+def _choose(strategy: Strategy | str | None, all_reduce: AllReduce) -> Strategy:
     """Return the strategy of Horovod's arguments or of `strategy`; if neither is given, see `resolve`."""
-    if repr(given) == "AllReduce()":
+    if repr(all_reduce) == "AllReduce()":
         return resolve(strategy)
     if strategy is not None:
-        raise ConfigError(f"strategy={strategy!r} and {given!r} were both given. Give one.")
-    return given
+        raise ConfigError(f"strategy={strategy!r} and {all_reduce!r} were both given. Give one.")
+    return all_reduce
 
 
 def _groups(num_groups: int, groups: Any) -> int | Sequence[Sequence[int]]:

@@ -2,7 +2,7 @@
 
 Each function is linear in its tensor. The gradient of a linear map is its transpose, so that the gradient of the sum of
 all ranks' losses arrives at each rank: no factor of the number of ranks appears here. `average_gradient` divides the
-gradients of shards once, by the number of batches in the group.
+gradients of parts once, by the number of batches in the group.
 
 The gradients that Horovod registers for its own collectives average or sum inconsistently; none of them is used.
 Source: https://github.com/horovod/horovod/issues/2654
@@ -20,8 +20,8 @@ def _linear(forward: Callable[[Any], Any], backward: Callable[[Any], Any], tenso
     """Apply a linear map whose gradient is another."""
 
     @tf.custom_gradient
-    def apply(given: Any) -> Any:
-        return forward(given), backward
+    def apply(inputs: Any) -> Any:
+        return forward(inputs), backward
 
     return apply(tensor)
 
@@ -35,8 +35,8 @@ def gather_rows(ranks: SplitTensors, rows: Any) -> tuple[Any, Any]:
     """
 
     @tf.custom_gradient
-    def gather(given: Any) -> Any:
-        gathered, counts = ranks.gather_rows(given)
+    def gather(block: Any) -> Any:
+        gathered, counts = ranks.gather_rows(block)
         return (gathered, counts), lambda gradient, _: ranks.sum_rows(gradient, counts)
 
     return gather(rows)
@@ -79,8 +79,8 @@ def rows_of_ids(ranks: SplitTensors, rows: Any, lookup: Lookup) -> Any:
         lookup: ids of this rank, and rows that the group reads from this rank.
     """
 
-    def forward(given: Any) -> Any:
-        received = ranks.send_rows(tf.gather(given, lookup.first), lookup.distinct_asked, lookup.distinct)
+    def forward(block: Any) -> Any:
+        received = ranks.send_rows(tf.gather(block, lookup.first), lookup.distinct_asked, lookup.distinct)
         return tf.gather(received, lookup.place)
 
     def backward(gradient: Any) -> Any:
@@ -107,12 +107,12 @@ def softmax_losses(ranks: SplitTensors, logits: Any, labels: Any, counts: Any, f
     width = tf.shape(logits, tf.int64)[1]
 
     @tf.custom_gradient
-    def losses(given: Any) -> Any:
-        hot = tf.one_hot(labels - first, tf.cast(width, tf.int32), dtype=given.dtype)
+    def losses(scores: Any) -> Any:
+        hot = tf.one_hot(labels - first, tf.cast(width, tf.int32), dtype=scores.dtype)
         # Finite even if all logits of this rank are -infinity.
-        top = tf.maximum(tf.reduce_max(given, axis=1), given.dtype.min)
-        total = tf.reduce_sum(tf.exp(given - top[:, None]), axis=1)
-        target = tf.reduce_sum(tf.where(hot > 0, given, 0), axis=1)
+        top = tf.maximum(tf.reduce_max(scores, axis=1), scores.dtype.min)
+        total = tf.reduce_sum(tf.exp(scores - top[:, None]), axis=1)
+        target = tf.reduce_sum(tf.where(hot > 0, scores, 0), axis=1)
         gathered, _ = ranks.gather_rows(tf.stack([top, total, target], axis=1))
         tops, totals, targets = tf.unstack(tf.reshape(gathered, [ranks.size, -1, 3]), axis=2)
         peak = tf.reduce_max(tops, axis=0)
@@ -122,7 +122,7 @@ def softmax_losses(ranks: SplitTensors, logits: Any, labels: Any, counts: Any, f
 
         def backward(gradient: Any) -> Any:
             of_rows, _ = ranks.gather_rows(gradient[:, None])
-            return (tf.exp(given - log_total[:, None]) - hot) * of_rows
+            return (tf.exp(scores - log_total[:, None]) - hot) * of_rows
 
         return mine, backward
 
@@ -132,7 +132,7 @@ def softmax_losses(ranks: SplitTensors, logits: Any, labels: Any, counts: Any, f
 def average_gradient(weight: Any, batches: int) -> Any:
     """Return a weight unchanged, and divide its gradient.
 
-    Each rank of the group computes a loss of its own batch. The gradient of a shard is the sum over the group's losses;
+    Each rank of the group computes a loss of its own batch. The gradient of a part is the sum over the group's losses;
     without splitting it would be the mean.
 
     Args:

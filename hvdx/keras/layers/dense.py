@@ -12,7 +12,7 @@ from hvdx.keras.layers.group import joined_mesh
 from hvdx.keras.layers.initial import Draw
 from hvdx.keras.layers.split_layer import SplitLayer
 from hvdx.keras.layers.whole import name_as_plain
-from hvdx.keras.shards import Shard, shard_of
+from hvdx.keras.weight_parts import WeightPart, part_of
 
 
 class SplitDense(SplitLayer, keras.layers.Dense):
@@ -74,10 +74,10 @@ class SplitDense(SplitLayer, keras.layers.Dense):
                 "the first gather_output=False, the second input_is_split=True."
             )
         inputs, parts, position = int(input_shape[-1]), mesh.split, mesh.position
-        bias: Shard | None = None
+        bias: WeightPart | None = None
         if self.input_is_split:
             inputs *= parts
-            kernel = Shard((inputs, self.units), 0, bounds_of(inputs, parts), position)
+            kernel = WeightPart((inputs, self.units), 0, bounds_of(inputs, parts), position)
         else:
             self._refuse_fewer(self.units, "units", parts)
             if not self.gather_output and self.units % parts:
@@ -86,17 +86,17 @@ class SplitDense(SplitLayer, keras.layers.Dense):
                     f"{-(-self.units // parts) * parts} units."
                 )
             bounds = bounds_of(self.units, parts)
-            kernel = Shard((inputs, self.units), 1, bounds, position)
-            bias = Shard((self.units,), 0, bounds, position)
+            kernel = WeightPart((inputs, self.units), 1, bounds, position)
+            bias = WeightPart((self.units,), 0, bounds, position)
         self._kernel = self._add_part("kernel", kernel)
         self.bias = self._add_bias(bias) if self.use_bias else None
         self.input_spec = keras.layers.InputSpec(min_ndim=2, axes={-1: int(input_shape[-1])})
         self.built = True
 
-    def _add_bias(self, shard: Shard | None) -> Any:
+    def _add_bias(self, part: WeightPart | None) -> Any:
         """Make this rank's part of the bias, or the whole bias if the outputs are not split."""
-        if shard is not None:
-            return self._add_part("bias", shard)
+        if part is not None:
+            return self._add_part("bias", part)
         return self.add_weight(
             name="bias",
             shape=(self.units,),
@@ -124,9 +124,9 @@ class SplitDense(SplitLayer, keras.layers.Dense):
         if self.gather_output and not self.input_is_split:
             if bias is not None:
                 outputs, bias = tf.add(outputs, bias), None
-            shard = shard_of(self._kernel)
-            assert shard is not None
-            outputs = collectives.columns_to_rows(ranks, outputs, counts, shard.bounds)
+            part = part_of(self._kernel)
+            assert part is not None
+            outputs = collectives.columns_to_rows(ranks, outputs, counts, part.bounds)
         if bias is not None:
             outputs = tf.add(outputs, bias)
         if not self.gather_output:

@@ -12,7 +12,7 @@ from hvdx.keras.layers import collectives
 from hvdx.keras.layers.initial import Draw
 from hvdx.keras.layers.split_layer import SplitLayer
 from hvdx.keras.layers.whole import name_as_plain
-from hvdx.keras.shards import Shard, shard_of
+from hvdx.keras.weight_parts import WeightPart, part_of
 
 
 class SplitEmbedding(SplitLayer, keras.layers.Embedding):
@@ -77,8 +77,8 @@ class SplitEmbedding(SplitLayer, keras.layers.Embedding):
         if weights is not None:
             self.build()
             table = np.asarray(weights[0] if isinstance(weights, list) and len(weights) == 1 else weights)
-            shard = shard_of(self._embeddings)
-            self.set_weights([table if shard is None or table.shape != shard.shape else shard.cut(table)])
+            part = part_of(self._embeddings)
+            self.set_weights([table if part is None or table.shape != part.shape else part.cut(table)])
 
     def build(self, input_shape: Any = None) -> None:
         """Make this rank's part of the table. Not collective."""
@@ -89,8 +89,8 @@ class SplitEmbedding(SplitLayer, keras.layers.Embedding):
             super().build(input_shape)
             return
         self._refuse_fewer(self.input_dim, "rows (input_dim)", mesh.split)
-        shard = Shard((self.input_dim, self.output_dim), 0, bounds_of(self.input_dim, mesh.split), mesh.position)
-        self._embeddings = self._add_part("embeddings", shard)
+        part = WeightPart((self.input_dim, self.output_dim), 0, bounds_of(self.input_dim, mesh.split), mesh.position)
+        self._embeddings = self._add_part("embeddings", part)
         self.built = True
 
     def call(self, inputs: Any) -> Any:
@@ -108,12 +108,12 @@ class SplitEmbedding(SplitLayer, keras.layers.Embedding):
         return self._look_up(tf.convert_to_tensor(inputs))
 
     def _look_up(self, inputs: Any) -> Any:
-        ranks, shard = self._ranks.value, shard_of(self._embeddings)
-        assert shard is not None
+        ranks, part = self._ranks.value, part_of(self._embeddings)
+        assert part is not None
         ids = tf.reshape(tf.cast(inputs, tf.int64), [-1])
         # Keras, too, counts negative ids from the end.
         ids = tf.where(ids < 0, ids + self.input_dim, ids)
-        lookup = ranks.send_ids(ids, shard.bounds, self.name)
+        lookup = ranks.send_ids(ids, part.bounds, self.name)
         # A gather from the variable itself copies only these rows.
         rows = tf.gather(self._embeddings.value, lookup.rows)
         # The gradient is divided here, where it is sparse.

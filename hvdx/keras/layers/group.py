@@ -4,7 +4,7 @@ from typing import Any
 
 from hvdx.comm.mesh import Mesh
 from hvdx.keras.joining import join
-from hvdx.keras.shards import tensors_of
+from hvdx.keras.weight_parts import tensors_of
 
 
 def joined_mesh() -> Mesh | None:

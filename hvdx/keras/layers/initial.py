@@ -1,4 +1,4 @@
-"""Initial values of shards."""
+"""Initial values of parts of weights."""
 
 from typing import Any, Literal
 
@@ -6,19 +6,19 @@ import keras
 import numpy as np
 
 from hvdx.errors import ConfigError
-from hvdx.keras.shards import Shard
+from hvdx.keras.weight_parts import WeightPart
 
 Draw = Literal["whole", "shard"]
 # Initialisers whose values do not depend on the shape, and so need no correction.
 _PER_ELEMENT = ("Constant", "Ones", "RandomNormal", "RandomUniform", "TruncatedNormal", "Zeros")
 
 
-class ShardInitializer(keras.initializers.Initializer):
+class PartInitializer(keras.initializers.Initializer):
     """Initialiser of one part of a weight.
 
     Args:
         initializer: initialiser of the whole weight.
-        shard: the part.
+        part: the part.
         draw: "whole": draw the whole weight and keep this part, so that the weights are those of a layer that is not
             split, with the same seed. "shard": draw this part alone, with the variance of the whole weight, for weights
             that are larger than the memory of a rank.
@@ -28,21 +28,21 @@ class ShardInitializer(keras.initializers.Initializer):
         ConfigError: if `draw` is unknown, or the initialiser cannot draw a part alone.
     """
 
-    def __init__(self, initializer: Any, shard: Shard, draw: Draw, where: str):
+    def __init__(self, initializer: Any, part: WeightPart, draw: Draw, where: str):
         if draw not in ("whole", "shard"):
             raise ConfigError(f"{where}: draw: expected 'whole' or 'shard', got {draw!r}.")
-        self._initializer, self._shard, self._draw = initializer, shard, draw
+        self._initializer, self._part, self._draw = initializer, part, draw
         if draw == "shard":
-            self._initializer = _of_part(initializer, shard, where)
+            self._initializer = _of_part(initializer, part, where)
 
     def __call__(self, shape: Any, dtype: Any = None) -> Any:
         """Return the initial values of the part."""
         if self._draw == "shard":
             return self._initializer(shape, dtype=dtype)
-        return self._shard.cut(self._initializer(self._shard.shape, dtype=dtype))
+        return self._part.cut(self._initializer(self._part.shape, dtype=dtype))
 
 
-def _of_part(initializer: Any, shard: Shard, where: str) -> Any:
+def _of_part(initializer: Any, part: WeightPart, where: str) -> Any:
     """Return an initialiser that draws a part with a seed of its own and the variance of the whole weight."""
     kinds = {cls.__name__ for cls in type(initializer).__mro__}
     scaled = "VarianceScaling" in kinds
@@ -56,10 +56,10 @@ def _of_part(initializer: Any, shard: Shard, where: str) -> Any:
         config["seed"] = initializer.seed
     if isinstance(config.get("seed"), int):
         # Parts with the same seed would hold the same values.
-        config["seed"] = int(np.random.SeedSequence([config["seed"], shard.position]).generate_state(1)[0] >> 1)
+        config["seed"] = int(np.random.SeedSequence([config["seed"], part.position]).generate_state(1)[0] >> 1)
     if scaled:
         general = keras.initializers.VarianceScaling
-        scale = initializer.scale * _fan(shard.part_shape, initializer.mode) / _fan(shard.shape, initializer.mode)
+        scale = initializer.scale * _fan(part.part_shape, initializer.mode) / _fan(part.shape, initializer.mode)
         return general(scale, initializer.mode, initializer.distribution, seed=config["seed"])
     return type(initializer).from_config(config)
 

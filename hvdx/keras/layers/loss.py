@@ -9,7 +9,7 @@ from hvdx.errors import ConfigError
 from hvdx.keras.layers import collectives
 from hvdx.keras.layers.group import joined_mesh
 from hvdx.keras.seams.layers import set_mask, set_metric_function
-from hvdx.keras.shards import tensors_of
+from hvdx.keras.weight_parts import tensors_of
 
 
 @keras.saving.register_keras_serializable("hvdx")

@@ -7,18 +7,18 @@ import tensorflow as tf
 
 from hvdx.comm.split_tensors import SplitTensors
 from hvdx.errors import ConfigError
-from hvdx.keras.shards import Shard
+from hvdx.keras.weight_parts import WeightPart
 
 _SUMS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
 _NORMS = (keras.constraints.MaxNorm, keras.constraints.MinMaxNorm, keras.constraints.UnitNorm)
 
 
-def check_constraint(constraint: Any, shard: Shard, where: str) -> None:
+def check_constraint(constraint: Any, part: WeightPart, where: str) -> None:
     """Refuse a constraint that needs more than this rank's part of a weight.
 
     Args:
         constraint: constraint of Keras, or None.
-        shard: the part.
+        part: the part.
         where: owner of the weight, for the message.
 
     Raises:
@@ -28,9 +28,9 @@ def check_constraint(constraint: Any, shard: Shard, where: str) -> None:
     axes = axes if isinstance(axes, list | tuple) else [axes]
     if constraint is None or isinstance(constraint, keras.constraints.NonNeg):
         return
-    if isinstance(constraint, _NORMS) and shard.axis not in [axis % len(shard.shape) for axis in axes]:
+    if isinstance(constraint, _NORMS) and part.axis not in [axis % len(part.shape) for axis in axes]:
         return
-    each = "element" if len(shard.shape) == 1 else ("row (axis=1)", "column (axis=0)")[shard.axis]
+    each = "element" if len(part.shape) == 1 else ("row (axis=1)", "column (axis=0)")[part.axis]
     raise ConfigError(
         f"{where}: expected a constraint that acts on each {each}, got {type(constraint).__name__}, which needs the "
         "whole weight. Give it the other axis, leave it out, or use a layer of Keras."

@@ -5,10 +5,10 @@ from typing import Any
 from hvdx.comm.mesh import Mesh
 from hvdx.errors import ConfigError
 from hvdx.keras.layers.group import Shared, joined_mesh
-from hvdx.keras.layers.initial import Draw, ShardInitializer
+from hvdx.keras.layers.initial import Draw, PartInitializer
 from hvdx.keras.layers.rules import check_constraint, split_regularizer
 from hvdx.keras.layers.whole import cut_saved, guard_files, refuse_to_save
-from hvdx.keras.shards import Shard, mark, tensors_of
+from hvdx.keras.weight_parts import WeightPart, mark, tensors_of
 
 
 class SplitLayer:
@@ -16,7 +16,7 @@ class SplitLayer:
 
     Attributes:
         plain_class: class of the layer that `hvdx.keras.gather` puts in the place of this one.
-        draw: "whole" or "shard"; see `ShardInitializer`.
+        draw: "whole" or "shard"; see `PartInitializer`.
     """
 
     plain_class: Any
@@ -55,12 +55,12 @@ class SplitLayer:
                 f"Use keras.layers.{self.plain_class.__name__} for small layers, which are not worth splitting."
             )
 
-    def _add_part(self, name: str, shard: Shard) -> Any:
+    def _add_part(self, name: str, part: WeightPart) -> Any:
         """Make this rank's part of a weight.
 
         Args:
             name: name of the weight, and prefix of its initialiser, regulariser and constraint.
-            shard: the part.
+            part: the part.
 
         Raises:
             ConfigError: if one of the three needs the whole weight.
@@ -69,15 +69,15 @@ class SplitLayer:
             getattr(self, f"{name}_{kind}") for kind in ("initializer", "regularizer", "constraint")
         )
         where = f"layer {self.name}: {name}"
-        check_constraint(constraint, shard, where)
+        check_constraint(constraint, part, where)
         variable = self.add_weight(
             name=name,
-            shape=shard.part_shape,
-            initializer=ShardInitializer(initializer, shard, self.draw, where),
+            shape=part.part_shape,
+            initializer=PartInitializer(initializer, part, self.draw, where),
             regularizer=split_regularizer(regularizer, self._ranks.value, where),
             constraint=constraint,
         )
-        mark(variable, shard)
+        mark(variable, part)
         return variable
 
     def save_own_variables(self, store: Any) -> None:
@@ -91,8 +91,8 @@ class SplitLayer:
 
     def load_own_variables(self, store: Any) -> None:
         """Load the weights of the plain layer, and keep this rank's part."""
-        given = store if self._mesh is None else cut_saved(store, self.weights)  # type: ignore[attr-defined]
-        super().load_own_variables(given)  # type: ignore[misc]
+        values = store if self._mesh is None else cut_saved(store, self.weights)  # type: ignore[attr-defined]
+        super().load_own_variables(values)  # type: ignore[misc]
 
     def enable_lora(self, *args: Any, **kwargs: Any) -> None:
         """Refuse LoRA for split weights."""

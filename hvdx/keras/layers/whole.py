@@ -5,7 +5,7 @@ from typing import Any
 
 from hvdx.errors import ConfigError
 from hvdx.keras.seams.layers import change_loaded_state, guard_saving, name_in_files
-from hvdx.keras.shards import has_parts, mark_state, shard_of
+from hvdx.keras.weight_parts import has_parts, mark_state, part_of
 
 _REMEDY = (
     "this rank holds one part of its weights, so it cannot save them alone. Call plain = hvdx.keras.gather(model) on "
@@ -71,11 +71,11 @@ def cut_saved(store: Mapping[str, Any], variables: list[Any]) -> Mapping[str, An
         variables: variables in their order; None is left out.
     """
     present = [v for v in variables if v is not None]
-    if all(shard_of(v) is None for v in present):
+    if all(part_of(v) is None for v in present):
         return store
     found = {key: store[key] for key in store.keys()}  # noqa: SIM118 - a store of Keras has no iterator
     for i, variable in enumerate(present):
-        shard, value = shard_of(variable), found.get(str(i))
-        if shard is not None and value is not None and tuple(value.shape) == shard.shape:
-            found[str(i)] = shard.cut(value)
+        part, value = part_of(variable), found.get(str(i))
+        if part is not None and value is not None and tuple(value.shape) == part.shape:
+            found[str(i)] = part.cut(value)
     return found

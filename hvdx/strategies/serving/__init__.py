@@ -1,1 +1,1 @@
-"""Asynchronous parameter server: servers hold parts of the weights; workers push updates to them and pull weights."""
+"""Asynchronous parameter server: servers hold shards of the weights; workers push updates to them and pull weights."""

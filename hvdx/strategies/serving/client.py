@@ -41,7 +41,7 @@ _LAST_ANSWERS_SECONDS = 1.0
 class Receiver(Protocol):
     """Owner of the arrays that receive the bodies of a session's messages."""
 
-    def place(self, session: int, kind: MessageType, size: int) -> np.ndarray | None:
+    def buffer_for(self, session: int, kind: MessageType, size: int) -> np.ndarray | None:
         """Return the array for a body of `size` bytes; None leaves it to the mailbox."""
 
 
@@ -62,7 +62,7 @@ class ServerClient:
     def __init__(self, comm: Comm):
         self._comm = comm
         self.exchanges: weakref.WeakValueDictionary[int, Receiver] = weakref.WeakValueDictionary()
-        self._box = comm.mailbox(WORKER_BOX, self._place)
+        self._box = comm.mailbox(WORKER_BOX, self._buffer_for)
         self.round, self.series = 0, Series()
         self._servers: set[int] = set()
         # Sessions that another worker has opened, and this worker has not begun.
@@ -162,7 +162,7 @@ class ServerClient:
         answers: dict[int, Message] = {}
         idle, limit, polling, warned = _IdleTimer(self._box), time_limit(), Polling(), False
         while len(answers) < len(servers):
-            while to_send and self._box.leaving() < _WINDOW:
+            while to_send and self._box.pending_sends() < _WINDOW:
                 self._unanswered.add(to_send[0][1][1])
                 self.send(*to_send.popleft())
             message = self._box.fetch()
@@ -174,7 +174,7 @@ class ServerClient:
                 if waited > _WARN_SECONDS and awaited and not warned:
                     warned = True
                     _log.warning(self._report_wait(waited, [], awaited))
-                polling.sleep(self._box.coming, naps=False)
+                polling.sleep(self._box.receiving, naps=False)
                 continue
             polling.found()
             self._note_answer(message)
@@ -224,7 +224,7 @@ class ServerClient:
                 if os.getppid() != launcher:
                     break
             elif waited > limit or not (
-                self._box.coming or (self._unanswered and waited < min(limit, _LAST_ANSWERS_SECONDS))
+                self._box.receiving or (self._unanswered and waited < min(limit, _LAST_ANSWERS_SECONDS))
             ):
                 break
             if waited > _QUIET_SECONDS and not reported and self._handler is not None:
@@ -236,9 +236,9 @@ class ServerClient:
         if self._thread is not None:
             self._thread.join(_QUIET_SECONDS)
 
-    def _place(self, sender: int, header: tuple[int, ...], size: int) -> np.ndarray | None:
+    def _buffer_for(self, sender: int, header: tuple[int, ...], size: int) -> np.ndarray | None:
         exchange = self.exchanges.get(header[1])
-        return exchange.place(header[1], MessageType(header[0]), size) if exchange is not None else None
+        return exchange.buffer_for(header[1], MessageType(header[0]), size) if exchange is not None else None
 
     def _report_wait(self, waited: float, silent: Sequence[int], awaited: dict[int, list[int]]) -> str:
         text = f"rank {self._comm.rank} has been waiting for {waited:.0f} s"
@@ -260,7 +260,7 @@ class _IdleTimer:
     def __init__(self, box: Mailbox):
         self._box, self._seen, self._since = box, (-1, -1), 0.0
         # Time at which a message began to arrive; None if no message is arriving.
-        self._coming: float | None = None
+        self._receiving_since: float | None = None
 
     def seconds(self, accepted: int) -> float:
         """Return the seconds without movement. Call it while no message is there.
@@ -268,14 +268,14 @@ class _IdleTimer:
         Args:
             accepted: number of messages accepted.
         """
-        now, seen = time.monotonic(), (accepted, self._box.leaving())
+        now, seen = time.monotonic(), (accepted, self._box.pending_sends())
         if seen != self._seen:
             self._seen, self._since = seen, now
-        if not self._box.coming:
-            self._coming = None
-        elif self._coming is None:
-            self._coming = now
-        return now - max(self._since, self._coming or 0.0)
+        if not self._box.receiving:
+            self._receiving_since = None
+        elif self._receiving_since is None:
+            self._receiving_since = now
+        return now - max(self._since, self._receiving_since or 0.0)
 
 
 _clients: PerComm[ServerClient] = PerComm(ServerClient)

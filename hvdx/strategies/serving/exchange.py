@@ -20,9 +20,9 @@ from hvdx.strategies.telemetry import ServerTelemetry
 
 #: Bytes of a header on the wire.
 HEADER_BYTES = 88
-# Smallest size in bytes, and largest number, of the parts of a server's share. Each part is a session of its own: while
-# one part is pushed, the answer for the previous part arrives, so that a link is busy in both directions.
-_MIN_PART_BYTES, _MAX_PARTS = 1 << 19, 4
+# Smallest size in bytes of a shard, and largest number of shards of a server. Each shard is a session of its own: while
+# one shard is pushed, the answer for the previous shard arrives, so that a link is busy in both directions.
+_MIN_SHARD_BYTES, _MAX_SHARDS = 1 << 19, 4
 
 
 class Options(Protocol):
@@ -38,12 +38,12 @@ class Options(Protocol):
 
 
 @dataclass
-class _Part:
-    """Part of the flat weights, at one server.
+class _Shard:
+    """Shard of the flat weights, at one server.
 
     Attributes:
         server: rank of the server.
-        begin, end: bounds of the part in the flat weights.
+        begin, end: bounds of the shard in the flat weights.
         session: number of its session; -1 while it is closed.
         version: version of the weights that were pulled last.
         state: state of the codec.
@@ -62,27 +62,27 @@ class _Part:
         return self.end - self.begin
 
     def of(self, flat: np.ndarray) -> np.ndarray:
-        """Return this part of a flat array."""
+        """Return this shard of a flat array."""
         return flat[self.begin : self.end]
 
 
-def parts_of_server(share: int) -> int:
-    """Return the number of parts of a server's share.
+def shards_of_server(size: int) -> int:
+    """Return the number of shards into which the weights at a server are divided.
 
     Args:
-        share: bytes of the weights at the server.
+        size: bytes of the weights at the server.
 
     Example:
-        >>> parts_of_server(1000), parts_of_server(10_000_000)
+        >>> shards_of_server(1000), shards_of_server(10_000_000)
         (1, 4)
     """
-    return max(1, min(_MAX_PARTS, share // _MIN_PART_BYTES))
+    return max(1, min(_MAX_SHARDS, size // _MIN_SHARD_BYTES))
 
 
-def _make_parts(servers: Sequence[int], elements: int, itemsize: int) -> list[_Part]:
-    """Return parts of equal size, the same number for each server. Consecutive parts are at different servers."""
-    times = parts_of_server(elements * itemsize // len(servers))
-    return [_Part(servers[i % len(servers)], *bounds) for i, bounds in enumerate(cut(elements, times * len(servers)))]
+def _make_shards(servers: Sequence[int], elements: int, itemsize: int) -> list[_Shard]:
+    """Return shards of equal size, the same number for each server. Consecutive shards are at different servers."""
+    times = shards_of_server(elements * itemsize // len(servers))
+    return [_Shard(servers[i % len(servers)], *bounds) for i, bounds in enumerate(cut(elements, times * len(servers)))]
 
 
 class ServerExchange(HostExchange):
@@ -111,18 +111,18 @@ class ServerExchange(HostExchange):
         self._codec = make_codec(strategy.codec, kernel_threads(comm.local_size))
         if self._codec is not None:
             prepare_together(self._codec, comm, "ParameterServer")
-        self._parts = _make_parts(strategy.server_ranks(comm), self._n, self._dtype.itemsize)
-        for part in self._parts:
-            part.state = self._codec.init([part.elements]) if self._codec else None
+        self._shards = _make_shards(strategy.server_ranks(comm), self._n, self._dtype.itemsize)
+        for shard in self._shards:
+            shard.state = self._codec.init([shard.elements]) if self._codec else None
         # The weights that were pulled last, and the change that this worker has made since.
         self._weights, self._update = np.zeros(self._n, self._dtype), np.zeros(self._n, self._dtype)
         self._weight_views, self._update_views = views(self._weights, specs), views(self._update, specs)
         # The update in float32, the dtype of codecs.
         self._single = self._update if self._dtype == np.float32 else np.zeros(self._n, np.float32)
         self._client = client_of(self._everyone)
-        if any(part.server == self._rank for part in self._parts):
+        if any(shard.server == self._rank for shard in self._shards):
             self._client.open_server()
-        self._client.register_servers(part.server for part in self._parts)
+        self._client.register_servers(shard.server for shard in self._shards)
         self._next_session = 0
         self.renew()
         self._reason = ""
@@ -137,7 +137,7 @@ class ServerExchange(HostExchange):
     @property
     def is_open(self) -> bool:
         """True if the servers hold weights for this exchange."""
-        return self._parts[0].session >= 0
+        return self._shards[0].session >= 0
 
     def renew(self) -> None:
         self.close()
@@ -154,9 +154,9 @@ class ServerExchange(HostExchange):
         """
         self.close()  # an exception may have left a session open
         first = self._next_session
-        self._next_session += len(self._parts)
-        for session, part in enumerate(self._parts, first):
-            part.session, part.version = session, 0
+        self._next_session += len(self._shards)
+        for session, shard in enumerate(self._shards, first):
+            shard.session, shard.version = session, 0
             self._client.exchanges[session] = self
         for view, weight in zip(self._weight_views, weights, strict=True):
             view[...] = weight
@@ -169,40 +169,40 @@ class ServerExchange(HostExchange):
 
     def _open_sessions(self) -> None:
         messages = []
-        for part in self._parts:
+        for shard in self._shards:
             group, ranks = self._everyone.size // self._comm.size, self._ranks
-            config = self._strategy.config(self._comm.size, part.elements, self._dtype.name, group, ranks)
+            config = self._strategy.config(self._comm.size, shard.elements, self._dtype.name, group, ranks)
             body = np.frombuffer(config.to_json(), np.uint8)
-            self._client.send(part.server, [MessageType.OPEN, part.session], body)
-            messages.append((part.server, [MessageType.LOAD, part.session], part.of(self._weights).view(np.uint8)))
-            self._count_bytes(part, sent=body.size + part.elements * self._dtype.itemsize, received=0)
+            self._client.send(shard.server, [MessageType.OPEN, shard.session], body)
+            messages.append((shard.server, [MessageType.LOAD, shard.session], shard.of(self._weights).view(np.uint8)))
+            self._count_bytes(shard, sent=body.size + shard.elements * self._dtype.itemsize, received=0)
         self._client.call(messages, MessageType.READY)
 
     def close(self) -> None:
         """Close the session, so that the servers delete the weights."""
         if not self.is_open:
             return
-        for part in self._parts:
+        for shard in self._shards:
             if self._comm.rank == 0:
-                self._client.send(part.server, [MessageType.CLOSE, part.session])
-            self._client.exchanges.pop(part.session, None)
-            part.session = -1
+                self._client.send(shard.server, [MessageType.CLOSE, shard.session])
+            self._client.exchanges.pop(shard.session, None)
+            shard.session = -1
 
-    def place(self, session: int, kind: MessageType, size: int) -> np.ndarray | None:
+    def buffer_for(self, session: int, kind: MessageType, size: int) -> np.ndarray | None:
         """Return the array for the body of a server's message: weights are received in place."""
-        for part in self._parts:
-            if part.session == session and kind in (MessageType.WEIGHTS, MessageType.FINAL):
-                target = part.of(self._weights).view(np.uint8)
+        for shard in self._shards:
+            if shard.session == session and kind in (MessageType.WEIGHTS, MessageType.FINAL):
+                target = shard.of(self._weights).view(np.uint8)
                 return target if target.size == size else None
         return None
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def combine(self, given: StepInput) -> list[np.ndarray]:
+    def combine(self, step_input: StepInput) -> list[np.ndarray]:
         """Push the update of a step, and pull the servers' weights. Not collective.
 
         Args:
-            given: this worker's weights after its own step. If they are not finite, the update is not sent.
+            step_input: this worker's weights after its own step. If they are not finite, the update is not sent.
 
         Returns:
             The servers' weights: new arrays of the shapes of the specs.
@@ -212,25 +212,27 @@ class ServerExchange(HostExchange):
             WireError: if a server could not decode the update.
             HvdxError: after `MAX_SKIPPED_STEPS` refused updates in a row.
         """
-        calls = self.push(given)
+        calls = self.push(step_input)
         begin = time.perf_counter()
         answers = self._client.call(calls, MessageType.WEIGHTS)
         return self.pull(answers, time.perf_counter() - begin)
 
-    def push(self, given: StepInput) -> list[Call]:
+    def push(self, step_input: StepInput) -> list[Call]:
         """Return the messages that push the update of a step; see `combine`."""
         begin = time.perf_counter()
-        for update, now, pulled in zip(self._update_views, given.tensors, self._weight_views, strict=True):
+        for update, now, pulled in zip(self._update_views, step_input.tensors, self._weight_views, strict=True):
             np.subtract(now, pulled, out=update)
-        valid = given.finite and is_finite(self._update)
+        valid = step_input.finite and is_finite(self._update)
         if not valid:
-            self._reason = f"it held NaN or infinity{self._locate_nonfinite(given)}"
+            self._reason = f"it held NaN or infinity{self._locate_nonfinite(step_input)}"
         bodies = self._encode() if valid else None
         messages: list[Call] = []
-        for i, part in enumerate(self._parts):
+        for i, shard in enumerate(self._shards):
             body = None if bodies is None else bodies[i]
-            messages.append((part.server, [MessageType.PUSH, part.session, part.version, int(body is not None)], body))
-            self._count_bytes(part, 0 if body is None else body.size)
+            messages.append(
+                (shard.server, [MessageType.PUSH, shard.session, shard.version, int(body is not None)], body)
+            )
+            self._count_bytes(shard, 0 if body is None else body.size)
         self.telemetry.encoding += time.perf_counter() - begin
         return messages
 
@@ -243,8 +245,8 @@ class ServerExchange(HostExchange):
         """
         begin, counts = time.perf_counter(), self.telemetry
         held, all_accepted = 0.0, True
-        for part in self._parts:
-            _, _, part.version, staleness, accepted, waited, *_ = answers[part.session].header
+        for shard in self._shards:
+            _, _, shard.version, staleness, accepted, waited, *_ = answers[shard.session].header
             all_accepted = all_accepted and bool(accepted)
             held = max(held, waited / 1e6)
             if accepted:
@@ -258,34 +260,34 @@ class ServerExchange(HostExchange):
         return result
 
     def _encode(self) -> list[np.ndarray] | None:
-        """Return the encoded update for each part; None if the codec refuses the update."""
+        """Return the encoded update for each shard; None if the codec refuses the update."""
         if self._codec is None:
             self.telemetry.messages += self._update.nbytes
-            return [part.of(self._update).view(np.uint8) for part in self._parts]
+            return [shard.of(self._update).view(np.uint8) for shard in self._shards]
         if self._single is not self._update:
             self._single[:] = self._update
         bodies: list[np.ndarray] = []
-        for part in self._parts:
+        for shard in self._shards:
             try:
-                body, part.state = self._codec.encode([part.of(self._single)], part.state)
+                body, shard.state = self._codec.encode([shard.of(self._single)], shard.state)
             except UpdateError as error:
-                # The whole update is dropped, so the residuals of the parts before this one are restored.
-                for encoded, message in zip(self._parts, bodies, strict=False):
+                # The whole update is dropped, so the residuals of the shards before this one are restored.
+                for encoded, message in zip(self._shards, bodies, strict=False):
                     if hasattr(encoded.state, "residual"):
                         residual = encoded.state.residual
                         self._codec.decode([message], [residual])
                         np.subtract(residual, encoded.of(self._single), out=residual)
-                variable, element = find(self.specs, part.begin + error.element)
+                variable, element = find(self.specs, shard.begin + error.element)
                 self._reason = UpdateError(error.problem, variable, element).within(self.specs[variable].name)
                 return None
             bodies.append(body)
         self.telemetry.messages += sum(body.size for body in bodies)
         return bodies
 
-    def _locate_nonfinite(self, given: StepInput) -> str:
+    def _locate_nonfinite(self, step_input: StepInput) -> str:
         """Return a text that names the variable with NaN or infinity, if known."""
-        if not given.finite:
-            return f" in the gradient of {given.blamed}" if given.blamed else ""
+        if not step_input.finite:
+            return f" in the gradient of {step_input.blamed}" if step_input.blamed else ""
         bad = np.flatnonzero(~np.isfinite(self._update))
         return f" in the update of {self.specs[find(self.specs, int(bad[0]))[0]].name}" if bad.size else ""
 
@@ -302,12 +304,12 @@ class ServerExchange(HostExchange):
             "the training has diverged, lower the learning rate, clip gradients, or check the data of that rank.",
         )
 
-    def _count_bytes(self, part: "_Part", sent: int, received: int | None = None) -> None:
-        """Count a message to a server and its answer, which holds the part's weights unless `received` is given."""
-        if part.server != self._rank:
+    def _count_bytes(self, shard: "_Shard", sent: int, received: int | None = None) -> None:
+        """Count a message to a server and its answer, which holds the shard's weights unless `received` is given."""
+        if shard.server != self._rank:
             self.telemetry.sent += sent + HEADER_BYTES
             self.telemetry.received += HEADER_BYTES
-            self.telemetry.received += part.elements * self._dtype.itemsize if received is None else received
+            self.telemetry.received += shard.elements * self._dtype.itemsize if received is None else received
 
     def flush(self) -> list[np.ndarray] | None:
         """Wait until all workers have flushed; return the final weights, the same on all workers. Collective.
@@ -323,9 +325,9 @@ class ServerExchange(HostExchange):
 
     def finish(self) -> list[Call]:
         """Return the messages that tell the servers that this worker has flushed."""
-        for part in self._parts:
-            self._count_bytes(part, 0)
-        return [(part.server, [MessageType.FLUSH, part.session], None) for part in self._parts]
+        for shard in self._shards:
+            self._count_bytes(shard, 0)
+        return [(shard.server, [MessageType.FLUSH, shard.session], None) for shard in self._shards]
 
     def final(self, answers: Mapping[int, Message], seconds: float) -> list[np.ndarray]:
         """Return the final weights, and close the session; see `flush`.
@@ -337,16 +339,16 @@ class ServerExchange(HostExchange):
         self.telemetry.ending += seconds
         self.restart_timer()
         servers = tuple(
-            (part.server, *answers[part.session].header[2:6], *(t / 1e6 for t in answers[part.session].header[6:8]))
-            for part in self._parts
+            (shard.server, *answers[shard.session].header[2:6], *(t / 1e6 for t in answers[shard.session].header[6:8]))
+            for shard in self._shards
         )
         if any(updates or refused for _, _, updates, _, refused, *_ in servers):
             self.telemetry.servers = servers
-            # Each update was pushed to every part, so the largest count is the number of refused updates.
+            # Each update was pushed to every shard, so the largest count is the number of refused updates.
             self.telemetry.refused += int(max(refused for _, _, _, _, refused, *_ in servers))
-        for part in self._parts:
+        for shard in self._shards:
             # Add the traffic of this rank's own server with the other ranks.
-            sent, received = self._client.traffic(part.session)
+            sent, received = self._client.traffic(shard.session)
             self.telemetry.sent += sent
             self.telemetry.received += received
         self.close()
@@ -356,30 +358,30 @@ class ServerExchange(HostExchange):
 
     @property
     def residuals(self) -> list[np.ndarray]:
-        residuals = [part.state.residual for part in self._parts if hasattr(part.state, "residual")]
+        residuals = [shard.state.residual for shard in self._shards if hasattr(shard.state, "residual")]
         return views(np.concatenate(residuals) if residuals else np.zeros(self._n, np.float32), self.specs)
 
     def add_to_residual(self, tensors: Sequence[np.ndarray]) -> None:
         """Add tensors to the residual; a no-op for codecs without a residual."""
         flat = np.concatenate([np.ravel(t) for t in tensors])
-        for part in self._parts:
-            if hasattr(part.state, "residual"):
-                np.add(part.state.residual, part.of(flat), out=part.state.residual)
+        for shard in self._shards:
+            if hasattr(shard.state, "residual"):
+                np.add(shard.state.residual, shard.of(flat), out=shard.state.residual)
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Return the codec's state of each part, such as residuals. The weights are saved with the model."""
-        states = [part.state for part in self._parts if part.state is not None]
+        """Return the codec's state of each shard, such as residuals. The weights are saved with the model."""
+        states = [shard.state for shard in self._shards if shard.state is not None]
         return {f"{i}.{name}": value for i, state in enumerate(states) for name, value in state.arrays().items()}
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        parts, residual = joined_residual(state)
-        if parts not in (0, len(self._parts)):
+        shards, residual = joined_residual(state)
+        if shards not in (0, len(self._shards)):
             state = {"residual": residual}
         codec = self._codec
-        if codec is None or not parts + ("residual" in state):
+        if codec is None or not shards + ("residual" in state):
             return
-        for i, part in enumerate(self._parts):
+        for i, shard in enumerate(self._shards):
             mine = {k.removeprefix(f"{i}."): v for k, v in state.items() if k.startswith(f"{i}.")}
-            if "residual" in state:  # `merge` made it, or another division into parts saved it
-                mine = codec.init([part.elements]).arrays() | {"residual": part.of(state["residual"])}
-            part.state = codec.restore(mine, [part.elements])
+            if "residual" in state:  # `merge` made it, or another division into shards saved it
+                mine = codec.init([shard.elements]).arrays() | {"residual": shard.of(state["residual"])}
+            shard.state = codec.restore(mine, [shard.elements])

@@ -1,7 +1,7 @@
 """Messages between workers and servers; docs/parameter-server.md lists each request with its answer.
 
 A message has a header of whole numbers, which begins with the type and the session. Some messages have a body. A
-session is the training on one part of the weights at one server, from the first step after a flush to the next flush.
+session is the training on one shard of the weights at one server, from the first step after a flush to the next flush.
 Its number is the same on all ranks. A round is an epoch whose steps the first server hands out.
 """
 
@@ -23,7 +23,7 @@ class MessageType(IntEnum):
     To a server:
         OPEN: begin a session, or restart it, with the `SessionConfig` in the body (JSON). From the first worker of
             the session. No answer.
-        LOAD: the body is the server's part of the weights. From the first worker. Answer: READY.
+        LOAD: the body is the shard of the weights. From the first worker. Answer: READY.
         PUSH: [version, finite] the body is this worker's update, computed from the weights of that version. There is no
             body if `finite` is 0, because the update held NaN. Answer: WEIGHTS, when the worker may continue.
         FLUSH: this worker pushes nothing until the answer. Answer: FINAL, when all workers have flushed.
@@ -34,9 +34,9 @@ class MessageType(IntEnum):
 
     To a worker:
         READY: the session is open. A server tells the first worker, which tells the other workers of the session.
-        WEIGHTS: [version, staleness, accepted, microseconds since the PUSH] the body is the server's part.
+        WEIGHTS: [version, staleness, accepted, microseconds since the PUSH] the body is the shard.
         FINAL: [version, updates, applied, refused, microseconds of work, microseconds since OPEN] the body is the
-            server's part, the same for all workers.
+            shard, the same for all workers.
         GRANT: [granted, steps handed out, stopped] granted is 0 if the worker takes no more steps in this round.
         WAIT_NOTICE: this worker still has to wait; the body names the ranks that it waits for (JSON). It may arrive
             before any answer.
@@ -65,7 +65,7 @@ class SessionConfig:
 
     Attributes:
         workers: number of workers.
-        elements: number of elements of the server's part.
+        elements: number of elements of the shard.
         dtype: dtype of the weights: "float32" or "float64".
         codec: codec of the updates, as in `ParameterServer`.
         aggregate: number of updates that are applied together.
@@ -130,17 +130,17 @@ def _fits(name: str, value: object) -> bool:
     return isinstance(value, expected) and not isinstance(value, bool)  # type: ignore[arg-type]
 
 
-def cut(elements: int, parts: int) -> list[tuple[int, int]]:
-    """Return the bounds of the parts of a flat array. Their sizes differ by at most one element.
+def cut(elements: int, shards: int) -> list[tuple[int, int]]:
+    """Return the bounds of the shards of a flat array. Their sizes differ by at most one element.
 
     Args:
         elements: number of elements of the array.
-        parts: number of parts; fewer if there are fewer elements, at least one.
+        shards: number of shards; fewer if there are fewer elements, at least one.
 
     Example:
         >>> cut(10, 3)
         [(0, 3), (3, 6), (6, 10)]
     """
-    parts = max(1, min(parts, elements))
-    bounds = [elements * k // parts for k in range(parts + 1)]
+    shards = max(1, min(shards, elements))
+    bounds = [elements * k // shards for k in range(shards + 1)]
     return list(itertools.pairwise(bounds))

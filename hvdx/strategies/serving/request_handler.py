@@ -25,12 +25,12 @@ _WAIT_NOTICE_SHARE = 0.25
 
 @dataclass
 class _Session:
-    """Session at this server: the training on one part of the weights.
+    """Session at this server: the training on one shard of the weights.
 
     Attributes:
         config: configuration of the session.
         decode: decoder of its updates.
-        shard: part of the weights; None until they are loaded.
+        shard: the shard; None until they are loaded.
         opened: time of OPEN, in seconds.
         working: seconds spent on updates.
         sent, received: bytes sent to and received from other ranks.
@@ -90,8 +90,8 @@ class RequestHandler:
         kind, number, *_ = message.header
         if kind == MessageType.STEP:
             round_, steps, stop = message.header[2:5]
-            granted, given, stopped = self._dispenser.ask(round_, steps, bool(stop))
-            return [(message.sender, [MessageType.GRANT, number, int(granted), given, int(stopped)], None)]
+            granted, handed_out, stopped = self._dispenser.ask(round_, steps, bool(stop))
+            return [(message.sender, [MessageType.GRANT, number, int(granted), handed_out, int(stopped)], None)]
         if kind == MessageType.DISCONNECT:
             return self._disconnect(message.sender)
         try:

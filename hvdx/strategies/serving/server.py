@@ -23,12 +23,12 @@ def serve(mailbox: Mailbox, handler: RequestHandler, stop: threading.Event | Non
         stop: event that ends the loop early.
     """
     polling, next_notices, limit = Polling(), 0.0, time_limit()
-    while (handler.present or not mailbox.left()) and not (stop is not None and stop.is_set()):
+    while (handler.present or not mailbox.all_sent()) and not (stop is not None and stop.is_set()):
         message = mailbox.fetch()
         if message is None:
             if not handler.present and polling.idle > limit:
                 return  # the workers have left, and will not receive the messages that are still in flight
-            polling.sleep(mailbox.coming)
+            polling.sleep(mailbox.receiving)
             messages = []
         else:
             polling.found()

@@ -1,4 +1,4 @@
-"""One server's part of the weights: the rules by which updates are applied and workers may continue.
+"""Shard of the weights at one server: the rules by which updates are applied and workers may continue.
 
 The code reads no clock and sends no messages, so that tests can enumerate all small cases.
 """
@@ -10,7 +10,7 @@ import numpy as np
 
 from hvdx.strategies.serving.messages import SessionConfig
 
-#: Function that adds an update, times a factor, to an array of the size of the part.
+#: Function that adds an update, times a factor, to an array of the size of the shard.
 Addend = Callable[[np.ndarray, float], None]
 
 
@@ -32,7 +32,7 @@ class Release:
 
 
 class Shard:
-    """Part of the weights, and the rules by which updates change it.
+    """Shard of the weights, and the rules by which updates change it.
 
     Args:
         config: configuration of the session.

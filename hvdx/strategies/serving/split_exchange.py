@@ -15,21 +15,21 @@ from hvdx.strategies.serving.client import Call, client_of
 from hvdx.strategies.serving.exchange import ServerExchange
 from hvdx.strategies.serving.messages import MessageType
 from hvdx.strategies.serving.updates import is_finite
-from hvdx.strategies.split import Share, SplitHostExchange, SplitStep
+from hvdx.strategies.split import SplitHostExchange, SplitStep, Subset
 
 if TYPE_CHECKING:
     from hvdx.codec.base import Array
 
 
 def open_split_servers(
-    comm: Comm, specs: Sequence[TensorSpec], shares: Sequence[Share[HostExchange]]
+    comm: Comm, specs: Sequence[TensorSpec], subsets: Sequence[Subset[HostExchange]]
 ) -> SplitHostExchange:
     """Return the exchange made of a `ServerExchange` for whole weights and one for parts.
 
     Args:
-        comm, specs, shares: see `SplitHostExchange`.
+        comm, specs, subsets: see `SplitHostExchange`.
     """
-    return SplitHostExchange(comm, specs, shares, ServedStep(comm))
+    return SplitHostExchange(comm, specs, subsets, ServedStep(comm))
 
 
 class ServedStep(SplitStep):
@@ -39,37 +39,37 @@ class ServedStep(SplitStep):
     worker that waits, because of `max_staleness`, for it in the second.
     """
 
-    def combine(self, shares: Sequence[Share[HostExchange]], given: StepInput) -> "list[Sequence[Array]]":
+    def combine(self, subsets: Sequence[Subset[HostExchange]], step_input: StepInput) -> "list[Sequence[Array]]":
         # The ranks of a group take a step of their split layers together, or skip it.
-        mine = given.finite and all(is_finite(np.asarray(t)) for t in given.tensors)
-        given = replace(given, finite=not mesh_of(self._comm).group.any_true(not mine))
+        mine = step_input.finite and all(is_finite(np.asarray(t)) for t in step_input.tensors)
+        step_input = replace(step_input, finite=not mesh_of(self._comm).group.any_true(not mine))
         calls: list[Call] = []
-        for share in shares:
-            if isinstance(share.exchange, ServerExchange):
-                calls += share.exchange.push(given.part(share.where))
+        for subset in subsets:
+            if isinstance(subset.exchange, ServerExchange):
+                calls += subset.exchange.push(step_input.subset(subset.where))
         begin = time.perf_counter()
         answers = client_of(self._comm).call(calls, MessageType.WEIGHTS)
         # The time is counted once.
         seconds = [time.perf_counter() - begin, 0.0]
         return [
-            share.exchange.pull(answers, seconds.pop(0))
-            if isinstance(share.exchange, ServerExchange)
-            else share.exchange.combine(given.part(share.where))
-            for share in shares
+            subset.exchange.pull(answers, seconds.pop(0))
+            if isinstance(subset.exchange, ServerExchange)
+            else subset.exchange.combine(step_input.subset(subset.where))
+            for subset in subsets
         ]
 
-    def flush(self, shares: Sequence[Share[HostExchange]]) -> "list[Sequence[Array | None] | None]":
+    def flush(self, subsets: Sequence[Subset[HostExchange]]) -> "list[Sequence[Array | None] | None]":
         """Return the final weights of each exchange; None if no session is open, and for parts of this rank alone."""
-        if not all(share.exchange.is_open for share in shares):
-            return [None] * len(shares)
-        served = [share.exchange for share in shares if isinstance(share.exchange, ServerExchange)]
+        if not all(subset.exchange.is_open for subset in subsets):
+            return [None] * len(subsets)
+        served = [subset.exchange for subset in subsets if isinstance(subset.exchange, ServerExchange)]
         begin = time.perf_counter()
         answers = client_of(self._comm).call([c for exchange in served for c in exchange.finish()], MessageType.FINAL)
         seconds = [time.perf_counter() - begin, 0.0]
         result: list[Sequence[Array | None] | None] = [
-            share.exchange.final(answers, seconds.pop(0)) if isinstance(share.exchange, ServerExchange) else None
-            for share in shares
+            subset.exchange.final(answers, seconds.pop(0)) if isinstance(subset.exchange, ServerExchange) else None
+            for subset in subsets
         ]
-        for share in shares:
-            share.exchange.close()
+        for subset in subsets:
+            subset.exchange.close()
         return result

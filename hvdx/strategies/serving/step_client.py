@@ -42,7 +42,7 @@ class StepClient:
         self._before, self._begun = self._begun, 0
         self.taken, self.over, self.stopped = self._before * self._together, False, False
 
-    def another(self, stop: bool = False) -> bool:
+    def request_step(self, stop: bool = False) -> bool:
         """Request another step; return whether this worker may take it. Collective in a group of workers.
 
         Args:
@@ -52,14 +52,14 @@ class StepClient:
             ExchangeError: if there was no answer within the time limit.
         """
         if self._group is None:
-            granted, given, stopped = self._ask(stop)
+            granted, handed_out, stopped = self._ask(stop)
         else:
             stop = self._group.any_true(stop)
             mine = self._ask(stop) if self._group.rank == 0 else None
             answer = self._group.all_gather_object(mine, "the next step")[0]
             assert answer is not None  # that of rank 0, which asked
-            granted, given, stopped = answer
-        self.taken = (self._before + self._workers + given) * self._together
+            granted, handed_out, stopped = answer
+        self.taken = (self._before + self._workers + handed_out) * self._together
         self.over, self.stopped = not granted, stopped
         return granted
 
@@ -70,5 +70,5 @@ class StepClient:
         left = max(self._steps - self._before - self._workers, 0)
         header = [MessageType.STEP, session, self._client.round, left, int(stop)]
         answer = self._client.call([(self._server, header, None)], MessageType.GRANT)[session]
-        granted, given, stopped = answer.header[2:5]
-        return bool(granted), given, bool(stopped)
+        granted, handed_out, stopped = answer.header[2:5]
+        return bool(granted), handed_out, bool(stopped)

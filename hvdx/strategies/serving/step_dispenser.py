@@ -11,7 +11,7 @@ class StepDispenser:
     """
 
     def __init__(self) -> None:
-        self._round = self._given = 0
+        self._round = self._handed_out = 0
         self._stopped = False
 
     def ask(self, round_: int, steps: int, stop: bool = False) -> tuple[bool, int, bool]:
@@ -26,10 +26,10 @@ class StepDispenser:
             Whether the step is granted, the number of steps handed out in the round, and whether the round was stopped.
         """
         if round_ > self._round:
-            self._round, self._given, self._stopped = round_, 0, False
+            self._round, self._handed_out, self._stopped = round_, 0, False
         current = round_ == self._round
         # A round without steps left is over, and cannot be stopped.
-        self._stopped = self._stopped or (stop and current and self._given < steps)
-        granted = current and not self._stopped and self._given < steps
-        self._given += granted
-        return granted, self._given, self._stopped
+        self._stopped = self._stopped or (stop and current and self._handed_out < steps)
+        granted = current and not self._stopped and self._handed_out < steps
+        self._handed_out += granted
+        return granted, self._handed_out, self._stopped

@@ -72,7 +72,7 @@ def decoder(config: SessionConfig, threads: int | None = None) -> Callable[[np.n
 
     Returns:
         A function of a body (uint8[bytes]) and its worker. It returns an `Addend`, or None if the update holds NaN or
-        infinity. It raises `WireError` if the bytes are not an update of this part.
+        infinity. It raises `WireError` if the bytes are not an update of this shard.
     """
     codec = make_codec(config.codec, threads)
     if codec is None:
@@ -115,21 +115,21 @@ def _coded(config: SessionConfig, codec: "Codec[State]", body: np.ndarray, worke
 
 
 def joined_residual(arrays: Mapping[str, np.ndarray]) -> tuple[int, np.ndarray]:
-    """Return the residual of an exchange, with its parts concatenated.
+    """Return the residual of an exchange, with its shards concatenated.
 
     Args:
         arrays: result of `ServerExchange.state_dict`.
 
     Returns:
-        The number of parts that have a residual, and the concatenated residuals.
+        The number of shards that have a residual, and the concatenated residuals.
 
     Example:
         >>> joined_residual({"0.residual": np.ones(1), "1.residual": np.zeros(2), "1.tau": np.ones(())})
         (2, array([1., 0., 0.]))
     """
-    parts = sum(name.endswith(".residual") for name in arrays)
-    found = [arrays[f"{part}.residual"] for part in range(parts)]
-    return parts, np.concatenate(found) if found else np.zeros(0)
+    shards = sum(name.endswith(".residual") for name in arrays)
+    found = [arrays[f"{shard}.residual"] for shard in range(shards)]
+    return shards, np.concatenate(found) if found else np.zeros(0)
 
 
 def is_finite(values: np.ndarray) -> bool:

@@ -52,13 +52,13 @@ def kind_for(options: Options, situation: Situation) -> str:
     return options.exchange if size > 1 else "all_gather"
 
 
-def exchange_costs(given: Situation, density: float, kind: str) -> tuple[dict[str, float], float]:
+def exchange_costs(situation: Situation, density: float, kind: str) -> tuple[dict[str, float], float]:
     """Return the terms of an exchange, with the codec, and the bytes that a worker sends."""
-    count, workers, codec = given.elements, given.workers, given.machine.codec
+    count, workers, codec = situation.elements, situation.workers, situation.machine.codec
     message = message_bytes(count, density)
     if kind == "all_gather":
         # Headers travel before the messages.
-        terms = added([given.all_to_all(HEADER_BYTES), given.all_to_all(message)])
+        terms = added([situation.all_to_all(HEADER_BYTES), situation.all_to_all(message)])
         coding = {
             "encoding": codec.encoding(count, density),
             "decoding": codec.decoding(count, density, workers),
@@ -66,7 +66,7 @@ def exchange_costs(given: Situation, density: float, kind: str) -> tuple[dict[st
         return terms | coding, (workers - 1) * (message + HEADER_BYTES)
     of_owners = message_bytes(count, owner_density(density))
     parts = [message / workers + PART_BYTES, of_owners / workers + PART_BYTES]
-    terms = added([given.all_to_all(size) for size in (*parts, HEADER_BYTES / 2, HEADER_BYTES / 2)])
+    terms = added([situation.all_to_all(size) for size in (*parts, HEADER_BYTES / 2, HEADER_BYTES / 2)])
     shard = -(-count // workers)
     coding = {
         "encoding": codec.encoding(count, density)
@@ -83,12 +83,12 @@ def predict(options: Options, situation: Situation) -> Prediction | None:
     """Predict the steps after the warm-up; None for a fixed tau, whose density depends on the updates."""
     if options.target_density is None:
         return None
-    given, per_host = situation, situation.per_host
-    hosts, rest = divmod(given.workers, per_host)
+    per_host = situation.per_host
+    hosts, rest = divmod(situation.workers, per_host)
     dense = options.local != "none" and not options.asynchronous and per_host > 1 and hosts > 1 and not rest
     # Workers that exchange messages of a piece of the elements, and the work within a host.
-    between = given.between_hosts() if dense else given
-    within = given.within_host() if dense else {}
+    between = situation.between_hosts() if dense else situation
+    within = situation.within_host() if dense else {}
     count, kind = between.elements, kind_for(options, between)
 
     def cost(density: float) -> float:
@@ -96,18 +96,18 @@ def predict(options: Options, situation: Situation) -> Prediction | None:
 
     density = options.target_density
     if isinstance(density, str):
-        limit = budget_with(cost(_NEXT_TO_NOTHING), options.overhead * given.computing)
+        limit = budget_with(cost(_NEXT_TO_NOTHING), options.overhead * situation.computing)
         density = affordable_density(cost, limit)
     density = float(density)
     exchange, sent = exchange_costs(between, density, kind)
     coding = {name: exchange.pop(name) for name in ("encoding", "decoding")}
-    hidden = min(given.computing, sum(exchange.values())) if options.asynchronous else 0.0
+    hidden = min(situation.computing, sum(exchange.values())) if options.asynchronous else 0.0
     shown = 1 - hidden / max(sum(exchange.values()), 1e-12)
     own = {
-        "waiting": 0.0 if options.asynchronous else given.slowest,
+        "waiting": 0.0 if options.asynchronous else situation.slowest,
         # The result is returned: TensorFlow copies tensors whose addresses are not aligned. The update is made, and
         # the result is added to the weights, as on one worker.
-        "copying": given.passes(8),
+        "copying": situation.passes(8),
     }
     terms = added([own, within, coding, {name: value * shown for name, value in exchange.items()}])
     others = between.workers - 1
@@ -124,9 +124,9 @@ def predict(options: Options, situation: Situation) -> Prediction | None:
         note += ", all-gather"
     if dense:
         # The update in shared memory.
-        buffers["buffers"] += 4.0 * given.elements
+        buffers["buffers"] += 4.0 * situation.elements
         note += f", {per_host} workers of a host added up"
-    made = given.prediction(terms, sent, buffers, note=note)
+    made = situation.prediction(terms, sent, buffers, note=note)
     if options.target_density == "auto" and others and density <= STARVED:
         # At so low a density an element waits for thousands of steps.
         return replace(made, starved=True, note=f"{made.note}, starved")

@@ -31,7 +31,7 @@ class Dealing:
     Example:
         >>> dealing, vector = Dealing([3, 4], 2, block=2), np.empty(7)
         >>> pieces = dealing.split(np.arange(7.0))
-        >>> pieces.tolist(), dealing.bounds.tolist(), dealing.fragments(0)
+        >>> pieces.tolist(), dealing.bounds.tolist(), dealing.sizes_in_piece(0)
         ([0.0, 1.0, 4.0, 5.0, 2.0, 3.0, 6.0], [0, 4, 7], [2, 2])
         >>> dealing.join(pieces, vector)
         >>> vector.tolist()
@@ -110,7 +110,7 @@ class Dealing:
         number, rest = divmod(element, self.block)
         return number * self.round + position * self.block + rest
 
-    def fragments(self, position: int) -> list[int]:
+    def sizes_in_piece(self, position: int) -> list[int]:
         """Return the number of elements of each tensor that a piece holds.
 
         Args:

@@ -54,10 +54,10 @@ class ThresholdEncoder(Encoder):
         order: Order,
         device: str = "cpu",
     ):
-        given = options.target_density
+        target = options.target_density
         self.options, self._specs, self._lookahead, self._order = options, list(specs), lookahead, order
         self._threads, self._kind = options.threads or kernel_threads(comm.local_size), device
-        self._density = INITIAL_DENSITY if isinstance(given, str) else given
+        self._density = INITIAL_DENSITY if isinstance(target, str) else target
         self.codec = self._make_codec(self._density)
         self.device: DeviceArrays | None = None if device == "cpu" else self.codec.arrays  # type: ignore[assignment]
         self.state: codecs.ThresholdState = self.codec.init(order.sizes)
@@ -92,7 +92,7 @@ class ThresholdEncoder(Encoder):
         self._control = DensityControl(self.options.overhead, network, messages, elements)
 
     def _make_codec(self, density: float | None) -> codecs.Threshold:
-        return self.options.make_codec(density, self._threads, self._kind, self._order.message_part)
+        return self.options.make_codec(density, self._threads, self._kind, self._order.shard_size)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -109,9 +109,9 @@ class ThresholdEncoder(Encoder):
             self.codec = self._make_codec(density)
         return self.codec
 
-    def encode(self, given: StepInput, step: int) -> Encoded:
-        tensors, self._step = given.tensors, step
-        self._warmup = self.options.start.for_optimizer(divides=bool(given.sample))
+    def encode(self, step_input: StepInput, step: int) -> Encoded:
+        tensors, self._step = step_input.tensors, step
+        self._warmup = self.options.start.for_optimizer(divides=bool(step_input.sample))
         codec = self._codec_of(step)
         # With the subtraction of the previous step this adds update + lookahead * (update - previous update), and the
         # previous update need not be stored.
@@ -148,17 +148,17 @@ class ThresholdEncoder(Encoder):
         if len(self._entries) < _STARVATION_STEPS:
             return 0
         density, self._entries = sum(self._entries) / (_STARVATION_STEPS * max(self._n, 1)), []
-        given = self.options.target_density
+        target = self.options.target_density
         # A small density that the user chose is none of our business, unless the messages do not have it.
-        limit = STARVED if isinstance(given, str) else min(STARVED, given / 4) if given else 0.0
+        limit = STARVED if isinstance(target, str) else min(STARVED, target / 4) if target else 0.0
         if density > limit or self._alone:
             return 0
         if not self._starved and self._rank == 0:
             self._starved = True
             remedy = "Lower tau, or give a target_density"
-            if isinstance(given, str):
+            if isinstance(target, str):
                 remedy = f"Give a density, such as target_density=0.01, or more than overhead={self.options.overhead:g}"
-            elif given:
+            elif target:
                 remedy = "Give a larger target_density, or a warm-up such as warmup='density:200'"
             _log.warning(
                 f"threshold: the exchange is starved: in the last {_STARVATION_STEPS} steps rank 0 sent "
@@ -216,7 +216,7 @@ class ThresholdEncoder(Encoder):
     def arrays(self) -> dict[str, np.ndarray]:
         density = np.nan if self._density is None else self._density
         codec = {f"codec.{k}": v for k, v in self.state.arrays().items()}
-        if self._order.message_part is not None:
+        if self._order.shard_size is not None:
             codec |= {"codec.residual": self.read_residual()}
             codec |= {"codec.lengths": np.array([self._n] * (self._n > 0), np.int64)}
         noise = {"noise": self.noise.state.copy()} if self.noise.state[0] else {}
@@ -226,7 +226,7 @@ class ThresholdEncoder(Encoder):
         if "density" not in state:
             raise ConfigError(f"threshold: the saved state: expected a density, got {sorted(state)}.")
         mine = {k.removeprefix("codec."): v for k, v in state.items() if k.startswith("codec.")}
-        if self._order.message_part is not None and "residual" in mine and mine["residual"].size == self._n:
+        if self._order.shard_size is not None and "residual" in mine and mine["residual"].size == self._n:
             mine["residual"] = self._order.from_vector(mine["residual"])
             mine["lengths"] = np.array([mine["residual"].size], np.int64)
         self.state = self.codec.restore(mine, self._order.sizes)

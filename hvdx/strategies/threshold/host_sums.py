@@ -29,12 +29,12 @@ def open_sums(channel: Channel, sizes: Sequence[int]) -> "HostSums":
         channel: the ranks of the host; at least two.
         sizes: number of elements of each tensor.
     """
-    parts = Dealing(sizes, channel.size)
+    dealing = Dealing(sizes, channel.size)
     updates = channel.share(sum(sizes))
     result = None if updates is None else channel.share(0 if channel.rank else sum(sizes))
     if updates is None or result is None:
-        return MessageSums(channel, parts)
-    return SharedSums(channel, parts, updates, result[0])
+        return MessageSums(channel, dealing)
+    return SharedSums(channel, dealing, updates, result[0])
 
 
 class HostSums(abc.ABC):
@@ -46,7 +46,7 @@ class HostSums(abc.ABC):
 
     Args:
         channel: the ranks of the host.
-        parts: division of the vector; rank r sums piece r.
+        dealing: division of the vector; rank r sums piece r.
 
     Attributes:
         result: float32[n], all pieces of the result after `gather`; callers must not change it.
@@ -59,11 +59,11 @@ class HostSums(abc.ABC):
     targets: list[np.ndarray] | None = None
     gathered: int
 
-    def __init__(self, channel: Channel, parts: Dealing):
-        self.parts, self._channel, self._rank = parts, channel, channel.rank
+    def __init__(self, channel: Channel, dealing: Dealing):
+        self.dealing, self._channel, self._rank = dealing, channel, channel.rank
 
     @abc.abstractmethod
-    def offer(self, tensors: Sequence[np.ndarray]) -> None:
+    def publish(self, tensors: Sequence[np.ndarray]) -> None:
         """Make this rank's update available to the other ranks, after an exchange of the channel.
 
         Args:
@@ -102,26 +102,26 @@ class HostSums(abc.ABC):
         Args:
             tensors, out: see `add_up`.
         """
-        self.offer(tensors)
+        self.publish(tensors)
         self._channel.exchange([])
         self.add_up(tensors, out)
-        self._channel.exchange([])  # all ranks have read this update before one of them offers the next
+        self._channel.exchange([])  # all ranks have read this update before one of them publishes the next
 
 
 class MessageSums(HostSums):
     """Sums by messages: an all-to-all of the updates and an all-gather of the result."""
 
-    def __init__(self, channel: Channel, parts: Dealing):
-        super().__init__(channel, parts)
-        self._pieces, self.result = np.zeros(parts.elements, np.float32), aligned(parts.elements)
+    def __init__(self, channel: Channel, dealing: Dealing):
+        super().__init__(channel, dealing)
+        self._pieces, self.result = np.zeros(dealing.elements, np.float32), aligned(dealing.elements)
         self._theirs = self._pieces[:0]
-        self.gathered = 4 * (parts.count - 1) * int(np.diff(parts.bounds)[self._rank])
+        self.gathered = 4 * (dealing.count - 1) * int(np.diff(dealing.bounds)[self._rank])
 
-    def offer(self, tensors: Sequence[np.ndarray]) -> None:
-        self._pieces[:] = self.parts.split(np.concatenate([np.ravel(t) for t in tensors]))
+    def publish(self, tensors: Sequence[np.ndarray]) -> None:
+        self._pieces[:] = self.dealing.split(np.concatenate([np.ravel(t) for t in tensors]))
 
     def add_up(self, tensors: Sequence[np.ndarray], out: np.ndarray) -> bool:
-        self._theirs = self._channel.scatter_pieces(self._pieces, self.parts.bounds)
+        self._theirs = self._channel.scatter_pieces(self._pieces, self.dealing.bounds)
         with np.errstate(over="ignore", invalid="ignore"):
             return _add(list(self._theirs), out)
 
@@ -131,8 +131,8 @@ class MessageSums(HostSums):
 
     def gather(self, piece: np.ndarray | None) -> float:
         assert piece is not None
-        self._channel.gather_pieces(piece, self.parts.bounds, self._pieces)
-        self.parts.join(self._pieces, self.result)
+        self._channel.gather_pieces(piece, self.dealing.bounds, self._pieces)
+        self.dealing.join(self._pieces, self.result)
         return 0.0
 
 
@@ -143,34 +143,34 @@ class SharedSums(HostSums):
     The result is one array for all ranks.
 
     Args:
-        channel, parts: see `HostSums`.
+        channel, dealing: see `HostSums`.
         updates: array of each rank, float32[n], in the order of the vector.
         result: float32[n].
     """
 
-    def __init__(self, channel: Channel, parts: Dealing, updates: Sequence[np.ndarray], result: np.ndarray):
-        super().__init__(channel, parts)
+    def __init__(self, channel: Channel, dealing: Dealing, updates: Sequence[np.ndarray], result: np.ndarray):
+        super().__init__(channel, dealing)
         self._updates, self.result = list(updates), result
-        self.gathered = 4 * int(np.diff(parts.bounds)[self._rank])
-        self._end = parts.elements // parts.round * parts.round
-        rest = parts.rest(result, self._rank)
-        self.targets = [*parts.blocks(result[: self._end], self._rank), *([rest] if rest.size else [])]
+        self.gathered = 4 * int(np.diff(dealing.bounds)[self._rank])
+        self._end = dealing.elements // dealing.round * dealing.round
+        rest = dealing.rest(result, self._rank)
+        self.targets = [*dealing.blocks(result[: self._end], self._rank), *([rest] if rest.size else [])]
         self._spans = list(self._find_spans())
 
     def _find_spans(self) -> "list[tuple[int, int, int]]":
         """Divide the whole rounds of the vector into (begin, end, number of the large tensor that holds them or -1)."""
-        spans, at, size = [], 0, self.parts.round
-        for number, (begin, end) in enumerate(pairwise(self.parts.ends)):
+        spans, at, size = [], 0, self.dealing.round
+        for number, (begin, end) in enumerate(pairwise(self.dealing.ends)):
             first, last = -(-begin // size) * size, end // size * size
             if last - first >= _LARGE:
                 spans += [(at, first, -1), (first, last, number)]
                 at = last
         return [span for span in [*spans, (at, self._end, -1)] if span[0] < span[1]]
 
-    def offer(self, tensors: Sequence[np.ndarray]) -> None:
-        mine, count, block = self._updates[self._rank], self.parts.count, self.parts.block
+    def publish(self, tensors: Sequence[np.ndarray]) -> None:
+        mine, count, block = self._updates[self._rank], self.dealing.count, self.dealing.block
         large = {number: (begin, end) for begin, end, number in self._spans if number >= 0}
-        for number, (begin, end) in enumerate(pairwise(self.parts.ends)):
+        for number, (begin, end) in enumerate(pairwise(self.dealing.ends)):
             flat, target = np.ravel(tensors[number]), mine[begin:end]
             if number not in large:
                 target[:] = flat
@@ -182,8 +182,8 @@ class SharedSums(HostSums):
 
     def add_up(self, tensors: Sequence[np.ndarray], out: np.ndarray) -> bool:
         with np.errstate(over="ignore", invalid="ignore"):
-            rests = [self.parts.rest(update, self._rank) for update in self._updates]
-            finite = _add(rests, out[self._end // self.parts.count :])
+            rests = [self.dealing.rest(update, self._rank) for update in self._updates]
+            finite = _add(rests, out[self._end // self.dealing.count :])
             for span in self._spans:
                 finite &= self._add_span(span, tensors, out)
             return finite
@@ -193,10 +193,10 @@ class SharedSums(HostSums):
         begin, end, number = span
         updates = [update[begin:end] for update in self._updates]
         if number >= 0:
-            first = begin - self.parts.ends[number]
+            first = begin - self.dealing.ends[number]
             updates[self._rank] = np.ravel(tensors[number])[first : first + end - begin]
-        blocks = [self.parts.blocks(update, self._rank) for update in updates]
-        count, block, finite = self.parts.count, self.parts.block, True
+        blocks = [self.dealing.blocks(update, self._rank) for update in updates]
+        count, block, finite = self.dealing.count, self.dealing.block, True
         total = out[begin // count : end // count].reshape(-1, block)
         some = max(1, _CHUNK // block)
         for low in range(0, len(total), some):
@@ -204,15 +204,15 @@ class SharedSums(HostSums):
         return finite
 
     def values(self, element: int, tensors: Sequence[np.ndarray]) -> list[float]:
-        place = self.parts.origin(self._rank, element)
+        place = self.dealing.origin(self._rank, element)
         values = [float(update[place]) for update in self._updates]
-        number = int(np.searchsorted(self.parts.ends, place, side="right")) - 1
-        values[self._rank] = float(np.ravel(tensors[number])[place - self.parts.ends[number]])
+        number = int(np.searchsorted(self.dealing.ends, place, side="right")) - 1
+        values[self._rank] = float(np.ravel(tensors[number])[place - self.dealing.ends[number]])
         return values
 
     def gather(self, piece: np.ndarray | None) -> float:
         if piece is not None:
-            self.parts.place(piece, self._rank, self.result)
+            self.dealing.place(piece, self._rank, self.result)
         return self._channel.exchange([]).waited
 
 

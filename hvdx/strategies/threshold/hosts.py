@@ -13,7 +13,7 @@ from hvdx.log import Log
 from hvdx.strategies.base import TensorSpec, views
 from hvdx.strategies.compiling import prepare_together
 from hvdx.strategies.host import HostExchange, Prepared, StepInput
-from hvdx.strategies.step import MessageExchange, StepInFlight, saved_step
+from hvdx.strategies.step import EncodedStep, MessageExchange, saved_step
 from hvdx.strategies.telemetry import Telemetry
 from hvdx.strategies.threshold.density import INITIAL_DENSITY
 from hvdx.strategies.threshold.host_sums import open_sums
@@ -35,13 +35,13 @@ class _HostStep(Prepared):
     """Encoded piece of a step.
 
     Attributes:
-        given: input of this rank.
+        step_input: input of this rank.
         status: status of this rank alone.
         inner: the step in the exchange between hosts.
         others_fail: whether the host cannot take the step because of one of its other ranks.
     """
 
-    inner: StepInFlight
+    inner: EncodedStep
     others_fail: bool
 
 
@@ -75,21 +75,23 @@ class HostsExchange(HostExchange):
         self._hosts = between.size
         self._channel = local.channel("the updates within a host")
 
-        given = options.target_density
-        self._codec = options.make_codec(INITIAL_DENSITY if isinstance(given, str) else given, None, "cpu")
+        target = options.target_density
+        self._codec = options.make_codec(INITIAL_DENSITY if isinstance(target, str) else target, None, "cpu")
         prepare_together(self._codec, comm, "Threshold")
         self._sizes = [s.elements for s in specs]
         self._sums = open_sums(self._channel, self._sizes)
-        self._parts = self._sums.parts
-        fragments = [replace(s, shape=(k,)) for s, k in zip(specs, self._parts.fragments(self._position), strict=True)]
+        self._dealing = self._sums.dealing
+        piece_specs = [
+            replace(s, shape=(k,)) for s, k in zip(specs, self._dealing.sizes_in_piece(self._position), strict=True)
+        ]
         network = None
-        if given == "auto":
+        if target == "auto":
             network = self.network = self._probe(between)
         # The same link and size on all ranks, so that all pieces have one kind of exchange and one density.
-        largest = int(np.diff(self._parts.bounds).max())
+        largest = int(np.diff(self._dealing.bounds).max())
         self.inner = open_messages(
             between,
-            fragments,
+            piece_specs,
             network=network,
             ranks_per_message=self._count,
             elements=largest,
@@ -98,8 +100,8 @@ class HostsExchange(HostExchange):
         # The counters are those of the exchange between hosts, for the elements of the whole update.
         super().__init__(specs, self.inner.telemetry)
         # Sum of the host's updates, for this rank's piece.
-        self._piece = np.zeros(int(np.diff(self._parts.bounds)[self._position]), np.float32)
-        self._fragments = views(self._piece, fragments)
+        self._piece = np.zeros(int(np.diff(self._dealing.bounds)[self._position]), np.float32)
+        self._piece_views = views(self._piece, piece_specs)
         self._out = views(self._sums.result, specs)
 
     @property
@@ -126,23 +128,23 @@ class HostsExchange(HostExchange):
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def combine(self, given: StepInput) -> list[np.ndarray]:
-        return self.deliver(self.prepare(given))
+    def combine(self, step_input: StepInput) -> list[np.ndarray]:
+        return self.deliver(self.prepare(step_input))
 
-    def prepare(self, given: StepInput) -> _HostStep:
+    def prepare(self, step_input: StepInput) -> _HostStep:
         """Add up the updates of the host, and encode this rank's piece. Collective among the ranks of a host."""
-        inner, tensors = self.inner, [np.asarray(t) for t in given.tensors]
+        inner, tensors = self.inner, [np.asarray(t) for t in step_input.tensors]
         begin = clock.now()
-        self._sums.offer(tensors)
+        self._sums.publish(tensors)
         seconds = clock.now() - begin
-        arrived = self._channel.exchange([int(not given.finite), *_words_of(given.sample)])
+        arrived = self._channel.exchange([int(not step_input.finite), *_words_of(step_input.sample)])
         self.telemetry.waiting += arrived.waited
-        sample = _common(given.sample, arrived.headers[:, 1:])
+        sample = _common(step_input.sample, arrived.headers[:, 1:])
         begin = clock.now()
         finite = self._add_up(tensors, self._piece)
         faulty, fault = (_NOBODY, "") if finite else self._find_fault(tensors)
         seconds += clock.now() - begin
-        sent = inner.prepare(StepInput(self._fragments, sample=sample, computing=given.computing))
+        sent = inner.prepare(StepInput(self._piece_views, sample=sample, computing=step_input.computing))
         inner.add_exchange_time(seconds)
         if not sent.is_fine:
             faulty = self._position
@@ -153,13 +155,13 @@ class HostsExchange(HostExchange):
         sent = replace(sent, computing=computing, cost=cost)
         blaming = statuses.headers[:, 0].tolist()
         failed = {*np.flatnonzero(arrived.headers[:, 0]).tolist(), *blaming} - {_NOBODY}
-        if self._host >= sent.active:
+        if self._host >= sent.active_ranks:
             # The updates of this host do not count, so its NaN does not count either.
             failed = set()
         elif fault and blaming.index(faulty) == self._position:
             where = f"rank {self._world_ranks[faulty]}, step {sent.number + 1}"
             _log.warning(f"{where}: {fault}: NaN or infinity in the update")
-        step = _HostStep(given, sent.status, sent, bool(failed))
+        step = _HostStep(step_input, sent.status, sent, bool(failed))
         return step.skipped(blamed=True) if self._position in failed else step
 
     def deliver(self, prepared: Prepared) -> list[np.ndarray]:
@@ -209,7 +211,7 @@ class HostsExchange(HostExchange):
     def _whole(self, piece: np.ndarray) -> np.ndarray:
         """Return float32[n] with the elements of this rank's piece, and zeros elsewhere."""
         whole = np.zeros(self._n, np.float32)
-        self._parts.place(piece, self._position, whole)
+        self._dealing.place(piece, self._position, whole)
         return whole
 
     def state_dict(self) -> dict[str, np.ndarray]:
@@ -232,7 +234,7 @@ class HostsExchange(HostExchange):
     @property
     def _place(self) -> np.ndarray:
         """Position of this rank: pieces, number of its piece, hosts, number of its host, elements of a block."""
-        return np.array([self._count, self._position, self._hosts, self._host, self._parts.block])
+        return np.array([self._count, self._position, self._hosts, self._host, self._dealing.block])
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
         """Restore a saved state. Collective among the ranks of a host.

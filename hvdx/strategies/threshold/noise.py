@@ -46,13 +46,13 @@ class NoiseEstimate:
                 n], results of `common_sample`.
             each: number of ranks in each of the samples.
         """
-        given = samples.astype(np.float64)
-        if not given.size or not np.isfinite(given).all():
+        values = samples.astype(np.float64)
+        if not values.size or not np.isfinite(values).all():
             return
-        ranks, whole = each * len(given), np.mean(given**2)
+        ranks, whole = each * len(values), np.mean(values**2)
         if each > 1:
-            whole, given = np.mean(given[:, 0] ** 2), given[:, _WORD:]
-        of_mean = np.mean(given.mean(axis=0) ** 2)
+            whole, values = np.mean(values[:, 0] ** 2), values[:, _WORD:]
+        of_mean = np.mean(values.mean(axis=0) ** 2)
         self._add(float(whole), float(of_mean), ranks)
 
     def observe_sums(self, total: np.ndarray, squares: float, ranks: int) -> None:
@@ -124,11 +124,11 @@ def common_sample(samples: np.ndarray) -> np.ndarray:
         >>> common_sample(np.array([[1.0, 1, 1, 1], [-1, 1, 1, 1]]))
         array([1., 0., 0., 0., 0., 1., 1., 1.])
     """
-    given = samples.astype(np.float64)
+    values = samples.astype(np.float64)
     # A header holds whole integers, so further elements are zeros.
-    padded = -(-given.shape[1] // _WORD) * _WORD
-    root = np.sqrt(np.sum(np.mean(given**2, axis=0)) / max(padded, 1))
-    return np.concatenate([[root], np.zeros(_WORD - 1), given.mean(axis=0)])
+    padded = -(-values.shape[1] // _WORD) * _WORD
+    root = np.sqrt(np.sum(np.mean(values**2, axis=0)) / max(padded, 1))
+    return np.concatenate([[root], np.zeros(_WORD - 1), values.mean(axis=0)])
 
 
 def sums_of(common: np.ndarray, ranks: int) -> tuple[np.ndarray, float]:

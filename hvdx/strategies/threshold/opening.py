@@ -66,7 +66,7 @@ def open_messages(
         specs,
         encoder,
         route,
-        active=partial(options.start.active, size=comm.size),
+        active_ranks=partial(options.start.active_ranks, size=comm.size),
         ranks_per_message=ranks_per_message,
         results=results,
         network=network,

@@ -20,8 +20,8 @@ from hvdx.strategies.telemetry import StaleTelemetry
 from hvdx.strategies.threshold.encoder import ThresholdEncoder
 from hvdx.strategies.threshold.options import Options
 from hvdx.strategies.threshold.routes.all_gather import words_of
-from hvdx.strategies.threshold.routes.post import HEADER_BYTES, Payload, Session, post_of
 from hvdx.strategies.threshold.routes.replica import SEQUENCER, Replica
+from hvdx.strategies.threshold.routes.session_mailbox import HEADER_BYTES, Payload, Session, session_mailbox_of
 from hvdx.strategies.threshold.shards import VectorOrder, whole_residual
 
 # Bytes that may be in flight in any case.
@@ -63,14 +63,14 @@ class OrderedExchange(HostExchange):
         self._dtype = np.dtype(np.float64 if any(s.itemsize > 4 for s in specs) else np.float32)
         self._mirror = np.zeros(self._n, self._dtype)
         # Weights that the last step returned: the mirror, or a copy with own messages on top.
-        self._given = self._mirror
+        self._returned = self._mirror
         self._ahead: np.ndarray | None = None
         # Own messages without a place, each with the count of applied updates that its rank had seen.
         self._own: deque[tuple[Payload, int]] = deque()
         self._updates = self._base = 0
         self._samples: dict[int, np.ndarray] = {}
-        self._post = post_of(comm)
-        # Present session, and the next one, whose letters may arrive before this rank begins it.
+        self._mailbox = session_mailbox_of(comm)
+        # Present session, and the next one, whose packets may arrive before this rank begins it.
         self._session: Session | None = None
         self._next: Session | None = None
         self.renew()
@@ -89,8 +89,8 @@ class OrderedExchange(HostExchange):
 
     def renew(self) -> None:
         self.close()
-        self._register(self._post.series.agree(self._comm))
-        # No rank may send a letter before all ranks accept it.
+        self._register(self._mailbox.series.agree(self._comm))
+        # No rank may send a packet before all ranks accept it.
         self._comm.all_gather_object(None, "opening an exchange")
         # Whether the mirror is the same on all ranks, and holds the weights of the last flush.
         self._shared = False
@@ -99,7 +99,7 @@ class OrderedExchange(HostExchange):
         # In flight may be as many bytes as the weights have in float32.
         replica = Replica(self._comm.rank, self._comm.size, room=max(4 * self._n, _LEAST_ROOM))
         self._next = Session(number, replica)
-        self._post.register(self._next)
+        self._mailbox.register(self._next)
 
     def begin(self, weights: Sequence[np.ndarray]) -> None:
         """Begin a session with the weights of rank 0; the other ranks wait until rank 0 has begun.
@@ -114,19 +114,19 @@ class OrderedExchange(HostExchange):
         self._end()
         self._session, replica = self._next, self._next.replica
         self._register(self._session.number + 1)
-        self._post.start(self._session)
+        self._mailbox.start(self._session)
         self._updates = self._base = 0
         if self._comm.rank == SEQUENCER:
             known = self._shared and all(map(np.array_equal, views(self._mirror, self.specs), weights))
             _fill(self._mirror, weights, self.specs)
             body = None if known else self._mirror.view(np.uint8).copy()
-            self._post.send(self._session, replica.begin(body))
+            self._mailbox.send(self._session, replica.begin(body))
         else:
             self._wait(lambda: [] if replica.begun else [SEQUENCER], "the beginning of a session")
         self._shared = False
         # The first update is the change of this rank's own weights, which may differ from those of rank 0.
-        self._given = self._buffer()
-        _fill(self._given, weights, self.specs)
+        self._returned = self._buffer()
+        _fill(self._returned, weights, self.specs)
 
     def flush(self) -> list[np.ndarray] | None:
         """Wait until all ranks have flushed and all messages are applied; return the weights. Collective.
@@ -137,10 +137,10 @@ class OrderedExchange(HostExchange):
         if self._session is None:
             return None
         begin, replica = time.perf_counter(), self._session.replica
-        with self._post.lock:
-            self._post.send(self._session, replica.flush())
+        with self._mailbox.lock:
+            self._mailbox.send(self._session, replica.flush())
         self._wait(replica.awaited_to_end, "a flush")
-        if not self._post.left(time_limit()):
+        if not self._mailbox.all_sent(time_limit()):
             raise ExchangeError(self._report("a flush", time_limit(), []))
         self._count_bytes()
         self._end()
@@ -151,24 +151,24 @@ class OrderedExchange(HostExchange):
 
     def _end(self) -> None:
         if self._session is not None:
-            self._post.drop(self._session)
+            self._mailbox.drop(self._session)
             self._session = None
         self._own.clear()
 
     def close(self) -> None:
-        """End the session, and accept no letters of later ones until `renew`."""
+        """End the session, and accept no packets of later ones until `renew`."""
         self._end()
         if self._next is not None:
-            self._post.drop(self._next)
+            self._mailbox.drop(self._next)
             self._next = None
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def combine(self, given: StepInput) -> list[np.ndarray]:
+    def combine(self, step_input: StepInput) -> list[np.ndarray]:
         """Send the update of a step, and return weights with the messages that have come. Not collective.
 
         Args:
-            given: this rank's weights after its own step. If they are not finite, this rank skips the step.
+            step_input: this rank's weights after its own step. If they are not finite, this rank skips the step.
 
         Returns:
             The weights for the next step: arrays of the shapes of the specs, which the next step overwrites.
@@ -180,20 +180,20 @@ class OrderedExchange(HostExchange):
         """
         assert self._session is not None  # the caller asks `is_open`
         counts, replica, self._cost = self.telemetry, self._session.replica, 0.0
-        if given.computing is not None:
-            self._computing = given.computing
-        payload = self._timed("encoding", lambda: self._encode_update(given))
+        if step_input.computing is not None:
+            self._computing = step_input.computing
+        payload = self._timed("encoding", lambda: self._encode_update(step_input))
         size = 0 if payload is None else payload.body.size
         # Messages that have not left after a whole step show that the network, not a receiver, is the limit.
-        backlog = self._computing if self._post.leaving() else 0.0
+        backlog = self._computing if self._mailbox.pending_sends() else 0.0
         counts.waiting += self._wait(lambda: replica.awaited_to_send(size), "messages to be applied")
-        with self._post.lock:
-            self._post.send(self._session, replica.send(payload, size))
-            self._post.send(self._session, replica.announce())
+        with self._mailbox.lock:
+            self._mailbox.send(self._session, replica.send(payload, size))
+            self._mailbox.send(self._session, replica.announce())
         if payload is not None:
             self._own.append((payload, self._base))
             counts.messages += payload.body.size
-        self._post.poll()
+        self._mailbox.poll()
         self._apply()
         self._timed("decoding", self._look_ahead)
         counts.steps += 1
@@ -204,22 +204,24 @@ class OrderedExchange(HostExchange):
             if counts.steps % RESIDUAL_EVERY == 1 and counts.tau:
                 counts.residual = self.encoder.residual_rms()
             self.encoder.observe_cost(self._computing, [self._cost + max(self._transfer(size), backlog)])
-        return views(self._given, self.specs)
+        return views(self._returned, self.specs)
 
-    def _encode_update(self, given: StepInput) -> Payload | None:
+    def _encode_update(self, step_input: StepInput) -> Payload | None:
         """Return the message of a step; None if this rank skips the step, which is reported."""
-        for out, now, before in zip(self._update_views, given.tensors, views(self._given, self.specs), strict=True):
+        weights = views(self._returned, self.specs)
+        for out, now, before in zip(self._update_views, step_input.tensors, weights, strict=True):
             np.subtract(now, before, out=out, casting="same_kind")
-        if not given.finite:
-            self._skip(f"NaN or infinity in the gradient{f' of {given.blamed}' if given.blamed else ''}")
+        if not step_input.finite:
+            self._skip(f"NaN or infinity in the gradient{f' of {step_input.blamed}' if step_input.blamed else ''}")
             return None
         try:
-            encoded = self.encoder.encode(replace(given, tensors=self._update_views), self._step)
+            encoded = self.encoder.encode(replace(step_input, tensors=self._update_views), self._step)
         except UpdateError as error:
             self._skip(error.within(self.specs[error.variable].name))
             return None
         count_entries(self.telemetry, encoded, self._n)
-        flat = np.concatenate([np.ravel(s) for s in given.sample]) if given.sample and self._size > 1 else None
+        samples = step_input.sample if self._size > 1 else None
+        flat = np.concatenate([np.ravel(s) for s in samples]) if samples else None
         sample = np.array(words_of(flat), np.int64).view(np.uint8)
         factor = np.float64(1.0 / self._size * self.encoder.correction(self._size))
         # A copy: the codec may use the memory of the message again, before the message has left.
@@ -244,23 +246,23 @@ class OrderedExchange(HostExchange):
         assert self._session is not None
         session, backoff, limit, spent = self._session, Backoff(), time_limit(), 0.0
         begin = since = time.monotonic()
-        seen, waits = session.letters, False
+        seen, waits = session.packets, False
         try:
             while True:
-                self._post.poll()
+                self._mailbox.poll()
                 applying = time.monotonic()
                 self._apply()
                 spent += time.monotonic() - applying
-                with self._post.lock:
+                with self._mailbox.lock:
                     ranks = awaited()
                     if not ranks:
                         break
-                    self._post.send(session, session.replica.tell())
+                    self._mailbox.send(session, session.replica.tell())
                 if not waits:
                     waits = True
                     progress.enter(what, for_all=False)
-                if session.letters != seen:
-                    seen, since = session.letters, time.monotonic()
+                if session.packets != seen:
+                    seen, since = session.packets, time.monotonic()
                     backoff.renew()
                 elif time.monotonic() - since > limit:
                     raise ExchangeError(self._report(what, time.monotonic() - since, ranks))
@@ -283,7 +285,7 @@ class OrderedExchange(HostExchange):
     def _apply(self) -> None:
         """Apply the messages whose turn has come."""
         assert self._session is not None
-        with self._post.lock:
+        with self._mailbox.lock:
             replica = self._session.replica
             taken = list(iter(replica.take, None))
         weights = replica.take_weights()
@@ -327,12 +329,12 @@ class OrderedExchange(HostExchange):
         """Set the weights that the step returns."""
         self._base = self._updates + len(self._own)
         if not self._own:
-            self._given = self._mirror
+            self._returned = self._mirror
             return
-        self._given = self._buffer()
-        np.copyto(self._given, self._mirror)
+        self._returned = self._buffer()
+        np.copyto(self._returned, self._mirror)
         for payload, _ in self._own:
-            self._add([(self._rank, payload)], self._given)
+            self._add([(self._rank, payload)], self._returned)
 
     def _buffer(self) -> np.ndarray:
         if self._ahead is None:
@@ -348,7 +350,7 @@ class OrderedExchange(HostExchange):
     def _count_bytes(self) -> None:
         session = self._session
         assert session is not None
-        with self._post.lock:
+        with self._mailbox.lock:
             sent, received = session.take_bytes()
         self.telemetry.sent += sent
         self.telemetry.received += received

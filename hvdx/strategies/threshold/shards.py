@@ -1,4 +1,4 @@
-"""Shards of a vector: the share of each rank in a sharded exchange, and the order in which shards are contiguous.
+"""Shards of a vector: the elements that each rank adds up, and the order in which shards are contiguous.
 
 Shards are the pieces of a `Dealing`. In the order of the shards, each shard's blocks follow one another. Zeros fill up
 the last blocks, so all shards have the same length.
@@ -45,8 +45,8 @@ class Order(abc.ABC):
         """Number of elements of each of the arrays that are encoded."""
 
     @property
-    def message_part(self) -> int | None:
-        """Number of elements of a part into which messages are split; None if they are not."""
+    def shard_size(self) -> int | None:
+        """Number of elements of a shard; None if messages are not split."""
         return None
 
     @abc.abstractmethod
@@ -54,7 +54,7 @@ class Order(abc.ABC):
         """Return the arrays that are encoded, views of the given ones."""
 
     @abc.abstractmethod
-    def origin(self, piece: int, element: int) -> tuple[int, int]:
+    def origin(self, view: int, element: int) -> tuple[int, int]:
         """Return the number of the array, and the element in it, of an element of an encoded array."""
 
     @abc.abstractmethod
@@ -83,8 +83,8 @@ class VectorOrder(Order):
     def arranged(self, arrays: Sequence[Array]) -> Sequence[Array]:
         return list(arrays)
 
-    def origin(self, piece: int, element: int) -> tuple[int, int]:
-        return piece, element
+    def origin(self, view: int, element: int) -> tuple[int, int]:
+        return view, element
 
     def to_vector(self, encoded: np.ndarray) -> np.ndarray:
         return encoded
@@ -101,12 +101,11 @@ class Shards(Order):
         ranks: number of shards.
 
     Attributes:
-        part: number of elements of a shard, padding included; a multiple of 64.
         elements: number of elements of all shards.
 
     Example:
         >>> shards = Shards([100, 30], 2)
-        >>> shards.part, shards.elements
+        >>> shards.shard_size, shards.elements
         (128, 256)
         >>> vector = np.arange(130, dtype=np.float32)
         >>> shards.from_vector(vector)[[0, 15, 16, 128]]
@@ -119,20 +118,20 @@ class Shards(Order):
         self._arrays, self._ranks, self._n = list(sizes), ranks, sum(sizes)
         least = -(-self._n // ranks) or 1
         regions = -(-least // _REGION)
-        self.part = regions * -(-least // (regions * _ALIGNED)) * _ALIGNED
-        self.elements = ranks * self.part
-        self._dealing = Dealing([self.elements], ranks, self.part // _BLOCKS)
-        self._zeros = np.zeros(self.part, np.float32)
+        self._shard_size = regions * -(-least // (regions * _ALIGNED)) * _ALIGNED
+        self.elements = ranks * self._shard_size
+        self._dealing = Dealing([self.elements], ranks, self._shard_size // _BLOCKS)
+        self._zeros = np.zeros(self._shard_size, np.float32)
         self._zeros.flags.writeable = False
 
     @cached_property
     def _plan(self) -> list[tuple[int, int, int]]:
-        """Pieces in the order of the shards: (number of the array, first element, end); number -1 for padding."""
+        """Views in the order of the shards: (number of the array, first element, end); number -1 for padding."""
         block, ends = self._dealing.block, np.cumsum(self._arrays, dtype=np.int64)
         plan = []
         for rank in range(self._ranks):
-            for slot in range(_BLOCKS):
-                at = self._dealing.origin(rank, slot * block)
+            for number in range(_BLOCKS):
+                at = self._dealing.origin(rank, number * block)
                 stop = at + block
                 while at < min(stop, self._n):
                     array = int(np.searchsorted(ends, at, side="right"))
@@ -146,30 +145,31 @@ class Shards(Order):
 
     @property
     def sizes(self) -> list[int]:
-        """Number of elements of each of the `pieces`."""
+        """Number of elements of each of the `views`."""
         return [end - begin for _, begin, end in self._plan]
 
-    def pieces(self, arrays: Sequence[np.ndarray], padding: np.ndarray) -> list[np.ndarray]:
+    def views(self, arrays: Sequence[np.ndarray], padding: np.ndarray) -> list[np.ndarray]:
         """Return views of arrays in the order of the shards.
 
         Args:
             arrays: contiguous arrays of the sizes.
-            padding: array of at least `part` elements, of which views stand for the padding.
+            padding: array of at least `shard_size` elements, of which views stand for the padding.
         """
         flat = [array.reshape(-1) for array in arrays]
         return [(flat[array] if array >= 0 else padding)[begin:end] for array, begin, end in self._plan]
 
-    def origin(self, piece: int, element: int) -> tuple[int, int]:
-        """Return the number of the array, and the element in it, of an element of a piece."""
-        array, begin, _ = self._plan[piece]
+    def origin(self, view: int, element: int) -> tuple[int, int]:
+        """Return the number of the array, and the element in it, of an element of a view."""
+        array, begin, _ = self._plan[view]
         return array, begin + element
 
     @property
-    def message_part(self) -> int:
-        return self.part
+    def shard_size(self) -> int:
+        """Number of elements of a shard, padding included; a multiple of 64."""
+        return self._shard_size
 
     def arranged(self, arrays: Sequence[Array]) -> list[np.ndarray]:
-        return self.pieces([np.asarray(array) for array in arrays], self._zeros)
+        return self.views([np.asarray(array) for array in arrays], self._zeros)
 
     def from_vector(self, vector: np.ndarray) -> np.ndarray:
         """Return a copy of a vector in the order of the shards."""
@@ -215,7 +215,7 @@ def whole_residual(state: Mapping[str, np.ndarray], rank: int) -> Mapping[str, n
         return state
     residual, ranks = state["codec.residual"], int(state[OWNERS])
     shards, shard = Shards([residual.size], max(ranks, 1)), state[OWNER + "residual"]
-    if ranks <= rank or shard.size != shards.part:
+    if ranks <= rank or shard.size != shards.shard_size:
         raise ConfigError(
             f"threshold: the saved state: expected the residual of shard {rank} of {residual.size} elements, got "
             f"{shard.size} elements of one of {ranks} shards."
@@ -238,6 +238,6 @@ def reshard(saved: Sequence[Mapping[str, np.ndarray]], rank: int, size: int) -> 
     whole = before.to_vector(np.concatenate([state[OWNER + "residual"] for state in saved]))
     return {
         OWNER + "residual": now.of_rank(whole, rank),
-        OWNER + "lengths": np.array([now.part], np.int64),
+        OWNER + "lengths": np.array([now.shard_size], np.int64),
         OWNERS: np.array(size),
     }

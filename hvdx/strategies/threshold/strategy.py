@@ -172,8 +172,8 @@ class Threshold(Strategy):
             "exchange='sharded'": self.exchange == "sharded",
             "local='dense'": self.local == "dense",
         }
-        for option, given in refused.items():
-            if given:
+        for option, present in refused.items():
+            if present:
                 raise ConfigError(
                     f"threshold: max_staleness={self.max_staleness!r}: expected options for workers that take steps at "
                     f"different times, got {option}. Leave {option.partition('=')[0]} out, or use max_staleness=0."

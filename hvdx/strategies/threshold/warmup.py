@@ -73,11 +73,11 @@ class Warmup:
             return target
         return START * (target / START) ** (step / self.steps)
 
-    def active(self, step: int, size: int) -> int:
+    def active_ranks(self, step: int, size: int) -> int:
         """Return the number of workers whose updates count in a step: those of the lowest ranks.
 
         Example:
-            >>> [Warmup("workers", 6).active(step, 4) for step in range(0, 8)]
+            >>> [Warmup("workers", 6).active_ranks(step, 4) for step in range(0, 8)]
             [1, 1, 1, 2, 2, 2, 4, 4]
         """
         if self.kind != "workers" or step >= self.steps:

@@ -44,12 +44,12 @@ BENCHMARKS = {
 def on_this_machine(tmp_path, monkeypatch):
     """Replace `harness.launch` by a function that starts the workers without emulated hosts, on little data."""
 
-    def launch(file, given, ranks=1, bandwidth="", burst="", per_host=1, limit=0.0, env=None):
+    def launch(file, setting, ranks=1, bandwidth="", burst="", per_host=1, limit=0.0, env=None):
         folder = tmp_path / "workers"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        given = {"data": "digits"} | given | {"folder": str(folder)}
-        done = run(ranks, [file, "--worker", json.dumps(given)], _SECONDS, env)
+        setting = {"data": "digits"} | setting | {"folder": str(folder)}
+        done = run(ranks, [file, "--worker", json.dumps(setting)], _SECONDS, env)
         assert done.code == 0, done
         found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
         link = {"sent": 1, "received": 1}

@@ -22,10 +22,10 @@ def compare(options):
     harness.write(options.json, {"rows": ended.ranks})
     return 0
 
-def work(given):
-    if given.fails:
+def work(setting):
+    if setting.fails:
         sys.exit("a worker failed")
-    return {"number": given.number, "mine": os.environ["MINE"], "strategy": os.environ.get("HVDX_STRATEGY")}
+    return {"number": setting.number, "mine": os.environ["MINE"], "strategy": os.environ.get("HVDX_STRATEGY")}
 
 parser = harness.parser(None)
 parser.add_argument("--fails", action="store_true")

@@ -59,9 +59,9 @@ def test_goals_apply_to_the_calls_of_a_training_step(monkeypatch):
     """The turns are steps of an exchange: with a lookahead, with many arrays, with the messages of all workers."""
     turns, called = {}, []
 
-    def record_turns(given, *_):
-        turns.update(given)
-        return {name: [1.0] for name in given}
+    def record_turns(measured, *_):
+        turns.update(measured)
+        return {name: [1.0] for name in measured}
 
     class Recorder(Threshold):
         def encode(self, update, state, lookahead=0.0):

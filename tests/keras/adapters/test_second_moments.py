@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from hvdx.keras.adapters import second_moments
-from hvdx.keras.shards import Shard, mark
+from hvdx.keras.weight_parts import WeightPart, mark
 from hvdx.strategies.threshold.noise import SAMPLE
 
 
@@ -106,7 +106,7 @@ def test_sample_of_whole_variables_does_not_depend_on_the_sizes_of_parts(part):
     """Ranks that exchange whole variables may hold parts of different sizes, and their samples have one size."""
     optimizer = keras.optimizers.Adam()
     variables = [keras.Variable(np.zeros(n, "float32")) for n in (300, part, 100)]
-    mark(variables[1], Shard((8,), 0, (0, 3, 8), 0))
+    mark(variables[1], WeightPart((8,), 0, (0, 3, 8), 0))
     optimizer.build(variables)
     sample = second_moments.sample(optimizer, [tf.zeros(v.shape) for v in variables], variables)
     assert [len(s) for s in sample] == [48, min(part, SAMPLE), 16]

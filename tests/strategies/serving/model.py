@@ -216,8 +216,8 @@ class Model:
         )
         waiting = worker.waiting - {s}
         if kind == MessageType.GRANT:
-            granted, given = words[:2]
-            assert given <= worker.todo[0][2]
+            granted, handed_out = words[:2]
+            assert handed_out <= worker.todo[0][2]
             return replace(worker, waiting=waiting, todo=("push", *worker.todo) if granted else worker.todo[1:])
         after = replace(
             worker,

@@ -24,8 +24,8 @@ from tests.strategies.serving.messages import message
 class Box:
     """Mailbox that delivers the messages of a test, and reports what the test sets."""
 
-    def __init__(self, coming=(), leaving=()):
-        self.messages, self.sent, self.is_coming, self.is_leaving = deque(), [], list(coming), list(leaving)
+    def __init__(self, receiving=(), pending=()):
+        self.messages, self.sent, self.is_receiving, self.is_pending = deque(), [], list(receiving), list(pending)
 
     def send(self, to, box, header, body=None):
         self.sent.append((to, list(header)))
@@ -33,15 +33,15 @@ class Box:
     def fetch(self):
         return self.messages.popleft() if self.messages else None
 
-    def leaving(self):
-        return self.is_leaving.pop(0) if len(self.is_leaving) > 1 else (self.is_leaving or [0])[0]
+    def pending_sends(self):
+        return self.is_pending.pop(0) if len(self.is_pending) > 1 else (self.is_pending or [0])[0]
 
-    def left(self):
-        return not self.leaving()
+    def all_sent(self):
+        return not self.pending_sends()
 
     @property
-    def coming(self):
-        return self.is_coming.pop(0) if len(self.is_coming) > 1 else (self.is_coming or [False])[0]
+    def receiving(self):
+        return self.is_receiving.pop(0) if len(self.is_receiving) > 1 else (self.is_receiving or [False])[0]
 
 
 @pytest.fixture
@@ -96,15 +96,15 @@ def test_wait_notices_do_not_extend_the_time_limit(clock):
 
 
 def test_an_answer_that_begins_to_arrive_restarts_the_time_limit(clock):
-    box = Box(coming=[*[False] * 7, True])
+    box = Box(receiving=[*[False] * 7, True])
     with pytest.raises(ExchangeError, match="no answer from the server at rank 2"):
         client_with(box).call(push(0), MessageType.WEIGHTS)
-    # Each poll reads `coming` twice.
+    # Each poll reads `receiving` twice.
     assert 8 <= clock[0] <= 10
 
 
 def test_slow_sends_restart_the_time_limit(clock):
-    box = Box(leaving=[n for n in range(3, 0, -1) for _ in range(4)] + [0])
+    box = Box(pending=[n for n in range(3, 0, -1) for _ in range(4)] + [0])
     with pytest.raises(ExchangeError):
         client_with(box).call(push(0), MessageType.WEIGHTS)
     assert clock[0] > 12
@@ -167,10 +167,10 @@ def test_close_waits_briefly_for_outstanding_answers(clock, kind, monkeypatch):
 
 
 def test_close_waits_for_arriving_messages_up_to_the_time_limit(clock):
-    made = client_with(Box(coming=[True] * 4 + [False]))
+    made = client_with(Box(receiving=[True] * 4 + [False]))
     made.close()
     assert clock[0] == 4
-    stuck = client_with(Box(coming=[True]))
+    stuck = client_with(Box(receiving=[True]))
     stuck.close()
     assert 9 <= clock[0] <= 11
 
@@ -213,7 +213,7 @@ def test_a_worker_that_serves_others_ends_with_its_launcher(monkeypatch):
 @pytest.mark.parametrize("limit", ["0.2", "0.6"])
 def test_a_server_with_unreceived_messages_ends_after_the_time_limit(limit, monkeypatch):
     monkeypatch.setenv("HVDX_TIMEOUT", limit)
-    box = Box(leaving=[1])
+    box = Box(pending=[1])
     box.messages.append(message(0, [MessageType.DISCONNECT]))
     begin = time.monotonic()
     serving = threading.Thread(target=serve, args=(box, RequestHandler(1, threads=1)), daemon=True)

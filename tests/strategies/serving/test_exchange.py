@@ -25,8 +25,8 @@ SERVERS = {"1": (1, 1), "2": (2, 2), "4": (4, 4), "one of them": ("colocated:1",
 class Summing(ParameterServer):
     """Parameter server in which each update counts in full, so that sums of whole numbers are exact."""
 
-    def config(self, *given, **more):
-        return replace(super().config(*given, **more), share=1.0)
+    def config(self, *arguments, **more):
+        return replace(super().config(*arguments, **more), share=1.0)
 
 
 @pytest.fixture(autouse=True)

@@ -49,9 +49,9 @@ def test_workers_of_any_speed_take_the_whole_round_together():
             steps, taken, asking = chance.randrange(30), [0] * 4, [0, 1, 2, 3]
             while asking:
                 worker = chance.choice(asking)
-                granted, given, _ = dispenser.ask(round_, steps)
+                granted, handed_out, _ = dispenser.ask(round_, steps)
                 taken[worker] += granted
-                assert given == sum(taken)
+                assert handed_out == sum(taken)
                 if not granted:
                     asking.remove(worker)
             assert sum(taken) == steps

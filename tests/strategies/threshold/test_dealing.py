@@ -24,7 +24,7 @@ def test_pieces_hold_every_element_once(sizes, count, block):
     for position in range(count):
         piece = pieces[parts.bounds[position] : parts.bounds[position + 1]]
         assert (np.diff(piece) > 0).all()
-        assert parts.fragments(position) == np.bincount(owner[piece], minlength=len(sizes)).tolist()
+        assert parts.sizes_in_piece(position) == np.bincount(owner[piece], minlength=len(sizes)).tolist()
 
 
 def test_pieces_of_a_large_tensor_are_alike():

@@ -80,9 +80,9 @@ class Pair:
         """Take a step on both, and compare the results."""
         arrays, flat = update(step)
         expected = np.concatenate([np.ravel(a) for a in self.host.step(arrays, finite)])
-        given = devices.gpu().place(flat)
-        (got,) = self.gpu.step([given], finite)
-        devices.gpu().assign(np.full_like(flat, np.nan), given)  # TensorFlow uses the memory again
+        on_gpu = devices.gpu().place(flat)
+        (got,) = self.gpu.step([on_gpu], finite)
+        devices.gpu().assign(np.full_like(flat, np.nan), on_gpu)  # TensorFlow uses the memory again
         assert got.copy_to_host().tobytes() == expected.tobytes(), step
         return expected
 
@@ -150,13 +150,13 @@ class TestSimulator:
         assert counted == {"launches": 8 + 3 + 1, "to host": 3, "to device": 2 + 3}
 
     def test_result_goes_to_the_array_of_the_caller(self):
-        pair, given = Pair(tau=0.01), []
+        pair, on_gpu = Pair(tau=0.01), []
 
         def allocate(n):
-            given.append(devices.gpu().zeros(n))
-            return given[-1]
+            on_gpu.append(devices.gpu().zeros(n))
+            return on_gpu[-1]
 
         updates = [devices.gpu().place(update(step)[1]) for step in range(2)]
         (first,), (second,) = ([*pair.gpu.take(StepInput([u], allocate=allocate))] for u in updates)
-        assert (first is given[0], second is given[1]) == (True, True)
+        assert (first is on_gpu[0], second is on_gpu[1]) == (True, True)
         assert first.copy_to_host().any()

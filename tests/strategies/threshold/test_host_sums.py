@@ -48,9 +48,9 @@ def test_sums_have_the_bits_of_a_sum_in_rank_order(name, ranks, way, monkeypatch
         channel = comm.channel("sums")
         sums, mine, got = open_sums(channel, sizes), tensors(comm.rank, sizes), []
         assert type(sums) is way
-        piece = np.zeros(int(np.diff(sums.parts.bounds)[comm.rank]), np.float32)
+        piece = np.zeros(int(np.diff(sums.dealing.bounds)[comm.rank]), np.float32)
         for _ in range(2):
-            sums.offer(mine)
+            sums.publish(mine)
             channel.exchange([])
             assert sums.add_up(mine, piece)
             seen = sums.values(piece.size - 1, mine)
@@ -66,7 +66,7 @@ def test_sums_have_the_bits_of_a_sum_in_rank_order(name, ranks, way, monkeypatch
             channel.exchange([])
             sums.result[...] = 0 if comm.rank == 0 else sums.result
             channel.exchange([])
-        last = sums.parts.origin(comm.rank, piece.size - 1)
+        last = sums.dealing.origin(comm.rank, piece.size - 1)
         return got, seen == [float(np.concatenate(tensors(r, sizes))[last]) for r in range(ranks)]
 
     for got, seen in on_all(ranks, run):
@@ -82,14 +82,14 @@ def test_sum_that_is_not_finite_is_found_in_every_part(bad, way, monkeypatch):
     def run(comm):
         channel = comm.channel("sums")
         sums, found = open_sums(channel, sizes), []
-        piece = np.zeros(int(np.diff(sums.parts.bounds)[comm.rank]), np.float32)
+        piece = np.zeros(int(np.diff(sums.dealing.bounds)[comm.rank]), np.float32)
         for element in (None, 0, 5000, 8999, 9006):
             mine = tensors(0, sizes)
             if comm.rank and element is not None:
                 mine[element // 9000][element % 9000] = bad
             # Squares that overflow are no fault.
             mine[0][17] = 3e38 if comm.rank else 0.0
-            sums.offer(mine)
+            sums.publish(mine)
             channel.exchange([])
             found.append(not sums.add_up(mine, piece))
             channel.exchange([])

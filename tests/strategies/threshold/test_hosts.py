@@ -182,7 +182,7 @@ def test_damaged_message_names_its_rank():
         exchange.step(update(comm.rank, 0))
         encoder = exchange.inner.encoder
         encode = encoder.encode
-        encoder.encode = lambda *given: replace(encode(*given), message=np.zeros(9 * (comm.rank == 3), np.uint8))
+        encoder.encode = lambda *args: replace(encode(*args), message=np.zeros(9 * (comm.rank == 3), np.uint8))
         with pytest.raises(WireError) as error:
             exchange.step(update(comm.rank, 1))
         return error.value.rank
@@ -198,8 +198,8 @@ def test_damaged_message_names_its_rank_among_all():
         exchange = Threshold(tau=0.001).open(comm.divide(comm.rank % 2, comm.rank, "peers"), SPECS)
         encode = exchange.encoder.encode
 
-        def cut(*given):
-            encoded = encode(*given)
+        def cut(*args):
+            encoded = encode(*args)
             return replace(encoded, message=encoded.message[: 20 if comm.rank > 1 else None])
 
         exchange.encoder.encode = cut
@@ -226,8 +226,8 @@ def test_adam_is_corrected_for_the_noise_of_all_ranks(hosts, kind, noise, power)
         exchange = Threshold(tau=2.0**-16, lookahead=0, local=local, exchange=kind).open(comm, SPECS)
         for step in samples:
             sample = [step[comm.rank][:40], step[comm.rank][40:]]
-            given = StepInput([np.full(s.shape, 0.25, np.float32) for s in SPECS], sample=sample)
-            result = flat(exchange.take(given)).copy()
+            step_input = StepInput([np.full(s.shape, 0.25, np.float32) for s in SPECS], sample=sample)
+            result = flat(exchange.take(step_input)).copy()
         return result, exchange.state_dict()["noise"]
 
     added, alone = (on_hosts(hosts, lambda comm, local=local: run(comm, local)) for local in ("dense", "none"))

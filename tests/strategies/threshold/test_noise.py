@@ -51,8 +51,8 @@ def train(opened, rank, signal, noise, steps=50):
     """Send the update (1, 0), (2) in steps with the given samples; return the result of the last step."""
     for step in samples(signal, noise, steps):
         # 64 elements of the first tensor and 3 of the second: the header has a number of whole integers.
-        given = StepInput([np.array([1, 0], np.float32), np.array(2, np.float32)], sample=[step[rank], step[rank][:3]])
-        result = [r.copy() for r in opened.take(given)]
+        values = StepInput([np.array([1, 0], np.float32), np.array(2, np.float32)], sample=[step[rank], step[rank][:3]])
+        result = [r.copy() for r in opened.take(values)]
     return result
 
 
@@ -111,9 +111,9 @@ def test_samples_of_hosts_give_the_estimate_of_all_ranks(size):
     """Eight ranks on two hosts: a host sends the mean of its samples and their root mean square, as whole integers."""
     random, alone, hosts = np.random.default_rng(4), NoiseEstimate(), NoiseEstimate()
     for _ in range(20):
-        given = random.normal(size=(8, size)) + random.normal(size=(1, size))
-        padded = np.pad(given, ((0, 0), (0, -size % 4)))
+        values = random.normal(size=(8, size)) + random.normal(size=(1, size))
+        padded = np.pad(values, ((0, 0), (0, -size % 4)))
         alone.observe(padded)
-        common = np.stack([common_sample(given[:4]), common_sample(given[4:])])
+        common = np.stack([common_sample(values[:4]), common_sample(values[4:])])
         hosts.observe(np.pad(common, ((0, 0), (0, -size % 4))), 4)
     np.testing.assert_allclose(hosts.state, alone.state, rtol=1e-12)

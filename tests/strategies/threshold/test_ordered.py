@@ -26,8 +26,8 @@ def _limit(monkeypatch):
 class Summing(Threshold):
     """Strategy in which each update counts in full, so that sums of whole numbers are exact."""
 
-    def open(self, comm, *given):
-        exchange = super().open(comm, *given)
+    def open(self, comm, *arguments):
+        exchange = super().open(comm, *arguments)
         exchange.encoder.correction = float
         return exchange
 
@@ -170,7 +170,7 @@ def test_own_messages_count_before_they_have_a_place():
         exchange.begin(weights)
         seen = []
         if comm.rank == 0:
-            with exchange._post.lock:  # nothing is placed
+            with exchange._mailbox.lock:  # nothing is placed
                 assert go.wait(15)
         else:
             for _ in range(4):
@@ -290,8 +290,8 @@ def test_a_damaged_message_names_its_sender():
         if comm.rank == 1:
             encode = exchange.encoder.encode
 
-            def cut(*given):
-                encoded = encode(*given)
+            def cut(*arguments):
+                encoded = encode(*arguments)
                 return replace(encoded, message=encoded.message[:-1])
 
             exchange.encoder.encode = cut

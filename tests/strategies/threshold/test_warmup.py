@@ -17,7 +17,7 @@ def test_density_falls_to_its_target_and_stays():
 
 def test_workers_double_until_all_count():
     for size in (1, 2, 3, 4, 7):
-        active = [parse("workers:12").active(step, size) for step in range(14)]
+        active = [parse("workers:12").active_ranks(step, size) for step in range(14)]
         assert active[0] == 1
         assert active[-1] == size
         assert active == sorted(active)

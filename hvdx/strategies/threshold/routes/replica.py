@@ -27,7 +27,7 @@ MOST_AHEAD = 64
 
 
 class Kind(IntEnum):
-    """Type of a letter.
+    """Type of a packet.
 
     BEGIN: [has weights] from the sequencer: the session begins, with the weights in the payload, or with those of the
         last flush.
@@ -45,8 +45,8 @@ class Kind(IntEnum):
     FLUSH = 5
 
 
-class Letter(NamedTuple):
-    """Message of the protocol to another rank.
+class Packet(NamedTuple):
+    """Unit that one rank sends to another: a message to be ordered, or a notice.
 
     Attributes:
         to: rank of the receiver.
@@ -76,8 +76,8 @@ class Replica:
 
     Example:
         >>> first, second = Replica(0, 2), Replica(1, 2)
-        >>> letter, *_ = second.send("update")
-        >>> first.receive(1, letter)
+        >>> packet, *_ = second.send("update")
+        >>> first.receive(1, packet)
         >>> [order] = first.announce()
         >>> second.receive(0, order)
         >>> first.take(), second.take(), second.take()
@@ -101,56 +101,56 @@ class Replica:
         # Bytes of own messages that a rank may not have applied.
         self._unconfirmed: deque[int] = deque()
 
-    # -- letters ------------------------------------------------------------------------------------------------------
+    # -- packets ------------------------------------------------------------------------------------------------------
 
-    def begin(self, weights: Any) -> list[Letter]:
+    def begin(self, weights: Any) -> list[Packet]:
         """Begin the session, on the sequencer.
 
         Args:
             weights: payload for the other ranks; None if they have the weights.
         """
-        return [Letter(r, Kind.BEGIN, int(weights is not None), payload=weights) for r in self._others]
+        return [Packet(r, Kind.BEGIN, int(weights is not None), payload=weights) for r in self._others]
 
-    def send(self, payload: Any, size: int = 0) -> list[Letter]:
+    def send(self, payload: Any, size: int = 0) -> list[Packet]:
         """Send this rank's next message to all; `awaited_to_send` must be empty.
 
         Args:
             payload: the message; None for a step that changes nothing.
             size: its bytes.
         """
-        letters = [Letter(r, Kind.UPDATE, self.sent, self._tell(r), payload) for r in self._others]
+        packets = [Packet(r, Kind.UPDATE, self.sent, self._tell(r), payload) for r in self._others]
         self.sent += 1
         if self._others:
             self._unconfirmed.append(size)
         self._accept(self.rank, payload)
-        return letters
+        return packets
 
-    def announce(self) -> list[Letter]:
+    def announce(self) -> list[Packet]:
         """Announce the places given since the last call; empty on all ranks but the sequencer."""
         news, self._news = tuple(self._news), []
-        return [Letter(r, Kind.ORDER, self._placed - len(news), payload=news) for r in self._others] if news else []
+        return [Packet(r, Kind.ORDER, self._placed - len(news), payload=news) for r in self._others] if news else []
 
-    def tell(self) -> list[Letter]:
+    def tell(self) -> list[Packet]:
         """Tell each rank how many of its messages were applied here, if it does not know."""
         behind = [r for r in self._others if self._told[r] < self._applied[r]]
-        return [Letter(r, Kind.SEEN, self._tell(r)) for r in behind]
+        return [Packet(r, Kind.SEEN, self._tell(r)) for r in behind]
 
-    def flush(self) -> list[Letter]:
+    def flush(self) -> list[Packet]:
         """Declare that this rank sends no more messages in this session."""
         self._totals[self.rank] = self.sent
-        return [Letter(r, Kind.FLUSH, self.sent) for r in self._others]
+        return [Packet(r, Kind.FLUSH, self.sent) for r in self._others]
 
-    def receive(self, sender: int, letter: Letter) -> None:
-        """Take in a letter.
+    def receive(self, sender: int, packet: Packet) -> None:
+        """Take in a packet.
 
         Args:
             sender: rank of the sender.
-            letter: the letter.
+            packet: the packet.
 
         Raises:
-            ExchangeError: if letters of the sender were lost, or arrived twice.
+            ExchangeError: if packets of the sender were lost, or arrived twice.
         """
-        _, kind, number, seen, payload = letter
+        _, kind, number, seen, payload = packet
         if kind == Kind.UPDATE:
             self._expect(sender, number, self._received[sender])
             self._confirm(sender, seen)

@@ -28,9 +28,9 @@ from hvdx.strategies.threshold.noise import SummedSample, sums_of
 from hvdx.strategies.threshold.options import Options
 from hvdx.strategies.threshold.shards import OWNER, OWNER_LOOKAHEAD, OWNERS, Shards, owner_density
 
-# Numbers that a rank sends to each other rank before the first phase: bytes of its part, status, and the times in
+# Numbers that a rank sends to each other rank before the first phase: bytes for its shard, status, and the times in
 # microseconds.
-_PART, _STATUS, _TIMES = 0, 1, slice(2, 4)
+_BYTES, _STATUS, _TIMES = 0, 1, slice(2, 4)
 _NUMBERS = 4
 T = TypeVar("T")
 # Steps between two samples of the gradients: each takes an all-reduce of its own.
@@ -50,24 +50,24 @@ class OwnersMessages(Arrived):
     Attributes:
         codec: codec of the ranks' messages, which joins those of shards.
         messages: uint8[bytes] of each owner, in rank order.
-        part: number of elements of a shard.
+        shard_size: number of elements of a shard.
         arranged: function that returns views of an output in the order of the shards.
     """
 
     codec: codecs.Threshold | None = None
     messages: Sequence[np.ndarray] = ()
-    part: int = 0
+    shard_size: int = 0
     arranged: Callable[[Sequence[Array]], Sequence[np.ndarray]] = _on_host
 
     def add_to(self, out: Sequence[Array], scale: float, clear: bool) -> None:
         assert self.codec is not None  # the default is for the fields before it
         out = self.arranged(out)
-        joined = self.codec.join(self.messages, self.part)
+        joined = self.codec.join(self.messages, self.shard_size)
         try:
             (self.codec.decode_sum if clear else self.codec.decode)([joined], out, scale)
         except WireError:
             for rank, message in enumerate(self.messages):
-                _blame(self.codec, message, self.part, rank)
+                _blame(self.codec, message, self.shard_size, rank)
             raise
 
 
@@ -95,11 +95,11 @@ class ShardedRoute(Route):
         self._options, self._channel, self._shards, self._threads = options, channel, shards, codec.threads
         self._rank, self._size, self._per_message = channel.rank, channel.size, ranks_per_message
         self._lookahead, self._density = OWNER_LOOKAHEAD * lookahead, codec.target_density
-        self._sum = np.zeros(shards.part, np.float32)
+        self._sum = np.zeros(shards.shard_size, np.float32)
         self._out: list[np.ndarray] = []
         self._views: list[np.ndarray] = []
         self._second: codecs.Threshold | None = None
-        self._owner: codecs.ThresholdState = self._owner_codec(self._density).init([shards.part])
+        self._owner: codecs.ThresholdState = self._owner_codec(self._density).init([shards.shard_size])
         self.description = f"sharded exchange between {self._size} {'hosts' if ranks_per_message > 1 else 'workers'}"
 
     def _owner_codec(self, density: float | None) -> codecs.Threshold:
@@ -115,9 +115,9 @@ class ShardedRoute(Route):
     def _arranged(self, out: Sequence[Array]) -> list[np.ndarray]:
         """Return views of an output in the order of the shards; those of the last one are kept."""
         if len(out) != len(self._out) or any(a is not b for a, b in zip(out, self._out, strict=True)):
-            padding = np.zeros(self._shards.part, np.float32)
+            padding = np.zeros(self._shards.shard_size, np.float32)
             self._out = _on_host(out)
-            self._views = Shards([a.size for a in out], self._size).pieces(self._out, padding)
+            self._views = Shards([a.size for a in out], self._size).views(self._out, padding)
         return self._views
 
     # -- a step -------------------------------------------------------------------------------------------------------
@@ -128,19 +128,19 @@ class ShardedRoute(Route):
         self._density = codec.target_density
         work = _Work()
         begin = clock.now()
-        parts = [np.zeros(0, np.uint8)] * self._size
+        to_owners = [np.zeros(0, np.uint8)] * self._size
         if encoded.message.size:
-            parts = work.timed("encoding", lambda: codec.split(encoded.message, self._shards.elements))
+            to_owners = work.timed("encoding", lambda: codec.split(encoded.message, self._shards.elements))
         numbers = np.empty((self._size, _NUMBERS), np.int32)
-        numbers[:, _PART] = [part.size for part in parts]
+        numbers[:, _BYTES] = [message.size for message in to_owners]
         numbers[:, _STATUS:] = outgoing.status, *(min(ns // 1000, 2**31 - 1) for ns in outgoing.times)
-        numbers = self._channel.swap(numbers)
+        numbers = self._channel.all_to_all_rows(numbers)
         begun, cutting = clock.now(), work.seconds
         statuses, times = numbers[:, _STATUS].astype(np.int64), 1000 * numbers[:, _TIMES].astype(np.int64)
         arrived = OwnersMessages(statuses, times, begun - begin - cutting, 0.0)
         if not statuses.any():
             sample = self._sum_samples(outgoing)
-            arrived = replace(self._two_phases(parts, numbers[:, _PART], outgoing, arrived, work), sample=sample)
+            arrived = replace(self._two_phases(to_owners, numbers[:, _BYTES], outgoing, arrived, work), sample=sample)
         seconds = clock.now() - begun - (work.seconds - cutting)
         return replace(arrived, seconds=seconds, encoding=work.encoding, decoding=work.decoding)
 
@@ -158,16 +158,16 @@ class ShardedRoute(Route):
 
     def _two_phases(
         self,
-        parts: list[np.ndarray],
+        to_owners: list[np.ndarray],
         sizes: np.ndarray,
         outgoing: Outgoing,
         arrived: OwnersMessages,
         work: "_Work",
     ) -> OwnersMessages:
         """Return the messages of all owners; if one cannot encode its sum, with its status."""
-        got = self._channel.all_to_all(parts, sizes.tolist())
+        got = self._channel.all_to_all(to_owners, sizes.tolist())
         codec = self._owner_codec(self._density)
-        work.timed("decoding", lambda: codec.decode_sum(got[: outgoing.active], [self._sum]))
+        work.timed("decoding", lambda: codec.decode_sum(got[: outgoing.active_ranks], [self._sum]))
         joining = outgoing.encoded.codec
         assert isinstance(joining, codecs.Threshold)  # see `send`
         status, message = 0, np.zeros(0, np.uint8)
@@ -178,7 +178,7 @@ class ShardedRoute(Route):
             status = NOT_FINITE
         received = self._channel.exchange([status], message)
         headed = (self._size - 1) * (4 * _NUMBERS + 16)
-        sent = sum(map(len, parts)) - len(parts[self._rank]) + (self._size - 1) * message.size + headed
+        sent = sum(map(len, to_owners)) - len(to_owners[self._rank]) + (self._size - 1) * message.size + headed
         got_bytes = int(sizes.sum() - sizes[self._rank]) + headed
         got_bytes += sum(m.size for m in received.messages) - message.size
         faults = received.headers[:, 0]
@@ -193,7 +193,7 @@ class ShardedRoute(Route):
             received=got_bytes,
             codec=joining,
             messages=received.messages,
-            part=self._shards.part,
+            shard_size=self._shards.shard_size,
             arranged=self._arranged,
         )
 
@@ -228,7 +228,7 @@ class ShardedRoute(Route):
         ranks = int(state.get(OWNERS, self._size))
         if ranks != self._size:
             raise ConfigError(f"threshold: the saved state: expected one of {self._size} shards, got one of {ranks}.")
-        codec, sizes = self._owner_codec(self._density), [self._shards.part]
+        codec, sizes = self._owner_codec(self._density), [self._shards.shard_size]
         owner = {name.removeprefix(OWNER): value for name, value in state.items() if name.startswith(OWNER)}
         self._owner = codec.restore(owner, sizes) if OWNERS in state else codec.init(sizes)
         return state
@@ -280,9 +280,9 @@ def _with_fewer_entries(owner: codecs.ThresholdState, codec: codecs.Threshold) -
     return replace(owner, taus=taus, means=np.minimum(owner.means, wanted))
 
 
-def _blame(codec: Decoder, message: np.ndarray, part: int, rank: int) -> None:
+def _blame(codec: Decoder, message: np.ndarray, shard_size: int, rank: int) -> None:
     """Raise WireError with the rank that sent the message of a shard, if it is invalid."""
     try:
-        codec.decode([message], [np.zeros(part, np.float32)])
+        codec.decode([message], [np.zeros(shard_size, np.float32)])
     except WireError as error:
         raise error.of(rank) from None

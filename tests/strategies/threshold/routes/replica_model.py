@@ -1,4 +1,4 @@
-"""Search through all orders in which the letters of some replicas may arrive and their workers may act."""
+"""Search through all orders in which the packets of some replicas may arrive and their workers may act."""
 
 from collections import deque
 from typing import NamedTuple
@@ -20,7 +20,7 @@ class State(NamedTuple):
         replicas: state machine of each rank; never changed, but replaced.
         keys: contents of each replica, hashable.
         phases: next action of each worker.
-        channels: letters in flight, by sender and receiver.
+        channels: packets in flight, by sender and receiver.
         order: senders of all placed messages, in order.
         applied: number of messages that each rank has applied.
     """
@@ -74,11 +74,11 @@ class Model:
     def following(self, state):
         """Yield the next states; of orders that differ for nobody, only one.
 
-        A rank that does not place messages takes in a letter only if it waits: to act with more letters than it needs
+        A rank that does not place messages takes in a packet only if it waits: to act with more packets than it needs
         makes no difference for others, and to act with fewer is the worst case. If it can act, it acts at once: its
-        letters may still arrive late. If it waits for the end, it needs all letters, in whichever order they come.
+        packets may still arrive late. If it waits for the end, it needs all packets, in whichever order they come.
         """
-        coming = [divmod(channel, self.size) for channel, letters in enumerate(state.channels) if letters]
+        coming = [divmod(channel, self.size) for channel, packets in enumerate(state.channels) if packets]
         waits = [bool(self.awaited(r, phase)) for r, phase in zip(state.replicas, state.phases, strict=True)]
         for rank in range(1, self.size):
             if state.phases[rank] != DONE and not waits[rank]:
@@ -104,30 +104,30 @@ class Model:
 
     def deliver(self, state, sender, receiver):
         channels, at = list(state.channels), sender * self.size + receiver
-        letter, channels[at] = channels[at][0], channels[at][1:]
+        packet, channels[at] = channels[at][0], channels[at][1:]
         replica = clone(state.replicas[receiver])
-        replica.receive(sender, letter)
+        replica.receive(sender, packet)
         return self.settle(state, receiver, replica, channels, state.phases, replica.announce())
 
     def act(self, state, rank):
         replica, phase = clone(state.replicas[rank]), state.phases[rank]
-        letters, after = [], DONE
+        packets, after = [], DONE
         if phase == SEND:
-            letters = replica.send((rank, replica.sent), 1) + replica.announce()
+            packets = replica.send((rank, replica.sent), 1) + replica.announce()
         elif phase == BEGIN and rank == 0:
-            letters = replica.begin(None)
+            packets = replica.begin(None)
         if phase != END:
             after = SEND if replica.sent < self.messages[rank] else END
-            letters += replica.flush() if after == END else []
+            packets += replica.flush() if after == END else []
         phases = (*state.phases[:rank], after, *state.phases[rank + 1 :])
-        return self.settle(state, rank, replica, list(state.channels), phases, letters)
+        return self.settle(state, rank, replica, list(state.channels), phases, packets)
 
-    def settle(self, state, rank, replica, channels, phases, letters):
+    def settle(self, state, rank, replica, channels, phases, packets):
         """Apply the messages that have arrived, tell the others if the worker waits, and return the next state."""
         order = state.order
-        for letter in letters:
-            if rank == 0 and letter.to == 1 and letter.kind.name == "ORDER":
-                order += letter.payload
+        for packet in packets:
+            if rank == 0 and packet.to == 1 and packet.kind.name == "ORDER":
+                order += packet.payload
         applied = list(state.applied)
         while (taken := replica.take()) is not None:
             sender, message = taken
@@ -138,10 +138,10 @@ class Model:
                 )
             applied[rank] += 1
         if self.tells and phases[rank] != DONE and self.awaited(replica, phases[rank]):
-            letters = [*letters, *replica.tell()]
-        for letter in letters:
-            if phases[letter.to] != DONE:
-                channels[rank * self.size + letter.to] += (letter if self.tells else letter._replace(seen=0),)
+            packets = [*packets, *replica.tell()]
+        for packet in packets:
+            if phases[packet.to] != DONE:
+                channels[rank * self.size + packet.to] += (packet if self.tells else packet._replace(seen=0),)
         if phases[rank] == DONE:
             for sender in range(self.size):
                 channels[sender * self.size + rank] = ()  # the session is closed

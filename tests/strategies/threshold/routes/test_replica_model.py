@@ -38,11 +38,11 @@ def test_search_finds_ranks_with_orders_of_their_own(monkeypatch):
     """If ranks applied messages as they arrive, their weights would differ."""
     receive = Replica.receive
 
-    def as_it_comes(self, sender, letter):
-        receive(self, sender, letter)
-        if self.rank and letter.kind.name == "ORDER":
+    def as_it_comes(self, sender, packet):
+        receive(self, sender, packet)
+        if self.rank and packet.kind.name == "ORDER":
             self._order.clear()
-        elif self.rank and letter.kind.name == "UPDATE":
+        elif self.rank and packet.kind.name == "UPDATE":
             self._order.append(sender)
 
     monkeypatch.setattr(Replica, "receive", as_it_comes)

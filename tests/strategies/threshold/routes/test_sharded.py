@@ -79,12 +79,12 @@ def test_shards_are_a_permutation_with_padding(seed):
     shards = Shards(sizes, ranks)
     vector = random.normal(size=sum(sizes)).astype(np.float32)
     arrays = np.split(vector, np.cumsum(sizes)[:-1])
-    pieces = shards.pieces(arrays, np.zeros(shards.part, np.float32))
+    pieces = shards.views(arrays, np.zeros(shards.shard_size, np.float32))
     assert [p.size for p in pieces] == shards.sizes
     np.testing.assert_array_equal(np.concatenate(pieces), shards.from_vector(vector))
     np.testing.assert_array_equal(shards.to_vector(shards.from_vector(vector)), vector)
-    assert shards.part % 64 == 0
-    assert shards.elements == ranks * shards.part
+    assert shards.shard_size % 64 == 0
+    assert shards.elements == ranks * shards.shard_size
     total = sum(shards.embed(shards.of_rank(vector, r), r) for r in range(ranks))
     np.testing.assert_array_equal(total, vector)
     piece = int(np.argmax(np.abs([p.max(initial=0) for p in pieces])))
@@ -108,11 +108,11 @@ def test_step_is_skipped_by_all_if_one_owner_cannot_encode():
         exchange = strategy.open(comm, SPECS, 0.9)
         encode, calls = exchange.route._encode_sum, []
 
-        def refuse_once(*given):
+        def refuse_once(*arguments):
             calls.append(1)
             if comm.rank == 2 and len(calls) == 4:
                 raise UpdateError("is infinite.", 0, 0)
-            return encode(*given)
+            return encode(*arguments)
 
         exchange.route._encode_sum = refuse_once
         got = [flat(exchange.step(update(comm.rank, t))).copy() for t in range(7)]
@@ -270,7 +270,7 @@ def test_owners_extrapolate_the_updates_of_adam_only(sample, lookahead):
     def run(comm):
         exchange = Threshold(target_density=0.01, exchange="sharded").open(comm, SPECS, momentum=0.9)
         encode, seen = exchange.route._encode_sum, []
-        exchange.route._encode_sum = lambda *given: seen.append(given[-1]) or encode(*given)
+        exchange.route._encode_sum = lambda *arguments: seen.append(arguments[-1]) or encode(*arguments)
         exchange.take(StepInput(update(comm.rank, 0), sample=sample))
         return seen[0]
 

@@ -1,4 +1,4 @@
-"""Shards: parts of weights that are split over the ranks of a group, and of the optimiser's state for them."""
+"""Parts of weights that are split over the ranks of a group, and of the optimiser's state for them."""
 
 import weakref
 from collections.abc import Iterator, Sequence
@@ -15,14 +15,14 @@ from hvdx.errors import ConfigError
 from hvdx.keras.optimizer_state import accumulated_gradients, innermost, slots
 from hvdx.keras.seams.optimizers import averages_of, slot_prefix, trained_variables
 
-_ATTRIBUTE = "_hvdx_shard"
+_ATTRIBUTE = "_hvdx_part"
 # These optimisers compute norms or statistics of whole weights.
 _NEED_WHOLE_WEIGHTS = ("Adafactor", "Lamb", "Muon")
 _tensors: "weakref.WeakKeyDictionary[Any, SplitTensors]" = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
-class Shard:
+class WeightPart:
     """Part of a weight that this rank holds.
 
     Attributes:
@@ -32,8 +32,8 @@ class Shard:
         position: number of this rank's part.
 
     Example:
-        >>> shard = Shard((2, 4), 1, (0, 2, 4), 1)
-        >>> shard.part_shape, shard.cut(np.arange(8).reshape(2, 4)).tolist()
+        >>> part = WeightPart((2, 4), 1, (0, 2, 4), 1)
+        >>> part.part_shape, part.cut(np.arange(8).reshape(2, 4)).tolist()
         ((2, 2), [[2, 3], [6, 7]])
     """
 
@@ -73,51 +73,51 @@ def tensors_of(mesh: Mesh) -> SplitTensors:
     return _tensors[mesh.channel]
 
 
-def mark(variable: Any, shard: Shard) -> None:
+def mark(variable: Any, part: WeightPart) -> None:
     """Register a Keras variable as a part of a whole one."""
-    setattr(variable, _ATTRIBUTE, shard)
+    setattr(variable, _ATTRIBUTE, part)
 
 
-def shard_of(variable: Any) -> Shard | None:
-    """Return the shard that a variable holds; None for a whole variable."""
-    found: Shard | None = getattr(variable, _ATTRIBUTE, None)
+def part_of(variable: Any) -> WeightPart | None:
+    """Return the part that a variable holds; None for a whole variable."""
+    found: WeightPart | None = getattr(variable, _ATTRIBUTE, None)
     return found
 
 
 def has_parts(model: Any) -> bool:
     """Return whether a model has split layers."""
-    return any(shard_of(v) is not None for v in model.weights)
+    return any(part_of(v) is not None for v in model.weights)
 
 
 def mark_state(optimizer: Any) -> None:
-    """Register the state that an optimiser keeps for shards; it is split in the same way.
+    """Register the state that an optimiser keeps for parts; it is split in the same way.
 
     Args:
-        optimizer: Keras optimiser; nothing is done if it is not built, or trains no shard.
+        optimizer: Keras optimiser; nothing is done if it is not built, or trains no part.
 
     Raises:
         ConfigError: if the optimiser needs norms or statistics of whole weights.
     """
     inner = innermost(optimizer)
     trained = trained_variables(inner) if inner.built else []
-    shards = [(i, v, shard_of(v)) for i, v in enumerate(trained) if shard_of(v) is not None]
-    if not shards:
+    parts = [(i, v, part_of(v)) for i, v in enumerate(trained) if part_of(v) is not None]
+    if not parts:
         return
     if any(cls.__name__ in _NEED_WHOLE_WEIGHTS for cls in type(inner).__mro__):
         raise ConfigError(
             f"optimizer {type(inner).__name__}: it needs norms or statistics of whole weights, and split layers hold "
             "parts. Use another optimizer, such as Adam or SGD, or keras.layers.Dense in place of SplitDense."
         )
-    by_name = {slot_prefix(v): shard for _, v, shard in shards}
+    by_name = {slot_prefix(v): part for _, v, part in parts}
     for slot in slots(inner):
         prefix = max((p for p in by_name if slot.name.startswith(p)), key=len, default=None)
         if prefix is not None and tuple(slot.shape) == by_name[prefix].part_shape:  # type: ignore[union-attr]
             mark(slot, by_name[prefix])  # type: ignore[arg-type]
     averages = averages_of(inner)
-    for i, variable, shard in shards:
+    for i, variable, part in parts:
         for parallel in (averages, accumulated_gradients(inner)):
             if i < len(parallel) and parallel[i] is not None and tuple(parallel[i].shape) == tuple(variable.shape):
-                mark(parallel[i], shard)  # type: ignore[arg-type]
+                mark(parallel[i], part)  # type: ignore[arg-type]
 
 
 def by_ranks(variables: Sequence[Any], comm: Comm) -> Iterator[tuple[Comm, list[Any]]]:
@@ -125,19 +125,19 @@ def by_ranks(variables: Sequence[Any], comm: Comm) -> Iterator[tuple[Comm, list[
 
     Args:
         variables: Keras variables.
-        comm: all ranks. They share the whole variables; the peers of this rank share its shards, which are left out
+        comm: all ranks. They share the whole variables; the peers of this rank share its parts, which are left out
             if there are no other peers.
     """
-    yield comm, [v for v in variables if shard_of(v) is None]
-    parts = [v for v in variables if shard_of(v) is not None]
+    yield comm, [v for v in variables if part_of(v) is None]
+    parts = [v for v in variables if part_of(v) is not None]
     if parts and comm.mesh is not None and comm.mesh.peers.size > 1:
         yield comm.mesh.peers, parts
 
 
 def whole_shape(variable: Any) -> tuple[int, ...]:
     """Return the shape of the whole variable."""
-    shard = shard_of(variable)
-    return tuple(variable.shape) if shard is None else shard.shape
+    part = part_of(variable)
+    return tuple(variable.shape) if part is None else part.shape
 
 
 def whole_values(variables: Sequence[Any], group: Comm) -> list[np.ndarray]:
@@ -149,8 +149,8 @@ def whole_values(variables: Sequence[Any], group: Comm) -> list[np.ndarray]:
     """
     values = []
     for variable in variables:
-        value, shard = np.asarray(tf.convert_to_tensor(variable)), shard_of(variable)
-        if shard is not None:
-            value = shard.join(group.all_gather_object(value, "parts of a split layer"))
+        value, part = np.asarray(tf.convert_to_tensor(variable)), part_of(variable)
+        if part is not None:
+            value = part.join(group.all_gather_object(value, "parts of a split layer"))
         values.append(np.array(value))
     return values

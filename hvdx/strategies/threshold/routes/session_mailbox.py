@@ -1,4 +1,4 @@
-"""Letters of the asynchronous exchange: the mailbox of a rank, and the thread that reads it while the rank computes.
+"""Packets of the asynchronous exchange: the mailbox of a rank, and the thread that reads it while the rank computes.
 
 Without the thread, the sequencer would place messages only between two of its own steps, and large messages would not
 move while their receiver computes.
@@ -15,7 +15,7 @@ from hvdx.comm import Comm, Message
 from hvdx.comm.base import HEADER_WORDS
 from hvdx.comm.waiting import until
 from hvdx.strategies.sessions import PerComm, Polling, Series
-from hvdx.strategies.threshold.routes.replica import Kind, Letter, Replica
+from hvdx.strategies.threshold.routes.replica import Kind, Packet, Replica
 
 #: Number of the mailbox; the parameter server, which also hands out steps, has 0 and 1.
 BOX = 2
@@ -47,20 +47,20 @@ class Session:
         replica: state of this rank.
 
     Attributes:
-        letters: number of letters received.
+        packets: number of packets received.
     """
 
     def __init__(self, number: int, replica: Replica):
-        self.number, self.replica, self.letters = number, replica, 0
+        self.number, self.replica, self.packets = number, replica, 0
         self._sent = self._received = 0
 
     def count_sent(self, size: int) -> None:
-        """Count a letter that leaves, and the bytes of its body."""
+        """Count a packet that leaves, and the bytes of its body."""
         self._sent += HEADER_BYTES + size
 
     def count_received(self, size: int) -> None:
-        """Count a letter that has come, and the bytes of its body."""
-        self.letters += 1
+        """Count a packet that has come, and the bytes of its body."""
+        self.packets += 1
         self._received += HEADER_BYTES + size
 
     def take_bytes(self) -> tuple[int, int]:
@@ -69,8 +69,8 @@ class Session:
         return counted
 
 
-class Post:
-    """Mailbox of a rank for the letters of all its sessions. Made by all ranks of a communicator together.
+class SessionMailbox:
+    """Mailbox of a rank for the packets of all its sessions. Made by all ranks of a communicator together.
 
     Args:
         comm: the ranks.
@@ -82,7 +82,7 @@ class Post:
 
     def __init__(self, comm: Comm):
         self._box, self.lock, self.series = comm.mailbox(BOX), threading.RLock(), Series()
-        # An exchange owns its sessions. When it is gone, their letters are dropped.
+        # An exchange owns its sessions. When it is gone, their packets are dropped.
         self._sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
         # Sessions that have begun and not ended; the thread runs while there are any.
         self._active: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -91,22 +91,22 @@ class Post:
         self._error: BaseException | None = None
 
     def register(self, session: Session) -> None:
-        """Accept letters of a session from now on."""
+        """Accept packets of a session from now on."""
         with self.lock:
             self._sessions[session.number] = session
 
     def drop(self, session: Session) -> None:
-        """Drop the letters of a session from now on."""
+        """Drop the packets of a session from now on."""
         with self.lock:
             self._sessions.pop(session.number, None)
             self._active.discard(session)
 
     def start(self, session: Session) -> None:
-        """Read letters in a thread until the session is dropped."""
+        """Read packets in a thread until the session is dropped."""
         with self.lock:
             self._active.add(session)
             if self._thread is None and not self._stop.is_set():
-                self._thread = threading.Thread(target=self._run, name="hvdx letters", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="hvdx packets", daemon=True)
                 self._thread.start()
 
     def stop(self) -> None:
@@ -116,19 +116,19 @@ class Post:
         if thread is not None:
             thread.join(_JOIN_SECONDS)
 
-    def send(self, session: Session, letters: Sequence[Letter]) -> None:
-        """Start to send letters of a session."""
+    def send(self, session: Session, packets: Sequence[Packet]) -> None:
+        """Start to send packets of a session."""
         with self.lock:
-            for letter in letters:
-                words, body = _pack(letter)
-                self._box.send(letter.to, BOX, [letter.kind, session.number, letter.number, letter.seen, *words], body)
+            for packet in packets:
+                words, body = _pack(packet)
+                self._box.send(packet.to, BOX, [packet.kind, session.number, packet.number, packet.seen, *words], body)
                 session.count_sent(0 if body is None else body.size)
 
     def poll(self) -> int:
-        """Take in the letters that have arrived, and announce places; return the number of letters.
+        """Take in the packets that have arrived, and announce places; return the number of packets.
 
         Raises:
-            ExchangeError: if letters were lost; also one that the thread found.
+            ExchangeError: if packets were lost; also one that the thread found.
         """
         with self.lock:
             if self._error is not None:
@@ -146,18 +146,18 @@ class Post:
                 self.send(session, session.replica.announce())
             return count
 
-    def leaving(self) -> int:
+    def pending_sends(self) -> int:
         """Return the number of sends in flight."""
         with self.lock:
-            return self._box.leaving()
+            return self._box.pending_sends()
 
-    def left(self, limit: float) -> bool:
-        """Wait until all letters have left; return False after the time limit.
+    def all_sent(self, limit: float) -> bool:
+        """Wait until all packets have left; return False after the time limit.
 
         Args:
             limit: seconds.
         """
-        return until(lambda: not self.leaving(), limit)
+        return until(lambda: not self.pending_sends(), limit)
 
     def _run(self) -> None:
         polling = Polling()
@@ -172,42 +172,42 @@ class Post:
                 polling.found()
                 continue
             with self.lock:
-                coming = self._box.coming
+                receiving = self._box.receiving
                 if not self._active:
                     self._thread = None
                     return
-            polling.sleep(coming)
+            polling.sleep(receiving)
 
 
-def _pack(letter: Letter) -> tuple[Sequence[int], np.ndarray | None]:
+def _pack(packet: Packet) -> tuple[Sequence[int], np.ndarray | None]:
     """Return the numbers that follow the fixed part of a header, and the body."""
-    payload = letter.payload
+    payload = packet.payload
     if payload is None:
         return (), None
-    if letter.kind == Kind.UPDATE:
+    if packet.kind == Kind.UPDATE:
         return payload.words, payload.body
-    if letter.kind == Kind.ORDER:
+    if packet.kind == Kind.ORDER:
         return (), np.array(payload, np.int32).view(np.uint8)
     return (), payload
 
 
-def _unpack(message: Message) -> Letter:
+def _unpack(message: Message) -> Packet:
     kind, _, number, seen, *words = message.header
     payload: object = message.body
     if message.body is not None and kind == Kind.UPDATE:
         payload = Payload(words, message.body)
     elif message.body is not None and kind == Kind.ORDER:
         payload = tuple(message.body.view(np.int32).tolist())
-    return Letter(-1, Kind(kind), number, seen, payload)
+    return Packet(-1, Kind(kind), number, seen, payload)
 
 
-_posts: PerComm[Post] = PerComm(Post)
-#: Function that returns the post of a communicator; its first call makes it, and is collective.
-post_of = _posts.of
+_mailboxes: PerComm[SessionMailbox] = PerComm(SessionMailbox)
+#: Function that returns the mailbox of a communicator; its first call makes it, and is collective.
+session_mailbox_of = _mailboxes.of
 
 
 @atexit.register
 def stop_all() -> None:
     """End the threads, before the world is left."""
-    for post in _posts.take_all():
-        post.stop()
+    for mailbox in _mailboxes.take_all():
+        mailbox.stop()
