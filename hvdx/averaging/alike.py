@@ -57,7 +57,7 @@ def _check_tensors(first: Network, other: Network) -> None:
             raise AverageError(f"{first.path}: {name}: is in {other.path}, and missing here. {_OTHER}")
 
 
-def _difference(a: Any, b: Any, place: str = "") -> tuple[str, Any, Any] | None:
+def _difference(a: object, b: object, place: str = "") -> tuple[str, Any, Any] | None:
     """Return the place of the first difference between two JSON values, and both values there; None if equal."""
     if isinstance(a, dict) and isinstance(b, dict):
         for key in [*a, *(k for k in b if k not in a)]:

@@ -19,7 +19,7 @@ from hvdx.averaging.output import check_free, write_whole
 from hvdx.averaging.saved_model import SavedModel
 from hvdx.errors import AverageError, ConfigError
 
-Progress = Callable[[int, int], Any]
+Progress = Callable[[int, int], object]
 
 
 def average(

@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -32,7 +31,7 @@ class Distance:
 
 # The table shows infinity and NaN; warnings of NumPy would add nothing.
 @np.errstate(over="ignore", invalid="ignore")
-def distances(networks: Sequence[Network], progress: Callable[[int], Any] | None = None) -> list[Distance]:
+def distances(networks: Sequence[Network], progress: Callable[[int], object] | None = None) -> list[Distance]:
     """Measure the distances between networks.
 
     Args:
@@ -53,7 +52,7 @@ def distances(networks: Sequence[Network], progress: Callable[[int], Any] | None
 
 
 def _sums(
-    tensors: Sequence[Tensor], pairs: Sequence[tuple[int, int]], progress: Callable[[int], Any]
+    tensors: Sequence[Tensor], pairs: Sequence[tuple[int, int]], progress: Callable[[int], object]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the sums of squares of each network's tensor, and of the difference between each pair."""
     own, between = np.zeros(len(tensors)), np.zeros(len(pairs))

@@ -6,12 +6,15 @@ import os
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hvdx.averaging.network import Network, Tensor, Values
 from hvdx.errors import AverageError
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer, WriteableBuffer
 
 _COPY_BYTES = 1 << 22
 _WINDOW_BYTES = 1 << 25
@@ -32,7 +35,7 @@ class File:
             raise AverageError(f"{path}: {error.strerror}.") from None
         self.size = os.fstat(self._handle).st_size
 
-    def read_into(self, offset: int, out: Any, what: str) -> None:
+    def read_into(self, offset: int, out: "np.ndarray | WriteableBuffer", what: str) -> None:
         """Fill a buffer from the file.
 
         Args:
@@ -98,7 +101,7 @@ class File:
             )
         return tensor
 
-    def copy(self, begin: int, end: int, write: Callable[[Any], Any]) -> None:
+    def copy(self, begin: int, end: int, write: Callable[[Any], object]) -> None:
         """Pass the bytes from `begin` to `end` to `write`, a few megabytes at a time."""
         buffer = bytearray(min(_COPY_BYTES, max(end - begin, 0)))
         while begin < end:
@@ -155,7 +158,7 @@ class Output(io.FileIO):
         super().__init__(path, "x")
         self._handed_over = 0
 
-    def write(self, data: Any) -> int:
+    def write(self, data: "ReadableBuffer") -> int:
         """Write all of `data`; return its size in bytes."""
         whole = memoryview(data).cast("B")
         left = whole
@@ -171,7 +174,12 @@ class Output(io.FileIO):
 
 
 def splice(
-    file: File, placed: Mapping[int, Tensor], values: Values, write: Callable[[Any], Any], begin: int = 0, end: int = -1
+    file: File,
+    placed: Mapping[int, Tensor],
+    values: Values,
+    write: Callable[[Any], object],
+    begin: int = 0,
+    end: int = -1,
 ) -> None:
     """Write a copy of a file with new values for its tensors.
 

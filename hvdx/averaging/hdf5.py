@@ -5,7 +5,7 @@ import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,6 +15,10 @@ from hvdx.averaging.keras_config import parse_config
 from hvdx.averaging.limits import check_unpacked
 from hvdx.averaging.network import Network, Tensor, Values, gather
 from hvdx.errors import AverageError
+
+if TYPE_CHECKING:
+    import h5py
+    from _typeshed import WriteableBuffer
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 # Exceptions of h5py for damaged files; which one it raises depends on the damage.
@@ -103,7 +107,7 @@ class Content:
         found: list[tuple[int, Tensor]] = []
         scattered: list[Tensor] = []
 
-        def visit(name: str, item: Any) -> None:
+        def visit(name: str, item: "h5py.Dataset") -> None:
             # Keras stores the name of a layer as an attribute; the name of its group may be unrelated.
             self.normalises |= _is_normalisation(name) or _is_normalisation(str(item.attrs.get("name", "")))
             if not _is_array(item) or item.dtype.kind in "SUO" or _is_random_state(name):
@@ -132,7 +136,7 @@ class Content:
         for tensor in scattered:
             check_unpacked(f"{self.file.path}: {tensor.name}", tensor.nbytes, self.end - self.begin)
 
-    def _check_is_tensor(self, name: str, item: Any) -> None:
+    def _check_is_tensor(self, name: str, item: "h5py.Dataset") -> None:
         if item.external or item.is_virtual:
             raise AverageError(
                 f"{self.file.path}: {name}: expected its elements in this file, got a reference to another file. "
@@ -175,7 +179,7 @@ class Content:
         except RuntimeError as error:
             raise OSError(_first_line(error)) from error
 
-    def write_placed(self, values: Values, write: Callable[[Any], Any]) -> None:
+    def write_placed(self, values: Values, write: Callable[[Any], object]) -> None:
         """Pass the file to `write`, with new values for the contiguous tensors."""
         splice(self.file, self._placed, values, write, self.begin, self.end)
 
@@ -206,7 +210,7 @@ class _Region(io.RawIOBase):
     def tell(self) -> int:
         return self._at
 
-    def readinto(self, buffer: Any) -> int:
+    def readinto(self, buffer: "WriteableBuffer") -> int:
         view = memoryview(buffer).cast("B")
         view = view[: max(self._size - self._at, 0)]
         if view:
@@ -225,7 +229,7 @@ def _h5py(path: Path) -> Any:
     return h5py
 
 
-def _dtype(path: Path, name: str, item: Any) -> np.dtype:
+def _dtype(path: Path, name: str, item: "h5py.Dataset") -> np.dtype:
     """Return the dtype of the elements. For bfloat16, which HDF5 lacks, Keras writes two opaque bytes."""
     if item.dtype.kind != "V":
         return item.dtype
@@ -234,12 +238,12 @@ def _dtype(path: Path, name: str, item: Any) -> np.dtype:
     return small_float("bfloat16", path)
 
 
-def _is_array(item: Any) -> bool:
+def _is_array(item: "h5py.Dataset") -> bool:
     """Return whether an HDF5 object is a dataset with elements; groups, named types and empty datasets are not."""
     return hasattr(item, "chunks") and item.shape is not None
 
 
-def _as_stored(item: Any) -> bool:
+def _as_stored(item: "h5py.Dataset") -> bool:
     """Return whether the file stores the bytes of NumPy's elements, so that HDF5 need not convert them."""
     from h5py import h5t
 

@@ -40,7 +40,7 @@ _IGNORED_ENDINGS = ("_initializer", "_regularizer", "_constraint", "_dropout")
 _REFERENCES = ("inbound_nodes", "input_layers", "output_layers")
 
 
-def parse_config(text: Any, where: str) -> tuple[Any, Any]:
+def parse_config(text: str | bytes, where: str) -> tuple[Any, Any]:
     """Parse the configuration of a saved model.
 
     Args:
@@ -71,7 +71,7 @@ def parse_config(text: Any, where: str) -> tuple[Any, Any]:
         ) from None
 
 
-def _check_levels(config: Any) -> None:
+def _check_levels(config: object) -> None:
     level = [config]
     for _ in range(_MOST_LEVELS):
         level = [
@@ -85,7 +85,7 @@ def _check_levels(config: Any) -> None:
     raise ValueError(f"more than {_MOST_LEVELS} levels")
 
 
-def comparable(config: Any, places: Mapping[str, int] | None = None) -> Any:
+def comparable(config: object, places: Mapping[str, int] | None = None) -> Any:
     """Return a configuration without the parts that may differ between networks that are averaged.
 
     Layers are identified by their positions, since their names may differ.
@@ -124,18 +124,18 @@ def comparable(config: Any, places: Mapping[str, int] | None = None) -> Any:
     }
 
 
-def _name(layer: Any) -> str | None:
+def _name(layer: object) -> str | None:
     if not isinstance(layer, dict):
         return None
     inner = layer.get("config")
     return layer.get("name") or (inner.get("name") if isinstance(inner, dict) else None)
 
 
-def _without_rate(config: Any) -> Any:
+def _without_rate(config: object) -> Any:
     return {k: v for k, v in config.items() if k != "rate"} if isinstance(config, dict) else config
 
 
-def _references(value: Any, places: Mapping[str, int]) -> Any:
+def _references(value: object, places: Mapping[str, int]) -> Any:
     """Return connections between layers, with positions in place of names."""
     if isinstance(value, list | tuple):
         return _reference(value, places) if _is_reference(value, places) else [_references(v, places) for v in value]

@@ -8,7 +8,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -83,7 +83,7 @@ class Mean:
         networks: Sequence[Network],
         weights: Sequence[float],
         integers: Integers = "equal",
-        progress: Callable[[int], Any] | None = None,
+        progress: Callable[[int], object] | None = None,
     ):
         # Scaling by a power of two avoids overflow, and changes no other result.
         exponent = math.frexp(max(weights))[1]

@@ -44,7 +44,7 @@ class InMemory(Network):
         raise AverageError(f"{out}: expected a file format, got a model in memory.")
 
 
-def _architecture(model: Any) -> Any:
+def _architecture(model: object) -> Any:
     if not hasattr(model, "to_json"):
         return None
     try:

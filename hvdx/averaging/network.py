@@ -4,7 +4,6 @@ import abc
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -71,7 +70,7 @@ class Network(abc.ABC):
 
     path: Path
     tensors: Mapping[str, Tensor]
-    architecture: Any = None
+    architecture: object = None
     normalises: bool = False
 
     @classmethod

@@ -4,9 +4,9 @@ import contextlib
 import itertools
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,6 +14,10 @@ from hvdx.averaging.hdf5 import Hdf5
 from hvdx.averaging.keras_archive import KerasArchive
 from hvdx.averaging.network import Network, Tensor, Values
 from hvdx.errors import AverageError
+
+if TYPE_CHECKING:
+    import keras
+    import tensorflow as tf
 
 _BATCH = 256
 _FEWEST = 2
@@ -62,7 +66,7 @@ def recalibrate_archive(path: Path, data: Path, batch_size: int = _BATCH) -> Non
         _replace(path, before, after)
 
 
-def recalibrate(model: Any, inputs: Inputs, batch_size: int = _BATCH) -> None:
+def recalibrate(model: "keras.Model", inputs: Inputs, batch_size: int = _BATCH) -> None:
     """Set the moving means and variances of a Keras model to the averages of the means and variances of batches.
 
     Other variables do not change. Frozen layers (`trainable=False`), which use their statistics in training too, keep
@@ -128,7 +132,7 @@ def shuffled(count: int) -> np.ndarray:
     return np.random.default_rng(_SEED).permutation(count)
 
 
-def _check_finite(layer: Any, totals: list[np.ndarray]) -> None:
+def _check_finite(layer: "keras.layers.BatchNormalization", totals: list[np.ndarray]) -> None:
     if not all(np.isfinite(total).all() for total in totals):
         raise AverageError(
             f"recalibrate: {layer.name}: expected finite means and variances, got NaN or infinity. Look for them in "
@@ -161,7 +165,7 @@ def read_inputs(data: Path) -> Inputs:
     return arrays.get("", arrays)
 
 
-def _fitted(model: Any, data: Path, inputs: Inputs) -> Inputs:
+def _fitted(model: "keras.Model", data: Path, inputs: Inputs) -> Inputs:
     """Return the arrays that are inputs of the model, after a check of names, lengths and shapes."""
     wanted = {tensor.name: tensor for tensor in _inputs(model)}
     if isinstance(inputs, np.ndarray):
@@ -189,11 +193,11 @@ def _fitted(model: Any, data: Path, inputs: Inputs) -> Inputs:
     return inputs[name]
 
 
-def _or(wanted: Mapping[str, Any]) -> str:
+def _or(wanted: Mapping[str, object]) -> str:
     return "".join(f" or {name}" for name in wanted)
 
 
-def _check_shape(data: Path, name: str, array: np.ndarray, tensor: Any) -> None:
+def _check_shape(data: Path, name: str, array: np.ndarray, tensor: "keras.KerasTensor") -> None:
     expected = list(tensor.shape)[1:]
     if len(expected) != array.ndim - 1 or any(
         e is not None and e != got for e, got in zip(expected, array.shape[1:], strict=True)
@@ -203,7 +207,7 @@ def _check_shape(data: Path, name: str, array: np.ndarray, tensor: Any) -> None:
         )
 
 
-def _inputs(model: Any) -> list[Any]:
+def _inputs(model: "keras.Model") -> "list[keras.KerasTensor]":
     """Return the symbolic inputs of a model; a subclassed model has none."""
     try:
         return list(model.inputs or [])
@@ -211,7 +215,7 @@ def _inputs(model: Any) -> list[Any]:
         return []
 
 
-def _batch(model: Any, inputs: Inputs, chosen: np.ndarray) -> Any:
+def _batch(model: "keras.Model", inputs: Inputs, chosen: np.ndarray) -> Any:
     import keras
 
     if not isinstance(inputs, Mapping):
@@ -219,7 +223,7 @@ def _batch(model: Any, inputs: Inputs, chosen: np.ndarray) -> Any:
     return keras.tree.map_structure(lambda tensor: np.asarray(inputs[tensor.name][chosen]), model.input)
 
 
-def _normalisations(model: Any) -> list[Any]:
+def _normalisations(model: "keras.Model") -> "list[keras.layers.BatchNormalization]":
     import keras
 
     # Keras lists nested layers with this method; it has no public counterpart.
@@ -231,7 +235,12 @@ def _normalisations(model: Any) -> list[Any]:
     ]
 
 
-def _unbiased(layer: Any, inputs: Any, training: Any = None, mask: Any = None) -> float:
+def _unbiased(
+    layer: "keras.layers.BatchNormalization",
+    inputs: "tf.Tensor",
+    training: object = None,
+    mask: "tf.Tensor | None" = None,
+) -> float:
     """Return Bessel's correction n / (n - 1), for the n values of a channel in a batch."""
     count = np.prod(inputs.shape) / inputs.shape[layer.axis]
     if mask is not None:
@@ -244,20 +253,20 @@ def _unbiased(layer: Any, inputs: Any, training: Any = None, mask: Any = None) -
     return float(count / (count - 1))
 
 
-def _statistics(layer: Any) -> tuple[Any, Any]:
+def _statistics(layer: "keras.layers.BatchNormalization") -> "tuple[keras.Variable, keras.Variable]":
     return layer.moving_mean, layer.moving_variance
 
 
 @contextlib.contextmanager
-def _watched(layers: list[Any]) -> Iterator[dict[int, tuple[int, list[np.ndarray]]]]:
+def _watched(layers: "list[keras.layers.BatchNormalization]") -> Iterator[dict[int, tuple[int, list[np.ndarray]]]]:
     """Count the calls of layers, and sum the statistics of their input batches, until the block ends."""
     sums: dict[int, tuple[int, list[np.ndarray]]] = {}
     momenta = [layer.momentum for layer in layers]
     before = [[s.numpy() for s in _statistics(layer)] for layer in layers]
     calls = [layer.call for layer in layers]
 
-    def watch(layer: Any, call: Any) -> Any:
-        def watched(*args: Any, **kwargs: Any) -> Any:
+    def watch(layer: "keras.layers.BatchNormalization", call: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: object, **kwargs: object) -> object:
             result = call(*args, **kwargs)
             count, totals = sums[id(layer)]
             found = [np.asarray(s.numpy(), np.float64) for s in _statistics(layer)]

@@ -1,12 +1,17 @@
 """TensorFlow SavedModels: folders with a program and a checkpoint of its variables."""
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvdx.averaging.network import Network, Values
 from hvdx.averaging.tensorflow_checkpoint import TensorFlowCheckpoint, tensorflow
 from hvdx.errors import AverageError
+
+if TYPE_CHECKING:
+    from tensorflow.core.framework.graph_pb2 import GraphDef
+    from tensorflow.core.protobuf.meta_graph_pb2 import MetaGraphDef, SignatureDef, TensorInfo
 
 _PROGRAMS = ("saved_model.pb", "saved_model.pbtxt")
 
@@ -76,8 +81,8 @@ def _signatures(path: Path) -> Any:
     return {name: _signature(graph, signature) for name, signature in sorted(graph.signature_def.items())}
 
 
-def _signature(graph: Any, signature: Any) -> Any:
-    def described(tensors: Any) -> Any:
+def _signature(graph: "MetaGraphDef", signature: "SignatureDef") -> dict[str, object]:
+    def described(tensors: "Mapping[str, TensorInfo]") -> list[list[object]]:
         # Without names, since Keras numbers the names of inputs across models.
         return sorted([info.dtype, [d.size for d in info.tensor_shape.dim]] for info in tensors.values())
 
@@ -89,7 +94,7 @@ def _signature(graph: Any, signature: Any) -> Any:
     }
 
 
-def _operations(graph: Any, outputs: list[str]) -> set[str]:
+def _operations(graph: "GraphDef", outputs: list[str]) -> set[str]:
     """Return the kinds of operations that compute the outputs, including those in called functions."""
     functions = {f.signature.name: f.node_def for f in graph.library.function}
     nodes = {node.name: node for node in graph.node}

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -151,7 +152,7 @@ class TensorFlowCheckpoint(Network):
         except tf.errors.OpError as error:
             raise OSError(_reason(error)) from error
 
-    def _write_shards(self, tf: Any, out: Path, values: Values) -> list[Path]:
+    def _write_shards(self, tf: ModuleType, out: Path, values: Values) -> list[Path]:
         """Write checkpoints of at most `_SHARD_BYTES`, or of one larger tensor, to save memory; return the prefixes."""
 
         def save(content: dict[str, Any]) -> Path:

@@ -25,7 +25,7 @@ class Attributes:
     def __init__(self) -> None:
         self.content: dict[str, Any] = {}
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         if not isinstance(state, dict):
             raise ValueError("a namespace whose attributes have no names")
         self.content = state
@@ -34,7 +34,7 @@ class Attributes:
 class _NumPyDtype(Opaque):
     __slots__ = ("kind",)
 
-    def __init__(self, name: Any):
+    def __init__(self, name: object):
         self.kind = str(name).lstrip("<>|=")[:1]
 
 
@@ -50,7 +50,7 @@ class _NumPyArray(Opaque):
             )
 
 
-def copied(*arguments: Any) -> Opaque:
+def copied(*arguments: object) -> Opaque:
     """Return a stand-in for an object that is only copied; reject a tensor in it, which would not be averaged."""
     for argument in arguments:
         inside = argument if isinstance(argument, (list, tuple)) else [argument]
@@ -59,19 +59,19 @@ def copied(*arguments: Any) -> Opaque:
     return Opaque()
 
 
-def _counter(items: Any = None) -> Any:
+def _counter(items: object = None) -> Any:
     if not isinstance(items, (dict, type(None))):
         raise ValueError("a counter of something that is not a dictionary")
     return items if items is not None else Dictionary()
 
 
-def _default_dictionary(factory: Any = None) -> Dictionary:
+def _default_dictionary(factory: object = None) -> Dictionary:
     if not isinstance(factory, (Function, Opaque, type(None))):
         raise ValueError("a defaultdict with an invalid factory")
     return Dictionary()
 
 
-def _names(modules: str, names: str, stand_in: Any) -> dict[tuple[str, str], Any]:
+def _names(modules: str, names: str, stand_in: object) -> dict[tuple[str, str], Any]:
     return {(module, name): stand_in for module in modules.split() for name in names.split()}
 
 

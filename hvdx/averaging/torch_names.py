@@ -3,6 +3,7 @@
 Source: `torch.serialization` and `torch._utils` say what `torch.save` writes.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from hvdx.averaging.torch_beside import BESIDE
@@ -67,7 +68,13 @@ _KINDS = {("torch", "Tensor"), ("torch.nn.parameter", "Parameter"), ("torch.nn.p
 
 
 def _tensor_v2(
-    storage: Storage, offset: int, shape: Any, stride: Any, needs: Any = None, hooks: Any = None, more: Any = None
+    storage: Storage,
+    offset: int,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    needs: object = None,
+    hooks: object = None,
+    more: object = None,
 ) -> View:
     if more:
         raise UnsupportedError("a conjugate or negative view (call resolve_conj() and resolve_neg() before saving)")
@@ -75,27 +82,34 @@ def _tensor_v2(
 
 
 def _tensor_v3(
-    storage: Storage, offset: int, shape: Any, stride: Any, needs: Any, hooks: Any, dtype: Dtype, more: Any = None
+    storage: Storage,
+    offset: int,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    needs: object,
+    hooks: object,
+    dtype: Dtype,
+    more: object = None,
 ) -> View:
     if more:
         raise UnsupportedError("a conjugate or negative view (call resolve_conj() and resolve_neg() before saving)")
     return View(storage, offset, shape, stride, dtype.name)
 
 
-def _size(shape: Any = ()) -> tuple[Any, ...]:
+def _size(shape: Sequence[int] = ()) -> tuple[int, ...]:
     # The shape is copied, and a hostile pickle could request many large copies.
     if len(shape) > MOST_DIMENSIONS:
         raise ValueError(f"a shape of {len(shape)} dimensions, the maximum is {MOST_DIMENSIONS}")
     return tuple(shape)
 
 
-def _parameter(tensor: View, needs_gradient: Any = None, hooks: Any = None, state: Any = None) -> View:
+def _parameter(tensor: View, needs_gradient: object = None, hooks: object = None, state: object = None) -> View:
     if not isinstance(tensor, View):
         raise ValueError("a parameter that is not a tensor")
     return tensor
 
 
-def _from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
+def _from_type(function: object, kind: object, args: Sequence[object], state: object) -> object:
     if not isinstance(function, Function):
         raise ValueError("a tensor of an unknown kind")
     return function(*args)

@@ -6,7 +6,7 @@ A pickle is a program that names functions and calls them. Here every allowed na
 
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NoReturn
 
 from hvdx.averaging.torch_beside import Attributes, copied
@@ -36,7 +36,7 @@ class _Unpickler(_InPython):
 
     dispatch: ClassVar[dict[int, Callable[["_Unpickler"], None]]] = dict(_InPython.dispatch)
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         found = FUNCTIONS.get((module, name))
         if found is not None:
             return found
@@ -44,19 +44,19 @@ class _Unpickler(_InPython):
             raise UnsupportedError(CANNOT[name])
         raise UnsupportedError(f"{module}.{name}, which loading would execute (it was not)")
 
-    def persistent_load(self, pid: Any) -> Any:
+    def persistent_load(self, pid: Any) -> Storage:
         what, kind, key, _, count = pid
         known = what == "storage" and isinstance(kind, Dtype) and isinstance(key, str)
         if not known or type(count) is not int or count.bit_length() > _MOST_BITS:
             raise ValueError("an invalid storage")
         return Storage(key, kind.name, count)
 
-    def _call(self, function: Any, arguments: Any) -> None:
+    def _call(self, function: object, arguments: Sequence[object]) -> None:
         if not isinstance(function, (Function, Opaque)):
             raise ValueError("a call of something that is not a function")
         self.append(function(*arguments))
 
-    def _instantiate(self, kind: Any, arguments: Any) -> None:
+    def _instantiate(self, kind: object, arguments: Sequence[object]) -> None:
         self._call(kind, arguments)
 
     def _reduce(self) -> None:
@@ -116,7 +116,7 @@ class _Unpickler(_InPython):
     )
 
 
-def _check_key(key: Any) -> None:
+def _check_key(key: object) -> None:
     """Reject keys whose hash or text takes long to compute: nested tuples, and integers of any length."""
     for part in key if type(key) is tuple and len(key) <= _MOST_PARTS else [key]:
         if not isinstance(part, (str, bytes, float, int, Opaque, Function, type(None))) or (
@@ -159,7 +159,7 @@ def _brief(error: Exception) -> str:
     return text if len(text) <= _MOST_REASON else f"{text[:_MOST_REASON]}..."
 
 
-def tensors_of(value: Any, where: str, most: int) -> list[tuple[str, View]]:
+def tensors_of(value: object, where: str, most: int) -> list[tuple[str, View]]:
     """Return the tensors in nested dictionaries and lists, each with its keys joined by dots.
 
     Args:
@@ -186,7 +186,7 @@ class _Walk:
         self.found: list[tuple[str, View]] = []
         self._where, self._entries, self._characters = where, most, _MOST_NAMES
 
-    def enter(self, value: Any, keys: tuple[str, ...], above: frozenset[int]) -> None:
+    def enter(self, value: object, keys: tuple[str, ...], above: frozenset[int]) -> None:
         self._entries -= 1
         if self._entries < 0:
             self._stop("no more entries than bytes, got far more, in lists that are in several lists")

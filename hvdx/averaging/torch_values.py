@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 MOST_DIMENSIONS = 64
 _MOST_EXTENT = (1 << 63) - 1
@@ -31,11 +31,11 @@ class View:
         if not self.dtype or len(self.shape) != len(self.stride) or not all(map(_is_extent, whole)):
             raise ValueError("a tensor without a shape")
 
-    def __setstate__(self, state: Any) -> NoReturn:
+    def __setstate__(self, state: object) -> NoReturn:
         raise ValueError("a tensor with a state")
 
 
-def _is_extent(number: Any) -> bool:
+def _is_extent(number: object) -> bool:
     return type(number) is int and 0 <= number <= _MOST_EXTENT
 
 
@@ -47,7 +47,7 @@ class Storage:
     dtype: str  # "" for a storage of bytes
     count: int
 
-    def __setstate__(self, state: Any) -> NoReturn:
+    def __setstate__(self, state: object) -> NoReturn:
         raise ValueError("a storage with a state")
 
 
@@ -56,17 +56,17 @@ class Opaque:
 
     __slots__ = ()
 
-    def __call__(self, *args: Any) -> "Opaque":
+    def __call__(self, *args: object) -> "Opaque":
         return self
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         pass
 
 
-class Dictionary(dict):
+class Dictionary(dict[object, object]):
     """Stand-in for OrderedDict; its state, the versions of modules, is ignored."""
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         pass
 
 
@@ -74,18 +74,18 @@ class Function:
     """Stand-in for a name in the pickle. It is neither a class nor a Python function, so nothing can be set on it."""
 
     __slots__ = ("_body",)
-    _body: Callable[..., Any]
+    _body: Callable[..., object]
 
-    def __init__(self, body: Callable[..., Any]):
+    def __init__(self, body: Callable[..., object]):
         object.__setattr__(self, "_body", body)
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: object) -> object:
         return self._body(*args)
 
-    def __setattr__(self, name: str, value: Any) -> NoReturn:
+    def __setattr__(self, name: str, value: object) -> NoReturn:
         raise ValueError("a name with a state")
 
-    def __setstate__(self, state: Any) -> NoReturn:
+    def __setstate__(self, state: object) -> NoReturn:
         raise ValueError("a name with a state")
 
 
@@ -100,7 +100,7 @@ class Dtype(Function):
         object.__setattr__(self, "name", name)
 
 
-def not_callable(*args: Any) -> NoReturn:
+def not_callable(*args: object) -> NoReturn:
     """Reject a call of a name that is not a function."""
     raise ValueError("a call of something that is not a function")
 

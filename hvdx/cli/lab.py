@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from hvdx.cli.common.mpi_tools import Mpi, find_mpi, mpirun_command
 from hvdx.cli.common.processes import child_environment, program_of
@@ -201,7 +201,7 @@ def _run_inside(
     return code if code >= 0 else 128 - code, answer
 
 
-def _end_job(process: subprocess.Popen, control: Any, cause: BaseException, limit: float | None) -> int:
+def _end_job(process: subprocess.Popen[bytes], control: IO[bytes], cause: BaseException, limit: float | None) -> int:
     """Tell mpirun to end its ranks; if it does not, kill all processes. Return the exit code for this cause."""
     code = _INTERRUPTED
     if isinstance(cause, subprocess.TimeoutExpired):
@@ -218,7 +218,9 @@ def _end_job(process: subprocess.Popen, control: Any, cause: BaseException, limi
     return code
 
 
-def _facts(args: argparse.Namespace, shape: Shape, program: list[str], code: int, answer: dict) -> dict[str, Any]:
+def _facts(
+    args: argparse.Namespace, shape: Shape, program: list[str], code: int, answer: dict[str, Any]
+) -> dict[str, Any]:
     """Return the content of the JSON file: options, exit code, and the answer from inside the lab."""
     return {
         "hosts": args.hosts,

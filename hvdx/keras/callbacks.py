@@ -1,7 +1,7 @@
 """The callbacks of `horovod.tensorflow.keras`, for Keras 3."""
 
-from collections.abc import Callable
-from typing import Any
+import os
+from collections.abc import Callable, Sequence
 
 import keras
 
@@ -16,6 +16,7 @@ from hvdx.keras.seams.callbacks import GuardedModelCheckpoint
 from hvdx.keras.seams.layers import KerasVariable
 from hvdx.keras.seams.models import change_result, restore_result
 from hvdx.keras.seams.optimizers import momenta_of, rate_of, trained_variables
+from hvdx.keras.types import Logs, Variable
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
@@ -33,7 +34,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         ConfigError: if an argument is not supported, or `local_variables` holds something other than variables.
     """
 
-    def __init__(self, root_rank: int, device: str = "", local_variables: Any = None):
+    def __init__(self, root_rank: int, device: str = "", local_variables: Variable | Sequence[Variable] | None = None):
         super().__init__()
         if device:
             raise ConfigError("BroadcastGlobalVariablesCallback: device: not supported by hvdx. Leave it out.")
@@ -42,7 +43,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._local.add(local_variables)
         self._done = False
 
-    def register_local_var(self, var: Any) -> None:
+    def register_local_var(self, var: Variable) -> None:
         """Exclude variables from the broadcast.
 
         Args:
@@ -50,35 +51,35 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         """
         self._local.add(var)
 
-    def set_model(self, model: Any) -> None:
+    def set_model(self, model: keras.Model) -> None:
         """Turn XLA off before Keras makes the training function, because XLA cannot compile collectives."""
         super().set_model(model)
         if join().size > 1 and any(adapter_of(o) for o in optimizers_of(model)):
             model.jit_compile = False
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs = None) -> None:
         """Broadcast again in this fit."""
         self._done = False
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
         """Broadcast before the first step if layers are built; all callbacks have restored their weights by then."""
         if not self._done and self.model.built:
             self._broadcast()
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Broadcast after the first step if layers were built in it."""
         if not self._done:
             self._broadcast()
 
-    def on_test_begin(self, logs: Any = None) -> None:
+    def on_test_begin(self, logs: Logs = None) -> None:
         """Flush, so that validation uses the same weights on all ranks."""
         self._flush()
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Flush, so that all ranks save the same weights."""
         self._flush()
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Logs = None) -> None:
         """Flush, so that all ranks return the same weights."""
         self._flush()
 
@@ -107,22 +108,22 @@ class MetricAverageCallback(metrics.EpochLogs):
             raise ConfigError("MetricAverageCallback: device: not supported by hvdx. Leave it out.")
         super().__init__(join())
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs = None) -> None:
         """Restore the model, in case an exception ended an `evaluate`."""
         restore_result(self.model)
 
-    def on_test_begin(self, logs: Any = None) -> None:
+    def on_test_begin(self, logs: Logs = None) -> None:
         """Combine the training metrics before validation overwrites them; make `evaluate` return combined metrics."""
         super().on_test_begin(logs)
         change_result(self.model, super().on_test_end)
 
-    def on_test_end(self, logs: Any = None) -> None:
+    def on_test_end(self, logs: Logs = None) -> None:
         """Combine the validation metrics, unless `evaluate` has combined them already."""
         if not self.validated:
             super().on_test_end(logs)
         restore_result(self.model)
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Replace this rank's metrics by those over all ranks."""
         if logs is not None:
             super().on_epoch_end(epoch, logs)
@@ -172,7 +173,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         # For Nesterov momentum: new / old of the last change of the rate, and the optimiser's step count at that time.
         self._ahead: tuple[float, int] | None = None
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs = None) -> None:
         """Look up the learning rate and the length of an epoch, if they were not given."""
         optimizer = self._optimizer()
         if not isinstance(rate_of(optimizer), KerasVariable):
@@ -190,11 +191,11 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
                     "None. Give it."
                 )
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         """Record the epoch."""
         self.current_epoch = epoch
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
         """Set the rate in the scheduled epochs: at the first batch of each, or at every batch without `staircase`."""
         past = self.end_epoch is not None and self.current_epoch >= self.end_epoch
         if self.current_epoch < self.start_epoch or past:
@@ -205,12 +206,12 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         else:
             self._set(self.multiplier(self.current_epoch + batch / float(self.steps_per_epoch or 1)))
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Add the rate to the logs."""
         if logs is not None:
             logs["lr"] = self._rate()
 
-    def _optimizer(self) -> Any:
+    def _optimizer(self) -> keras.optimizers.Optimizer:
         return innermost(self.model.optimizer)
 
     def _rate(self) -> float:
@@ -226,7 +227,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             if getattr(optimizer, "nesterov", False):
                 self._ahead = (new / old, int(optimizer.iterations))
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Correct the weights for Nesterov momentum, if the rate changed and a step was taken."""
         ahead, self._ahead = self._ahead, None
         optimizer = self._optimizer()
@@ -274,7 +275,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         )
         self.verbose = verbose
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Add the rate to the logs, and print it at the end of the warm-up if `verbose`."""
         super().on_epoch_end(epoch, logs)
         if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose and join().rank == 0:
@@ -295,15 +296,15 @@ class BestModelCheckpoint(GuardedModelCheckpoint):
         verbose: int = 0,
         save_weights_only: bool = False,
         mode: str = "auto",
-        save_freq: Any = "epoch",
-        filepath: Any = None,
+        save_freq: str | int = "epoch",
+        filepath: str | os.PathLike[str] | None = None,
     ):
         # Keras checks the suffix here, and the path may be set later.
         placeholder = "unset.weights.h5" if save_weights_only else "unset.keras"
         super().__init__(placeholder, monitor, verbose, True, save_weights_only, mode, save_freq)
         self.filepath = filepath
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs = None) -> None:
         """Check that the path is set."""
         if self.filepath is None:
             raise ConfigError("BestModelCheckpoint: filepath: expected a path before training starts, got None.")

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
@@ -12,6 +12,7 @@ from hvdx.costs.sizes import ring_bytes
 from hvdx.errors import ConfigError
 from hvdx.keras.joining import join
 from hvdx.keras.optimizer_state import innermost
+from hvdx.keras.types import Variable
 from hvdx.keras.weight_parts import whole_shape
 from hvdx.report.table import quantity, render
 
@@ -76,11 +77,11 @@ class Setting:
 
 
 def summary(
-    model: Any,
+    model: keras.Model,
     batch: int = 32,
     split: int | None = None,
     ranks: int | None = None,
-    print_fn: Callable[[str], Any] | None = None,
+    print_fn: Callable[[str], object] | None = None,
 ) -> None:
     """Print the bytes that each layer sends in a training step and holds in memory: split over ranks, and whole.
 
@@ -134,7 +135,7 @@ def summary(
     (print_fn or print)(f"{head}\n{render(cells, header=_HEADER)}")
 
 
-def setting_of(model: Any, batch: int, split: int | None, ranks: int | None) -> Setting:
+def setting_of(model: keras.Model, batch: int, split: int | None, ranks: int | None) -> Setting:
     """Check the arguments of `summary`, and put in their defaults.
 
     Raises:
@@ -158,7 +159,7 @@ def setting_of(model: Any, batch: int, split: int | None, ranks: int | None) -> 
     return Setting(ranks, split, batch, slots_per_weight(getattr(model, "optimizer", None)))
 
 
-def slots_per_weight(optimizer: Any) -> float:
+def slots_per_weight(optimizer: keras.optimizers.Optimizer) -> float:
     """Return the number of values that an optimiser keeps for each weight: 1 for SGD with momentum, 2 for Adam.
 
     Args:
@@ -172,7 +173,7 @@ def slots_per_weight(optimizer: Any) -> float:
     return sum(math.prod(v.shape) for v in copy.variables if len(v.shape)) / math.prod(_PROBE)
 
 
-def layer_costs(model: Any, setting: Setting) -> list[LayerCosts]:
+def layer_costs(model: keras.Model, setting: Setting) -> list[LayerCosts]:
     """Return the costs of each layer that has weights, in the order of the model.
 
     Args:
@@ -195,7 +196,7 @@ def layer_costs(model: Any, setting: Setting) -> list[LayerCosts]:
     return found
 
 
-def leaves_of(model: Any) -> Iterator[Any]:
+def leaves_of(model: keras.Model) -> Iterator[keras.layers.Layer]:
     """Yield the layers of a model, and of the models in it."""
     for layer in model.layers:
         if isinstance(layer, keras.Model):
@@ -204,7 +205,7 @@ def leaves_of(model: Any) -> Iterator[Any]:
             yield layer
 
 
-def _held(layer: Any, setting: Setting, parts: int) -> int:
+def _held(layer: keras.layers.Layer, setting: Setting, parts: int) -> int:
     """Return the bytes of a layer's weights and of the optimiser's state, if they are divided into some parts."""
     total, trained = 0.0, {id(v) for v in layer.trainable_weights}
     for variable in layer.weights:
@@ -214,12 +215,12 @@ def _held(layer: Any, setting: Setting, parts: int) -> int:
     return round(total)
 
 
-def _is_shared(layer: Any, variable: Any) -> bool:
+def _is_shared(layer: keras.layers.Layer, variable: Variable) -> bool:
     """Return whether all ranks hold the whole variable of a split layer: the bias after a sum over the ranks."""
     return getattr(layer, "input_is_split", False) and variable is layer.bias
 
 
-def _whole_sent(layer: Any, setting: Setting) -> int:
+def _whole_sent(layer: keras.layers.Layer, setting: Setting) -> int:
     """Return the bytes that a rank sends of the gradients of a whole layer."""
     if isinstance(layer, keras.layers.Embedding):
         # The rows of all ids are gathered; nothing is summed on the way.
@@ -228,7 +229,7 @@ def _whole_sent(layer: Any, setting: Setting) -> int:
     return ring_bytes(_trained_bytes(layer), setting.ranks)
 
 
-def _trained_bytes(layer: Any, shared: bool | None = None) -> int:
+def _trained_bytes(layer: keras.layers.Layer, shared: bool | None = None) -> int:
     """Return the bytes of a layer's gradients; of those that all ranks share or do not share, if `shared` is given."""
     return sum(
         math.prod(whole_shape(v)) * tf.as_dtype(v.dtype).size
@@ -237,7 +238,7 @@ def _trained_bytes(layer: Any, shared: bool | None = None) -> int:
     )
 
 
-def _dense_sent(layer: Any, setting: Setting, below: bool) -> int:
+def _dense_sent(layer: keras.layers.Layer, setting: Setting, below: bool) -> int:
     """Return the bytes that a rank sends of a split `Dense`.
 
     Args:
@@ -260,7 +261,7 @@ def _dense_sent(layer: Any, setting: Setting, below: bool) -> int:
     return size * activations + parts + ring_bytes(_trained_bytes(layer, shared=True), setting.ranks)
 
 
-def _embedding_sent(layer: Any, setting: Setting) -> int:
+def _embedding_sent(layer: keras.layers.Layer, setting: Setting) -> int:
     """Return the bytes that a rank sends of a split `Embedding`, if no id occurs twice in a batch."""
     rows, others = _rows(layer, setting.batch, 0), setting.split - 1
     vector = layer.output_dim * tf.as_dtype(layer.compute_dtype).size
@@ -270,7 +271,7 @@ def _embedding_sent(layer: Any, setting: Setting) -> int:
     return round(sent + trained * (setting.ranks // setting.split - 1) * rows * row)
 
 
-def _rows(layer: Any, batch: int, row_axes: int) -> int:
+def _rows(layer: keras.layers.Layer, batch: int, row_axes: int) -> int:
     """Return the number of rows of a layer's input in a batch; axes of unknown length count as 1.
 
     Args:

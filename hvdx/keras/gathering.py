@@ -1,19 +1,19 @@
 """Plain copies of models with split layers, with whole weights."""
 
 import warnings
-from typing import Any
 
 import keras
 
 from hvdx.comm import Comm
 from hvdx.errors import ConfigError
 from hvdx.keras.joining import join
+from hvdx.keras.types import Variable
 from hvdx.keras.weight_parts import has_parts, mark_state, part_of, whole_shape, whole_values
 
 _INTO = "Build the same model with plain layers of Keras, and give it: hvdx.keras.gather(model, into=plain)."
 
 
-def gather(model: Any, into: Any = None) -> Any:
+def gather(model: keras.Model, into: keras.Model | None = None) -> keras.Model:
     """Return a copy of a model that has plain layers in the place of split ones, and whole weights. Collective.
 
     The copy needs neither hvdx nor other ranks. Optimiser variables are copied too, if the optimiser is built.
@@ -37,7 +37,7 @@ def gather(model: Any, into: Any = None) -> Any:
     return gather_to(model, into, keep=True)
 
 
-def gather_to(model: Any, into: Any, keep: bool) -> Any:
+def gather_to(model: keras.Model, into: keras.Model | None, keep: bool) -> keras.Model | None:
     """Gather a model's whole weights on some ranks. Collective over the group.
 
     Args:
@@ -47,7 +47,7 @@ def gather_to(model: Any, into: Any, keep: bool) -> Any:
     Raises:
         ConfigError: as for `gather`, on all ranks of the group.
     """
-    plain: Any = None
+    plain: keras.Model | None = None
     problem, with_optimizer = None, False
     joined = join()
     group = joined if joined.mesh is None else joined.mesh.group
@@ -66,14 +66,18 @@ def gather_to(model: Any, into: Any, keep: bool) -> Any:
     _copy(model.weights, None if plain is None else plain.weights, group)
     if any(wanted for _, wanted in everyone):
         mark_state(model.optimizer)
-        _copy(model.optimizer.variables, plain.optimizer.variables if with_optimizer else None, group)
+        _copy(
+            model.optimizer.variables,
+            plain.optimizer.variables if plain is not None and with_optimizer else None,
+            group,
+        )
     return plain
 
 
-def _have_same_optimizer(model: Any, plain: Any) -> bool:
+def _have_same_optimizer(model: keras.Model, plain: keras.Model) -> bool:
     """Return whether a copy can receive the optimiser's state, and build its optimiser if so."""
-    optimizer: Any = getattr(model, "optimizer", None)
-    copied: Any = getattr(plain, "optimizer", None)
+    optimizer: keras.optimizers.Optimizer = getattr(model, "optimizer", None)
+    copied: keras.optimizers.Optimizer = getattr(plain, "optimizer", None)
     if optimizer is None or not optimizer.built or type(optimizer) is not type(copied):
         return False
     if not copied.built:
@@ -83,13 +87,13 @@ def _have_same_optimizer(model: Any, plain: Any) -> bool:
     return True
 
 
-def _check_shapes(variables: list[Any], copies: list[Any]) -> None:
+def _check_shapes(variables: list[Variable], copies: list[Variable]) -> None:
     shapes = [[whole_shape(v) for v in variables], [tuple(v.shape) for v in copies]]
     if shapes[0] != shapes[1]:
         raise ConfigError(f"gather: expected weights of the shapes {shapes[0]}, got {shapes[1]}. {_INTO}")
 
 
-def _copy(variables: list[Any], copies: list[Any] | None, group: Comm) -> None:
+def _copy(variables: list[Variable], copies: list[Variable] | None, group: Comm) -> None:
     """Gather whole values, one variable at a time, and assign them to the copies, if there are any. Collective."""
     for i, variable in enumerate(variables):
         if copies is not None or part_of(variable) is not None:
@@ -98,7 +102,7 @@ def _copy(variables: list[Any], copies: list[Any] | None, group: Comm) -> None:
                 copies[i].assign(value)
 
 
-def _plain_copy(model: Any) -> Any:
+def _plain_copy(model: keras.Model) -> keras.Model:
     """Return a new model with plain layers, compiled as the given one."""
     try:
         plain = keras.models.clone_model(model, clone_function=_plain_layer, recursive=True)
@@ -112,7 +116,7 @@ def _plain_copy(model: Any) -> Any:
     return plain
 
 
-def _plain_config(config: Any) -> Any:
+def _plain_config(config: object) -> object:
     """Return a serialised configuration that names plain losses and metrics in the place of split ones."""
     if isinstance(config, list | tuple):
         return type(config)(_plain_config(c) for c in config)
@@ -123,7 +127,7 @@ def _plain_config(config: Any) -> Any:
     return {key: _plain_config(value) for key, value in config.items()}
 
 
-def _plain_layer(layer: Any) -> Any:
+def _plain_layer(layer: keras.layers.Layer) -> keras.layers.Layer:
     """Return a new layer, loss or metric of the same options, plain if the given one is split."""
     kind = getattr(layer, "plain_class", type(layer))
     return kind.from_config(layer.get_config())

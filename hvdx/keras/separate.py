@@ -2,13 +2,13 @@
 
 import os
 import weakref
-from typing import Any
 
 import keras
 
 from hvdx.comm import Comm, graph_calls
 from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
 from hvdx.keras.seams.callbacks import watch_fits
+from hvdx.keras.types import Logs
 from hvdx.log import Log
 
 _log = Log(__name__)
@@ -17,7 +17,7 @@ _log = Log(__name__)
 VARIABLE = "HVDX_ALLOW_SEPARATE"
 
 # Models whose first step was checked, with or without a warning.
-_checked: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_checked: "weakref.WeakSet[keras.Model]" = weakref.WeakSet()
 _watching = False
 
 
@@ -34,7 +34,7 @@ def watch(comm: Comm) -> None:
         return
     _watching = True
 
-    def check(callbacks: Any) -> None:
+    def check(callbacks: keras.callbacks.CallbackList) -> None:
         model = next((c.model for c in callbacks.callbacks if getattr(c, "model", None) is not None), None)
         if model is not None and model not in _checked and not _is_distributed(model):
             callbacks.callbacks.append(_FirstStep(model, comm, callbacks))
@@ -42,7 +42,7 @@ def watch(comm: Comm) -> None:
     watch_fits(check)
 
 
-def _is_distributed(model: Any) -> bool:
+def _is_distributed(model: keras.Model) -> bool:
     """Return whether `Distribute` or the script attached an optimiser of the model; True without an optimiser."""
     return model.optimizer is None or any(adapter_of(optimizer) is not None for optimizer in optimizers_of(model))
 
@@ -50,12 +50,12 @@ def _is_distributed(model: Any) -> bool:
 class _FirstStep(keras.callbacks.Callback):
     """Check whether the first step of a `fit` ran a collective, such as that of a `DistributedGradientTape`."""
 
-    def __init__(self, model: Any, comm: Comm, callbacks: Any):
+    def __init__(self, model: keras.Model, comm: Comm, callbacks: keras.callbacks.CallbackList):
         super().__init__()
         self.set_model(model)
         self._comm, self._callbacks, self._before = comm, callbacks, graph_calls()
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Warn if the first step ran no collective, and remove this callback."""
         self._callbacks.callbacks = [c for c in self._callbacks.callbacks if c is not self]
         _checked.add(self.model)

@@ -1,12 +1,13 @@
 """Lists of variables and layers in arguments."""
 
 from collections.abc import Sequence
+from types import UnionType
 from typing import Any
 
 from hvdx.errors import ConfigError
 
 
-def listed(value: Any, kinds: Any, expected: str, remedy: str) -> list[Any]:
+def listed(value: object, kinds: type | UnionType, expected: str, remedy: str) -> list[Any]:
     """Return one object, or several, as a list.
 
     Args:

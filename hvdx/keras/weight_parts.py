@@ -3,22 +3,26 @@
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from hvdx.comm import Comm
+from hvdx.comm.base import Channel
 from hvdx.comm.mesh import Mesh
 from hvdx.comm.split_tensors import SplitTensors
 from hvdx.errors import ConfigError
 from hvdx.keras.optimizer_state import accumulated_gradients, innermost, slots
 from hvdx.keras.seams.optimizers import averages_of, slot_prefix, trained_variables
+from hvdx.keras.types import Variable
 
+T = TypeVar("T", tf.Tensor, np.ndarray)
 _ATTRIBUTE = "_hvdx_part"
 # These optimisers compute norms or statistics of whole weights.
 _NEED_WHOLE_WEIGHTS = ("Adafactor", "Lamb", "Muon")
-_tensors: "weakref.WeakKeyDictionary[Any, SplitTensors]" = weakref.WeakKeyDictionary()
+_tensors: "weakref.WeakKeyDictionary[Channel, SplitTensors]" = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class WeightPart:
         """Shape of this rank's part."""
         return (*self.shape[: self.axis], self.end - self.begin, *self.shape[self.axis + 1 :])
 
-    def cut(self, whole: Any) -> Any:
+    def cut(self, whole: T) -> T:
         """Return this rank's part of an array or tensor of the whole shape."""
         return whole[(slice(None),) * self.axis + (slice(self.begin, self.end),)]
 
@@ -73,23 +77,23 @@ def tensors_of(mesh: Mesh) -> SplitTensors:
     return _tensors[mesh.channel]
 
 
-def mark(variable: Any, part: WeightPart) -> None:
+def mark(variable: Variable, part: WeightPart) -> None:
     """Register a Keras variable as a part of a whole one."""
     setattr(variable, _ATTRIBUTE, part)
 
 
-def part_of(variable: Any) -> WeightPart | None:
+def part_of(variable: Variable) -> WeightPart | None:
     """Return the part that a variable holds; None for a whole variable."""
     found: WeightPart | None = getattr(variable, _ATTRIBUTE, None)
     return found
 
 
-def has_parts(model: Any) -> bool:
+def has_parts(model: keras.Model) -> bool:
     """Return whether a model has split layers."""
     return any(part_of(v) is not None for v in model.weights)
 
 
-def mark_state(optimizer: Any) -> None:
+def mark_state(optimizer: keras.optimizers.Optimizer) -> None:
     """Register the state that an optimiser keeps for parts; it is split in the same way.
 
     Args:
@@ -116,11 +120,12 @@ def mark_state(optimizer: Any) -> None:
     averages = averages_of(inner)
     for i, variable, part in parts:
         for parallel in (averages, accumulated_gradients(inner)):
-            if i < len(parallel) and parallel[i] is not None and tuple(parallel[i].shape) == tuple(variable.shape):
-                mark(parallel[i], part)  # type: ignore[arg-type]
+            other = parallel[i] if i < len(parallel) else None
+            if other is not None and tuple(other.shape) == tuple(variable.shape):
+                mark(other, part)  # type: ignore[arg-type]
 
 
-def by_ranks(variables: Sequence[Any], comm: Comm) -> Iterator[tuple[Comm, list[Any]]]:
+def by_ranks(variables: Sequence[Variable], comm: Comm) -> Iterator[tuple[Comm, list[Variable]]]:
     """Yield the ranks that hold the same values of variables, with these variables.
 
     Args:
@@ -134,13 +139,13 @@ def by_ranks(variables: Sequence[Any], comm: Comm) -> Iterator[tuple[Comm, list[
         yield comm.mesh.peers, parts
 
 
-def whole_shape(variable: Any) -> tuple[int, ...]:
+def whole_shape(variable: Variable) -> tuple[int, ...]:
     """Return the shape of the whole variable."""
     part = part_of(variable)
     return tuple(variable.shape) if part is None else part.shape
 
 
-def whole_values(variables: Sequence[Any], group: Comm) -> list[np.ndarray]:
+def whole_values(variables: Sequence[Variable], group: Comm) -> list[np.ndarray]:
     """Gather the whole values of variables. Collective over the group.
 
     Args:

@@ -12,11 +12,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from hvdx.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
 #: Packages of the extra `report`, and the command that installs them.
 PACKAGES = ("matplotlib", "jinja2")
@@ -193,20 +198,20 @@ def patterns() -> str:
     return f'<svg class="patterns" width="0" height="0" aria-hidden="true"><defs>{found}</defs></svg>'
 
 
-def _box(axes: Any, corner: tuple[float, float], width: float, colour: str) -> None:
+def _box(axes: "Axes", corner: tuple[float, float], width: float, colour: str) -> None:
     from matplotlib.patches import Rectangle
 
     axes.add_patch(Rectangle(corner, width, 12, facecolor=colour, linewidth=0))
 
 
-def _legend(axes: Any) -> None:
+def _legend(axes: "Axes") -> None:
     for i, part in enumerate(HATCHES):
         left, top = 2 + 132 * (i % 3), 4 + 18 * (i // 3)
         _box(axes, (left, top), 22, _COLOURS[f"--{part}"])
         axes.text(left + 28, top + 10, part, color=_COLOURS["--ink"])
 
 
-def _frame(axes: Any, labels: tuple[str, str]) -> None:
+def _frame(axes: "Axes", labels: tuple[str, str]) -> None:
     axes.patch.set_visible(False)
     for side, spine in axes.spines.items():
         spine.set_visible(side in ("left", "bottom"))
@@ -218,10 +223,10 @@ def _frame(axes: Any, labels: tuple[str, str]) -> None:
     axes.set_xlabel(labels[0], color=_COLOURS["--ink"])
     # Beside the axis, a name would be rotated and take width.
     axes.set_title(labels[1], color=_COLOURS["--ink"], fontsize=_FONT, loc="left", x=-0.13, pad=4)
-    axes.xaxis.get_major_locator().set_params(integer=labels[0].startswith("epoch"))
+    cast("MaxNLocator", axes.xaxis.get_major_locator()).set_params(integer=labels[0].startswith("epoch"))
 
 
-def _draw(axes: Any, line: Line) -> None:
+def _draw(axes: "Axes", line: Line) -> None:
     colour = _COLOURS["--rest" if line.style is None else "--ink" if line.style == 0 else f"--s{line.style}"]
     x, low, high = (np.asarray(values, float) for values in (line.x, line.low, line.high))
     options: dict[str, Any] = {"linewidth": 0.8, "zorder": 2}
@@ -241,7 +246,7 @@ def _draw(axes: Any, line: Line) -> None:
     axes.plot(x, np.asarray(line.y, float), color=colour, **options)
 
 
-def _label_ends(axes: Any, named: Sequence[Line]) -> None:
+def _label_ends(axes: "Axes", named: Sequence[Line]) -> None:
     """Write the letters at the ends of the lines, moved apart where they would overlap."""
     ends = []
     for line in named:
@@ -278,7 +283,7 @@ def _apart(xs: list[float], ys: list[float], low: float, high: float) -> list[fl
 
 
 @contextmanager
-def _figure(height: int, summary: str) -> Iterator[tuple[Any, list[str]]]:
+def _figure(height: int, summary: str) -> Iterator[tuple["Figure", list[str]]]:
     """Yield a figure of Matplotlib, and a list that receives the SVG at the end."""
     try:
         import matplotlib

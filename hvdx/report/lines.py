@@ -1,6 +1,7 @@
 """Lines of a record: decoding, and a check of the fields that reports compute with."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 # Larger numbers are damage: sums and squares of them would leave float64.
@@ -39,7 +40,7 @@ def is_cut_off(line: str) -> bool:
     return begin.startswith(line) or (line.startswith(begin) and not line.endswith("}"))
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
 
 
@@ -47,12 +48,12 @@ def _is_whole(value: Any) -> bool:
     return _is_number(value) and value == int(value) and value >= 0
 
 
-def _is_metrics(value: Any) -> bool:
+def _is_metrics(value: object) -> bool:
     return isinstance(value, dict) and all(number is None or _is_number(number) for number in value.values())
 
 
 # For each kind: field, True if the line must have it, test of the value, and what is expected.
-_RULES: dict[str, list[tuple[str, bool, Any, str]]] = {
+_RULES: dict[str, list[tuple[str, bool, Callable[[Any], bool], str]]] = {
     "fit": [
         ("schema", False, _is_whole, "a whole number"),
         ("size", False, lambda v: _is_whole(v) and v >= 1, "a whole number of 1 or more"),
@@ -72,7 +73,7 @@ _RULES: dict[str, list[tuple[str, bool, Any, str]]] = {
 }
 
 
-def _problem(values: dict[str, Any], name: str, required: bool, valid: Any, expected: str) -> str:
+def _problem(values: dict[str, Any], name: str, required: bool, valid: Callable[[Any], bool], expected: str) -> str:
     if name not in values:
         return f"expected a field {name}, got none" if required else ""
     return "" if valid(values[name]) else f"{name}: expected {expected}, got {_brief(values[name])}"
@@ -94,6 +95,6 @@ def _problem_of_steps(values: dict[str, Any], last_step: float) -> str:
     return ""
 
 
-def _brief(value: Any) -> str:
+def _brief(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."

@@ -183,7 +183,7 @@ def _processor(machine: dict[str, Any]) -> str:
     return ", ".join(word for word in words if word)
 
 
-def _count(count: Any, what: str) -> str:
+def _count(count: object, what: str) -> str:
     return f"{count} {what}{'s' * (count != 1)}" if count else ""
 
 
@@ -210,7 +210,7 @@ def _model(model: dict[str, Any]) -> str:
     return ", ".join(word for word in (str(model.get("name") or ""), count, str(model.get("dtype") or "")) if word)
 
 
-def _quantity(value: Any, unit: str) -> str:
+def _quantity(value: object, unit: str) -> str:
     return quantity(value, unit) if isinstance(value, int | float) else ""
 
 

@@ -74,7 +74,7 @@ class Writer:
         size = os.fstat(file).st_size
         return bool(size) and os.pread(file, 1, size - 1) != b"\n"
 
-    def write(self, kind: str, **values: Any) -> None:
+    def write(self, kind: str, **values: object) -> None:
         """Append one line.
 
         Args:
@@ -100,7 +100,7 @@ class Writer:
             self._file = None
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> Any:
     """Return a value with None in place of NaN and infinity, which JSON does not have."""
     if isinstance(value, np.ndarray) and np.isfinite(value).all():
         return value.tolist()
@@ -115,7 +115,7 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     return value.item() if isinstance(value, np.generic) else str(value)
 
 

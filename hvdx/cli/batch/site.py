@@ -109,7 +109,7 @@ def _read(path: Path) -> dict[str, Any]:
         ) from None
 
 
-def _checked(path: Path, where: str, key: str, value: Any, known: Mapping[str, type]) -> Any:
+def _checked(path: Path, where: str, key: str, value: object, known: Mapping[str, type]) -> Any:
     """Return the value if its key is known and its type is right; turn a single line into a list."""
     if key not in known:
         raise ConfigError(_unknown(path, f"{where}{key}", list(known), key))

@@ -59,7 +59,7 @@ def main(text: str) -> int:
     # The signal gets a handler and not SIG_IGN, because the ranks would inherit SIG_IGN.
     signal.signal(signal.SIGINT, lambda *_: None)
     signal.signal(signal.SIGTERM, lambda *_: None)
-    running: list[subprocess.Popen] = []
+    running: list[subprocess.Popen[bytes]] = []
     threading.Thread(target=_listen, args=(plan.control, running), daemon=True).start()
     began = time.monotonic()
     try:
@@ -86,12 +86,12 @@ def _command(plan: Plan, hosts: list[network.Host]) -> list[str]:
     return [words.get(word, word) for word in plan.mpirun] + _PAUSE + plan.program
 
 
-def _answer(plan: Plan, facts: dict) -> None:
+def _answer(plan: Plan, facts: dict[str, object]) -> None:
     with os.fdopen(plan.answers, "w") as pipe:
         json.dump(facts, pipe)
 
 
-def _listen(pipe: int, running: list[subprocess.Popen]) -> None:
+def _listen(pipe: int, running: list[subprocess.Popen[bytes]]) -> None:
     """Terminate mpirun on a byte, and kill everything after GRACE seconds; kill everything at once on end-of-file."""
     while os.read(pipe, 1):
         for process in running:

@@ -12,6 +12,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hvdx.cache import cache_folder
 from hvdx.cli.horovod_build import patches, source
@@ -132,7 +133,7 @@ def put(key: Key, wheel: Path, folder: Path) -> Path:
     return target / wheel.name
 
 
-def _metadata(entry: Path) -> dict:
+def _metadata(entry: Path) -> dict[str, Any]:
     try:
         found = json.loads((entry / _METADATA).read_text(encoding="utf-8"))
     except (OSError, ValueError):

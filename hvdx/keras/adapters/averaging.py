@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import cast
 
 import keras
 import numpy as np
@@ -17,12 +17,14 @@ from hvdx.keras.adapters import updates
 from hvdx.keras.adapters.base import Adapter, apply_constraints, describe, refuse_local_skip, scaled
 from hvdx.keras.optimizer_state import accumulated_gradients, innermost, moving_averages, slots
 from hvdx.keras.seams.optimizers import step_counter, trained_variables
+from hvdx.keras.types import Gradient, Variable
 from hvdx.keras.weight_parts import mark_state, part_of, tensors_of
 from hvdx.strategies import Strategy, TensorSpec
+from hvdx.strategies.parameter_averaging import AveragingExchange
 from hvdx.strategies.telemetry import AveragingTelemetry, Telemetry
 
 # Optimisers with rank-local momenta from an earlier fit or a checkpoint.
-_have_local_momenta: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_have_local_momenta: "weakref.WeakSet[keras.optimizers.Optimizer]" = weakref.WeakSet()
 # Sample count of a rank without samples; if no rank has any, all count the same.
 _NO_SAMPLES = 1e-6
 
@@ -41,15 +43,18 @@ class AveragingAdapter(Adapter):
 
     logs_cost = True
     wraps_apply = True
+    comm: GraphComm
     reusable_across_fits = True
 
-    def __init__(self, strategy: Strategy, comm: GraphComm, optimizer: Any, name: str, gain: float = 1.0):
+    def __init__(
+        self, strategy: Strategy, comm: GraphComm, optimizer: keras.optimizers.Optimizer, name: str, gain: float = 1.0
+    ):
         super().__init__(name, gain)
         self.strategy = strategy
         self.comm = comm
         self._optimizer = weakref.ref(optimizer)
         self._counted = False
-        self._exchange: Any = None
+        self._exchange: AveragingExchange | None = None
         if strategy.rank_local_state and updates.assigns_weights(innermost(optimizer)):
             raise ConfigError(
                 f"optimizer {type(innermost(optimizer)).__name__}: it computes weights from its state, so the "
@@ -68,12 +73,12 @@ class AveragingAdapter(Adapter):
     def count_step(self) -> None:
         """Do nothing: `after_step` counts steps, also those that a rank skips."""
 
-    def count_samples(self, count: Any) -> None:
+    def count_samples(self, count: int | tf.Tensor) -> None:
         self._counted = True
         with tf.device("CPU:0"):
             self.samples.assign_add(tf.cast(count, tf.float32))
 
-    def gradients(self, gradients: Sequence[Any]) -> list[Any]:
+    def gradients(self, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Return this rank's own gradients."""
         if not self.holds_loss_scale:
             refuse_local_skip()
@@ -97,7 +102,7 @@ class AveragingAdapter(Adapter):
             due = self._period(tf.cast(tf.convert_to_tensor(step_counter(self._inner)), tf.int64))
             self._due.assign(tf.where(tf.equal(self.since, 0), due, self._due))
 
-    def _period(self, calls: Any) -> Any:
+    def _period(self, calls: tf.Tensor) -> tf.Tensor:
         """Return the length of the next period in calls, after `calls` calls in all."""
         micro = self._inner.gradient_accumulation_steps or 1
         first, *later = self.strategy.schedule
@@ -113,7 +118,7 @@ class AveragingAdapter(Adapter):
             since = tf.convert_to_tensor(self.since.assign_add(1))
         tf.cond(since >= self._due, self._average, lambda: tf.constant(False))
 
-    def any_overflow(self, overflowed: Any) -> Any:
+    def any_overflow(self, overflowed: tf.Tensor) -> tf.Tensor:
         """Return the overflow of this rank, or of its group, which takes the steps of split layers together."""
         group = self._group()
         return overflowed if group is None else group.sum(overflowed)
@@ -138,22 +143,22 @@ class AveragingAdapter(Adapter):
         """Do nothing: no update is in flight, and an average would change the weights of rank 0."""
 
     @property
-    def _outer(self) -> Any:
+    def _outer(self) -> keras.optimizers.Optimizer:
         """The attached optimiser. The reference to it is weak, because the optimiser refers to this adapter."""
         return self._optimizer()
 
     @property
-    def _inner(self) -> Any:
+    def _inner(self) -> keras.optimizers.Optimizer:
         return innermost(self._outer)
 
-    def _averaged(self) -> tuple[list[Any], list[Any]]:
+    def _averaged(self) -> tuple[list[Variable], list[Variable]]:
         """Return the weights, and the optimiser state that is averaged with them."""
         inner = self._inner
         mark_state(inner)
         state = [*moving_averages(inner), *(() if self.strategy.rank_local_state else slots(inner))]
         return trained_variables(inner), [v for v in state if tf.as_dtype(v.dtype).is_floating]
 
-    def _average(self) -> Any:
+    def _average(self) -> tf.Tensor:
         weights, state = self._averaged()
         tensors = [_value_for_sum(v) for v in (*weights, *state)]
         with tf.control_dependencies(tensors):
@@ -184,7 +189,9 @@ class AveragingAdapter(Adapter):
             variable.assign(tf.zeros_like(variable))
         return tf.constant(True)
 
-    def _means(self, tensors: Sequence[Any], is_part: Sequence[bool], weight: Any, weight_of_parts: Any) -> list[Any]:
+    def _means(
+        self, tensors: Sequence[tf.Tensor], is_part: Sequence[bool], weight: tf.Tensor, weight_of_parts: tf.Tensor
+    ) -> list[tf.Tensor]:
         """Return the weighted means over the ranks; NaN on all ranks if every weight is 0.
 
         Args:
@@ -193,20 +200,22 @@ class AveragingAdapter(Adapter):
             weight, weight_of_parts: float32, this rank's weight in the mean, for whole tensors and for parts.
         """
         dtypes = {t.dtype for t in tensors}
-        weights = tuple({dtype: tf.cast(w, dtype) for dtype in dtypes} for w in (weight, weight_of_parts))
+        whole, parts = ({dtype: tf.cast(w, dtype) for dtype in dtypes} for w in (weight, weight_of_parts))
+        weights = whole, parts
         shares = [tf.math.multiply_no_nan(t, weights[part][t.dtype]) for t, part in zip(tensors, is_part, strict=True)]
-        means: list[Any] = self._opened().step(shares, weights if any(is_part) else weights[0])
-        return means
+        means: Sequence[tf.Tensor] = self._opened().step(shares, weights if any(is_part) else weights[0])
+        return list(means)
 
-    def _opened(self) -> Any:
+    def _opened(self) -> AveragingExchange:
         """Return the exchange of weights and state; open it again if the optimiser had no variables before."""
         if self._exchange is None or not self._exchange.specs:
             weights, state = self._averaged()
             variables = [*weights, *state]
-            self._exchange = self.open_exchange(variables, [_sent_spec(v) for v in variables])
+            exchange = self.open_exchange(variables, [_sent_spec(v) for v in variables])
+            self._exchange = cast(AveragingExchange, exchange)
         return self._exchange
 
-    def _clear_nonfinite_state(self) -> Any:
+    def _clear_nonfinite_state(self) -> tf.Operation:
         """Set NaN and infinity in the optimiser's state to 0, so that the next step can be finite."""
         for variable in slots(self._inner):
             if tf.as_dtype(variable.dtype).is_floating:
@@ -249,7 +258,7 @@ class AveragingAdapter(Adapter):
 
     # -- rank-local state ---------------------------------------------------------------------------------------------
 
-    def rank_local_variables(self, now: bool = True) -> list[Any]:
+    def rank_local_variables(self, now: bool = True) -> list[Variable]:
         """Return all weights and optimiser variables; right after an average, only state that is not averaged."""
         if now and not int(self.since.numpy()):
             return slots(self._inner) if self.strategy.rank_local_state else []
@@ -291,19 +300,19 @@ def _variable(dtype: tf.DType) -> tf.Variable:
         return tf.Variable(tf.zeros((), dtype), trainable=False)
 
 
-def _value_for_sum(variable: Any) -> Any:
+def _value_for_sum(variable: Variable) -> tf.Tensor:
     """Return a variable's value, in float32 if its dtype is narrower."""
     value = tf.convert_to_tensor(variable)
     return value if value.dtype.size >= 4 else tf.cast(value, tf.float32)
 
 
-def _sent_spec(variable: Any) -> TensorSpec:
+def _sent_spec(variable: Variable) -> TensorSpec:
     """Return the spec of `_value_for_sum`."""
     spec = describe(variable)
     return TensorSpec(spec.name, spec.shape, max(spec.itemsize, 4))
 
 
-def _relative_distance(tensors: Sequence[Any], means: Sequence[Any]) -> Any:
+def _relative_distance(tensors: Sequence[tf.Tensor], means: Sequence[tf.Tensor]) -> tf.Tensor:
     """Return the 2-norm of the difference between tensors and means, divided by the norm of the means."""
     squares = [tf.cast(tf.reduce_sum(tf.square(t - m)), tf.float32) for t, m in zip(tensors, means, strict=True)]
     norms = [tf.cast(tf.reduce_sum(tf.square(m)), tf.float32) for m in means]

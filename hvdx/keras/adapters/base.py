@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -11,8 +12,9 @@ from hvdx.comm.base import Comm
 from hvdx.comm.mesh import mesh_of
 from hvdx.errors import ConfigError
 from hvdx.keras.seams.frames import loss_scale_calls
+from hvdx.keras.types import Gradient, Variable
 from hvdx.keras.weight_parts import part_of
-from hvdx.strategies import Exchange, Strategy, TensorSpec
+from hvdx.strategies import Exchange, HostExchange, Strategy, TensorSpec
 from hvdx.strategies.split import open_split
 from hvdx.strategies.telemetry import Telemetry
 
@@ -38,28 +40,30 @@ class Adapter:
     """
 
     strategy: Strategy
-    comm: Any
+    comm: Comm
     #: True if the logs report `cost` beside the metrics.
     logs_cost = False
     #: True if `before_step` and `after_step` enclose the whole of the optimiser's `apply`.
     wraps_apply = False
     #: True if a later fit can attach the adapter again, with the graph that was traced with it.
     reusable_across_fits = False
-    exchange: Any = None
-    local: Any = None
+    exchange: HostExchange | None = None
+    local: Any = None  # `LocalVariables`, whose module imports this one
 
     def __init__(self, name: str, gain: float = 1.0):
         self.name = name
         self.gain = gain
-        self.variables: list[Any] = []
+        self.variables: list[Variable] = []
         self.specs: list[TensorSpec] = []
         self.stepped = False
-        self.owner: Any = None
+        self.owner: keras.callbacks.Callback | None = None
         self.holds_loss_scale = False
         with tf.device("CPU:0"):
             self.steps = tf.Variable(0, dtype=tf.int64, trainable=False)
 
-    def open_exchange(self, variables: Sequence[Any], specs: Sequence[TensorSpec], momentum: float = 0.0) -> Exchange:
+    def open_exchange(
+        self, variables: Sequence[Variable], specs: Sequence[TensorSpec], momentum: float = 0.0
+    ) -> Exchange[Any]:
         """Open the exchange of variables with the ranks that hold the same ones. Collective on the host.
 
         Args:
@@ -84,7 +88,7 @@ class Adapter:
             peers = mesh_of(world.start()).peers
         return open_split(self.strategy, self.comm, peers, specs, is_part, momentum, self.name)
 
-    def belong_to(self, owner: Any) -> None:
+    def belong_to(self, owner: keras.callbacks.Callback) -> None:
         """Record the part of a fit that attached the adapter, and will detach it."""
         self.owner = owner
 
@@ -102,13 +106,13 @@ class Adapter:
         with tf.device("CPU:0"):
             self.steps.assign_add(1)
 
-    def record_variables(self, variables: Sequence[Any]) -> None:
+    def record_variables(self, variables: Sequence[Variable]) -> None:
         """Record the variables of the step that begins; `gradients` then receives their gradients."""
         self.stepped = True
         self.variables = list(variables)
         self.specs = [describe(v) for v in variables]
 
-    def gradients(self, gradients: Sequence[Any]) -> list[Any]:
+    def gradients(self, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Return the gradients that the optimiser clips and applies.
 
         Args:
@@ -116,7 +120,9 @@ class Adapter:
         """
         raise NotImplementedError
 
-    def apply(self, optimizer: Any, step: Callable[[], Any], variables: Sequence[Any]) -> None:
+    def apply(
+        self, optimizer: keras.optimizers.Optimizer, step: Callable[[], object], variables: Sequence[Variable]
+    ) -> None:
         """Change the weights; by default, take the optimiser's own update step.
 
         Args:
@@ -132,14 +138,14 @@ class Adapter:
     def after_step(self) -> None:
         """Finish a call of the optimiser, if `wraps_apply`."""
 
-    def count_samples(self, count: Any) -> None:
+    def count_samples(self, count: int | tf.Tensor) -> None:
         """Count the samples of this rank's next step.
 
         Args:
             count: number of samples, an integer or a scalar tensor.
         """
 
-    def any_overflow(self, overflowed: Any) -> Any:
+    def any_overflow(self, overflowed: tf.Tensor) -> tf.Tensor:
         """Agree on a step whose gradients overflow under a loss scale.
 
         Args:
@@ -188,7 +194,7 @@ class Adapter:
 
     # -- rank-local state, which fits and checkpoints keep ------------------------------------------------------------
 
-    def rank_local_variables(self, now: bool = True) -> list[Any]:
+    def rank_local_variables(self, now: bool = True) -> list[Variable]:
         """Return the weights and optimiser variables that belong to this rank alone.
 
         Args:
@@ -214,7 +220,7 @@ class Adapter:
         return self.strategy.name
 
     @property
-    def exchanged(self) -> list[Any]:
+    def exchanged(self) -> list[Variable]:
         """Weights to which the state in `state_dict` belongs."""
         return []
 
@@ -226,7 +232,7 @@ class Adapter:
         """Return the state of one rank, made from that of another number of ranks; see `Strategy.merge`."""
         return self.strategy.merge(saved, rank, size)
 
-    def reopen(self, variables: Sequence[Any]) -> None:
+    def reopen(self, variables: Sequence[Variable]) -> None:
         """Replace open exchanges by a new one, before a checkpoint is loaded. Collective.
 
         Args:
@@ -241,14 +247,14 @@ class Adapter:
         """
 
 
-def describe(variable: Any) -> TensorSpec:
+def describe(variable: Variable) -> TensorSpec:
     """Return the name, shape, element size and device of a Keras or TensorFlow variable."""
     dtype = tf.as_dtype(variable.dtype)
     name, shape = getattr(variable, "path", variable.name), tuple(variable.shape)
     return TensorSpec(name, shape, dtype.size, _cuda_device(device_of(variable)))
 
 
-def device_of(variable: Any) -> str:
+def device_of(variable: Variable) -> str:
     """Return TensorFlow's name of the device that holds a variable; "" if it is unknown."""
     return getattr(getattr(variable, "value", variable), "device", None) or ""
 
@@ -276,25 +282,25 @@ def refuse_local_skip() -> None:
         )
 
 
-def apply_constraints(variables: Sequence[Any]) -> None:
+def apply_constraints(variables: Sequence[Variable]) -> None:
     """Apply the constraints of variables that have changed since the optimiser's step, in which Keras applies them."""
     for variable in variables:
         if getattr(variable, "constraint", None) is not None:
             variable.assign(variable.constraint(variable))
 
 
-def values_of(gradient: Any) -> Any:
+def values_of(gradient: Gradient) -> tf.Tensor:
     """Return the values of a dense gradient or of `tf.IndexedSlices`."""
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
-def with_values(gradient: Any, values: Any) -> Any:
+def with_values(gradient: Gradient, values: tf.Tensor) -> Gradient:
     """Return a gradient of the same rows with other values."""
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     return values
 
 
-def scaled(gradient: Any, gain: float) -> Any:
+def scaled(gradient: Gradient, gain: float) -> Gradient:
     """Return a gradient times a factor."""
     return gradient if gain == 1.0 else with_values(gradient, values_of(gradient) * gain)

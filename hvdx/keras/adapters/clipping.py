@@ -1,19 +1,23 @@
 """Clipping of gradients by a norm, where some of them are parts of split weights."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
+import keras
 import tensorflow as tf
 
 from hvdx import comm as world
 from hvdx.comm.mesh import mesh_of
 from hvdx.keras.adapters.base import values_of, with_values
+from hvdx.keras.types import Gradient, Variable
 from hvdx.keras.weight_parts import part_of, tensors_of
 
 
 def clip(
-    optimizer: Any, gradients: list[Any], variables: Sequence[Any], of_keras: Callable[[list[Any]], list[Any]]
-) -> list[Any]:
+    optimizer: keras.optimizers.Optimizer,
+    gradients: list[Gradient],
+    variables: Sequence[Variable],
+    of_keras: Callable[[list[Gradient]], list[Gradient]],
+) -> list[Gradient]:
     """Clip gradients as Keras does, by norms of whole gradients.
 
     Args:
@@ -41,11 +45,11 @@ def clip(
     return [None if g is None else _scaled(g, scale) for g in gradients]
 
 
-def _square(gradient: Any) -> Any:
+def _square(gradient: Gradient) -> tf.Tensor:
     """Return the sum of squares of a dense gradient or of `tf.IndexedSlices`, in float32."""
     return tf.reduce_sum(tf.square(tf.cast(values_of(gradient), tf.float32)))
 
 
-def _scaled(gradient: Any, factor: Any) -> Any:
+def _scaled(gradient: Gradient, factor: tf.Tensor) -> Gradient:
     values = values_of(gradient)
     return with_values(gradient, values * tf.cast(factor, values.dtype))

@@ -1,7 +1,6 @@
 """The first step in which a gradient held NaN or infinity."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -31,7 +30,7 @@ class FirstBad:
         """Clear the record."""
         self.found.assign([0, 0])
 
-    def look(self, values: Sequence[Any], step: Any) -> None:
+    def look(self, values: Sequence[tf.Tensor], step: tf.Tensor) -> None:
         """Record the step if one of its gradients is the first to hold NaN or infinity.
 
         Args:
@@ -47,12 +46,12 @@ class FirstBad:
             self.found.assign(tf.where(first, now, self.found))
 
 
-def bad_flags(values: Sequence[Any]) -> Any:
+def bad_flags(values: Sequence[tf.Tensor]) -> tf.Tensor:
     """Return float32[n]: 1 for each tensor that holds NaN or infinity, 0 for the others."""
     return tf.stack([_health(value) for value in values])[:, 1]
 
 
-def _health(value: Any) -> Any:
+def _health(value: tf.Tensor) -> tf.Tensor:
     if value.dtype not in _FLOAT_DTYPES:
         return tf.zeros(2)
     return tf.raw_ops.DebugNumericSummaryV2(

@@ -2,8 +2,8 @@
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
+import keras
 import tensorflow as tf
 
 from hvdx.comm import GraphComm
@@ -13,6 +13,7 @@ from hvdx.keras.adapters.first_bad import FirstBad
 from hvdx.keras.adapters.local_variables import LocalVariables
 from hvdx.keras.optimizer_state import innermost
 from hvdx.keras.seams.optimizers import step_counter
+from hvdx.keras.types import Gradient, Variable
 from hvdx.strategies import Exchange, Strategy, TensorSpec
 from hvdx.strategies.telemetry import Telemetry
 
@@ -26,16 +27,19 @@ class GraphAdapter(Adapter):
         local: variables whose gradients stay on their rank.
     """
 
+    comm: GraphComm
     reusable_across_fits = True
 
-    def __init__(self, strategy: Strategy, comm: GraphComm, optimizer: Any, name: str, gain: float = 1.0):
+    def __init__(
+        self, strategy: Strategy, comm: GraphComm, optimizer: keras.optimizers.Optimizer, name: str, gain: float = 1.0
+    ):
         super().__init__(name, gain)
         self._optimizer = weakref.ref(innermost(optimizer))
         self.local = LocalVariables()
         self.strategy = strategy
         self.comm = comm
         self._first_bad = FirstBad()
-        self._exchange: Exchange | None = None
+        self._exchange: Exchange[tf.Tensor] | None = None
         with tf.device("CPU:0"):
             self.seconds = tf.Variable(0.0, dtype=tf.float64, trainable=False)
             self.exchanges = tf.Variable(0, dtype=tf.int64, trainable=False)
@@ -46,7 +50,7 @@ class GraphAdapter(Adapter):
             variable.assign(tf.zeros_like(variable))
         self._first_bad.reset()
 
-    def gradients(self, gradients: Sequence[Any]) -> list[Any]:
+    def gradients(self, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Combine gradients over the ranks, and measure the time."""
         if not self.holds_loss_scale:
             refuse_local_skip()
@@ -66,16 +70,16 @@ class GraphAdapter(Adapter):
         return [scaled(g, self.gain) for g in combined]
 
     @property
-    def _shared(self) -> list[tuple[Any, TensorSpec]]:
+    def _shared(self) -> list[tuple[Variable, TensorSpec]]:
         """Variables that are not local, and their specs."""
         return [(v, s) for v, s in zip(self.variables, self.specs, strict=True) if not self.local.holds(v)]
 
-    def _opened(self) -> Exchange:
-        exchange: Exchange = self.open_exchange([v for v, _ in self._shared], [s for _, s in self._shared])
+    def _opened(self) -> Exchange[tf.Tensor]:
+        exchange: Exchange[tf.Tensor] = self.open_exchange([v for v, _ in self._shared], [s for _, s in self._shared])
         self._exchange = exchange
         return exchange
 
-    def any_overflow(self, overflowed: Any) -> Any:
+    def any_overflow(self, overflowed: tf.Tensor) -> tf.Tensor:
         (anywhere,) = self.comm.all_reduce([overflowed], Reduction(average=False), f"{self.name}.overflow")
         return anywhere
 
@@ -84,7 +88,7 @@ class GraphAdapter(Adapter):
         self._first_bad.reset()
         return (step, self.specs[variable].name) if step else (0, "")
 
-    def rank_local_variables(self, now: bool = True) -> list[Any]:
+    def rank_local_variables(self, now: bool = True) -> list[Variable]:
         optimizer = self._optimizer()
         return [] if optimizer is None else self.local.of(optimizer)
 

@@ -3,8 +3,9 @@
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
+import keras
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
@@ -24,12 +25,13 @@ from hvdx.keras.adapters.base import (
 )
 from hvdx.keras.optimizer_state import innermost, slots
 from hvdx.keras.seams.layers import KerasVariable
+from hvdx.keras.types import Gradient, Variable
 from hvdx.keras.weight_parts import part_of
 from hvdx.strategies import HostExchange, StepInput, Strategy
 from hvdx.strategies.telemetry import Telemetry, merged
 
 # Open exchanges of an optimiser and their variables, by the `id` of each variable.
-_Open = dict[tuple[int, ...], tuple[HostExchange, list[Any]]]
+_Open = dict[tuple[int, ...], tuple[HostExchange, list[Variable]]]
 
 
 class _Memory(NamedTuple):
@@ -40,7 +42,7 @@ class _Memory(NamedTuple):
     opened: _Open
 
 
-_remembered: "weakref.WeakKeyDictionary[Any, _Memory]" = weakref.WeakKeyDictionary()
+_remembered: "weakref.WeakKeyDictionary[keras.optimizers.Optimizer, _Memory]" = weakref.WeakKeyDictionary()
 
 
 class HostAdapter(Adapter):
@@ -52,7 +54,9 @@ class HostAdapter(Adapter):
 
     logs_cost = True
 
-    def __init__(self, strategy: Strategy, comm: Comm, optimizer: Any, name: str, gain: float = 1.0):
+    def __init__(
+        self, strategy: Strategy, comm: Comm, optimizer: keras.optimizers.Optimizer, name: str, gain: float = 1.0
+    ):
         super().__init__(name, gain)
         prepare()
         inner = innermost(optimizer)
@@ -73,10 +77,10 @@ class HostAdapter(Adapter):
         # Lists of variables that this adapter has exchanged; other open exchanges are from earlier fits.
         self._used: set[tuple[int, ...]] = set()
         # int32, index of the first gradient of a step that holds NaN or infinity; -1 if none does.
-        self._first_bad: Any = -1
+        self._first_bad: int | tf.Tensor = -1
         # Gradients of the step that is being traced, before they are clipped.
-        self._gradients: list[Any] = []
-        self._last: tuple[HostExchange, list[Any]] | None = None
+        self._gradients: list[Gradient] = []
+        self._last: tuple[HostExchange, list[Variable]] | None = None
 
     @property
     def reusable_across_fits(self) -> bool:  # type: ignore[override]
@@ -84,14 +88,14 @@ class HostAdapter(Adapter):
         return self.strategy.persists_between_fits
 
     @property
-    def exchange(self) -> HostExchange | None:
+    def exchange(self) -> HostExchange | None:  # type: ignore[override]
         return self._latest()[0]
 
     @property
-    def exchanged(self) -> list[Any]:
+    def exchanged(self) -> list[Variable]:
         return self._latest()[1]
 
-    def _latest(self) -> tuple[HostExchange | None, list[Any]]:
+    def _latest(self) -> tuple[HostExchange | None, list[Variable]]:
         """Return the exchange that was used last, else the one opened last, and its variables."""
         return self._last or next(reversed(self._open.values()), (None, []))
 
@@ -108,7 +112,7 @@ class HostAdapter(Adapter):
         for exchange, _ in self._open.values():
             exchange.restart_timer()
 
-    def rank_local_variables(self, now: bool = True) -> list[Any]:
+    def rank_local_variables(self, now: bool = True) -> list[Variable]:
         """Return the optimiser's state, such as momenta, if it is rank-local; `now` has no effect."""
         return slots(self._optimizer()) if self.rank_local else []
 
@@ -119,7 +123,7 @@ class HostAdapter(Adapter):
     def state_dict(self) -> dict[str, np.ndarray]:
         return {} if self.exchange is None else self.exchange.state_dict()
 
-    def reopen(self, variables: Sequence[Any]) -> None:
+    def reopen(self, variables: Sequence[Variable]) -> None:
         self.variables = list(variables)
         # If an exception ended an exchange, its last message may still be in flight.
         for exchange, _ in self._open.values():
@@ -131,7 +135,7 @@ class HostAdapter(Adapter):
         assert self.exchange is not None
         self.exchange.load_state_dict(state)
 
-    def gradients(self, gradients: Sequence[Any]) -> list[Any]:
+    def gradients(self, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Return the gradients to apply.
 
         Without rank-local state they are the combined gradients. With it, they are this rank's own gradients, or zeros
@@ -155,21 +159,23 @@ class HostAdapter(Adapter):
         self._gradients = [scaled(with_values(g, c), self.gain) for g, c in zip(gradients, clean, strict=True)]
         return self._gradients
 
-    def apply(self, optimizer: Any, step: Callable[[], Any], variables: Sequence[Any]) -> None:
+    def apply(
+        self, optimizer: keras.optimizers.Optimizer, step: Callable[[], object], variables: Sequence[Variable]
+    ) -> None:
         """Take the optimiser's step; with rank-local state, combine its updates and add the result to the weights."""
         if not self.rank_local:
             step()
             return
         wanted = updates.updates_of(optimizer, step, variables)
         gradients, self._gradients = self._gradients, []
-        sample: Sequence[Any] = ()
+        sample: Sequence[tf.Tensor] = ()
         if self.strategy.second_moments == "mean" and second_moments.divides(optimizer):
             sample = second_moments.sample(optimizer, gradients, variables)
         combined = self._call(wanted, self._first_bad, variables, copy_results=False, sample=sample)
         # The next step of the exchange overwrites the arrays of these tensors.
         wait_for(_add(variables, combined))
 
-    def any_overflow(self, overflowed: Any) -> Any:
+    def any_overflow(self, overflowed: tf.Tensor) -> tf.Tensor:
         return any_rank(self.comm, overflowed)
 
     def cost(self) -> Telemetry:
@@ -182,14 +188,14 @@ class HostAdapter(Adapter):
 
     def _call(
         self,
-        tensors: list[Any],
-        first_bad: Any,
-        variables: Sequence[Any],
+        tensors: list[tf.Tensor],
+        first_bad: int | tf.Tensor,
+        variables: Sequence[Variable],
         work: Callable[[HostExchange, StepInput], Sequence[npt.ArrayLike]] | None = None,
         dtype: tf.DType = tf.float32,
         copy_results: bool = True,
-        sample: Sequence[Any] = (),
-    ) -> list[Any]:
+        sample: Sequence[tf.Tensor] = (),
+    ) -> list[tf.Tensor]:
         """Call the exchange of some variables from an operation of the graph.
 
         Args:
@@ -208,7 +214,10 @@ class HostAdapter(Adapter):
         adapter_ref, variable_refs, tensor_count = weakref.ref(self), [weakref.ref(v) for v in variables], len(tensors)
 
         def step(
-            bad: int, tensors: list[Any], sample: list[np.ndarray], allocate: Callable[[int], Any] | None = None
+            bad: int,
+            tensors: list[tf.Tensor],
+            sample: list[np.ndarray],
+            allocate: Callable[[int], tf.Tensor] | None = None,
         ) -> Sequence[npt.ArrayLike]:
             adapter, alive = adapter_ref(), [ref() for ref in variable_refs]
             if adapter is None:
@@ -231,13 +240,13 @@ class HostAdapter(Adapter):
             result.set_shape(variable.shape)
         return results
 
-    def _on_device(self, variables: Sequence[Any]) -> bool:
+    def _on_device(self, variables: Sequence[Variable]) -> bool:
         """Return True if the exchange of these variables runs on their GPU."""
         # Parts of split layers are exchanged by `SplitHostExchange`, on the host.
         split = any(part_of(v) is not None for v in variables)
         return not split and self.strategy.device_for([describe(v) for v in variables]) != "cpu"
 
-    def _opened(self, variables: list[Any]) -> HostExchange:
+    def _opened(self, variables: list[Variable]) -> HostExchange:
         """Return the exchange for these variables; the first call opens it and moves earlier residuals to it."""
         key = tuple(id(v) for v in variables)
         if key not in self._open:
@@ -261,7 +270,7 @@ class HostAdapter(Adapter):
 
 
 def _move_residual(
-    old: HostExchange, old_variables: Sequence[Any], new: HostExchange, new_variables: Sequence[Any]
+    old: HostExchange, old_variables: Sequence[Variable], new: HostExchange, new_variables: Sequence[Variable]
 ) -> None:
     """Move the residuals of variables that two exchanges share from `old` to `new`."""
     old_index, shared = {id(v): i for i, v in enumerate(old_variables)}, {id(v) for v in new_variables}
@@ -279,12 +288,12 @@ def _move_residual(
 
 
 def on_gpu(
-    step: Callable[[int, list[Any], list[np.ndarray], Callable[[int], Any]], Sequence[npt.ArrayLike]],
-    tensors: Sequence[Any],
-    sample: Sequence[Any],
-    first_bad: Any,
-    variables: Sequence[Any],
-) -> list[Any]:
+    step: Callable[[int, list[tf.Tensor], list[np.ndarray], Callable[[int], tf.Tensor]], Sequence[npt.ArrayLike]],
+    tensors: Sequence[tf.Tensor],
+    sample: Sequence[tf.Tensor],
+    first_bad: int | tf.Tensor,
+    variables: Sequence[Variable],
+) -> list[tf.Tensor]:
     """Call an exchange on the GPU of its variables from an operation of the graph.
 
     The tensors are joined there. The kernels of the exchange read and write the memory of TensorFlow's tensors, through
@@ -305,12 +314,12 @@ def on_gpu(
     # In the simulator, the variables and the arrays of the "GPU" are in host memory.
     device = device_of(variables[0]) or "CPU:0"
 
-    def zeros(n: int) -> Any:
+    def zeros(n: int) -> tf.Tensor:
         # A constant could be shared; this memory belongs to nobody else.
         with tf.device(device):
             return tf.raw_ops.Empty(shape=[n], dtype=tf.float32, init=True)
 
-    def work(bad: Any, update: Any, *sample: Any) -> Any:
+    def work(bad: tf.Tensor, update: tf.Tensor, *sample: tf.Tensor) -> npt.ArrayLike:
         (result,) = step(int(bad), [update], [s.numpy() for s in sample], zeros)
         return result
 
@@ -326,7 +335,7 @@ def on_gpu(
         return [tf.reshape(part, v.shape) for part, v in zip(parts, variables, strict=True)]
 
 
-def any_rank(comm: Comm, flag: Any) -> Any:
+def any_rank(comm: Comm, flag: tf.Tensor) -> tf.Tensor:
     """Return a flag that is 1 if that of any rank is above 0, else 0. Collective, in the graph.
 
     Args:
@@ -334,7 +343,7 @@ def any_rank(comm: Comm, flag: Any) -> Any:
         flag: float32, flag of this rank.
     """
 
-    def ask(mine: np.ndarray) -> list[Any]:
+    def ask(mine: np.ndarray) -> list[np.float32]:
         return [np.float32(comm.any_true(bool(mine > 0)))]
 
     (anywhere,) = on_host(ask, [flag], [tf.float32])
@@ -342,7 +351,7 @@ def any_rank(comm: Comm, flag: Any) -> Any:
     return anywhere
 
 
-def _add(variables: Sequence[Any], combined: Sequence[Any]) -> list[Any]:
+def _add(variables: Sequence[Variable], combined: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Add updates to variables in place; return tensors that are computed after that."""
     added = []
     for variable, update in zip(variables, combined, strict=True):

@@ -1,7 +1,6 @@
 """Local variables: weights that each rank trains alone, beside those that all ranks train together."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 
 import keras
 import tensorflow as tf
@@ -11,10 +10,11 @@ from hvdx.keras.adapters.base import scaled
 from hvdx.keras.optimizer_state import innermost, slots
 from hvdx.keras.seams.layers import KerasVariable, raw_variable
 from hvdx.keras.seams.optimizers import slot_prefix, trained_variables
+from hvdx.keras.types import Gradient, Variable
 from hvdx.keras.variables import listed
 
 
-def trained_by(layers: Any) -> list[Any]:
+def trained_by(layers: keras.layers.Layer | Iterable[keras.layers.Layer] | None) -> list[Variable]:
     """Return the trainable weights of one layer or several.
 
     Args:
@@ -52,9 +52,9 @@ class LocalVariables:
 
     def __init__(self, scale: bool = True):
         self.scale = scale
-        self._refs: set[Any] = set()
+        self._refs: set[Hashable] = set()
 
-    def add(self, variables: Any) -> None:
+    def add(self, variables: Variable | Collection[Variable] | None) -> None:
         """Add one variable of Keras or TensorFlow, or several; None for none.
 
         Raises:
@@ -68,13 +68,17 @@ class LocalVariables:
         """Choose whether gradients are divided by the number of ranks."""
         self.scale = scale
 
-    def holds(self, variable: Any) -> bool:
+    def holds(self, variable: Variable) -> bool:
         """Return whether a variable is in the set; False for a tensor."""
         return isinstance(variable, KerasVariable | tf.Variable) and _ref(variable) in self._refs
 
     def exchange_others(
-        self, variables: Sequence[Any], gradients: Sequence[Any], size: int, exchange: Callable[[list[Any]], list[Any]]
-    ) -> list[Any]:
+        self,
+        variables: Sequence[Variable],
+        gradients: Sequence[Gradient],
+        size: int,
+        exchange: Callable[[list[Gradient]], list[Gradient]],
+    ) -> list[Gradient]:
         """Combine the gradients of all other variables, and scale those of the local variables.
 
         Args:
@@ -91,7 +95,7 @@ class LocalVariables:
         combined = iter(exchange(shared) if shared else [])
         return [scaled(g, factor) if own else next(combined) for g, own in zip(gradients, here, strict=True)]
 
-    def of(self, optimizer: Any) -> list[Any]:
+    def of(self, optimizer: keras.optimizers.Optimizer) -> list[Variable]:
         """Return the local variables that an optimiser trains, and its state for them."""
         inner = innermost(optimizer)
         if not self._refs or not inner.built:
@@ -101,5 +105,5 @@ class LocalVariables:
         return own + [slot for slot in slots(inner) if own and slot.name.startswith(names)]
 
 
-def _ref(variable: Any) -> Any:
+def _ref(variable: Variable) -> Hashable:
     return raw_variable(variable).ref()

@@ -8,7 +8,7 @@ average weights, it wraps the whole of `apply`. Methods are replaced on the opti
 Its class stays the same, so that Keras saves, compares and copies a plain optimiser.
 """
 
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import keras
 import tensorflow as tf
@@ -33,11 +33,12 @@ from hvdx.keras.seams.optimizers import (
     wrap_overflow_check,
 )
 from hvdx.keras.seams.replacing import Method
+from hvdx.keras.types import Gradient, Variable
 from hvdx.strategies import Strategy
 from hvdx.strategies.base import EACH_STEP
 
 # Adapters by `Strategy.runs` and `Strategy.placement`.
-_ADAPTERS: dict[tuple[str, str], Any] = {
+_ADAPTERS: dict[tuple[str, str], Callable[..., Adapter]] = {
     ("graph", "gradient"): GraphAdapter,
     ("graph", "weights"): AveragingAdapter,
     ("host", "gradient"): HostAdapter,
@@ -48,7 +49,7 @@ _ADAPTER = "_hvdx_adapter"
 
 
 def attach(
-    optimizer: Any,
+    optimizer: keras.optimizers.Optimizer,
     strategy: Strategy,
     name: str,
     gain: float = 1.0,
@@ -89,7 +90,9 @@ def attach(
     return adapter
 
 
-def _make_adapter(strategy: Strategy, optimizer: Any, name: str, gain: float, comm: Comm | None) -> Adapter:
+def _make_adapter(
+    strategy: Strategy, optimizer: keras.optimizers.Optimizer, name: str, gain: float, comm: Comm | None
+) -> Adapter:
     """Make the adapter for a strategy; start the engine if the strategy runs in the graph."""
     kind = _ADAPTERS.get((strategy.runs, strategy.placement))
     if kind is None or (strategy.schedule != EACH_STEP and kind is not AveragingAdapter):
@@ -107,7 +110,7 @@ def _make_adapter(strategy: Strategy, optimizer: Any, name: str, gain: float, co
     return kind(strategy, comm, optimizer, name, gain)
 
 
-def detach(optimizer: Any) -> None:
+def detach(optimizer: keras.optimizers.Optimizer) -> None:
     """Make an optimiser a plain one again; leave a plain one unchanged."""
     for part in (optimizer, innermost(optimizer)):
         unwrap_optimizer(part)
@@ -115,7 +118,7 @@ def detach(optimizer: Any) -> None:
             delattr(part, _ADAPTER)
 
 
-def flush(optimizer: Any) -> None:
+def flush(optimizer: keras.optimizers.Optimizer) -> None:
     """Apply the updates in flight, or average weights that ranks have trained separately. Collective.
 
     In a training loop of your own, call it on all ranks before you read the weights, and at the end. `Distribute` does
@@ -135,7 +138,7 @@ def flush(optimizer: Any) -> None:
         adapter.flush()
 
 
-def count_samples(optimizer: Any, count: Any) -> None:
+def count_samples(optimizer: keras.optimizers.Optimizer, count: int | tf.Tensor) -> None:
     """Count the samples of the next step for `ParameterAveraging(weighted=True)`; `Distribute` does this for you.
 
     Args:
@@ -150,12 +153,12 @@ def count_samples(optimizer: Any, count: Any) -> None:
         adapter.count_samples(count)
 
 
-def adapter_of(optimizer: Any) -> Adapter | None:
+def adapter_of(optimizer: keras.optimizers.Optimizer) -> Adapter | None:
     """Return the adapter of an optimiser, or None for a plain one."""
     return vars(innermost(optimizer)).get(_ADAPTER)
 
 
-def optimizers_of(model: Any) -> list[Any]:
+def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """Return all optimisers of a model and its layers, also those in lists and dictionaries; the model's own first."""
     held = [model.optimizer]
     for layer in layers_of(model):
@@ -166,7 +169,7 @@ def optimizers_of(model: Any) -> list[Any]:
     return list({id(o): o for o in optimizers}.values())
 
 
-def _leaves(value: Any) -> list[Any]:
+def _leaves(value: object) -> list[object]:
     """Return the leaves of nested lists and dictionaries; any other value is its own leaf."""
     if isinstance(value, dict):
         value = list(value.values())
@@ -175,7 +178,7 @@ def _leaves(value: Any) -> list[Any]:
     return [value]
 
 
-def _check_kind(optimizer: Any) -> None:
+def _check_kind(optimizer: keras.optimizers.Optimizer) -> None:
     """Refuse an optimiser that lacks the replaced methods or bypasses them."""
     if not has_parts_of_step(optimizer):
         raise ConfigError(
@@ -184,21 +187,36 @@ def _check_kind(optimizer: Any) -> None:
         )
 
 
-def _replace_methods(optimizer: Any, adapter: Adapter) -> None:
-    def begin(_: Any, original: Method, grads: Any, trainable_variables: Any) -> Any:
+def _replace_methods(optimizer: keras.optimizers.Optimizer, adapter: Adapter) -> None:
+    def begin(
+        _: keras.optimizers.Optimizer,
+        original: Method,
+        grads: Sequence[Gradient],
+        trainable_variables: Sequence[Variable],
+    ) -> object:
         xla.refuse()
         adapter.record_variables(trainable_variables)
         if not adapter.holds_loss_scale:
             adapter.count_step()
         return original(grads, trainable_variables)
 
-    def combine_and_clip(self: Any, original: Method, grads: Any) -> Any:
+    def combine_and_clip(
+        self: keras.optimizers.Optimizer, original: Method, grads: Sequence[Gradient]
+    ) -> list[Gradient]:
         return clip(self, adapter.gradients(grads), adapter.variables, original)
 
-    def update(self: Any, original: Method, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
+    def update(
+        self: keras.optimizers.Optimizer,
+        original: Method,
+        grads: Sequence[Gradient],
+        trainable_variables: Sequence[Variable],
+        learning_rate: tf.Tensor,
+    ) -> None:
         adapter.apply(self, lambda: original(grads, trainable_variables, learning_rate), trainable_variables)
 
-    def overwrite(_: Any, original: Method, grads: Any, variables: Any) -> Any:
+    def overwrite(
+        _: keras.optimizers.Optimizer, original: Method, grads: Sequence[Gradient], variables: Sequence[Variable]
+    ) -> object:
         for variable in variables:
             if getattr(variable, "overwrite_with_gradient", False):
                 raise ConfigError(
@@ -211,10 +229,10 @@ def _replace_methods(optimizer: Any, adapter: Adapter) -> None:
     setattr(optimizer, _ADAPTER, adapter)
 
 
-def _agree_on_overflow(optimizer: Any, adapter: Adapter) -> None:
+def _agree_on_overflow(optimizer: keras.optimizers.Optimizer, adapter: Adapter) -> None:
     """Let the adapter decide on an overflow, so that ranks can skip a step together."""
 
-    def check_finite(_: Any, original: Method, grads: Any) -> Any:
+    def check_finite(_: keras.optimizers.Optimizer, original: Method, grads: Sequence[Gradient]) -> tf.Tensor:
         adapter.count_step()
         overflowed = tf.cast(tf.logical_not(original(grads)), tf.float32)
         return tf.equal(adapter.any_overflow(overflowed), 0.0)
@@ -223,10 +241,15 @@ def _agree_on_overflow(optimizer: Any, adapter: Adapter) -> None:
     adapter.agree_on_overflow()
 
 
-def _wrap_apply(optimizer: Any, adapter: Adapter) -> None:
+def _wrap_apply(optimizer: keras.optimizers.Optimizer, adapter: Adapter) -> None:
     """Call the adapter before and after each step, also on ranks that skip the step."""
 
-    def apply(_: Any, original: Method, grads: Any, trainable_variables: Any = None) -> Any:
+    def apply(
+        _: keras.optimizers.Optimizer,
+        original: Method,
+        grads: Sequence[Gradient],
+        trainable_variables: Sequence[Variable] | None = None,
+    ) -> object:
         adapter.before_step()
         result = original(grads, trainable_variables)
         adapter.after_step()

@@ -2,19 +2,24 @@
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TypeAlias
+
+import keras
 
 from hvdx.errors import ConfigError
 from hvdx.keras.adapters.base import Adapter
 from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
 from hvdx.keras.optimizer_state import accumulated_gradients
 from hvdx.keras.seams.layers import KerasVariable
+from hvdx.keras.types import Variable
 
+#: Variable, or layer for all its weights without a gradient.
+Owner: TypeAlias = keras.Variable | keras.layers.Layer
 # For each model, the weights that `Distribute` was given as `local` and as `summed`, as variables or layers.
-_declared: "weakref.WeakKeyDictionary[Any, tuple[list[Any], list[Any]]]" = weakref.WeakKeyDictionary()
+_declared: "weakref.WeakKeyDictionary[keras.Model, tuple[list[Owner], list[Owner]]]" = weakref.WeakKeyDictionary()
 
 
-def declare(model: Any, local: list[Any], summed: list[Any]) -> None:
+def declare(model: keras.Model, local: list[Owner], summed: list[Owner]) -> None:
     """Set the weights without a gradient that each rank keeps for itself, and those that are summed over the ranks.
 
     Args:
@@ -43,24 +48,24 @@ def declare(model: Any, local: list[Any], summed: list[Any]) -> None:
                 )
 
 
-def declared(model: Any) -> tuple[list[Any], list[Any]]:
+def declared(model: keras.Model) -> tuple[list[Variable], list[Variable]]:
     """Return the weights of a model that `declare` made local, and those that it made summed."""
     local, summed = _declared.get(model, ([], []))
     return _without_gradient(local), _without_gradient(summed)
 
 
-def _without_gradient(items: list[Any]) -> list[Any]:
+def _without_gradient(items: list[Owner]) -> list[Variable]:
     parts = [[item] if isinstance(item, KerasVariable) else item.non_trainable_weights for item in items]
     return list({id(v): v for part in parts for v in part}.values())
 
 
-def accumulated(model: Any) -> list[Any]:
+def accumulated(model: keras.Model) -> list[Variable]:
     """Return the gradients that a model's optimisers are still accumulating."""
     return [v for optimizer in optimizers_of(model) for v in accumulated_gradients(optimizer)]
 
 
 def rank_local_ids(
-    model: Any,
+    model: keras.Model,
     within_epoch: bool = False,
     now: bool = True,
     of: Callable[[int, Adapter], bool] = lambda i, adapter: True,

@@ -5,12 +5,12 @@ A strategy compares the samples of all ranks; see `hvdx.strategies.threshold.noi
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
 
 from hvdx.keras.seams.optimizers import owner_of_update_step, velocity_of
+from hvdx.keras.types import Gradient, Variable
 from hvdx.keras.weight_parts import part_of
 from hvdx.strategies.threshold.noise import SAMPLE
 
@@ -21,7 +21,7 @@ _KINDS = (keras.optimizers.Adam, keras.optimizers.Nadam, keras.optimizers.RMSpro
 _MOST_VARIABLES = 8
 
 
-def divides(optimizer: Any) -> bool:
+def divides(optimizer: keras.optimizers.Optimizer) -> bool:
     """Return whether an optimiser divides by the root of the second moment of its gradients, as Keras' Adam does.
 
     Args:
@@ -37,7 +37,12 @@ def divides(optimizer: Any) -> bool:
     return owner_of_update_step(optimizer) in _KINDS
 
 
-def sample(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], moves: bool = True) -> list[Any]:
+def sample(
+    optimizer: keras.optimizers.Optimizer,
+    gradients: Sequence[Gradient],
+    variables: Sequence[Variable],
+    moves: bool = True,
+) -> list[tf.Tensor]:
     """Return some elements of the gradients, each divided by the root of its second moment.
 
     The elements are those at other positions in every step, the same on all ranks.
@@ -63,7 +68,7 @@ def sample(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], m
     ]
 
 
-def _counts(gradients: Sequence[Any], variables: Sequence[Any]) -> list[int]:
+def _counts(gradients: Sequence[Gradient], variables: Sequence[Variable]) -> list[int]:
     """Return the number of elements in the sample for each variable, in proportion to the sizes of the largest."""
     sizes = [
         0 if isinstance(g, tf.IndexedSlices) else math.prod(v.shape) for g, v in zip(gradients, variables, strict=True)
@@ -79,7 +84,7 @@ def _counts(gradients: Sequence[Any], variables: Sequence[Any]) -> list[int]:
     return counts
 
 
-def _elements(gradient: Any, velocity: Any, step: Any, count: int) -> Any:
+def _elements(gradient: Gradient, velocity: tf.Variable, step: tf.Tensor, count: int) -> tf.Tensor:
     """Return some elements of gradient / sqrt(velocity); 0 where the velocity is 0."""
     size = math.prod(velocity.shape)
     # Multiples of a large prime visit the positions evenly.

@@ -1,19 +1,20 @@
 """Computation of the updates that an optimiser would add to the weights."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
+import keras
 import tensorflow as tf
 
 from hvdx.errors import ConfigError
 from hvdx.keras.seams.optimizers import divert_assignments, is_of_keras, owner_of_update_step
+from hvdx.keras.types import Gradient, Variable
 
 # The weights of these optimisers are a function of their state, which is rank-local here: the next step would undo
 # any other change of the weights.
 _ASSIGN_WEIGHTS = ("Ftrl", "ScheduleFreeAdamW")
 
 
-def check_kind(optimizer: Any) -> None:
+def check_kind(optimizer: keras.optimizers.Optimizer) -> None:
     """Refuse an optimiser whose updates cannot be combined.
 
     Args:
@@ -29,12 +30,14 @@ def check_kind(optimizer: Any) -> None:
         )
 
 
-def assigns_weights(optimizer: Any) -> bool:
+def assigns_weights(optimizer: keras.optimizers.Optimizer) -> bool:
     """Return whether an optimiser computes weights from its state and has no update to send."""
     return any(cls.__name__ in _ASSIGN_WEIGHTS for cls in type(optimizer).__mro__)
 
 
-def updates_of(optimizer: Any, step: Callable[[], Any], variables: Sequence[Any]) -> list[Any]:
+def updates_of(
+    optimizer: keras.optimizers.Optimizer, step: Callable[[], object], variables: Sequence[Variable]
+) -> list[tf.Tensor]:
     """Take an optimiser's step with its own state, and return the updates without applying them.
 
     Args:
@@ -48,7 +51,7 @@ def updates_of(optimizer: Any, step: Callable[[], Any], variables: Sequence[Any]
     return _divert_updates(optimizer, step, variables) if _is_keras(optimizer) else _measure_updates(step, variables)
 
 
-def momentum_of(optimizer: Any) -> float:
+def momentum_of(optimizer: keras.optimizers.Optimizer) -> float:
     """Return the share of an update that an optimiser carries over into the next: `momentum` or `beta_1`, else 0.
 
     Args:
@@ -66,16 +69,18 @@ def momentum_of(optimizer: Any) -> float:
     return 0.0
 
 
-def _is_keras(optimizer: Any) -> bool:
+def _is_keras(optimizer: keras.optimizers.Optimizer) -> bool:
     """Return whether the update step is one of Keras' own, which change variables only by `optimizer.assign...`."""
     return is_of_keras(owner_of_update_step(optimizer))
 
 
-def _divert_updates(optimizer: Any, step: Callable[[], Any], variables: Sequence[Any]) -> list[Any]:
+def _divert_updates(
+    optimizer: keras.optimizers.Optimizer, step: Callable[[], object], variables: Sequence[Variable]
+) -> list[tf.Tensor]:
     """Intercept the assignments of the step, which needs no copy of the weights and no subtraction."""
-    total: list[Any] = [None] * len(variables)
+    total: list[tf.Tensor | None] = [None] * len(variables)
 
-    def record(method: str, i: int, value: Any) -> None:
+    def record(method: str, i: int, value: Gradient) -> None:
         value = tf.cast(_dense(value), variables[i].dtype)
         if method == "assign":
             total[i] = value - tf.convert_to_tensor(variables[i])
@@ -91,7 +96,7 @@ def _divert_updates(optimizer: Any, step: Callable[[], Any], variables: Sequence
     return [tf.zeros(v.shape, v.dtype) if t is None else t for t, v in zip(total, variables, strict=True)]
 
 
-def _measure_updates(step: Callable[[], Any], variables: Sequence[Any]) -> list[Any]:
+def _measure_updates(step: Callable[[], object], variables: Sequence[Variable]) -> list[tf.Tensor]:
     """Take the step, measure the change of the weights, and undo it."""
     before = [tf.identity(tf.convert_to_tensor(v)) for v in variables]
     with tf.control_dependencies(before):
@@ -103,5 +108,5 @@ def _measure_updates(step: Callable[[], Any], variables: Sequence[Any]) -> list[
     return deltas
 
 
-def _dense(value: Any) -> Any:
+def _dense(value: Gradient) -> tf.Tensor:
     return tf.convert_to_tensor(value)

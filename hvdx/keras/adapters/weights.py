@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
+import keras
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
@@ -16,6 +16,7 @@ from hvdx.keras.adapters.host import HostAdapter, any_rank
 from hvdx.keras.optimizer_state import innermost, moving_averages
 from hvdx.keras.seams.layers import KerasVariable
 from hvdx.keras.seams.optimizers import rate_of
+from hvdx.keras.types import Gradient, Variable
 from hvdx.keras.weight_parts import by_ranks, mark_state
 from hvdx.strategies import HostExchange, StepInput, Strategy
 
@@ -39,7 +40,9 @@ class WeightsAdapter(HostAdapter):
 
     reusable_across_fits = False  # its exchange is opened while the step is traced
 
-    def __init__(self, strategy: Strategy, comm: Comm, optimizer: Any, name: str, gain: float = 1.0):
+    def __init__(
+        self, strategy: Strategy, comm: Comm, optimizer: keras.optimizers.Optimizer, name: str, gain: float = 1.0
+    ):
         inner = innermost(optimizer)
         super().__init__(strategy, comm, inner, name, gain)
         if inner.use_ema and inner.ema_overwrite_frequency:
@@ -56,7 +59,7 @@ class WeightsAdapter(HostAdapter):
         # Lists of variables that this rank has exchanged since the last flush, each by the `id` of its variables.
         self._current: set[tuple[int, ...]] = set()
 
-    def gradients(self, gradients: Sequence[Any]) -> list[Any]:
+    def gradients(self, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Return this rank's own gradients."""
         # Some ranks may skip their first steps, but all ranks trace the step. So the exchange is opened while tracing.
         first = not self._used
@@ -65,7 +68,9 @@ class WeightsAdapter(HostAdapter):
             self.begin_epoch()
         return super().gradients(gradients)
 
-    def apply(self, optimizer: Any, step: Callable[[], Any], variables: Sequence[Any]) -> None:
+    def apply(
+        self, optimizer: keras.optimizers.Optimizer, step: Callable[[], object], variables: Sequence[Variable]
+    ) -> None:
         """Take the optimiser's step and exchange the weights; the first step also sends the weights before it."""
         begun, dtype = self._flag(tuple(id(v) for v in variables)), _dtype(variables)
         with tf.device("CPU:0"):
@@ -79,7 +84,7 @@ class WeightsAdapter(HostAdapter):
         with tf.control_dependencies(before):
             step()
         gradients, self._gradients = self._gradients, []
-        sample: Sequence[Any] = ()
+        sample: Sequence[tf.Tensor] = ()
         if self.strategy.second_moments == "mean" and second_moments.divides(optimizer):
             # Ranks compare samples of different steps, so their elements are the same in all steps.
             sample = second_moments.sample(optimizer, gradients, variables, moves=False)
@@ -111,7 +116,7 @@ class WeightsAdapter(HostAdapter):
             # Other ranks may be opening an exchange in their first step, which needs this rank.
             self._agree_on_opening(opens=False)
         for key in [key for key in self._open if key in self._used]:
-            exchange: Any = self._open[key][0]
+            exchange = self._open[key][0]
             variables = self._open[key][1]
             if not exchange.is_open:
                 # This rank has skipped all its steps. The others may have taken some, so it begins the session, too.
@@ -137,7 +142,7 @@ class WeightsAdapter(HostAdapter):
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
         super().load_state_dict({name: array for name, array in state.items() if name != "apart"})
 
-    def reopen(self, variables: Sequence[Any]) -> None:
+    def reopen(self, variables: Sequence[Variable]) -> None:
         self.renew()
         super().reopen(variables)
         self._current.clear()
@@ -154,7 +159,7 @@ class WeightsAdapter(HostAdapter):
             self._begun[key] = self._unused.pop() if self._unused else _make_flag()
         return self._begun[key]
 
-    def _opened(self, variables: list[Any]) -> Any:
+    def _opened(self, variables: list[Variable]) -> HostExchange:
         """Return the exchange for these variables; renew that of an earlier fit, which an exception may have ended."""
         key = tuple(id(v) for v in variables)
         opens = key not in self._used
@@ -164,7 +169,7 @@ class WeightsAdapter(HostAdapter):
             self._agree_on_opening(opens=True, shared=shared)
         elif shared:
             raise self._overlapping(shared)
-        exchange: Any = super()._opened(variables)
+        exchange = super()._opened(variables)
         if earlier:
             exchange.renew()
         self._current.add(key)
@@ -173,7 +178,7 @@ class WeightsAdapter(HostAdapter):
             self._open[key] = self._open.pop(key)
         return exchange
 
-    def _shared(self, variables: Sequence[Any]) -> list[str]:
+    def _shared(self, variables: Sequence[Variable]) -> list[str]:
         """Return the names of variables that are also in another list that the servers hold."""
         held = {i for other in self._current for i in other}
         return [describe(v).name for v in variables if id(v) in held]
@@ -215,16 +220,16 @@ class WeightsAdapter(HostAdapter):
                 total = ranks.all_reduce_sum(mine, f"{self.name}.averages")
                 variable.assign((total / ranks.size).reshape(variable.shape).astype(variable.dtype))
 
-    def any_overflow(self, overflowed: Any) -> Any:
+    def any_overflow(self, overflowed: tf.Tensor) -> tf.Tensor:
         """Return the overflow of any rank; if ranks are asynchronous, of this rank's group, which skips the step."""
         if not self.strategy.asynchronous:
             return super().any_overflow(overflowed)
         mesh = self.comm.mesh
         return overflowed if mesh is None else any_rank(mesh.group, overflowed)
 
-    def rank_local_variables(self, now: bool = True) -> list[Any]:
+    def rank_local_variables(self, now: bool = True) -> list[Variable]:
         """Return all optimiser variables except the learning rate and moving averages; step counters differ, too."""
-        inner: Any = self._optimizer()
+        inner: keras.optimizers.Optimizer = self._optimizer()
         common = {id(v) for v in (rate_of(inner), *moving_averages(inner))}
         mine = {id(v): v for part in (inner, self._scaler) if part is not None for v in part.variables}
         return [v for i, v in mine.items() if i not in common]
@@ -248,13 +253,13 @@ def _step(exchange: HostExchange, step_input: StepInput) -> Sequence[npt.ArrayLi
     return exchange.take(replace(step_input, tensors=step_input.tensors[count:]))
 
 
-def _initialized(variables: Sequence[Any]) -> bool:
+def _initialized(variables: Sequence[Variable]) -> bool:
     """Return whether variables have values; those of a layer that is built in the traced step get theirs later."""
     with tf.init_scope():
         return all(bool((v.value if isinstance(v, KerasVariable) else v).is_initialized()) for v in variables)
 
 
-def _dtype(variables: Sequence[Any]) -> tf.DType:
+def _dtype(variables: Sequence[Variable]) -> tf.DType:
     """Return the dtype of the weights in the exchange."""
     for variable in variables:
         if tf.as_dtype(variable.dtype).size < 4:

@@ -5,9 +5,11 @@ import os
 import time
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
+import keras
 import numpy as np
+import tensorflow as tf
 
 from hvdx.comm import Comm
 from hvdx.comm.preemption import REQUEUE_CODE, PreemptionListener, acknowledge
@@ -25,6 +27,7 @@ from hvdx.keras.fit.sync_callback import SyncCallback
 from hvdx.keras.joining import join
 from hvdx.keras.seams.frames import calling_list
 from hvdx.keras.seams.models import build_metrics, set_initial_epoch
+from hvdx.keras.types import Logs, Structure
 from hvdx.log import Log
 
 _log = Log(__name__)
@@ -104,7 +107,7 @@ class Checkpoint(Part):
         self._writer: Writer | None = None
         self._epoch = self._steps_done = 0
 
-    def set_model(self, model: Any) -> None:
+    def set_model(self, model: keras.Model) -> None:
         """Move this callback to the end, before `SyncCallback`, since others may change weights and learning rates."""
         super().set_model(model)
         found = calling_list(self)
@@ -120,7 +123,7 @@ class Checkpoint(Part):
 
     # -- fit ----------------------------------------------------------------------------------------------------------
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs = None) -> None:
         """Resume from the newest checkpoint. Collective."""
         wait_for_all()
         if self._preemption is not None:
@@ -143,7 +146,7 @@ class Checkpoint(Part):
         self._writer = Writer(self._folder, self.keep)
         # Epochs of the shares, and random states, when this pass through the data began.
         self._drawn: list[int] | None = None
-        self._held: list[Any] = []
+        self._held: list[tf.Variable | None] = []
         self._random: Mapping[str, np.ndarray] = {}
         # Index of the share that this fit trains on.
         self._share: int | None = None
@@ -173,7 +176,7 @@ class Checkpoint(Part):
         if self._random:
             set_random_states(self._random)
 
-        def ready(batch: Any) -> None:
+        def ready(batch: Structure) -> None:
             set_random_states(restored.random)
             self._restore_metrics(restored.metrics, batch)
 
@@ -208,7 +211,7 @@ class Checkpoint(Part):
             return Position(position.epoch + 1), 0 if self._one_pass else skip
         return Position(position.epoch, step - remainder), max(skip - remainder, 0)
 
-    def _restore_metrics(self, values: list[Any], batch: Any) -> None:
+    def _restore_metrics(self, values: list[np.ndarray], batch: Structure) -> None:
         """Restore the metrics of an epoch that the saved job had begun."""
         if not values:
             return
@@ -229,7 +232,7 @@ class Checkpoint(Part):
                 f"{self._folder.at(existing[-1])}. Remove them, or give another directory."
             )
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         """Record the position in the data if a pass through them begins."""
         # Keras has read the attribute. It is cleared here, so that the next fit uses its own `initial_epoch` even if an
         # exception ends this one.
@@ -242,7 +245,7 @@ class Checkpoint(Part):
             self._random = (self._skip and self._random) or random_states()
         self._start_step = self._skip = 0
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Save if a checkpoint is due or the job is about to end."""
         if self._asynchronous:
             return  # `SyncCallback` calls `save_and_leave`
@@ -267,7 +270,7 @@ class Checkpoint(Part):
         if status.signal and not status.stops:
             self._leave(status.signal)
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Save if a checkpoint is due, or if the job or the training is about to end."""
         status = self._exchange_status(f"the end of epoch {epoch + 1}")
         over = status.stops or epoch + 1 >= self.params.get("epochs", 0)
@@ -278,7 +281,7 @@ class Checkpoint(Part):
         if status.signal and not over:
             self._leave(status.signal)
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Logs = None) -> None:
         """Wait until the last checkpoint is published, and release the folder. Collective."""
         set_initial_epoch(self.model, None)
         self._held = []

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -19,6 +20,7 @@ from hvdx.keras.fit.noise import generators
 from hvdx.keras.optimizer_state import innermost
 from hvdx.keras.seams.models import common_generator
 from hvdx.keras.seams.optimizers import trained_variables
+from hvdx.keras.types import Variable
 from hvdx.keras.weight_parts import part_of, whole_shape
 from hvdx.version import __version__
 
@@ -58,12 +60,12 @@ class Snapshot:
     """
 
     manifest: dict[str, Any]
-    shared: dict[str, Any]
+    shared: dict[str, Variable | np.ndarray]
     mine: dict[str, np.ndarray]
-    parts: dict[str, Any] = field(default_factory=dict)
+    parts: dict[str, Variable | np.ndarray] = field(default_factory=dict)
 
 
-def snapshot(model: Any, comm: Comm, data: Data, within_epoch: bool = False) -> Snapshot:
+def snapshot(model: keras.Model, comm: Comm, data: Data, within_epoch: bool = False) -> Snapshot:
     """Collect the contents of a checkpoint.
 
     Args:
@@ -75,8 +77,8 @@ def snapshot(model: Any, comm: Comm, data: Data, within_epoch: bool = False) -> 
     """
     own = rank_local_ids(model, within_epoch)
     groups = {"weights": model.weights, "optimizer": replicas.optimizer_state_of(model)}
-    shared: dict[str, Any] = {}
-    parts: dict[str, Any] = {}
+    shared: dict[str, Variable | np.ndarray] = {}
+    parts: dict[str, Variable | np.ndarray] = {}
     mine = _own_arrays(model)
     if within_epoch:
         mine |= _numbered("metrics", model.metrics_variables)
@@ -92,7 +94,7 @@ def snapshot(model: Any, comm: Comm, data: Data, within_epoch: bool = False) -> 
     return Snapshot(_manifest(model, groups, mine, data, comm), shared, mine, parts)
 
 
-def division(model: Any, groups: Mapping[str, Sequence[Any]], comm: Comm) -> Division:
+def division(model: keras.Model, groups: Mapping[str, Sequence[Variable]], comm: Comm) -> Division:
     """Return the division of a model's variables over the ranks.
 
     Args:
@@ -104,7 +106,7 @@ def division(model: Any, groups: Mapping[str, Sequence[Any]], comm: Comm) -> Div
 
 
 def _manifest(
-    model: Any, groups: Mapping[str, Sequence[Any]], mine: Mapping[str, np.ndarray], data: Data, comm: Comm
+    model: keras.Model, groups: Mapping[str, Sequence[Variable]], mine: Mapping[str, np.ndarray], data: Data, comm: Comm
 ) -> dict[str, Any]:
     return {
         "hvdx": __version__,
@@ -124,7 +126,7 @@ def _manifest(
     }
 
 
-def _optimizer_manifest(optimizer: Any, model: Any, has_state: bool) -> dict[str, Any]:
+def _optimizer_manifest(optimizer: keras.optimizers.Optimizer, model: keras.Model, has_state: bool) -> dict[str, Any]:
     adapter, trained = adapter_of(optimizer), trained_variables(innermost(optimizer))
     entry: dict[str, Any] = {
         "class": type(optimizer).__name__,
@@ -137,7 +139,7 @@ def _optimizer_manifest(optimizer: Any, model: Any, has_state: bool) -> dict[str
     return entry
 
 
-def _own_arrays(model: Any) -> dict[str, np.ndarray]:
+def _own_arrays(model: keras.Model) -> dict[str, np.ndarray]:
     """Copy the rank-local arrays other than weights and variables of the optimisers."""
     own = _numbered("generators", generators(model)) | _numbered("accumulated", accumulated(model))
     common = common_generator()
@@ -155,11 +157,11 @@ def _own_arrays(model: Any) -> dict[str, np.ndarray]:
 # -- variables --------------------------------------------------------------------------------------------------------
 
 
-def _numbered(name: str, variables: Sequence[Any]) -> dict[str, np.ndarray]:
+def _numbered(name: str, variables: Sequence[Variable]) -> dict[str, np.ndarray]:
     return {f"{name}.{i}": array_of(v) for i, v in enumerate(variables)}
 
 
-def value_of(variable: Any) -> np.ndarray:
+def value_of(variable: Variable) -> np.ndarray:
     """Return a variable's value. It may be a view: copy it before the variable changes.
 
     Raises:
@@ -171,7 +173,7 @@ def value_of(variable: Any) -> np.ndarray:
     return array
 
 
-def array_of(variable: Any) -> np.ndarray:
+def array_of(variable: Variable) -> np.ndarray:
     """Return a copy of a variable's value.
 
     Raises:
@@ -180,13 +182,13 @@ def array_of(variable: Any) -> np.ndarray:
     return np.array(value_of(variable))
 
 
-def described(variable: Any) -> str:
+def described(variable: Variable) -> str:
     """Describe a whole variable by dtype, shape and name, such as "float32[6x8] dense/kernel"."""
     extents = "x".join(str(extent) for extent in whole_shape(variable))
     return f"{tf.as_dtype(variable.dtype).name}[{extents}] {getattr(variable, 'path', variable.name)}"
 
 
-def _positions(variables: Sequence[Any], model: Any) -> list[int] | None:
+def _positions(variables: Sequence[Variable], model: keras.Model) -> list[int] | None:
     """Return the indices of variables among a model's weights; None if one of them is not there."""
     places = {id(v): i for i, v in enumerate(model.weights)}
     found = [places.get(id(v)) for v in variables]

@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import xxhash
@@ -30,7 +30,7 @@ _METADATA, _CHECKSUM = "__metadata__", "xxh3_64 of "
 _CHUNK = 1 << 22
 
 
-def write(contents: Mapping[Path, Callable[[Any], Any]]) -> None:
+def write(contents: Mapping[Path, Callable[[BinaryIO], object]]) -> None:
     """Write files; each gets its name only when all of them are complete and on the disk.
 
     Args:
@@ -48,7 +48,7 @@ def write(contents: Mapping[Path, Callable[[Any], Any]]) -> None:
         name.rename(path)
 
 
-def write_arrays(file: Any, arrays: Mapping[str, np.ndarray]) -> None:
+def write_arrays(file: BinaryIO, arrays: Mapping[str, np.ndarray]) -> None:
     """Write arrays, with a checksum of each.
 
     Args:

@@ -14,6 +14,7 @@ import numpy as np
 
 from hvdx.comm.mesh import Mesh
 from hvdx.errors import CheckpointError
+from hvdx.keras.types import Variable
 from hvdx.keras.weight_parts import WeightPart, part_of
 
 #: Prefix of the names of parts in the files of the first group.
@@ -38,7 +39,7 @@ class Division:
     parts: Mapping[str, tuple[int, Sequence[int]]]
 
     @classmethod
-    def of(cls, lists: Mapping[str, Sequence[Any]], mesh: Mesh | None) -> "Division":
+    def of(cls, lists: Mapping[str, Sequence[Variable]], mesh: Mesh | None) -> "Division":
         """Return the division of this job's variables.
 
         Args:
@@ -63,7 +64,7 @@ class Division:
         parts = {name: (int(part["axis"]), part["bounds"]) for name, part in saved.get("parts", {}).items()}
         return cls(saved.get("groups", []), parts)
 
-    def to_manifest(self) -> dict[str, Any]:
+    def to_manifest(self) -> dict[str, object]:
         """Return the division in JSON types."""
         parts = {name: {"axis": axis, "bounds": bounds} for name, (axis, bounds) in self.parts.items()}
         return {"groups": self.groups, "parts": parts}

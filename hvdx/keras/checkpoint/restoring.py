@@ -3,8 +3,8 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -24,12 +24,13 @@ from hvdx.keras.checkpoint.parts import PREFIX, Division
 from hvdx.keras.fit import data, noise, replicas
 from hvdx.keras.joining import join
 from hvdx.keras.seams.models import common_generator
+from hvdx.keras.types import Variable
 from hvdx.keras.weight_parts import part_of, whole_shape
 from hvdx.log import Log
 
 _log = Log(__name__)
 
-Assignments = list[tuple[Any, np.ndarray]]
+Assignments = list[tuple[Variable, np.ndarray]]
 
 _OTHER_MODEL = "The checkpoint is of another model: give another directory, or the model that was saved."
 
@@ -53,7 +54,7 @@ class Restored:
     random: dict[str, np.ndarray]
 
 
-def restore(directory: str | os.PathLike[str], model: Any) -> int | None:
+def restore(directory: str | os.PathLike[str], model: keras.Model) -> int | None:
     """Restore a model from its newest checkpoint, for a training loop of your own. Collective.
 
     Args:
@@ -74,7 +75,7 @@ def restore(directory: str | os.PathLike[str], model: Any) -> int | None:
     return None if restored is None else restored.position.epoch
 
 
-def restore_newest(folder: Folder, model: Any) -> Restored | None:
+def restore_newest(folder: Folder, model: keras.Model) -> Restored | None:
     """Restore a model from the newest intact checkpoint, and set newer, damaged ones aside. Collective.
 
     Args:
@@ -101,7 +102,7 @@ def restore_newest(folder: Folder, model: Any) -> Restored | None:
     return None
 
 
-def _restore_or_set_aside(folder: Folder, position: Position, model: Any) -> Restored | None:
+def _restore_or_set_aside(folder: Folder, position: Position, model: keras.Model) -> Restored | None:
     """Restore a checkpoint, or set it aside and return None if it is damaged. Collective."""
     comm, path, place = folder.comm, folder.at(position), f"restoring {position}"
     reading, problem, failed = folder.attempt(
@@ -138,7 +139,7 @@ class _LoadedCheckpoint:
         ConfigError: if it is of another model.
     """
 
-    def __init__(self, model: Any, saved: Saved, rank: int, size: int):
+    def __init__(self, model: keras.Model, saved: Saved, rank: int, size: int):
         self._model, self._saved, self._manifest = model, saved, saved.manifest
         self._rank, self._size, self._saved_size = rank, size, int(saved.manifest["ranks"])
         self._remarks: list[str] = []
@@ -206,7 +207,7 @@ class _LoadedCheckpoint:
             found += self._rank_local_values(name, {i: v for i, v in enumerate(variables) if i in own})
         return [(variable, self._checked(variable, value)) for variable, value in found]
 
-    def _shared_value(self, name: str, variable: Any) -> np.ndarray:
+    def _shared_value(self, name: str, variable: Variable) -> np.ndarray:
         """Return the saved value of a variable, or this rank's part of it."""
 
         def read(position: int) -> np.ndarray:
@@ -216,7 +217,7 @@ class _LoadedCheckpoint:
 
         return self._division.assemble(name, whole_shape(variable), part_of(variable), read)
 
-    def _compare(self, group: str, saved: Sequence[str], variables: Sequence[Any]) -> None:
+    def _compare(self, group: str, saved: Sequence[str], variables: Sequence[Variable]) -> None:
         """Compare shapes and dtypes with the manifest; names are not compared, since they differ between processes."""
         present = [described(v) for v in variables]
         for i, (a, b) in enumerate(zip(saved, present, strict=False)):
@@ -237,7 +238,7 @@ class _LoadedCheckpoint:
             if entry["trains"] is not None and not optimizer.built:
                 optimizer.build([weights[i] for i in entry["trains"]])
 
-    def _rank_local_values(self, name: str, variables: Mapping[int, Any]) -> Assignments:
+    def _rank_local_values(self, name: str, variables: Mapping[int, Variable]) -> Assignments:
         """Pair rank-local variables with their saved values.
 
         If the number of ranks or the parts have changed, or if the variables are shared now, the values are means over
@@ -248,7 +249,7 @@ class _LoadedCheckpoint:
         ours = [(v, self._rank_file()[f"{name}.{i}"]) for i, v in variables.items() if id(v) in kept]
         return ours + self._combined_values(name, {i: v for i, v in variables.items() if id(v) not in kept})
 
-    def _combined_values(self, name: str, variables: Mapping[int, Any]) -> Assignments:
+    def _combined_values(self, name: str, variables: Mapping[int, Variable]) -> Assignments:
         kinds = [entry["kind"] for entry in self._manifest["optimizers"]]
         still = rank_local_ids(
             self._model, bool(self._manifest["step"]), now=False, of=lambda i, b: b.state_key == kinds[i]
@@ -258,7 +259,7 @@ class _LoadedCheckpoint:
             return [(v, mine[f"{name}.{i}"]) for i, v in variables.items()]
         return [(v, self._mean(f"{name}.{i}", v)) for i, v in variables.items()]
 
-    def _mean(self, name: str, variable: Any) -> np.ndarray:
+    def _mean(self, name: str, variable: Variable) -> np.ndarray:
         """Return the mean of a rank-local variable over the ranks that saved the same part of it.
 
         For non-floating-point variables, and for a loss scale (a power of two), it is the value of the first of them.
@@ -308,7 +309,7 @@ class _LoadedCheckpoint:
         """Return the saved arrays of this rank. If n ranks saved, rank r reads those of rank r mod n."""
         return self._saved.rank(self._rank % self._saved_size)
 
-    def _checked(self, variable: Any, value: np.ndarray) -> np.ndarray:
+    def _checked(self, variable: Variable, value: np.ndarray) -> np.ndarray:
         """Return the value if it has the dtype and shape of the variable."""
         dtype = tf.as_dtype(variable.dtype).as_numpy_dtype
         if value.shape != tuple(variable.shape) or value.dtype != dtype:
@@ -318,7 +319,7 @@ class _LoadedCheckpoint:
             )
         return value
 
-    def _states(self) -> list[tuple[Adapter, dict[str, np.ndarray], list[Any]]]:
+    def _states(self) -> list[tuple[Adapter, dict[str, np.ndarray], list[Variable]]]:
         """Return each adapter to restore, with the saved state of its strategy and the weights that it exchanges."""
         found, weights = [], self._model.weights
         for i, (entry, optimizer) in enumerate(

@@ -9,8 +9,8 @@ import uuid
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+import keras
 import numpy as np
 
 from hvdx.comm.waiting import LIMIT_VARIABLE, time_limit
@@ -22,6 +22,7 @@ from hvdx.keras.checkpoint.folder import FORMAT, SHARED, Folder, Position, of_ra
 from hvdx.keras.fit import data
 from hvdx.keras.fit.positions import all_gather_at
 from hvdx.keras.joining import join
+from hvdx.keras.types import Variable
 
 _REMEDY = "Earlier checkpoints are unchanged."
 # Seconds between two polls of rank 0 for the other ranks' files; and seconds for which rank 0 still polls after all
@@ -91,7 +92,7 @@ class Writer:
         _writing.add(self._thread)
         self._thread.start()
 
-    def _copy(self, variables: Mapping[str, Any]) -> None:
+    def _copy(self, variables: Mapping[str, Variable | np.ndarray]) -> None:
         """Copy variables into the memory of the previous copy, since allocating memory takes longer than copying."""
         before, self._copies = self._copies, {}
         for name, variable in variables.items():
@@ -208,7 +209,7 @@ def wait_for_all() -> None:
         thread.join()
 
 
-def save(directory: str | os.PathLike[str], model: Any, epoch: int, keep: int = 2) -> None:
+def save(directory: str | os.PathLike[str], model: keras.Model, epoch: int, keep: int = 2) -> None:
     """Save a model, its optimisers and the rank-local state, for a training loop of your own. Collective.
 
     Args:

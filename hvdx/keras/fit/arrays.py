@@ -9,13 +9,14 @@ import numpy as np
 import tensorflow as tf
 
 from hvdx.errors import ConfigError
+from hvdx.keras.types import Arrays, Structure, TensorLike
 
 _SPARSE = "Give a tf.data.Dataset.from_tensor_slices(...) of a tf.sparse.SparseTensor, or a dense array."
 
 _SINGLE = (bool, int, float, complex, str, bytes, np.generic)
 
 
-def tensors_of(data: Any) -> Any:
+def tensors_of(data: Arrays) -> Structure:
     """Return the structure of a script's arrays with tensors in place of the arrays.
 
     As in `fit`, a list of arrays is several inputs, None stands for an input that is absent, and floating-point numbers
@@ -47,12 +48,12 @@ def tensors_of(data: Any) -> Any:
     return tensors
 
 
-def length_of(tensors: Any) -> int:
+def length_of(tensors: Structure) -> int:
     """Return the number of samples of the result of `tensors_of`."""
     return int(_leaves(tensors)[0].shape[0])
 
 
-def split(tensors: Any, fraction: float) -> tuple[Any, Any]:
+def split(tensors: Structure, fraction: float) -> tuple[Structure, Structure]:
     """Return the first samples, for training, and the last ones, for validation, as Keras' `fit` splits them.
 
     Args:
@@ -72,36 +73,36 @@ def split(tensors: Any, fraction: float) -> tuple[Any, Any]:
             "for validation. Give more samples, or another fraction."
         )
 
-    def part(begin: int, end: int) -> Any:
+    def part(begin: int, end: int) -> Structure:
         with tf.device("CPU:0"):
             return tf.nest.map_structure(lambda t: None if t is None else t[begin:end], tensors)
 
     return part(0, first), part(first, count)
 
 
-def _leaves(tensors: Any) -> list[Any]:
+def _leaves(tensors: Structure) -> list[tf.Tensor]:
     return [t for t in tf.nest.flatten(tensors) if t is not None]
 
 
-def _converted(data: Any) -> Any:
+def _converted(data: Arrays) -> Structure:
     if isinstance(data, Mapping):
         return {key: _converted(value) for key, value in data.items()}
     if isinstance(data, tuple):
-        parts = [_converted(value) for value in data]
+        parts: list[Any] = [_converted(value) for value in data]
         return type(data)(*parts) if hasattr(data, "_fields") else tuple(parts)
     if isinstance(data, list) and not _is_plain(data):
         return tuple(_converted(value) for value in data)
     return None if data is None else _tensor(data)
 
 
-def _is_plain(data: list[Any]) -> bool:
+def _is_plain(data: list[Arrays]) -> bool:
     """Return whether a list is one array: it holds numbers or strings, or such lists, and no arrays."""
     # The first element decides, since a list may hold millions.
     first = data[0] if data else 0
     return _is_plain(first) if isinstance(first, list) else isinstance(first, _SINGLE)
 
 
-def _tensor(array: Any) -> Any:
+def _tensor(array: TensorLike) -> tf.Tensor | tf.RaggedTensor:
     kind = f"{type(array).__module__}.{type(array).__name__}"
     if isinstance(array, tf.sparse.SparseTensor) or kind.startswith("scipy.sparse"):
         raise ConfigError(f"shard: data: expected dense or ragged arrays, got {kind}. Do: {_SPARSE}")

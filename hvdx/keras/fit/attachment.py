@@ -1,7 +1,6 @@
 """The optimisers of a fit, attached to its strategy, and the training function that is traced with them."""
 
 import copy
-from typing import Any
 
 import keras
 
@@ -16,8 +15,9 @@ from hvdx.keras.fit.positions import all_gather_at
 from hvdx.keras.fit.recording import Recording
 from hvdx.keras.optimizer_state import innermost
 from hvdx.keras.seams.models import layers_of, restore_train_step, use_train_function
+from hvdx.keras.types import Logs
 from hvdx.log import Log
-from hvdx.strategies import Strategy, agree_on_strategy
+from hvdx.strategies import HostExchange, Strategy, agree_on_strategy
 from hvdx.strategies.telemetry import Telemetry, concatenated
 
 _log = Log(__name__)
@@ -43,7 +43,7 @@ class Attachment(Part):
         self.adapters: list[Adapter] = []
         self.traced = True
         self._earlier_costs: list[Telemetry] = []
-        self._jit_compile: Any = None
+        self._jit_compile: bool | str | None = None
 
     @property
     def logs_cost(self) -> bool:
@@ -63,7 +63,7 @@ class Attachment(Part):
             return [copy.deepcopy(cost) for cost in now]
         return [concatenated(a, b) for a, b in zip(self._earlier_costs, now, strict=True)]
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs = None) -> None:
         """Attach the optimisers, and make the training function or use the one that an earlier fit kept."""
         model, rank = self.model, self._comm.rank
         self._earlier_costs = []
@@ -99,7 +99,7 @@ class Attachment(Part):
         if model.built and complete and standard and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
 
-    def _attach(self, optimizer: Any, name: str, earlier: Adapter | None = None) -> Adapter:
+    def _attach(self, optimizer: keras.optimizers.Optimizer, name: str, earlier: Adapter | None = None) -> Adapter:
         attached = adapter_of(optimizer)
         if attached is not None and attached.owner is not None:
             # An exception ended the fit that attached the optimiser.
@@ -114,7 +114,7 @@ class Attachment(Part):
         adapter.reset()
         return adapter
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         """Restart the compute timers."""
         for adapter in self.adapters:
             adapter.restart_timer()
@@ -124,7 +124,7 @@ class Attachment(Part):
         for adapter in self.adapters:
             adapter.begin_epoch()
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Check that the step went through the optimisers, and replace a provisional strategy that is ready."""
         if not any(adapter.stepped for adapter in self.adapters) and self.model.trainable_weights:
             raise NotDistributedError(
@@ -137,7 +137,7 @@ class Attachment(Part):
             if self.strategy.ready(exchanges):
                 self._switch_strategy(exchanges)
 
-    def _switch_strategy(self, exchanges: list[Any]) -> None:
+    def _switch_strategy(self, exchanges: list[HostExchange]) -> None:
         """Replace a provisional strategy by its successor. Collective."""
         all_gather_at(self._comm, "the choice of a strategy")
         self._recording.before_switch()
@@ -159,7 +159,7 @@ class Attachment(Part):
         for adapter in self.adapters:
             adapter.flush()
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Logs = None) -> None:
         """Detach the optimisers that this part attached, and undo its changes to the model."""
         for optimizer in optimizers_of(self.model):
             attached = adapter_of(optimizer)

@@ -1,7 +1,6 @@
 """Order of the callbacks of a `fit`, callbacks that run on rank 0 only, and access to the data iterator of `fit`."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -13,6 +12,7 @@ from hvdx.keras.seams.callbacks import mute_set_model, show_own_steps, show_step
 from hvdx.keras.seams.frames import epoch_iterator
 from hvdx.keras.seams.iterators import count_batches, dataset_of, take_steps, wrap_steps
 from hvdx.keras.seams.optimizers import is_of_keras
+from hvdx.keras.types import Structure
 
 # These callbacks write files or lines that one rank should write for all. All other callbacks run on every rank: they
 # act on the training (early stopping, learning rates), and receive the same metrics on every rank.
@@ -31,7 +31,13 @@ RANK_0_ONLY = tuple(
 )
 
 
-def arrange(callbacks: Any, first: Any, last: Any, replaced: type, rank: int) -> list[Any]:
+def arrange(
+    callbacks: keras.callbacks.CallbackList,
+    first: keras.callbacks.Callback,
+    last: keras.callbacks.Callback,
+    replaced: type,
+    rank: int,
+) -> list[keras.callbacks.Callback]:
     """Put `first` before and `last` after all other callbacks; on ranks above 0, remove callbacks of `RANK_0_ONLY`.
 
     Args:
@@ -63,13 +69,13 @@ def arrange(callbacks: Any, first: Any, last: Any, replaced: type, rank: int) ->
     return muted
 
 
-def move(callbacks: Any, callback: Any, last: type) -> None:
+def move(callbacks: keras.callbacks.CallbackList, callback: keras.callbacks.Callback, last: type) -> None:
     """Put a callback after all others except those of the class `last`."""
     # `sorted` keeps the order otherwise. A new list: Keras is iterating over the old one.
     callbacks.callbacks = sorted(callbacks.callbacks, key=lambda c: 2 * isinstance(c, last) + (c is callback))
 
 
-def extend_epochs(callback: Any, steps: int) -> Callable[[], None] | None:
+def extend_epochs(callback: keras.callbacks.Callback, steps: int) -> Callable[[], None] | None:
     """Let each epoch of the current `fit` take up to `steps` steps, and repeat its data if necessary.
 
     Args:
@@ -80,7 +86,7 @@ def extend_epochs(callback: Any, steps: int) -> Callable[[], None] | None:
         A function to call after the last step; None if the data of the `fit` cannot be repeated.
     """
     iterator = epoch_iterator(callback)
-    dataset = dataset_of(iterator)
+    dataset: tf.data.Dataset = dataset_of(iterator)
     if hasattr(dataset, "repeat"):
         # The prefetch that TensorFlow injects would start the next pass, and draw its order, before this pass ends.
         options = tf.data.Options()
@@ -91,7 +97,7 @@ def extend_epochs(callback: Any, steps: int) -> Callable[[], None] | None:
     return None
 
 
-def epoch_is_one_pass(callback: Any) -> bool:
+def epoch_is_one_pass(callback: keras.callbacks.Callback) -> bool:
     """Return whether each epoch of the current `fit` is one pass through the data.
 
     Args:
@@ -100,7 +106,7 @@ def epoch_is_one_pass(callback: Any) -> bool:
     return iterators.epoch_is_one_pass(epoch_iterator(callback))
 
 
-def start_at_step(callback: Any, step: int, skip: int, ready: Callable[[Any], None]) -> bool:
+def start_at_step(callback: keras.callbacks.Callback, step: int, skip: int, ready: Callable[[Structure], None]) -> bool:
     """Let the first epoch of the current `fit` start at a later step.
 
     Args:
@@ -115,7 +121,7 @@ def start_at_step(callback: Any, step: int, skip: int, ready: Callable[[Any], No
     """
     iterator = epoch_iterator(callback)
 
-    def rest(items: Iterator[Any]) -> Iterator[Any]:
+    def rest(items: Iterator[iterators.Step]) -> Iterator[iterators.Step]:
         batch = None
         for item in items:
             if item[0] == 0:
@@ -132,7 +138,7 @@ def start_at_step(callback: Any, step: int, skip: int, ready: Callable[[Any], No
     return wrap_steps(iterator, rest)
 
 
-def show_steps_of_all_ranks(callbacks: Any, taken: Callable[[], int], steps: int) -> None:
+def show_steps_of_all_ranks(callbacks: keras.callbacks.CallbackList, taken: Callable[[], int], steps: int) -> None:
     """Make the progress bar show the steps of all ranks together.
 
     Args:
@@ -144,19 +150,19 @@ def show_steps_of_all_ranks(callbacks: Any, taken: Callable[[], int], steps: int
         show_steps(bar, taken, steps)
 
 
-def show_steps_of_this_rank(callbacks: Any) -> None:
+def show_steps_of_this_rank(callbacks: keras.callbacks.CallbackList) -> None:
     """Make the progress bar show the steps of this rank again."""
     for bar in [c for c in callbacks.callbacks if isinstance(c, keras.callbacks.ProgbarLogger)]:
         show_own_steps(bar)
 
 
-def append_to_logs(callbacks: list[Any]) -> None:
+def append_to_logs(callbacks: list[keras.callbacks.Callback]) -> None:
     """Make `CSVLogger` append to its file; by default Keras empties the file when training begins."""
     for logger in [c for c in callbacks if isinstance(c, keras.callbacks.CSVLogger)]:
         logger.append = True
 
 
-def unmute(callbacks: list[Any]) -> None:
+def unmute(callbacks: list[keras.callbacks.Callback]) -> None:
     """Enable `set_model` of the callbacks that `arrange` returned."""
     for callback in callbacks:
         unmute_set_model(callback)

@@ -1,6 +1,6 @@
 """Checks of the weights: finite, and the same bits on all ranks."""
 
-from typing import Any, Literal
+from typing import Literal
 
 from hvdx.comm import Comm
 from hvdx.errors import ConfigError
@@ -9,6 +9,7 @@ from hvdx.keras.fit import finite, replicas
 from hvdx.keras.fit.attachment import Attachment
 from hvdx.keras.fit.counting import Counting
 from hvdx.keras.fit.part import Part
+from hvdx.keras.types import Logs
 from hvdx.keras.weight_parts import by_ranks
 
 
@@ -36,12 +37,12 @@ class Checks(Part):
             )
         self._comm, self._every, self._counting, self._attachment = comm, every, counting, attachment
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Check the weights if that is due."""
         if isinstance(self._every, int) and (batch + 1) % self._every == 0:
             self._check(f"after step {batch + 1} of epoch {self._counting.epoch + 1}")
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Check the weights; if `every` is None, only whether they are finite."""
         self._check(f"after epoch {epoch + 1}")
 

@@ -4,6 +4,8 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import tensorflow as tf
+
 from hvdx.comm import Comm
 from hvdx.errors import ReplicaError
 from hvdx.keras.fit.agreement import constants, first_batch, generators, model_state, shares
@@ -13,7 +15,8 @@ from hvdx.keras.fit.attachment import Attachment
 from hvdx.keras.fit.part import Part
 from hvdx.keras.fit.positions import all_gather_at
 from hvdx.keras.seams.frames import epoch_iterator, validation_inputs
-from hvdx.keras.seams.iterators import arrays_of, dataset_of, epoch_is_one_pass, read_from
+from hvdx.keras.seams.iterators import EpochIterator, arrays_of, dataset_of, epoch_is_one_pass, read_from
+from hvdx.keras.types import Logs
 from hvdx.log import Log
 
 _log = Log(__name__)
@@ -36,13 +39,13 @@ class Comparison(Part):
         self._comm, self._attachment = comm, attachment
         # Training function that this fit traces; None if it uses the trace of an earlier one.
         self._function: Any = None
-        self._iterator: Any = None
+        self._iterator: EpochIterator | None = None
         self._first_batch: FirstBatch | None = None
-        self._dataset: Any = None
+        self._dataset: tf.data.Dataset | None = None
         self._configuration: dict[str, str] = {}
         self._pending = False
 
-    def offer(self) -> dict[str, Any]:
+    def offer(self) -> dict[str, object]:
         """Return what this rank has."""
         self._iterator = epoch_iterator(self)
         traced = self._attachment.traced
@@ -102,7 +105,7 @@ class Comparison(Part):
         self._configuration = {}
         self._warn_of_equal([theirs["arrays"] for theirs in offered])
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Compare what the first step shows; workers of an asynchronous strategy meet at the end of an epoch only."""
         if not self._attachment.strategy.asynchronous:
             self.end_steps()

@@ -1,11 +1,10 @@
 """Costs of the exchanges: in the logs, in the counters, and in the table after a fit."""
 
-from typing import Any
-
 from hvdx.comm import Comm
 from hvdx.keras.fit.attachment import Attachment
 from hvdx.keras.fit.counting import Counting
 from hvdx.keras.fit.part import Part
+from hvdx.keras.types import Logs
 from hvdx.log import Log
 from hvdx.report.summary import summary
 from hvdx.strategies.telemetry import Telemetry, merged
@@ -30,19 +29,19 @@ class Costs(Part):
         """Return the table of the last fit."""
         return summary(repr(self._attachment.strategy), self._counting.counters)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Add the costs to the logs."""
         if logs is not None and self._attachment.logs_cost:
             logs.update(self.so_far().live())
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Add the costs to the logs."""
         self.on_train_batch_end(epoch, logs)
 
     def finish(self) -> None:
         self._counting.counters.finish(self._attachment.costs())
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Logs = None) -> None:
         """Print on rank 0 what the exchanges of this fit cost, or that it had nothing left to train."""
         self.finish()
         epochs = self.params.get("epochs")

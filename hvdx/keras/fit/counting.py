@@ -1,10 +1,9 @@
 """Steps and epochs of a fit: counts, and the position of this rank for reports of a stall."""
 
-from typing import Any
-
 from hvdx.comm import Comm, progress
 from hvdx.keras.fit.part import Part
 from hvdx.keras.fit.recording import Recording
+from hvdx.keras.types import Logs
 from hvdx.report.counters import Counters
 from hvdx.strategies import Strategy
 
@@ -43,19 +42,19 @@ class Counting(Part):
         """True in the last epoch of the fit."""
         return self.epoch + 1 >= (self.params.get("epochs") or 0)
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs = None) -> None:
         """Begin the counts of a fit."""
         self.counters = Counters(size=self._comm.size)
         self.counters.start()
         self._first_batch, self.trained = None, False
         progress.first_step(self._comm.size > 1)
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         """Begin the counts of an epoch."""
         self.epoch, self.trained = epoch, True
         self.counters.begin_epoch()
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
         """Record the position of this rank."""
         progress.step(f"step {batch + 1} of epoch {self.epoch + 1}", (self.epoch, batch))
         if self._first_batch is None:
@@ -63,11 +62,11 @@ class Counting(Part):
         if self._recording.on:
             self._recording.step_begins()
 
-    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_test_batch_begin(self, batch: int, logs: Logs = None) -> None:
         """Record the position of this rank in validation."""
         progress.step(f"step {batch + 1} of validation in epoch {self.epoch + 1}")
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Count the steps of the epoch; Keras counts the last execution of several steps as full."""
         progress.first_step(False)
         known = None if self._asynchronous else self.params.get("steps")
@@ -80,7 +79,7 @@ class Counting(Part):
         if self._recording.on:
             self._recording.steps_end()
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Logs = None) -> None:
         """Leave the position."""
         progress.step("")
         progress.first_step(False)

@@ -12,6 +12,7 @@ from hvdx.keras.fit import arrays
 from hvdx.keras.fit.agreement import shares
 from hvdx.keras.joining import join
 from hvdx.keras.seams.pipelines import batch_size_of_dataset, dataset_before, set_batch_size
+from hvdx.keras.types import Arrays, Structure
 
 # Size of the shuffle buffer, in elements, for a dataset of unknown or large size.
 _BUFFER = 10_000
@@ -37,7 +38,7 @@ class _Share(NamedTuple):
 
 
 def shard(
-    data: Any,
+    data: "tf.data.Dataset | Arrays",
     batch_size: int | None = None,
     *,
     global_batch_size: int | None = None,
@@ -94,7 +95,7 @@ def shard(
     batch = _batch(batch_size, global_batch_size, size)
     compared = size == joined.size > 1
 
-    def marked(share: tf.data.Dataset, whole: Any, shuffled: bool | int) -> tf.data.Dataset:
+    def marked(share: tf.data.Dataset, whole: tf.data.Dataset | Structure, shuffled: bool | int) -> tf.data.Dataset:
         if compared:
             shares.mark(share, whole, batch, shuffled, seed)
         return share
@@ -119,7 +120,7 @@ def shard(
     return marked(own, training, shuffle), marked(held_out, validation, False)
 
 
-def _batch(batch_size: Any, global_batch_size: Any, size: int) -> int | None:
+def _batch(batch_size: int | None, global_batch_size: int | None, size: int) -> int | None:
     """Return the samples a step on each rank; None if neither number is given."""
     for name, number in (("batch_size", batch_size), ("global_batch_size", global_batch_size)):
         if number is not None and (not isinstance(number, numbers.Integral) or isinstance(number, bool) or number < 1):
@@ -139,7 +140,7 @@ def _batch(batch_size: Any, global_batch_size: Any, size: int) -> int | None:
 
 
 def _shard_arrays(
-    tensors: Any,
+    tensors: Structure,
     batch: int,
     shuffle: bool,
     seed: int,
@@ -167,7 +168,7 @@ def _shard_arrays(
     if shuffle:
         _shares.append(_Share(weakref.ref(epochs), steps, whole))
 
-    def batch_of(step: Any, epoch: Any) -> Any:
+    def batch_of(step: tf.Tensor, epoch: tf.Tensor) -> Structure:
         begin = step * whole
         length = tf.minimum(tf.cast(whole, tf.int64), count - begin)
         positions = tf.range(begin + rank * length // size, begin + (rank + 1) * length // size)
@@ -176,7 +177,7 @@ def _shard_arrays(
             positions = tf.random.experimental.index_shuffle(positions, key, count - 1)
         return tf.nest.map_structure(lambda t: None if t is None else tf.gather(t, positions), tensors)
 
-    def epoch_of(_: Any) -> tf.data.Dataset:
+    def epoch_of(_: tf.Tensor) -> tf.data.Dataset:
         epoch = epochs.assign_add(1)
         numbered = tf.data.Dataset.range(steps)
         return numbered.map(lambda step: batch_of(step, epoch), num_parallel_calls=2, deterministic=True)
@@ -249,7 +250,7 @@ def _shard_dataset(
     return data.prefetch(2)
 
 
-def batch_size(dataset: Any) -> int | None:
+def batch_size(dataset: tf.data.Dataset | None) -> int | None:
     """Return the samples of an element of a batched dataset; None if they are unknown.
 
     Args:
@@ -280,7 +281,7 @@ def state() -> tuple[list[int], list[tuple[int, int]]]:
     return [int(share.epoch().numpy()) for share in _living_shares()], list(_seeds)  # type: ignore[union-attr]
 
 
-def hold_shares() -> list[Any]:
+def hold_shares() -> list[tf.Variable | None]:
     """Return references to the shuffled shares; while they are held, `state` lists the same shares."""
     return [share.epoch() for share in _living_shares()]
 

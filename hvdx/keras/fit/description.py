@@ -10,7 +10,7 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import keras
 import numpy as np
@@ -27,10 +27,11 @@ from hvdx.keras.seams.optimizers import trained_variables
 from hvdx.log import Log
 from hvdx.version import __version__
 
+T = TypeVar("T")
 _log = Log(__name__)
 
 
-def attempt(describe: Callable[[Any], dict[str, Any] | None], thing: Any) -> dict[str, Any] | None:
+def attempt(describe: Callable[[T], dict[str, object] | None], thing: T) -> dict[str, object] | None:
     """Describe a user's object; return {} if that fails, because training is worth more than its record.
 
     Args:
@@ -48,7 +49,7 @@ def attempt(describe: Callable[[Any], dict[str, Any] | None], thing: Any) -> dic
         return {}
 
 
-def describe_model(model: Any) -> dict[str, Any]:
+def describe_model(model: keras.Model) -> dict[str, object]:
     """Return name, parameters, tensors, dtype policy and layers of a built model.
 
     Args:
@@ -77,7 +78,7 @@ def describe_model(model: Any) -> dict[str, Any]:
     }
 
 
-def _elements(layer: Any, side: str) -> int | None:
+def _elements(layer: keras.layers.Layer, side: str) -> int | None:
     """Return the elements per sample of a layer's input or output; None if they are unknown."""
     try:
         shapes = [tuple(tensor.shape) for tensor in tf.nest.flatten(getattr(layer, side))]
@@ -87,7 +88,7 @@ def _elements(layer: Any, side: str) -> int | None:
         return None
 
 
-def describe_optimizer(optimizer: Any) -> dict[str, Any] | None:
+def describe_optimizer(optimizer: keras.optimizers.Optimizer) -> dict[str, object] | None:
     """Return name, momentum and variables per weight of an optimiser; None without an optimiser.
 
     Args:
@@ -104,7 +105,7 @@ def describe_optimizer(optimizer: Any) -> dict[str, Any] | None:
     }
 
 
-def batch_size(callback: Any) -> int | None:
+def batch_size(callback: keras.callbacks.Callback) -> int | None:
     """Return the samples of a step on this rank; None if they are unknown.
 
     Args:
@@ -139,7 +140,7 @@ def _installed(package: str) -> str | None:
         return None
 
 
-def describe_machine() -> dict[str, Any]:
+def describe_machine() -> dict[str, object]:
     """Return cores, TensorFlow's threads, processor and bytes of memory of this host; None for what is unknown."""
     cores = os.cpu_count()
     try:
@@ -174,7 +175,7 @@ def _read(pattern: str, path: str) -> str:
     return found[1].strip() if found else ""
 
 
-def describe_process() -> dict[str, Any]:
+def describe_process() -> dict[str, object]:
     """Return host, command, HVDX_STRATEGY and HVDX_SEED (None unless it is an integer) of this process."""
     seed = os.environ.get("HVDX_SEED", "").strip()
     return {

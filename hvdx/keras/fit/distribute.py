@@ -1,9 +1,13 @@
 """Distributed training by one added line: `model.fit(..., callbacks=[hvdx.keras.Distribute()])`."""
 
 import os
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
+
+import keras
 
 from hvdx.comm import Comm
+from hvdx.keras.adapters.rank_local import Owner
 from hvdx.keras.fit import callback_list, limits
 from hvdx.keras.fit.attachment import Attachment
 from hvdx.keras.fit.checks import Checks
@@ -26,6 +30,7 @@ from hvdx.keras.fit.state import Declared, State
 from hvdx.keras.fit.sync_callback import SyncCallback
 from hvdx.keras.joining import join
 from hvdx.keras.seams.frames import calling_list
+from hvdx.keras.types import Logs
 from hvdx.report.counters import Counters
 from hvdx.strategies import Strategy, resolve
 from hvdx.strategies.telemetry import Telemetry
@@ -75,8 +80,8 @@ class Distribute(Parts):
         strategy: Strategy | str | None = None,
         check_every: int | Literal["epoch"] | None = "epoch",
         record: str | os.PathLike[str] | None = None,
-        local: Any = None,
-        summed: Any = None,
+        local: Owner | Sequence[Owner] | None = None,
+        summed: Owner | Sequence[Owner] | None = None,
     ):
         super().__init__()
         strategy = resolve(strategy)
@@ -112,7 +117,7 @@ class Distribute(Parts):
             Limiting(comm, limit, counting, attachment, costs, written),  # the end at `HVDX_LIMIT`
         ]
         self.parts = self.called = [part for part in order if comm.size > 1 or part.alone]
-        self._muted: list[Any] = []
+        self._muted: list[keras.callbacks.Callback] = []
         self._in_steps = False
 
     @property
@@ -133,7 +138,7 @@ class Distribute(Parts):
         """Return the table of the last fit on this rank: strategy, steps, seconds, bytes, and time in communication."""
         return self._costs.table()
 
-    def set_model(self, model: Any) -> None:
+    def set_model(self, model: keras.Model) -> None:
         """Arrange the callback list; Keras calls this before it makes the training function."""
         super().set_model(model)
         found = calling_list(self) if self._comm.size > 1 else None
@@ -145,14 +150,14 @@ class Distribute(Parts):
             others = [part for part in self.parts if part is not self._sync]
             self.called = others if found is not None else [*others, self._sync]
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs = None) -> None:
         """Begin a fit; `SyncCallback` lets the parts agree once all other callbacks have begun."""
         callback_list.unmute(self._muted)
         super().on_train_begin(logs)
         if self._comm.size == 1:
             self.agree([self.offer()])
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         self._in_steps = True
         super().on_epoch_begin(epoch, logs)
 
@@ -162,12 +167,12 @@ class Distribute(Parts):
             self._in_steps = False
             super().end_steps()
 
-    def on_test_begin(self, logs: Any = None) -> None:
+    def on_test_begin(self, logs: Logs = None) -> None:
         """Begin a validation, with the same weights on all ranks."""
         self.end_steps()
         super().on_test_begin(logs)
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """End an epoch: replace this rank's metrics by those of all ranks, and check the replicas."""
         self.end_steps()
         super().on_epoch_end(epoch, logs)

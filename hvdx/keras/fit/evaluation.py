@@ -1,7 +1,5 @@
 """Validation on several ranks, and the end of an epoch, which they reach together."""
 
-from typing import Any
-
 import tensorflow as tf
 
 from hvdx.comm import Comm
@@ -12,6 +10,7 @@ from hvdx.keras.fit.part import Part
 from hvdx.keras.fit.positions import all_gather_at
 from hvdx.keras.seams.frames import epoch_iterator
 from hvdx.keras.seams.iterators import dataset_of, number_of_batches
+from hvdx.keras.types import Logs
 from hvdx.keras.weight_parts import has_parts
 
 
@@ -26,9 +25,9 @@ class Evaluation(Part):
         self._comm, self._counting = comm, counting
         # Number of batches that do not count, after this rank's own.
         self._missing = 0
-        self._filler: Any = None
+        self._filler: tf.data.Dataset | None = None
 
-    def on_test_begin(self, logs: Any = None) -> None:
+    def on_test_begin(self, logs: Logs = None) -> None:
         """Compare the numbers of batches in this rank's group.
 
         Raises:
@@ -58,7 +57,7 @@ class Evaluation(Part):
         number = number_of_batches(iterator)
         return -1 if number is None else number
 
-    def on_test_end(self, logs: Any = None) -> None:
+    def on_test_end(self, logs: Logs = None) -> None:
         """Take this rank's part in the batches that others of its group still have."""
         missing, self._missing = self._missing, 0
         if missing:
@@ -69,11 +68,11 @@ class Evaluation(Part):
                 variable.assign(value)
         all_gather_at(self._comm, f"the end of validation in epoch {self._counting.epoch + 1}")
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Compare the positions."""
         all_gather_at(self._comm, f"the end of epoch {epoch + 1}")
 
 
-def _one_row(spec: Any) -> Any:
+def _one_row(spec: tf.TypeSpec) -> tf.Tensor:
     """Return a tensor of a batch with one sample of zeros; Keras cannot reduce the loss of an empty batch."""
     return tf.zeros([1, *(extent or 1 for extent in spec.shape[1:])], spec.dtype)

@@ -1,19 +1,19 @@
 """Detection of NaN and infinity in the weights, with the rank, step and gradient where they first occurred."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from hvdx.comm import Comm
 from hvdx.errors import ReplicaError
 from hvdx.keras.adapters.first_bad import bad_flags
+from hvdx.keras.types import Variable
 from hvdx.log import Log
 
 _log = Log(__name__)
 
 
-def check(weights: Sequence[Any], firsts: Sequence[tuple[int, str]], comm: Comm, when: str) -> None:
+def check(weights: Sequence[Variable], firsts: Sequence[tuple[int, str]], comm: Comm, when: str) -> None:
     """Stop if weights hold NaN or infinity; print a warning if only a gradient held them. Collective.
 
     Args:

@@ -1,7 +1,5 @@
 """The end of a fit at its limit."""
 
-from typing import Any
-
 from hvdx.comm import Comm
 from hvdx.errors import ConfigError
 from hvdx.keras.fit import limits
@@ -11,6 +9,7 @@ from hvdx.keras.fit.counting import Counting
 from hvdx.keras.fit.limits import Limit
 from hvdx.keras.fit.part import Part
 from hvdx.keras.fit.record import Record
+from hvdx.keras.types import Logs
 from hvdx.log import Log
 
 _log = Log(__name__)
@@ -37,10 +36,10 @@ class Limiting(Part):
         self._comm, self._limit, self._counting = comm, limit, counting
         self._attachment, self._costs, self._record = attachment, costs, record
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs = None) -> None:
         self._limit.begin()
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """End this process after the steps of the limit, as all ranks do after the same step. Collective then."""
         steps = self._counting.steps_of_fit
         if not self._limit.after_step(steps):
@@ -53,7 +52,7 @@ class Limiting(Part):
         self._say(f"the process ends after {steps} steps")
         raise SystemExit(0)
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """End the fit if the limit of rank 0 is reached. Collective if there is a limit."""
         over = self._limit.after_epoch()
         if self._limit.text and self._comm.all_gather_object(over, "the limit of the fit")[0]:

@@ -7,19 +7,20 @@ counts, or the AUC of all samples, which differs from the mean of the ranks' AUC
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from hvdx.comm import Comm
 from hvdx.keras.fit.part import Part
+from hvdx.keras.types import Logs, LogValues, Variable
 from hvdx.log import Log
 
 _log = Log(__name__)
 
 
-def are_metrics_of(model: Any, logs: dict[str, Any]) -> bool:
+def are_metrics_of(model: keras.Model, logs: LogValues) -> bool:
     """Return whether `logs` are the values of the model's metrics. Like Keras, compare the names.
 
     A custom `train_step` may return other values, even under some of the metrics' names.
@@ -27,7 +28,7 @@ def are_metrics_of(model: Any, logs: dict[str, Any]) -> bool:
     return set(logs) == set(model.get_metrics_result())
 
 
-def over_all_samples(model: Any, comm: Comm) -> dict[str, Any]:
+def over_all_samples(model: keras.Model, comm: Comm) -> LogValues:
     """Return the values of the model's metrics over the samples of all ranks. Collective.
 
     Args:
@@ -38,7 +39,7 @@ def over_all_samples(model: Any, comm: Comm) -> dict[str, Any]:
     return {k: _plain(v) for k, v in model.get_metrics_result().items()}
 
 
-def mean_over_ranks(logs: dict[str, Any], comm: Comm) -> dict[str, Any]:
+def mean_over_ranks(logs: LogValues, comm: Comm) -> LogValues:
     """Replace each value that is a number or an array on all ranks by its mean over the ranks. Collective.
 
     Arrays are averaged element by element. Arrays of different shapes, such as values of each sample in batches of
@@ -58,7 +59,7 @@ def mean_over_ranks(logs: dict[str, Any], comm: Comm) -> dict[str, Any]:
     return logs | {k: _mean(k, [r[k] for r in present], comm) for k in common}
 
 
-def over_all_ranks(model: Any, logs: dict[str, Any], comm: Comm) -> dict[str, Any]:
+def over_all_ranks(model: keras.Model, logs: LogValues, comm: Comm) -> LogValues:
     """Combine the values of `logs` over all ranks: metrics over all samples, else the mean over ranks. Collective.
 
     Args:
@@ -82,9 +83,9 @@ class EpochLogs(Part):
     def __init__(self, comm: Comm):
         super().__init__()
         self._comm = comm
-        self._step: dict[str, Any] = {}
-        self._train: dict[str, Any] | None = None
-        self._test: dict[str, Any] = {}
+        self._step: LogValues = {}
+        self._train: LogValues | None = None
+        self._test: LogValues = {}
         # True on a rank that had no batch in the validation.
         self._idle = False
 
@@ -93,20 +94,20 @@ class EpochLogs(Part):
         """True after validation has run in this epoch."""
         return bool(self._test)
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         """Discard the combined values of the last epoch."""
         self._train, self._test, self._idle = None, {}, False
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Store the values that the training step returned."""
         self._step = dict(logs or {})
 
-    def on_test_begin(self, logs: Any = None) -> None:
+    def on_test_begin(self, logs: Logs = None) -> None:
         """Combine the training metrics before validation overwrites them. Collective."""
         if self._step and are_metrics_of(self.model, self._step):
             self._train = over_all_samples(self.model, self._comm)
 
-    def on_test_end(self, logs: Any = None) -> None:
+    def on_test_end(self, logs: Logs = None) -> None:
         """Replace the validation metrics of this rank by those of all ranks, in place. Collective.
 
         A rank without validation batches has no logs, and takes part all the same.
@@ -119,7 +120,7 @@ class EpochLogs(Part):
             self._test = over_all_samples(model, self._comm) if all(kinds) else mean_over_ranks(logs, self._comm)
             logs.update(self._test)
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Replace the values of this rank by those of all ranks, in place. Collective."""
         logs, model = {} if logs is None else logs, self.model
         if self._train is None:
@@ -129,12 +130,12 @@ class EpochLogs(Part):
         combined = self._train | {f"val_{k}": v for k, v in self._test.items()}
         logs.update({k: v for k, v in combined.items() if k in logs or (self._idle and k.startswith("val_"))})
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Logs = None) -> None:
         """Forget the last step, so that an `evaluate` after the fit has no training metrics to combine."""
         self._step = {}
 
 
-def _combine_states(model: Any, comm: Comm) -> None:
+def _combine_states(model: keras.Model, comm: Comm) -> None:
     variables = [v for metric in model.metrics for v in metric.variables]
     if not variables:
         return
@@ -147,7 +148,7 @@ def _combine_states(model: Any, comm: Comm) -> None:
         variable.assign(piece.reshape(variable.shape).astype(dtype))
 
 
-def _contribution(variable: Any) -> Callable[[np.ndarray, Comm], np.ndarray]:
+def _contribution(variable: Variable) -> Callable[[np.ndarray, Comm], np.ndarray]:
     """Return this rank's contribution to the sum, by the aggregation that the metric declared for its variable."""
     aggregation = getattr(variable, "aggregation", "sum")
     if aggregation == "sum":
@@ -157,13 +158,13 @@ def _contribution(variable: Any) -> Callable[[np.ndarray, Comm], np.ndarray]:
     return lambda x, comm: x / comm.size
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> float | np.ndarray:
     """Convert a metric's result to a float, or to an array if it has several values."""
     array = np.asarray(value)
     return float(array) if array.ndim == 0 else array
 
 
-def _numbers(value: Any) -> np.ndarray | None:
+def _numbers(value: object) -> np.ndarray | None:
     """Return a number or the numbers in an array, a tensor or a list as float64; None for anything else."""
     try:
         array = np.asarray(value)
@@ -172,7 +173,7 @@ def _numbers(value: Any) -> np.ndarray | None:
         return None
 
 
-def _mean(name: str, arrays: list[np.ndarray], comm: Comm) -> Any:
+def _mean(name: str, arrays: list[np.ndarray], comm: Comm) -> float | np.ndarray:
     """Return the mean of the ranks' arrays, or rank 0's array if their shapes differ."""
     if all(array.shape == arrays[0].shape for array in arrays):
         return _plain(np.mean(arrays, axis=0))

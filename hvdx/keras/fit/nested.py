@@ -1,17 +1,16 @@
 """A `fit` inside another `fit` that trains with the same optimiser."""
 
-from typing import Any
-
 from hvdx.errors import ConfigError
 from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
 from hvdx.keras.fit.part import Part
 from hvdx.keras.seams.frames import running_fits
+from hvdx.keras.types import Logs
 
 
 class Nested(Part):
     """Refuse a nested `fit` with `Distribute`: its end would detach the optimiser of the outer one."""
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs = None) -> None:
         """Refuse the `fit`.
 
         Raises:

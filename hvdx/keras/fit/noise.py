@@ -5,13 +5,14 @@ module, ranks would also draw the same dropout masks, for different samples.
 """
 
 import random
-from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from hvdx.keras.fit.part import Part
 from hvdx.keras.seams.models import common_generator, layers_of, seed_generators_of
+from hvdx.keras.types import Logs
 
 # A state of a layer's generator is [seed, counter]. Keras' seeds have 32 bits of the 64; the rank goes into the others.
 _SEED_BITS = 32
@@ -29,33 +30,33 @@ class Noise(Part):
         super().__init__()
         self._rank, self._first_step = rank, True
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs = None) -> None:
         """Begin; `Checkpoint`, which begins later, restores the states that this rank saved."""
         self._first_step = True
         differ(self.model, self._rank)
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         """Begin again: a callback may have run a fit of another model, whose end changes the common generator."""
         differ(self.model, self._rank)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Begin in layers that were built in the first step, and had no generators before it."""
         if self._first_step:
             self._first_step = False
             differ_in_layers(self.model, self._rank)
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Logs = None) -> None:
         """End: ranks draw the same numbers again."""
         agree(self.model)
 
 
-def generators(model: Any) -> list[Any]:
+def generators(model: keras.Model) -> list[keras.random.SeedGenerator]:
     """Return the states of the random generators that layers hold."""
     found = [g.state for layer in layers_of(model) for g in seed_generators_of(layer)]
     return list({id(state): state for state in found}.values())
 
 
-def differ(model: Any, rank: int) -> None:
+def differ(model: keras.Model, rank: int) -> None:
     """Let this rank draw random numbers of its own from the layers' generators and the common one.
 
     Args:
@@ -71,7 +72,7 @@ def differ(model: Any, rank: int) -> None:
     _set_common(rank)
 
 
-def differ_in_layers(model: Any, rank: int) -> None:
+def differ_in_layers(model: keras.Model, rank: int) -> None:
     """Let this rank draw random numbers of its own from the layers' generators; a second call changes nothing.
 
     Args:
@@ -82,7 +83,7 @@ def differ_in_layers(model: Any, rank: int) -> None:
         state.assign(of_rank(state.numpy(), rank))
 
 
-def agree(model: Any) -> None:
+def agree(model: keras.Model) -> None:
     """Undo `differ` at the end of a fit: ranks that have drawn as often draw the same numbers from now on.
 
     No number is repeated, since the counters stay.

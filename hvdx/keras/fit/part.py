@@ -5,6 +5,8 @@ from typing import Any
 
 import keras
 
+from hvdx.keras.types import Logs
+
 
 class Part(keras.callbacks.Callback):
     """Part of what hvdx does in a `fit`; a part overrides the hooks that it needs, and the others do nothing.
@@ -29,7 +31,7 @@ class Part(keras.callbacks.Callback):
         """True once this rank has received a preemption signal; no rank then begins another step."""
         return False
 
-    def offer(self) -> Any:
+    def offer(self) -> object:
         """Return a picklable value of this rank for `agree`, after `on_train_begin` of all callbacks."""
 
     def agree(self, offered: list[Any]) -> None:
@@ -46,10 +48,10 @@ class Part(keras.callbacks.Callback):
         """Finish the steps of an epoch, before its validation, or before its end if there is none."""
 
     # In each step, the versions of Keras would call two functions more.
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
         """Begin a step, or several that are executed together."""
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """End a step, or several that were executed together."""
 
     def save_and_leave(self, steps: int) -> None:
@@ -75,21 +77,21 @@ class Parts(Part):
         super().__init__()
         self.parts = self.called = list(parts)
 
-    def _run(self, hook: str, *args: Any) -> None:
+    def _run(self, hook: str, *args: object) -> None:
         for part in self.called:
             getattr(part, hook)(*args)
 
-    def set_model(self, model: Any) -> None:
+    def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         for part in self.parts:
             part.set_model(model)
 
-    def set_params(self, params: dict[str, Any]) -> None:
+    def set_params(self, params: dict[str, object]) -> None:
         super().set_params(params)
         for part in self.parts:
             part.set_params(params)
 
-    def offer(self) -> list[Any]:
+    def offer(self) -> list[object]:
         return [part.offer() for part in self.parts]
 
     def agree(self, offered: list[list[Any]]) -> None:
@@ -105,30 +107,30 @@ class Parts(Part):
         for part in self.parts:
             part.end_steps()
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs = None) -> None:
         self._run("on_train_begin", logs)
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Logs = None) -> None:
         for part in reversed(self.called):
             part.on_train_end(logs)
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         self._run("on_epoch_begin", epoch, logs)
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         self._run("on_epoch_end", epoch, logs)
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
         self._run("on_train_batch_begin", batch, logs)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         self._run("on_train_batch_end", batch, logs)
 
-    def on_test_begin(self, logs: Any = None) -> None:
+    def on_test_begin(self, logs: Logs = None) -> None:
         self._run("on_test_begin", logs)
 
-    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_test_batch_begin(self, batch: int, logs: Logs = None) -> None:
         self._run("on_test_batch_begin", batch, logs)
 
-    def on_test_end(self, logs: Any = None) -> None:
+    def on_test_end(self, logs: Logs = None) -> None:
         self._run("on_test_end", logs)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
 import keras
 
@@ -11,6 +11,7 @@ from hvdx.keras.fit.part import Part
 from hvdx.keras.gathering import gather_to
 from hvdx.keras.joining import join
 from hvdx.keras.seams.callbacks import steps_since_saving
+from hvdx.keras.types import Logs
 from hvdx.keras.weight_parts import has_parts
 
 # These callbacks load weights on rank 0 alone.
@@ -22,22 +23,22 @@ class PlainCopies(Part):
 
     def __init__(self) -> None:
         super().__init__()
-        self._savers: list[Any] = []
+        self._savers: list[keras.callbacks.ModelCheckpoint] = []
         self._refused: list[str] = []
         self._counters: list[_Counter] = []
         self._to_refuse: Sequence[str] = ()
-        self._copy: Any = None
+        self._copy: keras.Model | None = None
 
-    def serve(self, callbacks: Sequence[Any]) -> None:
+    def serve(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
         """Serve the callbacks of a `fit`, before those that run on rank 0 only are removed elsewhere."""
         self._savers = [c for c in callbacks if isinstance(c, keras.callbacks.ModelCheckpoint)]
         self._refused = [type(c).__name__ for c in callbacks if type(c).__name__ in _REFUSED]
 
-    def offer(self) -> tuple[list[tuple[Any, int, int]], list[str]]:
+    def offer(self) -> tuple[list[tuple[Literal["epoch"] | int, int, int]], list[str]]:
         """Return the frequency and the counts of each callback that saves, and the callbacks that are refused."""
         return [(c.save_freq, *steps_since_saving(c)) for c in self._savers], self._refused
 
-    def agree(self, offered: list[Any]) -> None:
+    def agree(self, offered: list[tuple[list[tuple[Literal["epoch"] | int, int, int]], list[str]]]) -> None:
         """Count the steps of rank 0's callbacks on all ranks.
 
         Raises:
@@ -54,7 +55,7 @@ class PlainCopies(Part):
                 "layers. Use hvdx.keras.Checkpoint."
             )
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Gather the weights if a callback saves after this step. Collective."""
         # Layers that are built in the first step were unknown before it.
         self._refuse()
@@ -63,7 +64,7 @@ class PlainCopies(Part):
         if any(due):
             self._gather()
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Gather the weights if a callback saves after each epoch. Collective."""
         if any(counter.frequency == "epoch" for counter in self._counters):
             self._gather()
@@ -89,7 +90,7 @@ class _Counter:
         last: number of the last step in its epoch.
     """
 
-    frequency: Any
+    frequency: Literal["epoch"] | int
     seen: int
     last: int
 

@@ -6,7 +6,7 @@ from hvdx.comm import Comm
 from hvdx.errors import ReplicaError
 
 
-def all_gather_at(comm: Comm, place: str, payload: Any = None) -> list[Any]:
+def all_gather_at(comm: Comm, place: str, payload: object = None) -> list[Any]:
     """Gather a payload from all ranks, and check that they are in the same hook. Collective.
 
     Every hook that exchanges data begins with this call. If two ranks are in different hooks, they receive an error

@@ -5,14 +5,13 @@ refuses the next one.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import tensorflow as tf
 
-from hvdx.keras.seams.iterators import drop_read_ahead, py_dataset_adapter, take_epoch_hooks
+from hvdx.keras.seams.iterators import EpochIterator, drop_read_ahead, py_dataset_adapter, take_epoch_hooks
 
 
-def end_epoch(iterator: Any) -> None:
+def end_epoch(iterator: EpochIterator) -> None:
     """Let the data end an epoch in which not all batches were taken; do nothing for other data.
 
     Args:
@@ -27,7 +26,7 @@ def end_epoch(iterator: Any) -> None:
     drop_read_ahead(adapter)
 
 
-def repeat(iterator: Any, dataset: tf.data.Dataset) -> tuple[tf.data.Dataset, Callable[[], None]]:
+def repeat(iterator: EpochIterator, dataset: tf.data.Dataset) -> tuple[tf.data.Dataset, Callable[[], None]]:
     """Repeat the data of a `fit`, and call a `PyDataset`'s hooks around each pass in place of each epoch.
 
     Args:
@@ -56,7 +55,7 @@ class _Passes:
         self._begin, self._end = begin, end
         self._open = False
 
-    def begin(self, number: Any) -> Any:
+    def begin(self, number: tf.Tensor) -> tf.Tensor:
         """Begin a pass, and return its number."""
         self.finish()
         self._open = True

@@ -1,7 +1,6 @@
 """The record of a fit: when `Recording` receives the steps, the epochs and the description of a fit."""
 
 import functools
-from typing import Any
 
 from hvdx.comm import Comm
 from hvdx.keras.fit import description
@@ -12,6 +11,7 @@ from hvdx.keras.fit.limits import Limit
 from hvdx.keras.fit.part import Part
 from hvdx.keras.fit.recording import Recording
 from hvdx.keras.fit.sync_callback import SyncCallback
+from hvdx.keras.types import Logs
 from hvdx.strategies.telemetry import merged
 
 
@@ -34,14 +34,14 @@ class Record(Part):
         self._comm, self._recording, self._sync, self._attachment = comm, recording, sync, attachment
         self._counting, self._costs, self._limit = counting, costs, limit
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs = None) -> None:
         describe = functools.partial(self._describe, repr(self._attachment.strategy))
         self._recording.begin(self._comm.rank, lambda: self._attachment.adapters, describe)
 
-    def _describe(self, strategy: str) -> dict[str, Any]:
+    def _describe(self, strategy: str) -> dict[str, object]:
         """Describe this fit, after its first step; `strategy` is that of its start."""
         exchanges = [adapter.exchange for adapter in self._attachment.adapters]
-        networks = [e.network for e in exchanges if getattr(e, "network", None) is not None]
+        networks = [n for e in exchanges if (n := getattr(e, "network", None)) is not None]
         return {
             "rank": self._comm.rank,
             "size": self._comm.size,
@@ -56,25 +56,25 @@ class Record(Part):
             "link": {"bandwidth": networks[0].bandwidth, "latency": networks[0].latency} if networks else None,
         } | description.describe_process()
 
-    def offer(self) -> Any:
+    def offer(self) -> object:
         """Return whether this rank records, its error, and its name of the fit."""
         return self._recording.state
 
-    def agree(self, offered: list[Any]) -> None:
+    def agree(self, offered: list[tuple[bool, str, str]]) -> None:
         """Compare the ranks, and use rank 0's name of the fit; see `Recording.agree`."""
         self._recording.agree(offered)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Write the rows of steps once a second."""
         if self._recording.on:
             self._recording.write_if_due()
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Write the line of an epoch."""
         costs = self._costs.so_far().full() if self._attachment.logs_cost else {}
         self._recording.end_epoch(epoch + 1, logs or {}, costs)
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Logs = None) -> None:
         """Write the end of the fit."""
         self.end("done" if self._counting.ended else "limit" if self._limit.reached else "stopped")
 

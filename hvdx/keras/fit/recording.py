@@ -10,13 +10,13 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
 from hvdx.errors import ConfigError, ReplicaError
 from hvdx.keras.adapters.base import Adapter
 from hvdx.keras.fit.description import peak_memory
+from hvdx.keras.types import LogValues
 from hvdx.log import WARNING, Log
 from hvdx.report.records import COLUMNS, SCHEMA, Writer
 from hvdx.strategies.telemetry import Telemetry
@@ -63,8 +63,8 @@ class Recording:
         self._clear()
 
     def _clear(self) -> None:
-        self._header: dict[str, Any] = {}
-        self._describe: Callable[[], dict[str, Any]] | None = None
+        self._header: dict[str, object] = {}
+        self._describe: Callable[[], dict[str, object]] | None = None
         self._adapters: Callable[[], Sequence[Adapter]] = list
         self._rows: list[tuple[float, ...]] = []
         # Counters after the last row that was written, and those at the end of an epoch's steps.
@@ -76,7 +76,7 @@ class Recording:
     # -- the start of a fit -------------------------------------------------------------------------------------------
 
     def begin(
-        self, rank: int, adapters: Callable[[], Sequence[Adapter]], describe: Callable[[], dict[str, Any]]
+        self, rank: int, adapters: Callable[[], Sequence[Adapter]], describe: Callable[[], dict[str, object]]
     ) -> None:
         """Begin a fit. Errors are kept for `agree`.
 
@@ -104,7 +104,7 @@ class Recording:
     @property
     def state(self) -> tuple[bool, str, str]:
         """Whether this rank records, its error, and its name of the fit: what `agree` compares."""
-        return self._folder is not None, self._error, self._header.get("id", "")
+        return self._folder is not None, self._error, str(self._header.get("id", ""))
 
     def agree(self, everyone: Sequence[tuple[bool, str, str]]) -> None:
         """Compare the ranks, and use rank 0's name of the fit.
@@ -155,7 +155,7 @@ class Recording:
         """Read the counters after the last step of an epoch, before the adapters are flushed."""
         self._at_end = self._read()
 
-    def end_epoch(self, epoch: int, logs: dict[str, Any], counters: dict[str, float]) -> None:
+    def end_epoch(self, epoch: int, logs: LogValues, counters: dict[str, float]) -> None:
         """Write the rows and the line of an epoch.
 
         Args:
@@ -189,7 +189,7 @@ class Recording:
             self.steps_end()
             self._write(epoch_over=True)
 
-    def end(self, reason: str, counters: Any) -> None:
+    def end(self, reason: str, counters: dict[str, float]) -> None:
         """Write the end of the fit.
 
         Args:
@@ -224,7 +224,7 @@ class Recording:
             self._writer.close()
             self._writer = None
 
-    def _line(self, kind: str, **values: Any) -> None:
+    def _line(self, kind: str, **values: object) -> None:
         self._begin_lines()
         self._put(kind, **values)
 
@@ -234,7 +234,7 @@ class Recording:
             describe, self._describe = self._describe, None
             self._put("fit", **self._header, **describe())
 
-    def _put(self, kind: str, **values: Any) -> None:
+    def _put(self, kind: str, **values: object) -> None:
         if self._writer is None:
             return
         try:

@@ -2,8 +2,8 @@
 
 import hashlib
 from collections.abc import Collection, Sequence
-from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -13,13 +13,14 @@ from hvdx.errors import ReplicaError
 from hvdx.keras.adapters.optimizer import optimizers_of
 from hvdx.keras.adapters.rank_local import declared
 from hvdx.keras.optimizer_state import accumulated_gradients
+from hvdx.keras.types import Variable
 from hvdx.keras.weight_parts import by_ranks, mark_state, part_of, whole_shape
 
 # Largest number of differing variables that an error lists.
 _LISTED = 5
 
 
-def state_of(model: Any) -> list[Any]:
+def state_of(model: keras.Model) -> list[Variable]:
     """Return the weights and optimiser variables of a model.
 
     Metrics, states of random generators and half-accumulated gradients are not included, since they are rank-local.
@@ -27,7 +28,7 @@ def state_of(model: Any) -> list[Any]:
     return [*model.weights, *optimizer_state_of(model)]
 
 
-def optimizer_state_of(model: Any) -> list[Any]:
+def optimizer_state_of(model: keras.Model) -> list[Variable]:
     """Return the variables of a model's optimisers, without half-accumulated gradients."""
     optimizers = optimizers_of(model)
     for optimizer in optimizers:
@@ -37,7 +38,7 @@ def optimizer_state_of(model: Any) -> list[Any]:
     return [v for i, v in variables.items() if i not in local]
 
 
-def build_optimizers(model: Any, comm: Comm) -> None:
+def build_optimizers(model: keras.Model, comm: Comm) -> None:
     """Build each optimiser that is built on another rank; the first step builds all other optimisers. Collective.
 
     Raises:
@@ -55,7 +56,7 @@ def build_optimizers(model: Any, comm: Comm) -> None:
             optimizer.build(model.trainable_variables)
 
 
-def check_alike(variables: Sequence[Any], comm: Comm) -> None:
+def check_alike(variables: Sequence[Variable], comm: Comm) -> None:
     """Compare shapes and dtypes over the ranks. Collective.
 
     Args:
@@ -72,7 +73,12 @@ def check_alike(variables: Sequence[Any], comm: Comm) -> None:
             raise ReplicaError(_shape_message(everyone[0], theirs, rank, variables))
 
 
-def _shape_message(first: list[Any], theirs: list[Any], rank: int, variables: Sequence[Any]) -> str:
+def _shape_message(
+    first: list[tuple[tuple[int, ...], str]],
+    theirs: list[tuple[tuple[int, ...], str]],
+    rank: int,
+    variables: Sequence[Variable],
+) -> str:
     remedy = "Every rank must build the same model: look for sizes that depend on the rank or on its data."
     for i, (a, b) in enumerate(zip(first, theirs, strict=False)):
         if a != b:
@@ -83,7 +89,7 @@ def _shape_message(first: list[Any], theirs: list[Any], rank: int, variables: Se
     return f"the models differ: rank 0 has {len(first)} variables, rank {rank} has {len(theirs)}. {remedy}"
 
 
-def broadcast(variables: Sequence[Any], root: int, comm: Comm) -> None:
+def broadcast(variables: Sequence[Variable], root: int, comm: Comm) -> None:
     """Overwrite variables with those of one rank. Collective.
 
     Args:
@@ -96,7 +102,7 @@ def broadcast(variables: Sequence[Any], root: int, comm: Comm) -> None:
         variable.assign(value)
 
 
-def broadcast_state(model: Any, root: int, comm: Comm, excluded: Collection[int] = ()) -> None:
+def broadcast_state(model: keras.Model, root: int, comm: Comm, excluded: Collection[int] = ()) -> None:
     """Overwrite the weights and optimiser state of all ranks with those of one rank. Collective.
 
     Args:
@@ -122,7 +128,7 @@ def _root_among(ranks: Comm, root: int, comm: Comm) -> int:
     return next(i for i, group in enumerate(mesh_of(comm).groups) if root in group)
 
 
-def digests(variables: Sequence[Any]) -> list[bytes]:
+def digests(variables: Sequence[Variable]) -> list[bytes]:
     """Return a digest of 8 bytes of each variable's bits; b"" for an empty variable."""
     return [_digest(tf.convert_to_tensor(v).numpy()) if 0 not in v.shape else b"" for v in variables]
 
@@ -133,7 +139,7 @@ def _digest(array: np.ndarray) -> bytes:
     return hashlib.blake2b(content.data, digest_size=8).digest()
 
 
-def differing(variables: Sequence[Any], comm: Comm) -> dict[int, list[int]]:
+def differing(variables: Sequence[Variable], comm: Comm) -> dict[int, list[int]]:
     """Find the variables whose bits differ from those of rank 0. Collective.
 
     Args:
@@ -152,7 +158,7 @@ def differing(variables: Sequence[Any], comm: Comm) -> dict[int, list[int]]:
     return found
 
 
-def check_identical(variables: Sequence[Any], comm: Comm, when: str) -> None:
+def check_identical(variables: Sequence[Variable], comm: Comm, when: str) -> None:
     """Stop unless the variables have the same bits on all ranks. Collective.
 
     Args:
@@ -176,7 +182,7 @@ def check_identical(variables: Sequence[Any], comm: Comm, when: str) -> None:
     )
 
 
-def average_state(model: Any, comm: Comm) -> list[Any]:
+def average_state(model: keras.Model, comm: Comm) -> list[Variable]:
     """Make the non-trainable weights (such as moving averages) the same on all ranks. Collective.
 
     Floating-point weights that differ become the mean over the ranks where they hold no NaN or infinity. Other weights

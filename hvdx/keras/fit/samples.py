@@ -1,15 +1,14 @@
 """Sample counts of training steps, for averages that are weighted by them."""
 
-from typing import Any
-
 import keras
 import tensorflow as tf
 
 from hvdx.errors import ConfigError
 from hvdx.keras.adapters.optimizer import count_samples, optimizers_of
+from hvdx.keras.types import Structure
 
 
-def count_samples_of(model: Any, data: Any) -> None:
+def count_samples_of(model: keras.Model, data: Structure) -> None:
     """Pass the number of samples of a training step to a model's optimisers.
 
     Args:

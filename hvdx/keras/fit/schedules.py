@@ -1,8 +1,7 @@
 """Learning-rate schedules that are counted in steps: N ranks take one N-th of the steps of one process."""
 
-from typing import Any
-
 import keras
+import tensorflow as tf
 
 from hvdx.comm import Comm
 from hvdx.keras.adapters.optimizer import optimizers_of
@@ -26,13 +25,13 @@ class Schedules(Part):
         super().__init__()
         self._comm, self._sync = comm, sync
 
-    def agree(self, offered: list[Any]) -> None:
+    def agree(self, offered: list[object]) -> None:
         """Print the remarks, now that the length of an epoch is known."""
         epochs = (self.params.get("epochs") or 0) - (initial_epoch(self.model) or 0)
         tell(self.model, epochs * (self._sync.steps or 0) - self._sync.steps_done, self._comm)
 
 
-def remark(schedule: Any, steps: int, size: int) -> str:
+def remark(schedule: keras.optimizers.schedules.LearningRateSchedule, steps: int, size: int) -> str:
     """Return a remark on a schedule that counts more steps than a rank takes, but no more than one process would.
 
     Args:
@@ -58,7 +57,7 @@ def remark(schedule: Any, steps: int, size: int) -> str:
     )
 
 
-def tell(model: Any, steps: int, comm: Comm) -> None:
+def tell(model: keras.Model, steps: int, comm: Comm) -> None:
     """Print the remarks on the schedules of a model's optimisers on rank 0, before their first step.
 
     Args:
@@ -78,7 +77,7 @@ def tell(model: Any, steps: int, comm: Comm) -> None:
                 _log.warning(text)
 
 
-def _last(count: Any) -> int:
+def _last(count: int | tf.Tensor) -> int:
     """Return a number of steps, or the last of a list; 0 for anything else."""
     if isinstance(count, list | tuple) and count:
         count = count[-1]

@@ -16,7 +16,7 @@ class Settings(Part):
         super().__init__()
         self._limit = limit
 
-    def offer(self) -> dict[str, Any]:
+    def offer(self) -> dict[str, object]:
         """Return the settings of this rank."""
         return {
             "steps_per_execution": self.model.steps_per_execution,

@@ -1,7 +1,6 @@
 """The weights with which the ranks start a fit: those of rank 0."""
 
 from collections.abc import Collection
-from typing import Any
 
 from hvdx.comm import Comm
 from hvdx.keras.adapters.rank_local import declared, rank_local_ids
@@ -9,6 +8,7 @@ from hvdx.keras.fit import replicas
 from hvdx.keras.fit.attachment import Attachment
 from hvdx.keras.fit.part import Part
 from hvdx.keras.fit.sync_callback import SyncCallback
+from hvdx.keras.types import Logs
 
 
 class Start(Part):
@@ -19,10 +19,10 @@ class Start(Part):
         self._comm, self._sync, self._attachment = comm, sync, attachment
         self._first_step, self._weights = True, 0
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs = None) -> None:
         self._first_step, self._weights = True, 0
 
-    def agree(self, offered: list[Any]) -> None:
+    def agree(self, offered: list[object]) -> None:
         """Broadcast, after all callbacks have restored what they restore."""
         if self.model.built:
             # Rank-local state from an earlier fit or a checkpoint is not broadcast, so that a rank's momenta match its
@@ -30,7 +30,7 @@ class Start(Part):
             within = bool(self._sync.steps_done)
             self._broadcast(rank_local_ids(self.model, within, of=lambda _, adapter: adapter.has_state))
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Broadcast again if the first step has built layers."""
         if self._first_step and len(self.model.weights) > self._weights:
             for adapter in self._attachment.adapters:

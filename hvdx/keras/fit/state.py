@@ -2,24 +2,25 @@
 
 import functools
 import weakref
-from typing import Any
+from collections.abc import Sequence
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from hvdx.comm import Comm
-from hvdx.keras.adapters.rank_local import declare, declared
+from hvdx.keras.adapters.rank_local import Owner, declare, declared
 from hvdx.keras.fit import replicas
 from hvdx.keras.fit.part import Part
 from hvdx.keras.seams.layers import KerasVariable
+from hvdx.keras.types import Logs, Variable
 from hvdx.keras.variables import listed
 from hvdx.log import Log
 
 _log = Log(__name__)
 
 # For each model, the values by the `id` of the variable when they were last the same on all ranks.
-_common: "weakref.WeakKeyDictionary[Any, dict[int, np.ndarray]]" = weakref.WeakKeyDictionary()
+_common: "weakref.WeakKeyDictionary[keras.Model, dict[int, np.ndarray]]" = weakref.WeakKeyDictionary()
 
 
 class Declared(Part):
@@ -34,16 +35,16 @@ class Declared(Part):
 
     alone = True
 
-    def __init__(self, local: Any, summed: Any):
+    def __init__(self, local: Owner | Sequence[Owner] | None, summed: Owner | Sequence[Owner] | None):
         super().__init__()
         self._local, self._summed = _listed("local", local), _listed("summed", summed)
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs = None) -> None:
         """Declare them for the model of this fit."""
         declare(self.model, self._local, self._summed)
 
 
-def _listed(option: str, value: Any) -> list[Any]:
+def _listed(option: str, value: Owner | Sequence[Owner] | None) -> list[Owner]:
     expected = f"Distribute: {option}: expected variables or layers of Keras"
     return listed(value, KerasVariable | keras.layers.Layer, expected, "give a list such as [model.queue]")
 
@@ -55,25 +56,25 @@ class State(Part):
         super().__init__()
         self._comm, self._combined = comm, False
 
-    def agree(self, offered: list[Any]) -> None:
+    def agree(self, offered: list[object]) -> None:
         """Remember the values from which the ranks count."""
         begin(self.model)
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         self._combined = False
 
-    def on_test_begin(self, logs: Any = None) -> None:
+    def on_test_begin(self, logs: Logs = None) -> None:
         """Combine the weights for the validation."""
         combine(self.model, self._comm)
         self._combined = True
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Combine the weights without a validation."""
         if not self._combined:
             combine(self.model, self._comm)
 
 
-def combine(model: Any, comm: Comm) -> None:
+def combine(model: keras.Model, comm: Comm) -> None:
     """Combine the weights over the ranks, and say once which became those of rank 0. Collective."""
     taken = replicas.average_state(model, comm)
     add_up(model, comm)
@@ -90,12 +91,12 @@ def _tell(names: str) -> None:
     )
 
 
-def begin(model: Any) -> None:
+def begin(model: keras.Model) -> None:
     """Remember the values from which the ranks count; all ranks hold the same ones."""
     _common[model] = {id(v): _value(v) for v in declared(model)[1]}
 
 
-def add_up(model: Any, comm: Comm) -> None:
+def add_up(model: keras.Model, comm: Comm) -> None:
     """Add the increments of all ranks since the last call, or since `begin`. Collective.
 
     Weights that were made after `begin` count from 0.
@@ -117,5 +118,5 @@ def add_up(model: Any, comm: Comm) -> None:
     begin(model)
 
 
-def _value(variable: Any) -> np.ndarray:
+def _value(variable: Variable) -> np.ndarray:
     return np.array(tf.convert_to_tensor(variable))

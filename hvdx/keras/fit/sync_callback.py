@@ -1,7 +1,8 @@
 """Length of the epochs and end of training: what the ranks agree on after all other callbacks."""
 
 from collections.abc import Callable
-from typing import Any
+
+import keras
 
 from hvdx.comm import Comm
 from hvdx.errors import HvdxError, ReplicaError
@@ -11,6 +12,7 @@ from hvdx.keras.fit.counting import Counting
 from hvdx.keras.fit.part import Part
 from hvdx.keras.fit.positions import all_gather_at
 from hvdx.keras.seams.frames import calling_list, epoch_iterator
+from hvdx.keras.types import Logs
 from hvdx.log import Log
 from hvdx.strategies import StepClient
 
@@ -30,7 +32,7 @@ class SyncCallback(Part):
         self._finish_data: Callable[[], None] | None = None
         self._cut_short = False
         self._stop_wanted = False
-        self._callback_list: Any = None
+        self._callback_list: keras.callbacks.CallbackList | None = None
         # Parts among the other callbacks, such as `Checkpoint`.
         self._others: list[Part] = []
         self._steps_before = 0
@@ -105,14 +107,14 @@ class SyncCallback(Part):
                 self._callback_list, lambda: client.taken * steps_per_execution, client.steps * steps_per_execution
             )
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs = None) -> None:
         """Let the parts agree; all other callbacks have run their `on_train_begin`."""
         found = self._callback_list = calling_list(self)
         callbacks = [] if found is None else found.callbacks
         self._others = [c for c in callbacks if isinstance(c, Part) and c is not self]
         self._parts.agree(all_gather_at(self._comm, "the start of fit", self._parts.offer()))
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Logs = None) -> None:
         """End the last pass through repeated data."""
         finish, self._finish_data = self._finish_data, None
         if finish is not None:
@@ -120,13 +122,13 @@ class SyncCallback(Part):
         if self._callback_list is not None:
             callback_list.show_steps_of_this_rank(self._callback_list)
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         """Begin to hand out the steps of an epoch, if the strategy does so; all other callbacks have begun it."""
         if self._step_client is not None:
             self._step_client.begin()
         self._parts.begin_steps()
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Postpone a stop to the end of the epoch, and end an epoch whose steps are taken.
 
         Without the postponement, a rank would stop in mid-epoch, and the others would wait for it.
@@ -182,7 +184,7 @@ class SyncCallback(Part):
         """True if this rank asks to end the training after this epoch."""
         return bool(self.model.stop_training and not self._cut_short) or self._stop_wanted
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Stop all ranks if one wants to stop. Collective."""
         wanted = bool(self.model.stop_training or self._stop_wanted)
         self.model.stop_training = any(all_gather_at(self._comm, f"the end of epoch {epoch + 1}", wanted))

@@ -5,8 +5,9 @@ with every trace, and wait for it.
 """
 
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+
+import keras
 
 from hvdx.keras.adapters.base import Adapter
 from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
@@ -29,17 +30,19 @@ class KeptTrace:
         strategy: strategy of the fit.
     """
 
-    def __init__(self, model: Any, function: Any, adapters: Sequence[Adapter], strategy: Strategy):
+    def __init__(
+        self, model: keras.Model, function: Callable[..., object], adapters: Sequence[Adapter], strategy: Strategy
+    ):
         self._model = weakref.ref(model)
         self.function, self.adapters = function, list(adapters)
         self._strategy, self._traced, self._settings = repr(strategy), _traced(model), _settings(model)
 
-    def __call__(self, *args: Any) -> Any:
-        model: Any = self._model()
+    def __call__(self, *args: object) -> object:
+        model: keras.Model = self._model()
         model.make_train_function(force=True)
         return model.train_function(*args)
 
-    def fits(self, model: Any, strategy: Strategy) -> bool:
+    def fits(self, model: keras.Model, strategy: Strategy) -> bool:
         """Return whether the trace is what a new one of this model under this strategy would be.
 
         As in Keras, attributes that were changed after `compile`, such as `clipnorm`, count after the next `compile`.
@@ -57,7 +60,7 @@ class KeptTrace:
         )
 
 
-def keep(model: Any, adapters: Sequence[Adapter], strategy: Strategy) -> None:
+def keep(model: keras.Model, adapters: Sequence[Adapter], strategy: Strategy) -> None:
     """Keep the training function of a fit that ends, if all its adapters can be attached again.
 
     Args:
@@ -73,7 +76,7 @@ def keep(model: Any, adapters: Sequence[Adapter], strategy: Strategy) -> None:
     use_train_function(model, KeptTrace(model, function, adapters, strategy) if kept else None)
 
 
-def kept(model: Any, strategy: Strategy) -> KeptTrace | None:
+def kept(model: keras.Model, strategy: Strategy) -> KeptTrace | None:
     """Return the trace that an earlier fit of the same training has kept, if there is one.
 
     Args:
@@ -84,7 +87,7 @@ def kept(model: Any, strategy: Strategy) -> KeptTrace | None:
     return function if isinstance(function, KeptTrace) and function.fits(model, strategy) else None
 
 
-def _traced(model: Any) -> list[Any]:
+def _traced(model: keras.Model) -> list[object]:
     """Return the objects that a trace refers to and a script may replace, such as trainable weights."""
     optimizers = optimizers_of(model)
     # A variable, or a schedule.
@@ -92,5 +95,5 @@ def _traced(model: Any) -> list[Any]:
     return [*optimizers, *rates, *model.trainable_variables]
 
 
-def _settings(model: Any) -> tuple[Any, ...]:
+def _settings(model: keras.Model) -> tuple[object, ...]:
     return model.run_eagerly, model.steps_per_execution, model.jit_compile

@@ -2,13 +2,15 @@
 
 import operator
 import os
-from typing import Any
+from collections.abc import Sequence
+from typing import TypeAlias, cast
 
 import keras
 
 from hvdx import comm as world
+from hvdx.comm.base import Wire
 from hvdx.errors import ConfigError
-from hvdx.keras.horovod.process_sets import add_process_set, allow
+from hvdx.keras.horovod.process_sets import ProcessSet, add_process_set, allow
 from hvdx.keras.joining import join
 from hvdx.strategies import Strategy, leave
 from hvdx.strategies.registry import set_default
@@ -30,9 +32,15 @@ class Compression:
     bf16 = "bf16"
 
 
+#: Reduction of hvdx, or a constant of Horovod.
+Operation: TypeAlias = str | int
+#: Name in `Compression`, or a class of Horovod.
+Compressor: TypeAlias = str | type
+
+
 def init(
-    comm: Any = None,
-    process_sets: Any = None,
+    comm: None = None,
+    process_sets: Sequence[ProcessSet] | str | None = None,
     strategy: Strategy | str | None = None,
     split: int | str | None = None,
     seed: int | None = None,
@@ -137,7 +145,7 @@ def cross_size() -> int:
     return join().cross_size
 
 
-def operation(op: Any) -> str:
+def operation(op: Operation | None) -> str:
     """Return "average" or "sum" for a reduction of hvdx or Horovod; None means "average"."""
     if op is None or op == Average:
         return Average
@@ -151,27 +159,28 @@ def operation(op: Any) -> str:
     raise ConfigError(f"op: expected Average or Sum, got {op!r}. Other reductions are not supported.")
 
 
-def wire(compression: Any) -> Any:
+def wire(compression: Compressor) -> Wire:
     """Return "none", "fp16" or "bf16" for a compression of hvdx or Horovod."""
     if isinstance(compression, str) and compression in ("none", "fp16", "bf16"):
-        return compression
-    known = {"NoneCompressor": "none", "FP16Compressor": "fp16"}
-    if getattr(compression, "__module__", "").startswith("horovod.") and compression.__name__ in known:
-        return known[compression.__name__]
+        return cast(Wire, compression)
+    known: dict[str, Wire] = {"NoneCompressor": "none", "FP16Compressor": "fp16"}
+    name = getattr(compression, "__name__", "")
+    if getattr(compression, "__module__", "").startswith("horovod.") and name in known:
+        return known[name]
     raise ConfigError(
         f"compression: expected Compression.none, .fp16 or .bf16, got {compression!r}. Compressors of your own are "
         "not supported."
     )
 
 
-def _horovod_constants() -> dict[str, Any]:
+def _horovod_constants() -> dict[str, int]:
     import sys
 
     module = sys.modules.get("horovod.tensorflow")
     return {} if module is None else {k: getattr(module, k) for k in ("Average", "Sum")}
 
 
-def unsupported(function: str, **arguments: Any) -> None:
+def unsupported(function: str, **arguments: object) -> None:
     """Raise ConfigError if an argument is neither None nor False."""
     passed = [k for k, v in arguments.items() if v is not None and v is not False]
     if passed:

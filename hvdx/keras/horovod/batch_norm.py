@@ -1,6 +1,6 @@
 """Batch normalisation over the samples of all ranks."""
 
-from typing import Any
+from collections.abc import Callable
 
 import keras
 import tensorflow as tf
@@ -38,14 +38,16 @@ class SyncBatchNormalization(CombinedBatchNormalization):
     Variance".
     """
 
-    def __init__(self, fused: bool = False, **options: Any):
+    def __init__(self, fused: bool = False, **options: object):
         if fused is not False:
             raise ValueError(f"SyncBatchNormalization: fused: expected False, got {fused!r}. Do: leave it out.")
         options.pop("synchronized", None)
         super().__init__(**options)
         self.supports_jit = False
 
-    def combine(self, inputs: Any, mask: Any, axes: Any, mean: Any, variance: Any) -> tuple[Any, Any]:
+    def combine(
+        self, inputs: tf.Tensor, mask: tf.Tensor | None, axes: list[int], mean: tf.Tensor, variance: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
         """Return mean and variance over all ranks."""
         comm = world.graph(engine="auto")
         if comm.size == 1:
@@ -60,7 +62,7 @@ class SyncBatchNormalization(CombinedBatchNormalization):
         return whole, tf.reduce_sum(counts * (variances + tf.square(means - whole)), axis=0) / total
 
 
-def _count(inputs: Any, mask: Any, axes: Any, dtype: Any) -> Any:
+def _count(inputs: tf.Tensor, mask: tf.Tensor | None, axes: list[int], dtype: tf.DType) -> tf.Tensor:
     """Return the number of values of a channel on this rank."""
     if mask is not None:
         # A mask has all dimensions except the channels; Keras broadcasts it over those that it lacks.
@@ -68,12 +70,12 @@ def _count(inputs: Any, mask: Any, axes: Any, dtype: Any) -> Any:
     return tf.cast(tf.reduce_prod(tf.gather(tf.shape(inputs), list(axes))), dtype)
 
 
-def _gathered(row: Any, comm: GraphComm) -> Any:
+def _gathered(row: tf.Tensor, comm: GraphComm) -> tf.Tensor:
     """Gather the rows of all ranks; the gradient of a row is summed over the ranks."""
 
     @tf.custom_gradient
-    def gather(row: Any) -> Any:
-        def gradient(upstream: Any) -> Any:
+    def gather(row: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
             (total,) = comm.all_reduce([upstream], Reduction(average=False), name_of("batch_norm.gradient", upstream))
             return total[comm.rank : comm.rank + 1]
 

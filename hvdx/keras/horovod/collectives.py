@@ -10,21 +10,22 @@ from hvdx.comm import Comm
 from hvdx.comm.base import Reduction
 from hvdx.errors import ConfigError
 from hvdx.keras.fit import replicas
-from hvdx.keras.horovod.api import Average, Compression, Sum, operation, rank, wire
-from hvdx.keras.horovod.process_sets import comm_of, is_partial, root_in
+from hvdx.keras.horovod.api import Average, Compression, Compressor, Operation, Sum, operation, rank, wire
+from hvdx.keras.horovod.process_sets import ProcessSet, comm_of, is_partial, root_in
 from hvdx.keras.joining import join
 from hvdx.keras.seams.layers import KerasVariable
+from hvdx.keras.types import TensorLike, Variable
 
 
 def allreduce(
-    value: Any,
+    value: TensorLike,
     name: str | None = None,
     average: bool | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    op: Any = None,
-    compression: Any = Compression.none,
-    process_set: Any = None,
+    op: Operation | None = None,
+    compression: Compressor = Compression.none,
+    process_set: ProcessSet | None = None,
 ) -> tf.Tensor:
     """Sum or average a value over the ranks.
 
@@ -51,7 +52,7 @@ def allreduce(
     return result * tf.cast(postscale_factor, result.dtype) if postscale_factor != 1.0 else result
 
 
-def allgather(value: Any, name: str | None = None, process_set: Any = None) -> tf.Tensor:
+def allgather(value: TensorLike, name: str | None = None, process_set: ProcessSet | None = None) -> tf.Tensor:
     """Concatenate the ranks' values along their first dimension.
 
     Args:
@@ -62,7 +63,7 @@ def allgather(value: Any, name: str | None = None, process_set: Any = None) -> t
     return comm_of(process_set, "allgather").all_gather(tensor, name or name_of("allgather", tensor))
 
 
-def allgather_object(obj: Any, name: str | None = None, process_set: Any = None) -> list[Any]:
+def allgather_object(obj: object, name: str | None = None, process_set: ProcessSet | None = None) -> list[Any]:
     """Return the objects of all ranks, in rank order.
 
     Args:
@@ -74,13 +75,13 @@ def allgather_object(obj: Any, name: str | None = None, process_set: Any = None)
 
 
 def grouped_allreduce(
-    tensors: Sequence[Any],
+    tensors: Sequence[TensorLike],
     average: bool | None = None,
-    op: Any = None,
-    compression: Any = Compression.none,
+    op: Operation | None = None,
+    compression: Compressor = Compression.none,
     name: str | None = None,
-    process_set: Any = None,
-) -> list[Any]:
+    process_set: ProcessSet | None = None,
+) -> list[tf.Tensor]:
     """Sum or average several values over the ranks, in one exchange.
 
     Args:
@@ -93,7 +94,9 @@ def grouped_allreduce(
     return comm.all_reduce(inputs, how, name or name_of("grouped_allreduce", *inputs[:1])) if inputs else []
 
 
-def grouped_allgather(tensors: Sequence[Any], name: str | None = None, process_set: Any = None) -> list[Any]:
+def grouped_allgather(
+    tensors: Sequence[TensorLike], name: str | None = None, process_set: ProcessSet | None = None
+) -> list[tf.Tensor]:
     """Concatenate the ranks' values along the first dimension, for each of several values.
 
     Args:
@@ -103,7 +106,9 @@ def grouped_allgather(tensors: Sequence[Any], name: str | None = None, process_s
     return [allgather(v, None if name is None else f"{name}.{i}", process_set) for i, v in enumerate(tensors)]
 
 
-def reducescatter(value: Any, op: Any = Average, name: str | None = None, process_set: Any = None) -> tf.Tensor:
+def reducescatter(
+    value: TensorLike, op: Operation = Average, name: str | None = None, process_set: ProcessSet | None = None
+) -> tf.Tensor:
     """Sum or average a value over the ranks, and keep this rank's part of its first dimension.
 
     If the number of ranks does not divide the rows, the first ranks get one row more. The values are sent by an
@@ -122,8 +127,11 @@ def reducescatter(value: Any, op: Any = Average, name: str | None = None, proces
 
 
 def grouped_reducescatter(
-    tensors: Sequence[Any], op: Any = Average, name: str | None = None, process_set: Any = None
-) -> list[Any]:
+    tensors: Sequence[TensorLike],
+    op: Operation = Average,
+    name: str | None = None,
+    process_set: ProcessSet | None = None,
+) -> list[tf.Tensor]:
     """Sum or average several values over the ranks, and keep this rank's part of the first dimension of each.
 
     Args:
@@ -133,7 +141,9 @@ def grouped_reducescatter(
     return [reducescatter(v, op, None if name is None else f"{name}.{i}", process_set) for i, v in enumerate(tensors)]
 
 
-def alltoall(value: Any, splits: Any = None, name: str | None = None, process_set: Any = None) -> Any:
+def alltoall(
+    value: TensorLike, splits: TensorLike | None = None, name: str | None = None, process_set: ProcessSet | None = None
+) -> tf.Tensor | tuple[tf.Tensor, tf.Tensor]:
     """Send each rank a part of this rank's value, and receive a part from each.
 
     Args:
@@ -175,7 +185,9 @@ def alltoall(value: Any, splits: Any = None, name: str | None = None, process_se
     return received if splits is None else (received, counts)
 
 
-def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: Any = None) -> tf.Tensor:
+def broadcast(
+    value: TensorLike, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None
+) -> tf.Tensor:
     """Return the value of one rank on all ranks.
 
     Args:
@@ -188,7 +200,7 @@ def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: 
     return result
 
 
-def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: Any = None) -> None:
+def broadcast_variables(variables: Sequence[Variable], root_rank: int, process_set: ProcessSet | None = None) -> None:
     """Overwrite variables with those of one rank. The function may be called inside a `tf.function`.
 
     Args:
@@ -213,7 +225,9 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: A
         variable.assign(value)
 
 
-def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None, process_set: Any = None) -> Any:
+def broadcast_object(
+    obj: object, root_rank: int = 0, name: str | None = None, process_set: ProcessSet | None = None
+) -> Any:
     """Return the object of one rank on all ranks.
 
     Args:
@@ -239,7 +253,7 @@ def broadcast_global_variables(root_rank: int) -> None:
     )
 
 
-def _reduction(function: str, average: bool | None, op: Any, compression: Any) -> Reduction:
+def _reduction(function: str, average: bool | None, op: Operation | None, compression: Compressor) -> Reduction:
     """Return the reduction for Horovod's arguments."""
     if average is not None and op is not None:
         raise ConfigError(f"{function}: give average or op, not both.")
@@ -247,7 +261,7 @@ def _reduction(function: str, average: bool | None, op: Any, compression: Any) -
     return Reduction(average=operation(op) == Average, wire=wire(compression))
 
 
-def _tensor(value: Any) -> tf.Tensor:
+def _tensor(value: TensorLike) -> tf.Tensor:
     return tf.convert_to_tensor(value.value if isinstance(value, KerasVariable) else value)
 
 
@@ -261,6 +275,6 @@ def name_of(function: str, *tensors: tf.Tensor) -> str:
     return f"{function}.{re.sub(r'[^0-9A-Za-z]+', '_', tensors[0].name)}"
 
 
-def _host_comm(process_set: Any, function: str) -> Comm:
+def _host_comm(process_set: ProcessSet | None, function: str) -> Comm:
     """Return the communicator for objects. For all ranks it is that of `join`, so that no engine is started."""
     return comm_of(process_set, function) if is_partial(process_set) else join()

@@ -2,7 +2,8 @@
 
 import collections
 import itertools
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -13,35 +14,36 @@ from hvdx.keras.adapters import xla
 from hvdx.keras.adapters.base import Adapter
 from hvdx.keras.adapters.local_variables import LocalVariables, trained_by
 from hvdx.keras.adapters.optimizer import attach
-from hvdx.keras.horovod.api import Average, Compression, operation, unsupported, wire
-from hvdx.keras.horovod.process_sets import comm_or_none, is_partial
+from hvdx.keras.horovod.api import Average, Compression, Compressor, Operation, operation, unsupported, wire
+from hvdx.keras.horovod.process_sets import ProcessSet, comm_or_none, is_partial
 from hvdx.keras.joining import join
 from hvdx.keras.optimizer_state import innermost
 from hvdx.keras.seams.layers import KerasVariable
 from hvdx.keras.seams.optimizers import add_local_variables_method, trained_variables
+from hvdx.keras.types import Gradient, Structure, Variable
 from hvdx.strategies import AllReduce, Strategy, agree_on_strategy, resolve
 
 # Optimisers are numbered per process set, so that its ranks agree on names even if other ranks make more optimisers.
-_numbers: dict[int, Any] = collections.defaultdict(itertools.count)
+_numbers: dict[int | None, Iterator[int]] = collections.defaultdict(itertools.count)
 
 
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)
-    optimizer: Any,
+    optimizer: keras.optimizers.Optimizer,
     name: str | None = None,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: Any = Compression.none,
+    compression: Compressor = Compression.none,
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
-    op: Any = Average,
+    op: Operation = Average,
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
     num_groups: int = 0,
-    groups: Any = None,
-    process_set: Any = None,
+    groups: int | Sequence[Sequence[int]] | None = None,
+    process_set: ProcessSet | None = None,
     scale_local_gradients: bool = True,
     strategy: Strategy | str | None = None,
-) -> Any:
+) -> keras.optimizers.Optimizer:
     """Make an optimiser combine its gradients over the ranks.
 
     Unlike Horovod's function, it attaches the given optimiser in place, and keeps its state and class.
@@ -100,13 +102,18 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
                 "callback, or name a strategy: hvdx.AllReduce(), hvdx.Threshold()."
             )
         agree_on_strategy(chosen, joined)
-        number = next(_numbers[process_set.process_set_id if partial else 0])
+        number = next(_numbers[process_set.process_set_id if process_set is not None and partial else 0])
         adapter = attach(optimizer, chosen, name or f"optimizer.{number}", gain, some)
     _add_register_local_var(optimizer, chosen, adapter, scale_local_gradients)
     return optimizer
 
 
-def PartialDistributedOptimizer(optimizer: Any, *, local_layers: Any = None, **options: Any) -> Any:  # noqa: N802
+def PartialDistributedOptimizer(  # noqa: N802 (Horovod's name)
+    optimizer: keras.optimizers.Optimizer,
+    *,
+    local_layers: keras.layers.Layer | Sequence[keras.layers.Layer] | None = None,
+    **options: Any,
+) -> keras.optimizers.Optimizer:
     """Make an optimiser combine its gradients over the ranks, except those of local layers.
 
     Args:
@@ -157,13 +164,13 @@ class DistributedGradientTape:
         gradtape: tf.GradientTape,
         device_dense: str = "",
         device_sparse: str = "",
-        compression: Any = Compression.none,
+        compression: Compressor = Compression.none,
         sparse_as_dense: bool = False,
-        op: Any = Average,
+        op: Operation = Average,
         gradient_predivide_factor: float = 1.0,
         num_groups: int = 0,
-        groups: Any = None,
-        process_set: Any = None,
+        groups: int | Sequence[Sequence[int]] | None = None,
+        process_set: ProcessSet | None = None,
         scale_local_gradients: bool = True,
         strategy: Strategy | str | None = None,
     ):
@@ -185,13 +192,13 @@ class DistributedGradientTape:
         self._tape.__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._tape.__exit__(*error)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tape, name)
 
-    def register_local_source(self, source: Any) -> None:
+    def register_local_source(self, source: Variable | Sequence[Variable]) -> None:
         """Exclude sources from the exchange: each rank keeps its own gradients of them.
 
         Args:
@@ -200,8 +207,8 @@ class DistributedGradientTape:
         self._local.add(source)
 
     def get_local_and_global_gradients(
-        self, target: Any, sources: Sequence[Any], output_gradients: Any = None
-    ) -> tuple[list[Any], list[Any]]:
+        self, target: Structure, sources: Sequence[Variable], output_gradients: Structure = None
+    ) -> tuple[list[tuple[Variable, Gradient | None]], list[tuple[Variable, Gradient | None]]]:
         """Return the pairs (source, gradient) of local sources, and those of all others.
 
         Args:
@@ -211,7 +218,13 @@ class DistributedGradientTape:
         pairs = list(zip(sources, self.gradient(target, sources, output_gradients), strict=True))
         return [p for p in pairs if self._local.holds(p[0])], [p for p in pairs if not self._local.holds(p[0])]
 
-    def gradient(self, target: Any, sources: Any, output_gradients: Any = None, **options: Any) -> Any:
+    def gradient(
+        self,
+        target: Structure,
+        sources: Variable | Sequence[Variable],
+        output_gradients: Structure = None,
+        **options: object,
+    ) -> Any:
         """Return the gradient of `target`, combined over the ranks.
 
         Args:
@@ -241,7 +254,10 @@ class DistributedGradientTape:
 
 
 def PartialDistributedGradientTape(  # noqa: N802 (Horovod's name)
-    gradtape: tf.GradientTape, *, local_layers: Any = None, **options: Any
+    gradtape: tf.GradientTape,
+    *,
+    local_layers: keras.layers.Layer | Sequence[keras.layers.Layer] | None = None,
+    **options: Any,
 ) -> DistributedGradientTape:
     """Return a gradient tape whose gradients are combined over the ranks, except those of local layers.
 
@@ -266,12 +282,12 @@ def PartialDistributedGradientTape(  # noqa: N802 (Horovod's name)
 
 
 def load_model(
-    filepath: Any,
+    filepath: str | os.PathLike[str],
     custom_optimizers: Sequence[type] | None = None,
-    custom_objects: dict[str, Any] | None = None,
-    compression: Any = Compression.none,
+    custom_objects: dict[str, object] | None = None,
+    compression: Compressor = Compression.none,
     legacy_opts: bool = False,
-) -> Any:
+) -> keras.Model:
     """Load a saved model and distribute its optimiser, which resumes from its saved state.
 
     Args:
@@ -293,7 +309,7 @@ def load_model(
     return model
 
 
-def _check_restored(model: Any, filepath: Any) -> None:
+def _check_restored(model: keras.Model, filepath: str | os.PathLike[str]) -> None:
     """Raise ConfigError if the optimiser was built for no variables: Keras 3 does so for HDF5 files."""
     # An optimiser without slots has no variables either.
     if model.optimizer.built and model.trainable_variables and not trained_variables(innermost(model.optimizer)):
@@ -309,12 +325,14 @@ def _in_graph(strategy: Strategy) -> bool:
     return (strategy.runs, strategy.placement) == ("graph", "gradient")
 
 
-def _add_register_local_var(optimizer: Any, strategy: Strategy, adapter: Adapter | None, scale: bool) -> None:
+def _add_register_local_var(
+    optimizer: keras.optimizers.Optimizer, strategy: Strategy, adapter: Adapter | None, scale: bool
+) -> None:
     """Add the method `register_local_var` to an optimiser."""
     local = (adapter.local if adapter is not None else None) or LocalVariables()
     local.divide(scale)
 
-    def register_local_var(variables: Any) -> None:
+    def register_local_var(variables: Variable | Sequence[Variable] | None) -> None:
         if not _in_graph(strategy):
             raise ConfigError(
                 f"register_local_var: expected a strategy that combines gradients in the graph, got {strategy!r}. "
@@ -334,12 +352,12 @@ def _add_register_local_var(optimizer: Any, strategy: Strategy, adapter: Adapter
 def _all_reduce(
     device_dense: str,
     device_sparse: str,
-    compression: Any,
+    compression: Compressor,
     sparse_as_dense: bool,
     gradient_predivide_factor: float,
-    op: Any,
+    op: Operation,
     num_groups: int,
-    groups: Any,
+    groups: int | Sequence[Sequence[int]] | None,
 ) -> AllReduce:
     """Return the strategy for Horovod's arguments."""
     return AllReduce(
@@ -362,7 +380,7 @@ def _choose(strategy: Strategy | str | None, all_reduce: AllReduce) -> Strategy:
     return all_reduce
 
 
-def _groups(num_groups: int, groups: Any) -> int | Sequence[Sequence[int]]:
+def _groups(num_groups: int, groups: int | Sequence[Sequence[int]] | None) -> int | Sequence[Sequence[int]]:
     if groups is None:
         return num_groups or 1
     if isinstance(groups, int) and groups > 0:
@@ -375,7 +393,7 @@ def _groups(num_groups: int, groups: Any) -> int | Sequence[Sequence[int]]:
     )
 
 
-def _accumulate(optimizer: Any, passes: int, average: bool) -> float:
+def _accumulate(optimizer: keras.optimizers.Optimizer, passes: int, average: bool) -> float:
     """Make Keras accumulate over `passes` micro-steps; return the factor from Keras' mean to the requested value."""
     if not isinstance(passes, int) or passes < 1:
         raise ConfigError(f"backward_passes_per_step: expected 1 or more, got {passes!r}.")
@@ -393,7 +411,7 @@ def _accumulate(optimizer: Any, passes: int, average: bool) -> float:
     return 1.0 if average else float(passes)
 
 
-def _loss_scaled(optimizer: Any) -> Any:
+def _loss_scaled(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.LossScaleOptimizer:
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return optimizer
     return keras.optimizers.LossScaleOptimizer(optimizer, name="loss_scale_optimizer")

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeGuard
 
 from hvdx import comm as world
 from hvdx.comm import Comm, GraphComm
@@ -144,7 +144,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     return True
 
 
-def comm_of(process_set: Any, function: str) -> GraphComm:
+def comm_of(process_set: ProcessSet | None, function: str) -> GraphComm:
     """Return the communicator of a process set that includes this rank.
 
     Args:
@@ -163,7 +163,7 @@ def comm_of(process_set: Any, function: str) -> GraphComm:
     return found
 
 
-def comm_or_none(process_set: Any, function: str, engine: Engine = "horovod") -> GraphComm | None:
+def comm_or_none(process_set: ProcessSet | None, function: str, engine: Engine = "horovod") -> GraphComm | None:
     """Return the communicator of a process set, or None on a rank outside of it; see `comm_of`.
 
     Args:
@@ -184,7 +184,7 @@ def comm_or_none(process_set: Any, function: str, engine: Engine = "horovod") ->
     return process_set._comm
 
 
-def root_in(process_set: Any, root_rank: int) -> int:
+def root_in(process_set: ProcessSet | None, root_rank: int) -> int:
     """Return the number of a rank in its process set.
 
     Args:
@@ -200,6 +200,6 @@ def root_in(process_set: Any, root_rank: int) -> int:
     return int(ranks.index(root_rank))
 
 
-def is_partial(process_set: Any) -> bool:
+def is_partial(process_set: ProcessSet | None) -> TypeGuard[ProcessSet]:
     """Return whether a set has only some of the ranks; None, and a set with the number 0, mean all ranks."""
     return process_set is not None and getattr(process_set, "process_set_id", None) != 0

@@ -1,12 +1,10 @@
 """Horovod's queries about its build and the libraries in use."""
 
-from typing import Any
-
 from hvdx.comm import horovod, launcher
 from hvdx.keras.joining import join
 
 
-def _query(name: str) -> Any:
+def _query(name: str) -> int:
     return getattr(horovod.load(), name)()
 
 

@@ -9,24 +9,28 @@ Source: https://github.com/horovod/horovod/issues/2654
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import tensorflow as tf
 
 from hvdx.comm.split_tensors import Lookup, SplitTensors
+from hvdx.keras.types import TensorLike
+
+#: Linear map of one tensor.
+Linear: TypeAlias = Callable[[tf.Tensor], tf.Tensor]
 
 
-def _linear(forward: Callable[[Any], Any], backward: Callable[[Any], Any], tensor: Any) -> Any:
+def _linear(forward: Linear, backward: Linear, tensor: tf.Tensor) -> tf.Tensor:
     """Apply a linear map whose gradient is another."""
 
     @tf.custom_gradient
-    def apply(inputs: Any) -> Any:
+    def apply(inputs: tf.Tensor) -> tuple[tf.Tensor, Linear]:
         return forward(inputs), backward
 
     return apply(tensor)
 
 
-def gather_rows(ranks: SplitTensors, rows: Any) -> tuple[Any, Any]:
+def gather_rows(ranks: SplitTensors, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Return the rows of the group and the number of rows of each rank; the gradient sums over the ranks.
 
     Args:
@@ -35,14 +39,14 @@ def gather_rows(ranks: SplitTensors, rows: Any) -> tuple[Any, Any]:
     """
 
     @tf.custom_gradient
-    def gather(block: Any) -> Any:
+    def gather(block: tf.Tensor) -> tuple[tuple[tf.Tensor, tf.Tensor], Callable[[tf.Tensor, tf.Tensor], tf.Tensor]]:
         gathered, counts = ranks.gather_rows(block)
         return (gathered, counts), lambda gradient, _: ranks.sum_rows(gradient, counts)
 
     return gather(rows)
 
 
-def sum_rows(ranks: SplitTensors, terms: Any, counts: Any) -> Any:
+def sum_rows(ranks: SplitTensors, terms: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
     """Return this rank's rows of the sum over the ranks; the gradient gathers rows.
 
     Args:
@@ -53,7 +57,7 @@ def sum_rows(ranks: SplitTensors, terms: Any, counts: Any) -> Any:
     return _linear(lambda t: ranks.sum_rows(t, counts), lambda g: ranks.gather_rows(g)[0], terms)
 
 
-def columns_to_rows(ranks: SplitTensors, columns: Any, counts: Any, bounds: Sequence[int]) -> Any:
+def columns_to_rows(ranks: SplitTensors, columns: tf.Tensor, counts: tf.Tensor, bounds: Sequence[int]) -> tf.Tensor:
     """Return all columns of this rank's rows; the gradient goes the other way.
 
     Args:
@@ -67,7 +71,7 @@ def columns_to_rows(ranks: SplitTensors, columns: Any, counts: Any, bounds: Sequ
     )
 
 
-def rows_of_ids(ranks: SplitTensors, rows: Any, lookup: Lookup) -> Any:
+def rows_of_ids(ranks: SplitTensors, rows: tf.Tensor, lookup: Lookup) -> tf.Tensor:
     """Return the row of each id of this rank; the gradient of each id goes to the rank that holds its row.
 
     A row travels forwards once to each rank that reads it. Gradients of an id that occurs several times are not added
@@ -79,17 +83,19 @@ def rows_of_ids(ranks: SplitTensors, rows: Any, lookup: Lookup) -> Any:
         lookup: ids of this rank, and rows that the group reads from this rank.
     """
 
-    def forward(block: Any) -> Any:
+    def forward(block: tf.Tensor) -> tf.Tensor:
         received = ranks.send_rows(tf.gather(block, lookup.first), lookup.distinct_asked, lookup.distinct)
         return tf.gather(received, lookup.place)
 
-    def backward(gradient: Any) -> Any:
+    def backward(gradient: tf.Tensor) -> tf.Tensor:
         return ranks.send_rows(tf.gather(gradient, lookup.order), lookup.ids, lookup.asked)
 
     return _linear(forward, backward, rows)
 
 
-def softmax_losses(ranks: SplitTensors, logits: Any, labels: Any, counts: Any, first: Any) -> Any:
+def softmax_losses(
+    ranks: SplitTensors, logits: tf.Tensor, labels: tf.Tensor, counts: tf.Tensor, first: tf.Tensor
+) -> tf.Tensor:
     """Return the cross-entropy of this rank's rows with the softmax over the classes of all ranks.
 
     The gradient of the logits is that of the sum of all ranks' losses.
@@ -107,7 +113,7 @@ def softmax_losses(ranks: SplitTensors, logits: Any, labels: Any, counts: Any, f
     width = tf.shape(logits, tf.int64)[1]
 
     @tf.custom_gradient
-    def losses(scores: Any) -> Any:
+    def losses(scores: tf.Tensor) -> tuple[tf.Tensor, Linear]:
         hot = tf.one_hot(labels - first, tf.cast(width, tf.int32), dtype=scores.dtype)
         # Finite even if all logits of this rank are -infinity.
         top = tf.maximum(tf.reduce_max(scores, axis=1), scores.dtype.min)
@@ -120,7 +126,7 @@ def softmax_losses(ranks: SplitTensors, logits: Any, labels: Any, counts: Any, f
         begin = tf.reduce_sum(counts[: ranks.rank])
         mine = (log_total - tf.reduce_sum(targets, axis=0))[begin : begin + counts[ranks.rank]]
 
-        def backward(gradient: Any) -> Any:
+        def backward(gradient: tf.Tensor) -> tf.Tensor:
             of_rows, _ = ranks.gather_rows(gradient[:, None])
             return (tf.exp(scores - log_total[:, None]) - hot) * of_rows
 
@@ -129,7 +135,7 @@ def softmax_losses(ranks: SplitTensors, logits: Any, labels: Any, counts: Any, f
     return losses(logits)
 
 
-def average_gradient(weight: Any, batches: int) -> Any:
+def average_gradient(weight: TensorLike, batches: int) -> tf.Tensor:
     """Return a weight unchanged, and divide its gradient.
 
     Each rank of the group computes a loss of its own batch. The gradient of a part is the sum over the group's losses;
@@ -141,7 +147,7 @@ def average_gradient(weight: Any, batches: int) -> Any:
     """
 
     @tf.custom_gradient
-    def identity(value: Any) -> Any:
+    def identity(value: tf.Tensor) -> tuple[tf.Tensor, Linear]:
         return tf.identity(value), lambda gradient: gradient / tf.cast(batches, gradient.dtype)
 
     return identity(tf.convert_to_tensor(weight))

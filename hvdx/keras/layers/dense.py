@@ -1,6 +1,7 @@
 """`SplitDense`: a fully connected layer whose weights are split over the ranks of a group."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import cast
 
 import keras
 import tensorflow as tf
@@ -52,16 +53,16 @@ class SplitDense(SplitLayer, keras.layers.Dense):
     def __init__(
         self,
         units: int,
-        *args: Any,
+        *args: object,
         gather_output: bool = True,
         input_is_split: bool = False,
         draw: Draw = "whole",
-        **kwargs: Any,
+        **kwargs: object,
     ):
         super().__init__(units, *args, **kwargs)
         self.gather_output, self.input_is_split, self.draw = bool(gather_output), bool(input_is_split), draw
 
-    def build(self, input_shape: Any) -> None:
+    def build(self, input_shape: Sequence[int | None]) -> None:
         """Make this rank's part of the weights. Not collective."""
         mesh = self._join_group()
         if mesh is None:
@@ -73,7 +74,7 @@ class SplitDense(SplitLayer, keras.layers.Dense):
                 f"{where}: expected gather_output=False or input_is_split=True, got both. Two layers form a pair: give "
                 "the first gather_output=False, the second input_is_split=True."
             )
-        inputs, parts, position = int(input_shape[-1]), mesh.split, mesh.position
+        inputs, parts, position = int(cast(int, input_shape[-1])), mesh.split, mesh.position
         bias: WeightPart | None = None
         if self.input_is_split:
             inputs *= parts
@@ -90,10 +91,10 @@ class SplitDense(SplitLayer, keras.layers.Dense):
             bias = WeightPart((self.units,), 0, bounds, position)
         self._kernel = self._add_part("kernel", kernel)
         self.bias = self._add_bias(bias) if self.use_bias else None
-        self.input_spec = keras.layers.InputSpec(min_ndim=2, axes={-1: int(input_shape[-1])})
+        self.input_spec = keras.layers.InputSpec(min_ndim=2, axes={-1: int(cast(int, input_shape[-1]))})
         self.built = True
 
-    def _add_bias(self, part: WeightPart | None) -> Any:
+    def _add_bias(self, part: WeightPart | None) -> keras.Variable:
         """Make this rank's part of the bias, or the whole bias if the outputs are not split."""
         if part is not None:
             return self._add_part("bias", part)
@@ -105,7 +106,7 @@ class SplitDense(SplitLayer, keras.layers.Dense):
             constraint=self.bias_constraint,
         )
 
-    def call(self, inputs: Any, training: Any = None) -> Any:
+    def call(self, inputs: tf.Tensor, training: bool | None = None) -> tf.Tensor:
         """Return the outputs of this rank's batch, or with `gather_output=False` its columns of the group's batches."""
         if self._mesh is None:
             return super().call(inputs, training)
@@ -134,14 +135,14 @@ class SplitDense(SplitLayer, keras.layers.Dense):
         outputs = tf.reshape(outputs, self._output_shape(inputs, outputs.shape[-1]))
         return outputs if self.activation is None else self.activation(outputs)
 
-    def _output_shape(self, inputs: Any, columns: int) -> Any:
+    def _output_shape(self, inputs: tf.Tensor, columns: int) -> tf.Tensor:
         """Return the shape of the outputs; the number of samples follows from the number of rows."""
         inner = inputs.shape[1:-1]
         if all(extent is not None for extent in inner):
             return [-1, *inner, columns]
         return tf.concat([[-1], tf.shape(inputs)[1:-1], [columns]], axis=0)
 
-    def compute_output_shape(self, input_shape: Any) -> tuple[Any, ...]:
+    def compute_output_shape(self, input_shape: Sequence[int | None]) -> tuple[int | None, ...]:
         """Return the shape of the outputs of this rank."""
         mesh = joined_mesh()
         columns = self.units if mesh is None or self.gather_output else self.units // mesh.split

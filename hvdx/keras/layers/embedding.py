@@ -1,9 +1,10 @@
 """`SplitEmbedding`: an embedding whose table is split over the ranks of a group."""
 
-from typing import Any
+from collections.abc import Sequence
 
 import keras
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from hvdx.comm.mesh import bounds_of
@@ -12,6 +13,7 @@ from hvdx.keras.layers import collectives
 from hvdx.keras.layers.initial import Draw
 from hvdx.keras.layers.split_layer import SplitLayer
 from hvdx.keras.layers.whole import name_as_plain
+from hvdx.keras.types import TensorLike
 from hvdx.keras.weight_parts import WeightPart, part_of
 
 
@@ -44,22 +46,22 @@ class SplitEmbedding(SplitLayer, keras.layers.Embedding):
     """
 
     plain_class = keras.layers.Embedding
-    built: Any
-    _embeddings: Any
+    built: bool
+    _embeddings: keras.Variable
 
     def __init__(
         self,
         input_dim: int,
         output_dim: int,
-        embeddings_initializer: Any = "uniform",
-        embeddings_regularizer: Any = None,
-        embeddings_constraint: Any = None,
+        embeddings_initializer: str | keras.initializers.Initializer = "uniform",
+        embeddings_regularizer: str | keras.regularizers.Regularizer | None = None,
+        embeddings_constraint: str | keras.constraints.Constraint | None = None,
         mask_zero: bool = False,
-        weights: Any = None,
+        weights: npt.ArrayLike | list[npt.ArrayLike] | None = None,
         lora_rank: int | None = None,
-        *args: Any,
+        *args: object,
         draw: Draw = "whole",
-        **kwargs: Any,
+        **kwargs: object,
     ):
         super().__init__(
             input_dim,
@@ -80,7 +82,7 @@ class SplitEmbedding(SplitLayer, keras.layers.Embedding):
             part = part_of(self._embeddings)
             self.set_weights([table if part is None or table.shape != part.shape else part.cut(table)])
 
-    def build(self, input_shape: Any = None) -> None:
+    def build(self, input_shape: Sequence[int | None] | None = None) -> None:
         """Make this rank's part of the table. Not collective."""
         if self.built:
             return
@@ -93,7 +95,7 @@ class SplitEmbedding(SplitLayer, keras.layers.Embedding):
         self._embeddings = self._add_part("embeddings", part)
         self.built = True
 
-    def call(self, inputs: Any) -> Any:
+    def call(self, inputs: TensorLike | tf.RaggedTensor) -> tf.Tensor | tf.RaggedTensor:
         """Return the rows of this rank's ids.
 
         Raises:
@@ -107,7 +109,7 @@ class SplitEmbedding(SplitLayer, keras.layers.Embedding):
             return inputs.with_flat_values(self._look_up(inputs.flat_values))
         return self._look_up(tf.convert_to_tensor(inputs))
 
-    def _look_up(self, inputs: Any) -> Any:
+    def _look_up(self, inputs: tf.Tensor) -> tf.Tensor:
         ranks, part = self._ranks.value, part_of(self._embeddings)
         assert part is not None
         ids = tf.reshape(tf.cast(inputs, tf.int64), [-1])

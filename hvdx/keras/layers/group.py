@@ -1,6 +1,6 @@
 """The group of ranks that split a layer, as layers see it."""
 
-from typing import Any
+from typing import Generic, TypeVar
 
 from hvdx.comm.mesh import Mesh
 from hvdx.keras.joining import join
@@ -26,11 +26,14 @@ def bytes_sent() -> int:
     return 0 if mesh is None else tensors_of(mesh).sent
 
 
-class Shared:
+T = TypeVar("T")
+
+
+class Shared(Generic[T]):
     """Value that a deep copy of a layer shares with the layer."""
 
-    def __init__(self, value: Any):
+    def __init__(self, value: T):
         self.value = value
 
-    def __deepcopy__(self, memo: Any) -> "Shared":
+    def __deepcopy__(self, memo: object) -> "Shared[T]":
         return self

@@ -1,9 +1,11 @@
 """Initial values of parts of weights."""
 
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from hvdx.errors import ConfigError
 from hvdx.keras.weight_parts import WeightPart
@@ -28,21 +30,23 @@ class PartInitializer(keras.initializers.Initializer):
         ConfigError: if `draw` is unknown, or the initialiser cannot draw a part alone.
     """
 
-    def __init__(self, initializer: Any, part: WeightPart, draw: Draw, where: str):
+    def __init__(self, initializer: keras.initializers.Initializer, part: WeightPart, draw: Draw, where: str):
         if draw not in ("whole", "shard"):
             raise ConfigError(f"{where}: draw: expected 'whole' or 'shard', got {draw!r}.")
         self._initializer, self._part, self._draw = initializer, part, draw
         if draw == "shard":
             self._initializer = _of_part(initializer, part, where)
 
-    def __call__(self, shape: Any, dtype: Any = None) -> Any:
+    def __call__(self, shape: Sequence[int], dtype: str | None = None) -> tf.Tensor:
         """Return the initial values of the part."""
         if self._draw == "shard":
             return self._initializer(shape, dtype=dtype)
         return self._part.cut(self._initializer(self._part.shape, dtype=dtype))
 
 
-def _of_part(initializer: Any, part: WeightPart, where: str) -> Any:
+def _of_part(
+    initializer: keras.initializers.Initializer, part: WeightPart, where: str
+) -> keras.initializers.Initializer:
     """Return an initialiser that draws a part with a seed of its own and the variance of the whole weight."""
     kinds = {cls.__name__ for cls in type(initializer).__mro__}
     scaled = "VarianceScaling" in kinds

@@ -1,7 +1,5 @@
 """Loss and metric of a softmax over classes that no rank holds whole."""
 
-from typing import Any
-
 import keras
 import tensorflow as tf
 
@@ -48,7 +46,7 @@ class SplitSparseCategoricalCrossentropy(keras.losses.SparseCategoricalCrossentr
         ignore_class: int | None = None,
         reduction: str | None = "sum_over_batch_size",
         name: str = "sparse_categorical_crossentropy",
-        dtype: Any = None,
+        dtype: str | keras.DTypePolicy | None = None,
     ):
         if not from_logits:
             raise ConfigError(
@@ -57,7 +55,7 @@ class SplitSparseCategoricalCrossentropy(keras.losses.SparseCategoricalCrossentr
             )
         super().__init__(from_logits=True, ignore_class=ignore_class, reduction=reduction, name=name, dtype=dtype)
 
-    def call(self, y_true: Any, y_pred: Any) -> Any:
+    def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
         """Return the loss of each row of this rank's batch.
 
         Args:
@@ -97,12 +95,12 @@ class SplitSparseCategoricalAccuracy(keras.metrics.SparseCategoricalAccuracy):
     #: Class of the metric that `hvdx.keras.gather` puts in the place of this one.
     plain_class = keras.metrics.SparseCategoricalAccuracy
 
-    def __init__(self, name: str = "sparse_categorical_accuracy", dtype: Any = None):
+    def __init__(self, name: str = "sparse_categorical_accuracy", dtype: str | keras.DTypePolicy | None = None):
         super().__init__(name=name, dtype=dtype)
         set_metric_function(self, _matches)
 
 
-def _matches(y_true: Any, y_pred: Any) -> Any:
+def _matches(y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
     """Return 1 for each row of this rank's batch whose largest prediction is that of its label, else 0.
 
     Args:
@@ -124,7 +122,7 @@ def _matches(y_true: Any, y_pred: Any) -> Any:
     return tf.cast(tf.equal(tf.reshape(tf.cast(classes, tf.int64), tf.shape(labels)), labels), keras.config.floatx())
 
 
-def _labels(y_true: Any, y_pred: Any) -> Any:
+def _labels(y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
     """Return the labels as int64 without a last dimension of 1 that the predictions lack."""
     labels = tf.cast(y_true, tf.int64)
     return tf.squeeze(labels, -1) if len(labels.shape) == len(y_pred.shape) and labels.shape[-1] == 1 else labels

@@ -1,19 +1,20 @@
 """Regularisers and constraints that fit weights that are split."""
 
-from typing import Any
+from collections.abc import Callable
 
 import keras
 import tensorflow as tf
 
 from hvdx.comm.split_tensors import SplitTensors
 from hvdx.errors import ConfigError
+from hvdx.keras.types import TensorLike
 from hvdx.keras.weight_parts import WeightPart
 
 _SUMS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
 _NORMS = (keras.constraints.MaxNorm, keras.constraints.MinMaxNorm, keras.constraints.UnitNorm)
 
 
-def check_constraint(constraint: Any, part: WeightPart, where: str) -> None:
+def check_constraint(constraint: keras.constraints.Constraint | None, part: WeightPart, where: str) -> None:
     """Refuse a constraint that needs more than this rank's part of a weight.
 
     Args:
@@ -37,7 +38,9 @@ def check_constraint(constraint: Any, part: WeightPart, where: str) -> None:
     )
 
 
-def split_regularizer(regularizer: Any, ranks: SplitTensors, where: str) -> Any:
+def split_regularizer(
+    regularizer: keras.regularizers.Regularizer | None, ranks: SplitTensors, where: str
+) -> Callable[[TensorLike], tf.Tensor] | None:
     """Return a regulariser whose loss is that of the whole weight, and whose gradient that of this rank's part.
 
     Args:
@@ -56,9 +59,9 @@ def split_regularizer(regularizer: Any, ranks: SplitTensors, where: str) -> Any:
             "whole weight. Use one of these, or a layer of Keras."
         )
 
-    def loss(part: Any) -> Any:
+    def loss(part: TensorLike) -> tf.Tensor:
         @tf.custom_gradient
-        def total(mine: Any) -> Any:
+        def total(mine: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
             return ranks.sum(mine), lambda gradient: gradient
 
         return total(tf.convert_to_tensor(regularizer(part)))

@@ -1,13 +1,17 @@
 """What split layers have in common: this rank's part of each weight, in memory and in files."""
 
-from typing import Any
+from collections.abc import Callable
+
+import keras
 
 from hvdx.comm.mesh import Mesh
+from hvdx.comm.split_tensors import SplitTensors
 from hvdx.errors import ConfigError
 from hvdx.keras.layers.group import Shared, joined_mesh
 from hvdx.keras.layers.initial import Draw, PartInitializer
 from hvdx.keras.layers.rules import check_constraint, split_regularizer
 from hvdx.keras.layers.whole import cut_saved, guard_files, refuse_to_save
+from hvdx.keras.types import Store
 from hvdx.keras.weight_parts import WeightPart, mark, tensors_of
 
 
@@ -19,13 +23,13 @@ class SplitLayer:
         draw: "whole" or "shard"; see `PartInitializer`.
     """
 
-    plain_class: Any
+    plain_class: type[keras.layers.Layer]
     draw: Draw
-    name: Any
-    add_weight: Any
+    name: str
+    add_weight: Callable[..., keras.Variable]
     # Set by `_join_group`.
-    _mesh: Any = None
-    _ranks: Any = None
+    _mesh: Shared[Mesh] | None = None
+    _ranks: Shared[SplitTensors]
 
     def _join_group(self) -> Mesh | None:
         """Join the group of ranks that split this layer; return its mesh, or None if the layer is not split.
@@ -55,7 +59,7 @@ class SplitLayer:
                 f"Use keras.layers.{self.plain_class.__name__} for small layers, which are not worth splitting."
             )
 
-    def _add_part(self, name: str, part: WeightPart) -> Any:
+    def _add_part(self, name: str, part: WeightPart) -> keras.Variable:
         """Make this rank's part of a weight.
 
         Args:
@@ -80,7 +84,7 @@ class SplitLayer:
         mark(variable, part)
         return variable
 
-    def save_own_variables(self, store: Any) -> None:
+    def save_own_variables(self, store: Store) -> None:
         """Save the weights of the plain layer; refuse to save a part.
 
         Raises:
@@ -89,12 +93,12 @@ class SplitLayer:
         refuse_to_save(self, self._mesh)
         super().save_own_variables(store)  # type: ignore[misc]
 
-    def load_own_variables(self, store: Any) -> None:
+    def load_own_variables(self, store: Store) -> None:
         """Load the weights of the plain layer, and keep this rank's part."""
         values = store if self._mesh is None else cut_saved(store, self.weights)  # type: ignore[attr-defined]
         super().load_own_variables(values)  # type: ignore[misc]
 
-    def enable_lora(self, *args: Any, **kwargs: Any) -> None:
+    def enable_lora(self, *args: object, **kwargs: object) -> None:
         """Refuse LoRA for split weights."""
         if self._mesh is not None:
             raise ConfigError(
@@ -102,7 +106,7 @@ class SplitLayer:
             )
         super().enable_lora(*args, **kwargs)  # type: ignore[misc]
 
-    def quantize(self, *args: Any, **kwargs: Any) -> None:
+    def quantize(self, *args: object, **kwargs: object) -> None:
         """Refuse quantisation of split weights."""
         if self._mesh is not None:
             raise ConfigError(f"layer {self.name}: quantization needs whole weights. Use hvdx.keras.gather(model).")

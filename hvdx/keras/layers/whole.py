@@ -1,10 +1,10 @@
 """Files of models with split layers: they hold plain layers of Keras with whole weights."""
 
-from collections.abc import Mapping
-from typing import Any
+import keras
 
 from hvdx.errors import ConfigError
 from hvdx.keras.seams.layers import change_loaded_state, guard_saving, name_in_files
+from hvdx.keras.types import Store, Variable
 from hvdx.keras.weight_parts import has_parts, mark_state, part_of
 
 _REMEDY = (
@@ -42,17 +42,17 @@ def guard_files() -> None:
     change_loaded_state(_cut_state)
 
 
-def _refuse(model: Any) -> None:
+def _refuse(model: keras.Model) -> None:
     if has_parts(model):
         raise ConfigError(f"model {model.name}: {_REMEDY}")
 
 
-def _cut_state(optimizer: Any, store: Mapping[str, Any]) -> Mapping[str, Any]:
+def _cut_state(optimizer: keras.optimizers.Optimizer, store: Store) -> Store:
     mark_state(optimizer)
     return cut_saved(store, optimizer.variables)
 
 
-def refuse_to_save(layer: Any, mesh: Any) -> None:
+def refuse_to_save(layer: keras.layers.Layer, mesh: object) -> None:
     """Raise ConfigError if a layer holds a part of its weights.
 
     Args:
@@ -63,7 +63,7 @@ def refuse_to_save(layer: Any, mesh: Any) -> None:
         raise ConfigError(f"layer {layer.name}: {_REMEDY}")
 
 
-def cut_saved(store: Mapping[str, Any], variables: list[Any]) -> Mapping[str, Any]:
+def cut_saved(store: Store, variables: list[Variable]) -> Store:
     """Return saved values, cut to this rank's parts.
 
     Args:

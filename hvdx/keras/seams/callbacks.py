@@ -2,14 +2,14 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import keras
 
 from hvdx.keras.seams.replacing import Method, override
+from hvdx.keras.types import Logs
 
 
-def mute_set_model(callback: Any) -> None:
+def mute_set_model(callback: keras.callbacks.Callback) -> None:
     """Make `set_model` of a callback do nothing, which Keras may still call; TensorBoard opens its files there.
 
     Relies on: `CallbackList` reaches `set_model` by way of the object.
@@ -17,30 +17,32 @@ def mute_set_model(callback: Any) -> None:
     callback.set_model = lambda model: None
 
 
-def unmute_set_model(callback: Any) -> None:
+def unmute_set_model(callback: keras.callbacks.Callback) -> None:
     """Undo `mute_set_model`."""
     vars(callback).pop("set_model", None)
 
 
-def show_steps(bar: Any, taken: Callable[[], int], steps: int) -> None:
+def show_steps(bar: keras.callbacks.ProgbarLogger, taken: Callable[[], int], steps: int) -> None:
     """Make a `ProgbarLogger` show `taken()` of `steps` steps.
 
     Relies on: `ProgbarLogger.target`; `on_train_batch_end` shows its argument, which counts from 0.
     """
 
-    def on_train_batch_end(self: Any, original: Method, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(
+        self: keras.callbacks.ProgbarLogger, original: Method, batch: int, logs: Logs = None
+    ) -> None:
         original(max(taken() - 1, 0), logs)
 
     bar.target = steps
     override(bar, "on_train_batch_end", on_train_batch_end)
 
 
-def show_own_steps(bar: Any) -> None:
+def show_own_steps(bar: keras.callbacks.ProgbarLogger) -> None:
     """Undo `show_steps`."""
     vars(bar).pop("on_train_batch_end", None)
 
 
-def watch_fits(function: Callable[[Any], None]) -> None:
+def watch_fits(function: Callable[[keras.callbacks.CallbackList], None]) -> None:
     """Call `function(callback_list)` after `on_train_begin` of each `CallbackList`, from now on.
 
     Relies on: every `fit` calls `CallbackList.on_train_begin`.
@@ -48,14 +50,14 @@ def watch_fits(function: Callable[[Any], None]) -> None:
     original = keras.callbacks.CallbackList.on_train_begin
 
     @functools.wraps(original)
-    def on_train_begin(self: Any, logs: Any = None) -> None:
+    def on_train_begin(self: keras.callbacks.CallbackList, logs: Logs = None) -> None:
         original(self, logs)
         function(self)
 
     keras.callbacks.CallbackList.on_train_begin = on_train_begin
 
 
-def steps_since_saving(callback: Any) -> tuple[int, int]:
+def steps_since_saving(callback: keras.callbacks.Callback) -> tuple[int, int]:
     """Return the steps since a `ModelCheckpoint` saved, and the number of its last step, -1 before the first.
 
     Relies on: `ModelCheckpoint._batches_seen_since_last_saving` and `_last_batch_seen`.
@@ -74,6 +76,6 @@ class GuardedModelCheckpoint(keras.callbacks.ModelCheckpoint):
         """Return whether this process saves."""
         raise NotImplementedError
 
-    def _save_model(self, *args: Any, **named: Any) -> None:
+    def _save_model(self, *args: object, **named: object) -> None:
         if self.saves_here():
             super()._save_model(*args, **named)

@@ -1,12 +1,15 @@
 """Looks into the frames of the callers: Keras gives a callback the model, but neither its list nor the data."""
 
 import inspect
-from typing import Any
 
 import keras
+import tensorflow as tf
+
+from hvdx.keras.seams.iterators import EpochIterator
+from hvdx.keras.types import Arrays
 
 
-def calling_list(callback: Any) -> Any:
+def calling_list(callback: keras.callbacks.Callback) -> keras.callbacks.CallbackList | None:
     """Return the `CallbackList` that is calling `callback.set_model`, or None.
 
     Relies on: its method is one of the four nearest frames, and it is the method's `self`.
@@ -20,7 +23,7 @@ def calling_list(callback: Any) -> Any:
     return None
 
 
-def epoch_iterator(callback: Any) -> Any:
+def epoch_iterator(callback: keras.callbacks.Callback) -> "EpochIterator | None":
     """Return the iterator over the batches of `fit` or `evaluate`, whichever calls a callback, or None.
 
     Relies on: a method of the model has a local variable `epoch_iterator`.
@@ -28,7 +31,7 @@ def epoch_iterator(callback: Any) -> Any:
     return _local(callback, "epoch_iterator")
 
 
-def validation_inputs(callback: Any) -> Any:
+def validation_inputs(callback: keras.callbacks.Callback) -> tf.data.Dataset | Arrays:
     """Return the inputs of the validation data of the `fit` that calls a callback, a dataset or arrays, or None.
 
     Relies on: `Model.fit` has a local variable `val_x`.
@@ -36,14 +39,14 @@ def validation_inputs(callback: Any) -> Any:
     return _local(callback, "val_x")
 
 
-def _local(callback: Any, name: str) -> Any:
+def _local(callback: keras.callbacks.Callback, name: str) -> object:
     frame = inspect.currentframe()
     while frame is not None and frame.f_locals.get("self") is not callback.model:
         frame = frame.f_back
     return None if frame is None else frame.f_locals.get(name)
 
 
-def running_fits(model: Any) -> int:
+def running_fits(model: keras.Model) -> int:
     """Count the calls of Keras' `fit` of a model that have not returned.
 
     Relies on: `Model.fit` has the local variables `self` and `epoch_iterator`; a subclass that calls it has not.

@@ -3,9 +3,13 @@
 import importlib
 import inspect
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import tensorflow as tf
+
+#: What `tf.function` makes, and its trace for one signature; both are graphs to call.
+TracedFunction: TypeAlias = tf.types.experimental.PolymorphicFunction
+ConcreteFunction: TypeAlias = tf.types.experimental.ConcreteFunction
 
 
 def leave_to_python(*packages: str, convert: Sequence[str] = ()) -> None:
@@ -24,7 +28,7 @@ def traces_for_xla() -> bool:
 
     Relies on: `Graph._get_control_flow_context`, its `IsXLAContext` and `outer_context`, and `FuncGraph.outer_graph`.
     """
-    graph: Any = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     while graph is not None:
         context = graph._get_control_flow_context()
         while context is not None:
@@ -35,7 +39,7 @@ def traces_for_xla() -> bool:
     return False
 
 
-def functions_in(thing: Any, depth: int = 4) -> Iterator[Any]:
+def functions_in(thing: object, depth: int = 4) -> Iterator[TracedFunction]:
     """Yield the `tf.function`s in the closures of a training function, or the `tf.function` itself.
 
     Relies on: Keras keeps those of a training step in closures; `Function._list_all_concrete_functions`.
@@ -47,7 +51,7 @@ def functions_in(thing: Any, depth: int = 4) -> Iterator[Any]:
             yield from functions_in(value, depth - 1)
 
 
-def traces_of(function: Any) -> list[Any]:
+def traces_of(function: TracedFunction) -> list[ConcreteFunction]:
     """Return the concrete functions of a `tf.function` that were traced.
 
     Relies on: `Function._list_all_concrete_functions`.
@@ -55,5 +59,5 @@ def traces_of(function: Any) -> list[Any]:
     return list(function._list_all_concrete_functions())
 
 
-def closure_of(function: Any) -> list[Any]:
+def closure_of(function: object) -> list[Any]:
     return list(inspect.getclosurevars(function).nonlocals.values()) if inspect.isfunction(function) else []

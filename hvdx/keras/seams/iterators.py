@@ -1,14 +1,24 @@
 """The iterator over the batches of a fit, and its data."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import keras
+import tensorflow as tf
 
 from hvdx.keras.seams.replacing import restore
+from hvdx.keras.types import PyDatasetAdapter, Structure
+
+if TYPE_CHECKING:
+    from keras.src.trainers.epoch_iterator import EpochIterator as KerasIterator
+
+#: Iterator over the batches of a fit, which Keras keeps for all epochs.
+EpochIterator: TypeAlias = "KerasIterator"
+#: Number of a step, or those of the first and the last of several, and the iterator over batches.
+Step: TypeAlias = tuple[int, Iterator[Structure]] | tuple[int, int, Iterator[Structure]]
 
 
-def dataset_of(iterator: Any) -> Any:
+def dataset_of(iterator: EpochIterator) -> tf.data.Dataset | None:
     """Return the dataset that a fit reads; None if it is unknown.
 
     Relies on: `TFEpochIterator._distributed_dataset`.
@@ -16,7 +26,7 @@ def dataset_of(iterator: Any) -> Any:
     return getattr(iterator, "_distributed_dataset", None)
 
 
-def read_from(iterator: Any, dataset: Any) -> None:
+def read_from(iterator: EpochIterator, dataset: tf.data.Dataset) -> None:
     """Make a fit read another dataset from its next pass on.
 
     Relies on: `TFEpochIterator` reads `_distributed_dataset` when a pass begins.
@@ -24,7 +34,7 @@ def read_from(iterator: Any, dataset: Any) -> None:
     iterator._distributed_dataset = dataset
 
 
-def take_steps(iterator: Any, dataset: Any, steps: int) -> None:
+def take_steps(iterator: EpochIterator, dataset: tf.data.Dataset, steps: int) -> None:
     """Make each epoch of a fit take some steps of a dataset that repeats.
 
     Relies on: `EpochIterator` ends an epoch after `steps_per_epoch` steps, or after `_num_batches` if known.
@@ -35,7 +45,7 @@ def take_steps(iterator: Any, dataset: Any, steps: int) -> None:
     iterator._current_iterator = None
 
 
-def epoch_is_one_pass(iterator: Any) -> bool:
+def epoch_is_one_pass(iterator: EpochIterator) -> bool:
     """Return whether each epoch of a fit is one pass through its data.
 
     Relies on: `EpochIterator.steps_per_epoch` is None then.
@@ -43,7 +53,7 @@ def epoch_is_one_pass(iterator: Any) -> bool:
     return getattr(iterator, "steps_per_epoch", None) is None
 
 
-def number_of_batches(iterator: Any) -> int | None:
+def number_of_batches(iterator: EpochIterator) -> int | None:
     """Return the number of batches of a pass; None if it is unknown.
 
     Relies on: `EpochIterator.num_batches`.
@@ -52,7 +62,7 @@ def number_of_batches(iterator: Any) -> int | None:
     return None if number is None else int(number)
 
 
-def batch_size_of(iterator: Any) -> int | None:
+def batch_size_of(iterator: EpochIterator) -> int | None:
     """Return the batch size of arrays that a fit divides into batches; None for other data.
 
     Relies on: `ArrayDataAdapter.batch_size`.
@@ -61,7 +71,7 @@ def batch_size_of(iterator: Any) -> int | None:
     return int(size) if size else None
 
 
-def arrays_of(iterator: Any) -> Any:
+def arrays_of(iterator: EpochIterator) -> Structure:
     """Return the arrays of a fit; None for other data.
 
     Relies on: `ArrayDataAdapter._inputs`.
@@ -69,7 +79,7 @@ def arrays_of(iterator: Any) -> Any:
     return getattr(getattr(iterator, "data_adapter", None), "_inputs", None)
 
 
-def wrap_steps(iterator: Any, wrapper: Callable[[Iterator[Any]], Iterator[Any]]) -> bool:
+def wrap_steps(iterator: EpochIterator, wrapper: Callable[[Iterator[Step]], Iterator[Step]]) -> bool:
     """Replace the steps of the next epoch by `wrapper(steps)`; return False if Keras names the generator differently.
 
     Relies on: `fit` calls `EpochIterator._enumerate_iterator` (3.6: `enumerate_epoch`), which yields tuples of a step's
@@ -80,7 +90,7 @@ def wrap_steps(iterator: Any, wrapper: Callable[[Iterator[Any]], Iterator[Any]])
         return False
     steps = getattr(iterator, name)
 
-    def once() -> Iterator[Any]:
+    def once() -> Iterator[Step]:
         restore(iterator, [name])
         return wrapper(steps())
 
@@ -88,7 +98,7 @@ def wrap_steps(iterator: Any, wrapper: Callable[[Iterator[Any]], Iterator[Any]])
     return True
 
 
-def count_batches(iterator: Any, batches: int) -> None:
+def count_batches(iterator: EpochIterator, batches: int) -> None:
     """Tell the iterator of a fit that batches were taken in addition to those that it has counted.
 
     Relies on: `EpochIterator._steps_seen`.
@@ -96,7 +106,7 @@ def count_batches(iterator: Any, batches: int) -> None:
     iterator._steps_seen += batches
 
 
-def py_dataset_adapter(iterator: Any) -> Any:
+def py_dataset_adapter(iterator: EpochIterator) -> PyDatasetAdapter | None:
     """Return the adapter of a fit that reads a `PyDataset`, with its hooks of an epoch; None for other data.
 
     Relies on: `EpochIterator.data_adapter.py_dataset`, and `on_epoch_begin` and `on_epoch_end` of the adapter.
@@ -105,7 +115,7 @@ def py_dataset_adapter(iterator: Any) -> Any:
     return adapter if isinstance(getattr(adapter, "py_dataset", None), keras.utils.PyDataset) else None
 
 
-def take_epoch_hooks(adapter: Any) -> tuple[Callable[[], None], Callable[[], None]]:
+def take_epoch_hooks(adapter: PyDatasetAdapter) -> tuple[Callable[[], None], Callable[[], None]]:
     """Return the hooks of a `PyDataset` around an epoch, which Keras no longer calls from now on.
 
     Relies on: `fit` calls `on_epoch_begin` and `on_epoch_end` of the object `data_adapter`.
@@ -115,7 +125,7 @@ def take_epoch_hooks(adapter: Any) -> tuple[Callable[[], None], Callable[[], Non
     return hooks
 
 
-def drop_read_ahead(adapter: Any) -> None:
+def drop_read_ahead(adapter: PyDatasetAdapter) -> None:
     """Drop the batches of a `PyDataset` with workers that were read for this epoch and not taken.
 
     Relies on: `PyDatasetAdapter.enqueuer.ready_queue`; without workers there is no enqueuer or queue.

@@ -3,18 +3,19 @@
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any
 
 import keras
+import tensorflow as tf
 
 from hvdx.keras.seams.replacing import Method
+from hvdx.keras.types import Store, Variable
 
 #: Class of the variables that layers and optimisers make. `keras.Variable` derives from it; in Keras 3.6, variables of
 #: layers are not instances of `keras.Variable`. Relies on: `keras.Variable.__mro__`.
-KerasVariable: Any = keras.Variable.__mro__[1]
+KerasVariable: type[keras.Variable] = keras.Variable.__mro__[1]
 
 
-def raw_variable(variable: Any) -> Any:
+def raw_variable(variable: Variable) -> tf.Variable:
     """Return the `tf.Variable` of a Keras variable; `value` would be a cast copy under another compute dtype.
 
     Relies on: `Variable._value`.
@@ -28,7 +29,9 @@ class CombinedBatchNormalization(keras.layers.BatchNormalization):
     Relies on: `BatchNormalization.call` normalises by `_moments(inputs, mask)` in training; `_reduction_axes`.
     """
 
-    def combine(self, inputs: Any, mask: Any, axes: Any, mean: Any, variance: Any) -> tuple[Any, Any]:
+    def combine(
+        self, inputs: tf.Tensor, mask: tf.Tensor | None, axes: list[int], mean: tf.Tensor, variance: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
         """Return mean and variance of all samples.
 
         Args:
@@ -38,11 +41,11 @@ class CombinedBatchNormalization(keras.layers.BatchNormalization):
         """
         raise NotImplementedError
 
-    def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
+    def _moments(self, inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
         return self.combine(inputs, mask, self._reduction_axes, *super()._moments(inputs, mask))
 
 
-def set_mask(losses: Any, valid: Any) -> None:
+def set_mask(losses: tf.Tensor, valid: tf.Tensor) -> None:
     """Leave losses out of the mean that a `keras.losses.Loss` takes.
 
     Relies on: `Loss.__call__` reads `_keras_mask` of the tensor that `call` returns.
@@ -50,7 +53,7 @@ def set_mask(losses: Any, valid: Any) -> None:
     losses._keras_mask = valid
 
 
-def set_metric_function(metric: Any, function: Method) -> None:
+def set_metric_function(metric: keras.metrics.Metric, function: Method) -> None:
     """Set the function of labels and predictions whose mean a metric is.
 
     Relies on: `MeanMetricWrapper._fn`.
@@ -76,7 +79,7 @@ _SAVING = (
 )
 
 
-def guard_saving(check: Callable[[Any], None]) -> None:
+def guard_saving(check: Callable[[keras.Model], None]) -> None:
     """Call `check(model)` before Keras writes a model to a file, from now on; it may raise.
 
     Relies on: Keras' functions that save call each other, or the wrapped names, with the model first.
@@ -84,7 +87,7 @@ def guard_saving(check: Callable[[Any], None]) -> None:
 
     def guarded(save: Method) -> Method:
         @functools.wraps(save)
-        def function(model: Any, *args: Any, **named: Any) -> Any:
+        def function(model: keras.Model, *args: object, **named: object) -> object:
             check(model)
             return save(model, *args, **named)
 
@@ -96,7 +99,7 @@ def guard_saving(check: Callable[[Any], None]) -> None:
             setattr(owner, name, guarded(original))
 
 
-def change_loaded_state(change: Callable[[Any, Any], Any]) -> None:
+def change_loaded_state(change: Callable[[keras.optimizers.Optimizer, Store], Store]) -> None:
     """Make each optimiser load `change(optimizer, store)` in place of the values in a file, from now on.
 
     Relies on: `Optimizer.load_own_variables(store)`, whose keys are the numbers of `Optimizer.variables`.
@@ -104,7 +107,7 @@ def change_loaded_state(change: Callable[[Any, Any], Any]) -> None:
     original = keras.optimizers.Optimizer.load_own_variables
 
     @functools.wraps(original)
-    def load_own_variables(self: Any, store: Any) -> Any:
-        return original(self, change(self, store))
+    def load_own_variables(self: keras.optimizers.Optimizer, store: Store) -> None:
+        original(self, change(self, store))
 
     keras.optimizers.Optimizer.load_own_variables = load_own_variables

@@ -2,14 +2,14 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import keras
 
 from hvdx.keras.seams.replacing import Method, override, restore
+from hvdx.keras.types import Gradient, Variable
 
 
-def trained_variables(optimizer: Any) -> list[Any]:
+def trained_variables(optimizer: keras.optimizers.Optimizer) -> list[Variable]:
     """Return the variables that an optimiser was built for; [] before.
 
     Relies on: `Optimizer._trainable_variables`.
@@ -17,7 +17,7 @@ def trained_variables(optimizer: Any) -> list[Any]:
     return list(getattr(optimizer, "_trainable_variables", ()))
 
 
-def step_counter(optimizer: Any) -> Any:
+def step_counter(optimizer: keras.optimizers.Optimizer) -> Variable:
     """Return the variable that counts an optimiser's steps, micro-steps too.
 
     Relies on: `Optimizer._iterations`; `iterations` divides it by the micro-steps of a step.
@@ -25,7 +25,9 @@ def step_counter(optimizer: Any) -> Any:
     return optimizer._iterations
 
 
-def rate_of(optimizer: Any) -> Any:
+def rate_of(
+    optimizer: keras.optimizers.Optimizer,
+) -> Variable | keras.optimizers.schedules.LearningRateSchedule | None:
     """Return the variable of an optimiser's learning rate, or its schedule.
 
     Relies on: `Optimizer._learning_rate`; `learning_rate` is the schedule's present value.
@@ -33,7 +35,7 @@ def rate_of(optimizer: Any) -> Any:
     return getattr(optimizer, "_learning_rate", None)
 
 
-def accumulators_of(optimizer: Any) -> list[Any]:
+def accumulators_of(optimizer: keras.optimizers.Optimizer) -> list[Variable]:
     """Return the variables in which an optimiser accumulates gradients, in the order of `trained_variables`.
 
     Relies on: `Optimizer._accumulated_gradients`.
@@ -41,7 +43,7 @@ def accumulators_of(optimizer: Any) -> list[Any]:
     return list(getattr(optimizer, "_accumulated_gradients", ()))
 
 
-def averages_of(optimizer: Any) -> list[Any]:
+def averages_of(optimizer: keras.optimizers.Optimizer) -> list[Variable | None]:
     """Return the moving averages of weights under `use_ema`, in the order of `trained_variables`; some may be None.
 
     Relies on: `Optimizer._model_variables_moving_average`.
@@ -49,7 +51,7 @@ def averages_of(optimizer: Any) -> list[Any]:
     return list(getattr(optimizer, "_model_variables_moving_average", None) or ())
 
 
-def velocity_of(optimizer: Any, variable: Any) -> Any:
+def velocity_of(optimizer: keras.optimizers.Optimizer, variable: Variable) -> Variable:
     """Return the second moment that Adam, Nadam or RMSprop keeps of a variable's gradients.
 
     Relies on: `Optimizer._velocities` and `Optimizer._get_variable_index`.
@@ -57,7 +59,7 @@ def velocity_of(optimizer: Any, variable: Any) -> Any:
     return optimizer._velocities[optimizer._get_variable_index(variable)]
 
 
-def momenta_of(optimizer: Any) -> list[Any]:
+def momenta_of(optimizer: keras.optimizers.Optimizer) -> list[Variable]:
     """Return the velocities of an optimiser with momentum, in the order of `trained_variables`.
 
     Relies on: `SGD.momentums`, `RMSprop._momentums`.
@@ -65,7 +67,7 @@ def momenta_of(optimizer: Any) -> list[Any]:
     return list(getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", None) or ())
 
 
-def slot_prefix(variable: Any) -> str:
+def slot_prefix(variable: Variable) -> str:
     """Return the beginning of the names of an optimiser's variables that belong to a weight.
 
     Relies on: Keras links a slot to its weight by this name only.
@@ -81,7 +83,7 @@ def is_of_keras(kind: type) -> bool:
     return kind.__module__.startswith("keras.")
 
 
-def owner_of_update_step(optimizer: Any) -> type:
+def owner_of_update_step(optimizer: keras.optimizers.Optimizer) -> type:
     """Return the class whose `update_step` an optimiser takes.
 
     Relies on: `update_step` is the method that an optimiser overrides.
@@ -96,7 +98,7 @@ _PARTS = (
 )
 
 
-def has_parts_of_step(optimizer: Any) -> bool:
+def has_parts_of_step(optimizer: keras.optimizers.Optimizer) -> bool:
     """Return whether `wrap_optimizer` can replace the parts of an optimiser's step.
 
     Relies on: `Optimizer.apply` is the method that calls the parts; a class of Keras with its own `apply` has others.
@@ -106,7 +108,9 @@ def has_parts_of_step(optimizer: Any) -> bool:
     return present and not (is_of_keras(kind) and kind.apply is not keras.optimizers.Optimizer.apply)
 
 
-def wrap_optimizer(optimizer: Any, *, begin: Method, clip: Method, update: Method, overwrite: Method) -> None:
+def wrap_optimizer(
+    optimizer: keras.optimizers.Optimizer, *, begin: Method, clip: Method, update: Method, overwrite: Method
+) -> None:
     """Replace the parts of an optimiser's step, each by `function(optimizer, original, *arguments)`.
 
     Relies on: Keras calls overwrite, begin, then (after accumulation) clip with the gradients, then update.
@@ -122,7 +126,7 @@ def wrap_optimizer(optimizer: Any, *, begin: Method, clip: Method, update: Metho
         override(optimizer, name, function)
 
 
-def wrap_apply(optimizer: Any, function: Method) -> None:
+def wrap_apply(optimizer: keras.optimizers.Optimizer, function: Method) -> None:
     """Replace an optimiser's `apply` by `function(optimizer, original, gradients, variables)`.
 
     Relies on: `Trainer.train_step` and users' loops reach `apply` by way of the object.
@@ -130,7 +134,7 @@ def wrap_apply(optimizer: Any, function: Method) -> None:
     override(optimizer, "apply", function)
 
 
-def wrap_overflow_check(optimizer: Any, function: Method) -> None:
+def wrap_overflow_check(optimizer: keras.optimizers.Optimizer, function: Method) -> None:
     """Replace a loss-scale optimiser's check by `function(optimizer, original, gradients)`; it returns a scalar bool.
 
     Relies on: `LossScaleOptimizer.apply` calls `check_finite` once, and skips the step if the result is False.
@@ -138,17 +142,19 @@ def wrap_overflow_check(optimizer: Any, function: Method) -> None:
     override(optimizer, "check_finite", function)
 
 
-def add_local_variables_method(optimizer: Any, function: Method) -> None:
+def add_local_variables_method(optimizer: keras.optimizers.Optimizer, function: Method) -> None:
     """Add Horovod's method `register_local_var` to an optimiser."""
     optimizer.register_local_var = function
 
 
-def unwrap_optimizer(optimizer: Any) -> None:
+def unwrap_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
     """Undo the functions above."""
     restore(optimizer, (*_PARTS, "apply", "check_finite", "register_local_var"))
 
 
-def divert_assignments(optimizer: Any, variables: Sequence[Any], record: Callable[[str, int, Any], None]) -> Method:
+def divert_assignments(
+    optimizer: keras.optimizers.Optimizer, variables: Sequence[Variable], record: Callable[[str, int, Gradient], None]
+) -> Method:
     """Make an optimiser's step call `record(method, index, value)` in place of an assignment to one of the variables.
 
     Relies on: `update_step` changes variables only by `self.assign`, `assign_add` and `assign_sub`; `_var_key`.
@@ -160,7 +166,7 @@ def divert_assignments(optimizer: Any, variables: Sequence[Any], record: Callabl
     methods = ("assign", "assign_add", "assign_sub")
 
     def divert(name: str) -> None:
-        def diverted(self: Any, original: Method, variable: Any, value: Any) -> None:
+        def diverted(self: keras.optimizers.Optimizer, original: Method, variable: Variable, value: Gradient) -> None:
             i = found.get(self._var_key(variable))
             if i is None:
                 original(variable, value)

@@ -1,15 +1,15 @@
 """The datasets that a `tf.data` pipeline is made of."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
-from hvdx.keras.seams.graphs import closure_of
+from hvdx.keras.seams.graphs import ConcreteFunction, closure_of
 from hvdx.keras.seams.replacing import Method
+from hvdx.keras.types import GeneratorState
 
 
-def inputs_of(dataset: Any) -> list[Any]:
+def inputs_of(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
     """Return the datasets that a dataset reads.
 
     Relies on: `Dataset._inputs`; `_impl` of readers of files, which do not count the datasets that they are made of.
@@ -18,7 +18,7 @@ def inputs_of(dataset: Any) -> list[Any]:
     return [inside] if isinstance(inside, tf.data.Dataset) else list(dataset._inputs())
 
 
-def functions_of(dataset: Any) -> list[Any]:
+def functions_of(dataset: tf.data.Dataset) -> list[ConcreteFunction]:
     """Return the concrete functions that a dataset calls for its elements, such as that of `map`.
 
     Relies on: `Dataset._functions`, each with a `function`.
@@ -27,7 +27,7 @@ def functions_of(dataset: Any) -> list[Any]:
     return [wrapper.function for wrapper in wrappers if hasattr(wrapper.function, "graph")]
 
 
-def determinism_of(dataset: Any) -> str:
+def determinism_of(dataset: tf.data.Dataset) -> str:
     """Return "true", "false" or "default": whether a dataset yields its elements in order.
 
     Relies on: `_deterministic` of `map`, `interleave` and others.
@@ -35,7 +35,7 @@ def determinism_of(dataset: Any) -> str:
     return str(getattr(dataset, "_deterministic", "true"))
 
 
-def seeds_of(dataset: Any) -> tuple[int, ...]:
+def seeds_of(dataset: tf.data.Dataset) -> tuple[int, ...]:
     """Return the pair of seeds of a random dataset, (0, 0) if it has none; () for others.
 
     Relies on: `_seed` and `_seed2`, tensors.
@@ -48,7 +48,7 @@ def seeds_of(dataset: Any) -> tuple[int, ...]:
 UNSEEDED_SHUFFLE = "Dataset.shuffle without a seed"
 
 
-def unseeded_order(dataset: Any) -> str:
+def unseeded_order(dataset: tf.data.Dataset) -> str:
     """Return what users call a random dataset without a seed.
 
     Relies on: the names of TensorFlow's classes, `_ShuffleDataset` and `_RandomDataset`.
@@ -60,7 +60,7 @@ def unseeded_order(dataset: Any) -> str:
     return names.get(type(dataset).__name__, "a random order without a seed")
 
 
-def tensors_in(dataset: Any) -> list[Any]:
+def tensors_in(dataset: tf.data.Dataset) -> list[tf.Tensor]:
     """Return the tensors that a source holds, such as arrays, bounds of a range, and names of files.
 
     Relies on: they are attributes of the dataset, or in lists.
@@ -69,7 +69,7 @@ def tensors_in(dataset: Any) -> list[Any]:
     return [v for v in held if isinstance(v, tf.Tensor) and v.dtype not in (tf.variant, tf.resource)]
 
 
-def copies_to_device(dataset: Any) -> bool:
+def copies_to_device(dataset: tf.data.Dataset) -> bool:
     """Return whether a dataset copies another one to a GPU.
 
     Relies on: the name of the class, `_CopyToDeviceDataset`.
@@ -77,7 +77,7 @@ def copies_to_device(dataset: Any) -> bool:
     return "CopyToDevice" in type(dataset).__name__
 
 
-def batch_size_of_dataset(dataset: Any) -> int | None:
+def batch_size_of_dataset(dataset: tf.data.Dataset) -> int | None:
     """Return the batch size of a dataset that batches; None for others.
 
     Relies on: `_BatchDataset._batch_size`; `set_batch_size` sets the same attribute.
@@ -86,12 +86,12 @@ def batch_size_of_dataset(dataset: Any) -> int | None:
     return None if size is None else int(size)
 
 
-def set_batch_size(dataset: Any, size: int) -> None:
+def set_batch_size(dataset: tf.data.Dataset, size: int) -> None:
     """Let `batch_size_of_dataset` return a size for a dataset that TensorFlow does not batch."""
     dataset._batch_size = size
 
 
-def dataset_before(dataset: Any) -> Any:
+def dataset_before(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
     """Return the dataset that a transformation reads; None for a source.
 
     Relies on: `UnaryDataset._input_dataset`.
@@ -99,7 +99,7 @@ def dataset_before(dataset: Any) -> Any:
     return getattr(dataset, "_input_dataset", None)
 
 
-def generator_states(datasets: Sequence[Any]) -> list[Any]:
+def generator_states(datasets: Sequence[tf.data.Dataset]) -> list[GeneratorState]:
     """Return TensorFlow's record of each Python generator of `Dataset.from_generator`.
 
     Relies on: the closures of the functions in `Dataset._functions` hold it, and it has `get_next_id`.
@@ -110,7 +110,7 @@ def generator_states(datasets: Sequence[Any]) -> list[Any]:
     return list({id(state): state for state in states}.values())
 
 
-def wrap_generator(state: Any, wrapper: Callable[[Method], Method]) -> None:
+def wrap_generator(state: GeneratorState, wrapper: Callable[[Method], Method]) -> None:
     """Replace a generator of `generator_states` by `wrapper(generator)`.
 
     Relies on: `_GeneratorState._generator` is called when a pass begins.

@@ -8,17 +8,17 @@ from typing import Any
 Method = Callable[..., Any]
 
 
-def override(thing: Any, name: str, function: Method) -> None:
+def override(thing: object, name: str, function: Method) -> None:
     """Give one object a method of its own, which calls `function(thing, original, *arguments)`."""
     kind = type(thing)
 
-    def method(self: Any, *args: Any, **named: Any) -> Any:
+    def method(self: object, *args: object, **named: object) -> object:
         return function(self, functools.partial(getattr(kind, name), self), *args, **named)
 
     setattr(thing, name, types.MethodType(method, thing))
 
 
-def restore(thing: Any, names: Sequence[str]) -> None:
+def restore(thing: object, names: Sequence[str]) -> None:
     for name in names:
         if name in vars(thing):
             delattr(thing, name)

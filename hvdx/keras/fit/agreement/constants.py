@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -28,7 +28,7 @@ class Constant(NamedTuple):
     digest: int
 
 
-def constants_of(train_function: Any) -> list[Constant]:
+def constants_of(train_function: object) -> list[Constant]:
     """Return the numeric constants of at least 16 elements in a traced training function.
 
     Args:
@@ -74,7 +74,7 @@ def differing(everyone: Sequence[list[Constant]]) -> list[str]:
     return listed
 
 
-def _in_graph(definition: Any) -> Iterator[Constant]:
+def _in_graph(definition: tf.compat.v1.GraphDef) -> Iterator[Constant]:
     for node in [*definition.node, *(node for f in definition.library.function for node in f.node_def)]:
         if node.op == "Const":
             value = node.attr["value"].tensor
@@ -84,7 +84,7 @@ def _in_graph(definition: Any) -> Iterator[Constant]:
                 yield _constant(node.name, tf.as_dtype(value.dtype), shape, content)
 
 
-def _captured(graph: Any) -> Iterator[Constant]:
+def _captured(graph: tf.Graph) -> Iterator[Constant]:
     """Yield the eager tensors that a function uses; TensorFlow passes larger ones as arguments."""
     for outside, inside in graph.captures:
         if hasattr(outside, "numpy") and _counts(outside.dtype, outside.shape):
@@ -92,11 +92,11 @@ def _captured(graph: Any) -> Iterator[Constant]:
             yield _constant(inside.op.name, outside.dtype, list(outside.shape), values.view(np.uint8).data)
 
 
-def _counts(dtype: tf.DType, shape: Any) -> bool:
+def _counts(dtype: tf.DType, shape: tf.TensorShape | Sequence[int]) -> bool:
     return (dtype.is_floating or dtype.is_integer or dtype.is_bool or dtype.is_complex) and math.prod(
         shape
     ) >= _ELEMENTS
 
 
-def _constant(name: str, dtype: tf.DType, shape: Sequence[int], content: Any) -> Constant:
+def _constant(name: str, dtype: tf.DType, shape: Sequence[int], content: bytes | memoryview) -> Constant:
     return Constant(name, f"{dtype.name}{list(shape)}", xxhash.xxh3_64(content).intdigest())

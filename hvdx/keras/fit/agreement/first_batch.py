@@ -1,6 +1,6 @@
 """Digest of the first batch of a dataset, taken while the batch passes."""
 
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -8,6 +8,9 @@ import xxhash
 
 from hvdx.keras.fit.agreement import pipeline
 from hvdx.keras.seams.pipelines import copies_to_device
+from hvdx.keras.types import Structure
+
+T = TypeVar("T")
 
 
 class FirstBatch:
@@ -31,13 +34,13 @@ class FirstBatch:
         with tf.device("CPU:0"):
             unread = tf.Variable(True, trainable=False)
 
-        def note() -> Any:
+        def note() -> tf.Tensor:
             unread.assign(False)
             return tf.numpy_function(self._note, parts, tf.bool)
 
-        parts: list[Any] = []
+        parts: list[tf.Tensor] = []
 
-        def passed(*components: Any) -> Any:
+        def passed(*components: Structure) -> Structure:
             parts[:] = [p for p in tf.nest.flatten(components, expand_composites=True) if _has_values(p)]
             with tf.control_dependencies([tf.cond(unread, note, lambda: True)]):
                 result = tf.nest.map_structure(_identity, components)
@@ -56,16 +59,16 @@ class FirstBatch:
         return np.bool_(True)
 
 
-def can_pass(dataset: Any) -> bool:
+def can_pass(dataset: object) -> bool:
     """Return whether `FirstBatch` can stand behind a dataset; TensorFlow allows nothing behind a copy to a GPU."""
     return isinstance(dataset, tf.data.Dataset) and not any(
         copies_to_device(part) for part in pipeline.datasets(dataset)
     )
 
 
-def _has_values(part: Any) -> bool:
+def _has_values(part: object) -> bool:
     return isinstance(part, tf.Tensor) and part.dtype not in (tf.variant, tf.resource)
 
 
-def _identity(part: Any) -> Any:
+def _identity(part: T) -> T:
     return tf.identity(part) if _has_values(part) else part

@@ -2,8 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -11,6 +10,7 @@ import xxhash
 
 from hvdx.keras.fit.agreement import pipeline
 from hvdx.keras.seams.pipelines import generator_states, wrap_generator
+from hvdx.keras.types import Arrays, GeneratorState
 
 # Elements of each generator that are recorded.
 _ELEMENTS = 16
@@ -19,7 +19,7 @@ _MARK = "_hvdx_elements"
 Elements = list[tuple[int, ...]]
 
 
-def record(end: Any) -> None:
+def record(end: object) -> None:
     """Record the first elements that the generators of a dataset yield; the generators are read no further for it.
 
     Args:
@@ -32,7 +32,7 @@ def record(end: Any) -> None:
             wrap_generator(state, functools.partial(_recording, elements=elements))
 
 
-def recorded(end: Any) -> list[Elements]:
+def recorded(end: object) -> list[Elements]:
     """Return the recorded elements of each generator of a dataset, as far as they were read."""
     return [list(getattr(state, _MARK)) for state in _states(end) if hasattr(state, _MARK)]
 
@@ -63,8 +63,8 @@ def _differ(first: Elements, other: Elements) -> bool:
     return bool(telling) and all(a != b for a, b in telling)
 
 
-def _recording(generator: Any, elements: Elements) -> Any:
-    def recording(*args: Any) -> Iterator[Any]:
+def _recording(generator: Callable[..., Iterable[Arrays]], elements: Elements) -> Callable[..., Iterator[Arrays]]:
+    def recording(*args: object) -> Iterator[Arrays]:
         iterator = iter(generator(*args))
         if not elements:
             for element in itertools.islice(iterator, _ELEMENTS):
@@ -75,7 +75,7 @@ def _recording(generator: Any, elements: Elements) -> Any:
     return recording
 
 
-def _components(element: Any) -> list[Any]:
+def _components(element: Arrays) -> list[Arrays]:
     """Return the components of an element; unlike in `tf.nest`, a list is one tensor, as in `from_generator`."""
     if isinstance(element, dict):
         return [part for key in sorted(element) for part in _components(element[key])]
@@ -84,7 +84,7 @@ def _components(element: Any) -> list[Any]:
     return tf.nest.flatten(element, expand_composites=True) if not isinstance(element, list) else [element]
 
 
-def _digest(part: Any) -> int:
+def _digest(part: Arrays) -> int:
     try:
         array = np.asarray(part)
     except ValueError:  # lists of different lengths
@@ -93,5 +93,5 @@ def _digest(part: Any) -> int:
     return xxhash.xxh3_64(content).intdigest()
 
 
-def _states(end: Any) -> list[Any]:
+def _states(end: object) -> list[GeneratorState]:
     return generator_states(list(pipeline.datasets(end)))

@@ -1,7 +1,7 @@
 """State of a model besides its weights: its configuration, its vocabularies, and the statistics of adapted layers."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import keras
 import numpy as np
@@ -18,14 +18,17 @@ _OMITTED = {"name", "seed", "shared_object_id"}
 # Length from which a list counts as one value.
 _LONG = 64
 
+#: Digest of a vocabulary, or a sample of statistics.
+State: TypeAlias = int | Sample
 
-def adapted(model: Any) -> list[tuple[str, Any]]:
+
+def adapted(model: keras.Model) -> list[tuple[str, State]]:
     """Return the state of each preprocessing layer of a model.
 
     Returns:
         Name of the layer, and a digest of its vocabulary or a sample of its statistics.
     """
-    found: list[tuple[str, Any]] = []
+    found: list[tuple[str, State]] = []
     for layer in layers_of(model):
         name = f"{type(layer).__name__} {layer.name}"
         table = getattr(layer, "lookup_table", None)
@@ -40,13 +43,13 @@ def adapted(model: Any) -> list[tuple[str, Any]]:
     return found
 
 
-def tables_of(end: Any) -> list[tuple[str, Any]]:
+def tables_of(end: object) -> list[tuple[str, State]]:
     """Return a digest of each lookup table that the functions of a dataset use, such as those of a `StringLookup`.
 
     Args:
         end: a dataset; anything else has no tables.
     """
-    found: dict[int, tuple[str, Any]] = {}
+    found: dict[int, tuple[str, State]] = {}
     for function in (f for dataset in pipeline.datasets(end) for f in functions_of(dataset)):
         handles = {id(inside): outside for outside, inside in function.graph.captures}
         for operation in function.graph.get_operations():
@@ -57,7 +60,7 @@ def tables_of(end: Any) -> list[tuple[str, Any]]:
     return list(found.values())
 
 
-def table_digest(handle: Any, keys: Any, values: Any) -> int:
+def table_digest(handle: tf.Tensor, keys: tf.DType, values: tf.DType) -> int:
     """Return a digest of the entries of a lookup table, which does not depend on their order.
 
     Args:
@@ -83,7 +86,7 @@ def _numbers(part: tf.Tensor) -> np.ndarray:
     return rows @ (2 * np.arange(rows.shape[1], dtype=np.uint64) + np.uint64(1))
 
 
-def differing(everyone: Sequence[list[tuple[str, Any]]]) -> list[str]:
+def differing(everyone: Sequence[list[tuple[str, State]]]) -> list[str]:
     """Compare the results of `adapted` or `tables_of` on all ranks.
 
     Returns:
@@ -100,13 +103,13 @@ def differing(everyone: Sequence[list[tuple[str, Any]]]) -> list[str]:
     return listed
 
 
-def _same(first: Any, other: Any) -> bool:
+def _same(first: State, other: State) -> bool:
     if isinstance(first, Sample) and isinstance(other, Sample):
         return alike(first, other)
     return type(first) is type(other) and first == other
 
 
-def configuration(model: Any) -> dict[str, str]:
+def configuration(model: keras.Model) -> dict[str, str]:
     """Return the values of a model's configuration, and of the layers in it, by their places.
 
     Names of layers are replaced by numbers, because Keras' counters may differ between ranks.
@@ -146,7 +149,7 @@ def differing_values(first: Mapping[str, str], other: Mapping[str, str], rank: i
     return [f"{name} is {a:.60} on rank 0, {b:.60} on rank {rank}" for name, a, b in values if a != b]
 
 
-def _configs(layer: Any) -> Iterator[tuple[str, Any]]:
+def _configs(layer: keras.layers.Layer) -> Iterator[tuple[str, object]]:
     """Yield the configuration of a layer, and those of the layers in it that its own does not contain."""
     try:
         config = layer.get_config()
@@ -158,7 +161,7 @@ def _configs(layer: Any) -> Iterator[tuple[str, Any]]:
             yield from _configs(inner)
 
 
-def _names(config: Any) -> Iterator[str]:
+def _names(config: object) -> Iterator[str]:
     """Yield the names of the layers in a configuration."""
     if isinstance(config, Mapping):
         inner = config.get("config")
@@ -171,7 +174,7 @@ def _names(config: Any) -> Iterator[str]:
             yield from _names(value)
 
 
-def _leaves(place: str, value: Any, numbers: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+def _leaves(place: str, value: object, numbers: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     if isinstance(value, Mapping):
         if value.get("class_name") == "__lambda__":
             return  # Its code holds the path of its file.
@@ -199,6 +202,6 @@ def _leaves(place: str, value: Any, numbers: Mapping[str, int]) -> Iterator[tupl
         yield place, type(value).__name__
 
 
-def _is_long(values: list[Any] | tuple[Any, ...]) -> bool:
+def _is_long(values: list[object] | tuple[object, ...]) -> bool:
     """Return whether a list counts as one value: it is long, and holds no parts of a configuration."""
     return len(values) >= _LONG and not isinstance(values[0], Mapping | list | tuple)

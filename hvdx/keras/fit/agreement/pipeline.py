@@ -1,7 +1,7 @@
 """Walks through a `tf.data` pipeline, from its end to its sources."""
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -33,7 +33,7 @@ class Step(NamedTuple):
     source: Sample | None
 
 
-def datasets(end: Any) -> Iterator[Any]:
+def datasets(end: object) -> Iterator[tf.data.Dataset]:
     """Yield a dataset and all datasets that it is made of.
 
     Args:
@@ -48,7 +48,7 @@ def datasets(end: Any) -> Iterator[Any]:
             waiting += reversed(inputs_of(dataset))
 
 
-def cause_of_other_order(end: Any) -> str | None:
+def cause_of_other_order(end: object) -> str | None:
     """Return the reason why each process reads a dataset in another order, or None if there is none.
 
     Example:
@@ -71,7 +71,7 @@ def cause_of_other_order(end: Any) -> str | None:
     return None
 
 
-def order_of(end: Any) -> list[Step]:
+def order_of(end: object) -> list[Step]:
     """Return the sources and the seeds of a dataset: two ranks that differ in them read different orders."""
     steps = []
     for dataset in datasets(end):
@@ -96,7 +96,7 @@ def same_order(first: list[Step], other: list[Step]) -> str | None:
     return None if all(alike(a, b) for a, b in sources) else "sources"
 
 
-def runs_python(end: Any) -> bool:
+def runs_python(end: object) -> bool:
     """Return whether Python code makes elements of a dataset, so that its order cannot be read from the pipeline.
 
     Example:
@@ -111,6 +111,6 @@ def runs_python(end: Any) -> bool:
     )
 
 
-def _constants(tensors: Any) -> tuple[int | None, ...]:
+def _constants(tensors: Sequence[tf.Tensor]) -> tuple[int | None, ...]:
     values = [tf.get_static_value(tensor) for tensor in tensors]
     return tuple(None if value is None else int(value) for value in values)

@@ -1,11 +1,13 @@
 """Samples of arrays that are small enough to be compared over the ranks."""
 
 import itertools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
 import xxhash
+
+from hvdx.keras.types import Arrays
 
 # Rows of an array in a sample, elements of a row that count, and bytes that are read for it.
 _ROWS, _ELEMENTS, _BYTES = 64, 4096, 2**23
@@ -30,7 +32,7 @@ class Sample(NamedTuple):
         return xxhash.xxh3_64(repr(self.spec).encode() + b"".join(row.tobytes() for row in self.rows)).intdigest()
 
 
-def sample(arrays: Any, paths: bool = False) -> Sample:
+def sample(arrays: Arrays, paths: bool = False) -> Sample:
     """Return a sample of evenly spaced rows, the first and the last included.
 
     Args:
@@ -66,7 +68,7 @@ def _close(a: np.ndarray, b: np.ndarray) -> bool:
     return bool(np.isclose(a, b, rtol=_ROUNDING, atol=_ROUNDING * scale, equal_nan=True).all())
 
 
-def _rows(array: Any, paths: bool) -> np.ndarray:
+def _rows(array: tf.Tensor | np.ndarray, paths: bool) -> np.ndarray:
     """Return a number for each sampled row of an array or tensor; a scalar is one row."""
     shape = tuple(array.shape)
     count = shape[0] if shape else 1

@@ -2,13 +2,14 @@
 
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from hvdx.errors import ConfigError
 from hvdx.keras.fit.agreement import generators, pipeline
 from hvdx.keras.fit.agreement.sample import Sample, alike, sample
+from hvdx.keras.types import Structure
 from hvdx.log import Log
 
 _log = Log(__name__)
@@ -32,7 +33,7 @@ class Handed(NamedTuple):
         order: seeds and sources of the dataset, or None.
     """
 
-    options: dict[str, Any]
+    options: dict[str, object]
     arrays: Sample | None
     order: list[pipeline.Step] | None
 
@@ -62,7 +63,9 @@ def check_order(dataset: tf.data.Dataset) -> None:
     _log.warning(text, head="hvdx: WARNING: ")
 
 
-def mark(share: tf.data.Dataset, data: Any, batch_size: int | None, shuffle: bool | int, seed: int) -> None:
+def mark(
+    share: tf.data.Dataset, data: tf.data.Dataset | Structure, batch_size: int | None, shuffle: bool | int, seed: int
+) -> None:
     """Record on a share what it was cut from.
 
     Args:
@@ -70,7 +73,7 @@ def mark(share: tf.data.Dataset, data: Any, batch_size: int | None, shuffle: boo
         data: arrays in any structure, or a dataset.
         batch_size, shuffle, seed: arguments of `hvdx.shard`.
     """
-    options: dict[str, Any] = {"seed": seed, "shuffle": shuffle}
+    options: dict[str, object] = {"seed": seed, "shuffle": shuffle}
     if isinstance(data, tf.data.Dataset):
         # A dataset is divided element by element, so ranks may have batches of different sizes.
         handed = Handed(options, None, pipeline.order_of(data))
@@ -80,7 +83,7 @@ def mark(share: tf.data.Dataset, data: Any, batch_size: int | None, shuffle: boo
     setattr(share, _MARK, handed)
 
 
-def shares_in(dataset: Any) -> list[Handed]:
+def shares_in(dataset: object) -> list[Handed]:
     """Return what was handed over for each share in a pipeline; [] for anything but a dataset."""
     return [getattr(part, _MARK) for part in pipeline.datasets(dataset) if hasattr(part, _MARK)]
 
