@@ -1,7 +1,7 @@
 """Results, states and traffic of fifty steps under every strategy are those of the fixture, bit for bit."""
 
 # Tests: hvdx/strategies/step.py, hvdx/strategies/threshold/encoder.py, hvdx/strategies/threshold/routes/all_gather.py
-# Tests: hvdx/strategies/threshold/routes/post.py
+# Tests: hvdx/strategies/threshold/routes/session_mailbox.py
 
 import json
 

@@ -1,6 +1,6 @@
 """Asynchronous trainings on virtual ranks: each message counts once on every rank, and every wait ends."""
 
-# Tests: hvdx/strategies/threshold/routes/post.py
+# Tests: hvdx/strategies/threshold/routes/session_mailbox.py
 
 import random
 import threading
