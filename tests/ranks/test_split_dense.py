@@ -1,7 +1,8 @@
 """`SplitDense`: the same training as `Dense`, with a part of the weights on each rank."""
 
 # Tests: hvdx/keras/adapters/clipping.py, hvdx/keras/layers/dense.py, hvdx/keras/layers/group.py
-# Tests: hvdx/keras/layers/initial.py, hvdx/keras/layers/rules.py, hvdx/keras/weight_parts.py, hvdx/keras/fit/evaluation.py
+# Tests: hvdx/keras/layers/initial.py, hvdx/keras/layers/rules.py, hvdx/keras/weight_parts.py
+# Tests: hvdx/keras/fit/evaluation.py
 
 import keras
 import numpy as np
