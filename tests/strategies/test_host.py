@@ -69,8 +69,8 @@ def test_reports_of_skipped_steps_become_rare_and_end_in_an_error(exchange, capf
 
 def test_input_of_some_tensors_has_their_samples():
     given = StepInput(TENSORS, finite=False, sample=[np.zeros(3), np.zeros(1)], computing=2.0)
-    part = given.part([1])
+    part = given.subset([1])
     assert [t.shape for t in part.tensors] == [()]
     assert [s.size for s in part.sample] == [1]
     assert (part.finite, part.computing) == (False, 2.0)
-    assert StepInput(TENSORS).part([0]).sample is None
+    assert StepInput(TENSORS).subset([0]).sample is None

@@ -52,15 +52,15 @@ def test_polls_become_rare_after_half_a_second_without_messages(monkeypatch):
         return max(slept)
 
     polling = Polling()
-    assert longest(coming=False) <= 1e-3
-    assert longest(coming=True) <= 1e-4
+    assert longest(receiving=False) <= 1e-3
+    assert longest(receiving=True) <= 1e-4
     now[0] = 0.6
     assert polling.idle == 0.6
-    assert longest(coming=False) == 0.02
-    assert longest(coming=True) <= 1e-4
-    assert longest(coming=False, naps=False) <= 1e-3
+    assert longest(receiving=False) == 0.02
+    assert longest(receiving=True) <= 1e-4
+    assert longest(receiving=False, naps=False) <= 1e-3
     polling.found()
     assert polling.idle == 0
     slept.clear()
-    polling.sleep(coming=False)
+    polling.sleep(receiving=False)
     assert slept == []  # the back-off begins anew

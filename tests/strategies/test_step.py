@@ -97,7 +97,7 @@ def given(value=1.0, finite=True, sample=None):
 
 
 @pytest.mark.parametrize(
-    ("options", "ranks"), [({}, 4), ({"active": lambda step: 2}, 2), ({"ranks_per_message": 2}, 8)]
+    ("options", "ranks"), [({}, 4), ({"active_ranks": lambda step: 2}, 2), ({"ranks_per_message": 2}, 8)]
 )
 def test_result_is_the_sum_over_the_ranks_that_count_times_the_correction(options, ranks):
     encoder, route = Notes(), Fixed()
@@ -132,7 +132,7 @@ def test_step_is_skipped_on_all_ranks_if_one_is_not_fine(others, value, finite, 
 
 def test_rank_that_does_not_count_is_silent_and_its_nan_too():
     encoder, route = Notes(), Fixed()
-    exchange(encoder, route, active=lambda step: 1).combine(given(np.nan, finite=False))
+    exchange(encoder, route, active_ranks=lambda step: 1).combine(given(np.nan, finite=False))
     assert encoder.seen[0] == "silent"
     assert route.outgoing[0].status == FINE
 

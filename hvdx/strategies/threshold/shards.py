@@ -7,12 +7,15 @@ the last blocks, so all shards have the same length.
 import abc
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hvdx.codec.base import Array
 from hvdx.errors import ConfigError
 from hvdx.strategies.threshold.dealing import Dealing
+
+if TYPE_CHECKING:
+    from hvdx.codec.base import Array  # imports Numba
 
 #: Density of an owner's message, in multiples of that of a rank's message, and its limit. The entries of several ranks
 #: are at different elements, so at the same density most of their sum would wait in the residual of the owner.
@@ -50,7 +53,7 @@ class Order(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def arranged(self, arrays: Sequence[Array]) -> Sequence[Array]:
+    def arranged(self, arrays: Sequence["Array"]) -> Sequence["Array"]:
         """Return the arrays that are encoded, views of the given ones."""
 
     @abc.abstractmethod
@@ -80,7 +83,7 @@ class VectorOrder(Order):
     def sizes(self) -> list[int]:
         return self._sizes
 
-    def arranged(self, arrays: Sequence[Array]) -> Sequence[Array]:
+    def arranged(self, arrays: Sequence["Array"]) -> Sequence["Array"]:
         return list(arrays)
 
     def origin(self, view: int, element: int) -> tuple[int, int]:
@@ -168,7 +171,7 @@ class Shards(Order):
         """Number of elements of a shard, padding included; a multiple of 64."""
         return self._shard_size
 
-    def arranged(self, arrays: Sequence[Array]) -> list[np.ndarray]:
+    def arranged(self, arrays: Sequence["Array"]) -> list[np.ndarray]:
         return self.views([np.asarray(array) for array in arrays], self._zeros)
 
     def from_vector(self, vector: np.ndarray) -> np.ndarray:

@@ -30,11 +30,11 @@ class Calls:
         self.ends.append((reason, counters["steps"]))
 
 
-def record(comm, ended=False, reached=False, reports=False, network=None):
+def record(comm, ended=False, reached=False, logs_cost=False, network=None):
     calls, costs = Calls(), [Telemetry(steps=3), Telemetry(steps=3)]
     exchanges = [SimpleNamespace(), SimpleNamespace(network=network)]
     attachment = SimpleNamespace(
-        strategy="the first", adapters=[SimpleNamespace(exchange=e) for e in exchanges], reports=reports,
+        strategy="the first", adapters=[SimpleNamespace(exchange=e) for e in exchanges], logs_cost=logs_cost,
         costs=lambda: costs,
     )  # fmt: skip
     part = Record(
@@ -75,9 +75,9 @@ def test_end_has_its_reason_and_the_costs_of_all_optimisers(ended, reached, reas
     assert calls.ends == [(reason, 3)]
 
 
-@pytest.mark.parametrize("reports", [False, True])
-def test_line_of_an_epoch_has_costs_if_the_logs_show_them(reports):
-    part, calls, _ = record(LocalComm(), reports=reports)
+@pytest.mark.parametrize("logs_cost", [False, True])
+def test_line_of_an_epoch_has_costs_if_the_logs_show_them(logs_cost):
+    part, calls, _ = record(LocalComm(), logs_cost=logs_cost)
     part.on_epoch_end(0, {"loss": 1.0})
     ((epoch, logs, costs),) = calls.epochs
-    assert (epoch, logs, bool(costs)) == (1, {"loss": 1.0}, reports)
+    assert (epoch, logs, bool(costs)) == (1, {"loss": 1.0}, logs_cost)
