@@ -12,6 +12,8 @@ from hvdx.comm.waiting import until
 
 # Time limit of a check for a message.
 _SECONDS = 30.0
+# Mailboxes of the checks. Servers and threads of earlier trainings in the process still read theirs, 0 to 2.
+_BOX, _OTHER = 40, 41
 
 
 def check_place(comm: Comm) -> None:
@@ -109,12 +111,12 @@ def _tensors(rank: int) -> list[np.ndarray]:
 
 def check_messages_come_in_order(comm: Comm) -> None:
     """Check that messages from each rank to each arrive once and in order, with bodies of many sizes and without."""
-    box = comm.mailbox(0)
+    box = comm.mailbox(_BOX)
     sizes = [0, 1, 7, None, 5000, 0, 300_000, None, 3]
     bodies = [None if n is None else np.full(n, comm.rank + i, np.uint8) for i, n in enumerate(sizes)]
     for i, body in enumerate(bodies):
         for to in range(comm.size):
-            box.send(to, 0, [i, comm.rank, -(2**62), to], body)
+            box.send(to, _BOX, [i, comm.rank, -(2**62), to], body)
     expected = dict.fromkeys(range(comm.size), 0)
     for message in _messages(box, comm.size * len(sizes)):
         i = expected[message.sender]
@@ -136,17 +138,17 @@ def check_messages_come_in_order(comm: Comm) -> None:
 
 def check_boxes_are_separate(comm: Comm) -> None:
     """Check that a message reaches only its own box, although the same ranks send to both; bodies are read-only."""
-    boxes, neighbour = [comm.mailbox(0), comm.mailbox(1)], (comm.rank + 1) % comm.size
+    boxes, neighbour = {n: comm.mailbox(n) for n in (_BOX, _OTHER)}, (comm.rank + 1) % comm.size
     for i in range(20):
-        for number in (1, 0):
-            boxes[0].send(neighbour, number, [number, i], np.frombuffer(bytes([number, i] * 50), np.uint8))
-    for number in (0, 1):
+        for number in (_OTHER, _BOX):
+            boxes[_BOX].send(neighbour, number, [number, i], np.frombuffer(bytes([number, i] * 50), np.uint8))
+    for number in (_BOX, _OTHER):
         for i, message in enumerate(_messages(boxes[number], 20)):
             assert message.header[:2] == (number, i)
             assert message.body is not None
             assert message.body.tobytes() == bytes([number, i] * 50)
         assert boxes[number].fetch() is None
-    assert until(boxes[0].all_sent, _SECONDS)
+    assert until(boxes[_BOX].all_sent, _SECONDS)
     comm.all_gather_object(None, "the end of a check")
 
 
@@ -159,11 +161,11 @@ def check_bodies_are_put_in_their_place(comm: Comm) -> None:
         calls.append((sender, header[0], size))
         return places[sender] if header[0] == 1 else None
 
-    box = comm.mailbox(2, buffer_for)
+    box = comm.mailbox(_BOX, buffer_for)
     for to in range(comm.size):
-        box.send(to, 2, [0])
-        box.send(to, 2, [1], np.full(1000, comm.rank + 1, np.uint8))
-        box.send(to, 2, [2], np.full(10, comm.rank + 1, np.uint8))
+        box.send(to, _BOX, [0])
+        box.send(to, _BOX, [1], np.full(1000, comm.rank + 1, np.uint8))
+        box.send(to, _BOX, [2], np.full(10, comm.rank + 1, np.uint8))
     for message in _messages(box, 3 * comm.size):
         if message.header[0] == 1:
             np.testing.assert_array_equal(places[message.sender], np.full(1000, message.sender + 1))
@@ -177,13 +179,13 @@ def check_bodies_are_put_in_their_place(comm: Comm) -> None:
 
 def check_messages_pass_collectives(comm: Comm) -> None:
     """Check that messages are delivered during a collective, while another thread answers them."""
-    mine, answers = comm.mailbox(0), comm.mailbox(1)
+    mine, answers = comm.mailbox(_BOX), comm.mailbox(_OTHER)
     rounds, failures = 20, []
 
     def answer() -> None:
         try:
             for message in _messages(mine, rounds * comm.size):
-                mine.send(message.sender, 1, message.header, message.body)
+                mine.send(message.sender, _OTHER, message.header, message.body)
             assert until(mine.all_sent, _SECONDS)
         except BaseException as error:
             failures.append(error)
@@ -193,7 +195,7 @@ def check_messages_pass_collectives(comm: Comm) -> None:
     for i in range(rounds):
         body = np.full(2000, i, np.uint8)
         for to in range(comm.size):
-            answers.send(to, 0, [i, to], body)
+            answers.send(to, _BOX, [i, to], body)
         assert comm.all_gather_object(i, "meanwhile") == [i] * comm.size
         for message in _messages(answers, comm.size):
             assert message.header[:2] == (i, message.sender)
