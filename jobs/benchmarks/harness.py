@@ -377,7 +377,7 @@ def mlp(setting: argparse.Namespace) -> "tuple[keras.Model, tf.data.Dataset, tf.
     """Build the network of the comparisons, and load its data, on a rank of a running job.
 
     Args:
-        given: `hidden`, the units of each layer; `seed`; and optionally `learning_rate`, `batch` and `data`, the name
+        setting: `hidden`, the units of each layer; `seed`; and optionally `learning_rate`, `batch` and `data`, the name
             of a data set, as in `hvdx.jobs.data.load`.
 
     Returns:

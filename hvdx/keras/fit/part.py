@@ -95,7 +95,7 @@ class Parts(Part):
         return [part.offer() for part in self.parts]
 
     def agree(self, offered: list[list[Any]]) -> None:
-        """Give each part what it offered on all ranks."""
+        """Call `agree` of each part, with the values that it offered on all ranks."""
         for part, *theirs in zip(self.parts, *offered, strict=True):
             part.agree(theirs)
 

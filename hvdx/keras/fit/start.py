@@ -23,7 +23,7 @@ class Start(Part):
         self._first_step, self._weights = True, 0
 
     def agree(self, offered: list[object]) -> None:
-        """Broadcast, after all callbacks have restored what they restore."""
+        """Broadcast the state of rank 0, to which `Checkpoint` may have restored it before."""
         if self.model.built:
             # Rank-local state from an earlier fit or a checkpoint is not broadcast, so that a rank's momenta match its
             # residual. In mid-epoch, non-trainable weights are rank-local too.

@@ -148,8 +148,8 @@ class SyncCallback(Part):
 
     def end_steps(self) -> None:
         """Check that this rank took all steps of the epoch, and continue the training if this callback ended it."""
-        taken, total = self._counting.counters.steps_of_epoch, self._attachment.steps
-        if self.model.steps_per_execution > 1 and total is not None:
+        taken = self._counting.counters.steps_of_epoch
+        if self.model.steps_per_execution > 1 and (total := self._attachment.steps) is not None:
             # Keras counts the last execution as full, even if it ran out of data.
             taken, self._steps_before = total - self._steps_before, total
         self.check_enough(taken)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import keras
 
-from hvdx.keras.seams.replacing import Method, override
+from hvdx.keras.seams.replacing import Method, override, restore
 from hvdx.keras.types import Logs
 
 
@@ -19,7 +19,7 @@ def mute_set_model(callback: keras.callbacks.Callback) -> None:
 
 def unmute_set_model(callback: keras.callbacks.Callback) -> None:
     """Undo `mute_set_model`."""
-    vars(callback).pop("set_model", None)
+    restore(callback, ["set_model"])
 
 
 def show_steps(bar: keras.callbacks.ProgbarLogger, taken: Callable[[], int], steps: int) -> None:
@@ -39,7 +39,7 @@ def show_steps(bar: keras.callbacks.ProgbarLogger, taken: Callable[[], int], ste
 
 def show_own_steps(bar: keras.callbacks.ProgbarLogger) -> None:
     """Undo `show_steps`."""
-    vars(bar).pop("on_train_batch_end", None)
+    restore(bar, ["on_train_batch_end"])
 
 
 def watch_fits(function: Callable[[keras.callbacks.CallbackList], None]) -> None:
