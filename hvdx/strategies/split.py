@@ -202,7 +202,7 @@ class CommonStep(SplitStep):
         if self._comm.any_true(not mine):
             # A rank that skips one of the exchanges skips the other, and all ranks with it. The first one reports.
             prepared = [one.skipped(blamed=k == 0 and not mine) for k, one in enumerate(prepared)]
-        return [subset.exchange.deliver(p) for subset, p in zip(subsets, prepared, strict=True)]
+        return [one.deliver() for one in prepared]
 
 
 class SplitHostExchange(HostExchange):

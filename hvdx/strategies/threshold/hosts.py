@@ -35,14 +35,19 @@ class _HostStep(Prepared):
     """Encoded piece of a step.
 
     Attributes:
+        exchange: exchange that encoded the piece.
         step_input: input of this rank.
         status: status of this rank alone.
         inner: the step in the exchange between hosts.
         others_fail: whether the host cannot take the step because of one of its other ranks.
     """
 
+    exchange: "HostsExchange"
     inner: EncodedStep
     others_fail: bool
+
+    def deliver(self) -> list[np.ndarray]:
+        return self.exchange.deliver(self)
 
 
 class HostsExchange(HostExchange):
@@ -129,7 +134,7 @@ class HostsExchange(HostExchange):
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def combine(self, step_input: StepInput) -> list[np.ndarray]:
-        return self.deliver(self.prepare(step_input))
+        return self.prepare(step_input).deliver()
 
     def prepare(self, step_input: StepInput) -> _HostStep:
         """Add up the updates of the host, and encode this rank's piece. Collective among the ranks of a host."""
@@ -161,13 +166,13 @@ class HostsExchange(HostExchange):
         elif fault and blaming.index(faulty) == self._position:
             where = f"rank {self._world_ranks[faulty]}, step {sent.number + 1}"
             _log.warning(f"{where}: {fault}: NaN or infinity in the update")
-        step = _HostStep(step_input, sent.status, sent, bool(failed))
+        step = _HostStep(self, step_input, sent.status, sent, bool(failed))
         return step.skipped(blamed=True) if self._position in failed else step
 
-    def deliver(self, prepared: Prepared) -> list[np.ndarray]:
-        assert isinstance(prepared, _HostStep)  # that of `prepare`
-        inner = replace(prepared.inner, status=prepared.status)
-        self.inner.deliver(inner.skipped(blamed=False) if prepared.is_fine and prepared.others_fail else inner)
+    def deliver(self, step: _HostStep) -> list[np.ndarray]:
+        """Exchange an encoded piece; see `Prepared.deliver`."""
+        inner = replace(step.inner, status=step.status)
+        self.inner.deliver(inner.skipped(blamed=False) if step.is_fine and step.others_fail else inner)
         return self._gather()
 
     def _add_up(self, tensors: Sequence[np.ndarray], out: np.ndarray) -> bool:
