@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar, cast
 
 import numpy as np
 
-from hvdx.codec.base import Array, as_numpy
+from hvdx.codec.base import Array
 from hvdx.errors import ConfigError
 from hvdx.kernels import cpu
 from hvdx.kernels.arrays import Float32Array
@@ -20,6 +20,8 @@ from hvdx.kernels.tiles import LAYOUT, Encoded, Layout, Runs, factors
 if TYPE_CHECKING:
     from hvdx.kernels import cuda  # imports numba-cuda, which may be missing
 
+#: Arrays of the host, for the type checker; the kernels check what they are.
+HostArrays = Sequence[Float32Array]
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -36,7 +38,7 @@ class Host:
             raise ValueError(
                 f"stream: expected none for device='cpu', got {type(stream).__name__}. Give device='cuda' or no stream."
             )
-        sizes: list[int] = locate(as_numpy(arrays), what, writable)[:, SIZE].tolist()
+        sizes: list[int] = locate(cast(HostArrays, arrays), what, writable)[:, SIZE].tolist()
         return sizes
 
     def place(self, values: np.ndarray) -> np.ndarray:
@@ -71,7 +73,7 @@ class Host:
     ) -> tuple[np.ndarray, Encoded]:  # fmt: skip
         """Encode, and change `residual` in place. Return the message, which begins with `header`, and the counts."""
         coded = cpu.encode(
-            as_numpy(update), cast(Float32Array, residual), runs, rice, work.layout,
+            cast(HostArrays, update), cast(Float32Array, residual), runs, rice, work.layout,
             threads=work.threads, reserve=len(header), workspace=work, lookahead=lookahead,
         )  # fmt: skip
         if coded.fault < 0:
@@ -83,7 +85,7 @@ class Host:
         stream: object,
     ) -> None:  # fmt: skip
         """Add messages to `out`, or with `clear` to zeros; raise Malformed if one is invalid."""
-        cpu.decode(messages, scale, as_numpy(out), rice, self.threads, clear)
+        cpu.decode(messages, scale, cast(HostArrays, out), rice, self.threads, clear)
 
 
 def _layout(part: int) -> Layout:

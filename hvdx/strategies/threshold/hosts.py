@@ -19,7 +19,7 @@ from hvdx.strategies.threshold.density import INITIAL_DENSITY
 from hvdx.strategies.threshold.host_sums import open_sums
 from hvdx.strategies.threshold.noise import common_sample
 from hvdx.strategies.threshold.options import Options
-from hvdx.strategies.threshold.shards import OWNER, whole_residual
+from hvdx.strategies.threshold.states import OWNER, scaled, whole_residual
 
 _log = Log(__name__)
 
@@ -231,7 +231,7 @@ class HostsExchange(HostExchange):
         state = dict(whole_residual(state, self._host))
         piece = {k.removeprefix("codec."): v for k, v in state.items() if k.startswith("codec.")}
         whole = self._codec.init(self._sizes).arrays()
-        whole |= _scaled(piece, whole["lengths"] / piece["lengths"])
+        whole |= scaled(piece, whole["lengths"] / piece["lengths"])
         whole |= {"residual": self._whole(piece["residual"]), "step": piece["step"]}
         rest = {k: v for k, v in state.items() if not k.startswith(("codec.", OWNER))}
         return rest | {f"codec.{k}": v for k, v in whole.items()} | own
@@ -283,19 +283,10 @@ class HostsExchange(HostExchange):
         self._sums.total(views(np.ascontiguousarray(whole), self.specs), residual)
         lengths = self._codec.init([s.elements for s in self.inner.specs]).lengths
         before = {k.removeprefix("codec."): v for k, v in state.items() if k.startswith("codec.")}
-        piece = _scaled(before, lengths / before["lengths"])
+        piece = scaled(before, lengths / before["lengths"])
         piece |= {"residual": residual, "lengths": lengths, "step": state["codec.step"]}
         rest = {k: v for k, v in state.items() if not k.startswith(("codec.", "piece", OWNER))}
         return rest | {f"codec.{k}": v for k, v in piece.items()}
-
-
-def _scaled(state: Mapping[str, np.ndarray], ratio: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the taus of a codec's state, and its counts for `ratio` times the elements."""
-    means = state["means"]
-    return {name: np.array(state[name]) for name in ("taus", "found", "floors", "quiet")} | {
-        "means": np.where(means < 0, means, means * ratio),
-        "sent": np.rint(state["sent"] * ratio).astype(np.int64),
-    }
 
 
 def _words_of(sample: Sequence[np.ndarray] | None) -> list[int]:

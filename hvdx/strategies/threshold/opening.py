@@ -16,7 +16,7 @@ from hvdx.strategies.threshold.encoder import ThresholdEncoder
 from hvdx.strategies.threshold.options import Options
 from hvdx.strategies.threshold.routes.all_gather import AllGatherRoute
 from hvdx.strategies.threshold.routes.sharded import ShardedRoute
-from hvdx.strategies.threshold.shards import OWNER_DENSITY, Order, Shards, VectorOrder
+from hvdx.strategies.threshold.shards import OWNER_DENSITY, Shards
 
 
 def open_messages(
@@ -47,8 +47,7 @@ def open_messages(
     elements = elements or sum(sizes)
     kind, network = choose_route(options, comm, elements, device, network)
     shards = Shards(sizes, comm.size) if kind == "sharded" else None
-    order: Order = VectorOrder(sizes) if shards is None else shards
-    encoder = ThresholdEncoder(options, comm, specs, lookahead, order, device)
+    encoder = ThresholdEncoder(options, comm, specs, lookahead, shards, device)
     channel = comm.channel("the updates")
     channel.exchange([])  # all ranks have compiled
     route: Route = AllGatherRoute(channel, ranks_per_message)

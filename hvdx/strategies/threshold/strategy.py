@@ -27,9 +27,8 @@ from hvdx.strategies.base import (
 )
 from hvdx.strategies.host import HostExchange
 from hvdx.strategies.serving.step_client import StepClient
-from hvdx.strategies.threshold import costs, warmup
+from hvdx.strategies.threshold import costs, states, warmup
 from hvdx.strategies.threshold.options import Options
-from hvdx.strategies.threshold.shards import OWNERS, reshard
 
 _log = Log(__name__)
 
@@ -315,14 +314,7 @@ class Threshold(Strategy):
 
     def merge(self, saved: Sequence[Mapping[str, np.ndarray]], rank: int, size: int) -> dict[str, np.ndarray]:
         """Distribute the saved residuals over the ranks, so that their sum stays the same."""
-        # The state of a piece of a host's elements fits its own hosts only.
-        state = saved[rank % len(saved)]
-        mine = {k: np.array(v) for k, v in state.items() if not k.startswith("piece")}
-        residual = np.zeros_like(mine["codec.residual"], dtype=np.float64)
-        for other in range(rank, len(saved), size):
-            residual += saved[other]["codec.residual"]
-        mine["codec.residual"] = residual.astype(np.float32)
-        return mine | (reshard(saved, rank, size) if OWNERS in mine else {})
+        return states.merge(saved, rank, size)
 
     def _defaults(self) -> dict[str, object]:
         # Without tau, the default of `target_density` is "auto".

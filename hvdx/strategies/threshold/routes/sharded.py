@@ -26,7 +26,8 @@ from hvdx.strategies.host import NOT_FINITE
 from hvdx.strategies.step import Arrived, Outgoing, Route
 from hvdx.strategies.threshold.noise import SummedSample, sums_of
 from hvdx.strategies.threshold.options import Options
-from hvdx.strategies.threshold.shards import OWNER, OWNER_LOOKAHEAD, OWNERS, Shards, owner_density
+from hvdx.strategies.threshold.shards import OWNER_LOOKAHEAD, Shards, owner_density
+from hvdx.strategies.threshold.states import OWNER, OWNERS
 
 # Numbers that a rank sends to each other rank before the first phase: bytes for its shard, status, and the times in
 # microseconds.
@@ -39,28 +40,23 @@ _SAMPLE_EVERY = 4
 _TOO_MANY = 1.5
 
 
-def _on_host(arrays: Sequence[Array]) -> list[np.ndarray]:
-    return [np.asarray(array) for array in arrays]
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OwnersMessages(Arrived):
     """Messages of the owners of all shards.
 
     Attributes:
         codec: codec of the ranks' messages, which joins those of shards.
-        messages: uint8[bytes] of each owner, in rank order.
+        messages: uint8[bytes] of each owner, in rank order; empty if a rank has NaN.
         shard_size: number of elements of a shard.
         arranged: function that returns views of an output in the order of the shards.
     """
 
-    codec: codecs.Threshold | None = None
+    codec: codecs.Threshold
     messages: Sequence[np.ndarray] = ()
-    shard_size: int = 0
-    arranged: Callable[[Sequence[Array]], Sequence[np.ndarray]] = _on_host
+    shard_size: int
+    arranged: Callable[[Sequence[Array]], Sequence[np.ndarray]]
 
     def add_to(self, out: Sequence[Array], scale: float, clear: bool) -> None:
-        assert self.codec is not None  # the default is for the fields before it
         out = self.arranged(out)
         joined = self.codec.join(self.messages, self.shard_size)
         try:
@@ -116,7 +112,7 @@ class ShardedRoute(Route):
         """Return views of an output in the order of the shards; those of the last one are kept."""
         if len(out) != len(self._out) or any(a is not b for a, b in zip(out, self._out, strict=True)):
             padding = np.zeros(self._shards.shard_size, np.float32)
-            self._out = _on_host(out)
+            self._out = [np.asarray(array) for array in out]
             self._views = Shards([a.size for a in out], self._size).views(self._out, padding)
         return self._views
 
@@ -137,7 +133,10 @@ class ShardedRoute(Route):
         numbers = self._channel.all_to_all_rows(numbers)
         begun, cutting = clock.now(), work.seconds
         statuses, times = numbers[:, _STATUS].astype(np.int64), 1000 * numbers[:, _TIMES].astype(np.int64)
-        arrived = OwnersMessages(statuses, times, begun - begin - cutting, 0.0)
+        arrived = OwnersMessages(
+            statuses, times, begun - begin - cutting, 0.0,
+            codec=codec, shard_size=self._shards.shard_size, arranged=self._arranged,
+        )  # fmt: skip
         if not statuses.any():
             sample = self._sum_samples(outgoing)
             arrived = replace(self._two_phases(to_owners, numbers[:, _BYTES], outgoing, arrived, work), sample=sample)
@@ -168,8 +167,6 @@ class ShardedRoute(Route):
         got = self._channel.all_to_all(to_owners, sizes.tolist())
         codec = self._owner_codec(self._density)
         work.timed("decoding", lambda: codec.decode_sum(got[: outgoing.active_ranks], [self._sum]))
-        joining = outgoing.encoded.codec
-        assert isinstance(joining, codecs.Threshold)  # see `send`
         status, message = 0, np.zeros(0, np.uint8)
         lookahead = self._lookahead if outgoing.sample is not None else 0.0
         try:
@@ -191,10 +188,7 @@ class ShardedRoute(Route):
             statuses=faults if faults.any() else arrived.statuses,
             sent=sent,
             received=got_bytes,
-            codec=joining,
             messages=received.messages,
-            shard_size=self._shards.shard_size,
-            arranged=self._arranged,
         )
 
     def _encode_sum(self, codec: codecs.Threshold, least: np.ndarray | None, lookahead: float) -> np.ndarray:
