@@ -55,17 +55,17 @@ class Host:
         """Return one element of an array, read as a vector."""
         return np.float32(np.asarray(array).reshape(-1)[element])
 
-    def histogram(self, update: Sequence[Array], lengths: np.ndarray, lookahead: float, stream: object) -> np.ndarray:
-        """Return the histograms of (1 + lookahead) * update, int64[R, 2048]; see `cpu.histogram`."""
+    def histogram(self, update: Sequence[Array], lookahead: float, stream: object) -> np.ndarray:
+        """Return the histogram of (1 + lookahead) * update, int64[2048]; see `cpu.histogram`."""
         scale, _ = factors(lookahead)
         # `encode` refuses what overflows.
         with np.errstate(all="ignore"):
             scaled = [np.multiply(u, scale, out=np.empty_like(u)) for u in update]
-        return cpu.histogram(scaled, lengths)
+        return cpu.histogram(scaled)
 
-    def workspace(self, n: int, runs: int, part: int = 0) -> cpu.Workspace:
+    def workspace(self, n: int, part: int = 0) -> cpu.Workspace:
         """Return scratch memory for `encode`, whose tiles then have entries of one part of `part` elements each."""
-        return cpu.Workspace(n, runs, _layout(part) if part else LAYOUT, self.threads)
+        return cpu.Workspace(n, int(n > 0), _layout(part) if part else LAYOUT, self.threads)
 
     def encode(
         self, update: Sequence[Array], residual: Array, runs: Runs, rice: bool, header: bytes, work: cpu.Workspace,
@@ -178,11 +178,11 @@ class Gpu:
         self._cuda.subtract(values, out)
 
     @_there
-    def histogram(self, update: Sequence[Array], lengths: np.ndarray, lookahead: float, stream: object) -> np.ndarray:
-        """Return the histograms of (1 + lookahead) * update, int64[R, 2048]; see `cpu.histogram`."""
-        return self._cuda.histogram(update, lengths, lookahead, stream)
+    def histogram(self, update: Sequence[Array], lookahead: float, stream: object) -> np.ndarray:
+        """Return the histogram of (1 + lookahead) * update, int64[2048]; see `cpu.histogram`."""
+        return self._cuda.histogram(update, lookahead, stream)
 
-    def workspace(self, n: int, runs: int, part: int = 0) -> "cuda.Scratch":
+    def workspace(self, n: int, part: int = 0) -> "cuda.Scratch":
         """Return scratch memory for `encode`, which writes tiles without regard to parts."""
         return self._cuda.Scratch()
 

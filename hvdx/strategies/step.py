@@ -71,17 +71,15 @@ class Encoded:
         message: uint8[bytes], message of this rank; it must not change before it is decoded.
         codec: codec of the message.
         tensors: the tensors. Empty if this rank encoded nothing.
-        taus: thresholds of the encoder after the step, if it has any.
         entries: number of entries in the message.
         density: share of the elements that are entries.
-        tau: median of the thresholds in this step; 0 for none.
+        tau: threshold of the encoder after the step; 0 for none.
         starved: number of steps, this one included, that are found to be starved; see `Telemetry`.
     """
 
     message: np.ndarray
     codec: "Decoder"
     tensors: "Sequence[Array]" = ()
-    taus: np.ndarray | None = None
     entries: int = 0
     density: float = 0.0
     tau: float = 0.0

@@ -170,15 +170,14 @@ class ThresholdEncoder(Encoder):
             message, self.state = codec.encode(self._order.arranged(tensors), self.state, self._lookahead)
         except UpdateError as error:
             raise UpdateError(error.problem, *self._order.origin(error.variable, error.element)) from None
-        entries = int(self.state.sent.sum())
-        self._tau = float(np.median(self.state.taus))
+        entries, self._tau = self.state.sent, float(self.state.tau)
         self._warn_of_size(message.size)
         starved, density = self._starved_steps(entries), entries / max(self._n, 1)
-        return Encoded(message, codec, tensors, self.state.taus, entries, density, self._tau, starved)
+        return Encoded(message, codec, tensors, entries, density, self._tau, starved)
 
     def silent(self, step: int) -> Encoded:
         self._step = step
-        return Encoded(np.zeros(0, np.uint8), self._codec_of(step), taus=self.state.taus)
+        return Encoded(np.zeros(0, np.uint8), self._codec_of(step), tau=float(self.state.tau))
 
     def _warn_of_size(self, size: int) -> None:
         """Warn once if messages are larger than float32 updates, which a fixed tau far below the updates causes."""
@@ -250,7 +249,7 @@ class ThresholdEncoder(Encoder):
     # -- the residual, and the rest of the state ----------------------------------------------------------------------
 
     def residual_rms(self) -> float:
-        residual, tau = self.state.residual, float(np.median(self.state.taus))
+        residual, tau = self.state.residual, float(self.state.tau)
         residual = residual if self.device is None else self.device.fetch(residual)
         return float(np.sqrt(np.dot(residual, residual) / max(residual.size, 1))) / tau if tau else 0.0
 

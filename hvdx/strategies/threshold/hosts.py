@@ -281,7 +281,7 @@ class HostsExchange(HostExchange):
         residual = np.empty_like(self._piece)
         whole = whole_residual(state, self._rank)["codec.residual"]
         self._sums.total(views(np.ascontiguousarray(whole), self.specs), residual)
-        lengths = self._codec.init([s.elements for s in self.inner.specs]).lengths
+        lengths = self._codec.init([s.elements for s in self.inner.specs]).arrays()["lengths"]
         before = {k.removeprefix("codec."): v for k, v in state.items() if k.startswith("codec.")}
         piece = scaled(before, lengths / before["lengths"])
         piece |= {"residual": residual, "lengths": lengths, "step": state["codec.step"]}

@@ -170,7 +170,7 @@ class ShardedRoute(Route):
         status, message = 0, np.zeros(0, np.uint8)
         lookahead = self._lookahead if outgoing.sample is not None else 0.0
         try:
-            message = work.timed("encoding", lambda: self._encode_sum(codec, outgoing.encoded.taus, lookahead))
+            message = work.timed("encoding", lambda: self._encode_sum(codec, outgoing.encoded.tau, lookahead))
         except UpdateError:
             status = NOT_FINITE
         received = self._channel.exchange([status], message)
@@ -191,19 +191,19 @@ class ShardedRoute(Route):
             messages=received.messages,
         )
 
-    def _encode_sum(self, codec: codecs.Threshold, least: np.ndarray | None, lookahead: float) -> np.ndarray:
+    def _encode_sum(self, codec: codecs.Threshold, least: float, lookahead: float) -> np.ndarray:
         """Encode this rank's shard of the sum.
 
         Args:
             codec: codec of the owner.
-            least: taus of this rank's messages.
+            least: tau of this rank's messages.
             lookahead: see `Threshold`.
         """
-        if codec.target_density is not None and least is not None:
+        if codec.target_density is not None:
             # Entries are multiples of the ranks' taus. If there are fewer than the owner may send, a smaller tau would
             # only make the multiples larger.
-            taus = np.where(self._owner.found, np.maximum(self._owner.taus, least), least)
-            self._owner = replace(self._owner, taus=taus, found=np.ones_like(self._owner.found))
+            tau = max(self._owner.tau, np.float32(least)) if self._owner.found else np.float32(least)
+            self._owner = replace(self._owner, tau=tau, found=True)
         message, self._owner = codec.encode([self._sum], self._owner, lookahead)
         if codec.target_density is not None:
             self._owner = _with_fewer_entries(self._owner, codec)
@@ -265,13 +265,12 @@ def _with_fewer_entries(owner: codecs.ThresholdState, codec: codecs.Threshold) -
         owner: state of the owner's encoder.
         codec: its codec, with a target density.
     """
-    wanted, sent = max((codec.target_density or 0.0) * owner.residual.size, 1.0), float(owner.sent.sum())
+    wanted, sent = max((codec.target_density or 0.0) * owner.residual.size, 1.0), owner.sent
     if not _TOO_MANY * wanted < sent <= 4 * wanted:
         return owner
     # As the codec does above four times the wanted number: the density falls at least with the square of tau.
-    raised = [on_grid(float(tau) * (sent / wanted) ** 0.5, codec.tau_steps, up=True) for tau in owner.taus]
-    taus = np.maximum(owner.taus, np.array(raised, np.float32))
-    return replace(owner, taus=taus, means=np.minimum(owner.means, wanted))
+    raised = on_grid(float(owner.tau) * (sent / wanted) ** 0.5, up=True)
+    return replace(owner, tau=max(owner.tau, raised), mean=min(owner.mean, wanted))
 
 
 def _blame(codec: Decoder, message: np.ndarray, shard_size: int, rank: int) -> None:
