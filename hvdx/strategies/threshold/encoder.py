@@ -238,6 +238,8 @@ class ThresholdEncoder(Encoder):
     def observe_sample(self, sample: object) -> None:
         if isinstance(sample, GatheredSample | SummedSample):
             sample.add_to(self.noise)
+        elif sample is not None:
+            raise TypeError(f"sample: expected GatheredSample or SummedSample, got {type(sample).__name__}.")
 
     def observe_cost(self, computing: float, costs: Sequence[float]) -> None:
         # The same on all ranks, those included that sent nothing.
